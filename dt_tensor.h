@@ -1,0 +1,3398 @@
+/* dt_tensor.h - v0.1.0 - one rank of a training job: tensors, memory, tape, kernels - public domain or MIT,
+   see the end of the file
+
+   This is the lowest of four single-header libraries that train transformers on many ranks:
+
+       dt_tensor.h     one rank: tensors, memory, tape, kernels          (this file, usable alone)
+       dt_comm.h       groups of ranks: launch, collectives, faults
+       dt_parallel.h   layouts: mesh, placements, data order
+       dt_zero.h       training state: optimizers, ZeRO, clipping
+       dt_kernels.cu   the CUDA side of the kernel table
+
+   It gives you eager tensors with a tape (reverse-mode differentiation), parameters that are boxes of a full
+   logical tensor, memory whose every byte has an owner and a class, and CPU kernels.
+
+   DOES NOT: start threads, install signal handlers, call exit or abort, keep global state, print except through
+   the log hook, read the environment. Not in this version, and refused with DT_ERR_UNSUPPORTED: bf16 and f16,
+   recompute, packed documents in attention, weight files.
+
+   QUICK EXAMPLE
+
+       #define DT_IMPLEMENTATION
+       #include "dt_tensor.h"
+       #include <stdio.h>
+
+       int main(void) {
+           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+           dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_NORMAL(0.1));
+           float x[6] = { 1, 2, 3, 4, 5, 6 }, y[2] = { 1, -1 };
+           for (int step = 0; step < 100; step++) {
+               dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(2, 3), x), w, NULL);
+               dt_tensor *loss = dt_mse(out, dt_input(ctx, DT_F32, DT_SHAPE(2, 1), y), 2);
+               dt_backward(loss);
+               for (int i = 0; i < 3; i++) ((float *)w->data)[i] -= 0.01f * ((float *)w->grad)[i];
+               if (step % 20 == 0) printf("step %d loss %g\n", step, dt_item(loss));
+               dt_clear_grads(ctx);
+               dt_reset(ctx);
+           }
+           int failed = dt_error(ctx) != DT_OK;
+           if (failed) puts(dt_error_text(ctx));
+           dt_ctx_free(ctx);
+           return failed;
+       }
+
+   BUILD
+       cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
+       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
+
+   OPTIONS (define before including)
+       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
+       DT_STATIC           everything static: several files may each have their own copy        (everywhere)
+       DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
+       DT_NO_CUDA          not even under nvcc                                                   (implementation)
+
+   CONTENTS
+     1. Status, element types, shapes
+     2. Kernel table
+     3. Host and io tables
+     4. Context, errors, memory account
+     5. Tensors and parameters
+     6. Units and listeners
+     7. Ops
+     8. Tape and blocks
+     9. Implementation: base helpers
+    10. Default host and io tables
+    11. Context, errors, memory account: code
+    12. Counter RNG
+    13. Parameters, boxes and units: code
+    14. Arenas
+    15. Tape and blocks: code
+    16. Ops: code
+    17. Matrix product on the CPU
+    18. CPU kernels, once over float and double
+    19. The CPU kernel table
+
+   CONTRACT
+     Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
+                lives until dt_reset. Host buffers you pass are copied and never kept. After the first steps a
+                steady program allocates nothing; growth is logged.
+     Errors     The first failure is kept with its text (dt_error, dt_error_text). Ops after it do nothing and return
+                NULL; NULL in gives NULL out; dt_item gives NaN. So a loop needs no checks: look once at the end.
+     Threads    A context belongs to one thread at a time. Contexts share nothing.
+     Order      Every sum has a stated order that does not depend on tiling or threads: the same program gives the
+                same bits. An element of a product depends on its row, its column and K only. A micro-batch's
+                weight gradient is complete before it is added to anything.
+     Tags       [local] any rank by itself; [pairwise] two ranks; [collective: group] every rank of the group. */
+
+#ifndef DT_TENSOR_H
+#define DT_TENSOR_H
+
+#define DT_VERSION 100 /* 0.1.0; every dt header checks that it meets the same number */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __FAST_MATH__
+#error "dt promises equal bits: compile without -ffast-math"
+#endif
+
+#if defined(__NVCC__) && !defined(DT_NO_CUDA) && !defined(DT_USE_CUDA)
+#define DT_USE_CUDA
+#endif
+
+#ifdef DT_STATIC
+#define DT_API static __attribute__((unused))
+#else
+#define DT_API extern
+#endif
+#define DT_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ==== 1. Status, element types, shapes ==============================================================================
+
+/* What a call answers. The detail (rank, shapes, reason) is in dt_error_text. */
+typedef enum dt_status {
+    DT_OK = 0,
+    DT_ERR_ARG,         /* a value that makes no sense: a negative count, an id outside the table */
+    DT_ERR_SHAPE,       /* shapes or element types that do not fit each other */
+    DT_ERR_MEM,         /* the host or device table refused memory */
+    DT_ERR_IO,          /* a file */
+    DT_ERR_DEVICE,      /* the accelerator's own error */
+    DT_ERR_COMM,        /* ranks called different operations, or a rank left too early */
+    DT_ERR_TIMEOUT,     /* a wait reached its limit */
+    DT_ERR_PEER,        /* another rank failed first; the text names it */
+    DT_ERR_NUMERIC,     /* NaN or infinity where training cannot go on */
+    DT_ERR_UNSUPPORTED  /* not in this version */
+} dt_status;
+
+/* Element types. BF16 and F16 are storage types of later versions; F64 is for tests on the CPU. */
+typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
+
+/* How several values become one, in rank order. */
+typedef enum dt_op { DT_SUM = 0, DT_AVG, DT_MAX, DT_MIN, DT_PROD } dt_op;
+
+#define DT_MAX_DIMS 6
+typedef struct dt_shape {
+    int     nd;             /* 0 is a scalar */
+    int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
+} dt_shape;
+
+/* DT_SHAPE(B, T, C); DT_SCALAR has no dimension */
+#define DT_SHAPE(...) ((dt_shape){ (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
+#define DT_SCALAR ((dt_shape){ 0, { 0 } })
+
+/* [local] Bytes of one element; 0 for an unknown type. */
+DT_API size_t dt_dtype_size(dt_dtype dtype);
+/* [local] "f32", "i32", ... */
+DT_API const char *dt_dtype_name(dt_dtype dtype);
+/* [local] "DT_ERR_SHAPE", ... */
+DT_API const char *dt_status_name(dt_status status);
+/* [local] Number of elements; 1 for a scalar. */
+DT_API int64_t dt_count(dt_shape shape);
+
+// ==== 2. Kernel table ===============================================================================================
+
+/* Every kernel once. A kernel gets one plain struct and a stream, and answers DT_OK, DT_ERR_UNSUPPORTED (this table
+   does not serve that type or field) or DT_ERR_ARG. It allocates nothing: `work` is scratch the caller lends.
+   Arrays are dense and row-major unless a stride says otherwise. T is the struct's dtype. `accumulate` adds the
+   finished result to what the output holds; without it the output is overwritten. Sums have an order that depends on
+   the sizes named in the comment only. */
+#define DT_KERNELS(X) \
+    X(fill) X(init) X(copy) X(reduce) X(add) X(column_sum) X(matmul) X(layernorm) X(layernorm_back) X(gelu) \
+    X(gelu_back) X(embedding) X(embedding_back) X(attention) X(attention_back) X(cross_entropy) \
+    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd)
+
+typedef struct dt_fill_args { /* out[i] = value */
+    dt_dtype dtype; void *out; size_t count; double value;
+} dt_fill_args;
+
+typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter RNG, see section 12 */
+    dt_dtype dtype; void *out; size_t count;
+    int      normal;        /* 0: uniform in [-scale, scale); 1: normal with standard deviation scale */
+    double   scale;
+    uint64_t key, first;    /* first: global index of out[0] */
+} dt_init_args;
+
+typedef struct dt_copy_args { /* rows of bytes between two strided places; strides in bytes */
+    void *out; const void *in; size_t rows, row_bytes, out_stride, in_stride;
+} dt_copy_args;
+
+typedef struct dt_reduce_args { /* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
+    dt_dtype dtype; void *out; const void *const *in; int n; size_t count; dt_op op;
+} dt_reduce_args;
+
+typedef struct dt_add_args { /* out[r,c] = a[r,c] + b[c]; with rows 1 a plain sum of two arrays */
+    dt_dtype dtype; void *out; const void *a, *b; size_t rows, cols;
+} dt_add_args;
+
+typedef struct dt_column_sum_args { /* out[c] (+)= sum over r of in[r,c], r ascending */
+    dt_dtype dtype; void *out; const void *in; size_t rows, cols; int accumulate;
+} dt_column_sum_args;
+
+enum { DT_ACT_NONE = 0, DT_ACT_GELU };
+
+typedef struct dt_matmul_args { /* c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` */
+    dt_dtype dtype;
+    void *c; const void *a, *b;
+    int64_t m, n, k, batch;             /* batch 0 -> 1 */
+    int     trans_a, trans_b;           /* a is stored (k,m), b is stored (n,k) */
+    int64_t lda, ldb, ldc;              /* elements between rows as stored; 0 -> dense */
+    int64_t stride_a, stride_b, stride_c; /* elements between batches */
+    const void *bias;                   /* (n), or NULL */
+    const void *residual;               /* as c, or NULL */
+    int     activation;                 /* DT_ACT_* */
+    void   *before;                     /* as c: the value before the activation, for the backward; or NULL */
+    int     accumulate;
+    void   *work; size_t work_bytes;    /* dt_matmul_work bytes, or NULL: the naive product */
+} dt_matmul_args;
+
+typedef struct dt_layernorm_args { /* out = (in - mean) * rstd * gain + bias over each row of cols */
+    dt_dtype dtype; void *out, *mean, *rstd;    /* mean, rstd: (rows) of T, kept for the backward */
+    const void *in, *gain, *bias; size_t rows, cols; double eps;
+} dt_layernorm_args;
+
+typedef struct dt_layernorm_back_args { /* each of dx, dgain, dbias may be NULL; sums over rows ascending */
+    dt_dtype dtype; void *dx, *dgain, *dbias;
+    const void *dout, *in, *gain, *mean, *rstd; size_t rows, cols;
+    int accumulate_x, accumulate_gain, accumulate_bias;
+    void *work; size_t work_bytes;              /* dt_layernorm_work bytes */
+} dt_layernorm_back_args;
+
+typedef struct dt_gelu_args { /* tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
+    dt_dtype dtype; void *out; const void *in; size_t count;
+} dt_gelu_args;
+
+typedef struct dt_gelu_back_args {
+    dt_dtype dtype; void *dx; const void *dout, *in; size_t count; int accumulate;
+} dt_gelu_back_args;
+
+typedef struct dt_embedding_args { /* out[r] = table[ids[r] - first]; zero where the id is another rank's */
+    dt_dtype dtype; void *out; const void *table; const int32_t *ids; size_t rows, cols;
+    int64_t first, held, vocab;     /* this table holds ids first .. first+held-1 of vocab; DT_ERR_ARG outside vocab */
+} dt_embedding_args;
+
+typedef struct dt_embedding_back_args { /* dtable[ids[r] - first] += dout[r], r ascending */
+    dt_dtype dtype; void *dtable; const void *dout; const int32_t *ids; size_t rows, cols;
+    int64_t first, held; int accumulate;
+} dt_embedding_back_args;
+
+typedef struct dt_attention_args { /* softmax(scale q k^T) v; q,out (B,TQ,H,D), k,v (B,TK,K,D), lse (B,H,TQ) of T */
+    dt_dtype dtype; void *out, *lse; const void *q, *k, *v;
+    int64_t batch, tq, tk, heads, kv_heads, dim; double scale;
+    int     causal;                 /* query i sees keys 0 .. i + tk - tq */
+    void   *work; size_t work_bytes; /* dt_attention_work bytes */
+} dt_attention_args;
+
+typedef struct dt_attention_back_args { /* scores are computed again, row by row; each of dq, dk, dv may be NULL */
+    dt_dtype dtype; void *dq, *dk, *dv; const void *dout, *out, *lse, *q, *k, *v;
+    int64_t batch, tq, tk, heads, kv_heads, dim; double scale; int causal;
+    int     accumulate_q, accumulate_k, accumulate_v;
+    void   *work; size_t work_bytes;
+} dt_attention_back_args;
+
+typedef struct dt_cross_entropy_args { /* *loss = (sum over rows with label >= 0 of lse - logit[label]) / denominator */
+    dt_dtype dtype; double *loss, *row_loss; void *lse;  /* row_loss (rows) double, lse (rows) of T */
+    const void *logits; const int32_t *labels; size_t rows, cols; double denominator;
+} dt_cross_entropy_args;
+
+typedef struct dt_cross_entropy_back_args { /* dlogits[r,c] (+)= scale (softmax - [c == label]); 0 for label < 0 */
+    dt_dtype dtype; void *dlogits; const void *logits, *lse; const int32_t *labels; size_t rows, cols;
+    const double *upstream; double scale; int accumulate;   /* the factor is *upstream times scale */
+} dt_cross_entropy_back_args;
+
+typedef struct dt_mse_args { /* *loss = sum of (a - b)^2 / denominator, in runs of 1,024 elements, ascending */
+    dt_dtype dtype; double *loss; const void *a, *b; size_t count; double denominator;
+} dt_mse_args;
+
+typedef struct dt_mse_back_args { /* da[i] (+)= *upstream * scale * (a - b) */
+    dt_dtype dtype; void *da; const void *a, *b; size_t count;
+    const double *upstream; double scale; int accumulate;
+} dt_mse_back_args;
+
+#define DT_RUN 1024 /* elements of one run of a norm: the unit in which sums of squares are taken and shared */
+typedef struct dt_square_sums_args { /* out[i] = sum of in[j]^2 over run i of DT_RUN elements, j ascending, in double */
+    dt_dtype dtype; double *out; const void *in; size_t count;
+} dt_square_sums_args;
+
+typedef struct dt_adamw_args { /* one step over a flat run; arXiv:1711.05101; coupled: arXiv:1412.6980 with L2 */
+    dt_dtype dtype; void *param; const void *grad; void *m, *v; size_t count;
+    double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
+    int64_t step;                   /* from 1: bias correction 1 - beta^step */
+    int     coupled;                /* 0: decay apart from the moments (AdamW); 1: added to the gradient (Adam) */
+} dt_adamw_args;
+
+typedef struct dt_sgd_args { /* b = momentum b + g; p -= lr b; g includes weight_decay p; the first step sets b = g */
+    dt_dtype dtype; void *param; const void *grad; void *momentum_buffer; size_t count;
+    double lr, momentum, weight_decay, grad_scale; int64_t step;
+} dt_sgd_args;
+
+/* A device: where tensor memory comes from, and its kernels. Copy one and change an entry to replace a kernel. A NULL
+   kernel is answered with DT_ERR_UNSUPPORTED and the kernel's name. */
+typedef struct dt_kernels {
+    const char *name;                                           /* "cpu", "cuda" */
+    void      *(*alloc)(void *user, size_t bytes);              /* NULL -> the host table's */
+    void       (*free)(void *user, void *p, size_t bytes);
+    dt_status  (*move)(void *dst, const void *src, size_t bytes, void *stream);  /* host or device to either */
+    dt_status  (*sync)(void *stream);                           /* wait until the stream is empty; NULL -> nothing */
+    void       *user;
+#define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
+    DT_KERNELS(DT_KERNEL_ENTRY)
+#undef DT_KERNEL_ENTRY
+} dt_kernels;
+
+/* [local] The CPU's table. Constant, shared by all contexts. */
+DT_API const dt_kernels *dt_kernels_cpu(void);
+/* [local] Scratch bytes that the CPU kernels of that name want. */
+DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
+DT_API size_t dt_layernorm_work(int64_t cols, dt_dtype dtype);
+DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
+#ifdef DT_USE_CUDA
+/* [local] The table in dt_kernels.cu. Never NULL; whether a GPU can be used is dt_cuda_ready's answer. */
+DT_API const dt_kernels *dt_kernels_cuda(void);
+/* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). */
+DT_API dt_status dt_cuda_ready(char *text, size_t text_bytes);
+#endif
+
+// ==== 3. Host and io tables =========================================================================================
+
+/* What a byte is for. dt_memory counts each class apart. */
+typedef enum dt_mem {
+    DT_MEM_PARAMS = 0,  /* parameter values of units */
+    DT_MEM_GRADS,       /* gradients that are kept until the update */
+    DT_MEM_OPTIM,       /* optimizer state */
+    DT_MEM_ACTS,        /* arenas of blocks: activations and their gradients */
+    DT_MEM_COMM,        /* buffers of communication; gathered units and passing gradients */
+    DT_MEM_HOST,        /* bookkeeping: contexts, names, tape nodes */
+    DT_MEM_TEMP,        /* scratch that kernels are lent */
+    DT_MEM_CLASSES
+} dt_mem;
+
+/* Levels of log: errors and notices are printed by the default table, details are not. */
+enum { DT_LOG_ERROR = 0, DT_LOG_NOTICE, DT_LOG_DETAIL };
+
+/* The world outside: the library allocates, waits, reads the clock and prints through this table only. */
+typedef struct dt_host {
+    void  *user;
+    void *(*alloc)(void *user, size_t bytes, dt_mem mem);       /* 64-byte aligned, or NULL: refused */
+    void   (*free)(void *user, void *p, size_t bytes, dt_mem mem);
+    double (*now)(void *user);                                  /* seconds, monotonic */
+    void   (*sleep)(void *user, double seconds);                /* 0: let another thread run */
+    void   (*log)(void *user, int level, int rank, const char *text);
+} dt_host;
+
+/* Files. Every call answers -1 on failure, with a reason in errno where the default table is used. */
+typedef struct dt_io {
+    void   *user;
+    int     (*open)(void *user, const char *path, int write);   /* a descriptor */
+    int     (*close)(void *user, int fd);
+    int64_t (*size)(void *user, int fd);
+    int64_t (*pread)(void *user, int fd, void *buf, size_t bytes, int64_t offset);
+    int64_t (*pwrite)(void *user, int fd, const void *buf, size_t bytes, int64_t offset);
+    int     (*fsync)(void *user, int fd);
+    int     (*rename)(void *user, const char *from, const char *to);
+} dt_io;
+
+/* [local] The tables that use libc; constant. */
+DT_API const dt_host *dt_host_default(void);
+DT_API const dt_io   *dt_io_default(void);
+
+// ==== 4. Context, errors, memory account ============================================================================
+
+typedef struct dt_ctx    dt_ctx;    /* one rank: its memory, tape, parameters, first error */
+typedef struct dt_tensor dt_tensor;
+typedef struct dt_comm   dt_comm;   /* this rank's end of a group of ranks: dt_comm.h. It begins with a dt_group. */
+
+/* What this header needs to know of a group: this rank's place in it. */
+typedef struct dt_group { int rank, size; } dt_group;
+
+typedef struct dt_ctx_desc {
+    uint64_t          seed;     /* 0 -> 1; initial values are f(seed, name, global index) */
+    int               rank;     /* for messages */
+    const dt_kernels *kernels;  /* NULL -> dt_kernels_cpu() */
+    const dt_host    *host;     /* NULL -> dt_host_default() */
+    const dt_io      *io;       /* NULL -> dt_io_default() */
+    void             *stream;   /* handed to every kernel */
+} dt_ctx_desc;
+
+/* [local] NULL when the host table refuses the memory. dt_run makes one for each rank; alone, make it yourself. */
+DT_API dt_ctx *dt_ctx_make(dt_ctx_desc desc);
+/* [local] Frees all that the context owns. NULL is allowed. */
+DT_API void dt_ctx_free(dt_ctx *ctx);
+
+/* [local] The tables and the rank the context was made with. */
+DT_API const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx);
+DT_API const dt_host    *dt_ctx_host(const dt_ctx *ctx);
+DT_API const dt_io      *dt_ctx_io(const dt_ctx *ctx);
+DT_API void             *dt_ctx_stream(const dt_ctx *ctx);
+DT_API int               dt_ctx_rank(const dt_ctx *ctx);
+DT_API uint64_t          dt_ctx_seed(const dt_ctx *ctx);
+/* [local] One pointer for the layer above (dt_comm.h keeps this rank's world here); not used by this header. */
+DT_API void *dt_ctx_attached(const dt_ctx *ctx);
+DT_API void  dt_ctx_attach(dt_ctx *ctx, void *upper);
+
+/* [local] Records the first failure with its reason, tells the listeners (so that peers learn of it) and logs it.
+   Later calls change nothing. Returns status. Yours to call too, from your own ops. */
+DT_API dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) DT_PRINTF(3, 4);
+/* [local] The first failure, DT_OK if none. Sticky. DT_ERR_MEM for ctx NULL. */
+DT_API dt_status dt_error(const dt_ctx *ctx);
+/* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if none. */
+DT_API const char *dt_error_text(const dt_ctx *ctx);
+/* [local] One line for the log hook. */
+DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4);
+
+typedef struct dt_memory {
+    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES];  /* bytes */
+    size_t live_total, peak_total;                      /* peak_total: of the sum, not the sum of peaks */
+    size_t allocations;                                 /* calls of the allocator so far */
+} dt_memory;
+
+/* [local] Bytes by class. Counters move only in dt_alloc and dt_free. */
+DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
+/* [local] Peaks begin again at what is live. */
+DT_API void dt_memory_reset_peak(dt_ctx *ctx);
+
+/* [local] bytes of class mem, from the device table for tensor classes and from the host table for DT_MEM_HOST.
+   bytes 0 gives NULL without an error; a refusal fails the context (DT_ERR_MEM, naming what and how much). */
+DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
+/* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
+DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
+/* [local] Scratch of at least `bytes` until the next dt_work call: one buffer that grows to the largest request. */
+DT_API void *dt_work(dt_ctx *ctx, size_t bytes);
+
+// ==== 5. Tensors and parameters =====================================================================================
+
+typedef struct dt_param_info dt_param_info;
+typedef struct dt_block_state dt_block_state;
+
+struct dt_tensor {              /* read it, print it, index it; ops write it */
+    void          *data;        /* device memory, dense, row-major; for a parameter NULL until it has storage */
+    void          *grad;        /* as data; set by dt_backward */
+    dt_shape       shape;       /* local: what this rank holds */
+    dt_dtype       dtype;
+    const char    *name;        /* a parameter's name, else the op that made it */
+    dt_ctx        *ctx;
+    int            needs_grad;
+    dt_tensor     *base;        /* a view has the base's data, and its gradient is the base's */
+    dt_param_info *param;       /* NULL unless a parameter */
+    dt_block_state *block;      /* the block whose arena holds it */
+};
+
+typedef struct dt_init { int kind; double scale; } dt_init;
+#define DT_ZEROS       ((dt_init){ 0, 0.0 })
+#define DT_ONES        ((dt_init){ 1, 1.0 })
+#define DT_NORMAL(std) ((dt_init){ 2, (std) })
+#define DT_UNIFORM(a)  ((dt_init){ 3, (a) })    /* in [-a, a) */
+
+typedef struct dt_cut  { dt_comm *comm; int dim; } dt_cut;    /* comm NULL: no cut; else part comm-rank of comm-size */
+enum { DT_SAME = 0, DT_PART };
+typedef struct dt_mark { dt_comm *comm; int kind; } dt_mark;  /* DT_PART: each rank's gradient is a part of the sum */
+
+typedef struct dt_param_desc {
+    dt_cut  cuts[3];    /* which box of the full tensor this rank owns */
+    dt_mark marks[2];   /* groups along which copies differ from the mesh's rule (dt_zero.h) */
+    int     frozen;     /* no gradient, no update */
+    int     no_decay;   /* no weight decay; parameters of fewer than 2 dimensions never decay */
+    double  lr_scale;   /* 0 -> 1 */
+    dt_dtype dtype;     /* 0 -> DT_F32 */
+} dt_param_desc;
+
+/* The part of a full logical tensor that a rank owns. It may reach past the end of a dimension that its group's size
+   does not divide: that part is zero, gets no gradient, is not counted and not saved. */
+typedef struct dt_box {
+    int64_t lo[DT_MAX_DIMS];    /* first index, in the full tensor */
+    int64_t n[DT_MAX_DIMS];     /* local extent = ceil(full / parts) */
+    int64_t inside[DT_MAX_DIMS]; /* how much of n lies inside the full tensor */
+} dt_box;
+
+typedef struct dt_unit dt_unit;
+
+struct dt_param_info {          /* what a parameter is beyond its tensor; read-only */
+    int           index;        /* order of registration */
+    dt_shape      full;         /* the logical tensor */
+    dt_box        box;
+    dt_init       init;
+    dt_param_desc desc;
+    int           scope;        /* dt_scope calls before it */
+    dt_unit      *unit;         /* NULL before storage is made */
+    size_t        offset, count; /* elements: place in the unit, local size */
+    int           written;      /* this micro-batch's gradient has been started */
+};
+
+/* [local] Registers a parameter; no memory and no values yet. dtype f32, not cut. Fails when the name is taken or
+   storage has been made already. */
+DT_API dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init);
+/* [local] The same with cuts, marks and flags. Every rank names the same full shape. */
+DT_API dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc);
+/* [local] Names of parameters registered from here on begin with prefix ("h.0."), and no unit crosses this point.
+   NULL ends it. The text is copied. */
+DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
+/* [local] Parameters in order of registration; NULL out of range. */
+DT_API int        dt_param_count(const dt_ctx *ctx);
+DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
+DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
+/* [local] The box of `full` that `cuts` leave to this rank. */
+DT_API dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]);
+
+/* [local] A copy of host data as a tensor without gradient, until dt_reset. host NULL: contents undefined. */
+DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
+/* [local] Copies elements between a tensor and host memory. Waits for the stream. */
+DT_API dt_status dt_read(const dt_tensor *t, void *host);
+DT_API dt_status dt_write(dt_tensor *t, const void *host);
+/* [local] A scalar's value. NaN if t is NULL or its context has failed. Waits for the stream. */
+DT_API double dt_item(const dt_tensor *t);
+
+// ==== 6. Units and listeners ========================================================================================
+
+/* Consecutive parameters of one scope with equal type, cuts, marks and trainability, stored together, split at
+   bucket_bytes: the bucket of data parallelism and the piece that ZeRO cuts into runs. Padding is zero. */
+struct dt_unit {
+    int      index, first_param, params;
+    dt_dtype dtype;
+    int      frozen;
+    size_t   count, padded;     /* elements */
+    void    *data;              /* (padded) values, class params */
+    void    *grad;              /* (padded) sum over the finished micro-batches, class grads; made when first needed */
+    void    *passing;           /* where this micro-batch's gradient goes while it is incomplete; may be grad */
+    int      filled;            /* grad holds at least one micro-batch */
+    int      pending;           /* parameters whose gradient is still to come in the current backward */
+};
+
+typedef struct dt_units_desc {
+    size_t bucket_bytes;        /* 0 -> 25 MiB */
+    size_t pad;                 /* units are padded to a multiple of this many elements; 0 -> 1 */
+} dt_units_desc;
+
+/* [local] Gives every registered parameter storage and its initial values. Called by dt_zero_make, or with defaults at
+   the first use of a parameter. */
+DT_API dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc);
+DT_API int       dt_unit_count(const dt_ctx *ctx);
+DT_API dt_unit  *dt_unit_get(const dt_ctx *ctx, int index);
+/* [local] The next backward starts the gradient sums from zero. */
+DT_API void      dt_clear_grads(dt_ctx *ctx);
+
+typedef enum dt_phase { DT_FORWARD = 1, DT_BACKWARD, DT_BACKWARD_INPUT, DT_BACKWARD_WEIGHT } dt_phase;
+typedef struct dt_event {
+    dt_phase phase;
+    int      block;             /* 0: the whole micro-batch; else order of the dt_block call in it, from 1 */
+    int      micro, last;       /* as told by dt_micro */
+} dt_event;
+
+/* How an upper layer attaches to this one. Each entry may be NULL. The struct is yours and must outlive its use. */
+typedef struct dt_listener {
+    void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
+    void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
+    void (*grad_ready)(dt_ctx *ctx, dt_unit *unit, int last, void *user);   /* unit->grad holds this micro-batch too */
+    void (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
+    void (*closing)(dt_ctx *ctx, void *user);   /* dt_ctx_free begins: give back what you took from the context */
+    void *user;
+    struct dt_listener *next;   /* set by dt_listen */
+} dt_listener;
+/* [local] Appends to the chain; removes from it. */
+DT_API void dt_listen(dt_ctx *ctx, dt_listener *listener);
+DT_API void dt_unlisten(dt_ctx *ctx, dt_listener *listener);
+/* [local] What follows is micro-batch `index` of `count` of this step. Default 0 of 1. */
+DT_API void dt_micro(dt_ctx *ctx, int index, int count);
+
+// ==== 7. Ops ========================================================================================================
+
+/* All [local]. Each returns a tensor that lives until dt_reset, or NULL after a failure. Shapes: (..,X) has any
+   leading dimensions. Types of floating inputs must agree. */
+
+/* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output dimensions. */
+DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
+/* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. A table cut along V gives zero rows for ids
+   of other ranks: the result is PARTIAL over the cut's group. */
+DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
+/* x (..,C), gain (C), bias (C); eps 0 -> 1e-5. arXiv:1607.06450. */
+DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
+/* tanh form, arXiv:1606.08415. */
+DT_API dt_tensor *dt_gelu(dt_tensor *x);
+/* a + b, where b's shape is the end of a's. */
+DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
+/* Another shape with the same count; a view, free. */
+DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
+
+typedef struct dt_attn_desc {
+    int        kv_heads;    /* 0 -> k's own; otherwise must agree with it */
+    int        full;        /* 1: every query sees every key; default causal */
+    dt_tensor *positions;   /* not in this version */
+    dt_tensor *documents;   /* not in this version */
+    dt_tensor **lse;        /* not NULL: receives the log-sum-exp (B,H,TQ) */
+} dt_attn_desc;
+/* q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K -> (B,TQ,H,D), scale 1/sqrt(D). Causal query i sees keys up to
+   i + TK - TQ. No TQ x TK matrix is kept: the backward computes the scores again from lse. arXiv:2205.14135. */
+DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
+
+/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the count
+   of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
+DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
+/* Sum of (a - b)^2 over all elements divided by denominator -> f64 scalar. */
+DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
+/* Attaches a side loss: returns x, and the backward also runs through weight * scalar, wherever the true loss is. */
+DT_API dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight);
+
+// ==== 8. Tape and blocks ============================================================================================
+
+enum { DT_MAX_INPUTS = 8 };
+typedef struct dt_node dt_node;
+typedef dt_status (*dt_backward_fn)(dt_node *node);
+struct dt_node {                    /* one recorded op */
+    const char    *name;
+    dt_tensor     *out;
+    dt_tensor     *in[DT_MAX_INPUTS];
+    int            n_in;
+    unsigned       want;            /* bit i: the gradient of in[i] is wanted now */
+    dt_backward_fn backward;
+    void          *saved;           /* what the op kept for its backward */
+    dt_block_state *child;          /* a dt_block call instead of an op */
+    dt_node       *prev;
+};
+
+/* YOUR OWN OP. Make the output, compute it, then record how to go back:
+       dt_tensor *out = dt_new(x->ctx, x->dtype, x->shape);
+       ...fill out->data...
+       return dt_record(out, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
+   and in square_back add to each gradient that is wanted:
+       if (dt_wants(node, 0)) { float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ... } */
+typedef struct dt_record_desc {
+    const char    *name;
+    dt_tensor     *in[DT_MAX_INPUTS]; /* up to the first NULL, unless n_in says more: an input may be NULL */
+    int            n_in;
+    dt_backward_fn backward;
+    size_t         saved_bytes;       /* zeroed memory at node->saved, host memory, until dt_reset */
+} dt_record_desc;
+/* [local] A tensor of undefined contents in the current block's arena. */
+DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
+/* [local] The same data as x (no copy) with a gradient of its own: the output of an op whose forward is the identity. */
+DT_API dt_tensor *dt_alias(dt_tensor *x);
+/* [local] Records an op with inputs desc.in and output out; nothing is kept if no input needs a gradient. Returns out. */
+DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
+/* [local] The same, and the saved memory to fill; NULL when nothing was recorded. */
+DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
+/* [local] In a backward: whether in[i]'s gradient is wanted; where to add it (zero where it is new). */
+DT_API int   dt_wants(const dt_node *node, int i);
+DT_API void *dt_grad(dt_node *node, int i);
+/* [local] The same without the zeroing: *accumulate says whether to add or to overwrite. */
+DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
+
+/* [local] Runs fn as one block: a unit of memory, of recompute, of ZeRO-3, of pipeline stages and of the trace. fn may
+   use tensors made before it. Blocks may nest. */
+typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
+DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
+
+/* [local] From loss (a scalar) back to every parameter and tensor that needs a gradient. Adds to units' gradients. */
+DT_API dt_status dt_backward(dt_tensor *loss);
+/* [local] The same in two halves: gradients of activations first, of parameters later. Bits as dt_backward. */
+DT_API dt_status dt_backward_input(dt_tensor *loss);
+DT_API dt_status dt_backward_weight(dt_tensor *loss);
+/* [local] Frees every tensor but parameters. Call after each micro-batch. */
+DT_API void dt_reset(dt_ctx *ctx);
+/* [local] An input gets a gradient too (t->grad after the backward, until dt_reset). Call before its first use. */
+DT_API dt_tensor *dt_require_grad(dt_tensor *t);
+/* [local] on 1: ops record nothing (evaluation, generation); 0: they do again. */
+DT_API void dt_no_grad(dt_ctx *ctx, int on);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DT_TENSOR_H */
+
+#if defined(DT_IMPLEMENTATION) && !defined(DT_TENSOR_IMPL)
+#define DT_TENSOR_IMPL
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifndef CLOCK_MONOTONIC
+#error "dt: #define _GNU_SOURCE before the first #include of the implementation file, or compile with -std=gnu11"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ==== 9. Implementation: base helpers ===============================================================================
+
+size_t dt_dtype_size(dt_dtype dtype) {
+    switch (dtype) {
+    case DT_F32: return 4;
+    case DT_BF16: return 2;
+    case DT_F16: return 2;
+    case DT_F64: return 8;
+    case DT_I32: return 4;
+    }
+    return 0;
+}
+
+const char *dt_dtype_name(dt_dtype dtype) {
+    switch (dtype) {
+    case DT_F32: return "f32";
+    case DT_BF16: return "bf16";
+    case DT_F16: return "f16";
+    case DT_F64: return "f64";
+    case DT_I32: return "i32";
+    }
+    return "unknown type";
+}
+
+const char *dt_status_name(dt_status status) {
+    static const char *const names[] = { "DT_OK", "DT_ERR_ARG", "DT_ERR_SHAPE", "DT_ERR_MEM", "DT_ERR_IO",
+        "DT_ERR_DEVICE", "DT_ERR_COMM", "DT_ERR_TIMEOUT", "DT_ERR_PEER", "DT_ERR_NUMERIC", "DT_ERR_UNSUPPORTED" };
+    int i = (int)status;
+    return i >= 0 && i <= (int)DT_ERR_UNSUPPORTED ? names[i] : "unknown status";
+}
+
+int64_t dt_count(dt_shape shape) {
+    int64_t n = 1;
+    for (int i = 0; i < shape.nd; i++) n *= shape.d[i];
+    return n;
+}
+
+static int dt__same_shape(dt_shape a, dt_shape b) {
+    if (a.nd != b.nd) return 0;
+    for (int i = 0; i < a.nd; i++)
+        if (a.d[i] != b.d[i]) return 0;
+    return 1;
+}
+
+typedef struct dt__text { char s[96]; } dt__text;
+
+static dt__text dt__shape_text(dt_shape shape) {
+    dt__text t;
+    size_t used = 0;
+    used += (size_t)snprintf(t.s, sizeof t.s, "(");
+    for (int i = 0; i < shape.nd && i < DT_MAX_DIMS && used < sizeof t.s - 1; i++) {
+        int n = snprintf(t.s + used, sizeof t.s - used, i ? ",%lld" : "%lld", (long long)shape.d[i]);
+        used += (size_t)n < sizeof t.s - used ? (size_t)n : sizeof t.s - used - 1;
+    }
+    snprintf(t.s + used, sizeof t.s - used, ")");
+    return t;
+}
+
+/* A view and what it views share data and gradient: all bookkeeping is on the tensor that owns them. */
+static dt_tensor *dt__owner(dt_tensor *t) {
+    while (t->base) t = t->base;
+    return t;
+}
+
+static size_t dt__bytes(const dt_tensor *t) { return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype); }
+
+// ==== 10. Default host and io tables ================================================================================
+
+static void *dt__host_alloc(void *user, size_t bytes, dt_mem mem) {
+    void *p = NULL;
+    (void)user;
+    (void)mem;
+    return posix_memalign(&p, 64, bytes) == 0 ? p : NULL;
+}
+
+static void dt__host_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    (void)user;
+    (void)bytes;
+    (void)mem;
+    free(p);
+}
+
+static double dt__host_now(void *user) {
+    struct timespec t;
+    (void)user;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void dt__host_sleep(void *user, double seconds) {
+    (void)user;
+    if (seconds <= 0) {
+        sched_yield();
+        return;
+    }
+    struct timespec t;
+    t.tv_sec = (time_t)seconds;
+    t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
+    nanosleep(&t, NULL);
+}
+
+/* One write a line, so that lines of several ranks do not mix. */
+static void dt__host_log(void *user, int level, int rank, const char *text) {
+    char line[700];
+    (void)user;
+    (void)rank;
+    if (level > DT_LOG_NOTICE) return;
+    int n = snprintf(line, sizeof line, "dt: %s%s\n", level == DT_LOG_ERROR ? "error: " : "", text);
+    if (n < 0) return;
+    if ((size_t)n >= sizeof line) n = (int)sizeof line - 1;
+    if (write(2, line, (size_t)n) < 0) return; /* nobody is left to tell */
+}
+
+static int dt__io_open(void *user, const char *path, int for_writing) {
+    (void)user;
+    int flags = for_writing ? O_RDWR | O_CREAT | O_CLOEXEC : O_RDONLY | O_CLOEXEC;
+    return open(path, flags, 0666);
+}
+
+static int dt__io_close(void *user, int fd) {
+    (void)user;
+    return close(fd);
+}
+
+static int64_t dt__io_size(void *user, int fd) {
+    struct stat st;
+    (void)user;
+    if (fstat(fd, &st) != 0) return -1;
+    if (!S_ISREG(st.st_mode)) {
+        errno = S_ISDIR(st.st_mode) ? EISDIR : EINVAL;
+        return -1;
+    }
+    return (int64_t)st.st_size;
+}
+
+static int64_t dt__io_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
+    (void)user;
+    return (int64_t)pread(fd, buf, bytes, (off_t)offset);
+}
+
+static int64_t dt__io_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
+    (void)user;
+    return (int64_t)pwrite(fd, buf, bytes, (off_t)offset);
+}
+
+static int dt__io_fsync(void *user, int fd) {
+    (void)user;
+    return fsync(fd);
+}
+
+static int dt__io_rename(void *user, const char *from, const char *to) {
+    (void)user;
+    return rename(from, to);
+}
+
+static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
+    dt__host_log };
+static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
+    dt__io_fsync, dt__io_rename };
+
+const dt_host *dt_host_default(void) { return &dt__host_table; }
+const dt_io   *dt_io_default(void) { return &dt__io_table; }
+
+// ==== 11. Context, errors, memory account: code =====================================================================
+
+/* Memory that grows by chunks and is freed whole: section 14. */
+typedef struct dt__chunk {
+    struct dt__chunk *next;
+    char             *data;
+    size_t            size, used;
+} dt__chunk;
+
+typedef struct dt__arena {
+    dt_mem            mem;
+    size_t            least;    /* size of the next chunk, if the request is smaller */
+    dt__chunk        *chunks;   /* the one in use first */
+    struct dt__arena *next;     /* in the pool of gradient arenas */
+} dt__arena;
+
+/* A buffer for a unit's passing gradient, kept for reuse. */
+typedef struct dt__spare {
+    void  *data;
+    size_t bytes;
+    int    busy;
+} dt__spare;
+
+struct dt_ctx {
+    dt_kernels   kernels;
+    dt_host      host;
+    dt_io        io;
+    void        *stream;
+    uint64_t     seed;
+    int          rank;
+    void        *attached;
+    dt_status    status;
+    char         text[512];
+    dt_memory    memory;
+    void        *work;
+    size_t       work_bytes;
+    dt_listener *listeners;
+
+    dt_tensor  **params;        /* (param_room), n_params used */
+    int          n_params, param_room;
+    char        *scope_prefix;
+    size_t       scope_bytes;
+    int          scope;
+    dt_unit     *units;
+    int          n_units;
+    dt__spare   *spares;
+    int          n_spares, spare_room;
+
+    dt_block_state *root, *current, *pool;  /* pool: blocks that a reset gave back, with their arenas */
+    dt__arena      *grad_pool;
+    int             blocks;                 /* dt_block calls of this micro-batch */
+    int             micro, micro_count;
+    int             no_grad;
+};
+
+/* Moves the counters: the only place that does. */
+static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
+    dt_memory *m = &ctx->memory;
+    if (sign < 0) {
+        m->live[mem] -= bytes;
+        m->live_total -= bytes;
+        return;
+    }
+    m->live[mem] += bytes;
+    m->live_total += bytes;
+    m->allocations++;
+    if (m->live[mem] > m->peak[mem]) m->peak[mem] = m->live[mem];
+    if (m->live_total > m->peak_total) m->peak_total = m->live_total;
+}
+
+static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_HOST || !ctx->kernels.alloc; }
+
+void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
+    static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
+    if (bytes == 0 || ctx->status != DT_OK) return NULL;
+    void *p = dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
+                                      : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    if (!p) {
+        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use", what, bytes,
+            classes[mem], ctx->memory.live_total);
+        return NULL;
+    }
+    dt__account(ctx, mem, bytes, +1);
+    return p;
+}
+
+void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
+    if (!p) return;
+    if (dt__from_host(ctx, mem)) ctx->host.free(ctx->host.user, p, bytes, mem);
+    else ctx->kernels.free(ctx->kernels.user, p, bytes);
+    dt__account(ctx, mem, bytes, -1);
+}
+
+static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
+    void *p = dt_alloc(ctx, DT_MEM_HOST, bytes, what);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+/* Makes room for one more element in a growing array of bookkeeping. */
+static void *dt__grow(dt_ctx *ctx, void *array, int used, int *room, size_t element, const char *what) {
+    if (used < *room) return array;
+    int   more = *room ? 2 * *room : 16;
+    void *p = dt__host_zeroed(ctx, (size_t)more * element, what);
+    if (!p) return NULL;
+    if (array) memcpy(p, array, (size_t)used * element);
+    dt_free(ctx, DT_MEM_HOST, array, (size_t)*room * element);
+    *room = more;
+    return p;
+}
+
+void *dt_work(dt_ctx *ctx, size_t bytes) {
+    if (ctx->status != DT_OK) return NULL;
+    if (bytes <= ctx->work_bytes) return ctx->work;
+    dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
+    ctx->work_bytes = 0;
+    ctx->work = dt_alloc(ctx, DT_MEM_TEMP, bytes, "scratch of a kernel");
+    if (ctx->work) ctx->work_bytes = bytes;
+    return ctx->work;
+}
+
+dt_memory dt_memory_used(const dt_ctx *ctx) { return ctx->memory; }
+
+void dt_memory_reset_peak(dt_ctx *ctx) {
+    for (int i = 0; i < DT_MEM_CLASSES; i++) ctx->memory.peak[i] = ctx->memory.live[i];
+    ctx->memory.peak_total = ctx->memory.live_total;
+}
+
+dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
+    const dt_host *host = desc.host ? desc.host : dt_host_default();
+    dt_ctx        *ctx = (dt_ctx *)host->alloc(host->user, sizeof *ctx, DT_MEM_HOST);
+    if (!ctx) return NULL;
+    memset(ctx, 0, sizeof *ctx);
+    ctx->host = *host;
+    ctx->io = desc.io ? *desc.io : *dt_io_default();
+    ctx->kernels = desc.kernels ? *desc.kernels : *dt_kernels_cpu();
+    ctx->stream = desc.stream;
+    ctx->rank = desc.rank;
+    ctx->seed = desc.seed ? desc.seed : 1;
+    ctx->micro_count = 1;
+    dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
+    return ctx;
+}
+
+static void dt__tape_free(dt_ctx *ctx);
+static void dt__params_free(dt_ctx *ctx);
+
+void dt_ctx_free(dt_ctx *ctx) {
+    if (!ctx) return;
+    while (ctx->listeners) {
+        dt_listener *l = ctx->listeners; /* off the chain first: what it does may free it */
+        ctx->listeners = l->next;
+        if (l->closing) l->closing(ctx, l->user);
+    }
+    dt__tape_free(ctx);
+    dt__params_free(ctx);
+    dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
+    dt_host host = ctx->host;
+    host.free(host.user, ctx, sizeof *ctx, DT_MEM_HOST);
+}
+
+const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx) { return &ctx->kernels; }
+const dt_host    *dt_ctx_host(const dt_ctx *ctx) { return &ctx->host; }
+const dt_io      *dt_ctx_io(const dt_ctx *ctx) { return &ctx->io; }
+void             *dt_ctx_stream(const dt_ctx *ctx) { return ctx->stream; }
+int               dt_ctx_rank(const dt_ctx *ctx) { return ctx->rank; }
+uint64_t          dt_ctx_seed(const dt_ctx *ctx) { return ctx->seed; }
+void             *dt_ctx_attached(const dt_ctx *ctx) { return ctx->attached; }
+void              dt_ctx_attach(dt_ctx *ctx, void *upper) { ctx->attached = upper; }
+
+void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) {
+    char    text[640];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    ctx->host.log(ctx->host.user, level, ctx->rank, text);
+}
+
+dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
+    va_list args;
+    if (!ctx || status == DT_OK || ctx->status != DT_OK) return status;
+    ctx->status = status;
+    int n = snprintf(ctx->text, sizeof ctx->text, "rank %d: ", ctx->rank);
+    va_start(args, fmt);
+    vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
+    va_end(args);
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->failed) l->failed(ctx, status, ctx->text, l->user);
+    /* the culprit speaks; those who only heard of it keep quiet */
+    dt_log(ctx, status == DT_ERR_PEER ? DT_LOG_DETAIL : DT_LOG_ERROR, "%s", ctx->text);
+    return status;
+}
+
+dt_status   dt_error(const dt_ctx *ctx) { return ctx ? ctx->status : DT_ERR_MEM; }
+const char *dt_error_text(const dt_ctx *ctx) { return ctx ? ctx->text : "no context: out of memory"; }
+
+/* Runs kernel k of the context's table, or fails naming the op. */
+#define DT__KERNEL(ctx, what, k, args) \
+    dt__kernel_done((ctx), (what), #k, (ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
+
+static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *kernel, dt_status status) {
+    if (status == DT_OK) return DT_OK;
+    const char *why = status == DT_ERR_UNSUPPORTED ? "not available for these arguments"
+                      : status == DT_ERR_ARG       ? "an index is out of range"
+                                                   : dt_status_name(status);
+    return dt_fail(ctx, status, "%s: kernel %s on %s: %s", what, kernel, ctx->kernels.name, why);
+}
+
+static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes) {
+    if (bytes == 0) return DT_OK;
+    if (!ctx->kernels.move) {
+        memcpy(dst, src, bytes);
+        return DT_OK;
+    }
+    dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
+    return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
+}
+
+static dt_status dt__sync(dt_ctx *ctx) {
+    dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
+    return status == DT_OK ? DT_OK : dt_fail(ctx, status, "waiting for %s", ctx->kernels.name);
+}
+
+static dt_status dt__fill(dt_ctx *ctx, dt_dtype dtype, void *out, size_t count, double value) {
+    if (count == 0) return DT_OK;
+    dt_fill_args a = { dtype, out, count, value };
+    return DT__KERNEL(ctx, "filling", fill, &a);
+}
+
+/* out = in, or out += in */
+static dt_status dt__accumulate(dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
+    if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
+    const void *terms[2] = { out, in };
+    dt_reduce_args a = { dtype, out, terms, 2, count, DT_SUM };
+    return DT__KERNEL(ctx, "adding", reduce, &a);
+}
+
+void dt_listen(dt_ctx *ctx, dt_listener *listener) {
+    dt_listener **at = &ctx->listeners;
+    while (*at) at = &(*at)->next;
+    listener->next = NULL;
+    *at = listener;
+}
+
+void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
+    for (dt_listener **at = &ctx->listeners; *at; at = &(*at)->next)
+        if (*at == listener) {
+            *at = listener->next;
+            return;
+        }
+}
+
+// ==== 12. Counter RNG ===============================================================================================
+
+/* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11): four random words as a
+   pure function of (key, counter). Any rank can so compute any element of any tensor, and every layout starts from the
+   same model. */
+static void dt__philox(uint64_t key, uint64_t counter, uint32_t out[4]) {
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+/* The key of a named stream: FNV-1a of the name, mixed with the seed so that neighbouring seeds share nothing. */
+static uint64_t dt__stream_key(uint64_t seed, const char *name) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
+    uint32_t mixed[4];
+    dt__philox(seed, h, mixed);
+    return (uint64_t)mixed[0] << 32 | mixed[1];
+}
+
+// ==== 13. Parameters, boxes and units: code =========================================================================
+
+dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]) {
+    dt_box  box;
+    int64_t end[DT_MAX_DIMS]; /* where what this rank owns ends, in the full tensor */
+    memset(&box, 0, sizeof box);
+    for (int i = 0; i < full.nd; i++) box.n[i] = end[i] = full.d[i];
+    for (int c = 0; c < 3; c++) {
+        const dt_group *group = (const dt_group *)cuts[c].comm;
+        if (!group) continue;
+        int dim = cuts[c].dim; /* a second cut of the same dimension cuts what the first left */
+        box.n[dim] = (box.n[dim] + group->size - 1) / group->size;
+        box.lo[dim] += group->rank * box.n[dim];
+        if (box.lo[dim] + box.n[dim] < end[dim]) end[dim] = box.lo[dim] + box.n[dim];
+    }
+    for (int i = 0; i < full.nd; i++) box.inside[i] = end[i] > box.lo[i] ? end[i] - box.lo[i] : 0;
+    return box;
+}
+
+/* Walks the part of a box that lies inside the full tensor, in runs that are contiguous both locally and globally. */
+typedef struct dt__box_walk {
+    dt_shape full;
+    dt_box   box;
+    int64_t  at[DT_MAX_DIMS];
+    int      outer;             /* dimensions walked by `at`; those below belong to a run */
+    int64_t  run;               /* elements of a run */
+    int      done;
+    int64_t  local, global;     /* of the current run's first element */
+} dt__box_walk;
+
+static dt__box_walk dt__box_begin(dt_shape full, dt_box box) {
+    dt__box_walk w;
+    memset(&w, 0, sizeof w);
+    w.full = full;
+    w.box = box;
+    w.run = 1;
+    w.outer = full.nd;
+    int whole = 1; /* dimensions below are complete, so the next one up extends the run */
+    while (w.outer > 0 && whole) {
+        w.outer--;
+        w.run *= box.inside[w.outer];
+        whole = box.n[w.outer] == full.d[w.outer];
+    }
+    for (int i = 0; i < full.nd; i++) w.done |= box.inside[i] == 0;
+    return w;
+}
+
+static int dt__box_next(dt__box_walk *w) {
+    if (w->done) return 0;
+    w->local = w->global = 0;
+    for (int i = 0; i < w->full.nd; i++) {
+        w->local = w->local * w->box.n[i] + w->at[i];
+        w->global = w->global * w->full.d[i] + w->box.lo[i] + w->at[i];
+    }
+    int i = w->outer - 1;
+    while (i >= 0 && ++w->at[i] == w->box.inside[i]) w->at[i--] = 0;
+    if (i < 0) w->done = 1;
+    return 1;
+}
+
+/* A box reaches past the end where its group's size does not divide the dimension. */
+static int dt__box_overhangs(dt_shape full, dt_box box) {
+    for (int i = 0; i < full.nd; i++)
+        if (box.inside[i] != box.n[i]) return 1;
+    return 0;
+}
+
+/* Zeroes the elements of a local array that lie outside the full tensor: the gaps between the walk's runs. */
+static void dt__zero_overhang(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtype, void *array) {
+    if (!dt__box_overhangs(p->full, p->box)) return;
+    size_t       size = dt_dtype_size(dtype);
+    int64_t      done = 0;
+    dt__box_walk walk = dt__box_begin(p->full, p->box);
+    while (dt__box_next(&walk)) {
+        dt__fill(ctx, dtype, (char *)array + (size_t)done * size, (size_t)(walk.local - done), 0);
+        done = walk.local + walk.run;
+    }
+    dt__fill(ctx, dtype, (char *)array + (size_t)done * size, p->count - (size_t)done, 0);
+}
+
+void dt_scope(dt_ctx *ctx, const char *prefix) {
+    if (!ctx || ctx->status != DT_OK) return;
+    dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
+    ctx->scope_prefix = NULL;
+    ctx->scope_bytes = 0;
+    ctx->scope++;
+    if (!prefix || !*prefix) return;
+    size_t bytes = strlen(prefix) + 1;
+    ctx->scope_prefix = (char *)dt_alloc(ctx, DT_MEM_HOST, bytes, "dt_scope");
+    if (!ctx->scope_prefix) return;
+    memcpy(ctx->scope_prefix, prefix, bytes);
+    ctx->scope_bytes = bytes;
+}
+
+/* A tensor, its info and its name in one piece of memory. */
+typedef struct dt__param_memory {
+    dt_tensor     tensor;
+    dt_param_info info;
+} dt__param_memory;
+
+static size_t dt__param_bytes(const char *name) { return sizeof(dt__param_memory) + strlen(name) + 1; }
+
+static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, dt_param_desc d) {
+    if (!name || !*name) return dt_fail(ctx, DT_ERR_ARG, "dt_param: a parameter needs a name");
+    if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): parameters have their storage already; register "
+        "all of them before dt_zero_make and before the first use", name);
+    if (full.nd < 0 || full.nd > DT_MAX_DIMS)
+        return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): %d dimensions, at most %d", name, full.nd, DT_MAX_DIMS);
+    for (int i = 0; i < full.nd; i++)
+        if (full.d[i] <= 0) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s", name, dt__shape_text(full).s);
+    for (int c = 0; c < 3; c++)
+        if (d.cuts[c].comm && (d.cuts[c].dim < 0 || d.cuts[c].dim >= full.nd))
+            return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): cut of dimension %d of %s", name, d.cuts[c].dim,
+                dt__shape_text(full).s);
+    if (d.dtype != DT_F32 && d.dtype != DT_F64)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_param(%s): type %s is not available in this version; use f32 or f64",
+            name, dt_dtype_name(d.dtype));
+    return DT_OK;
+}
+
+dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init) {
+    dt_param_desc desc;
+    memset(&desc, 0, sizeof desc);
+    return dt_param_at(ctx, name, full, init, desc);
+}
+
+dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc) {
+    if (!ctx || ctx->status != DT_OK) return NULL;
+    if (dt__param_check(ctx, name, full, desc) != DT_OK) return NULL;
+    const char *prefix = ctx->scope_prefix ? ctx->scope_prefix : "";
+    size_t      before = strlen(prefix), bytes = sizeof(dt__param_memory) + before + strlen(name) + 1;
+    dt_tensor **grown = (dt_tensor **)dt__grow(ctx, ctx->params, ctx->n_params, &ctx->param_room, sizeof *grown,
+        "dt_param");
+    if (!grown) return NULL;
+    ctx->params = grown;
+    dt__param_memory *memory = (dt__param_memory *)dt__host_zeroed(ctx, bytes, name);
+    if (!memory) return NULL;
+    char *own_name = (char *)(memory + 1);
+    memcpy(own_name, prefix, before);
+    memcpy(own_name + before, name, strlen(name));
+    if (dt_param_find(ctx, own_name)) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): the name is taken", own_name);
+        dt_free(ctx, DT_MEM_HOST, memory, bytes);
+        return NULL;
+    }
+    dt_tensor     *t = &memory->tensor;
+    dt_param_info *p = &memory->info;
+    p->index = ctx->n_params;
+    p->full = full;
+    p->box = dt_box_of(full, desc.cuts);
+    p->init = init;
+    p->desc = desc;
+    p->scope = ctx->scope;
+    t->shape.nd = full.nd;
+    for (int i = 0; i < full.nd; i++) t->shape.d[i] = p->box.n[i];
+    p->count = (size_t)dt_count(t->shape);
+    t->dtype = desc.dtype;
+    t->name = own_name;
+    t->ctx = ctx;
+    t->needs_grad = !desc.frozen;
+    t->param = p;
+    ctx->params[ctx->n_params++] = t;
+    return t;
+}
+
+int        dt_param_count(const dt_ctx *ctx) { return ctx->n_params; }
+dt_tensor *dt_param_get(const dt_ctx *ctx, int index) {
+    return index >= 0 && index < ctx->n_params ? ctx->params[index] : NULL;
+}
+
+dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
+    for (int i = 0; i < ctx->n_params; i++)
+        if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
+    return NULL;
+}
+
+/* Two parameters may share a unit when everything that is done to a unit is the same for both. */
+static int dt__same_unit(const dt_tensor *a, const dt_tensor *b) {
+    const dt_param_desc *x = &a->param->desc, *y = &b->param->desc;
+    if (a->dtype != b->dtype || a->param->scope != b->param->scope || !x->frozen != !y->frozen) return 0;
+    for (int i = 0; i < 3; i++)
+        if (x->cuts[i].comm != y->cuts[i].comm) return 0;
+    for (int i = 0; i < 2; i++)
+        if (x->marks[i].comm != y->marks[i].comm || x->marks[i].kind != y->marks[i].kind) return 0;
+    return 1;
+}
+
+/* Whether parameter i begins a new unit, given the elements the open unit holds. */
+static int dt__begins_unit(const dt_ctx *ctx, int i, size_t open, size_t bucket_bytes) {
+    const dt_tensor *t = ctx->params[i];
+    return i == 0 || !dt__same_unit(ctx->params[i - 1], t) ||
+           (open + t->param->count) * dt_dtype_size(t->dtype) > bucket_bytes;
+}
+
+static void dt__units_plan(dt_ctx *ctx, size_t bucket_bytes) {
+    int      u = -1;
+    for (int i = 0; i < ctx->n_params; i++) {
+        dt_param_info *p = ctx->params[i]->param;
+        if (dt__begins_unit(ctx, i, u < 0 ? 0 : ctx->units[u].count, bucket_bytes)) {
+            dt_unit *unit = &ctx->units[++u];
+            unit->index = u;
+            unit->first_param = i;
+            unit->dtype = ctx->params[i]->dtype;
+            unit->frozen = p->desc.frozen != 0;
+        }
+        p->unit = &ctx->units[u];
+        p->offset = p->unit->count;
+        p->unit->count += p->count;
+        p->unit->params++;
+    }
+}
+
+static dt_status dt__param_values(dt_ctx *ctx, dt_tensor *t) {
+    const dt_param_info *p = t->param;
+    if (p->init.kind < 2) {
+        if (p->init.kind == 1) dt__fill(ctx, t->dtype, t->data, p->count, p->init.scale);
+        dt__zero_overhang(ctx, p, t->dtype, t->data);
+        return ctx->status;
+    }
+    uint64_t     key = dt__stream_key(ctx->seed, t->name);
+    dt__box_walk walk = dt__box_begin(p->full, p->box);
+    while (dt__box_next(&walk)) {
+        dt_init_args a = { t->dtype, (char *)t->data + (size_t)walk.local * dt_dtype_size(t->dtype), (size_t)walk.run,
+            p->init.kind == 2, p->init.scale, key, (uint64_t)walk.global };
+        if (DT__KERNEL(ctx, t->name, init, &a) != DT_OK) break;
+    }
+    return ctx->status;
+}
+
+dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
+    size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20;
+    size_t pad = desc.pad ? desc.pad : 1, open = 0;
+    if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
+    if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: parameters have their storage already; call "
+        "dt_zero_make once and before the first use of a parameter");
+    if (ctx->n_params == 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: no parameters were registered");
+    for (int i = 0; i < ctx->n_params; i++) {
+        int begins = dt__begins_unit(ctx, i, open, bucket_bytes);
+        open = (begins ? 0 : open) + ctx->params[i]->param->count;
+        ctx->n_units += begins;
+    }
+    ctx->units = (dt_unit *)dt__host_zeroed(ctx, (size_t)ctx->n_units * sizeof *ctx->units, "dt_units_make");
+    if (!ctx->units) {
+        ctx->n_units = 0;
+        return ctx->status;
+    }
+    dt__units_plan(ctx, bucket_bytes);
+    for (int u = 0; u < ctx->n_units; u++) {
+        dt_unit *unit = &ctx->units[u];
+        unit->padded = (unit->count + pad - 1) / pad * pad;
+        unit->data = dt_alloc(ctx, DT_MEM_PARAMS, unit->padded * dt_dtype_size(unit->dtype), "parameters");
+        if (!unit->data) return ctx->status;
+        dt__fill(ctx, unit->dtype, unit->data, unit->padded, 0);
+        for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+            dt_tensor *t = ctx->params[i];
+            t->data = (char *)unit->data + t->param->offset * dt_dtype_size(unit->dtype);
+            if (dt__param_values(ctx, t) != DT_OK) return ctx->status;
+        }
+    }
+    return ctx->status;
+}
+
+int      dt_unit_count(const dt_ctx *ctx) { return ctx->n_units; }
+dt_unit *dt_unit_get(const dt_ctx *ctx, int index) {
+    return index >= 0 && index < ctx->n_units ? &ctx->units[index] : NULL;
+}
+
+void dt_clear_grads(dt_ctx *ctx) {
+    for (int u = 0; u < ctx->n_units; u++) ctx->units[u].filled = 0;
+}
+
+/* A buffer for a micro-batch's gradient of one unit while the unit's sum holds earlier micro-batches. */
+static void *dt__spare_take(dt_ctx *ctx, size_t bytes) {
+    for (int i = 0; i < ctx->n_spares; i++)
+        if (!ctx->spares[i].busy && ctx->spares[i].bytes >= bytes) {
+            ctx->spares[i].busy = 1;
+            return ctx->spares[i].data;
+        }
+    dt__spare *grown = (dt__spare *)dt__grow(ctx, ctx->spares, ctx->n_spares, &ctx->spare_room, sizeof *grown,
+        "passing gradients");
+    if (!grown) return NULL;
+    ctx->spares = grown;
+    dt__spare *s = &ctx->spares[ctx->n_spares];
+    s->data = dt_alloc(ctx, DT_MEM_COMM, bytes, "a passing gradient");
+    if (!s->data) return NULL;
+    s->bytes = bytes;
+    s->busy = 1;
+    ctx->n_spares++;
+    return s->data;
+}
+
+static void dt__spare_give(dt_ctx *ctx, void *data) {
+    for (int i = 0; i < ctx->n_spares; i++)
+        if (ctx->spares[i].data == data) ctx->spares[i].busy = 0;
+}
+
+static dt_status dt__unit_grad(dt_ctx *ctx, dt_unit *unit) {
+    if (unit->grad) return DT_OK;
+    size_t size = dt_dtype_size(unit->dtype);
+    unit->grad = dt_alloc(ctx, DT_MEM_GRADS, unit->padded * size, "gradients");
+    if (!unit->grad) return ctx->status;
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++)
+        ctx->params[i]->grad = (char *)unit->grad + ctx->params[i]->param->offset * size;
+    return dt__fill(ctx, unit->dtype, unit->grad, unit->padded, 0);
+}
+
+/* Where an op puts a parameter's gradient of this micro-batch. The first micro-batch goes straight to the sum, later
+   ones through a buffer, so that each is complete before it is added. */
+static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
+    dt_param_info *p = t->param;
+    dt_unit       *unit = p->unit;
+    if (!unit->passing) {
+        if (dt__unit_grad(ctx, unit) != DT_OK) return NULL;
+        unit->passing = unit->filled ? dt__spare_take(ctx, unit->count * dt_dtype_size(unit->dtype)) : unit->grad;
+        if (!unit->passing) return NULL;
+    }
+    *accumulate = p->written;
+    p->written = 1;
+    return (char *)unit->passing + p->offset * dt_dtype_size(unit->dtype);
+}
+
+enum { DT__COMPLETE = -1 };
+
+/* All gradients of this micro-batch have reached the unit: add them to the sum and say so. */
+static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
+    size_t size = dt_dtype_size(unit->dtype);
+    unit->pending = DT__COMPLETE;
+    if (ctx->status != DT_OK || dt__unit_grad(ctx, unit) != DT_OK) return;
+    void *passing = unit->passing ? unit->passing : unit->filled ? NULL : unit->grad;
+    for (int i = unit->first_param; passing && i < unit->first_param + unit->params; i++) {
+        dt_param_info *p = ctx->params[i]->param;
+        void          *g = (char *)passing + p->offset * size;
+        if (!p->written) dt__fill(ctx, unit->dtype, g, p->count, 0);
+        else dt__zero_overhang(ctx, p, unit->dtype, g);
+        p->written = 0;
+    }
+    if (passing && passing != unit->grad) {
+        dt__accumulate(ctx, unit->dtype, unit->grad, passing, unit->count, 1);
+        dt__spare_give(ctx, passing);
+    }
+    unit->passing = NULL;
+    unit->filled = 1;
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->grad_ready) l->grad_ready(ctx, unit, ctx->micro == ctx->micro_count - 1, l->user);
+}
+
+static void dt__params_free(dt_ctx *ctx) {
+    for (int u = 0; u < ctx->n_units; u++) {
+        dt_unit *unit = &ctx->units[u];
+        size_t   bytes = unit->padded * dt_dtype_size(unit->dtype);
+        dt_free(ctx, DT_MEM_PARAMS, unit->data, bytes);
+        dt_free(ctx, DT_MEM_GRADS, unit->grad, bytes);
+    }
+    dt_free(ctx, DT_MEM_HOST, ctx->units, (size_t)ctx->n_units * sizeof *ctx->units);
+    for (int i = 0; i < ctx->n_spares; i++) dt_free(ctx, DT_MEM_COMM, ctx->spares[i].data, ctx->spares[i].bytes);
+    dt_free(ctx, DT_MEM_HOST, ctx->spares, (size_t)ctx->spare_room * sizeof *ctx->spares);
+    for (int i = 0; i < ctx->n_params; i++)
+        dt_free(ctx, DT_MEM_HOST, ctx->params[i], dt__param_bytes(ctx->params[i]->name));
+    dt_free(ctx, DT_MEM_HOST, ctx->params, (size_t)ctx->param_room * sizeof *ctx->params);
+    dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
+}
+
+// ==== 14. Arenas ====================================================================================================
+
+#if defined(__SANITIZE_ADDRESS__)
+#define DT__ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define DT__ASAN 1
+#endif
+#endif
+#ifndef DT__ASAN
+#define DT__ASAN 0 /* 1: every tensor is its own allocation, so that the sanitizer sees reads past it and after a reset */
+#endif
+
+enum { DT__LEAST_ACTS = 64 << 10, DT__LEAST_META = 8 << 10 };
+
+static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
+    bytes = bytes ? (bytes + 63) / 64 * 64 : 64;
+    dt__chunk *c = a->chunks;
+    if (!c || c->size - c->used < bytes) {
+        size_t size = DT__ASAN || bytes > a->least ? bytes : a->least;
+        c = (dt__chunk *)dt__host_zeroed(ctx, sizeof *c, "an arena");
+        if (!c) return NULL;
+        c->data = (char *)dt_alloc(ctx, a->mem, size, "an arena");
+        if (!c->data) {
+            dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
+            return NULL;
+        }
+        dt_log(ctx, DT_LOG_DETAIL, "an arena grows by %zu bytes", size);
+        c->size = size;
+        c->next = a->chunks;
+        a->chunks = c;
+    }
+    void *p = c->data + c->used;
+    c->used += bytes;
+    return p;
+}
+
+static void dt__arena_free(dt_ctx *ctx, dt__arena *a) {
+    while (a->chunks) {
+        dt__chunk *c = a->chunks;
+        a->chunks = c->next;
+        dt_free(ctx, a->mem, c->data, c->size);
+        dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
+    }
+}
+
+/* Empties the arena. Several chunks become one of their total size at the next use: after the first steps an arena is
+   one chunk and nothing is allocated. */
+static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
+    size_t total = 0;
+    if (!a->chunks) return;
+    for (dt__chunk *c = a->chunks; c; c = c->next) total += c->used;
+    if (a->chunks->next || DT__ASAN) {
+        dt__arena_free(ctx, a);
+        if (total > a->least) a->least = total;
+    } else {
+        a->chunks->used = 0;
+    }
+}
+
+// ==== 15. Tape and blocks: code =====================================================================================
+
+/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
+   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
+   step finds memory of its own size. */
+struct dt_block_state {
+    dt_ctx         *ctx;
+    dt_block_state *parent;
+    dt_block_state *children, *sibling; /* newest child first */
+    int             index;
+    dt_node        *newest;
+    dt__arena       acts;               /* data of tensors */
+    dt__arena       meta;               /* tensors and nodes themselves: host memory */
+    dt__arena      *grads;              /* gradients of this block's tensors, from their first use to its backward's end */
+    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
+    int             done;               /* root only: its backward has run */
+};
+
+static dt_block_state *dt__block_take(dt_ctx *ctx) {
+    dt_block_state *b = ctx->pool;
+    if (b) {
+        ctx->pool = b->sibling;
+    } else {
+        b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
+        if (!b) return NULL;
+        b->ctx = ctx;
+        b->acts.mem = DT_MEM_ACTS;
+        b->acts.least = DT__LEAST_ACTS;
+        b->meta.mem = DT_MEM_HOST;
+        b->meta.least = DT__LEAST_META;
+    }
+    b->parent = b->children = b->sibling = NULL;
+    return b;
+}
+
+/* The root, made at its first use, and storage for parameters that no optimizer asked for. */
+static dt_block_state *dt__root(dt_ctx *ctx) {
+    if (ctx->root) return ctx->root;
+    ctx->root = ctx->current = dt__block_take(ctx);
+    return ctx->root;
+}
+
+static dt_status dt__storage(dt_ctx *ctx) {
+    dt_units_desc defaults = { 0, 0 };
+    return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
+}
+
+static dt__arena *dt__grad_arena_take(dt_ctx *ctx) {
+    dt__arena *a = ctx->grad_pool;
+    if (a) {
+        ctx->grad_pool = a->next;
+        return a;
+    }
+    a = (dt__arena *)dt__host_zeroed(ctx, sizeof *a, "an arena");
+    if (!a) return NULL;
+    a->mem = DT_MEM_ACTS;
+    a->least = DT__LEAST_ACTS;
+    return a;
+}
+
+static void dt__grad_arena_give(dt_ctx *ctx, dt_block_state *b) {
+    if (!b->grads) return;
+    dt__arena_reset(ctx, b->grads);
+    b->grads->next = ctx->grad_pool;
+    ctx->grad_pool = b->grads;
+    b->grads = NULL;
+}
+
+/* Gives back a block and all below it. Children were pushed newest first, so the pool ends with the first child on top
+   and the next micro-batch takes the blocks in the same order. */
+static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
+    while (b->children) {
+        dt_block_state *child = b->children;
+        b->children = child->sibling;
+        dt__block_give(ctx, child);
+    }
+    dt__grad_arena_give(ctx, b);
+    dt__arena_reset(ctx, &b->acts);
+    dt__arena_reset(ctx, &b->meta);
+    b->newest = NULL;
+    b->sibling = ctx->pool;
+    ctx->pool = b;
+}
+
+void dt_reset(dt_ctx *ctx) {
+    if (!ctx || !ctx->root) return;
+    dt_block_state *root = ctx->root;
+    dt__block_give(ctx, root);
+    ctx->pool = root->sibling; /* the root stays the root */
+    root->sibling = NULL;
+    root->done = 0;
+    if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
+    ctx->current = root;
+    ctx->blocks = 0;
+}
+
+static void dt__tape_free(dt_ctx *ctx) {
+    dt_reset(ctx);
+    if (ctx->root) {
+        dt_free(ctx, DT_MEM_HOST, ctx->root->uses, (size_t)ctx->n_params * sizeof *ctx->root->uses);
+        ctx->root->sibling = ctx->pool;
+        ctx->pool = ctx->root;
+    }
+    while (ctx->pool) {
+        dt_block_state *b = ctx->pool;
+        ctx->pool = b->sibling;
+        dt__arena_free(ctx, &b->acts);
+        dt__arena_free(ctx, &b->meta);
+        dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
+    }
+    while (ctx->grad_pool) {
+        dt__arena *a = ctx->grad_pool;
+        ctx->grad_pool = a->next;
+        dt__arena_free(ctx, a);
+        dt_free(ctx, DT_MEM_HOST, a, sizeof *a);
+    }
+}
+
+static void *dt__meta(dt_ctx *ctx, size_t bytes) {
+    void *p = dt__root(ctx) ? dt__arena_alloc(ctx, &ctx->current->meta, bytes) : NULL;
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
+    if (!ctx || ctx->status != DT_OK) return NULL;
+    if (dtype != DT_F32 && dtype != DT_F64 && dtype != DT_I32) {
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s: type %s is not available in this version", name, dt_dtype_name(dtype));
+        return NULL;
+    }
+    dt_tensor *t = (dt_tensor *)dt__meta(ctx, sizeof *t);
+    if (!t) return NULL;
+    t->shape = shape;
+    t->dtype = dtype;
+    t->name = name;
+    t->ctx = ctx;
+    t->block = ctx->current;
+    return t;
+}
+
+static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
+    int bad = shape.nd < 0 || shape.nd > DT_MAX_DIMS;
+    for (int i = 0; !bad && i < shape.nd; i++) bad = shape.d[i] < 0;
+    if (bad) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s: shape %s", name, dt__shape_text(shape).s);
+        return NULL;
+    }
+    dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
+    if (!t) return NULL;
+    t->data = dt__arena_alloc(ctx, &t->block->acts, dt__bytes(t));
+    return t->data ? t : NULL;
+}
+
+dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) { return dt__new_named(ctx, dtype, shape, "tensor"); }
+
+/* Counts one use of a parameter in this micro-batch. Its storage exists, so no parameter can be added any more. */
+static int dt__use(dt_ctx *ctx, const dt_param_info *p) {
+    int **uses = &ctx->root->uses;
+    if (!*uses) *uses = (int *)dt__host_zeroed(ctx, (size_t)ctx->n_params * sizeof **uses, "the tape");
+    if (*uses) (*uses)[p->index]++;
+    return *uses != NULL;
+}
+
+/* Adds a node to the current block. NULL when there is nothing to go back to. */
+static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d) {
+    int n = d->n_in, needed = 0;
+    if (ctx->status != DT_OK || ctx->no_grad || !dt__root(ctx)) return NULL;
+    if (n == 0)
+        while (n < DT_MAX_INPUTS && d->in[n]) n++;
+    for (int i = 0; i < n; i++) needed |= d->in[i] && d->in[i]->needs_grad;
+    if (!needed) return NULL;
+    if (ctx->root->done) {
+        dt_fail(ctx, DT_ERR_ARG, "%s: the backward of this micro-batch has run; call dt_reset before the next forward",
+            d->name);
+        return NULL;
+    }
+    dt_node *node = (dt_node *)dt__meta(ctx, sizeof *node);
+    if (!node) return NULL;
+    if (d->saved_bytes && !(node->saved = dt__meta(ctx, d->saved_bytes))) return NULL;
+    node->name = d->name;
+    node->out = out;
+    node->n_in = n;
+    node->backward = d->backward;
+    for (int i = 0; i < n; i++) {
+        node->in[i] = d->in[i];
+        const dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
+        if (owner && owner->param && owner->needs_grad && !dt__use(ctx, owner->param)) return NULL;
+    }
+    node->prev = ctx->current->newest;
+    ctx->current->newest = node;
+    if (out) out->needs_grad = 1;
+    return node;
+}
+
+void *dt_record_saved(dt_tensor *out, dt_record_desc desc) {
+    dt_node *node = out ? dt__record(out, out->ctx, &desc) : NULL;
+    return node ? node->saved : NULL;
+}
+
+dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
+    if (out) {
+        out->name = desc.name;
+        dt__record(out, out->ctx, &desc);
+    }
+    return out && out->ctx->status == DT_OK ? out : NULL;
+}
+
+int dt_wants(const dt_node *node, int i) { return (int)(node->want >> i & 1); }
+
+void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
+    dt_tensor *t = dt__owner(node->in[i]);
+    dt_ctx    *ctx = t->ctx;
+    if (t->param) return dt__param_grad(ctx, t, accumulate);
+    *accumulate = t->grad != NULL;
+    if (!t->grad) {
+        if (!t->block->grads) t->block->grads = dt__grad_arena_take(ctx);
+        if (t->block->grads) t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
+    }
+    return t->grad;
+}
+
+void *dt_grad(dt_node *node, int i) {
+    int        accumulate = 0;
+    void      *g = dt_grad_raw(node, i, &accumulate);
+    dt_tensor *t = dt__owner(node->in[i]);
+    if (g && !accumulate) dt__fill(t->ctx, t->dtype, g, (size_t)dt_count(t->shape), 0);
+    return g;
+}
+
+static void dt__emit(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int entering) {
+    dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1 };
+    for (dt_listener *l = ctx->listeners; l; l = l->next) {
+        if (entering && l->enter) l->enter(ctx, &event, l->user);
+        if (!entering && l->leave) l->leave(ctx, &event, l->user);
+    }
+}
+
+dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
+    if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
+    dt_block_state *b = dt__block_take(ctx), *parent = ctx->current;
+    if (!b) return NULL;
+    b->parent = parent;
+    b->sibling = parent->children;
+    parent->children = b;
+    b->index = ++ctx->blocks;
+    ctx->current = b;
+    dt__emit(ctx, b, DT_FORWARD, 1);
+    dt_tensor *y = fn(x, user);
+    dt__emit(ctx, b, DT_FORWARD, 0);
+    ctx->current = parent;
+    if (ctx->status != DT_OK) return NULL;
+    if (!b->newest && !b->children) return y;
+    dt_node *node = (dt_node *)dt__meta(ctx, sizeof *node);
+    if (!node) return NULL;
+    node->name = "dt_block";
+    node->child = b;
+    node->prev = parent->newest;
+    parent->newest = node;
+    return y;
+}
+
+void dt_micro(dt_ctx *ctx, int index, int count) {
+    if (!ctx || ctx->status != DT_OK) return;
+    if (count < 1 || index < 0 || index >= count) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_micro: micro-batch %d of %d", index, count);
+        return;
+    }
+    ctx->micro = index;
+    ctx->micro_count = count;
+}
+
+void dt_no_grad(dt_ctx *ctx, int on) {
+    if (ctx) ctx->no_grad = on;
+}
+
+dt_tensor *dt_require_grad(dt_tensor *t) {
+    if (t) dt__owner(t)->needs_grad = t->needs_grad = 1;
+    return t;
+}
+
+/* One use of each parameter of the node is done; a unit with none left is complete. */
+static void dt__node_used(dt_ctx *ctx, const dt_node *n) {
+    for (int i = 0; i < n->n_in; i++) {
+        const dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
+        if (!t || !t->param || !t->needs_grad) continue;
+        dt_unit *unit = t->param->unit;
+        if (--ctx->root->uses[t->param->index] == 0 && --unit->pending == 0) dt__unit_complete(ctx, unit);
+    }
+}
+
+static void dt__block_back(dt_block_state *b, dt_phase phase);
+
+static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
+    if (n->child) {
+        dt__block_back(n->child, phase);
+        return;
+    }
+    n->want = 0;
+    int reached = !n->out || dt__owner(n->out)->grad; /* no output: a side loss, its own source of gradient */
+    for (int i = 0; reached && i < n->n_in; i++) {
+        const dt_tensor *t = n->in[i];
+        if (!t || !t->needs_grad) continue;
+        int is_weight = dt__owner(n->in[i])->param != NULL;
+        if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
+    }
+    if (n->want) {
+        dt_status status = n->backward(n);
+        if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
+    }
+    if (phase != DT_BACKWARD_INPUT) dt__node_used(ctx, n);
+}
+
+static void dt__block_back(dt_block_state *b, dt_phase phase) {
+    dt_ctx *ctx = b->ctx;
+    dt__emit(ctx, b, phase, 1);
+    for (dt_node *n = b->newest; n && ctx->status == DT_OK; n = n->prev) dt__node_back(ctx, n, phase);
+    dt__emit(ctx, b, phase, 0);
+    if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__grad_arena_give(ctx, b);
+}
+
+static dt_status dt__seed(dt_tensor *loss) {
+    dt_ctx    *ctx = loss->ctx;
+    dt_tensor *t = dt__owner(loss);
+    if (t->param) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the loss is a parameter", t->name);
+    if (!t->block->grads && !(t->block->grads = dt__grad_arena_take(ctx))) return ctx->status;
+    t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
+    return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
+}
+
+static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
+    if (!loss || loss->ctx->status != DT_OK) return loss ? loss->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = loss->ctx;
+    if (dt_count(loss->shape) != 1 || loss->dtype == DT_I32)
+        return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
+            dt__shape_text(loss->shape).s);
+    if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it", loss->name);
+    if (phase != DT_BACKWARD_WEIGHT) {
+        if (ctx->root->done) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the backward of this micro-batch has run; "
+            "add losses with dt_loss, and call dt_reset before the next forward", loss->name);
+        ctx->root->done = 1;
+        if (dt__seed(loss) != DT_OK) return ctx->status;
+    }
+    if (phase == DT_BACKWARD_INPUT) {
+        dt__block_back(ctx->root, phase);
+        return ctx->status;
+    }
+    for (int u = 0; u < ctx->n_units; u++) ctx->units[u].pending = 0;
+    for (int i = 0; i < ctx->n_params && ctx->root->uses; i++)
+        if (ctx->root->uses[i] > 0) ctx->params[i]->param->unit->pending++;
+    dt__block_back(ctx->root, phase);
+    /* units that this micro-batch did not reach are complete too: their gradient is zero */
+    for (int u = ctx->n_units - 1; u >= 0 && ctx->status == DT_OK; u--)
+        if (ctx->units[u].pending != DT__COMPLETE && !ctx->units[u].frozen) dt__unit_complete(ctx, &ctx->units[u]);
+    return ctx->status;
+}
+
+dt_status dt_backward(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD); }
+dt_status dt_backward_input(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_INPUT); }
+dt_status dt_backward_weight(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_WEIGHT); }
+
+// ==== 16. Ops: code =================================================================================================
+
+dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
+    dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
+    if (t && host) dt_write(t, host);
+    return t && ctx->status == DT_OK ? t : NULL;
+}
+
+dt_status dt_read(const dt_tensor *t, void *host) {
+    if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
+    if (!t->data && t->param) dt__storage(t->ctx);
+    if (t->ctx->status == DT_OK) dt__move(t->ctx, host, t->data, dt__bytes(t));
+    return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
+}
+
+dt_status dt_write(dt_tensor *t, const void *host) {
+    if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
+    if (!t->data && t->param) dt__storage(t->ctx);
+    if (t->ctx->status == DT_OK) dt__move(t->ctx, t->data, host, dt__bytes(t));
+    return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
+}
+
+double dt_item(const dt_tensor *t) {
+    union { float f; double d; int32_t i; } value;
+    value.d = NAN;
+    if (!t || dt_count(t->shape) != 1 || dt_read(t, &value) != DT_OK) return NAN;
+    return t->dtype == DT_F64 ? value.d : t->dtype == DT_F32 ? (double)value.f : (double)value.i;
+}
+
+/* The context if an op may run on these inputs: none NULL, none from a failed or another context, all with storage. */
+static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+    dt_tensor *all[3] = { a, b, c };
+    if (!a || a->ctx->status != DT_OK) return NULL;
+    dt_ctx *ctx = a->ctx;
+    for (int i = 0; i < 3; i++) {
+        if (!all[i]) continue;
+        if (all[i]->ctx != ctx) {
+            dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", op, all[i]->name);
+            return NULL;
+        }
+        if (dt__owner(all[i])->param && !dt__owner(all[i])->data && dt__storage(ctx) != DT_OK) return NULL;
+        if (all[i]->base) all[i]->data = dt__owner(all[i])->data;
+    }
+    return ctx;
+}
+
+/* Fails with the shapes of both. */
+static dt_tensor *dt__mismatch(const char *op, const dt_tensor *a, const dt_tensor *b, const char *why) {
+    dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s): %s %s and %s %s: %s", op, b->name, dt_dtype_name(a->dtype),
+        dt__shape_text(a->shape).s, dt_dtype_name(b->dtype), dt__shape_text(b->shape).s, why);
+    return NULL;
+}
+
+static size_t dt__last(const dt_tensor *t) { return t->shape.nd ? (size_t)t->shape.d[t->shape.nd - 1] : 1; }
+static size_t dt__rows(const dt_tensor *t) { return dt__last(t) ? (size_t)dt_count(t->shape) / dt__last(t) : 0; }
+
+/* Inputs of a recorded op with the usual fields. */
+static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c, dt_backward_fn backward,
+    size_t saved_bytes) {
+    dt_record_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = name;
+    d.in[0] = a;
+    d.in[1] = b;
+    d.in[2] = c;
+    d.n_in = 3;
+    d.backward = backward;
+    d.saved_bytes = saved_bytes;
+    return d;
+}
+
+/* One dense product with the context's scratch. */
+static dt_status dt__matmul(dt_ctx *ctx, const char *what, dt_matmul_args a) {
+    if (a.m == 0 || a.n == 0) return DT_OK;
+    a.work_bytes = dt_matmul_work(a.n, a.k, a.dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    return a.work ? DT__KERNEL(ctx, what, matmul, &a) : ctx->status;
+}
+
+/* y = x w^T + b: dx = dy w, dw = dy^T x, db = the column sums of dy. */
+static dt_status dt__linear_back(dt_node *n) {
+    dt_tensor *x = n->in[0], *w = n->in[1];
+    dt_ctx    *ctx = x->ctx;
+    int64_t    rows = (int64_t)dt__rows(x), in = (int64_t)dt__last(w), out = (int64_t)dt__rows(w);
+    if (dt_wants(n, 0)) {
+        dt_matmul_args a = { .dtype = x->dtype, .a = n->out->grad, .b = w->data, .m = rows, .n = in, .k = out };
+        a.c = dt_grad_raw(n, 0, &a.accumulate);
+        if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
+    }
+    if (dt_wants(n, 1)) {
+        dt_matmul_args a = { .dtype = x->dtype, .a = n->out->grad, .b = x->data, .m = out, .n = in, .k = rows,
+            .trans_a = 1 };
+        a.c = dt_grad_raw(n, 1, &a.accumulate);
+        if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
+    }
+    if (dt_wants(n, 2)) {
+        dt_column_sum_args a = { .dtype = x->dtype, .in = n->out->grad, .rows = (size_t)rows, .cols = (size_t)out };
+        a.out = dt_grad_raw(n, 2, &a.accumulate);
+        if (!a.out || DT__KERNEL(ctx, n->name, column_sum, &a) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
+    dt_ctx *ctx = w ? dt__op("dt_linear", x, w, b) : NULL;
+    if (!ctx) return NULL;
+    if (x->dtype != w->dtype || (b && b->dtype != w->dtype)) return dt__mismatch("dt_linear", x, w, "types differ");
+    if (w->shape.nd < 2 || x->shape.nd < 1 || dt__last(x) != dt__last(w))
+        return dt__mismatch("dt_linear", x, w, "the last dimensions must agree, and w needs two");
+    if (b && (size_t)dt_count(b->shape) != dt__rows(w))
+        return dt__mismatch("dt_linear", w, b, "the bias must have w's shape less its last dimension");
+    dt_shape shape = x->shape;
+    shape.nd = x->shape.nd - 1 + w->shape.nd - 1;
+    if (shape.nd > DT_MAX_DIMS) return dt__mismatch("dt_linear", x, w, "the result has too many dimensions");
+    for (int i = 0; i < w->shape.nd - 1; i++) shape.d[x->shape.nd - 1 + i] = w->shape.d[i];
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_linear");
+    if (!y) return NULL;
+    dt_matmul_args a = { .dtype = x->dtype, .c = y->data, .a = x->data, .b = w->data, .m = (int64_t)dt__rows(x),
+        .n = (int64_t)dt__rows(w), .k = (int64_t)dt__last(w), .trans_b = 1 };
+    a.bias = b ? b->data : NULL;
+    if (dt__matmul(ctx, w->name, a) != DT_OK) return NULL;
+    return dt_record(y, dt__desc("dt_linear", x, w, b, dt__linear_back, 0));
+}
+
+/* Which ids of the full table a table holds: all, or its box along dimension 0. */
+static void dt__vocab(const dt_tensor *table, int64_t *first, int64_t *held, int64_t *vocab) {
+    const dt_param_info *p = table->param;
+    *first = p ? p->box.lo[0] : 0;
+    *held = p ? p->box.inside[0] : table->shape.d[0];
+    *vocab = p ? p->full.d[0] : table->shape.d[0];
+}
+
+static dt_status dt__embedding_back(dt_node *n) {
+    dt_tensor *table = n->in[0], *ids = n->in[1];
+    int64_t    vocab = 0;
+    dt_embedding_back_args a = { .dtype = table->dtype, .dout = n->out->grad, .ids = (const int32_t *)ids->data,
+        .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table) };
+    dt__vocab(table, &a.first, &a.held, &vocab);
+    a.dtable = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dtable ? DT__KERNEL(table->ctx, n->name, embedding_back, &a) : dt_error(table->ctx);
+}
+
+dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
+    dt_ctx *ctx = ids ? dt__op("dt_embedding", table, ids, NULL) : NULL;
+    if (!ctx) return NULL;
+    if (table->shape.nd != 2 || ids->dtype != DT_I32 || ids->shape.nd >= DT_MAX_DIMS)
+        return dt__mismatch("dt_embedding", table, ids, "a table (V,C) and i32 ids are needed");
+    dt_shape shape = ids->shape;
+    shape.d[shape.nd++] = table->shape.d[1];
+    dt_tensor *out = dt__new_named(ctx, table->dtype, shape, "dt_embedding");
+    if (!out) return NULL;
+    dt_embedding_args a = { .dtype = table->dtype, .out = out->data, .table = table->data,
+        .ids = (const int32_t *)ids->data, .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table) };
+    dt__vocab(table, &a.first, &a.held, &a.vocab);
+    if (DT__KERNEL(ctx, table->name, embedding, &a) != DT_OK) return NULL;
+    return dt_record(out, dt__desc("dt_embedding", table, ids, NULL, dt__embedding_back, 0));
+}
+
+typedef struct dt__layernorm_saved { dt_tensor *mean, *rstd; } dt__layernorm_saved;
+
+static dt_status dt__layernorm_back(dt_node *n) {
+    const dt__layernorm_saved *saved = (const dt__layernorm_saved *)n->saved;
+    dt_tensor *x = n->in[0], *gain = n->in[1];
+    dt_ctx    *ctx = x->ctx;
+    dt_layernorm_back_args a = { .dtype = x->dtype, .dout = n->out->grad, .in = x->data, .gain = gain->data,
+        .mean = saved->mean->data, .rstd = saved->rstd->data, .rows = dt__rows(x), .cols = dt__last(x) };
+    if (dt_wants(n, 0) && !(a.dx = dt_grad_raw(n, 0, &a.accumulate_x))) return dt_error(ctx);
+    if (dt_wants(n, 1) && !(a.dgain = dt_grad_raw(n, 1, &a.accumulate_gain))) return dt_error(ctx);
+    if (dt_wants(n, 2) && !(a.dbias = dt_grad_raw(n, 2, &a.accumulate_bias))) return dt_error(ctx);
+    a.work_bytes = dt_layernorm_work((int64_t)a.cols, x->dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    return a.work ? DT__KERNEL(ctx, n->name, layernorm_back, &a) : dt_error(ctx);
+}
+
+dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
+    dt_ctx *ctx = gain && bias ? dt__op("dt_layernorm", x, gain, bias) : NULL;
+    if (!ctx) return NULL;
+    if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last(x) || x->dtype != gain->dtype)
+        return dt__mismatch("dt_layernorm", x, gain, "the gain must have x's last dimension and type");
+    if ((size_t)dt_count(bias->shape) != dt__last(x) || x->dtype != bias->dtype)
+        return dt__mismatch("dt_layernorm", x, bias, "the bias must have x's last dimension and type");
+    dt_shape   row = DT_SHAPE((int64_t)dt__rows(x));
+    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_layernorm");
+    dt_tensor *mean = dt__new_named(ctx, x->dtype, row, "mean"), *rstd = dt__new_named(ctx, x->dtype, row, "rstd");
+    if (!y || !mean || !rstd) return NULL;
+    dt_layernorm_args a = { .dtype = x->dtype, .out = y->data, .mean = mean->data, .rstd = rstd->data, .in = x->data,
+        .gain = gain->data, .bias = bias->data, .rows = dt__rows(x), .cols = dt__last(x), .eps = eps > 0 ? eps : 1e-5 };
+    if (DT__KERNEL(ctx, gain->name, layernorm, &a) != DT_OK) return NULL;
+    dt_record_desc d = dt__desc("dt_layernorm", x, gain, bias, dt__layernorm_back, sizeof(dt__layernorm_saved));
+    dt__layernorm_saved *saved = (dt__layernorm_saved *)dt_record_saved(y, d);
+    if (saved) {
+        saved->mean = mean;
+        saved->rstd = rstd;
+    }
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+static dt_status dt__gelu_back(dt_node *n) {
+    dt_tensor *x = n->in[0];
+    dt_gelu_back_args a = { .dtype = x->dtype, .dx = NULL, .dout = n->out->grad, .in = x->data,
+        .count = (size_t)dt_count(x->shape) };
+    a.dx = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dx ? DT__KERNEL(x->ctx, n->name, gelu_back, &a) : dt_error(x->ctx);
+}
+
+dt_tensor *dt_gelu(dt_tensor *x) {
+    dt_ctx    *ctx = dt__op("dt_gelu", x, NULL, NULL);
+    dt_tensor *y = ctx ? dt__new_named(ctx, x->dtype, x->shape, "dt_gelu") : NULL;
+    if (!y) return NULL;
+    dt_gelu_args a = { x->dtype, y->data, x->data, (size_t)dt_count(x->shape) };
+    if (DT__KERNEL(ctx, x->name, gelu, &a) != DT_OK) return NULL;
+    return dt_record(y, dt__desc("dt_gelu", x, NULL, NULL, dt__gelu_back, 0));
+}
+
+static dt_status dt__add_back(dt_node *n) {
+    dt_tensor *a = n->in[0], *b = n->in[1];
+    dt_ctx    *ctx = a->ctx;
+    size_t     count = (size_t)dt_count(a->shape), cols = (size_t)dt_count(b->shape);
+    int        accumulate = 0;
+    if (dt_wants(n, 0)) {
+        void *da = dt_grad_raw(n, 0, &accumulate);
+        if (!da || dt__accumulate(ctx, a->dtype, da, n->out->grad, count, accumulate) != DT_OK) return dt_error(ctx);
+    }
+    if (dt_wants(n, 1)) {
+        dt_column_sum_args s = { .dtype = b->dtype, .out = NULL, .in = n->out->grad, .rows = cols ? count / cols : 0,
+            .cols = cols };
+        s.out = dt_grad_raw(n, 1, &s.accumulate);
+        if (!s.out || DT__KERNEL(ctx, n->name, column_sum, &s) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) {
+    dt_ctx *ctx = b ? dt__op("dt_add", a, b, NULL) : NULL;
+    if (!ctx) return NULL;
+    int skip = a->shape.nd - b->shape.nd, fits = skip >= 0 && a->dtype == b->dtype && a->dtype != DT_I32;
+    for (int i = 0; fits && i < b->shape.nd; i++) fits = a->shape.d[skip + i] == b->shape.d[i];
+    if (!fits) return dt__mismatch("dt_add", a, b, "the second shape must be the end of the first, types equal");
+    dt_tensor *y = dt__new_named(ctx, a->dtype, a->shape, "dt_add");
+    if (!y) return NULL;
+    size_t      cols = (size_t)dt_count(b->shape);
+    dt_add_args args = { a->dtype, y->data, a->data, b->data, cols ? (size_t)dt_count(a->shape) / cols : 0, cols };
+    if (DT__KERNEL(ctx, a->name, add, &args) != DT_OK) return NULL;
+    return dt_record(y, dt__desc("dt_add", a, b, NULL, dt__add_back, 0));
+}
+
+/* Another tensor over the same data; the gradient is the base's, so a view needs no op on the tape. */
+static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
+    dt_ctx    *ctx = dt__op(name, x, NULL, NULL);
+    dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, shape, name) : NULL;
+    if (!y) return NULL;
+    y->base = x;
+    y->data = x->data;
+    y->needs_grad = x->needs_grad;
+    return y;
+}
+
+dt_tensor *dt_alias(dt_tensor *x) {
+    dt_ctx    *ctx = dt__op("dt_alias", x, NULL, NULL);
+    dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
+    if (y) y->data = x->data;
+    return y;
+}
+
+dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape) {
+    dt_tensor *y = dt__view(x, shape, "dt_reshape");
+    if (y && dt_count(shape) != dt_count(x->shape)) return dt__mismatch("dt_reshape", x, y, "element counts differ");
+    return y;
+}
+
+typedef struct dt__attention_saved { dt_tensor *lse; int causal; } dt__attention_saved;
+
+static dt_status dt__attention_back(dt_node *n) {
+    const dt__attention_saved *saved = (const dt__attention_saved *)n->saved;
+    dt_tensor *q = n->in[0], *k = n->in[1], *v = n->in[2];
+    dt_ctx    *ctx = q->ctx;
+    dt_attention_back_args a = { .dtype = q->dtype, .dq = NULL, .dk = NULL, .dv = NULL, .dout = n->out->grad,
+        .out = n->out->data, .lse = saved->lse->data, .q = q->data, .k = k->data, .v = v->data,
+        .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
+        .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]),
+        .causal = saved->causal };
+    if (dt_wants(n, 0) && !(a.dq = dt_grad_raw(n, 0, &a.accumulate_q))) return dt_error(ctx);
+    if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
+    if (dt_wants(n, 2) && !(a.dv = dt_grad_raw(n, 2, &a.accumulate_v))) return dt_error(ctx);
+    a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    return a.work ? DT__KERNEL(ctx, n->name, attention_back, &a) : dt_error(ctx);
+}
+
+static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_tensor *v) {
+    return q->shape.nd == 4 && k->shape.nd == 4 && dt__same_shape(k->shape, v->shape) && q->dtype == k->dtype &&
+           q->dtype == v->dtype && q->shape.d[0] == k->shape.d[0] && q->shape.d[3] == k->shape.d[3] &&
+           q->shape.d[3] > 0 && k->shape.d[2] > 0 && q->shape.d[2] % k->shape.d[2] == 0;
+}
+
+dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
+    dt_ctx *ctx = k && v ? dt__op("dt_attention", q, k, v) : NULL;
+    if (!ctx) return NULL;
+    if (desc.positions || desc.documents) {
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_attention: positions and documents are not available in this version");
+        return NULL;
+    }
+    if (!dt__attention_fits(q, k, v) || (desc.kv_heads && desc.kv_heads != k->shape.d[2]))
+        return dt__mismatch("dt_attention", q, k, "q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K are needed");
+    dt_tensor *y = dt__new_named(ctx, q->dtype, q->shape, "dt_attention");
+    dt_shape   lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
+    dt_tensor *lse = dt__new_named(ctx, q->dtype, lse_shape, "lse");
+    if (!y || !lse) return NULL;
+    dt_attention_args a = { .dtype = q->dtype, .out = y->data, .lse = lse->data, .q = q->data, .k = k->data,
+        .v = v->data, .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
+        .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]),
+        .causal = !desc.full };
+    a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    if (!a.work || DT__KERNEL(ctx, q->name, attention, &a) != DT_OK) return NULL;
+    if (desc.lse) *desc.lse = lse;
+    dt_record_desc d = dt__desc("dt_attention", q, k, v, dt__attention_back, sizeof(dt__attention_saved));
+    dt__attention_saved *saved = (dt__attention_saved *)dt_record_saved(y, d);
+    if (saved) {
+        saved->lse = lse;
+        saved->causal = !desc.full;
+    }
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+typedef struct dt__loss_saved { dt_tensor *lse; double scale; } dt__loss_saved;
+
+static dt_status dt__cross_entropy_back(dt_node *n) {
+    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
+    dt_tensor *logits = n->in[0], *labels = n->in[1];
+    dt_ctx    *ctx = logits->ctx;
+    dt_cross_entropy_back_args a = { .dtype = logits->dtype, .dlogits = NULL, .logits = logits->data,
+        .lse = saved->lse->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
+        .cols = dt__last(logits), .upstream = (const double *)n->out->grad, .scale = saved->scale };
+    a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dlogits ? DT__KERNEL(ctx, n->name, cross_entropy_back, &a) : dt_error(ctx);
+}
+
+static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
+    if (denominator > 0 && denominator < HUGE_VAL) return 1;
+    dt_fail(ctx, DT_ERR_ARG, "%s: denominator %g; give the number of labels or elements of the whole step", op,
+        denominator);
+    return 0;
+}
+
+dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
+    dt_ctx *ctx = labels ? dt__op("dt_cross_entropy", logits, labels, NULL) : NULL;
+    if (!ctx || !dt__denominator(ctx, "dt_cross_entropy", denominator)) return NULL;
+    if (logits->shape.nd < 1 || labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(logits))
+        return dt__mismatch("dt_cross_entropy", logits, labels, "logits (..,V) and one i32 label a row are needed");
+    dt_shape   row = DT_SHAPE((int64_t)dt__rows(logits));
+    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_cross_entropy");
+    dt_tensor *lse = dt__new_named(ctx, logits->dtype, row, "lse");
+    double    *row_loss = (double *)dt_work(ctx, (dt__rows(logits) + 1) * sizeof *row_loss);
+    if (!loss || !lse || !row_loss) return NULL;
+    dt_cross_entropy_args a = { .dtype = logits->dtype, .loss = (double *)loss->data, .row_loss = row_loss,
+        .lse = lse->data, .logits = logits->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
+        .cols = dt__last(logits), .denominator = denominator };
+    if (DT__KERNEL(ctx, "dt_cross_entropy", cross_entropy, &a) != DT_OK) return NULL;
+    dt_record_desc d = dt__desc("dt_cross_entropy", logits, labels, NULL, dt__cross_entropy_back,
+        sizeof(dt__loss_saved));
+    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
+    if (saved) {
+        saved->lse = lse;
+        saved->scale = 1.0 / denominator;
+    }
+    return ctx->status == DT_OK ? loss : NULL;
+}
+
+static dt_status dt__mse_back(dt_node *n) {
+    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
+    for (int i = 0; i < 2; i++) { /* d/db is d/da with a and b exchanged */
+        if (!dt_wants(n, i)) continue;
+        dt_tensor *a = n->in[i], *b = n->in[1 - i];
+        dt_mse_back_args args = { .dtype = a->dtype, .da = NULL, .a = a->data, .b = b->data,
+            .count = (size_t)dt_count(a->shape), .upstream = (const double *)n->out->grad, .scale = saved->scale };
+        args.da = dt_grad_raw(n, i, &args.accumulate);
+        if (!args.da || DT__KERNEL(a->ctx, n->name, mse_back, &args) != DT_OK) return dt_error(a->ctx);
+    }
+    return DT_OK;
+}
+
+dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
+    dt_ctx *ctx = b ? dt__op("dt_mse", a, b, NULL) : NULL;
+    if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
+    if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
+        return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
+    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_mse");
+    if (!loss) return NULL;
+    dt_mse_args args = { a->dtype, (double *)loss->data, a->data, b->data, (size_t)dt_count(a->shape), denominator };
+    if (DT__KERNEL(ctx, "dt_mse", mse, &args) != DT_OK) return NULL;
+    dt_record_desc  d = dt__desc("dt_mse", a, b, NULL, dt__mse_back, sizeof(dt__loss_saved));
+    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
+    if (saved) saved->scale = 2.0 / denominator;
+    return ctx->status == DT_OK ? loss : NULL;
+}
+
+static dt_status dt__side_loss_back(dt_node *n) {
+    dt_tensor *s = n->in[0];
+    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
+    int   accumulate = 0;
+    void *ds = dt_grad_raw(n, 0, &accumulate);
+    if (!ds) return dt_error(s->ctx);
+    void *weight = dt_work(s->ctx, sizeof(double)); /* one element of either type */
+    if (!weight || dt__fill(s->ctx, s->dtype, weight, 1, saved->scale) != DT_OK) return dt_error(s->ctx);
+    return dt__accumulate(s->ctx, s->dtype, ds, weight, 1, accumulate);
+}
+
+dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
+    dt_ctx *ctx = scalar ? dt__op("dt_loss", x, scalar, NULL) : NULL;
+    if (!ctx) return NULL;
+    if (dt_count(scalar->shape) != 1 || scalar->dtype == DT_I32)
+        return dt__mismatch("dt_loss", x, scalar, "a side loss is a scalar");
+    dt_record_desc d = dt__desc("dt_loss", scalar, NULL, NULL, dt__side_loss_back, sizeof(dt__loss_saved));
+    dt_node *node = dt__record(NULL, ctx, &d);
+    if (node) ((dt__loss_saved *)node->saved)->scale = weight;
+    return ctx->status == DT_OK ? x : NULL;
+}
+
+// ==== 17. Matrix product on the CPU =================================================================================
+
+/* From here on no product and sum may be contracted to one rounding: the same source must give the same bits on every
+   instruction set. clang knows the standard pragma; gcc ignores that one and takes an option instead. no-math-errno
+   lets gcc vectorise loops with sqrtf. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize ("fp-contract=off", "no-math-errno")
+#endif
+
+/* Instruction sets, worst first. Set 0 is always there; the others are chosen at run time by dt__isa_best. */
+enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
+typedef float  dt__float4 __attribute__((vector_size(16), may_alias));
+typedef double dt__double2 __attribute__((vector_size(16), may_alias));
+
+/* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorise; the coefficients are Cephes'.
+   x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. 2^n is
+   applied in two halves, so that results below 2^-126 come out denormal and large ones infinite. */
+static inline float dt__expf(float x) {
+    const float magic = 12582912.0f;
+    x = x < -105.0f ? -105.0f : x; /* e^-105 rounds to 0, e^89 to infinity; a NaN passes both comparisons */
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 1.44269504f + magic, n = shifted - magic;
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts; the product with the first is exact */
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    uint32_t bits, low_bits, high_bits;
+    float low, high;
+    memcpy(&bits, &shifted, 4);
+    bits = bits - 0x4b400000u + 256; /* n + 256, positive */
+    low_bits = (bits / 2 - 1) << 23; /* 2^(half of n) */
+    high_bits = (bits - bits / 2 - 1) << 23;
+    memcpy(&low, &low_bits, 4);
+    memcpy(&high, &high_bits, 4);
+    return p * low * high;
+}
+
+/* ln x in float, within 1 ulp, as above: x = 2^e m with m in [sqrt(1/2), sqrt 2). */
+static inline float dt__logf(float x) {
+    float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
+    uint32_t bits, m_bits;
+    memcpy(&bits, &normal, 4);
+    bits -= 0x3f3504f3u; /* the bits of sqrt(1/2) */
+    m_bits = (bits & 0x7fffffu) + 0x3f3504f3u;
+    memcpy(&m, &m_bits, 4);
+    float e = (float)((int32_t)bits >> 23) - (x < 1.17549435e-38f ? 23.0f : 0.0f), f = m - 1.0f, z = f * f;
+    float p = 7.0376836292e-2f;
+    p = p * f - 1.1514610310e-1f;
+    p = p * f + 1.1676998740e-1f;
+    p = p * f - 1.2420140846e-1f;
+    p = p * f + 1.4249322787e-1f;
+    p = p * f - 1.6668057665e-1f;
+    p = p * f + 2.0000714765e-1f;
+    p = p * f - 2.4999993993e-1f;
+    p = p * f + 3.3333331174e-1f;
+    p = f * z * p - 2.12194440e-4f * e - 0.5f * z + f + 0.693359375f * e;
+    p = x > 3.40282347e38f || x != x ? x : p; /* infinity and NaN are their own logarithms */
+    p = x == 0.0f ? -INFINITY : p;
+    return x < 0.0f ? NAN : p;
+}
+
+/* Two words of the counter RNG as a number in [0, 1) with 53 bits. */
+static double dt__unit(uint32_t high, uint32_t low) {
+    return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+static void *dt__align64(void *p) {
+    return (char *)p + (64 - ((uintptr_t)p & 63)) % 64;
+}
+
+/* Room for one panel of A (at most 14 rows) and a block of B: about 1.5 MB of it, at least 32 columns (no tile is
+   wider), at most n. How many columns fit changes no bit of the result. */
+size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
+    size_t size = dt_dtype_size(dtype), column = (size_t)(k > 0 ? k : 1) * size;
+    size_t fit = 1536 * 1024 / column / 32 * 32, need = ((size_t)(n > 0 ? n : 1) + 31) / 32 * 32;
+    size_t columns = fit < 32 ? 32 : fit < need ? fit : need;
+    return (columns + 14) * column + 128;
+}
+
+size_t dt_layernorm_work(int64_t cols, dt_dtype dtype) {
+    return 4 * (size_t)cols * dt_dtype_size(dtype);
+}
+
+/* Keys, values and their gradients of one head, and two blocks of 16 rows of scores or queries. */
+size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
+    return (4 * (size_t)(tk * dim) + 32 * (size_t)(tk > dim ? tk : dim) + 16) * dt_dtype_size(dtype);
+}
+
+/* The kernels of one element type and instruction set. */
+#define DT__FLOAT_KERNELS(X) \
+    X(init) X(add) X(column_sum) X(matmul) X(layernorm) X(layernorm_back) X(gelu) X(gelu_back) X(embedding) \
+    X(embedding_back) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) X(mse_back) \
+    X(square_sums) X(adamw) X(sgd)
+#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) DT__FLOAT_KERNELS(X)
+typedef struct dt__variant {
+#define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
+    DT__VARIANT_KERNELS(DT__VARIANT_ENTRY)
+#undef DT__VARIANT_ENTRY
+} dt__variant;
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DT_TENSOR_IMPL */
+
+#ifdef DT__BITS
+// ==== 18. CPU kernels, once over float and double ===================================================================
+
+/* This part of the file is read once for every element type and instruction set: the header includes itself with
+   DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) is name with the type and the set appended,
+   DT__FN begins every function. The loops are plain C that the compiler vectorises (-O3); only the tile of the matrix
+   product is written with intrinsics. No operation here may be contracted to a fused multiply-add, and partial sums
+   have a fixed number of lanes, so every instruction set gives the same bits outside the matrix product. */
+#define DT__JOIN2(name, suffix) dt__##name##suffix
+#define DT__JOIN(name, suffix) DT__JOIN2(name, suffix)
+#define DT__K(name) DT__JOIN(name, DT__SUFFIX)
+
+#if DT__BITS == 32
+#define DT__REAL float
+#define DT__WIDE float
+#define DT__EXP(x) dt__expf(x)
+#define DT__LOG(x) dt__logf(x)
+#define DT__SQRT(x) sqrtf(x)
+#elif DT__BITS == 64
+#define DT__REAL double
+#define DT__WIDE double
+#define DT__EXP(x) exp(x)
+#define DT__LOG(x) log(x)
+#define DT__SQRT(x) sqrt(x)
+#else
+#define DT__REAL int32_t
+#define DT__WIDE int64_t
+#endif
+
+/* The tile of the product is DT__MR rows of two vectors. Its sums must fit the registers: 14 rows x 2 of 32 registers
+   with AVX-512, 6 x 2 of 16 with AVX2, 8 x 2 of 32 with NEON, 4 x 2 of 16 with any 16-byte vector. */
+#if DT__BITS == 1
+#define DT__FN static
+#define DT__SUFFIX _i32
+#elif DT__ISA == 2 /* AVX-512 */
+#define DT__FN static __attribute__((target("avx512f")))
+#define DT__MR 14
+#define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#if DT__BITS == 32
+#define DT__SUFFIX _f32_avx512
+#define DT__V __m512
+#define DT__LOAD(p) _mm512_loadu_ps(p)
+#define DT__STORE(p, v) _mm512_storeu_ps(p, v)
+#define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
+#else
+#define DT__SUFFIX _f64_avx512
+#define DT__V __m512d
+#define DT__LOAD(p) _mm512_loadu_pd(p)
+#define DT__STORE(p, v) _mm512_storeu_pd(p, v)
+#define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
+#endif
+#elif DT__ISA == 1 && defined(__x86_64__) /* AVX2 and FMA */
+#define DT__FN static __attribute__((target("avx2,fma")))
+#define DT__MR 6
+#define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#if DT__BITS == 32
+#define DT__SUFFIX _f32_avx2
+#define DT__V __m256
+#define DT__LOAD(p) _mm256_loadu_ps(p)
+#define DT__STORE(p, v) _mm256_storeu_ps(p, v)
+#define DT__FMADD(x, v, sum) _mm256_fmadd_ps(_mm256_set1_ps(x), v, sum)
+#else
+#define DT__SUFFIX _f64_avx2
+#define DT__V __m256d
+#define DT__LOAD(p) _mm256_loadu_pd(p)
+#define DT__STORE(p, v) _mm256_storeu_pd(p, v)
+#define DT__FMADD(x, v, sum) _mm256_fmadd_pd(_mm256_set1_pd(x), v, sum)
+#endif
+#elif DT__ISA == 1 /* NEON */
+#define DT__FN static
+#define DT__MR 8
+#define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#if DT__BITS == 32
+#define DT__SUFFIX _f32_neon
+#define DT__V float32x4_t
+#define DT__LOAD(p) vld1q_f32(p)
+#define DT__STORE(p, v) vst1q_f32(p, v)
+#define DT__FMADD(x, v, sum) vfmaq_n_f32(sum, v, x)
+#else
+#define DT__SUFFIX _f64_neon
+#define DT__V float64x2_t
+#define DT__LOAD(p) vld1q_f64(p)
+#define DT__STORE(p, v) vst1q_f64(p, v)
+#define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
+#endif
+#else /* plain: 16-byte vectors of the compiler, a product and a sum */
+#define DT__FN static
+#define DT__MR 4
+#define DT__ROWS(X) X(0) X(1) X(2) X(3)
+#if DT__BITS == 32
+#define DT__SUFFIX _f32_plain
+#define DT__V dt__float4
+#else
+#define DT__SUFFIX _f64_plain
+#define DT__V dt__double2
+#endif
+#define DT__LOAD(p) (*(const DT__V *)(p))
+#define DT__STORE(p, v) (*(DT__V *)(p) = (v))
+#define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
+#endif
+
+#if DT__BITS != 1 /* the product is for floating types only */
+#define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
+#define DT__NR (2 * DT__NV)                                  /* columns of a tile */
+
+DT__FN void DT__K(gelu_row)(DT__REAL *out, const DT__REAL *in, int64_t count);
+
+/* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that the
+   naive and the fast product share them. The tile is overwritten. */
+DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
+                                 int64_t cols, DT__REAL *tile, int64_t tile_ld) {
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t at = batch * a->stride_c + (i0 + i) * a->ldc + j0;
+        DT__REAL *t = tile + i * tile_ld, *c = (DT__REAL *)a->c + at;
+        if (a->bias) {
+            const DT__REAL *bias = (const DT__REAL *)a->bias + j0;
+            for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
+        }
+        if (a->before) memcpy((DT__REAL *)a->before + at, t, (size_t)cols * sizeof *t);
+        if (a->activation == DT_ACT_GELU) DT__K(gelu_row)(t, t, cols);
+        if (a->residual) {
+            const DT__REAL *residual = (const DT__REAL *)a->residual + at;
+            for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
+        }
+        if (a->accumulate) for (int64_t j = 0; j < cols; j++) t[j] += c[j];
+        memcpy(c, t, (size_t)cols * sizeof *t);
+    }
+}
+
+/* The product as it is defined: every element a dot product of K terms, k ascending. */
+DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
+    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a;
+    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b;
+    for (int64_t i = 0; i < a->m; i++) {
+        for (int64_t j = 0; j < a->n; j++) {
+            DT__REAL sum = 0;
+            for (int64_t p = 0; p < a->k; p++) {
+                DT__REAL x = pa[a->trans_a ? p * a->lda + i : i * a->lda + p];
+                DT__REAL y = pb[a->trans_b ? j * a->ldb + p : p * a->ldb + j];
+                sum += x * y;
+            }
+            DT__K(matmul_finish)(a, batch, i, j, 1, 1, &sum, 1);
+        }
+    }
+}
+
+/* One tile, the only place with intrinsics: tile(MR,NR) = panel_a(k,MR)^T panel_b(k,NR). The 2 x MR sums stay in
+   registers for all of k, so an element is one chain of K fused multiply-adds, k ascending, wherever its tile lies. */
+#define DT__TILE_ZERO(i) DT__V c##i##_0 = zero, c##i##_1 = zero;
+#define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
+#define DT__TILE_STORE(i) DT__STORE(tile + i * DT__NR, c##i##_0); DT__STORE(tile + i * DT__NR + DT__NV, c##i##_1);
+DT__FN void DT__K(matmul_tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) {
+    const DT__REAL nothing[16] __attribute__((aligned(64))) = { 0 };
+    const DT__V zero = DT__LOAD(nothing);
+    DT__ROWS(DT__TILE_ZERO)
+    for (int64_t p = 0; p < k; p++, a += DT__MR, b += DT__NR) {
+        DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV);
+        DT__ROWS(DT__TILE_STEP)
+    }
+    DT__ROWS(DT__TILE_STORE)
+}
+#undef DT__TILE_ZERO
+#undef DT__TILE_STEP
+#undef DT__TILE_STORE
+
+/* Packing makes what the tile reads one stream. panel(k,width) from a source whose row p is row p of the panel;
+   columns past `have` are zero and go through the tile like any others. */
+DT__FN void DT__K(pack_rows)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t have,
+                             int64_t k) {
+    for (int64_t p = 0; p < k; p++, panel += width, from += ld) {
+        int64_t i = 0;
+        for (; i < have; i++) panel[i] = from[i];
+        for (; i < width; i++) panel[i] = 0;
+    }
+}
+
+/* A 4 x (p1 - p0) piece of the next function: four rows of `from` become four columns of the panel. */
+DT__FN void DT__K(pack_four)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t p0, int64_t p1) {
+    int64_t p = p0;
+#if DT__BITS == 32 && defined(__SSE2__)
+    for (; p + 4 <= p1; p += 4) {
+        __m128 r0 = _mm_loadu_ps(from + p), r1 = _mm_loadu_ps(from + ld + p);
+        __m128 r2 = _mm_loadu_ps(from + 2 * ld + p), r3 = _mm_loadu_ps(from + 3 * ld + p);
+        _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
+        _mm_storeu_ps(panel + p * width, r0);
+        _mm_storeu_ps(panel + (p + 1) * width, r1);
+        _mm_storeu_ps(panel + (p + 2) * width, r2);
+        _mm_storeu_ps(panel + (p + 3) * width, r3);
+    }
+#endif
+    for (; p < p1; p++)
+        for (int i = 0; i < 4; i++) panel[p * width + i] = from[i * ld + p];
+}
+
+/* panel(k,width) from a source whose row i is column i of the panel: a transposition, in pieces of 64 x width that
+   stay in the first-level cache. */
+DT__FN void DT__K(pack_columns)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t have,
+                                int64_t k) {
+    for (int64_t p0 = 0; p0 < k; p0 += 64) {
+        int64_t p1 = p0 + 64 < k ? p0 + 64 : k, i = 0;
+        for (; i + 4 <= have; i += 4) DT__K(pack_four)(panel + i, width, from + i * ld, ld, p0, p1);
+        for (; i < have; i++) for (int64_t p = p0; p < p1; p++) panel[p * width + i] = from[i * ld + p];
+        for (; i < width; i++) for (int64_t p = p0; p < p1; p++) panel[p * width + i] = 0;
+    }
+}
+
+/* The fast product: a block of B (k x columns, about 1.5 MB, so that it stays in the second-level cache) is packed
+   in panels of NR columns; then each panel of MR rows of A is packed and meets every panel of the block. K is not
+   cut: a tile is finished before anything else happens to it. */
+DT__FN void DT__K(matmul_packed)(const dt_matmul_args *a, int64_t batch, DT__REAL *panel_a, DT__REAL *block,
+                                 int64_t columns) {
+    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a;
+    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b;
+    DT__REAL tile[DT__MR * DT__NR] __attribute__((aligned(64)));
+    for (int64_t j0 = 0; j0 < a->n; j0 += columns) {
+        int64_t j1 = j0 + columns < a->n ? j0 + columns : a->n;
+        for (int64_t j = j0; j < j1; j += DT__NR) {
+            int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
+            DT__REAL *panel = block + (j - j0) * a->k;
+            if (a->trans_b) DT__K(pack_columns)(panel, DT__NR, pb + j * a->ldb, a->ldb, have, a->k);
+            else DT__K(pack_rows)(panel, DT__NR, pb + j, a->ldb, have, a->k);
+        }
+        for (int64_t i = 0; i < a->m; i += DT__MR) {
+            int64_t rows = a->m - i < DT__MR ? a->m - i : DT__MR;
+            if (a->trans_a) DT__K(pack_rows)(panel_a, DT__MR, pa + i, a->lda, rows, a->k);
+            else DT__K(pack_columns)(panel_a, DT__MR, pa + i * a->lda, a->lda, rows, a->k);
+            for (int64_t j = j0; j < j1; j += DT__NR) {
+                DT__K(matmul_tile)(a->k, panel_a, block + (j - j0) * a->k, tile);
+                DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
+            }
+        }
+    }
+}
+
+DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
+    dt_matmul_args a = *args;
+    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0) return DT_ERR_ARG;
+    if (a.batch == 0) a.batch = 1;
+    if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
+    if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
+    if (a.ldc == 0) a.ldc = a.n;
+    if (!a.work) {
+        for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_naive)(&a, i);
+        return DT_OK;
+    }
+    DT__REAL *panel_a = (DT__REAL *)dt__align64(a.work);
+    DT__REAL *block = (DT__REAL *)dt__align64(panel_a + DT__MR * a.k);
+    int64_t left = (int64_t)((char *)a.work + a.work_bytes - (char *)block) / (int64_t)sizeof(DT__REAL);
+    int64_t columns = left / (a.k ? a.k : 1) / DT__NR * DT__NR;
+    if (columns <= 0) return DT_ERR_ARG;
+    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&a, i, panel_a, block, columns);
+    return DT_OK;
+}
+#undef DT__NV
+#undef DT__NR
+#endif
+
+// ==== 18. CPU kernels, once over float and double ===================================================================
+
+DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
+    DT__REAL *out = (DT__REAL *)a->out, value = (DT__REAL)a->value;
+    for (size_t i = 0; i < a->count; i++) out[i] = value;
+    return DT_OK;
+}
+
+#define DT__TILE 512 /* elements of a sum that is kept on the stack */
+
+/* Tile after tile of elements through all inputs in order, so that out may be one of them. Each step is rounded to the
+   type (int32_t wraps); DT_AVG divides the finished sum. */
+DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
+    DT__REAL sum[DT__TILE];
+    if (a->n < 1) return DT_ERR_ARG;
+    for (size_t at = 0; at < a->count; at += DT__TILE) {
+        size_t n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
+        memcpy(sum, (const DT__REAL *)a->in[0] + at, n * sizeof *sum);
+        for (int r = 1; r < a->n; r++) {
+            const DT__REAL *in = (const DT__REAL *)a->in[r] + at;
+            switch (a->op) {
+            case DT_SUM:
+            case DT_AVG: for (size_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] + in[i]); break;
+            case DT_MAX: for (size_t i = 0; i < n; i++) sum[i] = in[i] > sum[i] ? in[i] : sum[i]; break;
+            case DT_MIN: for (size_t i = 0; i < n; i++) sum[i] = in[i] < sum[i] ? in[i] : sum[i]; break;
+            case DT_PROD: for (size_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] * in[i]); break;
+            }
+        }
+        if (a->op == DT_AVG) for (size_t i = 0; i < n; i++) sum[i] /= (DT__REAL)a->n;
+        memcpy((DT__REAL *)a->out + at, sum, n * sizeof *sum);
+    }
+    return DT_OK;
+}
+
+#if DT__BITS != 1 /* the rest is for floating types only */
+
+/* total = sum over j < n of TERM, an expression in j. Lane l takes j = l, l + 16, ...; then lanes are added in halves.
+   The order depends on n alone, and 16 lanes are what lets a compiler vectorise a sum without reordering it. */
+#define DT__SUM(T, total, n, TERM) \
+    do { \
+        T lane[16] = { 0 }; \
+        int64_t at = 0; \
+        for (; at + 16 <= (n); at += 16) for (int64_t l = 0; l < 16; l++) { int64_t j = at + l; lane[l] += TERM; } \
+        for (int64_t l = 0; l < (n) - at; l++) { int64_t j = at + l; lane[l] += TERM; } \
+        for (int w = 8; w; w /= 2) for (int l = 0; l < w; l++) lane[l] += lane[l + w]; \
+        (total) = lane[0]; \
+    } while (0)
+
+DT__FN DT__REAL DT__K(sum)(const DT__REAL *x, int64_t n) {
+    DT__REAL total;
+    DT__SUM(DT__REAL, total, n, x[j]);
+    return total;
+}
+
+DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
+    DT__REAL total;
+    DT__SUM(DT__REAL, total, n, x[j] * y[j]);
+    return total;
+}
+
+/* out (+)= the finished sum; nothing where out is NULL. */
+DT__FN void DT__K(give)(DT__REAL *out, const DT__REAL *sum, int64_t n, int accumulate) {
+    if (!out) return;
+    for (int64_t i = 0; i < n; i++) out[i] = accumulate ? out[i] + sum[i] : sum[i];
+}
+
+/* n >= 1. A NaN is skipped here and met again by the exponentials. */
+DT__FN DT__REAL DT__K(max)(const DT__REAL *x, int64_t n) {
+    DT__REAL lane[16];
+    int64_t at = 0;
+    for (int l = 0; l < 16; l++) lane[l] = x[0];
+    for (; at + 16 <= n; at += 16) for (int l = 0; l < 16; l++) lane[l] = x[at + l] > lane[l] ? x[at + l] : lane[l];
+    for (; at < n; at++) lane[0] = x[at] > lane[0] ? x[at] : lane[0];
+    for (int l = 1; l < 16; l++) lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
+    return lane[0];
+}
+
+/* Elements 2c and 2c + 1 (global index) come from the four words of counter c: two uniform numbers, or one Box-Muller
+   pair z = sqrt(-2 ln u) (cos, sin)(2 pi v). Any rank can so make any run of a parameter by itself. */
+DT__FN dt_status DT__K(init)(const dt_init_args *a) {
+    DT__REAL *out = (DT__REAL *)a->out;
+    for (size_t i = 0; i < a->count;) {
+        uint64_t index = a->first + i;
+        double pair[2];
+        uint32_t word[4];
+        dt__philox(a->key, index / 2, word);
+        double u = dt__unit(word[0], word[1]), v = dt__unit(word[2], word[3]);
+        if (a->normal) {
+            double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v; /* 1 - u is in (0, 1] */
+            pair[0] = radius * cos(angle);
+            pair[1] = radius * sin(angle);
+        } else {
+            pair[0] = a->scale * (2 * u - 1);
+            pair[1] = a->scale * (2 * v - 1);
+        }
+        for (; i < a->count && (a->first + i) / 2 == index / 2; i++) out[i] = (DT__REAL)pair[(a->first + i) & 1];
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(add)(const dt_add_args *a) {
+    const DT__REAL *b = (const DT__REAL *)a->b;
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = (const DT__REAL *)a->a + r * a->cols;
+        DT__REAL *out = (DT__REAL *)a->out + r * a->cols;
+        for (size_t c = 0; c < a->cols; c++) out[c] = x[c] + b[c];
+    }
+    return DT_OK;
+}
+
+/* A tile of columns goes down all rows before it is added to anything. */
+DT__FN dt_status DT__K(column_sum)(const dt_column_sum_args *a) {
+    DT__REAL sum[DT__TILE], *out = (DT__REAL *)a->out;
+    for (size_t c0 = 0; c0 < a->cols; c0 += DT__TILE) {
+        size_t n = a->cols - c0 < DT__TILE ? a->cols - c0 : DT__TILE;
+        memset(sum, 0, sizeof sum);
+        for (size_t r = 0; r < a->rows; r++) {
+            const DT__REAL *in = (const DT__REAL *)a->in + r * a->cols + c0;
+            for (size_t c = 0; c < n; c++) sum[c] += in[c];
+        }
+        for (size_t c = 0; c < n; c++) out[c0 + c] = a->accumulate ? out[c0 + c] + sum[c] : sum[c];
+    }
+    return DT_OK;
+}
+
+/* Layer normalisation, arXiv:1607.06450: two passes over the row, because E[x^2] - E[x]^2 cancels. */
+DT__FN dt_status DT__K(layernorm)(const dt_layernorm_args *a) {
+    const DT__REAL *gain = (const DT__REAL *)a->gain, *bias = (const DT__REAL *)a->bias;
+    int64_t cols = (int64_t)a->cols;
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = (const DT__REAL *)a->in + r * a->cols;
+        DT__REAL *out = (DT__REAL *)a->out + r * a->cols, variance;
+        DT__REAL mean = DT__K(sum)(x, cols) / (DT__REAL)cols;
+        DT__SUM(DT__REAL, variance, cols, (x[j] - mean) * (x[j] - mean));
+        DT__REAL rstd = (DT__REAL)(1 / sqrt((double)variance / (double)cols + a->eps));
+        for (int64_t c = 0; c < cols; c++) out[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
+        ((DT__REAL *)a->mean)[r] = mean;
+        ((DT__REAL *)a->rstd)[r] = rstd;
+    }
+    return DT_OK;
+}
+
+/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
+   dbias = sum over rows of dout. work: y, g, and the two sums over rows, which are complete before they leave. */
+DT__FN dt_status DT__K(layernorm_back)(const dt_layernorm_back_args *a) {
+    size_t cols = a->cols;
+    if (!a->work || a->work_bytes < 4 * cols * sizeof(DT__REAL)) return DT_ERR_ARG;
+    DT__REAL *y = (DT__REAL *)a->work, *g = y + cols, *dgain = g + cols, *dbias = dgain + cols;
+    const DT__REAL *gain = (const DT__REAL *)a->gain;
+    memset(dgain, 0, 2 * cols * sizeof *dgain);
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = (const DT__REAL *)a->in + r * cols, *dout = (const DT__REAL *)a->dout + r * cols;
+        DT__REAL mean = ((const DT__REAL *)a->mean)[r], rstd = ((const DT__REAL *)a->rstd)[r];
+        for (size_t c = 0; c < cols; c++) {
+            y[c] = (x[c] - mean) * rstd;
+            g[c] = dout[c] * gain[c];
+            dgain[c] += dout[c] * y[c];
+            dbias[c] += dout[c];
+        }
+        if (!a->dx) continue;
+        DT__REAL *dx = (DT__REAL *)a->dx + r * cols;
+        DT__REAL mean_g = DT__K(sum)(g, (int64_t)cols) / (DT__REAL)cols;
+        DT__REAL mean_gy = DT__K(dot)(g, y, (int64_t)cols) / (DT__REAL)cols;
+        for (size_t c = 0; c < cols; c++) {
+            DT__REAL d = rstd * (g[c] - mean_g - y[c] * mean_gy);
+            dx[c] = a->accumulate_x ? dx[c] + d : d;
+        }
+    }
+    DT__K(give)((DT__REAL *)a->dgain, dgain, (int64_t)cols, a->accumulate_gain);
+    DT__K(give)((DT__REAL *)a->dbias, dbias, (int64_t)cols, a->accumulate_bias);
+    return DT_OK;
+}
+
+/* GELU in the tanh form, arXiv:1606.08415. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
+   function s = 1 / (1 + exp(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
+#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
+#define DT__GELU_B ((DT__REAL)0.044715)
+DT__FN void DT__K(gelu_row)(DT__REAL *out, const DT__REAL *in, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        DT__REAL x = in[i], u = DT__GELU_A * (x + DT__GELU_B * x * x * x);
+        out[i] = x / (1 + DT__EXP(-2 * u));
+    }
+}
+
+DT__FN dt_status DT__K(gelu)(const dt_gelu_args *a) {
+    DT__K(gelu_row)((DT__REAL *)a->out, (const DT__REAL *)a->in, (int64_t)a->count);
+    return DT_OK;
+}
+
+/* gelu' = s + x s (1 - s) 2 u'. Past +-30 the second term is zero; the clamp keeps infinity times zero away. */
+DT__FN dt_status DT__K(gelu_back)(const dt_gelu_back_args *a) {
+    const DT__REAL *in = (const DT__REAL *)a->in, *dout = (const DT__REAL *)a->dout;
+    DT__REAL *dx = (DT__REAL *)a->dx;
+    for (size_t i = 0; i < a->count; i++) {
+        DT__REAL x = in[i];
+        x = x < -30 ? -30 : x;
+        x = x > 30 ? 30 : x;
+        DT__REAL u = DT__GELU_A * (x + DT__GELU_B * x * x * x), du = DT__GELU_A * (1 + 3 * DT__GELU_B * x * x);
+        DT__REAL s = 1 / (1 + DT__EXP(-2 * u)), d = dout[i] * (s + 2 * x * s * (1 - s) * du);
+        dx[i] = a->accumulate ? dx[i] + d : d;
+    }
+    return DT_OK;
+}
+#undef DT__GELU_A
+#undef DT__GELU_B
+
+DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
+    size_t bytes = a->cols * sizeof(DT__REAL);
+    for (size_t r = 0; r < a->rows; r++) {
+        int64_t id = a->ids[r], row = id - a->first;
+        DT__REAL *out = (DT__REAL *)a->out + r * a->cols;
+        if (id < 0 || id >= a->vocab) return DT_ERR_ARG;
+        if (row < 0 || row >= a->held) memset(out, 0, bytes);
+        else memcpy(out, (const DT__REAL *)a->table + (size_t)row * a->cols, bytes);
+    }
+    return DT_OK;
+}
+
+/* Rows are added where they belong, in order; a table has no room for a second sum. */
+DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
+    DT__REAL *dtable = (DT__REAL *)a->dtable;
+    if (!a->accumulate) memset(dtable, 0, (size_t)a->held * a->cols * sizeof *dtable);
+    for (size_t r = 0; r < a->rows; r++) {
+        int64_t row = a->ids[r] - a->first;
+        if (row < 0 || row >= a->held) continue;
+        const DT__REAL *dout = (const DT__REAL *)a->dout + r * a->cols;
+        DT__REAL *to = dtable + (size_t)row * a->cols;
+        for (size_t c = 0; c < a->cols; c++) to[c] += dout[c];
+    }
+    return DT_OK;
+}
+
+/* ---- attention: softmax(scale q k^T) v without a TQ x TK matrix, arXiv:2205.14135 ----
+
+   Every product in it is "a row times a matrix": scores = q k^T, out = p v, dq = ds k, dk += ds^T q, dv += p^T dout.
+   y(n) += x(k) m(k,n), the k terms added in ascending order; x has a stride. */
+DT__FN void DT__K(row_times)(DT__REAL *__restrict__ y, int64_t n, const DT__REAL *x, int64_t stride,
+                             const DT__REAL *__restrict__ m, int64_t ld, int64_t k) {
+    int64_t p = 0;
+    for (; p + 4 <= k; p += 4, m += 4 * ld) {
+        DT__REAL x0 = x[p * stride], x1 = x[(p + 1) * stride], x2 = x[(p + 2) * stride], x3 = x[(p + 3) * stride];
+        const DT__REAL *m1 = m + ld, *m2 = m1 + ld, *m3 = m2 + ld;
+        for (int64_t j = 0; j < n; j++) y[j] = y[j] + x0 * m[j] + x1 * m1[j] + x2 * m2[j] + x3 * m3[j];
+    }
+    for (; p < k; p++, m += ld)
+        for (int64_t j = 0; j < n; j++) y[j] += x[p * stride] * m[j];
+}
+
+/* to(dim,n) = from(n,dim)^T, rows of `from` ld apart: keys as columns, so that a row of scores is vectors of keys. */
+DT__FN void DT__K(transpose)(DT__REAL *to, const DT__REAL *from, int64_t ld, int64_t n, int64_t dim) {
+    for (int64_t j0 = 0; j0 < n; j0 += 16) {
+        int64_t j1 = j0 + 16 < n ? j0 + 16 : n;
+        for (int64_t d = 0; d < dim; d++) for (int64_t j = j0; j < j1; j++) to[d * n + j] = from[j * ld + d];
+    }
+}
+
+/* Queries are taken DT__QUERIES at a time against DT__KEYS keys, so that a piece of k or v is read from the first-level
+   cache; the order of every sum is that of one query alone. */
+#define DT__QUERIES 16
+#define DT__KEYS 128
+
+/* rows(queries,tk) = x(queries,dim) m(dim,tk), where query r sees the first seen[r] keys; seen ascends. */
+DT__FN void DT__K(scores)(DT__REAL *rows, const DT__REAL *x, int64_t x_ld, const DT__REAL *m, int64_t tk, int64_t dim,
+                          const int64_t *seen, int64_t queries) {
+    for (int64_t r = 0; r < queries; r++) memset(rows + r * tk, 0, (size_t)seen[r] * sizeof *rows);
+    for (int64_t j = 0; j < seen[queries - 1]; j += DT__KEYS) {
+        for (int64_t r = 0; r < queries; r++) {
+            int64_t n = seen[r] - j < DT__KEYS ? seen[r] - j : DT__KEYS;
+            if (n > 0) DT__K(row_times)(rows + r * tk + j, n, x + r * x_ld, 1, m + j, tk, dim);
+        }
+    }
+}
+
+/* out(queries,dim) += rows(queries,tk) m(tk,dim) over the seen keys. */
+DT__FN void DT__K(mix)(DT__REAL *out, int64_t out_ld, const DT__REAL *rows, int64_t tk, const DT__REAL *m, int64_t m_ld,
+                       int64_t dim, const int64_t *seen, int64_t queries) {
+    for (int64_t j = 0; j < seen[queries - 1]; j += DT__KEYS) {
+        for (int64_t r = 0; r < queries; r++) {
+            int64_t n = seen[r] - j < DT__KEYS ? seen[r] - j : DT__KEYS;
+            if (n > 0) DT__K(row_times)(out + r * out_ld, dim, rows + r * tk + j, 1, m + j * m_ld, m_ld, n);
+        }
+    }
+}
+
+/* sum(tk,dim) += rows(queries,tk)^T x(queries,dim): each key collects from the queries that see it, in their order. */
+DT__FN void DT__K(collect)(DT__REAL *sum, const DT__REAL *rows, int64_t tk, const DT__REAL *x, int64_t x_ld,
+                           int64_t dim, const int64_t *seen, int64_t queries) {
+    int64_t first = 0;
+    for (int64_t j = 0; j < seen[queries - 1]; j++) {
+        while (seen[first] <= j) first++;
+        DT__K(row_times)(sum + j * dim, dim, rows + first * tk + j, tk, x + first * x_ld, x_ld, queries - first);
+    }
+}
+
+/* How many keys queries i .. i+DT__QUERIES-1 see; returns how many of these queries there are. */
+DT__FN int64_t DT__K(seen_keys)(int64_t *seen, int64_t i, int64_t tq, int64_t tk, int causal) {
+    int64_t queries = tq - i < DT__QUERIES ? tq - i : DT__QUERIES;
+    for (int64_t r = 0; r < queries; r++) {
+        int64_t n = causal ? i + r + tk - tq + 1 : tk;
+        seen[r] = n < 0 ? 0 : n > tk ? tk : n;
+    }
+    return queries;
+}
+
+/* A block of query rows of one head. kt (dim,tk); v rows v_ld apart; rows: scratch (DT__QUERIES,tk). A query that sees
+   no key gets zero, and lse -infinity. */
+DT__FN void DT__K(attention_block)(const dt_attention_args *a, DT__REAL *out, DT__REAL *lse, const DT__REAL *q,
+                                   const DT__REAL *kt, const DT__REAL *v, DT__REAL *rows, int64_t i) {
+    int64_t seen[DT__QUERIES], q_ld = a->heads * a->dim, v_ld = a->kv_heads * a->dim;
+    int64_t queries = DT__K(seen_keys)(seen, i, a->tq, a->tk, a->causal);
+    DT__REAL scale = (DT__REAL)a->scale, inverse[DT__QUERIES];
+    DT__K(scores)(rows, q, q_ld, kt, a->tk, a->dim, seen, queries);
+    for (int64_t r = 0; r < queries; r++) {
+        DT__REAL *s = rows + r * a->tk;
+        memset(out + r * q_ld, 0, (size_t)a->dim * sizeof *out);
+        inverse[r] = 0;
+        lse[r] = (DT__REAL)-INFINITY;
+        if (seen[r] == 0) continue;
+        for (int64_t j = 0; j < seen[r]; j++) s[j] *= scale;
+        DT__REAL max = DT__K(max)(s, seen[r]);
+        for (int64_t j = 0; j < seen[r]; j++) s[j] = DT__EXP(s[j] - max);
+        DT__REAL sum = DT__K(sum)(s, seen[r]);
+        inverse[r] = 1 / sum;
+        lse[r] = max + DT__LOG(sum);
+    }
+    DT__K(mix)(out, q_ld, rows, a->tk, v, v_ld, a->dim, seen, queries);
+    for (int64_t r = 0; r < queries; r++)
+        for (int64_t d = 0; d < a->dim; d++) out[r * q_ld + d] *= inverse[r];
+}
+
+/* Head h reads key/value head h K / H; one transposition of k serves all heads of its group. */
+DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim;
+    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(a->tk, D, a->dtype)) return DT_ERR_ARG;
+    DT__REAL *kt = (DT__REAL *)a->work, *rows = kt + D * a->tk;
+    for (int64_t b = 0; b < a->batch; b++) {
+        for (int64_t h = 0; h < H; h++) {
+            int64_t kv = (b * a->tk * K + h * K / H) * D; /* key 0 of this head */
+            if (h % (H / K) == 0) DT__K(transpose)(kt, (const DT__REAL *)a->k + kv, K * D, a->tk, D);
+            for (int64_t i = 0; i < a->tq; i += DT__QUERIES) {
+                int64_t at = ((b * a->tq + i) * H + h) * D;
+                DT__K(attention_block)(a, (DT__REAL *)a->out + at, (DT__REAL *)a->lse + (b * H + h) * a->tq + i,
+                                       (const DT__REAL *)a->q + at, kt, (const DT__REAL *)a->v + kv, rows, i);
+            }
+        }
+    }
+    return DT_OK;
+}
+
+/* Scratch of the backward: kt and vt (D,TK), the sums of dk and dv (TK,D), p and ds of a block of queries. */
+typedef struct DT__K(attention_scratch) {
+    DT__REAL *kt, *vt, *dk, *dv, *p, *ds;
+} DT__K(attention_scratch);
+
+/* A block of query rows of one head, at element `at` of q, dout and out. With p = exp(scale q k - lse) and
+   dp = dout v: ds = p (dp - sum over j of p dp) scale, and that sum is dot(dout, out). */
+DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(attention_scratch) *w,
+                                        int64_t at, const DT__REAL *k, const DT__REAL *lse, int64_t i) {
+    int64_t seen[DT__QUERIES], ld = a->heads * a->dim, D = a->dim, tk = a->tk;
+    int64_t queries = DT__K(seen_keys)(seen, i, a->tq, tk, a->causal);
+    const DT__REAL *q = (const DT__REAL *)a->q + at, *dout = (const DT__REAL *)a->dout + at;
+    DT__REAL scale = (DT__REAL)a->scale;
+    DT__K(scores)(w->p, q, ld, w->kt, tk, D, seen, queries);
+    DT__K(scores)(w->ds, dout, ld, w->vt, tk, D, seen, queries);
+    for (int64_t r = 0; r < queries; r++) {
+        DT__REAL *p = w->p + r * tk, *ds = w->ds + r * tk;
+        DT__REAL mean = DT__K(dot)(dout + r * ld, (const DT__REAL *)a->out + at + r * ld, D);
+        for (int64_t j = 0; j < seen[r]; j++) {
+            p[j] = DT__EXP(scale * p[j] - lse[r]);
+            ds[j] = p[j] * (ds[j] - mean) * scale;
+        }
+    }
+    if (a->dk) DT__K(collect)(w->dk, w->ds, tk, q, ld, D, seen, queries);
+    if (a->dv) DT__K(collect)(w->dv, w->p, tk, dout, ld, D, seen, queries);
+    if (!a->dq) return;
+    DT__REAL *dq = w->p; /* p is no longer needed; (DT__QUERIES,D) */
+    memset(dq, 0, (size_t)(queries * D) * sizeof *dq);
+    DT__K(mix)(dq, D, w->ds, tk, k, a->kv_heads * D, D, seen, queries);
+    for (int64_t r = 0; r < queries; r++) DT__K(give)((DT__REAL *)a->dq + at + r * ld, dq + r * D, D, a->accumulate_q);
+}
+
+/* The heads of a group share a key/value head: its gradient sums over them in ascending order, then over queries. */
+DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, longer = tk > D ? tk : D;
+    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(tk, D, a->dtype)) return DT_ERR_ARG;
+    DT__K(attention_scratch) w;
+    w.kt = (DT__REAL *)a->work;
+    w.vt = w.kt + D * tk;
+    w.dk = w.vt + D * tk;
+    w.dv = w.dk + D * tk;
+    w.ds = w.dv + D * tk;
+    w.p = w.ds + DT__QUERIES * longer;
+    for (int64_t b = 0; b < a->batch; b++) {
+        for (int64_t h = 0; h < H; h++) {
+            int64_t kv = (b * tk * K + h * K / H) * D;
+            const DT__REAL *k = (const DT__REAL *)a->k + kv, *lse = (const DT__REAL *)a->lse + (b * H + h) * a->tq;
+            if (h % (H / K) == 0) {
+                DT__K(transpose)(w.kt, k, K * D, tk, D);
+                DT__K(transpose)(w.vt, (const DT__REAL *)a->v + kv, K * D, tk, D);
+                memset(w.dk, 0, (size_t)(2 * D * tk) * sizeof *w.dk); /* dk and dv */
+            }
+            for (int64_t i = 0; i < a->tq; i += DT__QUERIES)
+                DT__K(attention_back_block)(a, &w, ((b * a->tq + i) * H + h) * D, k, lse + i, i);
+            if ((h + 1) % (H / K)) continue;
+            for (int64_t j = 0; j < tk; j++) {
+                int64_t at = kv + j * K * D;
+                if (a->dk) DT__K(give)((DT__REAL *)a->dk + at, w.dk + j * D, D, a->accumulate_k);
+                if (a->dv) DT__K(give)((DT__REAL *)a->dv + at, w.dv + j * D, D, a->accumulate_v);
+            }
+        }
+    }
+    return DT_OK;
+}
+
+/* lse = max + log(sum of exp(x - max)): the largest term is 1, so nothing overflows. Exponentials are taken in T,
+   summed and turned into the loss in double. */
+DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
+    DT__REAL term[DT__TILE], max = DT__K(max)(x, n);
+    double sum = 0;
+    for (int64_t c = 0; c < n; c += DT__TILE) {
+        int64_t have = n - c < DT__TILE ? n - c : DT__TILE;
+        double part;
+        for (int64_t i = 0; i < have; i++) term[i] = DT__EXP(x[c + i] - max);
+        DT__SUM(double, part, have, (double)term[j]);
+        sum += part;
+    }
+    return (double)max + log(sum);
+}
+
+DT__FN dt_status DT__K(cross_entropy)(const dt_cross_entropy_args *a) {
+    double total = 0;
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = (const DT__REAL *)a->logits + r * a->cols;
+        int64_t label = a->labels[r];
+        double lse = 0, loss = 0;
+        if (label >= (int64_t)a->cols) return DT_ERR_ARG;
+        if (label >= 0) {
+            lse = DT__K(log_sum_exp)(x, (int64_t)a->cols);
+            loss = lse - (double)x[label];
+        }
+        ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
+        a->row_loss[r] = loss;
+        total += loss;
+    }
+    *a->loss = total / a->denominator;
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) {
+    DT__REAL factor = (DT__REAL)(*a->upstream * a->scale);
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = (const DT__REAL *)a->logits + r * a->cols;
+        DT__REAL *d = (DT__REAL *)a->dlogits + r * a->cols, lse = ((const DT__REAL *)a->lse)[r];
+        int64_t label = a->labels[r];
+        if (label >= (int64_t)a->cols) return DT_ERR_ARG;
+        if (label < 0) {
+            if (!a->accumulate) memset(d, 0, a->cols * sizeof *d);
+            continue;
+        }
+        DT__REAL at_label = factor * (DT__EXP(x[label] - lse) - 1);
+        if (a->accumulate) at_label += d[label];
+        for (size_t c = 0; c < a->cols; c++) {
+            DT__REAL p = factor * DT__EXP(x[c] - lse);
+            d[c] = a->accumulate ? d[c] + p : p;
+        }
+        d[label] = at_label;
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(mse)(const dt_mse_args *a) {
+    double total = 0;
+    for (size_t at_run = 0; at_run < a->count; at_run += DT_RUN) {
+        const DT__REAL *x = (const DT__REAL *)a->a + at_run, *y = (const DT__REAL *)a->b + at_run;
+        int64_t n = a->count - at_run < DT_RUN ? (int64_t)(a->count - at_run) : DT_RUN;
+        double run;
+        DT__SUM(double, run, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
+        total += run;
+    }
+    *a->loss = total / a->denominator;
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(mse_back)(const dt_mse_back_args *a) {
+    const DT__REAL *x = (const DT__REAL *)a->a, *y = (const DT__REAL *)a->b;
+    DT__REAL *da = (DT__REAL *)a->da, factor = (DT__REAL)(*a->upstream * a->scale);
+    for (size_t i = 0; i < a->count; i++) {
+        DT__REAL d = factor * (x[i] - y[i]);
+        da[i] = a->accumulate ? da[i] + d : d;
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
+    for (size_t run = 0; run * DT_RUN < a->count; run++) {
+        const DT__REAL *x = (const DT__REAL *)a->in + run * DT_RUN;
+        size_t left = a->count - run * DT_RUN;
+        DT__SUM(double, a->out[run], left < DT_RUN ? (int64_t)left : DT_RUN, (double)x[j] * (double)x[j]);
+    }
+    return DT_OK;
+}
+
+/* m and v are running means of g and g^2; both begin at zero, and 1 - beta^step undoes that bias. Decay on its own
+   (AdamW) shrinks the parameter; coupled (Adam) it is a part of the gradient. */
+DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
+    DT__REAL *param = (DT__REAL *)a->param, *m = (DT__REAL *)a->m, *v = (DT__REAL *)a->v;
+    const DT__REAL *grad = (const DT__REAL *)a->grad;
+    if (a->step < 1) return DT_ERR_ARG;
+    DT__REAL beta1 = (DT__REAL)a->beta1, beta2 = (DT__REAL)a->beta2, eps = (DT__REAL)a->eps;
+    DT__REAL rest1 = (DT__REAL)(1 - a->beta1), rest2 = (DT__REAL)(1 - a->beta2), grad_scale = (DT__REAL)a->grad_scale;
+    DT__REAL rate = (DT__REAL)(a->lr / (1 - pow(a->beta1, (double)a->step)));
+    DT__REAL root = (DT__REAL)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
+    DT__REAL keep = (DT__REAL)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
+    DT__REAL decay = (DT__REAL)(a->coupled ? a->weight_decay : 0);
+    for (size_t i = 0; i < a->count; i++) {
+        DT__REAL g = grad[i] * grad_scale + decay * param[i];
+        m[i] = beta1 * m[i] + rest1 * g;
+        v[i] = beta2 * v[i] + rest2 * g * g;
+        param[i] = keep * param[i] - rate * m[i] / (DT__SQRT(v[i]) * root + eps);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
+    DT__REAL *param = (DT__REAL *)a->param, *buffer = (DT__REAL *)a->momentum_buffer;
+    const DT__REAL *grad = (const DT__REAL *)a->grad;
+    DT__REAL lr = (DT__REAL)a->lr, decay = (DT__REAL)a->weight_decay, grad_scale = (DT__REAL)a->grad_scale;
+    DT__REAL momentum = (DT__REAL)(a->step > 1 ? a->momentum : 0);
+    if (a->momentum != 0 && !buffer) return DT_ERR_ARG;
+    if (a->momentum == 0) {
+        for (size_t i = 0; i < a->count; i++) param[i] -= lr * (grad[i] * grad_scale + decay * param[i]);
+        return DT_OK;
+    }
+    if (a->step <= 1) memset(buffer, 0, a->count * sizeof *buffer); /* so that the first step sets b = g */
+    for (size_t i = 0; i < a->count; i++) {
+        buffer[i] = momentum * buffer[i] + (grad[i] * grad_scale + decay * param[i]);
+        param[i] -= lr * buffer[i];
+    }
+    return DT_OK;
+}
+#undef DT__SUM
+#undef DT__QUERIES
+#undef DT__KEYS
+#endif /* floating types */
+#undef DT__TILE
+
+/* This type and instruction set as a table: what section 19 chooses from. */
+#if DT__BITS == 1
+#define DT__VARIANT_ENTRY(k) NULL,
+#else
+#define DT__VARIANT_ENTRY(k) DT__K(k),
+#endif
+static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
+#undef DT__VARIANT_ENTRY
+#undef DT__JOIN2
+#undef DT__JOIN
+#undef DT__K
+#undef DT__REAL
+#undef DT__WIDE
+#undef DT__EXP
+#undef DT__LOG
+#undef DT__SQRT
+#undef DT__FN
+#undef DT__SUFFIX
+#undef DT__V
+#undef DT__LOAD
+#undef DT__STORE
+#undef DT__FMADD
+#undef DT__MR
+#undef DT__ROWS
+#undef DT__BITS
+#undef DT__ISA
+#endif /* DT__BITS */
+
+#if defined(DT_IMPLEMENTATION) && !defined(DT__TENSOR_TABLE) && !defined(DT__BITS)
+#define DT__TENSOR_TABLE
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ==== 19. The CPU kernel table ======================================================================================
+
+/* Section 18 for each type and set: float and double by every set that this processor family has. */
+#define DT__BITS 1
+#define DT__ISA 0
+#include "dt_tensor.h"
+#define DT__BITS 32
+#define DT__ISA 0
+#include "dt_tensor.h"
+#define DT__BITS 64
+#define DT__ISA 0
+#include "dt_tensor.h"
+#if defined(__x86_64__) || defined(__aarch64__)
+#define DT__BITS 32
+#define DT__ISA 1
+#include "dt_tensor.h"
+#define DT__BITS 64
+#define DT__ISA 1
+#include "dt_tensor.h"
+#endif
+#if defined(__x86_64__)
+#define DT__BITS 32
+#define DT__ISA 2
+#include "dt_tensor.h"
+#define DT__BITS 64
+#define DT__ISA 2
+#include "dt_tensor.h"
+#endif
+
+/* The best instruction set of this machine. */
+static int dt__isa_best(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return DT__AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return DT__SIMD;
+    return DT__PLAIN;
+#elif defined(__aarch64__)
+    return DT__SIMD;
+#else
+    return DT__PLAIN;
+#endif
+}
+
+/* NULL where there are no kernels for the type, or for the set in this build. Tests force each set up to the best. */
+static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
+#if defined(__x86_64__)
+    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_avx2,
+                                                      &dt__variant_f32_avx512 };
+    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, &dt__variant_f64_avx2,
+                                                      &dt__variant_f64_avx512 };
+#elif defined(__aarch64__)
+    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, &dt__variant_f32_neon, NULL };
+    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, &dt__variant_f64_neon, NULL };
+#else
+    static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, NULL, NULL };
+    static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, NULL, NULL };
+#endif
+    if (dtype == DT_F32) return f32[isa];
+    if (dtype == DT_F64) return f64[isa];
+    if (dtype == DT_I32) return &dt__variant_i32;
+    return NULL;
+}
+
+#define DT__DISPATCH(k) \
+    static dt_status dt__cpu_##k(const dt_##k##_args *a, void *stream) { \
+        (void)stream; \
+        const dt__variant *variant = dt__variant_of(a->dtype, dt__isa_best()); \
+        return variant && variant->k ? variant->k(a) : DT_ERR_UNSUPPORTED; \
+    }
+DT__VARIANT_KERNELS(DT__DISPATCH)
+#undef DT__DISPATCH
+#undef DT__VARIANT_KERNELS
+#undef DT__FLOAT_KERNELS
+
+static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
+    (void)stream;
+    if (a->out_stride == a->row_bytes && a->in_stride == a->row_bytes) {
+        if (a->rows * a->row_bytes != 0) memcpy(a->out, a->in, a->rows * a->row_bytes);
+        return DT_OK;
+    }
+    for (size_t r = 0; r < a->rows; r++)
+        memcpy((char *)a->out + r * a->out_stride, (const char *)a->in + r * a->in_stride, a->row_bytes);
+    return DT_OK;
+}
+
+static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *stream) {
+    (void)stream;
+    if (bytes != 0) memcpy(dst, src, bytes);
+    return DT_OK;
+}
+
+const dt_kernels *dt_kernels_cpu(void) {
+#define DT__TABLE_ENTRY(k) dt__cpu_##k,
+    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, DT_KERNELS(DT__TABLE_ENTRY) };
+#undef DT__TABLE_ENTRY
+    return &table;
+}
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT DEFAULT
+#elif defined(__GNUC__)
+#pragma GCC pop_options
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DT__TENSOR_TABLE */
+
+/* Revision history: 0.1.0 (2026) first version. */

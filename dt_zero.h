@@ -1,0 +1,539 @@
+/* dt_zero.h - v0.1.0 - training state: optimizers, gradient reduction, ZeRO, clipping - public domain or MIT, see the
+   end of the file
+
+   The top of four single-header libraries; include this one and you have all. It owns what a training step needs beside
+   the model: gradients summed over every axis that saw a part of the data, optimizer state whole or cut over the ranks
+   (ZeRO stage 1), the update, the learning rate.
+
+   DOES NOT: know the model, scale the loss (dt_tokens gives the denominator), reset the tape. Not in this version, and
+   refused with DT_ERR_UNSUPPORTED: ZeRO stages 2 and 3, offload, loss scaling, checkpoints.
+
+   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state cut over them)
+
+       #define DT_IMPLEMENTATION
+       #include "dt_zero.h"
+       #include <stdio.h>
+
+       enum { B = 8, IN = 4, STEPS = 50 };
+
+       static dt_status train(dt_ctx *ctx, void *user) {                       // every rank runs this
+           dt_comm   *world = dt_world(ctx);
+           dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, IN), DT_NORMAL(0.1));
+           dt_tensor *b = dt_param(ctx, "b", DT_SHAPE(1), DT_ZEROS);
+           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
+           for (int step = 1; step <= STEPS; step++) {
+               float x[B * IN], y[B];
+               for (int i = 0; i < B * IN; i++) x[i] = (float)((step * 31 + i * 7 + dt_comm_rank(world) * 13) % 17) / 17;
+               for (int i = 0; i < B; i++) y[i] = x[i * IN] - 2 * x[i * IN + 1];
+               dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(B, IN), x), w, b);
+               dt_tensor *loss = dt_mse(out, dt_input(ctx, DT_F32, DT_SHAPE(B, 1), y), B * dt_comm_size(world));
+               dt_backward(loss);
+               double sum = dt_item(loss);
+               dt_sum_doubles(world, &sum, 1);
+               dt_zero_step(opt, 0.05);
+               dt_reset(ctx);
+               if (dt_comm_rank(world) == 0 && step % 10 == 0) printf("step %d loss %.4f\n", step, sum);
+           }
+           (void)user;
+           return dt_error(ctx);
+       }
+
+       int main(void) { return dt_run((dt_run_desc){ .ranks = 4 }, train, NULL); }
+
+   BUILD
+       cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
+       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+
+   OPTIONS (define before including)
+       DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
+       DT_STATIC           everything static                                                    (everywhere)
+
+   CONTENTS
+     1. Learning rate
+     2. Training state
+     3. Implementation: learning rate
+     4. Units, groups and runs
+     5. The reducer
+     6. The norm
+     7. The update
+     8. Making, stepping, freeing
+
+   CONTRACT
+     Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first backward,
+                parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N the number
+                of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0 and
+                4 + 4 + 8/N at stage 1.
+     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and changes
+                no parameter.
+     Threads    As in dt_comm.h.
+     Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
+                stages 0 and 1 give the same bits.
+     Tags       [local], [collective: group]. */
+
+#ifndef DT_ZERO_H
+#define DT_ZERO_H
+
+#include "dt_parallel.h"
+
+#if DT_VERSION != 100
+#error "dt_zero.h 0.1.0 needs the other dt headers of version 0.1.0: copy all headers from one release"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ==== 1. Learning rate ==============================================================================================
+
+enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT };
+typedef struct dt_lr_desc {
+    double  peak;
+    int     kind;       /* DT_LR_* after the warmup */
+    int64_t warmup;     /* steps; step n <= warmup has peak * n / warmup */
+    int64_t steps;      /* the step at which min_ratio * peak is reached; stays there */
+    double  min_ratio;
+} dt_lr_desc;
+
+/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine. */
+DT_API double dt_lr(dt_lr_desc desc, int64_t step);
+
+// ==== 2. Training state =============================================================================================
+
+/* A run of consecutive elements of one parameter with its gradient and state: what an update works on. */
+typedef struct dt_flat {
+    dt_ctx          *ctx;
+    const dt_tensor *tensor;        /* the parameter */
+    size_t           first, count;  /* elements of the tensor's local part, row-major */
+    void            *param;         /* (count) of the parameter's type, as all below */
+    const void      *grad;
+    void            *state[2];      /* zero before the first step; NULL beyond dt_zero_desc.states */
+    double           lr;            /* with the parameter's lr_scale */
+    double           grad_scale;    /* the gradient to use is grad * grad_scale: clipping */
+    double           weight_decay;  /* 0 for parameters that do not decay */
+    int64_t          step;          /* from 1 */
+} dt_flat;
+
+/* Your own update, called for each run that this rank owns. Element i may depend on element i only. */
+typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
+
+enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_OWN };
+typedef struct dt_zero_desc {
+    int            stage;           /* 0: everything whole; 1: optimizer state cut over the data group */
+    const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
+    int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_OWN */
+    double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
+    double         eps;             /* 0 -> 1e-8 */
+    double         momentum;        /* SGD; 0: none, and no state */
+    double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
+    double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
+    size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
+    dt_update_fn   update;          /* DT_OWN */
+    void          *user;            /* handed to update */
+    int            states;          /* DT_OWN: arrays of state an element has, 0 to 2 */
+} dt_zero_desc;
+
+typedef struct dt_zero dt_zero;
+
+typedef struct dt_step_info {
+    int64_t step;           /* the one just done, from 1 */
+    double  grad_norm;      /* 2-norm before clipping, every logical element once; NaN after a failure */
+    double  clip_scale;     /* what the gradients were multiplied with */
+} dt_step_info;
+
+/* [collective: world] After the last dt_param: gives parameters their storage and values, and makes the optimizer state.
+   NULL after a failure. */
+DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
+/* [collective: world] After the backward of the step's last micro-batch: the norm, clipping, the update, and whole
+   parameters on every rank again. The gradients' sums begin anew. */
+DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
+/* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter, in host memory. */
+DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
+/* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. */
+DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
+/* [local] Gives the state back before the context ends. NULL is allowed. */
+DT_API void dt_zero_free(dt_zero *zero);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DT_ZERO_H */
+
+#if defined(DT_IMPLEMENTATION) && !defined(DT_ZERO_IMPL)
+#define DT_ZERO_IMPL
+
+#include "dt_parallel.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ==== 3. Implementation: learning rate ==============================================================================
+
+double dt_lr(dt_lr_desc d, int64_t step) {
+    if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
+    if (d.kind == DT_LR_CONSTANT) return d.peak;
+    double lowest = d.min_ratio * d.peak;
+    if (step >= d.steps) return lowest;
+    double done = (double)(step - d.warmup) / (double)(d.steps - d.warmup);
+    double left = d.kind == DT_LR_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    return lowest + left * (d.peak - lowest);
+}
+
+// ==== 4. Units, groups and runs =====================================================================================
+
+/* What this layer knows of a unit. `data` is the group whose ranks hold copies and saw different samples. Its N ranks
+   cut the padded unit into N equal runs; rank r owns run r at stage 1, and all of it at stage 0. */
+typedef struct dt__zero_unit {
+    dt_unit *unit;
+    dt_comm *data;
+    size_t   first, count;      /* the elements this rank updates */
+    void    *state[2];          /* (count) each */
+    int      ready, reduced;    /* in this step */
+    size_t   sums;              /* place of its runs' sums of squares in zero->sums */
+} dt__zero_unit;
+
+struct dt_zero {
+    dt_ctx        *ctx;
+    dt_zero_desc   desc;
+    dt_mesh        mesh;
+    dt_listener    listener;
+    dt__zero_unit *units;       /* (n_units) */
+    int            n_units;
+    int            next;        /* the unit to reduce next: they go in descending order */
+    int            states;
+    double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
+    size_t         n_sums;
+    int64_t        step;
+};
+
+static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->dtype); }
+
+static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
+    return (char *)array + element * dt__zero_size(z);
+}
+
+static dt_status dt__zero_units_make(dt_zero *zero) {
+    dt_ctx *ctx = zero->ctx;
+    zero->n_units = dt_unit_count(ctx);
+    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
+    zero->units = (dt__zero_unit *)dt_alloc(ctx, DT_MEM_HOST, bytes, "dt_zero_make");
+    if (!zero->units) return dt_error(ctx);
+    memset(zero->units, 0, bytes);
+    for (int u = 0; u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        z->unit = dt_unit_get(ctx, u);
+        z->data = zero->mesh.data;
+        size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(z->data) : 1;
+        z->count = z->unit->padded / parts;
+        z->first = parts > 1 ? (size_t)dt_comm_rank(z->data) * z->count : 0;
+        z->sums = zero->n_sums;
+        zero->n_sums += z->unit->padded / DT_RUN;
+        for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
+            z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
+            if (!z->state[s]) return dt_error(ctx);
+            dt_fill_args a = { z->unit->dtype, z->state[s], z->count, 0 };
+            if (DT__KERNEL(ctx, "dt_zero_make", fill, &a) != DT_OK) return dt_error(ctx);
+        }
+    }
+    zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
+    return dt_error(ctx);
+}
+
+/* A cut or mark along an axis that holds copies needs a smaller data group: experts, in a later version. */
+static dt_status dt__zero_check_params(dt_zero *zero) {
+    const dt_mesh *m = &zero->mesh;
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        for (int c = 0; c < 3; c++) {
+            const dt_comm *cut = t->param->desc.cuts[c].comm;
+            if (cut && (cut == m->data || cut == m->dp || cut == m->ep || cut == m->cp))
+                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over the data group '%s': not in "
+                    "this version", t->name, dt_comm_name(cut));
+        }
+    }
+    return DT_OK;
+}
+
+// ==== 5. The reducer ================================================================================================
+
+/* Sums a unit's gradient over every group along which it is a part:
+
+       stage 0   all-reduce      every rank then has the whole sum
+       stage 1   reduce-scatter  rank r then has run r of the sum; the rest of its gradient is used up
+
+   (arXiv:1910.02054), then over the groups that marks name. Both sum in rank order, so the bits agree. */
+static dt_status dt__zero_reduce(dt_zero *zero, dt__zero_unit *z) {
+    dt_unit  *u = z->unit;
+    void     *mine = dt__zero_at(z, u->grad, z->first);
+    dt_status status = zero->desc.stage == 0 ? dt_all_reduce(z->data, u->grad, u->grad, u->padded, u->dtype, DT_SUM)
+                                             : dt_reduce_scatter(z->data, u->grad, mine, z->count, u->dtype, DT_SUM);
+    const dt_mark *marks = dt_param_get(zero->ctx, u->first_param)->param->desc.marks;
+    for (int i = 0; status == DT_OK && i < 2; i++)
+        if (marks[i].comm && marks[i].kind == DT_PART)
+            status = dt_all_reduce(marks[i].comm, mine, mine, z->count, u->dtype, DT_SUM);
+    z->reduced = 1;
+    return status;
+}
+
+/* A unit's gradient of the last micro-batch is complete. Units are reduced in descending order, the order in which a
+   backward usually completes them, so that every rank starts the same ones in the same order whatever its data did. */
+static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    if (zero->units[unit->index].reduced) {
+        dt_fail(ctx, DT_ERR_ARG, "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
+            "dt_micro(ctx, i, n) before each of n micro-batches");
+        return;
+    }
+    if (!last) return;
+    zero->units[unit->index].ready = 1;
+    while (zero->next >= 0 && (zero->units[zero->next].ready || zero->units[zero->next].unit->frozen)) {
+        dt__zero_unit *z = &zero->units[zero->next--];
+        if (!z->unit->frozen && dt__zero_reduce(zero, z) != DT_OK) return;
+    }
+}
+
+// ==== 6. The norm ===================================================================================================
+
+/* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the data group.
+   A run's sum is computed by exactly one rank (at stage 0 by each for itself), and x + 0 is x: every stage gets the
+   same bits. */
+static dt_status dt__zero_square_sums(dt_zero *zero) {
+    memset(zero->sums, 0, zero->n_sums * sizeof *zero->sums);
+    for (int u = 0; u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        if (z->unit->frozen) continue;
+        size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
+        double *work = (double *)dt_work(zero->ctx, bytes);
+        if (!work) return dt_error(zero->ctx);
+        dt_square_sums_args a = { z->unit->dtype, work, dt__zero_at(z, z->unit->grad, z->first), z->count };
+        if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
+        if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
+            dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
+    }
+    if (zero->desc.stage == 0) return DT_OK;
+    return dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums);
+}
+
+/* The group of cut c of the parameters of a unit: they all have the same. */
+static dt_comm *dt__zero_cut(const dt_zero *zero, int u, int c) {
+    return dt_param_get(zero->ctx, zero->units[u].unit->first_param)->param->desc.cuts[c].comm;
+}
+
+/* Adds up the units' values over the groups that cut them, so that each logical element counts once: whole copies are
+   not summed over tp, boxes are. One call for each distinct group. */
+static dt_status dt__zero_sum_cuts(dt_zero *zero, double *value) {
+    for (int c = 0; c < 3; c++)
+        for (int u = 0; u < zero->n_units; u++) {
+            dt_comm *comm = dt__zero_cut(zero, u, c);
+            int      seen = comm == NULL;
+            for (int w = 0; w < u && !seen; w++) seen = dt__zero_cut(zero, w, c) == comm;
+            for (int w = u; w < zero->n_units && !seen; w++)
+                if (dt__zero_cut(zero, w, c) == comm && dt_sum_doubles(comm, &value[w], 1) != DT_OK)
+                    return dt_error(zero->ctx);
+        }
+    return DT_OK;
+}
+
+/* Fails with the first parameter whose gradient holds a NaN or an infinity. */
+static dt_status dt__zero_not_finite(dt_zero *zero, double norm) {
+    for (int u = 0; u < zero->n_units; u++)
+        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) {
+            if (isfinite(zero->sums[zero->units[u].sums + i])) continue;
+            const dt_unit   *unit = zero->units[u].unit;
+            const dt_tensor *t = dt_param_get(zero->ctx, unit->first_param);
+            for (int p = 1; p < unit->params; p++) {
+                const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
+                if (later->param->offset <= i * DT_RUN) t = later;
+            }
+            return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is not "
+                "finite is in or after %s", (long long)zero->step + 1, norm, t->name);
+        }
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g, by another rank's parameters",
+        (long long)zero->step + 1, norm);
+}
+
+static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
+    double  total = 0;
+    size_t  bytes = (size_t)zero->n_units * sizeof(double);
+    double *value = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the gradient norm");
+    if (!value || dt__zero_square_sums(zero) != DT_OK) {
+        dt_free(zero->ctx, DT_MEM_HOST, value, bytes);
+        return dt_error(zero->ctx);
+    }
+    for (int u = 0; u < zero->n_units; u++) {
+        value[u] = 0;
+        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) value[u] += zero->sums[zero->units[u].sums + i];
+    }
+    dt__zero_sum_cuts(zero, value);
+    for (int u = 0; u < zero->n_units; u++) total += value[u];
+    dt_free(zero->ctx, DT_MEM_HOST, value, bytes);
+    dt_sum_doubles(zero->mesh.pp, &total, 1);
+    *norm = sqrt(total);
+    if (dt_error(zero->ctx) == DT_OK && !isfinite(*norm)) dt__zero_not_finite(zero, *norm);
+    return dt_error(zero->ctx);
+}
+
+// ==== 7. The update =================================================================================================
+
+static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f) {
+    const dt_zero_desc *d = &zero->desc;
+    if (d->optimizer == DT_OWN) {
+        dt_status status = d->update(f, d->user);
+        return status == DT_OK ? DT_OK : dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
+    }
+    if (d->optimizer == DT_SGD) {
+        dt_sgd_args a = { f->tensor->dtype, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum,
+            f->weight_decay, f->grad_scale, f->step };
+        return DT__KERNEL(zero->ctx, f->tensor->name, sgd, &a);
+    }
+    dt_adamw_args a = { f->tensor->dtype, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1,
+        d->beta2, d->eps, f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM };
+    return DT__KERNEL(zero->ctx, f->tensor->name, adamw, &a);
+}
+
+/* Updates the part of each parameter that lies in this rank's run of the unit. */
+static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, double grad_scale) {
+    const dt_unit *u = z->unit;
+    for (int i = u->first_param; i < u->first_param + u->params; i++) {
+        const dt_tensor     *t = dt_param_get(zero->ctx, i);
+        const dt_param_info *p = t->param;
+        size_t begin = p->offset > z->first ? p->offset : z->first;
+        size_t end = p->offset + p->count < z->first + z->count ? p->offset + p->count : z->first + z->count;
+        if (begin >= end) continue;
+        int     decays = p->full.nd >= 2 && !p->desc.no_decay;
+        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin, dt__zero_at(z, u->data, begin),
+            dt__zero_at(z, u->grad, begin), { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
+            grad_scale, decays ? zero->desc.weight_decay : 0, zero->step + 1 };
+        for (int s = 0; s < zero->states; s++) f.state[s] = dt__zero_at(z, z->state[s], begin - z->first);
+        if (dt__zero_update_run(zero, &f) != DT_OK) return dt_error(zero->ctx);
+    }
+    if (zero->desc.stage == 0) return DT_OK;
+    return dt_all_gather(z->data, dt__zero_at(z, u->data, z->first), u->data, z->count, u->dtype);
+}
+
+// ==== 8. Making, stepping, freeing ==================================================================================
+
+static void dt__zero_release(dt_ctx *ctx, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    for (int u = 0; zero->units && u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        for (int s = 0; s < 2 && z->unit; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], z->count * dt__zero_size(z));
+    }
+    dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
+    dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
+    dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);
+}
+
+static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
+    if (d->stage < 0 || d->stage > 3) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 or 1", d->stage);
+    if (d->stage > 1) return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: stage %d is not available in this version; "
+        "use 0 or 1", d->stage);
+    if (d->optimizer < DT_ADAMW || d->optimizer > DT_OWN)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: optimizer %d", d->optimizer);
+    if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: DT_OWN needs an update function and 0 to 2 states, got %d",
+            d->states);
+    if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 && d->clip >= 0 &&
+            d->momentum >= 0 && d->weight_decay >= 0))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay %g: "
+            "betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
+            d->weight_decay);
+    return DT_OK;
+}
+
+static int dt__zero_states(const dt_zero_desc *d) {
+    if (d->optimizer == DT_OWN) return d->states;
+    return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
+}
+
+dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
+    dt_mesh_desc all = { 0, 0, 0, 0, 0 };
+    if (dt_error(ctx) != DT_OK || dt__zero_check(ctx, &desc) != DT_OK) return NULL;
+    dt_zero *zero = (dt_zero *)dt_alloc(ctx, DT_MEM_HOST, sizeof *zero, "dt_zero_make");
+    if (!zero) return NULL;
+    memset(zero, 0, sizeof *zero);
+    zero->ctx = ctx;
+    zero->listener.grad_ready = dt__zero_grad_ready;
+    zero->listener.closing = dt__zero_release;
+    zero->listener.user = zero;
+    dt_listen(ctx, &zero->listener);
+    if (desc.beta1 == 0) desc.beta1 = 0.9;
+    if (desc.beta2 == 0) desc.beta2 = 0.999;
+    if (desc.eps == 0) desc.eps = 1e-8;
+    zero->desc = desc;
+    zero->states = dt__zero_states(&desc);
+    zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
+    zero->desc.mesh = NULL; /* the copy is what counts */
+    dt_units_desc units = { desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data) };
+    if (dt_error(ctx) == DT_OK && dt__zero_check_params(zero) == DT_OK && dt_units_make(ctx, units) == DT_OK)
+        dt__zero_units_make(zero);
+    zero->next = zero->n_units - 1;
+    if (dt_error(ctx) == DT_OK) return zero;
+    dt_zero_free(zero);
+    return NULL;
+}
+
+void dt_zero_free(dt_zero *zero) {
+    if (!zero) return;
+    dt_unlisten(zero->ctx, &zero->listener);
+    dt__zero_release(zero->ctx, zero);
+}
+
+dt_step_info dt_zero_step(dt_zero *zero, double lr) {
+    dt_step_info info = { 0, NAN, 1 };
+    double       norm = 0;
+    if (!zero || dt_error(zero->ctx) != DT_OK) return info;
+    info.step = zero->step;
+    if (zero->next >= 0) {
+        dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
+            "micro-batch has not run", (long long)zero->step + 1);
+        return info;
+    }
+    if (dt__zero_norm(zero, &norm) != DT_OK) return info;
+    if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);
+    for (int u = 0; u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        if (!z->unit->frozen && dt__zero_update(zero, z, lr, info.clip_scale) != DT_OK) return info;
+        z->ready = z->reduced = 0;
+    }
+    zero->next = zero->n_units - 1;
+    dt_clear_grads(zero->ctx);
+    info.step = ++zero->step;
+    info.grad_norm = norm;
+    return info;
+}
+
+dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
+    if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
+    if (which < 0 || which >= zero->states || !param || !param->param || !param->param->unit || param->ctx != zero->ctx)
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
+    const dt__zero_unit *z = &zero->units[param->param->unit->index];
+    if (z->unit->frozen) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: %s is frozen", param->name);
+    size_t size = dt__zero_size(z), bytes = z->unit->padded * size;
+    void  *whole = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "dt_zero_state");
+    if (!whole) return dt_error(zero->ctx);
+    dt__move(zero->ctx, dt__zero_at(z, whole, z->first), z->state[which], z->count * size);
+    if (zero->desc.stage >= 1)
+        dt_all_gather(z->data, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->dtype);
+    if (dt_error(zero->ctx) == DT_OK)
+        dt__move(zero->ctx, host, dt__zero_at(z, whole, param->param->offset), param->param->count * size);
+    dt__sync(zero->ctx);
+    dt_free(zero->ctx, DT_MEM_TEMP, whole, bytes);
+    return dt_error(zero->ctx);
+}
+
+size_t dt_zero_state_bytes(const dt_zero *zero) {
+    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->mesh.data) : 1, bytes = 0;
+    for (int u = 0; u < zero->n_units; u++) {
+        const dt_unit *unit = zero->units[u].unit;
+        if (!unit->frozen) bytes += unit->padded / parts * (size_t)zero->states * dt_dtype_size(unit->dtype);
+    }
+    return bytes;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* DT_ZERO_IMPL */
+
+/* Revision history: 0.1.0 (2026) first version. */

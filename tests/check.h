@@ -1,0 +1,57 @@
+/* check.h - the checks of the test programs: count, say what failed, sum up in one line.
+
+       int main(void)
+       {
+           CHECK(1 + 1 == 2);
+           CHECK_MSG(n == 3, "%d ranks answered, not 3", n);
+           return check_done("test_name");       prints "test_name: 2 passed, 0 failed, 0 skipped"
+       }
+
+   C11 and C++17. A check that fails does not end the program: it prints "FAIL file:line: text"
+   and is 0, so that `if (!CHECK(p)) return;` can guard what needs p. Ranks may be threads, so
+   the counters are atomic. */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static int check_passed, check_failed, check_skipped;
+
+#define CHECK(cond) check_report(!!(cond), __FILE__, __LINE__, "%s", #cond)
+#define CHECK_MSG(cond, ...) check_report(!!(cond), __FILE__, __LINE__, __VA_ARGS__)
+
+__attribute__((format(printf, 4, 5)))
+static inline int check_report(int ok, const char *file, int line, const char *format, ...)
+{
+    if (ok) {
+        __atomic_fetch_add(&check_passed, 1, __ATOMIC_RELAXED);
+        return 1;
+    }
+    char text[512]; /* one printf for the whole line, so that threads do not mix theirs */
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    printf("FAIL %s:%d: %s\n", file, line, text);
+    fflush(stdout); /* a crash right after must not swallow it */
+    __atomic_fetch_add(&check_failed, 1, __ATOMIC_RELAXED);
+    return 0;
+}
+
+/* Counts a part of the test that cannot run here, and says why. */
+static inline void check_skip(const char *reason)
+{
+    printf("SKIP %s\n", reason);
+    __atomic_fetch_add(&check_skipped, 1, __ATOMIC_RELAXED);
+}
+
+/* The summary, and main's result: 0 if nothing failed, else 1. */
+static inline int check_done(const char *name)
+{
+    printf("%s: %d passed, %d failed, %d skipped\n",
+           name, check_passed, check_failed, check_skipped);
+    return check_failed == 0 ? 0 : 1;
+}
+
+#endif

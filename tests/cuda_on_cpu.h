@@ -1,0 +1,1061 @@
+/* cuda_on_cpu.h - runs CUDA C kernels on the CPU, for tests
+
+A test includes this header, then the unmodified .cu file, and is compiled with g++ or clang++ as
+C++17 (or: g++ -std=c++17 -x c++ -include cuda_on_cpu.h -c some.cu). Every kernel launch then runs
+on the spot: blocks one after another, the threads of a block as fibers that give way to each
+other at barriers and warp operations. No GPU and no CUDA toolkit are needed; if the toolkit's
+headers are on the include path, its types are used. Under nvcc the header is empty.
+
+WHAT A .cu FILE MUST DO. It names two macros where CUDA has syntax that C++ lacks, and defines
+them itself for nvcc; this header defines them for the CPU:
+
+    #ifdef __CUDACC__
+    #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
+        kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
+    #define DT_DYN_SMEM(T, name) \
+        extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
+        T *name = reinterpret_cast<T *>(dt_dyn_smem)
+    #endif
+
+Kernels take at least one argument and are written `__global__ void`, without static; device
+functions are `static __device__`, also templates (GCC refuses shared variables of static and of
+inline functions side by side). A template kernel with a comma goes in parentheses:
+DT_LAUNCH((scale<float, 4>), ...). After launches the file asks cudaGetLastError(), as under nvcc.
+Inline PTX needs its own #ifdef, and #pragma unroll the option -Wno-unknown-pragmas. Toolkit
+headers, if any, come before this one.
+
+WHAT IT FINDS. A mistake abandons the launch, never the program; cudaGetLastError() and
+dtc_error() then tell, and later launches do nothing until dtc_clear_error():
+  - __syncthreads that not all threads of the block reach, or reach at different places, two on
+    one line included; threads that have exited count as missing (stricter than the hardware);
+  - a warp operation whose mask names lanes that have exited, do not exist or wait elsewhere; a
+    shuffle that reads a lane outside its mask;
+  - any other deadlock, and endless waiting with atomics, for example for another block;
+  - a launch beyond the limits: threads, grid, dynamic shared memory without the opt-in.
+What it makes visible to the test's own checks:
+  - shared memory read before it is written: it is filled with 0xFF bytes before every block,
+    which is NaN as a float;
+  - a missing barrier: run the kernel in several lane orders (dtc_set_order: forward, reverse,
+    permuted by a seed; warps and blocks follow the same order) and compare bits. One order alone
+    can hide it;
+  - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
+    arrays are covered by the latter only.
+By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment; a debugger stops at the
+mistake, in its thread, with `break dtc_fail`.
+
+WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX; no
+race check; waiting in a loop without atomics hangs. A helper called from two branches is one
+place: lanes that meet in it from both are taken to be together. ELF systems only. It tells
+ASan of its stacks, not TSan. Launches from several host threads take turns. */
+
+#ifndef CUDA_ON_CPU_H
+#define CUDA_ON_CPU_H
+#ifndef __CUDACC__
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+// ==== 1. Types: the toolkit's, or our own ======================================================
+
+#if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+#else
+
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct uint3 { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct float3 { float x, y, z; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+typedef struct CUstream_st *cudaStream_t;
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorLaunchFailure = 719
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+#define __align__(n) __attribute__((aligned(n)))
+
+#endif
+
+// ==== 2. CUDA's keywords =======================================================================
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __constant__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+
+#define __global__ static
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+// All shared variables lie in one section, so that they can be poisoned together; the linker
+// defines the section's bounds. `used` keeps the compiler from reasoning that a variable nobody
+// writes is zero.
+#define __shared__ static __attribute__((used, section("dt_smem")))
+extern "C" {
+extern char __start_dt_smem[] __attribute__((weak));
+extern char __stop_dt_smem[] __attribute__((weak));
+}
+
+#define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
+#define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
+    dtc_launch(grid, block, smem, stream, #kernel, kernel, __VA_ARGS__)
+
+inline uint3 dtc_thread_idx, dtc_block_idx;
+inline dim3 dtc_block_dim, dtc_grid_dim;
+#define threadIdx dtc_thread_idx
+#define blockIdx dtc_block_idx
+#define blockDim dtc_block_dim
+#define gridDim dtc_grid_dim
+#define warpSize 32
+
+// ==== 3. Switching stacks ======================================================================
+
+// dtc_context is a stack that is not running; dtc_switch(from, to) leaves one and enters another.
+// By hand, because swapcontext makes a system call each time and a block switches thousands of
+// times. -DDTC_UCONTEXT takes swapcontext, as do other processors.
+
+#if defined(__x86_64__) && !defined(DTC_UCONTEXT)
+
+struct dtc_context { void *sp; };
+extern "C" void dtc_switch(dtc_context *from, const dtc_context *to);
+
+// Only what a called function must preserve has to be saved: the caller saved the rest.
+asm(R"(
+    .pushsection .text
+    .weak dtc_switch
+    .type dtc_switch, %function
+dtc_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq (%rsi), %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size dtc_switch, . - dtc_switch
+    .popsection
+)");
+
+// Lays out what the first switch will pop: six registers, then where to return to, which is the
+// start of `entry`, then entry's own return address, which is never used. A function expects the
+// stack 8 bytes off a multiple of 16 when it starts.
+inline void dtc_context_make(dtc_context *context, char *stack, size_t size, void (*entry)())
+{
+    void **frame = reinterpret_cast<void **>(stack + size) - 8;
+    memset(frame, 0, 8 * sizeof *frame);
+    frame[6] = reinterpret_cast<void *>(entry);
+    context->sp = frame;
+}
+
+#elif defined(__aarch64__) && !defined(DTC_UCONTEXT)
+
+struct dtc_context { void *sp; };
+extern "C" void dtc_switch(dtc_context *from, const dtc_context *to);
+
+asm(R"(
+    .pushsection .text
+    .weak dtc_switch
+    .type dtc_switch, %function
+dtc_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    ldr x9, [x1]
+    mov sp, x9
+    ldp x19, x20, [sp]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+    .size dtc_switch, . - dtc_switch
+    .popsection
+)");
+
+// x30, the twelfth of the twenty saved registers, is where `ret` goes.
+inline void dtc_context_make(dtc_context *context, char *stack, size_t size, void (*entry)())
+{
+    void **frame = reinterpret_cast<void **>(stack + size) - 20;
+    memset(frame, 0, 20 * sizeof *frame);
+    frame[11] = reinterpret_cast<void *>(entry);
+    context->sp = frame;
+}
+
+#else
+
+#include <ucontext.h>
+
+typedef ucontext_t dtc_context;
+
+inline void dtc_switch(dtc_context *from, const dtc_context *to) { swapcontext(from, to); }
+
+inline void dtc_context_make(dtc_context *context, char *stack, size_t size, void (*entry)())
+{
+    getcontext(context);
+    context->uc_stack.ss_sp = stack;
+    context->uc_stack.ss_size = size;
+    context->uc_link = nullptr;
+    makecontext(context, entry, 0);
+}
+
+#endif
+
+// ASan keeps the bounds of the running stack and must hear of every switch: dtc_asan_leave right
+// before it, dtc_asan_arrive right after it, on the other stack.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define DTC_ASAN
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) && !defined(DTC_ASAN)
+#define DTC_ASAN
+#endif
+
+#ifdef DTC_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+
+inline void dtc_asan_leave(void **fake_stack, const void *to_stack, size_t to_size)
+{
+    __sanitizer_start_switch_fiber(fake_stack, to_stack, to_size);
+}
+inline void dtc_asan_arrive(void *fake_stack, const void **from_stack, size_t *from_size)
+{
+    __sanitizer_finish_switch_fiber(fake_stack, from_stack, from_size);
+}
+inline void dtc_asan_forget(char *stack, size_t size) { ASAN_UNPOISON_MEMORY_REGION(stack, size); }
+#else
+inline void dtc_asan_leave(void **, const void *, size_t) {}
+inline void dtc_asan_arrive(void *, const void **, size_t *) {}
+inline void dtc_asan_forget(char *, size_t) {}
+#endif
+
+// ==== 4. State =================================================================================
+
+enum dtc_order { DTC_FORWARD, DTC_REVERSE, DTC_PERMUTED };
+enum dtc_state { DTC_READY, DTC_AT_BARRIER, DTC_AT_WARP_OP, DTC_EXITED };
+
+enum {
+    DTC_WARP = 32,
+    DTC_MAX_THREADS = 1024,
+    DTC_STACK_BYTES = 256 << 10,      // only the touched pages become memory
+    DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
+    DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
+    DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
+};
+
+// One place in the source text where threads wait. The id tells apart what shares a line.
+struct dtc_site { const char *op, *file; int line, id; };
+#define DTC_SITE(op) dtc_site{op, __FILE__, __LINE__, __COUNTER__}
+
+struct dtc_fiber {
+    dtc_context context;
+    char *stack;      // of DTC_STACK_BYTES, below it a guard page; kept for later launches
+    bool started;     // context stands inside dtc_fiber_main
+    void *fake_stack; // ASan's
+    uint3 index;      // threadIdx
+    int lane, warp;
+    dtc_state state;
+    dtc_site site;    // where it waits,
+    unsigned mask;    // for which lanes (warp operations),
+    uint64_t value;   // and what it brings along
+};
+
+struct dtc_simulator {
+    std::mutex lock; // one launch at a time
+    dtc_order order = DTC_FORWARD;
+    unsigned seed = 0;
+    uint64_t walks = 0; // orders drawn in this launch
+
+    const char *kernel = nullptr; // the launch
+    const std::function<void()> *body = nullptr;
+    unsigned char *dynamic = nullptr;
+    std::map<const void *, size_t> opted_in; // kernel -> dynamic shared memory allowed
+
+    int threads = 0; // the block
+    dtc_fiber fibers[DTC_MAX_THREADS] = {};
+    uint64_t published[DTC_MAX_THREADS / DTC_WARP][DTC_WARP] = {}; // last warp operation's values
+    int barrier_count = 0; // threads that came to the last barrier with a true predicate
+
+    dtc_fiber *self = nullptr; // the fiber that runs
+    int spins = 0;
+    dtc_context scheduler = {}; // the stack that called the launch
+    void *scheduler_fake_stack = nullptr;
+    const void *scheduler_stack = nullptr;
+    size_t scheduler_stack_size = 0;
+
+    cudaError_t failure = cudaSuccess;
+    std::string error;
+    bool error_was_read = true;
+
+    dtc_simulator();
+    ~dtc_simulator();
+};
+
+inline dtc_simulator dtc;
+
+// ==== 5. Errors and settings ===================================================================
+
+__attribute__((format(printf, 1, 2)))
+inline std::string dtc_text(const char *format, ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return text;
+}
+
+// Keeps the first mistake of a launch. Not inlined, so that a debugger can stop here.
+__attribute__((noinline))
+inline void dtc_fail(cudaError_t failure, const std::string &what)
+{
+    if (dtc.failure != cudaSuccess)
+        return;
+    dtc.failure = failure;
+    dtc.error = std::string(dtc.kernel) + ": " + what;
+    dtc.error_was_read = false;
+}
+
+// What went wrong first since the last dtc_clear_error, or NULL. Valid until that is called.
+inline const char *dtc_error()
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.error_was_read = true;
+    return dtc.failure == cudaSuccess ? nullptr : dtc.error.c_str();
+}
+
+inline void dtc_clear_error()
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.failure = cudaSuccess;
+    dtc.error.clear();
+    dtc.error_was_read = true;
+}
+
+// Like CUDA's after a failed kernel, the error stays.
+inline cudaError_t dtc_last_error()
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    return dtc.failure;
+}
+#define cudaGetLastError() dtc_last_error()
+#define cudaPeekAtLastError() dtc_last_error()
+
+inline void dtc_set_order(int order, unsigned seed)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.order = static_cast<dtc_order>(order);
+    dtc.seed = seed;
+}
+
+// Dynamic shared memory above 48 KB is an opt-in per kernel.
+template <class Kernel>
+cudaError_t dtc_func_set_attribute(Kernel *kernel, cudaFuncAttribute attribute, int value)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
+        return cudaSuccess;
+    if (value < 0 || value > DTC_SMEM_MAX)
+        return cudaErrorInvalidValue;
+    dtc.opted_in[reinterpret_cast<const void *>(kernel)] = static_cast<size_t>(value);
+    return cudaSuccess;
+}
+#define cudaFuncSetAttribute dtc_func_set_attribute
+
+inline dtc_simulator::dtc_simulator()
+{
+    const char *wish = getenv("DTC_ORDER");
+    if (!wish || !strcmp(wish, "forward"))
+        return;
+    if (!strcmp(wish, "reverse")) {
+        order = DTC_REVERSE;
+    } else if (!strncmp(wish, "permuted:", 9)) {
+        order = DTC_PERMUTED;
+        seed = static_cast<unsigned>(strtoul(wish + 9, nullptr, 10));
+    } else {
+        fprintf(stderr, "cuda_on_cpu: DTC_ORDER=%s: not forward, reverse or permuted:SEED\n", wish);
+        exit(1);
+    }
+}
+
+// ==== 6. Fibers ================================================================================
+
+// Runs one thread until it waits or ends.
+inline void dtc_resume(dtc_fiber *fiber)
+{
+    dtc.self = fiber;
+    dtc.spins = 0;
+    dtc_thread_idx = fiber->index;
+    dtc_asan_leave(&dtc.scheduler_fake_stack, fiber->stack, DTC_STACK_BYTES);
+    dtc_switch(&dtc.scheduler, &fiber->context);
+    dtc_asan_arrive(dtc.scheduler_fake_stack, nullptr, nullptr);
+    dtc.self = nullptr;
+}
+
+// The way back, called on the fiber's own stack; returns when the fiber is resumed.
+inline void dtc_give_way()
+{
+    dtc_fiber *self = dtc.self;
+    dtc_asan_leave(&self->fake_stack, dtc.scheduler_stack, dtc.scheduler_stack_size);
+    dtc_switch(&self->context, &dtc.scheduler);
+    dtc_asan_arrive(self->fake_stack, &dtc.scheduler_stack, &dtc.scheduler_stack_size);
+}
+
+// A fiber's life: one kernel thread per round, over all blocks and launches.
+inline void dtc_fiber_main()
+{
+    dtc_asan_arrive(nullptr, &dtc.scheduler_stack, &dtc.scheduler_stack_size);
+    for (;;) {
+        (*dtc.body)();
+        dtc.self->state = DTC_EXITED;
+        dtc_give_way();
+    }
+}
+
+// Ends the launch from inside a thread that made a mistake: it is never resumed. So nothing that
+// has a destructor may be alive here or in the callers.
+__attribute__((format(printf, 1, 2), noreturn))
+inline void dtc_abandon(const char *format, ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    dtc_fail(cudaErrorLaunchFailure,
+             dtc_text("block (%u,%u,%u), thread (%u,%u,%u): %s", blockIdx.x, blockIdx.y, blockIdx.z,
+                      threadIdx.x, threadIdx.y, threadIdx.z, text));
+    for (;;)
+        dtc_give_way();
+}
+
+inline void dtc_start_fiber(dtc_fiber *fiber)
+{
+    if (!fiber->stack) {
+        size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        void *memory = mmap(nullptr, guard + DTC_STACK_BYTES, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE) != 0) {
+            fprintf(stderr, "cuda_on_cpu: no memory for a stack: %s\n", strerror(errno));
+            exit(1);
+        }
+        fiber->stack = static_cast<char *>(memory) + guard;
+    }
+    dtc_asan_forget(fiber->stack, DTC_STACK_BYTES);
+    fiber->fake_stack = nullptr;
+    dtc_context_make(&fiber->context, fiber->stack, DTC_STACK_BYTES, dtc_fiber_main);
+    fiber->started = true;
+}
+
+inline dtc_simulator::~dtc_simulator()
+{
+    size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    for (dtc_fiber &fiber : fibers) {
+        if (!fiber.stack)
+            continue;
+        dtc_asan_forget(fiber.stack, DTC_STACK_BYTES);
+        munmap(fiber.stack - guard, guard + DTC_STACK_BYTES);
+    }
+    if (!error_was_read) // the test never asked: do not let it pass in silence
+        fprintf(stderr, "cuda_on_cpu: %s\n", error.c_str());
+}
+
+// ==== 7. Running a block =======================================================================
+
+// A walk visits 0 .. n-1 once each, in the order that is set. A stride without a common divisor
+// with n reaches every number, and every walk of a launch draws another one.
+struct dtc_walk {
+    uint64_t n, at, stride;
+
+    explicit dtc_walk(uint64_t count) : n(count), at(0), stride(1)
+    {
+        if (dtc.order == DTC_REVERSE) {
+            at = n - 1;
+            stride = n - 1;
+        } else if (dtc.order == DTC_PERMUTED) {
+            uint64_t bits = (dtc.seed + (++dtc.walks << 32)) * 0x9e3779b97f4a7c15u;
+            bits = (bits ^ bits >> 29) * 0xbf58476d1ce4e5b9u;
+            at = (bits >> 32) % n;
+            stride = (bits & 0xffffffffu) % n;
+            while (std::gcd(stride, n) != 1)
+                stride = (stride + 1) % n;
+        }
+    }
+
+    uint64_t next()
+    {
+        uint64_t now = at;
+        at = (at + stride) % n;
+        return now;
+    }
+};
+
+inline int dtc_lanes(int warp)
+{
+    int left = dtc.threads - warp * DTC_WARP;
+    return left < DTC_WARP ? left : DTC_WARP;
+}
+
+// Whether all lanes that `lane` waits for wait for it too: same operation, same mask.
+inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
+{
+    unsigned mask = warp[lane].mask;
+    for (int other = 0; other < DTC_WARP; other++) {
+        if (!(mask >> other & 1))
+            continue;
+        if (other >= lanes || warp[other].state != DTC_AT_WARP_OP ||
+            warp[other].mask != mask || warp[other].site.id != warp[lane].site.id)
+            return false;
+    }
+    return true;
+}
+
+// Lets every complete group of lanes go on. What they brought is copied first, because a lane
+// that runs ahead to its next operation overwrites its own value.
+inline bool dtc_release_warp_ops(int index)
+{
+    dtc_fiber *warp = &dtc.fibers[index * DTC_WARP];
+    int lanes = dtc_lanes(index);
+    bool released = false;
+    for (int lane = 0; lane < lanes; lane++) {
+        if (warp[lane].state != DTC_AT_WARP_OP || !dtc_has_all_partners(warp, lanes, lane))
+            continue;
+        unsigned mask = warp[lane].mask;
+        for (int other = 0; other < lanes; other++) {
+            if (mask >> other & 1) {
+                dtc.published[index][other] = warp[other].value;
+                warp[other].state = DTC_READY;
+            }
+        }
+        released = true;
+    }
+    return released;
+}
+
+// Runs one warp until each of its lanes has exited or cannot go on without another warp.
+inline void dtc_run_warp(int index)
+{
+    do {
+        dtc_walk walk(static_cast<uint64_t>(dtc_lanes(index)));
+        for (uint64_t i = 0; i < walk.n; i++) {
+            dtc_fiber *fiber = &dtc.fibers[index * DTC_WARP + static_cast<int>(walk.next())];
+            if (fiber->state == DTC_READY)
+                dtc_resume(fiber);
+            if (dtc.failure != cudaSuccess)
+                return;
+        }
+    } while (dtc_release_warp_ops(index));
+}
+
+// The barrier opens when every thread of the block waits at the same one.
+inline bool dtc_release_barrier()
+{
+    int count = 0;
+    for (int i = 0; i < dtc.threads; i++) {
+        const dtc_fiber &fiber = dtc.fibers[i];
+        if (fiber.state != DTC_AT_BARRIER || fiber.site.id != dtc.fibers[0].site.id)
+            return false;
+        count += fiber.value != 0;
+    }
+    dtc.barrier_count = count;
+    for (int i = 0; i < dtc.threads; i++)
+        dtc.fibers[i].state = DTC_READY;
+    return true;
+}
+
+inline bool dtc_all_exited()
+{
+    for (int i = 0; i < dtc.threads; i++)
+        if (dtc.fibers[i].state != DTC_EXITED)
+            return false;
+    return true;
+}
+
+// Lists the threads of a stuck block, neighbours that share a fate in one line.
+inline std::string dtc_who_waits()
+{
+    std::string text;
+    int lines = 0;
+    for (int first = 0, end; first < dtc.threads; first = end) {
+        const dtc_fiber &fiber = dtc.fibers[first];
+        for (end = first + 1; end < dtc.threads; end++) {
+            const dtc_fiber &next = dtc.fibers[end];
+            if (next.state != fiber.state)
+                break;
+            if (fiber.state != DTC_EXITED &&
+                (next.site.id != fiber.site.id || next.mask != fiber.mask))
+                break;
+        }
+        if (++lines > 8)
+            return text + "\n    and more";
+        text += dtc_text("\n    threads %d-%d ", first, end - 1);
+        if (fiber.state == DTC_EXITED)
+            text += "have exited";
+        else
+            text += dtc_text("wait at %s, %s:%d", fiber.site.op, fiber.site.file, fiber.site.line);
+        if (fiber.state == DTC_AT_WARP_OP)
+            text += dtc_text(", mask %08x", fiber.mask);
+    }
+    return text;
+}
+
+// Why a lane's warp operation will never happen; NULL if it is the fault of others.
+inline const char *dtc_why_incomplete(const dtc_fiber &fiber)
+{
+    const dtc_fiber *warp = &dtc.fibers[fiber.warp * DTC_WARP];
+    bool all_at_warp_ops = true;
+    for (int other = 0; other < DTC_WARP; other++) {
+        if (!(fiber.mask >> other & 1))
+            continue;
+        if (other >= dtc_lanes(fiber.warp))
+            return "a warp operation names a lane that the block does not have";
+        if (warp[other].state == DTC_EXITED)
+            return "a warp operation names a lane that has exited";
+        if (warp[other].state != DTC_AT_WARP_OP)
+            all_at_warp_ops = false;
+    }
+    return all_at_warp_ops ? "lanes of a warp wait at different warp operations" : nullptr;
+}
+
+// Nobody can go on: finds the most telling reason.
+inline void dtc_report_stall()
+{
+    const char *why = nullptr;
+    bool at_warp_op = false, exited = false;
+    for (int i = 0; i < dtc.threads && !why; i++) {
+        const dtc_fiber &fiber = dtc.fibers[i];
+        exited |= fiber.state == DTC_EXITED;
+        if (fiber.state == DTC_AT_WARP_OP) {
+            at_warp_op = true;
+            why = dtc_why_incomplete(fiber);
+        }
+    }
+    if (!why && at_warp_op)
+        why = "deadlock";
+    else if (!why && exited)
+        why = "divergent barrier: threads exited before it";
+    else if (!why)
+        why = "divergent barrier: threads wait at different ones";
+    dtc_fail(cudaErrorLaunchFailure,
+             dtc_text("block (%u,%u,%u): %s", blockIdx.x, blockIdx.y, blockIdx.z, why) +
+             dtc_who_waits());
+}
+
+inline void dtc_prepare_block(size_t smem)
+{
+    char *first = &__start_dt_smem[0], *end = &__stop_dt_smem[0];
+    if (first != end) // both are NULL in a program without shared variables
+        memset(first, 0xff, static_cast<size_t>(end - first));
+    memset(dtc.dynamic, 0xff, smem);
+    for (int i = 0; i < dtc.threads; i++) {
+        dtc_fiber *fiber = &dtc.fibers[i];
+        unsigned rest = static_cast<unsigned>(i);
+        fiber->index.x = rest % blockDim.x;
+        rest /= blockDim.x;
+        fiber->index.y = rest % blockDim.y;
+        fiber->index.z = rest / blockDim.y;
+        fiber->lane = i % DTC_WARP;
+        fiber->warp = i / DTC_WARP;
+        fiber->state = DTC_READY;
+        if (!fiber->started)
+            dtc_start_fiber(fiber);
+    }
+}
+
+inline void dtc_run_block(size_t smem)
+{
+    int warps = (dtc.threads + DTC_WARP - 1) / DTC_WARP;
+    dtc_prepare_block(smem);
+    do {
+        dtc_walk walk(static_cast<uint64_t>(warps));
+        for (int i = 0; i < warps && dtc.failure == cudaSuccess; i++)
+            dtc_run_warp(static_cast<int>(walk.next()));
+    } while (dtc.failure == cudaSuccess && dtc_release_barrier());
+
+    if (dtc.failure == cudaSuccess && !dtc_all_exited())
+        dtc_report_stall();
+    if (dtc.failure == cudaSuccess)
+        return;
+    for (int i = 0; i < dtc.threads; i++) // left in the middle of the kernel: start anew next time
+        if (dtc.fibers[i].state != DTC_EXITED)
+            dtc.fibers[i].started = false;
+}
+
+// ==== 8. Launching =============================================================================
+
+inline bool dtc_check_launch(dim3 grid, dim3 block, size_t smem, const void *kernel)
+{
+    uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
+    if (threads == 0 || threads > DTC_MAX_THREADS || block.x > DTC_MAX_THREADS ||
+        block.y > DTC_MAX_THREADS || block.z > 64) {
+        dtc_fail(cudaErrorInvalidConfiguration,
+                 dtc_text("a block cannot be (%u,%u,%u)", block.x, block.y, block.z));
+        return false;
+    }
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > INT32_MAX ||
+        grid.y > UINT16_MAX || grid.z > UINT16_MAX) {
+        dtc_fail(cudaErrorInvalidConfiguration,
+                 dtc_text("a grid cannot be (%u,%u,%u)", grid.x, grid.y, grid.z));
+        return false;
+    }
+    auto found = dtc.opted_in.find(kernel);
+    size_t allowed = found == dtc.opted_in.end() ? 0 : found->second;
+    if (allowed < DTC_SMEM_DEFAULT)
+        allowed = DTC_SMEM_DEFAULT;
+    if (smem > allowed) {
+        dtc_fail(cudaErrorInvalidValue,
+                 dtc_text("%zu bytes of dynamic shared memory, %zu are allowed (see "
+                          "cudaFuncSetAttribute)", smem, allowed));
+        return false;
+    }
+    return true;
+}
+
+inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
+                         const void *kernel, const std::function<void()> &body)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    if (dtc.failure != cudaSuccess) // as on a GPU, nothing runs after a failed kernel
+        return;
+    dtc.kernel = name;
+    if (!dtc_check_launch(grid, block, smem, kernel))
+        return;
+    dtc.body = &body;
+    dtc.threads = static_cast<int>(block.x * block.y * block.z);
+    dtc.walks = 0;
+    gridDim = grid;
+    blockDim = block;
+    dtc.dynamic = static_cast<unsigned char *>(malloc(smem ? smem : 1));
+    if (!dtc.dynamic) {
+        dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
+        return;
+    }
+    dtc_walk walk(static_cast<uint64_t>(grid.x) * grid.y * grid.z);
+    for (uint64_t i = 0; i < walk.n && dtc.failure == cudaSuccess; i++) {
+        uint64_t rest = walk.next();
+        blockIdx.x = static_cast<unsigned>(rest % grid.x);
+        rest /= grid.x;
+        blockIdx.y = static_cast<unsigned>(rest % grid.y);
+        blockIdx.z = static_cast<unsigned>(rest / grid.y);
+        dtc_run_block(smem);
+    }
+    free(dtc.dynamic);
+    dtc.dynamic = nullptr;
+}
+
+// The arguments are evaluated and converted once, as in a real launch; each thread gets a copy.
+template <class... Params, class... Args>
+void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name,
+                void (*kernel)(Params...), Args &&...args)
+{
+    const std::tuple<Params...> values(std::forward<Args>(args)...);
+    dtc_run_grid(grid, block, smem, name, reinterpret_cast<const void *>(kernel),
+                 [&] { std::apply(kernel, values); });
+}
+
+// ==== 9. Barriers and warp operations ==========================================================
+
+// Each name is a macro so that its place in the source goes along.
+
+inline void dtc_syncthreads(dtc_site site, bool predicate)
+{
+    dtc_fiber *self = dtc.self;
+    self->site = site;
+    self->mask = 0;
+    self->value = predicate;
+    self->state = DTC_AT_BARRIER;
+    dtc_give_way();
+}
+
+inline int dtc_syncthreads_count(dtc_site site, bool predicate)
+{
+    dtc_syncthreads(site, predicate);
+    return dtc.barrier_count;
+}
+
+#define __syncthreads() dtc_syncthreads(DTC_SITE("__syncthreads"), false)
+#define __syncthreads_count(p) dtc_syncthreads_count(DTC_SITE("__syncthreads_count"), (p) != 0)
+#define __syncthreads_or(p) \
+    static_cast<int>(dtc_syncthreads_count(DTC_SITE("__syncthreads_or"), (p) != 0) > 0)
+#define __syncthreads_and(p)                                                       \
+    static_cast<int>(dtc_syncthreads_count(DTC_SITE("__syncthreads_and"), (p) != 0) == \
+                     dtc.threads)
+
+// Every warp operation is this exchange: bring 8 bytes, wait for the lanes of the mask, and find
+// what they brought. The result is valid until the calling lane waits again.
+inline const uint64_t *dtc_exchange(dtc_site site, unsigned mask, uint64_t value)
+{
+    dtc_fiber *self = dtc.self;
+    if (!(mask >> self->lane & 1))
+        dtc_abandon("%s, %s:%d: lane %d is not in its own mask %08x",
+                    site.op, site.file, site.line, self->lane, mask);
+    self->site = site;
+    self->mask = mask;
+    self->value = value;
+    self->state = DTC_AT_WARP_OP;
+    dtc_give_way();
+    return dtc.published[self->warp];
+}
+
+inline unsigned dtc_mask_or_all(unsigned mask = 0xffffffffu) { return mask; }
+
+#define __syncwarp(...) \
+    static_cast<void>(dtc_exchange(DTC_SITE("__syncwarp"), dtc_mask_or_all(__VA_ARGS__), 0))
+
+inline unsigned dtc_ballot(dtc_site site, unsigned mask, bool predicate)
+{
+    const uint64_t *values = dtc_exchange(site, mask, predicate);
+    unsigned votes = 0;
+    for (int lane = 0; lane < DTC_WARP; lane++)
+        if ((mask >> lane & 1) && values[lane])
+            votes |= 1u << lane;
+    return votes;
+}
+
+inline int dtc_all(dtc_site site, unsigned mask, bool predicate)
+{
+    return dtc_ballot(site, mask, predicate) == mask;
+}
+
+#define __ballot_sync(mask, p) dtc_ballot(DTC_SITE("__ballot_sync"), mask, (p) != 0)
+#define __any_sync(mask, p) \
+    static_cast<int>(dtc_ballot(DTC_SITE("__any_sync"), mask, (p) != 0) != 0)
+#define __all_sync(mask, p) dtc_all(DTC_SITE("__all_sync"), mask, (p) != 0)
+
+template <class T>
+T dtc_read_lane(dtc_site site, unsigned mask, T value, int source)
+{
+    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8,
+                  "shuffles move at most 8 plain bytes");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    if (!(mask >> source & 1))
+        dtc_abandon("%s, %s:%d: lane %d reads lane %d, which is not in the mask %08x",
+                    site.op, site.file, site.line, dtc.self->lane, source, mask);
+    memcpy(&value, &dtc_exchange(site, mask, bits)[source], sizeof value);
+    return value;
+}
+
+// `width` cuts the warp into segments; a source outside the caller's segment gives the caller's
+// own value, except that xor may read an earlier segment.
+inline void dtc_check_width(dtc_site site, int width)
+{
+    if (width < 1 || width > DTC_WARP || (width & (width - 1)))
+        dtc_abandon("%s, %s:%d: width %d is not a power of two up to 32",
+                    site.op, site.file, site.line, width);
+}
+
+template <class T>
+T dtc_shfl(dtc_site site, unsigned mask, T value, int source, int width = DTC_WARP)
+{
+    dtc_check_width(site, width);
+    int first = dtc.self->lane & ~(width - 1);
+    return dtc_read_lane(site, mask, value, first | (source & (width - 1)));
+}
+
+template <class T>
+T dtc_shfl_up(dtc_site site, unsigned mask, T value, unsigned delta, int width = DTC_WARP)
+{
+    dtc_check_width(site, width);
+    int lane = dtc.self->lane, in_segment = lane & (width - 1);
+    bool inside = delta <= static_cast<unsigned>(in_segment);
+    return dtc_read_lane(site, mask, value, inside ? lane - static_cast<int>(delta) : lane);
+}
+
+template <class T>
+T dtc_shfl_down(dtc_site site, unsigned mask, T value, unsigned delta, int width = DTC_WARP)
+{
+    dtc_check_width(site, width);
+    int lane = dtc.self->lane, in_segment = lane & (width - 1);
+    bool inside = delta < static_cast<unsigned>(width - in_segment);
+    return dtc_read_lane(site, mask, value, inside ? lane + static_cast<int>(delta) : lane);
+}
+
+template <class T>
+T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_WARP)
+{
+    dtc_check_width(site, width);
+    int lane = dtc.self->lane, source = lane ^ bits;
+    bool inside = source >= 0 && source <= (lane | (width - 1));
+    return dtc_read_lane(site, mask, value, inside ? source : lane);
+}
+
+#define __shfl_sync(...) dtc_shfl(DTC_SITE("__shfl_sync"), __VA_ARGS__)
+#define __shfl_up_sync(...) dtc_shfl_up(DTC_SITE("__shfl_up_sync"), __VA_ARGS__)
+#define __shfl_down_sync(...) dtc_shfl_down(DTC_SITE("__shfl_down_sync"), __VA_ARGS__)
+#define __shfl_xor_sync(...) dtc_shfl_xor(DTC_SITE("__shfl_xor_sync"), __VA_ARGS__)
+
+// ==== 10. Atomics, memory, mathematics =========================================================
+
+// One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
+// asks over and over for what another one will never get the chance to write.
+template <class T, class Operation>
+T dtc_atomic(T *place, Operation operation)
+{
+    if (dtc.self && ++dtc.spins > DTC_SPIN_LIMIT)
+        dtc_abandon("deadlock: waits in a loop of atomics for another thread or block");
+    T old = *place;
+    *place = operation(old);
+    return old;
+}
+
+// The operand converts to the type of what it is applied to, as with CUDA's overloads.
+template <class T> struct dtc_same { typedef T type; };
+template <class T> using dtc_operand = typename dtc_same<T>::type;
+
+template <class T> T atomicAdd(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return static_cast<T>(old + v); });
+}
+template <class T> T atomicSub(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return static_cast<T>(old - v); });
+}
+template <class T> T atomicMin(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return v < old ? v : old; });
+}
+template <class T> T atomicMax(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return v > old ? v : old; });
+}
+template <class T> T atomicAnd(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return old & v; });
+}
+template <class T> T atomicOr(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T old) { return old | v; });
+}
+template <class T> T atomicExch(T *p, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [v](T) { return v; });
+}
+template <class T> T atomicCAS(T *p, dtc_operand<T> expected, dtc_operand<T> v)
+{
+    return dtc_atomic(p, [expected, v](T old) { return old == expected ? v : old; });
+}
+inline unsigned atomicInc(unsigned *p, unsigned limit) // wraps to 0 after limit
+{
+    return dtc_atomic(p, [limit](unsigned old) { return old >= limit ? 0 : old + 1; });
+}
+
+template <class T> T __ldg(const T *p) { return *p; }
+template <class T> T __ldcs(const T *p) { return *p; }
+template <class T> T __ldcg(const T *p) { return *p; }
+template <class T> void __stcs(T *p, dtc_operand<T> v) { *p = v; }
+template <class T> void __stcg(T *p, dtc_operand<T> v) { *p = v; }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// Macros, since the C library may declare these names itself.
+#define __expf(x) expf(x)
+#define __logf(x) logf(x)
+#define __log2f(x) log2f(x)
+#define __powf(x, y) powf(x, y)
+#define __sinf(x) sinf(x)
+#define __cosf(x) cosf(x)
+#define rsqrtf(x) (1.0f / sqrtf(x))
+#define rsqrt(x) (1.0 / sqrt(x))
+
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
+template <class To, class From> To dtc_same_bits(From value)
+{
+    static_assert(sizeof(To) == sizeof(From), "reinterprets, does not convert");
+    To result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+inline unsigned __float_as_uint(float x) { return dtc_same_bits<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return dtc_same_bits<float>(x); }
+inline int __float_as_int(float x) { return dtc_same_bits<int>(x); }
+inline float __int_as_float(int x) { return dtc_same_bits<float>(x); }
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline unsigned __umulhi(unsigned a, unsigned b)
+{
+    return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
+
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+
+#endif // !__CUDACC__
+#endif

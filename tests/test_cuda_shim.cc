@@ -1,0 +1,675 @@
+// test_cuda_shim.cc - does cuda_on_cpu.h run right kernels right, and catch wrong ones?
+//
+//     g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined test_cuda_shim.cc
+//
+// The first half are kernels as dt_kernels.cu has them, which must give the same bits in every
+// lane order. The second half are planted mistakes, which must be reported or change the bits.
+
+#include "check.h"
+#include "cuda_on_cpu.h"
+
+#include <sys/wait.h>
+
+#include <cmath>
+#include <thread>
+#include <vector>
+
+typedef std::vector<float> floats;
+
+static const unsigned FULL = 0xffffffffu;
+static const struct { int order; unsigned seed; } ORDERS[] = {
+    {DTC_FORWARD, 0}, {DTC_REVERSE, 0}, {DTC_PERMUTED, 1}, {DTC_PERMUTED, 2}, {DTC_PERMUTED, 3}
+};
+
+// Runs `once` in every order; true if all results have the same bits. *first gets one result.
+template <class Run>
+static bool same_in_all_orders(Run once, floats *first)
+{
+    bool same = true;
+    first->clear();
+    for (const auto &o : ORDERS) {
+        dtc_set_order(o.order, o.seed);
+        floats result = once();
+        if (first->empty())
+            *first = result;
+        same &= !memcmp(first->data(), result.data(), result.size() * sizeof(float));
+    }
+    dtc_set_order(DTC_FORWARD, 0);
+    return same;
+}
+
+// A repeatable series of odd numbers whose sum depends on the order of adding.
+static floats numbers(size_t n)
+{
+    floats x(n);
+    unsigned state = 1;
+    for (float &v : x) {
+        state = state * 1664525u + 1013904223u;
+        v = static_cast<float>(state >> 8) / 16777216.0f - 0.5f;
+    }
+    return x;
+}
+
+// True if the launch before was abandoned with a text that contains `part`; clears it.
+static bool reported(const char *part)
+{
+    const char *error = dtc_error();
+    bool found = error && strstr(error, part);
+    if (!found)
+        printf("wanted \"%s\", got: %s\n", part, error ? error : "nothing");
+    found = found && cudaGetLastError() != cudaSuccess;
+    dtc_clear_error();
+    return found && !dtc_error() && cudaGetLastError() == cudaSuccess;
+}
+
+// ==== 1. Right kernels =========================================================================
+
+static __device__ __forceinline__ float warp_sum(float v)
+{
+    for (int offset = 16; offset; offset >>= 1)
+        v += __shfl_xor_sync(0xffffffffu, v, offset);
+    return v;
+}
+
+// The sum over the block, for every thread. WITH_BARRIER false is a planted mistake.
+template <bool WITH_BARRIER>
+static __device__ float block_sum(float v)
+{
+    __shared__ float partial[32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    v = warp_sum(v);
+    if (lane == 0)
+        partial[warp] = v;
+    if (WITH_BARRIER)
+        __syncthreads();
+    v = warp_sum(lane < warps ? partial[lane] : 0.0f);
+    __syncthreads();
+    return v;
+}
+
+template <bool WITH_BARRIER>
+__global__ void __launch_bounds__(1024) row_sums(float *out, const float *x, int columns)
+{
+    const float *row = x + static_cast<size_t>(blockIdx.x) * columns;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        sum += __ldg(row + i);
+    sum = block_sum<WITH_BARRIER>(sum);
+    if (threadIdx.x == 0)
+        __stcs(out + blockIdx.x, sum);
+}
+
+template <bool WITH_BARRIER>
+static floats run_row_sums(const floats &x, int rows, int block)
+{
+    floats out(rows);
+    DT_LAUNCH(row_sums<WITH_BARRIER>, rows, block, 0, 0, out.data(), x.data(),
+              static_cast<int>(x.size()) / rows);
+    return out;
+}
+
+static void test_block_reduce()
+{
+    const int rows = 5, columns = 1237;
+    floats x = numbers(rows * columns), got;
+    for (int block : {32, 96, 256, 1024}) {
+        CHECK(same_in_all_orders([&] { return run_row_sums<true>(x, rows, block); }, &got));
+        for (int r = 0; r < rows; r++) {
+            double want = 0;
+            for (int c = 0; c < columns; c++)
+                want += x[r * columns + c];
+            CHECK_MSG(fabs(want - got[r]) < 1e-4, "row %d, block %d: %g", r, block, got[r]);
+        }
+    }
+    CHECK(!dtc_error());
+}
+
+// 32 x 32 tiles, 32 x 8 threads; the tile's rows are padded against bank conflicts.
+__global__ void transpose(float *out, const float *in, int rows, int columns)
+{
+    DT_DYN_SMEM(float, tile);
+    int x = blockIdx.x * 32 + threadIdx.x;
+    for (int j = threadIdx.y; j < 32; j += blockDim.y) {
+        int y = blockIdx.y * 32 + j;
+        if (x < columns && y < rows)
+            tile[j * 33 + threadIdx.x] = in[static_cast<size_t>(y) * columns + x];
+    }
+    __syncthreads();
+    x = blockIdx.y * 32 + threadIdx.x;
+    for (int j = threadIdx.y; j < 32; j += blockDim.y) {
+        int y = blockIdx.x * 32 + j;
+        if (x < rows && y < columns)
+            out[static_cast<size_t>(y) * rows + x] = tile[threadIdx.x * 33 + j];
+    }
+}
+
+static void test_transpose()
+{
+    const int rows = 75, columns = 130;
+    floats in = numbers(rows * columns), got;
+    CHECK(same_in_all_orders([&] {
+        floats out(rows * columns);
+        DT_LAUNCH(transpose, dim3((columns + 31) / 32, (rows + 31) / 32), dim3(32, 8),
+                  32 * 33 * sizeof(float), 0, out.data(), in.data(), rows, columns);
+        return out;
+    }, &got));
+    int wrong = 0;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            wrong += got[c * rows + r] != in[r * columns + c];
+    CHECK_MSG(wrong == 0, "%d of %d elements are wrong", wrong, rows * columns);
+    CHECK(!dtc_error());
+}
+
+// Inclusive prefix sums, one warp per block of 32 numbers.
+__global__ void warp_scan(float *out, const float *in)
+{
+    int lane = threadIdx.x % warpSize, i = blockIdx.x * blockDim.x + threadIdx.x;
+    float v = in[i];
+    for (int offset = 1; offset < warpSize; offset *= 2) {
+        float before = __shfl_up_sync(0xffffffffu, v, offset);
+        if (lane >= offset)
+            v += before;
+    }
+    out[i] = v;
+}
+
+static void test_warp_scan()
+{
+    const int n = 4 * 64;
+    floats in = numbers(n), got;
+    CHECK(same_in_all_orders([&] {
+        floats out(n);
+        DT_LAUNCH(warp_scan, n / 64, 64, 0, 0, out.data(), in.data());
+        return out;
+    }, &got));
+    double want = 0;
+    for (int i = 0; i < n; i++) {
+        want = in[i] + (i % 32 ? want : 0);
+        CHECK_MSG(fabs(want - got[i]) < 1e-5, "prefix %d: %g, not %g", i, got[i], want);
+    }
+    CHECK(!dtc_error());
+}
+
+// Each block leaves its sum; the last one to finish adds them up, in block order.
+__global__ void total(float *sum, float *partial, unsigned *done, const float *x, int n)
+{
+    __shared__ bool last;
+    float v = 0.0f;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+        v += x[i];
+    v = block_sum<true>(v);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = v;
+        __threadfence();
+        last = atomicInc(done, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last)
+        return;
+    v = threadIdx.x < gridDim.x ? __ldcg(partial + threadIdx.x) : 0.0f;
+    v = block_sum<true>(v);
+    if (threadIdx.x == 0)
+        *sum = v;
+}
+
+static void test_last_block()
+{
+    const int n = 10007, blocks = 9;
+    floats x = numbers(n), got;
+    unsigned done = 0;
+    CHECK(same_in_all_orders([&] {
+        floats sum(1), partial(blocks);
+        DT_LAUNCH(total, blocks, 128, 0, 0, sum.data(), partial.data(), &done, x.data(), n);
+        return sum;
+    }, &got));
+    double want = 0;
+    for (float v : x)
+        want += v;
+    CHECK_MSG(fabs(want - got[0]) < 1e-3, "%g, not %g", got[0], want);
+    CHECK(done == 0); // atomicInc wrapped round: ready for the next launch
+    CHECK(!dtc_error());
+}
+
+// ==== 2. Single operations =====================================================================
+
+// Every shuffle with segments of 8 lanes; out has one row of 32 per shuffle.
+__global__ void shuffles(int *out)
+{
+    int lane = threadIdx.x;
+    out[0 * 32 + lane] = __shfl_sync(0xffffffffu, lane, 11, 8);
+    out[1 * 32 + lane] = __shfl_up_sync(0xffffffffu, lane, 3, 8);
+    out[2 * 32 + lane] = __shfl_down_sync(0xffffffffu, lane, 3, 8);
+    out[3 * 32 + lane] = __shfl_xor_sync(0xffffffffu, lane, 12, 8);
+    out[4 * 32 + lane] = __shfl_sync(0xffffffffu, __shfl_sync(0xffffffffu, lane, lane + 1), 5);
+}
+
+// Two halves of a warp go different ways, each with its own mask, and meet again.
+__global__ void halves(unsigned *out)
+{
+    unsigned lane = threadIdx.x;
+    unsigned v;
+    if (lane < 16)
+        v = __ballot_sync(0x0000ffffu, lane % 3 == 0);
+    else
+        v = __any_sync(0xffff0000u, lane == 20) + 2 * __all_sync(0xffff0000u, lane > 15);
+    __syncwarp();
+    out[lane] = v + __shfl_xor_sync(0xffffffffu, lane, 1);
+}
+
+__global__ void barriers(int *out)
+{
+    int i = threadIdx.x + threadIdx.y * blockDim.x + threadIdx.z * blockDim.x * blockDim.y;
+    int count = __syncthreads_count(i % 5 == 0);
+    int any = __syncthreads_or(i == 17) + 2 * __syncthreads_or(i < 0);
+    int all = __syncthreads_and(i >= 0) + 2 * __syncthreads_and(i != 17);
+    out[i] = count * 100 + any * 10 + all;
+}
+
+static void test_operations()
+{
+    std::vector<int> s(5 * 32), b(60);
+    std::vector<unsigned> h(32);
+    DT_LAUNCH(shuffles, 1, 32, 0, nullptr, s.data());
+    DT_LAUNCH(halves, 1, 32, 0, nullptr, h.data());
+    DT_LAUNCH(barriers, 1, dim3(5, 3, 4), 0, nullptr, b.data());
+    CHECK(!dtc_error());
+    for (int lane = 0; lane < 32; lane++) {
+        int first = lane & ~7;
+        CHECK(s[lane] == first + 3);
+        CHECK(s[32 + lane] == (lane - 3 >= first ? lane - 3 : lane));
+        CHECK(s[64 + lane] == (lane + 3 < first + 8 ? lane + 3 : lane));
+        CHECK(s[96 + lane] == ((lane ^ 12) < first + 8 ? lane ^ 12 : lane));
+        CHECK(s[128 + lane] == 6);
+        CHECK(h[lane] == (lane < 16 ? 0x9249u : 3u) + (lane ^ 1));
+    }
+    for (int v : b)
+        CHECK(v == 12 * 100 + 1 * 10 + 1);
+}
+
+__global__ void atomics(int *v, unsigned *u, float *f, unsigned long long *w)
+{
+    int i = threadIdx.x;
+    atomicAdd(v, 1);
+    atomicSub(v + 1, 2);
+    atomicMin(v + 2, -i);
+    atomicMax(v + 3, i);
+    atomicOr(u, 1u << i);
+    atomicAnd(u + 1, ~(1u << i));
+    atomicCAS(u + 2, 0, 7);
+    atomicExch(u + 3, 9);
+    atomicAdd(f, 0.5f);
+    atomicAdd(w, 1);
+}
+
+__global__ void intrinsics(float *out, float4 v, double half)
+{
+    out[0] = rsqrtf(v.x);
+    out[1] = __uint_as_float(__float_as_uint(v.y)) + __int_as_float(__float_as_int(v.z));
+    out[2] = __fdividef(v.w, 4.0f) + __expf(0.0f) + __logf(1.0f);
+    out[3] = __fmaf_rn(2.0f, 3.0f, __fadd_rn(1.0f, __fmul_rn(2.0f, 2.0f))) + fmaxf(0.0f, -1.0f);
+    out[4] = static_cast<float>(__popc(0xf0u) + __ffs(8) + __clz(1) + min(3, 4) + max(3, 4));
+    out[5] = static_cast<float>(__umulhi(1u << 31, 6u) * half);
+}
+
+static void test_atomics_and_math()
+{
+    int v[4] = {0, 0, 5, 5};
+    unsigned u[4] = {0, FULL, 0, 0};
+    float f = 0;
+    unsigned long long w = 0;
+    DT_LAUNCH(atomics, 1, 32, 0, 0, v, u, &f, &w);
+    CHECK(v[0] == 32 && v[1] == -64 && v[2] == -31 && v[3] == 31);
+    CHECK(u[0] == FULL && u[1] == 0 && u[2] == 7 && u[3] == 9);
+    CHECK(f == 16.0f && w == 32);
+
+    float out[6];
+    DT_LAUNCH(intrinsics, 1, 1, 0, 0, out, make_float4(4.0f, 1.5f, 2.0f, 8.0f), 0.5f);
+    CHECK(out[0] == 0.5f && out[1] == 3.5f && out[2] == 3.0f && out[3] == 11.0f);
+    CHECK(out[4] == 4 + 4 + 31 + 3 + 4 && out[5] == 1.5f);
+    CHECK(!dtc_error());
+}
+
+// ==== 3. Launches ==============================================================================
+
+__global__ void where(uint3 *block, uint3 *thread, int expect)
+{
+    unsigned b = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    unsigned t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    block[b] = blockIdx;
+    thread[t] = threadIdx;
+    if (expect != 1)
+        block[b].x = 99;
+}
+
+static void test_indices()
+{
+    for (const auto &o : ORDERS) {
+        std::vector<uint3> block(2 * 3 * 4), thread(5 * 2 * 3);
+        int evaluated = 0;
+        dtc_set_order(o.order, o.seed);
+        DT_LAUNCH(where, dim3(2, 3, 4), dim3(5, 2, 3), 0, 0, block.data(), thread.data(),
+                  ++evaluated);
+        CHECK(evaluated == 1);
+        for (unsigned i = 0; i < block.size(); i++)
+            CHECK(block[i].x == i % 2 && block[i].y == i / 2 % 3 && block[i].z == i / 6);
+        for (unsigned i = 0; i < thread.size(); i++)
+            CHECK(thread[i].x == i % 5 && thread[i].y == i / 5 % 2 && thread[i].z == i / 10);
+    }
+    dtc_set_order(DTC_FORWARD, 0);
+    CHECK(!dtc_error());
+}
+
+// Writes the first and the last float of its dynamic shared memory.
+__global__ void fill_dynamic(float *out, int n)
+{
+    DT_DYN_SMEM(float, buffer);
+    buffer[0] = 1.0f;
+    buffer[n - 1] = 2.0f;
+    *out = buffer[0] + buffer[n - 1];
+}
+
+static void launch_fill(int bytes, float *out)
+{
+    DT_LAUNCH(fill_dynamic, 1, 1, bytes, 0, out, bytes / 4);
+}
+
+static void test_limits()
+{
+    float out = 0;
+    launch_fill(48 << 10, &out);
+    CHECK(out == 3.0f && !dtc_error());
+    launch_fill((48 << 10) + 4, &out);
+    CHECK(reported("dynamic shared memory"));
+    auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    CHECK(cudaFuncSetAttribute(fill_dynamic, attribute, 228 << 10) == cudaErrorInvalidValue);
+    CHECK(cudaFuncSetAttribute(fill_dynamic, attribute, 100 << 10) == cudaSuccess);
+    out = 0;
+    launch_fill(100 << 10, &out);
+    CHECK(out == 3.0f && !dtc_error());
+
+    DT_LAUNCH(fill_dynamic, 1, 1025, 4, 0, &out, 1);
+    CHECK(reported("a block cannot be (1025,1,1)"));
+    DT_LAUNCH(fill_dynamic, 0, 1, 4, 0, &out, 1);
+    CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration);
+    CHECK(reported("a grid cannot be (0,1,1)"));
+    DT_LAUNCH(fill_dynamic, dim3(1, 65536), 1, 4, 0, &out, 1);
+    CHECK(reported("a grid cannot be (1,65536,1)"));
+}
+
+// Ranks may be threads that share one GPU.
+static void test_host_threads()
+{
+    floats x = numbers(4096), got[4];
+    std::vector<std::thread> ranks;
+    for (floats &mine : got)
+        ranks.emplace_back([&mine, &x] {
+            for (int i = 0; i < 20; i++)
+                mine = run_row_sums<true>(x, 8, 64);
+        });
+    for (std::thread &rank : ranks)
+        rank.join();
+    for (const floats &mine : got)
+        CHECK(mine == got[0]);
+    CHECK(!dtc_error());
+}
+
+// ==== 4. Planted mistakes that change results ==================================================
+
+__global__ void read_unwritten(float *out)
+{
+    __shared__ float half_written[64], never_written[64];
+    if (threadIdx.x < 32)
+        half_written[threadIdx.x] = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = half_written[threadIdx.x];
+    out[64 + threadIdx.x] = never_written[threadIdx.x];
+}
+
+__global__ void read_unwritten_dynamic(float *out)
+{
+    DT_DYN_SMEM(float, buffer);
+    out[threadIdx.x] = buffer[threadIdx.x];
+    __syncthreads();
+    buffer[threadIdx.x] = 1.0f; // which the next block must not see
+}
+
+// The same race inside one warp, where lanes used to run in step.
+__global__ void neighbour(float *out, int with_barrier)
+{
+    __shared__ float mine[32];
+    mine[threadIdx.x] = static_cast<float>(threadIdx.x);
+    if (with_barrier)
+        __syncwarp();
+    out[threadIdx.x] = mine[(threadIdx.x + 1) % 32];
+}
+
+static void test_changed_results()
+{
+    floats x = numbers(2000), got;
+    CHECK(!same_in_all_orders([&] { return run_row_sums<false>(x, 2, 256); }, &got));
+    CHECK(!dtc_error()); // a race, not a hang: only the bits tell
+
+    for (int with_barrier : {0, 1}) {
+        bool same = same_in_all_orders([&] {
+            floats out(32);
+            DT_LAUNCH(neighbour, 1, 32, 0, 0, out.data(), with_barrier);
+            return out;
+        }, &got);
+        CHECK(same == (with_barrier == 1));
+    }
+
+    float out[128];
+    DT_LAUNCH(read_unwritten, 1, 64, 0, 0, out);
+    for (int i = 0; i < 128; i++)
+        CHECK(i < 32 ? out[i] == 1.0f : std::isnan(out[i]));
+    DT_LAUNCH(read_unwritten_dynamic, 2, 64, 64 * sizeof(float), 0, out);
+    for (int i = 0; i < 64; i++)
+        CHECK(std::isnan(out[i]));
+    CHECK(!dtc_error());
+}
+
+// ==== 5. Planted mistakes that are reported ====================================================
+
+__global__ void two_barriers_on_one_line(int *out)
+{
+    if (threadIdx.x < 32) { __syncthreads(); *out = 1; } else { __syncthreads(); *out = 2; }
+}
+
+__global__ void exit_before_barrier(int n)
+{
+    if (static_cast<int>(threadIdx.x) >= n)
+        return;
+    __syncthreads();
+}
+
+__global__ void shuffle_with_exited(float *out)
+{
+    if (threadIdx.x == 31)
+        return;
+    out[threadIdx.x] = warp_sum(1.0f);
+}
+
+__global__ void shuffle_in_part_of_warp(float *out)
+{
+    out[threadIdx.x] = warp_sum(1.0f);
+}
+
+__global__ void read_outside_mask(int *out)
+{
+    if (threadIdx.x < 16)
+        out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, 1, 16);
+}
+
+__global__ void not_in_own_mask(int *out)
+{
+    out[threadIdx.x] = __ballot_sync(0x0000ffffu, 1);
+}
+
+__global__ void odd_width(int *out)
+{
+    out[threadIdx.x] = __shfl_sync(0xffffffffu, 1, 0, 12);
+}
+
+__global__ void two_warp_operations(int *out)
+{
+    if (threadIdx.x < 16)
+        out[threadIdx.x] = __any_sync(0xffffffffu, 1);
+    else
+        out[threadIdx.x] = __all_sync(0xffffffffu, 1);
+}
+
+__global__ void different_masks(int *out)
+{
+    unsigned mask = threadIdx.x < 16 ? 0xffffffffu : 0xffffff0fu;
+    out[threadIdx.x] = __ballot_sync(mask, 1) != 0;
+}
+
+__global__ void warp_against_block(int *out)
+{
+    if (threadIdx.x % 32 < 16)
+        __syncwarp();
+    __syncthreads();
+    out[threadIdx.x] = 1;
+}
+
+// Waits for a block that may not even have started.
+__global__ void wait_for_all_blocks(unsigned *arrived)
+{
+    atomicAdd(arrived, 1);
+    while (atomicAdd(arrived, 0) < gridDim.x) {
+    }
+}
+
+static void launch_mistakes(float *f, int *out)
+{
+    DT_LAUNCH(two_barriers_on_one_line, 1, 64, 0, 0, out);
+    CHECK(reported("threads wait at different ones"));
+    DT_LAUNCH(exit_before_barrier, 1, 64, 0, 0, 40);
+    CHECK(reported("threads exited before it"));
+    DT_LAUNCH(shuffle_with_exited, 1, 32, 0, 0, f);
+    CHECK(reported("names a lane that has exited"));
+    DT_LAUNCH(shuffle_in_part_of_warp, 1, 40, 0, 0, f);
+    CHECK(reported("names a lane that the block does not have"));
+    DT_LAUNCH(read_outside_mask, 1, 32, 0, 0, out);
+    CHECK(reported("which is not in the mask 0000ffff"));
+    DT_LAUNCH(not_in_own_mask, 1, 32, 0, 0, out);
+    CHECK(reported("is not in its own mask"));
+    DT_LAUNCH(odd_width, 1, 32, 0, 0, out);
+    CHECK(reported("width 12"));
+    DT_LAUNCH(two_warp_operations, 1, 32, 0, 0, out);
+    CHECK(reported("wait at different warp operations"));
+    DT_LAUNCH(different_masks, 1, 32, 0, 0, out);
+    CHECK(reported("wait at different warp operations"));
+    DT_LAUNCH(warp_against_block, 1, 64, 0, 0, out);
+    CHECK(reported("deadlock"));
+    unsigned arrived = 0;
+    DT_LAUNCH(wait_for_all_blocks, 2, 1, 0, 0, &arrived);
+    CHECK(reported("deadlock"));
+}
+
+static void test_reported_mistakes()
+{
+    floats x = numbers(2000), f(64);
+    std::vector<int> out(64);
+    floats right = run_row_sums<true>(x, 2, 1024);
+    for (const auto &o : ORDERS) {
+        dtc_set_order(o.order, o.seed);
+        launch_mistakes(f.data(), out.data());
+        CHECK(run_row_sums<true>(x, 2, 1024) == right); // the fibers left midway start anew
+    }
+    dtc_set_order(DTC_FORWARD, 0);
+}
+
+// What a report says, and that it stops later launches until it is cleared.
+static void test_report()
+{
+    floats x(64, 1.0f);
+    DT_LAUNCH(exit_before_barrier, dim3(3, 2), 64, 0, 0, 40);
+    CHECK(cudaGetLastError() == cudaErrorLaunchFailure);
+    CHECK(run_row_sums<true>(x, 1, 64)[0] == 0.0f);
+    const char *error = dtc_error();
+    if (CHECK(error != nullptr)) {
+        CHECK(strstr(error, "exit_before_barrier: block (0,0,0): divergent barrier"));
+        CHECK(strstr(error, "threads 0-39 wait at __syncthreads, "));
+        CHECK(strstr(error, "test_cuda_shim.cc:"));
+        CHECK(strstr(error, "threads 40-63 have exited"));
+    }
+    dtc_clear_error();
+    CHECK(run_row_sums<true>(x, 1, 64)[0] == 64.0f);
+    CHECK(!dtc_error());
+}
+
+// ==== 6. Planted mistakes that end the program =================================================
+
+// True if `run` faults, or a sanitizer ends it. A child process tries.
+template <class Run>
+static bool ends_program(Run run)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        close(2); // a sanitizer's report would only alarm the reader
+        run();
+        _exit(0);
+    }
+    int status = 0;
+    if (child < 0 || waitpid(child, &status, 0) != child)
+        return false;
+    return WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
+}
+
+static __device__ int overflow_stack(volatile int *deeper, int depth)
+{
+    volatile char frame[4096];
+    frame[depth % 4096] = 1;
+    return *deeper ? overflow_stack(deeper, depth + 1) + frame[depth % 4096] : 0;
+}
+
+__global__ void deep(volatile int *deeper)
+{
+    *deeper = overflow_stack(deeper, 0);
+}
+
+__global__ void write_at(float *out, int global_index, int dynamic_index)
+{
+    DT_DYN_SMEM(float, buffer);
+    out[global_index] = 1.0f;
+    buffer[dynamic_index] = 1.0f;
+}
+
+static void test_faults()
+{
+    volatile int deeper = 1; // a fault at the guard page, never a write into a neighbour's stack
+    CHECK(ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &deeper); }));
+
+    auto write = [](int global_index, int dynamic_index) {
+        floats out(8);
+        DT_LAUNCH(write_at, 1, 1, 8 * sizeof(float), 0, out.data(), global_index, dynamic_index);
+    };
+    CHECK(!ends_program([&] { write(7, 7); }));
+#ifdef DTC_ASAN
+    CHECK(ends_program([&] { write(8, 7); }));
+    CHECK(ends_program([&] { write(7, 8); }));
+#else
+    check_skip("writes out of bounds: need -fsanitize=address");
+#endif
+}
+
+int main()
+{
+    test_block_reduce();
+    test_transpose();
+    test_warp_scan();
+    test_last_block();
+    test_operations();
+    test_atomics_and_math();
+    test_indices();
+    test_limits();
+    test_host_threads();
+    test_changed_results();
+    test_reported_mistakes();
+    test_report();
+    test_faults();
+    return check_done("test_cuda_shim");
+}
