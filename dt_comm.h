@@ -347,19 +347,16 @@ struct dt_comm {
 static size_t dt__line_up(size_t bytes) { return (bytes + DT__LINE - 1) / DT__LINE * DT__LINE; }
 
 /* Splitting n ranks costs at most, one group for each: a header, a list, two slots. */
-static size_t dt__group_bytes(int size)
-{
+static size_t dt__group_bytes(int size) {
     return dt__line_up(sizeof(dt__group)) + dt__line_up((size_t)size * sizeof(int)) +
            2 * (size_t)size * sizeof(dt__slot);
 }
 
-static size_t dt__room_bytes(int ranks)
-{
+static size_t dt__room_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
-static size_t dt__shared_bytes(int ranks)
-{
+static size_t dt__shared_bytes(int ranks) {
     size_t n = (size_t)ranks;
     return DT__LINE /* to align the start */ + dt__line_up(sizeof(dt__shared)) + n * sizeof(dt__rank_state) +
            dt__line_up(n * n * sizeof(dt__pair)) + dt__room_bytes(ranks) +
@@ -367,8 +364,7 @@ static size_t dt__shared_bytes(int ranks)
 }
 
 /* Lays the range out. What holds flags is zeroed; room and eager copies are not touched before they are used. */
-static dt__shared *dt__shared_lay(void *memory, int ranks)
-{
+static dt__shared *dt__shared_lay(void *memory, int ranks) {
     size_t n = (size_t)ranks;
     char *p = (char *)memory + (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE, *start = p;
     dt__shared *shared = (dt__shared *)(void *)p;
@@ -387,20 +383,17 @@ static dt__shared *dt__shared_lay(void *memory, int ranks)
     return shared;
 }
 
-static dt__pair *dt__pair_of(dt__shared *shared, int from, int to)
-{
+static dt__pair *dt__pair_of(dt__shared *shared, int from, int to) {
     return &shared->pairs[(size_t)from * (size_t)shared->ranks + (size_t)to];
 }
 
-static char *dt__eager_of(dt__shared *shared, int from, int to, int message)
-{
+static char *dt__eager_of(dt__shared *shared, int from, int to, int message) {
     size_t pair = (size_t)from * (size_t)shared->ranks + (size_t)to;
     return shared->eager + (pair * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
 }
 
 /* A new group of `size` ranks, its list still to be filled; NULL when the room is used up. Any rank may call it. */
-static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
-{
+static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size);
     size_t at = __atomic_fetch_add(&shared->room_used, bytes, __ATOMIC_RELAXED);
     if (at > shared->room_bytes || bytes > shared->room_bytes - at) return NULL;
@@ -433,15 +426,13 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 
 static int dt__aborted(const dt__shared *shared) { return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST); }
 
-static int dt__claim(dt__shared *shared)
-{
+static int dt__claim(dt__shared *shared) {
     int expected = 0;
     return __atomic_compare_exchange_n(&shared->claimed, &expected, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 /* Only for whoever claimed it. */
-static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text)
-{
+static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), most = sizeof shared->first.text - 1;
     shared->first.status = status;
     shared->first.rank = rank;
@@ -449,16 +440,17 @@ static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, 
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
-/* The listener through which dt_tensor.h tells of every first failure of a context. */
-static void dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user)
-{
+/* The listener through which dt_tensor.h tells of every first failure of a context. Several ranks may notice the same
+   one, a norm that is not finite for example: one line of log is enough. */
+static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
-    if (world->claimed || dt__claim(world->shared)) dt__publish_failure(world->shared, world->rank, status, text);
+    if (!world->claimed && !dt__claim(world->shared)) return 1;
+    dt__publish_failure(world->shared, world->rank, status, text);
+    return 0;
 }
 
-static void dt__quiesce(const dt__world *world)
-{
+static void dt__quiesce(const dt__world *world) {
     for (int rank = 0; rank < world->shared->ranks; rank++) {
         while (__atomic_load_n(&world->shared->state[rank].busy, __ATOMIC_SEQ_CST))
             world->host->sleep(world->host->user, 0);
@@ -466,8 +458,7 @@ static void dt__quiesce(const dt__world *world)
 }
 
 /* Returns 1: memory of others may be touched until dt__touch_end; 0: aborted, hands off. */
-static int dt__touch_begin(const dt__world *world)
-{
+static int dt__touch_begin(const dt__world *world) {
     int *busy = &world->shared->state[world->rank].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
     if (!dt__aborted(world->shared)) return 1;
@@ -476,23 +467,20 @@ static int dt__touch_begin(const dt__world *world)
 }
 
 /* Until the stream is empty, it may still fill what others are about to read, or copy what they are about to free. */
-static dt_status dt__sync(const dt__world *world)
-{
+static dt_status dt__comm_sync(const dt__world *world) {
     const dt_kernels *kernels = dt_ctx_kernels(world->ctx);
     return kernels->sync ? kernels->sync(dt_ctx_stream(world->ctx)) : DT_OK;
 }
 
 /* status: how the copies went. Returns the first error of that and the stream's. */
-static dt_status dt__touch_end(const dt__world *world, dt_status status)
-{
-    dt_status synced = dt__sync(world);
+static dt_status dt__touch_end(const dt__world *world, dt_status status) {
+    dt_status synced = dt__comm_sync(world);
     __atomic_store_n(&world->shared->state[world->rank].busy, 0, __ATOMIC_SEQ_CST);
     return status ? status : synced;
 }
 
 /* Another rank failed first: this context fails with that rank's text. Returns when all buffers are free. */
-static dt_status dt__peer_failed(dt__world *world)
-{
+static dt_status dt__peer_failed(dt__world *world) {
     while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
     dt_status status = dt_fail(world->ctx, DT_ERR_PEER, "peer failed first: %s", world->shared->first.text);
     dt__quiesce(world);
@@ -501,8 +489,7 @@ static dt_status dt__peer_failed(dt__world *world)
 
 /* A failure that this layer noticed, often on several ranks at once: the first is the failure, the others have a peer
    that failed first. Returns the context's status when all buffers are free. */
-DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...)
-{
+DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status status, const char *fmt, ...) {
     char text[512];
     va_list args;
     va_start(args, fmt);
@@ -535,8 +522,7 @@ typedef enum dt__outcome {
 /* 1: what was awaited is there; 0: not yet; -1: it will never be. */
 typedef int (*dt__ready_fn)(void *what);
 
-static void dt__pause(void)
-{
+static void dt__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -544,8 +530,7 @@ static void dt__pause(void)
 #endif
 }
 
-static dt__outcome dt__wait(const dt__world *world, dt__ready_fn ready, void *what)
-{
+static dt__outcome dt__wait(const dt__world *world, dt__ready_fn ready, void *what) {
     const dt_host *host = world->host;
     double deadline = 0, nap = DT__NAP_MIN;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
@@ -569,8 +554,7 @@ static dt__outcome dt__wait(const dt__world *world, dt__ready_fn ready, void *wh
     }
 }
 
-static int dt__has_ended(const dt__shared *shared, int rank)
-{
+static int dt__has_ended(const dt__shared *shared, int rank) {
     return __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
 }
 
@@ -585,8 +569,7 @@ struct dt__comm_ops {
     dt__comm_fn barrier, broadcast, all_gather, all_to_all, reduce_scatter, all_reduce;
 };
 
-static dt__call dt__call_make(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype)
-{
+static dt__call dt__call_make(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype) {
     dt__call call;
     memset(&call, 0, sizeof call);
     call.op = op;
@@ -597,15 +580,13 @@ static dt__call dt__call_make(dt__op_code op, const void *send, void *recv, size
     return call;
 }
 
-static const char *dt__op_name(dt__op_code op)
-{
+static const char *dt__op_name(dt__op_code op) {
     static const char *const names[] = { "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast",
                                          "barrier", "dt_sum_doubles", "dt_agree", "dt_comm_split", "send", "receive" };
     return names[op];
 }
 
-static const char *dt__redop_name(dt_op op)
-{
+static const char *dt__redop_name(dt_op op) {
     switch (op) {
     case DT_SUM: return "sum";
     case DT_AVG: return "avg";
@@ -619,8 +600,7 @@ static const char *dt__redop_name(dt_op op)
 static int dt__reduces(dt__op_code op) { return op == DT__ALL_REDUCE || op == DT__REDUCE_SCATTER; }
 
 /* Appends to text of `bytes` bytes, as far as it fits; *at is its length. */
-DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...)
-{
+DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
     int length = vsnprintf(text + *at, bytes - *at, fmt, args);
@@ -628,12 +608,11 @@ DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, con
     if (length > 0) *at = *at + (size_t)length < bytes ? *at + (size_t)length : bytes - 1;
 }
 
-typedef struct dt__text { char s[192]; } dt__text;  /* by value: a text that needs no owner */
+typedef struct dt__phrase { char s[192]; } dt__phrase;  /* by value: a text that needs no owner */
 
 /* "all-reduce f32 x 10 sum", "barrier" */
-static dt__text dt__call_text(const dt__call *call)
-{
-    dt__text text;
+static dt__phrase dt__call_text(const dt__call *call) {
+    dt__phrase text;
     size_t at = 0;
     dt__append(text.s, sizeof text.s, &at, "%s", dt__op_name(call->op));
     if (call->op == DT__SUM_DOUBLES) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
@@ -647,20 +626,16 @@ static dt__text dt__call_text(const dt__call *call)
 static size_t dt__call_bytes(const dt__call *call) { return call->count * dt_dtype_size(call->dtype); }
 
 /* Bytes that travel go through the device's table, except scalars. */
-static dt_status dt__move(dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes)
-{
+static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t bytes) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (bytes == 0 || dst == src) return DT_OK;
-    if (call->host) {
-        memcpy(dst, src, bytes);
-        return DT_OK;
-    }
-    return kernels->move ? kernels->move(dst, src, bytes, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
+    if (!call->host && kernels->move) return kernels->move(dst, src, bytes, dt_ctx_stream(comm->world->ctx));
+    memcpy(dst, src, bytes);
+    return DT_OK;
 }
 
 /* out[i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, always. out may be one of the inputs. */
-static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, size_t count)
-{
+static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, size_t count) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
     if (!call->host) {
@@ -676,16 +651,14 @@ static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, siz
 }
 
 /* A copy or a kernel of this call answered with an error. */
-static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status)
-{
+static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status) {
     return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s",
                          dt__call_text(call).s, (unsigned long long)call->seq, comm->group->name,
                          dt_ctx_kernels(comm->world->ctx)->name, dt_status_name(status));
 }
 
 /* What dt_comm_bytes documents. */
-static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call)
-{
+static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->place.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     if (call->host) return 0;
     switch (call->op) {
@@ -715,8 +688,7 @@ typedef struct dt__mail {   /* what a sender or receiver looks for */
     int               alone;        /* to itself: nobody else will free a message */
 } dt__mail;
 
-static int dt__free_message(void *what)
-{
+static int dt__free_message(void *what) {
     dt__mail *mail = (dt__mail *)what;
     int ended = mail->alone || dt__has_ended(mail->shared, mail->other);   /* read before the messages, see below */
     for (int i = 0; i < DT__MESSAGES; i++) {
@@ -726,33 +698,37 @@ static int dt__free_message(void *what)
     return ended ? -1 : 0;
 }
 
-static int dt__message_taken(void *what)
-{
+static int dt__message_taken(void *what) {
     dt__mail *mail = (dt__mail *)what;
     int ended = dt__has_ended(mail->shared, mail->other);
     if (__atomic_load_n(&mail->message->state, __ATOMIC_ACQUIRE) == DT__TAKEN) return 1;
     return ended ? -1 : 0;
 }
 
-/* The oldest message of this group and tag. A rank may send and then end: its flag is read first, so that a message
-   which is not there then will never be. */
-static int dt__message_there(void *what)
-{
-    dt__mail *mail = (dt__mail *)what;
-    int ended = mail->alone || dt__has_ended(mail->shared, mail->other);
-    mail->message = NULL;
+/* The oldest message of this group and tag that is posted, or NULL. */
+static dt__message *dt__oldest(const dt__mail *mail) {
+    dt__message *oldest = NULL;
     for (int i = 0; i < DT__MESSAGES; i++) {
         dt__message *message = &mail->pair->message[i];
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED) continue;
         if (message->tag != mail->tag || message->group != mail->group) continue;
-        if (!mail->message || message->order < mail->message->order) mail->message = message;
+        if (!oldest || message->order < oldest->order) oldest = message;
     }
-    if (mail->message) return 1;
-    return ended ? -1 : 0;
+    return oldest;
 }
 
-static dt__mail dt__mail_make(dt_comm *comm, const dt__call *call)
-{
+/* A rank may send and then end: its flag is read first, so that a message which is not there then will never be. And it
+   may send two while we look: the older into a place we have passed, the newer into one still ahead. Seeing the
+   newer makes the older visible, so a second look finds it. */
+static int dt__message_there(void *what) {
+    dt__mail *mail = (dt__mail *)what;
+    int ended = mail->alone || dt__has_ended(mail->shared, mail->other);
+    if (!dt__oldest(mail)) return ended ? -1 : 0;
+    mail->message = dt__oldest(mail);
+    return 1;
+}
+
+static dt__mail dt__mail_make(dt_comm *comm, const dt__call *call) {
     int me = comm->world->rank, other = comm->group->ranks[call->peer], sends = call->op == DT__SEND;
     dt__shared *shared = comm->world->shared;
     dt__mail mail = { shared, dt__pair_of(shared, sends ? me : other, sends ? other : me), NULL, comm->group, call->tag,
@@ -761,11 +737,10 @@ static dt__mail dt__mail_make(dt_comm *comm, const dt__call *call)
 }
 
 /* Neither came: says who did not do what. */
-static dt_status dt__mail_failed(dt_comm *comm, const dt__call *call, dt__outcome outcome)
-{
+static dt_status dt__mail_failed(dt_comm *comm, const dt__call *call, dt__outcome outcome) {
     dt__world *world = comm->world;
     int other = comm->group->ranks[call->peer];
-    dt__text text = dt__call_text(call);
+    dt__phrase text = dt__call_text(call);
     size_t at = strlen(text.s);
     dt__append(text.s, sizeof text.s, &at, " %s rank %d with tag %d on %s", call->op == DT__SEND ? "to" : "from", other,
                call->tag, comm->group->name);
@@ -778,8 +753,7 @@ static dt_status dt__mail_failed(dt_comm *comm, const dt__call *call, dt__outcom
     return dt__comm_fail(world, DT_ERR_COMM, "rank %d ended without the other half of %s", other, text.s);
 }
 
-static dt_status dt__threads_send(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_send(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt__mail mail = dt__mail_make(comm, call);
     size_t bytes = dt__call_bytes(call);
@@ -798,10 +772,10 @@ static dt_status dt__threads_send(dt_comm *comm, const dt__call *call)
     dt_status status = DT_OK;
     if (eager) {
         char *copy = dt__eager_of(world->shared, world->rank, mail.other, (int)(message - mail.pair->message));
-        status = dt__move(comm, call, copy, call->send, bytes);
+        status = dt__comm_move(comm, call, copy, call->send, bytes);
         message->data = copy;
     }
-    if (status == DT_OK) status = dt__sync(world);
+    if (status == DT_OK) status = dt__comm_sync(world);
     if (status) return dt__data_failed(comm, call, status);
     __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
     if (eager) return DT_OK;
@@ -811,8 +785,7 @@ static dt_status dt__threads_send(dt_comm *comm, const dt__call *call)
     return DT_OK;
 }
 
-static dt_status dt__threads_recv(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_recv(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt__mail mail = dt__mail_make(comm, call);
     dt__outcome outcome = dt__wait(world, dt__message_there, &mail);
@@ -823,7 +796,7 @@ static dt_status dt__threads_recv(dt_comm *comm, const dt__call *call)
                              mail.other, dt_dtype_name(message->dtype), message->count, world->rank,
                              dt_dtype_name(call->dtype), call->count, call->tag, comm->group->name);
     if (!dt__touch_begin(world)) return dt__peer_failed(world);
-    dt_status status = dt__touch_end(world, dt__move(comm, call, call->recv, message->data, dt__call_bytes(call)));
+    dt_status status = dt__touch_end(world, dt__comm_move(comm, call, call->recv, message->data, dt__call_bytes(call)));
     if (status) return dt__data_failed(comm, call, status);
     __atomic_store_n(&message->state, message->eager ? DT__FREE : DT__TAKEN, __ATOMIC_RELEASE);
     return DT_OK;
@@ -831,8 +804,7 @@ static dt_status dt__threads_recv(dt_comm *comm, const dt__call *call)
 
 /* The generic collectives below send and receive pieces of a call with these. Their tags are below 0 and belong to
    one operation, so that no message of the caller and none of another operation is mistaken for theirs. */
-static dt__call dt__piece_of(const dt__call *call, dt__op_code op, int peer, size_t count)
-{
+static dt__call dt__piece_of(const dt__call *call, dt__op_code op, int peer, size_t count) {
     dt__call piece = dt__call_make(op, NULL, NULL, count, call->dtype);
     piece.peer = peer;
     piece.host = call->host;
@@ -841,15 +813,13 @@ static dt__call dt__piece_of(const dt__call *call, dt__op_code op, int peer, siz
     return piece;
 }
 
-static dt_status dt__pass(dt_comm *comm, const dt__call *call, const void *buf, size_t count, int to)
-{
+static dt_status dt__pass(dt_comm *comm, const dt__call *call, const void *buf, size_t count, int to) {
     dt__call piece = dt__piece_of(call, DT__SEND, to, count);
     piece.send = buf;
     return comm->ops->send(comm, &piece);
 }
 
-static dt_status dt__take(dt_comm *comm, const dt__call *call, void *buf, size_t count, int from)
-{
+static dt_status dt__take(dt_comm *comm, const dt__call *call, void *buf, size_t count, int from) {
     dt__call piece = dt__piece_of(call, DT__RECV, from, count);
     piece.recv = buf;
     return comm->ops->recv(comm, &piece);
@@ -857,8 +827,7 @@ static dt_status dt__take(dt_comm *comm, const dt__call *call, void *buf, size_t
 
 /* Both at once. A large send waits for its receiver, so someone must receive first: the caller says who. */
 static dt_status dt__pass_and_take(dt_comm *comm, const dt__call *call, const void *out, int to, void *in, int from,
-                                   int pass_first)
-{
+                                   int pass_first) {
     dt_status status = pass_first ? dt__pass(comm, call, out, call->count, to) : DT_OK;
     if (status == DT_OK) status = dt__take(comm, call, in, call->count, from);
     if (status == DT_OK && !pass_first) status = dt__pass(comm, call, out, call->count, to);
@@ -866,9 +835,8 @@ static dt_status dt__pass_and_take(dt_comm *comm, const dt__call *call, const vo
 }
 
 /* A copy inside this rank. */
-static dt_status dt__keep(dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t count)
-{
-    dt_status status = dt__move(comm, call, dst, src, count * dt_dtype_size(call->dtype));
+static dt_status dt__keep(dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t count) {
+    dt_status status = dt__comm_move(comm, call, dst, src, count * dt_dtype_size(call->dtype));
     return status ? dt__data_failed(comm, call, status) : DT_OK;
 }
 
@@ -892,19 +860,16 @@ typedef struct dt__meeting {
     int      ended;     /* the rank that will never come */
 } dt__meeting;
 
-static dt__slot *dt__slot_of(const dt_comm *comm, int rank, uint64_t seq)
-{
+static dt__slot *dt__slot_of(const dt_comm *comm, int rank, uint64_t seq) {
     return &comm->group->slots[2 * (size_t)rank + (size_t)(seq & 1)];
 }
 
-static int dt__is_there(const dt__meeting *meeting, int rank)
-{
+static int dt__is_there(const dt__meeting *meeting, int rank) {
     dt__slot *slot = dt__slot_of(meeting->comm, rank, meeting->seq);
     return __atomic_load_n(meeting->closing ? &slot->done : &slot->posted, __ATOMIC_ACQUIRE) >= meeting->seq;
 }
 
-static int dt__all_there(void *what)
-{
+static int dt__all_there(void *what) {
     dt__meeting *meeting = (dt__meeting *)what;
     const dt_comm *comm = meeting->comm;
     const dt__shared *shared = comm->world->shared;
@@ -920,9 +885,8 @@ static int dt__all_there(void *what)
 }
 
 /* "ranks 0,1 arrived, 3 did not", in world ranks; at most 8 of each are listed. */
-static dt__text dt__who_came(const dt__meeting *meeting)
-{
-    dt__text text;
+static dt__phrase dt__who_came(const dt__meeting *meeting) {
+    dt__phrase text;
     size_t at = 0;
     dt__append(text.s, sizeof text.s, &at, "ranks ");
     for (int came = 1; came >= 0; came--) {
@@ -940,8 +904,7 @@ static dt__text dt__who_came(const dt__meeting *meeting)
     return text;
 }
 
-static dt_status dt__meeting_failed(const dt__meeting *meeting, const dt__call *call, dt__outcome outcome)
-{
+static dt_status dt__meeting_failed(const dt__meeting *meeting, const dt__call *call, dt__outcome outcome) {
     dt__world *world = meeting->comm->world;
     const dt__group *group = meeting->comm->group;
     const char *op = dt__op_name(call->op);
@@ -954,21 +917,18 @@ static dt_status dt__meeting_failed(const dt__meeting *meeting, const dt__call *
                          seq, group->name, dt__who_came(meeting).s);
 }
 
-static dt_status dt__meet(dt_comm *comm, const dt__call *call, int closing)
-{
+static dt_status dt__meet(dt_comm *comm, const dt__call *call, int closing) {
     dt__meeting meeting = { comm, call->seq, closing, 0, 0 };
     dt__outcome outcome = dt__wait(comm->world, dt__all_there, &meeting);
     return outcome == DT__READY ? DT_OK : dt__meeting_failed(&meeting, call, outcome);
 }
 
-static const dt__call *dt__call_of(const dt_comm *comm, int rank, uint64_t seq)
-{
+static const dt__call *dt__call_of(const dt_comm *comm, int rank, uint64_t seq) {
     return &dt__slot_of(comm, rank, seq)->call;
 }
 
 /* Every rank compares the same slots and comes to the same answer. */
-static dt_status dt__compare(dt_comm *comm, uint64_t seq)
-{
+static dt_status dt__compare(dt_comm *comm, uint64_t seq) {
     const dt__call *first = dt__call_of(comm, 0, seq);
     for (int rank = 1; rank < comm->place.size; rank++) {
         const dt__call *other = dt__call_of(comm, rank, seq);
@@ -981,9 +941,8 @@ static dt_status dt__compare(dt_comm *comm, uint64_t seq)
     return DT_OK;
 }
 
-static dt_status dt__open(dt_comm *comm, const dt__call *call)
-{
-    dt_status status = dt__sync(comm->world);
+static dt_status dt__open(dt_comm *comm, const dt__call *call) {
+    dt_status status = dt__comm_sync(comm->world);
     if (status) return dt__data_failed(comm, call, status);
     dt__slot *slot = dt__slot_of(comm, comm->place.rank, call->seq);
     slot->call = *call;
@@ -993,8 +952,7 @@ static dt_status dt__open(dt_comm *comm, const dt__call *call)
 }
 
 /* status: what dt__touch_end returned. */
-static dt_status dt__close(dt_comm *comm, const dt__call *call, dt_status status)
-{
+static dt_status dt__close(dt_comm *comm, const dt__call *call, dt_status status) {
     if (status) return dt__data_failed(comm, call, status);
     __atomic_store_n(&dt__slot_of(comm, comm->place.rank, call->seq)->done, call->seq, __ATOMIC_RELEASE);
     return dt__meet(comm, call, 1);
@@ -1009,8 +967,7 @@ static dt_status dt__close(dt_comm *comm, const dt__call *call, dt_status status
    Generic: everyone tells rank 0, then rank 0 tells everyone: 2 messages a rank, 2 (N-1) for rank 0.
    Threads: a meeting is a barrier, and needs no closing: the two slots of a rank alternate. */
 
-static dt_status dt__generic_barrier(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_barrier(dt_comm *comm, const dt__call *call) {
     dt_status status = DT_OK;
     if (comm->place.rank > 0) {
         status = dt__pass(comm, call, NULL, 0, 0);
@@ -1032,8 +989,7 @@ static dt_status dt__threads_barrier(dt_comm *comm, const dt__call *call) { retu
    Generic: the root sends to each in turn: it sends (N-1) S, the others nothing.
    Threads: each rank copies the root's buffer; all at once, S read and S written a rank. */
 
-static dt_status dt__generic_broadcast(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_broadcast(dt_comm *comm, const dt__call *call) {
     dt_status status = DT_OK;
     if (comm->place.rank != call->peer) return dt__take(comm, call, call->recv, call->count, call->peer);
     for (int rank = 0; rank < comm->place.size && !status; rank++) {
@@ -1042,13 +998,12 @@ static dt_status dt__generic_broadcast(dt_comm *comm, const dt__call *call)
     return status;
 }
 
-static dt_status dt__threads_broadcast(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_broadcast(dt_comm *comm, const dt__call *call) {
     dt_status status = dt__open(comm, call);
     if (status) return status;
     if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
     const void *from = dt__call_of(comm, call->peer, call->seq)->recv;
-    status = dt__move(comm, call, call->recv, from, dt__call_bytes(call));
+    status = dt__comm_move(comm, call, call->recv, from, dt__call_bytes(call));
     return dt__close(comm, call, dt__touch_end(comm->world, status));
 }
 
@@ -1063,8 +1018,7 @@ static dt_status dt__threads_broadcast(dt_comm *comm, const dt__call *call)
    and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
    Threads: each rank copies every share from its owner: the same bytes in one step. */
 
-static dt_status dt__generic_all_gather(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_all_gather(dt_comm *comm, const dt__call *call) {
     int n = comm->place.size, rank = comm->place.rank, right = (rank + 1) % n, left = (rank + n - 1) % n;
     size_t share = dt__call_bytes(call);
     char *recv = (char *)call->recv;
@@ -1077,8 +1031,7 @@ static dt_status dt__generic_all_gather(dt_comm *comm, const dt__call *call)
 }
 
 /* Each rank starts with its own share and goes round, so that not all read the same memory at the same time. */
-static dt_status dt__threads_all_gather(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_all_gather(dt_comm *comm, const dt__call *call) {
     int n = comm->place.size;
     size_t share = dt__call_bytes(call);
     dt_status status = dt__open(comm, call);
@@ -1086,7 +1039,7 @@ static dt_status dt__threads_all_gather(dt_comm *comm, const dt__call *call)
     if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
     for (int step = 0; step < n && !status; step++) {
         int owner = (comm->place.rank + step) % n;
-        status = dt__move(comm, call, (char *)call->recv + (size_t)owner * share,
+        status = dt__comm_move(comm, call, (char *)call->recv + (size_t)owner * share,
                           dt__call_of(comm, owner, call->seq)->send, share);
     }
     return dt__close(comm, call, dt__touch_end(comm->world, status));
@@ -1104,8 +1057,7 @@ static dt_status dt__threads_all_gather(dt_comm *comm, const dt__call *call)
    Threads: each rank copies its share from every other. */
 
 /* Fetches share `rank` of everyone into the N shares of `into`. */
-static dt_status dt__exchange(dt_comm *comm, const dt__call *call, char *into)
-{
+static dt_status dt__exchange(dt_comm *comm, const dt__call *call, char *into) {
     int n = comm->place.size, rank = comm->place.rank;
     size_t share = dt__call_bytes(call);
     const char *send = (const char *)call->send;
@@ -1118,13 +1070,11 @@ static dt_status dt__exchange(dt_comm *comm, const dt__call *call, char *into)
     return status;
 }
 
-static dt_status dt__generic_all_to_all(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_all_to_all(dt_comm *comm, const dt__call *call) {
     return dt__exchange(comm, call, (char *)call->recv);
 }
 
-static dt_status dt__threads_all_to_all(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_all_to_all(dt_comm *comm, const dt__call *call) {
     int n = comm->place.size, rank = comm->place.rank;
     size_t share = dt__call_bytes(call);
     dt_status status = dt__open(comm, call);
@@ -1132,8 +1082,8 @@ static dt_status dt__threads_all_to_all(dt_comm *comm, const dt__call *call)
     if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
     for (int step = 0; step < n && !status; step++) {
         int other = (rank + step) % n;
-        const char *from = (const char *)dt__call_of(comm, other, call->seq)->send;
-        status = dt__move(comm, call, (char *)call->recv + (size_t)other * share, from + (size_t)rank * share, share);
+        const char *from = (const char *)dt__call_of(comm, other, call->seq)->send + (size_t)rank * share;
+        status = dt__comm_move(comm, call, (char *)call->recv + (size_t)other * share, from, share);
     }
     return dt__close(comm, call, dt__touch_end(comm->world, status));
 }
@@ -1148,29 +1098,28 @@ static dt_status dt__threads_all_to_all(dt_comm *comm, const dt__call *call)
    buffer, as in a ring, but a ring adds share r in the order r+1, r+2, ... r, another order for each share.
    Threads: each rank reduces its share straight from all buffers: N shares read, one written. */
 
-/* Scratch of n elements of the call's type; NULL with an error, or for none. Not dt_work: the caller may hold that. */
-static void *dt__scratch(dt_comm *comm, const dt__call *call, size_t count)
-{
+/* Scratch of count elements of the call's type; NULL with an error. Not dt_work: the caller may hold that. */
+static void *dt__scratch(dt_comm *comm, const dt__call *call, size_t count) {
+    if (count == 0) return comm->words;     /* any address */
     return dt_alloc(comm->world->ctx, call->host ? DT_MEM_HOST : DT_MEM_COMM, count * dt_dtype_size(call->dtype),
                     dt__op_name(call->op));
 }
 
-static void dt__scratch_free(dt_comm *comm, const dt__call *call, void *p, size_t count)
-{
-    dt_free(comm->world->ctx, call->host ? DT_MEM_HOST : DT_MEM_COMM, p, count * dt_dtype_size(call->dtype));
+static void dt__scratch_free(dt_comm *comm, const dt__call *call, void *p, size_t count) {
+    if (count > 0)
+        dt_free(comm->world->ctx, call->host ? DT_MEM_HOST : DT_MEM_COMM, p,
+                count * dt_dtype_size(call->dtype));
 }
 
 /* The N runs of count elements at `all`, one of each rank, become one at out. */
-static dt_status dt__combine_runs(dt_comm *comm, const dt__call *call, void *out, const char *all)
-{
+static dt_status dt__combine_runs(dt_comm *comm, const dt__call *call, void *out, const char *all) {
     for (int rank = 0; rank < comm->place.size; rank++) comm->in[rank] = all + (size_t)rank * dt__call_bytes(call);
     dt_status status = dt__combine(comm, call, out, call->count);
-    if (status == DT_OK) status = dt__sync(comm->world);    /* before the scratch goes */
+    if (status == DT_OK) status = dt__comm_sync(comm->world);    /* before the scratch goes */
     return status ? dt__data_failed(comm, call, status) : DT_OK;
 }
 
-static dt_status dt__generic_reduce_scatter(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_reduce_scatter(dt_comm *comm, const dt__call *call) {
     size_t all = call->count * (size_t)comm->place.size;
     char *got = (char *)dt__scratch(comm, call, all);
     dt_status status = dt_error(comm->world->ctx);
@@ -1180,14 +1129,13 @@ static dt_status dt__generic_reduce_scatter(dt_comm *comm, const dt__call *call)
     return status;
 }
 
-static dt_status dt__threads_reduce_scatter(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_reduce_scatter(dt_comm *comm, const dt__call *call) {
     dt_status status = dt__open(comm, call);
     if (status) return status;
     if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
     for (int rank = 0; rank < comm->place.size; rank++) {
         const char *send = (const char *)dt__call_of(comm, rank, call->seq)->send;
-        comm->in[rank] = call->count ? send + (size_t)comm->place.rank * dt__call_bytes(call) : NULL;
+        comm->in[rank] = send + (size_t)comm->place.rank * dt__call_bytes(call);
     }
     status = dt__combine(comm, call, call->recv, call->count);
     return dt__close(comm, call, dt__touch_end(comm->world, status));
@@ -1208,8 +1156,7 @@ static dt_status dt__threads_reduce_scatter(dt_comm *comm, const dt__call *call)
 
 enum { DT__PIECE_BYTES = 32768 };
 
-static dt_status dt__generic_all_reduce(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__generic_all_reduce(dt_comm *comm, const dt__call *call) {
     dt__call result = *call;    /* the second half: a broadcast from rank 0 */
     result.peer = 0;
     if (comm->place.rank > 0) {
@@ -1229,15 +1176,13 @@ static dt_status dt__generic_all_reduce(dt_comm *comm, const dt__call *call)
 }
 
 /* The first element of chunk i when count elements are cut into `parts` chunks that differ by at most one. */
-static size_t dt__chunk_first(size_t count, int parts, int i)
-{
+static size_t dt__chunk_first(size_t count, int parts, int i) {
     size_t each = count / (size_t)parts, extra = count % (size_t)parts, before = (size_t)i;
     return before * each + (before < extra ? before : extra);
 }
 
 /* Elements first .. first+count-1: reduced into this rank's result, then copied to everyone's. */
-static dt_status dt__reduce_piece(dt_comm *comm, const dt__call *call, size_t first, size_t count)
-{
+static dt_status dt__reduce_piece(dt_comm *comm, const dt__call *call, size_t first, size_t count) {
     int n = comm->place.size;
     size_t size = dt_dtype_size(call->dtype), at = first * size;
     for (int rank = 0; rank < n; rank++)
@@ -1246,13 +1191,12 @@ static dt_status dt__reduce_piece(dt_comm *comm, const dt__call *call, size_t fi
     dt_status status = dt__combine(comm, call, sum, count);
     for (int step = 1; step < n && !status; step++) {
         int other = (comm->place.rank + step) % n;
-        status = dt__move(comm, call, (char *)dt__call_of(comm, other, call->seq)->recv + at, sum, count * size);
+        status = dt__comm_move(comm, call, (char *)dt__call_of(comm, other, call->seq)->recv + at, sum, count * size);
     }
     return status;
 }
 
-static dt_status dt__threads_all_reduce(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__threads_all_reduce(dt_comm *comm, const dt__call *call) {
     dt_status status = dt__open(comm, call);
     if (status) return status;
     if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
@@ -1274,8 +1218,7 @@ static const dt__comm_ops dt__threads = {
     dt__threads_all_to_all, dt__threads_reduce_scatter, dt__threads_all_reduce
 };
 
-static const char *dt__backend_name(dt_backend backend)
-{
+static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
     case DT_BACKEND_AUTO:
     case DT_BACKEND_THREADS: return "threads";
@@ -1288,8 +1231,7 @@ static const char *dt__backend_name(dt_backend backend)
 }
 
 /* NULL for what this version does not have: it is refused, never replaced by another. */
-static const dt__comm_ops *dt__backend(dt_backend backend)
-{
+static const dt__comm_ops *dt__backend(dt_backend backend) {
     return backend == DT_BACKEND_AUTO || backend == DT_BACKEND_THREADS ? &dt__threads : NULL;
 }
 
@@ -1300,8 +1242,7 @@ static int dt__has_send(dt__op_code op) { return op != DT__BROADCAST && op != DT
 static int dt__has_recv(dt__op_code op) { return op != DT__BARRIER && op != DT__SEND; }
 
 /* Arguments that are wrong whatever the other ranks do; NULL if none, else what is wrong. One rule a line. */
-static const char *dt__wrong(const dt_comm *comm, const dt__call *call)
-{
+static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     size_t most = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->place.size;
     int to_one = call->op == DT__SEND || call->op == DT__RECV;
     if ((unsigned)call->redop > (unsigned)DT_PROD) return "unknown reduction";
@@ -1315,8 +1256,7 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call)
 }
 
 /* The backend's function, or the generic one. */
-static dt__comm_fn dt__function(const dt__comm_ops *ops, dt__op_code op)
-{
+static dt__comm_fn dt__function(const dt__comm_ops *ops, dt__op_code op) {
     switch (op) {
     case DT__SUM_DOUBLES:
     case DT__ALL_REDUCE: return ops->all_reduce ? ops->all_reduce : dt__generic_all_reduce;
@@ -1334,15 +1274,13 @@ static dt__comm_fn dt__function(const dt__comm_ops *ops, dt__op_code op)
 }
 
 /* With one rank every collective is a copy of send to recv, or nothing. */
-static dt_status dt__alone(dt_comm *comm, const dt__call *call)
-{
+static dt_status dt__alone(dt_comm *comm, const dt__call *call) {
     if (call->op == DT__BROADCAST || call->op == DT__BARRIER) return DT_OK;
     return dt__keep(comm, call, call->recv, call->send, call->count);
 }
 
 /* comm NULL: no context, so nothing to fail and no table to copy with. */
-static dt_status dt__nobody(const dt__call *call)
-{
+static dt_status dt__nobody(const dt__call *call) {
     size_t bytes = dt__call_bytes(call);
     if (call->op == DT__SEND || call->op == DT__RECV || call->peer != 0) return DT_ERR_ARG;
     if (!dt__served(call->dtype)) return DT_ERR_UNSUPPORTED;
@@ -1353,8 +1291,7 @@ static dt_status dt__nobody(const dt__call *call)
 }
 
 /* Every public operation comes through here. */
-static dt_status dt__do(dt_comm *comm, dt__call call)
-{
+static dt_status dt__do(dt_comm *comm, dt__call call) {
     if (!comm) return dt__nobody(&call);
     dt__world *world = comm->world;
     int to_one = call.op == DT__SEND || call.op == DT__RECV;
@@ -1366,58 +1303,52 @@ static dt_status dt__do(dt_comm *comm, dt__call call)
     const char *wrong = dt__wrong(comm, &call);
     if (wrong)
         return dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);
+    if (call.count == 0) call.send = call.recv = comm->words;   /* not touched; but NULL + 0 is undefined in C */
     if (!to_one) call.seq = ++comm->seq;
-    dt_status status = comm->place.size == 1 && !to_one ? dt__alone(comm, &call) : dt__function(comm->ops, call.op)(comm, &call);
+    dt__comm_fn function = comm->place.size == 1 && !to_one ? dt__alone : dt__function(comm->ops, call.op);
+    dt_status status = function(comm, &call);
     if (status == DT_OK) world->bytes[1 + (int)comm->axis] += dt__sent_bytes(comm, &call);
     return status;
 }
 
-DT_API dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op)
-{
+dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     dt__call call = dt__call_make(DT__ALL_REDUCE, send, recv, count, dtype);
     call.redop = op;
     return dt__do(comm, call);
 }
 
-DT_API dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op)
-{
+dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     dt__call call = dt__call_make(DT__REDUCE_SCATTER, send, recv, count, dtype);
     call.redop = op;
     return dt__do(comm, call);
 }
 
-DT_API dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype)
-{
+dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
-DT_API dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype)
-{
+dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
-DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root)
-{
+dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
     dt__call call = dt__call_make(DT__BROADCAST, NULL, buf, count, dtype);
     call.peer = root;
     return dt__do(comm, call);
 }
 
-DT_API dt_status dt_barrier(dt_comm *comm)
-{
+dt_status dt_barrier(dt_comm *comm) {
     return dt__do(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
-DT_API dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag)
-{
+dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
     dt__call call = dt__call_make(DT__SEND, buf, NULL, count, dtype);
     call.peer = to;
     call.tag = tag;
     return dt__do(comm, call);
 }
 
-DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag)
-{
+dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
     dt__call call = dt__call_make(DT__RECV, NULL, buf, count, dtype);
     call.peer = from;
     call.tag = tag;
@@ -1428,29 +1359,25 @@ DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype,
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
-DT_API dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n)
-{
+dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
     call.host = 1;
     return dt__do(comm, call);
 }
 
-DT_API double dt_mean(dt_comm *comm, double mine)
-{
+double dt_mean(dt_comm *comm, double mine) {
     if (dt_sum_doubles(comm, &mine, 1) != DT_OK) return (double)__builtin_nan("");
     return mine / dt_comm_size(comm);
 }
 
 /* Gathers two words of each rank into comm->words. */
-static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2])
-{
+static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
     dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
     call.host = 1;
     return dt__do(comm, call);
 }
 
-DT_API dt_status dt_agree(dt_comm *comm, dt_status mine)
-{
+dt_status dt_agree(dt_comm *comm, dt_status mine) {
     int32_t words[2] = { (int32_t)mine, 0 };
     if (!comm) return mine;
     dt_status status = dt__gather_words(comm, DT__AGREE, words);
@@ -1471,36 +1398,31 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine)
 
 static dt__world *dt__world_of(const dt_ctx *ctx) { return ctx ? (dt__world *)dt_ctx_attached(ctx) : NULL; }
 
-DT_API dt_comm *dt_world(dt_ctx *ctx)
-{
+dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
     return world ? world->comm : NULL;
 }
 
-DT_API int dt_comm_rank(const dt_comm *comm) { return comm ? comm->place.rank : 0; }
-DT_API int dt_comm_size(const dt_comm *comm) { return comm ? comm->place.size : 1; }
-DT_API const char *dt_comm_name(const dt_comm *comm) { return comm ? comm->group->name : "one"; }
+int dt_comm_rank(const dt_comm *comm) { return comm ? comm->place.rank : 0; }
+int dt_comm_size(const dt_comm *comm) { return comm ? comm->place.size : 1; }
+const char *dt_comm_name(const dt_comm *comm) { return comm ? comm->group->name : "one"; }
 
-DT_API int dt_comm_world_rank(const dt_comm *comm, int rank)
-{
+int dt_comm_world_rank(const dt_comm *comm, int rank) {
     if (rank < 0 || rank >= dt_comm_size(comm)) return -1;
     return comm ? comm->group->ranks[rank] : 0;
 }
 
-DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis)
-{
+void dt_comm_set_axis(dt_comm *comm, dt_axis axis) {
     if (comm && axis >= DT_AXIS_NONE && axis < DT_AXES) comm->axis = axis;
 }
 
-DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis)
-{
+size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis) {
     const dt__world *world = dt__world_of(ctx);
     return world && axis >= DT_AXIS_NONE && axis < DT_AXES ? world->bytes[1 + (int)axis] : 0;
 }
 
 /* This rank's end of a group; NULL with the context failed. */
-static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank)
-{
+static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
     size_t bytes = sizeof(dt_comm) + size * (sizeof(void *) + 2 * sizeof(int32_t));
     dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
@@ -1520,8 +1442,7 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     return comm;
 }
 
-static void dt__comms_free(dt__world *world)
-{
+static void dt__comms_free(dt__world *world) {
     while (world->comms) {
         dt_comm *comm = world->comms;
         world->comms = comm->next;
@@ -1531,8 +1452,7 @@ static void dt__comms_free(dt__world *world)
 }
 
 /* The place of `rank` among those of its color, by comm->words. */
-static int dt__split_place(const dt_comm *comm, int rank)
-{
+static int dt__split_place(const dt_comm *comm, int rank) {
     const int32_t *mine = &comm->words[2 * rank];
     int place = 0;
     for (int other = 0; other < comm->place.size; other++) {
@@ -1543,8 +1463,7 @@ static int dt__split_place(const dt_comm *comm, int rank)
 }
 
 /* By the first rank of a new group: makes it and lists its members. NULL when the room is used up. */
-static dt__group *dt__split_make(const dt_comm *comm, int color, const char *name)
-{
+static dt__group *dt__split_make(const dt_comm *comm, int color, const char *name) {
     int size = 0;
     for (int rank = 0; rank < comm->place.size; rank++) size += comm->words[2 * rank] == color;
     dt__group *group = dt__group_make(comm->world->shared, size, name);
@@ -1554,8 +1473,7 @@ static dt__group *dt__split_make(const dt_comm *comm, int color, const char *nam
     return group;
 }
 
-DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name)
-{
+dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key };
     if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     dt__shared *shared = comm->world->shared;
@@ -1588,8 +1506,7 @@ DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *nam
    The supervisor talks to no rank: whatever goes wrong goes through the record of section 7. */
 
 /* Cores that this process may use. */
-static int dt__cores(void)
-{
+static int dt__cores(void) {
 #ifdef CPU_COUNT    /* declared with _GNU_SOURCE */
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
@@ -1600,8 +1517,7 @@ static int dt__cores(void)
 
 /* A failure outside of any context. */
 DT_PRINTF(5, 6)
-static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_status status, const char *fmt, ...)
-{
+static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_status status, const char *fmt, ...) {
     char text[512];
     va_list args;
     va_start(args, fmt);
@@ -1612,14 +1528,12 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
     host->log(host->user, DT_LOG_ERROR, rank, text);
 }
 
-static void dt__set_ended(dt__shared *shared, int rank)
-{
+static void dt__set_ended(dt__shared *shared, int rank) {
     __atomic_store_n(&shared->state[rank].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
 }
 
-static void dt__rank_body(dt__world *world, dt__group *group)
-{
+static void dt__rank_body(dt__world *world, dt__group *group) {
     dt_ctx *ctx = world->ctx;
     world->listener.failed = dt__on_failure;
     world->listener.user = world;
@@ -1636,8 +1550,7 @@ static void dt__rank_body(dt__world *world, dt__group *group)
     dt_unlisten(ctx, &world->listener);
 }
 
-static void *dt__rank_thread(void *arg)
-{
+static void *dt__rank_thread(void *arg) {
     dt__world *world = (dt__world *)arg;
     dt_ctx_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -1653,14 +1566,12 @@ static void *dt__rank_thread(void *arg)
     } else {
         dt__run_fail(world->shared, world->host, world->rank, DT_ERR_MEM, "rank %d: no memory for its context",
                      world->rank);
-        dt__set_ended(world->shared, world->rank);
     }
     return NULL;
 }
 
 /* An eager message is the one thing that can be lost without anybody waiting for it. */
-static void dt__find_unreceived(dt__shared *shared, const dt_host *host)
-{
+static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
             for (int i = 0; i < DT__MESSAGES; i++) {
@@ -1677,8 +1588,7 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host)
 
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
    failure. */
-static void dt__run_ranks(dt__shared *shared, dt__world *worlds, const dt_host *host)
-{
+static void dt__run_ranks(dt__shared *shared, dt__world *worlds, const dt_host *host) {
     int started = 0;
     while (started < shared->ranks) {
         dt__world *world = &worlds[started];
@@ -1695,8 +1605,7 @@ static void dt__run_ranks(dt__shared *shared, dt__world *worlds, const dt_host *
 }
 
 /* A run that cannot begin. */
-static dt_report dt__refused(const dt_host *host, dt_status status, const char *text)
-{
+static dt_report dt__refused(const dt_host *host, dt_status status, const char *text) {
     dt_report report;
     memset(&report, 0, sizeof report);
     report.status = status;
@@ -1707,8 +1616,7 @@ static dt_report dt__refused(const dt_host *host, dt_status status, const char *
 }
 
 static dt_report dt__run_checked(const dt_run_desc *desc, const dt_host *host,
-                                 dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user)
-{
+                                 dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     size_t range_bytes = dt__shared_bytes(desc->ranks), worlds_bytes = (size_t)desc->ranks * sizeof(dt__world);
     void *range = host->alloc(host->user, range_bytes, DT_MEM_COMM);
     dt__world *worlds = range ? (dt__world *)host->alloc(host->user, worlds_bytes, DT_MEM_HOST) : NULL;
@@ -1739,8 +1647,7 @@ static dt_report dt__run_checked(const dt_run_desc *desc, const dt_host *host,
     return report;
 }
 
-DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user)
-{
+dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     const dt_host *host = desc.host ? desc.host : dt_host_default();
     dt_report report;
     char text[96];

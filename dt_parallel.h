@@ -497,7 +497,7 @@ double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
     return count;
 }
 
-typedef struct dt__text_file { int fd; int64_t start, bytes; } dt__text_file;
+typedef struct dt__text_file { const char *path; int64_t start, bytes; } dt__text_file;
 
 struct dt_text {
     dt_ctx        *ctx;
@@ -505,15 +505,34 @@ struct dt_text {
     int            seq, files;
     int64_t        tokens;
     dt__text_file *file;            /* (files) */
+    char          *names;           /* their paths, one after the other */
+    size_t         name_bytes;
     unsigned char *window;          /* (seq + 1) bytes of one sequence */
+    int            fd, current;     /* the one file that is open: many ranks may read many files */
 };
 
+static void dt__text_shut(dt_text *t) {
+    const dt_io *io = dt_ctx_io(t->ctx);
+    if (t->fd >= 0) io->close(io->user, t->fd);
+    t->fd = t->current = -1;
+}
+
+static dt_status dt__text_use(dt_text *t, int i) {
+    const dt_io *io = dt_ctx_io(t->ctx);
+    if (t->current == i) return DT_OK;
+    dt__text_shut(t);
+    errno = 0;
+    t->fd = io->open(io->user, t->file[i].path, 0);
+    if (t->fd < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", t->file[i].path, strerror(errno));
+    t->current = i;
+    return DT_OK;
+}
+
 static void dt__text_free(dt_ctx *ctx, void *user) {
-    dt_text     *t = (dt_text *)user;
-    const dt_io *io = dt_ctx_io(ctx);
-    for (int i = 0; t->file && i < t->files; i++)
-        if (t->file[i].fd >= 0) io->close(io->user, t->file[i].fd);
+    dt_text *t = (dt_text *)user;
+    dt__text_shut(t);
     dt_free(ctx, DT_MEM_HOST, t->file, (size_t)t->files * sizeof *t->file);
+    dt_free(ctx, DT_MEM_HOST, t->names, t->name_bytes);
     dt_free(ctx, DT_MEM_HOST, t->window, (size_t)t->seq + 1);
     dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
 }
@@ -524,15 +543,25 @@ void dt_text_close(dt_text *text) {
     dt__text_free(text->ctx, text);
 }
 
-static dt_status dt__text_add(dt_text *t, dt__text_file *f, const char *path) {
+/* Copies the paths and measures every file. */
+static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
     const dt_io *io = dt_ctx_io(t->ctx);
-    errno = 0;
-    f->fd = io->open(io->user, path, 0);
-    f->bytes = f->fd < 0 ? -1 : io->size(io->user, f->fd);
-    if (f->bytes < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", path, strerror(errno));
-    f->start = t->tokens;
-    t->tokens += f->bytes;
-    return DT_OK;
+    for (int i = 0; i < t->files; i++) t->name_bytes += strlen(paths[i]) + 1;
+    t->names = (char *)dt_alloc(t->ctx, DT_MEM_HOST, t->name_bytes, "dt_text_open");
+    char *name = t->names;
+    for (int i = 0; i < t->files && dt_error(t->ctx) == DT_OK; i++) {
+        size_t bytes = strlen(paths[i]) + 1;
+        memcpy(name, paths[i], bytes);
+        t->file[i].path = name;
+        name += bytes;
+        if (dt__text_use(t, i) != DT_OK) break;
+        errno = 0;
+        t->file[i].start = t->tokens;
+        t->file[i].bytes = io->size(io->user, t->fd);
+        if (t->file[i].bytes < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", paths[i], strerror(errno));
+        t->tokens += t->file[i].bytes;
+    }
+    return dt_error(t->ctx);
 }
 
 dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq) {
@@ -547,14 +576,13 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
     t->ctx = ctx;
     t->seq = seq;
     t->files = files;
+    t->fd = t->current = -1;
     t->listener.closing = dt__text_free;
     t->listener.user = t;
     dt_listen(ctx, &t->listener);
     t->file = (dt__text_file *)dt_alloc(ctx, DT_MEM_HOST, (size_t)files * sizeof *t->file, "dt_text_open");
     t->window = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)seq + 1, "dt_text_open");
-    for (int i = 0; t->file && i < files; i++) t->file[i].fd = -1;
-    for (int i = 0; dt_error(ctx) == DT_OK && i < files; i++) dt__text_add(t, &t->file[i], paths[i]);
-    if (dt_error(ctx) == DT_OK && dt_text_sequences(t) < 1)
+    if (dt_error(ctx) == DT_OK && dt__text_measure(t, paths) == DT_OK && dt_text_sequences(t) < 1)
         dt_fail(ctx, DT_ERR_IO, "%s%s: %lld bytes, but one sequence needs %d (seq %d and the label of its last token)",
             paths[0], files > 1 ? " and others" : "", (long long)t->tokens, seq + 1, seq);
     if (dt_error(ctx) == DT_OK) return t;
@@ -572,11 +600,12 @@ static dt_status dt__text_bytes(dt_text *t, int64_t first, int64_t count, unsign
         const dt__text_file *f = &t->file[i];
         while (count > 0 && first >= f->start && first < f->start + f->bytes) {
             int64_t left = f->start + f->bytes - first, want = left < count ? left : count;
+            if (dt__text_use(t, i) != DT_OK) return dt_error(t->ctx);
             errno = 0;
-            int64_t got = io->pread(io->user, f->fd, out, (size_t)want, first - f->start);
+            int64_t got = io->pread(io->user, t->fd, out, (size_t)want, first - f->start);
             if (got < 0 && errno == EINTR) continue;
-            if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "dt_text_read: byte %lld of file %d: %s",
-                (long long)(first - f->start), i, got < 0 ? strerror(errno) : "the file has become shorter");
+            if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: byte %lld of %lld: %s", f->path,
+                (long long)(first - f->start), (long long)f->bytes, got < 0 ? strerror(errno) : "the file has become shorter");
             first += got;
             out += got;
             count -= got;

@@ -545,7 +545,7 @@ typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*grad_ready)(dt_ctx *ctx, dt_unit *unit, int last, void *user);   /* unit->grad holds this micro-batch too */
-    void (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);
+    int  (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user); /* 1: another rank told the log already */
     void (*closing)(dt_ctx *ctx, void *user);   /* dt_ctx_free begins: give back what you took from the context */
     void *user;
     struct dt_listener *next;   /* set by dt_listen */
@@ -1038,10 +1038,10 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
     va_end(args);
+    int told = status == DT_ERR_PEER; /* the first culprit speaks; the others keep quiet */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
-        if (l->failed) l->failed(ctx, status, ctx->text, l->user);
-    /* the culprit speaks; those who only heard of it keep quiet */
-    dt_log(ctx, status == DT_ERR_PEER ? DT_LOG_DETAIL : DT_LOG_ERROR, "%s", ctx->text);
+        if (l->failed) told |= l->failed(ctx, status, ctx->text, l->user);
+    dt_log(ctx, told ? DT_LOG_DETAIL : DT_LOG_ERROR, "%s", ctx->text);
     return status;
 }
 
@@ -2340,19 +2340,37 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
 // ==== 17. Matrix product on the CPU =================================================================================
 
 /* From here on no product and sum may be contracted to one rounding: the same source must give the same bits on every
-   instruction set. clang knows the standard pragma; gcc ignores that one and takes an option instead. no-math-errno
-   lets gcc vectorise loops with sqrtf. */
+   instruction set. clang knows the standard pragma; gcc ignores that one and takes an option instead. The other one
+   changes no value: nobody reads the exception flags, so loops with a ? b : c vectorise. */
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 1675 /* nvcc does not know the next pragma, and hands it to gcc */
+#endif
 #pragma GCC push_options
-#pragma GCC optimize ("fp-contract=off", "no-math-errno")
+#pragma GCC optimize ("fp-contract=off", "no-trapping-math")
 #endif
 
 /* Instruction sets, worst first. Set 0 is always there; the others are chosen at run time by dt__isa_best. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
 typedef float  dt__float4 __attribute__((vector_size(16), may_alias));
 typedef double dt__double2 __attribute__((vector_size(16), may_alias));
+
+/* Square roots of the plain set. A loop over sqrtf does not vectorise, because sqrtf may set errno. */
+static inline dt__float4 dt__root4(dt__float4 v) {
+#if defined(__SSE2__)
+    return (dt__float4)_mm_sqrt_ps((__m128)v);
+#else
+    for (int i = 0; i < 4; i++) v[i] = sqrtf(v[i]);
+    return v;
+#endif
+}
+
+static inline dt__double2 dt__root2(dt__double2 v) {
+    for (int i = 0; i < 2; i++) v[i] = sqrt(v[i]);
+    return v;
+}
 
 /* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorise; the coefficients are Cephes'.
    x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. 2^n is
@@ -2414,13 +2432,23 @@ static void *dt__align64(void *p) {
     return (char *)p + (64 - ((uintptr_t)p & 63)) % 64;
 }
 
-/* Room for one panel of A (at most 14 rows) and a block of B: about 1.5 MB of it, at least 32 columns (no tile is
-   wider), at most n. How many columns fit changes no bit of the result. */
+/* Sizes of the pieces of a product. They decide what stays in which cache, and no bit of the result. */
+#define DT__DEPTH 512 /* terms of K packed at a time: a panel of 14 x 512 floats is 28 KB */
+#define DT__PANELS 32 /* panels of rows whose unfinished tiles wait, where K is longer than that */
+
+/* Columns of a block of B: 512 x 512 floats are 1 MB. A multiple of 32: no tile is wider. */
+static int64_t dt__matmul_columns(int64_t n, size_t size) {
+    int64_t most = 2048 / (int64_t)size, need = (n + 31) / 32 * 32;
+    return need < most ? need : most;
+}
+
+/* Room for a panel of A of at most 14 rows, a block of B, and tiles. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt_dtype_size(dtype), column = (size_t)(k > 0 ? k : 1) * size;
-    size_t fit = 1536 * 1024 / column / 32 * 32, need = ((size_t)(n > 0 ? n : 1) + 31) / 32 * 32;
-    size_t columns = fit < 32 ? 32 : fit < need ? fit : need;
-    return (columns + 14) * column + 128;
+    size_t size = dt_dtype_size(dtype);
+    if (size == 0 || n < 0 || k < 0) return 0;
+    size_t columns = (size_t)dt__matmul_columns(n, size), depth = (size_t)(k < DT__DEPTH ? k : DT__DEPTH);
+    size_t tiles = k > DT__DEPTH ? DT__PANELS * 14 * columns : 14 * 32;
+    return (tiles + depth * (columns + 14)) * size + 64;
 }
 
 size_t dt_layernorm_work(int64_t cols, dt_dtype dtype) {
@@ -2466,13 +2494,11 @@ typedef struct dt__variant {
 #define DT__WIDE float
 #define DT__EXP(x) dt__expf(x)
 #define DT__LOG(x) dt__logf(x)
-#define DT__SQRT(x) sqrtf(x)
 #elif DT__BITS == 64
 #define DT__REAL double
 #define DT__WIDE double
 #define DT__EXP(x) exp(x)
 #define DT__LOG(x) log(x)
-#define DT__SQRT(x) sqrt(x)
 #else
 #define DT__REAL int32_t
 #define DT__WIDE int64_t
@@ -2493,12 +2519,14 @@ typedef struct dt__variant {
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
+#define DT__ROOT(v) _mm512_sqrt_ps(v)
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
 #define DT__LOAD(p) _mm512_loadu_pd(p)
 #define DT__STORE(p, v) _mm512_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
+#define DT__ROOT(v) _mm512_sqrt_pd(v)
 #endif
 #elif DT__ISA == 1 && defined(__x86_64__) /* AVX2 and FMA */
 #define DT__FN static __attribute__((target("avx2,fma")))
@@ -2510,12 +2538,14 @@ typedef struct dt__variant {
 #define DT__LOAD(p) _mm256_loadu_ps(p)
 #define DT__STORE(p, v) _mm256_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_ps(_mm256_set1_ps(x), v, sum)
+#define DT__ROOT(v) _mm256_sqrt_ps(v)
 #else
 #define DT__SUFFIX _f64_avx2
 #define DT__V __m256d
 #define DT__LOAD(p) _mm256_loadu_pd(p)
 #define DT__STORE(p, v) _mm256_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_pd(_mm256_set1_pd(x), v, sum)
+#define DT__ROOT(v) _mm256_sqrt_pd(v)
 #endif
 #elif DT__ISA == 1 /* NEON */
 #define DT__FN static
@@ -2527,12 +2557,14 @@ typedef struct dt__variant {
 #define DT__LOAD(p) vld1q_f32(p)
 #define DT__STORE(p, v) vst1q_f32(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f32(sum, v, x)
+#define DT__ROOT(v) vsqrtq_f32(v)
 #else
 #define DT__SUFFIX _f64_neon
 #define DT__V float64x2_t
 #define DT__LOAD(p) vld1q_f64(p)
 #define DT__STORE(p, v) vst1q_f64(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
+#define DT__ROOT(v) vsqrtq_f64(v)
 #endif
 #else /* plain: 16-byte vectors of the compiler, a product and a sum */
 #define DT__FN static
@@ -2541,9 +2573,11 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_plain
 #define DT__V dt__float4
+#define DT__ROOT(v) dt__root4(v)
 #else
 #define DT__SUFFIX _f64_plain
 #define DT__V dt__double2
+#define DT__ROOT(v) dt__root2(v)
 #endif
 #define DT__LOAD(p) (*(const DT__V *)(p))
 #define DT__STORE(p, v) (*(DT__V *)(p) = (v))
@@ -2554,7 +2588,13 @@ typedef struct dt__variant {
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
 #define DT__NR (2 * DT__NV)                                  /* columns of a tile */
 
-DT__FN void DT__K(gelu_row)(DT__REAL *out, const DT__REAL *in, int64_t count);
+/* GELU in the tanh form, arXiv:1606.08415. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
+   function 1 / (1 + exp(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
+#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
+#define DT__GELU_B ((DT__REAL)0.044715)
+DT__FN inline DT__REAL DT__K(gelu_of)(DT__REAL x) {
+    return x / (1 + DT__EXP(-2 * DT__GELU_A * (x + DT__GELU_B * x * x * x)));
+}
 
 /* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that the
    naive and the fast product share them. The tile is overwritten. */
@@ -2568,7 +2608,7 @@ DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t
             for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
         }
         if (a->before) memcpy((DT__REAL *)a->before + at, t, (size_t)cols * sizeof *t);
-        if (a->activation == DT_ACT_GELU) DT__K(gelu_row)(t, t, cols);
+        if (a->activation == DT_ACT_GELU) for (int64_t j = 0; j < cols; j++) t[j] = DT__K(gelu_of)(t[j]);
         if (a->residual) {
             const DT__REAL *residual = (const DT__REAL *)a->residual + at;
             for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
@@ -2595,22 +2635,21 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
     }
 }
 
-/* One tile, the only place with intrinsics: tile(MR,NR) = panel_a(k,MR)^T panel_b(k,NR). The 2 x MR sums stay in
-   registers for all of k, so an element is one chain of K fused multiply-adds, k ascending, wherever its tile lies. */
-#define DT__TILE_ZERO(i) DT__V c##i##_0 = zero, c##i##_1 = zero;
+/* One tile, the only place with intrinsics: tile(MR,NR) += panel_a(k,MR)^T panel_b(k,NR). The 2 x MR sums stay in
+   registers; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+#define DT__TILE_LOAD(i) \
+    DT__V c##i##_0 = DT__LOAD(tile + i * DT__NR), c##i##_1 = DT__LOAD(tile + i * DT__NR + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
 #define DT__TILE_STORE(i) DT__STORE(tile + i * DT__NR, c##i##_0); DT__STORE(tile + i * DT__NR + DT__NV, c##i##_1);
 DT__FN void DT__K(matmul_tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) {
-    const DT__REAL nothing[16] __attribute__((aligned(64))) = { 0 };
-    const DT__V zero = DT__LOAD(nothing);
-    DT__ROWS(DT__TILE_ZERO)
+    DT__ROWS(DT__TILE_LOAD)
     for (int64_t p = 0; p < k; p++, a += DT__MR, b += DT__NR) {
         DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV);
         DT__ROWS(DT__TILE_STEP)
     }
     DT__ROWS(DT__TILE_STORE)
 }
-#undef DT__TILE_ZERO
+#undef DT__TILE_LOAD
 #undef DT__TILE_STEP
 #undef DT__TILE_STORE
 
@@ -2655,30 +2694,53 @@ DT__FN void DT__K(pack_columns)(DT__REAL *panel, int64_t width, const DT__REAL *
     }
 }
 
-/* The fast product: a block of B (k x columns, about 1.5 MB, so that it stays in the second-level cache) is packed
-   in panels of NR columns; then each panel of MR rows of A is packed and meets every panel of the block. K is not
-   cut: a tile is finished before anything else happens to it. */
-DT__FN void DT__K(matmul_packed)(const dt_matmul_args *a, int64_t batch, DT__REAL *panel_a, DT__REAL *block,
-                                 int64_t columns) {
-    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a;
-    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b;
-    DT__REAL tile[DT__MR * DT__NR] __attribute__((aligned(64)));
-    for (int64_t j0 = 0; j0 < a->n; j0 += columns) {
-        int64_t j1 = j0 + columns < a->n ? j0 + columns : a->n;
-        for (int64_t j = j0; j < j1; j += DT__NR) {
-            int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
-            DT__REAL *panel = block + (j - j0) * a->k;
-            if (a->trans_b) DT__K(pack_columns)(panel, DT__NR, pb + j * a->ldb, a->ldb, have, a->k);
-            else DT__K(pack_rows)(panel, DT__NR, pb + j, a->ldb, have, a->k);
+/* What the fast product keeps in `work`. */
+typedef struct DT__K(matmul_scratch) {
+    DT__REAL *a;       /* one panel of A: at most DT__DEPTH x MR, stays in the first-level cache */
+    DT__REAL *b;       /* a block of B in panels: at most DT__DEPTH x columns, stays in the second-level cache */
+    DT__REAL *tiles;   /* unfinished tiles of one block of C; a single tile where K is one piece */
+    int64_t   columns; /* of a block */
+} DT__K(matmul_scratch);
+
+/* Rows i0..i1, columns j0..j1, terms p0..p1: packs this piece of B, then each panel of A meets every panel of it. */
+DT__FN void DT__K(matmul_piece)(const dt_matmul_args *a, int64_t batch, const DT__K(matmul_scratch) *w, int64_t i0,
+                                int64_t i1, int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
+    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1);
+    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb);
+    int64_t depth = p1 - p0, at = 0, next = a->k > DT__DEPTH ? DT__MR * DT__NR : 0; /* tiles: all, or one for all */
+    for (int64_t j = j0; j < j1; j += DT__NR) {
+        int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
+        DT__REAL *panel = w->b + (j - j0) * depth;
+        if (a->trans_b) DT__K(pack_columns)(panel, DT__NR, pb + j * a->ldb, a->ldb, have, depth);
+        else DT__K(pack_rows)(panel, DT__NR, pb + j, a->ldb, have, depth);
+    }
+    for (int64_t i = i0; i < i1; i += DT__MR) {
+        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR;
+        if (a->trans_a) DT__K(pack_rows)(w->a, DT__MR, pa + i, a->lda, rows, depth);
+        else DT__K(pack_columns)(w->a, DT__MR, pa + i * a->lda, a->lda, rows, depth);
+        for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
+            DT__REAL *tile = w->tiles + at;
+            if (p0 == 0) memset(tile, 0, DT__MR * DT__NR * sizeof *tile);
+            DT__K(matmul_tile)(depth, w->a, w->b + (j - j0) * depth, tile);
+            if (p1 < a->k) continue;
+            DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
         }
-        for (int64_t i = 0; i < a->m; i += DT__MR) {
-            int64_t rows = a->m - i < DT__MR ? a->m - i : DT__MR;
-            if (a->trans_a) DT__K(pack_rows)(panel_a, DT__MR, pa + i, a->lda, rows, a->k);
-            else DT__K(pack_columns)(panel_a, DT__MR, pa + i * a->lda, a->lda, rows, a->k);
-            for (int64_t j = j0; j < j1; j += DT__NR) {
-                DT__K(matmul_tile)(a->k, panel_a, block + (j - j0) * a->k, tile);
-                DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
-            }
+    }
+}
+
+/* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is longer than DT__DEPTH, the
+   sums of a block of C wait in memory between its pieces. They come back unchanged, so cutting K changes no bit. */
+DT__FN void DT__K(matmul_packed)(const dt_matmul_args *a, int64_t batch, const DT__K(matmul_scratch) *w) {
+    int64_t rows = a->k > DT__DEPTH ? DT__PANELS * DT__MR : a->m;
+    for (int64_t i0 = 0; i0 < a->m; i0 += rows) {
+        int64_t i1 = i0 + rows < a->m ? i0 + rows : a->m;
+        for (int64_t j0 = 0; j0 < a->n; j0 += w->columns) {
+            int64_t j1 = j0 + w->columns < a->n ? j0 + w->columns : a->n, p = 0;
+            do { /* once even if K is 0 */
+                int64_t end = p + DT__DEPTH < a->k ? p + DT__DEPTH : a->k;
+                DT__K(matmul_piece)(a, batch, w, i0, i1, j0, j1, p, end);
+                p = end;
+            } while (p < a->k);
         }
     }
 }
@@ -2694,15 +2756,15 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_naive)(&a, i);
         return DT_OK;
     }
-    DT__REAL *panel_a = (DT__REAL *)dt__align64(a.work);
-    DT__REAL *block = (DT__REAL *)dt__align64(panel_a + DT__MR * a.k);
-    int64_t left = (int64_t)((char *)a.work + a.work_bytes - (char *)block) / (int64_t)sizeof(DT__REAL);
-    int64_t columns = left / (a.k ? a.k : 1) / DT__NR * DT__NR;
-    if (columns <= 0) return DT_ERR_ARG;
-    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&a, i, panel_a, block, columns);
+    if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
+    DT__K(matmul_scratch) w;
+    w.columns = dt__matmul_columns(a.n, sizeof(DT__REAL));
+    w.tiles = (DT__REAL *)dt__align64(a.work);
+    w.b = w.tiles + (a.k > DT__DEPTH ? DT__PANELS * DT__MR * w.columns : DT__MR * DT__NR);
+    w.a = w.b + (a.k < DT__DEPTH ? a.k : DT__DEPTH) * w.columns;
+    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&a, i, &w);
     return DT_OK;
 }
-#undef DT__NV
 #undef DT__NR
 #endif
 
@@ -2862,6 +2924,8 @@ DT__FN dt_status DT__K(layernorm_back)(const dt_layernorm_back_args *a) {
         for (size_t c = 0; c < cols; c++) {
             y[c] = (x[c] - mean) * rstd;
             g[c] = dout[c] * gain[c];
+        }
+        for (size_t c = 0; c < cols; c++) {
             dgain[c] += dout[c] * y[c];
             dbias[c] += dout[c];
         }
@@ -2879,19 +2943,10 @@ DT__FN dt_status DT__K(layernorm_back)(const dt_layernorm_back_args *a) {
     return DT_OK;
 }
 
-/* GELU in the tanh form, arXiv:1606.08415. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
-   function s = 1 / (1 + exp(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
-#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
-#define DT__GELU_B ((DT__REAL)0.044715)
-DT__FN void DT__K(gelu_row)(DT__REAL *out, const DT__REAL *in, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        DT__REAL x = in[i], u = DT__GELU_A * (x + DT__GELU_B * x * x * x);
-        out[i] = x / (1 + DT__EXP(-2 * u));
-    }
-}
-
 DT__FN dt_status DT__K(gelu)(const dt_gelu_args *a) {
-    DT__K(gelu_row)((DT__REAL *)a->out, (const DT__REAL *)a->in, (int64_t)a->count);
+    const DT__REAL *in = (const DT__REAL *)a->in;
+    DT__REAL *out = (DT__REAL *)a->out;
+    for (size_t i = 0; i < a->count; i++) out[i] = DT__K(gelu_of)(in[i]);
     return DT_OK;
 }
 
@@ -3208,23 +3263,35 @@ DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
     return DT_OK;
 }
 
+/* A tile of square roots, with the vectors of the product. */
+DT__FN void DT__K(square_roots)(DT__REAL *tile) {
+    for (int64_t i = 0; i < DT__TILE; i += DT__NV) DT__STORE(tile + i, DT__ROOT(DT__LOAD(tile + i)));
+}
+
 /* m and v are running means of g and g^2; both begin at zero, and 1 - beta^step undoes that bias. Decay on its own
    (AdamW) shrinks the parameter; coupled (Adam) it is a part of the gradient. */
 DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
-    DT__REAL *param = (DT__REAL *)a->param, *m = (DT__REAL *)a->m, *v = (DT__REAL *)a->v;
+    DT__REAL *__restrict__ param = (DT__REAL *)a->param;
+    DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
     const DT__REAL *grad = (const DT__REAL *)a->grad;
     if (a->step < 1) return DT_ERR_ARG;
     DT__REAL beta1 = (DT__REAL)a->beta1, beta2 = (DT__REAL)a->beta2, eps = (DT__REAL)a->eps;
     DT__REAL rest1 = (DT__REAL)(1 - a->beta1), rest2 = (DT__REAL)(1 - a->beta2), grad_scale = (DT__REAL)a->grad_scale;
     DT__REAL rate = (DT__REAL)(a->lr / (1 - pow(a->beta1, (double)a->step)));
-    DT__REAL root = (DT__REAL)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
+    DT__REAL unbias = (DT__REAL)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
     DT__REAL keep = (DT__REAL)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     DT__REAL decay = (DT__REAL)(a->coupled ? a->weight_decay : 0);
-    for (size_t i = 0; i < a->count; i++) {
-        DT__REAL g = grad[i] * grad_scale + decay * param[i];
-        m[i] = beta1 * m[i] + rest1 * g;
-        v[i] = beta2 * v[i] + rest2 * g * g;
-        param[i] = keep * param[i] - rate * m[i] / (DT__SQRT(v[i]) * root + eps);
+    DT__REAL root[DT__TILE] = { 0 };
+    for (size_t at = 0; at < a->count; at += DT__TILE) {
+        size_t end = a->count - at < DT__TILE ? a->count : at + DT__TILE;
+        for (size_t i = at; i < end; i++) {
+            DT__REAL g = grad[i] * grad_scale + decay * param[i];
+            m[i] = beta1 * m[i] + rest1 * g;
+            v[i] = beta2 * v[i] + rest2 * g * g;
+            root[i - at] = v[i];
+        }
+        DT__K(square_roots)(root);
+        for (size_t i = at; i < end; i++) param[i] = keep * param[i] - rate * m[i] / (root[i - at] * unbias + eps);
     }
     return DT_OK;
 }
@@ -3267,13 +3334,14 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__FLOA
 #undef DT__WIDE
 #undef DT__EXP
 #undef DT__LOG
-#undef DT__SQRT
 #undef DT__FN
 #undef DT__SUFFIX
+#undef DT__NV
 #undef DT__V
 #undef DT__LOAD
 #undef DT__STORE
 #undef DT__FMADD
+#undef DT__ROOT
 #undef DT__MR
 #undef DT__ROWS
 #undef DT__BITS
@@ -3359,6 +3427,8 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 #undef DT__VARIANT_KERNELS
 #undef DT__FLOAT_KERNELS
+#undef DT__DEPTH
+#undef DT__PANELS
 
 static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
     (void)stream;
@@ -3388,6 +3458,9 @@ const dt_kernels *dt_kernels_cpu(void) {
 #pragma STDC FP_CONTRACT DEFAULT
 #elif defined(__GNUC__)
 #pragma GCC pop_options
+#ifdef __CUDACC__
+#pragma nv_diag_default 1675
+#endif
 #endif
 
 #ifdef __cplusplus

@@ -21,6 +21,7 @@ Kernels take at least one argument and are written `__global__ void`, without st
 functions are `static __device__`, also templates (GCC refuses shared variables of static and of
 inline functions side by side). A template kernel with a comma goes in parentheses:
 DT_LAUNCH((scale<float, 4>), ...). After launches the file asks cudaGetLastError(), as under nvcc.
+Of the CUDA runtime there are the few calls of section 9: memory, copies, waiting, device count.
 Inline PTX needs its own #ifdef, and #pragma unroll the option -Wno-unknown-pragmas. Toolkit
 headers, if any, come before this one.
 
@@ -38,10 +39,12 @@ What it makes visible to the test's own checks:
   - a missing barrier: run the kernel in several lane orders (dtc_set_order: forward, reverse,
     permuted by a seed; warps and blocks follow the same order) and compare bits. One order alone
     can hide it;
+  - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
   - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
     arrays are covered by the latter only.
-By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment; a debugger stops at the
-mistake, in its thread, with `break dtc_fail`.
+By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets no
+order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
+in the scheduler when nobody can go on.
 
 WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX; no
 race check; waiting in a loop without atomics hangs. A helper called from two branches is one
@@ -60,10 +63,8 @@ ASan of its stacks, not TSan. Launches from several host threads take turns. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <functional>
-#include <map>
 #include <mutex>
 #include <numeric>
 #include <string>
@@ -107,8 +108,11 @@ enum cudaError_t {
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
     cudaErrorLaunchFailure = 719
 };
+enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 #define __align__(n) __attribute__((aligned(n)))
@@ -142,8 +146,11 @@ extern char __stop_dt_smem[] __attribute__((weak));
 }
 
 #define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
+
+// The lambda lets a template kernel find its types in the arguments, as `kernel<<<>>>` does.
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
-    dtc_launch(grid, block, smem, stream, #kernel, kernel, __VA_ARGS__)
+    dtc_launch(grid, block, smem, stream, #kernel,        \
+               [=](const auto &...args) { kernel(args...); }, __VA_ARGS__)
 
 inline uint3 dtc_thread_idx, dtc_block_idx;
 inline dim3 dtc_block_dim, dtc_grid_dim;
@@ -308,6 +315,7 @@ enum {
     DTC_WARP = 32,
     DTC_MAX_THREADS = 1024,
     DTC_STACK_BYTES = 256 << 10,      // only the touched pages become memory
+    DTC_GUARD_BYTES = 64 << 10,       // below it; more than a page, for frames with large arrays
     DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
     DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
     DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
@@ -319,7 +327,7 @@ struct dtc_site { const char *op, *file; int line, id; };
 
 struct dtc_fiber {
     dtc_context context;
-    char *stack;      // of DTC_STACK_BYTES, below it a guard page; kept for later launches
+    char *stack;      // DTC_STACK_BYTES, below it the guard; kept for later launches
     bool started;     // context stands inside dtc_fiber_main
     void *fake_stack; // ASan's
     uint3 index;      // threadIdx
@@ -339,7 +347,7 @@ struct dtc_simulator {
     const char *kernel = nullptr; // the launch
     const std::function<void()> *body = nullptr;
     unsigned char *dynamic = nullptr;
-    std::map<const void *, size_t> opted_in; // kernel -> dynamic shared memory allowed
+    size_t dynamic_allowed = DTC_SMEM_DEFAULT; // bytes a launch may ask for
 
     int threads = 0; // the block
     dtc_fiber fibers[DTC_MAX_THREADS] = {};
@@ -419,16 +427,17 @@ inline void dtc_set_order(int order, unsigned seed)
     dtc.seed = seed;
 }
 
-// Dynamic shared memory above 48 KB is an opt-in per kernel.
+// Dynamic shared memory above 48 KB is an opt-in: per kernel in CUDA, for all kernels here.
 template <class Kernel>
-cudaError_t dtc_func_set_attribute(Kernel *kernel, cudaFuncAttribute attribute, int value)
+cudaError_t dtc_func_set_attribute(Kernel *, cudaFuncAttribute attribute, int value)
 {
     std::lock_guard<std::mutex> guard(dtc.lock);
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
         return cudaSuccess;
     if (value < 0 || value > DTC_SMEM_MAX)
         return cudaErrorInvalidValue;
-    dtc.opted_in[reinterpret_cast<const void *>(kernel)] = static_cast<size_t>(value);
+    if (static_cast<size_t>(value) > dtc.dynamic_allowed)
+        dtc.dynamic_allowed = static_cast<size_t>(value);
     return cudaSuccess;
 }
 #define cudaFuncSetAttribute dtc_func_set_attribute
@@ -500,17 +509,17 @@ inline void dtc_abandon(const char *format, ...)
         dtc_give_way();
 }
 
+// A stack that was abandoned midway still has ASan's marks around the variables that lived there.
 inline void dtc_start_fiber(dtc_fiber *fiber)
 {
     if (!fiber->stack) {
-        size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-        void *memory = mmap(nullptr, guard + DTC_STACK_BYTES, PROT_READ | PROT_WRITE,
+        void *memory = mmap(nullptr, DTC_GUARD_BYTES + DTC_STACK_BYTES, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE) != 0) {
+        if (memory == MAP_FAILED || mprotect(memory, DTC_GUARD_BYTES, PROT_NONE) != 0) {
             fprintf(stderr, "cuda_on_cpu: no memory for a stack: %s\n", strerror(errno));
             exit(1);
         }
-        fiber->stack = static_cast<char *>(memory) + guard;
+        fiber->stack = static_cast<char *>(memory) + DTC_GUARD_BYTES;
     }
     dtc_asan_forget(fiber->stack, DTC_STACK_BYTES);
     fiber->fake_stack = nullptr;
@@ -520,12 +529,11 @@ inline void dtc_start_fiber(dtc_fiber *fiber)
 
 inline dtc_simulator::~dtc_simulator()
 {
-    size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     for (dtc_fiber &fiber : fibers) {
         if (!fiber.stack)
             continue;
         dtc_asan_forget(fiber.stack, DTC_STACK_BYTES);
-        munmap(fiber.stack - guard, guard + DTC_STACK_BYTES);
+        munmap(fiber.stack - DTC_GUARD_BYTES, DTC_GUARD_BYTES + DTC_STACK_BYTES);
     }
     if (!error_was_read) // the test never asked: do not let it pass in silence
         fprintf(stderr, "cuda_on_cpu: %s\n", error.c_str());
@@ -754,7 +762,7 @@ inline void dtc_run_block(size_t smem)
 
 // ==== 8. Launching =============================================================================
 
-inline bool dtc_check_launch(dim3 grid, dim3 block, size_t smem, const void *kernel)
+inline bool dtc_check_launch(dim3 grid, dim3 block, size_t smem)
 {
     uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
     if (threads == 0 || threads > DTC_MAX_THREADS || block.x > DTC_MAX_THREADS ||
@@ -769,27 +777,23 @@ inline bool dtc_check_launch(dim3 grid, dim3 block, size_t smem, const void *ker
                  dtc_text("a grid cannot be (%u,%u,%u)", grid.x, grid.y, grid.z));
         return false;
     }
-    auto found = dtc.opted_in.find(kernel);
-    size_t allowed = found == dtc.opted_in.end() ? 0 : found->second;
-    if (allowed < DTC_SMEM_DEFAULT)
-        allowed = DTC_SMEM_DEFAULT;
-    if (smem > allowed) {
+    if (smem > dtc.dynamic_allowed) {
         dtc_fail(cudaErrorInvalidValue,
                  dtc_text("%zu bytes of dynamic shared memory, %zu are allowed (see "
-                          "cudaFuncSetAttribute)", smem, allowed));
+                          "cudaFuncSetAttribute)", smem, dtc.dynamic_allowed));
         return false;
     }
     return true;
 }
 
 inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
-                         const void *kernel, const std::function<void()> &body)
+                         const std::function<void()> &body)
 {
     std::lock_guard<std::mutex> guard(dtc.lock);
     if (dtc.failure != cudaSuccess) // as on a GPU, nothing runs after a failed kernel
         return;
     dtc.kernel = name;
-    if (!dtc_check_launch(grid, block, smem, kernel))
+    if (!dtc_check_launch(grid, block, smem))
         return;
     dtc.body = &body;
     dtc.threads = static_cast<int>(block.x * block.y * block.z);
@@ -814,17 +818,84 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     dtc.dynamic = nullptr;
 }
 
-// The arguments are evaluated and converted once, as in a real launch; each thread gets a copy.
-template <class... Params, class... Args>
+// The arguments are evaluated once, as in a real launch; each thread gets a copy.
+template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name,
-                void (*kernel)(Params...), Args &&...args)
+                Kernel kernel, Args &&...args)
 {
-    const std::tuple<Params...> values(std::forward<Args>(args)...);
-    dtc_run_grid(grid, block, smem, name, reinterpret_cast<const void *>(kernel),
-                 [&] { std::apply(kernel, values); });
+    const std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
+    dtc_run_grid(grid, block, smem, name, [&] { std::apply(kernel, values); });
 }
 
-// ==== 9. Barriers and warp operations ==========================================================
+// ==== 9. Memory, streams, devices ==============================================================
+
+// Device memory is host memory. It starts as 0xFF bytes, and its end is where ASan says it is.
+inline cudaError_t dtc_malloc(void **p, size_t bytes)
+{
+    const size_t most = static_cast<size_t>(1) << 40; // no GPU has more
+    if (bytes > most || posix_memalign(p, 256, bytes) != 0)
+        return cudaErrorMemoryAllocation;
+    memset(*p, 0xff, bytes);
+    return cudaSuccess;
+}
+
+inline cudaError_t dtc_free(void *p)
+{
+    free(p);
+    return cudaSuccess;
+}
+
+// Everything is done when it is asked for, so streams are always empty.
+inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes)
+{
+    cudaError_t failure = dtc_last_error();
+    if (failure == cudaSuccess)
+        memcpy(to, from, bytes);
+    return failure;
+}
+
+// What a machine without a GPU or without a driver answers: set it, ask, set it back.
+struct dtc_machine { int devices, driver; cudaError_t error; };
+inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
+
+inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it fails
+{
+    if (dtc_this_machine.error == cudaSuccess)
+        *count = dtc_this_machine.devices;
+    return dtc_this_machine.error;
+}
+
+inline cudaError_t dtc_driver_version(int *version)
+{
+    *version = dtc_this_machine.driver;
+    return cudaSuccess;
+}
+
+inline const char *dtc_error_name(cudaError_t error)
+{
+    switch (static_cast<int>(error)) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
+    case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    }
+    return "unrecognized error code";
+}
+
+// Macros, since the toolkit's headers, if any, have declared the real ones.
+#define cudaMalloc(p, bytes) dtc_malloc(p, bytes)
+#define cudaFree(p) dtc_free(p)
+#define cudaMemcpyAsync(to, from, bytes, kind, stream) \
+    (static_cast<void>(kind), static_cast<void>(stream), dtc_memcpy(to, from, bytes))
+#define cudaStreamSynchronize(stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaGetDeviceCount(count) dtc_get_device_count(count)
+#define cudaDriverGetVersion(version) dtc_driver_version(version)
+#define cudaGetErrorName(error) dtc_error_name(error)
+
+// ==== 10. Barriers and warp operations =========================================================
 
 // Each name is a macro so that its place in the source goes along.
 
@@ -956,7 +1027,7 @@ T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_
 #define __shfl_down_sync(...) dtc_shfl_down(DTC_SITE("__shfl_down_sync"), __VA_ARGS__)
 #define __shfl_xor_sync(...) dtc_shfl_xor(DTC_SITE("__shfl_xor_sync"), __VA_ARGS__)
 
-// ==== 10. Atomics, memory, mathematics =========================================================
+// ==== 11. Atomics, loads and stores, mathematics ===============================================
 
 // One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
 // asks over and over for what another one will never get the chance to write.

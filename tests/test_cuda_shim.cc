@@ -10,6 +10,7 @@
 
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cmath>
 #include <thread>
 #include <vector>
@@ -252,7 +253,8 @@ __global__ void halves(unsigned *out)
     if (lane < 16)
         v = __ballot_sync(0x0000ffffu, lane % 3 == 0);
     else
-        v = __any_sync(0xffff0000u, lane == 20) + 2 * __all_sync(0xffff0000u, lane > 15);
+        v = __any_sync(0xffff0000u, lane == 20) + 2 * __any_sync(0xffff0000u, lane == 2) +
+            4 * __all_sync(0xffff0000u, lane > 15) + 8 * __all_sync(0xffff0000u, lane > 16);
     __syncwarp();
     out[lane] = v + __shfl_xor_sync(0xffffffffu, lane, 1);
 }
@@ -281,7 +283,7 @@ static void test_operations()
         CHECK(s[64 + lane] == (lane + 3 < first + 8 ? lane + 3 : lane));
         CHECK(s[96 + lane] == ((lane ^ 12) < first + 8 ? lane ^ 12 : lane));
         CHECK(s[128 + lane] == 6);
-        CHECK(h[lane] == (lane < 16 ? 0x9249u : 3u) + (lane ^ 1));
+        CHECK(h[lane] == (lane < 16 ? 0x9249u : 5u) + (lane ^ 1));
     }
     for (int v : b)
         CHECK(v == 12 * 100 + 1 * 10 + 1);
@@ -358,6 +360,65 @@ static void test_indices()
     }
     dtc_set_order(DTC_FORWARD, 0);
     CHECK(!dtc_error());
+}
+
+template <class T, int N>
+__global__ void fill(T *out, T value)
+{
+    out[threadIdx.x] = value * N;
+}
+
+template <class T>
+__global__ void copy(T *out, const T *in)
+{
+    out[threadIdx.x] = in[threadIdx.x];
+}
+
+static void test_templates()
+{
+    double a[32], b[32];
+    DT_LAUNCH((fill<double, 3>), 1, 32, 0, 0, a, 0.5f);
+    DT_LAUNCH(copy, 1, 32, 0, 0, b, a); // T found in the arguments
+    for (double v : b)
+        CHECK(v == 1.5);
+    CHECK(!dtc_error());
+}
+
+// Which thread of which block came how manieth.
+__global__ void arrivals(int *log, int *arrived)
+{
+    log[atomicAdd(arrived, 1)] = blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+static std::vector<int> run_arrivals(int order, unsigned seed)
+{
+    std::vector<int> log(3 * 70);
+    int arrived = 0;
+    dtc_set_order(order, seed);
+    DT_LAUNCH(arrivals, 3, 70, 0, 0, log.data(), &arrived);
+    dtc_set_order(DTC_FORWARD, 0);
+    return log;
+}
+
+static void test_orders()
+{
+    std::vector<int> forward = run_arrivals(DTC_FORWARD, 0), reverse = run_arrivals(DTC_REVERSE, 0);
+    for (int i = 0; i < 210; i++)
+        CHECK(forward[i] == i && reverse[i] == 209 - i);
+
+    std::vector<int> one = run_arrivals(DTC_PERMUTED, 1), two = run_arrivals(DTC_PERMUTED, 2);
+    CHECK(one == run_arrivals(DTC_PERMUTED, 1));
+    CHECK(one != two && one != forward && one != reverse);
+    int repeated = 0; // blocks whose lanes ran in the same order as the first block's
+    for (int block = 1; block < 3; block++) {
+        bool same = true;
+        for (int i = 0; i < 70; i++)
+            same &= one[i] % 70 == one[block * 70 + i] % 70;
+        repeated += same;
+    }
+    CHECK(repeated == 0);
+    std::sort(one.begin(), one.end());
+    CHECK(one == forward);
 }
 
 // Writes the first and the last float of its dynamic shared memory.
@@ -541,6 +602,27 @@ __global__ void wait_for_all_blocks(unsigned *arrived)
     }
 }
 
+// Parameters on the stack, where the abandoned threads above left theirs.
+struct table { float v[512]; };
+
+__global__ void pick(float *out, table t, int stride)
+{
+    out[threadIdx.x] = t.v[threadIdx.x * stride];
+}
+
+static bool picks_right()
+{
+    float out[64];
+    table t;
+    for (int i = 0; i < 512; i++)
+        t.v[i] = static_cast<float>(i);
+    DT_LAUNCH(pick, 1, 64, 0, 0, out, t, 8);
+    for (int i = 0; i < 64; i++)
+        if (out[i] != static_cast<float>(8 * i))
+            return false;
+    return true;
+}
+
 static void launch_mistakes(float *f, int *out)
 {
     DT_LAUNCH(two_barriers_on_one_line, 1, 64, 0, 0, out);
@@ -577,6 +659,7 @@ static void test_reported_mistakes()
         dtc_set_order(o.order, o.seed);
         launch_mistakes(f.data(), out.data());
         CHECK(run_row_sums<true>(x, 2, 1024) == right); // the fibers left midway start anew
+        CHECK(picks_right());
     }
     dtc_set_order(DTC_FORWARD, 0);
 }
@@ -619,16 +702,16 @@ static bool ends_program(Run run)
     return WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
 }
 
-static __device__ int overflow_stack(volatile int *deeper, int depth)
+static __device__ int use_stack(int kilobytes)
 {
-    volatile char frame[4096];
-    frame[depth % 4096] = 1;
-    return *deeper ? overflow_stack(deeper, depth + 1) + frame[depth % 4096] : 0;
+    volatile char frame[1024];
+    frame[kilobytes % 1024] = 1;
+    return kilobytes ? use_stack(kilobytes - 1) + frame[kilobytes % 1024] : 0;
 }
 
-__global__ void deep(volatile int *deeper)
+__global__ void deep(int *out, int kilobytes)
 {
-    *deeper = overflow_stack(deeper, 0);
+    *out = use_stack(kilobytes);
 }
 
 __global__ void write_at(float *out, int global_index, int dynamic_index)
@@ -640,8 +723,10 @@ __global__ void write_at(float *out, int global_index, int dynamic_index)
 
 static void test_faults()
 {
-    volatile int deeper = 1; // a fault at the guard page, never a write into a neighbour's stack
-    CHECK(ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &deeper); }));
+    int sum = 0; // too deep is a fault at the guard, never a write into a neighbour's stack
+    const int too_deep = (DTC_STACK_BYTES + DTC_GUARD_BYTES) / 1024;
+    CHECK(!ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &sum, too_deep / 8); }));
+    CHECK(ends_program([&] { DT_LAUNCH(deep, 1, 64, 0, 0, &sum, too_deep); }));
 
     auto write = [](int global_index, int dynamic_index) {
         floats out(8);
@@ -665,6 +750,8 @@ int main()
     test_operations();
     test_atomics_and_math();
     test_indices();
+    test_templates();
+    test_orders();
     test_limits();
     test_host_threads();
     test_changed_results();

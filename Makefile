@@ -1,0 +1,80 @@
+# dt - builds the programs, runs the tests. Needs cc and make; nothing is detected.
+#
+#   make          train_gpt, demo and the ladder of examples, into build/
+#   make demo     builds and runs the demonstration: every layout against one rank
+#   make test     everything; last line "N passed, N failed, N skipped" (DEPS=no: install nothing)
+#   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
+#   make CUDA=1   with nvcc and dt_kernels.cu
+#
+# Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
+
+CFLAGS    ?= -O3 -Wall -Wextra
+CXXFLAGS  ?= -std=c++17 -O2 -Wall -Wextra
+LDLIBS    ?= -lm -lpthread
+NVCC      ?= nvcc
+NVCCFLAGS ?= -O3
+B         ?= build
+
+not_built = $(error $(1)=1: $(2) is not built in this version)
+ifeq ($(MPI),1)
+$(call not_built,MPI,the MPI backend)
+endif
+ifeq ($(NCCL),1)
+$(call not_built,NCCL,the NCCL backend)
+endif
+ifeq ($(BLAS),1)
+$(call not_built,BLAS,the matrix product by CBLAS)
+endif
+ifeq ($(OMP),1)
+$(call not_built,OMP,OpenMP inside a rank)
+endif
+
+ifeq ($(CUDA),1)
+COMPILE = $(NVCC) $(NVCCFLAGS)
+KERNELS = $(B)/dt_kernels.o
+else
+COMPILE = $(CC) $(CFLAGS)
+endif
+
+HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h)
+EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
+TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
+           $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+SANITIZE = $(MAKE) --no-print-directory B=build-$@ CFLAGS="-O1 -g -Wall -Wextra $(1)" \
+           CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
+
+.PHONY: all programs demo test tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
+all: $(EXAMPLES)
+tests: $(TESTS)
+
+demo: $(B)/demo
+	$(B)/demo
+
+test:
+	@B=$(B) tests/run.sh
+
+asan:  ; @$(call SANITIZE,-fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
+ubsan: ; @$(call SANITIZE,-fsanitize=undefined -fno-sanitize-recover=undefined)
+tsan:  ; @$(call SANITIZE,-fsanitize=thread)
+comma := ,
+sanitized:
+	@B=$(B) tests/run.sh programs
+
+faults fuzz bench:
+	@echo "make $@: not built in this version" >&2; exit 2
+
+clean:
+	rm -rf build build-asan build-ubsan build-tsan
+
+# What is compiled with other words than last time is compiled again.
+$(B)/words: FORCE
+	@mkdir -p $(B); echo '$(COMPILE) $(CXX) $(CXXFLAGS) $(LDLIBS)' | cmp -s - $@ || echo '$(COMPILE) $(CXX) $(CXXFLAGS) $(LDLIBS)' >$@
+
+$(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
+	$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
+	$(CXX) $(CXXFLAGS) -I. $< -o $@ $(LDLIBS)

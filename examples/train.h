@@ -1,0 +1,264 @@
+/* train.h - the training loop that train_gpt.c and demo.c share - public domain or MIT, at your choice
+
+   Include it after dt_zero.h and gpt.h. train() is what every rank runs:
+
+       train_config config = { ... };
+       dt_run((dt_run_desc){ .ranks = 8 }, train, &config);
+
+   It reads text, trains, and hands the figures of each step to config.on_step on rank 0. Everything is static. */
+#ifndef TRAIN_H
+#define TRAIN_H
+
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Bytes, largest over the ranks: params, grads and optim live at the step's end, the others peaks of the step. */
+enum { TRAIN_PARAMS = 0, TRAIN_GRADS, TRAIN_OPTIM, TRAIN_ACTS, TRAIN_COMM, TRAIN_PEAK, TRAIN_MEMS };
+
+/* The figures of one step, the same in every layout but for time and bytes. */
+typedef struct train_row {
+    int64_t step;               /* from 1 */
+    double  loss;               /* nats, mean over all labels of the step, before its update */
+    double  grad_norm;          /* before clipping */
+    double  lr;
+    double  ms, tokens_per_s;   /* by rank 0's clock */
+    double  val_loss;           /* NaN in a step after which none was taken */
+    double  mem[TRAIN_MEMS];
+    double  bytes[DT_AXES];     /* sent by one rank along each axis in this step, largest over the ranks */
+} train_row;
+
+/* Files read as one text, in this order. */
+typedef struct train_files {
+    char  **path;
+    int     count, room;
+    int64_t bytes;
+} train_files;
+
+typedef struct train_config {
+    gpt_config   model;
+    dt_mesh_desc mesh;
+    dt_zero_desc zero;          /* the mesh is filled in by train */
+    dt_lr_desc   lr;
+    train_files  data, val;     /* val.count 0: no validation */
+    int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica */
+    int64_t      stop_at;       /* steps to do */
+    int64_t      eval_every;    /* 0: only after the last step */
+    void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
+    void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0; may be NULL */
+    void        *user;
+} train_config;
+
+enum { TRAIN_EVAL_SEQUENCES = 64 }; /* a validation loss is taken on the first so many sequences */
+
+/* ==== Files ======================================================================================================= */
+
+static inline int train_files_add(train_files *f, const char *path, int64_t bytes) {
+    if (f->count == f->room) {
+        int    room = f->room ? 2 * f->room : 16;
+        char **more = (char **)realloc(f->path, (size_t)room * sizeof *more);
+        if (!more) return -1;
+        f->path = more;
+        f->room = room;
+    }
+    char *copy = strdup(path);
+    if (!copy) return -1;
+    f->path[f->count++] = copy;
+    f->bytes += bytes;
+    return 0;
+}
+
+static inline int train_by_name(const void *a, const void *b) {
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+/* Adds a directory's files, sorted by name, that end in one of `endings` (NULL: all but hidden ones). -1: see errno. */
+static inline int train_files_add_dir(train_files *f, const char *dir, const char *const *endings) {
+    DIR           *d = opendir(dir);
+    struct dirent *e;
+    struct stat    st;
+    char           path[4096];
+    int            first = f->count, failed = 0;
+    if (!d) return -1;
+    while (!failed && (e = readdir(d))) {
+        int fits = endings == NULL;
+        for (int i = 0; endings && endings[i]; i++) {
+            size_t length = strlen(e->d_name), end = strlen(endings[i]);
+            fits |= length > end && strcmp(e->d_name + length - end, endings[i]) == 0;
+        }
+        if (!fits || e->d_name[0] == '.') continue;
+        if (snprintf(path, sizeof path, "%s/%s", dir, e->d_name) >= (int)sizeof path) errno = ENAMETOOLONG, failed = -1;
+        else if (stat(path, &st) != 0) failed = -1;
+        else if (S_ISREG(st.st_mode)) failed = train_files_add(f, path, (int64_t)st.st_size);
+    }
+    closedir(d);
+    if (f->count > first) qsort(f->path + first, (size_t)(f->count - first), sizeof *f->path, train_by_name);
+    return failed;
+}
+
+/* The project's own sources: the headers of `root`, then its examples. 0 if they are not there. */
+static inline int train_files_add_sources(train_files *f, const char *root) {
+    static const char *const endings[] = { ".h", ".c", ".cu", NULL };
+    char path[4096];
+    snprintf(path, sizeof path, "%s/dt_tensor.h", root);
+    if (access(path, R_OK) != 0) return 0;
+    train_files_add_dir(f, root, endings);
+    snprintf(path, sizeof path, "%s/examples", root);
+    train_files_add_dir(f, path, endings);
+    return f->count;
+}
+
+/* Looks for the sources in the current directory, then in the one above the program's. */
+static inline int train_files_find_sources(train_files *f) {
+    char self[4096];
+    if (train_files_add_sources(f, ".")) return f->count;
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 8);
+    if (length <= 0) return 0;
+    self[length] = 0;
+    char *slash = strrchr(self, '/');
+    strcpy(slash ? slash : self, "/..");
+    return train_files_add_sources(f, self);
+}
+
+static inline dt_text *train_open(dt_ctx *ctx, const train_files *f, int seq) {
+    return f->count ? dt_text_open(ctx, (const char *const *)f->path, f->count, seq) : NULL;
+}
+
+static inline void train_files_free(train_files *f) {
+    for (int i = 0; i < f->count; i++) free(f->path[i]);
+    free(f->path);
+    memset(f, 0, sizeof *f);
+}
+
+/* ==== One step ==================================================================================================== */
+
+/* The tokens of one step on one replica: a * b sequences of T. */
+typedef struct train_batch {
+    dt_order order;
+    int      accum;
+    int64_t  T;
+    int32_t *ids, *labels;      /* (a,b,T) */
+} train_batch;
+
+static inline dt_status train_batch_read(train_batch *b, dt_text *text, int replica, int64_t step) {
+    for (int j = 0; j < b->accum; j++)
+        for (int i = 0; i < b->order.micro_batch; i++) {
+            int64_t at = ((int64_t)j * b->order.micro_batch + i) * b->T;
+            int64_t sequence = dt_order_sequence(b->order, step, j, replica, i);
+            dt_status status = dt_text_read(text, sequence, b->ids + at, b->labels + at);
+            if (status != DT_OK) return status;
+        }
+    return DT_OK;
+}
+
+/* Forward and backward of all micro-batches; this rank's part of the step's loss. */
+static inline double train_forward_backward(gpt *model, const train_batch *b, double denominator) {
+    dt_ctx  *ctx = model->ctx;
+    dt_shape shape = DT_SHAPE(b->order.micro_batch, b->T);
+    double   loss = 0;
+    for (int j = 0; j < b->accum; j++) {
+        int64_t at = j * dt_count(shape);
+        dt_micro(ctx, j, b->accum);
+        dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids + at);
+        dt_tensor *mine = gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
+        dt_backward(mine);
+        loss += dt_item(mine);
+        dt_reset(ctx);
+    }
+    return loss;
+}
+
+/* Mean loss over the first sequences of a text, which the replicas share out one by one. */
+static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, const train_batch *b) {
+    dt_ctx  *ctx = model->ctx;
+    int64_t  n = dt_text_sequences(text);
+    double   loss = 0;
+    dt_shape shape = DT_SHAPE(1, b->T);
+    if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
+    dt_no_grad(ctx, 1);
+    for (int64_t s = mesh->replica; s < n && dt_text_read(text, s, b->ids, b->labels) == DT_OK; s += mesh->replicas) {
+        dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
+        loss += dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
+        dt_reset(ctx);
+    }
+    dt_no_grad(ctx, 0);
+    dt_sum_doubles(mesh->data, &loss, 1);
+    return loss;
+}
+
+/* Memory and traffic of the step, the largest over all ranks. */
+static inline void train_account(dt_ctx *ctx, const size_t *sent_before, train_row *row) {
+    dt_memory m = dt_memory_used(ctx);
+    double    all[TRAIN_MEMS + DT_AXES] = { (double)m.live[DT_MEM_PARAMS], (double)m.live[DT_MEM_GRADS],
+        (double)m.live[DT_MEM_OPTIM], (double)m.peak[DT_MEM_ACTS], (double)m.peak[DT_MEM_COMM], (double)m.peak_total };
+    for (int a = 0; a < DT_AXES; a++) all[TRAIN_MEMS + a] = (double)(dt_comm_bytes(ctx, (dt_axis)a) - sent_before[a]);
+    dt_all_reduce(dt_world(ctx), all, all, TRAIN_MEMS + DT_AXES, DT_F64, DT_MAX);
+    memcpy(row->mem, all, sizeof row->mem);
+    memcpy(row->bytes, all + TRAIN_MEMS, sizeof row->bytes);
+}
+
+static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }
+
+/* One whole step on every rank: read, forward and backward, update, measure. */
+static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
+    dt_text *text, train_batch *b, int64_t step) {
+    dt_ctx   *ctx = model->ctx;
+    double    start = train_now(ctx);
+    train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN };
+    size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->T);
+    for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
+    dt_memory_reset_peak(ctx);
+    train_batch_read(b, text, mesh->replica, step);
+    row.loss = train_forward_backward(model, b, dt_tokens(mesh->data, b->labels, labels));
+    dt_sum_doubles(mesh->data, &row.loss, 1);
+    if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
+        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
+            isnan(row.loss) ? "NaN" : "infinite");
+    row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
+    train_account(ctx, sent, &row);
+    row.ms = 1000 * (train_now(ctx) - start);
+    row.tokens_per_s = (double)b->order.batch * (double)b->T / (row.ms / 1000);
+    return row;
+}
+
+/* ==== The loop ==================================================================================================== */
+
+/* What every rank runs. user: a train_config. */
+static inline dt_status train(dt_ctx *ctx, void *user) {
+    const train_config *c = (const train_config *)user;
+    int64_t T = c->model.seq;
+    dt_mesh mesh = dt_mesh_make(ctx, c->mesh);
+    gpt     model = gpt_register(ctx, c->model);
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+
+    dt_zero_desc desc = c->zero;
+    desc.mesh = &mesh;
+    dt_zero *optimizer = dt_zero_make(ctx, desc);
+    dt_text *text = train_open(ctx, &c->data, c->model.seq), *val = train_open(ctx, &c->val, c->model.seq);
+
+    size_t      bytes = (size_t)(c->accum * (int64_t)c->micro_batch * T) * sizeof(int32_t);
+    train_batch b = { .accum = c->accum, .T = T };
+    b.ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "ids");
+    b.labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "labels");
+    if (dt_error(ctx) == DT_OK) {
+        int64_t batch = (int64_t)c->micro_batch * c->accum * mesh.replicas;
+        b.order = (dt_order){ dt_text_sequences(text), batch, c->micro_batch, mesh.replicas };
+    }
+    for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
+        train_row row = train_step(c, &model, optimizer, &mesh, text, &b, step);
+        if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
+            row.val_loss = train_eval(&model, &mesh, val, &b);
+        if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
+    }
+    if (c->at_end && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->at_end(ctx, &model, c->user);
+    dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
+    dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
+    return dt_error(ctx);
+}
+
+#endif /* TRAIN_H */

@@ -1,0 +1,660 @@
+/* train_gpt.c - trains a byte-level GPT on one or many ranks - public domain or MIT, at your choice
+
+       cc -O3 train_gpt.c -o train_gpt -lm -lpthread
+       ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
+
+   The loop is train() in train.h, the model gpt.h. This file is what surrounds them: one table of options (it makes the
+   parser, --help, --print-config and the settings block), the checks before any rank starts, the lines printed.
+
+   CONTENTS
+     1. Options: the table
+     2. Parser
+     3. Help and configuration
+     4. From options to a run
+     5. Data
+     6. Settings block
+     7. Output of a run
+     8. main
+ */
+#define _GNU_SOURCE
+#define DT_IMPLEMENTATION
+#include "../dt_zero.h"
+
+#include "gpt.h"
+#include "train.h"
+
+#include <stdarg.h>
+
+// ==== 1. Options: the table =========================================================================================
+
+/* A row: id, name, kind, BUILT or LATER (only its default is accepted), default (NULL: none, or computed), lo, hi, what
+   the value is, help. INT and REAL: a number from lo to hi. WORD: one of those words; what stands after ';' is not
+   built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG: no value. */
+enum { HEADING, INT, REAL, WORD, TEXT, SWITCH, FLAG };
+enum { BUILT, LATER };
+
+#define MEGA (1 << 20)
+#define OPTIONS(X) \
+    X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes to learn; a DIR's files by name [own sources]") \
+    X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", "validation loss on its first 64 sequences, after the last step") \
+    X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
+    X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "print N sampled bytes after the last step") \
+    X(MODEL, "model", TEXT, LATER, NULL, 0, 0, "FILE", "start from these weights") \
+    X(SHUFFLE, "shuffle", SWITCH, LATER, "off", 0, 0, "on|off", "shuffle sequences") \
+    X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2;llama", "kind of model") \
+    X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
+    X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
+    X(HEADS, "heads", INT, BUILT, "4", 1, MEGA, "H", "attention heads; divide the width") \
+    X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", "heads of keys and values; divide the heads [=heads]") \
+    X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", "feed-forward width [4 x width]") \
+    X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", "tokens of a sequence") \
+    X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", "token ids; bytes need 256") \
+    X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", "one matrix for embedding and head") \
+    X(DROPOUT, "dropout", REAL, LATER, "0", 0, 1, "X", "") \
+    X(EXPERTS, "experts", TEXT, LATER, "dense", 0, 0, "E", "experts of a mixture") \
+    X(TOP_K, "top-k", INT, LATER, "2", 1, MEGA, "K", "experts of a token") \
+    X(MOE_EVERY, "moe-every", INT, LATER, "1", 1, MEGA, "N", "a mixture in every Nth layer") \
+    X(CAPACITY, "capacity", TEXT, LATER, "dropless", 0, 0, "F", "room of an expert") \
+    X(BALANCE_LOSS, "balance-loss", REAL, LATER, "0.01", 0, 1e9, "X", "") \
+    X(Z_LOSS, "z-loss", REAL, LATER, "0", 0, 1e9, "X", "") \
+    X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", "sequences of a step over all ranks: B = b x a x replicas") \
+    X(MICRO_BATCH, "micro-batch", INT, BUILT, NULL, 1, MEGA, "b", "sequences of one forward [what --batch leaves]") \
+    X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", "micro-batches of a replica and step [what --batch leaves]") \
+    X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
+    X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", "end earlier, under the same schedule [=steps]") \
+    X(LR, "lr", REAL, BUILT, "1e-3", 0, 1e3, "X", "peak learning rate") \
+    X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant;wsd", "after the warmup") \
+    X(WARMUP, "warmup", INT, BUILT, "0", 0, 1e12, "N", "steps of linear growth to the peak") \
+    X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", "the step at which the schedule ends [=steps]") \
+    X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
+    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values and of --generate") \
+    X(BATCH_RAMP, "batch-ramp", TEXT, LATER, NULL, 0, 0, "START:INCR:SAMPLES", "let the batch grow") \
+    X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd;onebit-adam", "") \
+    X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", "of matrices, not of biases and gains") \
+    X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "largest gradient norm; 0: none") \
+    X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
+    X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
+    X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
+    X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
+    X(LABEL_SMOOTHING, "label-smoothing", REAL, LATER, "0", 0, 1, "X", "") \
+    X(FREEZE_STEPS, "freeze-steps", INT, LATER, NULL, 0, 1e12, "N", "warmup of onebit-adam") \
+    X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|f64;bf16|f16", "type of parameters and activations") \
+    X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
+    X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads;procs|tcp|mpi|nccl", "what a rank is") \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
+    X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
+    X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
+    X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
+    X(TP, "tp", INT, LATER, "1", 1, 1024, "N", "tensor parallel") \
+    X(CP, "cp", INT, LATER, "1", 1, 1024, "N", "context parallel") \
+    X(PP, "pp", INT, LATER, "1", 1, 1024, "N", "pipeline parallel") \
+    X(EP, "ep", INT, LATER, "1", 1, 1024, "N", "expert parallel") \
+    X(SP, "sp", SWITCH, LATER, "off", 0, 0, "on|off", "sequence parallel") \
+    X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring;zigzag|allgather|ulysses", "with --cp") \
+    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "1f1b;naive|afab|interleaved|zb", "with --pp") \
+    X(CHUNKS, "chunks", INT, LATER, "1", 1, MEGA, "v", "with --pp") \
+    X(PARTITION, "partition", TEXT, LATER, NULL, 0, 0, "LIST", "with --pp") \
+    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1;2|3", "what the data ranks share out: 1, optimizer state") \
+    X(SHARD_GROUP, "shard-group", INT, LATER, NULL, 1, 1024, "N", "") \
+    X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
+    X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
+    X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
+    X(RECOMPUTE, "recompute", TEXT, LATER, "none", 0, 0, "none|selective|full|full:K", "") \
+    X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed;tree", "order in which gradients are summed") \
+    X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \
+    X(SAVE_EVERY, "save-every", INT, LATER, NULL, 1, 1e12, "N", "") \
+    X(KEEP, "keep", INT, LATER, NULL, 1, 1e12, "N", "") \
+    X(RESUME, "resume", TEXT, LATER, NULL, 0, 0, "DIR", "") \
+    X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
+    X(TRACE, "trace", TEXT, LATER, NULL, 0, 0, "FILE", "") \
+    X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
+    X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", "print nothing but errors and --generate's bytes") \
+    X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of one rank, for mfu = (6N + 12LCT) tok/s / peak") \
+    X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
+    X(CONFIG, "config", TEXT, LATER, NULL, 0, 0, "FILE", "options from a file") \
+    X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", "print all options as JSON and end") \
+    X(DRY_RUN, "dry-run", FLAG, LATER, NULL, 0, 0, "", "") \
+    X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", "print the rules by which sizes are refused and end") \
+    X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this and end")
+
+enum {
+#define ID(id, ...) O_##id,
+    OPTIONS(ID)
+#undef ID
+    N_OPTIONS
+};
+
+typedef struct option {
+    const char *name;
+    int         kind, part;
+    const char *preset;
+    double      lo, hi;
+    const char *arg, *help;
+} option;
+
+static const option table[N_OPTIONS] = {
+#define ROW(id, ...) { __VA_ARGS__ },
+    OPTIONS(ROW)
+#undef ROW
+};
+
+enum { DEFAULT = 0, COMPUTED, GIVEN };
+typedef struct value {
+    const char *text;       /* as given or preset; NULL: no value */
+    double      number;     /* of INT and REAL; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
+    int         from;       /* DEFAULT, COMPUTED, GIVEN */
+    char        own[32];    /* text of a computed number */
+} value;
+
+// ==== 2. Parser =====================================================================================================
+
+/* The end of a run that cannot start. */
+static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fflush(stdout);
+    fputs("error: ", stderr);
+    vfprintf(stderr, fmt, args);
+    fputc('\n', stderr);
+    va_end(args);
+    exit(2);
+}
+
+static int is_option(int id) { return table[id].kind != HEADING; }
+
+/* Insertions, deletions and changes that make a of b; names are short. */
+static int edit_distance(const char *a, const char *b) {
+    int row[64], n = (int)strlen(b);
+    for (int j = 0; j <= n; j++) row[j] = j;
+    for (int i = 1; *a; a++, i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= n; j++) {
+            int best = diagonal + (*a != b[j - 1]);
+            diagonal = row[j];
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            row[j] = best;
+        }
+    }
+    return row[n];
+}
+
+static __attribute__((noreturn)) void refuse_unknown(const char *name) {
+    int best = -1, least = 0;
+    for (int i = 0; i < N_OPTIONS; i++) {
+        int distance = is_option(i) ? edit_distance(name, table[i].name) : 0;
+        if (is_option(i) && (best < 0 || distance < least)) {
+            best = i;
+            least = distance;
+        }
+    }
+    refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
+}
+
+static void parse_number(int id, value *v, const char *text) {
+    const option *o = &table[id];
+    char *end = NULL;
+    char  first = text[0] == '-' || text[0] == '+' ? text[1] : text[0];
+    int   plain = (first >= '0' && first <= '9') || (first == '.' && o->kind == REAL);
+    for (const char *c = text; *c; c++) plain = plain && *c != 'x' && *c != 'X';
+    errno = 0;
+    double x = !plain ? 0 : o->kind == INT ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (!plain || *end || !isfinite(x) || (errno == ERANGE && o->kind == INT) || x < o->lo || x > o->hi)
+        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''", o->kind == INT ? "a whole number" :
+            "a number", o->lo, o->hi);
+    v->number = x;
+}
+
+/* The place of text among the words of `arg`, -1 if it is none of them; *built: how many come before the ';'. */
+static int word_place(const char *arg, const char *text, int *built) {
+    int place = -1, n = 0;
+    *built = 0;
+    for (const char *at = arg; *at; n++) {
+        size_t length = strcspn(at, "|;");
+        if (length == strlen(text) && strncmp(at, text, length) == 0) place = n;
+        at += length;
+        if (*at == ';') *built = n + 1;
+        if (*at) at++;
+    }
+    if (*built == 0) *built = n;
+    return place;
+}
+
+static void parse_word(int id, value *v, const char *text) {
+    const option *o = &table[id];
+    int built, place = word_place(o->arg, text, &built);
+    int length = (int)strcspn(o->arg, ";");
+    const char *verb = built > 1 ? "values are" : "value is";
+    if (place < 0) refuse("--%s %s: the legal %s %.*s", o->name, *text ? text : "''", verb, length, o->arg);
+    if (place >= built)
+        refuse("--%s %s is not available in this build; the legal %s %.*s", o->name, text, verb, length, o->arg);
+    v->number = place;
+}
+
+/* Checks text against the option's kind, then whether the option is built. */
+static void set(value *v, int id, const char *text, int from) {
+    const option *o = &table[id];
+    value         preset = { 0 };
+    if (o->kind == INT || o->kind == REAL) parse_number(id, v, text);
+    if (o->kind == WORD) parse_word(id, v, text);
+    if (o->kind == SWITCH || o->kind == FLAG) {
+        v->number = strcmp(text, "on") == 0 || strcmp(text, "true") == 0;
+        if (!v->number && strcmp(text, "off") != 0 && strcmp(text, "false") != 0)
+            refuse("--%s %s: the legal values are on|off", o->name, *text ? text : "''");
+    }
+    if (o->kind == TEXT && !*text) refuse("--%s '': needs %s", o->name, o->arg);
+    if (o->part == LATER && from == GIVEN) {
+        if (!o->preset) refuse("--%s is not available in this build", o->name);
+        if (o->kind == INT || o->kind == REAL) parse_number(id, &preset, o->preset);
+        if (o->kind == SWITCH ? v->number != 0 : o->kind == TEXT ? strcmp(text, o->preset) != 0 :
+            v->number != preset.number)
+            refuse("--%s %s is not available in this build; only %s is", o->name, text, o->preset);
+    }
+    v->text = text;
+    v->from = from;
+}
+
+static void compute(value *v, int64_t number) {
+    snprintf(v->own, sizeof v->own, "%lld", (long long)number);
+    v->text = v->own;
+    v->number = (double)number;
+    v->from = COMPUTED;
+}
+
+/* The option named by the first `length` characters; N_OPTIONS if there is none. */
+static int find_option(const char *name, size_t length) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (is_option(i) && strlen(table[i].name) == length && strncmp(table[i].name, name, length) == 0) return i;
+    return N_OPTIONS;
+}
+
+static void parse(value *v, int argc, char **argv) {
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (table[i].preset) set(&v[i], i, table[i].preset, DEFAULT);
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2]) refuse("'%s' is no option: they begin with --", argv[i]);
+        const char *name = argv[i] + 2, *text = strchr(name, '=');
+        size_t      length = text ? (size_t)(text - name) : strlen(name);
+        int         id = find_option(name, length), no = 0;
+        if (id == N_OPTIONS && strncmp(name, "no-", 3) == 0 && !text) {
+            id = find_option(name + 3, length - 3);
+            no = id < N_OPTIONS && (table[id].kind == SWITCH || table[id].kind == FLAG);
+            if (!no) id = N_OPTIONS;
+        }
+        if (id == N_OPTIONS) {
+            char typed[64];
+            snprintf(typed, sizeof typed, "%.*s", (int)(length < 63 ? length : 63), name);
+            refuse_unknown(typed);
+        }
+        if (text) text++;
+        else if (no) text = "off";
+        else if (table[id].kind == FLAG) text = "on";
+        else if (i + 1 == argc || strncmp(argv[i + 1], "--", 2) == 0)
+            refuse("--%s needs a value %s", table[id].name, table[id].arg);
+        else text = argv[++i];
+        set(&v[id], id, text, GIVEN);
+    }
+}
+
+// ==== 3. Help and configuration =====================================================================================
+
+static void print_help(void) {
+    puts("train_gpt: trains a byte-level GPT on one or many ranks. Options, with their defaults in brackets:");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const option *o = &table[i];
+        char left[96], words[64];
+        if (!is_option(i)) {
+            printf("\n%s\n", o->name);
+            continue;
+        }
+        snprintf(words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
+        snprintf(left, sizeof left, "--%s %s", o->name, words);
+        printf("  %-36s%s%s", left, *o->help ? " " : "", o->help);
+        if (o->part == LATER) printf(" (not in this build)");
+        else if (o->preset) printf(" [%s]", o->preset);
+        const char *later = o->kind == WORD ? strchr(o->arg, ';') : NULL;
+        if (later) printf(" (not in this build: %s)", later + 1);
+        putchar('\n');
+    }
+    puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
+}
+
+static void print_json_string(const char *s) {
+    putchar('"');
+    for (; *s; s++) {
+        if (*s == '"' || *s == '\\') printf("\\%c", *s);
+        else if ((unsigned char)*s < 0x20) printf("\\u%04x", (unsigned char)*s);
+        else putchar(*s);
+    }
+    putchar('"');
+}
+
+/* A short decimal that reads back as the same number. */
+static void print_json_number(double x) {
+    char text[40];
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, x);
+        if (strtod(text, NULL) == x) break;
+    }
+    fputs(text, stdout);
+}
+
+static void print_config(const value *v) {
+    int first = 1;
+    puts("{");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const option *o = &table[i];
+        if (!is_option(i) || (o->kind == FLAG && i != O_QUIET)) continue;
+        printf("%s  \"%s\": ", first ? "" : ",\n", o->name);
+        first = 0;
+        if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", stdout);
+        else if (!v[i].text) fputs("null", stdout);
+        else if (o->kind == INT) printf("%lld", (long long)v[i].number);
+        else if (o->kind == REAL) print_json_number(v[i].number);
+        else if (i == O_ZERO) fputs(v[i].text, stdout);
+        else print_json_string(v[i].text);
+    }
+    puts("\n}");
+}
+
+static void print_refused(void) {
+    puts("Sizes are refused by these rules, before any rank starts:");
+    puts("  heads divides width                          each head is width/heads wide");
+    puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
+    puts("  dp x pp x cp x tp x ep = ranks               tp, cp, pp and ep are 1 in this build");
+    puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
+    puts("  vocab >= 256                                 a byte is a token");
+    puts("  seq + 1 <= bytes of --data, and of --val     one sequence and the label of its last token");
+    puts("  stop-at <= steps");
+}
+
+// ==== 4. From options to a run ======================================================================================
+
+static int     int_of(const value *v, int id) { return (int)v[id].number; }
+static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
+
+/* The largest divisor of n that is not above `most`. */
+static int64_t divisor_below(int64_t n, int64_t most) {
+    int64_t d = most < n ? most : n;
+    while (d > 1 && n % d != 0) d--;
+    return d < 1 ? 1 : d;
+}
+
+static gpt_config resolve_model(value *v) {
+    int width = int_of(v, O_WIDTH), heads = int_of(v, O_HEADS);
+    if (!v[O_KV_HEADS].text) compute(&v[O_KV_HEADS], heads);
+    if (!v[O_FFN].text) compute(&v[O_FFN], 4 * (int64_t)width);
+    int kv_heads = int_of(v, O_KV_HEADS);
+    if (width % heads != 0)
+        refuse("--heads %d does not divide --width %d; use --heads %d or --width %lld", heads, width,
+            (int)divisor_below(width, heads), ((long long)width / heads + 1) * heads);
+    if (heads % kv_heads != 0)
+        refuse("--kv-heads %d does not divide --heads %d; use --kv-heads %d", kv_heads, heads,
+            (int)divisor_below(heads, kv_heads));
+    if (int_of(v, O_VOCAB) < 256)
+        refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
+    return (gpt_config){ int_of(v, O_LAYERS), width, heads, kv_heads, int_of(v, O_FFN), int_of(v, O_SEQ),
+        int_of(v, O_VOCAB), v[O_TIE].number != 0, v[O_DTYPE].number == 0 ? DT_F32 : DT_F64 };
+}
+
+static dt_mesh_desc resolve_mesh(value *v) {
+    char         why[256];
+    dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
+    if (!v[O_RANKS].text)
+        compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
+    if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
+    if (!v[O_DP].text) compute(&v[O_DP], sizes.dp);
+    return sizes;
+}
+
+/* B = b a R: two of them give the third, three must agree. */
+static void resolve_batch(value *v, int replicas) {
+    int64_t     B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM), R = replicas;
+    const char *preset = v[O_BATCH].from == GIVEN ? "" : " (its default)";
+    if (b && a && v[O_BATCH].from == GIVEN && B != b * a * R)
+        refuse("--batch %lld is not --micro-batch %lld x --accum %lld x %lld replicas; use --batch %lld, or leave one "
+            "of the three out", (long long)B, (long long)b, (long long)a, (long long)R, (long long)(b * a * R));
+    if (b && a && v[O_BATCH].from != GIVEN) compute(&v[O_BATCH], B = b * a * R);
+    if (B > table[O_BATCH].hi) refuse("a batch of %lld sequences; the most is %.0f", (long long)B, table[O_BATCH].hi);
+    int64_t unit = (b ? b : 1) * (a ? a : 1) * R;
+    if (B % unit != 0 && (b || a))
+        refuse("--batch %lld%s is not a multiple of %s %lld x %lld replicas; use --batch %lld", (long long)B, preset,
+            b ? "--micro-batch" : "--accum", (long long)(b ? b : a), (long long)R, (long long)(B / unit + 1) * unit);
+    if (B % unit != 0)
+        refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B, preset,
+            (long long)R, (long long)(B / unit + 1) * unit);
+    if (!a) compute(&v[O_ACCUM], b ? B / (b * R) : 1);
+    if (!b) compute(&v[O_MICRO_BATCH], B / (long_of(v, O_ACCUM) * R));
+}
+
+/* dt reads 0 as "the default"; a number this small is 0 in effect. */
+static double nearly(double x) { return x == 0 ? 1e-300 : x; }
+
+static dt_zero_desc resolve_optimizer(const value *v) {
+    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD };
+    return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
+        .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
+        .momentum = v[O_MOMENTUM].number, .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number };
+}
+
+static train_config resolve(value *v) {
+    static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT };
+    train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
+    resolve_batch(v, c.mesh.dp * c.mesh.ep);
+    if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
+    if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
+    if (v[O_STOP_AT].number > v[O_STEPS].number)
+        refuse("--stop-at %lld lies beyond --steps %lld; use --stop-at %lld or less", (long long)v[O_STOP_AT].number,
+            (long long)v[O_STEPS].number, (long long)v[O_STEPS].number);
+    if (v[O_EVAL_EVERY].number && !v[O_VAL].text) refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
+    c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
+        long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number };
+    c.micro_batch = int_of(v, O_MICRO_BATCH);
+    c.accum = int_of(v, O_ACCUM);
+    c.stop_at = long_of(v, O_STOP_AT);
+    c.eval_every = long_of(v, O_EVAL_EVERY);
+    return c;
+}
+
+// ==== 5. Data =======================================================================================================
+
+/* Refuses what cannot be read, and llm.c's token shards, which begin with their magic number. */
+static void check_file(int id, const char *path) {
+    unsigned char head[4] = { 0 };
+    FILE         *f = fopen(path, "rb");
+    size_t        got = f ? fread(head, 1, sizeof head, f) : 0;
+    if (!f || ferror(f)) refuse("--%s %s: %s", table[id].name, path, strerror(errno));
+    fclose(f);
+    uint32_t magic = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
+    if (got == sizeof head && (magic == 20240520 || magic == 20240801))
+        refuse("--%s %s: an llm.c token shard, which is not available in this build", table[id].name, path);
+}
+
+static void find_text(const value *v, int id, train_files *files) {
+    const char *path = v[id].text, *name = table[id].name;
+    int64_t     seq = int_of(v, O_SEQ);
+    struct stat st;
+    if (!path) {
+        if (!train_files_find_sources(files))
+            refuse("no --%s given, and the project's sources are neither in . nor above the program; use --%s FILE",
+                name, name);
+        path = "(the project's sources)";
+    } else {
+        if (stat(path, &st) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
+        if (!S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) refuse("--%s %s: neither a file nor a directory", name, path);
+        if (S_ISREG(st.st_mode)) train_files_add(files, path, (int64_t)st.st_size);
+        else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
+    }
+    if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
+    for (int i = 0; i < files->count; i++) check_file(id, files->path[i]);
+    if (files->bytes < 2) refuse("--%s %s: %lld bytes; the least is 2", name, path, (long long)files->bytes);
+    if (files->bytes < seq + 1)
+        refuse("--%s %s: %lld bytes, but one sequence needs %lld (--seq %lld and the label of its last token); use "
+            "--seq %lld or less", name, path, (long long)files->bytes, (long long)seq + 1, (long long)seq,
+            (long long)files->bytes - 1);
+}
+
+// ==== 6. Settings block =============================================================================================
+
+static void print_settings(const value *v, const train_config *c) {
+    static const char *const sources[] = { "", "=", "*" };
+    const gpt_config        *m = &c->model;
+    int                      column = 0;
+    printf("dt %d.%d.%d   %s %s   %s ranks   mesh dp%d   zero %s\n", DT_VERSION / 1000, DT_VERSION / 100 % 10,
+        DT_VERSION % 100, v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp, v[O_ZERO].text);
+    printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
+        m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
+    printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
+        c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * m->seq);
+    printf("data    %s   %d file%s   %lld bytes   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
+        "the project's own sources", c->data.count, c->data.count == 1 ? "" : "s", (long long)c->data.bytes,
+        (long long)((c->data.bytes - 1) / m->seq));
+    printf("options * given, = computed, others default\n");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const option *o = &table[i];
+        if (!is_option(i) || o->part == LATER || o->kind == FLAG || !v[i].text) continue;
+        char entry[64];
+        snprintf(entry, sizeof entry, "%s %s%s", o->name, v[i].text, sources[v[i].from]);
+        printf(column++ % 4 == 3 ? "  %s\n" : "  %-27s", entry);
+    }
+    printf(column % 4 ? "\n\n" : "\n");
+}
+
+// ==== 7. Output of a run ============================================================================================
+
+/* What rank 0 needs to print. */
+typedef struct job {
+    const value  *v;
+    train_config  config;
+    FILE         *csv;
+    double        ms;           /* sum over the steps after the first */
+} job;
+
+static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
+                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep";
+
+static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
+    fprintf(j->csv, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm, row->lr,
+        row->ms, row->tokens_per_s);
+    for (int m = 0; m < TRAIN_MEMS; m++) fprintf(j->csv, ",%.0f", row->mem[m]);
+    for (int a = 0; a < DT_AXES; a++) fprintf(j->csv, ",%.0f", row->bytes[a]);
+    if (j->config.val.count && isfinite(row->val_loss)) fprintf(j->csv, ",%.17g", row->val_loss);
+    else if (j->config.val.count) fputc(',', j->csv);
+    fputc('\n', j->csv);
+    errno = 0;
+    if (fflush(j->csv) != 0 || ferror(j->csv))
+        dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+}
+
+/* Seconds as 1:02 or 1:02:03. */
+static void print_time(double seconds) {
+    long long s = (long long)(seconds + 0.5);
+    if (s >= 3600) printf("%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else printf("%lld:%02lld", s / 60, s % 60);
+}
+
+static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
+    job    *j = (job *)user;
+    double  peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
+    int64_t left = j->config.stop_at - row->step;
+    if (row->step > 1) j->ms += row->ms;
+    if (j->csv) csv_row(ctx, j, row);
+    if (j->v[O_QUIET].number) return;
+    printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
+        j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
+    if (peak > 0) printf(" | mfu %.1f%%", 100 * gpt_flops_per_token(j->config.model) * row->tokens_per_s / peak);
+    printf(" | mem %.1f MiB | eta ", row->mem[TRAIN_PEAK] / 1048576);
+    print_time((double)left * (row->step > 1 ? j->ms / (double)(row->step - 1) : row->ms) / 1000);
+    putchar('\n');
+    if (isfinite(row->val_loss))
+        printf("eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step, j->v[O_STEPS].text,
+            row->val_loss, TRAIN_EVAL_SEQUENCES);
+    if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
+}
+
+/* Samples from a newline on and prints the bytes. */
+static void at_end(dt_ctx *ctx, gpt *model, void *user) {
+    const job *j = (const job *)user;
+    int        n = int_of(j->v, O_GENERATE);
+    int32_t   *ids = (int32_t *)malloc((size_t)(n + 1) * sizeof *ids);
+    if (!ids) {
+        dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
+        return;
+    }
+    ids[0] = '\n';
+    if (n > 0 && gpt_generate(model, ids, 1, n + 1, 256, 0.8, (uint64_t)j->v[O_SEED].number) == DT_OK) {
+        puts("---");
+        for (int i = 1; i <= n; i++) putchar(ids[i]);
+        puts("\n---");
+    }
+    free(ids);
+}
+
+/* dt's log, without errors: the first failure comes back in the report, and is printed once. */
+static void quiet_errors(void *user, int level, int rank, const char *text) {
+    (void)user;
+    if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
+}
+
+static int run(job *j) {
+    dt_report report = { DT_OK, 0, "" };
+    dt_host   host = *dt_host_default();
+    host.log = quiet_errors;
+    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = DT_BACKEND_THREADS,
+        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report },
+        train, &j->config);
+    int64_t later = j->config.stop_at - 1;
+    if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
+        status = DT_ERR_IO;
+        snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+    }
+    if (status != DT_OK) {
+        fflush(stdout);
+        fprintf(stderr, "error: %s\n", report.text);
+        return 1;
+    }
+    if (!j->v[O_QUIET].number && later > 0)
+        printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
+            j->v[O_BATCH].number * j->config.model.seq * (double)later / (j->ms / 1000), (long long)later);
+    if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
+    return fflush(stdout) == 0 ? 0 : 1;
+}
+
+// ==== 8. main =======================================================================================================
+
+int main(int argc, char **argv) {
+    value v[N_OPTIONS];
+    job   j = { .v = v };
+    memset(v, 0, sizeof v);
+    parse(v, argc, argv);
+    if (v[O_HELP].number) print_help();
+    if (v[O_LIST_REFUSED].number) print_refused();
+    if (v[O_HELP].number || v[O_LIST_REFUSED].number) return 0;
+    j.config = resolve(v);
+    j.config.on_step = on_step;
+    j.config.at_end = at_end;
+    j.config.user = &j;
+    if (v[O_PRINT_CONFIG].number) {
+        print_config(v);
+        return 0;
+    }
+    find_text(v, O_DATA, &j.config.data);
+    if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val);
+    if (v[O_LOG_CSV].text) {
+        j.csv = fopen(v[O_LOG_CSV].text, "w");
+        if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
+        fprintf(j.csv, "%s%s\n", csv_header, j.config.val.count ? ",val_loss" : "");
+    }
+    if (!v[O_QUIET].number) print_settings(v, &j.config);
+    int failed = run(&j);
+    train_files_free(&j.config.data);
+    train_files_free(&j.config.val);
+    return failed;
+}

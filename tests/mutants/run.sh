@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# run.sh - planted mistakes: do the tests notice them?
+#
+#   tests/mutants/run.sh             every *.patch in this folder
+#   tests/mutants/run.sh NAME...     only these (NAME or NAME.patch)
+#
+# A mutant is one mistake as a patch (patch -p1 from the project's folder; 'diff -u a/dt_zero.h b/dt_zero.h' makes one).
+# Its first line names the test that must fail, a program or a script, and if need be arguments:
+#
+#       # test: test_zero                       or      # test: test_headers.sh text
+#       # the second line says what the mistake is
+#
+# For each one the project is copied, the copy patched, that test built and run. Caught: the test builds and fails. A
+# mutant that survives, does not apply or does not compile is a failure of this run. LIMIT: seconds for one (300).
+# CLEAN=no: do not first run each test without a mistake.
+here=$(cd "$(dirname "$0")" && pwd)
+ROOT=$(cd "$here/../.." && pwd)
+LIMIT=${LIMIT:-300} MAKE=${MAKE:-make}
+export CFLAGS=${MUTANT_CFLAGS:--O1}
+CPUS=$(nproc 2>/dev/null || echo 2)
+unset MAKEFLAGS MAKELEVEL B
+S=$(mktemp -d)
+trap 'rm -rf "$S"' EXIT
+
+mutant() { # mutant PATCH: prints one line, PASS or FAIL
+    local name test args d status first
+    name=$(basename "$1" .patch)
+    d=$S/$name
+    first=$(head -n 1 "$1")
+    read -r test args <<<"${first#\# test: }"
+    if [ "$first" = "${first#\# test: }" ]; then echo "FAIL $name: its first line is not '# test: NAME'"; return; fi
+    mkdir "$d"
+    (cd "$ROOT" && tar cf - --exclude=.git --exclude='build*' .) | tar xf - -C "$d"
+    cd "$d" || return
+    if ! patch -p1 -s -N --no-backup-if-mismatch <"$1" >"$d.log" 2>&1; then
+        echo "FAIL $name: the patch does not apply"; tail -n 4 "$d.log" | sed 's/^/    /'
+        return
+    fi
+    case $test in
+        *.sh) set -- bash "tests/$test" $args ;;
+        *)
+            if ! $MAKE -s "build/$test" >"$d.log" 2>&1; then
+                echo "FAIL $name: $test does not build"; tail -n 6 "$d.log" | sed 's/^/    /'
+                return
+            fi
+            set -- "build/$test" $args
+            ;;
+    esac
+    timeout -k 5 "$LIMIT" "$@" >"$d.log" 2>&1 </dev/null
+    status=$?
+    if [ $status = 0 ]; then
+        echo "FAIL $name survives $test: $(sed -n '2s/^# *//p' "$here/$name.patch")"
+    elif [ $status = 124 ] || [ $status = 137 ]; then
+        echo "PASS $name: $test did not end"
+    else
+        echo "PASS $name: $(grep -m 1 '^FAIL' "$d.log" || echo "$test ended with status $status")"
+    fi
+    rm -rf "$d"
+}
+
+patches=()
+if [ $# -gt 0 ]; then
+    for a in "$@"; do patches+=("$here/$(basename "$a" .patch).patch"); done
+else
+    for f in "$here"/*.patch; do [ -e "$f" ] && patches+=("$f"); done
+fi
+if [ ${#patches[@]} -gt 0 ] && ! command -v patch >/dev/null; then
+    echo "SKIP mutants: patch is not installed"
+    echo "mutants: 0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+
+# The tests must pass without a mistake, or everything would count as caught: one run of each test that is named.
+[ "$CLEAN" = no ] || for t in $(for p in "${patches[@]}"; do sed -n '1s/^# test: *\([A-Za-z0-9_]*\) *$/\1/p' "$p"; done | sort -u); do
+    while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
+    ( cd "$ROOT" && $MAKE -s B="$S/clean.$t" "$S/clean.$t/$t" >"$S/clean.$t.log" 2>&1 &&
+        timeout -k 5 "$LIMIT" "$S/clean.$t/$t" >"$S/clean.$t.log" 2>&1 </dev/null || echo "FAIL $t fails without a mistake" >"$S/1.$t.out" ) &
+done
+for p in "${patches[@]}"; do
+    while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
+    ( mutant "$p" >"$S/2.$(basename "$p").out" ) &
+done
+wait
+cat "$S"/[12].*.out 2>/dev/null
+passed=$(cat "$S"/[12].*.out 2>/dev/null | grep -c '^PASS')
+failed=$(cat "$S"/[12].*.out 2>/dev/null | grep -c '^FAIL')
+echo "mutants: $passed passed, $failed failed, 0 skipped"
+[ "$failed" = 0 ]

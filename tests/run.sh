@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# run.sh - builds and runs all tests; the last line is the sum of all: "N passed, N failed, N skipped"
+#
+#   tests/run.sh             installs what the tests need and can be installed, then everything
+#   tests/run.sh programs    only the test programs (what the sanitizer targets run)
+#   tests/run.sh NAME...     only these: test_zero, test_headers.sh, mutants
+#
+# DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take, in seconds.
+#
+# A test is a program tests/test_*.c or .cc, a script tests/test_*.sh, or tests/mutants/run.sh. It prints a line that
+# begins with FAIL or SKIP for each check that failed or could not run, and last "name: N passed, N failed, N skipped".
+# One that does not build, ends without that line, or ends with another status than its counts say is a failure.
+cd "$(dirname "$0")/.." || exit 1
+B=${B:-build} LIMIT=${LIMIT:-600} MAKE=${MAKE:-make}
+passed=0 failed=0 skipped=0
+skips=()
+CPUS=$(nproc 2>/dev/null || echo 2)
+unset MAKELEVEL
+
+# ---- what the tests need ------------------------------------------------------------------------------------------
+
+# command that is missing : packages that bring it
+needs="gcc:gcc g++:g++ clang:clang patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
+       qemu-aarch64:qemu-user"
+
+install_needs() {
+    local need missing=() log
+    for need in $needs; do
+        command -v "${need%%:*}" >/dev/null || missing+=(${need#*:})
+    done
+    missing=(${missing[*]//,/ })
+    if [ ${#missing[@]} -eq 0 ]; then echo "deps: nothing to install"; return; fi
+    if [ "$DEPS" = no ]; then echo "deps: DEPS=no, not installing ${missing[*]}"; return; fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        echo "deps: cannot install ${missing[*]} (needs root and apt-get)"
+        return
+    fi
+    echo "deps: installing ${missing[*]}"
+    log=$(mktemp)
+    { apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends "${missing[@]}"; } \
+        >"$log" 2>&1 </dev/null || { echo "deps: apt-get failed; what needs them is skipped"; tail -n 3 "$log"; }
+    rm -f "$log"
+}
+
+# ---- one test -----------------------------------------------------------------------------------------------------
+
+fail() { # fail NAME WHY [LOG]
+    echo "FAIL $1: $2"
+    [ -z "$3" ] || tail -n 15 "$3" | sed 's/^/    /'
+    failed=$((failed + 1))
+}
+
+# Some kernels place memory where the thread sanitizer cannot: without address randomisation it can.
+launcher=
+case $B in *tsan*) setarch -R true 2>/dev/null && launcher="setarch -R" ;; esac
+
+run_one() { # run_one NAME COMMAND...
+    local name=$1 log status begin=$SECONDS sum
+    shift
+    log=$(mktemp)
+    timeout -k 5 "$LIMIT" $launcher "$@" >"$log" 2>&1 </dev/null
+    status=$?
+    sum=$(tail -n 1 "$log")
+    grep -E '^(FAIL|SKIP)' "$log"
+    if [ $status = 124 ] || [ $status = 137 ]; then
+        fail "$name" "not done after $LIMIT s" "$log"
+    elif [[ $sum =~ ^[A-Za-z0-9_.]+:\ ([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
+        passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) skipped=$((skipped + BASH_REMATCH[3]))
+        echo "$sum  ($((SECONDS - begin)) s)"
+        if [ "${BASH_REMATCH[2]}" = 0 ] && [ $status != 0 ]; then fail "$name" "no check failed, but status $status" "$log"; fi
+        if [ "${BASH_REMATCH[2]}" != 0 ] && [ $status = 0 ]; then fail "$name" "checks failed, but status 0"; fi
+        if [ "${BASH_REMATCH[1]}" = 0 ] && [ "${BASH_REMATCH[2]}" = 0 ] && [ "${BASH_REMATCH[3]}" = 0 ]; then
+            fail "$name" "checked nothing"
+        fi
+        while read -r line; do skips+=("$name: $line"); done < <(grep '^SKIP' "$log")
+    else
+        fail "$name" "ended with status $status and without a summary" "$log"
+    fi
+    rm -f "$log"
+}
+
+run_program() { # run_program NAME: build/NAME, after make has had its say
+    local log
+    log=$(mktemp)
+    if $MAKE -s "$B/$1" >"$log" 2>&1; then run_one "$1" "$B/$1"; else fail "$1" "does not build" "$log"; fi
+    rm -f "$log"
+}
+
+# ---- all tests ----------------------------------------------------------------------------------------------------
+
+programs=() scripts=()
+for f in tests/test_*.c tests/test_*.cc; do
+    [ -e "$f" ] && f=${f##*/} && programs+=("${f%.*}")
+done
+for f in tests/test_*.sh; do [ -e "$f" ] && scripts+=("${f##*/}"); done
+[ -e tests/mutants/run.sh ] && scripts+=(mutants)
+
+if [ "$1" = programs ]; then
+    scripts=()
+elif [ $# -gt 0 ]; then
+    wanted=" $* "
+    keep=(); for p in "${programs[@]}"; do [[ $wanted == *" $p "* ]] && keep+=("$p"); done; programs=("${keep[@]}")
+    keep=(); for p in "${scripts[@]}"; do [[ $wanted == *" $p "* ]] && keep+=("$p"); done; scripts=("${keep[@]}")
+    [ $((${#programs[@]} + ${#scripts[@]})) -gt 0 ] || { echo "no such test: $*" >&2; exit 2; }
+else
+    install_needs
+fi
+[ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${programs[@]/#/$B/}" >/dev/null 2>&1     # what fails is told below
+
+for p in "${programs[@]}"; do run_program "$p"; done
+for s in "${scripts[@]}"; do
+    if [ "$s" = mutants ]; then CLEAN=no run_one mutants bash tests/mutants/run.sh; else run_one "$s" bash "tests/$s"; fi
+done
+
+[ ${#skips[@]} = 0 ] || { echo "skipped:"; printf '    %s\n' "${skips[@]}"; }
+named=${#skips[@]}
+[ "$named" -ge "$skipped" ] || fail run.sh "$skipped skips, but only $named reasons"
+[ $((passed + failed)) -gt 0 ] || fail run.sh "nothing ran"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ] && [ "$passed" -gt 0 ]

@@ -1,0 +1,811 @@
+// test_cuda.cc - does every kernel of dt_kernels.cu do what the CPU's kernel of that name does?
+//
+//     g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined tests/test_cuda.cc -o test_cuda
+//
+// The kernels run on the CPU through cuda_on_cpu.h: no GPU and no CUDA toolkit are needed. Each call is made once with
+// the CPU's table and, on copies of the same memory, in three lane orders with CUDA's: the status must agree, results
+// must be within 1e-6 (equal bits where the kernel promises them), the three orders must agree in every bit, inputs and
+// the surroundings of every array must be untouched.
+
+#include "check.h"
+#include "cuda_on_cpu.h"
+
+#define DT_USE_CUDA
+#define DT_IMPLEMENTATION
+#include "../dt_tensor.h"
+
+#include "../dt_kernels.cu"
+
+#include <cmath>
+#include <initializer_list>
+#include <vector>
+
+static const struct { int order; unsigned seed; } ORDERS[] = { { DTC_FORWARD, 0 }, { DTC_REVERSE, 0 },
+                                                               { DTC_PERMUTED, 1 } };
+
+// ==== 1. Arrays and their comparison ================================================================================
+
+#ifdef DTC_ASAN
+static const size_t GUARD = 0; // ASan watches the end
+#else
+static const size_t GUARD = 32;
+#endif
+
+enum { SCRATCH = -1, EXACT = -2 }; // as a floor: contents are nobody's business; equal bits
+
+// The memory of one argument. It begins `offset` bytes after a multiple of 64 and ends where the allocation ends. The
+// floor is what an error is relative to where the value itself is smaller: the size of what cancelled out.
+struct array {
+    dt_dtype dtype;
+    size_t   count, offset;
+    double   floor;
+    char    *base;
+
+    array(dt_dtype dtype_, size_t count_, size_t offset_, double floor_)
+        : dtype(dtype_), count(count_), offset(offset_), floor(floor_), base(make()) {}
+    array(const array &a) : dtype(a.dtype), count(a.count), offset(a.offset), floor(a.floor), base(make()) {
+        memcpy(data(), a.data(), bytes());
+    }
+    array &operator=(const array &) = delete;
+    ~array() { free(base); }
+
+    char *make() const {
+        void *p = NULL;
+        if (posix_memalign(&p, 64, offset + bytes() + GUARD) != 0) exit(1);
+        memset(p, 0xa5, offset + bytes() + GUARD);
+        return static_cast<char *>(p);
+    }
+    size_t   bytes() const { return count * dt_dtype_size(dtype); }
+    void    *data() const { return base + offset; }
+    float   *f() const { return reinterpret_cast<float *>(base + offset); }
+    double  *d() const { return reinterpret_cast<double *>(base + offset); }
+    int32_t *i() const { return reinterpret_cast<int32_t *>(base + offset); }
+    double   at(size_t k) const { return dtype == DT_F32 ? f()[k] : dtype == DT_F64 ? d()[k] : i()[k]; }
+
+    bool guards_hold() const {
+        for (size_t k = 0; k < offset; k++)
+            if (base[k] != '\xa5') return false;
+        for (size_t k = 0; k < GUARD; k++)
+            if (base[offset + bytes() + k] != '\xa5') return false;
+        return true;
+    }
+};
+typedef std::vector<array> arrays;
+
+static uint64_t random_state = 1;
+
+static double random_number() { // in [-2, 2), repeatable
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (double)(random_state >> 40) / (1 << 22) - 2;
+}
+
+// How arrays are placed: all at multiples of 16, all odd, the first one odd, at multiples of 8.
+enum { ALIGNED, ODD, FIRST_ODD, HALF, PLACEMENTS };
+
+static size_t offset_for(int placement, size_t index, dt_dtype dtype) {
+    size_t odd = dt_dtype_size(dtype);
+    return placement == ODD ? odd : placement == FIRST_ODD ? (index == 0 ? odd : 0) : placement == HALF ? 8 : 0;
+}
+
+// A new array with random numbers; floor: see above.
+static array &push(arrays &all, int placement, size_t count, double floor, dt_dtype dtype = DT_F32) {
+    if (all.capacity() < 16) all.reserve(16); // references to elements must last
+    all.emplace_back(dtype, count, offset_for(placement, all.size(), dtype), floor);
+    array &a = all.back();
+    for (size_t k = 0; k < count; k++) {
+        if (dtype == DT_F32) a.f()[k] = (float)random_number();
+        else if (dtype == DT_F64) a.d()[k] = random_number();
+        else a.i()[k] = (int32_t)(random_number() * 1e9);
+    }
+    return a;
+}
+
+static bool close_enough(double got, double want, double floor) {
+    if (std::isnan(want)) return std::isnan(got);
+    return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), floor);
+}
+
+// Whether `got` is `want`; says where not.
+static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
+    if (got.floor == SCRATCH || got.bytes() == 0) return true;
+    if (got.floor == EXACT && memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
+    for (size_t k = 0; k < got.count; k++) {
+        bool fine = got.floor == EXACT ? memcmp((char *)got.data() + k * dt_dtype_size(got.dtype),
+                                                (char *)want.data() + k * dt_dtype_size(got.dtype),
+                                                dt_dtype_size(got.dtype)) == 0
+                                       : close_enough(got.at(k), want.at(k), got.floor);
+        if (fine) continue;
+        printf("%s: array %zu, element %zu of %zu: %.9g, not %.9g\n", what.c_str(), index, k, got.count, got.at(k),
+               want.at(k));
+        return false;
+    }
+    return true;
+}
+
+static bool same_bits(const array &a, const array &b) {
+    return a.floor == SCRATCH || a.bytes() == 0 || memcmp(a.data(), b.data(), a.bytes()) == 0;
+}
+
+// A launch that was abandoned is a failure, and is cleared so that the next call runs.
+static void check_no_mistake(const std::string &what) {
+    const char *error = dtc_error();
+    CHECK_MSG(!error, "%s: %s", what.c_str(), error);
+    dtc_clear_error();
+}
+
+typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;
+
+// The test of this file; see its head.
+static void compare(const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
+    arrays    want = start, first;
+    dt_status status = run(dt_kernels_cpu(), want);
+    for (size_t o = 0; o < orders; o++) {
+        arrays got = start;
+        dtc_set_order(ORDERS[o].order, ORDERS[o].seed);
+        dt_status answer = run(dt_kernels_cuda(), got);
+        dtc_set_order(DTC_FORWARD, 0);
+        check_no_mistake(what);
+        CHECK_MSG(answer == status, "%s: %s, not %s", what.c_str(), dt_status_name(answer), dt_status_name(status));
+        if (o == 0) for (const array &a : got) first.push_back(a);
+        for (size_t i = 0; i < got.size() && status == DT_OK; i++) {
+            CHECK_MSG(agrees(what, i, got[i], want[i]), "%s: array %zu differs from the CPU's", what.c_str(), i);
+            CHECK_MSG(same_bits(got[i], first[i]), "%s: array %zu depends on the order of lanes", what.c_str(), i);
+        }
+        for (size_t i = 0; i < got.size(); i++)
+            CHECK_MSG(got[i].guards_hold(), "%s: wrote outside of array %zu", what.c_str(), i);
+    }
+}
+
+// Odd lengths, and more than one block of packs.
+static const size_t COUNTS[] = { 0, 1, 3, 4, 17, 127, 1000, 2051 };
+static const struct { size_t rows, cols; } SHAPES[] = { { 0, 5 }, { 1, 1 }, { 1, 1000 }, { 3, 17 }, { 17, 3 },
+                                                        { 31, 4 }, { 127, 1 }, { 33, 257 }, { 5, 1028 }, { 100, 31 } };
+
+// ==== 2. Flat kernels ===============================================================================================
+
+static void test_fill() {
+    for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32 })
+        for (size_t count : COUNTS)
+            for (double value : { 0.0, -3.7, 1e9 }) {
+                arrays a;
+                push(a, ODD, count, EXACT, dtype);
+                compare(dtc_text("fill %s x %zu", dt_dtype_name(dtype), count), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_fill_args args = { dtype, x[0].data(), count, value };
+                            return t->fill(&args, NULL);
+                        });
+            }
+}
+
+static void compare_copy(int placement, size_t rows, size_t row_bytes, size_t out_gap, size_t in_gap) {
+    arrays a;
+    size_t out_stride = row_bytes + out_gap, in_stride = row_bytes + in_gap;
+    push(a, placement, rows * out_stride / 4 + 1, EXACT, DT_I32);
+    push(a, placement, rows * in_stride / 4 + 1, EXACT, DT_I32);
+    compare(dtc_text("copy %zu x %zu bytes, gaps %zu and %zu", rows, row_bytes, out_gap, in_gap), a,
+            [=](const dt_kernels *t, arrays &x) {
+                dt_copy_args args = { x[0].data(), x[1].data(), rows, row_bytes, out_stride, in_stride };
+                return t->copy(&args, NULL);
+            });
+}
+
+static void test_copy() {
+    for (int placement : { ALIGNED, ODD, FIRST_ODD })
+        for (size_t row_bytes : { 0, 1, 3, 4, 12, 16, 48, 1001 })
+            for (size_t rows : { 0, 1, 3, 17 }) {
+                compare_copy(placement, rows, row_bytes, 0, 0);
+                compare_copy(placement, rows, row_bytes, 16, 4);
+                compare_copy(placement, rows, row_bytes, 1, 32);
+            }
+    arrays a; // one row given to many
+    push(a, ALIGNED, 5 * 8, EXACT);
+    push(a, ALIGNED, 8, EXACT);
+    compare("copy with stride 0", a, [](const dt_kernels *t, arrays &x) {
+        dt_copy_args args = { x[0].data(), x[1].data(), 5, 32, 32, 0 };
+        return t->copy(&args, NULL);
+    });
+}
+
+// alias: the input that is also the output, or -1
+static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int alias, int placement) {
+    arrays a;
+    push(a, placement, count * (size_t)n, EXACT, dtype); // all inputs, one after another: also a placement of their own
+    push(a, placement, count, EXACT, dtype);
+    compare(dtc_text("reduce %s, op %d, %d x %zu, out is %d", dt_dtype_name(dtype), (int)op, n, count, alias), a,
+            [=](const dt_kernels *t, arrays &x) {
+                std::vector<const void *> in((size_t)n + 1);
+                size_t each = count * dt_dtype_size(dtype);
+                for (int r = 0; r < n; r++) in[(size_t)r] = (char *)x[0].data() + (size_t)r * each;
+                void *out = alias < 0 ? x[1].data() : (char *)x[0].data() + (size_t)alias * each;
+                dt_reduce_args args = { dtype, out, in.data(), n, count, op };
+                return t->reduce(&args, NULL);
+            });
+}
+
+static void test_reduce() {
+    for (dt_op op : { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD }) {
+        for (size_t count : COUNTS)
+            for (int placement = 0; placement < PLACEMENTS; placement++) {
+                compare_reduce(DT_F32, op, count, 3, -1, placement);
+                compare_reduce(DT_F32, op, count, 2, placement % 2, placement);
+            }
+        for (int n : { 1, 5, 64, 65, 127, 128, 200 }) compare_reduce(DT_F32, op, 17, n, n > 60 ? 60 : -1, ALIGNED);
+        for (dt_dtype dtype : { DT_F64, DT_I32 }) compare_reduce(dtype, op, 127, 4, 3, HALF);
+        compare_reduce(DT_I32, op, 3, 130, -1, ODD);
+    }
+    compare_reduce(DT_F32, DT_SUM, 3, 0, -1, ALIGNED);
+    compare_reduce(DT_BF16, DT_SUM, 0, 2, -1, ALIGNED);
+
+    // What this table answers and the CPU's need not: a late input that the first launch would overwrite.
+    std::vector<float> x(100);
+    const void        *in[100];
+    for (int r = 0; r < 100; r++) in[r] = &x[(size_t)r];
+    dt_reduce_args args = { DT_F32, &x[70], in, 100, 1, DT_SUM };
+    CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
+}
+
+static void test_add() {
+    for (auto shape : SHAPES)
+        for (int placement = 0; placement < PLACEMENTS; placement++) {
+            size_t rows = shape.rows, cols = shape.cols;
+            arrays a;
+            push(a, placement, rows * cols, EXACT);
+            push(a, placement, rows * cols, EXACT);
+            push(a, placement, cols, EXACT);
+            for (int in_place = 0; in_place < 2; in_place++)
+                compare(dtc_text("add %zu x %zu", rows, cols), a, [=](const dt_kernels *t, arrays &x) {
+                    dt_add_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(), rows, cols };
+                    return t->add(&args, NULL);
+                });
+        }
+}
+
+static void test_gelu() {
+    for (size_t count : COUNTS)
+        for (int placement = 0; placement < PLACEMENTS; placement++) {
+            arrays a;
+            push(a, placement, count, 0.01);
+            array &in = push(a, placement, count, EXACT);
+            push(a, placement, count, EXACT);
+            for (size_t k = 0; k < count; k++) in.f()[k] *= 3; // both tails
+            const float odd[] = { 0.0f, 40.0f, -40.0f, 1e20f, -1e20f, INFINITY, NAN };
+            for (size_t k = 0; k < 7 && count > 100; k++) in.f()[k * 13] = odd[k];
+            compare(dtc_text("gelu %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+                dt_gelu_args args = { DT_F32, x[0].data(), x[1].data(), count };
+                return t->gelu(&args, NULL);
+            });
+            a[0].floor = 0.5; // the slope crosses zero
+            for (int accumulate = 0; accumulate < 2; accumulate++)
+                compare(dtc_text("gelu_back %zu, accumulate %d", count, accumulate), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_gelu_back_args args = { DT_F32, x[0].data(), x[2].data(), x[1].data(), count,
+                                                       accumulate };
+                            return t->gelu_back(&args, NULL);
+                        });
+        }
+}
+
+// ==== 3. Rows and columns ===========================================================================================
+
+static void test_column_sum() {
+    for (auto shape : SHAPES)
+        for (int accumulate = 0; accumulate < 2; accumulate++) {
+            size_t rows = shape.rows, cols = shape.cols;
+            arrays a;
+            push(a, ODD, cols, 1 + (double)rows);
+            push(a, ODD, rows * cols, EXACT);
+            compare(dtc_text("column_sum %zu x %zu, accumulate %d", rows, cols, accumulate), a,
+                    [=](const dt_kernels *t, arrays &x) {
+                        dt_column_sum_args args = { DT_F32, x[0].data(), x[1].data(), rows, cols, accumulate };
+                        return t->column_sum(&args, NULL);
+                    });
+        }
+}
+
+static void compare_layernorm(size_t rows, size_t cols, double eps, double shift) {
+    arrays a;
+    for (double floor : { 4.0, 1.0, 0.0 }) push(a, ODD, floor == 4.0 ? rows * cols : rows, floor);
+    array &in = push(a, ODD, rows * cols, EXACT);
+    push(a, ODD, cols, EXACT);
+    push(a, ODD, cols, EXACT);
+    for (size_t k = 0; k < rows * cols; k++) in.f()[k] += (float)shift;
+    compare(dtc_text("layernorm %zu x %zu, eps %g", rows, cols, eps), a, [=](const dt_kernels *t, arrays &x) {
+        dt_layernorm_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), x[4].data(),
+                                   x[5].data(), rows, cols, eps };
+        return t->layernorm(&args, NULL);
+    });
+}
+
+// outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted; accumulate: whether they are added to.
+static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int accumulate, bool in_place) {
+    arrays a;
+    double down = 4 * (1 + (double)rows);
+    push(a, ODD, rows * cols, 8);
+    push(a, ODD, cols, down);
+    push(a, ODD, cols, down);
+    array &dout = push(a, ODD, rows * cols, EXACT), &in = push(a, ODD, rows * cols, EXACT);
+    push(a, ODD, cols, EXACT);
+    array &mean = push(a, ODD, rows, EXACT), &rstd = push(a, ODD, rows, EXACT);
+    push(a, ODD, 4 * cols, SCRATCH);
+    for (size_t r = 0; r < rows; r++) {
+        double sum = 0, squares = 0;
+        for (size_t c = 0; c < cols; c++) sum += in.f()[r * cols + c];
+        for (size_t c = 0; c < cols; c++) squares += pow(in.f()[r * cols + c] - sum / (double)cols, 2);
+        mean.f()[r] = (float)(sum / (double)cols);
+        rstd.f()[r] = (float)(1 / sqrt(squares / (double)cols + 1));
+    }
+    if (in_place) {
+        memcpy(a[0].data(), dout.data(), dout.bytes());
+        dout.floor = SCRATCH;
+    }
+    compare(dtc_text("layernorm_back %zu x %zu, outputs %d, accumulate %d", rows, cols, outputs, accumulate), a,
+            [=](const dt_kernels *t, arrays &x) {
+                void *out[3];
+                for (int k = 0; k < 3; k++) out[k] = outputs >> k & 1 ? x[(size_t)k].data() : NULL;
+                dt_layernorm_back_args args = { DT_F32, out[0], out[1], out[2], x[in_place ? 0 : 3].data(),
+                                                x[4].data(), x[5].data(), x[6].data(), x[7].data(), rows, cols,
+                                                accumulate & 1, accumulate >> 1 & 1, accumulate >> 2 & 1,
+                                                x[8].data(), x[8].bytes() };
+                return t->layernorm_back(&args, NULL);
+            });
+}
+
+static void test_layernorm() {
+    for (auto shape : SHAPES) {
+        compare_layernorm(shape.rows, shape.cols, 1e-5, 0);
+        compare_layernorm_back(shape.rows, shape.cols, 7, 0, false);
+        compare_layernorm_back(shape.rows, shape.cols, 7, 7, false);
+    }
+    compare_layernorm(3, 17, 0.5, 3);
+    for (int bits = 0; bits < 8; bits++) {
+        compare_layernorm_back(5, 37, bits, 0, false);
+        compare_layernorm_back(5, 37, 7, bits, false);
+    }
+    compare_layernorm_back(5, 37, 7, 6, true);
+}
+
+// ==== 4. Cross-entropy ==============================================================================================
+
+// labels: every seventh row has none; bad is the row whose label is past the end, or -1.
+static void compare_cross_entropy(size_t rows, size_t cols, long bad, double size, size_t orders = 3) {
+    arrays a;
+    push(a, ODD, 1, 1 + size, DT_F64);
+    push(a, ODD, rows, 1 + size, DT_F64);
+    push(a, ODD, rows, 1 + size);
+    array &logits = push(a, ODD, rows * cols, EXACT);
+    array &labels = push(a, ODD, rows, EXACT, DT_I32);
+    for (size_t k = 0; k < rows * cols; k++) logits.f()[k] *= (float)size;
+    for (size_t r = 0; r < rows; r++) labels.i()[r] = r % 7 == 3 ? -1 - (int32_t)r : (int32_t)(r * 5 % cols);
+    if (bad >= 0) labels.i()[bad] = (int32_t)cols;
+    compare(dtc_text("cross_entropy %zu x %zu, bad label at %ld, size %g", rows, cols, bad, size), a,
+            [=](const dt_kernels *t, arrays &x) {
+                dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), rows,
+                                               cols, 3.5 };
+                return t->cross_entropy(&args, NULL);
+            }, orders);
+}
+
+static void compare_cross_entropy_back(size_t rows, size_t cols, long bad, int accumulate, bool in_place) {
+    arrays a;
+    push(a, ODD, rows * cols, 1);
+    array &logits = push(a, ODD, rows * cols, EXACT), &lse = push(a, ODD, rows, EXACT);
+    array &labels = push(a, ODD, rows, EXACT, DT_I32);
+    push(a, ODD, 1, EXACT, DT_F64);
+    for (size_t r = 0; r < rows; r++) {
+        double sum = 0;
+        for (size_t c = 0; c < cols; c++) sum += exp((double)logits.f()[r * cols + c]);
+        lse.f()[r] = (float)log(sum);
+        labels.i()[r] = r % 7 == 3 ? -1 : (int32_t)(r * 5 % cols);
+    }
+    if (bad >= 0) labels.i()[bad] = INT32_MAX;
+    if (in_place) memcpy(a[0].data(), logits.data(), logits.bytes());
+    compare(dtc_text("cross_entropy_back %zu x %zu, bad label at %ld, accumulate %d", rows, cols, bad, accumulate), a,
+            [=](const dt_kernels *t, arrays &x) {
+                dt_cross_entropy_back_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(),
+                                                    x[3].i(), rows, cols, x[4].d(), 0.25, accumulate };
+                return t->cross_entropy_back(&args, NULL);
+            });
+}
+
+// Rows that are not numbers: the answer is NaN or infinity on both, and other rows are as they should be.
+static void test_cross_entropy_special() {
+    arrays a;
+    push(a, ALIGNED, 1, 1, DT_F64);
+    push(a, ALIGNED, 5, 1, DT_F64);
+    push(a, ALIGNED, 5, 1);
+    array &logits = push(a, ALIGNED, 5 * 300, EXACT), &labels = push(a, ALIGNED, 5, EXACT, DT_I32);
+    for (int r = 0; r < 5; r++) labels.i()[r] = 299;
+    logits.f()[0 * 300 + 7] = NAN;
+    logits.f()[1 * 300 + 7] = INFINITY;
+    for (int c = 0; c < 300; c++) logits.f()[2 * 300 + c] = -INFINITY;
+    for (int c = 0; c < 299; c++) logits.f()[3 * 300 + c] = -INFINITY; // the label is certain: loss 0
+    compare("cross_entropy with NaN and infinity", a, [](const dt_kernels *t, arrays &x) {
+        dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), 5, 300, 5 };
+        return t->cross_entropy(&args, NULL);
+    });
+}
+
+static void test_cross_entropy() {
+    for (auto shape : SHAPES) {
+        compare_cross_entropy(shape.rows, shape.cols, -1, 1);
+        for (int accumulate = 0; accumulate < 2; accumulate++)
+            compare_cross_entropy_back(shape.rows, shape.cols, -1, accumulate, false);
+    }
+    compare_cross_entropy(17, 127, -1, 1000);
+    compare_cross_entropy(600, 3, -1, 1); // several pieces of the total
+    compare_cross_entropy_back(17, 127, -1, 0, true);
+    for (long bad : { 0, 3, 16 }) {
+        compare_cross_entropy(17, 5, bad, 1);
+        compare_cross_entropy_back(17, 5, bad, 0, false);
+        compare_cross_entropy_back(17, 5, bad, 1, false);
+    }
+    compare_cross_entropy(5000, 1, 4999, 1); // a later piece of the labels
+    test_cross_entropy_special();
+}
+
+// ==== 5. Norm and optimizers ========================================================================================
+
+static void test_square_sums() {
+    for (size_t count : { 0, 1, 15, 17, 1023, 1024, 1025, 5000, 16 * 1024 + 7, 40000 })
+        for (int placement : { ALIGNED, ODD }) {
+            arrays a;
+            push(a, placement, (count + DT_RUN - 1) / DT_RUN, EXACT, DT_F64);
+            push(a, placement, count, EXACT);
+            compare(dtc_text("square_sums %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+                dt_square_sums_args args = { DT_F32, x[0].d(), x[1].data(), count };
+                return t->square_sums(&args, NULL);
+            });
+        }
+}
+
+static void compare_adamw(size_t count, int placement, int64_t step, int coupled, double decay) {
+    arrays a;
+    push(a, placement, count, 1);
+    push(a, placement, count, EXACT);
+    push(a, placement, count, 0.1);
+    array &v = push(a, placement, count, 0);
+    for (size_t k = 0; k < count; k++) v.f()[k] = fabsf(v.f()[k]);
+    compare(dtc_text("adamw %zu, step %ld, coupled %d, decay %g", count, (long)step, coupled, decay), a,
+            [=](const dt_kernels *t, arrays &x) {
+                dt_adamw_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, 0.1, 0.9,
+                                       0.95, 1e-3, decay, 0.5, step, coupled };
+                return t->adamw(&args, NULL);
+            });
+}
+
+// buffer: 0 none, 1 there, 2 there and never written
+static void compare_sgd(size_t count, int placement, int64_t step, double momentum, int buffer) {
+    arrays a;
+    push(a, placement, count, 1);
+    push(a, placement, count, EXACT);
+    array &b = push(a, placement, count, 1);
+    for (size_t k = 0; k < count && buffer == 2; k++) b.f()[k] = NAN;
+    compare(dtc_text("sgd %zu, step %ld, momentum %g, buffer %d", count, (long)step, momentum, buffer), a,
+            [=](const dt_kernels *t, arrays &x) {
+                dt_sgd_args args = { DT_F32, x[0].data(), x[1].data(), buffer ? x[2].data() : NULL, count, 0.1,
+                                     momentum, 0.3, 0.5, step };
+                return t->sgd(&args, NULL);
+            });
+}
+
+static void test_optimizers() {
+    for (size_t count : COUNTS)
+        for (int placement = 0; placement < PLACEMENTS; placement++) {
+            compare_adamw(count, placement, 3, 0, 0.1);
+            compare_sgd(count, placement, 2, 0.9, 1);
+        }
+    for (int64_t step : { 0, 1, 2, 1000 })
+        for (int coupled = 0; coupled < 2; coupled++) {
+            compare_adamw(17, ALIGNED, step, coupled, 0.2);
+            compare_adamw(17, ALIGNED, step, coupled, 0);
+        }
+    for (int buffer = 0; buffer < 3; buffer++)
+        for (double momentum : { 0.0, 0.8 })
+            for (int64_t step : { 0, 1, 2 })
+                if (buffer < 2 || step < 2) compare_sgd(17, ALIGNED, step, momentum, buffer);
+}
+
+// ==== 6. Sizes beyond one grid ======================================================================================
+
+// Each shape of walk once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices only.
+static void test_several_rounds() {
+    const size_t count = (size_t)MAX_BLOCKS * BLOCK * 4 + 4 * BLOCK + 3;
+    arrays       a;
+    push(a, ODD, count, EXACT);
+    compare("fill, several rounds", a, [=](const dt_kernels *t, arrays &x) {
+        dt_fill_args args = { DT_F32, x[0].data(), count, 0.5 };
+        return t->fill(&args, NULL);
+    }, 1);
+    compare("reduce, several rounds", a, [=](const dt_kernels *t, arrays &x) {
+        const void    *in[] = { x[0].data(), x[0].data() };
+        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM };
+        return t->reduce(&args, NULL);
+    }, 1);
+    compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
+
+    arrays sums;
+    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 32 + 33, 8);
+    push(sums, ALIGNED, 2 * sums[0].count, EXACT);
+    compare("column_sum, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
+        dt_column_sum_args args = { DT_F32, x[0].data(), x[1].data(), 2, x[0].count, 1 };
+        return t->column_sum(&args, NULL);
+    }, 1);
+}
+
+// ==== 7. The table ==================================================================================================
+
+// Every kernel that is there refuses a type it does not serve before it looks at anything else; the CPU serves f64.
+static void test_types() {
+    const dt_kernels *t = dt_kernels_cuda();
+    int               there = 0;
+#define REFUSES(k, type) \
+    { \
+        dt_##k##_args args; \
+        memset(&args, 0, sizeof args); \
+        args.dtype = type; \
+        CHECK_MSG(t->k(&args, NULL) == DT_ERR_UNSUPPORTED, #k " takes " #type); \
+        there++; \
+    }
+#define REFUSES_BOTH(k) REFUSES(k, DT_BF16) REFUSES(k, DT_F64)
+    REFUSES(fill, DT_BF16)
+    REFUSES_BOTH(add)
+    REFUSES_BOTH(column_sum)
+    REFUSES_BOTH(layernorm)
+    REFUSES_BOTH(layernorm_back)
+    REFUSES_BOTH(gelu)
+    REFUSES_BOTH(gelu_back)
+    REFUSES_BOTH(cross_entropy)
+    REFUSES_BOTH(cross_entropy_back)
+    REFUSES_BOTH(square_sums)
+    REFUSES_BOTH(adamw)
+    REFUSES_BOTH(sgd)
+#undef REFUSES_BOTH
+#undef REFUSES
+    CHECK(there == 23);
+    check_no_mistake("refusing types");
+}
+
+__global__ void stuck(int some) {
+    if ((int)threadIdx.x < some) __syncthreads();
+}
+
+static void test_memory_and_errors() {
+    const dt_kernels *t = dt_kernels_cuda();
+    float             there[5] = { 1, 2, 3, 4, 5 }, back[5] = { 0 };
+    CHECK(!strcmp(t->name, "cuda"));
+    CHECK(t->alloc(t->user, (size_t)1 << 50) == NULL);
+    float *p = (float *)t->alloc(t->user, sizeof there);
+    if (!CHECK(p)) return;
+    CHECK(t->move(p, there, sizeof there, NULL) == DT_OK && t->move(back, p, sizeof back, NULL) == DT_OK);
+    CHECK(t->move(NULL, NULL, 0, NULL) == DT_OK);
+    CHECK(t->sync(NULL) == DT_OK && !memcmp(there, back, sizeof back));
+
+    DT_LAUNCH(stuck, 1, 64, 0, 0, 3); // from here on the device is lost, as after a failed kernel on a GPU
+    dt_fill_args          fill_args = { DT_F32, p, 5, 7 };
+    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 1 };
+    CHECK(t->fill(&fill_args, NULL) == DT_ERR_DEVICE);
+    CHECK(t->cross_entropy(&loss_args, NULL) == DT_ERR_DEVICE);
+    CHECK(t->sync(NULL) == DT_ERR_DEVICE);
+    CHECK(t->move(back, p, sizeof back, NULL) == DT_ERR_DEVICE);
+    CHECK(dtc_error() && strstr(dtc_error(), "divergent barrier"));
+    dtc_clear_error();
+    CHECK(t->fill(&fill_args, NULL) == DT_OK && p[4] == 7);
+    t->free(t->user, p, sizeof there);
+}
+
+static void test_ready() {
+    const dtc_machine here = dtc_this_machine;
+    char              text[64] = "x", small[5];
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_OK && text[0] == 0);
+    CHECK(dt_cuda_ready(NULL, 0) == DT_OK);
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "no NVIDIA driver found"));
+    CHECK(dt_cuda_ready(small, sizeof small) == DT_ERR_DEVICE && !strcmp(small, "no N"));
+    CHECK(dt_cuda_ready(NULL, 0) == DT_ERR_DEVICE);
+    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorInsufficientDriver"));
+    dtc_this_machine = { 0, 13000, cudaErrorNoDevice };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
+    dtc_this_machine = { 0, 13000, cudaSuccess };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
+    dtc_this_machine = here;
+}
+
+// ==== 8. A small model through the ops ==============================================================================
+
+// CUDA's table with what it lacks from the CPU's, which can be mixed here because device memory is host memory. Its
+// calls are counted, and so is its memory. Nothing in it is per context: one chain runs at a time.
+static struct { size_t live, calls, wrong_streams; } seen;
+static char the_stream;
+
+static void *counting_alloc(void *, size_t bytes) {
+    seen.live += bytes;
+    return dt_kernels_cuda()->alloc(NULL, bytes);
+}
+
+static void counting_free(void *, void *p, size_t bytes) {
+    seen.live -= bytes;
+    dt_kernels_cuda()->free(NULL, p, bytes);
+}
+
+#define COUNTED(k) \
+    static dt_status counting_##k(const dt_##k##_args *args, void *stream) { \
+        seen.calls++; \
+        seen.wrong_streams += stream != &the_stream; \
+        return dt_kernels_cuda()->k(args, stream); \
+    }
+COUNTED(layernorm)
+COUNTED(layernorm_back)
+COUNTED(gelu)
+COUNTED(gelu_back)
+COUNTED(add)
+COUNTED(column_sum)
+COUNTED(cross_entropy)
+COUNTED(cross_entropy_back)
+#undef COUNTED
+
+static dt_kernels mixed_table() {
+    dt_kernels t = *dt_kernels_cuda();
+#define FROM_CPU(k) \
+    if (!t.k) t.k = dt_kernels_cpu()->k;
+    DT_KERNELS(FROM_CPU)
+#undef FROM_CPU
+    t.alloc = counting_alloc;
+    t.free = counting_free;
+    t.layernorm = counting_layernorm;
+    t.layernorm_back = counting_layernorm_back;
+    t.gelu = counting_gelu;
+    t.gelu_back = counting_gelu_back;
+    t.add = counting_add;
+    t.column_sum = counting_column_sum;
+    t.cross_entropy = counting_cross_entropy;
+    t.cross_entropy_back = counting_cross_entropy_back;
+    return t;
+}
+
+struct model { dt_tensor *table, *gain, *bias, *w1, *b1, *w2, *b2; };
+enum { ROWS = 13, C = 20, H = 37, V = 11 };
+
+static void model_make(dt_ctx *ctx, model *m) {
+    m->table = dt_param(ctx, "table", DT_SHAPE(V, C), DT_NORMAL(1.0));
+    m->gain = dt_param(ctx, "gain", DT_SHAPE(C), DT_ONES);
+    m->bias = dt_param(ctx, "bias", DT_SHAPE(C), DT_NORMAL(0.1));
+    m->w1 = dt_param(ctx, "w1", DT_SHAPE(H, C), DT_NORMAL(0.2));
+    m->b1 = dt_param(ctx, "b1", DT_SHAPE(H), DT_ZEROS);
+    m->w2 = dt_param(ctx, "w2", DT_SHAPE(C, H), DT_NORMAL(0.2));
+    m->b2 = dt_param(ctx, "b2", DT_SHAPE(C), DT_ZEROS);
+}
+
+// x + mlp(layernorm(x)), as in a transformer; the second bias through dt_add
+static dt_tensor *mlp(dt_tensor *x, void *user) {
+    model     *m = (model *)user;
+    dt_tensor *h = dt_gelu(dt_linear(dt_layernorm(x, m->gain, m->bias, 0), m->w1, m->b1));
+    return dt_add(dt_add(x, dt_linear(h, m->w2, NULL)), m->b2);
+}
+
+static dt_tensor *chain_loss(dt_ctx *ctx, model *m, int micro) {
+    int32_t ids[ROWS], labels[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        ids[r] = (r * 3 + micro) % V;
+        labels[r] = r == 5 ? -1 : (r * 7 + micro) % V;
+    }
+    dt_tensor *x = dt_embedding(m->table, dt_input(ctx, DT_I32, DT_SHAPE(ROWS), ids));
+    x = dt_block(ctx, mlp, x, m);
+    x = dt_block(ctx, mlp, x, m);
+    dt_tensor *logits = dt_linear(x, m->table, NULL);
+    dt_tensor *loss = dt_cross_entropy(logits, dt_input(ctx, DT_I32, DT_SHAPE(ROWS), labels), 2 * (ROWS - 1));
+    return dt_loss(loss, loss, 0.125); // gives the f64 scalar's own gradient an addition
+}
+
+// Three steps of two micro-batches with SGD. Returns the losses (6), the first step's gradients, the last parameters.
+static std::vector<double> run_chain(const dt_kernels *table) {
+    std::vector<double> out(6);
+    dt_ctx_desc         desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kernels = table;
+    desc.stream = &the_stream;
+    dt_ctx *ctx = dt_ctx_make(desc);
+    model   m;
+    model_make(ctx, &m);
+    for (int step = 1; step <= 3; step++) {
+        for (int micro = 0; micro < 2; micro++) {
+            dt_micro(ctx, micro, 2);
+            dt_tensor *loss = chain_loss(ctx, &m, micro);
+            dt_backward(loss);
+            out[(size_t)(2 * (step - 1) + micro)] = dt_item(loss);
+            dt_reset(ctx);
+        }
+        for (int u = 0; u < dt_unit_count(ctx) && dt_error(ctx) == DT_OK; u++) {
+            dt_unit           *unit = dt_unit_get(ctx, u);
+            std::vector<float> host(unit->padded);
+            dt_sgd_args        args = { DT_F32, unit->data, unit->grad, NULL, unit->padded, 0.02, 0, 0.1, 1, step };
+            ctx->kernels.move(host.data(), unit->grad, unit->padded * sizeof(float), &the_stream);
+            if (step == 1) out.insert(out.end(), host.begin(), host.end());
+            CHECK(ctx->kernels.sgd(&args, &the_stream) == DT_OK);
+        }
+        dt_clear_grads(ctx);
+    }
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        std::vector<float> host((size_t)dt_count(dt_param_get(ctx, i)->shape));
+        dt_read(dt_param_get(ctx, i), host.data());
+        out.insert(out.end(), host.begin(), host.end());
+    }
+    CHECK_MSG(dt_error(ctx) == DT_OK, "%s", dt_error_text(ctx));
+    dt_ctx_free(ctx);
+    return out;
+}
+
+static void test_chain() {
+    std::vector<double> want = run_chain(dt_kernels_cpu()), first;
+    const dt_kernels    table = mixed_table();
+    for (const auto &o : ORDERS) {
+        memset(&seen, 0, sizeof seen);
+        dtc_set_order(o.order, o.seed);
+        std::vector<double> got = run_chain(&table);
+        dtc_set_order(DTC_FORWARD, 0);
+        check_no_mistake("the chain");
+        if (first.empty()) first = got;
+        CHECK(got == first);
+        size_t wrong = got.size() != want.size();
+        for (size_t k = 0; k < got.size() && k < want.size(); k++) wrong += !(fabs(got[k] - want[k]) < 2e-6 * fmax(1, fabs(want[k])));
+        CHECK_MSG(wrong == 0, "%zu of %zu numbers differ from the CPU's", wrong, want.size());
+        CHECK(want[4] > 0 && want[4] < want[0] && want[5] < want[1]); // it learns
+        CHECK(seen.live == 0);
+        CHECK(seen.wrong_streams == 0);
+        CHECK_MSG(seen.calls == 6 * (2 * 9 + 2), "%zu kernel calls", seen.calls); // 9 a block, 2 the loss
+    }
+}
+
+static void quiet(void *, int, int, const char *) {}
+
+// The bare table: what is missing is named, a bad label and a lost device are errors of the context.
+static void test_op_errors() {
+    dt_host     host = *dt_host_default();
+    dt_ctx_desc desc;
+    host.log = quiet;
+    memset(&desc, 0, sizeof desc);
+    desc.kernels = dt_kernels_cuda();
+    desc.host = &host;
+    for (int mistake = 0; mistake < 4; mistake++) {
+        const char *const texts[] = { "kernel init on cuda: not available", "kernel gelu on cuda: not available",
+                                      "kernel cross_entropy on cuda: an index is out of range", "DT_ERR_DEVICE" };
+        const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
+        const float       x[6] = { 0 };
+        const int32_t     labels[2] = { 0, 3 };
+        dt_ctx           *ctx = dt_ctx_make(desc);
+        if (mistake == 0) dt_gelu(dt_param(ctx, "w", DT_SHAPE(3), DT_NORMAL(1.0)));
+        if (mistake == 1) dt_gelu(dt_input(ctx, DT_F64, DT_SHAPE(3), x));
+        if (mistake == 2)
+            dt_cross_entropy(dt_input(ctx, DT_F32, DT_SHAPE(2, 3), x), dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 2);
+        if (mistake == 3) {
+            dt_tensor *t = dt_input(ctx, DT_F32, DT_SHAPE(6), x);
+            DT_LAUNCH(stuck, 1, 64, 0, 0, 3);
+            dt_gelu(t);
+            CHECK(dtc_error() != NULL);
+            dtc_clear_error();
+        }
+        CHECK(dt_error(ctx) == statuses[mistake]);
+        CHECK_MSG(strstr(dt_error_text(ctx), texts[mistake]), "%s", dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+}
+
+int main() {
+    test_fill();
+    test_copy();
+    test_reduce();
+    test_add();
+    test_gelu();
+    test_column_sum();
+    test_layernorm();
+    test_cross_entropy();
+    test_square_sums();
+    test_optimizers();
+    test_several_rounds();
+    test_types();
+    test_memory_and_errors();
+    test_ready();
+    test_chain();
+    test_op_errors();
+    return check_done("test_cuda");
+}

@@ -1,0 +1,886 @@
+/* test_parallel.c - dt_parallel.h: the mesh, every row of the table of placements, the order of data, texts
+
+   Ranks are threads. Placements are checked by their meaning: what the ranks hold before a move is turned into the one
+   full tensor it stands for, and so is what they hold after it; both must be the same tensor. Gradients likewise, by the
+   dual placements. All numbers there are small multiples of 1/4, so that sums are exact in f32 and checks are ==. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "../dt_parallel.h"
+#include "check.h"
+#include <errno.h>
+#include <math.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+// ==== Helpers =======================================================================================================
+
+/* Expected failures must not fill the screen: this table logs nothing. main fills it. */
+static dt_host quiet;
+
+static void silent(void *user, int level, int rank, const char *text) {
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+static dt_report run(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    dt_report report;
+    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &quiet, .report = &report }, rank_main, user);
+    return report;
+}
+
+static uint32_t mix(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t h = a * 2654435761u + b * 2246822519u + c * 3266489917u + 374761393u;
+    h = (h ^ (h >> 15)) * 2246822519u;
+    h = (h ^ (h >> 13)) * 3266489917u;
+    return h ^ (h >> 16);
+}
+
+static double quarter(uint32_t a, uint32_t b, uint32_t c) { return ((double)(mix(a, b, c) % 33) - 16) / 4; }
+
+/* What kills a process must not kill the test: fn runs in a child. */
+static int survives(void (*fn)(void)) {
+    int   status = -1;
+    pid_t child = fork();
+    if (child == 0) {
+        if (!freopen("/dev/null", "w", stderr)) _exit(3);
+        fn();
+        _exit(0);
+    }
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// ==== 1. Mesh =======================================================================================================
+
+enum { AXIS_PP = 0, AXIS_DP, AXIS_EP, AXIS_CP, AXIS_TP, AXES }; /* slowest first */
+
+static void sizes_of(dt_mesh_desc s, int out[AXES]) {
+    out[AXIS_PP] = s.pp;
+    out[AXIS_DP] = s.dp;
+    out[AXIS_EP] = s.ep;
+    out[AXIS_CP] = s.cp;
+    out[AXIS_TP] = s.tp;
+}
+
+/* Coordinates by counting ranks as an odometer does: no formula that could share a mistake with the library's. */
+static void coordinates(const int sizes[AXES], int rank, int at[AXES]) {
+    memset(at, 0, AXES * sizeof *at);
+    while (rank-- > 0) {
+        int i = AXES - 1;
+        while (i > 0 && ++at[i] == sizes[i]) at[i--] = 0;
+        if (i == 0) at[0]++;
+    }
+}
+
+/* The group must hold exactly the ranks whose other coordinates are mine, ascending; one rank alone is NULL. */
+static void check_group(dt_comm *comm, const int sizes[AXES], int world, int me, unsigned axes, const char *name) {
+    int mine[AXES], other[AXES], n = 0, right = 1;
+    coordinates(sizes, me, mine);
+    for (int q = 0; q < world; q++) {
+        int member = 1;
+        coordinates(sizes, q, other);
+        for (int i = 0; i < AXES; i++) member &= (axes >> i & 1) || other[i] == mine[i];
+        if (!member) continue;
+        if (q == me) CHECK_MSG(dt_comm_rank(comm) == n, "%s: rank %d of %d is %d", name, me, world, dt_comm_rank(comm));
+        right &= dt_comm_world_rank(comm, n++) == q || n == 1;
+    }
+    CHECK_MSG(right && dt_comm_size(comm) == n, "%s: other members of rank %d of %d", name, me, world);
+    CHECK_MSG((n == 1) == (comm == NULL), "%s: %d ranks, group %s", name, n, comm ? "made" : "NULL");
+}
+
+/* What a group sends must count under its axis and no other. */
+static void check_axis(dt_ctx *ctx, dt_comm *comm, dt_axis axis) {
+    size_t before[DT_AXES], n = (size_t)dt_comm_size(comm);
+    float  buffer[64];
+    if (!comm) return;
+    memset(buffer, 0, sizeof buffer);
+    for (int a = 0; a < DT_AXES; a++) before[a] = dt_comm_bytes(ctx, (dt_axis)a);
+    dt_all_reduce(comm, buffer, buffer, n, DT_F32, DT_SUM);
+    for (int a = 0; a < DT_AXES; a++)
+        CHECK(dt_comm_bytes(ctx, (dt_axis)a) - before[a] == (a == (int)axis ? 2 * (n - 1) * 4 : 0));
+}
+
+typedef struct mesh_case { dt_mesh_desc asked, sizes; } mesh_case;
+
+static dt_status mesh_main(dt_ctx *ctx, void *user) {
+    const mesh_case *c = (const mesh_case *)user;
+    dt_mesh          m = dt_mesh_make(ctx, c->asked);
+    int              s[AXES], at[AXES], me = dt_ctx_rank(ctx), world = dt_comm_size(dt_world(ctx));
+    sizes_of(c->sizes, s);
+    coordinates(s, me, at);
+    CHECK(memcmp(&m.sizes, &c->sizes, sizeof m.sizes) == 0);
+    CHECK(m.world == dt_world(ctx));
+    CHECK(m.sizes.dp * m.sizes.tp * m.sizes.cp * m.sizes.pp * m.sizes.ep == world);
+    CHECK(m.at.pp == at[AXIS_PP] && m.at.dp == at[AXIS_DP] && m.at.ep == at[AXIS_EP] && m.at.cp == at[AXIS_CP] &&
+          m.at.tp == at[AXIS_TP]);
+    CHECK(me == (((m.at.pp * s[AXIS_DP] + m.at.dp) * s[AXIS_EP] + m.at.ep) * s[AXIS_CP] + m.at.cp) * s[AXIS_TP] + m.at.tp);
+    CHECK(m.replicas == s[AXIS_DP] * s[AXIS_EP] && m.replica == m.at.dp * s[AXIS_EP] + m.at.ep);
+    check_group(m.pp, s, world, me, 1u << AXIS_PP, "pp");
+    check_group(m.dp, s, world, me, 1u << AXIS_DP, "dp");
+    check_group(m.ep, s, world, me, 1u << AXIS_EP, "ep");
+    check_group(m.cp, s, world, me, 1u << AXIS_CP, "cp");
+    check_group(m.tp, s, world, me, 1u << AXIS_TP, "tp");
+    check_group(m.data, s, world, me, 1u << AXIS_DP | 1u << AXIS_EP | 1u << AXIS_CP, "data");
+    check_axis(ctx, m.pp, DT_AXIS_PP);
+    check_axis(ctx, m.dp, DT_AXIS_DP);
+    check_axis(ctx, m.ep, DT_AXIS_EP);
+    check_axis(ctx, m.cp, DT_AXIS_CP);
+    check_axis(ctx, m.tp, DT_AXIS_TP);
+    check_axis(ctx, m.data, DT_AXIS_DP); /* gradients count as dp whatever axes their group has */
+    CHECK(!m.tp || strcmp(dt_comm_name(m.tp), "tp") == 0);
+    CHECK(!m.dp || strcmp(dt_comm_name(m.dp), "dp") == 0);
+    return dt_error(ctx);
+}
+
+static void test_mesh(void) {
+    for (int code = 0; code < 3 * 2 * 3 * 3 * 2; code++) {
+        dt_mesh_desc s = { .dp = 1 + code % 3, .ep = 1 + code / 3 % 2, .cp = 1 + code / 6 % 3, .tp = 1 + code / 18 % 3,
+            .pp = 1 + code / 54 };
+        int          world = s.dp * s.ep * s.cp * s.tp * s.pp;
+        mesh_case    c = { s, s };
+        if (world > 12) continue;
+        if (code % 2) c.asked.dp = 0; /* derived */
+        if (s.cp == 1) c.asked.cp = 0; /* 0 is 1 */
+        if (s.ep == 1) c.asked.ep = 0;
+        if (s.tp == 1) c.asked.tp = 0;
+        if (s.pp == 1) c.asked.pp = 0;
+        CHECK(run(world, mesh_main, &c).status == DT_OK);
+    }
+}
+
+static dt_status bad_mesh_main(dt_ctx *ctx, void *user) {
+    dt_mesh m = dt_mesh_make(ctx, *(const dt_mesh_desc *)user);
+    CHECK(!m.dp && !m.tp && !m.cp && !m.pp && !m.ep && !m.data);
+    CHECK(dt_error(ctx) == DT_ERR_ARG || dt_error(ctx) == DT_ERR_PEER);
+    CHECK(strstr(dt_error_text(ctx), "dt_mesh_make") != NULL);
+    m = dt_mesh_make(ctx, (dt_mesh_desc){ 0 }); /* sticky */
+    CHECK(!m.dp && !m.data);
+    return dt_error(ctx);
+}
+
+/* NULL if the text of a refusal holds the number of ranks and a choice that is legal, else what is wrong with it. */
+static const char *wrong_choice(dt_mesh_desc asked, int ranks, const char *text) {
+    char      number[24], ignored[300];
+    int       dp = 0;
+    long long other = 0;
+    snprintf(number, sizeof number, "%d ranks", ranks);
+    if (!strstr(text, number)) return "the number of ranks is missing";
+    const char *use = strstr(text, "use ");
+    if (ranks < 1) return NULL;
+    if (!use) return "no choice";
+    if (sscanf(use, "use dp %d", &dp) == 1) asked.dp = dp;
+    else if (sscanf(use, "use %lld ranks", &other) == 1) ranks = (int)other;
+    else return "no choice";
+    return dt_mesh_sizes(&asked, ranks, ignored, sizeof ignored) == DT_OK ? NULL : "the choice is refused too";
+}
+
+/* NULL if dt_mesh_sizes is right about these sizes. text: 300 bytes. */
+static const char *wrong_sizes(dt_mesh_desc asked, int ranks, char *text) {
+    dt_mesh_desc s = asked;
+    int          tp = s.tp ? s.tp : 1, cp = s.cp ? s.cp : 1, pp = s.pp ? s.pp : 1, ep = s.ep ? s.ep : 1;
+    int          others = tp * cp * pp * ep, dp = s.dp ? s.dp : ranks / others;
+    int          legal = ranks >= 1 && dp >= 1 && dp * others == ranks;
+    dt_status    status = dt_mesh_sizes(&s, ranks, text, 300);
+    if (legal && status != DT_OK) return "refused";
+    if (legal) return s.dp == dp && s.tp == tp && s.cp == cp && s.pp == pp && s.ep == ep ? NULL : "resolved wrong";
+    return status == DT_ERR_ARG ? wrong_choice(asked, ranks, text) : "accepted";
+}
+
+/* All sizes up to 4 on up to 12 ranks; the first that is wrong is printed. */
+static void test_all_sizes(void) {
+    char text[300] = "", first[500] = "";
+    int  wrong = 0, all = 0;
+    for (int ranks = 0; ranks <= 12; ranks++)
+        for (int code = 0; code < 5 * 5 * 3 * 3 * 3; code++, all++) {
+            dt_mesh_desc s = { .dp = code % 5, .tp = code / 5 % 5, .cp = code / 25 % 3, .pp = code / 75 % 3,
+                .ep = code / 225 };
+            const char  *why = wrong_sizes(s, ranks, text);
+            if (why && !wrong++)
+                snprintf(first, sizeof first, "%s: dp %d tp %d cp %d pp %d ep %d on %d: %s", why, s.dp, s.tp, s.cp, s.pp,
+                    s.ep, ranks, text);
+        }
+    CHECK_MSG(wrong == 0, "%d of %d sizes; the first: %s", wrong, all, first);
+}
+
+static void test_mesh_sizes(void) {
+    char text[300] = "";
+    test_all_sizes();
+    dt_mesh_desc s = { .tp = -2 };
+    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "-2"));
+    s = (dt_mesh_desc){ .tp = 3 };
+    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "tp 3") && strstr(text, "4 ranks"));
+    s = (dt_mesh_desc){ .dp = 3, .tp = 2 };
+    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG && strstr(text, "dp 3") && strstr(text, "use dp 2"));
+    s = (dt_mesh_desc){ .dp = 1 << 30, .tp = 1 << 30, .cp = 1 << 30, .pp = 1 << 30, .ep = 1 << 30 }; /* no overflow */
+    CHECK(dt_mesh_sizes(&s, 4, text, sizeof text) == DT_ERR_ARG);
+    s = (dt_mesh_desc){ .tp = 3 };
+    CHECK(dt_mesh_sizes(&s, 4, text, 5) == DT_ERR_ARG && strlen(text) < 5); /* a small buffer is not overrun */
+    dt_mesh_desc bad = { .tp = 3 };
+    dt_report    report = run(4, bad_mesh_main, &bad);
+    CHECK(report.status == DT_ERR_ARG && strstr(report.text, "tp 3"));
+}
+
+// ==== 2. Placements: every row against its meaning ==================================================================
+
+enum { MAX_N = 4, MAX_COUNT = 512 };
+enum { NOTHING = 0, ALL_REDUCE, SHARES, ALL_TO_ALL }; /* what a row moves */
+
+typedef struct row { int from, to, forward, backward; } row;
+static const row rows[] = {
+    { DT_PLACE_PARTIAL, DT_PLACE_REPLICATE, ALL_REDUCE, NOTHING },
+    { DT_PLACE_REPLICATE, DT_PLACE_COPY, NOTHING, ALL_REDUCE },
+    { DT_PLACE_SHARD, DT_PLACE_COPY, SHARES, SHARES },
+    { DT_PLACE_PARTIAL, DT_PLACE_SHARD, SHARES, SHARES },
+    { DT_PLACE_SHARD, DT_PLACE_REPLICATE, SHARES, NOTHING },
+    { DT_PLACE_REPLICATE, DT_PLACE_SHARD, NOTHING, SHARES },
+    { DT_PLACE_SHARD, DT_PLACE_SHARD, ALL_TO_ALL, ALL_TO_ALL },
+    { DT_PLACE_REPLICATE, DT_PLACE_PARTIAL, NOTHING, NOTHING },
+    { DT_PLACE_COPY, DT_PLACE_REPLICATE, NOTHING, NOTHING },
+};
+enum { ROWS = sizeof rows / sizeof *rows };
+
+/* Bytes that one of n ranks sends to move a tensor whose full size is `full`. */
+static size_t bytes_moved(int kind, size_t full, size_t n) {
+    if (kind == ALL_REDUCE) return 2 * full * (n - 1) / n;
+    if (kind == SHARES) return full / n * (n - 1);
+    return kind == ALL_TO_ALL ? full / n / n * (n - 1) : 0;
+}
+
+/* What the ranks hold, as doubles: [rank][element]. Twice used, twice weighed: the gradients of two uses add up. */
+typedef struct held { double x[MAX_N][MAX_COUNT], y[MAX_N][MAX_COUNT], dx[MAX_N][MAX_COUNT], w[2][MAX_N][MAX_COUNT]; } held;
+
+typedef struct move_case {
+    dt_shape full;
+    dt_place from, to;
+    dt_dtype dtype;
+    int      number;
+} move_case;
+
+static dt_place dual(dt_place p) {
+    if (p.kind == DT_PLACE_COPY) return DT_PARTIAL;
+    return p.kind == DT_PLACE_PARTIAL ? DT_COPY : p;
+}
+
+/* Which of n parts along dim holds element e of the full tensor, and where in it. */
+static void locate(dt_shape full, int dim, int n, int e, int *part, int *local) {
+    int coordinate[DT_MAX_DIMS], rest = e, extent;
+    for (int i = full.nd - 1; i >= 0; i--) {
+        coordinate[i] = rest % (int)full.d[i];
+        rest /= (int)full.d[i];
+    }
+    extent = (int)full.d[dim] / n;
+    *part = coordinate[dim] / extent;
+    *local = 0;
+    for (int i = 0; i < full.nd; i++)
+        *local = *local * (i == dim ? extent : (int)full.d[i]) + (i == dim ? coordinate[i] % extent : coordinate[i]);
+}
+
+/* Element e of the full tensor that n ranks stand for, when they hold `at` in that placement. */
+static double meaning(dt_shape full, dt_place place, int n, double at[][MAX_COUNT], int e) {
+    int    part, local;
+    double sum = 0;
+    if (place.kind == DT_PLACE_REPLICATE || place.kind == DT_PLACE_COPY) return at[0][e];
+    if (place.kind == DT_PLACE_SHARD) {
+        locate(full, place.dim, n, e, &part, &local);
+        return at[part][local];
+    }
+    for (int r = 0; r < n; r++) sum += at[r][e];
+    return sum;
+}
+
+/* Where all ranks hold the whole value, all must hold the same. */
+static int consistent(dt_shape full, dt_place place, int n, double at[][MAX_COUNT]) {
+    if (place.kind != DT_PLACE_REPLICATE && place.kind != DT_PLACE_COPY) return 1;
+    for (int r = 1; r < n; r++)
+        if (memcmp(at[r], at[0], (size_t)dt_count(full) * sizeof(double)) != 0) return 0;
+    return 1;
+}
+
+static void check_move(const move_case *c, int n, held *h) {
+    static const char *const names[] = { "REPLICATE", "COPY", "SHARD", "PARTIAL" };
+    int forward = consistent(c->full, c->to, n, h->y), backward = consistent(c->full, dual(c->from), n, h->dx);
+    int first = 1; /* where only one rank's part is not zero, it is rank 0's */
+    for (int e = 0; e < (int)dt_count(c->full); e++) {
+        double value = meaning(c->full, c->from, n, h->x, e);
+        double up = meaning(c->full, dual(c->to), n, h->w[0], e) + meaning(c->full, dual(c->to), n, h->w[1], e);
+        forward &= meaning(c->full, c->to, n, h->y, e) == value;
+        backward &= meaning(c->full, dual(c->from), n, h->dx, e) == up;
+        if (c->to.kind == DT_PLACE_PARTIAL) first &= h->y[0][e] == value;
+        if (c->from.kind == DT_PLACE_COPY) first &= h->dx[0][e] == up;
+    }
+    CHECK_MSG(forward && backward && first, "%s %d -> %s %d, %s %s over %d: forward %d, backward %d, rank 0 keeps %d",
+        names[c->from.kind], c->from.dim, names[c->to.kind], c->to.dim, dt_dtype_name(c->dtype),
+        dt__shape_text(c->full).s, n, forward, backward, first);
+}
+
+/* A user's op: the sum of x[i] w[i], whose gradient is w. */
+typedef struct dot_saved { const double *w; } dot_saved;
+
+static double element(const void *array, dt_dtype dtype, int64_t i) {
+    return dtype == DT_F64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+}
+
+static dt_status dot_back(dt_node *n) {
+    const double *w = ((const dot_saved *)n->saved)->w, up = *(const double *)n->out->grad;
+    void         *dx = dt_wants(n, 0) ? dt_grad(n, 0) : NULL;
+    for (int64_t i = 0; dx && i < dt_count(n->in[0]->shape); i++) {
+        if (n->in[0]->dtype == DT_F64) ((double *)dx)[i] += up * w[i];
+        else ((float *)dx)[i] += (float)(up * w[i]);
+    }
+    return DT_OK;
+}
+
+static dt_tensor *dot(dt_tensor *x, const double *w) {
+    dt_tensor *out = x ? dt_new(x->ctx, DT_F64, DT_SCALAR) : NULL;
+    if (!out) return NULL;
+    double sum = 0;
+    for (int64_t i = 0; i < dt_count(x->shape); i++) sum += element(x->data, x->dtype, i) * w[i];
+    *(double *)out->data = sum;
+    dot_saved *saved = (dot_saved *)dt_record_saved(out, (dt_record_desc){ .name = "dot", .in = { x }, .backward = dot_back,
+        .saved_bytes = sizeof(dot_saved) });
+    if (saved) saved->w = w;
+    return out;
+}
+
+static dt_shape local_shape(dt_shape full, dt_place place, int n) {
+    if (place.kind == DT_PLACE_SHARD) full.d[place.dim] /= n;
+    return full;
+}
+
+static dt_tensor *input_of(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const double *values) {
+    float narrow[MAX_COUNT];
+    for (int64_t i = 0; i < dt_count(shape); i++) narrow[i] = (float)values[i];
+    return dt_input(ctx, dtype, shape, dtype == DT_F64 ? (const void *)values : (const void *)narrow);
+}
+
+static void keep(const dt_tensor *t, const void *from, double *to) {
+    for (int64_t i = 0; from && i < dt_count(t->shape); i++) to[i] = element(from, t->dtype, i);
+}
+
+static int whole_and_same(dt_place p) { return p.kind == DT_PLACE_REPLICATE || p.kind == DT_PLACE_COPY; }
+
+static void one_move(dt_ctx *ctx, dt_comm *comm, const move_case *c, const row *r, held *h) {
+    int      n = dt_comm_size(comm), me = dt_comm_rank(comm);
+    dt_shape in = local_shape(c->full, c->from, n), out = local_shape(c->full, c->to, n);
+    uint32_t salt = (uint32_t)c->number * 8;
+    for (int e = 0; e < (int)dt_count(in); e++) h->x[me][e] = quarter(salt, whole_and_same(c->from) ? 0 : (uint32_t)me, e);
+    for (int k = 0; k < 2; k++) /* what arrives at y is placed as the dual of y */
+        for (int e = 0; e < (int)dt_count(out); e++)
+            h->w[k][me][e] = quarter(salt + 1 + (uint32_t)k, whole_and_same(dual(c->to)) ? 0 : (uint32_t)me, e);
+    dt_tensor *x = dt_require_grad(input_of(ctx, c->dtype, in, h->x[me]));
+    size_t     full = (size_t)dt_count(c->full) * dt_dtype_size(c->dtype), size = (size_t)n;
+    size_t     before = dt_comm_bytes(ctx, DT_AXIS_TP);
+    dt_tensor *y = dt_redistribute(x, comm, c->from, c->to);
+    size_t     between = dt_comm_bytes(ctx, DT_AXIS_TP);
+    dt_tensor *again = dt_redistribute(x, comm, c->from, c->to);
+    if (!y || !again) return;
+    CHECK(dt__same_shape(y->shape, out) && y->dtype == c->dtype && y->needs_grad);
+    CHECK_MSG(between - before == bytes_moved(r->forward, full, size), "row %d forward sent %zu", (int)(r - rows),
+        between - before);
+    keep(y, y->data, h->y[me]);
+    keep(x, x->data, h->dx[me]); /* x itself is as it was */
+    CHECK(memcmp(h->dx[me], h->x[me], (size_t)dt_count(in) * sizeof(double)) == 0);
+    between = dt_comm_bytes(ctx, DT_AXIS_TP);
+    dt_backward(dt_add(dot(y, h->w[0][me]), dot(again, h->w[1][me])));
+    CHECK_MSG(dt_comm_bytes(ctx, DT_AXIS_TP) - between == 2 * bytes_moved(r->backward, full, size),
+        "row %d: 2 backwards sent %zu", (int)(r - rows), dt_comm_bytes(ctx, DT_AXIS_TP) - between);
+    if (n == 1) CHECK(y == x);
+    keep(x, x->grad, h->dx[me]);
+    dt_barrier(comm);
+    if (me == 0) check_move(c, n, h);
+    dt_barrier(comm);
+    dt_reset(ctx);
+}
+
+static int cuttable(dt_shape full, int kind, int dim, int n) {
+    if (kind != DT_PLACE_SHARD) return dim == 0;
+    return full.d[dim] % n == 0;
+}
+
+static dt_status moves_main(dt_ctx *ctx, void *user) {
+    static const int shapes[][4] = { { 1, 12 }, { 2, 12, 3 }, { 2, 5, 12 }, { 3, 12, 12, 2 }, { 3, 12, 1, 24 },
+        { 3, 3, 12, 4 }, { 4, 2, 3, 4 } };
+    dt_mesh   mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = dt_comm_size(dt_world(ctx)) });
+    int       n = dt_comm_size(mesh.tp);
+    move_case c = { .number = 0 };
+    for (int i = 0; i < ROWS * 2 * (int)(sizeof shapes / sizeof *shapes) && dt_error(ctx) == DT_OK; i++) {
+        const row *r = &rows[i % ROWS];
+        const int *s = shapes[i / ROWS / 2];
+        c.dtype = i / ROWS % 2 ? DT_F32 : DT_F64;
+        c.full = (dt_shape){ s[0], { s[1], s[2], s[3], 2 } };
+        for (int a = 0; a < c.full.nd; a++)
+            for (int b = 0; b < c.full.nd; b++) {
+                if (!cuttable(c.full, r->from, a, n) || !cuttable(c.full, r->to, b, n)) continue;
+                if (r->from == r->to && a == b) continue;
+                c.from = (dt_place){ r->from, a };
+                c.to = (dt_place){ r->to, b };
+                c.number++;
+                one_move(ctx, mesh.tp, &c, r, (held *)user);
+            }
+    }
+    return dt_error(ctx);
+}
+
+/* Identities take no memory, record nothing and send nothing; also in a real group of one. */
+static dt_status free_main(dt_ctx *ctx, void *user) {
+    static const dt_place all[] = { { DT_PLACE_REPLICATE, 0 }, { DT_PLACE_COPY, 0 }, { DT_PLACE_SHARD, 1 },
+        { DT_PLACE_PARTIAL, 0 } };
+    double     values[6] = { 1, 2, 3, 4, 5, 6 };
+    int32_t    ids[2] = { 10 * dt_ctx_rank(ctx), 10 * dt_ctx_rank(ctx) + 1 }, got[8];
+    dt_comm   *world = dt_world(ctx), *alone = dt_comm_split(world, dt_ctx_rank(ctx), 0, "alone");
+    dt_tensor *x = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(2, 3), values));
+    size_t     allocations = dt_memory_used(ctx).allocations;
+    (void)user;
+    for (int i = 0; i < 4; i++) {
+        CHECK(dt_redistribute(x, world, all[i], all[i]) == x);
+        for (int j = 0; j < 4; j++) {
+            CHECK(dt_redistribute(x, NULL, all[i], all[j]) == x);
+            CHECK(dt_redistribute(x, alone, all[i], all[j]) == x);
+        }
+    }
+    CHECK(dt_memory_used(ctx).allocations == allocations);
+    CHECK(dt_redistribute(NULL, world, DT_REPLICATE, DT_COPY) == NULL && dt_error(ctx) == DT_OK);
+    dt_tensor *copy = dt_redistribute(x, world, DT_REPLICATE, DT_COPY); /* the identity does not copy either */
+    CHECK(copy && copy->data == x->data && (copy == x) == (dt_comm_size(world) == 1));
+    dt_tensor *all_ids = dt_redistribute(dt_input(ctx, DT_I32, DT_SHAPE(2), ids), world, DT_SHARD(0), DT_REPLICATE);
+    CHECK(all_ids && dt_count(all_ids->shape) == 2 * dt_comm_size(world) && !all_ids->needs_grad);
+    if (all_ids && dt_read(all_ids, got) == DT_OK)
+        for (int i = 0; i < 2 * dt_comm_size(world); i++) CHECK(got[i] == i / 2 * 10 + i % 2);
+    dt_tensor *none = dt_redistribute(dt_input(ctx, DT_F32, DT_SHAPE(2, 0), NULL), world, DT_SHARD(0), DT_COPY);
+    CHECK(none && none->shape.d[0] == 2 * dt_comm_size(world) && none->shape.d[1] == 0);
+    return dt_error(ctx);
+}
+
+typedef struct bad_move { dt_place from, to; dt_status status; const char *words[3]; } bad_move;
+
+static dt_status bad_move_main(dt_ctx *ctx, void *user) {
+    const bad_move *b = (const bad_move *)user;
+    float           values[15] = { 0 };
+    dt_tensor      *x = dt_input(ctx, DT_F32, DT_SHAPE(5, 3), values);
+    CHECK(dt_redistribute(x, dt_world(ctx), b->from, b->to) == NULL);
+    CHECK(dt_error(ctx) == b->status || dt_error(ctx) == DT_ERR_PEER);
+    CHECK(dt_redistribute(x, dt_world(ctx), DT_REPLICATE, DT_COPY) == NULL); /* sticky */
+    return dt_error(ctx);
+}
+
+static void test_bad_moves(void) {
+    const bad_move list[] = {
+        { DT_PARTIAL, DT_COPY, DT_ERR_UNSUPPORTED, { "PARTIAL", "COPY", "REPLICATE" } },
+        { DT_COPY, DT_SHARD(0), DT_ERR_UNSUPPORTED, { "COPY", "SHARD", "REPLICATE" } },
+        { DT_COPY, DT_PARTIAL, DT_ERR_UNSUPPORTED, { "COPY", "PARTIAL", "REPLICATE" } },
+        { DT_SHARD(0), DT_PARTIAL, DT_ERR_UNSUPPORTED, { "SHARD", "PARTIAL", "REPLICATE" } },
+        { { 9, 0 }, DT_COPY, DT_ERR_UNSUPPORTED, { "no placement", "COPY", "" } },
+        { { -1, 0 }, DT_COPY, DT_ERR_UNSUPPORTED, { "no placement", "COPY", "" } },
+        { DT_REPLICATE, DT_SHARD(0), DT_ERR_SHAPE, { "(5,3)", "SHARD 0", "2 ranks" } },
+        { DT_PARTIAL, DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD 1", "2 ranks" } },
+        { DT_SHARD(0), DT_SHARD(1), DT_ERR_SHAPE, { "(5,3)", "SHARD 0", "SHARD 1" } },
+        { DT_SHARD(2), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD 2", "2 ranks" } },
+        { DT_SHARD(-1), DT_COPY, DT_ERR_SHAPE, { "(5,3)", "SHARD -1", "2 ranks" } },
+        { DT_REPLICATE, DT_SHARD(2), DT_ERR_SHAPE, { "(5,3)", "SHARD 2", "2 ranks" } },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        dt_report report = run(2, bad_move_main, (void *)(uintptr_t)&list[i]);
+        CHECK_MSG(report.status == list[i].status, "bad move %zu: %s", i, report.text);
+        CHECK(strstr(report.text, "dt_redistribute") != NULL);
+        for (int w = 0; w < 3; w++)
+            CHECK_MSG(strstr(report.text, list[i].words[w]), "'%s' is not in '%s'", list[i].words[w], report.text);
+    }
+}
+
+static void test_moves(void) {
+    held *h = (held *)calloc(1, sizeof *h);
+    if (!CHECK(h != NULL)) return;
+    for (int n = 1; n <= MAX_N; n++) CHECK(run(n, moves_main, h).status == DT_OK);
+    for (int n = 1; n <= MAX_N; n++) CHECK(run(n, free_main, NULL).status == DT_OK);
+    test_bad_moves();
+    free(h);
+}
+
+// ==== Finite differences ============================================================================================
+
+enum { FD_PARAMS = 7, FD_COUNT = 32, TOKENS = 6, WIDTH = 3 };
+
+/* A two-layer net over tp, tensor parallel or sequence parallel, whose input is a parameter like the others. */
+typedef struct net {
+    int        sequence, hidden;            /* 1: tokens are sharded outside of the two products */
+    double     grad[MAX_N][FD_PARAMS][FD_COUNT], slope[FD_PARAMS][FD_COUNT];
+} net;
+
+typedef struct net_rank { const net *n; dt_ctx *ctx; dt_mesh mesh; dt_tensor *p[FD_PARAMS]; } net_rank;
+enum { P_X = 0, P_GAIN, P_BIAS, P_UP, P_UP_BIAS, P_DOWN, P_DOWN_BIAS };
+
+static void net_make(net_rank *r) {
+    dt_param_desc whole = { .dtype = DT_F64 }, rows_cut = whole, columns_cut = whole;
+    rows_cut.cuts[0] = (dt_cut){ r->mesh.tp, 0 };
+    columns_cut.cuts[0] = (dt_cut){ r->mesh.tp, 1 };
+    int F = r->n->hidden;
+    r->p[P_X] = dt_param_at(r->ctx, "x", DT_SHAPE(TOKENS, WIDTH), DT_NORMAL(1), r->n->sequence ? rows_cut : whole);
+    r->p[P_GAIN] = dt_param_at(r->ctx, "gain", DT_SHAPE(WIDTH), DT_UNIFORM(1), whole);
+    r->p[P_BIAS] = dt_param_at(r->ctx, "bias", DT_SHAPE(WIDTH), DT_UNIFORM(1), whole);
+    r->p[P_UP] = dt_param_at(r->ctx, "up", DT_SHAPE(F, WIDTH), DT_NORMAL(0.7), rows_cut);
+    r->p[P_UP_BIAS] = dt_param_at(r->ctx, "up_bias", DT_SHAPE(F), DT_UNIFORM(0.5), rows_cut);
+    r->p[P_DOWN] = dt_param_at(r->ctx, "down", DT_SHAPE(WIDTH, F), DT_NORMAL(0.7), columns_cut);
+    r->p[P_DOWN_BIAS] = dt_param_at(r->ctx, "down_bias", DT_SHAPE(WIDTH), DT_UNIFORM(0.5), whole);
+}
+
+/* The loss of the whole net; its tensor in *local. */
+static double net_loss(net_rank *r, dt_tensor **local) {
+    dt_comm   *tp = r->mesh.tp;
+    int        sp = r->n->sequence, mine = sp ? TOKENS / dt_comm_size(tp) : TOKENS;
+    double     goal[TOKENS * WIDTH];
+    dt_tensor *n = dt_layernorm(r->p[P_X], r->p[P_GAIN], r->p[P_BIAS], 0);
+    dt_tensor *h = dt_redistribute(n, tp, sp ? DT_SHARD(0) : DT_REPLICATE, DT_COPY);
+    h = dt_gelu(dt_linear(h, r->p[P_UP], r->p[P_UP_BIAS]));
+    dt_tensor *y = dt_redistribute(dt_linear(h, r->p[P_DOWN], NULL), tp, DT_PARTIAL, sp ? DT_SHARD(0) : DT_REPLICATE);
+    y = dt_add(dt_add(y, r->p[P_DOWN_BIAS]), r->p[P_X]);
+    for (int i = 0; i < mine * WIDTH; i++) goal[i] = quarter(3, 1, (uint32_t)((sp ? r->mesh.at.tp : 0) * mine * WIDTH + i));
+    *local = dt_mse(y, dt_input(r->ctx, DT_F64, DT_SHAPE(mine, WIDTH), goal), TOKENS * WIDTH);
+    double loss = dt_item(*local);
+    if (sp) dt_sum_doubles(tp, &loss, 1);
+    return loss;
+}
+
+/* Where this rank holds element e of a full parameter, or -1. */
+static int64_t holds(const dt_tensor *t, int64_t e) {
+    dt__box_walk walk = dt__box_begin(t->param->full, t->param->box);
+    while (dt__box_next(&walk))
+        if (e >= walk.global && e < walk.global + walk.run) return walk.local + e - walk.global;
+    return -1;
+}
+
+static dt_status net_main(dt_ctx *ctx, void *user) {
+    net       *n = (net *)user;
+    int        me = dt_ctx_rank(ctx);
+    net_rank   r = { n, ctx, dt_mesh_make(ctx, (dt_mesh_desc){ .tp = dt_comm_size(dt_world(ctx)) }), { NULL } };
+    dt_tensor *local;
+    net_make(&r);
+    net_loss(&r, &local);
+    dt_backward(local);
+    for (int p = 0; p < FD_PARAMS && dt_error(ctx) == DT_OK; p++)
+        for (int64_t e = 0; e < dt_count(r.p[p]->param->full); e++) {
+            int64_t at = holds(r.p[p], e);
+            n->grad[me][p][e] = at >= 0 ? ((double *)r.p[p]->grad)[at] : 0;
+        }
+    dt_no_grad(ctx, 1);
+    for (int p = 0; p < FD_PARAMS && dt_error(ctx) == DT_OK; p++)
+        for (int64_t e = 0; e < dt_count(r.p[p]->param->full); e++) {
+            int64_t at = holds(r.p[p], e);
+            double  zero = 0, h = 1e-5, loss[2], *value = at >= 0 ? (double *)r.p[p]->data + at : &zero, old = *value;
+            for (int k = 0; k < 2; k++) {
+                *value = old + (k ? -h : h);
+                loss[k] = net_loss(&r, &local);
+                dt_reset(ctx);
+            }
+            *value = old;
+            if (me == 0) n->slope[p][e] = (loss[0] - loss[1]) / (2 * h);
+        }
+    return dt_error(ctx);
+}
+
+/* Cut parameters have their gradient where they are held, whole ones everywhere; under sequence parallelism each rank's
+   gradient of a whole one is a part, which dt_zero.h sums. */
+static void test_net(int ranks, int sequence, int hidden) {
+    static const int whole[FD_PARAMS] = { 1, 1, 1, 0, 0, 0, 1 };
+    net *n = (net *)calloc(1, sizeof *n);
+    if (!CHECK(n != NULL)) return;
+    n->sequence = sequence;
+    n->hidden = hidden;
+    dt_report report = run(ranks, net_main, n);
+    CHECK_MSG(report.status == DT_OK, "net: %s", report.text);
+    for (int p = 0; p < FD_PARAMS; p++)
+        for (int e = 0; e < FD_COUNT; e++) {
+            double sum = 0;
+            for (int r = 0; r < ranks; r++) sum += n->grad[r][p][e];
+            double g = whole[p] && !sequence ? n->grad[0][p][e] : sum;
+            CHECK_MSG(fabs(g - n->slope[p][e]) <= 1e-8, "%d ranks, %s parallel, hidden %d: d loss/d p%d[%d] %.10g, difference "
+                "quotient %.10g", ranks, sequence ? "sequence" : "tensor", hidden, p, e, g, n->slope[p][e]);
+            for (int r = 1; r < ranks && whole[p] && !sequence; r++) CHECK(n->grad[r][p][e] == n->grad[0][p][e]);
+        }
+    free(n);
+}
+
+// ==== 3. Order of data ==============================================================================================
+
+static void test_order(void) {
+    for (int code = 0; code < 3 * 3 * 3 * 9; code++) {
+        int      b = 1 + code % 3, a = 1 + code / 3 % 3, R = 1 + code / 9 % 3, right = 1;
+        dt_order o = { .sequences = 1 + code / 27 * 3, .batch = (int64_t)b * a * R, .micro_batch = b, .replicas = R };
+        int64_t  next = 0; /* of the endless row 0, 1, .. S-1, 0, 1, .. */
+        for (int step = 1; step <= 7; step++)
+            for (int j = 0; j < a; j++) /* k = (jR + r)b + i ascends as j, then r, then i do */
+                for (int r = 0; r < R; r++)
+                    for (int i = 0; i < b; i++) {
+                        right &= dt_order_sequence(o, step, j, r, i) == next;
+                        next = next + 1 == o.sequences ? 0 : next + 1;
+                    }
+        CHECK_MSG(right, "order of S %d, B %d, b %d, R %d", (int)o.sequences, (int)o.batch, b, R);
+    }
+    dt_order far = { .sequences = 4000000007, .batch = 1000003, .micro_batch = 1, .replicas = 1000003 };
+    CHECK(dt_order_sequence(far, (int64_t)1 << 40, 0, 1000002, 0) ==
+          (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u + 1000002u) % 4000000007u));
+}
+
+static void order_of_nothing(void) { /* what a text that could not be opened leaves in dt_order */
+    dt_order none = { .sequences = 0, .batch = 4, .micro_batch = 1, .replicas = 1 };
+    volatile int64_t sequence = dt_order_sequence(none, 1, 0, 0, 0);
+    (void)sequence;
+}
+
+static dt_status tokens_main(dt_ctx *ctx, void *user) {
+    int32_t labels[5] = { -1, 0, 7, -100, 255 };
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
+    (void)user;
+    size_t n = (size_t)dt_ctx_rank(ctx) + 1; /* 0, 1 and 2 labels count */
+    CHECK(dt_tokens(mesh.dp, labels, n) == 3);
+    CHECK(dt_tokens(NULL, labels, 5) == 3 && dt_tokens(NULL, labels, 0) == 0 && dt_tokens(NULL, NULL, 0) == 0);
+    CHECK(dt_tokens(mesh.dp, NULL, 0) == 0);
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_DP) == 0); /* scalars are no traffic */
+    return dt_error(ctx);
+}
+
+// ==== 4. Text =======================================================================================================
+
+static char folder[] = "/tmp/dt_test_parallel_XXXXXX";
+
+/* An io table over the default one that counts what is open, cuts reads short, interrupts and refuses them. */
+typedef struct liar { dt_io io; int open, opened, most, interrupt, reads, fail; int64_t more; } liar;
+
+static int liar_open(void *user, const char *path, int write) {
+    liar *l = (liar *)user;
+    int   fd = dt_io_default()->open(NULL, path, write);
+    l->open += fd >= 0;
+    l->opened += fd >= 0;
+    return fd;
+}
+
+static int liar_close(void *user, int fd) {
+    ((liar *)user)->open--;
+    return dt_io_default()->close(NULL, fd);
+}
+
+static int64_t liar_size(void *user, int fd) {
+    int64_t size = dt_io_default()->size(NULL, fd);
+    return size < 0 ? size : size + ((liar *)user)->more;
+}
+
+static int64_t liar_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
+    liar *l = (liar *)user;
+    l->reads++;
+    if (l->fail) {
+        errno = EIO;
+        return -1;
+    }
+    if (l->interrupt && l->reads % l->interrupt == 0) {
+        errno = EINTR;
+        return -1;
+    }
+    if (l->most && bytes > (size_t)l->most) bytes = (size_t)l->most;
+    return dt_io_default()->pread(NULL, fd, buf, bytes, offset);
+}
+
+static dt_ctx *liar_ctx(liar *l, const dt_host *host) {
+    memset(l, 0, sizeof *l);
+    l->io = *dt_io_default();
+    l->io.user = l;
+    l->io.open = liar_open;
+    l->io.close = liar_close;
+    l->io.size = liar_size;
+    l->io.pread = liar_pread;
+    return dt_ctx_make((dt_ctx_desc){ .host = host, .io = &l->io });
+}
+
+typedef struct path { char s[96]; } path;
+
+static path in_folder(const char *name) {
+    path p;
+    snprintf(p.s, sizeof p.s, "%s/%s", folder, name);
+    return p;
+}
+
+static path put(const char *name, const unsigned char *bytes, size_t count) {
+    path  p = in_folder(name);
+    FILE *f = fopen(p.s, "wb");
+    CHECK(f && fwrite(bytes, 1, count, f) == count);
+    if (f) fclose(f);
+    return p;
+}
+
+enum { TEXT_BYTES = 61 };
+
+static void check_sequences(dt_text *t, const unsigned char *whole, int seq) {
+    int32_t ids[TEXT_BYTES], labels[TEXT_BYTES];
+    int     right = 1;
+    CHECK(dt_text_tokens(t) == TEXT_BYTES && dt_text_sequences(t) == (TEXT_BYTES - 1) / seq);
+    for (int64_t i = dt_text_sequences(t) - 1; i >= 0; i--) {
+        memset(labels, 0x55, sizeof labels);
+        CHECK(dt_text_read(t, i, ids, labels) == DT_OK);
+        for (int k = 0; k < seq; k++) right &= ids[k] == whole[i * seq + k] && labels[k] == whole[i * seq + k + 1];
+        if (seq < TEXT_BYTES) right &= labels[seq] == 0x55555555; /* nothing behind the end */
+    }
+    CHECK_MSG(right, "sequences of %d tokens", seq);
+}
+
+/* 61 bytes in six files, one of them empty and one of a single byte, so that sequences cross borders. */
+static void test_text_files(void) {
+    static const int sizes[6] = { 20, 0, 1, 7, 0, 33 };
+    unsigned char    whole[TEXT_BYTES];
+    path             paths[6];
+    const char      *names[6];
+    int              at = 0;
+    for (int i = 0; i < TEXT_BYTES; i++) whole[i] = (unsigned char)mix(5, 5, (uint32_t)i);
+    whole[3] = 255;
+    for (int i = 0; i < 6; i++) {
+        char name[8] = { 'p', (char)('0' + i), 0 };
+        paths[i] = put(name, whole + at, (size_t)sizes[i]);
+        names[i] = paths[i].s;
+        at += sizes[i];
+    }
+    for (int seq = 1; seq < TEXT_BYTES; seq++)
+        for (int way = 0; way < 3; way++) { /* whole reads; short ones; short and interrupted ones */
+            liar    l;
+            dt_ctx *ctx = liar_ctx(&l, &quiet);
+            l.most = way ? 1 + seq % 3 : 0;
+            l.interrupt = way == 2 ? 2 : 0;
+            dt_text *t = dt_text_open(ctx, names, 6, seq);
+            if (CHECK(t != NULL)) check_sequences(t, whole, seq);
+            CHECK(l.open == 6 && l.opened == 6);
+            if (way == 1) dt_text_close(t); /* else the context closes it */
+            CHECK(way != 1 || l.open == 0);
+            dt_ctx_free(ctx);
+            CHECK(l.open == 0);
+        }
+}
+
+/* Opens, expects a failure whose text holds `word`. */
+static void check_refused(const char *const *names, int files, int seq, dt_status status, const char *word) {
+    liar    l;
+    dt_ctx *ctx = liar_ctx(&l, &quiet);
+    CHECK(dt_text_open(ctx, names, files, seq) == NULL);
+    CHECK_MSG(dt_error(ctx) == status && strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
+    CHECK(l.open == 0);
+    CHECK(dt_text_open(ctx, names, files, seq) == NULL); /* sticky */
+    dt_ctx_free(ctx);
+    CHECK(l.open == 0);
+}
+
+static void test_text_refused(void) {
+    path        good = put("good", (const unsigned char *)"0123456789", 10), empty = put("empty", NULL, 0);
+    path        one = put("one", (const unsigned char *)"x", 1), missing = in_folder("missing"), where = in_folder("");
+    const char *a[] = { good.s, missing.s }, *b[] = { empty.s }, *c[] = { good.s }, *d[] = { good.s, where.s };
+    const char *e[] = { one.s, empty.s };
+    check_refused(a, 2, 4, DT_ERR_IO, missing.s);
+    check_refused(a, 2, 4, DT_ERR_IO, "No such file");
+    check_refused(b, 1, 4, DT_ERR_IO, "0 bytes");
+    check_refused(c, 1, 10, DT_ERR_IO, "10 bytes");
+    check_refused(c, 1, 10, DT_ERR_IO, good.s);
+    check_refused(d, 2, 4, DT_ERR_IO, "directory");
+    check_refused(e, 2, 1, DT_ERR_IO, "1 bytes");
+    check_refused(c, 0, 4, DT_ERR_ARG, "0 files");
+    check_refused(c, 1, 0, DT_ERR_ARG, "0 tokens");
+    liar     l;
+    dt_ctx  *ctx = liar_ctx(&l, &quiet);
+    dt_text *t = dt_text_open(ctx, c, 1, 9); /* ten bytes are one sequence of nine and a label */
+    CHECK(t && dt_text_sequences(t) == 1);
+    dt_text_close(t);
+    dt_text_close(NULL);
+    CHECK(dt_text_read(NULL, 0, NULL, NULL) != DT_OK);
+    dt_ctx_free(ctx);
+}
+
+/* kind 0: the size was a lie; 1: the file is truncated; 2: reads fail; 3, 4: no such sequence */
+static void check_read_fails(int kind, dt_status status, const char *word) {
+    path        p = put("shrinks", (const unsigned char *)"0123456789", 10);
+    const char *names[] = { p.s };
+    liar        l;
+    dt_ctx     *ctx = liar_ctx(&l, &quiet);
+    int32_t     ids[4], labels[4];
+    l.more = kind == 0 ? 5 : 0;
+    dt_text *t = dt_text_open(ctx, names, 1, 4);
+    if (CHECK(t != NULL)) {
+        CHECK(dt_text_read(t, 0, ids, labels) == DT_OK && ids[0] == '0' && labels[3] == '4');
+        if (kind == 1) CHECK(truncate(p.s, 6) == 0);
+        l.fail = kind == 2;
+        int64_t which = kind == 0 ? 2 : kind == 3 ? -1 : kind == 4 ? 2 : 1;
+        CHECK(dt_text_read(t, which, ids, labels) == status);
+        CHECK_MSG(strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
+        CHECK(dt_text_read(t, 0, ids, labels) == status); /* sticky */
+    }
+    dt_ctx_free(ctx);
+    CHECK(l.open == 0);
+}
+
+/* A host table that refuses the k-th allocation and counts what is not given back. */
+typedef struct miser { dt_host host; int left, live; } miser;
+
+static void *miser_alloc(void *user, size_t bytes, dt_mem mem) {
+    miser *m = (miser *)user;
+    if (m->left-- == 0) return NULL;
+    m->live++;
+    return dt_host_default()->alloc(NULL, bytes, mem);
+}
+
+static void miser_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    ((miser *)user)->live--;
+    dt_host_default()->free(NULL, p, bytes, mem);
+}
+
+static void test_text_memory(void) {
+    path        p = put("memory", (const unsigned char *)"0123456789", 10);
+    const char *names[] = { p.s, p.s };
+    int         refused = 0;
+    for (int k = 1, done = 0; !done && k < 50; k++) {
+        miser m = { quiet, k, 0 };
+        liar  l;
+        m.host.user = &m;
+        m.host.alloc = miser_alloc;
+        m.host.free = miser_free;
+        dt_ctx  *ctx = liar_ctx(&l, &m.host);
+        dt_text *t = dt_text_open(ctx, names, 2, 3);
+        done = t != NULL;
+        refused += !done;
+        CHECK(done || dt_error(ctx) == DT_ERR_MEM);
+        CHECK(l.open == (done ? 2 : 0));
+        dt_ctx_free(ctx);
+        CHECK(l.open == 0 && m.live == 0);
+    }
+    CHECK(refused == 3); /* the text, its files, its window */
+}
+
+static void text_of_nothing(void) { /* a text that could not be opened is asked */
+    if (dt_text_tokens(NULL) != 0 || dt_text_sequences(NULL) != 0) _exit(1);
+}
+
+static void test_text(void) {
+    if (!CHECK(mkdtemp(folder) != NULL)) return;
+    test_text_files();
+    test_text_refused();
+    check_read_fails(0, DT_ERR_IO, "shorter");
+    check_read_fails(1, DT_ERR_IO, "shorter");
+    check_read_fails(2, DT_ERR_IO, "Input/output error");
+    check_read_fails(3, DT_ERR_ARG, "-1 of 2");
+    check_read_fails(4, DT_ERR_ARG, "2 of 2");
+    test_text_memory();
+    static const char *const names[] = { "p0", "p1", "p2", "p3", "p4", "p5", "good", "empty", "one", "shrinks", "memory" };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) CHECK(unlink(in_folder(names[i]).s) == 0);
+    CHECK(rmdir(folder) == 0);
+}
+
+int main(void) {
+    quiet = *dt_host_default();
+    quiet.log = silent;
+    CHECK_MSG(survives(text_of_nothing), "dt_text_tokens or dt_text_sequences of NULL");
+    CHECK_MSG(survives(order_of_nothing), "dt_order_sequence of no sequences");
+    test_mesh();
+    test_mesh_sizes();
+    test_moves();
+    for (int ranks = 1; ranks <= 3; ranks++)
+        for (int sequence = 0; sequence < 2; sequence++)
+            for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden); /* 5: boxes reach past the end */
+    test_order();
+    CHECK(run(3, tokens_main, NULL).status == DT_OK);
+    test_text();
+    return check_done("test_parallel");
+}

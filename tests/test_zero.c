@@ -1,0 +1,710 @@
+/* test_zero.c - dt_zero.h: learning rate, optimizers, the reducer, ZeRO-1, the norm, faults
+
+   Two oracles. The GPT of examples/gpt.h is trained as PyTorch trained it (tests/golden) and as the serial model of
+   serial_gpt.h does. And an op whose gradient is a known function of (step, micro-batch, rank, parameter, element) makes
+   any set of parameters trainable without a model; what must come out of a step is then written down by hand, on full
+   tensors, in plain loops.
+
+       test_zero [FOLDER]      FOLDER holds the golden files; default tests/golden */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "../dt_zero.h"
+#include "../examples/gpt.h"
+#include "check.h"
+#include "golden/golden.h"
+#include "serial_gpt.h"
+#include <sys/wait.h>
+
+// ==== A host table that counts by class and rank, and refuses on demand =============================================
+
+/* A rank is a thread: what this thread holds, by class. spy_rank is -1 until the rank function begins. */
+static __thread size_t spy_bytes[DT_MEM_CLASSES];
+static __thread int    spy_rank = -1;
+
+typedef struct spy { dt_host host; int live, refuse_rank, left; } spy;  /* refuses when left reaches 0; below: never */
+
+static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
+    spy *s = (spy *)user;
+    if (spy_rank >= 0 && spy_rank == s->refuse_rank && __atomic_sub_fetch(&s->left, 1, __ATOMIC_SEQ_CST) == 0) return NULL;
+    void *p = dt_host_default()->alloc(NULL, bytes, mem);
+    if (!p) return NULL;
+    if (mem != DT_MEM_COMM) memset(p, 0xA5, bytes); /* nobody may rely on zeros */
+    spy_bytes[mem] += bytes;
+    __atomic_add_fetch(&s->live, 1, __ATOMIC_SEQ_CST);
+    return p;
+}
+
+static void spy_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    spy_bytes[mem] -= bytes;
+    __atomic_sub_fetch(&((spy *)user)->live, 1, __ATOMIC_SEQ_CST);
+    dt_host_default()->free(NULL, p, bytes, mem);
+}
+
+static void silent(void *user, int level, int rank, const char *text) {
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+/* Runs quietly; every block must have come back. Refuses allocation `left` of refuse_rank, if left > 0. */
+static dt_report run_refusing(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user, int refuse_rank,
+    int *left) {
+    dt_report report;
+    spy       s = { *dt_host_default(), 0, left ? refuse_rank : -2, left ? *left : 0 };
+    s.host.user = &s;
+    s.host.alloc = spy_alloc;
+    s.host.free = spy_free;
+    s.host.log = silent;
+    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &s.host, .report = &report }, rank_main, user);
+    CHECK_MSG(s.live == 0, "%d blocks were not given back", s.live);
+    if (left) *left = s.left;
+    return report;
+}
+
+static dt_report run(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    return run_refusing(ranks, rank_main, user, 0, NULL);
+}
+
+static int close_to(double a, double b, double tol, double scale) {
+    return isfinite(a) && isfinite(b) && fabs(a - b) <= tol * fmax(fabs(b), scale);
+}
+
+static double unit_noise(uint32_t a, uint32_t b) { return 2 * sg_unit(a, b); } /* [-1, 1) */
+
+// ==== 1. Learning rate ==============================================================================================
+
+static void check_lr(dt_lr_desc d, int64_t step, double expected) {
+    CHECK_MSG(fabs(dt_lr(d, step) - expected) <= 1e-15, "lr of kind %d at step %d: %.17g, not %.17g", d.kind, (int)step,
+        dt_lr(d, step), expected);
+}
+
+static void test_lr(void) {
+    dt_lr_desc d = { .peak = 0.8, .kind = DT_LR_COSINE, .warmup = 4, .steps = 12, .min_ratio = 0.25 };
+    for (int kind = DT_LR_COSINE; kind <= DT_LR_CONSTANT; kind++) { /* a straight line to the peak, reached at the end */
+        d.kind = kind;
+        check_lr(d, 1, 0.2);
+        check_lr(d, 2, 0.4);
+        check_lr(d, 3, 0.6);
+        check_lr(d, 4, 0.8);
+    }
+    d.kind = DT_LR_COSINE; /* 0.2 + 0.6 (1 + cos(pi t/8))/2 */
+    check_lr(d, 5, 0.2 + 0.3 * (1 + 0.92387953251128674)); /* cos(pi/8) */
+    check_lr(d, 6, 0.2 + 0.3 * (1 + 0.70710678118654752));
+    check_lr(d, 8, 0.5);
+    check_lr(d, 10, 0.2 + 0.3 * (1 - 0.70710678118654752));
+    check_lr(d, 12, 0.2);
+    check_lr(d, 13, 0.2);
+    check_lr(d, 1000000, 0.2);
+    d.kind = DT_LR_LINEAR;
+    check_lr(d, 5, 0.725);
+    check_lr(d, 8, 0.5);
+    check_lr(d, 11, 0.275);
+    check_lr(d, 12, 0.2);
+    check_lr(d, 99, 0.2);
+    d.kind = DT_LR_CONSTANT;
+    check_lr(d, 5, 0.8);
+    check_lr(d, 99, 0.8);
+    d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_COSINE, .steps = 2 }; /* no warmup, down to zero */
+    check_lr(d, 1, 0.5);
+    check_lr(d, 2, 0);
+    d.kind = DT_LR_LINEAR;
+    d.steps = 4;
+    check_lr(d, 1, 0.75);
+    check_lr(d, 3, 0.25);
+    d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_COSINE, .warmup = 8, .steps = 8, .min_ratio = 0.5 }; /* only a warmup */
+    check_lr(d, 7, 0.875);
+    check_lr(d, 8, 1);
+    check_lr(d, 9, 0.5);
+}
+
+// ==== 2. GPT against PyTorch and the serial model ===================================================================
+
+enum { G_STEPS = 8, G_PARAMS = 64, G_SEQUENCES = 4, G_TOKENS = 8 };
+
+/* A training run and what must come out of it. Arrays of parameters are in the order of registration. */
+typedef struct expected {
+    gpt_config     config;
+    dt_zero_desc   optimizer;
+    int            steps, tokens;               /* tokens of a sequence */
+    int32_t        ids[G_STEPS][G_SEQUENCES * G_TOKENS], labels[G_STEPS][G_SEQUENCES * G_TOKENS];
+    double         lr[G_STEPS], denom[G_STEPS], loss[G_STEPS], norm[G_STEPS];
+    const sg_model *start;
+    const double  *grad[G_PARAMS];              /* of the first step, or NULL */
+    const double  *value[G_PARAMS], *m[G_PARAMS], *v[G_PARAMS]; /* after the last; moments may be NULL */
+    const char    *name;
+} expected;
+
+/* One way to run it: dp replicas, b sequences in a micro-batch; accum = 4 / (dp b). */
+typedef struct gpt_run { const expected *e; int dp, b, stage; } gpt_run;
+
+static void start_values(dt_ctx *ctx, const expected *e) {
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        CHECK(strcmp(t->name, e->start->p[i].name) == 0 && (int64_t)t->param->count == e->start->p[i].count);
+        dt_write(t, e->start->p[i].value);
+    }
+}
+
+static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, double *loss) {
+    const expected *e = r->e;
+    dt_ctx         *ctx = g->ctx;
+    int             accum = G_SEQUENCES / r->dp / r->b, T = e->tokens;
+    dt_order        order = { 1000, G_SEQUENCES, r->b, r->dp };
+    int32_t         ids[G_SEQUENCES * G_TOKENS], labels[G_SEQUENCES * G_TOKENS];
+    double          counted = 0;
+    *loss = 0;
+    for (int j = 0; j < accum; j++) {
+        for (int i = 0; i < r->b; i++) { /* each step's data are sequences 0 .. 3 */
+            int64_t q = dt_order_sequence(order, 1, j, dt_ctx_rank(ctx), i);
+            memcpy(ids + i * T, e->ids[step] + q * T, (size_t)T * 4);
+            memcpy(labels + i * T, e->labels[step] + q * T, (size_t)T * 4);
+        }
+        counted += dt_tokens(dt_world(ctx), labels, (size_t)(r->b * T));
+        dt_micro(ctx, j, accum);
+        dt_tensor *l = gpt_loss(g, dt_input(ctx, DT_I32, DT_SHAPE(r->b, T), ids),
+            dt_input(ctx, DT_I32, DT_SHAPE(r->b, T), labels), e->denom[step]);
+        dt_backward(l);
+        *loss += dt_item(l);
+        dt_reset(ctx);
+    }
+    CHECK(counted == e->denom[step]);
+    for (int i = 0; i < dt_param_count(ctx) && step == 0 && r->stage == 0 && e->grad[0]; i++) {
+        const dt_tensor *t = dt_param_get(ctx, i); /* whole at stage 0 */
+        double           difference = 0, size = 0, all = (double)gpt_count(e->config);
+        for (size_t k = 0; k < t->param->count; k++) {
+            difference += pow(((double *)t->grad)[k] - e->grad[i][k], 2);
+            size += pow(e->grad[i][k], 2);
+        }
+        CHECK_MSG(sqrt(difference) <= 1e-12 * fmax(sqrt(size), e->norm[0] * sqrt((double)t->param->count / all)),
+            "%s, dp %d: gradient of %s differs by %.2e", e->name, r->dp, t->name, sqrt(difference));
+    }
+    dt_sum_doubles(dt_world(ctx), loss, 1);
+    return dt_zero_step(zero, e->lr[step]);
+}
+
+/* |a-b| <= 1e-12 max(|b|, lr steps sqrt(n)), 2-norms. AdamW with eps 1e-8 divides the key bias's rounding noise, some
+   1e-18 around a true gradient of zero, by eps: it alone is held to 1e-9 of lr * steps, element by element. */
+static void check_values(const gpt_run *r, const char *what, const char *name, const double *got, const double *right,
+    size_t n, double scale, int noisy) {
+    double difference = 0, size = 0, worst = 0;
+    for (size_t k = 0; right && k < n; k++) {
+        difference += (got[k] - right[k]) * (got[k] - right[k]);
+        size += right[k] * right[k];
+        worst = fmax(worst, fabs(got[k] - right[k]));
+    }
+    int ok = noisy ? worst <= 1e-9 * scale : sqrt(difference) <= 1e-12 * fmax(sqrt(size), scale * sqrt((double)n));
+    CHECK_MSG(ok, "%s, dp %d, micro-batch %d, stage %d: %s of %s differs by %.2e", r->e->name, r->dp, r->b, r->stage, what,
+        name, sqrt(difference));
+}
+
+static void check_end(const gpt_run *r, dt_ctx *ctx, dt_zero *zero) {
+    const expected *e = r->e;
+    double          scale = 0, *host = (double *)malloc(8 * 1024);
+    int             adam = e->optimizer.optimizer == DT_ADAMW && e->optimizer.eps < 1e-6;
+    for (int n = 0; n < e->steps; n++) scale = fmax(scale, e->lr[n] * e->steps);
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        size_t     n = t->param->count;
+        int        noisy = adam && strstr(t->name, "attn.k.bias") != NULL;
+        if (!CHECK(n <= 1024 && host)) break;
+        dt_read(t, host);
+        check_values(r, "value", t->name, host, e->value[i], n, scale, noisy);
+        if (!e->m[i]) continue;
+        CHECK(dt_zero_state(zero, 0, t, host) == DT_OK);
+        check_values(r, "first state", t->name, host, e->m[i], n, e->norm[0] * 1e-2, 0);
+        if (!e->v[i]) continue;
+        CHECK(dt_zero_state(zero, 1, t, host) == DT_OK);
+        check_values(r, "second state", t->name, host, e->v[i], n, e->norm[0] * e->norm[0] * 1e-3, 0);
+    }
+    free(host);
+}
+
+static dt_status gpt_main(dt_ctx *ctx, void *user) {
+    gpt_run        *r = (gpt_run *)user;
+    const expected *e = r->e;
+    gpt             g = gpt_register(ctx, e->config);
+    dt_zero_desc    d = e->optimizer;
+    d.stage = r->stage;
+    dt_zero *zero = dt_zero_make(ctx, d);
+    if (!zero) return dt_error(ctx);
+    start_values(ctx, e);
+    for (int n = 0; n < e->steps && dt_error(ctx) == DT_OK; n++) {
+        double       loss;
+        dt_step_info info = gpt_step(r, &g, zero, n, &loss);
+        double       clip = sg_clip_factor(e->norm[n], d.clip);
+        CHECK_MSG(close_to(loss, e->loss[n], 1e-12, 0), "%s, dp %d: loss of step %d is %.17g, not %.17g", e->name, r->dp,
+            n + 1, loss, e->loss[n]);
+        CHECK_MSG(close_to(info.grad_norm, e->norm[n], 1e-12, 0), "%s, dp %d: norm of step %d is %.17g, not %.17g", e->name,
+            r->dp, n + 1, info.grad_norm, e->norm[n]);
+        CHECK(info.step == n + 1 && close_to(info.clip_scale, clip, 1e-12, 0));
+    }
+    check_end(r, ctx, zero);
+    return dt_error(ctx);
+}
+
+static void run_all_ways(const expected *e) {
+    static const int ways[][3] = { { 1, 2, 0 }, { 1, 4, 0 }, { 1, 1, 1 }, { 2, 2, 0 }, { 2, 2, 1 }, { 2, 1, 0 },
+        { 2, 1, 1 }, { 4, 1, 0 }, { 4, 1, 1 } };
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        gpt_run   r = { e, ways[i][0], ways[i][1], ways[i][2] };
+        dt_report report = run(r.dp, gpt_main, &r);
+        CHECK_MSG(report.status == DT_OK, "%s: %s", e->name, report.text);
+    }
+}
+
+static const double *golden_number(const golden *g, const char *fmt, int step) {
+    char name[40];
+    snprintf(name, sizeof name, fmt, step);
+    return golden_get(g, name, NULL);
+}
+
+/* Sizes, data, hyperparameters, results; 0 when the file is not what it should be. */
+static int read_golden(const golden *g, expected *e) {
+    const double *s = golden_get(g, "sizes", NULL), *b = golden_get(g, "batch", NULL);
+    const double *o = golden_get(g, "optimizer", NULL);
+    if (!s || !b || !o || b[0] > G_STEPS || b[1] * b[2] != G_SEQUENCES || b[3] > G_TOKENS) return 0;
+    int width = (int)s[3], heads = (int)s[4];
+    e->config = (gpt_config){ (int)s[2], width, heads, heads, (int)s[5], (int)s[1], (int)s[0], s[6] != 0, DT_F64 };
+    e->steps = (int)b[0];
+    e->tokens = (int)b[3];
+    if (golden_find(g, "optimizer")->count == 3)
+        e->optimizer = (dt_zero_desc){ .optimizer = DT_SGD, .momentum = o[0], .weight_decay = o[1], .clip = o[2] };
+    else
+        e->optimizer = (dt_zero_desc){ .beta1 = o[0], .beta2 = o[1], .eps = o[2], .weight_decay = o[3], .clip = o[4] };
+    for (int n = 0; n < e->steps; n++) {
+        const double *ids = golden_number(g, "step.%d.ids", n + 1), *labels = golden_number(g, "step.%d.labels", n + 1);
+        const double *lr = golden_number(g, "step.%d.lr", n + 1), *denom = golden_number(g, "step.%d.denom", n + 1);
+        const double *loss = golden_number(g, "step.%d.loss", n + 1), *norm = golden_number(g, "step.%d.norm", n + 1);
+        if (!ids || !labels || !lr || !denom || !loss || !norm) return 0;
+        for (int k = 0; k < G_SEQUENCES * e->tokens; k++) {
+            e->ids[n][k] = (int32_t)ids[k];
+            e->labels[n][k] = (int32_t)labels[k];
+        }
+        e->lr[n] = *lr;
+        e->denom[n] = *denom;
+        e->loss[n] = *loss;
+        e->norm[n] = *norm;
+    }
+    return 1;
+}
+
+static sg_model *serial_start(gpt_config c) {
+    sg_model *m = sg_make((sg_sizes){ c.vocab, c.seq, c.layers, c.width, c.heads, c.ffn, c.tied });
+    if (m) sg_init(m);
+    return m;
+}
+
+static void test_golden(const char *folder, const char *file) {
+    char path[400], name[64];
+    snprintf(path, sizeof path, "%s/%s", folder, file);
+    golden   *g = golden_open(path);
+    expected *e = (expected *)calloc(1, sizeof *e);
+    e->name = file;
+    if (!CHECK_MSG(g && read_golden(g, e), "%s cannot be used", path)) return;
+    sg_model *start = serial_start(e->config);
+    e->start = start;
+    CHECK(start && start->n_params <= G_PARAMS);
+    for (int i = 0; i < start->n_params; i++) {
+        snprintf(name, sizeof name, "param.%s", start->p[i].name);
+        e->value[i] = golden_get(g, name, NULL);
+        snprintf(name, sizeof name, "grad.%s", start->p[i].name);
+        e->grad[i] = golden_get(g, name, NULL); /* gpt2_sgd.bin has none */
+        CHECK(e->value[i] != NULL);
+    }
+    run_all_ways(e);
+    sg_free(start);
+    golden_free(g);
+    free(e);
+}
+
+/* The serial model on other data, sizes and hyperparameters than PyTorch's, and its moments. */
+static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int steps) {
+    expected *e = (expected *)calloc(1, sizeof *e);
+    sg_model *start = serial_start(c), *m = serial_start(c);
+    if (!CHECK(e && start && m && steps <= G_STEPS && c.seq <= G_TOKENS && m->n_params <= G_PARAMS)) return;
+    *e = (expected){ .config = c, .optimizer = d, .steps = steps, .tokens = c.seq, .start = start, .name = name };
+    for (int n = 0; n < steps; n++) {
+        for (int k = 0; k < G_SEQUENCES * c.seq; k++) {
+            uint32_t at = (uint32_t)(n * 1000 + k);
+            e->ids[n][k] = (int32_t)((sg_unit(31, at) + 0.5) * c.vocab);
+            e->labels[n][k] = sg_unit(32, at) < -0.2 ? -1 : (int32_t)((sg_unit(33, at) + 0.5) * c.vocab);
+            e->denom[n] += e->labels[n][k] >= 0;
+        }
+        e->lr[n] = 0.01 * (n + 1);
+        sg_zero_grad(m);
+        e->loss[n] = sg_forward_backward(m, e->ids[n], e->labels[n], G_SEQUENCES, c.seq, e->denom[n]);
+        e->norm[n] = d.optimizer == DT_SGD
+            ? sg_sgd(m, e->lr[n], d.momentum, d.weight_decay, d.clip)
+            : sg_adamw(m, e->lr[n], d.beta1 ? d.beta1 : 0.9, d.beta2 ? d.beta2 : 0.999, d.eps ? d.eps : 1e-8,
+                  d.weight_decay, d.clip, n + 1);
+    }
+    for (int i = 0; i < m->n_params; i++) {
+        e->value[i] = m->p[i].value;
+        if (d.optimizer != DT_SGD || d.momentum > 0) e->m[i] = m->p[i].m;
+        if (d.optimizer != DT_SGD) e->v[i] = m->p[i].v;
+    }
+    run_all_ways(e);
+    sg_free(start);
+    sg_free(m);
+    free(e);
+}
+
+static void test_serial_all(void) {
+    gpt_config small = { 1, 8, 2, 2, 12, 5, 11, 0, DT_F64 }, tied = { 2, 6, 3, 3, 7, 4, 9, 1, DT_F64 };
+    test_serial("serial AdamW, defaults", small, (dt_zero_desc){ .optimizer = DT_ADAMW }, 6);
+    test_serial("serial AdamW", tied, (dt_zero_desc){ .optimizer = DT_ADAMW, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-4,
+        .weight_decay = 0.3, .clip = 0.7 }, 8);
+    test_serial("serial SGD", tied, (dt_zero_desc){ .optimizer = DT_SGD, .weight_decay = 0.2 }, 5);
+    test_serial("serial momentum", small, (dt_zero_desc){ .optimizer = DT_SGD, .momentum = 0.7, .weight_decay = 0.1,
+        .clip = 0.5 }, 6);
+}
+
+// ==== 3. Parameters with known gradients, and steps by hand =========================================================
+
+enum { MAX_PARAMS = 12, MAX_RANKS = 8, MAX_ELEMENTS = 4096, MAX_STEPS = 4 };
+
+/* How a parameter lies over tp: whole with equal gradients, cut along a dimension, or whole with gradients in parts. */
+enum { SAME = 0, CUT_0, CUT_1, PART };
+typedef struct made { const char *scope, *name; int d0, d1; int over_tp, frozen, no_decay; double lr_scale; } made;
+
+/* A set that meets every border of a unit: scopes, freezing, decay, a parameter larger than a bucket of 8 KiB (f64) or
+   4 KiB (f32), runs that end inside a parameter, d1 = 0 for one dimension. */
+static const made mixed[] = {
+    { "a.", "first", 2, 3, SAME, 0, 0, 0 }, { "a.", "bias", 5, 0, SAME, 0, 0, 0 }, { "a.", "big", 60, 40, SAME, 0, 0, 0 },
+    { "a.", "after", 3, 4, SAME, 0, 1, 0 }, { "b.", "half", 7, 2, SAME, 0, 0, 0.5 }, { "b.", "ice", 4, 4, SAME, 1, 0, 0 },
+    { "b.", "one", 1, 0, SAME, 0, 0, 0 }, { "b.", "run", 1025, 0, SAME, 0, 0, 2 }, { "c.", "last", 33, 31, SAME, 0, 0, 0 },
+};
+/* And over tp; 5 and 7 leave boxes that reach past the end. */
+static const made over_tp[] = {
+    { "a.", "whole", 4, 5, SAME, 0, 0, 0 }, { "a.", "rows", 5, 3, CUT_0, 0, 0, 0 }, { "a.", "bias", 7, 0, CUT_0, 0, 0, 0 },
+    { "a.", "columns", 3, 7, CUT_1, 0, 0, 0 }, { "b.", "norm", 6, 0, PART, 0, 0, 0 }, { "b.", "part", 30, 40, PART, 0, 0, 0 },
+    { "b.", "end", 9, 0, SAME, 0, 0, 0 },
+};
+
+/* A run: what it is, and what the ranks leave. */
+typedef struct world_run {
+    const made  *set;
+    int          params, ranks, steps, accum, reversed;     /* reversed: units become complete in the other order */
+    dt_mesh_desc mesh;
+    dt_zero_desc zero;
+    dt_dtype     dtype;
+    int          nan_step, nan_rank;                        /* from 1; -1: none */
+    const char  *nan_param;                                 /* its last element */
+    double       norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
+    unsigned char *bits[MAX_RANKS];                         /* all parameters, one after the other, each MAX_ELEMENTS*8 */
+    dt_status    status[MAX_RANKS];
+    char         text[MAX_RANKS][512];
+} world_run;
+
+static const double LR = 0.03;
+
+static int64_t made_count(const made *p) { return (int64_t)p->d0 * (p->d1 ? p->d1 : 1); }
+static double  start_value(int p, int64_t e) { return unit_noise(500 + (uint32_t)p, (uint32_t)e); }
+
+/* The gradient of element e of parameter p: of one micro-batch on one rank of the data group (and of tp where it is a
+   part). A scale of its own for each makes a wrong rank or micro-batch visible. */
+static double pulled(const made *set, int p, int64_t e, int step, int micro, int data_rank, int tp_rank) {
+    uint32_t key = (uint32_t)(((step * 8 + micro) * 32 + data_rank) * 8 + (set[p].over_tp == PART ? tp_rank + 1 : 0));
+    return unit_noise(key * 16 + (uint32_t)p, (uint32_t)e) * (1 + data_rank + 0.5 * micro);
+}
+
+/* Global index of a local element; -1 where the box reaches past the end. */
+static int64_t global_of(const dt_tensor *t, int64_t local) {
+    const dt_param_info *p = t->param;
+    int64_t at[DT_MAX_DIMS], global = 0;
+    for (int i = p->full.nd - 1; i >= 0; i--) {
+        at[i] = local % p->box.n[i];
+        local /= p->box.n[i];
+        if (at[i] >= p->box.inside[i]) return -1;
+    }
+    for (int i = 0; i < p->full.nd; i++) global = global * p->full.d[i] + p->box.lo[i] + at[i];
+    return global;
+}
+
+static double at_of(const void *array, dt_dtype dtype, int64_t i) {
+    return dtype == DT_F64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+}
+
+static void put_at(void *array, dt_dtype dtype, int64_t i, double value) {
+    if (dtype == DT_F64) ((double *)array)[i] = value;
+    else ((float *)array)[i] = (float)value;
+}
+
+/* The op: its value is 0 and its gradient is `pulled`. Past the end of a box it is 7, which nobody may ever see. */
+typedef struct pull_saved { const world_run *w; int step, micro, data_rank, tp_rank; } pull_saved;
+
+static dt_status pull_back(dt_node *n) {
+    const pull_saved *s = (const pull_saved *)n->saved;
+    for (int i = 0; i < n->n_in; i++) {
+        dt_tensor *t = n->in[i];
+        void      *g = dt_wants(n, i) ? dt_grad(n, i) : NULL;
+        for (int64_t k = 0; g && k < (int64_t)t->param->count; k++) {
+            int64_t e = global_of(t, k);
+            double  add = e < 0 ? 7 : pulled(s->w->set, t->param->index, e, s->step, s->micro, s->data_rank, s->tp_rank);
+            if (s->w->nan_step == s->step && s->w->nan_rank == dt_ctx_rank(t->ctx) && k == (int64_t)t->param->count - 1 &&
+                s->micro == 0 && strcmp(t->name, s->w->nan_param) == 0) add = NAN;
+            put_at(g, t->dtype, k, at_of(g, t->dtype, k) + add);
+        }
+    }
+    return DT_OK;
+}
+
+static dt_tensor *pull(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh, int step, int micro) {
+    dt_tensor *sum = NULL;
+    for (int i = 0; i < w->params; i++) {
+        dt_tensor *p = dt_param_get(ctx, w->reversed ? w->params - 1 - i : i), *out = dt_new(ctx, DT_F64, DT_SCALAR);
+        if (!p || !out) return NULL;
+        *(double *)out->data = 0;
+        pull_saved *s = (pull_saved *)dt_record_saved(out, (dt_record_desc){ .name = "pull", .in = { p },
+            .backward = pull_back, .saved_bytes = sizeof(pull_saved) });
+        int data = (mesh->at.dp * mesh->sizes.ep + mesh->at.ep) * mesh->sizes.cp + mesh->at.cp;
+        if (s) *s = (pull_saved){ w, step, micro, data, mesh->at.tp };
+        sum = sum ? dt_add(sum, out) : out;
+    }
+    return sum;
+}
+
+/* Registers the set. Scopes begin where the name changes. */
+static void register_set(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh) {
+    for (int i = 0; i < w->params; i++) {
+        const made   *p = &w->set[i];
+        dt_param_desc d = { .frozen = p->frozen, .no_decay = p->no_decay, .lr_scale = p->lr_scale, .dtype = w->dtype };
+        if (p->over_tp == CUT_0 || p->over_tp == CUT_1) d.cuts[0] = (dt_cut){ mesh->tp, p->over_tp == CUT_1 };
+        if (p->over_tp == PART) d.marks[0] = (dt_mark){ mesh->tp, DT_PART };
+        if (i == 0 || strcmp(p->scope, w->set[i - 1].scope) != 0) dt_scope(ctx, p->scope);
+        dt_param_at(ctx, p->name, p->d1 ? DT_SHAPE(p->d0, p->d1) : DT_SHAPE(p->d0), DT_ZEROS, d);
+    }
+}
+
+static void write_start(dt_ctx *ctx) {
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        for (int64_t k = 0; t->data && k < (int64_t)t->param->count; k++) {
+            int64_t e = global_of(t, k);
+            if (e >= 0) put_at(t->data, t->dtype, k, start_value(i, e));
+        }
+    }
+}
+
+static void leave_bits(dt_ctx *ctx, world_run *w) {
+    int me = dt_ctx_rank(ctx);
+    for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
+        const dt_tensor *t = dt_param_get(ctx, i);
+        if (t->data) memcpy(w->bits[me] + (size_t)i * MAX_ELEMENTS * 8, t->data, t->param->count * dt_dtype_size(t->dtype));
+    }
+}
+
+/* One step with its micro-batches; the context's error state afterwards. */
+static dt_status world_step(dt_ctx *ctx, world_run *w, const dt_mesh *mesh, dt_zero *zero, int step) {
+    int me = dt_ctx_rank(ctx);
+    for (int j = 0; j < w->accum; j++) {
+        dt_micro(ctx, j, w->accum);
+        dt_backward(pull(ctx, w, mesh, step, j));
+        dt_reset(ctx);
+    }
+    dt_step_info info = dt_zero_step(zero, LR * step);
+    w->norm[me][step - 1] = info.grad_norm;
+    w->scale[me][step - 1] = info.clip_scale;
+    CHECK(dt_error(ctx) != DT_OK || info.step == step);
+    CHECK(dt_error(ctx) == DT_OK || isnan(info.grad_norm));
+    return dt_error(ctx);
+}
+
+/* Parameters are left as they were when the last step that went well was over. */
+static dt_status world_main(dt_ctx *ctx, void *user) {
+    world_run *w = (world_run *)user;
+    int        me = dt_ctx_rank(ctx);
+    dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
+    spy_rank = me;
+    register_set(ctx, w, &mesh);
+    w->zero.mesh = &mesh;
+    dt_zero_desc d = w->zero;
+    d.mesh = &mesh;
+    dt_zero *zero = dt_zero_make(ctx, d);
+    write_start(ctx);
+    for (int step = 1; step <= w->steps && dt_error(ctx) == DT_OK; step++) world_step(ctx, w, &mesh, zero, step);
+    dt_barrier(dt_world(ctx)); /* who has not heard of a failure yet does here */
+    leave_bits(ctx, w);
+    w->status[me] = dt_error(ctx);
+    snprintf(w->text[me], sizeof w->text[me], "%s", dt_error_text(ctx));
+    return dt_error(ctx);
+}
+
+static world_run world_make(const made *set, int params, dt_mesh_desc mesh, dt_zero_desc zero) {
+    world_run w = { .set = set, .params = params, .steps = 3, .accum = 1, .mesh = mesh, .zero = zero, .dtype = DT_F64,
+        .nan_step = -1, .nan_rank = -1 };
+    int *axes[5] = { &w.mesh.dp, &w.mesh.ep, &w.mesh.cp, &w.mesh.tp, &w.mesh.pp };
+    w.ranks = 1;
+    for (int i = 0; i < 5; i++) {
+        if (*axes[i] == 0) *axes[i] = 1;
+        w.ranks *= *axes[i];
+    }
+    for (int r = 0; r < w.ranks; r++) w.bits[r] = (unsigned char *)calloc((size_t)params * MAX_ELEMENTS, 8);
+    return w;
+}
+
+static void world_free(world_run *w) {
+    for (int r = 0; r < w->ranks; r++) free(w->bits[r]);
+}
+
+#define MIXED mixed, (int)(sizeof mixed / sizeof *mixed)
+#define OVER_TP over_tp, (int)(sizeof over_tp / sizeof *over_tp)
+
+/* The run by hand, on full tensors of one rank. */
+typedef struct by_hand { double value[MAX_PARAMS][MAX_ELEMENTS], s[2][MAX_PARAMS][MAX_ELEMENTS], norm[MAX_STEPS]; } by_hand;
+
+static double hand_gradient(const world_run *w, int p, int64_t e, int step) {
+    double sum = 0;
+    int    data = w->mesh.dp * w->mesh.ep * w->mesh.cp, tp = w->set[p].over_tp == PART ? w->mesh.tp : 1;
+    for (int micro = 0; micro < w->accum; micro++)
+        for (int r = 0; r < data; r++)
+            for (int t = 0; t < tp; t++) sum += pulled(w->set, p, e, step, micro, r, t);
+    return sum;
+}
+
+static double hand_update(const dt_zero_desc *d, double x, double g, double lr, double decay, double *s0, double *s1,
+    int step) {
+    double beta1 = d->beta1 ? d->beta1 : 0.9, beta2 = d->beta2 ? d->beta2 : 0.999, eps = d->eps ? d->eps : 1e-8;
+    if (d->optimizer == DT_SGD) {
+        *s0 = d->momentum * *s0 + g + decay * x;
+        return x - lr * *s0;
+    }
+    if (d->optimizer == DT_ADAM) g += decay * x;
+    *s0 = beta1 * *s0 + (1 - beta1) * g;
+    *s1 = beta2 * *s1 + (1 - beta2) * g * g;
+    double m = *s0 / (1 - pow(beta1, step)), v = *s1 / (1 - pow(beta2, step));
+    return x - lr * (m / (sqrt(v) + eps) + (d->optimizer == DT_ADAMW ? decay * x : 0));
+}
+
+static void do_by_hand(const world_run *w, by_hand *h) {
+    memset(h, 0, sizeof *h);
+    for (int p = 0; p < w->params; p++)
+        for (int64_t e = 0; e < made_count(&w->set[p]); e++) h->value[p][e] = start_value(p, e);
+    for (int n = 1; n <= w->steps; n++) {
+        double squares = 0;
+        for (int p = 0; p < w->params; p++)
+            for (int64_t e = 0; !w->set[p].frozen && e < made_count(&w->set[p]); e++)
+                squares += pow(hand_gradient(w, p, e, n), 2);
+        double norm = h->norm[n - 1] = sqrt(squares), c = w->zero.clip;
+        double clip = c > 0 && c / (norm + 1e-6) < 1 ? c / (norm + 1e-6) : 1;
+        for (int p = 0; p < w->params; p++) {
+            const made *m = &w->set[p];
+            double      lr = LR * n * (m->lr_scale ? m->lr_scale : 1), decay = m->d1 && !m->no_decay ? w->zero.weight_decay : 0;
+            for (int64_t e = 0; !m->frozen && e < made_count(m); e++)
+                h->value[p][e] = hand_update(&w->zero, h->value[p][e], clip * hand_gradient(w, p, e, n), lr, decay,
+                    &h->s[0][p][e], &h->s[1][p][e], n);
+        }
+    }
+}
+
+/* Element e of parameter p as rank r left it; NAN where r does not hold it. */
+static double left_by(const world_run *w, int r, int p, int64_t e) {
+    const made    *m = &w->set[p];
+    const unsigned char *bits = w->bits[r] + (size_t)p * MAX_ELEMENTS * 8;
+    int64_t cols = m->d1 ? m->d1 : 1, row = e / cols, col = e % cols, tp = w->mesh.tp, mine = r % tp;
+    if (m->over_tp == CUT_0) {
+        int64_t each = (m->d0 + tp - 1) / tp;
+        if (row / each != mine) return NAN;
+        e = row % each * cols + col;
+    } else if (m->over_tp == CUT_1) {
+        int64_t each = (cols + tp - 1) / tp;
+        if (col / each != mine) return NAN;
+        e = row * each + col % each;
+    }
+    return at_of(bits, w->dtype, e);
+}
+
+/* Every rank's norms and parameters against the run by hand. */
+static void check_by_hand(const world_run *w, const char *name) {
+    by_hand *h = (by_hand *)malloc(sizeof *h);
+    if (!CHECK(h != NULL)) return;
+    do_by_hand(w, h);
+    double tol = w->dtype == DT_F64 ? 1e-12 : 2e-5, scale = LR * w->steps * w->steps;
+    for (int r = 0; r < w->ranks; r++) {
+        for (int n = 0; n < w->steps; n++) {
+            double c = sg_clip_factor(h->norm[n], w->zero.clip);
+            CHECK_MSG(close_to(w->norm[r][n], h->norm[n], tol, 0), "%s: norm of step %d on rank %d is %.17g, not %.17g",
+                name, n + 1, r, w->norm[r][n], h->norm[n]);
+            CHECK_MSG(close_to(w->scale[r][n], c, tol, 0), "%s: clip scale %.17g, not %.17g", name, w->scale[r][n], c);
+        }
+        for (int p = 0; p < w->params; p++) {
+            double worst = 0;
+            int    held = 0;
+            for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
+                double x = left_by(w, r, p, e);
+                held += !isnan(x);
+                if (!isnan(x)) worst = fmax(worst, fabs(x - h->value[p][e]));
+                if (w->set[p].frozen) CHECK(x == (w->dtype == DT_F64 ? start_value(p, e) : (float)start_value(p, e)));
+            }
+            CHECK_MSG(held && worst <= tol * fmax(1, scale), "%s: %s on rank %d differs by %.2e", name, w->set[p].name, r,
+                worst);
+        }
+    }
+    free(h);
+}
+
+static int same_bits(const world_run *a, const world_run *b) {
+    size_t bytes = (size_t)a->params * MAX_ELEMENTS * 8;
+    int    same = a->ranks == b->ranks;
+    for (int r = 0; same && r < a->ranks; r++)
+        same = memcmp(a->norm[r], b->norm[r], sizeof a->norm[r]) == 0 && memcmp(a->bits[r], b->bits[r], bytes) == 0 &&
+               memcmp(a->scale[r], b->scale[r], sizeof a->scale[r]) == 0;
+    return same;
+}
+
+/* Runs a case as stages 0 and 1, twice, forwards and backwards: by hand, and all with the same bits. */
+static void run_world(const char *name, world_run like) {
+    world_run a[4];
+    for (int k = 0; k < 4; k++) {
+        a[k] = world_make(like.set, like.params, like.mesh, like.zero);
+        a[k].dtype = like.dtype;
+        a[k].accum = like.accum;
+        a[k].zero.stage = k & 1;
+        a[k].reversed = k >= 2;
+        dt_report report = run(a[k].ranks, world_main, &a[k]);
+        CHECK_MSG(report.status == DT_OK, "%s, stage %d: %s", name, k & 1, report.text);
+        if (k == 0) check_by_hand(&a[k], name);
+        CHECK_MSG(same_bits(&a[0], &a[k]), "%s: run %d has other bits than run 0", name, k);
+    }
+    world_run again = world_make(like.set, like.params, like.mesh, like.zero);
+    again.dtype = like.dtype;
+    again.accum = like.accum;
+    CHECK(run(again.ranks, world_main, &again).status == DT_OK);
+    CHECK_MSG(same_bits(&a[0], &again), "%s: the same run again has other bits", name);
+    world_free(&again);
+    for (int k = 0; k < 4; k++) world_free(&a[k]);
+    world_free(&like);
+}
+
+static void test_by_hand(void) {
+    static const dt_mesh_desc meshes[] = { { 1, 1, 1, 1, 1 }, { 2, 1, 1, 1, 1 }, { 3, 1, 1, 1, 1 }, { 2, 1, 1, 1, 2 },
+        { 2, 1, 2, 1, 1 } };
+    static const dt_zero_desc optimizers[] = {
+        { .optimizer = DT_ADAMW, .weight_decay = 0.1, .clip = 5 },
+        { .optimizer = DT_ADAM, .weight_decay = 0.3, .beta1 = 0.7, .beta2 = 0.8, .eps = 1e-3, .bucket_bytes = 64 },
+        { .optimizer = DT_SGD, .weight_decay = 0.2, .clip = 1e9, .bucket_bytes = 8192 },
+        { .optimizer = DT_SGD, .momentum = 0.9, .weight_decay = 0.1, .clip = 30, .bucket_bytes = 1000 },
+    };
+    for (int o = 0; o < 4; o++)
+        for (int m = 0; m < 5; m++) {
+            world_run w = world_make(MIXED, meshes[m], optimizers[o]);
+            char      name[64];
+            w.accum = 1 + (o + m) % 3;
+            w.dtype = (o + m) % 4 == 3 ? DT_F32 : DT_F64;
+            snprintf(name, sizeof name, "mixed, optimizer %d, mesh %d", o, m);
+            run_world(name, w);
+        }
+    static const dt_mesh_desc cut[] = { { 1, 2, 1, 1, 1 }, { 2, 2, 1, 1, 1 }, { 2, 3, 1, 1, 1 }, { 2, 2, 1, 1, 2 } };
+    for (int m = 0; m < 4; m++)
+        for (int o = 0; o < 4; o += 3) {
+            world_run w = world_make(OVER_TP, cut[m], optimizers[o]);
+            char      name[64];
+            w.accum = 1 + m % 2;
+            snprintf(name, sizeof name, "over tp, optimizer %d, mesh %d", o, m);
+            run_world(name, w);
+        }
+}
+
