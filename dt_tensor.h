@@ -725,6 +725,17 @@ int64_t dt_count(dt_shape shape) {
     return n;
 }
 
+/* At most 6 dimensions, none negative, and bytes that a size_t holds with room to spare. */
+static int dt__shape_ok(dt_shape shape) {
+    int64_t most = INT64_MAX / 16;
+    if (shape.nd < 0 || shape.nd > DT_MAX_DIMS) return 0;
+    for (int i = 0; i < shape.nd; i++) {
+        if (shape.d[i] < 0 || shape.d[i] > most) return 0;
+        if (shape.d[i] > 0) most /= shape.d[i];
+    }
+    return 1;
+}
+
 static int dt__same_shape(dt_shape a, dt_shape b) {
     if (a.nd != b.nd) return 0;
     for (int i = 0; i < a.nd; i++)
@@ -1246,6 +1257,7 @@ static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, d
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): %d dimensions, at most %d", name, full.nd, DT_MAX_DIMS);
     for (int i = 0; i < full.nd; i++)
         if (full.d[i] <= 0) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s", name, dt__shape_text(full).s);
+    if (!dt__shape_ok(full)) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s", name, dt__shape_text(full).s);
     for (int c = 0; c < 3; c++)
         if (d.cuts[c].comm && (d.cuts[c].dim < 0 || d.cuts[c].dim >= full.nd))
             return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): cut of dimension %d of %s", name, d.cuts[c].dim,
@@ -1301,13 +1313,13 @@ dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_init ini
     return t;
 }
 
-int        dt_param_count(const dt_ctx *ctx) { return ctx->n_params; }
+int        dt_param_count(const dt_ctx *ctx) { return ctx ? ctx->n_params : 0; }
 dt_tensor *dt_param_get(const dt_ctx *ctx, int index) {
-    return index >= 0 && index < ctx->n_params ? ctx->params[index] : NULL;
+    return index >= 0 && index < dt_param_count(ctx) ? ctx->params[index] : NULL;
 }
 
 dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
-    for (int i = 0; i < ctx->n_params; i++)
+    for (int i = 0; i < dt_param_count(ctx); i++)
         if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
     return NULL;
 }
@@ -1398,13 +1410,13 @@ dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     return ctx->status;
 }
 
-int      dt_unit_count(const dt_ctx *ctx) { return ctx->n_units; }
+int      dt_unit_count(const dt_ctx *ctx) { return ctx ? ctx->n_units : 0; }
 dt_unit *dt_unit_get(const dt_ctx *ctx, int index) {
-    return index >= 0 && index < ctx->n_units ? &ctx->units[index] : NULL;
+    return index >= 0 && index < dt_unit_count(ctx) ? &ctx->units[index] : NULL;
 }
 
 void dt_clear_grads(dt_ctx *ctx) {
-    for (int u = 0; u < ctx->n_units; u++) ctx->units[u].filled = 0;
+    for (int u = 0; u < dt_unit_count(ctx); u++) ctx->units[u].filled = 0;
 }
 
 /* A buffer for a micro-batch's gradient of one unit while the unit's sum holds earlier micro-batches. */
@@ -1477,6 +1489,7 @@ static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
         dt__spare_give(ctx, passing);
     }
     unit->passing = NULL;
+    if (ctx->status != DT_OK) return; /* nobody may take half a gradient for a whole one */
     unit->filled = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->grad_ready) l->grad_ready(ctx, unit, ctx->micro == ctx->micro_count - 1, l->user);
@@ -1514,7 +1527,8 @@ static void dt__params_free(dt_ctx *ctx) {
 enum { DT__LEAST_ACTS = 64 << 10, DT__LEAST_META = 8 << 10 };
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
-    bytes = bytes ? (bytes + 63) / 64 * 64 : 64;
+    if (bytes == 0) bytes = 1;
+    if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64; /* not under the sanitizer: it is to see the first byte past the end */
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
         size_t size = DT__ASAN || bytes > a->least ? bytes : a->least;
@@ -1573,7 +1587,7 @@ struct dt_block_state {
     dt__arena       meta;               /* tensors and nodes themselves: host memory */
     dt__arena      *grads;              /* gradients of this block's tensors, from their first use to its backward's end */
     int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
-    int             done;               /* root only: its backward has run */
+    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
 };
 
 static dt_block_state *dt__block_take(dt_ctx *ctx) {
@@ -1644,6 +1658,10 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
 
 void dt_reset(dt_ctx *ctx) {
     if (!ctx || !ctx->root) return;
+    if (ctx->current != ctx->root) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_reset: inside a dt_block, whose tensors are in use");
+        return;
+    }
     dt_block_state *root = ctx->root;
     dt__block_give(ctx, root);
     ctx->pool = root->sibling; /* the root stays the root */
@@ -1688,6 +1706,10 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
         dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s: type %s is not available in this version", name, dt_dtype_name(dtype));
         return NULL;
     }
+    if (!dt__shape_ok(shape)) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s: shape %s", name, dt__shape_text(shape).s);
+        return NULL;
+    }
     dt_tensor *t = (dt_tensor *)dt__meta(ctx, sizeof *t);
     if (!t) return NULL;
     t->shape = shape;
@@ -1699,12 +1721,6 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
 }
 
 static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
-    int bad = shape.nd < 0 || shape.nd > DT_MAX_DIMS;
-    for (int i = 0; !bad && i < shape.nd; i++) bad = shape.d[i] < 0;
-    if (bad) {
-        dt_fail(ctx, DT_ERR_SHAPE, "%s: shape %s", name, dt__shape_text(shape).s);
-        return NULL;
-    }
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
     t->data = dt__arena_alloc(ctx, &t->block->acts, dt__bytes(t));
@@ -1725,9 +1741,21 @@ static int dt__use(dt_ctx *ctx, const dt_param_info *p) {
 static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d) {
     int n = d->n_in, needed = 0;
     if (ctx->status != DT_OK || ctx->no_grad || !dt__root(ctx)) return NULL;
+    if (n < 0 || n > DT_MAX_INPUTS || !d->backward) {
+        dt_fail(ctx, DT_ERR_ARG, "%s: %d inputs, at most %d, and a backward are needed", d->name, n, DT_MAX_INPUTS);
+        return NULL;
+    }
     if (n == 0)
         while (n < DT_MAX_INPUTS && d->in[n]) n++;
-    for (int i = 0; i < n; i++) needed |= d->in[i] && d->in[i]->needs_grad;
+    for (int i = 0; i < n; i++) {
+        if (!d->in[i]) continue;
+        if (d->in[i]->ctx != ctx) {
+            dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", d->name, d->in[i]->name);
+            return NULL;
+        }
+        if (dt__owner(d->in[i])->param && dt__storage(ctx) != DT_OK) return NULL;
+        needed |= d->in[i]->needs_grad;
+    }
     if (!needed) return NULL;
     if (ctx->root->done) {
         dt_fail(ctx, DT_ERR_ARG, "%s: the backward of this micro-batch has run; call dt_reset before the next forward",
@@ -1767,14 +1795,17 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
 
 int dt_wants(const dt_node *node, int i) { return (int)(node->want >> i & 1); }
 
+enum { DT__KEPT = 2 }; /* of needs_grad: the user reads the gradient, so it outlives the backward of its block */
+
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     dt_tensor *t = dt__owner(node->in[i]);
     dt_ctx    *ctx = t->ctx;
     if (t->param) return dt__param_grad(ctx, t, accumulate);
     *accumulate = t->grad != NULL;
     if (!t->grad) {
-        if (!t->block->grads) t->block->grads = dt__grad_arena_take(ctx);
-        if (t->block->grads) t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
+        dt_block_state *home = t->needs_grad == DT__KEPT ? ctx->root : t->block;
+        if (!home->grads) home->grads = dt__grad_arena_take(ctx);
+        if (home->grads) t->grad = dt__arena_alloc(ctx, home->grads, dt__bytes(t));
     }
     return t->grad;
 }
@@ -1834,7 +1865,12 @@ void dt_no_grad(dt_ctx *ctx, int on) {
 }
 
 dt_tensor *dt_require_grad(dt_tensor *t) {
-    if (t) dt__owner(t)->needs_grad = t->needs_grad = 1;
+    if (!t || t->ctx->status != DT_OK) return NULL;
+    if (t->dtype == DT_I32) {
+        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): integers have no gradient", t->name);
+        return NULL;
+    }
+    dt__owner(t)->needs_grad = t->needs_grad = DT__KEPT;
     return t;
 }
 
@@ -1881,10 +1917,23 @@ static void dt__block_back(dt_block_state *b, dt_phase phase) {
 static dt_status dt__seed(dt_tensor *loss) {
     dt_ctx    *ctx = loss->ctx;
     dt_tensor *t = dt__owner(loss);
-    if (t->param) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the loss is a parameter", t->name);
     if (!t->block->grads && !(t->block->grads = dt__grad_arena_take(ctx))) return ctx->status;
     t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
     return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
+}
+
+/* A parameter has no tape behind it, an open block is not on the tape yet, and a half runs once, in its turn. */
+static dt_status dt__backward_turn(dt_tensor *loss, dt_phase phase) {
+    dt_ctx *ctx = loss->ctx;
+    if (dt__owner(loss)->param) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the loss is a parameter", loss->name);
+    if (ctx->current != ctx->root) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): inside a dt_block", loss->name);
+    if (phase == DT_BACKWARD_WEIGHT && ctx->root->done != 1)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_backward_weight(%s): dt_backward_input comes first, and each once", loss->name);
+    if (phase != DT_BACKWARD_WEIGHT && ctx->root->done)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the backward of this micro-batch has run; "
+            "add losses with dt_loss, and call dt_reset before the next forward", loss->name);
+    ctx->root->done = phase == DT_BACKWARD_INPUT ? 1 : 2;
+    return DT_OK;
 }
 
 static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
@@ -1894,12 +1943,8 @@ static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
             dt__shape_text(loss->shape).s);
     if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it", loss->name);
-    if (phase != DT_BACKWARD_WEIGHT) {
-        if (ctx->root->done) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the backward of this micro-batch has run; "
-            "add losses with dt_loss, and call dt_reset before the next forward", loss->name);
-        ctx->root->done = 1;
-        if (dt__seed(loss) != DT_OK) return ctx->status;
-    }
+    if (dt__backward_turn(loss, phase) != DT_OK) return ctx->status;
+    if (phase != DT_BACKWARD_WEIGHT && dt__seed(loss) != DT_OK) return ctx->status;
     if (phase == DT_BACKWARD_INPUT) {
         dt__block_back(ctx->root, phase);
         return ctx->status;
@@ -1966,13 +2011,17 @@ static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) 
 
 /* Fails with the shapes of both. */
 static dt_tensor *dt__mismatch(const char *op, const dt_tensor *a, const dt_tensor *b, const char *why) {
-    dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s): %s %s and %s %s: %s", op, b->name, dt_dtype_name(a->dtype),
+    dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s: %s", op, a->name, b->name, dt_dtype_name(a->dtype),
         dt__shape_text(a->shape).s, dt_dtype_name(b->dtype), dt__shape_text(b->shape).s, why);
     return NULL;
 }
 
 static size_t dt__last(const dt_tensor *t) { return t->shape.nd ? (size_t)t->shape.d[t->shape.nd - 1] : 1; }
-static size_t dt__rows(const dt_tensor *t) { return dt__last(t) ? (size_t)dt_count(t->shape) / dt__last(t) : 0; }
+static size_t dt__rows(const dt_tensor *t) {
+    size_t rows = 1;
+    for (int i = 0; i + 1 < t->shape.nd; i++) rows *= (size_t)t->shape.d[i];
+    return rows;
+}
 
 /* Inputs of a recorded op with the usual fields. */
 static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c, dt_backward_fn backward,
@@ -2184,8 +2233,10 @@ dt_tensor *dt_alias(dt_tensor *x) {
 
 dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape) {
     dt_tensor *y = dt__view(x, shape, "dt_reshape");
-    if (y && dt_count(shape) != dt_count(x->shape)) return dt__mismatch("dt_reshape", x, y, "element counts differ");
-    return y;
+    if (!y || dt_count(shape) == dt_count(x->shape)) return y;
+    dt_fail(x->ctx, DT_ERR_SHAPE, "dt_reshape(%s): %s and %s: element counts differ", x->name,
+        dt__shape_text(x->shape).s, dt__shape_text(shape).s);
+    return NULL;
 }
 
 typedef struct dt__attention_saved { dt_tensor *lse; int causal; } dt__attention_saved;

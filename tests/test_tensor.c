@@ -1042,9 +1042,10 @@ static void on_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
     hear((heard *)user, last ? "R" : "r", unit->index);
 }
 
-static void on_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
+static int on_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     CHECK(ctx && status != DT_OK && text && *text);
     ((heard *)user)->failed++;
+    return 0;
 }
 
 static void on_closing(dt_ctx *ctx, void *user) {
