@@ -68,8 +68,8 @@
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
                 rank and its reason. Ranks that call different operations, or the same with another count, type,
-                reduction or root, learn both sides at once; a rank that ended, or that does not come within timeout_s,
-                is named. Messages give world ranks.
+                reduction or root, learn both sides when all have called; a rank that ended, or that does not come
+                within timeout_s, is named. Messages give world ranks. The first failure alone is logged as an error.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, and the
@@ -495,11 +495,13 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    if (!dt__claim(world->shared)) return dt__peer_failed(world);
-    world->claimed = 1;
-    status = dt_fail(world->ctx, status, "%s", text);
+    if (dt_error(world->ctx) == DT_OK) {
+        if (!dt__claim(world->shared)) return dt__peer_failed(world);
+        world->claimed = 1;
+        dt_fail(world->ctx, status, "%s", text);
+    }
     dt__quiesce(world);
-    return status;
+    return dt_error(world->ctx);
 }
 
 // ==== 8. Waiting ====================================================================================================
@@ -736,7 +738,7 @@ static dt__mail dt__mail_make(dt_comm *comm, const dt__call *call) {
     return mail;
 }
 
-/* Neither came: says who did not do what. */
+/* The wait ended without what it was for: says who did not do what. */
 static dt_status dt__mail_failed(dt_comm *comm, const dt__call *call, dt__outcome outcome) {
     dt__world *world = comm->world;
     int other = comm->group->ranks[call->peer];

@@ -88,7 +88,7 @@ typedef struct dt_mesh_desc {
 /* This rank's groups; NULL is a group of one. rank = (((pp*DP + dp)*EP + ep)*CP + cp)*TP + tp. */
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
-    dt_comm *data;              /* dp x ep x cp: the copies of a dense parameter, each of which sees a part of the data */
+    dt_comm *data;              /* dp x ep x cp: the copies of a dense parameter, each with a part of the data */
     dt_mesh_desc sizes;         /* resolved */
     dt_mesh_desc at;            /* this rank's coordinates */
     int replica, replicas;      /* dp_rank*EP + ep_rank of R = DP*EP: the batch is cut over these */
@@ -148,15 +148,15 @@ typedef struct dt_order {
    ((n-1) B + (j R + r) b + i) mod S. */
 DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
 
-/* [collective: comm] The number of labels >= 0 over the ranks of comm: the denominator that makes a loss a mean over the
-   whole step in every layout. labels (n) in host memory; give those of all micro-batches at once. Not counted as
+/* [collective: comm] The number of labels >= 0 over the ranks of comm: the denominator that makes a loss a mean over
+   the whole step in every layout. labels (n) in host memory; give those of all micro-batches at once. Not counted as
    traffic. */
 DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 4. Text =======================================================================================================
 
-/* Files read as one string of bytes, each byte a token 0..255. N tokens hold S = floor((N-1)/T) sequences; sequence i is
-   tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
+/* Files read as one string of bytes, each byte a token 0..255. N tokens hold S = floor((N-1)/T) sequences; sequence i
+   is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
 typedef struct dt_text dt_text;
 
 /* [local] Opens `files` files through the context's io table and cuts them into sequences of seq tokens. NULL after
@@ -204,8 +204,8 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
         if (others > ranks) break; /* so that no product overflows */
     }
     if (others > ranks || ranks % others != 0) {
-        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller axes",
-            sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)(others > ranks ? others : others * (ranks /
+        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
+            "axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)(others > ranks ? others : others * (ranks /
             others + 1)));
         return DT_ERR_ARG;
     }
@@ -443,7 +443,8 @@ static dt_shape dt__place_shape(dt_shape shape, int n, dt_place from, dt_place t
 dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to) {
     dt_ctx *ctx = dt__op("dt_redistribute", x, NULL, NULL);
     if (!ctx) return NULL;
-    if (dt_comm_size(comm) == 1 || (from.kind == to.kind && (from.kind != DT_PLACE_SHARD || from.dim == to.dim))) return x;
+    if (dt_comm_size(comm) == 1) return x;
+    if (from.kind == to.kind && (from.kind != DT_PLACE_SHARD || from.dim == to.dim)) return x;
     if (!dt__place_find(from, to)) {
         dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_redistribute(%s): no way from %s to %s; go through REPLICATE", x->name,
             dt__place_name(from), dt__place_name(to));
@@ -451,8 +452,8 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place 
     }
     dt_shape shape = dt__place_shape(x->shape, dt_comm_size(comm), from, to);
     if (shape.nd < 0) {
-        dt_fail(ctx, DT_ERR_SHAPE, "dt_redistribute(%s): %s from %s %d to %s %d over %d ranks: a dimension is missing or "
-            "not divisible", x->name, dt__shape_text(x->shape).s, dt__place_name(from), from.dim, dt__place_name(to),
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_redistribute(%s): %s from %s %d to %s %d over %d ranks: a dimension is missing "
+            "or not divisible", x->name, dt__shape_text(x->shape).s, dt__place_name(from), from.dim, dt__place_name(to),
             to.dim, dt_comm_size(comm));
         return NULL;
     }
@@ -604,8 +605,9 @@ static dt_status dt__text_bytes(dt_text *t, int64_t first, int64_t count, unsign
             errno = 0;
             int64_t got = io->pread(io->user, t->fd, out, (size_t)want, first - f->start);
             if (got < 0 && errno == EINTR) continue;
+            const char *why = got < 0 ? strerror(errno) : "the file has become shorter";
             if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: byte %lld of %lld: %s", f->path,
-                (long long)(first - f->start), (long long)f->bytes, got < 0 ? strerror(errno) : "the file has become shorter");
+                (long long)(first - f->start), (long long)f->bytes, why);
             first += got;
             out += got;
             count -= got;
@@ -632,4 +634,30 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
 #endif
 #endif /* DT_PARALLEL_IMPL */
 
-/* Revision history: 0.1.0 (2026) first version. */
+/* HISTORY
+     0.1.0   the mesh, placements, the order of data, text
+
+   LICENCE: your choice of A or B.
+
+   A. Public domain (www.unlicense.org). This is free and unencumbered software released into the public domain.
+   Anyone is free to copy, modify, publish, use, compile, sell, or distribute this software, either in source code
+   form or as a compiled binary, for any purpose, commercial or non-commercial, and by any means. In jurisdictions
+   that recognize copyright laws, the author or authors of this software dedicate any and all copyright interest in
+   the software to the public domain. We make this dedication for the benefit of the public at large and to the
+   detriment of our heirs and successors. We intend this dedication to be an overt act of relinquishment in perpetuity
+   of all present and future rights to this software under copyright law. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT
+   WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS
+   FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR
+   OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH
+   THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+
+   B. MIT. Copyright (c) the dt authors. Permission is hereby granted, free of charge, to any person obtaining a copy
+   of this software and associated documentation files (the "Software"), to deal in the Software without restriction,
+   including without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+   copies of the Software, and to permit persons to whom the Software is furnished to do so, subject to the following
+   conditions: the above copyright notice and this permission notice shall be included in all copies or substantial
+   portions of the Software. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED,
+   INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+   LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE
+   SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

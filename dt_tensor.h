@@ -545,7 +545,7 @@ typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*grad_ready)(dt_ctx *ctx, dt_unit *unit, int last, void *user);   /* unit->grad holds this micro-batch too */
-    int  (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user); /* 1: another rank told the log already */
+    int  (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);  /* 1: another rank has logged it */
     void (*closing)(dt_ctx *ctx, void *user);   /* dt_ctx_free begins: give back what you took from the context */
     void *user;
     struct dt_listener *next;   /* set by dt_listen */
@@ -586,8 +586,8 @@ typedef struct dt_attn_desc {
    i + TK - TQ. No TQ x TK matrix is kept: the backward computes the scores again from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
-/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the count
-   of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
+/* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the
+   count of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
 /* Sum of (a - b)^2 over all elements divided by denominator -> f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
@@ -626,9 +626,9 @@ typedef struct dt_record_desc {
 } dt_record_desc;
 /* [local] A tensor of undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] The same data as x (no copy) with a gradient of its own: the output of an op whose forward is the identity. */
+/* [local] The same data as x (no copy) with a gradient of its own: the output of an op that is the identity forward. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
-/* [local] Records an op with inputs desc.in and output out; nothing is kept if no input needs a gradient. Returns out. */
+/* [local] Records an op with inputs desc.in and output out; keeps nothing if no input needs a gradient. Returns out. */
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
 /* [local] The same, and the saved memory to fill; NULL when nothing was recorded. */
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
@@ -1263,8 +1263,8 @@ static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, d
             return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): cut of dimension %d of %s", name, d.cuts[c].dim,
                 dt__shape_text(full).s);
     if (d.dtype != DT_F32 && d.dtype != DT_F64)
-        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_param(%s): type %s is not available in this version; use f32 or f64",
-            name, dt_dtype_name(d.dtype));
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_param(%s): type %s is not available in this version; use f32 "
+            "or f64", name, dt_dtype_name(d.dtype));
     return DT_OK;
 }
 
@@ -1521,14 +1521,14 @@ static void dt__params_free(dt_ctx *ctx) {
 #endif
 #endif
 #ifndef DT__ASAN
-#define DT__ASAN 0 /* 1: every tensor is its own allocation, so that the sanitizer sees reads past it and after a reset */
+#define DT__ASAN 0 /* 1: every tensor is its own allocation: the sanitizer sees reads past it and after a reset */
 #endif
 
 enum { DT__LEAST_ACTS = 64 << 10, DT__LEAST_META = 8 << 10 };
 
 static void *dt__arena_alloc(dt_ctx *ctx, dt__arena *a, size_t bytes) {
     if (bytes == 0) bytes = 1;
-    if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64; /* not under the sanitizer: it is to see the first byte past the end */
+    if (!DT__ASAN) bytes = (bytes + 63) / 64 * 64; /* the sanitizer is to see the first byte past the end */
     dt__chunk *c = a->chunks;
     if (!c || c->size - c->used < bytes) {
         size_t size = DT__ASAN || bytes > a->least ? bytes : a->least;
@@ -1585,7 +1585,7 @@ struct dt_block_state {
     dt_node        *newest;
     dt__arena       acts;               /* data of tensors */
     dt__arena       meta;               /* tensors and nodes themselves: host memory */
-    dt__arena      *grads;              /* gradients of this block's tensors, from their first use to its backward's end */
+    dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
     int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
     int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
 };
@@ -1928,7 +1928,7 @@ static dt_status dt__backward_turn(dt_tensor *loss, dt_phase phase) {
     if (dt__owner(loss)->param) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the loss is a parameter", loss->name);
     if (ctx->current != ctx->root) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): inside a dt_block", loss->name);
     if (phase == DT_BACKWARD_WEIGHT && ctx->root->done != 1)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_backward_weight(%s): dt_backward_input comes first, and each once", loss->name);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_backward_weight(%s): dt_backward_input comes first, each once", loss->name);
     if (phase != DT_BACKWARD_WEIGHT && ctx->root->done)
         return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): the backward of this micro-batch has run; "
             "add losses with dt_loss, and call dt_reset before the next forward", loss->name);
@@ -2529,8 +2529,6 @@ typedef struct dt__variant {
 #endif /* DT_TENSOR_IMPL */
 
 #ifdef DT__BITS
-// ==== 18. CPU kernels, once over float and double ===================================================================
-
 /* This part of the file is read once for every element type and instruction set: the header includes itself with
    DT__BITS (32 float, 64 double, 1 int32_t) and DT__ISA set. DT__K(name) is name with the type and the set appended,
    DT__FN begins every function. The loops are plain C that the compiler vectorises (-O3); only the tile of the matrix
@@ -3519,4 +3517,30 @@ const dt_kernels *dt_kernels_cpu(void) {
 #endif
 #endif /* DT__TENSOR_TABLE */
 
-/* Revision history: 0.1.0 (2026) first version. */
+/* HISTORY
+     0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels
+
+   LICENCE: your choice of A or B.
+
+   A. Public domain (www.unlicense.org). This is free and unencumbered software released into the public domain.
+   Anyone is free to copy, modify, publish, use, compile, sell, or distribute this software, either in source code
+   form or as a compiled binary, for any purpose, commercial or non-commercial, and by any means. In jurisdictions
+   that recognize copyright laws, the author or authors of this software dedicate any and all copyright interest in
+   the software to the public domain. We make this dedication for the benefit of the public at large and to the
+   detriment of our heirs and successors. We intend this dedication to be an overt act of relinquishment in perpetuity
+   of all present and future rights to this software under copyright law. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT
+   WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS
+   FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR
+   OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH
+   THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+
+   B. MIT. Copyright (c) the dt authors. Permission is hereby granted, free of charge, to any person obtaining a copy
+   of this software and associated documentation files (the "Software"), to deal in the Software without restriction,
+   including without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+   copies of the Software, and to permit persons to whom the Software is furnished to do so, subject to the following
+   conditions: the above copyright notice and this permission notice shall be included in all copies or substantial
+   portions of the Software. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED,
+   INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+   LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE
+   SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

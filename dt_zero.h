@@ -23,7 +23,8 @@
            dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
            for (int step = 1; step <= STEPS; step++) {
                float x[B * IN], y[B];
-               for (int i = 0; i < B * IN; i++) x[i] = (float)((step * 31 + i * 7 + dt_comm_rank(world) * 13) % 17) / 17;
+               int seed = step * 31 + dt_comm_rank(world) * 13;
+               for (int i = 0; i < B * IN; i++) x[i] = (float)((seed + i * 7) % 17) / 17;
                for (int i = 0; i < B; i++) y[i] = x[i * IN] - 2 * x[i * IN + 1];
                dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(B, IN), x), w, b);
                dt_tensor *loss = dt_mse(out, dt_input(ctx, DT_F32, DT_SHAPE(B, 1), y), B * dt_comm_size(world));
@@ -59,12 +60,12 @@
      8. Making, stepping, freeing
 
    CONTRACT
-     Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first backward,
-                parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N the number
+     Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
+                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N the number
                 of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0 and
                 4 + 4 + 8/N at stage 1.
-     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and changes
-                no parameter.
+     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
+                changes no parameter.
      Threads    As in dt_comm.h.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
                 stages 0 and 1 give the same bits.
@@ -140,8 +141,8 @@ typedef struct dt_step_info {
     double  clip_scale;     /* what the gradients were multiplied with */
 } dt_step_info;
 
-/* [collective: world] After the last dt_param: gives parameters their storage and values, and makes the optimizer state.
-   NULL after a failure. */
+/* [collective: world] After the last dt_param: gives parameters their storage and values, and makes the optimizer
+   state. NULL after a failure. */
 DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
 /* [collective: world] After the backward of the step's last micro-batch: the norm, clipping, the update, and whole
    parameters on every rank again. The gradients' sums begin anew. */
@@ -247,8 +248,8 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
         for (int c = 0; c < 3; c++) {
             const dt_comm *cut = t->param->desc.cuts[c].comm;
             if (cut && (cut == m->data || cut == m->dp || cut == m->ep || cut == m->cp))
-                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over the data group '%s': not in "
-                    "this version", t->name, dt_comm_name(cut));
+                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over the data group '%s': not "
+                    "in this version", t->name, dt_comm_name(cut));
         }
     }
     return DT_OK;
@@ -345,8 +346,8 @@ static dt_status dt__zero_not_finite(dt_zero *zero, double norm) {
                 const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
                 if (later->param->offset <= i * DT_RUN) t = later;
             }
-            return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is not "
-                "finite is in or after %s", (long long)zero->step + 1, norm, t->name);
+            return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is "
+                "not finite is in or after %s", (long long)zero->step + 1, norm, t->name);
         }
     return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g, by another rank's parameters",
         (long long)zero->step + 1, norm);
@@ -362,7 +363,8 @@ static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     }
     for (int u = 0; u < zero->n_units; u++) {
         value[u] = 0;
-        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) value[u] += zero->sums[zero->units[u].sums + i];
+        const double *sums = zero->sums + zero->units[u].sums;
+        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) value[u] += sums[i];
     }
     dt__zero_sum_cuts(zero, value);
     for (int u = 0; u < zero->n_units; u++) total += value[u];
@@ -426,8 +428,8 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
 
 static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     if (d->stage < 0 || d->stage > 3) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 or 1", d->stage);
-    if (d->stage > 1) return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: stage %d is not available in this version; "
-        "use 0 or 1", d->stage);
+    if (d->stage > 1) return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: stage %d is not available in this "
+        "version; use 0 or 1", d->stage);
     if (d->optimizer < DT_ADAMW || d->optimizer > DT_OWN)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: optimizer %d", d->optimizer);
     if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
@@ -435,8 +437,8 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
             d->states);
     if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 && d->clip >= 0 &&
             d->momentum >= 0 && d->weight_decay >= 0))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay %g: "
-            "betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
+            "%g: betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
             d->weight_decay);
     return DT_OK;
 }
@@ -536,4 +538,30 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
 #endif
 #endif /* DT_ZERO_IMPL */
 
-/* Revision history: 0.1.0 (2026) first version. */
+/* HISTORY
+     0.1.0   AdamW, Adam, SGD, an own update; ZeRO 0 and 1; clipping; learning rates
+
+   LICENCE: your choice of A or B.
+
+   A. Public domain (www.unlicense.org). This is free and unencumbered software released into the public domain.
+   Anyone is free to copy, modify, publish, use, compile, sell, or distribute this software, either in source code
+   form or as a compiled binary, for any purpose, commercial or non-commercial, and by any means. In jurisdictions
+   that recognize copyright laws, the author or authors of this software dedicate any and all copyright interest in
+   the software to the public domain. We make this dedication for the benefit of the public at large and to the
+   detriment of our heirs and successors. We intend this dedication to be an overt act of relinquishment in perpetuity
+   of all present and future rights to this software under copyright law. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT
+   WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS
+   FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR
+   OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH
+   THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+
+   B. MIT. Copyright (c) the dt authors. Permission is hereby granted, free of charge, to any person obtaining a copy
+   of this software and associated documentation files (the "Software"), to deal in the Software without restriction,
+   including without limitation the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+   copies of the Software, and to permit persons to whom the Software is furnished to do so, subject to the following
+   conditions: the above copyright notice and this permission notice shall be included in all copies or substantial
+   portions of the Software. THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED,
+   INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+   LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE
+   SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

@@ -487,8 +487,8 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Bursts of equal tags into an empty pair, while the receiver looks and is interrupted, often in the middle of a look: a
-   signal lets it sleep for as long as a burst takes. */
+/* Bursts of equal tags into an empty pair, while the receiver looks and is interrupted, often in the middle of a look:
+   a signal lets it sleep for as long as a burst takes. */
 typedef struct bursts { pthread_t receiver; int begun, over, quiet; } bursts;
 
 static void on_signal(int number) {
@@ -528,7 +528,7 @@ static dt_status burst_rank(dt_ctx *ctx, void *user) {
     }
     if (receives) {
         __atomic_store_n(&b->over, 1, __ATOMIC_SEQ_CST);
-        while (!__atomic_load_n(&b->quiet, __ATOMIC_SEQ_CST)) sched_yield();    /* this thread must outlive the signals */
+        while (!__atomic_load_n(&b->quiet, __ATOMIC_SEQ_CST)) sched_yield();    /* this thread outlives the signals */
         CHECK_MSG(bad == 0, "%d messages out of order", bad);
     }
     dt_barrier(world);
@@ -765,6 +765,22 @@ static void test_mismatch_text(void) {
     const char *says = "rank 3 calls all-reduce f32 x 10 sum, rank 2 calls all-gather f32 x 10 (operation 41 on tp)";
     CHECK_MSG(o.status == DT_ERR_COMM && strstr(o.report.text, says), "%s", o.report.text);
     CHECK(o.report.rank == 2 || o.report.rank == 3);
+}
+
+/* All ranks fail by themselves, each with its own error: one line is logged, and the first is reported. */
+static dt_status all_fail_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    dt_barrier(dt_world(ctx));
+    dt_fail(ctx, DT_ERR_NUMERIC, "the loss is not finite");
+    return DT_OK;   /* the context has failed: that is enough */
+}
+
+static void test_all_fail(void) {
+    outcome o;
+    run(&o, 4, all_fail_rank, NULL);
+    CHECK_MSG(o.status == DT_ERR_NUMERIC && o.host.error_lines == 1, "%d lines: %s", o.host.error_lines, o.host.line);
+    CHECK(strcmp(o.host.line, o.report.text) == 0 && strstr(o.report.text, ": the loss is not finite"));
+    for (int r = 0; r < 4; r++) CHECK_MSG(o.error[r] == DT_ERR_NUMERIC || o.error[r] == DT_ERR_PEER, "%s", o.text[r]);
 }
 
 /* What needs no other rank, and so would work, is refused too once any rank has failed. */
@@ -1358,6 +1374,7 @@ int main(void) {
     test_wrong_arguments();
     test_injections();
     test_mismatch_text();
+    test_all_fail();
     test_poisoned();
     test_leaving();
     test_late_copier();

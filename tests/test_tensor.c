@@ -248,8 +248,9 @@ static double fd_slope(dt_ctx *ctx, fd_case *c, double **x, int input, const dou
     return sum / (12 * h);
 }
 
-/* The tape's gradients into g: of inputs, of parameters, or of parameters by the two halves. */
-enum { AS_INPUTS, AS_PARAMS, AS_HALVES, AS_WAYS };
+/* The tape's gradients into g: of inputs, of parameters, of parameters by the two halves, and of inputs to which
+   something else has given a gradient already: side losses, whose slopes are noise(99, element). */
+enum { AS_INPUTS, AS_PARAMS, AS_HALVES, AS_SHARED, AS_WAYS };
 static void fd_gradient(fd_case *c, double **x, double **g, int way) {
     meter      m = METER;
     dt_ctx    *ctx = open_ctx(&m);
@@ -257,11 +258,12 @@ static void fd_gradient(fd_case *c, double **x, double **g, int way) {
     for (int i = 0; i < c->n; i++) {
         char name[16];
         snprintf(name, sizeof name, "p%d", i);
-        if (way != AS_INPUTS) in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
-        else in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
+        if (way == AS_INPUTS || way == AS_SHARED) in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
+        else in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
     }
-    if (way != AS_INPUTS) for (int i = 0; i < c->n; i++) dt_write(in[i], x[i]);
+    for (int i = 0; i < c->n; i++) dt_write(in[i], x[i]);
     dt_tensor *loss = c->build(in, c);
+    if (way == AS_SHARED) for (int i = 0; i < c->n; i++) loss = dt_loss(loss, weigh(in[i], NULL), 1);
     if (way != AS_HALVES) dt_backward(loss);
     else dt_backward_input(loss), dt_backward_weight(loss);
     CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", c->name, dt_error_text(ctx));
@@ -318,6 +320,12 @@ static void fd_check(fd_case c) {
         size_t bytes = (size_t)dt_count(c.shape[i]) * 8;
         CHECK_MSG(memcmp(g[AS_INPUTS][i], g[AS_PARAMS][i], bytes) == 0, "%s: input %d: as a parameter", c.name, i);
         CHECK_MSG(memcmp(g[AS_PARAMS][i], g[AS_HALVES][i], bytes) == 0, "%s: input %d: by two halves", c.name, i);
+        double most = 0;
+        for (size_t j = 0; j < bytes / 8; j++) {
+            double error = fabs(g[AS_SHARED][i][j] - (g[AS_INPUTS][i][j] + noise(99, j)));
+            most = fmax(most, error / fmax(1, fabs(g[AS_INPUTS][i][j])));
+        }
+        CHECK_MSG(most < 1e-13, "%s: input %d: added to another gradient: error %.2g", c.name, i, most);
     }
     fd_compare(&c, x, g[AS_INPUTS]);
     for (int i = 0; i < c.n; i++) {
@@ -1018,7 +1026,7 @@ static void units_plan(void) {
 }
 
 /* What a listener heard, as text: "F1 f1" enter and leave, "r2" unit 2 is ready, "R2" for the last micro-batch. */
-typedef struct heard { char text[512]; int micros, failed, closed; } heard;
+typedef struct heard { char text[512]; int micros, failed, closed, told; } heard;
 
 static void hear(heard *h, const char *what, int number) {
     size_t n = strlen(h->text);
@@ -1045,7 +1053,7 @@ static void on_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
 static int on_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     CHECK(ctx && status != DT_OK && text && *text);
     ((heard *)user)->failed++;
-    return 0;
+    return ((heard *)user)->told;
 }
 
 static void on_closing(dt_ctx *ctx, void *user) {
@@ -2007,6 +2015,22 @@ static void test_errors(void) {
     CHECK(dt_error(NULL) == DT_ERR_MEM && dt_backward(NULL) != DT_OK && dt_read(NULL, NULL) != DT_OK);
 }
 
+/* Who heard of another's failure keeps quiet; a listener that says the log was told already silences ours. */
+static void quiet_failures(void) {
+    for (int how = 0; how < 3; how++) {
+        meter       m = METER;
+        dt_ctx     *ctx = open_ctx(&m);
+        heard       h = { .told = how == 1 }, h2 = { .micros = 1 };
+        dt_listener l = LISTENER(&h), l2 = LISTENER(&h2);
+        dt_listen(ctx, &l);
+        dt_listen(ctx, &l2);
+        CHECK(dt_fail(ctx, how == 2 ? DT_ERR_PEER : DT_ERR_IO, "disk %d", 5) == dt_error(ctx));
+        CHECK(!strcmp(dt_error_text(ctx), "rank 3: disk 5") && h.failed == 1 && h2.failed == 1);
+        CHECK_MSG(m.errors == (how == 0), "case %d: %d lines of error", how, m.errors);
+        close_ctx(ctx, &m, "a quiet failure");
+    }
+}
+
 /* Misuse that could crash or go on with wrong numbers. Each runs in a child and answers 1 when it was refused in time:
    by the context's first error, of that status. */
 static meter   child_meter;
@@ -2447,6 +2471,7 @@ int main(int argc, char **argv) {
     test_kernels();
     test_memory();
     test_errors();
+    quiet_failures();
     missing_kernels();
     replaced_kernel();
     failing_kernel();

@@ -1,9 +1,9 @@
 /* test_zero.c - dt_zero.h: learning rate, optimizers, the reducer, ZeRO-1, the norm, faults
 
    Two oracles. The GPT of examples/gpt.h is trained as PyTorch trained it (tests/golden) and as the serial model of
-   serial_gpt.h does. And an op whose gradient is a known function of (step, micro-batch, rank, parameter, element) makes
-   any set of parameters trainable without a model; what must come out of a step is then written down by hand, on full
-   tensors, in plain loops.
+   serial_gpt.h does. And an op whose gradient is a known function of step, micro-batch, rank, parameter and element
+   makes any set of parameters trainable without a model; what must come out of a step is then written down by hand, on
+   full tensors, in plain loops.
 
        test_zero [FOLDER]      FOLDER holds the golden files; default tests/golden */
 #ifndef _GNU_SOURCE
@@ -27,7 +27,8 @@ typedef struct spy { dt_host host; int live, refuse_rank, left; } spy;  /* refus
 
 static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
     spy *s = (spy *)user;
-    if (spy_rank >= 0 && spy_rank == s->refuse_rank && __atomic_sub_fetch(&s->left, 1, __ATOMIC_SEQ_CST) == 0) return NULL;
+    int mine = spy_rank >= 0 && spy_rank == s->refuse_rank;
+    if (mine && __atomic_sub_fetch(&s->left, 1, __ATOMIC_SEQ_CST) == 0) return NULL;
     void *p = dt_host_default()->alloc(NULL, bytes, mem);
     if (!p) return NULL;
     if (mem != DT_MEM_COMM) memset(p, 0xA5, bytes); /* nobody may rely on zeros */
@@ -83,7 +84,7 @@ static void check_lr(dt_lr_desc d, int64_t step, double expected) {
 
 static void test_lr(void) {
     dt_lr_desc d = { .peak = 0.8, .kind = DT_LR_COSINE, .warmup = 4, .steps = 12, .min_ratio = 0.25 };
-    for (int kind = DT_LR_COSINE; kind <= DT_LR_CONSTANT; kind++) { /* a straight line to the peak, reached at the end */
+    for (int kind = DT_LR_COSINE; kind <= DT_LR_CONSTANT; kind++) { /* a straight line to the peak */
         d.kind = kind;
         check_lr(d, 1, 0.2);
         check_lr(d, 2, 0.4);
@@ -196,8 +197,8 @@ static void check_values(const gpt_run *r, const char *what, const char *name, c
         worst = fmax(worst, fabs(got[k] - right[k]));
     }
     int ok = noisy ? worst <= 1e-9 * scale : sqrt(difference) <= 1e-12 * fmax(sqrt(size), scale * sqrt((double)n));
-    CHECK_MSG(ok, "%s, dp %d, micro-batch %d, stage %d: %s of %s differs by %.2e", r->e->name, r->dp, r->b, r->stage, what,
-        name, sqrt(difference));
+    CHECK_MSG(ok, "%s, dp %d, micro-batch %d, stage %d: %s of %s differs by %.2e", r->e->name, r->dp, r->b, r->stage,
+        what, name, sqrt(difference));
 }
 
 static void check_end(const gpt_run *r, dt_ctx *ctx, dt_zero *zero) {
@@ -235,10 +236,10 @@ static dt_status gpt_main(dt_ctx *ctx, void *user) {
         double       loss;
         dt_step_info info = gpt_step(r, &g, zero, n, &loss);
         double       clip = sg_clip_factor(e->norm[n], d.clip);
-        CHECK_MSG(close_to(loss, e->loss[n], 1e-12, 0), "%s, dp %d: loss of step %d is %.17g, not %.17g", e->name, r->dp,
-            n + 1, loss, e->loss[n]);
-        CHECK_MSG(close_to(info.grad_norm, e->norm[n], 1e-12, 0), "%s, dp %d: norm of step %d is %.17g, not %.17g", e->name,
-            r->dp, n + 1, info.grad_norm, e->norm[n]);
+        CHECK_MSG(close_to(loss, e->loss[n], 1e-12, 0), "%s, dp %d: loss of step %d is %.17g, not %.17g", e->name,
+            r->dp, n + 1, loss, e->loss[n]);
+        CHECK_MSG(close_to(info.grad_norm, e->norm[n], 1e-12, 0), "%s, dp %d: norm of step %d is %.17g, not %.17g",
+            e->name, r->dp, n + 1, info.grad_norm, e->norm[n]);
         CHECK(info.step == n + 1 && close_to(info.clip_scale, clip, 1e-12, 0));
     }
     check_end(r, ctx, zero);
@@ -373,14 +374,17 @@ typedef struct made { const char *scope, *name; int d0, d1; int over_tp, frozen,
 /* A set that meets every border of a unit: scopes, freezing, decay, a parameter larger than a bucket of 8 KiB (f64) or
    4 KiB (f32), runs that end inside a parameter, d1 = 0 for one dimension. */
 static const made mixed[] = {
-    { "a.", "first", 2, 3, SAME, 0, 0, 0 }, { "a.", "bias", 5, 0, SAME, 0, 0, 0 }, { "a.", "big", 60, 40, SAME, 0, 0, 0 },
-    { "a.", "after", 3, 4, SAME, 0, 1, 0 }, { "b.", "half", 7, 2, SAME, 0, 0, 0.5 }, { "b.", "ice", 4, 4, SAME, 1, 0, 0 },
-    { "b.", "one", 1, 0, SAME, 0, 0, 0 }, { "b.", "run", 1025, 0, SAME, 0, 0, 2 }, { "c.", "last", 33, 31, SAME, 0, 0, 0 },
+    { "a.", "first", 2, 3, SAME, 0, 0, 0 }, { "a.", "bias", 5, 0, SAME, 0, 0, 0 },
+    { "a.", "big", 60, 40, SAME, 0, 0, 0 }, { "a.", "after", 3, 4, SAME, 0, 1, 0 },
+    { "b.", "half", 7, 2, SAME, 0, 0, 0.5 }, { "b.", "ice", 4, 4, SAME, 1, 0, 0 },
+    { "b.", "one", 1, 0, SAME, 0, 0, 0 }, { "b.", "run", 1025, 0, SAME, 0, 0, 2 },
+    { "c.", "last", 33, 31, SAME, 0, 0, 0 },
 };
 /* And over tp; 5 and 7 leave boxes that reach past the end. */
 static const made over_tp[] = {
-    { "a.", "whole", 4, 5, SAME, 0, 0, 0 }, { "a.", "rows", 5, 3, CUT_0, 0, 0, 0 }, { "a.", "bias", 7, 0, CUT_0, 0, 0, 0 },
-    { "a.", "columns", 3, 7, CUT_1, 0, 0, 0 }, { "b.", "norm", 6, 0, PART, 0, 0, 0 }, { "b.", "part", 30, 40, PART, 0, 0, 0 },
+    { "a.", "whole", 4, 5, SAME, 0, 0, 0 }, { "a.", "rows", 5, 3, CUT_0, 0, 0, 0 },
+    { "a.", "bias", 7, 0, CUT_0, 0, 0, 0 }, { "a.", "columns", 3, 7, CUT_1, 0, 0, 0 },
+    { "b.", "norm", 6, 0, PART, 0, 0, 0 }, { "b.", "part", 30, 40, PART, 0, 0, 0 },
     { "b.", "end", 9, 0, SAME, 0, 0, 0 },
 };
 
@@ -394,7 +398,7 @@ typedef struct world_run {
     int          nan_step, nan_rank;                        /* from 1; -1: none */
     const char  *nan_param;                                 /* its last element */
     double       norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
-    unsigned char *bits[MAX_RANKS];                         /* all parameters, one after the other, each MAX_ELEMENTS*8 */
+    unsigned char *bits[MAX_RANKS];                         /* all parameters, each in MAX_ELEMENTS * 8 bytes */
     dt_status    status[MAX_RANKS];
     char         text[MAX_RANKS][512];
 } world_run;
@@ -443,9 +447,10 @@ static dt_status pull_back(dt_node *n) {
         void      *g = dt_wants(n, i) ? dt_grad(n, i) : NULL;
         for (int64_t k = 0; g && k < (int64_t)t->param->count; k++) {
             int64_t e = global_of(t, k);
-            double  add = e < 0 ? 7 : pulled(s->w->set, t->param->index, e, s->step, s->micro, s->data_rank, s->tp_rank);
-            if (s->w->nan_step == s->step && s->w->nan_rank == dt_ctx_rank(t->ctx) && k == (int64_t)t->param->count - 1 &&
-                s->micro == 0 && strcmp(t->name, s->w->nan_param) == 0) add = NAN;
+            double  add = e < 0 ? 7 : pulled(s->w->set, t->param->index, e, s->step, s->micro, s->data_rank,
+                s->tp_rank);
+            if (s->w->nan_step == s->step && s->w->nan_rank == dt_ctx_rank(t->ctx) &&
+                k == (int64_t)t->param->count - 1 && s->micro == 0 && strcmp(t->name, s->w->nan_param) == 0) add = NAN;
             put_at(g, t->dtype, k, at_of(g, t->dtype, k) + add);
         }
     }
@@ -493,7 +498,8 @@ static void leave_bits(dt_ctx *ctx, world_run *w) {
     int me = dt_ctx_rank(ctx);
     for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
-        if (t->data) memcpy(w->bits[me] + (size_t)i * MAX_ELEMENTS * 8, t->data, t->param->count * dt_dtype_size(t->dtype));
+        size_t bytes = t->param->count * dt_dtype_size(t->dtype);
+        if (t->data) memcpy(w->bits[me] + (size_t)i * MAX_ELEMENTS * 8, t->data, bytes);
     }
 }
 
@@ -554,7 +560,9 @@ static void world_free(world_run *w) {
 #define OVER_TP over_tp, (int)(sizeof over_tp / sizeof *over_tp)
 
 /* The run by hand, on full tensors of one rank. */
-typedef struct by_hand { double value[MAX_PARAMS][MAX_ELEMENTS], s[2][MAX_PARAMS][MAX_ELEMENTS], norm[MAX_STEPS]; } by_hand;
+typedef struct by_hand {
+    double value[MAX_PARAMS][MAX_ELEMENTS], s[2][MAX_PARAMS][MAX_ELEMENTS], norm[MAX_STEPS];
+} by_hand;
 
 static double hand_gradient(const world_run *w, int p, int64_t e, int step) {
     double sum = 0;
@@ -592,7 +600,8 @@ static void do_by_hand(const world_run *w, by_hand *h) {
         double clip = c > 0 && c / (norm + 1e-6) < 1 ? c / (norm + 1e-6) : 1;
         for (int p = 0; p < w->params; p++) {
             const made *m = &w->set[p];
-            double      lr = LR * n * (m->lr_scale ? m->lr_scale : 1), decay = m->d1 && !m->no_decay ? w->zero.weight_decay : 0;
+            double      lr = LR * n * (m->lr_scale ? m->lr_scale : 1);
+            double      decay = m->d1 && !m->no_decay ? w->zero.weight_decay : 0;
             for (int64_t e = 0; !m->frozen && e < made_count(m); e++)
                 h->value[p][e] = hand_update(&w->zero, h->value[p][e], clip * hand_gradient(w, p, e, n), lr, decay,
                     &h->s[0][p][e], &h->s[1][p][e], n);
@@ -639,8 +648,8 @@ static void check_by_hand(const world_run *w, const char *name) {
                 if (!isnan(x)) worst = fmax(worst, fabs(x - h->value[p][e]));
                 if (w->set[p].frozen) CHECK(x == (w->dtype == DT_F64 ? start_value(p, e) : (float)start_value(p, e)));
             }
-            CHECK_MSG(held && worst <= tol * fmax(1, scale), "%s: %s on rank %d differs by %.2e", name, w->set[p].name, r,
-                worst);
+            CHECK_MSG(held && worst <= tol * fmax(1, scale), "%s: %s on rank %d differs by %.2e", name, w->set[p].name,
+                r, worst);
         }
     }
     free(h);
@@ -708,3 +717,480 @@ static void test_by_hand(void) {
         }
 }
 
+// ==== 4. Units, memory and bytes ====================================================================================
+
+/* The units by the rule of dt_tensor.h, section 6, planned here a second time; padded to N x 1,024 elements. */
+typedef struct plan { int units; size_t padded[MAX_PARAMS], trained, all; } plan;
+
+static plan plan_of(const world_run *w) {
+    plan   u = { .units = 0 };
+    size_t size = dt_dtype_size(w->dtype), bucket = w->zero.bucket_bytes ? w->zero.bucket_bytes : (size_t)25 << 20;
+    size_t n = (size_t)(w->mesh.dp * w->mesh.ep * w->mesh.cp) * 1024, open = 0;
+    for (int i = 0; i < w->params; i++) {
+        const made *p = &w->set[i], *q = &w->set[i > 0 ? i - 1 : 0];
+        size_t      count = (size_t)made_count(p);
+        int         differs = strcmp(p->scope, q->scope) || p->frozen != q->frozen || p->over_tp != q->over_tp;
+        if (i == 0 || differs || (open + count) * size > bucket) {
+            open = 0;
+            u.units++;
+        }
+        open += count;
+        u.padded[u.units - 1] = (open + n - 1) / n * n;
+    }
+    for (int k = 0; k < u.units; k++) u.all += u.padded[k];
+    u.trained = u.all;
+    for (int i = 0; i < w->params; i++) /* frozen parameters of the sets are alone in their unit */
+        if (w->set[i].frozen) u.trained -= ((size_t)made_count(&w->set[i]) + n - 1) / n * n;
+    return u;
+}
+
+/* Bytes of optimizer state of one element. */
+static size_t state_of(const world_run *w) {
+    size_t size = dt_dtype_size(w->dtype);
+    if (w->zero.optimizer == DT_OWN) return size * (size_t)w->zero.states;
+    return w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size;
+}
+
+static dt_status memory_main(dt_ctx *ctx, void *user) {
+    world_run *w = (world_run *)user;
+    dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
+    plan       u = plan_of(w);
+    size_t     size = dt_dtype_size(w->dtype), parts = w->zero.stage ? (size_t)w->mesh.dp : 1, N = (size_t)w->mesh.dp;
+    size_t     optim = state_of(w) * u.trained / parts, step_bytes = 2 * (N - 1) * (u.trained * size / N);
+    register_set(ctx, w, &mesh);
+    CHECK(spy_bytes[DT_MEM_PARAMS] == 0); /* registering takes no memory */
+    dt_zero_desc d = w->zero;
+    d.mesh = w->ranks == 1 || d.stage == 0 ? &mesh : NULL; /* NULL: the world is data parallel */
+    dt_zero *zero = dt_zero_make(ctx, d);
+    if (!zero) return dt_error(ctx);
+    write_start(ctx);
+    CHECK_MSG(dt_unit_count(ctx) == u.units, "%d units, by the rule %d", dt_unit_count(ctx), u.units);
+    CHECK(spy_bytes[DT_MEM_GRADS] == 0);
+    for (int step = 1; step <= 3; step++) {
+        size_t before[DT_AXES];
+        for (int a = 0; a < DT_AXES; a++) before[a] = dt_comm_bytes(ctx, (dt_axis)a);
+        world_step(ctx, w, &mesh, zero, step);
+        for (int a = 0; a < DT_AXES; a++)
+            CHECK_MSG(dt_comm_bytes(ctx, (dt_axis)a) - before[a] == (a == DT_AXIS_DP ? step_bytes : 0),
+                "stage %d, axis %d: %zu bytes, by the formula %zu", w->zero.stage, a, dt_comm_bytes(ctx, (dt_axis)a) -
+                before[a], a == DT_AXIS_DP ? step_bytes : 0);
+        dt_memory m = dt_memory_used(ctx);
+        CHECK_MSG(m.live[DT_MEM_OPTIM] == optim && m.peak[DT_MEM_OPTIM] == optim && spy_bytes[DT_MEM_OPTIM] == optim &&
+            dt_zero_state_bytes(zero) == optim, "stage %d, dp %d: %zu bytes of state, the table saw %zu, formula %zu",
+            w->zero.stage, w->ranks, m.live[DT_MEM_OPTIM], spy_bytes[DT_MEM_OPTIM], optim);
+        CHECK(m.live[DT_MEM_PARAMS] == u.all * size && spy_bytes[DT_MEM_PARAMS] == u.all * size);
+        CHECK(m.live[DT_MEM_GRADS] == u.trained * size && spy_bytes[DT_MEM_GRADS] == u.trained * size);
+        for (int c = 0; c < DT_MEM_CLASSES; c++) CHECK(m.live[c] == spy_bytes[c]);
+    }
+    dt_zero_free(zero);
+    CHECK(spy_bytes[DT_MEM_OPTIM] == 0 && dt_memory_used(ctx).live[DT_MEM_OPTIM] == 0);
+    CHECK(spy_bytes[DT_MEM_PARAMS] == u.all * size); /* parameters stay */
+    dt_reset(ctx);
+    return dt_error(ctx);
+}
+
+static void test_memory(void) {
+    static const dt_zero_desc optimizers[] = { { .optimizer = DT_ADAMW }, { .optimizer = DT_ADAM, .bucket_bytes = 64 },
+        { .optimizer = DT_SGD, .momentum = 0.9, .bucket_bytes = 5000 }, { .optimizer = DT_SGD, .bucket_bytes = 8192 } };
+    static const int ranks[] = { 1, 2, 3, 8 };
+    for (int code = 0; code < 4 * 4 * 2 * 2; code++) {
+        world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = ranks[code % 4] }, optimizers[code / 4 % 4]);
+        w.zero.stage = code / 16 % 2;
+        w.dtype = code / 32 ? DT_F64 : DT_F32;
+        w.accum = 1 + code % 2;
+        dt_report report = run(w.ranks, memory_main, &w);
+        CHECK_MSG(report.status == DT_OK, "memory: %s", report.text);
+        world_free(&w);
+    }
+}
+
+/* Sums of parts over tp are gradients too: they count as dp, whatever axes their group has. */
+static dt_status part_bytes_main(dt_ctx *ctx, void *user) {
+    world_run *w = (world_run *)user;
+    dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
+    register_set(ctx, w, &mesh);
+    dt_zero_desc d = w->zero;
+    d.mesh = &mesh;
+    dt_zero *zero = dt_zero_make(ctx, d);
+    if (!zero) return dt_error(ctx);
+    size_t padded = 0, parts = 0, N = 2; /* dp 2 x tp 2 */
+    for (int u = 0; u < dt_unit_count(ctx); u++) {
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        size_t         bytes = unit->padded * dt_dtype_size(unit->dtype);
+        padded += bytes;
+        if (w->set[unit->first_param].over_tp == PART) parts += w->zero.stage ? bytes / N : bytes;
+    }
+    for (int step = 1; step <= 2; step++) {
+        size_t dp = dt_comm_bytes(ctx, DT_AXIS_DP), tp = dt_comm_bytes(ctx, DT_AXIS_TP);
+        world_step(ctx, w, &mesh, zero, step);
+        dp = dt_comm_bytes(ctx, DT_AXIS_DP) - dp;
+        tp = dt_comm_bytes(ctx, DT_AXIS_TP) - tp;
+        CHECK_MSG(dp == 2 * (N - 1) * padded / N + 2 * (N - 1) * parts / N && tp == 0,
+            "stage %d: %zu bytes as dp, %zu as tp", w->zero.stage, dp, tp);
+    }
+    return dt_error(ctx);
+}
+
+static void test_part_bytes(void) {
+    for (int stage = 0; stage < 2; stage++) {
+        world_run w = world_make(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, (dt_zero_desc){ .stage = stage });
+        CHECK(run(w.ranks, part_bytes_main, &w).status == DT_OK);
+        world_free(&w);
+    }
+}
+
+// ==== 5. A user's own update ========================================================================================
+
+typedef struct own_run { world_run w; int hits[MAX_RANKS][MAX_PARAMS][MAX_ELEMENTS], refuse_rank; } own_run;
+
+/* Counts its elements, checks all it is told, and takes a plain step. */
+static dt_status own_update(const dt_flat *f, void *user) {
+    own_run    *o = (own_run *)user;
+    const dt_param_info *p = f->tensor->param;
+    const made *m = &o->w.set[p->index];
+    size_t      size = dt_dtype_size(f->tensor->dtype);
+    int         me = dt_ctx_rank(f->ctx), right = 1;
+    if (me == o->refuse_rank && f->step == 2) return DT_ERR_DEVICE;
+    CHECK(f->count > 0 && f->first + f->count <= p->count); /* none of the padding */
+    CHECK(f->param == (char *)f->tensor->data + f->first * size &&
+        f->grad == (char *)f->tensor->grad + f->first * size);
+    CHECK(f->lr == LR * (double)f->step * (m->lr_scale ? m->lr_scale : 1));
+    CHECK(f->weight_decay == (m->d1 && !m->no_decay ? 0.25 : 0) && !m->frozen);
+    CHECK((f->state[0] != NULL) == (o->w.zero.states >= 1) && (f->state[1] != NULL) == (o->w.zero.states >= 2));
+    for (size_t i = 0; i < f->count; i++) {
+        double g = at_of(f->grad, o->w.dtype, (int64_t)i), x = at_of(f->param, o->w.dtype, (int64_t)i);
+        right &= fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->first + i), (int)f->step)) <= 1e-12;
+        for (int s = 0; s < o->w.zero.states; s++) { /* zero at first, and kept */
+            right &= at_of(f->state[s], o->w.dtype, (int64_t)i) == (double)(f->step - 1) * (s + 1);
+            put_at(f->state[s], o->w.dtype, (int64_t)i, (double)f->step * (s + 1));
+        }
+        put_at(f->param, o->w.dtype, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
+        __atomic_add_fetch(&o->hits[me][p->index][f->first + i], 1, __ATOMIC_RELAXED);
+    }
+    CHECK_MSG(right, "gradient or state of %s", f->tensor->name);
+    return DT_OK;
+}
+
+/* Once a step for each element: on every rank at stage 0, on one of them at stage 1. */
+static void check_hits(const own_run *o) {
+    int right = 1;
+    for (int p = 0; p < o->w.params; p++)
+        for (int64_t e = 0; e < MAX_ELEMENTS; e++) {
+            int sum = 0, owed = e < made_count(&o->w.set[p]) && !o->w.set[p].frozen ? o->w.steps : 0;
+            for (int r = 0; r < o->w.ranks; r++) {
+                sum += o->hits[r][p][e];
+                if (o->w.zero.stage == 0) right &= o->hits[r][p][e] == owed;
+            }
+            if (o->w.zero.stage == 1) right &= sum == owed;
+        }
+    CHECK_MSG(right, "stage %d: an element was updated more or less than once a step", o->w.zero.stage);
+}
+
+static void test_own_update(void) {
+    own_run *o = (own_run *)malloc(sizeof *o);
+    if (!CHECK(o != NULL)) return;
+    for (int code = 0; code < 3 * 2 * 2; code++) {
+        dt_zero_desc d = { .stage = code / 3 % 2, .optimizer = DT_OWN, .weight_decay = 0.25, .clip = 3,
+            .bucket_bytes = code / 6 ? 64 : 0, .update = own_update, .user = o, .states = code % 3 };
+        memset(o, 0, sizeof *o);
+        o->refuse_rank = -1;
+        o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 3 }, d);
+        dt_report report = run(3, world_main, &o->w);
+        CHECK_MSG(report.status == DT_OK, "own update: %s", report.text);
+        check_hits(o);
+        o->w.zero.optimizer = DT_SGD; /* which does the same by hand */
+        check_by_hand(&o->w, "own update");
+        o->w.zero.optimizer = DT_OWN;
+        world_free(&o->w);
+    }
+    for (int stage = 0; stage < 2; stage++) { /* one rank's update refuses */
+        memset(o, 0, sizeof *o);
+        o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 2 }, (dt_zero_desc){ .stage = stage, .optimizer = DT_OWN,
+            .weight_decay = 0.25, .update = own_update, .user = o });
+        o->refuse_rank = 1;
+        dt_report report = run(2, world_main, &o->w);
+        CHECK_MSG(report.status == DT_ERR_DEVICE && report.rank == 1 && strstr(report.text, "the update of"), "%s",
+            report.text);
+        CHECK(o->w.status[0] == DT_ERR_PEER && o->w.status[1] == DT_ERR_DEVICE);
+        world_free(&o->w);
+    }
+    free(o);
+}
+
+// ==== 6. Faults =====================================================================================================
+
+/* Parameters of a failed run are those of a run that ended before the failing step. */
+static void check_unchanged(const world_run *w, int steps, const char *name) {
+    world_run before = world_make(w->set, w->params, w->mesh, w->zero);
+    before.steps = steps;
+    before.accum = w->accum;
+    before.dtype = w->dtype;
+    CHECK(run(before.ranks, world_main, &before).status == DT_OK);
+    for (int r = 0; r < w->ranks; r++)
+        CHECK_MSG(memcmp(before.bits[r], w->bits[r], (size_t)w->params * MAX_ELEMENTS * 8) == 0,
+            "%s: rank %d changed parameters in the step that failed", name, r);
+    world_free(&before);
+}
+
+static void check_nan(const made *set, int params, dt_mesh_desc mesh, int stage, int step, int rank,
+    const char *param) {
+    world_run w = world_make(set, params, mesh, (dt_zero_desc){ .stage = stage, .clip = 1, .bucket_bytes = 4096 });
+    char      name[120];
+    w.nan_step = step;
+    w.nan_rank = rank;
+    w.nan_param = param;
+    w.accum = 2;
+    snprintf(name, sizeof name, "NaN in %s on rank %d of dp %d x tp %d at stage %d, step %d", param, rank, w.mesh.dp,
+        w.mesh.tp, stage, step);
+    dt_report report = run(w.ranks, world_main, &w);
+    CHECK_MSG(report.status == DT_ERR_NUMERIC, "%s: %s", name, dt_status_name(report.status));
+    CHECK_MSG(strstr(report.text, param) != NULL, "%s: '%s'", name, report.text);
+    char number[16];
+    snprintf(number, sizeof number, "step %d", step);
+    CHECK_MSG(strstr(report.text, number) != NULL, "%s: '%s'", name, report.text);
+    for (int r = 0; r < w.ranks; r++) {
+        CHECK_MSG(w.status[r] == DT_ERR_NUMERIC || w.status[r] == DT_ERR_PEER, "%s: rank %d: %s", name, r,
+            dt_status_name(w.status[r]));
+        CHECK_MSG(isnan(w.norm[r][step - 1]), "%s: rank %d took the step", name, r);
+    }
+    check_unchanged(&w, step - 1, name);
+    world_free(&w);
+}
+
+static void test_nan(void) {
+    for (int stage = 0; stage < 2; stage++) {
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 1 }, stage, 2, 0, "a.after");
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "a.first"); /* first and bias share a unit and a run */
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 1, 0, "a.bias");
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 3 }, stage, 3, 2, "a.big");   /* in the third run of its unit */
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "b.run");
+        check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 0, "c.last");
+        check_nan(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, stage, 2, 1, "a.whole"); /* only tp rank 1 sees it */
+        check_nan(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, stage, 2, 2, "a.rows");
+        check_nan(OVER_TP, (dt_mesh_desc){ .dp = 1, .tp = 2 }, stage, 2, 0, "b.norm");
+    }
+}
+
+/* Calls in the wrong order, wrong values. */
+enum { BAD_STAGE_2 = 0, BAD_STAGE_3, BAD_STAGE_4, BAD_STAGE_MINUS, BAD_OPTIMIZER, BAD_NO_UPDATE, BAD_STATES, BAD_BETA,
+    BAD_NAN_EPS, BAD_MOMENTUM, BAD_CLIP, BAD_NO_PARAMS, BAD_TWICE, BAD_LATE_PARAM, BAD_USED, BAD_NO_BACKWARD,
+    BAD_HALF_BACKWARD, BAD_SECOND_BACKWARD, BAD_SECOND_STEP, BAD_STATE, BAD_FROZEN_STATE, BAD_CUT_DP, BAD_CUT_WORLD,
+    BAD_MARK_DP, BAD_SAME_DP, BAD_KINDS };
+
+typedef struct bad_use { int kind; dt_status status; const char *words[2]; } bad_use;
+
+static const bad_use bad_uses[] = {
+    { BAD_STAGE_2, DT_ERR_UNSUPPORTED, { "stage 2", "use 0 or 1" } },
+    { BAD_STAGE_3, DT_ERR_UNSUPPORTED, { "stage 3", "" } }, { BAD_STAGE_4, DT_ERR_ARG, { "stage 4", "" } },
+    { BAD_STAGE_MINUS, DT_ERR_ARG, { "stage -1", "" } }, { BAD_OPTIMIZER, DT_ERR_ARG, { "optimizer 9", "" } },
+    { BAD_NO_UPDATE, DT_ERR_ARG, { "DT_OWN", "update" } }, { BAD_STATES, DT_ERR_ARG, { "DT_OWN", "got 3" } },
+    { BAD_BETA, DT_ERR_ARG, { "beta1 1", "" } }, { BAD_NAN_EPS, DT_ERR_ARG, { "eps", "nan" } },
+    { BAD_MOMENTUM, DT_ERR_ARG, { "momentum -1", "" } }, { BAD_CLIP, DT_ERR_ARG, { "clip -2", "" } },
+    { BAD_NO_PARAMS, DT_ERR_ARG, { "no parameters", "" } }, { BAD_TWICE, DT_ERR_ARG, { "storage already", "once" } },
+    { BAD_LATE_PARAM, DT_ERR_ARG, { "late", "storage already" } },
+    { BAD_USED, DT_ERR_ARG, { "storage already", "" } }, { BAD_NO_BACKWARD, DT_ERR_ARG, { "step 1", "dt_backward" } },
+    { BAD_HALF_BACKWARD, DT_ERR_ARG, { "step 1", "last" } },
+    { BAD_SECOND_BACKWARD, DT_ERR_ARG, { "last", "dt_micro" } },
+    { BAD_SECOND_STEP, DT_ERR_ARG, { "step 2", "dt_backward" } }, { BAD_STATE, DT_ERR_ARG, { "state 2", "" } },
+    { BAD_FROZEN_STATE, DT_ERR_ARG, { "b.ice", "frozen" } }, { BAD_CUT_DP, DT_ERR_UNSUPPORTED, { "cut_dp", "" } },
+    { BAD_CUT_WORLD, DT_ERR_UNSUPPORTED, { "cut_world", "" } },
+    { BAD_MARK_DP, DT_ERR_UNSUPPORTED, { "mark_dp", "" } }, { BAD_SAME_DP, DT_ERR_UNSUPPORTED, { "mark_dp", "" } },
+};
+
+static dt_zero_desc bad_desc(int kind) {
+    dt_zero_desc d = { .stage = 1 };
+    if (kind == BAD_STAGE_2) d.stage = 2;
+    if (kind == BAD_STAGE_3) d.stage = 3;
+    if (kind == BAD_STAGE_4) d.stage = 4;
+    if (kind == BAD_STAGE_MINUS) d.stage = -1;
+    if (kind == BAD_OPTIMIZER) d.optimizer = 9;
+    if (kind == BAD_NO_UPDATE) d.optimizer = DT_OWN;
+    if (kind == BAD_STATES) d = (dt_zero_desc){ .optimizer = DT_OWN, .update = own_update, .states = 3 };
+    if (kind == BAD_BETA) d.beta1 = 1;
+    if (kind == BAD_NAN_EPS) d.eps = NAN;
+    if (kind == BAD_MOMENTUM) d.momentum = -1;
+    if (kind == BAD_CLIP) d.clip = -2;
+    return d;
+}
+
+/* After dt_zero_make: one wrong call. */
+static void bad_after(dt_ctx *ctx, int kind, world_run *w, dt_mesh *mesh, dt_zero *zero) {
+    char host[64];
+    if (kind == BAD_TWICE) CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL);
+    if (kind == BAD_LATE_PARAM) CHECK(dt_param(ctx, "late", DT_SHAPE(1), DT_ZEROS) == NULL);
+    if (kind == BAD_STATE) CHECK(dt_zero_state(zero, 2, dt_param_get(ctx, 0), host) == DT_ERR_ARG);
+    if (kind == BAD_FROZEN_STATE) CHECK(dt_zero_state(zero, 0, dt_param_find(ctx, "b.ice"), host) == DT_ERR_ARG);
+    if (kind == BAD_HALF_BACKWARD) {
+        dt_micro(ctx, 0, 2);
+        dt_backward(pull(ctx, w, mesh, 1, 0));
+    }
+    if (kind == BAD_SECOND_BACKWARD) /* two micro-batches that nobody was told of */
+        for (int j = 0; j < 2; j++) {
+            dt_backward(pull(ctx, w, mesh, 1, j));
+            dt_reset(ctx);
+        }
+    if (kind == BAD_SECOND_STEP) {
+        dt_backward(pull(ctx, w, mesh, 1, 0));
+        CHECK(dt_zero_step(zero, 0.1).step == 1);
+    }
+    if (kind < BAD_NO_BACKWARD || kind > BAD_SECOND_STEP) return;
+    dt_step_info info = dt_zero_step(zero, 0.1);
+    CHECK(isnan(info.grad_norm) && info.step == (kind == BAD_SECOND_STEP));
+}
+
+static dt_status bad_main(dt_ctx *ctx, void *user) {
+    const bad_use *b = (const bad_use *)user;
+    world_run      w = { .set = mixed, .params = b->kind == BAD_NO_PARAMS ? 0 : 9, .dtype = DT_F32, .nan_step = -1 };
+    dt_mesh        mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
+    register_set(ctx, &w, &mesh);
+    dt_zero_desc  d = bad_desc(b->kind);
+    dt_param_desc p = { .frozen = 0 };
+    if (b->kind == BAD_USED) dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 3), NULL), dt_param_get(ctx, 0), NULL);
+    if (b->kind == BAD_CUT_DP) p.cuts[0].comm = mesh.dp;
+    if (b->kind == BAD_CUT_WORLD) p.cuts[0].comm = dt_world(ctx); /* and no mesh: the world is data parallel */
+    if (b->kind == BAD_MARK_DP) p.marks[0] = (dt_mark){ mesh.dp, DT_PART };
+    if (b->kind == BAD_SAME_DP) p.marks[1] = (dt_mark){ mesh.dp, DT_SAME };
+    if (b->kind != BAD_CUT_WORLD) d.mesh = &mesh;
+    if (p.cuts[0].comm) dt_param_at(ctx, b->kind == BAD_CUT_DP ? "cut_dp" : "cut_world", DT_SHAPE(4), DT_ZEROS, p);
+    if (p.marks[0].comm || p.marks[1].comm) dt_param_at(ctx, "mark_dp", DT_SHAPE(4), DT_ZEROS, p);
+    dt_zero *zero = dt_zero_make(ctx, d);
+    int made_first = b->kind >= BAD_TWICE && b->kind <= BAD_FROZEN_STATE && b->kind != BAD_USED;
+    if (made_first) CHECK(zero != NULL || dt_error(ctx));
+    else CHECK(zero == NULL);
+    if (zero) bad_after(ctx, b->kind, &w, &mesh, zero);
+    dt_barrier(dt_world(ctx)); /* here at the latest each rank has heard of it */
+    CHECK_MSG(dt_error(ctx) == b->status || dt_error(ctx) == DT_ERR_PEER, "bad use %d: %s", b->kind,
+        dt_error_text(ctx));
+    CHECK(isnan(dt_zero_step(zero, 0.1).grad_norm));
+    return dt_error(ctx);
+}
+
+static void test_bad_uses(void) {
+    CHECK(sizeof bad_uses / sizeof *bad_uses == BAD_KINDS);
+    for (int i = 0; i < BAD_KINDS; i++) {
+        dt_report report = run(2, bad_main, (void *)(uintptr_t)&bad_uses[i]);
+        CHECK_MSG(report.status == bad_uses[i].status, "bad use %d: %s %s", bad_uses[i].kind,
+            dt_status_name(report.status), report.text);
+        for (int k = 0; k < 2; k++)
+            CHECK_MSG(strstr(report.text, bad_uses[i].words[k]), "'%s' is not in '%s'", bad_uses[i].words[k],
+                report.text);
+    }
+    CHECK(dt_zero_make(NULL, (dt_zero_desc){ 0 }) == NULL);
+    dt_zero_free(NULL);
+    CHECK(isnan(dt_zero_step(NULL, 1).grad_norm) && dt_zero_state(NULL, 0, NULL, NULL) == DT_ERR_ARG);
+}
+
+/* One rank fails between backward and step, or while the other is in dt_zero_make: both calls are collective. */
+typedef struct late_run { int stage, at_make; dt_status status[2]; float before[2][6], after[2][6]; } late_run;
+
+static dt_status late_main(dt_ctx *ctx, void *user) {
+    late_run  *l = (late_run *)user;
+    int        me = dt_ctx_rank(ctx);
+    world_run  w = { .set = mixed, .params = 9, .dtype = DT_F32, .nan_step = -1 };
+    dt_mesh    mesh = dt_mesh_make(ctx, (dt_mesh_desc){ 0 });
+    register_set(ctx, &w, &mesh);
+    if (me == 1 && l->at_make) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = l->stage, .mesh = &mesh });
+    if (l->at_make) {
+        CHECK_MSG(zero == NULL, "dt_zero_make went well on rank %d, not on rank 1", me);
+    } else if (CHECK(zero != NULL)) {
+        write_start(ctx);
+        dt_backward(pull(ctx, &w, &mesh, 1, 0));
+        dt_barrier(mesh.dp);
+        memcpy(l->before[me], dt_param_get(ctx, 0)->data, sizeof l->before[me]);
+        if (me == 1) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
+        dt_step_info info = dt_zero_step(zero, 0.1);
+        CHECK_MSG(isnan(info.grad_norm) && info.step == 0, "stage %d: rank %d took a step that rank 1 did not",
+            l->stage, me);
+        memcpy(l->after[me], dt_param_get(ctx, 0)->data, sizeof l->after[me]);
+        CHECK_MSG(memcmp(l->before[me], l->after[me], sizeof l->before[me]) == 0, "rank %d changed a parameter", me);
+        if (me == 0) dt_zero_free(zero); /* after a failure too */
+    }
+    dt_barrier(dt_world(ctx));
+    l->status[me] = dt_error(ctx);
+    return dt_error(ctx);
+}
+
+static void test_late_failure(void) {
+    for (int code = 0; code < 4; code++) {
+        late_run  l = { .stage = code & 1, .at_make = code >> 1 };
+        dt_report report = run(2, late_main, &l);
+        CHECK_MSG(report.status == DT_ERR_DEVICE && report.rank == 1 && strstr(report.text, "plug"), "%s", report.text);
+        CHECK(l.status[0] == DT_ERR_PEER && l.status[1] == DT_ERR_DEVICE);
+    }
+}
+
+/* Everything that allocates, with gradients that pass, and the state read back. */
+static dt_status memory_fault_main(dt_ctx *ctx, void *user) {
+    world_run *w = (world_run *)user;
+    int        me = dt_ctx_rank(ctx);
+    spy_rank = me;
+    dt_mesh mesh = dt_mesh_make(ctx, w->mesh);
+    register_set(ctx, w, &mesh);
+    dt_zero_desc d = w->zero;
+    d.mesh = &mesh;
+    dt_zero *zero = dt_zero_make(ctx, d);
+    float   *host = (float *)malloc(MAX_ELEMENTS * sizeof *host);
+    for (int step = 1; step <= 2 && zero; step++) world_step(ctx, w, &mesh, zero, step);
+    dt_zero_state(zero, 1, dt_param_get(ctx, 0), host);
+    free(host);
+    dt_barrier(dt_world(ctx));
+    w->status[me] = dt_error(ctx);
+    return dt_error(ctx);
+}
+
+static void test_refused_memory(void) {
+    for (int code = 0; code < 4; code++) {
+        int refused = 0, done = 0, rank = code & 1;
+        for (int k = 1; k < 1000 && !done; k++) {
+            world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = 2 }, (dt_zero_desc){ .stage = code >> 1, .clip = 1,
+                .bucket_bytes = 4096 });
+            int       left = k;
+            w.dtype = DT_F32;
+            w.accum = 2;
+            dt_report report = run_refusing(2, memory_fault_main, &w, rank, &left);
+            done = left > 0; /* nothing was refused any more */
+            refused += !done;
+            CHECK_MSG(report.status == (done ? DT_OK : DT_ERR_MEM) && (done || report.rank == rank),
+                "allocation %d of rank %d: rank %d: %s", k, rank, report.rank, report.text);
+            CHECK(w.status[rank] == (done ? DT_OK : DT_ERR_MEM) && w.status[!rank] == (done ? DT_OK : DT_ERR_PEER));
+            world_free(&w);
+        }
+        CHECK(done);
+        CHECK_MSG(refused > 50, "only %d allocations were refused", refused);
+    }
+}
+
+static void state_of_nothing(void) { /* dt_zero_make failed, and its result is asked */
+    if (dt_zero_state_bytes(NULL) != 0) _exit(1);
+}
+
+static int survives(void (*fn)(void)) {
+    int   status = -1;
+    pid_t child = fork();
+    if (child == 0) {
+        if (!freopen("/dev/null", "w", stderr)) _exit(3);
+        fn();
+        _exit(0);
+    }
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+int main(int argc, char **argv) {
+    const char *folder = argc > 1 ? argv[1] : "tests/golden";
+    CHECK_MSG(survives(state_of_nothing), "dt_zero_state_bytes of NULL");
+    test_lr();
+    test_golden(folder, "gpt2_tied.bin");
+    test_golden(folder, "gpt2_untied.bin");
+    test_golden(folder, "gpt2_sgd.bin");
+    test_serial_all();
+    test_by_hand();
+    test_memory();
+    test_part_bytes();
+    test_own_update();
+    test_nan();
+    test_bad_uses();
+    test_late_failure();
+    test_refused_memory();
+    return check_done("test_zero");
+}
