@@ -2,14 +2,17 @@
 #
 #   make          train_gpt, demo and the ladder of examples, into build/
 #   make demo     builds and runs the demonstration: every layout against one rank
-#   make test     everything; last line "N passed, N failed, N skipped" (DEPS=no: install nothing)
+#   make test     everything, but a sample of 12 of the planted mistakes; last line "N passed, N failed, N skipped"
+#                 (DEPS=no: install nothing)
+#   make mutants  all planted mistakes: each must make its test fail
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
 #   make CUDA=1   with nvcc and dt_kernels.cu
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
 CFLAGS    ?= -O3 -Wall -Wextra
-CXXFLAGS  ?= -std=c++17 -O2 -Wall -Wextra
+TFLAGS    ?= -O1 -g -Wall -Wextra
+CXXFLAGS  ?= -std=c++17 -O1 -g -Wall -Wextra
 LDLIBS    ?= -lm -lpthread
 NVCC      ?= nvcc
 NVCCFLAGS ?= -O3
@@ -31,19 +34,22 @@ endif
 
 ifeq ($(CUDA),1)
 COMPILE = $(NVCC) $(NVCCFLAGS)
+TESTING = $(NVCC) -O1
 KERNELS = $(B)/dt_kernels.o
 else
 COMPILE = $(CC) $(CFLAGS)
+TESTING = $(CC) $(TFLAGS)
 endif
 
+WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
-SANITIZE = $(MAKE) --no-print-directory B=build-$@ CFLAGS="-O1 -g -Wall -Wextra $(1)" \
+SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
 
-.PHONY: all programs demo test tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
+.PHONY: all demo test mutants tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
 all: $(EXAMPLES)
 tests: $(TESTS)
 
@@ -51,7 +57,10 @@ demo: $(B)/demo
 	$(B)/demo
 
 test:
-	@B=$(B) tests/run.sh
+	@B=$(B) SAMPLE=12 tests/run.sh
+
+mutants:
+	@tests/mutants/run.sh
 
 asan:  ; @$(call SANITIZE,-fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
 ubsan: ; @$(call SANITIZE,-fsanitize=undefined -fno-sanitize-recover=undefined)
@@ -68,13 +77,13 @@ clean:
 
 # What is compiled with other words than last time is compiled again.
 $(B)/words: FORCE
-	@mkdir -p $(B); echo '$(COMPILE) $(CXX) $(CXXFLAGS) $(LDLIBS)' | cmp -s - $@ || echo '$(COMPILE) $(CXX) $(CXXFLAGS) $(LDLIBS)' >$@
+	@mkdir -p $(B); echo '$(WORDS)' | cmp -s - $@ || echo '$(WORDS)' >$@
 
 $(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
 	$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
-	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+	$(TESTING) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) -I. $< -o $@ $(LDLIBS)

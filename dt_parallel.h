@@ -204,8 +204,8 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
         if (others > ranks) break; /* so that no product overflows */
     }
     if (others > ranks || ranks % others != 0) {
-        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
-            "axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)(others > ranks ? others : others * (ranks /
+        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or "
+            "smaller axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)(others > ranks ? others : others * (ranks /
             others + 1)));
         return DT_ERR_ARG;
     }

@@ -990,6 +990,18 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
+#ifdef DT_USE_CUDA
+/* The CUDA table has no matrix product yet, so the CPU's stays the default; one rank says so, once. */
+static void dt__cuda_notice(dt_ctx *ctx) {
+    char why[128] = "";
+    if (dt_cuda_ready(why, sizeof why) != DT_OK)
+        dt_log(ctx, DT_LOG_NOTICE, "no CUDA device (%s): running on the CPU", why);
+    else
+        dt_log(ctx, DT_LOG_NOTICE, "a CUDA device was found, but this version's CUDA kernels are a part of the table: "
+            "running on the CPU; .kernels = dt_kernels_cuda() asks for them");
+}
+#endif
+
 dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     const dt_host *host = desc.host ? desc.host : dt_host_default();
     dt_ctx        *ctx = (dt_ctx *)host->alloc(host->user, sizeof *ctx, DT_MEM_HOST);
@@ -1003,6 +1015,9 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
+#ifdef DT_USE_CUDA
+    if (!desc.kernels && desc.rank == 0) dt__cuda_notice(ctx);
+#endif
     return ctx;
 }
 

@@ -61,9 +61,9 @@
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
-                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N the number
-                of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0 and
-                4 + 4 + 8/N at stage 1.
+                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N
+                the number of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0
+                and 4 + 4 + 8/N at stage 1.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
                 changes no parameter.
      Threads    As in dt_comm.h.

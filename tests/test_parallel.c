@@ -775,7 +775,8 @@ static void check_refused(const char *const *names, int files, int seq, dt_statu
 }
 
 static void test_text_refused(void) {
-    path        good = put("good", (const unsigned char *)"0123456789", 10), empty = put("empty", NULL, 0);
+    path        good = put("good", (const unsigned char *)"0123456789", 10);
+    path        empty = put("empty", (const unsigned char *)"", 0);
     path        one = put("one", (const unsigned char *)"x", 1), missing = in_folder("missing"), where = in_folder("");
     const char *a[] = { good.s, missing.s }, *b[] = { empty.s }, *c[] = { good.s }, *d[] = { good.s, where.s };
     const char *e[] = { one.s, empty.s };

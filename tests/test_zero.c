@@ -526,7 +526,6 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
     dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
     spy_rank = me;
     register_set(ctx, w, &mesh);
-    w->zero.mesh = &mesh;
     dt_zero_desc d = w->zero;
     d.mesh = &mesh;
     dt_zero *zero = dt_zero_make(ctx, d);

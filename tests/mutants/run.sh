@@ -3,6 +3,7 @@
 #
 #   tests/mutants/run.sh             every *.patch in this folder
 #   tests/mutants/run.sh NAME...     only these (NAME or NAME.patch)
+#   SAMPLE=12 tests/mutants/run.sh   12 of them, spread evenly over the names
 #
 # A mutant is one mistake as a patch (patch -p1 from the project's folder; 'diff -u a/dt_zero.h b/dt_zero.h' makes one).
 # Its first line names the test that must fail, a program or a script, and if need be arguments:
@@ -16,7 +17,7 @@
 here=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$here/../.." && pwd)
 LIMIT=${LIMIT:-300} MAKE=${MAKE:-make}
-export CFLAGS=${MUTANT_CFLAGS:--O1}
+export TFLAGS=${MUTANT_TFLAGS:--O1}
 CPUS=$(nproc 2>/dev/null || echo 2)
 unset MAKEFLAGS MAKELEVEL B
 S=$(mktemp -d)
@@ -63,6 +64,11 @@ if [ $# -gt 0 ]; then
     for a in "$@"; do patches+=("$here/$(basename "$a" .patch).patch"); done
 else
     for f in "$here"/*.patch; do [ -e "$f" ] && patches+=("$f"); done
+fi
+if [ -n "$SAMPLE" ] && [ ${#patches[@]} -gt "$SAMPLE" ]; then
+    all=("${patches[@]}") patches=()
+    for ((i = 0; i < SAMPLE; i++)); do patches+=("${all[i * ${#all[@]} / SAMPLE]}"); done
+    echo "a sample: ${#patches[@]} of ${#all[@]} mutants; make mutants runs all"
 fi
 if [ ${#patches[@]} -gt 0 ] && ! command -v patch >/dev/null; then
     echo "SKIP mutants: patch is not installed"
