@@ -790,6 +790,37 @@ static void test_op_errors() {
     }
 }
 
+static void keep_notices(void *user, int level, int, const char *text) {
+    if (level == DT_LOG_NOTICE) static_cast<std::vector<std::string> *>(user)->push_back(text);
+}
+
+// Without a table of its own a context runs on the CPU; rank 0 of a job says so, once, and what was found.
+static void test_notice() {
+    const dtc_machine        here = dtc_this_machine;
+    std::vector<std::string> notices;
+    dt_host                  host = *dt_host_default();
+    dt_ctx_desc              desc;
+    host.log = keep_notices;
+    host.user = &notices;
+    memset(&desc, 0, sizeof desc);
+    desc.host = &host;
+    for (desc.rank = 0; desc.rank < 3; desc.rank++) {
+        dt_ctx *ctx = dt_ctx_make(desc);
+        CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cpu"));
+        dt_ctx_free(ctx);
+    }
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver };
+    desc.rank = 0;
+    dt_ctx_free(dt_ctx_make(desc));
+    desc.kernels = dt_kernels_cuda(); // asked for: nothing to say
+    dt_ctx_free(dt_ctx_make(desc));
+    dtc_this_machine = here;
+    if (!CHECK(notices.size() == 2)) return;
+    CHECK(strstr(notices[0].c_str(), "running on the CPU") && !strstr(notices[0].c_str(), "no CUDA device"));
+    CHECK(strstr(notices[1].c_str(), "running on the CPU"));
+    CHECK(strstr(notices[1].c_str(), "no CUDA device (no NVIDIA driver found)"));
+}
+
 int main() {
     test_fill();
     test_copy();
@@ -807,5 +838,6 @@ int main() {
     test_ready();
     test_chain();
     test_op_errors();
+    test_notice();
     return check_done("test_cuda");
 }

@@ -863,8 +863,8 @@ static int64_t box_case(dt_shape full, const dt_cut cuts[3], dt_init init, const
         int64_t held = 0, first = -1;
         for (int64_t i = full.d[d] - 1; i >= 0; i--)
             if (place_of(i, full.d[d], d, cuts) >= 0) held++, first = i;
-        fits &= CHECK_MSG(box.inside[d] == held && (held == 0 || box.lo[d] == first), "dimension %d: lo %lld, inside %lld",
-            d, (long long)box.lo[d], (long long)box.inside[d]);
+        int right = box.inside[d] == held && (held == 0 || box.lo[d] == first);
+        fits &= CHECK_MSG(right, "dimension %d: lo %lld, inside %lld", d, (long long)box.lo[d], (long long)box.inside[d]);
         inside *= held;
     }
     if (fits) dt_read(w, have); /* a wrong box would write anywhere */
