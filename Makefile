@@ -18,19 +18,11 @@ NVCC      ?= nvcc
 NVCCFLAGS ?= -O3
 B         ?= build
 
-not_built = $(error $(1)=1: $(2) is not built in this version)
-ifeq ($(MPI),1)
-$(call not_built,MPI,the MPI backend)
-endif
-ifeq ($(NCCL),1)
-$(call not_built,NCCL,the NCCL backend)
-endif
-ifeq ($(BLAS),1)
-$(call not_built,BLAS,the matrix product by CBLAS)
-endif
-ifeq ($(OMP),1)
-$(call not_built,OMP,OpenMP inside a rank)
-endif
+part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
+$(call part,MPI,the MPI backend)
+$(call part,NCCL,the NCCL backend)
+$(call part,BLAS,the matrix product by CBLAS)
+$(call part,OMP,OpenMP inside a rank)
 
 ifeq ($(CUDA),1)
 COMPILE = $(NVCC) $(NVCCFLAGS)

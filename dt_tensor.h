@@ -2583,14 +2583,14 @@ typedef struct dt__variant {
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
-#define DT__ROOT(v) _mm512_sqrt_ps(v)
+#define DT__ROOT(v) _mm512_maskz_sqrt_ps(0xffff, v) /* gcc 12 warns of the plain form in C++ */
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
 #define DT__LOAD(p) _mm512_loadu_pd(p)
 #define DT__STORE(p, v) _mm512_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
-#define DT__ROOT(v) _mm512_sqrt_pd(v)
+#define DT__ROOT(v) _mm512_maskz_sqrt_pd(0xff, v)
 #endif
 #elif DT__ISA == 1 && defined(__x86_64__) /* AVX2 and FMA */
 #define DT__FN static __attribute__((target("avx2,fma")))
