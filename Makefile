@@ -44,7 +44,6 @@ SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra 
 .PHONY: all demo test mutants tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
 all: $(EXAMPLES)
 tests: $(TESTS)
-
 demo: $(B)/demo
 	$(B)/demo
 

@@ -115,7 +115,7 @@ typedef struct dt_report {
 typedef struct dt_run_desc {
     int               ranks;        /* 0 -> 1 */
     dt_backend        backend;      /* AUTO -> threads */
-    double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds */
+    double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
     uint64_t          seed;         /* 0 -> 1 */
     const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once */
     const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
@@ -168,6 +168,8 @@ DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
        send                                    its bytes; receive and barrier nothing
    Scalars (section 5) and dt_comm_split are not counted. Operations that failed are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
+/* [local] Seconds that this rank has spent inside operations of section 3 to 5, waiting included. */
+DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 // ==== 3. Collectives ================================================================================================
 
@@ -325,6 +327,7 @@ typedef struct dt__world {
     dt_comm            *comms;      /* all of this rank's, the newest first */
     dt_comm            *comm;       /* all ranks */
     size_t              bytes[1 + DT_AXES];
+    double              seconds;        /* inside operations */
     const dt_run_desc  *desc;
     dt_status         (*rank_main)(dt_ctx *ctx, void *user);
     void               *user;
@@ -546,7 +549,7 @@ static dt__outcome dt__wait(const dt__world *world, dt__ready_fn ready, void *wh
         }
         double now = host->now(host->user);
         if (turn == 0) deadline = now + world->shared->timeout_s;
-        if (now > deadline) return DT__LATE;
+        if (now > deadline) return ready(what) > 0 ? DT__READY : DT__LATE; /* a stopped process wakes up late */
         if (turn < DT__YIELDS) {
             host->sleep(host->user, 0);
             continue;
@@ -1308,7 +1311,9 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     if (call.count == 0) call.send = call.recv = comm->words;   /* not touched; but NULL + 0 is undefined in C */
     if (!to_one) call.seq = ++comm->seq;
     dt__comm_fn function = comm->place.size == 1 && !to_one ? dt__alone : dt__function(comm->ops, call.op);
+    double begin = world->host->now(world->host->user);
     dt_status status = function(comm, &call);
+    world->seconds += world->host->now(world->host->user) - begin;
     if (status == DT_OK) world->bytes[1 + (int)comm->axis] += dt__sent_bytes(comm, &call);
     return status;
 }
@@ -1421,6 +1426,11 @@ void dt_comm_set_axis(dt_comm *comm, dt_axis axis) {
 size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis) {
     const dt__world *world = dt__world_of(ctx);
     return world && axis >= DT_AXIS_NONE && axis < DT_AXES ? world->bytes[1 + (int)axis] : 0;
+}
+
+double dt_comm_seconds(const dt_ctx *ctx) {
+    const dt__world *world = dt__world_of(ctx);
+    return world ? world->seconds : 0;
 }
 
 /* This rank's end of a group; NULL with the context failed. */
@@ -1643,7 +1653,11 @@ static dt_report dt__run_checked(const dt_run_desc *desc, const dt_host *host,
         report = shared->first;
         host->free(host->user, worlds, worlds_bytes, DT_MEM_HOST);
     } else {
-        report = dt__refused(host, DT_ERR_MEM, "dt_run: no memory for the range that the ranks share");
+        char   why[96];
+        size_t at = 0;
+        dt__append(why, sizeof why, &at, "dt_run: %zu bytes that %d ranks share were refused", range_bytes,
+                   desc->ranks);
+        report = dt__refused(host, DT_ERR_MEM, why);
     }
     if (range) host->free(host->user, range, range_bytes, DT_MEM_COMM);
     return report;
@@ -1662,7 +1676,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     } else if (desc.ranks < 0 || desc.ranks > DT__MAX_RANKS) {
         dt__append(text, sizeof text, &at, "dt_run: %d ranks", desc.ranks);
         report = dt__refused(host, DT_ERR_ARG, text);
-    } else if (!(desc.timeout_s > 0)) {
+    } else if (!(desc.timeout_s > 0 && desc.timeout_s <= 1e9)) {
         dt__append(text, sizeof text, &at, "dt_run: timeout_s %g", desc.timeout_s);
         report = dt__refused(host, DT_ERR_ARG, text);
     } else if (!rank_main) {

@@ -24,9 +24,9 @@
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
    build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
-   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. fill, copy, reduce,
-   add and square_sums have nothing to contract and give the CPU's bits. Never compile this file with -use_fast_math:
-   nvcc defines no macro by which it could be refused here.
+   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. fill, copy,
+   reduce, add and square_sums have nothing to contract and give the CPU's bits. Never compile this file with
+   -use_fast_math: nvcc defines no macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
    sync: that is how CUDA works. */

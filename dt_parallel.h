@@ -7,8 +7,7 @@
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model. Not in this version:
    layers for tensor and context parallelism, pipeline schedules, expert dispatch, llm.c token files. The mesh has their
-   axes already, and dt_redistribute is what they are made of: examples of the tests build tensor-parallel
-   layers from it.
+   axes already, and dt_redistribute is what they are made of: the tests build tensor-parallel layers from it.
 
    QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
 
@@ -138,19 +137,19 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt
 
 /* Which sequences a replica reads: B = b * a * R sequences a step, the same ones in the same order in every layout. */
 typedef struct dt_order {
-    int64_t sequences;      /* S: in the data */
+    int64_t sequences;      /* S: in the data, at least 1 */
     int64_t batch;          /* B: of one step over all replicas */
     int     micro_batch;    /* b: of one forward of one replica */
     int     replicas;       /* R */
 } dt_order;
 
 /* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1):
-   ((n-1) B + (j R + r) b + i) mod S. */
+   ((n-1) B + (j R + r) b + i) mod S; -1 where there are no sequences. */
 DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
 
 /* [collective: comm] The number of labels >= 0 over the ranks of comm: the denominator that makes a loss a mean over
    the whole step in every layout. labels (n) in host memory; give those of all micro-batches at once. Not counted as
-   traffic. */
+   traffic. After a failure this rank's own number. */
 DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 4. Text =======================================================================================================
@@ -164,10 +163,10 @@ typedef struct dt_text dt_text;
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
 /* [local] NULL is allowed. A text that is still open when the context ends is closed with it. */
 DT_API void dt_text_close(dt_text *text);
-/* [local] Tokens and sequences in the text. */
+/* [local] Tokens and sequences in the text; 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
-/* [local] ids (seq) and labels (seq) of one sequence. */
+/* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming file and byte. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 #ifdef __cplusplus
@@ -192,28 +191,30 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
         snprintf(text, text_bytes, "%d ranks; at least 1 is needed", ranks);
         return DT_ERR_ARG;
     }
-    int64_t others = 1;
     for (int i = 0; i < 5; i++) {
         if (*axes[i] < 0) {
             snprintf(text, text_bytes, "an axis of %d ranks; use 1 or more", *axes[i]);
             return DT_ERR_ARG;
         }
-        if (i == 0) continue;
-        if (*axes[i] == 0) *axes[i] = 1;
-        others *= *axes[i];
-        if (others > ranks) break; /* so that no product overflows */
+        if (i > 0 && *axes[i] == 0) *axes[i] = 1;
     }
-    if (others > ranks || ranks % others != 0) {
-        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or "
-            "smaller axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)(others > ranks ? others : others * (ranks /
-            others + 1)));
+    int64_t others = 1; /* beyond 2^31 it divides nothing and need not grow */
+    for (int i = 1; i < 5; i++)
+        if (others <= INT32_MAX) others *= *axes[i];
+    int64_t all = others * (sizes->dp ? sizes->dp : 1);
+    if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
+    if (sizes->dp == 0) {
+        int64_t next = ((ranks - 1) / others + 1) * others;
+        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
+            "axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)next);
         return DT_ERR_ARG;
     }
-    int left = (int)(ranks / others);
-    if (sizes->dp == 0) sizes->dp = left;
-    if (sizes->dp != left) {
-        snprintf(text, text_bytes, "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use dp %d",
-            sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)others * sizes->dp, ranks, left);
+    if (sizes->dp * others != ranks) {
+        char choice[40] = "";
+        if (ranks % others == 0) snprintf(choice, sizeof choice, ", or use dp %d", (int)(ranks / others));
+        snprintf(text, text_bytes, "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
+            "ranks%s", sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)all, ranks, (long long)all,
+            choice);
         return DT_ERR_ARG;
     }
     return DT_OK;
@@ -269,7 +270,7 @@ typedef struct dt__place_move {
     dt_comm    *comm;
     dt_dtype    dtype;
     const void *in;
-    void       *out, *stage;        /* stage: as large as the larger of in and out */
+    void       *out, *scratch;      /* scratch: as many times the larger of in and out as the table says */
     dt_shape    in_shape, out_shape;
     int         from_dim, to_dim;   /* of SHARD placements */
 } dt__place_move;
@@ -320,15 +321,14 @@ static dt_status dt__move_slice(const dt__place_move *m) {
 
 static dt_status dt__move_keep_first(const dt__place_move *m) {
     if (dt_comm_rank(m->comm) == 0) return dt__move_identity(m);
-    dt_fill_args a = { m->dtype, m->out, (size_t)dt_count(m->in_shape), 0 };
-    return DT__KERNEL(m->ctx, "dt_redistribute", fill, &a);
+    return dt__fill(m->ctx, m->dtype, m->out, (size_t)dt_count(m->in_shape), 0);
 }
 
 static dt_status dt__move_all_gather(const dt__place_move *m) {
     size_t    count = (size_t)dt_count(m->in_shape), bytes = count * dt_dtype_size(m->dtype);
-    dt_status status = dt_all_gather(m->comm, m->in, m->stage, count, m->dtype);
+    dt_status status = dt_all_gather(m->comm, m->in, m->scratch, count, m->dtype);
     for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__part_in(m, m->out_shape, m->from_dim, r, (char *)m->stage + (size_t)r * bytes, m->out);
+        status = dt__part_in(m, m->out_shape, m->from_dim, r, (char *)m->scratch + (size_t)r * bytes, m->out);
     return status;
 }
 
@@ -336,8 +336,8 @@ static dt_status dt__move_reduce_scatter(const dt__place_move *m) {
     size_t    count = (size_t)dt_count(m->out_shape), bytes = count * dt_dtype_size(m->dtype);
     dt_status status = DT_OK;
     for (int r = 0; status == DT_OK && r < dt_comm_size(m->comm); r++)
-        status = dt__part_out(m, m->in_shape, m->to_dim, r, (char *)m->stage + (size_t)r * bytes, m->in);
-    return status == DT_OK ? dt_reduce_scatter(m->comm, m->stage, m->out, count, m->dtype, DT_SUM) : status;
+        status = dt__part_out(m, m->in_shape, m->to_dim, r, (char *)m->scratch + (size_t)r * bytes, m->in);
+    return status == DT_OK ? dt_reduce_scatter(m->comm, m->scratch, m->out, count, m->dtype, DT_SUM) : status;
 }
 
 /* in: whole along to_dim, a part along from_dim; out the other way round. The stage holds what is sent, and then, since
@@ -345,7 +345,7 @@ static dt_status dt__move_reduce_scatter(const dt__place_move *m) {
 static dt_status dt__move_all_to_all(const dt__place_move *m) {
     int       n = dt_comm_size(m->comm);
     size_t    count = (size_t)dt_count(m->in_shape) / (size_t)n, bytes = count * dt_dtype_size(m->dtype);
-    char     *sent = (char *)m->stage, *got = sent + (size_t)n * bytes;
+    char     *sent = (char *)m->scratch, *got = sent + (size_t)n * bytes;
     dt_status status = DT_OK;
     for (int r = 0; status == DT_OK && r < n; r++)
         status = dt__part_out(m, m->in_shape, m->to_dim, r, sent + (size_t)r * bytes, m->in);
@@ -355,18 +355,18 @@ static dt_status dt__move_all_to_all(const dt__place_move *m) {
     return status;
 }
 
-typedef struct dt__place_row { int from, to; dt_status (*move)(const dt__place_move *m); } dt__place_row;
+typedef struct dt__place_row { int from, to, buffers; dt_status (*move)(const dt__place_move *m); } dt__place_row;
 
 static const dt__place_row dt__place_table[] = {
-    { DT_PLACE_PARTIAL, DT_PLACE_REPLICATE, dt__move_all_reduce },
-    { DT_PLACE_REPLICATE, DT_PLACE_COPY, dt__move_identity },
-    { DT_PLACE_SHARD, DT_PLACE_COPY, dt__move_all_gather },
-    { DT_PLACE_PARTIAL, DT_PLACE_SHARD, dt__move_reduce_scatter },
-    { DT_PLACE_SHARD, DT_PLACE_REPLICATE, dt__move_all_gather },
-    { DT_PLACE_REPLICATE, DT_PLACE_SHARD, dt__move_slice },
-    { DT_PLACE_SHARD, DT_PLACE_SHARD, dt__move_all_to_all },
-    { DT_PLACE_REPLICATE, DT_PLACE_PARTIAL, dt__move_keep_first },
-    { DT_PLACE_COPY, DT_PLACE_REPLICATE, dt__move_identity },
+    { DT_PLACE_PARTIAL, DT_PLACE_REPLICATE, 0, dt__move_all_reduce },
+    { DT_PLACE_REPLICATE, DT_PLACE_COPY, 0, dt__move_identity },
+    { DT_PLACE_SHARD, DT_PLACE_COPY, 1, dt__move_all_gather },
+    { DT_PLACE_PARTIAL, DT_PLACE_SHARD, 1, dt__move_reduce_scatter },
+    { DT_PLACE_SHARD, DT_PLACE_REPLICATE, 1, dt__move_all_gather },
+    { DT_PLACE_REPLICATE, DT_PLACE_SHARD, 0, dt__move_slice },
+    { DT_PLACE_SHARD, DT_PLACE_SHARD, 2, dt__move_all_to_all },
+    { DT_PLACE_REPLICATE, DT_PLACE_PARTIAL, 0, dt__move_keep_first },
+    { DT_PLACE_COPY, DT_PLACE_REPLICATE, 0, dt__move_identity },
 };
 
 static const dt__place_row *dt__place_find(dt_place from, dt_place to) {
@@ -396,10 +396,11 @@ static dt_status dt__place_run(dt__place_move m, dt_place from, dt_place to, int
     if (!row) return DT_ERR_UNSUPPORTED;
     m.from_dim = from.dim;
     m.to_dim = to.dim;
-    char *work = (char *)dt_work(m.ctx, 3 * larger + 1); /* sent, arrived, and the result that is to be added */
-    if (!work) return dt_error(m.ctx);
-    m.stage = work;
-    if (accumulate) m.out = work + 2 * larger;
+    size_t need = (size_t)(row->buffers + (accumulate != 0)) * larger;
+    char  *work = need ? (char *)dt_work(m.ctx, need) : NULL;
+    if (need && !work) return dt_error(m.ctx);
+    m.scratch = work;
+    if (accumulate && work) m.out = work + (size_t)row->buffers * larger;
     dt_status status = row->move(&m);
     if (status != DT_OK || !accumulate) return status;
     const void    *terms[2] = { sum, m.out };
@@ -487,6 +488,7 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place 
 // ==== 7. Order of data and text: code ===============================================================================
 
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
+    if (order.sequences < 1) return -1;
     int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i;
     return ((step - 1) % order.sequences * (order.batch % order.sequences) + k) % order.sequences;
 }
@@ -591,8 +593,10 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
     return NULL;
 }
 
-int64_t dt_text_tokens(const dt_text *text) { return text->tokens; }
-int64_t dt_text_sequences(const dt_text *text) { return text->tokens > 0 ? (text->tokens - 1) / text->seq : 0; }
+int64_t dt_text_tokens(const dt_text *text) { return text ? text->tokens : 0; }
+int64_t dt_text_sequences(const dt_text *text) {
+    return dt_text_tokens(text) > 0 ? (text->tokens - 1) / text->seq : 0;
+}
 
 /* Bytes first .. first+count-1 of the whole, which may lie in several files. */
 static dt_status dt__text_bytes(dt_text *t, int64_t first, int64_t count, unsigned char *out) {

@@ -29,7 +29,7 @@
            for (int step = 0; step < 100; step++) {
                dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(2, 3), x), w, NULL);
                dt_tensor *loss = dt_mse(out, dt_input(ctx, DT_F32, DT_SHAPE(2, 1), y), 2);
-               dt_backward(loss);
+               if (dt_backward(loss) != DT_OK) break;    // your own code looks at data: so check before it
                for (int i = 0; i < 3; i++) ((float *)w->data)[i] -= 0.01f * ((float *)w->grad)[i];
                if (step % 20 == 0) printf("step %d loss %g\n", step, dt_item(loss));
                dt_clear_grads(ctx);
@@ -429,7 +429,8 @@ typedef struct dt_block_state dt_block_state;
 
 struct dt_tensor {              /* read it, print it, index it; ops write it */
     void          *data;        /* device memory, dense, row-major; for a parameter NULL until it has storage */
-    void          *grad;        /* as data; set by dt_backward */
+    void          *grad;        /* as data; of parameters and dt_require_grad tensors: set by dt_backward. Of others:
+                                   valid inside their block's backward only */
     dt_shape       shape;       /* local: what this rank holds */
     dt_dtype       dtype;
     const char    *name;        /* a parameter's name, else the op that made it */
@@ -618,7 +619,7 @@ struct dt_node {                    /* one recorded op */
    and in square_back add to each gradient that is wanted:
        if (dt_wants(node, 0)) { float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ... } */
 typedef struct dt_record_desc {
-    const char    *name;
+    const char    *name;              /* not copied: it must live until dt_reset */
     dt_tensor     *in[DT_MAX_INPUTS]; /* up to the first NULL, unless n_in says more: an input may be NULL */
     int            n_in;
     dt_backward_fn backward;
@@ -979,7 +980,9 @@ void *dt_work(dt_ctx *ctx, size_t bytes) {
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
     ctx->work_bytes = 0;
     ctx->work = dt_alloc(ctx, DT_MEM_TEMP, bytes, "scratch of a kernel");
-    if (ctx->work) ctx->work_bytes = bytes;
+    if (!ctx->work) return NULL;
+    ctx->work_bytes = bytes;
+    dt_log(ctx, DT_LOG_DETAIL, "scratch grows to %zu bytes", bytes);
     return ctx->work;
 }
 
@@ -1622,13 +1625,14 @@ static dt_block_state *dt__block_take(dt_ctx *ctx) {
     return b;
 }
 
-/* The root, made at its first use, and storage for parameters that no optimizer asked for. */
+/* The root, made at its first use. */
 static dt_block_state *dt__root(dt_ctx *ctx) {
     if (ctx->root) return ctx->root;
     ctx->root = ctx->current = dt__block_take(ctx);
     return ctx->root;
 }
 
+/* Storage for parameters that no optimizer asked for. */
 static dt_status dt__storage(dt_ctx *ctx) {
     dt_units_desc defaults = { 0, 0 };
     return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
@@ -1885,6 +1889,11 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
         dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): integers have no gradient", t->name);
         return NULL;
     }
+    if (dt__owner(t)->param) {
+        if (!dt__owner(t)->param->desc.frozen) return t;
+        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): the parameter is frozen", t->name);
+        return NULL;
+    }
     dt__owner(t)->needs_grad = t->needs_grad = DT__KEPT;
     return t;
 }
@@ -2024,6 +2033,14 @@ static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) 
     return ctx;
 }
 
+/* The answer to a NULL among an op's inputs. After a failure that is normal; otherwise it is one, a misspelt
+   dt_param_find for example. Which of the inputs is there to tell does not matter. */
+static dt_ctx *dt__missing(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) {
+    dt_tensor *t = a ? a : b ? b : c;
+    if (t) dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): another input is NULL", op, t->name);
+    return NULL;
+}
+
 /* Fails with the shapes of both. */
 static dt_tensor *dt__mismatch(const char *op, const dt_tensor *a, const dt_tensor *b, const char *why) {
     dt_fail(a->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s: %s", op, a->name, b->name, dt_dtype_name(a->dtype),
@@ -2086,7 +2103,7 @@ static dt_status dt__linear_back(dt_node *n) {
 }
 
 dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
-    dt_ctx *ctx = w ? dt__op("dt_linear", x, w, b) : NULL;
+    dt_ctx *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
     if (!ctx) return NULL;
     if (x->dtype != w->dtype || (b && b->dtype != w->dtype)) return dt__mismatch("dt_linear", x, w, "types differ");
     if (w->shape.nd < 2 || x->shape.nd < 1 || dt__last(x) != dt__last(w))
@@ -2125,7 +2142,8 @@ static dt_status dt__embedding_back(dt_node *n) {
 }
 
 dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
-    dt_ctx *ctx = ids ? dt__op("dt_embedding", table, ids, NULL) : NULL;
+    int     both = table && ids;
+    dt_ctx *ctx = both ? dt__op("dt_embedding", table, ids, NULL) : dt__missing("dt_embedding", table, ids, NULL);
     if (!ctx) return NULL;
     if (table->shape.nd != 2 || ids->dtype != DT_I32 || ids->shape.nd >= DT_MAX_DIMS)
         return dt__mismatch("dt_embedding", table, ids, "a table (V,C) and i32 ids are needed");
@@ -2157,7 +2175,8 @@ static dt_status dt__layernorm_back(dt_node *n) {
 }
 
 dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    dt_ctx *ctx = gain && bias ? dt__op("dt_layernorm", x, gain, bias) : NULL;
+    int     all = x && gain && bias;
+    dt_ctx *ctx = all ? dt__op("dt_layernorm", x, gain, bias) : dt__missing("dt_layernorm", x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last(x) || x->dtype != gain->dtype)
         return dt__mismatch("dt_layernorm", x, gain, "the gain must have x's last dimension and type");
@@ -2215,7 +2234,7 @@ static dt_status dt__add_back(dt_node *n) {
 }
 
 dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) {
-    dt_ctx *ctx = b ? dt__op("dt_add", a, b, NULL) : NULL;
+    dt_ctx *ctx = a && b ? dt__op("dt_add", a, b, NULL) : dt__missing("dt_add", a, b, NULL);
     if (!ctx) return NULL;
     int skip = a->shape.nd - b->shape.nd, fits = skip >= 0 && a->dtype == b->dtype && a->dtype != DT_I32;
     for (int i = 0; fits && i < b->shape.nd; i++) fits = a->shape.d[skip + i] == b->shape.d[i];
@@ -2280,7 +2299,7 @@ static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_t
 }
 
 dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
-    dt_ctx *ctx = k && v ? dt__op("dt_attention", q, k, v) : NULL;
+    dt_ctx *ctx = q && k && v ? dt__op("dt_attention", q, k, v) : dt__missing("dt_attention", q, k, v);
     if (!ctx) return NULL;
     if (desc.positions || desc.documents) {
         dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_attention: positions and documents are not available in this version");
@@ -2330,7 +2349,9 @@ static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
 }
 
 dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
-    dt_ctx *ctx = labels ? dt__op("dt_cross_entropy", logits, labels, NULL) : NULL;
+    int     both = logits && labels;
+    dt_ctx *ctx = both ? dt__op("dt_cross_entropy", logits, labels, NULL)
+                       : dt__missing("dt_cross_entropy", logits, labels, NULL);
     if (!ctx || !dt__denominator(ctx, "dt_cross_entropy", denominator)) return NULL;
     if (logits->shape.nd < 1 || labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(logits))
         return dt__mismatch("dt_cross_entropy", logits, labels, "logits (..,V) and one i32 label a row are needed");
@@ -2367,7 +2388,7 @@ static dt_status dt__mse_back(dt_node *n) {
 }
 
 dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
-    dt_ctx *ctx = b ? dt__op("dt_mse", a, b, NULL) : NULL;
+    dt_ctx *ctx = a && b ? dt__op("dt_mse", a, b, NULL) : dt__missing("dt_mse", a, b, NULL);
     if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
@@ -2393,7 +2414,7 @@ static dt_status dt__side_loss_back(dt_node *n) {
 }
 
 dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
-    dt_ctx *ctx = scalar ? dt__op("dt_loss", x, scalar, NULL) : NULL;
+    dt_ctx *ctx = x && scalar ? dt__op("dt_loss", x, scalar, NULL) : dt__missing("dt_loss", x, scalar, NULL);
     if (!ctx) return NULL;
     if (dt_count(scalar->shape) != 1 || scalar->dtype == DT_I32)
         return dt__mismatch("dt_loss", x, scalar, "a side loss is a scalar");

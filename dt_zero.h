@@ -147,7 +147,8 @@ DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
 /* [collective: world] After the backward of the step's last micro-batch: the norm, clipping, the update, and whole
    parameters on every rank again. The gradients' sums begin anew. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
-/* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter, in host memory. */
+/* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter: host receives as many
+   elements of the parameter's type as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
@@ -204,6 +205,7 @@ struct dt_zero {
     int            states;
     double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
     size_t         n_sums;
+    double        *totals;      /* (n_units) the same of each unit */
     int64_t        step;
 };
 
@@ -232,30 +234,57 @@ static dt_status dt__zero_units_make(dt_zero *zero) {
         for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
             z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
             if (!z->state[s]) return dt_error(ctx);
-            dt_fill_args a = { z->unit->dtype, z->state[s], z->count, 0 };
-            if (DT__KERNEL(ctx, "dt_zero_make", fill, &a) != DT_OK) return dt_error(ctx);
+            if (dt__fill(ctx, z->unit->dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
         }
     }
     zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
+    size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
+    zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, totals, "sums of the norm");
     return dt_error(ctx);
 }
 
-/* A cut or mark along an axis that holds copies needs a smaller data group: experts, in a later version. */
-static dt_status dt__zero_check_params(dt_zero *zero) {
+/* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
+   coordinates, because the caller may have made the group in another way than dt_mesh_make did. */
+static int dt__zero_has_copies(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
+    int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp, found = 0;
+    for (int i = 0; comm && i < dt_comm_size(comm); i++) {
+        int rank = dt_comm_world_rank(comm, i);
+        int copy = rank % m->sizes.tp == m->at.tp && rank / stage == m->at.pp;
+        found |= copy && rank != dt_comm_world_rank(comm, dt_comm_rank(comm));
+    }
+    return found;
+}
+
+/* A cut along an axis that holds copies needs a smaller data group (experts, in a later version); a mark along one
+   would sum twice. */
+static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
-        const dt_tensor *t = dt_param_get(zero->ctx, i);
-        for (int c = 0; c < 3; c++) {
-            const dt_comm *cut = t->param->desc.cuts[c].comm;
-            if (cut && (cut == m->data || cut == m->dp || cut == m->ep || cut == m->cp))
-                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over the data group '%s': not "
-                    "in this version", t->name, dt_comm_name(cut));
-        }
+        const dt_tensor     *t = dt_param_get(zero->ctx, i);
+        const dt_param_desc *d = &t->param->desc;
+        for (int c = 0; c < 3; c++)
+            if (dt__zero_has_copies(zero, d->cuts[c].comm))
+                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over '%s', whose ranks are data "
+                    "parallel: not in this version; is .mesh the mesh that made the group?", t->name,
+                    dt_comm_name(d->cuts[c].comm));
+        for (int k = 0; k < 2; k++)
+            if (dt__zero_has_copies(zero, d->marks[k].comm))
+                return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s has a mark over '%s', along which "
+                    "gradients are summed already", t->name, dt_comm_name(d->marks[k].comm));
     }
     return DT_OK;
 }
 
 // ==== 5. The reducer ================================================================================================
+
+/* Gradients count as dp, whatever axis a group belongs to. */
+static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run) {
+    dt_axis axis = comm->axis;
+    dt_comm_set_axis(comm, DT_AXIS_DP);
+    dt_status status = dt_all_reduce(comm, run, run, z->count, z->unit->dtype, DT_SUM);
+    dt_comm_set_axis(comm, axis);
+    return status;
+}
 
 /* Sums a unit's gradient over every group along which it is a part:
 
@@ -270,8 +299,7 @@ static dt_status dt__zero_reduce(dt_zero *zero, dt__zero_unit *z) {
                                              : dt_reduce_scatter(z->data, u->grad, mine, z->count, u->dtype, DT_SUM);
     const dt_mark *marks = dt_param_get(zero->ctx, u->first_param)->param->desc.marks;
     for (int i = 0; status == DT_OK && i < 2; i++)
-        if (marks[i].comm && marks[i].kind == DT_PART)
-            status = dt_all_reduce(marks[i].comm, mine, mine, z->count, u->dtype, DT_SUM);
+        if (marks[i].comm && marks[i].kind == DT_PART) status = dt__zero_sum_mark(z, marks[i].comm, mine);
     z->reduced = 1;
     return status;
 }
@@ -315,64 +343,62 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
     return dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums);
 }
 
-/* The group of cut c of the parameters of a unit: they all have the same. */
-static dt_comm *dt__zero_cut(const dt_zero *zero, int u, int c) {
-    return dt_param_get(zero->ctx, zero->units[u].unit->first_param)->param->desc.cuts[c].comm;
-}
-
 /* Adds up the units' values over the groups that cut them, so that each logical element counts once: whole copies are
-   not summed over tp, boxes are. One call for each distinct group. */
-static dt_status dt__zero_sum_cuts(dt_zero *zero, double *value) {
-    for (int c = 0; c < 3; c++)
-        for (int u = 0; u < zero->n_units; u++) {
-            dt_comm *comm = dt__zero_cut(zero, u, c);
-            int      seen = comm == NULL;
-            for (int w = 0; w < u && !seen; w++) seen = dt__zero_cut(zero, w, c) == comm;
-            for (int w = u; w < zero->n_units && !seen; w++)
-                if (dt__zero_cut(zero, w, c) == comm && dt_sum_doubles(comm, &value[w], 1) != DT_OK)
-                    return dt_error(zero->ctx);
+   not summed over tp, boxes are. One call for each unit and cut, in the same order on every rank. */
+static dt_status dt__zero_sum_cuts(dt_zero *zero) {
+    for (int u = 0; u < zero->n_units; u++) { /* all parameters of a unit are cut alike */
+        const dt_tensor *t = dt_param_get(zero->ctx, zero->units[u].unit->first_param);
+        for (int c = 0; c < 3; c++) {
+            dt_comm *comm = t->param->desc.cuts[c].comm;
+            if (comm && dt_sum_doubles(comm, &zero->totals[u], 1) != DT_OK) return dt_error(zero->ctx);
         }
+    }
     return DT_OK;
 }
 
-/* Fails with the first parameter whose gradient holds a NaN or an infinity. */
+/* Fails naming the first element of run `run` of a unit that is not finite. */
+static dt_status dt__zero_blame(dt_zero *zero, const dt_unit *unit, size_t run, double norm) {
+    double copy[DT_RUN]; /* of either type */
+    size_t size = dt_dtype_size(unit->dtype), bad = 0;
+    if (dt__move(zero->ctx, copy, (char *)unit->grad + run * DT_RUN * size, DT_RUN * size) != DT_OK ||
+        dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
+    while (bad + 1 < DT_RUN && isfinite(unit->dtype == DT_F64 ? copy[bad] : (double)((const float *)(void *)copy)[bad]))
+        bad++;
+    const dt_tensor *t = dt_param_get(zero->ctx, unit->first_param);
+    for (int p = 1; p < unit->params; p++) {
+        const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
+        if (later->param->offset <= run * DT_RUN + bad) t = later;
+    }
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is not "
+        "finite is element %zu of %s", (long long)zero->step + 1, norm, run * DT_RUN + bad - t->param->offset, t->name);
+}
+
+/* The norm is not finite. A rank that holds the first run at fault says where; the others learn it from that rank. */
 static dt_status dt__zero_not_finite(dt_zero *zero, double norm) {
     for (int u = 0; u < zero->n_units; u++)
         for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) {
-            if (isfinite(zero->sums[zero->units[u].sums + i])) continue;
-            const dt_unit   *unit = zero->units[u].unit;
-            const dt_tensor *t = dt_param_get(zero->ctx, unit->first_param);
-            for (int p = 1; p < unit->params; p++) {
-                const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
-                if (later->param->offset <= i * DT_RUN) t = later;
-            }
-            return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is "
-                "not finite is in or after %s", (long long)zero->step + 1, norm, t->name);
+            const dt__zero_unit *z = &zero->units[u];
+            if (isfinite(zero->sums[z->sums + i])) continue;
+            if (i >= z->first / DT_RUN && i < (z->first + z->count) / DT_RUN)
+                return dt__zero_blame(zero, z->unit, i, norm);
+            return dt_barrier(zero->mesh.data);
         }
-    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g, by another rank's parameters",
-        (long long)zero->step + 1, norm);
+    return dt_barrier(zero->mesh.world);
 }
 
 static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
-    double  total = 0;
-    size_t  bytes = (size_t)zero->n_units * sizeof(double);
-    double *value = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the gradient norm");
-    if (!value || dt__zero_square_sums(zero) != DT_OK) {
-        dt_free(zero->ctx, DT_MEM_HOST, value, bytes);
-        return dt_error(zero->ctx);
-    }
+    double total = 0;
+    if (dt__zero_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u < zero->n_units; u++) {
-        value[u] = 0;
         const double *sums = zero->sums + zero->units[u].sums;
-        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) value[u] += sums[i];
+        zero->totals[u] = 0;
+        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) zero->totals[u] += sums[i];
     }
-    dt__zero_sum_cuts(zero, value);
-    for (int u = 0; u < zero->n_units; u++) total += value[u];
-    dt_free(zero->ctx, DT_MEM_HOST, value, bytes);
-    dt_sum_doubles(zero->mesh.pp, &total, 1);
+    if (dt__zero_sum_cuts(zero) != DT_OK) return dt_error(zero->ctx);
+    for (int u = 0; u < zero->n_units; u++) total += zero->totals[u];
+    if (dt_sum_doubles(zero->mesh.pp, &total, 1) != DT_OK) return dt_error(zero->ctx);
     *norm = sqrt(total);
-    if (dt_error(zero->ctx) == DT_OK && !isfinite(*norm)) dt__zero_not_finite(zero, *norm);
-    return dt_error(zero->ctx);
+    return isfinite(*norm) ? DT_OK : dt__zero_not_finite(zero, *norm);
 }
 
 // ==== 7. The update =================================================================================================
@@ -422,6 +448,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         for (int s = 0; s < 2 && z->unit; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], z->count * dt__zero_size(z));
     }
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
+    dt_free(ctx, DT_MEM_HOST, zero->totals, (size_t)zero->n_units * sizeof *zero->totals);
     dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
     dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);
 }
@@ -470,6 +497,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && dt__zero_check_params(zero) == DT_OK && dt_units_make(ctx, units) == DT_OK)
         dt__zero_units_make(zero);
     zero->next = zero->n_units - 1;
+    if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world); /* all ranks have their state, or none goes on */
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
     return NULL;
@@ -491,7 +519,8 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
             "micro-batch has not run", (long long)zero->step + 1);
         return info;
     }
-    if (dt__zero_norm(zero, &norm) != DT_OK) return info;
+    /* whatever one rank noticed, no rank updates */
+    if (dt__zero_norm(zero, &norm) != DT_OK || dt_barrier(zero->mesh.world) != DT_OK) return info;
     if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);
     for (int u = 0; u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
@@ -525,6 +554,7 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
 }
 
 size_t dt_zero_state_bytes(const dt_zero *zero) {
+    if (!zero) return 0;
     size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->mesh.data) : 1, bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;

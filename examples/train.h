@@ -28,6 +28,7 @@ typedef struct train_row {
     double  grad_norm;          /* before clipping */
     double  lr;
     double  ms, tokens_per_s;   /* by rank 0's clock */
+    double  comm;               /* the share of that time which rank 0 spent between ranks, waiting included */
     double  val_loss;           /* NaN in a step after which none was taken */
     double  mem[TRAIN_MEMS];
     double  bytes[DT_AXES];     /* sent by one rank along each axis in this step, largest over the ranks */
@@ -85,7 +86,7 @@ static inline int train_files_add_dir(train_files *f, const char *dir, const cha
     char           path[4096];
     int            first = f->count, failed = 0;
     if (!d) return -1;
-    while (!failed && (e = readdir(d))) {
+    while (!failed && (errno = 0, e = readdir(d))) {
         int fits = endings == NULL;
         for (int i = 0; endings && endings[i]; i++) {
             size_t length = strlen(e->d_name), end = strlen(endings[i]);
@@ -96,7 +97,10 @@ static inline int train_files_add_dir(train_files *f, const char *dir, const cha
         else if (stat(path, &st) != 0) failed = -1;
         else if (S_ISREG(st.st_mode)) failed = train_files_add(f, path, (int64_t)st.st_size);
     }
+    if (!e && errno != 0) failed = -1;
+    int reason = errno; /* closedir may change it */
     closedir(d);
+    errno = reason;
     if (f->count > first) qsort(f->path + first, (size_t)(f->count - first), sizeof *f->path, train_by_name);
     return failed;
 }
@@ -107,10 +111,9 @@ static inline int train_files_add_sources(train_files *f, const char *root) {
     char path[4096];
     snprintf(path, sizeof path, "%s/dt_tensor.h", root);
     if (access(path, R_OK) != 0) return 0;
-    train_files_add_dir(f, root, endings);
+    if (train_files_add_dir(f, root, endings) != 0) return 0;
     snprintf(path, sizeof path, "%s/examples", root);
-    train_files_add_dir(f, path, endings);
-    return f->count;
+    return train_files_add_dir(f, path, endings) == 0 ? f->count : 0;
 }
 
 /* Looks for the sources in the current directory, then in the one above the program's. */
@@ -208,7 +211,7 @@ static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ct
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
     dt_text *text, train_batch *b, int64_t step) {
     dt_ctx   *ctx = model->ctx;
-    double    start = train_now(ctx);
+    double    start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
     train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN };
     size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->T);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
@@ -221,7 +224,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
             isnan(row.loss) ? "NaN" : "infinite");
     row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
     train_account(ctx, sent, &row);
-    row.ms = 1000 * (train_now(ctx) - start);
+    double seconds = train_now(ctx) - start;
+    row.ms = 1000 * seconds;
+    row.comm = seconds > 0 ? (dt_comm_seconds(ctx) - in_comm) / seconds : 0;
     row.tokens_per_s = (double)b->order.batch * (double)b->T / (row.ms / 1000);
     return row;
 }

@@ -234,7 +234,7 @@ static void parse_word(int id, value *v, const char *text) {
     const char *verb = built > 1 ? "values are" : "value is";
     if (place < 0) refuse("--%s %s: the legal %s %.*s", o->name, *text ? text : "''", verb, length, o->arg);
     if (place >= built)
-        refuse("--%s %s is not available in this build; the legal %s %.*s", o->name, text, verb, length, o->arg);
+        refuse("--%s is not available in this build with %s; the legal %s %.*s", o->name, text, verb, length, o->arg);
     v->number = place;
 }
 
@@ -255,7 +255,7 @@ static void set(value *v, int id, const char *text, int from) {
         if (o->kind == INT || o->kind == REAL) parse_number(id, &preset, o->preset);
         if (o->kind == SWITCH ? v->number != 0 : o->kind == TEXT ? strcmp(text, o->preset) != 0 :
             v->number != preset.number)
-            refuse("--%s %s is not available in this build; only %s is", o->name, text, o->preset);
+            refuse("--%s is not available in this build (only %s is): %s", o->name, o->preset, text);
     }
     v->text = text;
     v->from = from;
@@ -405,8 +405,13 @@ static gpt_config resolve_model(value *v) {
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {
+    static const char *const launchers[3] = { "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE" };
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
+    for (int i = 0; i < 3; i++) /* each process of a launcher would train alone, and they would share one log */
+        if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
+            refuse("%s=%s: --backend tcp or mpi is not available in this build, so a launcher cannot start the ranks; "
+                "start one process with --ranks", launchers[i], getenv(launchers[i]));
     if (!v[O_RANKS].text)
         compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
     if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
@@ -489,8 +494,9 @@ static void find_text(const value *v, int id, train_files *files) {
     } else {
         if (stat(path, &st) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
         if (!S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) refuse("--%s %s: neither a file nor a directory", name, path);
-        if (S_ISREG(st.st_mode)) train_files_add(files, path, (int64_t)st.st_size);
-        else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
+        if (S_ISREG(st.st_mode)) {
+            if (train_files_add(files, path, (int64_t)st.st_size) != 0) refuse("--%s %s: out of memory", name, path);
+        } else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
     }
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
     for (int i = 0; i < files->count; i++) check_file(id, files->path[i]);
@@ -570,7 +576,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
         j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     if (peak > 0) printf(" | mfu %.1f%%", 100 * gpt_flops_per_token(j->config.model) * row->tokens_per_s / peak);
-    printf(" | mem %.1f MiB | eta ", row->mem[TRAIN_PEAK] / 1048576);
+    printf(" | comm %.0f%% | bubble 0%% | mem %.1f MiB | eta ", 100 * row->comm, row->mem[TRAIN_PEAK] / 1048576);
     print_time((double)left * (row->step > 1 ? j->ms / (double)(row->step - 1) : row->ms) / 1000);
     putchar('\n');
     if (isfinite(row->val_loss))
@@ -624,7 +630,9 @@ static int run(job *j) {
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
             j->v[O_BATCH].number * j->config.model.seq * (double)later / (j->ms / 1000), (long long)later);
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
-    return fflush(stdout) == 0 ? 0 : 1;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
+    return 1;
 }
 
 // ==== 8. main =======================================================================================================

@@ -719,6 +719,9 @@ static void check_injection(const injection *in, const outcome *o, int ranks) {
         CHECK_MSG(o->status == DT_ERR_COMM && strstr(text, " calls "), "%s: %s", where, text);
         CHECK_MSG(in->culprit == 0 || strstr(text, "rank 0 calls"), "%s: names one side: %s", where, text);
     }
+    int own = 0;    /* failures that are not a peer's: one is the first, and the first alone */
+    for (int r = 0; r < ranks; r++) own += o->error[r] != DT_OK && o->error[r] != DT_ERR_PEER;
+    CHECK_MSG(own <= 1, "%s: %d ranks think that they were the first", where, own);
     for (int r = 0; r < ranks; r++) {
         if (r == in->culprit && (in->kind == ENDS || in->kind == RETURNS_ERROR)) continue;
         if (in->op == 9 && (r + ranks - in->culprit) % ranks != 1 && o->error[r] == DT_OK) continue;  /* was through */
@@ -810,9 +813,12 @@ static dt_status late_rank(dt_ctx *ctx, void *user) {
     const late *l = (const late *)user;
     dt_comm *world = dt_world(ctx);
     float x = 1;
+    CHECK(dt_comm_seconds(ctx) == 0);
     for (int i = 0; i < 40; i++) dt_barrier(world);
     if (dt_comm_rank(world) == l->rank) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, l->s);
-    return dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM);
+    dt_status status = dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM);
+    if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1);     /* it waited */
+    return status;
 }
 
 static void test_timeouts(void) {
@@ -1303,9 +1309,11 @@ static void test_launch(void) {
     }
     prepare(&o, -1, short_rank, NULL);
     CHECK(start(&o) == DT_ERR_ARG);
-    prepare(&o, 2, short_rank, NULL);
-    o.desc.timeout_s = -1;
-    CHECK(start(&o) == DT_ERR_ARG);
+    for (int i = 0; i < 3; i++) {
+        prepare(&o, 2, short_rank, NULL);
+        o.desc.timeout_s = i == 0 ? -1 : i == 1 ? 2e9 : (double)__builtin_nan("");
+        CHECK(start(&o) == DT_ERR_ARG);
+    }
     dt_run_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.host = &o.host.host;

@@ -302,7 +302,7 @@ static void test_column_sum() {
         }
 }
 
-static void compare_layernorm(size_t rows, size_t cols, double eps, double shift) {
+static void compare_layernorm(size_t rows, size_t cols, double eps, double shift, size_t orders = 3) {
     arrays a;
     for (double floor : { 4.0, 1.0, 0.0 }) push(a, ODD, floor == 4.0 ? rows * cols : rows, floor);
     array &in = push(a, ODD, rows * cols, EXACT);
@@ -313,11 +313,12 @@ static void compare_layernorm(size_t rows, size_t cols, double eps, double shift
         dt_layernorm_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), x[4].data(),
                                    x[5].data(), rows, cols, eps };
         return t->layernorm(&args, NULL);
-    });
+    }, orders);
 }
 
 // outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted; accumulate: whether they are added to.
-static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int accumulate, bool in_place) {
+static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int accumulate, bool in_place,
+    size_t orders = 3) {
     arrays a;
     double down = 4 * (1 + (double)rows);
     push(a, ODD, rows * cols, 8);
@@ -347,7 +348,7 @@ static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int ac
                                                 accumulate & 1, accumulate >> 1 & 1, accumulate >> 2 & 1,
                                                 x[8].data(), x[8].bytes() };
                 return t->layernorm_back(&args, NULL);
-            });
+            }, orders);
 }
 
 static void test_layernorm() {
@@ -385,7 +386,8 @@ static void compare_cross_entropy(size_t rows, size_t cols, long bad, double siz
             }, orders);
 }
 
-static void compare_cross_entropy_back(size_t rows, size_t cols, long bad, int accumulate, bool in_place) {
+static void compare_cross_entropy_back(size_t rows, size_t cols, long bad, int accumulate, bool in_place,
+    size_t orders = 3) {
     arrays a;
     push(a, ODD, rows * cols, 1);
     array &logits = push(a, ODD, rows * cols, EXACT), &lse = push(a, ODD, rows, EXACT);
@@ -404,7 +406,7 @@ static void compare_cross_entropy_back(size_t rows, size_t cols, long bad, int a
                 dt_cross_entropy_back_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(),
                                                     x[3].i(), rows, cols, x[4].d(), 0.25, accumulate };
                 return t->cross_entropy_back(&args, NULL);
-            });
+            }, orders);
 }
 
 // Rows that are not numbers: the answer is NaN or infinity on both, and other rows are as they should be.
@@ -507,7 +509,24 @@ static void test_optimizers() {
 
 // ==== 6. Sizes beyond one grid ======================================================================================
 
-// Each shape of walk once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices only.
+// Half a warp a run makes many runs, so the numbers are nearly all zero, in pages that nobody writes.
+static void test_square_sums_rounds() {
+    const size_t        runs = (size_t)MAX_BLOCKS * 16 + 5;
+    float              *x = static_cast<float *>(calloc(runs * DT_RUN, sizeof *x));
+    std::vector<double> sums(runs, NAN);
+    if (!CHECK(x)) return;
+    x[0] = 2;
+    x[(runs - 6) * DT_RUN] = 3;
+    x[runs * DT_RUN - 2] = 4;
+    dt_square_sums_args args = { DT_F32, sums.data(), x, runs * DT_RUN - 1 };
+    CHECK(dt_kernels_cuda()->square_sums(&args, NULL) == DT_OK);
+    double total = 0;
+    for (double sum : sums) total += sum;
+    CHECK(sums[0] == 4 && sums[runs - 6] == 9 && sums[runs - 1] == 16 && total == 29);
+    free(x);
+}
+
+// Each kind of loop once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices only.
 static void test_several_rounds() {
     const size_t count = (size_t)MAX_BLOCKS * BLOCK * 4 + 4 * BLOCK + 3;
     arrays       a;
@@ -521,7 +540,11 @@ static void test_several_rounds() {
         dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM };
         return t->reduce(&args, NULL);
     }, 1);
+    compare_layernorm(MAX_BLOCKS + 3, 2, 1e-5, 0, 1);
+    compare_layernorm_back(MAX_BLOCKS + 3, 2, 1, 0, false, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
+    compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
+    test_square_sums_rounds();
 
     arrays sums;
     push(sums, ALIGNED, (size_t)MAX_BLOCKS * 32 + 33, 8);
@@ -747,7 +770,8 @@ static void test_chain() {
         if (first.empty()) first = got;
         CHECK(got == first);
         size_t wrong = got.size() != want.size();
-        for (size_t k = 0; k < got.size() && k < want.size(); k++) wrong += !(fabs(got[k] - want[k]) < 2e-6 * fmax(1, fabs(want[k])));
+        for (size_t k = 0; k < got.size() && k < want.size(); k++)
+            wrong += !(fabs(got[k] - want[k]) < 2e-6 * fmax(1, fabs(want[k])));
         CHECK_MSG(wrong == 0, "%zu of %zu numbers differ from the CPU's", wrong, want.size());
         CHECK(want[4] > 0 && want[4] < want[0] && want[5] < want[1]); // it learns
         CHECK(seen.live == 0);

@@ -450,6 +450,7 @@ static dt_status free_main(dt_ctx *ctx, void *user) {
     CHECK(dt_redistribute(NULL, world, DT_REPLICATE, DT_COPY) == NULL && dt_error(ctx) == DT_OK);
     dt_tensor *copy = dt_redistribute(x, world, DT_REPLICATE, DT_COPY); /* the identity does not copy either */
     CHECK(copy && copy->data == x->data && (copy == x) == (dt_comm_size(world) == 1));
+    CHECK(dt_memory_used(ctx).peak[DT_MEM_TEMP] == 0); /* and needs no scratch */
     dt_tensor *all_ids = dt_redistribute(dt_input(ctx, DT_I32, DT_SHAPE(2), ids), world, DT_SHARD(0), DT_REPLICATE);
     CHECK(all_ids && dt_count(all_ids->shape) == 2 * dt_comm_size(world) && !all_ids->needs_grad);
     if (all_ids && dt_read(all_ids, got) == DT_OK)

@@ -864,7 +864,8 @@ static int64_t box_case(dt_shape full, const dt_cut cuts[3], dt_init init, const
         for (int64_t i = full.d[d] - 1; i >= 0; i--)
             if (place_of(i, full.d[d], d, cuts) >= 0) held++, first = i;
         int right = box.inside[d] == held && (held == 0 || box.lo[d] == first);
-        fits &= CHECK_MSG(right, "dimension %d: lo %lld, inside %lld", d, (long long)box.lo[d], (long long)box.inside[d]);
+        fits &= CHECK_MSG(right, "dimension %d: lo %lld, inside %lld", d, (long long)box.lo[d],
+            (long long)box.inside[d]);
         inside *= held;
     }
     if (fits) dt_read(w, have); /* a wrong box would write anywhere */

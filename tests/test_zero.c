@@ -59,7 +59,7 @@ static dt_report run_refusing(int ranks, dt_status (*rank_main)(dt_ctx *ctx, voi
     s.host.alloc = spy_alloc;
     s.host.free = spy_free;
     s.host.log = silent;
-    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &s.host, .report = &report }, rank_main, user);
+    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 30, .host = &s.host, .report = &report }, rank_main, user);
     CHECK_MSG(s.live == 0, "%d blocks were not given back", s.live);
     if (left) *left = s.left;
     return report;
@@ -388,6 +388,12 @@ static const made over_tp[] = {
     { "b.", "end", 9, 0, SAME, 0, 0, 0 },
 };
 
+/* One unit of twelve runs: the order in which a norm is summed shows. */
+static const made many_runs[] = {
+    { "a.", "one", 64, 64, SAME, 0, 0, 0 }, { "a.", "two", 64, 64, SAME, 0, 0, 0 },
+    { "a.", "three", 64, 64, SAME, 0, 0, 0 },
+};
+
 /* A run: what it is, and what the ranks leave. */
 typedef struct world_run {
     const made  *set;
@@ -556,6 +562,7 @@ static void world_free(world_run *w) {
 }
 
 #define MIXED mixed, (int)(sizeof mixed / sizeof *mixed)
+#define MANY_RUNS many_runs, (int)(sizeof many_runs / sizeof *many_runs)
 #define OVER_TP over_tp, (int)(sizeof over_tp / sizeof *over_tp)
 
 /* The run by hand, on full tensors of one rank. */
@@ -714,6 +721,8 @@ static void test_by_hand(void) {
             snprintf(name, sizeof name, "over tp, optimizer %d, mesh %d", o, m);
             run_world(name, w);
         }
+    for (int dp = 2; dp <= 3; dp++)
+        run_world("many runs", world_make(MANY_RUNS, (dt_mesh_desc){ .dp = dp }, optimizers[0]));
 }
 
 // ==== 4. Units, memory and bytes ====================================================================================
@@ -1079,6 +1088,27 @@ static void test_bad_uses(void) {
     CHECK(isnan(dt_zero_step(NULL, 1).grad_norm) && dt_zero_state(NULL, 0, NULL, NULL) == DT_ERR_ARG);
 }
 
+/* A context that dt_run did not make: there is no world, every group is a group of one. */
+static void test_alone(void) {
+    dt_host quiet = *dt_host_default();
+    quiet.log = silent;
+    for (int stage = 0; stage < 2; stage++) {
+        dt_ctx    *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+        float      x[3] = { 1, 2, -1 }, y = 3, state[3];
+        dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_ONES);
+        dt_zero   *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = stage, .optimizer = DT_SGD, .momentum = 0.5 });
+        if (!CHECK(zero != NULL)) continue;
+        dt_backward(dt_mse(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 3), x), w, NULL),
+            dt_input(ctx, DT_F32, DT_SHAPE(1, 1), &y), 1)); /* gradient 2 (2 - 3) x */
+        dt_step_info info = dt_zero_step(zero, 0.25);
+        CHECK(info.step == 1 && close_to(info.grad_norm, sqrt(24), 1e-6, 0) && info.clip_scale == 1);
+        CHECK(((float *)w->data)[0] == 1.5f && ((float *)w->data)[1] == 2 && ((float *)w->data)[2] == 0.5f);
+        CHECK(dt_zero_state(zero, 0, w, state) == DT_OK && state[0] == -2 && state[1] == -4 && state[2] == 2);
+        CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL && dt_error(ctx) == DT_ERR_ARG);
+        dt_ctx_free(ctx);
+    }
+}
+
 /* One rank fails between backward and step, or while the other is in dt_zero_make: both calls are collective. */
 typedef struct late_run { int stage, at_make; dt_status status[2]; float before[2][6], after[2][6]; } late_run;
 
@@ -1189,6 +1219,7 @@ int main(int argc, char **argv) {
     test_own_update();
     test_nan();
     test_bad_uses();
+    test_alone();
     test_late_failure();
     test_refused_memory();
     return check_done("test_zero");

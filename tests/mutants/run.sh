@@ -12,11 +12,11 @@
 #       # the second line says what the mistake is
 #
 # For each one the project is copied, the copy patched, that test built and run. Caught: the test builds and fails. A
-# mutant that survives, does not apply or does not compile is a failure of this run. LIMIT: seconds for one (300).
+# mutant that survives, does not apply or does not compile is a failure of this run. LIMIT: seconds for one (90).
 # CLEAN=no: do not first run each test without a mistake.
 here=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$here/../.." && pwd)
-LIMIT=${LIMIT:-300} MAKE=${MAKE:-make}
+LIMIT=${LIMIT:-90} MAKE=${MAKE:-make}
 export TFLAGS=${MUTANT_TFLAGS:--O1}
 CPUS=$(nproc 2>/dev/null || echo 2)
 unset MAKEFLAGS MAKELEVEL B

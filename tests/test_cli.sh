@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# test_cli.sh - the command line of train_gpt: what it refuses, how it fails, what it writes
+#
+# A refusal is exit status 2 and one line "error: ..." before any rank starts; a run that fails is exit status 1 and one
+# line that names the rank; both within seconds. No message may be missing and none may come twice.
+cd "$(dirname "$0")/.." || exit 1
+B=${B:-build} MAKE=${MAKE:-make}
+passed=0 failed=0
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_cli: 0 passed, 1 failed, 0 skipped"; exit 1; }
+tiny="--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --steps 3"
+
+report() { # report OK? TEXT
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; sed 's/^/    /' "$dir/err" | head -n 4; fi
+}
+
+try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error, which matches
+    local want=$1 pattern=$2 status lines
+    shift 2
+    timeout 60 "$B/train_gpt" "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    status=$?
+    lines=$(grep -c 'error: ' "$dir/err")
+    [ "$status" = "$want" ] && { [ "$want" = 0 ] || { [ "$lines" = 1 ] && grep -Eq -- "$pattern" "$dir/err"; }; }
+    report $? "status $status, wanted $want and '$pattern': train_gpt $*"
+}
+
+head -c 5000 README.md >"$dir/text"
+: >"$dir/empty"
+printf 'short' >"$dir/short"
+
+# ---- unknown options and values that are none
+try 2 'layers' --layer 3
+try 2 'did you mean|nearest' --widht 64
+try 2 'batch' --bacth=4
+try 2 'steps' --steps many
+try 2 'steps' --steps 3x
+try 2 'steps' --steps -1
+try 2 'steps' --steps
+try 2 'lr' --lr nan
+try 2 'lr' --lr -1
+try 2 'dtype' --dtype f31
+try 2 'tie' --tie maybe
+try 2 'seed' --seed 99999999999999999999999
+try 2 'text' text
+
+# ---- parts of later versions say so, with their defaults they are harmless
+for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" "--dtype bf16" "--dtype f16" "--arch llama" \
+    "--backend mpi" "--backend procs" "--backend nccl" "--device cuda" "--experts 4" "--recompute full" "--save x" \
+    "--resume x" "--offload-optim cpu" "--reduce tree" "--trace x" "--dropout 0.1" "--label-smoothing 0.1" \
+    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000" "--model x" "--shuffle on"; do
+    try 2 'is not available in this build' $x
+done
+try 0 '' $tiny --data "$dir/text" --tp 1 --pp 1 --sp off --dropout 0 --recompute none --quiet
+
+# ---- sizes that do not fit
+try 2 '4' --ranks 4 --dp 3
+try 2 'heads' --width 30 --heads 4
+try 2 'heads' --heads 6 --width 48 --kv-heads 4
+try 2 'batch' --batch 10 --ranks 4
+try 2 'batch' --batch 16 --micro-batch 3
+try 2 'batch|accum' --batch 16 --micro-batch 4 --accum 2
+try 2 'seq' --seq 0
+try 2 'vocab' --vocab 100
+try 2 'layers' --layers 0 --heads 0
+
+# ---- files
+try 2 'no/such/file' --data no/such/file
+try 2 'empty' --data "$dir/empty"
+try 2 'short' --data "$dir/short"
+try 2 'val' --data "$dir/text" --val no/such/val --eval-every 1
+try 2 'log' $tiny --data "$dir/text" --log-csv no/such/dir/f.csv
+
+# ---- runs that fail: every rank ends, one line names the first
+try 1 'rank [0-9]+.*(NaN|nan|inf|finite)' $tiny --data "$dir/text" --optimizer sgd --lr 1e3 --clip 0 --ranks 4 --steps 50
+try 1 'rank [0-9]+.*refused|memory|refused' --layers 1 --width 1000000 --heads 1 --seq 16 --batch 2 --ranks 2 --steps 1 --data "$dir/text"
+
+# ---- what a run writes
+try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/f.csv" --generate 20
+grep -Eq '^step +3/3 \| loss [0-9.]+ \| norm [0-9.]+ \| lr [0-9.e+-]+ \| [0-9.]+ ms \| [0-9]+ tok/s \| comm [0-9]+% \| bubble 0% \| mem [0-9.]+ MiB \| eta [0-9:]+$' "$dir/out"
+report $? "the step line is that of the contract"
+head -n 1 "$dir/f.csv" | tr ',' '\n' | sort >"$dir/have"
+tr ',' '\n' <<<"step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep" | sort >"$dir/want"
+[ -z "$(comm -13 "$dir/have" "$dir/want")" ] && [ "$(wc -l <"$dir/f.csv")" = 4 ]
+report $? "the CSV has every column and a row a step"
+column() { awk -F, -v name="$1" 'NR==1{for(i=1;i<=NF;i++)if($i==name)c=i} NR==2{print $c}' "$2"; }
+try 0 '' $tiny --data "$dir/text" --ranks 1 --log-csv "$dir/one.csv"
+awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-5*b)}'
+report $? "2 ranks with ZeRO-1 have one rank's first loss: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
+awk -v a="$(column mem_optim "$dir/f.csv")" -v b="$(column mem_optim "$dir/one.csv")" 'BEGIN{exit !(a > 0 && a < 0.7 * b)}'
+report $? "ZeRO-1 over 2 ranks halves the optimizer state but for padding"
+WORLD_SIZE=4 timeout 60 "$B/train_gpt" $tiny --data "$dir/text" >"$dir/out" 2>"$dir/err"
+[ $? = 2 ] && grep -q 'WORLD_SIZE=4' "$dir/err"
+report $? "a launcher's ranks are refused, not ignored"
+[ "$(sed -n '/^---$/,/^---$/p' <("$B/train_gpt" $tiny --data "$dir/text" --generate 5) | wc -c)" -ge 14 ]
+report $? "--generate writes its bytes between two lines"
+cut -d, -f1-3 "$dir/f.csv" >"$dir/first"
+try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/again.csv"
+cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
+report $? "the same run again: the same losses and norms to the last digit"
+! grep -n dt__ examples/*.c examples/*.h >"$dir/err"
+report $? "examples use public calls only"
+try 0 '' --help
+grep -q -- '--log-csv' "$dir/out"
+report $? "--help names the options"
+try 0 '' --print-config --width 64 --heads 2
+grep -Eq '"width": *64' "$dir/out"
+report $? "--print-config prints what was given"
+try 0 '' --list-refused
+report $? "--list-refused"
+
+echo "test_cli: $passed passed, $failed failed, 0 skipped"
+[ "$failed" = 0 ]
