@@ -311,9 +311,9 @@ DT_API size_t dt_layernorm_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 #ifdef DT_USE_CUDA
 /* [local] The table in dt_kernels.cu. Never NULL; whether a GPU can be used is dt_cuda_ready's answer. */
-DT_API const dt_kernels *dt_kernels_cuda(void);
+extern const dt_kernels *dt_kernels_cuda(void);
 /* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). */
-DT_API dt_status dt_cuda_ready(char *text, size_t text_bytes);
+extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
 #endif
 
 // ==== 3. Host and io tables =========================================================================================
@@ -663,6 +663,11 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
 #if defined(DT_IMPLEMENTATION) && !defined(DT_TENSOR_IMPL)
 #define DT_TENSOR_IMPL
+
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push /* C does not warn of fields that a designated initialiser leaves zero; g++ does */
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#endif
 
 #include <errno.h>
 #include <fcntl.h>
@@ -2561,6 +2566,10 @@ typedef struct dt__variant {
 
 #ifdef __cplusplus
 }
+#endif
+
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
 #endif
 #endif /* DT_TENSOR_IMPL */
 

@@ -3,8 +3,9 @@
    Each case draws a model, a batch and a layout from the table of fields below, trains it for a few steps on the ranks
    of the layout and on one rank with the whole batch, and compares losses, gradient norms, optimizer state after the
    first step and parameters after the last by the rule of DESIGN.md: |a-b| <= tol * max(|b|, s), 2-norms of a tensor.
-   Stage 0 and stage 1, and the same layout twice, must agree bit for bit. A failing case is shrunk: every field is moved
-   to its simplest value while the case still fails, and one command that repeats it is printed.
+   Stage 0 and stage 1, and the two halves of the backward against the whole, must agree bit for bit. A failing case is
+   shrunk: every field is moved to its simplest value while the case still fails, and one command that repeats it is
+   printed.
 
        test_matrix [--cases N] [--seed S]       N random cases (every value of every field appears, see main)
        test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest value */
@@ -29,7 +30,8 @@ enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest. */
 typedef struct field { const char *name; size_t at; int n; int values[6]; } field;
-#define F(name, ...) { #name, offsetof(spec, name), (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int)), { __VA_ARGS__ } }
+#define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
+#define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
 static const field fields[] = {
     F(model, MODEL_GPT, MODEL_OWN), F(layers, 1, 2, 3), F(heads, 1, 2, 3, 4), F(dim, 1, 2, 3, 5), F(gqa, 0, 1),
     F(ffn, 1, 4, 7, 16), F(seq, 1, 3, 8), F(vocab, 2, 5, 17, 31), F(tied, 0, 1), F(ignore, 0, 1), F(f32, 0, 1),
@@ -189,7 +191,8 @@ static void leave_states(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *m
         if (t->param->desc.frozen) continue;
         for (int s = 0; s < r->states; s++) {
             void *host = malloc(t->param->count * sizeof(double));
-            if (dt_zero_state(zero, s, t, host) == DT_OK && mesh->replica == 0) leave(t, host, r->state[s] + r->first[i]);
+            dt_status status = dt_zero_state(zero, s, t, host);
+            if (status == DT_OK && mesh->replica == 0) leave(t, host, r->state[s] + r->first[i]);
             free(host);
         }
     }
@@ -213,8 +216,8 @@ static dt_status adagrad(const dt_flat *f, void *user) {
     return DT_OK;
 }
 
-/* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow 1e-18 up to 1e-10 of
-   a step, which says nothing of a layout. */
+/* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow 1e-18 up to 1e-10
+   of a step, which says nothing of a layout. */
 static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OWN };
     return (dt_zero_desc){ .stage = s.stage, .mesh = mesh, .optimizer = kinds[s.optimizer], .beta1 = 0.9, .beta2 = 0.95,
@@ -297,11 +300,11 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     dt_mesh   mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = s.dp, .tp = s.tp, .ep = s.ep });
     gpt       g = { 0 };
     own_model own = { 0 };
-    gpt_config config = { s.layers, s.heads * s.dim, s.heads, s.gqa ? s.heads / 2 : s.heads, s.ffn, s.seq, s.vocab, s.tied,
-        type_of(s) };
+    int        kv_heads = s.gqa ? s.heads / 2 : s.heads;
+    gpt_config config = { s.layers, s.heads * s.dim, s.heads, kv_heads, s.ffn, s.seq, s.vocab, s.tied, type_of(s) };
     if (s.model == MODEL_GPT) g = gpt_register(ctx, config);
     else own = own_register(ctx, s, mesh.tp);
-    if (s.freeze && dt_param_count(ctx) > 2) { /* what dt_param_at(.frozen = 1) does, on a model that has no such option */
+    if (s.freeze && dt_param_count(ctx) > 2) { /* as dt_param_at(.frozen = 1), on a model that has no such option */
         dt_tensor *t = dt_param_get(ctx, 2);
         t->param->desc.frozen = 1;
         t->needs_grad = 0;
@@ -376,8 +379,8 @@ static void compare_array(verdict *v, const char *what, const result *a, const d
             size += y[k] * y[k];
         }
         if (!(sqrt(difference) <= tol * fmax(sqrt(size), scale[i])))
-            blame(v, "%s of parameter %d: difference %.3e, size %.3e, scale %.3e", what, i, sqrt(difference), sqrt(size),
-                scale[i]);
+            blame(v, "%s of parameter %d: difference %.3e, size %.3e, scale %.3e", what, i, sqrt(difference),
+                sqrt(size), scale[i]);
     }
 }
 
@@ -390,10 +393,10 @@ static void shares(const result *r, double norm, double *scale) {
 static void compare(verdict *v, const result *a, const result *b) {
     double tol = a->s.f32 ? 1e-5 : 1e-12, scale[128];
     for (int i = 0; i < a->s.steps; i++) {
-        /* in f32 rounding differences grow with the steps: only the first is held to 1e-5, later ones to ten times that */
+        /* in f32 rounding differences grow with the steps: the first is held to 1e-5, later ones to ten times that */
         double t = a->s.f32 && i > 0 ? 10 * tol : tol;
-        if (!near_value(a->loss[i], b->loss[i], t, 0)) blame(v, "loss of step %d: %.17g, one rank %.17g", i + 1, a->loss[i],
-            b->loss[i]);
+        if (!near_value(a->loss[i], b->loss[i], t, 0))
+            blame(v, "loss of step %d: %.17g, one rank %.17g", i + 1, a->loss[i], b->loss[i]);
         if (!near_value(a->norm[i], b->norm[i], t, a->s.f32 ? 1e-3 : 0))
             blame(v, "norm of step %d: %.17g, one rank %.17g", i + 1, a->norm[i], b->norm[i]);
     }
@@ -541,7 +544,7 @@ int main(int argc, char **argv) {
         if (v.failed && time(NULL) - begin > 600) break;
         done++;
     }
-    printf("test_matrix: %d cases, seed %llu; draws refused: %d tensor parallel GPT (not in this version), %d over 16 ranks, "
-           "%d odd heads with shared keys\n", done, (unsigned long long)seed, refused[0], refused[1], refused[2]);
+    printf("test_matrix: %d cases, seed %llu; draws refused: %d tensor parallel GPT (not in this version), %d over 16 "
+           "ranks, %d odd heads with shared keys\n", done, (unsigned long long)seed, refused[0], refused[1], refused[2]);
     return check_done("test_matrix");
 }
