@@ -8,9 +8,11 @@
 
    The rule: |a - b| <= tolerance * max(|b|, s), b being one rank's value. For a loss and a norm s is 0. For a parameter
    of n elements | | is the 2-norm and s = lr * steps * sqrt(n), as far as the updates could have gone: a parameter that
-   should stay zero has nothing else to be measured by. The tolerance is 1e-12 in f64. In f32 it is 1e-5 for losses and
-   norms, 1e-4 for parameters: the gradient of attn.k.bias is zero but for rounding, and Adam, which divides by the
-   gradient's own size, makes steps of that rounding. All other parameters differ by less than 1e-6. */
+   should stay zero has nothing else to be measured by. The tolerance is 1e-12 in f64 and 1e-5 in f32.
+
+   AdamW runs with eps 1e-5, not 1e-8. Where a gradient is zero but for rounding (attn.k.bias, for one), AdamW divides
+   rounding by its own size and makes whole steps of it: with eps 1e-8 two f32 runs that differ in the order of a sum are
+   1e-3 of a norm apart after 30 steps, in any framework, and say nothing of a layout. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -90,12 +92,12 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     out->count = at;
 }
 
-static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 2e-3; }
+static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 1e-3; }
 
 static int run(const row *r, train_config config, result *out) {
     config.model.dtype = r->dtype;
     config.mesh.dp = r->ranks;
-    config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .weight_decay = 0.1,
+    config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .eps = 1e-5, .weight_decay = 0.1,
         .clip = r->optimizer == DT_SGD ? 0 : 1 };
     config.lr = (dt_lr_desc){ learning_rate(r), DT_LR_COSINE, 3, STEPS, 0.1 };
     config.accum = r->accum;
@@ -140,9 +142,8 @@ static difference compare(const row *r, const result *a, const result *b, const 
 /* Prints a row; 1 if it agrees with its reference and has learnt. */
 static int judge(const row *r, const result *a, const result *b, const int64_t *sizes, int tensors) {
     difference d = r->reference ? (difference){ 0, 0, 0 } : compare(r, a, b, sizes, tensors);
-    double     most = fmax(d.loss, fmax(d.norm, d.params)), tight = r->dtype == DT_F64 ? 1e-12 : 1e-5;
-    double     loose = r->dtype == DT_F64 ? 1e-12 : 1e-4;
-    int        ok = d.loss <= tight && d.norm <= tight && d.params <= loose && a->loss[STEPS - 1] < a->loss[0];
+    double     most = fmax(d.loss, fmax(d.norm, d.params)), tolerance = r->dtype == DT_F64 ? 1e-12 : 1e-5;
+    int        ok = most <= tolerance && a->loss[STEPS - 1] < a->loss[0]; /* a NaN is not ok */
     char       text[48] = "-";
     if (!r->reference) snprintf(text, sizeof text, "%.1e %s", most, most == d.loss ? "loss" : most == d.norm ? "norm" :
         "param");
@@ -177,7 +178,7 @@ int main(void) {
     }
     free(one.params);
     train_files_free(&config.data);
-    printf("\n%d of %d rows right: losses and gradient norms as on one rank to 1e-5, parameters to 1e-4; in f64 all to "
-        "1e-12\n", n - wrong, n);
+    printf("\n%d of %d rows right: losses, gradient norms and parameters as on one rank, to 1e-5 in f32 and 1e-12 in "
+        "f64\n", n - wrong, n);
     return wrong > 0;
 }
