@@ -118,11 +118,14 @@ static int sizes_of(gpt_config config, int64_t *sizes, int room) {
     return n <= room ? n : 0;
 }
 
+/* The larger of two; a NaN is larger than everything. */
+static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
+
 static difference compare(const row *r, const result *a, const result *b, const int64_t *sizes, int tensors) {
     difference most = { 0, 0, 0 };
     for (int i = 0; i < STEPS; i++) {
-        most.loss = fmax(most.loss, fabs(a->loss[i] - b->loss[i]) / fabs(b->loss[i]));
-        most.norm = fmax(most.norm, fabs(a->norm[i] - b->norm[i]) / fabs(b->norm[i]));
+        most.loss = worse(fabs(a->loss[i] - b->loss[i]) / fabs(b->loss[i]), most.loss);
+        most.norm = worse(fabs(a->norm[i] - b->norm[i]) / fabs(b->norm[i]), most.norm);
     }
     const double *x = a->params, *y = b->params;
     for (int t = 0; t < tensors; t++) {
@@ -132,7 +135,7 @@ static difference compare(const row *r, const result *a, const result *b, const 
             size += y[k] * y[k];
         }
         double s = learning_rate(r) * STEPS * sqrt((double)sizes[t]);
-        most.params = fmax(most.params, sqrt(apart) / fmax(sqrt(size), s));
+        most.params = worse(sqrt(apart) / fmax(sqrt(size), s), most.params);
         x += sizes[t];
         y += sizes[t];
     }
@@ -142,8 +145,8 @@ static difference compare(const row *r, const result *a, const result *b, const 
 /* Prints a row; 1 if it agrees with its reference and has learnt. */
 static int judge(const row *r, const result *a, const result *b, const int64_t *sizes, int tensors) {
     difference d = r->reference ? (difference){ 0, 0, 0 } : compare(r, a, b, sizes, tensors);
-    double     most = fmax(d.loss, fmax(d.norm, d.params)), tolerance = r->dtype == DT_F64 ? 1e-12 : 1e-5;
-    int        ok = most <= tolerance && a->loss[STEPS - 1] < a->loss[0]; /* a NaN is not ok */
+    double     most = worse(d.loss, worse(d.norm, d.params)), tolerance = r->dtype == DT_F64 ? 1e-12 : 1e-5;
+    int        ok = most <= tolerance && a->loss[STEPS - 1] < a->loss[0];
     char       text[48] = "-";
     if (!r->reference) snprintf(text, sizeof text, "%.1e %s", most, most == d.loss ? "loss" : most == d.norm ? "norm" :
         "param");
