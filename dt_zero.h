@@ -356,21 +356,25 @@ static dt_status dt__zero_sum_cuts(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Fails naming the first element of run `run` of a unit that is not finite. */
+/* Fails naming the first element of run `run` of a unit that is not finite, or the run's first if only the sum of their
+   squares is not. */
 static dt_status dt__zero_blame(dt_zero *zero, const dt_unit *unit, size_t run, double norm) {
     double copy[DT_RUN]; /* of either type */
     size_t size = dt_dtype_size(unit->dtype), bad = 0;
     if (dt__move(zero->ctx, copy, (char *)unit->grad + run * DT_RUN * size, DT_RUN * size) != DT_OK ||
         dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
-    while (bad + 1 < DT_RUN && isfinite(unit->dtype == DT_F64 ? copy[bad] : (double)((const float *)(void *)copy)[bad]))
+    while (bad < DT_RUN && isfinite(unit->dtype == DT_F64 ? copy[bad] : (double)((const float *)(void *)copy)[bad]))
         bad++;
+    int overflow = bad == DT_RUN;
+    if (overflow) bad = 0;
     const dt_tensor *t = dt_param_get(zero->ctx, unit->first_param);
     for (int p = 1; p < unit->params; p++) {
         const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
         if (later->param->offset <= run * DT_RUN + bad) t = later;
     }
-    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient that is not "
-        "finite is element %zu of %s", (long long)zero->step + 1, norm, run * DT_RUN + bad - t->param->offset, t->name);
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient %s is element "
+        "%zu of %s", (long long)zero->step + 1, norm, overflow ? "whose square is too large" : "that is not finite",
+        run * DT_RUN + bad - t->param->offset, t->name);
 }
 
 /* The norm is not finite. A rank that holds the first run at fault says where; the others learn it from that rank. */
@@ -383,7 +387,9 @@ static dt_status dt__zero_not_finite(dt_zero *zero, double norm) {
                 return dt__zero_blame(zero, z->unit, i, norm);
             return dt_barrier(zero->mesh.data);
         }
-    return dt_barrier(zero->mesh.world);
+    if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g: the sum of all squares is too large",
+        (long long)zero->step + 1, norm);
 }
 
 static dt_status dt__zero_norm(dt_zero *zero, double *norm) {

@@ -105,7 +105,9 @@ elif [ $# -gt 0 ]; then
 else
     install_needs
 fi
-[ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${programs[@]/#/$B/}" >/dev/null 2>&1     # what fails is told below
+also=()
+[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt")   # what the scripts need, while there is something to build
+[ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
 for p in "${programs[@]}"; do run_program "$p"; done
 for s in "${scripts[@]}"; do

@@ -5,10 +5,15 @@ B=${B:-build} MAKE=${MAKE:-make}
 passed=0 failed=0
 log=$(mktemp)
 
+build() { # the ladder at -O1, which compiles in a third of the time; the demonstration as make does it
+    [ "$1" = demo ] && { $MAKE -s "$B/demo"; return; }
+    mkdir -p "$B" && ${CC:-cc} -O1 -Wall -Wextra -I. "examples/$1.c" -o "$B/$1" -lm -lpthread
+}
+
 run() { # run NAME LIMIT_S ARGS...
     local name=$1 limit=$2 begin=$SECONDS
     shift 2
-    if ! $MAKE -s "$B/$name" >"$log" 2>&1; then
+    if ! build "$name" >"$log" 2>&1; then
         echo "FAIL $name does not build"
     elif ! timeout -k 5 "$limit" "$B/$name" "$@" >"$log" 2>&1 </dev/null; then
         echo "FAIL $name $*"

@@ -402,7 +402,8 @@ typedef struct world_run {
     dt_zero_desc zero;
     dt_dtype     dtype;
     int          nan_step, nan_rank;                        /* from 1; -1: none */
-    const char  *nan_param;                                 /* its last element */
+    const char  *nan_param;                                 /* its last element; NULL: that of each */
+    double       nan_value;                                 /* not NaN: a number whose square is too large */
     double       norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
     unsigned char *bits[MAX_RANKS];                         /* all parameters, each in MAX_ELEMENTS * 8 bytes */
     dt_status    status[MAX_RANKS];
@@ -456,7 +457,8 @@ static dt_status pull_back(dt_node *n) {
             double  add = e < 0 ? 7 : pulled(s->w->set, t->param->index, e, s->step, s->micro, s->data_rank,
                 s->tp_rank);
             if (s->w->nan_step == s->step && s->w->nan_rank == dt_ctx_rank(t->ctx) &&
-                k == (int64_t)t->param->count - 1 && s->micro == 0 && strcmp(t->name, s->w->nan_param) == 0) add = NAN;
+                k == (int64_t)t->param->count - 1 && s->micro == 0 &&
+                (!s->w->nan_param || strcmp(t->name, s->w->nan_param) == 0)) add = s->w->nan_value;
             put_at(g, t->dtype, k, at_of(g, t->dtype, k) + add);
         }
     }
@@ -546,7 +548,7 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
 
 static world_run world_make(const made *set, int params, dt_mesh_desc mesh, dt_zero_desc zero) {
     world_run w = { .set = set, .params = params, .steps = 3, .accum = 1, .mesh = mesh, .zero = zero, .dtype = DT_F64,
-        .nan_step = -1, .nan_rank = -1 };
+        .nan_step = -1, .nan_rank = -1, .nan_value = NAN };
     int *axes[5] = { &w.mesh.dp, &w.mesh.ep, &w.mesh.cp, &w.mesh.tp, &w.mesh.pp };
     w.ranks = 1;
     for (int i = 0; i < 5; i++) {
@@ -965,7 +967,27 @@ static void check_nan(const made *set, int params, dt_mesh_desc mesh, int stage,
     world_free(&w);
 }
 
+/* Numbers that are finite and whose sum of squares is not: of one element, or only of all together. */
+static void check_overflow(const made *set, int params, int ranks, int stage, const char *param, double value) {
+    world_run w = world_make(set, params, (dt_mesh_desc){ .dp = ranks }, (dt_zero_desc){ .stage = stage, .clip = 1 });
+    w.nan_step = 2;
+    w.nan_rank = 0;
+    w.nan_param = param;
+    w.nan_value = value;
+    dt_report report = run(w.ranks, world_main, &w);
+    CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, "inf"), "norm of %g at stage %d, dp %d: %s '%s'",
+        value, stage, ranks, dt_status_name(report.status), report.text);
+    for (int r = 0; r < w.ranks; r++) CHECK(isnan(w.norm[r][1]));
+    check_unchanged(&w, 1, "norm of finite numbers");
+    world_free(&w);
+}
+
 static void test_nan(void) {
+    for (int code = 0; code < 4; code++) {
+        check_overflow(MIXED, 1 + code / 2, code % 2, "a.big", 1e200);
+        check_overflow(MIXED, 1 + code / 2, code % 2, "b.run", INFINITY);
+        check_overflow(MANY_RUNS, 1 + code / 2, code % 2, NULL, 1.2e154); /* each in a run of its own */
+    }
     for (int stage = 0; stage < 2; stage++) {
         check_nan(MIXED, (dt_mesh_desc){ .dp = 1 }, stage, 2, 0, "a.after");
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "a.first"); /* first and bias share a unit and a run */
