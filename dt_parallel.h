@@ -198,9 +198,8 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
         }
         if (i > 0 && *axes[i] == 0) *axes[i] = 1;
     }
-    int64_t others = 1; /* beyond 2^31 it divides nothing and need not grow */
-    for (int i = 1; i < 5; i++)
-        if (others <= INT32_MAX) others *= *axes[i];
+    int64_t others = 1, most = (int64_t)1 << 31; /* no number of ranks is a multiple of more, so it need not grow */
+    for (int i = 1; i < 5; i++) others = others * *axes[i] < most ? others * *axes[i] : most;
     int64_t all = others * (sizes->dp ? sizes->dp : 1);
     if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
     if (sizes->dp == 0) {

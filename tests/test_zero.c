@@ -975,7 +975,7 @@ static void check_overflow(const made *set, int params, int ranks, int stage, co
     w.nan_param = param;
     w.nan_value = value;
     dt_report report = run(w.ranks, world_main, &w);
-    CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, "inf"), "norm of %g at stage %d, dp %d: %s '%s'",
+    CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, param ? param : "inf"), "norm of %g at stage %d, dp %d: %s '%s'",
         value, stage, ranks, dt_status_name(report.status), report.text);
     for (int r = 0; r < w.ranks; r++) CHECK(isnan(w.norm[r][1]));
     check_unchanged(&w, 1, "norm of finite numbers");
