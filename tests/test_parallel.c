@@ -269,7 +269,7 @@ static dt_place dual(dt_place p) {
 
 /* Which of n parts along dim holds element e of the full tensor, and where in it. */
 static void locate(dt_shape full, int dim, int n, int e, int *part, int *local) {
-    int coordinate[DT_MAX_DIMS], rest = e, extent;
+    int coordinate[DT_MAX_DIMS] = { 0 }, rest = e, extent;
     for (int i = full.nd - 1; i >= 0; i--) {
         coordinate[i] = rest % (int)full.d[i];
         rest /= (int)full.d[i];
