@@ -258,6 +258,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     mesh.replica = mesh.at.dp * desc.ep + mesh.at.ep;
     mesh.replicas = desc.dp * desc.ep;
     if (dt_error(ctx) != DT_OK) memset(&mesh, 0, sizeof mesh);
+    if (mesh.replicas == 0) mesh.replicas = 1; /* programs divide by it before they look at the error */
     return mesh;
 }
 

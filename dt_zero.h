@@ -520,6 +520,10 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     double       norm = 0;
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
     info.step = zero->step;
+    if (!isfinite(lr)) {
+        dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1, lr);
+        return info;
+    }
     if (zero->next >= 0) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
             "micro-batch has not run", (long long)zero->step + 1);
