@@ -89,6 +89,9 @@
 
 #define DT_VERSION 100 /* 0.1.0; every dt header checks that it meets the same number */
 
+#if defined(DT_IMPLEMENTATION) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* with -std=c11 the clock and the like are declared only so; too late if libc came first */
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
