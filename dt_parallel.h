@@ -97,7 +97,7 @@ typedef struct dt_mesh {
    needs no context, so a program can refuse a layout before any rank starts. */
 DT_API dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes);
 /* [collective: world] The groups of every axis, named "dp", "tp", ... with their byte counters. After a failure all
-   groups are NULL. */
+   groups are NULL and there is one replica. */
 DT_API dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc);
 
 // ==== 2. Placements =================================================================================================
@@ -229,15 +229,17 @@ static dt_comm *dt__mesh_axis(dt_comm *world, int size, int offset, int key, con
 
 dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     char    why[200];
-    dt_mesh mesh;
-    memset(&mesh, 0, sizeof mesh);
-    if (dt_error(ctx) != DT_OK) return mesh;
+    dt_mesh none, mesh;
+    memset(&none, 0, sizeof none);
+    none.replicas = 1; /* programs divide by it before they look at the error */
+    if (dt_error(ctx) != DT_OK) return none;
     dt_comm *world = dt_world(ctx);
     int      rank = dt_comm_rank(world);
     if (dt_mesh_sizes(&desc, dt_comm_size(world), why, sizeof why) != DT_OK) {
         dt_fail(ctx, DT_ERR_ARG, "dt_mesh_make: %s", why);
-        return mesh;
+        return none;
     }
+    mesh = none;
     mesh.sizes = desc;
     mesh.at.tp = rank % desc.tp;
     mesh.at.cp = rank / desc.tp % desc.cp;
@@ -257,9 +259,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     mesh.data = copies == desc.dp ? mesh.dp : dt__mesh_axis(world, copies, offset, offset, "data", DT_AXIS_DP);
     mesh.replica = mesh.at.dp * desc.ep + mesh.at.ep;
     mesh.replicas = desc.dp * desc.ep;
-    if (dt_error(ctx) != DT_OK) memset(&mesh, 0, sizeof mesh);
-    if (mesh.replicas == 0) mesh.replicas = 1; /* programs divide by it before they look at the error */
-    return mesh;
+    return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
 // ==== 6. Placements: code ===========================================================================================

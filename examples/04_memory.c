@@ -73,7 +73,7 @@ static dt_status measure(dt_ctx *ctx, void *user) {
 }
 
 int main(int argc, char **argv) {
-    job todo[3] = { { 2000, 20, 1, 0, 0 }, { 2000, 20, 2, 0, 0 }, { 2000, 20, 2, 1, 0 } };
+    job jobs[3] = { { 2000, 20, 1, 0, 0 }, { 2000, 20, 2, 0, 0 }, { 2000, 20, 2, 1, 0 } };
     int wrong = 0;
     for (int i = 1; i < argc; i += 2) {
         int is_width = !strcmp(argv[i], "--width"), value = i + 1 < argc ? atoi(argv[i + 1]) : 0;
@@ -81,16 +81,16 @@ int main(int argc, char **argv) {
             fprintf(stderr, "usage: 04_memory [--width N] [--layers N], N from 1 to 20000\n");
             return 2;
         }
-        for (int k = 0; k < 3; k++) *(is_width ? &todo[k].width : &todo[k].layers) = value;
+        for (int k = 0; k < 3; k++) *(is_width ? &jobs[k].width : &jobs[k].layers) = value;
     }
-    printf("%d layers of %d x %d: peak of each class until that moment, in MB (1e6 bytes), on rank 0\n", todo[0].layers,
-        todo[0].width, todo[0].width);
+    printf("%d layers of %d x %d: peak of each class until that moment, in MB (1e6 bytes), on rank 0\n", jobs[0].layers,
+        jobs[0].width, jobs[0].width);
     for (int k = 0; k < 3; k++) {
-        printf("\n%-8s stage %d", todo[k].ranks > 1 ? "2 ranks," : "1 rank,", todo[k].stage);
+        printf("\n%-8s stage %d", jobs[k].ranks > 1 ? "2 ranks," : "1 rank,", jobs[k].stage);
         const char *const head[] = { "params", "grads", "optim", "acts", "comm", "host", "temp", "total" };
         for (size_t c = 0; c < sizeof head / sizeof *head; c++) printf(" %10s", head[c]);
         printf("\n");
-        wrong |= dt_run((dt_run_desc){ .ranks = todo[k].ranks }, measure, &todo[k]) != DT_OK || todo[k].wrong;
+        wrong |= dt_run((dt_run_desc){ .ranks = jobs[k].ranks }, measure, &jobs[k]) != DT_OK || jobs[k].wrong;
     }
     printf("\n%s\n", wrong ? "WRONG: the bytes differ from the formula" : "ok: the bytes equal the formula");
     return wrong;

@@ -975,7 +975,8 @@ static void check_overflow(const made *set, int params, int ranks, int stage, co
     w.nan_param = param;
     w.nan_value = value;
     dt_report report = run(w.ranks, world_main, &w);
-    CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, param ? param : "inf"), "norm of %g at stage %d, dp %d: %s '%s'",
+    CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, param ? param : "inf"),
+        "norm of %g at stage %d, dp %d: %s '%s'",
         value, stage, ranks, dt_status_name(report.status), report.text);
     for (int r = 0; r < w.ranks; r++) CHECK(isnan(w.norm[r][1]));
     check_unchanged(&w, 1, "norm of finite numbers");
@@ -1126,7 +1127,19 @@ static void test_alone(void) {
         CHECK(info.step == 1 && close_to(info.grad_norm, sqrt(24), 1e-6, 0) && info.clip_scale == 1);
         CHECK(((float *)w->data)[0] == 1.5f && ((float *)w->data)[1] == 2 && ((float *)w->data)[2] == 0.5f);
         CHECK(dt_zero_state(zero, 0, w, state) == DT_OK && state[0] == -2 && state[1] == -4 && state[2] == 2);
-        CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL && dt_error(ctx) == DT_ERR_ARG);
+        float  before[3] = { 1.5f, 2, 0.5f };
+        double wrong = stage ? NAN : INFINITY; /* a learning rate like that would destroy the parameters */
+        dt_reset(ctx);
+        dt_backward(dt_mse(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 3), x), w, NULL),
+            dt_input(ctx, DT_F32, DT_SHAPE(1, 1), &y), 1));
+        CHECK(isnan(dt_zero_step(zero, wrong).grad_norm) && dt_error(ctx) == DT_ERR_ARG);
+        CHECK(memcmp(w->data, before, sizeof before) == 0 && dt_mesh_make(ctx, (dt_mesh_desc){ 0 }).replicas == 1);
+        CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL);
+        dt_ctx_free(ctx);
+        ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+        dt_param(ctx, "w", DT_SHAPE(1, 3), DT_ONES);
+        CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) != NULL);
+        CHECK(dt_zero_make(ctx, (dt_zero_desc){ 0 }) == NULL && dt_error(ctx) == DT_ERR_ARG); /* twice */
         dt_ctx_free(ctx);
     }
 }
