@@ -1240,7 +1240,7 @@ static const dt__comm_ops *dt__backend(dt_backend backend) {
     return backend == DT_BACKEND_AUTO || backend == DT_BACKEND_THREADS ? &dt__threads : NULL;
 }
 
-static int dt__served(dt_dtype dtype) { return dtype == DT_F32 || dtype == DT_F64 || dtype == DT_I32; }
+static int dt__served(dt_dtype dtype) { return dt_dtype_size(dtype) > 0; }
 
 /* Which buffers a call has. */
 static int dt__has_send(dt__op_code op) { return op != DT__BROADCAST && op != DT__BARRIER && op != DT__RECV; }

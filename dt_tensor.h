@@ -160,13 +160,16 @@ DT_API int64_t dt_count(dt_shape shape);
 
 /* Every kernel once. A kernel gets one plain struct and a stream, and answers DT_OK, DT_ERR_UNSUPPORTED (this table
    does not serve that type or field) or DT_ERR_ARG. It allocates nothing: `work` is scratch the caller lends.
-   Arrays are dense and row-major unless a stride says otherwise. T is the struct's dtype. `accumulate` adds the
-   finished result to what the output holds; without it the output is overwritten. Sums have an order that depends on
-   the sizes named in the comment only. */
+   Arrays are dense and row-major unless a stride says otherwise. T is the struct's dtype. bf16 and f16 are storage:
+   every number is widened to f32, computed with, and rounded to nearest even once when the result is stored; what is
+   kept for a backward (mean, rstd, lse) is f32 then. `wide` says that an output is f32 although T is bf16 or f16:
+   gradients of parameters. `accumulate` adds the finished result to what the output holds; without it the output is
+   overwritten. Sums have an order that depends on the sizes named in the comment only. */
 #define DT_KERNELS(X) \
-    X(fill) X(init) X(copy) X(reduce) X(add) X(column_sum) X(matmul) X(layernorm) X(layernorm_back) X(gelu) \
-    X(gelu_back) X(embedding) X(embedding_back) X(attention) X(attention_back) X(cross_entropy) \
-    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(fill) X(init) X(copy) X(permute) X(cast) X(reduce) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) \
+    X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) \
+    X(topk) X(spread) X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) \
+    X(mse_back) X(square_sums) X(adamw) X(sgd)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
@@ -183,19 +186,113 @@ typedef struct dt_copy_args { /* rows of bytes between two strided places; strid
     void *out; const void *in; size_t rows, row_bytes, out_stride, in_stride;
 } dt_copy_args;
 
+typedef struct dt_permute_args { /* out[..] (+)= in[..] over all indices of shape: slice, join, transpose, repeat */
+    dt_dtype dtype; void *out; const void *in; dt_shape shape;
+    int64_t out_stride[DT_MAX_DIMS], in_stride[DT_MAX_DIMS];    /* in elements; of in, 0 repeats */
+    int accumulate;
+} dt_permute_args;
+
+typedef struct dt_cast_args { /* out[i] (+)= in[i]; to a narrower type rounded to nearest even, to i32 towards zero */
+    dt_dtype dtype, from; void *out; const void *in; size_t count; int accumulate;
+} dt_cast_args;
+
 typedef struct dt_reduce_args { /* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
     dt_dtype dtype; void *out; const void *const *in; int n; size_t count; dt_op op;
 } dt_reduce_args;
 
-typedef struct dt_add_args { /* out[r,c] = a[r,c] + b[c]; with rows 1 a plain sum of two arrays */
-    dt_dtype dtype; void *out; const void *a, *b; size_t rows, cols;
-} dt_add_args;
+typedef struct dt_sum_args { /* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
+    dt_dtype dtype; void *out; const void *in; size_t outer, n, inner; double scale; int accumulate, wide;
+} dt_sum_args;
 
-typedef struct dt_column_sum_args { /* out[c] (+)= sum over r of in[r,c], r ascending */
-    dt_dtype dtype; void *out; const void *in; size_t rows, cols; int accumulate;
-} dt_column_sum_args;
+typedef struct dt_max_args { /* out[o,i] = max over j of in[o,j,i], index its first j; backward: spread */
+    dt_dtype dtype; void *out; int32_t *index; const void *in; size_t outer, n, inner;
+} dt_max_args;
 
-enum { DT_ACT_NONE = 0, DT_ACT_GELU };
+enum { DT_ADD = 0, DT_SUB, DT_MUL, DT_DIV };
+typedef struct dt_binary_args { /* out, dense of `shape` (+)= a op b; a stride of 0 repeats (broadcasts) */
+    dt_dtype dtype; int op; void *out; const void *a, *b; dt_shape shape;
+    int64_t stride_a[DT_MAX_DIMS], stride_b[DT_MAX_DIMS]; /* in elements */
+    int accumulate;
+} dt_binary_args;
+
+/* Functions of one number. GELU is the tanh form 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GELU_ERF x times the
+   normal distribution function (both arXiv:1606.08415), SILU x / (1 + e^-x). AFFINE is scale x + shift. */
+enum { DT_ACT_NONE = 0, DT_ACT_GELU, DT_ACT_GELU_ERF, DT_ACT_SILU, DT_ACT_RELU, DT_ACT_TANH, DT_ACT_EXP, DT_ACT_LN,
+       DT_ACT_AFFINE, DT_ACTS };
+typedef struct dt_unary_args { /* out[i] = f(in[i]) */
+    dt_dtype dtype; int act; void *out; const void *in; size_t count; double scale, shift; /* of AFFINE */
+} dt_unary_args;
+
+typedef struct dt_unary_back_args { /* dx[i] (+)= dout[i] f'(in[i]) */
+    dt_dtype dtype; int act; void *dx; const void *dout, *in; size_t count; double scale; int accumulate;
+} dt_unary_back_args;
+
+typedef struct dt_glu_args { /* out[r,c] = f(in[r,0,c]) in[r,1,c]: gate and up; in (rows,2,cols), out (rows,cols) */
+    dt_dtype dtype; int act; void *out; const void *in; size_t rows, cols;
+} dt_glu_args;
+
+typedef struct dt_glu_back_args { /* dx (rows,2,cols) */
+    dt_dtype dtype; int act; void *dx; const void *dout, *in; size_t rows, cols; int accumulate;
+} dt_glu_back_args;
+
+typedef struct dt_softmax_args { /* each row of cols: out = e^(in - max) / sum */
+    dt_dtype dtype; void *out; const void *in; size_t rows, cols; void *work; size_t work_bytes; /* dt_row_work */
+} dt_softmax_args;
+
+typedef struct dt_softmax_back_args { /* dx (+)= out (dout - sum of dout out) */
+    dt_dtype dtype; void *dx; const void *dout, *out; size_t rows, cols; int accumulate;
+    void *work; size_t work_bytes;
+} dt_softmax_back_args;
+
+typedef struct dt_norm_args { /* out = (in - mean) * rstd * gain + bias over each row of cols */
+    dt_dtype dtype; void *out, *mean, *rstd;    /* mean, rstd: (rows) f32 or f64, kept for the backward */
+    const void *in, *gain, *bias; size_t rows, cols; double eps;
+    int   rms;                                  /* 1: mean is taken as 0 and bias as none (RMSNorm); both NULL */
+    void *work; size_t work_bytes;              /* dt_row_work bytes */
+} dt_norm_args;
+
+typedef struct dt_norm_back_args { /* each of dx, dgain, dbias may be NULL; sums over rows ascending */
+    dt_dtype dtype; void *dx, *dgain, *dbias;
+    const void *dout, *in, *gain, *mean, *rstd; size_t rows, cols;
+    int accumulate_x, accumulate_gain, accumulate_bias, rms;
+    int wide_gain, wide_bias;
+    void *work; size_t work_bytes;              /* dt_row_work bytes */
+} dt_norm_back_args;
+
+typedef struct dt_rope_args { /* rotates pairs of each head of a token by position * theta^(-2i/rotary), i the pair */
+    dt_dtype dtype; void *out; const void *in; const int32_t *positions;  /* (tokens) */
+    size_t tokens, heads, dim, rotary;  /* in (tokens,heads,dim): the first `rotary` of dim turn, the rest is copied */
+    double theta;
+    int    interleaved;                 /* pair i is 2i, 2i+1; else i, i + rotary/2 */
+    int    inverse, accumulate;         /* inverse: by the negative angle, which is the backward */
+} dt_rope_args;
+
+typedef struct dt_dropout_args { /* out[r,c] (+)= in[r,c] / (1 - p) where (key, tokens[r], c) keeps it, else 0 */
+    dt_dtype dtype; void *out; const void *in; const int32_t *tokens; /* (rows), or NULL: r */
+    size_t rows, cols; int64_t first;   /* first: which column of the full tensor column 0 is */
+    double p; uint64_t key; int accumulate;
+} dt_dropout_args;
+
+typedef struct dt_embedding_args { /* out[r] = table[ids[r] - first]; zero where the id is another rank's */
+    dt_dtype dtype; void *out; const void *table; const int32_t *ids; size_t rows, cols;
+    int64_t first, held, vocab;     /* this table holds ids first .. first+held-1 of vocab; DT_ERR_ARG outside vocab */
+    int     holes;                  /* 1: an id of -1 gives zeros */
+} dt_embedding_args;
+
+typedef struct dt_embedding_back_args { /* dtable[ids[r] - first] += dout[r], r ascending */
+    dt_dtype dtype; void *dtable; const void *dout; const int32_t *ids; size_t rows, cols;
+    int64_t first, held; int accumulate, wide;
+    void   *work; size_t work_bytes; /* 4 held cols bytes where dtable is bf16 or f16, else NULL */
+} dt_embedding_back_args;
+
+typedef struct dt_topk_args { /* each row's k largest, largest first, ties to the lower column */
+    dt_dtype dtype; void *values; int32_t *index; const void *in; size_t rows, cols, k;
+} dt_topk_args;
+
+typedef struct dt_spread_args { /* out[o,index[o,j,i],i] (+)= in[o,j,i], zero elsewhere: the backward of topk and max */
+    dt_dtype dtype; void *out; const void *in; const int32_t *index; size_t outer, n, k, inner; /* index < n, j < k */
+    int accumulate;
+} dt_spread_args;
 
 typedef struct dt_matmul_args { /* c (+)= act(A B + bias) + residual; A (m,k), B (k,n), for each of `batch` */
     dt_dtype dtype;
@@ -204,66 +301,55 @@ typedef struct dt_matmul_args { /* c (+)= act(A B + bias) + residual; A (m,k), B
     int     trans_a, trans_b;           /* a is stored (k,m), b is stored (n,k) */
     int64_t lda, ldb, ldc;              /* elements between rows as stored; 0 -> dense */
     int64_t stride_a, stride_b, stride_c; /* elements between batches */
-    const void *bias;                   /* (n), or NULL */
-    const void *residual;               /* as c, or NULL */
-    int     activation;                 /* DT_ACT_* */
-    void   *before;                     /* as c: the value before the activation, for the backward; or NULL */
-    int     accumulate;
+    const void *bias;                   /* (n) of T, or NULL */
+    const void *residual;               /* as c but always of T, or NULL */
+    int     activation;                 /* DT_ACT_* without AFFINE */
+    void   *before;                     /* as c but always of T: receives the value before the activation; or NULL */
+    int     derivative;                 /* 1: c = (A B) * act'(before) instead: the backward of an activation */
+    int     accumulate, wide;
     void   *work; size_t work_bytes;    /* dt_matmul_work bytes, or NULL: the naive product */
 } dt_matmul_args;
 
-typedef struct dt_layernorm_args { /* out = (in - mean) * rstd * gain + bias over each row of cols */
-    dt_dtype dtype; void *out, *mean, *rstd;    /* mean, rstd: (rows) of T, kept for the backward */
-    const void *in, *gain, *bias; size_t rows, cols; double eps;
-} dt_layernorm_args;
+/* softmax(scale q k^T) v; q, out (B,TQ,H,D), k, v (B,TK,K,D), lse (B,H,TQ) f32 or f64. A causal query sees the keys
+   whose position is not after its own. Positions default to j for key j and i + tk - tq for query i. With documents,
+   (B,TQ) and (B,TK), a query sees its own document only. A query that sees nothing gets 0, and lse -infinity. */
+typedef struct dt_sight { /* which keys a query sees */
+    int causal; const int32_t *q_position, *k_position, *q_document, *k_document;  /* each may be NULL */
+} dt_sight;
 
-typedef struct dt_layernorm_back_args { /* each of dx, dgain, dbias may be NULL; sums over rows ascending */
-    dt_dtype dtype; void *dx, *dgain, *dbias;
-    const void *dout, *in, *gain, *mean, *rstd; size_t rows, cols;
-    int accumulate_x, accumulate_gain, accumulate_bias;
-    void *work; size_t work_bytes;              /* dt_layernorm_work bytes */
-} dt_layernorm_back_args;
-
-typedef struct dt_gelu_args { /* tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
-    dt_dtype dtype; void *out; const void *in; size_t count;
-} dt_gelu_args;
-
-typedef struct dt_gelu_back_args {
-    dt_dtype dtype; void *dx; const void *dout, *in; size_t count; int accumulate;
-} dt_gelu_back_args;
-
-typedef struct dt_embedding_args { /* out[r] = table[ids[r] - first]; zero where the id is another rank's */
-    dt_dtype dtype; void *out; const void *table; const int32_t *ids; size_t rows, cols;
-    int64_t first, held, vocab;     /* this table holds ids first .. first+held-1 of vocab; DT_ERR_ARG outside vocab */
-} dt_embedding_args;
-
-typedef struct dt_embedding_back_args { /* dtable[ids[r] - first] += dout[r], r ascending */
-    dt_dtype dtype; void *dtable; const void *dout; const int32_t *ids; size_t rows, cols;
-    int64_t first, held; int accumulate;
-} dt_embedding_back_args;
-
-typedef struct dt_attention_args { /* softmax(scale q k^T) v; q,out (B,TQ,H,D), k,v (B,TK,K,D), lse (B,H,TQ) of T */
+typedef struct dt_attention_args {
     dt_dtype dtype; void *out, *lse; const void *q, *k, *v;
-    int64_t batch, tq, tk, heads, kv_heads, dim; double scale;
-    int     causal;                 /* query i sees keys 0 .. i + tk - tq */
+    int64_t batch, tq, tk, heads, kv_heads, dim; double scale; dt_sight sight;
+    int     merge;                  /* 1: out and lse hold the result over other keys, and receive that over both */
+    int     wide;
     void   *work; size_t work_bytes; /* dt_attention_work bytes */
 } dt_attention_args;
 
-typedef struct dt_attention_back_args { /* scores are computed again, row by row; each of dq, dk, dv may be NULL */
+/* Scores are computed again from lse. k and v may be some of the keys: with out and lse of all keys, the gradients of
+   blocks of keys add up to the whole. Each of dq, dk, dv may be NULL. */
+typedef struct dt_attention_back_args {
     dt_dtype dtype; void *dq, *dk, *dv; const void *dout, *out, *lse, *q, *k, *v;
-    int64_t batch, tq, tk, heads, kv_heads, dim; double scale; int causal;
+    int64_t batch, tq, tk, heads, kv_heads, dim; double scale; dt_sight sight;
     int     accumulate_q, accumulate_k, accumulate_v;
+    int     wide;                   /* of dq, dk, dv and out, not of dout */
     void   *work; size_t work_bytes;
 } dt_attention_back_args;
 
-typedef struct dt_cross_entropy_args { /* *loss = (sum over rows with label >= 0 of lse - logit[label]) / denominator */
-    dt_dtype dtype; double *loss, *row_loss; void *lse;  /* row_loss (rows) double, lse (rows) of T */
-    const void *logits; const int32_t *labels; size_t rows, cols; double denominator;
+/* *loss = (sum over rows with label >= 0 of lse - x[label]) / denominator, where lse = log(sum of e^x). Columns from
+   `vocab` on are padding: they count nowhere and get no gradient. smoothing s: the target is 1 - s at the label and
+   s / vocab everywhere (arXiv:1512.00567). */
+typedef struct dt_cross_entropy_args {
+    dt_dtype dtype; double *loss, *row_loss; void *lse;  /* row_loss (rows) double, lse (rows) f32 or f64 */
+    const void *logits; const int32_t *labels; size_t rows, cols, vocab; double denominator, smoothing;
+    double  *z_loss;                /* NULL, or receives sum of lse^2 / denominator (arXiv:2204.02311) */
+    int      add;                   /* 1: loss and z_loss are added to: chunks of rows */
+    void *work; size_t work_bytes;  /* dt_row_work bytes */
 } dt_cross_entropy_args;
 
-typedef struct dt_cross_entropy_back_args { /* dlogits[r,c] (+)= scale (softmax - [c == label]); 0 for label < 0 */
-    dt_dtype dtype; void *dlogits; const void *logits, *lse; const int32_t *labels; size_t rows, cols;
-    const double *upstream; double scale; int accumulate;   /* the factor is *upstream times scale */
+typedef struct dt_cross_entropy_back_args { /* dlogits (+)= factor (softmax (1 + 2 z lse) - target); 0 for label < 0 */
+    dt_dtype dtype; void *dlogits; const void *logits, *lse; const int32_t *labels; size_t rows, cols, vocab;
+    const double *upstream; double scale, smoothing, z; int accumulate; /* factor = *upstream times scale */
+    void *work; size_t work_bytes;  /* dt_row_work bytes; dlogits may be logits */
 } dt_cross_entropy_back_args;
 
 typedef struct dt_mse_args { /* *loss = sum of (a - b)^2 / denominator, in runs of 1,024 elements, ascending */
@@ -281,15 +367,17 @@ typedef struct dt_square_sums_args { /* out[i] = sum of in[j]^2 over run i of DT
 } dt_square_sums_args;
 
 typedef struct dt_adamw_args { /* one step over a flat run; arXiv:1711.05101; coupled: arXiv:1412.6980 with L2 */
-    dt_dtype dtype; void *param; const void *grad; void *m, *v; size_t count;
+    dt_dtype dtype; void *param; const void *grad; void *m, *v; size_t count;   /* all of T, which is f32 or f64 */
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
     int64_t step;                   /* from 1: bias correction 1 - beta^step */
     int     coupled;                /* 0: decay apart from the moments (AdamW); 1: added to the gradient (Adam) */
+    dt_dtype narrow_dtype; void *narrow; /* receives param rounded to bf16 or f16: param is then the master; or NULL */
 } dt_adamw_args;
 
 typedef struct dt_sgd_args { /* b = momentum b + g; p -= lr b; g includes weight_decay p; the first step sets b = g */
     dt_dtype dtype; void *param; const void *grad; void *momentum_buffer; size_t count;
     double lr, momentum, weight_decay, grad_scale; int64_t step;
+    dt_dtype narrow_dtype; void *narrow; /* as of adamw */
 } dt_sgd_args;
 
 /* A device: where tensor memory comes from, and its kernels. Copy one and change an entry to replace a kernel. A NULL
@@ -310,7 +398,7 @@ typedef struct dt_kernels {
 DT_API const dt_kernels *dt_kernels_cpu(void);
 /* [local] Scratch bytes that the CPU kernels of that name want. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
-DT_API size_t dt_layernorm_work(int64_t cols, dt_dtype dtype);
+DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 #ifdef DT_USE_CUDA
 /* [local] The table in dt_kernels.cu. Never NULL; whether a GPU can be used is dt_cuda_ready's answer. */
@@ -432,8 +520,8 @@ typedef struct dt_block_state dt_block_state;
 
 struct dt_tensor {              /* read it, print it, index it; ops write it */
     void          *data;        /* device memory, dense, row-major; for a parameter NULL until it has storage */
-    void          *grad;        /* as data; of parameters and dt_require_grad tensors: set by dt_backward. Of others:
-                                   valid inside their block's backward only */
+    void          *grad;        /* as data, but f32 for a bf16 or f16 parameter. Of parameters and dt_require_grad
+                                   tensors: set by dt_backward. Of others: valid inside their block's backward only */
     dt_shape       shape;       /* local: what this rank holds */
     dt_dtype       dtype;
     const char    *name;        /* a parameter's name, else the op that made it */
@@ -514,7 +602,7 @@ DT_API double dt_item(const dt_tensor *t);
    bucket_bytes: the bucket of data parallelism and the piece that ZeRO cuts into runs. Padding is zero. */
 struct dt_unit {
     int      index, first_param, params;
-    dt_dtype dtype;
+    dt_dtype dtype, grad_dtype; /* gradients of bf16 and f16 are f32 */
     int      frozen;
     size_t   count, padded;     /* elements */
     void    *data;              /* (padded) values, class params */
@@ -563,36 +651,107 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
 // ==== 7. Ops ========================================================================================================
 
 /* All [local]. Each returns a tensor that lives until dt_reset, or NULL after a failure. Shapes: (..,X) has any
-   leading dimensions. Types of floating inputs must agree. */
+   leading dimensions. Types of floating inputs must agree; bf16 and f16 are computed in f32 and rounded once. */
 
-/* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output dimensions. */
+typedef struct dt_linear_desc {
+    int        activation;  /* DT_ACT_GELU .. DT_ACT_TANH, applied to x w^T + b; 0: none */
+    dt_tensor *residual;    /* of the result's shape, added last; NULL: none */
+} dt_linear_desc;
+/* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output dimensions. The long form
+   joins what follows to the product: less memory is read, and the residual is not kept. */
 DT_API dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b);
+DT_API dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc);
 /* table (V,C), ids (..) i32 -> (..,C). An id outside the full table fails. A table cut along V gives zero rows for ids
    of other ranks: the result is PARTIAL over the cut's group. */
 DT_API dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids);
+
 /* x (..,C), gain (C), bias (C); eps 0 -> 1e-5. arXiv:1607.06450. */
 DT_API dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps);
-/* tanh form, arXiv:1606.08415. */
+/* x / sqrt(mean of x^2 + eps) * gain; eps 0 -> 1e-5. arXiv:1910.07467. */
+DT_API dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps);
+/* e^x / sum of e^x over the last dimension. */
+DT_API dt_tensor *dt_softmax(dt_tensor *x);
+
+/* Functions of each number: gelu in the tanh form and exact, arXiv:1606.08415; silu(x) = x / (1 + e^-x). */
 DT_API dt_tensor *dt_gelu(dt_tensor *x);
-/* a + b, where b's shape is the end of a's. */
+DT_API dt_tensor *dt_gelu_erf(dt_tensor *x);
+DT_API dt_tensor *dt_silu(dt_tensor *x);
+DT_API dt_tensor *dt_relu(dt_tensor *x);
+DT_API dt_tensor *dt_tanh(dt_tensor *x);
+DT_API dt_tensor *dt_exp(dt_tensor *x);
+DT_API dt_tensor *dt_ln(dt_tensor *x);
+/* scale x + shift */
+DT_API dt_tensor *dt_affine(dt_tensor *x, double scale, double shift);
+/* x (..,2,F), gate and up -> (..,F): silu(gate) up. arXiv:2002.05202. */
+DT_API dt_tensor *dt_swiglu(dt_tensor *x);
+
+/* a op b, element by element. Shapes are aligned at their ends; a dimension of 1, or one that is missing, repeats. */
 DT_API dt_tensor *dt_add(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
+DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
+
+enum { DT_ALL = -1 }; /* as a dimension: all of them, to a scalar */
+/* Over one dimension, which disappears. max: its gradient goes to the first of equal ones. */
+DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
+DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
+DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
+
 /* Another shape with the same count; a view, free. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
+/* count indices of one dimension, from `first`; n tensors joined along one dimension; two dimensions exchanged. */
+DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
+DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
+DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
+/* Another element type. From i32 there is no way back for a gradient. */
+DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
+
+/* x (R,C), rows (..) i32 -> (..,C): copies of rows of x; row -1 gives zeros. */
+DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
+/* x (..,C), rows (..) i32 -> (R,C): row i of x is added to row rows[i], in ascending i; -1 goes nowhere. */
+DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
+/* x (..,N) -> (..,k) largest, in descending order, ties to the lower index; *index receives their places, i32. */
+DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
+
+typedef struct dt_rope_desc {
+    double theta;           /* 0 -> 10000 */
+    int    rotary;          /* how many of D turn; 0 -> all */
+    int    interleaved;     /* 1: pairs are neighbours (2i, 2i+1), as Meta writes them; 0: halves (i, i + rotary/2) */
+} dt_rope_desc;
+/* x (B,T,H,D), positions (B,T) i32: turns pairs of each head by position * theta^(-2i/rotary). arXiv:2104.09864. */
+DT_API dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc);
+
+/* x (..,C): each number is zeroed with probability p, the others divided by 1 - p. What is zeroed is a function of
+   (key, tokens (..) i32, column) alone: give the global index of each token, and a key that differs by step and place,
+   and every layout and every recomputation drops the same numbers. tokens NULL: rows are counted. */
+DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens);
 
 typedef struct dt_attn_desc {
     int        kv_heads;    /* 0 -> k's own; otherwise must agree with it */
     int        full;        /* 1: every query sees every key; default causal */
-    dt_tensor *positions;   /* not in this version */
-    dt_tensor *documents;   /* not in this version */
+    dt_tensor *positions, *key_positions;   /* (B,TQ), (B,TK) i32; NULL: key j is at j, query i at i + TK - TQ */
+    dt_tensor *documents, *key_documents;   /* the same of documents packed into a sequence; keys' NULL: queries' */
     dt_tensor **lse;        /* not NULL: receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
-/* q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K -> (B,TQ,H,D), scale 1/sqrt(D). Causal query i sees keys up to
-   i + TK - TQ. No TQ x TK matrix is kept: the backward computes the scores again from lse. arXiv:2205.14135. */
+/* q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K -> (B,TQ,H,D), scale 1/sqrt(D). A causal query sees the keys
+   whose position is not after its own, of its own document. No TQ x TK matrix is kept: the backward computes the scores
+   again from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
+typedef struct dt_loss_desc {
+    int64_t    vocab;       /* columns from here on are padding: not in the sum, no gradient; 0 -> all count */
+    double     smoothing;   /* label smoothing, arXiv:1512.00567 */
+    double     z_weight;    /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
+    dt_tensor **z_loss;     /* not NULL: receives that sum without the weight, f64: it is not in the loss */
+} dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the
    count of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
+DT_API dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
+/* The same of logits x w^T, x (..,C), w (V,C), a few rows at a time: all logits are never in memory. The backward
+   computes them again. */
+DT_API dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
+    dt_loss_desc desc);
 /* Sum of (a - b)^2 over all elements divided by denominator -> f64 scalar. */
 DT_API dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator);
 /* Attaches a side loss: returns x, and the backward also runs through weight * scalar, wherever the true loss is. */
@@ -609,6 +768,7 @@ struct dt_node {                    /* one recorded op */
     dt_tensor     *in[DT_MAX_INPUTS];
     int            n_in;
     unsigned       want;            /* bit i: the gradient of in[i] is wanted now */
+    void          *narrow[DT_MAX_INPUTS]; /* gradients of bf16 and f16 parameters before they are widened */
     dt_backward_fn backward;
     void          *saved;           /* what the op kept for its backward */
     dt_block_state *child;          /* a dt_block call instead of an op */
@@ -639,6 +799,8 @@ DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
 /* [local] In a backward: whether in[i]'s gradient is wanted; where to add it (zero where it is new). */
 DT_API int   dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
+/* [local] The type of t->grad: t's own, but f32 for a bf16 or f16 parameter. In a backward, dt_grad is of t's own. */
+DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
 /* [local] The same without the zeroing: *accumulate says whether to add or to overwrite. */
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 
@@ -773,6 +935,82 @@ static dt_tensor *dt__owner(dt_tensor *t) {
 }
 
 static size_t dt__bytes(const dt_tensor *t) { return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype); }
+
+/* The 16-bit types, without branches, so that loops over them vectorise. bf16 is the upper half of a float. */
+static inline float dt__bf16_to_f32(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float    x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint16_t dt__f32_to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1); /* to nearest, ties to even */
+    uint32_t nan = bits | 0x400000u;                      /* rounding could carry a NaN into the sign */
+    return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) >> 16);
+}
+
+/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
+static inline float dt__f16_to_f32(uint16_t h) {
+    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, special = magnitude | 0x7f800000u, bits;
+    float    x, scaled;
+    memcpy(&x, &magnitude, 4);
+    scaled = x * 5.192296858534828e33f;
+    memcpy(&bits, &scaled, 4);
+    bits = (magnitude >= 0x0f800000u ? special : bits) | (uint32_t)(h & 0x8000) << 16;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint16_t dt__f32_to_f16(float x) {
+    uint32_t bits, magnitude, small, nan;
+    memcpy(&bits, &x, 4);
+    magnitude = bits & 0x7fffffffu;
+    float shifted;
+    memcpy(&shifted, &magnitude, 4);
+    shifted += 0.5f; /* below 2^-14 the spacing of f16 is that of floats in [0.5, 1): the sum rounds */
+    memcpy(&small, &shifted, 4);
+    small -= 0x3f000000u;
+    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+    nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+    uint32_t h = magnitude < 0x38800000u ? small : normal;
+    h = magnitude >= 0x477ff000u ? 0x7c00u : h; /* 65,520 and more round to infinity */
+    h = magnitude > 0x7f800000u ? nan : h;
+    return (uint16_t)(h | (bits >> 16 & 0x8000u));
+}
+
+/* One element of any type. */
+static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
+    switch (dtype) {
+    case DT_F32: return (double)((const float *)array)[i];
+    case DT_BF16: return (double)dt__bf16_to_f32(((const uint16_t *)array)[i]);
+    case DT_F16: return (double)dt__f16_to_f32(((const uint16_t *)array)[i]);
+    case DT_F64: return ((const double *)array)[i];
+    case DT_I32: return (double)((const int32_t *)array)[i];
+    }
+    return NAN;
+}
+
+static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double x) {
+    switch (dtype) {
+    case DT_F32: ((float *)array)[i] = (float)x; break;
+    case DT_BF16: ((uint16_t *)array)[i] = dt__f32_to_bf16((float)x); break;
+    case DT_F16: ((uint16_t *)array)[i] = dt__f32_to_f16((float)x); break;
+    case DT_F64: ((double *)array)[i] = x; break;
+    case DT_I32:
+        x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
+        ((int32_t *)array)[i] = (int32_t)x;
+        break;
+    }
+}
+
+static inline int dt__narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+static inline dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__narrow(dtype) ? DT_F32 : dtype; }
+
+/* The type that the CPU computes in. */
+static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
 // ==== 10. Default host and io tables ================================================================================
 
@@ -1288,9 +1526,9 @@ static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, d
         if (d.cuts[c].comm && (d.cuts[c].dim < 0 || d.cuts[c].dim >= full.nd))
             return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): cut of dimension %d of %s", name, d.cuts[c].dim,
                 dt__shape_text(full).s);
-    if (d.dtype != DT_F32 && d.dtype != DT_F64)
-        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_param(%s): type %s is not available in this version; use f32 "
-            "or f64", name, dt_dtype_name(d.dtype));
+    if (dt_dtype_size(d.dtype) == 0 || d.dtype == DT_I32)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
+            dt_dtype_name(d.dtype));
     return DT_OK;
 }
 
@@ -1377,6 +1615,7 @@ static void dt__units_plan(dt_ctx *ctx, size_t bucket_bytes) {
             unit->index = u;
             unit->first_param = i;
             unit->dtype = ctx->params[i]->dtype;
+            unit->grad_dtype = dt__wide(unit->dtype, 1);
             unit->frozen = p->desc.frozen != 0;
         }
         p->unit = &ctx->units[u];
@@ -1472,12 +1711,12 @@ static void dt__spare_give(dt_ctx *ctx, void *data) {
 
 static dt_status dt__unit_grad(dt_ctx *ctx, dt_unit *unit) {
     if (unit->grad) return DT_OK;
-    size_t size = dt_dtype_size(unit->dtype);
+    size_t size = dt_dtype_size(unit->grad_dtype);
     unit->grad = dt_alloc(ctx, DT_MEM_GRADS, unit->padded * size, "gradients");
     if (!unit->grad) return ctx->status;
     for (int i = unit->first_param; i < unit->first_param + unit->params; i++)
         ctx->params[i]->grad = (char *)unit->grad + ctx->params[i]->param->offset * size;
-    return dt__fill(ctx, unit->dtype, unit->grad, unit->padded, 0);
+    return dt__fill(ctx, unit->grad_dtype, unit->grad, unit->padded, 0);
 }
 
 /* Where an op puts a parameter's gradient of this micro-batch. The first micro-batch goes straight to the sum, later
@@ -1487,31 +1726,31 @@ static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
     dt_unit       *unit = p->unit;
     if (!unit->passing) {
         if (dt__unit_grad(ctx, unit) != DT_OK) return NULL;
-        unit->passing = unit->filled ? dt__spare_take(ctx, unit->count * dt_dtype_size(unit->dtype)) : unit->grad;
+        unit->passing = unit->filled ? dt__spare_take(ctx, unit->count * dt_dtype_size(unit->grad_dtype)) : unit->grad;
         if (!unit->passing) return NULL;
     }
     *accumulate = p->written;
     p->written = 1;
-    return (char *)unit->passing + p->offset * dt_dtype_size(unit->dtype);
+    return (char *)unit->passing + p->offset * dt_dtype_size(unit->grad_dtype);
 }
 
 enum { DT__COMPLETE = -1 };
 
 /* All gradients of this micro-batch have reached the unit: add them to the sum and say so. */
 static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
-    size_t size = dt_dtype_size(unit->dtype);
+    size_t size = dt_dtype_size(unit->grad_dtype);
     unit->pending = DT__COMPLETE;
     if (ctx->status != DT_OK || dt__unit_grad(ctx, unit) != DT_OK) return;
     void *passing = unit->passing ? unit->passing : unit->filled ? NULL : unit->grad;
     for (int i = unit->first_param; passing && i < unit->first_param + unit->params; i++) {
         dt_param_info *p = ctx->params[i]->param;
         void          *g = (char *)passing + p->offset * size;
-        if (!p->written) dt__fill(ctx, unit->dtype, g, p->count, 0);
-        else dt__zero_overhang(ctx, p, unit->dtype, g);
+        if (!p->written) dt__fill(ctx, unit->grad_dtype, g, p->count, 0);
+        else dt__zero_overhang(ctx, p, unit->grad_dtype, g);
         p->written = 0;
     }
     if (passing && passing != unit->grad) {
-        dt__accumulate(ctx, unit->dtype, unit->grad, passing, unit->count, 1);
+        dt__accumulate(ctx, unit->grad_dtype, unit->grad, passing, unit->count, 1);
         dt__spare_give(ctx, passing);
     }
     unit->passing = NULL;
@@ -1524,9 +1763,8 @@ static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
 static void dt__params_free(dt_ctx *ctx) {
     for (int u = 0; u < ctx->n_units; u++) {
         dt_unit *unit = &ctx->units[u];
-        size_t   bytes = unit->padded * dt_dtype_size(unit->dtype);
-        dt_free(ctx, DT_MEM_PARAMS, unit->data, bytes);
-        dt_free(ctx, DT_MEM_GRADS, unit->grad, bytes);
+        dt_free(ctx, DT_MEM_PARAMS, unit->data, unit->padded * dt_dtype_size(unit->dtype));
+        dt_free(ctx, DT_MEM_GRADS, unit->grad, unit->padded * dt_dtype_size(unit->grad_dtype));
     }
     dt_free(ctx, DT_MEM_HOST, ctx->units, (size_t)ctx->n_units * sizeof *ctx->units);
     for (int i = 0; i < ctx->n_spares; i++) dt_free(ctx, DT_MEM_COMM, ctx->spares[i].data, ctx->spares[i].bytes);
@@ -1729,8 +1967,8 @@ static void *dt__meta(dt_ctx *ctx, size_t bytes) {
 
 static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
     if (!ctx || ctx->status != DT_OK) return NULL;
-    if (dtype != DT_F32 && dtype != DT_F64 && dtype != DT_I32) {
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s: type %s is not available in this version", name, dt_dtype_name(dtype));
+    if (dt_dtype_size(dtype) == 0) {
+        dt_fail(ctx, DT_ERR_ARG, "%s: element type %d", name, (int)dtype);
         return NULL;
     }
     if (!dt__shape_ok(shape)) {
@@ -1824,17 +2062,46 @@ int dt_wants(const dt_node *node, int i) { return (int)(node->want >> i & 1); }
 
 enum { DT__KEPT = 2 }; /* of needs_grad: the user reads the gradient, so it outlives the backward of its block */
 
+/* Memory that lives until the backward of a block is over. */
+static void *dt__grad_room(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
+    if (!home->grads) home->grads = dt__grad_arena_take(ctx);
+    return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
+}
+
+dt_dtype dt_grad_dtype(const dt_tensor *t) { return dt__wide(t->dtype, t->param != NULL); }
+
+/* dt_grad_raw for ops that can add to the f32 gradient of a bf16 or f16 parameter: *wide says that it is one. */
+static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
+    dt_tensor *t = dt__owner(node->in[i]);
+    *wide = t->param && dt__narrow(t->dtype);
+    if (t->param) return dt__param_grad(t->ctx, t, accumulate);
+    *accumulate = t->grad != NULL;
+    if (!t->grad)
+        t->grad = dt__grad_room(t->ctx, t->needs_grad == DT__KEPT ? t->ctx->root : t->block, dt__bytes(t));
+    return t->grad;
+}
+
+/* Other ops write the gradient in the tensor's own type; dt__node_back adds it up where that is not the gradient's. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     dt_tensor *t = dt__owner(node->in[i]);
-    dt_ctx    *ctx = t->ctx;
-    if (t->param) return dt__param_grad(ctx, t, accumulate);
-    *accumulate = t->grad != NULL;
-    if (!t->grad) {
-        dt_block_state *home = t->needs_grad == DT__KEPT ? ctx->root : t->block;
-        if (!home->grads) home->grads = dt__grad_arena_take(ctx);
-        if (home->grads) t->grad = dt__arena_alloc(ctx, home->grads, dt__bytes(t));
+    int        wide = 0;
+    if (!t->param || !dt__narrow(t->dtype)) return dt__grad_wide(node, i, accumulate, &wide);
+    *accumulate = node->narrow[i] != NULL;
+    if (!node->narrow[i]) node->narrow[i] = dt__grad_room(t->ctx, t->ctx->root, dt__bytes(t));
+    return node->narrow[i];
+}
+
+/* Adds gradients that an op wrote in 16 bits to the parameters' f32 ones. */
+static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
+    for (int i = 0; i < n->n_in; i++) {
+        if (!n->narrow[i]) continue;
+        dt_tensor   *t = dt__owner(n->in[i]);
+        dt_cast_args a = { DT_F32, t->dtype, NULL, n->narrow[i], (size_t)dt_count(t->shape), 0 };
+        a.out = dt__param_grad(ctx, t, &a.accumulate);
+        n->narrow[i] = NULL;
+        if (!a.out || DT__KERNEL(ctx, n->name, cast, &a) != DT_OK) return dt_error(ctx);
     }
-    return t->grad;
+    return DT_OK;
 }
 
 void *dt_grad(dt_node *node, int i) {
@@ -1933,6 +2200,7 @@ static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     }
     if (n->want) {
         dt_status status = n->backward(n);
+        if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
     }
     if (phase != DT_BACKWARD_INPUT) dt__node_used(ctx, n);
@@ -2021,7 +2289,7 @@ double dt_item(const dt_tensor *t) {
     union { float f; double d; int32_t i; } value;
     value.d = NAN;
     if (!t || dt_count(t->shape) != 1 || dt_read(t, &value) != DT_OK) return NAN;
-    return t->dtype == DT_F64 ? value.d : t->dtype == DT_F32 ? (double)value.f : (double)value.i;
+    return dt__number(t->dtype, &value, 0);
 }
 
 /* The context if an op may run on these inputs: none NULL, none from a failed or another context, all with storage. */
@@ -2063,6 +2331,19 @@ static size_t dt__rows(const dt_tensor *t) {
     return rows;
 }
 
+static dt_tensor *dt__unfit(const char *op, const dt_tensor *x, const char *why) {
+    dt_fail(x->ctx, DT_ERR_SHAPE, "%s(%s): %s %s: %s", op, x->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s,
+        why);
+    return NULL;
+}
+
+/* The output of an op on each number of x. */
+static dt_tensor *dt__like(dt_tensor *x, const char *op) {
+    dt_ctx *ctx = dt__op(op, x, NULL, NULL);
+    if (ctx && x->dtype == DT_I32) return dt__unfit(op, x, "not for integers");
+    return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
+}
+
 /* Inputs of a recorded op with the usual fields. */
 static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_tensor *c, dt_backward_fn backward,
     size_t saved_bytes) {
@@ -2078,7 +2359,7 @@ static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_
     return d;
 }
 
-/* One dense product with the context's scratch. */
+/* One dense product with scratch from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *what, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt_matmul_work(a.n, a.k, a.dtype);
@@ -2086,119 +2367,169 @@ static dt_status dt__matmul(dt_ctx *ctx, const char *what, dt_matmul_args a) {
     return a.work ? DT__KERNEL(ctx, what, matmul, &a) : ctx->status;
 }
 
-/* y = x w^T + b: dx = dy w, dw = dy^T x, db = the column sums of dy. */
+/* in[i]'s gradient (+)= the output's own, which no one reads after this: where in[i] has none yet and lives as long,
+   the buffer changes hands. */
+static dt_status dt__pass_grad(dt_node *n, int i, int may_take) {
+    dt_tensor *t = dt__owner(n->in[i]), *out = dt__owner(n->out);
+    int        accumulate = 0;
+    if (may_take && !t->param && !t->grad && t->block == out->block && t->needs_grad != DT__KEPT &&
+        out->needs_grad != DT__KEPT) {
+        t->grad = out->grad;
+        return DT_OK;
+    }
+    void *g = dt_grad_raw(n, i, &accumulate);
+    size_t count = (size_t)dt_count(t->shape);
+    return g ? dt__accumulate(t->ctx, t->dtype, g, out->grad, count, accumulate) : dt_error(t->ctx);
+}
+
+typedef struct dt__linear_saved {
+    int        activation;
+    dt_tensor *before;      /* x w^T + b, where an activation follows */
+    int        turned;      /* the output's gradient has become that of `before` */
+} dt__linear_saved;
+
+/* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone. */
+static void *dt__linear_turn(dt_node *n) {
+    dt__linear_saved *saved = (dt__linear_saved *)n->saved;
+    dt_tensor        *y = n->out;
+    dt_ctx           *ctx = y->ctx;
+    size_t            bytes = dt__bytes(y);
+    if (!saved->before) return y->grad;
+    dt_unary_back_args a = { .dtype = y->dtype, .act = saved->activation, .dx = y->grad, .dout = y->grad,
+        .in = saved->before->data, .count = (size_t)dt_count(y->shape) };
+    if (saved->turned) return saved->before->grad;
+    if (y->needs_grad == DT__KEPT) a.dx = dt__grad_room(ctx, y->block, bytes);
+    if (!a.dx || DT__KERNEL(ctx, n->name, unary_back, &a) != DT_OK) return NULL;
+    saved->turned = 1;
+    saved->before->grad = a.dx;
+    return a.dx;
+}
+
+/* y = act(x w^T + b) + residual. With d the gradient of x w^T + b: dx = d w, dw = d^T x, db = the column sums of d. */
 static dt_status dt__linear_back(dt_node *n) {
-    dt_tensor *x = n->in[0], *w = n->in[1];
+    dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx    *ctx = x->ctx;
     int64_t    rows = (int64_t)dt__rows(x), in = (int64_t)dt__last(w), out = (int64_t)dt__rows(w);
+    int        all = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2));
+    int        plain = !((dt__linear_saved *)n->saved)->before;
+    if (dt_wants(n, 3) && !plain && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
+    void *d = dt__linear_turn(n);
+    if (!d) return dt_error(ctx);
     if (dt_wants(n, 0)) {
-        dt_matmul_args a = { .dtype = x->dtype, .a = n->out->grad, .b = w->data, .m = rows, .n = in, .k = out };
-        a.c = dt_grad_raw(n, 0, &a.accumulate);
+        dt_matmul_args a = { .dtype = x->dtype, .a = d, .b = w->data, .m = rows, .n = in, .k = out };
+        a.c = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
         if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 1)) {
-        dt_matmul_args a = { .dtype = x->dtype, .a = n->out->grad, .b = x->data, .m = out, .n = in, .k = rows,
-            .trans_a = 1 };
-        a.c = dt_grad_raw(n, 1, &a.accumulate);
+        dt_matmul_args a = { .dtype = x->dtype, .a = d, .b = x->data, .m = out, .n = in, .k = rows, .trans_a = 1 };
+        a.c = dt__grad_wide(n, 1, &a.accumulate, &a.wide);
         if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 2)) {
-        dt_column_sum_args a = { .dtype = x->dtype, .in = n->out->grad, .rows = (size_t)rows, .cols = (size_t)out };
-        a.out = dt_grad_raw(n, 2, &a.accumulate);
-        if (!a.out || DT__KERNEL(ctx, n->name, column_sum, &a) != DT_OK) return dt_error(ctx);
+        dt_sum_args a = { .dtype = x->dtype, .in = d, .outer = 1, .n = (size_t)rows, .inner = (size_t)out, .scale = 1 };
+        a.out = dt__grad_wide(n, 2, &a.accumulate, &a.wide);
+        if (!a.out || DT__KERNEL(ctx, n->name, sum, &a) != DT_OK) return dt_error(ctx);
     }
+    if (dt_wants(n, 3) && plain) return dt__pass_grad(n, 3, all);
     return DT_OK;
 }
 
+/* Whether the inputs of a linear layer fit each other; *shape is the result's. */
+static int dt__linear_fits(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_shape *shape) {
+    const char *why = NULL;
+    dt_tensor  *other = w;
+    *shape = x->shape;
+    if (x->dtype != w->dtype || (b && b->dtype != w->dtype)) why = "types differ";
+    else if (w->shape.nd < 2 || x->shape.nd < 1 || dt__last(x) != dt__last(w))
+        why = "the last dimensions must agree, and w needs two";
+    else if (b && (size_t)dt_count(b->shape) != dt__rows(w))
+        why = "the bias must have w's shape less its last dimension", x = w, other = b;
+    else if (x->shape.nd + w->shape.nd - 2 > DT_MAX_DIMS) why = "the result has too many dimensions";
+    if (!why) {
+        shape->nd = x->shape.nd + w->shape.nd - 2;
+        for (int i = 0; i < w->shape.nd - 1; i++) shape->d[x->shape.nd - 1 + i] = w->shape.d[i];
+        if (residual && (dt_count(residual->shape) != dt_count(*shape) || residual->dtype != x->dtype))
+            why = "the residual must have the shape and type of the result", other = residual;
+    }
+    if (why) dt__mismatch("dt_linear", x, other, why);
+    return !why;
+}
+
 dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
-    dt_ctx *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
-    if (!ctx) return NULL;
-    if (x->dtype != w->dtype || (b && b->dtype != w->dtype)) return dt__mismatch("dt_linear", x, w, "types differ");
-    if (w->shape.nd < 2 || x->shape.nd < 1 || dt__last(x) != dt__last(w))
-        return dt__mismatch("dt_linear", x, w, "the last dimensions must agree, and w needs two");
-    if (b && (size_t)dt_count(b->shape) != dt__rows(w))
-        return dt__mismatch("dt_linear", w, b, "the bias must have w's shape less its last dimension");
-    dt_shape shape = x->shape;
-    shape.nd = x->shape.nd - 1 + w->shape.nd - 1;
-    if (shape.nd > DT_MAX_DIMS) return dt__mismatch("dt_linear", x, w, "the result has too many dimensions");
-    for (int i = 0; i < w->shape.nd - 1; i++) shape.d[x->shape.nd - 1 + i] = w->shape.d[i];
-    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_linear");
+    dt_linear_desc none = { 0, NULL };
+    return dt_linear_at(x, w, b, none);
+}
+
+dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
+    dt_ctx  *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
+    dt_shape shape;
+    if (!ctx || (desc.residual && !dt__op("dt_linear", desc.residual, x, NULL))) return NULL;
+    if (!dt__linear_fits(x, w, b, desc.residual, &shape)) return NULL;
+    if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_linear(%s): activation %d", w->name, desc.activation);
+        return NULL;
+    }
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_linear"), *before = NULL;
     if (!y) return NULL;
     dt_matmul_args a = { .dtype = x->dtype, .c = y->data, .a = x->data, .b = w->data, .m = (int64_t)dt__rows(x),
-        .n = (int64_t)dt__rows(w), .k = (int64_t)dt__last(w), .trans_b = 1 };
+        .n = (int64_t)dt__rows(w), .k = (int64_t)dt__last(w), .trans_b = 1, .activation = desc.activation };
     a.bias = b ? b->data : NULL;
+    a.residual = desc.residual ? desc.residual->data : NULL;
+    int keep = desc.activation && !ctx->no_grad && (x->needs_grad || w->needs_grad || (b && b->needs_grad));
+    if (keep && !(before = dt__new_named(ctx, x->dtype, shape, "before"))) return NULL;
+    a.before = before ? before->data : NULL;
     if (dt__matmul(ctx, w->name, a) != DT_OK) return NULL;
-    return dt_record(y, dt__desc("dt_linear", x, w, b, dt__linear_back, 0));
+    dt_record_desc d = dt__desc("dt_linear", x, w, b, dt__linear_back, sizeof(dt__linear_saved));
+    d.in[3] = desc.residual;
+    d.n_in = 4;
+    dt__linear_saved *saved = (dt__linear_saved *)dt_record_saved(y, d);
+    if (saved) {
+        saved->activation = desc.activation;
+        saved->before = before;
+    }
+    return ctx->status == DT_OK ? y : NULL;
 }
 
-/* Which ids of the full table a table holds: all, or its box along dimension 0. */
-static void dt__vocab(const dt_tensor *table, int64_t *first, int64_t *held, int64_t *vocab) {
-    const dt_param_info *p = table->param;
-    *first = p ? p->box.lo[0] : 0;
-    *held = p ? p->box.inside[0] : table->shape.d[0];
-    *vocab = p ? p->full.d[0] : table->shape.d[0];
-}
+/* ---- norms ---- */
 
-static dt_status dt__embedding_back(dt_node *n) {
-    dt_tensor *table = n->in[0], *ids = n->in[1];
-    int64_t    vocab = 0;
-    dt_embedding_back_args a = { .dtype = table->dtype, .dout = n->out->grad, .ids = (const int32_t *)ids->data,
-        .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table) };
-    dt__vocab(table, &a.first, &a.held, &vocab);
-    a.dtable = dt_grad_raw(n, 0, &a.accumulate);
-    return a.dtable ? DT__KERNEL(table->ctx, n->name, embedding_back, &a) : dt_error(table->ctx);
-}
+typedef struct dt__norm_saved { dt_tensor *mean, *rstd; } dt__norm_saved;
 
-dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) {
-    int     both = table && ids;
-    dt_ctx *ctx = both ? dt__op("dt_embedding", table, ids, NULL) : dt__missing("dt_embedding", table, ids, NULL);
-    if (!ctx) return NULL;
-    if (table->shape.nd != 2 || ids->dtype != DT_I32 || ids->shape.nd >= DT_MAX_DIMS)
-        return dt__mismatch("dt_embedding", table, ids, "a table (V,C) and i32 ids are needed");
-    dt_shape shape = ids->shape;
-    shape.d[shape.nd++] = table->shape.d[1];
-    dt_tensor *out = dt__new_named(ctx, table->dtype, shape, "dt_embedding");
-    if (!out) return NULL;
-    dt_embedding_args a = { .dtype = table->dtype, .out = out->data, .table = table->data,
-        .ids = (const int32_t *)ids->data, .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table) };
-    dt__vocab(table, &a.first, &a.held, &a.vocab);
-    if (DT__KERNEL(ctx, table->name, embedding, &a) != DT_OK) return NULL;
-    return dt_record(out, dt__desc("dt_embedding", table, ids, NULL, dt__embedding_back, 0));
-}
-
-typedef struct dt__layernorm_saved { dt_tensor *mean, *rstd; } dt__layernorm_saved;
-
-static dt_status dt__layernorm_back(dt_node *n) {
-    const dt__layernorm_saved *saved = (const dt__layernorm_saved *)n->saved;
+static dt_status dt__norm_back(dt_node *n) {
+    const dt__norm_saved *saved = (const dt__norm_saved *)n->saved;
     dt_tensor *x = n->in[0], *gain = n->in[1];
     dt_ctx    *ctx = x->ctx;
-    dt_layernorm_back_args a = { .dtype = x->dtype, .dout = n->out->grad, .in = x->data, .gain = gain->data,
-        .mean = saved->mean->data, .rstd = saved->rstd->data, .rows = dt__rows(x), .cols = dt__last(x) };
+    dt_norm_back_args a = { .dtype = x->dtype, .dout = n->out->grad, .in = x->data, .gain = gain->data,
+        .mean = saved->mean ? saved->mean->data : NULL, .rstd = saved->rstd->data, .rows = dt__rows(x),
+        .cols = dt__last(x), .rms = !saved->mean };
     if (dt_wants(n, 0) && !(a.dx = dt_grad_raw(n, 0, &a.accumulate_x))) return dt_error(ctx);
-    if (dt_wants(n, 1) && !(a.dgain = dt_grad_raw(n, 1, &a.accumulate_gain))) return dt_error(ctx);
-    if (dt_wants(n, 2) && !(a.dbias = dt_grad_raw(n, 2, &a.accumulate_bias))) return dt_error(ctx);
-    a.work_bytes = dt_layernorm_work((int64_t)a.cols, x->dtype);
+    if (dt_wants(n, 1) && !(a.dgain = dt__grad_wide(n, 1, &a.accumulate_gain, &a.wide_gain))) return dt_error(ctx);
+    if (dt_wants(n, 2) && !(a.dbias = dt__grad_wide(n, 2, &a.accumulate_bias, &a.wide_bias))) return dt_error(ctx);
+    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_work(ctx, a.work_bytes);
-    return a.work ? DT__KERNEL(ctx, n->name, layernorm_back, &a) : dt_error(ctx);
+    return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
-dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    int     all = x && gain && bias;
-    dt_ctx *ctx = all ? dt__op("dt_layernorm", x, gain, bias) : dt__missing("dt_layernorm", x, gain, bias);
+/* Layer normalisation, or RMSNorm where bias is NULL. */
+static dt_tensor *dt__norm(const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
+    dt_ctx *ctx = dt__op(op, x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last(x) || x->dtype != gain->dtype)
-        return dt__mismatch("dt_layernorm", x, gain, "the gain must have x's last dimension and type");
-    if ((size_t)dt_count(bias->shape) != dt__last(x) || x->dtype != bias->dtype)
-        return dt__mismatch("dt_layernorm", x, bias, "the bias must have x's last dimension and type");
+        return dt__mismatch(op, x, gain, "the gain must have x's last dimension and type");
+    if (bias && ((size_t)dt_count(bias->shape) != dt__last(x) || x->dtype != bias->dtype))
+        return dt__mismatch(op, x, bias, "the bias must have x's last dimension and type");
     dt_shape   row = DT_SHAPE((int64_t)dt__rows(x));
-    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_layernorm");
-    dt_tensor *mean = dt__new_named(ctx, x->dtype, row, "mean"), *rstd = dt__new_named(ctx, x->dtype, row, "rstd");
-    if (!y || !mean || !rstd) return NULL;
-    dt_layernorm_args a = { .dtype = x->dtype, .out = y->data, .mean = mean->data, .rstd = rstd->data, .in = x->data,
-        .gain = gain->data, .bias = bias->data, .rows = dt__rows(x), .cols = dt__last(x), .eps = eps > 0 ? eps : 1e-5 };
-    if (DT__KERNEL(ctx, gain->name, layernorm, &a) != DT_OK) return NULL;
-    dt_record_desc d = dt__desc("dt_layernorm", x, gain, bias, dt__layernorm_back, sizeof(dt__layernorm_saved));
-    dt__layernorm_saved *saved = (dt__layernorm_saved *)dt_record_saved(y, d);
+    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, op);
+    dt_tensor *rstd = dt__new_named(ctx, dt__wide(x->dtype, 1), row, "rstd");
+    dt_tensor *mean = bias ? dt__new_named(ctx, dt__wide(x->dtype, 1), row, "mean") : NULL;
+    if (!y || !rstd || (bias && !mean)) return NULL;
+    dt_norm_args a = { .dtype = x->dtype, .out = y->data, .mean = mean ? mean->data : NULL, .rstd = rstd->data,
+        .in = x->data, .gain = gain->data, .bias = bias ? bias->data : NULL, .rows = dt__rows(x), .cols = dt__last(x),
+        .eps = eps > 0 ? eps : 1e-5, .rms = !bias };
+    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    if (!a.work || DT__KERNEL(ctx, gain->name, norm, &a) != DT_OK) return NULL;
+    dt__norm_saved *saved = (dt__norm_saved *)dt_record_saved(y, dt__desc(op, x, gain, bias, dt__norm_back,
+        sizeof *saved));
     if (saved) {
         saved->mean = mean;
         saved->rstd = rstd;
@@ -2206,54 +2537,321 @@ dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double e
     return ctx->status == DT_OK ? y : NULL;
 }
 
-static dt_status dt__gelu_back(dt_node *n) {
-    dt_tensor *x = n->in[0];
-    dt_gelu_back_args a = { .dtype = x->dtype, .dx = NULL, .dout = n->out->grad, .in = x->data,
-        .count = (size_t)dt_count(x->shape) };
+dt_tensor *dt_layernorm(dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
+    if (x && gain && bias) return dt__norm("dt_layernorm", x, gain, bias, eps);
+    dt__missing("dt_layernorm", x, gain, bias);
+    return NULL;
+}
+
+dt_tensor *dt_rmsnorm(dt_tensor *x, dt_tensor *gain, double eps) {
+    if (x && gain) return dt__norm("dt_rmsnorm", x, gain, NULL, eps);
+    dt__missing("dt_rmsnorm", x, gain, NULL);
+    return NULL;
+}
+
+static dt_status dt__softmax_back(dt_node *n) {
+    dt_tensor *y = n->out;
+    dt_softmax_back_args a = { .dtype = y->dtype, .dx = NULL, .dout = y->grad, .out = y->data, .rows = dt__rows(y),
+        .cols = dt__last(y) };
     a.dx = dt_grad_raw(n, 0, &a.accumulate);
-    return a.dx ? DT__KERNEL(x->ctx, n->name, gelu_back, &a) : dt_error(x->ctx);
+    a.work_bytes = dt_row_work((int64_t)a.cols, y->dtype);
+    a.work = dt_work(y->ctx, a.work_bytes);
+    return a.dx && a.work ? DT__KERNEL(y->ctx, n->name, softmax_back, &a) : dt_error(y->ctx);
 }
 
-dt_tensor *dt_gelu(dt_tensor *x) {
-    dt_ctx    *ctx = dt__op("dt_gelu", x, NULL, NULL);
-    dt_tensor *y = ctx ? dt__new_named(ctx, x->dtype, x->shape, "dt_gelu") : NULL;
+dt_tensor *dt_softmax(dt_tensor *x) {
+    dt_tensor *y = dt__like(x, "dt_softmax");
     if (!y) return NULL;
-    dt_gelu_args a = { x->dtype, y->data, x->data, (size_t)dt_count(x->shape) };
-    if (DT__KERNEL(ctx, x->name, gelu, &a) != DT_OK) return NULL;
-    return dt_record(y, dt__desc("dt_gelu", x, NULL, NULL, dt__gelu_back, 0));
+    dt_softmax_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .rows = dt__rows(x), .cols = dt__last(x) };
+    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
+    a.work = dt_work(x->ctx, a.work_bytes);
+    if (!a.work || DT__KERNEL(x->ctx, x->name, softmax, &a) != DT_OK) return NULL;
+    return dt_record(y, dt__desc("dt_softmax", x, NULL, NULL, dt__softmax_back, 0));
 }
 
-static dt_status dt__add_back(dt_node *n) {
-    dt_tensor *a = n->in[0], *b = n->in[1];
-    dt_ctx    *ctx = a->ctx;
-    size_t     count = (size_t)dt_count(a->shape), cols = (size_t)dt_count(b->shape);
-    int        accumulate = 0;
-    if (dt_wants(n, 0)) {
-        void *da = dt_grad_raw(n, 0, &accumulate);
-        if (!da || dt__accumulate(ctx, a->dtype, da, n->out->grad, count, accumulate) != DT_OK) return dt_error(ctx);
+/* ---- functions of each number ---- */
+
+typedef struct dt__unary_saved { int act; double scale; } dt__unary_saved;
+
+static dt_status dt__unary_back(dt_node *n) {
+    const dt__unary_saved *saved = (const dt__unary_saved *)n->saved;
+    dt_tensor *x = n->in[0];
+    dt_unary_back_args a = { .dtype = x->dtype, .act = saved->act, .dx = NULL, .dout = n->out->grad, .in = x->data,
+        .count = (size_t)dt_count(x->shape), .scale = saved->scale };
+    a.dx = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dx ? DT__KERNEL(x->ctx, n->name, unary_back, &a) : dt_error(x->ctx);
+}
+
+static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale, double shift) {
+    dt_tensor *y = dt__like(x, op);
+    if (!y) return NULL;
+    dt_unary_args a = { x->dtype, act, y->data, x->data, (size_t)dt_count(x->shape), scale, shift };
+    if (DT__KERNEL(x->ctx, x->name, unary, &a) != DT_OK) return NULL;
+    dt__unary_saved *saved = (dt__unary_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__unary_back,
+        sizeof *saved));
+    if (saved) {
+        saved->act = act;
+        saved->scale = scale;
     }
-    if (dt_wants(n, 1)) {
-        dt_column_sum_args s = { .dtype = b->dtype, .out = NULL, .in = n->out->grad, .rows = cols ? count / cols : 0,
-            .cols = cols };
-        s.out = dt_grad_raw(n, 1, &s.accumulate);
-        if (!s.out || DT__KERNEL(ctx, n->name, column_sum, &s) != DT_OK) return dt_error(ctx);
+    return x->ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_gelu(dt_tensor *x) { return dt__unary("dt_gelu", x, DT_ACT_GELU, 1, 0); }
+dt_tensor *dt_gelu_erf(dt_tensor *x) { return dt__unary("dt_gelu_erf", x, DT_ACT_GELU_ERF, 1, 0); }
+dt_tensor *dt_silu(dt_tensor *x) { return dt__unary("dt_silu", x, DT_ACT_SILU, 1, 0); }
+dt_tensor *dt_relu(dt_tensor *x) { return dt__unary("dt_relu", x, DT_ACT_RELU, 1, 0); }
+dt_tensor *dt_tanh(dt_tensor *x) { return dt__unary("dt_tanh", x, DT_ACT_TANH, 1, 0); }
+dt_tensor *dt_exp(dt_tensor *x) { return dt__unary("dt_exp", x, DT_ACT_EXP, 1, 0); }
+dt_tensor *dt_ln(dt_tensor *x) { return dt__unary("dt_ln", x, DT_ACT_LN, 1, 0); }
+dt_tensor *dt_affine(dt_tensor *x, double scale, double shift) {
+    return dt__unary("dt_affine", x, DT_ACT_AFFINE, scale, shift);
+}
+
+static dt_status dt__swiglu_back(dt_node *n) {
+    dt_tensor *x = n->in[0];
+    dt_glu_back_args a = { .dtype = x->dtype, .act = DT_ACT_SILU, .dx = NULL, .dout = n->out->grad, .in = x->data,
+        .rows = dt__rows(n->out), .cols = dt__last(x) };
+    a.dx = dt_grad_raw(n, 0, &a.accumulate);
+    return a.dx ? DT__KERNEL(x->ctx, n->name, glu_back, &a) : dt_error(x->ctx);
+}
+
+dt_tensor *dt_swiglu(dt_tensor *x) {
+    dt_ctx *ctx = dt__op("dt_swiglu", x, NULL, NULL);
+    if (!ctx) return NULL;
+    dt_shape shape = x->shape;
+    if (shape.nd < 2 || shape.d[shape.nd - 2] != 2) return dt__unfit("dt_swiglu", x, "gate and up (..,2,F) are needed");
+    shape.d[shape.nd - 2] = shape.d[shape.nd - 1];
+    shape.nd--;
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
+    if (!y) return NULL;
+    dt_glu_args a = { x->dtype, DT_ACT_SILU, y->data, x->data, dt__rows(y), dt__last(x) };
+    if (DT__KERNEL(ctx, x->name, glu, &a) != DT_OK) return NULL;
+    return dt_record(y, dt__desc("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
+}
+
+/* ---- arithmetic with repeating dimensions ---- */
+
+/* The shape of a op b, and the strides that make a dimension of 1, or a missing one, repeat. 0: they do not fit. */
+static int dt__broadcast(dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_a, int64_t *stride_b) {
+    int64_t step_a = 1, step_b = 1;
+    *out = a.nd >= b.nd ? a : b;
+    for (int i = out->nd - 1, ia = a.nd - 1, ib = b.nd - 1; i >= 0; i--, ia--, ib--) {
+        int64_t na = ia >= 0 ? a.d[ia] : 1, nb = ib >= 0 ? b.d[ib] : 1;
+        if (na != nb && na != 1 && nb != 1) return 0;
+        out->d[i] = na == 1 ? nb : na;
+        stride_a[i] = na == 1 ? 0 : step_a;
+        stride_b[i] = nb == 1 ? 0 : step_b;
+        step_a *= na;
+        step_b *= nb;
+    }
+    return 1;
+}
+
+/* in[i]'s gradient (+)= scale * g, where g has the output's shape and in[i] may repeat in it: dimensions that repeat
+   are summed, one at a time from the last, through two buffers that take turns. */
+static dt_status dt__sum_to(dt_node *n, int i, const void *g, double scale, void *const turns[2]) {
+    dt_tensor *t = n->in[i];
+    dt_shape   at = n->out->shape;
+    int        skip = at.nd - t->shape.nd, turn = 0, left = 0;
+    for (int d = 0; d < at.nd; d++) left += at.d[d] != (d < skip ? 1 : t->shape.d[d - skip]);
+    if (left == 0 && scale == 1) { /* the same shape: only added */
+        int   accumulate = 0;
+        void *to = dt_grad_raw(n, i, &accumulate);
+        return to ? dt__accumulate(t->ctx, t->dtype, to, g, (size_t)dt_count(at), accumulate) : dt_error(t->ctx);
+    }
+    for (int d = at.nd - 1; d >= 0 || left == 0; d--) {
+        if (left > 0 && at.d[d] == (d < skip ? 1 : t->shape.d[d - skip])) continue;
+        dt_sum_args a = { .dtype = t->dtype, .out = turns[turn], .in = g, .outer = 1, .n = 1, .inner = 1, .scale = 1 };
+        for (int e = 0; e < at.nd && left > 0; e++)
+            if (e < d) a.outer *= (size_t)at.d[e];
+            else if (e > d) a.inner *= (size_t)at.d[e];
+        if (left == 0) a.inner = (size_t)dt_count(at); /* nothing repeats: a scaled copy */
+        else a.n = (size_t)at.d[d];
+        if (left <= 1) {
+            a.scale = scale;
+            a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
+            if (!a.out) return dt_error(t->ctx);
+        }
+        if (DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left <= 1) return dt_error(t->ctx);
+        at.d[d] = 1;
+        g = turns[turn];
+        turn = 1 - turn;
+        left--;
     }
     return DT_OK;
 }
 
-dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) {
-    dt_ctx *ctx = a && b ? dt__op("dt_add", a, b, NULL) : dt__missing("dt_add", a, b, NULL);
-    if (!ctx) return NULL;
-    int skip = a->shape.nd - b->shape.nd, fits = skip >= 0 && a->dtype == b->dtype && a->dtype != DT_I32;
-    for (int i = 0; fits && i < b->shape.nd; i++) fits = a->shape.d[skip + i] == b->shape.d[i];
-    if (!fits) return dt__mismatch("dt_add", a, b, "the second shape must be the end of the first, types equal");
-    dt_tensor *y = dt__new_named(ctx, a->dtype, a->shape, "dt_add");
-    if (!y) return NULL;
-    size_t      cols = (size_t)dt_count(b->shape);
-    dt_add_args args = { a->dtype, y->data, a->data, b->data, cols ? (size_t)dt_count(a->shape) / cols : 0, cols };
-    if (DT__KERNEL(ctx, a->name, add, &args) != DT_OK) return NULL;
-    return dt_record(y, dt__desc("dt_add", a, b, NULL, dt__add_back, 0));
+typedef struct dt__binary_saved { int op; } dt__binary_saved;
+
+/* d(a+b) = da + db; d(ab) = b da + a db; d(a/b) = da / b - (a/b) db / b. */
+static dt_status dt__binary_back(dt_node *n) {
+    dt_tensor *out = n->out, *b = n->in[1];
+    dt_ctx    *ctx = out->ctx;
+    int        op = ((dt__binary_saved *)n->saved)->op;
+    size_t     bytes = dt__bytes(out);
+    char      *work = (char *)dt_work(ctx, 3 * (bytes + 64));
+    if (!work) return dt_error(ctx);
+    void *term = work, *turns[2] = { work + (bytes + 64) / 64 * 64, work + 2 * ((bytes + 64) / 64 * 64) };
+    for (int i = 0; i < 2; i++) {
+        const void    *g = out->grad;
+        dt_binary_args a = { .dtype = out->dtype, .op = op, .out = term, .a = out->grad };
+        if (!dt_wants(n, i)) continue;
+        dt_tensor *factor = op == DT_DIV ? b : n->in[1 - i];
+        if (op == DT_MUL || op == DT_DIV) {
+            dt__broadcast(out->shape, factor->shape, &a.shape, a.stride_a, a.stride_b);
+            a.b = factor->data;
+            if (DT__KERNEL(ctx, n->name, binary, &a) != DT_OK) return dt_error(ctx);
+            g = term;
+        }
+        if (op == DT_DIV && i == 1) {
+            dt_binary_args times = { .dtype = out->dtype, .op = DT_MUL, .out = term, .a = term, .b = out->data };
+            dt__broadcast(out->shape, out->shape, &times.shape, times.stride_a, times.stride_b);
+            if (DT__KERNEL(ctx, n->name, binary, &times) != DT_OK) return dt_error(ctx);
+        }
+        double sign = i == 1 && (op == DT_SUB || op == DT_DIV) ? -1 : 1;
+        if (dt__sum_to(n, i, g, sign, turns) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
 }
+
+static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *b) {
+    dt_ctx *ctx = a && b ? dt__op(name, a, b, NULL) : dt__missing(name, a, b, NULL);
+    if (!ctx) return NULL;
+    dt_binary_args args = { .dtype = a->dtype, .op = op };
+    if (a->dtype != b->dtype || a->dtype == DT_I32 ||
+        !dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
+        return dt__mismatch(name, a, b, "types must be equal, and dimensions, counted from the last, equal or 1");
+    dt_tensor *y = dt__new_named(ctx, a->dtype, args.shape, name);
+    if (!y) return NULL;
+    args.out = y->data;
+    args.a = a->data;
+    args.b = b->data;
+    if (DT__KERNEL(ctx, a->name, binary, &args) != DT_OK) return NULL;
+    dt__binary_saved *saved = (dt__binary_saved *)dt_record_saved(y, dt__desc(name, a, b, NULL, dt__binary_back,
+        sizeof *saved));
+    if (saved) saved->op = op;
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_add(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_add", DT_ADD, a, b); }
+dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_sub", DT_SUB, a, b); }
+dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_mul", DT_MUL, a, b); }
+dt_tensor *dt_div(dt_tensor *a, dt_tensor *b) { return dt__binary("dt_div", DT_DIV, a, b); }
+
+/* ---- sums and maxima ---- */
+
+/* x as (outer,n,inner) around dimension dim, and its shape without it; n is everything for DT_ALL. */
+typedef struct dt__around { size_t outer, n, inner; dt_shape without; } dt__around;
+
+static int dt__around_dim(const char *op, dt_tensor *x, int dim, dt__around *a) {
+    a->outer = a->n = a->inner = 1;
+    a->without = DT_SCALAR;
+    if (dim < DT_ALL || dim >= x->shape.nd || x->dtype == DT_I32) {
+        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): dimension %d of %s %s", op, x->name, dim, dt_dtype_name(x->dtype),
+            dt__shape_text(x->shape).s);
+        return 0;
+    }
+    for (int i = 0; i < x->shape.nd; i++) {
+        size_t *part = dim == DT_ALL || i == dim ? &a->n : i < dim ? &a->outer : &a->inner;
+        *part *= (size_t)x->shape.d[i];
+        if (part != &a->n) a->without.d[a->without.nd++] = x->shape.d[i];
+    }
+    return 1;
+}
+
+typedef struct dt__sum_saved { dt__around around; double scale; dt_tensor *index; } dt__sum_saved;
+
+/* dx (+)= scale * the output's gradient, repeated along the dimension that was summed. */
+static dt_status dt__sum_back(dt_node *n) {
+    const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
+    dt_tensor *x = n->in[0], *y = n->out;
+    const dt__around *r = &saved->around;
+    dt_permute_args a = { .dtype = x->dtype, .out = NULL, .in = y->grad,
+        .shape = DT_SHAPE((int64_t)r->outer, (int64_t)r->n, (int64_t)r->inner),
+        .out_stride = { (int64_t)(r->n * r->inner), (int64_t)r->inner, 1 }, .in_stride = { (int64_t)r->inner, 0, 1 } };
+    dt_unary_args scale = { y->dtype, DT_ACT_AFFINE, NULL, y->grad, (size_t)dt_count(y->shape), saved->scale, 0 };
+    if (saved->scale != 1) {
+        a.in = scale.out = dt_work(x->ctx, dt__bytes(y));
+        if (!a.in || DT__KERNEL(x->ctx, n->name, unary, &scale) != DT_OK) return dt_error(x->ctx);
+    }
+    a.out = dt_grad_raw(n, 0, &a.accumulate);
+    return a.out ? DT__KERNEL(x->ctx, n->name, permute, &a) : dt_error(x->ctx);
+}
+
+static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
+    dt_ctx    *ctx = dt__op(op, x, NULL, NULL);
+    dt__around r;
+    if (!ctx || !dt__around_dim(op, x, dim, &r)) return NULL;
+    double     scale = mean ? 1.0 / (double)r.n : 1;
+    dt_tensor *y = dt__new_named(ctx, x->dtype, r.without, op);
+    if (!y) return NULL;
+    dt_sum_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .outer = r.outer, .n = r.n, .inner = r.inner,
+        .scale = scale };
+    if (DT__KERNEL(ctx, x->name, sum, &a) != DT_OK) return NULL;
+    dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__sum_back,
+        sizeof *saved));
+    if (saved) {
+        saved->around = r;
+        saved->scale = scale;
+    }
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_sum_over(dt_tensor *x, int dim) { return dt__sum("dt_sum_over", x, dim, 0); }
+dt_tensor *dt_mean_over(dt_tensor *x, int dim) { return dt__sum("dt_mean_over", x, dim, 1); }
+
+/* The backward of max and topk: each gradient goes where its number came from. */
+static dt_status dt__pick_back(dt_node *n) {
+    const dt__sum_saved *saved = (const dt__sum_saved *)n->saved;
+    dt_tensor *x = n->in[0];
+    size_t     others = saved->around.outer * saved->around.inner;
+    dt_spread_args a = { .dtype = x->dtype, .out = NULL, .in = n->out->grad, .index = (int32_t *)saved->index->data,
+        .outer = saved->around.outer, .n = saved->around.n, .k = others ? (size_t)dt_count(n->out->shape) / others : 0,
+        .inner = saved->around.inner };
+    a.out = dt_grad_raw(n, 0, &a.accumulate);
+    return a.out ? DT__KERNEL(x->ctx, n->name, spread, &a) : dt_error(x->ctx);
+}
+
+static dt_tensor *dt__pick_done(const char *op, dt_tensor *x, dt_tensor *y, dt_tensor *index, dt__around r) {
+    dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__pick_back,
+        sizeof *saved));
+    if (saved) {
+        saved->around = r;
+        saved->index = index;
+    }
+    return x->ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_max_over(dt_tensor *x, int dim) {
+    dt_ctx    *ctx = dt__op("dt_max_over", x, NULL, NULL);
+    dt__around r;
+    if (!ctx || !dt__around_dim("dt_max_over", x, dim, &r)) return NULL;
+    if (r.n == 0) return dt__unfit("dt_max_over", x, "nothing has no maximum");
+    dt_tensor *y = dt__new_named(ctx, x->dtype, r.without, "dt_max_over");
+    dt_tensor *index = dt__new_named(ctx, DT_I32, r.without, "index");
+    if (!y || !index) return NULL;
+    dt_max_args a = { x->dtype, y->data, (int32_t *)index->data, x->data, r.outer, r.n, r.inner };
+    if (DT__KERNEL(ctx, x->name, max, &a) != DT_OK) return NULL;
+    return dt__pick_done("dt_max_over", x, y, index, r);
+}
+
+dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
+    dt_ctx *ctx = dt__op("dt_topk", x, NULL, NULL);
+    if (!ctx) return NULL;
+    if (x->shape.nd < 1 || k < 1 || k > x->shape.d[x->shape.nd - 1] || x->dtype == DT_I32)
+        return dt__unfit("dt_topk", x, "k must be 1 up to the last dimension");
+    dt_shape shape = x->shape;
+    shape.d[shape.nd - 1] = k;
+    dt__around r = { dt__rows(x), dt__last(x), 1, shape };
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"), *at = dt__new_named(ctx, DT_I32, shape, "index");
+    if (!y || !at) return NULL;
+    dt_topk_args a = { x->dtype, y->data, (int32_t *)at->data, x->data, r.outer, r.n, (size_t)k };
+    if (DT__KERNEL(ctx, x->name, topk, &a) != DT_OK) return NULL;
+    if (index) *index = at;
+    return dt__pick_done("dt_topk", x, y, at, r);
+}
+
+/* ---- other shapes ---- */
 
 /* Another tensor over the same data; the gradient is the base's, so a view needs no op on the tape. */
 static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
@@ -2281,7 +2879,312 @@ dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape) {
     return NULL;
 }
 
-typedef struct dt__attention_saved { dt_tensor *lse; int causal; } dt__attention_saved;
+static void dt__dense(dt_shape shape, int64_t *stride) {
+    int64_t step = 1;
+    for (int i = shape.nd - 1; i >= 0; i--) {
+        stride[i] = step;
+        step *= shape.d[i];
+    }
+}
+
+/* Slice, concatenation and transposition are one strided copy, and so is each one's backward: the other way round.
+   Input i of a node is `box` of the output (concat) or the other way (slice, transposition). */
+typedef struct dt__move_saved {
+    dt_shape box[DT_MAX_INPUTS];
+    int64_t  out_at[DT_MAX_INPUTS], in_at[DT_MAX_INPUTS];   /* elements */
+    int64_t  out_stride[DT_MAX_DIMS], in_stride[DT_MAX_INPUTS][DT_MAX_DIMS];
+} dt__move_saved;
+
+static dt_status dt__move_one(dt_ctx *ctx, const char *what, const dt__move_saved *m, int i, dt_dtype dtype, void *out,
+    const void *in, int back, int accumulate) {
+    size_t size = dt_dtype_size(dtype);
+    dt_permute_args a = { .dtype = dtype, .shape = m->box[i], .accumulate = accumulate };
+    memcpy(back ? a.in_stride : a.out_stride, m->out_stride, sizeof a.in_stride);
+    memcpy(back ? a.out_stride : a.in_stride, m->in_stride[i], sizeof a.in_stride);
+    a.out = (char *)out + (size_t)(back ? m->in_at[i] : m->out_at[i]) * size;
+    a.in = (const char *)in + (size_t)(back ? m->out_at[i] : m->in_at[i]) * size;
+    return dt_count(a.shape) == 0 ? DT_OK : DT__KERNEL(ctx, what, permute, &a);
+}
+
+static dt_status dt__move_back(dt_node *n) {
+    const dt__move_saved *m = (const dt__move_saved *)n->saved;
+    dt_ctx *ctx = n->out->ctx;
+    for (int i = 0; i < n->n_in; i++) {
+        if (!dt_wants(n, i)) continue;
+        dt_tensor *x = n->in[i];
+        int        accumulate = 1;
+        void *dx = dt_count(m->box[i]) < dt_count(x->shape) ? dt_grad(n, i) : dt_grad_raw(n, i, &accumulate);
+        if (!dx || dt__move_one(ctx, n->name, m, i, x->dtype, dx, n->out->grad, 1, accumulate) != DT_OK)
+            return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+static dt_tensor *dt__move_op(const char *op, dt_tensor *const *x, int n, dt_shape shape, const dt__move_saved *m) {
+    dt_ctx    *ctx = x[0]->ctx;
+    dt_tensor *y = dt__new_named(ctx, x[0]->dtype, shape, op);
+    for (int i = 0; y && i < n; i++)
+        if (dt__move_one(ctx, x[i]->name, m, i, y->dtype, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
+    if (!y) return NULL;
+    dt_record_desc d = dt__desc(op, NULL, NULL, NULL, dt__move_back, sizeof *m);
+    for (int i = 0; i < n; i++) d.in[i] = x[i];
+    d.n_in = n;
+    dt__move_saved *saved = (dt__move_saved *)dt_record_saved(y, d);
+    if (saved) *saved = *m;
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
+    dt_ctx        *ctx = dt__op("dt_slice", x, NULL, NULL);
+    dt__move_saved m;
+    if (!ctx) return NULL;
+    memset(&m, 0, sizeof m);
+    if (dim < 0 || dim >= x->shape.nd || first < 0 || count < 0 || first > x->shape.d[dim] - count) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_slice(%s): %lld from %lld of dimension %d of %s", x->name, (long long)count,
+            (long long)first, dim, dt__shape_text(x->shape).s);
+        return NULL;
+    }
+    m.box[0] = x->shape;
+    m.box[0].d[dim] = count;
+    dt__dense(m.box[0], m.out_stride);
+    dt__dense(x->shape, m.in_stride[0]);
+    m.in_at[0] = first * m.in_stride[0][dim];
+    return dt__move_op("dt_slice", &x, 1, m.box[0], &m);
+}
+
+dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
+    dt__move_saved m;
+    memset(&m, 0, sizeof m);
+    if (!x || n < 1 || !x[0]) return NULL;
+    dt_ctx *ctx = x[0]->ctx;
+    dt_shape shape = x[0]->shape;
+    if (n > DT_MAX_INPUTS || dim < 0 || dim >= shape.nd) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_concat: %d tensors, at most %d, along dimension %d of %s", n, DT_MAX_INPUTS, dim,
+            dt__shape_text(shape).s);
+        return NULL;
+    }
+    shape.d[dim] = 0;
+    for (int i = 0; i < n; i++) {
+        if (!x[i]) dt__missing("dt_concat", x[0], NULL, NULL);
+        if (!x[i] || !dt__op("dt_concat", x[i], x[0], NULL)) return NULL;
+        m.box[i] = x[i]->shape;
+        m.box[i].d[dim] = x[0]->shape.d[dim];
+        if (!dt__same_shape(m.box[i], x[0]->shape) || x[i]->dtype != x[0]->dtype)
+            return dt__mismatch("dt_concat", x[0], x[i], "types and all other dimensions must be equal");
+        m.box[i] = x[i]->shape;
+        m.out_at[i] = shape.d[dim];
+        dt__dense(x[i]->shape, m.in_stride[i]);
+        shape.d[dim] += x[i]->shape.d[dim];
+    }
+    dt__dense(shape, m.out_stride);
+    for (int i = 0; i < n; i++) m.out_at[i] *= m.out_stride[dim];
+    return dt__move_op("dt_concat", x, n, shape, &m);
+}
+
+dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b) {
+    dt_ctx        *ctx = dt__op("dt_transpose", x, NULL, NULL);
+    dt__move_saved m;
+    if (!ctx) return NULL;
+    memset(&m, 0, sizeof m);
+    if (dim_a < 0 || dim_b < 0 || dim_a >= x->shape.nd || dim_b >= x->shape.nd) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_transpose(%s): dimensions %d and %d of %s", x->name, dim_a, dim_b,
+            dt__shape_text(x->shape).s);
+        return NULL;
+    }
+    m.box[0] = x->shape;
+    m.box[0].d[dim_a] = x->shape.d[dim_b];
+    m.box[0].d[dim_b] = x->shape.d[dim_a];
+    dt__dense(m.box[0], m.out_stride);
+    dt__dense(x->shape, m.in_stride[0]);
+    int64_t stride = m.in_stride[0][dim_a];
+    m.in_stride[0][dim_a] = m.in_stride[0][dim_b];
+    m.in_stride[0][dim_b] = stride;
+    return dt__move_op("dt_transpose", &x, 1, m.box[0], &m);
+}
+
+static dt_status dt__cast_back(dt_node *n) {
+    dt_tensor   *x = n->in[0];
+    dt_cast_args a = { x->dtype, n->out->dtype, NULL, n->out->grad, (size_t)dt_count(x->shape), 0 };
+    int          wide = 0;
+    a.out = dt__grad_wide(n, 0, &a.accumulate, &wide);
+    a.dtype = dt__wide(x->dtype, wide);
+    return a.out ? DT__KERNEL(x->ctx, n->name, cast, &a) : dt_error(x->ctx);
+}
+
+dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
+    dt_ctx    *ctx = dt__op("dt_cast", x, NULL, NULL);
+    dt_tensor *y = ctx ? dt__new_named(ctx, dtype, x->shape, "dt_cast") : NULL;
+    if (!y) return NULL;
+    dt_cast_args a = { dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
+    if (DT__KERNEL(ctx, x->name, cast, &a) != DT_OK) return NULL;
+    if (dtype == DT_I32 || x->dtype == DT_I32) return y;
+    return dt_record(y, dt__desc("dt_cast", x, NULL, NULL, dt__cast_back, 0));
+}
+
+/* ---- rows by index ---- */
+
+/* Which ids of the full table a table holds: all, or its box along dimension 0. */
+static void dt__vocab(const dt_tensor *table, int64_t *first, int64_t *held, int64_t *vocab) {
+    const dt_param_info *p = table->param;
+    *first = p ? p->box.lo[0] : 0;
+    *held = p ? p->box.inside[0] : table->shape.d[0];
+    *vocab = p ? p->full.d[0] : table->shape.d[0];
+}
+
+static dt_status dt__embedding_back(dt_node *n) {
+    dt_tensor *table = n->in[0], *ids = n->in[1];
+    dt_ctx    *ctx = table->ctx;
+    int64_t    vocab = 0;
+    dt_embedding_back_args a = { .dtype = table->dtype, .dout = n->out->grad, .ids = (const int32_t *)ids->data,
+        .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table) };
+    dt__vocab(table, &a.first, &a.held, &vocab);
+    a.dtable = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
+    if (dt__narrow(dt__wide(table->dtype, a.wide))) {
+        a.work_bytes = (size_t)a.held * a.cols * sizeof(float);
+        if (a.work_bytes && !(a.work = dt_work(ctx, a.work_bytes))) return dt_error(ctx);
+    }
+    return a.dtable ? DT__KERNEL(ctx, n->name, embedding_back, &a) : dt_error(ctx);
+}
+
+static dt_tensor *dt__rows_of(const char *op, dt_tensor *table, dt_tensor *ids, int holes) {
+    dt_ctx *ctx = table && ids ? dt__op(op, table, ids, NULL) : dt__missing(op, table, ids, NULL);
+    if (!ctx) return NULL;
+    if (table->shape.nd != 2 || ids->dtype != DT_I32 || ids->shape.nd >= DT_MAX_DIMS)
+        return dt__mismatch(op, table, ids, "a table (V,C) and i32 ids are needed");
+    dt_shape shape = ids->shape;
+    shape.d[shape.nd++] = table->shape.d[1];
+    dt_tensor *out = dt__new_named(ctx, table->dtype, shape, op);
+    if (!out) return NULL;
+    dt_embedding_args a = { .dtype = table->dtype, .out = out->data, .table = table->data,
+        .ids = (const int32_t *)ids->data, .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table),
+        .holes = holes };
+    dt__vocab(table, &a.first, &a.held, &a.vocab);
+    if (DT__KERNEL(ctx, table->name, embedding, &a) != DT_OK) return NULL;
+    return dt_record(out, dt__desc(op, table, ids, NULL, dt__embedding_back, 0));
+}
+
+dt_tensor *dt_embedding(dt_tensor *table, dt_tensor *ids) { return dt__rows_of("dt_embedding", table, ids, 0); }
+dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows) { return dt__rows_of("dt_gather_rows", x, rows, 1); }
+
+/* The gradient of scattered rows is gathered. */
+static dt_status dt__scatter_back(dt_node *n) {
+    dt_tensor *x = n->in[0], *rows = n->in[1], *y = n->out;
+    int        accumulate = 0;
+    void      *dx = dt_grad_raw(n, 0, &accumulate), *to = accumulate ? dt_work(x->ctx, dt__bytes(x)) : dx;
+    dt_embedding_args a = { .dtype = x->dtype, .out = to, .table = y->grad, .ids = (const int32_t *)rows->data,
+        .rows = dt__rows(x), .cols = dt__last(x), .held = y->shape.d[0], .vocab = y->shape.d[0], .holes = 1 };
+    if (!to || DT__KERNEL(x->ctx, n->name, embedding, &a) != DT_OK) return dt_error(x->ctx);
+    return accumulate ? dt__accumulate(x->ctx, x->dtype, dx, to, (size_t)dt_count(x->shape), 1) : DT_OK;
+}
+
+dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
+    const char *op = "dt_scatter_rows";
+    dt_ctx     *ctx = x && rows ? dt__op(op, x, rows, NULL) : dt__missing(op, x, rows, NULL);
+    if (!ctx) return NULL;
+    if (x->shape.nd < 1 || rows->dtype != DT_I32 || (size_t)dt_count(rows->shape) != dt__rows(x) || count < 0)
+        return dt__mismatch(op, x, rows, "x (..,C) and one i32 row for each of its rows are needed");
+    dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(count, (int64_t)dt__last(x)), op);
+    if (!y) return NULL;
+    dt_embedding_back_args a = { .dtype = x->dtype, .dtable = y->data, .dout = x->data,
+        .ids = (const int32_t *)rows->data, .rows = dt__rows(x), .cols = dt__last(x), .held = count };
+    if (dt__narrow(x->dtype)) {
+        a.work_bytes = (size_t)count * a.cols * sizeof(float);
+        if (a.work_bytes && !(a.work = dt_work(ctx, a.work_bytes))) return NULL;
+    }
+    if (DT__KERNEL(ctx, x->name, embedding_back, &a) != DT_OK) return NULL;
+    return dt_record(y, dt__desc(op, x, rows, NULL, dt__scatter_back, 0));
+}
+
+/* ---- positions and dropout ---- */
+
+typedef struct dt__rope_saved { dt_rope_desc desc; } dt__rope_saved;
+
+static dt_rope_args dt__rope_args(const dt_tensor *x, const dt_tensor *positions, dt_rope_desc d) {
+    dt_rope_args a = { .dtype = x->dtype, .positions = (const int32_t *)positions->data,
+        .tokens = (size_t)dt_count(positions->shape), .heads = (size_t)x->shape.d[2], .dim = (size_t)x->shape.d[3],
+        .rotary = d.rotary ? (size_t)d.rotary : (size_t)x->shape.d[3], .theta = d.theta > 0 ? d.theta : 10000,
+        .interleaved = d.interleaved };
+    return a;
+}
+
+/* A rotation's transposition is the rotation back. */
+static dt_status dt__rope_back(dt_node *n) {
+    dt_tensor   *x = n->in[0];
+    dt_rope_args a = dt__rope_args(x, n->in[1], ((dt__rope_saved *)n->saved)->desc);
+    a.in = n->out->grad;
+    a.inverse = 1;
+    a.out = dt_grad_raw(n, 0, &a.accumulate);
+    return a.out ? DT__KERNEL(x->ctx, n->name, rope, &a) : dt_error(x->ctx);
+}
+
+dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
+    int     both = x && positions;
+    dt_ctx *ctx = both ? dt__op("dt_rope", x, positions, NULL) : dt__missing("dt_rope", x, positions, NULL);
+    if (!ctx) return NULL;
+    if (x->shape.nd != 4 || positions->dtype != DT_I32 || dt_count(positions->shape) != x->shape.d[0] * x->shape.d[1])
+        return dt__mismatch("dt_rope", x, positions, "x (B,T,H,D) and i32 positions (B,T) are needed");
+    if (desc.rotary < 0 || desc.rotary > x->shape.d[3] || (desc.rotary ? desc.rotary : x->shape.d[3]) % 2 ||
+        x->shape.d[3] > 512) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_rope(%s): %d of %lld dimensions turn in pairs, of at most 512", x->name,
+            desc.rotary, (long long)x->shape.d[3]);
+        return NULL;
+    }
+    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_rope");
+    if (!y) return NULL;
+    dt_rope_args a = dt__rope_args(x, positions, desc);
+    a.in = x->data;
+    a.out = y->data;
+    if (DT__KERNEL(ctx, x->name, rope, &a) != DT_OK) return NULL;
+    dt__rope_saved *saved = (dt__rope_saved *)dt_record_saved(y, dt__desc("dt_rope", x, positions, NULL, dt__rope_back,
+        sizeof *saved));
+    if (saved) saved->desc = desc;
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+typedef struct dt__dropout_saved { double p; uint64_t key; } dt__dropout_saved;
+
+static dt_dropout_args dt__dropout_args(const dt_tensor *x, const dt_tensor *tokens, double p, uint64_t key) {
+    dt_dropout_args a = { .dtype = x->dtype, .tokens = tokens ? (const int32_t *)tokens->data : NULL,
+        .rows = dt__rows(x), .cols = dt__last(x), .p = p, .key = key };
+    return a;
+}
+
+static dt_status dt__dropout_back(dt_node *n) {
+    const dt__dropout_saved *saved = (const dt__dropout_saved *)n->saved;
+    dt_tensor      *x = n->in[0];
+    dt_dropout_args a = dt__dropout_args(x, n->in[1], saved->p, saved->key);
+    a.in = n->out->grad;
+    a.out = dt_grad_raw(n, 0, &a.accumulate);
+    return a.out ? DT__KERNEL(x->ctx, n->name, dropout, &a) : dt_error(x->ctx);
+}
+
+dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
+    dt_ctx *ctx = dt__op("dt_dropout", x, tokens, NULL);
+    if (!ctx || p == 0) return ctx ? x : NULL;
+    if (!(p > 0 && p < 1)) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_dropout(%s): probability %g; it lies in [0,1)", x->name, p);
+        return NULL;
+    }
+    if (x->dtype == DT_I32 || (tokens && (tokens->dtype != DT_I32 || (size_t)dt_count(tokens->shape) != dt__rows(x))))
+        return dt__unfit("dt_dropout", x, "numbers (..,C) and one i32 token for each row are needed");
+    dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_dropout");
+    if (!y) return NULL;
+    dt_dropout_args a = dt__dropout_args(x, tokens, p, key);
+    a.in = x->data;
+    a.out = y->data;
+    if (DT__KERNEL(ctx, x->name, dropout, &a) != DT_OK) return NULL;
+    dt__dropout_saved *saved = (dt__dropout_saved *)dt_record_saved(y, dt__desc("dt_dropout", x, tokens, NULL,
+        dt__dropout_back, sizeof *saved));
+    if (saved) {
+        saved->p = p;
+        saved->key = key;
+    }
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+/* ---- attention ---- */
+
+typedef struct dt__attention_saved { dt_tensor *lse; dt_sight sight; } dt__attention_saved;
 
 static dt_status dt__attention_back(dt_node *n) {
     const dt__attention_saved *saved = (const dt__attention_saved *)n->saved;
@@ -2291,7 +3194,7 @@ static dt_status dt__attention_back(dt_node *n) {
         .out = n->out->data, .lse = saved->lse->data, .q = q->data, .k = k->data, .v = v->data,
         .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
         .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]),
-        .causal = saved->causal };
+        .sight = saved->sight };
     if (dt_wants(n, 0) && !(a.dq = dt_grad_raw(n, 0, &a.accumulate_q))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dv = dt_grad_raw(n, 2, &a.accumulate_v))) return dt_error(ctx);
@@ -2306,23 +3209,44 @@ static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_t
            q->shape.d[3] > 0 && k->shape.d[2] > 0 && q->shape.d[2] % k->shape.d[2] == 0;
 }
 
-dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
-    dt_ctx *ctx = q && k && v ? dt__op("dt_attention", q, k, v) : dt__missing("dt_attention", q, k, v);
-    if (!ctx) return NULL;
-    if (desc.positions || desc.documents) {
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_attention: positions and documents are not available in this version");
-        return NULL;
+/* One number for each token of a (B,T,H,D) tensor. NULL: none given, which is no failure (*bad stays). */
+static const int32_t *dt__per_token(dt_tensor *x, dt_tensor *numbers, int *bad) {
+    if (!numbers) return NULL;
+    if (!dt__op("dt_attention", numbers, x, NULL)) *bad = 1;
+    else if (numbers->dtype != DT_I32 || dt_count(numbers->shape) != x->shape.d[0] * x->shape.d[1]) {
+        dt__mismatch("dt_attention", x, numbers, "positions and documents are i32, one for each token");
+        *bad = 1;
     }
+    return (const int32_t *)numbers->data;
+}
+
+/* 0 when something given does not fit. */
+static int dt__sight_of(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_sight *s) {
+    int bad = 0, same = q->shape.d[1] == k->shape.d[1];
+    s->causal = !d.full;
+    s->q_position = dt__per_token(q, d.positions, &bad);
+    s->k_position = dt__per_token(k, d.key_positions ? d.key_positions : same ? d.positions : NULL, &bad);
+    s->q_document = dt__per_token(q, d.documents, &bad);
+    s->k_document = dt__per_token(k, d.key_documents ? d.key_documents : same ? d.documents : NULL, &bad);
+    if (bad || !s->q_document == !s->k_document) return !bad;
+    dt_fail(q->ctx, DT_ERR_ARG, "dt_attention: documents of queries and of keys, both or none");
+    return 0;
+}
+
+dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
+    dt_ctx  *ctx = q && k && v ? dt__op("dt_attention", q, k, v) : dt__missing("dt_attention", q, k, v);
+    dt_sight sight;
+    if (!ctx) return NULL;
     if (!dt__attention_fits(q, k, v) || (desc.kv_heads && desc.kv_heads != k->shape.d[2]))
         return dt__mismatch("dt_attention", q, k, "q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K are needed");
+    if (!dt__sight_of(q, k, desc, &sight)) return NULL;
     dt_tensor *y = dt__new_named(ctx, q->dtype, q->shape, "dt_attention");
     dt_shape   lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
-    dt_tensor *lse = dt__new_named(ctx, q->dtype, lse_shape, "lse");
+    dt_tensor *lse = dt__new_named(ctx, dt__wide(q->dtype, 1), lse_shape, "lse");
     if (!y || !lse) return NULL;
     dt_attention_args a = { .dtype = q->dtype, .out = y->data, .lse = lse->data, .q = q->data, .k = k->data,
         .v = v->data, .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
-        .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]),
-        .causal = !desc.full };
+        .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]), .sight = sight };
     a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
     a.work = dt_work(ctx, a.work_bytes);
     if (!a.work || DT__KERNEL(ctx, q->name, attention, &a) != DT_OK) return NULL;
@@ -2331,23 +3255,14 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     dt__attention_saved *saved = (dt__attention_saved *)dt_record_saved(y, d);
     if (saved) {
         saved->lse = lse;
-        saved->causal = !desc.full;
+        saved->sight = sight;
     }
     return ctx->status == DT_OK ? y : NULL;
 }
 
-typedef struct dt__loss_saved { dt_tensor *lse; double scale; } dt__loss_saved;
+/* ---- losses ---- */
 
-static dt_status dt__cross_entropy_back(dt_node *n) {
-    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    dt_tensor *logits = n->in[0], *labels = n->in[1];
-    dt_ctx    *ctx = logits->ctx;
-    dt_cross_entropy_back_args a = { .dtype = logits->dtype, .dlogits = NULL, .logits = logits->data,
-        .lse = saved->lse->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
-        .cols = dt__last(logits), .upstream = (const double *)n->out->grad, .scale = saved->scale };
-    a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
-    return a.dlogits ? DT__KERNEL(ctx, n->name, cross_entropy_back, &a) : dt_error(ctx);
-}
+typedef struct dt__loss_saved { dt_tensor *lse; double scale; dt_loss_desc desc; } dt__loss_saved;
 
 static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
     if (denominator > 0 && denominator < HUGE_VAL) return 1;
@@ -2356,30 +3271,176 @@ static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
     return 0;
 }
 
-dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
-    int     both = logits && labels;
-    dt_ctx *ctx = both ? dt__op("dt_cross_entropy", logits, labels, NULL)
-                       : dt__missing("dt_cross_entropy", logits, labels, NULL);
-    if (!ctx || !dt__denominator(ctx, "dt_cross_entropy", denominator)) return NULL;
-    if (logits->shape.nd < 1 || labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(logits))
-        return dt__mismatch("dt_cross_entropy", logits, labels, "logits (..,V) and one i32 label a row are needed");
-    dt_shape   row = DT_SHAPE((int64_t)dt__rows(logits));
-    dt_tensor *loss = dt__new_named(ctx, DT_F64, DT_SCALAR, "dt_cross_entropy");
-    dt_tensor *lse = dt__new_named(ctx, logits->dtype, row, "lse");
-    double    *row_loss = (double *)dt_work(ctx, (dt__rows(logits) + 1) * sizeof *row_loss);
-    if (!loss || !lse || !row_loss) return NULL;
-    dt_cross_entropy_args a = { .dtype = logits->dtype, .loss = (double *)loss->data, .row_loss = row_loss,
-        .lse = lse->data, .logits = logits->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
-        .cols = dt__last(logits), .denominator = denominator };
-    if (DT__KERNEL(ctx, "dt_cross_entropy", cross_entropy, &a) != DT_OK) return NULL;
-    dt_record_desc d = dt__desc("dt_cross_entropy", logits, labels, NULL, dt__cross_entropy_back,
-        sizeof(dt__loss_saved));
-    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(loss, d);
+static int dt__loss_desc_ok(dt_ctx *ctx, const char *op, dt_loss_desc d, int64_t columns, double denominator) {
+    if (!dt__denominator(ctx, op, denominator)) return 0;
+    if (d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 && d.z_weight >= 0) return 1;
+    dt_fail(ctx, DT_ERR_ARG, "%s: vocab %lld of %lld columns, smoothing %g in [0,1), z_weight %g", op,
+        (long long)d.vocab, (long long)columns, d.smoothing, d.z_weight);
+    return 0;
+}
+
+/* What a loss over rows makes beside itself. */
+typedef struct dt__loss_parts { dt_tensor *loss, *lse, *z; } dt__loss_parts;
+
+static int dt__loss_begin(const char *op, dt_tensor *x, dt_loss_desc d, dt__loss_parts *p) {
+    dt_ctx *ctx = x->ctx;
+    p->loss = dt__new_named(ctx, DT_F64, DT_SCALAR, op);
+    p->lse = dt__new_named(ctx, dt__wide(x->dtype, 1), DT_SHAPE((int64_t)dt__rows(x)), "lse");
+    p->z = d.z_loss ? dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss") : NULL;
+    if (d.z_loss) *d.z_loss = p->z;
+    return p->loss && p->lse && (p->z || !d.z_loss);
+}
+
+static dt_tensor *dt__loss_end(const char *op, dt_tensor *x, dt_tensor *w, dt_tensor *labels, dt__loss_parts p,
+    double denominator, dt_loss_desc desc, dt_backward_fn backward) {
+    dt__loss_saved *saved = (dt__loss_saved *)dt_record_saved(p.loss, dt__desc(op, x, labels, w, backward,
+        sizeof *saved));
     if (saved) {
-        saved->lse = lse;
+        saved->lse = p.lse;
         saved->scale = 1.0 / denominator;
+        saved->desc = desc;
     }
-    return ctx->status == DT_OK ? loss : NULL;
+    return x->ctx->status == DT_OK ? p.loss : NULL;
+}
+
+static dt_status dt__cross_entropy_back(dt_node *n) {
+    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
+    dt_tensor *logits = n->in[0], *labels = n->in[1];
+    dt_ctx    *ctx = logits->ctx;
+    dt_cross_entropy_back_args a = { .dtype = logits->dtype, .dlogits = NULL, .logits = logits->data,
+        .lse = saved->lse->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
+        .cols = dt__last(logits), .vocab = (size_t)saved->desc.vocab, .upstream = (const double *)n->out->grad,
+        .scale = saved->scale, .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight };
+    a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
+    a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
+    a.work = dt_work(ctx, a.work_bytes);
+    return a.dlogits && a.work ? DT__KERNEL(ctx, n->name, cross_entropy_back, &a) : dt_error(ctx);
+}
+
+dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
+    dt_loss_desc none = { 0, 0, 0, NULL };
+    return dt_cross_entropy_at(logits, labels, denominator, none);
+}
+
+dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc) {
+    const char    *op = "dt_cross_entropy";
+    dt_ctx        *ctx = logits && labels ? dt__op(op, logits, labels, NULL) : dt__missing(op, logits, labels, NULL);
+    dt__loss_parts p;
+    if (!ctx) return NULL;
+    if (logits->shape.nd < 1 || labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(logits))
+        return dt__mismatch(op, logits, labels, "logits (..,V) and one i32 label a row are needed");
+    if (!dt__loss_desc_ok(ctx, op, desc, (int64_t)dt__last(logits), denominator)) return NULL;
+    if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
+    size_t rows = dt__rows(logits), row_work = dt_row_work((int64_t)dt__last(logits), logits->dtype);
+    double *row_loss = (double *)dt_work(ctx, (rows + 8) * sizeof *row_loss + row_work);
+    if (!row_loss) return NULL;
+    dt_cross_entropy_args a = { .dtype = logits->dtype, .loss = (double *)p.loss->data, .row_loss = row_loss,
+        .lse = p.lse->data, .logits = logits->data, .labels = (const int32_t *)labels->data, .rows = rows,
+        .cols = dt__last(logits), .vocab = (size_t)desc.vocab, .denominator = denominator,
+        .smoothing = desc.smoothing, .z_loss = p.z ? (double *)p.z->data : NULL, .work = row_loss + rows,
+        .work_bytes = row_work };
+    if (DT__KERNEL(ctx, op, cross_entropy, &a) != DT_OK) return NULL;
+    return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
+}
+
+/* Rows of logits at a time: about 2^20 numbers, and enough rows to make a product of it. A function of V alone, so that
+   the bits of the gradient of w do not depend on the number of rows. */
+static int64_t dt__loss_rows(int64_t vocab) {
+    int64_t rows = ((int64_t)1 << 20) / (vocab > 0 ? vocab : 1);
+    return rows < 64 ? 64 : rows > 4096 ? 4096 : rows;
+}
+
+/* Scratch of one chunk: its logits, row losses, a row, and what its products want. */
+typedef struct dt__loss_work { char *logits; double *row_loss; void *row, *product; size_t row_bytes, product_bytes; }
+    dt__loss_work;
+
+static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, dt__loss_work *k) {
+    int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], rows = dt__loss_rows(V);
+    size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
+    size_t  c = dt_matmul_work(C, rows, x->dtype);
+    size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
+    k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
+    k->product_bytes = a > b ? a > c ? a : c : b > c ? b : c;
+    k->logits = (char *)dt_work(ctx, logits + (size_t)rows * sizeof(double) + k->row_bytes + k->product_bytes + 64);
+    k->row_loss = (double *)(k->logits + logits);
+    k->row = k->row_loss + rows;
+    k->product = (char *)k->row + k->row_bytes;
+    return k->logits != NULL;
+}
+
+/* Logits of rows r .. r + rows. */
+static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_tensor *w, const dt__loss_work *k,
+    int64_t r, int64_t rows) {
+    int64_t C = (int64_t)dt__last(w);
+    size_t  at = (size_t)(r * C) * dt_dtype_size(x->dtype);
+    dt_matmul_args a = { .dtype = x->dtype, .c = k->logits, .a = (char *)x->data + at, .b = w->data, .m = rows,
+        .n = w->shape.d[0], .k = C, .trans_b = 1, .work = k->product,
+        .work_bytes = k->product_bytes };
+    return DT__KERNEL(x->ctx, op, matmul, &a);
+}
+
+static dt_status dt__linear_cross_entropy_back(dt_node *n) {
+    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
+    dt_tensor    *x = n->in[0], *labels = n->in[1], *w = n->in[2];
+    dt_ctx       *ctx = x->ctx;
+    dt__loss_work k;
+    int64_t       all = (int64_t)dt__rows(x), C = (int64_t)dt__last(w), V = w->shape.d[0], most = dt__loss_rows(V);
+    size_t        size = dt_dtype_size(x->dtype);
+    dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V }, dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
+    if (!dt__loss_work_make(ctx, x, w, &k)) return dt_error(ctx);
+    if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
+    if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
+    for (int64_t r = 0; r < all; r += most) {
+        int64_t rows = all - r < most ? all - r : most;
+        if (dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
+        dt_cross_entropy_back_args a = { .dtype = x->dtype, .dlogits = k.logits, .logits = k.logits,
+            .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
+            .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)V,
+            .vocab = (size_t)saved->desc.vocab, .upstream = (const double *)n->out->grad, .scale = saved->scale,
+            .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight, .work = k.row, .work_bytes = k.row_bytes };
+        if (DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK) return dt_error(ctx);
+        dt_matmul_args p = dx;
+        p.m = rows;
+        p.a = k.logits;
+        p.b = w->data;
+        p.c = (char *)dx.c + (size_t)(r * C) * (dx.wide ? sizeof(float) : size);
+        p.work = dw.work = k.product;
+        p.work_bytes = dw.work_bytes = k.product_bytes;
+        if (dx.c && DT__KERNEL(ctx, n->name, matmul, &p) != DT_OK) return dt_error(ctx);
+        dw.k = rows;
+        dw.a = k.logits;
+        dw.b = (char *)x->data + (size_t)(r * C) * size;
+        if (dw.c && DT__KERNEL(ctx, n->name, matmul, &dw) != DT_OK) return dt_error(ctx);
+        dw.accumulate = 1;
+    }
+    return DT_OK;
+}
+
+dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
+    dt_loss_desc desc) {
+    const char    *op = "dt_linear_cross_entropy";
+    dt_ctx        *ctx = x && w && labels ? dt__op(op, x, w, labels) : dt__missing(op, x, w, labels);
+    dt__loss_parts p;
+    dt__loss_work  k;
+    if (!ctx) return NULL;
+    if (w->shape.nd != 2 || x->shape.nd < 1 || dt__last(x) != dt__last(w) || x->dtype != w->dtype)
+        return dt__mismatch(op, x, w, "x (..,C) and w (V,C) of one type are needed");
+    if (labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(x))
+        return dt__mismatch(op, x, labels, "one i32 label a row is needed");
+    if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
+    if (!dt__loss_work_make(ctx, x, w, &k)) return NULL;
+    int64_t all = (int64_t)dt__rows(x), most = dt__loss_rows(w->shape.d[0]);
+    for (int64_t r = 0; r < all || r == 0; r += most) {
+        int64_t rows = all - r < most ? all - r : most;
+        if (rows > 0 && dt__loss_logits(op, x, w, &k, r, rows) != DT_OK) return NULL;
+        dt_cross_entropy_args a = { .dtype = x->dtype, .loss = (double *)p.loss->data, .row_loss = k.row_loss,
+            .lse = (char *)p.lse->data + (size_t)r * dt_dtype_size(p.lse->dtype), .logits = k.logits,
+            .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)w->shape.d[0],
+            .vocab = (size_t)desc.vocab, .denominator = denominator, .smoothing = desc.smoothing,
+            .z_loss = p.z ? (double *)p.z->data : NULL, .add = r > 0, .work = k.row, .work_bytes = k.row_bytes };
+        if (DT__KERNEL(ctx, op, cross_entropy, &a) != DT_OK) return NULL;
+    }
+    return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
 }
 
 static dt_status dt__mse_back(dt_node *n) {
@@ -2518,6 +3579,35 @@ static inline float dt__logf(float x) {
     return x < 0.0f ? NAN : p;
 }
 
+/* tanh x in float: a polynomial where 1 - 2 / (e^2x + 1) would cancel. */
+static inline float dt__tanhf(float x) {
+    float z = x * x, far = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
+    float p = -5.997020093e-3f;
+    p = p * z + 2.091450411e-2f;
+    p = p * z - 5.382798285e-2f;
+    p = p * z + 1.333253472e-1f;
+    p = p * z - 3.333332266e-1f;
+    return z < 0.39f ? x + x * z * p : far;
+}
+
+/* The normal distribution function in float: e^(x^2/2) times its lower tail is a polynomial in 1 / (1 + |x| / sqrt 8),
+   fitted to a relative error of 5e-8. */
+static inline float dt__phif(float x) {
+    float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
+    float p = 1.617393085e-2f;
+    p = p * t - 1.435691533e-1f;
+    p = p * t + 4.745959941e-1f;
+    p = p * t - 7.278496308e-1f;
+    p = p * t + 4.665797343e-1f;
+    p = p * t - 1.210152256e-1f;
+    p = p * t + 2.327887633e-1f;
+    p = p * t + 2.372273263e-1f;
+    p = p * t + 2.830107842e-1f;
+    p = p * t + 2.820574645e-1f;
+    float tail = 0.5f * t * p * dt__expf(-z * z);
+    return x < 0 ? tail : 1.0f - tail;
+}
+
 /* Two words of the counter RNG as a number in [0, 1) with 53 bits. */
 static double dt__unit(uint32_t high, uint32_t low) {
     return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
@@ -2539,28 +3629,70 @@ static int64_t dt__matmul_columns(int64_t n, size_t size) {
 
 /* Room for a panel of A of at most 14 rows, a block of B, and tiles. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt_dtype_size(dtype);
+    size_t size = dt__real_size(dtype);
     if (size == 0 || n < 0 || k < 0) return 0;
     size_t columns = (size_t)dt__matmul_columns(n, size), depth = (size_t)(k < DT__DEPTH ? k : DT__DEPTH);
     size_t tiles = k > DT__DEPTH ? DT__PANELS * 14 * columns : 14 * 32;
-    return (tiles + depth * (columns + 14)) * size + 64;
+    return (tiles + depth * (columns + 14) + 2) * size + 64;
 }
 
-size_t dt_layernorm_work(int64_t cols, dt_dtype dtype) {
-    return 4 * (size_t)cols * dt_dtype_size(dtype);
-}
+/* Room for six rows: a kernel's rows widened, and sums over rows. */
+size_t dt_row_work(int64_t cols, dt_dtype dtype) { return 6 * (size_t)cols * dt__real_size(dtype) + 64; }
 
-/* Keys, values and their gradients of one head, and two blocks of 16 rows of scores or queries. */
+enum { DT__LANES = 32 }; /* no vector tile has more columns, no tile of attention more than 8 rows */
+
+/* What attention keeps for a head, in numbers of the type computed in: see attention_scratch. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
-    return (4 * (size_t)(tk * dim) + 32 * (size_t)(tk > dim ? tk : dim) + 16) * dt_dtype_size(dtype);
+    size_t keys = (size_t)(tk + 7) / 8 * 8, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
+    size_t of_keys = 6 * keys * dims + 2 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
+    return (of_keys + of_queries) * dt__real_size(dtype) + 64;
 }
 
-/* The kernels of one element type and instruction set. */
+enum { DT__TILE = 512 }; /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
+
+/* Goes over an array of some shape in runs of at most DT__TILE elements of the last dimension. */
+typedef struct dt__runs {
+    dt_shape shape;
+    int64_t  at[DT_MAX_DIMS], out, n;   /* indices of the run's first element; its place if dense; its length */
+    int      done;
+} dt__runs;
+
+static dt__runs dt__runs_begin(dt_shape shape) {
+    dt__runs r;
+    memset(&r, 0, sizeof r);
+    if (shape.nd == 0) shape.d[shape.nd++] = 1;
+    r.shape = shape;
+    r.done = dt_count(shape) == 0;
+    return r;
+}
+
+/* The next run, and where it begins in arrays with these strides. */
+static int dt__runs_next(dt__runs *r, const int64_t *stride_a, const int64_t *stride_b, int64_t *a, int64_t *b) {
+    int last = r->shape.nd - 1, i = last;
+    r->out += r->n;
+    r->at[last] += r->n;
+    while (r->n && i > 0 && r->at[i] == r->shape.d[i]) {
+        r->at[i--] = 0;
+        r->at[i]++;
+    }
+    if (r->done || (r->n && r->at[0] == r->shape.d[0])) return 0;
+    int64_t left = r->shape.d[last] - r->at[last];
+    r->n = left < DT__TILE ? left : DT__TILE;
+    *a = *b = 0;
+    for (i = 0; i <= last; i++) {
+        *a += r->at[i] * stride_a[i];
+        *b += r->at[i] * stride_b[i];
+    }
+    return 1;
+}
+
+/* The kernels of one type to compute in and one instruction set. */
 #define DT__FLOAT_KERNELS(X) \
-    X(init) X(add) X(column_sum) X(matmul) X(layernorm) X(layernorm_back) X(gelu) X(gelu_back) X(embedding) \
-    X(embedding_back) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) X(mse_back) \
+    X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
+    X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) X(spread) \
+    X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) X(mse_back) \
     X(square_sums) X(adamw) X(sgd)
-#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) DT__FLOAT_KERNELS(X)
+#define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 typedef struct dt__variant {
 #define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
     DT__VARIANT_KERNELS(DT__VARIANT_ENTRY)
@@ -2591,11 +3723,15 @@ typedef struct dt__variant {
 #define DT__WIDE float
 #define DT__EXP(x) dt__expf(x)
 #define DT__LOG(x) dt__logf(x)
+#define DT__TANH(x) dt__tanhf(x)
+#define DT__PHI(x) dt__phif(x)
 #elif DT__BITS == 64
 #define DT__REAL double
 #define DT__WIDE double
 #define DT__EXP(x) exp(x)
 #define DT__LOG(x) log(x)
+#define DT__TANH(x) tanh(x)
+#define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
 #else
 #define DT__REAL int32_t
 #define DT__WIDE int64_t
@@ -2610,6 +3746,8 @@ typedef struct dt__variant {
 #define DT__FN static __attribute__((target("avx512f")))
 #define DT__MR 14
 #define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#define DT__MA 8
+#define DT__ROWS_A(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx512
 #define DT__V __m512
@@ -2629,6 +3767,8 @@ typedef struct dt__variant {
 #define DT__FN static __attribute__((target("avx2,fma")))
 #define DT__MR 6
 #define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define DT__MA 4
+#define DT__ROWS_A(X) X(0) X(1) X(2) X(3)
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx2
 #define DT__V __m256
@@ -2648,6 +3788,8 @@ typedef struct dt__variant {
 #define DT__FN static
 #define DT__MR 8
 #define DT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define DT__MA 8
+#define DT__ROWS_A(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_neon
 #define DT__V float32x4_t
@@ -2667,6 +3809,8 @@ typedef struct dt__variant {
 #define DT__FN static
 #define DT__MR 4
 #define DT__ROWS(X) X(0) X(1) X(2) X(3)
+#define DT__MA 4
+#define DT__ROWS_A(X) X(0) X(1) X(2) X(3)
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_plain
 #define DT__V dt__float4
@@ -2684,141 +3828,332 @@ typedef struct dt__variant {
 #if DT__BITS != 1 /* the product is for floating types only */
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
 #define DT__NR (2 * DT__NV)                                  /* columns of a tile */
+#endif
 
-/* GELU in the tanh form, arXiv:1606.08415. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic
-   function 1 / (1 + exp(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
-#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
-#define DT__GELU_B ((DT__REAL)0.044715)
-DT__FN inline DT__REAL DT__K(gelu_of)(DT__REAL x) {
-    return x / (1 + DT__EXP(-2 * DT__GELU_A * (x + DT__GELU_B * x * x * x)));
+/* ---- numbers in storage ---- */
+
+#if DT__BITS == 32
+DT__FN void DT__K(widen)(dt_dtype dtype, const uint16_t *in, int64_t n, DT__REAL *out) {
+    if (dtype == DT_BF16) for (int64_t i = 0; i < n; i++) out[i] = dt__bf16_to_f32(in[i]);
+    else for (int64_t i = 0; i < n; i++) out[i] = dt__f16_to_f32(in[i]);
 }
 
-/* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that the
-   naive and the fast product share them. The tile is overwritten. */
+DT__FN void DT__K(narrow)(dt_dtype dtype, uint16_t *out, int64_t n, const DT__REAL *in) {
+    if (dtype == DT_BF16) for (int64_t i = 0; i < n; i++) out[i] = dt__f32_to_bf16(in[i]);
+    else for (int64_t i = 0; i < n; i++) out[i] = dt__f32_to_f16(in[i]);
+}
+#endif
+
+/* n numbers of an array from element `at`, to compute with: where they lie, or widened in buf. */
+DT__FN const DT__REAL *DT__K(get)(dt_dtype dtype, const void *array, int64_t at, int64_t n, DT__REAL *buf) {
+#if DT__BITS == 32
+    if (dt__narrow(dtype)) {
+        DT__K(widen)(dtype, (const uint16_t *)array + at, n, buf);
+        return buf;
+    }
+#endif
+    (void)dtype, (void)n, (void)buf;
+    return (const DT__REAL *)array + at;
+}
+
+/* The same of numbers that lie `stride` apart. */
+DT__FN const DT__REAL *DT__K(get_apart)(dt_dtype dtype, const void *array, int64_t at, int64_t stride, int64_t n,
+                                        DT__REAL *buf) {
+    if (stride == 1) return DT__K(get)(dtype, array, at, n, buf);
+    for (int64_t i = 0; i < n; i++) {
+        DT__REAL one;
+        buf[i] = *DT__K(get)(dtype, array, at + i * stride, 1, &one);
+    }
+    return buf;
+}
+
+/* array[at..] (+)= n finished results, rounded once. Nothing where array is NULL. */
+DT__FN void DT__K(give)(dt_dtype dtype, void *array, int64_t at, int64_t n, const DT__REAL *row, int accumulate) {
+    if (!array) return;
+#if DT__BITS == 32
+    if (dt__narrow(dtype)) {
+        DT__REAL sum[DT__TILE];
+        for (int64_t j = 0; j < n; j += DT__TILE) {
+            int64_t   have = n - j < DT__TILE ? n - j : DT__TILE;
+            uint16_t *out = (uint16_t *)array + at + j;
+            if (accumulate) DT__K(widen)(dtype, out, have, sum);
+            if (accumulate) for (int64_t i = 0; i < have; i++) sum[i] += row[j + i];
+            DT__K(narrow)(dtype, out, have, accumulate ? sum : row + j);
+        }
+        return;
+    }
+#endif
+    DT__REAL *out = (DT__REAL *)array + at;
+    (void)dtype;
+    if (accumulate) for (int64_t i = 0; i < n; i++) out[i] += row[i];
+    else if (out != row) memcpy(out, row, (size_t)n * sizeof *out);
+}
+
+#if DT__BITS != 1
+
+/* ---- functions of one number ---- */
+
+/* With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function 1 / (1 + e^(-2u)): one exponential,
+   and no cancellation where tanh u is close to -1. */
+#define DT__GELU_A ((DT__REAL)0.7978845608028654) /* sqrt(2/pi) */
+#define DT__GELU_B ((DT__REAL)0.044715)
+#define DT__LOGISTIC(x) (1 / (1 + DT__EXP(-(x))))
+
+/* y = f(x); y may be x. */
+DT__FN void DT__K(act)(int act, const DT__REAL *x, int64_t n, DT__REAL *y, DT__REAL scale, DT__REAL shift) {
+    switch (act) {
+    case DT_ACT_GELU:
+        for (int64_t i = 0; i < n; i++)
+            y[i] = x[i] / (1 + DT__EXP(-2 * DT__GELU_A * (x[i] + DT__GELU_B * x[i] * x[i] * x[i])));
+        break;
+    case DT_ACT_GELU_ERF: for (int64_t i = 0; i < n; i++) y[i] = x[i] * DT__PHI(x[i]); break;
+    case DT_ACT_SILU: for (int64_t i = 0; i < n; i++) y[i] = x[i] * DT__LOGISTIC(x[i]); break;
+    case DT_ACT_RELU: for (int64_t i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i]; break;
+    case DT_ACT_TANH: for (int64_t i = 0; i < n; i++) y[i] = DT__TANH(x[i]); break;
+    case DT_ACT_EXP: for (int64_t i = 0; i < n; i++) y[i] = DT__EXP(x[i]); break;
+    case DT_ACT_LN: for (int64_t i = 0; i < n; i++) y[i] = DT__LOG(x[i]); break;
+    case DT_ACT_AFFINE: for (int64_t i = 0; i < n; i++) y[i] = scale * x[i] + shift; break;
+    default: if (y != x) memcpy(y, x, (size_t)n * sizeof *y); break;
+    }
+}
+
+/* gelu'(x) = s + x s (1 - s) 2 u'. Past +-30 the second term is zero; the clamp keeps infinity times zero away. */
+DT__FN inline DT__REAL DT__K(gelu_slope)(DT__REAL x) {
+    x = x < -30 ? -30 : x;
+    x = x > 30 ? 30 : x;
+    DT__REAL u = DT__GELU_A * (x + DT__GELU_B * x * x * x), du = DT__GELU_A * (1 + 3 * DT__GELU_B * x * x);
+    DT__REAL s = DT__LOGISTIC(2 * u);
+    return s + 2 * x * s * (1 - s) * du;
+}
+
+/* phi(x) + x times the normal density */
+DT__FN inline DT__REAL DT__K(gelu_erf_slope)(DT__REAL x) {
+    x = x < -30 ? -30 : x;
+    x = x > 30 ? 30 : x;
+    return DT__PHI(x) + x * (DT__REAL)0.3989422804014327 * DT__EXP((DT__REAL)-0.5 * x * x);
+}
+
+DT__FN inline DT__REAL DT__K(silu_slope)(DT__REAL x) {
+    x = x < -80 ? -80 : x; /* e^80 is finite, and -80 e^-80 is nothing beside any x */
+    x = x > 80 ? 80 : x;
+    DT__REAL s = DT__LOGISTIC(x);
+    return s + x * s * (1 - s);
+}
+
+DT__FN inline DT__REAL DT__K(tanh_slope)(DT__REAL x) {
+    DT__REAL t = DT__TANH(x);
+    return 1 - t * t;
+}
+
+/* dx = d f'(x); dx may be d. */
+DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64_t n, DT__REAL *dx, DT__REAL scale) {
+    switch (act) {
+    case DT_ACT_GELU: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(gelu_slope)(x[i]); break;
+    case DT_ACT_GELU_ERF: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(gelu_erf_slope)(x[i]); break;
+    case DT_ACT_SILU: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(silu_slope)(x[i]); break;
+    case DT_ACT_RELU: for (int64_t i = 0; i < n; i++) dx[i] = x[i] > 0 ? d[i] : 0; break;
+    case DT_ACT_TANH: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__K(tanh_slope)(x[i]); break;
+    case DT_ACT_EXP: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * DT__EXP(x[i]); break;
+    case DT_ACT_LN: for (int64_t i = 0; i < n; i++) dx[i] = d[i] / x[i]; break;
+    case DT_ACT_AFFINE: for (int64_t i = 0; i < n; i++) dx[i] = d[i] * scale; break;
+    default: if (dx != d) memcpy(dx, d, (size_t)n * sizeof *dx); break;
+    }
+}
+#undef DT__GELU_A
+#undef DT__GELU_B
+
+/* ---- the matrix product ---- */
+
+/* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that every
+   product shares them. The tile is overwritten. */
 DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t cols, DT__REAL *tile, int64_t tile_ld) {
+    DT__REAL buf[DT__LANES];
+    dt_dtype to = dt__wide(a->dtype, a->wide);
     for (int64_t i = 0; i < rows; i++) {
-        int64_t at = batch * a->stride_c + (i0 + i) * a->ldc + j0;
-        DT__REAL *t = tile + i * tile_ld, *c = (DT__REAL *)a->c + at;
+        int64_t   at = batch * a->stride_c + (i0 + i) * a->ldc + j0;
+        DT__REAL *t = tile + i * tile_ld;
         if (a->bias) {
-            const DT__REAL *bias = (const DT__REAL *)a->bias + j0;
+            const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
             for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
         }
-        if (a->before) memcpy((DT__REAL *)a->before + at, t, (size_t)cols * sizeof *t);
-        if (a->activation == DT_ACT_GELU) for (int64_t j = 0; j < cols; j++) t[j] = DT__K(gelu_of)(t[j]);
+        if (a->derivative) {
+            DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
+        } else {
+            if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
+            if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
+        }
         if (a->residual) {
-            const DT__REAL *residual = (const DT__REAL *)a->residual + at;
+            const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
             for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
         }
-        if (a->accumulate) for (int64_t j = 0; j < cols; j++) t[j] += c[j];
-        memcpy(c, t, (size_t)cols * sizeof *t);
+        DT__K(give)(to, a->c, at, cols, t, a->accumulate);
     }
 }
 
 /* The product as it is defined: every element a dot product of K terms, k ascending. */
 DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
-    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a;
-    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b;
     for (int64_t i = 0; i < a->m; i++) {
         for (int64_t j = 0; j < a->n; j++) {
-            DT__REAL sum = 0;
+            DT__REAL sum = 0, x, y;
             for (int64_t p = 0; p < a->k; p++) {
-                DT__REAL x = pa[a->trans_a ? p * a->lda + i : i * a->lda + p];
-                DT__REAL y = pb[a->trans_b ? j * a->ldb + p : p * a->ldb + j];
-                sum += x * y;
+                int64_t at_a = batch * a->stride_a + (a->trans_a ? p * a->lda + i : i * a->lda + p);
+                int64_t at_b = batch * a->stride_b + (a->trans_b ? j * a->ldb + p : p * a->ldb + j);
+                sum += *DT__K(get)(a->dtype, a->a, at_a, 1, &x) * *DT__K(get)(a->dtype, a->b, at_b, 1, &y);
             }
             DT__K(matmul_finish)(a, batch, i, j, 1, 1, &sum, 1);
         }
     }
 }
 
-/* One tile, the only place with intrinsics: tile(MR,NR) += panel_a(k,MR)^T panel_b(k,NR). The 2 x MR sums stay in
-   registers; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+/* One tile, the only place with intrinsics: tile(R,NR) += panel_a(k,R)^T panel_b(k,NR), where R is MR for the product
+   and MA for attention. The 2 x R sums stay in registers; an element is one chain of K multiply-adds, k ascending,
+   wherever its tile lies. */
 #define DT__TILE_LOAD(i) \
     DT__V c##i##_0 = DT__LOAD(tile + i * DT__NR), c##i##_1 = DT__LOAD(tile + i * DT__NR + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
 #define DT__TILE_STORE(i) DT__STORE(tile + i * DT__NR, c##i##_0); DT__STORE(tile + i * DT__NR + DT__NV, c##i##_1);
-DT__FN void DT__K(matmul_tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) {
-    DT__ROWS(DT__TILE_LOAD)
-    for (int64_t p = 0; p < k; p++, a += DT__MR, b += DT__NR) {
-        DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV);
-        DT__ROWS(DT__TILE_STEP)
+#define DT__TILE_FUNCTION(name, R, ROWS, STEP) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) { \
+        ROWS(DT__TILE_LOAD) \
+        for (int64_t p = 0; p < k; p++, a += R, b += DT__NR) { \
+            DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
+            ROWS(STEP) \
+        } \
+        ROWS(DT__TILE_STORE) \
     }
-    DT__ROWS(DT__TILE_STORE)
-}
+DT__TILE_FUNCTION(matmul_tile, DT__MR, DT__ROWS, DT__TILE_STEP)
+DT__TILE_FUNCTION(attention_tile, DT__MA, DT__ROWS_A, DT__TILE_STEP)
+
+/* bf16 by the processor's own dot product of pairs: a word holds terms 2p and 2p + 1, and a tile of words is read like
+   a tile of floats. Each step adds the two products of a pair to the sum. */
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__PAIR_STEP(i) \
+    c##i##_0 = _mm512_dpbf16_ps(c##i##_0, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b0); \
+    c##i##_1 = _mm512_dpbf16_ps(c##i##_1, (__m512bh)_mm512_set1_ps(a[i]), (__m512bh)b1);
+#pragma push_macro("DT__FN")
+#undef DT__FN
+#define DT__FN static __attribute__((target("avx512f,avx512bf16")))
+DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
+#pragma pop_macro("DT__FN")
+#undef DT__PAIR_STEP
+#endif
+#undef DT__TILE_FUNCTION
 #undef DT__TILE_LOAD
 #undef DT__TILE_STEP
 #undef DT__TILE_STORE
 
-/* Packing makes what the tile reads one stream. panel(k,width) from a source whose row p is row p of the panel;
-   columns past `have` are zero and go through the tile like any others. */
-DT__FN void DT__K(pack_rows)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t have,
-                             int64_t k) {
-    for (int64_t p = 0; p < k; p++, panel += width, from += ld) {
+/* What the fast product keeps in `work`, and how. A step is one term of K, or a pair of bf16 terms. */
+typedef struct DT__K(matmul_plan) {
+    const dt_matmul_args *args;
+    DT__REAL *a;       /* one panel of A: at most DT__DEPTH steps x MR, stays in the first-level cache */
+    DT__REAL *b;       /* a block of B in panels: at most DT__DEPTH steps x columns, stays in the second-level cache */
+    DT__REAL *tiles;   /* unfinished tiles of one block of C; a single tile where K is one piece */
+    int64_t   columns; /* of a block */
+    int64_t   steps;   /* of K */
+    int       pairs;
+    void    (*tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile);
+} DT__K(matmul_plan);
+
+/* Packing makes what the tile reads one stream. A panel (steps,width) from a source whose row p is row p of the panel,
+   at element `at`; columns past `have` are zero and go through the tile like any others. */
+DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from, int64_t at,
+                             int64_t ld, int64_t have, int64_t terms) {
+#if DT__BITS == 32 && DT__ISA == 2
+    if (w->pairs) {
+        for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
+            const uint16_t *one = (const uint16_t *)from + at, *two = p + 1 < terms ? one + ld : NULL;
+            uint32_t        words[DT__LANES] = { 0 };
+            for (int64_t i = 0; i < have; i++) words[i] = one[i];
+            if (two) for (int64_t i = 0; i < have; i++) words[i] |= (uint32_t)two[i] << 16;
+            memcpy(panel, words, (size_t)width * sizeof *words);
+        }
+        return;
+    }
+#endif
+    for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
+        const DT__REAL *row = DT__K(get)(w->args->dtype, from, at, have, panel);
         int64_t i = 0;
-        for (; i < have; i++) panel[i] = from[i];
+        for (; i < have; i++) panel[i] = row[i];
         for (; i < width; i++) panel[i] = 0;
     }
 }
 
-/* A 4 x (p1 - p0) piece of the next function: four rows of `from` become four columns of the panel. */
-DT__FN void DT__K(pack_four)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t p0, int64_t p1) {
-    int64_t p = p0;
+/* Four rows of `n` words become four columns of a panel. */
+DT__FN void DT__K(pack_four)(DT__REAL *panel, int64_t width, const DT__REAL *r0, const DT__REAL *r1, const DT__REAL *r2,
+                             const DT__REAL *r3, int64_t n) {
+    int64_t p = 0;
 #if DT__BITS == 32 && defined(__SSE2__)
-    for (; p + 4 <= p1; p += 4) {
-        __m128 r0 = _mm_loadu_ps(from + p), r1 = _mm_loadu_ps(from + ld + p);
-        __m128 r2 = _mm_loadu_ps(from + 2 * ld + p), r3 = _mm_loadu_ps(from + 3 * ld + p);
-        _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-        _mm_storeu_ps(panel + p * width, r0);
-        _mm_storeu_ps(panel + (p + 1) * width, r1);
-        _mm_storeu_ps(panel + (p + 2) * width, r2);
-        _mm_storeu_ps(panel + (p + 3) * width, r3);
+    for (; p + 4 <= n; p += 4) {
+        __m128 v0 = _mm_loadu_ps(r0 + p), v1 = _mm_loadu_ps(r1 + p), v2 = _mm_loadu_ps(r2 + p);
+        __m128 v3 = _mm_loadu_ps(r3 + p);
+        _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
+        _mm_storeu_ps(panel + p * width, v0);
+        _mm_storeu_ps(panel + (p + 1) * width, v1);
+        _mm_storeu_ps(panel + (p + 2) * width, v2);
+        _mm_storeu_ps(panel + (p + 3) * width, v3);
     }
 #endif
-    for (; p < p1; p++)
-        for (int i = 0; i < 4; i++) panel[p * width + i] = from[i * ld + p];
-}
-
-/* panel(k,width) from a source whose row i is column i of the panel: a transposition, in pieces of 64 x width that
-   stay in the first-level cache. */
-DT__FN void DT__K(pack_columns)(DT__REAL *panel, int64_t width, const DT__REAL *from, int64_t ld, int64_t have,
-                                int64_t k) {
-    for (int64_t p0 = 0; p0 < k; p0 += 64) {
-        int64_t p1 = p0 + 64 < k ? p0 + 64 : k, i = 0;
-        for (; i + 4 <= have; i += 4) DT__K(pack_four)(panel + i, width, from + i * ld, ld, p0, p1);
-        for (; i < have; i++) for (int64_t p = p0; p < p1; p++) panel[p * width + i] = from[i * ld + p];
-        for (; i < width; i++) for (int64_t p = p0; p < p1; p++) panel[p * width + i] = 0;
+    for (; p < n; p++) {
+        panel[p * width] = r0[p];
+        panel[p * width + 1] = r1[p];
+        panel[p * width + 2] = r2[p];
+        panel[p * width + 3] = r3[p];
     }
 }
 
-/* What the fast product keeps in `work`. */
-typedef struct DT__K(matmul_scratch) {
-    DT__REAL *a;       /* one panel of A: at most DT__DEPTH x MR, stays in the first-level cache */
-    DT__REAL *b;       /* a block of B in panels: at most DT__DEPTH x columns, stays in the second-level cache */
-    DT__REAL *tiles;   /* unfinished tiles of one block of C; a single tile where K is one piece */
-    int64_t   columns; /* of a block */
-} DT__K(matmul_scratch);
+/* 64 terms at most of one row as words: where they lie, or made in buf. */
+DT__FN const DT__REAL *DT__K(words)(const DT__K(matmul_plan) *w, const void *from, int64_t at, int64_t terms,
+                                    DT__REAL *buf) {
+#if DT__BITS == 32 && DT__ISA == 2
+    if (w->pairs) {
+        memset(buf, 0, 64 * sizeof *buf);
+        memcpy(buf, (const uint16_t *)from + at, (size_t)terms * 2);
+        return buf;
+    }
+#endif
+    return DT__K(get)(w->args->dtype, from, at, terms, buf);
+}
+
+/* A panel (steps,width) from a source whose row i is column i of the panel: a transposition, in pieces of 64 terms that
+   stay in the first-level cache. */
+DT__FN void DT__K(pack_columns)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from,
+                                int64_t at, int64_t ld, int64_t have, int64_t terms) {
+    DT__REAL buf[4][64];
+    static const DT__REAL none[64];
+    for (int64_t p = 0; p < terms; p += 64) {
+        int64_t n = terms - p < 64 ? terms - p : 64, steps = w->pairs ? (n + 1) / 2 : n;
+        for (int64_t i = (width - 1) / 4 * 4; i >= 0; i -= 4) { /* the last four may reach into the next row's first */
+            const DT__REAL *row[4];
+            for (int l = 0; l < 4; l++)
+                row[l] = i + l < have ? DT__K(words)(w, from, at + (i + l) * ld + p, n, buf[l]) : none;
+            DT__K(pack_four)(panel + i, width, row[0], row[1], row[2], row[3], steps);
+        }
+        panel += steps * width;
+    }
+}
 
 /* Rows i0..i1, columns j0..j1, terms p0..p1: packs this piece of B, then each panel of A meets every panel of it. */
-DT__FN void DT__K(matmul_piece)(const dt_matmul_args *a, int64_t batch, const DT__K(matmul_scratch) *w, int64_t i0,
-                                int64_t i1, int64_t j0, int64_t j1, int64_t p0, int64_t p1) {
-    const DT__REAL *pa = (const DT__REAL *)a->a + batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1);
-    const DT__REAL *pb = (const DT__REAL *)a->b + batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb);
-    int64_t depth = p1 - p0, at = 0, next = a->k > DT__DEPTH ? DT__MR * DT__NR : 0; /* tiles: all, or one for all */
+DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int64_t i0, int64_t i1, int64_t j0,
+                                int64_t j1, int64_t p0, int64_t p1) {
+    const dt_matmul_args *a = w->args;
+    int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
+    int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb), depth = w->pairs ? (terms + 1) / 2 : terms;
+    int64_t at = 0, next = w->steps > DT__DEPTH ? DT__MR * DT__NR : 0; /* tiles: all, or one for all */
     for (int64_t j = j0; j < j1; j += DT__NR) {
         int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
         DT__REAL *panel = w->b + (j - j0) * depth;
-        if (a->trans_b) DT__K(pack_columns)(panel, DT__NR, pb + j * a->ldb, a->ldb, have, depth);
-        else DT__K(pack_rows)(panel, DT__NR, pb + j, a->ldb, have, depth);
+        if (a->trans_b) DT__K(pack_columns)(w, panel, DT__NR, a->b, from_b + j * a->ldb, a->ldb, have, terms);
+        else DT__K(pack_rows)(w, panel, DT__NR, a->b, from_b + j, a->ldb, have, terms);
     }
     for (int64_t i = i0; i < i1; i += DT__MR) {
         int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR;
-        if (a->trans_a) DT__K(pack_rows)(w->a, DT__MR, pa + i, a->lda, rows, depth);
-        else DT__K(pack_columns)(w->a, DT__MR, pa + i * a->lda, a->lda, rows, depth);
+        if (a->trans_a) DT__K(pack_rows)(w, w->a, DT__MR, a->a, from_a + i, a->lda, rows, terms);
+        else DT__K(pack_columns)(w, w->a, DT__MR, a->a, from_a + i * a->lda, a->lda, rows, terms);
         for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
             DT__REAL *tile = w->tiles + at;
             if (p0 == 0) memset(tile, 0, DT__MR * DT__NR * sizeof *tile);
-            DT__K(matmul_tile)(depth, w->a, w->b + (j - j0) * depth, tile);
+            w->tile(depth, w->a, w->b + (j - j0) * depth, tile);
             if (p1 < a->k) continue;
             DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
         }
@@ -2827,15 +4162,16 @@ DT__FN void DT__K(matmul_piece)(const dt_matmul_args *a, int64_t batch, const DT
 
 /* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is longer than DT__DEPTH, the
    sums of a block of C wait in memory between its pieces. They come back unchanged, so cutting K changes no bit. */
-DT__FN void DT__K(matmul_packed)(const dt_matmul_args *a, int64_t batch, const DT__K(matmul_scratch) *w) {
-    int64_t rows = a->k > DT__DEPTH ? DT__PANELS * DT__MR : a->m;
+DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
+    const dt_matmul_args *a = w->args;
+    int64_t rows = w->steps > DT__DEPTH ? DT__PANELS * DT__MR : a->m, terms = w->pairs ? 2 * DT__DEPTH : DT__DEPTH;
     for (int64_t i0 = 0; i0 < a->m; i0 += rows) {
         int64_t i1 = i0 + rows < a->m ? i0 + rows : a->m;
         for (int64_t j0 = 0; j0 < a->n; j0 += w->columns) {
             int64_t j1 = j0 + w->columns < a->n ? j0 + w->columns : a->n, p = 0;
             do { /* once even if K is 0 */
-                int64_t end = p + DT__DEPTH < a->k ? p + DT__DEPTH : a->k;
-                DT__K(matmul_piece)(a, batch, w, i0, i1, j0, j1, p, end);
+                int64_t end = p + terms < a->k ? p + terms : a->k;
+                DT__K(matmul_piece)(w, batch, i0, i1, j0, j1, p, end);
                 p = end;
             } while (p < a->k);
         }
@@ -2854,47 +4190,67 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         return DT_OK;
     }
     if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
-    DT__K(matmul_scratch) w;
+    DT__K(matmul_plan) w = { .args = &a, .steps = a.k, .tile = DT__K(matmul_tile) };
+#if DT__BITS == 32 && DT__ISA == 2
+    if (a.dtype == DT_BF16 && __builtin_cpu_supports("avx512bf16")) {
+        w.pairs = 1;
+        w.steps = (a.k + 1) / 2;
+        w.tile = DT__K(matmul_pair_tile);
+    }
+#endif
     w.columns = dt__matmul_columns(a.n, sizeof(DT__REAL));
     w.tiles = (DT__REAL *)dt__align64(a.work);
-    w.b = w.tiles + (a.k > DT__DEPTH ? DT__PANELS * DT__MR * w.columns : DT__MR * DT__NR);
-    w.a = w.b + (a.k < DT__DEPTH ? a.k : DT__DEPTH) * w.columns;
-    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&a, i, &w);
+    w.b = w.tiles + (w.steps > DT__DEPTH ? DT__PANELS * DT__MR * w.columns : DT__MR * DT__NR);
+    w.a = w.b + (w.steps < DT__DEPTH ? w.steps : DT__DEPTH) * w.columns;
+    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&w, i);
     return DT_OK;
 }
-#undef DT__NR
 #endif
 
 // ==== 18. CPU kernels, once over float and double ===================================================================
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
-    DT__REAL *out = (DT__REAL *)a->out, value = (DT__REAL)a->value;
-    for (size_t i = 0; i < a->count; i++) out[i] = value;
+    DT__REAL tile[DT__TILE], value = (DT__REAL)a->value;
+    for (int i = 0; i < DT__TILE; i++) tile[i] = value;
+    for (int64_t at = 0, n = (int64_t)a->count; at < n; at += DT__TILE)
+        DT__K(give)(a->dtype, a->out, at, n - at < DT__TILE ? n - at : DT__TILE, tile, 0);
     return DT_OK;
 }
 
-#define DT__TILE 512 /* elements of a sum that is kept on the stack */
-
 /* Tile after tile of elements through all inputs in order, so that out may be one of them. Each step is rounded to the
-   type (int32_t wraps); DT_AVG divides the finished sum. */
+   type computed in (int32_t wraps); DT_AVG divides the finished sum. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
-    DT__REAL sum[DT__TILE];
+    DT__REAL sum[DT__TILE], buf[DT__TILE];
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__TILE) {
-        size_t n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
-        memcpy(sum, (const DT__REAL *)a->in[0] + at, n * sizeof *sum);
+        int64_t n = a->count - at < DT__TILE ? (int64_t)(a->count - at) : DT__TILE;
+        memcpy(sum, DT__K(get)(a->dtype, a->in[0], (int64_t)at, n, buf), (size_t)n * sizeof *sum);
         for (int r = 1; r < a->n; r++) {
-            const DT__REAL *in = (const DT__REAL *)a->in[r] + at;
+            const DT__REAL *in = DT__K(get)(a->dtype, a->in[r], (int64_t)at, n, buf);
             switch (a->op) {
             case DT_SUM:
-            case DT_AVG: for (size_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] + in[i]); break;
-            case DT_MAX: for (size_t i = 0; i < n; i++) sum[i] = in[i] > sum[i] ? in[i] : sum[i]; break;
-            case DT_MIN: for (size_t i = 0; i < n; i++) sum[i] = in[i] < sum[i] ? in[i] : sum[i]; break;
-            case DT_PROD: for (size_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] * in[i]); break;
+            case DT_AVG: for (int64_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] + in[i]); break;
+            case DT_MAX: for (int64_t i = 0; i < n; i++) sum[i] = in[i] > sum[i] ? in[i] : sum[i]; break;
+            case DT_MIN: for (int64_t i = 0; i < n; i++) sum[i] = in[i] < sum[i] ? in[i] : sum[i]; break;
+            case DT_PROD: for (int64_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] * in[i]); break;
             }
         }
-        if (a->op == DT_AVG) for (size_t i = 0; i < n; i++) sum[i] /= (DT__REAL)a->n;
-        memcpy((DT__REAL *)a->out + at, sum, n * sizeof *sum);
+        if (a->op == DT_AVG) for (int64_t i = 0; i < n; i++) sum[i] /= (DT__REAL)a->n;
+        DT__K(give)(a->dtype, a->out, (int64_t)at, n, sum, 0);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(permute)(const dt_permute_args *a) {
+    DT__REAL buf[DT__TILE];
+    int64_t  in, out, last = a->shape.nd ? a->shape.nd - 1 : 0;
+    int64_t  in_apart = a->shape.nd ? a->in_stride[last] : 1, out_apart = a->shape.nd ? a->out_stride[last] : 1;
+    dt__runs r = dt__runs_begin(a->shape);
+    while (dt__runs_next(&r, a->in_stride, a->out_stride, &in, &out)) {
+        const DT__REAL *x = DT__K(get_apart)(a->dtype, a->in, in, in_apart, r.n, buf);
+        int64_t n = out_apart == 1 ? r.n : 1; /* numbers that lie together */
+        for (int64_t i = 0; i < r.n; i += n)
+            DT__K(give)(a->dtype, a->out, out + i * out_apart, n, x + i, a->accumulate);
     }
     return DT_OK;
 }
@@ -2913,7 +4269,7 @@ DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
         (total) = lane[0]; \
     } while (0)
 
-DT__FN DT__REAL DT__K(sum)(const DT__REAL *x, int64_t n) {
+DT__FN DT__REAL DT__K(total)(const DT__REAL *x, int64_t n) {
     DT__REAL total;
     DT__SUM(DT__REAL, total, n, x[j]);
     return total;
@@ -2925,14 +4281,8 @@ DT__FN DT__REAL DT__K(dot)(const DT__REAL *x, const DT__REAL *y, int64_t n) {
     return total;
 }
 
-/* out (+)= the finished sum; nothing where out is NULL. */
-DT__FN void DT__K(give)(DT__REAL *out, const DT__REAL *sum, int64_t n, int accumulate) {
-    if (!out) return;
-    for (int64_t i = 0; i < n; i++) out[i] = accumulate ? out[i] + sum[i] : sum[i];
-}
-
 /* n >= 1. A NaN is skipped here and met again by the exponentials. */
-DT__FN DT__REAL DT__K(max)(const DT__REAL *x, int64_t n) {
+DT__FN DT__REAL DT__K(largest)(const DT__REAL *x, int64_t n) {
     DT__REAL lane[16];
     int64_t at = 0;
     for (int l = 0; l < 16; l++) lane[l] = x[0];
@@ -2945,337 +4295,708 @@ DT__FN DT__REAL DT__K(max)(const DT__REAL *x, int64_t n) {
 /* Elements 2c and 2c + 1 (global index) come from the four words of counter c: two uniform numbers, or one Box-Muller
    pair z = sqrt(-2 ln u) (cos, sin)(2 pi v). Any rank can so make any run of a parameter by itself. */
 DT__FN dt_status DT__K(init)(const dt_init_args *a) {
-    DT__REAL *out = (DT__REAL *)a->out;
-    for (size_t i = 0; i < a->count;) {
-        uint64_t index = a->first + i;
-        double pair[2];
-        uint32_t word[4];
-        dt__philox(a->key, index / 2, word);
-        double u = dt__unit(word[0], word[1]), v = dt__unit(word[2], word[3]);
-        if (a->normal) {
-            double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v; /* 1 - u is in (0, 1] */
-            pair[0] = radius * cos(angle);
-            pair[1] = radius * sin(angle);
-        } else {
-            pair[0] = a->scale * (2 * u - 1);
-            pair[1] = a->scale * (2 * v - 1);
+    DT__REAL out[DT__TILE];
+    for (uint64_t at = 0; at < a->count; at += DT__TILE) {
+        uint64_t end = a->count - at < DT__TILE ? a->count : at + DT__TILE;
+        for (uint64_t i = at; i < end;) {
+            uint64_t index = a->first + i;
+            double pair[2];
+            uint32_t word[4];
+            dt__philox(a->key, index / 2, word);
+            double u = dt__unit(word[0], word[1]), v = dt__unit(word[2], word[3]);
+            if (a->normal) {
+                double radius = a->scale * sqrt(-2 * log(1 - u)), angle = 6.283185307179586 * v; /* 1 - u in (0, 1] */
+                pair[0] = radius * cos(angle);
+                pair[1] = radius * sin(angle);
+            } else {
+                pair[0] = a->scale * (2 * u - 1);
+                pair[1] = a->scale * (2 * v - 1);
+            }
+            for (; i < end && (a->first + i) / 2 == index / 2; i++) out[i - at] = (DT__REAL)pair[(a->first + i) & 1];
         }
-        for (; i < a->count && (a->first + i) / 2 == index / 2; i++) out[i] = (DT__REAL)pair[(a->first + i) & 1];
+        DT__K(give)(a->dtype, a->out, (int64_t)at, (int64_t)(end - at), out, 0);
     }
     return DT_OK;
 }
 
-DT__FN dt_status DT__K(add)(const dt_add_args *a) {
-    const DT__REAL *b = (const DT__REAL *)a->b;
-    for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = (const DT__REAL *)a->a + r * a->cols;
-        DT__REAL *out = (DT__REAL *)a->out + r * a->cols;
-        for (size_t c = 0; c < a->cols; c++) out[c] = x[c] + b[c];
-    }
-    return DT_OK;
-}
-
-/* A tile of columns goes down all rows before it is added to anything. */
-DT__FN dt_status DT__K(column_sum)(const dt_column_sum_args *a) {
-    DT__REAL sum[DT__TILE], *out = (DT__REAL *)a->out;
-    for (size_t c0 = 0; c0 < a->cols; c0 += DT__TILE) {
-        size_t n = a->cols - c0 < DT__TILE ? a->cols - c0 : DT__TILE;
-        memset(sum, 0, sizeof sum);
-        for (size_t r = 0; r < a->rows; r++) {
-            const DT__REAL *in = (const DT__REAL *)a->in + r * a->cols + c0;
-            for (size_t c = 0; c < n; c++) sum[c] += in[c];
+DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
+    DT__REAL out[DT__TILE], buf_x[DT__TILE], buf_y[DT__TILE];
+    int64_t  at_x, at_y, last = a->shape.nd ? a->shape.nd - 1 : 0;
+    int64_t  apart_x = a->shape.nd ? a->stride_a[last] : 1, apart_y = a->shape.nd ? a->stride_b[last] : 1;
+    dt__runs r = dt__runs_begin(a->shape);
+    while (dt__runs_next(&r, a->stride_a, a->stride_b, &at_x, &at_y)) {
+        const DT__REAL *x = DT__K(get_apart)(a->dtype, a->a, at_x, apart_x, r.n, buf_x);
+        const DT__REAL *y = DT__K(get_apart)(a->dtype, a->b, at_y, apart_y, r.n, buf_y);
+        switch (a->op) {
+        case DT_ADD: for (int64_t i = 0; i < r.n; i++) out[i] = x[i] + y[i]; break;
+        case DT_SUB: for (int64_t i = 0; i < r.n; i++) out[i] = x[i] - y[i]; break;
+        case DT_MUL: for (int64_t i = 0; i < r.n; i++) out[i] = x[i] * y[i]; break;
+        case DT_DIV: for (int64_t i = 0; i < r.n; i++) out[i] = x[i] / y[i]; break;
+        default: return DT_ERR_ARG;
         }
-        for (size_t c = 0; c < n; c++) out[c0 + c] = a->accumulate ? out[c0 + c] + sum[c] : sum[c];
+        DT__K(give)(a->dtype, a->out, r.out, r.n, out, a->accumulate);
     }
     return DT_OK;
 }
 
-/* Layer normalisation, arXiv:1607.06450: two passes over the row, because E[x^2] - E[x]^2 cancels. */
-DT__FN dt_status DT__K(layernorm)(const dt_layernorm_args *a) {
-    const DT__REAL *gain = (const DT__REAL *)a->gain, *bias = (const DT__REAL *)a->bias;
+DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
+    DT__REAL out[DT__TILE], buf[DT__TILE];
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
+    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+        int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
+        DT__K(act)(a->act, DT__K(get)(a->dtype, a->in, at, n, buf), n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
+        DT__K(give)(a->dtype, a->out, at, n, out, 0);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
+    DT__REAL dx[DT__TILE], buf_x[DT__TILE], buf_d[DT__TILE];
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
+    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+        int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
+        const DT__REAL *x = a->in ? DT__K(get)(a->dtype, a->in, at, n, buf_x) : NULL;
+        DT__K(act_back)(a->act, x, DT__K(get)(a->dtype, a->dout, at, n, buf_d), n, dx, (DT__REAL)a->scale);
+        DT__K(give)(a->dtype, a->dx, at, n, dx, a->accumulate);
+    }
+    return DT_OK;
+}
+
+/* Gated linear units, arXiv:2002.05202. */
+DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
+    DT__REAL out[DT__TILE], buf[DT__TILE];
+    int64_t  cols = (int64_t)a->cols;
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        for (int64_t c = 0; c < cols; c += DT__TILE) {
+            int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;
+            DT__K(act)(a->act, DT__K(get)(a->dtype, a->in, 2 * r * cols + c, n, buf), n, out, 1, 0);
+            const DT__REAL *up = DT__K(get)(a->dtype, a->in, (2 * r + 1) * cols + c, n, buf);
+            for (int64_t i = 0; i < n; i++) out[i] *= up[i];
+            DT__K(give)(a->dtype, a->out, r * cols + c, n, out, 0);
+        }
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
+    DT__REAL d[DT__TILE], buf_x[DT__TILE], buf_up[DT__TILE], buf_d[DT__TILE];
+    int64_t  cols = (int64_t)a->cols;
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        for (int64_t c = 0; c < cols; c += DT__TILE) {
+            int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE, gate_at = 2 * r * cols + c, up_at = gate_at + cols;
+            const DT__REAL *gate = DT__K(get)(a->dtype, a->in, gate_at, n, buf_x);
+            const DT__REAL *up = DT__K(get)(a->dtype, a->in, up_at, n, buf_up);
+            const DT__REAL *dout = DT__K(get)(a->dtype, a->dout, r * cols + c, n, buf_d);
+            for (int64_t i = 0; i < n; i++) d[i] = dout[i] * up[i];
+            DT__K(act_back)(a->act, gate, d, n, d, 1);
+            DT__K(give)(a->dtype, a->dx, gate_at, n, d, a->accumulate);
+            DT__K(act)(a->act, gate, n, d, 1, 0);
+            for (int64_t i = 0; i < n; i++) d[i] *= dout[i];
+            DT__K(give)(a->dtype, a->dx, up_at, n, d, a->accumulate);
+        }
+    }
+    return DT_OK;
+}
+
+/* A tile of columns goes down all of `n` before it is added to anything; a sum along the last dimension has lanes. */
+DT__FN dt_status DT__K(sum_rows)(const dt_sum_args *a) {
+    DT__REAL buf[DT__TILE];
+    int64_t  n = (int64_t)a->n;
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        DT__REAL total = 0, part;
+        for (int64_t at = 0; at < n; at += DT__TILE) {
+            int64_t have = n - at < DT__TILE ? n - at : DT__TILE;
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, o * n + at, have, buf);
+            DT__SUM(DT__REAL, part, have, x[j]);
+            total += part;
+        }
+        total *= (DT__REAL)a->scale;
+        DT__K(give)(dt__wide(a->dtype, a->wide), a->out, o, 1, &total, a->accumulate);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(sum)(const dt_sum_args *a) {
+    DT__REAL sum[DT__TILE], buf[DT__TILE], scale = (DT__REAL)a->scale;
+    int64_t  inner = (int64_t)a->inner, n = (int64_t)a->n;
+    if (inner == 1) return DT__K(sum_rows)(a);
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        for (int64_t c = 0; c < inner; c += DT__TILE) {
+            int64_t have = inner - c < DT__TILE ? inner - c : DT__TILE;
+            memset(sum, 0, sizeof sum);
+            for (int64_t j = 0; j < n; j++) {
+                const DT__REAL *x = DT__K(get)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
+                for (int64_t i = 0; i < have; i++) sum[i] += x[i];
+            }
+            if (scale != 1) for (int64_t i = 0; i < have; i++) sum[i] *= scale;
+            DT__K(give)(dt__wide(a->dtype, a->wide), a->out, o * inner + c, have, sum, a->accumulate);
+        }
+    }
+    return DT_OK;
+}
+
+/* A NaN never is the maximum, unless it comes first. */
+DT__FN dt_status DT__K(max)(const dt_max_args *a) {
+    DT__REAL best[DT__TILE], buf[DT__TILE];
+    int64_t  inner = (int64_t)a->inner, n = (int64_t)a->n;
+    if (n < 1) return DT_ERR_ARG;
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        for (int64_t c = 0; c < inner; c += DT__TILE) {
+            int64_t  have = inner - c < DT__TILE ? inner - c : DT__TILE;
+            int32_t *index = a->index + o * inner + c;
+            for (int64_t j = 0; j < n; j++) {
+                const DT__REAL *x = DT__K(get)(a->dtype, a->in, (o * n + j) * inner + c, have, buf);
+                for (int64_t i = 0; i < have; i++) {
+                    if (j > 0 && !(x[i] > best[i])) continue;
+                    best[i] = x[i];
+                    index[i] = (int32_t)j;
+                }
+            }
+            DT__K(give)(a->dtype, a->out, o * inner + c, have, best, 0);
+        }
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(spread)(const dt_spread_args *a) {
+    int64_t  n = (int64_t)a->n, k = (int64_t)a->k, inner = (int64_t)a->inner;
+    DT__REAL zero[DT__TILE] = { 0 }, one;
+    for (int64_t at = 0, all = (int64_t)a->outer * n * inner; at < all && !a->accumulate; at += DT__TILE)
+        DT__K(give)(a->dtype, a->out, at, all - at < DT__TILE ? all - at : DT__TILE, zero, 0);
+    for (int64_t o = 0; o < (int64_t)a->outer; o++) {
+        for (int64_t j = 0; j < k * inner; j++) {
+            int64_t to = a->index[o * k * inner + j];
+            if (to < 0 || to >= n) return DT_ERR_ARG;
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, o * k * inner + j, 1, &one);
+            DT__K(give)(a->dtype, a->out, (o * n + to) * inner + j % inner, 1, x, 1);
+        }
+    }
+    return DT_OK;
+}
+
+/* Insertion into a sorted list of k: k is small. A later column moves ahead of equal ones never. */
+DT__FN dt_status DT__K(topk)(const dt_topk_args *a) {
+    int64_t  cols = (int64_t)a->cols, k = (int64_t)a->k;
+    DT__REAL value, other;
+    if (k > cols) return DT_ERR_ARG;
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        int32_t *index = a->index + r * k;
+        for (int64_t c = 0; c < cols; c++) {
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols + c, 1, &value);
+            int64_t at = c < k ? c : k; /* how many are in the list */
+            while (at > 0 && *x > *DT__K(get)(a->dtype, a->in, r * cols + index[at - 1], 1, &other)) {
+                if (at < k) index[at] = index[at - 1];
+                at--;
+            }
+            if (at < k) index[at] = (int32_t)c;
+        }
+        for (int64_t j = 0; j < k; j++) {
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols + index[j], 1, &value);
+            DT__K(give)(a->dtype, a->values, r * k + j, 1, x, 0);
+        }
+    }
+    return DT_OK;
+}
+
+/* Layer normalisation, arXiv:1607.06450: two passes over the row, because E[x^2] - E[x]^2 cancels. RMSNorm,
+   arXiv:1910.07467, is the same with a mean of zero. */
+DT__FN dt_status DT__K(norm)(const dt_norm_args *a) {
     int64_t cols = (int64_t)a->cols;
-    for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = (const DT__REAL *)a->in + r * a->cols;
-        DT__REAL *out = (DT__REAL *)a->out + r * a->cols, variance;
-        DT__REAL mean = DT__K(sum)(x, cols) / (DT__REAL)cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
+    DT__REAL *buf = (DT__REAL *)dt__align64(a->work), *out = buf + cols, *gain_buf = out + cols;
+    const DT__REAL *gain = DT__K(get)(a->dtype, a->gain, 0, cols, gain_buf);
+    const DT__REAL *bias = a->rms ? NULL : DT__K(get)(a->dtype, a->bias, 0, cols, gain_buf + cols);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols, cols, buf);
+        DT__REAL variance, mean = a->rms ? 0 : DT__K(total)(x, cols) / (DT__REAL)cols;
         DT__SUM(DT__REAL, variance, cols, (x[j] - mean) * (x[j] - mean));
         DT__REAL rstd = (DT__REAL)(1 / sqrt((double)variance / (double)cols + a->eps));
-        for (int64_t c = 0; c < cols; c++) out[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
-        ((DT__REAL *)a->mean)[r] = mean;
+        if (a->rms) for (int64_t c = 0; c < cols; c++) out[c] = x[c] * rstd * gain[c];
+        else for (int64_t c = 0; c < cols; c++) out[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
+        DT__K(give)(a->dtype, a->out, r * cols, cols, out, 0);
+        if (!a->rms) ((DT__REAL *)a->mean)[r] = mean;
         ((DT__REAL *)a->rstd)[r] = rstd;
     }
     return DT_OK;
 }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
-   dbias = sum over rows of dout. work: y, g, and the two sums over rows, which are complete before they leave. */
-DT__FN dt_status DT__K(layernorm_back)(const dt_layernorm_back_args *a) {
-    size_t cols = a->cols;
-    if (!a->work || a->work_bytes < 4 * cols * sizeof(DT__REAL)) return DT_ERR_ARG;
-    DT__REAL *y = (DT__REAL *)a->work, *g = y + cols, *dgain = g + cols, *dbias = dgain + cols;
-    const DT__REAL *gain = (const DT__REAL *)a->gain;
-    memset(dgain, 0, 2 * cols * sizeof *dgain);
-    for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = (const DT__REAL *)a->in + r * cols, *dout = (const DT__REAL *)a->dout + r * cols;
-        DT__REAL mean = ((const DT__REAL *)a->mean)[r], rstd = ((const DT__REAL *)a->rstd)[r];
-        for (size_t c = 0; c < cols; c++) {
-            y[c] = (x[c] - mean) * rstd;
-            g[c] = dout[c] * gain[c];
-        }
-        for (size_t c = 0; c < cols; c++) {
+   dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. work: y, g, the two sums over rows,
+   which are complete before they leave, and widened rows. */
+DT__FN dt_status DT__K(norm_back)(const dt_norm_back_args *a) {
+    int64_t cols = (int64_t)a->cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
+    DT__REAL *y = (DT__REAL *)dt__align64(a->work), *g = y + cols, *dgain = g + cols, *dbias = dgain + cols;
+    DT__REAL *buf = dbias + cols, *gain_buf = buf + cols;
+    const DT__REAL *gain = DT__K(get)(a->dtype, a->gain, 0, cols, gain_buf);
+    memset(dgain, 0, 2 * (size_t)cols * sizeof *dgain);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        DT__REAL mean = a->rms ? 0 : ((const DT__REAL *)a->mean)[r], rstd = ((const DT__REAL *)a->rstd)[r];
+        const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols, cols, buf);
+        for (int64_t c = 0; c < cols; c++) y[c] = (x[c] - mean) * rstd;
+        const DT__REAL *dout = DT__K(get)(a->dtype, a->dout, r * cols, cols, buf);
+        for (int64_t c = 0; c < cols; c++) g[c] = dout[c] * gain[c];
+        for (int64_t c = 0; c < cols; c++) {
             dgain[c] += dout[c] * y[c];
             dbias[c] += dout[c];
         }
         if (!a->dx) continue;
-        DT__REAL *dx = (DT__REAL *)a->dx + r * cols;
-        DT__REAL mean_g = DT__K(sum)(g, (int64_t)cols) / (DT__REAL)cols;
-        DT__REAL mean_gy = DT__K(dot)(g, y, (int64_t)cols) / (DT__REAL)cols;
-        for (size_t c = 0; c < cols; c++) {
-            DT__REAL d = rstd * (g[c] - mean_g - y[c] * mean_gy);
-            dx[c] = a->accumulate_x ? dx[c] + d : d;
+        DT__REAL mean_g = a->rms ? 0 : DT__K(total)(g, cols) / (DT__REAL)cols;
+        DT__REAL mean_gy = DT__K(dot)(g, y, cols) / (DT__REAL)cols;
+        for (int64_t c = 0; c < cols; c++) g[c] = rstd * (g[c] - mean_g - y[c] * mean_gy);
+        DT__K(give)(a->dtype, a->dx, r * cols, cols, g, a->accumulate_x);
+    }
+    DT__K(give)(dt__wide(a->dtype, a->wide_gain), a->dgain, 0, cols, dgain, a->accumulate_gain);
+    DT__K(give)(dt__wide(a->dtype, a->wide_bias), a->dbias, 0, cols, dbias, a->accumulate_bias);
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(softmax)(const dt_softmax_args *a) {
+    int64_t cols = (int64_t)a->cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
+    DT__REAL *out = (DT__REAL *)dt__align64(a->work), *buf = out + cols;
+    for (int64_t r = 0; r < (int64_t)a->rows && cols > 0; r++) {
+        const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols, cols, buf);
+        DT__REAL max = DT__K(largest)(x, cols);
+        for (int64_t c = 0; c < cols; c++) out[c] = DT__EXP(x[c] - max);
+        DT__REAL inverse = 1 / DT__K(total)(out, cols);
+        for (int64_t c = 0; c < cols; c++) out[c] *= inverse;
+        DT__K(give)(a->dtype, a->out, r * cols, cols, out, 0);
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(softmax_back)(const dt_softmax_back_args *a) {
+    int64_t cols = (int64_t)a->cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype)) return DT_ERR_ARG;
+    DT__REAL *dx = (DT__REAL *)dt__align64(a->work), *buf_y = dx + cols, *buf_d = buf_y + cols;
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        const DT__REAL *y = DT__K(get)(a->dtype, a->out, r * cols, cols, buf_y);
+        const DT__REAL *dout = DT__K(get)(a->dtype, a->dout, r * cols, cols, buf_d);
+        DT__REAL mean = DT__K(dot)(y, dout, cols);
+        for (int64_t c = 0; c < cols; c++) dx[c] = y[c] * (dout[c] - mean);
+        DT__K(give)(a->dtype, a->dx, r * cols, cols, dx, a->accumulate);
+    }
+    return DT_OK;
+}
+
+/* Rotary position embedding, arXiv:2104.09864. The angles of a token serve all its heads; they are taken in double,
+   because a float's cosine of a position in the thousands has lost its last digits. */
+DT__FN dt_status DT__K(rope)(const dt_rope_args *a) {
+    enum { MOST = 256 };
+    int64_t  dim = (int64_t)a->dim, rotary = (int64_t)a->rotary, half = rotary / 2, heads = (int64_t)a->heads;
+    DT__REAL cosine[MOST], sine[MOST], buf[2 * MOST], out[2 * MOST];
+    double   rate[MOST];
+    if (rotary % 2 || rotary > dim || dim > 2 * MOST) return DT_ERR_ARG;
+    for (int64_t i = 0; i < half; i++) rate[i] = pow(a->theta, -2.0 * (double)i / (double)rotary);
+    int64_t step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half; /* pair i: i step, i step + apart */
+    for (int64_t t = 0; t < (int64_t)a->tokens; t++) {
+        for (int64_t i = 0; i < half; i++) {
+            double angle = a->positions[t] * rate[i];
+            cosine[i] = (DT__REAL)cos(angle);
+            sine[i] = (DT__REAL)(a->inverse ? -sin(angle) : sin(angle));
+        }
+        for (int64_t h = t * heads; h < (t + 1) * heads; h++) {
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, h * dim, dim, buf);
+            for (int64_t i = 0; i < half; i++) {
+                DT__REAL x0 = x[i * step], x1 = x[i * step + apart];
+                out[i * step] = x0 * cosine[i] - x1 * sine[i];
+                out[i * step + apart] = x1 * cosine[i] + x0 * sine[i];
+            }
+            for (int64_t i = rotary; i < dim; i++) out[i] = x[i];
+            DT__K(give)(a->dtype, a->out, h * dim, dim, out, a->accumulate);
         }
     }
-    DT__K(give)((DT__REAL *)a->dgain, dgain, (int64_t)cols, a->accumulate_gain);
-    DT__K(give)((DT__REAL *)a->dbias, dbias, (int64_t)cols, a->accumulate_bias);
     return DT_OK;
 }
 
-DT__FN dt_status DT__K(gelu)(const dt_gelu_args *a) {
-    const DT__REAL *in = (const DT__REAL *)a->in;
-    DT__REAL *out = (DT__REAL *)a->out;
-    for (size_t i = 0; i < a->count; i++) out[i] = DT__K(gelu_of)(in[i]);
-    return DT_OK;
-}
-
-/* gelu' = s + x s (1 - s) 2 u'. Past +-30 the second term is zero; the clamp keeps infinity times zero away. */
-DT__FN dt_status DT__K(gelu_back)(const dt_gelu_back_args *a) {
-    const DT__REAL *in = (const DT__REAL *)a->in, *dout = (const DT__REAL *)a->dout;
-    DT__REAL *dx = (DT__REAL *)a->dx;
-    for (size_t i = 0; i < a->count; i++) {
-        DT__REAL x = in[i];
-        x = x < -30 ? -30 : x;
-        x = x > 30 ? 30 : x;
-        DT__REAL u = DT__GELU_A * (x + DT__GELU_B * x * x * x), du = DT__GELU_A * (1 + 3 * DT__GELU_B * x * x);
-        DT__REAL s = 1 / (1 + DT__EXP(-2 * u)), d = dout[i] * (s + 2 * x * s * (1 - s) * du);
-        dx[i] = a->accumulate ? dx[i] + d : d;
+/* Four columns share the four words of counter (token, column / 4): what is dropped depends on key, token and column
+   alone, whatever rank holds them and however often it is asked. */
+DT__FN dt_status DT__K(dropout)(const dt_dropout_args *a) {
+    DT__REAL out[DT__TILE], buf[DT__TILE], scale = (DT__REAL)(1 / (1 - a->p));
+    int64_t  cols = (int64_t)a->cols;
+    uint64_t least = (uint64_t)(a->p * 4294967296.0);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        uint64_t token = (uint64_t)(uint32_t)(a->tokens ? a->tokens[r] : (int32_t)r) << 32;
+        for (int64_t c = 0; c < cols; c += DT__TILE) {
+            int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;
+            const DT__REAL *x = DT__K(get)(a->dtype, a->in, r * cols + c, n, buf);
+            uint32_t word[4];
+            for (int64_t i = 0; i < n; i++) {
+                uint64_t column = (uint64_t)(a->first + c + i);
+                if (i == 0 || column % 4 == 0) dt__philox(a->key, token | column / 4, word);
+                out[i] = word[column % 4] < least ? 0 : x[i] * scale;
+            }
+            DT__K(give)(a->dtype, a->out, r * cols + c, n, out, a->accumulate);
+        }
     }
     return DT_OK;
 }
-#undef DT__GELU_A
-#undef DT__GELU_B
 
 DT__FN dt_status DT__K(embedding)(const dt_embedding_args *a) {
-    size_t bytes = a->cols * sizeof(DT__REAL);
+    size_t bytes = a->cols * dt_dtype_size(a->dtype);
     for (size_t r = 0; r < a->rows; r++) {
         int64_t id = a->ids[r], row = id - a->first;
-        DT__REAL *out = (DT__REAL *)a->out + r * a->cols;
-        if (id < 0 || id >= a->vocab) return DT_ERR_ARG;
-        if (row < 0 || row >= a->held) memset(out, 0, bytes);
-        else memcpy(out, (const DT__REAL *)a->table + (size_t)row * a->cols, bytes);
+        char   *out = (char *)a->out + r * bytes;
+        int     hole = a->holes && id == -1;
+        if (!hole && (id < 0 || id >= a->vocab)) return DT_ERR_ARG;
+        if (hole || row < 0 || row >= a->held) memset(out, 0, bytes);
+        else memcpy(out, (const char *)a->table + (size_t)row * bytes, bytes);
     }
     return DT_OK;
 }
 
-/* Rows are added where they belong, in order; a table has no room for a second sum. */
+/* Rows are added where they belong, in order; only a bf16 or f16 table needs room for its sums. */
 DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
-    DT__REAL *dtable = (DT__REAL *)a->dtable;
-    if (!a->accumulate) memset(dtable, 0, (size_t)a->held * a->cols * sizeof *dtable);
-    for (size_t r = 0; r < a->rows; r++) {
+    dt_dtype  type = dt__wide(a->dtype, a->wide);
+    int64_t   cols = (int64_t)a->cols, all = a->held * cols;
+    int       apart = dt__narrow(type), accumulate = a->accumulate && !apart;
+    DT__REAL  buf[DT__TILE], *sum = (DT__REAL *)(apart ? a->work : a->dtable);
+    if (apart && (!sum || a->work_bytes < (size_t)all * sizeof *sum)) return DT_ERR_ARG;
+    if (!accumulate) memset(sum, 0, (size_t)all * sizeof *sum);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         int64_t row = a->ids[r] - a->first;
         if (row < 0 || row >= a->held) continue;
-        const DT__REAL *dout = (const DT__REAL *)a->dout + r * a->cols;
-        DT__REAL *to = dtable + (size_t)row * a->cols;
-        for (size_t c = 0; c < a->cols; c++) to[c] += dout[c];
+        for (int64_t c = 0; c < cols; c += DT__TILE) {
+            int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;
+            const DT__REAL *dout = DT__K(get)(a->dtype, a->dout, r * cols + c, n, buf);
+            DT__REAL *to = sum + row * cols + c;
+            for (int64_t i = 0; i < n; i++) to[i] += dout[i];
+        }
     }
+    if (apart) DT__K(give)(type, a->dtable, 0, all, sum, a->accumulate);
     return DT_OK;
 }
 
 /* ---- attention: softmax(scale q k^T) v without a TQ x TK matrix, arXiv:2205.14135 ----
 
-   Every product in it is "a row times a matrix": scores = q k^T, out = p v, dq = ds k, dk += ds^T q, dv += p^T dout.
-   y(n) += x(k) m(k,n), the k terms added in ascending order; x has a stride. */
-DT__FN void DT__K(row_times)(DT__REAL *__restrict__ y, int64_t n, const DT__REAL *x, int64_t stride,
-                             const DT__REAL *__restrict__ m, int64_t ld, int64_t k) {
-    int64_t p = 0;
-    for (; p + 4 <= k; p += 4, m += 4 * ld) {
-        DT__REAL x0 = x[p * stride], x1 = x[(p + 1) * stride], x2 = x[(p + 2) * stride], x3 = x[(p + 3) * stride];
-        const DT__REAL *m1 = m + ld, *m2 = m1 + ld, *m3 = m2 + ld;
-        for (int64_t j = 0; j < n; j++) y[j] = y[j] + x0 * m[j] + x1 * m1[j] + x2 * m2[j] + x3 * m3[j];
-    }
-    for (; p < k; p++, m += ld)
-        for (int64_t j = 0; j < n; j++) y[j] += x[p * stride] * m[j];
+   Everything is done on blocks of NR queries, which are the lanes of the vectors: scores^T (keys x queries), so that
+   maxima and sums over keys go down the lanes, and out^T (dim x queries). All products are tiles of MA x NR:
+
+       scores^T (keys,queries)  = k q^T            panel a: k by rows of MA keys      panel b: q^T
+       out^T    (dim,queries)  += v^T p^T          panel a: v^T by rows of MA dims    panel b: the scores themselves
+       dp^T     (keys,queries)  = v dout^T         panel a: v by rows of MA keys      panel b: dout^T
+       dq^T     (dim,queries)  += k^T ds^T         panel a: k^T by rows of MA dims    panel b: ds^T itself
+       dv, dk   (keys,dim)     += p^T dout, ds^T q panel a: p, ds turned              panel b: dout, q in rows of NR
+
+   Every sum is one chain over its terms in ascending order. Keys that no query of a block sees are left out; those that
+   some do not see have p = 0 for them. */
+
+/* What is kept for one key/value head, and for one block of queries. keys and dims are rounded up to MA, wide to NR. */
+typedef struct DT__K(heads) {
+    int64_t   keys, dims, wide;
+    DT__REAL *k_rows, *k_dims;   /* k in panels of MA keys: (keys/MA,D,MA); of MA dims: (dims/MA,tk,MA) */
+    DT__REAL *v_rows, *v_dims;
+    DT__REAL *dk, *dv;           /* (wide/NR,keys,NR) */
+    DT__REAL *q_lanes, *d_lanes; /* (D,NR): q^T, dout^T */
+    DT__REAL *q_rows, *d_rows;   /* (wide/NR,NR,NR): q, dout */
+    DT__REAL *out;               /* (dims,NR): out^T, dq^T */
+    DT__REAL *p, *ds;            /* (keys,NR) */
+    DT__REAL *turned;            /* (NR,MA) */
+    int32_t  *position, *document; /* (tk) of the keys of a sequence; document NULL: one */
+} DT__K(heads);
+
+DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
+    DT__K(heads) w;
+    w.keys = (tk + DT__MA - 1) / DT__MA * DT__MA;
+    w.dims = (dim + DT__MA - 1) / DT__MA * DT__MA;
+    w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
+    w.k_rows = (DT__REAL *)dt__align64(work);
+    w.k_dims = w.k_rows + w.keys * dim;
+    w.v_rows = w.k_dims + tk * w.dims;
+    w.v_dims = w.v_rows + w.keys * dim;
+    w.dk = w.v_dims + tk * w.dims;
+    w.dv = w.dk + w.keys * w.wide;
+    w.p = w.dv + w.keys * w.wide;
+    w.ds = w.p + w.keys * DT__NR;
+    w.q_lanes = w.ds + w.keys * DT__NR;
+    w.d_lanes = w.q_lanes + dim * DT__NR;
+    w.q_rows = w.d_lanes + dim * DT__NR;
+    w.d_rows = w.q_rows + w.wide * DT__NR;
+    w.out = w.d_rows + w.wide * DT__NR;
+    w.turned = w.out + w.dims * DT__NR;
+    w.position = (int32_t *)(w.turned + DT__MA * DT__NR);
+    w.document = w.position + tk;
+    return w;
 }
 
-/* to(dim,n) = from(n,dim)^T, rows of `from` ld apart: keys as columns, so that a row of scores is vectors of keys. */
-DT__FN void DT__K(transpose)(DT__REAL *to, const DT__REAL *from, int64_t ld, int64_t n, int64_t dim) {
-    for (int64_t j0 = 0; j0 < n; j0 += 16) {
-        int64_t j1 = j0 + 16 < n ? j0 + 16 : n;
-        for (int64_t d = 0; d < dim; d++) for (int64_t j = j0; j < j1; j++) to[d * n + j] = from[j * ld + d];
-    }
-}
-
-/* Queries are taken DT__QUERIES at a time against DT__KEYS keys, so that a piece of k or v is read from the first-level
-   cache; the order of every sum is that of one query alone. */
-#define DT__QUERIES 16
-#define DT__KEYS 128
-
-/* rows(queries,tk) = x(queries,dim) m(dim,tk), where query r sees the first seen[r] keys; seen ascends. */
-DT__FN void DT__K(scores)(DT__REAL *rows, const DT__REAL *x, int64_t x_ld, const DT__REAL *m, int64_t tk, int64_t dim,
-                          const int64_t *seen, int64_t queries) {
-    for (int64_t r = 0; r < queries; r++) memset(rows + r * tk, 0, (size_t)seen[r] * sizeof *rows);
-    for (int64_t j = 0; j < seen[queries - 1]; j += DT__KEYS) {
-        for (int64_t r = 0; r < queries; r++) {
-            int64_t n = seen[r] - j < DT__KEYS ? seen[r] - j : DT__KEYS;
-            if (n > 0) DT__K(row_times)(rows + r * tk + j, n, x + r * x_ld, 1, m + j, tk, dim);
+/* Panels of `width` rows, (ceil(n/width),dim,width), from n rows of dim numbers ld apart; missing rows are zero. */
+DT__FN void DT__K(panels_of_rows)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
+                                  int64_t ld, int64_t n, int64_t dim) {
+    DT__REAL buf[DT__TILE];
+    for (int64_t i = 0; i < n; i += width, panels += dim * width) {
+        for (int64_t l = 0; l < width; l++) {
+            for (int64_t c = 0; c < dim; c += DT__TILE) {
+                int64_t have = dim - c < DT__TILE ? dim - c : DT__TILE;
+                DT__REAL *to = panels + c * width + l;
+                if (i + l >= n) for (int64_t d = 0; d < have; d++) to[d * width] = 0;
+                if (i + l >= n) continue;
+                const DT__REAL *x = DT__K(get)(dtype, from, at + (i + l) * ld + c, have, buf);
+                for (int64_t d = 0; d < have; d++) to[d * width] = x[d];
+            }
         }
     }
 }
 
-/* out(queries,dim) += rows(queries,tk) m(tk,dim) over the seen keys. */
-DT__FN void DT__K(mix)(DT__REAL *out, int64_t out_ld, const DT__REAL *rows, int64_t tk, const DT__REAL *m, int64_t m_ld,
-                       int64_t dim, const int64_t *seen, int64_t queries) {
-    for (int64_t j = 0; j < seen[queries - 1]; j += DT__KEYS) {
-        for (int64_t r = 0; r < queries; r++) {
-            int64_t n = seen[r] - j < DT__KEYS ? seen[r] - j : DT__KEYS;
-            if (n > 0) DT__K(row_times)(out + r * out_ld, dim, rows + r * tk + j, 1, m + j * m_ld, m_ld, n);
+/* Panels of `width` columns, (ceil(dim/width),n,width), from the same. */
+DT__FN void DT__K(panels_of_columns)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
+                                     int64_t ld, int64_t n, int64_t dim) {
+    DT__REAL buf[DT__LANES];
+    for (int64_t c = 0; c < dim; c += width) {
+        int64_t have = dim - c < width ? dim - c : width;
+        for (int64_t i = 0; i < n; i++, panels += width) {
+            const DT__REAL *x = DT__K(get)(dtype, from, at + i * ld + c, have, buf);
+            for (int64_t l = 0; l < width; l++) panels[l] = l < have ? x[l] : 0;
         }
     }
 }
 
-/* sum(tk,dim) += rows(queries,tk)^T x(queries,dim): each key collects from the queries that see it, in their order. */
-DT__FN void DT__K(collect)(DT__REAL *sum, const DT__REAL *rows, int64_t tk, const DT__REAL *x, int64_t x_ld,
-                           int64_t dim, const int64_t *seen, int64_t queries) {
-    int64_t first = 0;
-    for (int64_t j = 0; j < seen[queries - 1]; j++) {
-        while (seen[first] <= j) first++;
-        DT__K(row_times)(sum + j * dim, dim, rows + first * tk + j, tk, x + first * x_ld, x_ld, queries - first);
+/* A block of at most NR queries of one head, and which keys they see. */
+typedef struct DT__K(block) {
+    int64_t        queries, q;          /* how many; element of the first in q and out, rows heads * dim apart */
+    int64_t        lse;                 /* of the first in lse */
+    int64_t        end;                 /* keys from here on are seen by none; a multiple of MA */
+    int32_t        position[DT__LANES], document[DT__LANES]; /* lanes without a query repeat the last one */
+} DT__K(block);
+
+DT__FN void DT__K(block_make)(DT__K(block) *b, const dt_sight *s, const DT__K(heads) *w, int64_t sequence, int64_t i,
+                              int64_t tq, int64_t tk) {
+    int32_t latest = INT32_MIN;
+    b->queries = tq - i < DT__NR ? tq - i : DT__NR;
+    for (int64_t l = 0; l < DT__NR; l++) {
+        int64_t at = i + (l < b->queries ? l : b->queries - 1);
+        b->position[l] = s->q_position ? s->q_position[sequence * tq + at] : (int32_t)(at + tk - tq);
+        b->document[l] = s->q_document ? s->q_document[sequence * tq + at] : 0;
+        if (b->position[l] > latest) latest = b->position[l];
+    }
+    b->end = tk;
+    while (s->causal && b->end > 0 && w->position[b->end - 1] > latest) b->end--;
+    b->end = (b->end + DT__MA - 1) / DT__MA * DT__MA;
+}
+
+/* row[l] = -infinity for the queries that do not see key j. */
+DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads) *w, int causal, int64_t j,
+                        int64_t tk) {
+    int32_t position = causal ? (j < tk ? w->position[j] : INT32_MAX) : INT32_MIN;
+    if (j >= tk) for (int l = 0; l < DT__NR; l++) row[l] = (DT__REAL)-INFINITY;
+    for (int l = 0; l < DT__NR; l++) row[l] = position > b->position[l] ? (DT__REAL)-INFINITY : row[l];
+    if (!w->document || j >= tk) return;
+    for (int l = 0; l < DT__NR; l++) row[l] = w->document[j] != b->document[l] ? (DT__REAL)-INFINITY : row[l];
+}
+
+/* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
+DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
+    memset(to, 0, (size_t)(end * DT__NR) * sizeof *to);
+    for (int64_t j = 0; j < end; j += DT__MA) DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR);
+}
+
+/* to(dims,NR) = dims of keys times rows of a block's scores. */
+DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims, const DT__REAL *scores, int64_t end,
+                       int64_t tk) {
+    int64_t keys = end < tk ? end : tk;
+    memset(to, 0, (size_t)(w->dims * DT__NR) * sizeof *to);
+    for (int64_t d = 0; d < w->dims; d += DT__MA)
+        DT__K(attention_tile)(keys, dims + d * tk, scores, to + d * DT__NR);
+}
+
+/* One query's column of a (dim,NR) result as a row. */
+DT__FN void DT__K(column)(DT__REAL *row, const DT__REAL *from, int64_t lane, int64_t dim, DT__REAL factor) {
+    for (int64_t d = 0; d < dim; d++) row[d] = from[d * DT__NR + lane] * factor;
+}
+
+/* The softmax of a block goes into w->p, not yet divided by its sums. */
+DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w,
+                                 DT__REAL *max, DT__REAL *sum) {
+    DT__REAL scale = (DT__REAL)a->scale;
+    for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
+    for (int64_t j = 0; j < b->end; j++) {
+        DT__REAL *row = w->p + j * DT__NR;
+        for (int l = 0; l < DT__NR; l++) row[l] *= scale;
+        DT__K(hide)(row, b, w, a->sight.causal, j, a->tk);
+        for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
+    }
+    for (int l = 0; l < DT__NR; l++) {
+        sum[l] = 0;
+        max[l] = max[l] == (DT__REAL)-INFINITY ? 0 : max[l]; /* sees nothing: e^(-infinity - 0) = 0 */
+    }
+    for (int64_t j = 0; j < b->end; j++) {
+        DT__REAL *row = w->p + j * DT__NR;
+        for (int l = 0; l < DT__NR; l++) row[l] = DT__EXP(row[l] - max[l]);
+        for (int l = 0; l < DT__NR; l++) sum[l] += row[l];
     }
 }
 
-/* How many keys queries i .. i+DT__QUERIES-1 see; returns how many of these queries there are. */
-DT__FN int64_t DT__K(seen_keys)(int64_t *seen, int64_t i, int64_t tq, int64_t tk, int causal) {
-    int64_t queries = tq - i < DT__QUERIES ? tq - i : DT__QUERIES;
-    for (int64_t r = 0; r < queries; r++) {
-        int64_t n = causal ? i + r + tk - tq + 1 : tk;
-        seen[r] = n < 0 ? 0 : n > tk ? tk : n;
+DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
+    DT__REAL max[DT__LANES], sum[DT__LANES], row[DT__TILE], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
+    dt_dtype to = dt__wide(a->dtype, a->wide);
+    DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, a->heads * a->dim, b->queries, a->dim);
+    DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, a->dim);
+    DT__K(softmax_block)(a, b, w, max, sum);
+    DT__K(mix)(w->out, w, w->v_dims, w->p, b->end, a->tk);
+    for (int64_t r = 0; r < b->queries; r++) {
+        DT__REAL mine = sum[r] > 0 ? max[r] + DT__LOG(sum[r]) : (DT__REAL)-INFINITY, keep = 0, factor = 0, both = mine;
+        if (a->merge && lse[r] > mine) both = lse[r] + DT__LOG(1 + DT__EXP(mine - lse[r]));
+        else if (a->merge && mine > (DT__REAL)-INFINITY) both = mine + DT__LOG(1 + DT__EXP(lse[r] - mine));
+        if (sum[r] > 0) factor = DT__EXP(mine - both) / sum[r];
+        if (a->merge && lse[r] > (DT__REAL)-INFINITY) keep = DT__EXP(lse[r] - both);
+        lse[r] = both;
+        for (int64_t d = 0; d < a->dim; d += DT__TILE) {
+            int64_t n = a->dim - d < DT__TILE ? a->dim - d : DT__TILE, at = b->q + r * a->heads * a->dim + d;
+            DT__K(column)(row, w->out + d * DT__NR, r, n, factor);
+            if (a->merge) {
+                const DT__REAL *before = DT__K(get)(to, a->out, at, n, old);
+                for (int64_t i = 0; i < n; i++) row[i] += keep * before[i];
+            }
+            DT__K(give)(to, a->out, at, n, row, 0);
+        }
     }
-    return queries;
 }
 
-/* A block of query rows of one head. kt (dim,tk); v rows v_ld apart; rows: scratch (DT__QUERIES,tk). A query that sees
-   no key gets zero, and lse -infinity. */
-DT__FN void DT__K(attention_block)(const dt_attention_args *a, DT__REAL *out, DT__REAL *lse, const DT__REAL *q,
-                                   const DT__REAL *kt, const DT__REAL *v, DT__REAL *rows, int64_t i) {
-    int64_t seen[DT__QUERIES], q_ld = a->heads * a->dim, v_ld = a->kv_heads * a->dim;
-    int64_t queries = DT__K(seen_keys)(seen, i, a->tq, a->tk, a->causal);
-    DT__REAL scale = (DT__REAL)a->scale, inverse[DT__QUERIES];
-    DT__K(scores)(rows, q, q_ld, kt, a->tk, a->dim, seen, queries);
-    for (int64_t r = 0; r < queries; r++) {
-        DT__REAL *s = rows + r * a->tk;
-        memset(out + r * q_ld, 0, (size_t)a->dim * sizeof *out);
-        inverse[r] = 0;
-        lse[r] = (DT__REAL)-INFINITY;
-        if (seen[r] == 0) continue;
-        for (int64_t j = 0; j < seen[r]; j++) s[j] *= scale;
-        DT__REAL max = DT__K(max)(s, seen[r]);
-        for (int64_t j = 0; j < seen[r]; j++) s[j] = DT__EXP(s[j] - max);
-        DT__REAL sum = DT__K(sum)(s, seen[r]);
-        inverse[r] = 1 / sum;
-        lse[r] = max + DT__LOG(sum);
+/* Positions and documents of the keys of a sequence. */
+DT__FN void DT__K(sight_of_keys)(DT__K(heads) *w, const dt_sight *s, int64_t sequence, int64_t tk) {
+    for (int64_t j = 0; j < tk; j++) {
+        w->position[j] = s->k_position ? s->k_position[sequence * tk + j] : (int32_t)j;
+        if (s->k_document) w->document[j] = s->k_document[sequence * tk + j];
     }
-    DT__K(mix)(out, q_ld, rows, a->tk, v, v_ld, a->dim, seen, queries);
-    for (int64_t r = 0; r < queries; r++)
-        for (int64_t d = 0; d < a->dim; d++) out[r * q_ld + d] *= inverse[r];
+    if (!s->k_document) w->document = NULL;
 }
 
-/* Head h reads key/value head h K / H; one transposition of k serves all heads of its group. */
+/* Head h reads key/value head h K / H; the panels of k and v serve all heads of its group. */
 DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
     int64_t H = a->heads, K = a->kv_heads, D = a->dim;
     if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(a->tk, D, a->dtype)) return DT_ERR_ARG;
-    DT__REAL *kt = (DT__REAL *)a->work, *rows = kt + D * a->tk;
-    for (int64_t b = 0; b < a->batch; b++) {
+    for (int64_t s = 0; s < a->batch; s++) {
+        DT__K(heads) w = DT__K(heads_in)(a->work, a->tk, D);
+        DT__K(sight_of_keys)(&w, &a->sight, s, a->tk);
         for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (b * a->tk * K + h * K / H) * D; /* key 0 of this head */
-            if (h % (H / K) == 0) DT__K(transpose)(kt, (const DT__REAL *)a->k + kv, K * D, a->tk, D);
-            for (int64_t i = 0; i < a->tq; i += DT__QUERIES) {
-                int64_t at = ((b * a->tq + i) * H + h) * D;
-                DT__K(attention_block)(a, (DT__REAL *)a->out + at, (DT__REAL *)a->lse + (b * H + h) * a->tq + i,
-                                       (const DT__REAL *)a->q + at, kt, (const DT__REAL *)a->v + kv, rows, i);
+            int64_t kv = (s * a->tk * K + h * K / H) * D; /* key 0 of this head */
+            if (h % (H / K) == 0) {
+                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
+                DT__K(panels_of_columns)(w.v_dims, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
+            }
+            for (int64_t i = 0; i < a->tq; i += DT__NR) {
+                DT__K(block) b;
+                b.q = ((s * a->tq + i) * H + h) * D;
+                b.lse = (s * H + h) * a->tq + i;
+                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, a->tk);
+                DT__K(attention_block)(a, &b, &w);
             }
         }
     }
     return DT_OK;
 }
 
-/* Scratch of the backward: kt and vt (D,TK), the sums of dk and dv (TK,D), p and ds of a block of queries. */
-typedef struct DT__K(attention_scratch) {
-    DT__REAL *kt, *vt, *dk, *dv, *p, *ds;
-} DT__K(attention_scratch);
-
-/* A block of query rows of one head, at element `at` of q, dout and out. With p = exp(scale q k - lse) and
-   dp = dout v: ds = p (dp - sum over j of p dp) scale, and that sum is dot(dout, out). */
-DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(attention_scratch) *w,
-                                        int64_t at, const DT__REAL *k, const DT__REAL *lse, int64_t i) {
-    int64_t seen[DT__QUERIES], ld = a->heads * a->dim, D = a->dim, tk = a->tk;
-    int64_t queries = DT__K(seen_keys)(seen, i, a->tq, tk, a->causal);
-    const DT__REAL *q = (const DT__REAL *)a->q + at, *dout = (const DT__REAL *)a->dout + at;
-    DT__REAL scale = (DT__REAL)a->scale;
-    DT__K(scores)(w->p, q, ld, w->kt, tk, D, seen, queries);
-    DT__K(scores)(w->ds, dout, ld, w->vt, tk, D, seen, queries);
-    for (int64_t r = 0; r < queries; r++) {
-        DT__REAL *p = w->p + r * tk, *ds = w->ds + r * tk;
-        DT__REAL mean = DT__K(dot)(dout + r * ld, (const DT__REAL *)a->out + at + r * ld, D);
-        for (int64_t j = 0; j < seen[r]; j++) {
-            p[j] = DT__EXP(scale * p[j] - lse[r]);
-            ds[j] = p[j] * (ds[j] - mean) * scale;
+/* With p = e^(scale q k - lse) and dp = dout v: ds = p (dp - sum over keys of p dp) scale, and that sum is
+   dot(dout, out). p and ds replace the scores and dp. */
+DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
+    DT__REAL scale = (DT__REAL)a->scale, lse[DT__LANES], mean[DT__LANES], buf_o[DT__TILE], buf_d[DT__TILE], part;
+    for (int64_t l = 0; l < DT__NR; l++) {
+        lse[l] = (DT__REAL)INFINITY; /* no query, or one that sees nothing: p = 0 */
+        mean[l] = 0;
+        if (l >= b->queries) continue;
+        DT__REAL mine = ((const DT__REAL *)a->lse)[b->lse + l];
+        if (mine > (DT__REAL)-INFINITY) lse[l] = mine;
+        for (int64_t d = 0; d < a->dim; d += DT__TILE) {
+            int64_t n = a->dim - d < DT__TILE ? a->dim - d : DT__TILE, at = b->q + l * a->heads * a->dim + d;
+            const DT__REAL *out = DT__K(get)(dt__wide(a->dtype, a->wide), a->out, at, n, buf_o);
+            const DT__REAL *dout = DT__K(get)(a->dtype, a->dout, at, n, buf_d);
+            DT__SUM(DT__REAL, part, n, dout[j] * out[j]);
+            mean[l] += part;
         }
     }
-    if (a->dk) DT__K(collect)(w->dk, w->ds, tk, q, ld, D, seen, queries);
-    if (a->dv) DT__K(collect)(w->dv, w->p, tk, dout, ld, D, seen, queries);
+    for (int64_t j = 0; j < b->end; j++) {
+        DT__REAL *p = w->p + j * DT__NR, *ds = w->ds + j * DT__NR;
+        for (int l = 0; l < DT__NR; l++) p[l] = p[l] * scale - lse[l];
+        DT__K(hide)(p, b, w, a->sight.causal, j, a->tk);
+        for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l]);
+        for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]) * scale;
+    }
+}
+
+/* sum(keys,dim) += scores^T (keys,queries) x (queries,dim): MA keys at a time. */
+DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL *scores, const DT__REAL *rows,
+                           int64_t end) {
+    for (int64_t j = 0; j < end; j += DT__MA) {
+        const DT__REAL *from = scores + j * DT__NR;
+        for (int64_t l = 0; l < DT__NR; l++)
+            for (int64_t i = 0; i < DT__MA; i++) w->turned[l * DT__MA + i] = from[i * DT__NR + l];
+        for (int64_t d = 0; d < w->wide; d += DT__NR)
+            DT__K(attention_tile)(DT__NR, w->turned, rows + d * DT__NR, sum + d * w->keys + j * DT__NR);
+    }
+}
+
+DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
+    int64_t  ld = a->heads * a->dim, D = a->dim;
+    DT__REAL row[DT__TILE];
+    DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
+    DT__K(panels_of_rows)(w->d_lanes, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
+    DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, D);
+    DT__K(scores)(w->ds, w->v_rows, w->d_lanes, b->end, D);
+    DT__K(softmax_back_block)(a, b, w);
+    memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows); /* q_rows and d_rows: rows of no query */
+    for (int64_t d = 0; d < D; d += DT__NR) {
+        int64_t n = D - d < DT__NR ? D - d : DT__NR;
+        DT__K(panels_of_columns)(w->q_rows + d * DT__NR, DT__NR, a->dtype, a->q, b->q + d, ld, b->queries, n);
+        DT__K(panels_of_columns)(w->d_rows + d * DT__NR, DT__NR, a->dtype, a->dout, b->q + d, ld, b->queries, n);
+    }
+    if (a->dk) DT__K(collect)(w->dk, w, w->ds, w->q_rows, b->end);
+    if (a->dv) DT__K(collect)(w->dv, w, w->p, w->d_rows, b->end);
     if (!a->dq) return;
-    DT__REAL *dq = w->p; /* p is no longer needed; (DT__QUERIES,D) */
-    memset(dq, 0, (size_t)(queries * D) * sizeof *dq);
-    DT__K(mix)(dq, D, w->ds, tk, k, a->kv_heads * D, D, seen, queries);
-    for (int64_t r = 0; r < queries; r++) DT__K(give)((DT__REAL *)a->dq + at + r * ld, dq + r * D, D, a->accumulate_q);
+    DT__K(mix)(w->out, w, w->k_dims, w->ds, b->end, a->tk);
+    for (int64_t r = 0; r < b->queries; r++) {
+        for (int64_t d = 0; d < D; d += DT__TILE) {
+            int64_t n = D - d < DT__TILE ? D - d : DT__TILE;
+            DT__K(column)(row, w->out + d * DT__NR, r, n, 1);
+            DT__K(give)(dt__wide(a->dtype, a->wide), a->dq, b->q + r * ld + d, n, row, a->accumulate_q);
+        }
+    }
+}
+
+/* Gradient of the keys or values of one head, from (wide/NR,keys,NR) to rows. */
+DT__FN void DT__K(keys_back)(const dt_attention_back_args *a, const DT__K(heads) *w, void *to, int64_t kv,
+                             const DT__REAL *sum, int accumulate) {
+    for (int64_t d = 0; d < a->dim && to; d += DT__NR) {
+        int64_t n = a->dim - d < DT__NR ? a->dim - d : DT__NR;
+        for (int64_t j = 0; j < a->tk; j++)
+            DT__K(give)(dt__wide(a->dtype, a->wide), to, kv + j * a->kv_heads * a->dim + d, n,
+                        sum + d * w->keys + j * DT__NR, accumulate);
+    }
 }
 
 /* The heads of a group share a key/value head: its gradient sums over them in ascending order, then over queries. */
 DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, longer = tk > D ? tk : D;
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk;
     if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(tk, D, a->dtype)) return DT_ERR_ARG;
-    DT__K(attention_scratch) w;
-    w.kt = (DT__REAL *)a->work;
-    w.vt = w.kt + D * tk;
-    w.dk = w.vt + D * tk;
-    w.dv = w.dk + D * tk;
-    w.ds = w.dv + D * tk;
-    w.p = w.ds + DT__QUERIES * longer;
-    for (int64_t b = 0; b < a->batch; b++) {
+    for (int64_t s = 0; s < a->batch; s++) {
+        DT__K(heads) w = DT__K(heads_in)(a->work, tk, D);
+        DT__K(sight_of_keys)(&w, &a->sight, s, tk);
         for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (b * tk * K + h * K / H) * D;
-            const DT__REAL *k = (const DT__REAL *)a->k + kv, *lse = (const DT__REAL *)a->lse + (b * H + h) * a->tq;
+            int64_t kv = (s * tk * K + h * K / H) * D;
             if (h % (H / K) == 0) {
-                DT__K(transpose)(w.kt, k, K * D, tk, D);
-                DT__K(transpose)(w.vt, (const DT__REAL *)a->v + kv, K * D, tk, D);
-                memset(w.dk, 0, (size_t)(2 * D * tk) * sizeof *w.dk); /* dk and dv */
+                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+                DT__K(panels_of_columns)(w.k_dims, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+                DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
+                memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
             }
-            for (int64_t i = 0; i < a->tq; i += DT__QUERIES)
-                DT__K(attention_back_block)(a, &w, ((b * a->tq + i) * H + h) * D, k, lse + i, i);
+            for (int64_t i = 0; i < a->tq; i += DT__NR) {
+                DT__K(block) b;
+                b.q = ((s * a->tq + i) * H + h) * D;
+                b.lse = (s * H + h) * a->tq + i;
+                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, tk);
+                DT__K(attention_back_block)(a, &b, &w);
+            }
             if ((h + 1) % (H / K)) continue;
-            for (int64_t j = 0; j < tk; j++) {
-                int64_t at = kv + j * K * D;
-                if (a->dk) DT__K(give)((DT__REAL *)a->dk + at, w.dk + j * D, D, a->accumulate_k);
-                if (a->dv) DT__K(give)((DT__REAL *)a->dv + at, w.dv + j * D, D, a->accumulate_v);
-            }
+            DT__K(keys_back)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
+            DT__K(keys_back)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
         }
     }
     return DT_OK;
 }
 
-/* lse = max + log(sum of exp(x - max)): the largest term is 1, so nothing overflows. Exponentials are taken in T,
-   summed and turned into the loss in double. */
+/* lse = max + log(sum of e^(x - max)): the largest term is 1, so nothing overflows. Exponentials are taken in the type
+   computed in, summed and turned into the loss in double. */
 DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
-    DT__REAL term[DT__TILE], max = DT__K(max)(x, n);
+    DT__REAL term[DT__TILE], max = DT__K(largest)(x, n);
     double sum = 0;
     for (int64_t c = 0; c < n; c += DT__TILE) {
         int64_t have = n - c < DT__TILE ? n - c : DT__TILE;
@@ -3287,52 +5008,63 @@ DT__FN double DT__K(log_sum_exp)(const DT__REAL *x, int64_t n) {
     return (double)max + log(sum);
 }
 
+DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
+    double total;
+    DT__SUM(double, total, n, (double)x[j]);
+    return total / (double)n;
+}
+
 DT__FN dt_status DT__K(cross_entropy)(const dt_cross_entropy_args *a) {
-    double total = 0;
+    double  total = 0, squares = 0, s = a->smoothing;
+    int64_t cols = (int64_t)a->cols, vocab = a->vocab ? (int64_t)a->vocab : cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
     for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = (const DT__REAL *)a->logits + r * a->cols;
+        const DT__REAL *x = DT__K(get)(a->dtype, a->logits, (int64_t)r * cols, cols, (DT__REAL *)dt__align64(a->work));
         int64_t label = a->labels[r];
         double lse = 0, loss = 0;
-        if (label >= (int64_t)a->cols) return DT_ERR_ARG;
+        if (label >= vocab) return DT_ERR_ARG;
         if (label >= 0) {
-            lse = DT__K(log_sum_exp)(x, (int64_t)a->cols);
-            loss = lse - (double)x[label];
+            lse = DT__K(log_sum_exp)(x, vocab);
+            loss = s > 0 ? lse - (1 - s) * (double)x[label] - s * DT__K(mean_of)(x, vocab) : lse - (double)x[label];
         }
         ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
         a->row_loss[r] = loss;
         total += loss;
+        squares += lse * lse;
     }
-    *a->loss = total / a->denominator;
+    *a->loss = (a->add ? *a->loss : 0) + total / a->denominator;
+    if (a->z_loss) *a->z_loss = (a->add ? *a->z_loss : 0) + squares / a->denominator;
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) {
     DT__REAL factor = (DT__REAL)(*a->upstream * a->scale);
-    for (size_t r = 0; r < a->rows; r++) {
-        const DT__REAL *x = (const DT__REAL *)a->logits + r * a->cols;
-        DT__REAL *d = (DT__REAL *)a->dlogits + r * a->cols, lse = ((const DT__REAL *)a->lse)[r];
+    int64_t  cols = (int64_t)a->cols, vocab = a->vocab ? (int64_t)a->vocab : cols;
+    if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
+    DT__REAL *d = (DT__REAL *)dt__align64(a->work), *buf = d + cols;
+    DT__REAL off = factor * (DT__REAL)(a->smoothing / (double)vocab), on = factor * (DT__REAL)(1 - a->smoothing);
+    for (int64_t r = 0; r < (int64_t)a->rows; r++) {
+        const DT__REAL *x = DT__K(get)(a->dtype, a->logits, r * cols, cols, buf);
+        DT__REAL lse = ((const DT__REAL *)a->lse)[r], scale = factor * (1 + (DT__REAL)(2 * a->z) * lse);
         int64_t label = a->labels[r];
-        if (label >= (int64_t)a->cols) return DT_ERR_ARG;
-        if (label < 0) {
-            if (!a->accumulate) memset(d, 0, a->cols * sizeof *d);
-            continue;
+        if (label >= vocab) return DT_ERR_ARG;
+        memset(d, 0, (size_t)cols * sizeof *d);
+        if (label >= 0) {
+            for (int64_t c = 0; c < vocab; c++) d[c] = scale * DT__EXP(x[c] - lse) - off;
+            d[label] -= on;
         }
-        DT__REAL at_label = factor * (DT__EXP(x[label] - lse) - 1);
-        if (a->accumulate) at_label += d[label];
-        for (size_t c = 0; c < a->cols; c++) {
-            DT__REAL p = factor * DT__EXP(x[c] - lse);
-            d[c] = a->accumulate ? d[c] + p : p;
-        }
-        d[label] = at_label;
+        DT__K(give)(a->dtype, a->dlogits, r * cols, cols, d, a->accumulate);
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(mse)(const dt_mse_args *a) {
     double total = 0;
+    DT__REAL buf_x[DT_RUN], buf_y[DT_RUN];
     for (size_t at_run = 0; at_run < a->count; at_run += DT_RUN) {
-        const DT__REAL *x = (const DT__REAL *)a->a + at_run, *y = (const DT__REAL *)a->b + at_run;
         int64_t n = a->count - at_run < DT_RUN ? (int64_t)(a->count - at_run) : DT_RUN;
+        const DT__REAL *x = DT__K(get)(a->dtype, a->a, (int64_t)at_run, n, buf_x);
+        const DT__REAL *y = DT__K(get)(a->dtype, a->b, (int64_t)at_run, n, buf_y);
         double run;
         DT__SUM(double, run, n, ((double)x[j] - (double)y[j]) * ((double)x[j] - (double)y[j]));
         total += run;
@@ -3342,20 +5074,23 @@ DT__FN dt_status DT__K(mse)(const dt_mse_args *a) {
 }
 
 DT__FN dt_status DT__K(mse_back)(const dt_mse_back_args *a) {
-    const DT__REAL *x = (const DT__REAL *)a->a, *y = (const DT__REAL *)a->b;
-    DT__REAL *da = (DT__REAL *)a->da, factor = (DT__REAL)(*a->upstream * a->scale);
-    for (size_t i = 0; i < a->count; i++) {
-        DT__REAL d = factor * (x[i] - y[i]);
-        da[i] = a->accumulate ? da[i] + d : d;
+    DT__REAL d[DT__TILE], buf_x[DT__TILE], buf_y[DT__TILE], factor = (DT__REAL)(*a->upstream * a->scale);
+    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+        int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
+        const DT__REAL *x = DT__K(get)(a->dtype, a->a, at, n, buf_x), *y = DT__K(get)(a->dtype, a->b, at, n, buf_y);
+        for (int64_t i = 0; i < n; i++) d[i] = factor * (x[i] - y[i]);
+        DT__K(give)(a->dtype, a->da, at, n, d, a->accumulate);
     }
     return DT_OK;
 }
 
 DT__FN dt_status DT__K(square_sums)(const dt_square_sums_args *a) {
+    DT__REAL buf[DT_RUN];
     for (size_t run = 0; run * DT_RUN < a->count; run++) {
-        const DT__REAL *x = (const DT__REAL *)a->in + run * DT_RUN;
         size_t left = a->count - run * DT_RUN;
-        DT__SUM(double, a->out[run], left < DT_RUN ? (int64_t)left : DT_RUN, (double)x[j] * (double)x[j]);
+        int64_t n = left < DT_RUN ? (int64_t)left : DT_RUN;
+        const DT__REAL *x = DT__K(get)(a->dtype, a->in, (int64_t)(run * DT_RUN), n, buf);
+        DT__SUM(double, a->out[run], n, (double)x[j] * (double)x[j]);
     }
     return DT_OK;
 }
@@ -3389,6 +5124,7 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
         }
         DT__K(square_roots)(root);
         for (size_t i = at; i < end; i++) param[i] = keep * param[i] - rate * m[i] / (root[i - at] * unbias + eps);
+        DT__K(give)(a->narrow_dtype, a->narrow, (int64_t)at, (int64_t)(end - at), param + at, 0);
     }
     return DT_OK;
 }
@@ -3399,22 +5135,18 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
     DT__REAL lr = (DT__REAL)a->lr, decay = (DT__REAL)a->weight_decay, grad_scale = (DT__REAL)a->grad_scale;
     DT__REAL momentum = (DT__REAL)(a->step > 1 ? a->momentum : 0);
     if (a->momentum != 0 && !buffer) return DT_ERR_ARG;
-    if (a->momentum == 0) {
-        for (size_t i = 0; i < a->count; i++) param[i] -= lr * (grad[i] * grad_scale + decay * param[i]);
-        return DT_OK;
-    }
-    if (a->step <= 1) memset(buffer, 0, a->count * sizeof *buffer); /* so that the first step sets b = g */
-    for (size_t i = 0; i < a->count; i++) {
+    if (a->momentum != 0 && a->step <= 1) memset(buffer, 0, a->count * sizeof *buffer); /* the first step sets b = g */
+    for (size_t i = 0; i < a->count && a->momentum == 0; i++)
+        param[i] -= lr * (grad[i] * grad_scale + decay * param[i]);
+    for (size_t i = 0; i < a->count && a->momentum != 0; i++) {
         buffer[i] = momentum * buffer[i] + (grad[i] * grad_scale + decay * param[i]);
         param[i] -= lr * buffer[i];
     }
+    DT__K(give)(a->narrow_dtype, a->narrow, 0, (int64_t)a->count, param, 0);
     return DT_OK;
 }
 #undef DT__SUM
-#undef DT__QUERIES
-#undef DT__KEYS
 #endif /* floating types */
-#undef DT__TILE
 
 /* This type and instruction set as a table: what section 19 chooses from. */
 #if DT__BITS == 1
@@ -3422,7 +5154,8 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
 #else
 #define DT__VARIANT_ENTRY(k) DT__K(k),
 #endif
-static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
+static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(permute),
+    DT__FLOAT_KERNELS(DT__VARIANT_ENTRY) };
 #undef DT__VARIANT_ENTRY
 #undef DT__JOIN2
 #undef DT__JOIN
@@ -3434,13 +5167,19 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__FLOA
 #undef DT__FN
 #undef DT__SUFFIX
 #undef DT__NV
+#undef DT__NR
 #undef DT__V
 #undef DT__LOAD
 #undef DT__STORE
 #undef DT__FMADD
 #undef DT__ROOT
 #undef DT__MR
+#undef DT__MA
 #undef DT__ROWS
+#undef DT__ROWS_A
+#undef DT__TANH
+#undef DT__PHI
+#undef DT__LOGISTIC
 #undef DT__BITS
 #undef DT__ISA
 #endif /* DT__BITS */
@@ -3508,7 +5247,7 @@ static const dt__variant *dt__variant_of(dt_dtype dtype, int isa) {
     static const dt__variant *const f32[DT__ISAS] = { &dt__variant_f32_plain, NULL, NULL };
     static const dt__variant *const f64[DT__ISAS] = { &dt__variant_f64_plain, NULL, NULL };
 #endif
-    if (dtype == DT_F32) return f32[isa];
+    if (dtype == DT_F32 || dt__narrow(dtype)) return f32[isa]; /* 16-bit types are computed in float */
     if (dtype == DT_F64) return f64[isa];
     if (dtype == DT_I32) return &dt__variant_i32;
     return NULL;
@@ -3526,6 +5265,20 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__FLOAT_KERNELS
 #undef DT__DEPTH
 #undef DT__PANELS
+
+/* By way of double, which holds every number of the other types. A double goes to 16 bits by way of float. */
+static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
+    double x[DT__TILE];
+    (void)stream;
+    if (a->accumulate && a->dtype == DT_I32) return DT_ERR_UNSUPPORTED;
+    for (size_t at = 0; at < a->count; at += DT__TILE) {
+        size_t n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
+        for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
+        if (a->accumulate) for (size_t i = 0; i < n; i++) x[i] += dt__number(a->dtype, a->out, at + i);
+        for (size_t i = 0; i < n; i++) dt__set_number(a->dtype, a->out, at + i, x[i]);
+    }
+    return DT_OK;
+}
 
 static dt_status dt__cpu_copy(const dt_copy_args *a, void *stream) {
     (void)stream;

@@ -63,7 +63,8 @@
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
                 backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N
                 the number of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0
-                and 4 + 4 + 8/N at stage 1.
+                and 4 + 4 + 8/N at stage 1. bf16 and f16 have f32 gradients, and state with an f32 master of the
+                parameter in it, which is what the update changes: 2 + 4 + 12 and 2 + 4 + 12/N.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
                 changes no parameter.
      Threads    As in dt_comm.h.
@@ -105,7 +106,7 @@ typedef struct dt_flat {
     dt_ctx          *ctx;
     const dt_tensor *tensor;        /* the parameter */
     size_t           first, count;  /* elements of the tensor's local part, row-major */
-    void            *param;         /* (count) of the parameter's type, as all below */
+    void            *param;         /* (count) of dt_grad_dtype(tensor), as all below: of bf16 and f16 the master */
     const void      *grad;
     void            *state[2];      /* zero before the first step; NULL beyond dt_zero_desc.states */
     double           lr;            /* with the parameter's lr_scale */
@@ -148,7 +149,7 @@ DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
    parameters on every rank again. The gradients' sums begin anew. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 /* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter: host receives as many
-   elements of the parameter's type as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
+   elements of dt_grad_dtype(param) as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
@@ -189,7 +190,8 @@ typedef struct dt__zero_unit {
     dt_unit *unit;
     dt_comm *data;
     size_t   first, count;      /* the elements this rank updates */
-    void    *state[2];          /* (count) each */
+    void    *state[2];          /* (count) each, of the gradient's type */
+    void    *master;            /* (count) the parameter in f32 where it is bf16 or f16, else NULL */
     int      ready, reduced;    /* in this step */
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
 } dt__zero_unit;
@@ -209,11 +211,19 @@ struct dt_zero {
     int64_t        step;
 };
 
-static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->dtype); }
+/* Bytes of an element of gradients and state. */
+static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->grad_dtype); }
 
+/* An element of gradients or state, and one of the values. */
 static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_size(z);
 }
+
+static void *dt__zero_value(const dt__zero_unit *z, size_t element) {
+    return (char *)z->unit->data + element * dt_dtype_size(z->unit->dtype);
+}
+
+static int dt__zero_has_master(const dt_unit *unit) { return unit->dtype != unit->grad_dtype && !unit->frozen; }
 
 static dt_status dt__zero_units_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
@@ -234,8 +244,11 @@ static dt_status dt__zero_units_make(dt_zero *zero) {
         for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
             z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
             if (!z->state[s]) return dt_error(ctx);
-            if (dt__fill(ctx, z->unit->dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
+            if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
         }
+        if (!dt__zero_has_master(z->unit)) continue;
+        z->master = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "master parameters");
+        if (!z->master) return dt_error(ctx);
     }
     zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
     size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
@@ -281,7 +294,7 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
 static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run) {
     dt_axis axis = comm->axis;
     dt_comm_set_axis(comm, DT_AXIS_DP);
-    dt_status status = dt_all_reduce(comm, run, run, z->count, z->unit->dtype, DT_SUM);
+    dt_status status = dt_all_reduce(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
     return status;
 }
@@ -295,8 +308,9 @@ static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *
 static dt_status dt__zero_reduce(dt_zero *zero, dt__zero_unit *z) {
     dt_unit  *u = z->unit;
     void     *mine = dt__zero_at(z, u->grad, z->first);
-    dt_status status = zero->desc.stage == 0 ? dt_all_reduce(z->data, u->grad, u->grad, u->padded, u->dtype, DT_SUM)
-                                             : dt_reduce_scatter(z->data, u->grad, mine, z->count, u->dtype, DT_SUM);
+    dt_dtype  type = u->grad_dtype;
+    dt_status status = zero->desc.stage == 0 ? dt_all_reduce(z->data, u->grad, u->grad, u->padded, type, DT_SUM)
+                                             : dt_reduce_scatter(z->data, u->grad, mine, z->count, type, DT_SUM);
     const dt_mark *marks = dt_param_get(zero->ctx, u->first_param)->param->desc.marks;
     for (int i = 0; status == DT_OK && i < 2; i++)
         if (marks[i].comm && marks[i].kind == DT_PART) status = dt__zero_sum_mark(z, marks[i].comm, mine);
@@ -334,7 +348,7 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
         size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
         double *work = (double *)dt_work(zero->ctx, bytes);
         if (!work) return dt_error(zero->ctx);
-        dt_square_sums_args a = { z->unit->dtype, work, dt__zero_at(z, z->unit->grad, z->first), z->count };
+        dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_at(z, z->unit->grad, z->first), z->count };
         if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
         if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
             dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
@@ -360,7 +374,7 @@ static dt_status dt__zero_sum_cuts(dt_zero *zero) {
    squares is not. */
 static dt_status dt__zero_blame(dt_zero *zero, const dt_unit *unit, size_t run, double norm) {
     double copy[DT_RUN]; /* of either type */
-    size_t size = dt_dtype_size(unit->dtype), bad = 0;
+    size_t size = dt_dtype_size(unit->grad_dtype), bad = 0;
     if (dt__move(zero->ctx, copy, (char *)unit->grad + run * DT_RUN * size, DT_RUN * size) != DT_OK ||
         dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     while (bad < DT_RUN && isfinite(unit->dtype == DT_F64 ? copy[bad] : (double)((const float *)(void *)copy)[bad]))
@@ -409,25 +423,33 @@ static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
 
 // ==== 7. The update =================================================================================================
 
-static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f) {
+/* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
+static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
+    dt_dtype            type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OWN) {
-        dt_status status = d->update(f, d->user);
-        return status == DT_OK ? DT_OK : dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
+        dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
+        dt_status    status = d->update(f, d->user);
+        if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
+        return narrow ? DT__KERNEL(zero->ctx, f->tensor->name, cast, &a) : DT_OK;
     }
     if (d->optimizer == DT_SGD) {
-        dt_sgd_args a = { f->tensor->dtype, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum,
-            f->weight_decay, f->grad_scale, f->step };
+        dt_sgd_args a = { type, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum, f->weight_decay,
+            f->grad_scale, f->step, f->tensor->dtype, narrow };
         return DT__KERNEL(zero->ctx, f->tensor->name, sgd, &a);
     }
-    dt_adamw_args a = { f->tensor->dtype, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1,
-        d->beta2, d->eps, f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM };
+    dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
+        f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
     return DT__KERNEL(zero->ctx, f->tensor->name, adamw, &a);
 }
 
 /* Updates the part of each parameter that lies in this rank's run of the unit. */
 static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, double grad_scale) {
     const dt_unit *u = z->unit;
+    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, dt__zero_value(z, z->first), z->count, 0 };
+    /* masters begin at the first step, so that values that were loaded or set before it count */
+    if (z->master && zero->step == 0 && DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
+        return dt_error(zero->ctx);
     for (int i = u->first_param; i < u->first_param + u->params; i++) {
         const dt_tensor     *t = dt_param_get(zero->ctx, i);
         const dt_param_info *p = t->param;
@@ -435,14 +457,15 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
         size_t end = p->offset + p->count < z->first + z->count ? p->offset + p->count : z->first + z->count;
         if (begin >= end) continue;
         int     decays = p->full.nd >= 2 && !p->desc.no_decay;
-        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin, dt__zero_at(z, u->data, begin),
-            dt__zero_at(z, u->grad, begin), { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
+        void   *value = dt__zero_value(z, begin);
+        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin,
+            z->master ? dt__zero_at(z, z->master, begin - z->first) : value, dt__zero_at(z, u->grad, begin), { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
             grad_scale, decays ? zero->desc.weight_decay : 0, zero->step + 1 };
         for (int s = 0; s < zero->states; s++) f.state[s] = dt__zero_at(z, z->state[s], begin - z->first);
-        if (dt__zero_update_run(zero, &f) != DT_OK) return dt_error(zero->ctx);
+        if (dt__zero_update_run(zero, &f, z->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
     }
     if (zero->desc.stage == 0) return DT_OK;
-    return dt_all_gather(z->data, dt__zero_at(z, u->data, z->first), u->data, z->count, u->dtype);
+    return dt_all_gather(z->data, dt__zero_value(z, z->first), u->data, z->count, u->dtype);
 }
 
 // ==== 8. Making, stepping, freeing ==================================================================================
@@ -452,6 +475,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
         for (int s = 0; s < 2 && z->unit; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], z->count * dt__zero_size(z));
+        if (z->unit) dt_free(ctx, DT_MEM_OPTIM, z->master, z->count * dt__zero_size(z));
     }
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(ctx, DT_MEM_HOST, zero->totals, (size_t)zero->n_units * sizeof *zero->totals);
@@ -555,7 +579,7 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     if (!whole) return dt_error(zero->ctx);
     dt__move(zero->ctx, dt__zero_at(z, whole, z->first), z->state[which], z->count * size);
     if (zero->desc.stage >= 1)
-        dt_all_gather(z->data, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->dtype);
+        dt_all_gather(z->data, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->grad_dtype);
     if (dt_error(zero->ctx) == DT_OK)
         dt__move(zero->ctx, host, dt__zero_at(z, whole, param->param->offset), param->param->count * size);
     dt__sync(zero->ctx);
@@ -568,7 +592,8 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->mesh.data) : 1, bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;
-        if (!unit->frozen) bytes += unit->padded / parts * (size_t)zero->states * dt_dtype_size(unit->dtype);
+        size_t         arrays = (size_t)(zero->states + dt__zero_has_master(unit));
+        if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
     }
     return bytes;
 }
