@@ -5,6 +5,7 @@
 #   make test     everything, but a sample of 10 of the planted mistakes; last line "N passed, N failed, N skipped"
 #                 (DEPS=no: install nothing)
 #   make mutants  all planted mistakes: each must make its test fail
+#   make bench    every benchmark against its peers: OpenBLAS, PyTorch, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
 #   make CUDA=1   with nvcc and dt_kernels.cu
 #
@@ -34,8 +35,9 @@ TESTING = $(CC) $(TFLAGS)
 endif
 
 WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
-HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h)
+HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
+BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
@@ -60,7 +62,10 @@ comma := ,
 sanitized:
 	@B=$(B) tests/run.sh programs
 
-faults fuzz bench:
+bench: $(BENCHES)
+	@for p in $^; do echo "== $$p"; $$p || exit 1; done
+
+faults fuzz:
 	@echo "make $@: not built in this version" >&2; exit 2
 
 clean:
@@ -73,6 +78,8 @@ $(B)/words: FORCE
 $(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
 	$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/bench/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) -I. $< $(KERNELS) -o $@ $(LDLIBS)
