@@ -3617,23 +3617,43 @@ static void *dt__align64(void *p) {
     return (char *)p + (64 - ((uintptr_t)p & 63)) % 64;
 }
 
-/* Sizes of the pieces of a product. They decide what stays in which cache, and no bit of the result. */
-#define DT__DEPTH 512 /* terms of K packed at a time: a panel of 14 x 512 floats is 28 KB */
-#define DT__PANELS 32 /* panels of rows whose unfinished tiles wait, where K is longer than that */
+/* Whether the processor multiplies pairs of bf16 faster than it does floats. All that have the instruction could use
+   it, but Intel's run it at half the rate of float: measured, 86 against 172 GFLOP/s of one core of the fifth Xeon
+   generation. They widen while they pack. */
+#if defined(__x86_64__)
+static int dt__pairs_pay(void) { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"); }
+#endif
 
-/* Columns of a block of B: 512 x 512 floats are 1 MB. A multiple of 32: no tile is wider. */
-static int64_t dt__matmul_columns(int64_t n, size_t size) {
-    int64_t most = 2048 / (int64_t)size, need = (n + 31) / 32 * 32;
-    return need < most ? need : most;
+/* Into which pieces a product is cut. They decide what stays in which cache, and no bit of the result. */
+enum {
+    DT__DEPTH = 512,        /* steps of K at a time, at most: a panel of 14 x 512 floats is 28 KB */
+    DT__BLOCK = 1152 << 10, /* bytes of a block of B */
+    DT__GROUP = 8,          /* panels of A packed at a time */
+    DT__PANELS = 20         /* panels of rows whose unfinished tiles wait, where K is more than one piece */
+};
+typedef struct dt__pieces { int64_t depth, columns, tiles; } dt__pieces;
+
+static dt__pieces dt__matmul_pieces(int64_t n, int64_t steps, size_t size) {
+    int64_t    pieces = (steps + DT__DEPTH - 1) / DT__DEPTH, blocks;
+    dt__pieces p = { 1, 32, 14 * 32 };
+    if (pieces > 0) p.depth = (steps + pieces - 1) / pieces;
+    p.columns = DT__BLOCK / (int64_t)size / p.depth / 32 * 32;
+    blocks = (n + p.columns - 1) / p.columns;
+    if (blocks > 0) p.columns = ((n + blocks - 1) / blocks + 31) / 32 * 32; /* no tile is wider than 32 */
+    if (pieces > 1) p.tiles = DT__PANELS * 14 * p.columns;
+    return p;
 }
 
-/* Room for a panel of A of at most 14 rows, a block of B, and tiles. */
+/* Room for panels of A of at most 14 rows, a block of B, and tiles; two numbers are written past a panel. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt__real_size(dtype);
-    if (size == 0 || n < 0 || k < 0) return 0;
-    size_t columns = (size_t)dt__matmul_columns(n, size), depth = (size_t)(k < DT__DEPTH ? k : DT__DEPTH);
-    size_t tiles = k > DT__DEPTH ? DT__PANELS * 14 * columns : 14 * 32;
-    return (tiles + depth * (columns + 14) + 2) * size + 64;
+    size_t size = dt__real_size(dtype), most = 0;
+    if (n < 0 || k < 0) return 0;
+    for (int pairs = 0; pairs <= (dtype == DT_BF16); pairs++) {
+        dt__pieces p = dt__matmul_pieces(n, pairs ? (k + 1) / 2 : k, size);
+        size_t     numbers = (size_t)(p.tiles + p.depth * (p.columns + DT__GROUP * 14) + 2);
+        if (numbers > most) most = numbers;
+    }
+    return most * size + 64;
 }
 
 /* Room for six rows: a kernel's rows widened, and sums over rows. */
@@ -3751,6 +3771,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx512
 #define DT__V __m512
+#define DT__ZERO _mm512_setzero_ps()
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
@@ -3758,6 +3779,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
+#define DT__ZERO _mm512_setzero_pd()
 #define DT__LOAD(p) _mm512_loadu_pd(p)
 #define DT__STORE(p, v) _mm512_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
@@ -3772,6 +3794,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx2
 #define DT__V __m256
+#define DT__ZERO _mm256_setzero_ps()
 #define DT__LOAD(p) _mm256_loadu_ps(p)
 #define DT__STORE(p, v) _mm256_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_ps(_mm256_set1_ps(x), v, sum)
@@ -3779,6 +3802,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_avx2
 #define DT__V __m256d
+#define DT__ZERO _mm256_setzero_pd()
 #define DT__LOAD(p) _mm256_loadu_pd(p)
 #define DT__STORE(p, v) _mm256_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_pd(_mm256_set1_pd(x), v, sum)
@@ -3793,6 +3817,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_neon
 #define DT__V float32x4_t
+#define DT__ZERO vdupq_n_f32(0)
 #define DT__LOAD(p) vld1q_f32(p)
 #define DT__STORE(p, v) vst1q_f32(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f32(sum, v, x)
@@ -3800,6 +3825,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_neon
 #define DT__V float64x2_t
+#define DT__ZERO vdupq_n_f64(0)
 #define DT__LOAD(p) vld1q_f64(p)
 #define DT__STORE(p, v) vst1q_f64(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
@@ -3820,6 +3846,7 @@ typedef struct dt__variant {
 #define DT__V dt__double2
 #define DT__ROOT(v) dt__root2(v)
 #endif
+#define DT__ZERO (DT__V){ 0 }
 #define DT__LOAD(p) (*(const DT__V *)(p))
 #define DT__STORE(p, v) (*(DT__V *)(p) = (v))
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
@@ -3964,30 +3991,43 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 
 /* ---- the matrix product ---- */
 
-/* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that every
-   product shares them. The tile is overwritten. */
-DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
-                                 int64_t cols, DT__REAL *tile, int64_t tile_ld) {
+/* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined with
+   the constant width of a full tile and once more for the others. The row is overwritten. */
+DT__FN inline __attribute__((always_inline)) void DT__K(finish_row)(const dt_matmul_args *a, int64_t at, int64_t j0,
+                                                                    int64_t cols, DT__REAL *t) {
     DT__REAL buf[DT__LANES];
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t   at = batch * a->stride_c + (i0 + i) * a->ldc + j0;
-        DT__REAL *t = tile + i * tile_ld;
-        if (a->bias) {
-            const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
-            for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
-        }
-        if (a->derivative) {
-            DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
-        } else {
-            if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
-            if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
-        }
-        if (a->residual) {
-            const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
-            for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
-        }
+    if (a->bias) {
+        const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
+        for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
+    }
+    if (a->derivative) {
+        DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
+    } else {
+        if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
+        if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
+    }
+    if (a->residual) {
+        const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
+        for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
+    }
+    if (dt__narrow(to)) {
         DT__K(give)(to, a->c, at, cols, t, a->accumulate);
+        return;
+    }
+    DT__REAL *c = (DT__REAL *)a->c + at;
+    if (a->accumulate) for (int64_t j = 0; j < cols; j++) c[j] += t[j];
+    else if (c != t) for (int64_t j = 0; j < cols; j++) c[j] = t[j];
+}
+
+/* `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. */
+DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
+                                 int64_t cols, DT__REAL *tile, int64_t ld) {
+    int64_t  at = batch * a->stride_c + i0 * a->ldc + j0;
+    if (tile == (DT__REAL *)a->c + at && !a->bias && !a->before && !a->activation && !a->residual) return;
+    for (int64_t i = 0; i < rows; i++, at += a->ldc) {
+        if (cols == DT__NR) DT__K(finish_row)(a, at, j0, DT__NR, tile + i * ld);
+        else DT__K(finish_row)(a, at, j0, cols, tile + i * ld);
     }
 }
 
@@ -4007,15 +4047,16 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* One tile, the only place with intrinsics: tile(R,NR) += panel_a(k,R)^T panel_b(k,NR), where R is MR for the product
-   and MA for attention. The 2 x R sums stay in registers; an element is one chain of K multiply-adds, k ascending,
-   wherever its tile lies. */
-#define DT__TILE_LOAD(i) \
-    DT__V c##i##_0 = DT__LOAD(tile + i * DT__NR), c##i##_1 = DT__LOAD(tile + i * DT__NR + DT__NV);
+   and MA for attention, and the tile's rows are ld apart. The 2 x R sums stay in registers, from zero if the tile is
+   fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+#define DT__TILE_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
+#define DT__TILE_LOAD(i) c##i##_0 = DT__LOAD(tile + i * ld); c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
-#define DT__TILE_STORE(i) DT__STORE(tile + i * DT__NR, c##i##_0); DT__STORE(tile + i * DT__NR + DT__NV, c##i##_1);
+#define DT__TILE_STORE(i) DT__STORE(tile + i * ld, c##i##_0); DT__STORE(tile + i * ld + DT__NV, c##i##_1);
 #define DT__TILE_FUNCTION(name, R, ROWS, STEP) \
-    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) { \
-        ROWS(DT__TILE_LOAD) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, int64_t ld, int fresh) { \
+        ROWS(DT__TILE_ZERO) \
+        if (!fresh) { ROWS(DT__TILE_LOAD) } \
         for (int64_t p = 0; p < k; p++, a += R, b += DT__NR) { \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
             ROWS(STEP) \
@@ -4039,6 +4080,7 @@ DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
 #undef DT__PAIR_STEP
 #endif
 #undef DT__TILE_FUNCTION
+#undef DT__TILE_ZERO
 #undef DT__TILE_LOAD
 #undef DT__TILE_STEP
 #undef DT__TILE_STORE
@@ -4046,13 +4088,14 @@ DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
 /* What the fast product keeps in `work`, and how. A step is one term of K, or a pair of bf16 terms. */
 typedef struct DT__K(matmul_plan) {
     const dt_matmul_args *args;
-    DT__REAL *a;       /* one panel of A: at most DT__DEPTH steps x MR, stays in the first-level cache */
-    DT__REAL *b;       /* a block of B in panels: at most DT__DEPTH steps x columns, stays in the second-level cache */
-    DT__REAL *tiles;   /* unfinished tiles of one block of C; a single tile where K is one piece */
-    int64_t   columns; /* of a block */
-    int64_t   steps;   /* of K */
+    dt__pieces pieces;
+    DT__REAL *a;       /* DT__GROUP panels of A: depth x MR each; the one in use stays in the first-level cache */
+    DT__REAL *b;       /* a block of B in panels: depth x columns, stays in the second-level cache */
+    DT__REAL *tiles;   /* unfinished tiles of one block of C; one tile where K is one piece or C itself can hold them */
+    int       whole;   /* K is one piece */
+    int       in_c;    /* C has the type computed in and is overwritten: tiles are summed where they belong */
     int       pairs;
-    void    (*tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile);
+    void    (*tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, int64_t ld, int fresh);
 } DT__K(matmul_plan);
 
 /* Packing makes what the tile reads one stream. A panel (steps,width) from a source whose row p is row p of the panel,
@@ -4071,35 +4114,81 @@ DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64
         return;
     }
 #endif
+    int plain = !dt__narrow(w->args->dtype) && have == width; /* the common case, with sizes that a compiler knows */
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
         const DT__REAL *row = DT__K(get)(w->args->dtype, from, at, have, panel);
         int64_t i = 0;
+        if (plain && width == DT__NR) memcpy(panel, row, DT__NR * sizeof *row);
+        else if (plain && width == DT__MR) memcpy(panel, row, DT__MR * sizeof *row);
+        if (plain) continue;
         for (; i < have; i++) panel[i] = row[i];
         for (; i < width; i++) panel[i] = 0;
     }
 }
 
-/* Four rows of `n` words become four columns of a panel. */
-DT__FN void DT__K(pack_four)(DT__REAL *panel, int64_t width, const DT__REAL *r0, const DT__REAL *r1, const DT__REAL *r2,
-                             const DT__REAL *r3, int64_t n) {
-    int64_t p = 0;
+/* Rows of n words become as many columns of a panel, DT__TURN at a time. What a row of the panel writes past its width,
+   the next one overwrites. */
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__TURN 16
+#define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)  /* gcc 12 warns of the plain forms in C++ */
+#define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
+#define DT__LOW2(x, y) _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__HIGH2(x, y) _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
+#define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
+/* 16 x 16: pairs of rows, then fours in each quarter of a vector, then the quarters. */
+DT__FN void DT__K(turn_block)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i += 2) {
+        __m512 x = _mm512_loadu_ps(row[i] + p), y = _mm512_loadu_ps(row[i + 1] + p);
+        t[i] = DT__LOW(x, y);
+        t[i + 1] = DT__HIGH(x, y);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = DT__LOW2(t[i], t[i + 2]);
+        r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
+        r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
+        r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+        __m512 x = DT__EVEN(r[c], r[4 + c]), y = DT__ODD(r[c], r[4 + c]);
+        __m512 z = DT__EVEN(r[8 + c], r[12 + c]), w = DT__ODD(r[8 + c], r[12 + c]);
+        t[c] = DT__EVEN(x, z);
+        t[4 + c] = DT__EVEN(y, w);
+        t[8 + c] = DT__ODD(x, z);
+        t[12 + c] = DT__ODD(y, w);
+    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
+}
+#undef DT__LOW
+#undef DT__HIGH
+#undef DT__LOW2
+#undef DT__HIGH2
+#undef DT__EVEN
+#undef DT__ODD
+#else
+#define DT__TURN 4
+DT__FN void DT__K(turn_block)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
 #if DT__BITS == 32 && defined(__SSE2__)
-    for (; p + 4 <= n; p += 4) {
-        __m128 v0 = _mm_loadu_ps(r0 + p), v1 = _mm_loadu_ps(r1 + p), v2 = _mm_loadu_ps(r2 + p);
-        __m128 v3 = _mm_loadu_ps(r3 + p);
-        _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
-        _mm_storeu_ps(panel + p * width, v0);
-        _mm_storeu_ps(panel + (p + 1) * width, v1);
-        _mm_storeu_ps(panel + (p + 2) * width, v2);
-        _mm_storeu_ps(panel + (p + 3) * width, v3);
-    }
+    __m128 v0 = _mm_loadu_ps(row[0] + p), v1 = _mm_loadu_ps(row[1] + p), v2 = _mm_loadu_ps(row[2] + p);
+    __m128 v3 = _mm_loadu_ps(row[3] + p);
+    _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
+    _mm_storeu_ps(panel + p * width, v0);
+    _mm_storeu_ps(panel + (p + 1) * width, v1);
+    _mm_storeu_ps(panel + (p + 2) * width, v2);
+    _mm_storeu_ps(panel + (p + 3) * width, v3);
+#else
+    for (int64_t i = p; i < p + 4; i++)
+        for (int l = 0; l < 4; l++) panel[i * width + l] = row[l][i];
 #endif
-    for (; p < n; p++) {
-        panel[p * width] = r0[p];
-        panel[p * width + 1] = r1[p];
-        panel[p * width + 2] = r2[p];
-        panel[p * width + 3] = r3[p];
-    }
+}
+#endif
+
+DT__FN void DT__K(turn)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t n) {
+    int64_t p = 0;
+    for (; p + DT__TURN <= n; p += DT__TURN) DT__K(turn_block)(panel, width, row, p);
+    for (; p < n; p++)
+        for (int l = 0; l < DT__TURN; l++) panel[p * width + l] = row[l][p];
 }
 
 /* 64 terms at most of one row as words: where they lie, or made in buf. */
@@ -4119,18 +4208,40 @@ DT__FN const DT__REAL *DT__K(words)(const DT__K(matmul_plan) *w, const void *fro
    stay in the first-level cache. */
 DT__FN void DT__K(pack_columns)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from,
                                 int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    DT__REAL buf[4][64];
     static const DT__REAL none[64];
+    DT__REAL buf[DT__TURN][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = w->pairs ? (n + 1) / 2 : n;
-        for (int64_t i = (width - 1) / 4 * 4; i >= 0; i -= 4) { /* the last four may reach into the next row's first */
-            const DT__REAL *row[4];
-            for (int l = 0; l < 4; l++)
+        for (int64_t i = (width - 1) / DT__TURN * DT__TURN; i >= 0; i -= DT__TURN) { /* the last columns first */
+            const DT__REAL *row[DT__TURN];
+            for (int l = 0; l < DT__TURN; l++)
                 row[l] = i + l < have ? DT__K(words)(w, from, at + (i + l) * ld + p, n, buf[l]) : none;
-            DT__K(pack_four)(panel + i, width, row[0], row[1], row[2], row[3], steps);
+            DT__K(turn)(panel + i, width, row, steps);
         }
         panel += steps * width;
     }
+}
+
+/* Panels of rows of A, DT__GROUP at most, from i on. Where A is stored (k,m), all of them in one pass over its rows, so
+   that a row's numbers are read together. */
+DT__FN void DT__K(pack_group)(const DT__K(matmul_plan) *w, int64_t at, int64_t i, int64_t i1, int64_t terms) {
+    const dt_matmul_args *a = w->args;
+    int64_t depth = w->pairs ? (terms + 1) / 2 : terms, end = i1 - i < DT__GROUP * DT__MR ? i1 : i + DT__GROUP * DT__MR;
+    int64_t step = a->trans_a ? 16 : terms; /* terms in one pass; even, for pairs */
+    for (int64_t p = 0; p < terms; p += step) {
+        DT__REAL *panel = w->a + (w->pairs ? p / 2 : p) * DT__MR;
+        int64_t   n = terms - p < step ? terms - p : step;
+        for (int64_t j = i; j < end; j += DT__MR, panel += depth * DT__MR) {
+            int64_t rows = end - j < DT__MR ? end - j : DT__MR;
+            if (a->trans_a) DT__K(pack_rows)(w, panel, DT__MR, a->a, at + p * a->lda + j, a->lda, rows, n);
+            else DT__K(pack_columns)(w, panel, DT__MR, a->a, at + j * a->lda, a->lda, rows, n);
+        }
+    }
+}
+
+/* A part of a tile to or from C. */
+DT__FN void DT__K(edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld, int64_t rows, int64_t cols) {
+    for (int64_t i = 0; i < rows; i++) memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
 /* Rows i0..i1, columns j0..j1, terms p0..p1: packs this piece of B, then each panel of A meets every panel of it. */
@@ -4139,7 +4250,7 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb), depth = w->pairs ? (terms + 1) / 2 : terms;
-    int64_t at = 0, next = w->steps > DT__DEPTH ? DT__MR * DT__NR : 0; /* tiles: all, or one for all */
+    int64_t at = 0, next = w->whole || w->in_c ? 0 : DT__MR * DT__NR; /* tiles: one for all, or all */
     for (int64_t j = j0; j < j1; j += DT__NR) {
         int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
         DT__REAL *panel = w->b + (j - j0) * depth;
@@ -4147,28 +4258,31 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
         else DT__K(pack_rows)(w, panel, DT__NR, a->b, from_b + j, a->ldb, have, terms);
     }
     for (int64_t i = i0; i < i1; i += DT__MR) {
-        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR;
-        if (a->trans_a) DT__K(pack_rows)(w, w->a, DT__MR, a->a, from_a + i, a->lda, rows, terms);
-        else DT__K(pack_columns)(w, w->a, DT__MR, a->a, from_a + i * a->lda, a->lda, rows, terms);
+        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__GROUP;
+        if (panel == 0) DT__K(pack_group)(w, from_a, i, i1, terms);
         for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
-            DT__REAL *tile = w->tiles + at;
-            if (p0 == 0) memset(tile, 0, DT__MR * DT__NR * sizeof *tile);
-            w->tile(depth, w->a, w->b + (j - j0) * depth, tile);
-            if (p1 < a->k) continue;
-            DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
+            int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
+            DT__REAL *tile = w->tiles + at, *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
+            int       full = rows == DT__MR && cols == DT__NR && w->in_c, edge = w->in_c && !full;
+            if (full) tile = c, ld = a->ldc;
+            if (edge && p0 > 0) DT__K(edge)(tile, DT__NR, c, a->ldc, rows, cols);
+            w->tile(depth, w->a + panel * depth * DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0);
+            if (p1 == a->k) DT__K(matmul_finish)(a, batch, i, j, rows, cols, tile, ld);
+            else if (edge) DT__K(edge)(c, a->ldc, tile, DT__NR, rows, cols);
         }
     }
 }
 
-/* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is longer than DT__DEPTH, the
-   sums of a block of C wait in memory between its pieces. They come back unchanged, so cutting K changes no bit. */
+/* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is several pieces, the sums of a
+   block of C wait in memory between them. They come back unchanged, so cutting K changes no bit. */
 DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
     const dt_matmul_args *a = w->args;
-    int64_t rows = w->steps > DT__DEPTH ? DT__PANELS * DT__MR : a->m, terms = w->pairs ? 2 * DT__DEPTH : DT__DEPTH;
+    int64_t terms = w->pieces.depth * (w->pairs ? 2 : 1), columns = w->pieces.columns, most = DT__PANELS * DT__MR;
+    int64_t blocks = w->whole || w->in_c ? 1 : (a->m + most - 1) / most, rows = (a->m + blocks - 1) / blocks;
     for (int64_t i0 = 0; i0 < a->m; i0 += rows) {
         int64_t i1 = i0 + rows < a->m ? i0 + rows : a->m;
-        for (int64_t j0 = 0; j0 < a->n; j0 += w->columns) {
-            int64_t j1 = j0 + w->columns < a->n ? j0 + w->columns : a->n, p = 0;
+        for (int64_t j0 = 0; j0 < a->n; j0 += columns) {
+            int64_t j1 = j0 + columns < a->n ? j0 + columns : a->n, p = 0;
             do { /* once even if K is 0 */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
                 DT__K(matmul_piece)(w, batch, i0, i1, j0, j1, p, end);
@@ -4190,18 +4304,20 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         return DT_OK;
     }
     if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
-    DT__K(matmul_plan) w = { .args = &a, .steps = a.k, .tile = DT__K(matmul_tile) };
+    DT__K(matmul_plan) w = { .args = &a, .tile = DT__K(matmul_tile) };
 #if DT__BITS == 32 && DT__ISA == 2
-    if (a.dtype == DT_BF16 && __builtin_cpu_supports("avx512bf16")) {
+    if (a.dtype == DT_BF16 && dt__pairs_pay()) {
         w.pairs = 1;
-        w.steps = (a.k + 1) / 2;
         w.tile = DT__K(matmul_pair_tile);
     }
 #endif
-    w.columns = dt__matmul_columns(a.n, sizeof(DT__REAL));
+    int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
+    w.pieces = dt__matmul_pieces(a.n, steps, sizeof(DT__REAL));
+    w.whole = steps <= w.pieces.depth;
+    w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c;
     w.tiles = (DT__REAL *)dt__align64(a.work);
-    w.b = w.tiles + (w.steps > DT__DEPTH ? DT__PANELS * DT__MR * w.columns : DT__MR * DT__NR);
-    w.a = w.b + (w.steps < DT__DEPTH ? w.steps : DT__DEPTH) * w.columns;
+    w.b = w.tiles + w.pieces.tiles;
+    w.a = w.b + w.pieces.depth * w.pieces.columns;
     for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&w, i);
     return DT_OK;
 }
@@ -4786,17 +4902,15 @@ DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads)
 
 /* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
-    memset(to, 0, (size_t)(end * DT__NR) * sizeof *to);
-    for (int64_t j = 0; j < end; j += DT__MA) DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR);
+    for (int64_t j = 0; j < end; j += DT__MA) DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR, DT__NR, 1);
 }
 
 /* to(dims,NR) = dims of keys times rows of a block's scores. */
 DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims, const DT__REAL *scores, int64_t end,
                        int64_t tk) {
     int64_t keys = end < tk ? end : tk;
-    memset(to, 0, (size_t)(w->dims * DT__NR) * sizeof *to);
     for (int64_t d = 0; d < w->dims; d += DT__MA)
-        DT__K(attention_tile)(keys, dims + d * tk, scores, to + d * DT__NR);
+        DT__K(attention_tile)(keys, dims + d * tk, scores, to + d * DT__NR, DT__NR, 1);
 }
 
 /* One query's column of a (dim,NR) result as a row. */
@@ -4921,7 +5035,7 @@ DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL 
         for (int64_t l = 0; l < DT__NR; l++)
             for (int64_t i = 0; i < DT__MA; i++) w->turned[l * DT__MA + i] = from[i * DT__NR + l];
         for (int64_t d = 0; d < w->wide; d += DT__NR)
-            DT__K(attention_tile)(DT__NR, w->turned, rows + d * DT__NR, sum + d * w->keys + j * DT__NR);
+            DT__K(attention_tile)(DT__NR, w->turned, rows + d * DT__NR, sum + d * w->keys + j * DT__NR, DT__NR, 0);
     }
 }
 
@@ -5169,10 +5283,12 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 #undef DT__NV
 #undef DT__NR
 #undef DT__V
+#undef DT__ZERO
 #undef DT__LOAD
 #undef DT__STORE
 #undef DT__FMADD
 #undef DT__ROOT
+#undef DT__TURN
 #undef DT__MR
 #undef DT__MA
 #undef DT__ROWS
@@ -5263,8 +5379,6 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 #undef DT__VARIANT_KERNELS
 #undef DT__FLOAT_KERNELS
-#undef DT__DEPTH
-#undef DT__PANELS
 
 /* By way of double, which holds every number of the other types. A double goes to 16 bits by way of float. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
