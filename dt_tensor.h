@@ -74,8 +74,9 @@
 
    CONTRACT
      Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
-                lives until dt_reset. Host buffers you pass are copied and never kept. After the first steps a
-                steady program allocates nothing; growth is logged.
+                lives until dt_reset (data made inside a recomputed dt_block only while it runs). Host buffers you
+                pass are copied and never kept. After the first steps a steady program allocates nothing; growth is
+                logged.
      Errors     The first failure is kept with its text (dt_error, dt_error_text). Ops after it do nothing and return
                 NULL; NULL in gives NULL out; dt_item gives NaN. So a loop needs no checks: look once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
