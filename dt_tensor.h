@@ -14,7 +14,7 @@
 
    DOES NOT: start threads, install signal handlers, call exit or abort, keep global state, print except through
    the log hook, read the environment. Not in this version, and refused with DT_ERR_UNSUPPORTED: bf16 and f16,
-   recompute, packed documents in attention, weight files.
+   packed documents in attention, weight files.
 
    QUICK EXAMPLE
 
@@ -74,8 +74,9 @@
 
    CONTRACT
      Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
-                lives until dt_reset. Host buffers you pass are copied and never kept. After the first steps a
-                steady program allocates nothing; growth is logged.
+                lives until dt_reset (data made inside a recomputed dt_block only while it runs). Host buffers you
+                pass are copied and never kept. After the first steps a steady program allocates nothing; growth is
+                logged.
      Errors     The first failure is kept with its text (dt_error, dt_error_text). Ops after it do nothing and return
                 NULL; NULL in gives NULL out; dt_item gives NaN. So a loop needs no checks: look once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
@@ -809,6 +810,21 @@ DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
+typedef struct dt_block_desc {
+    int    recompute;   /* 1: keep the output only and run fn again in the backward, arXiv:1604.06174 */
+    size_t user_bytes;  /* not 0: fn gets a copy of so many bytes at user, so that user may be a local variable */
+} dt_block_desc;
+/* [local] The same with a choice. A recomputed block gives the bits of a plain one and costs one more run of fn. After
+   the forward the data of all that fn made are freed; the output is copied to where it outlives the block (not if fn
+   returns x or another tensor made outside). The backward runs fn on the same x and user, which must live until then,
+   goes back through what that recorded, and frees it; of two halves, the input half runs fn and the weight half frees.
+   Side losses count once, gradients of dt_require_grad tensors last until dt_reset. Blocks inside, recomputed or not,
+   are freed and run again with it. fn must repeat itself: other ops, parameters, or another output shape the second
+   time fail; so does the use of a tensor that is gone. fn sees its data while it runs. */
+DT_API dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc);
+/* [local] 1 while a block runs for the second time: what fn or a listener counts, it counts only when this is 0. */
+DT_API int dt_recomputing(const dt_ctx *ctx);
+
 /* [local] From loss (a scalar) back to every parameter and tensor that needs a gradient. Adds to units' gradients. */
 DT_API dt_status dt_backward(dt_tensor *loss);
 /* [local] The same in two halves: gradients of activations first, of parameters later. Bits as dt_backward. */
@@ -1122,7 +1138,7 @@ typedef struct dt__arena {
     dt_mem            mem;
     size_t            least;    /* size of the next chunk, if the request is smaller */
     dt__chunk        *chunks;   /* the one in use first */
-    struct dt__arena *next;     /* in the pool of gradient arenas */
+    struct dt__arena *next;     /* in a pool of arenas */
 } dt__arena;
 
 /* A buffer for a unit's passing gradient, kept for reuse. */
@@ -1157,8 +1173,12 @@ struct dt_ctx {
     dt__spare   *spares;
     int          n_spares, spare_room;
 
-    dt_block_state *root, *current, *pool;  /* pool: blocks that a reset gave back, with their arenas */
+    dt_block_state *root, *current;
+    dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
+    dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
+    uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
+    int             recomputing;            /* depth of second runs */
     int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
@@ -1836,58 +1856,11 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-// ==== 15. Tape and blocks: code =====================================================================================
-
-/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
-   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
-   step finds memory of its own size. */
-struct dt_block_state {
-    dt_ctx         *ctx;
-    dt_block_state *parent;
-    dt_block_state *children, *sibling; /* newest child first */
-    int             index;
-    dt_node        *newest;
-    dt__arena       acts;               /* data of tensors */
-    dt__arena       meta;               /* tensors and nodes themselves: host memory */
-    dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
-    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
-    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
-};
-
-static dt_block_state *dt__block_take(dt_ctx *ctx) {
-    dt_block_state *b = ctx->pool;
-    if (b) {
-        ctx->pool = b->sibling;
-    } else {
-        b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
-        if (!b) return NULL;
-        b->ctx = ctx;
-        b->acts.mem = DT_MEM_ACTS;
-        b->acts.least = DT__LEAST_ACTS;
-        b->meta.mem = DT_MEM_HOST;
-        b->meta.least = DT__LEAST_META;
-    }
-    b->parent = b->children = b->sibling = NULL;
-    return b;
-}
-
-/* The root, made at its first use. */
-static dt_block_state *dt__root(dt_ctx *ctx) {
-    if (ctx->root) return ctx->root;
-    ctx->root = ctx->current = dt__block_take(ctx);
-    return ctx->root;
-}
-
-/* Storage for parameters that no optimizer asked for. */
-static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0 };
-    return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
-}
-
-static dt__arena *dt__grad_arena_take(dt_ctx *ctx) {
-    dt__arena *a = ctx->grad_pool;
+/* An arena from a pool, or a new one for activations. The last one given is the first one taken. */
+static dt__arena *dt__arena_take(dt_ctx *ctx, dt__arena **pool) {
+    dt__arena *a = *pool;
     if (a) {
-        ctx->grad_pool = a->next;
+        *pool = a->next;
         return a;
     }
     a = (dt__arena *)dt__host_zeroed(ctx, sizeof *a, "an arena");
@@ -1897,12 +1870,88 @@ static dt__arena *dt__grad_arena_take(dt_ctx *ctx) {
     return a;
 }
 
-static void dt__grad_arena_give(dt_ctx *ctx, dt_block_state *b) {
-    if (!b->grads) return;
-    dt__arena_reset(ctx, b->grads);
-    b->grads->next = ctx->grad_pool;
-    ctx->grad_pool = b->grads;
-    b->grads = NULL;
+/* Empties *a, if there is one, and gives it to a pool. */
+static void dt__arena_give(dt_ctx *ctx, dt__arena **pool, dt__arena **a) {
+    if (!*a) return;
+    dt__arena_reset(ctx, *a);
+    (*a)->next = *pool;
+    *pool = *a;
+    *a = NULL;
+}
+
+static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
+    while (*pool) {
+        dt__arena *a = *pool;
+        *pool = a->next;
+        dt__arena_free(ctx, a);
+        dt_free(ctx, DT_MEM_HOST, a, sizeof *a);
+    }
+}
+
+// ==== 15. Tape and blocks: code =====================================================================================
+
+/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
+   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
+   step finds memory of its own size.
+
+   A recomputed block, and every block inside one, is lent an arena for its data and gives it back when it is dropped:
+   a step lends the same few arenas over and over. Lent blocks have a pool of their own, or a plain block would find the
+   arena of another. Tensors and nodes themselves stay until the reset, so that a pointer
+   to one that is gone can still be told from a good one. The second run is a block of its own, `again`: what the first
+   made is gone for good. The gradient of `out` lives with the block, not with the parent whose arena holds its data:
+   else the gradients of all outputs would be alive together. */
+struct dt_block_state {
+    dt_ctx         *ctx;
+    dt_block_state *parent;
+    dt_block_state *children, *sibling; /* newest child first */
+    int             index;
+    dt_node        *newest;
+    dt__arena      *acts;               /* data of tensors: own, or lent; NULL: dropped */
+    dt__arena       own;
+    dt__arena       meta;               /* tensors and nodes themselves: host memory */
+    dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
+    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
+    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
+    uint64_t        trail;              /* digest of what it recorded, blocks inside included; 0: nothing */
+    dt_block_fn     fn;                 /* of a recomputed block, else NULL: what to run again, on what */
+    dt_tensor      *x;
+    void           *user;
+    int             no_grad;
+    dt_tensor      *y, *out;            /* what fn returned; its copy for the parent, NULL if y was made outside */
+    dt_block_state *again;              /* its second run */
+};
+
+static dt_block_state *dt__block_take(dt_ctx *ctx, int lent) {
+    dt_block_state *b = ctx->pool[lent];
+    if (b) {
+        ctx->pool[lent] = b->sibling;
+    } else {
+        b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
+        if (!b) return NULL;
+        b->ctx = ctx;
+        b->own.mem = DT_MEM_ACTS;
+        b->own.least = DT__LEAST_ACTS;
+        b->meta.mem = DT_MEM_HOST;
+        b->meta.least = DT__LEAST_META;
+    }
+    b->parent = b->children = b->sibling = b->again = NULL;
+    b->acts = &b->own;
+    b->fn = NULL;
+    b->out = NULL;
+    return b;
+}
+
+/* The root, made at its first use. */
+static dt_block_state *dt__root(dt_ctx *ctx) {
+    if (ctx->root) return ctx->root;
+    ctx->root = ctx->current = dt__block_take(ctx, 0);
+    return ctx->root;
+}
+
+/* Storage for parameters that no optimizer asked for. */
+static dt_status dt__storage(dt_ctx *ctx) {
+    dt_units_desc defaults = { 0, 0 };
+    return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
 }
 
 /* Gives back a block and all below it. Children were pushed newest first, so the pool ends with the first child on top
@@ -1913,12 +1962,14 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
         b->children = child->sibling;
         dt__block_give(ctx, child);
     }
-    dt__grad_arena_give(ctx, b);
-    dt__arena_reset(ctx, &b->acts);
+    dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
+    int lent = b->acts != &b->own;
+    if (lent) dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
+    dt__arena_reset(ctx, &b->own);
     dt__arena_reset(ctx, &b->meta);
     b->newest = NULL;
-    b->sibling = ctx->pool;
-    ctx->pool = b;
+    b->sibling = ctx->pool[lent];
+    ctx->pool[lent] = b;
 }
 
 void dt_reset(dt_ctx *ctx) {
@@ -1929,34 +1980,32 @@ void dt_reset(dt_ctx *ctx) {
     }
     dt_block_state *root = ctx->root;
     dt__block_give(ctx, root);
-    ctx->pool = root->sibling; /* the root stays the root */
+    ctx->pool[0] = root->sibling; /* the root stays the root */
     root->sibling = NULL;
     root->done = 0;
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
     ctx->blocks = 0;
+    ctx->trail = 0;
 }
 
 static void dt__tape_free(dt_ctx *ctx) {
     dt_reset(ctx);
     if (ctx->root) {
         dt_free(ctx, DT_MEM_HOST, ctx->root->uses, (size_t)ctx->n_params * sizeof *ctx->root->uses);
-        ctx->root->sibling = ctx->pool;
-        ctx->pool = ctx->root;
+        ctx->root->sibling = ctx->pool[0];
+        ctx->pool[0] = ctx->root;
     }
-    while (ctx->pool) {
-        dt_block_state *b = ctx->pool;
-        ctx->pool = b->sibling;
-        dt__arena_free(ctx, &b->acts);
-        dt__arena_free(ctx, &b->meta);
-        dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
-    }
-    while (ctx->grad_pool) {
-        dt__arena *a = ctx->grad_pool;
-        ctx->grad_pool = a->next;
-        dt__arena_free(ctx, a);
-        dt_free(ctx, DT_MEM_HOST, a, sizeof *a);
-    }
+    for (int lent = 0; lent < 2; lent++)
+        while (ctx->pool[lent]) {
+            dt_block_state *b = ctx->pool[lent];
+            ctx->pool[lent] = b->sibling;
+            dt__arena_free(ctx, &b->own);
+            dt__arena_free(ctx, &b->meta);
+            dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
+        }
+    dt__arenas_free(ctx, &ctx->grad_pool);
+    dt__arenas_free(ctx, &ctx->lent_pool);
 }
 
 static void *dt__meta(dt_ctx *ctx, size_t bytes) {
@@ -1988,11 +2037,33 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
 static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
-    t->data = dt__arena_alloc(ctx, &t->block->acts, dt__bytes(t));
+    t->data = dt__arena_alloc(ctx, t->block->acts, dt__bytes(t));
     return t->data ? t : NULL;
 }
 
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) { return dt__new_named(ctx, dtype, shape, "tensor"); }
+
+/* Fails if the tensor's data went with a recomputed block. The output of such a block has its data with the parent. */
+static int dt__gone(const char *op, const dt_tensor *t) {
+    const dt_tensor *owner = t;
+    while (owner->base) owner = owner->base;
+    const dt_block_state *home = owner->block && owner == owner->block->out ? owner->block->parent : owner->block;
+    if (!home || home->acts) return 0;
+    dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor was made inside a recomputed dt_block and is gone; use it there, "
+        "or return it from the block", op, t->name);
+    return 1;
+}
+
+/* Adds one recorded op to the digest: its name and its parameters. Never 0. */
+static void dt__trail(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
+    uint64_t h = ctx->trail;
+    for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+    for (int i = 0; i < n; i++) {
+        const dt_param_info *p = in[i] ? dt__owner(in[i])->param : NULL;
+        h = (h ^ (p ? 2 + (uint64_t)p->index : in[i] != NULL)) * 0x100000001B3u;
+    }
+    ctx->trail = h | 1;
+}
 
 /* Counts one use of a parameter in this micro-batch. Its storage exists, so no parameter can be added any more. */
 static int dt__use(dt_ctx *ctx, const dt_param_info *p) {
@@ -2018,11 +2089,12 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
             dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", d->name, d->in[i]->name);
             return NULL;
         }
+        if (dt__gone(d->name, d->in[i])) return NULL;
         if (dt__owner(d->in[i])->param && dt__storage(ctx) != DT_OK) return NULL;
         needed |= d->in[i]->needs_grad;
     }
     if (!needed) return NULL;
-    if (ctx->root->done) {
+    if (ctx->root->done && !ctx->recomputing) {
         dt_fail(ctx, DT_ERR_ARG, "%s: the backward of this micro-batch has run; call dt_reset before the next forward",
             d->name);
         return NULL;
@@ -2037,8 +2109,10 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         const dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner && owner->param && owner->needs_grad && !dt__use(ctx, owner->param)) return NULL;
+        int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
+        if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
+    dt__trail(ctx, d->name, node->in, n);
     node->prev = ctx->current->newest;
     ctx->current->newest = node;
     if (out) out->needs_grad = 1;
@@ -2064,7 +2138,7 @@ enum { DT__KEPT = 2 }; /* of needs_grad: the user reads the gradient, so it outl
 
 /* Memory that lives until the backward of a block is over. */
 static void *dt__grad_room(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
-    if (!home->grads) home->grads = dt__grad_arena_take(ctx);
+    if (!home->grads) home->grads = dt__arena_take(ctx, &ctx->grad_pool);
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
 }
 
@@ -2120,21 +2194,87 @@ static void dt__emit(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int e
     }
 }
 
-dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
-    if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
-    dt_block_state *b = dt__block_take(ctx), *parent = ctx->current;
+/* A new block below parent. */
+static dt_block_state *dt__block_open(dt_ctx *ctx, dt_block_state *parent, int index, int lent) {
+    dt_block_state *b = dt__block_take(ctx, lent);
     if (!b) return NULL;
     b->parent = parent;
     b->sibling = parent->children;
     parent->children = b;
-    b->index = ++ctx->blocks;
+    b->index = index;
+    if (lent) b->acts = dt__arena_take(ctx, &ctx->lent_pool);
+    return b->acts ? b : NULL;
+}
+
+/* What fn returns, with b as the current block. */
+static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
+    dt_ctx         *ctx = b->ctx;
+    dt_block_state *outer = ctx->current;
+    uint64_t        trail = ctx->trail;
     ctx->current = b;
+    ctx->trail = 0;
     dt__emit(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__emit(ctx, b, DT_FORWARD, 0);
-    ctx->current = parent;
+    ctx->current = outer;
+    b->trail = ctx->trail;
+    ctx->trail = b->trail ? (trail ^ b->trail) * 0x100000001B3u | 1 : trail;
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
+    const dt_block_state *home = t->block;
+    while (home && home != b) home = home->parent;
+    return home != NULL;
+}
+
+/* Gives back the data of a lent block and of all inside it. In this order the next block that is built alike takes the
+   same arenas for the same parts. */
+static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
+    for (dt_block_state *child = b->children; child; child = child->sibling) dt__block_drop(ctx, child);
+    dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
+}
+
+/* The output of a recomputed block: a copy with the parent's data, or y itself if it was made outside. */
+static dt_tensor *dt__block_out(dt_ctx *ctx, dt_block_state *b, dt_tensor *y) {
+    b->y = y;
+    if (!y || dt__gone("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
+    dt_tensor *out = dt__new_named(ctx, y->dtype, y->shape, y->name);
+    if (!out || dt__move(ctx, out->data, dt__owner(y)->data, dt__bytes(y)) != DT_OK) return NULL;
+    out->needs_grad = y->needs_grad ? dt__owner(y)->needs_grad : 0;
+    out->block = b;
+    b->out = out;
+    return out;
+}
+
+/* What a second run has to find: the function, its arguments, whether it records. */
+static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
+    b->fn = fn;
+    b->x = x;
+    b->user = user;
+    b->no_grad = b->ctx->no_grad;
+    return !x || !dt__gone("dt_block", x);
+}
+
+dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc) {
+    if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
+    dt_block_state *parent = ctx->current;
+    int             lent = desc.recompute || parent->acts != &parent->own;
+    dt_block_state *b = dt__block_open(ctx, parent, ++ctx->blocks, lent);
+    if (!b) return NULL;
+    if (desc.user_bytes && user) {
+        void *copy = dt__arena_alloc(ctx, &b->meta, desc.user_bytes);
+        if (!copy) return NULL;
+        user = memcpy(copy, user, desc.user_bytes);
+    }
+    if (desc.recompute && !dt__block_remember(b, fn, x, user)) return NULL;
+    dt_tensor *y = dt__block_run(b, fn, x, user);
+    if (desc.recompute) {
+        y = dt__block_out(ctx, b, y);
+        dt__block_drop(ctx, b);
+    }
     if (ctx->status != DT_OK) return NULL;
-    if (!b->newest && !b->children) return y;
+    if (!b->trail) return y;
     dt_node *node = (dt_node *)dt__meta(ctx, sizeof *node);
     if (!node) return NULL;
     node->name = "dt_block";
@@ -2143,6 +2283,13 @@ dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
     parent->newest = node;
     return y;
 }
+
+dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
+    dt_block_desc plain = { 0, 0 };
+    return dt_block_at(ctx, fn, x, user, plain);
+}
+
+int dt_recomputing(const dt_ctx *ctx) { return ctx && ctx->recomputing > 0; }
 
 void dt_micro(dt_ctx *ctx, int index, int count) {
     if (!ctx || ctx->status != DT_OK) return;
@@ -2206,18 +2353,66 @@ static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (phase != DT_BACKWARD_INPUT) dt__node_used(ctx, n);
 }
 
+/* "dt_add f32 (2,3)" */
+static dt__text dt__tensor_text(const dt_tensor *t) {
+    dt__text text = { "nothing" };
+    if (t) snprintf(text.s, sizeof text.s, "%.20s %s %.60s", t->name, dt_dtype_name(t->dtype),
+        dt__shape_text(t->shape).s);
+    return text;
+}
+
+/* Whether the second run of b gave what the first did; fails if not. */
+static int dt__block_repeats(const dt_block_state *b, dt_tensor *y) {
+    dt_ctx    *ctx = b->ctx;
+    int        alike = !y == !b->y && b->again->trail == b->trail;
+    dt_tensor *first = b->y;
+    if (alike && y && !b->out) alike = dt__owner(y) == dt__owner(first);
+    if (alike && b->out) alike = dt__made_in(b->again, dt__owner(y)) && y->dtype == first->dtype &&
+        dt__same_shape(y->shape, first->shape);
+    if (alike) return 1;
+    dt_fail(ctx, DT_ERR_ARG, "dt_block %d: run again for the backward, its function returned %s and recorded %s ops; "
+        "before it returned %s. A recomputed block must repeat itself", b->index, dt__tensor_text(y).s,
+        b->again->trail == b->trail ? "the same" : "other", dt__tensor_text(first).s);
+    return 0;
+}
+
+/* Runs the function of a recomputed block again, recording this time for good. Its uses of parameters are counted
+   already, its blocks have their numbers already; the gradient of the output passes to what the function returns. */
+static void dt__block_again(dt_block_state *b) {
+    dt_ctx         *ctx = b->ctx;
+    int             blocks = ctx->blocks, no_grad = ctx->no_grad;
+    dt_block_state *again = b->again = dt__block_open(ctx, b->parent, b->index, 1);
+    if (!again) return;
+    again->grads = b->grads;
+    b->grads = NULL;
+    ctx->blocks = b->index;
+    ctx->no_grad = b->no_grad;
+    ctx->recomputing++;
+    dt_tensor *y = dt__block_run(again, b->fn, b->x, b->user);
+    ctx->recomputing--;
+    ctx->no_grad = no_grad;
+    ctx->blocks = blocks;
+    if (ctx->status == DT_OK && dt__block_repeats(b, y) && b->out) dt__owner(y)->grad = b->out->grad;
+}
+
 static void dt__block_back(dt_block_state *b, dt_phase phase) {
     dt_ctx *ctx = b->ctx;
+    if (b->fn) { /* recomputed: the way back leads through its second run */
+        if (phase != DT_BACKWARD_WEIGHT) dt__block_again(b);
+        if (ctx->status == DT_OK) dt__block_back(b->again, phase);
+        if (ctx->status == DT_OK && phase != DT_BACKWARD_INPUT) dt__block_drop(ctx, b->again);
+        return;
+    }
     dt__emit(ctx, b, phase, 1);
     for (dt_node *n = b->newest; n && ctx->status == DT_OK; n = n->prev) dt__node_back(ctx, n, phase);
     dt__emit(ctx, b, phase, 0);
-    if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__grad_arena_give(ctx, b);
+    if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
 }
 
 static dt_status dt__seed(dt_tensor *loss) {
     dt_ctx    *ctx = loss->ctx;
     dt_tensor *t = dt__owner(loss);
-    if (!t->block->grads && !(t->block->grads = dt__grad_arena_take(ctx))) return ctx->status;
+    if (!t->block->grads && !(t->block->grads = dt__arena_take(ctx, &ctx->grad_pool))) return ctx->status;
     t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
     return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
 }
@@ -2242,6 +2437,7 @@ static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
     if (dt_count(loss->shape) != 1 || loss->dtype == DT_I32)
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
             dt__shape_text(loss->shape).s);
+    if (dt__gone("dt_backward", loss)) return ctx->status;
     if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it", loss->name);
     if (dt__backward_turn(loss, phase) != DT_OK) return ctx->status;
     if (phase != DT_BACKWARD_WEIGHT && dt__seed(loss) != DT_OK) return ctx->status;
@@ -2274,6 +2470,7 @@ dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *hos
 dt_status dt_read(const dt_tensor *t, void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!t->data && t->param) dt__storage(t->ctx);
+    if (dt__gone("dt_read", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, host, t->data, dt__bytes(t));
     return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
 }
@@ -2281,6 +2478,7 @@ dt_status dt_read(const dt_tensor *t, void *host) {
 dt_status dt_write(dt_tensor *t, const void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!t->data && t->param) dt__storage(t->ctx);
+    if (dt__gone("dt_write", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, t->data, host, dt__bytes(t));
     return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
 }
@@ -2303,6 +2501,7 @@ static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) 
             dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", op, all[i]->name);
             return NULL;
         }
+        if (dt__gone(op, all[i])) return NULL;
         if (dt__owner(all[i])->param && !dt__owner(all[i])->data && dt__storage(ctx) != DT_OK) return NULL;
         if (all[i]->base) all[i]->data = dt__owner(all[i])->data;
     }
@@ -3991,8 +4190,8 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 
 /* ---- the matrix product ---- */
 
-/* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined with
-   the constant width of a full tile and once more for the others. The row is overwritten. */
+/* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined
+   with the constant width of a full tile and once more for the others. The row is overwritten. */
 DT__FN inline __attribute__((always_inline)) void DT__K(finish_row)(const dt_matmul_args *a, int64_t at, int64_t j0,
                                                                     int64_t cols, DT__REAL *t) {
     DT__REAL buf[DT__LANES];
@@ -4240,7 +4439,8 @@ DT__FN void DT__K(pack_group)(const DT__K(matmul_plan) *w, int64_t at, int64_t i
 }
 
 /* A part of a tile to or from C. */
-DT__FN void DT__K(edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld, int64_t rows, int64_t cols) {
+DT__FN void DT__K(edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld, int64_t rows,
+                        int64_t cols) {
     for (int64_t i = 0; i < rows; i++) memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
@@ -4902,7 +5102,8 @@ DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads)
 
 /* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
-    for (int64_t j = 0; j < end; j += DT__MA) DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR, DT__NR, 1);
+    for (int64_t j = 0; j < end; j += DT__MA)
+        DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR, DT__NR, 1);
 }
 
 /* to(dims,NR) = dims of keys times rows of a block's scores. */

@@ -12,6 +12,16 @@
        per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
                    x += mlp.proj(gelu(mlp.fc(ln_2(x))))
        logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
+   Recomputation keeps less in the forward and computes it again in the backward. Kept of one layer, in elements for
+   each token (the layer's own; its input is the output of the layer before):
+
+       none        8C + 2KD + 2F + H + 4    n, q, k, v, heads, proj, x, n, fc, gelu, proj, x; lse; mean and rstd twice
+       selective   6C + 2F + 2              without n, q, k, v, lse, mean, rstd of attention (arXiv:2205.05198)
+       full        C                        the output (arXiv:1604.06174)
+       full:k      C / k                    the output of every k-th layer; the backward holds what `none` keeps of k
+                                            layers at a time: it gains over `full` where L - L/k > (k - 1)(18 + H/C),
+                                            if F = 4C and K = H
+
    Letters: B sequences, T tokens of each, V vocabulary, C width, H heads, K heads of keys and values, D = C/H, F feed
    forward. Fewer K than H is grouped-query attention, arXiv:2305.13245. */
 #ifndef GPT_H
@@ -22,6 +32,7 @@
 #include <stdlib.h>
 
 enum { GPT_MAX_LAYERS = 192 };
+enum { GPT_RECOMPUTE_NONE = 0, GPT_RECOMPUTE_SELECTIVE, GPT_RECOMPUTE_FULL };
 
 typedef struct gpt_config {
     int      layers, width, heads, kv_heads, ffn;
@@ -29,6 +40,8 @@ typedef struct gpt_config {
     int      vocab;
     int      tied;      /* 1: the head is wte.weight; 0: lm_head.weight */
     dt_dtype dtype;
+    int      recompute; /* GPT_RECOMPUTE_*; the results are the same to the bit */
+    int      recompute_every;   /* full: layers of one recomputed block; 0 -> 1 */
 } gpt_config;
 
 typedef struct gpt_layer {
@@ -39,6 +52,8 @@ typedef struct gpt_layer {
     dt_tensor *ln_2_gain, *ln_2_bias;           /* (C) */
     dt_tensor *fc, *fc_bias;                    /* (F,C), (F) */
     dt_tensor *mlp_proj, *mlp_proj_bias;        /* (C,F), (C) */
+    int        selective;                       /* attention is recomputed */
+    int        group;                           /* layers of the recomputed block that begins here; 0: none does */
 } gpt_layer;
 
 typedef struct gpt {
@@ -95,14 +110,23 @@ static inline void gpt_register_layer(gpt *m, gpt_layer *l, const char *scope) {
     dt_scope(m->ctx, NULL);
 }
 
+/* Whether a recomputed block begins at layer i, and how much it holds. */
+static inline void gpt_plan_recompute(gpt_layer *l, int i, gpt_config c) {
+    int every = c.recompute_every > 0 ? c.recompute_every : 1, left = c.layers - i;
+    l->selective = c.recompute == GPT_RECOMPUTE_SELECTIVE;
+    if (c.recompute == GPT_RECOMPUTE_FULL && i % every == 0) l->group = left < every ? left : every;
+}
+
 /* Names every parameter; their memory and values come with dt_zero_make. A config that cannot be fails the context. */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt  m = { .config = c, .ctx = ctx };
     char scope[32];
     if (c.layers < 0 || c.layers > GPT_MAX_LAYERS || c.width < 1 || c.heads < 1 || c.width % c.heads != 0 ||
-        c.kv_heads < 1 || c.heads % c.kv_heads != 0 || c.ffn < 1 || c.seq < 1 || c.vocab < 1) {
-        dt_fail(ctx, DT_ERR_ARG, "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d",
-            c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.seq, c.vocab);
+        c.kv_heads < 1 || c.heads % c.kv_heads != 0 || c.ffn < 1 || c.seq < 1 || c.vocab < 1 ||
+        c.recompute < GPT_RECOMPUTE_NONE || c.recompute > GPT_RECOMPUTE_FULL || c.recompute_every < 0) {
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d, "
+            "recompute %d every %d", c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.seq, c.vocab, c.recompute,
+            c.recompute_every);
         return m;
     }
     m.wte = gpt_weight(&m, "wte.weight", DT_SHAPE(c.vocab, c.width), 0.02);
@@ -110,6 +134,7 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     for (int i = 0; i < c.layers; i++) {
         snprintf(scope, sizeof scope, "h.%d.", i);
         gpt_register_layer(&m, &m.layer[i], scope);
+        gpt_plan_recompute(&m.layer[i], i, c);
     }
     m.ln_f_gain = gpt_bias(&m, "ln_f.weight", DT_SHAPE(c.width), DT_ONES);
     m.ln_f_bias = gpt_bias(&m, "ln_f.bias", DT_SHAPE(c.width), DT_ZEROS);
@@ -117,19 +142,33 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     return m;
 }
 
-/* One layer, (B,T,C) -> (B,T,C): a block. */
-static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
+/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C): what selective recomputation computes again. */
+static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_layer *l = (const gpt_layer *)user;
     dt_tensor *n = dt_layernorm(x, l->ln_1_gain, l->ln_1_bias, 0);
     dt_tensor *q = dt_linear(n, l->q, l->q_bias);                                               /* (B,T,H,D) */
     dt_tensor *k = dt_linear(n, l->k, l->k_bias);                                               /* (B,T,K,D) */
     dt_tensor *v = dt_linear(n, l->v, l->v_bias);
     dt_tensor *heads = dt_attention(q, k, v, (dt_attn_desc){ 0 });                              /* (B,T,H,D) */
-    if (!heads) return NULL;
-    x = dt_add(x, dt_linear(dt_reshape(heads, x->shape), l->attn_proj, l->attn_proj_bias));     /* (B,T,C) */
-    n = dt_layernorm(x, l->ln_2_gain, l->ln_2_bias, 0);
+    return heads ? dt_reshape(heads, x->shape) : NULL;
+}
+
+/* One layer, (B,T,C) -> (B,T,C): a block. */
+static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
+    const gpt_layer *l = (const gpt_layer *)user;
+    dt_tensor *heads = x && l->selective ? dt_block_at(x->ctx, gpt_heads, x, user, (dt_block_desc){ .recompute = 1 })
+                                         : gpt_heads(x, user);
+    x = dt_add(x, dt_linear(heads, l->attn_proj, l->attn_proj_bias));                           /* (B,T,C) */
+    dt_tensor *n = dt_layernorm(x, l->ln_2_gain, l->ln_2_bias, 0);
     dt_tensor *h = dt_gelu(dt_linear(n, l->fc, l->fc_bias));                                    /* (B,T,F) */
     return dt_add(x, dt_linear(h, l->mlp_proj, l->mlp_proj_bias));
+}
+
+/* The layers that are recomputed together, from the first one on. */
+static inline dt_tensor *gpt_group_forward(dt_tensor *x, void *user) {
+    gpt_layer *l = (gpt_layer *)user;
+    for (int i = 0; x && i < l->group; i++) x = dt_block(x->ctx, gpt_layer_forward, x, l + i);
+    return x;
 }
 
 /* 0, 1, .. T-1 */
@@ -149,7 +188,11 @@ static inline dt_tensor *gpt_positions(dt_ctx *ctx, int64_t T) {
 static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
     if (!ids) return NULL;
     dt_tensor *x = dt_add(dt_embedding(m->wte, ids), dt_embedding(m->wpe, gpt_positions(m->ctx, ids->shape.d[1])));
-    for (int i = 0; i < m->config.layers; i++) x = dt_block(m->ctx, gpt_layer_forward, x, &m->layer[i]);
+    for (int i = 0, n; i < m->config.layers; i += n) {
+        gpt_layer *l = &m->layer[i];
+        n = l->group > 0 ? l->group : 1;
+        x = dt_block_at(m->ctx, n > 1 ? gpt_group_forward : gpt_layer_forward, x, l, (dt_block_desc){ l->group > 0, 0 });
+    }
     return dt_linear(dt_layernorm(x, m->ln_f_gain, m->ln_f_bias, 0), m->head, NULL);
 }
 

@@ -104,7 +104,7 @@ enum { BUILT, LATER };
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
-    X(RECOMPUTE, "recompute", TEXT, LATER, "none", 0, 0, "none|selective|full|full:K", "") \
+    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of each layer, or of K together") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed;tree", "order in which gradients are summed") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \
@@ -387,6 +387,29 @@ static int64_t divisor_below(int64_t n, int64_t most) {
     return d < 1 ? 1 : d;
 }
 
+/* A word, or "full:" and how many layers are recomputed together. */
+static void resolve_recompute(const char *text, gpt_config *c) {
+    static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
+    int  best = 0, least = 99;
+    char word[16];
+    snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
+    for (int i = 0; i < 3; i++) {
+        int distance = edit_distance(word, words[i]);
+        if (distance < least) best = i, least = distance;
+    }
+    c->recompute = best;
+    if (least == 0 && !strchr(text, ':')) return;
+    const char *digits = strchr(text, ':') ? strchr(text, ':') + 1 : "";
+    long long   every = strtoll(digits, NULL, 10), nearest = every < 1 ? 1 : every < c->layers ? every : c->layers;
+    int         plain = *digits && digits[strspn(digits, "0123456789")] == 0;
+    c->recompute_every = (int)nearest;
+    if (least == 0 && best == GPT_RECOMPUTE_FULL && plain && nearest == every) return;
+    if (*digits && best == GPT_RECOMPUTE_FULL)
+        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use --recompute full:%lld",
+            text, c->layers, nearest);
+    refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s", text, words[best]);
+}
+
 static gpt_config resolve_model(value *v) {
     int width = int_of(v, O_WIDTH), heads = int_of(v, O_HEADS);
     if (!v[O_KV_HEADS].text) compute(&v[O_KV_HEADS], heads);
@@ -400,8 +423,11 @@ static gpt_config resolve_model(value *v) {
             (int)divisor_below(heads, kv_heads));
     if (int_of(v, O_VOCAB) < 256)
         refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
-    return (gpt_config){ int_of(v, O_LAYERS), width, heads, kv_heads, int_of(v, O_FFN), int_of(v, O_SEQ),
-        int_of(v, O_VOCAB), v[O_TIE].number != 0, v[O_DTYPE].number == 0 ? DT_F32 : DT_F64 };
+    gpt_config c = { .layers = int_of(v, O_LAYERS), .width = width, .heads = heads, .kv_heads = kv_heads,
+        .ffn = int_of(v, O_FFN), .seq = int_of(v, O_SEQ), .vocab = int_of(v, O_VOCAB), .tied = v[O_TIE].number != 0,
+        .dtype = v[O_DTYPE].number == 0 ? DT_F32 : DT_F64 };
+    resolve_recompute(v[O_RECOMPUTE].text, &c);
+    return c;
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {

@@ -46,7 +46,7 @@ try 2 'text' text
 
 # ---- parts of later versions say so, with their defaults they are harmless
 for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" "--dtype bf16" "--dtype f16" "--arch llama" \
-    "--backend mpi" "--backend procs" "--backend nccl" "--device cuda" "--experts 4" "--recompute full" "--save x" \
+    "--backend mpi" "--backend procs" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
     "--resume x" "--offload-optim cpu" "--reduce tree" "--trace x" "--dropout 0.1" "--label-smoothing 0.1" \
     "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000" "--model x" "--shuffle on"; do
     try 2 'is not available in this build' $x
@@ -63,6 +63,16 @@ try 2 'batch|accum' --batch 16 --micro-batch 4 --accum 2
 try 2 'seq' --seq 0
 try 2 'vocab' --vocab 100
 try 2 'layers' --layers 0 --heads 0
+
+# ---- recompute: a word, or full:K with K layers together
+try 2 'recompute selectiv: .*none\|selective\|full\|full:K; use --recompute selective' --recompute selectiv
+try 2 'recompute ful: .*use --recompute full$' --recompute ful
+try 2 'recompute full:0: .*1 to the 6 --layers; use --recompute full:1' --layers 6 --recompute full:0
+try 2 'use --recompute full:6' --layers 6 --recompute full:7
+try 2 'use --recompute full:6' --layers 6 --recompute full:99999999999999999999999
+try 2 'use --recompute full:2' --layers 6 --recompute full:2x
+try 2 'use --recompute full$' --recompute full:
+try 2 'use --recompute selective$' --recompute selective:2
 
 # ---- files
 try 2 'no/such/file' --data no/such/file
@@ -98,6 +108,21 @@ cut -d, -f1-3 "$dir/f.csv" >"$dir/first"
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/again.csv"
 cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
 report $? "the same run again: the same losses and norms to the last digit"
+more="--layers 4 --width 32 --seq 64 --heads 2 --batch 8 --steps 2"
+for r in none selective full full:1 full:2 full:3; do
+    try 0 '' $more --data "$dir/text" --ranks 2 --zero 1 --recompute $r --log-csv "$dir/$r.csv"
+    grep -q -- "recompute $r\*" "$dir/out"
+    report $? "the settings name --recompute $r"
+    cut -d, -f1-3 "$dir/$r.csv" >"$dir/got"
+    cut -d, -f1-3 "$dir/none.csv" | cmp -s - "$dir/got"
+    report $? "--recompute $r: the losses and norms of none to the last digit"
+done
+cut -d, -f1-3,7-17 "$dir/full.csv" >"$dir/got"
+cut -d, -f1-3,7-17 "$dir/full:1.csv" | cmp -s - "$dir/got"
+report $? "full is full:1"
+acts() { column mem_acts "$dir/$1.csv"; }
+[ "$(acts full)" -lt "$(acts selective)" ] && [ "$(acts selective)" -lt "$(acts none)" ] && [ "$(acts full:2)" -lt "$(acts none)" ]
+report $? "recomputation keeps less: none $(acts none), selective $(acts selective), full:2 $(acts full:2), full $(acts full)"
 ! grep -n dt__ examples/*.c examples/*.h >"$dir/err"
 report $? "examples use public calls only"
 try 0 '' --help
