@@ -2,8 +2,8 @@
 
    Include it after dt_tensor.h or a header above. Everything is static.
 
-   A machine that others use as well drifts, so nothing is compared with a figure of another minute: the contestants of a
-   case take turns in short bursts, all in one process, and the best burst of each counts.
+   A machine that others use as well drifts, so nothing is compared with a figure of another minute: the contestants of
+   a case take turns in short bursts, all in one process, and the best burst of each counts.
 
    A peer is looked for when a program runs and is never linked. Each program says in # lines what it has found. */
 #ifndef BENCH_H
@@ -130,7 +130,8 @@ static inline double bench_blas_try(const char *path, const char *core) {
     return rate;
 }
 
-/* The library with the kernels that are the fastest here: builds older than a processor take it for a much older one. */
+/* The library with the kernels that are the fastest here: a build older than the processor takes it for a much older
+   one. */
 static inline bench_blas bench_blas_find(const char *path) {
 #if defined(__aarch64__)
     static const char *const cores[] = { "", "NEOVERSEV1", "NEOVERSEN1", "ARMV8" };

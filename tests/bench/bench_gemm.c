@@ -117,7 +117,8 @@ static void free_all(bench_product *products, int threads) {
     free(products);
 }
 
-static void print_row(const bench_product *p, int kind, const settings *s, const char *peer, double ours, double theirs) {
+static void print_row(const bench_product *p, int kind, const settings *s, const char *peer, double ours,
+    double theirs) {
     char rate[32], ratio[32];
     printf("%d,%d,%d,%s,%s,%d,%.2f,%s,%s,%s\n", p->m, p->n, p->k, transposed[kind], dt_dtype_name(p->dtype), s->threads,
         ours, peer, bench_number(rate, sizeof rate, theirs, "%.2f"),
@@ -180,8 +181,8 @@ static settings parse(int argc, char **argv) {
             good = s.dtype >= 0;
         } else good = 0;
         if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --seconds X --dtype f32|f64|bf16 --threads N --openblas "
-                "PATH\n", argv[i < argc ? i : argc - 1]);
+            fprintf(stderr, "error: %s: the options are --quick --seconds X --dtype f32|f64|bf16 --threads N "
+                "--openblas PATH\n", argv[i < argc ? i : argc - 1]);
             exit(2);
         }
     }
@@ -202,7 +203,8 @@ int main(int argc, char **argv) {
         for (int i = 0; i < (s.quick ? QUICK_LAYERS : LAYERS); i++)
             for (int kind = 0; kind < 3; kind++) {
                 int wanted = s.dtype < 0 ? types[t] != DT_F64 || layers[i].f64 : s.dtype == (int)types[t];
-                if (wanted && (types[t] != DT_BF16 || bf16)) failed |= run_case(layers[i], kind, types[t], &s, &blas, &sum);
+                wanted = wanted && (types[t] != DT_BF16 || bf16);
+                if (wanted) failed |= run_case(layers[i], kind, types[t], &s, &blas, &sum);
             }
     double geomean = sum.f32 ? exp(sum.log_f32 / sum.f32) : NAN;
     double gain = sum.bf16 ? exp(sum.log_bf16 / sum.bf16) : NAN;

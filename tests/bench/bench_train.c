@@ -3,14 +3,14 @@
        make build/bench_train && build/bench_train [--quick] [--rounds N] [--steps N] [--python PATH] [--variants LIST]
                                                    [--openblas PATH] [--llmc PATH] [--profile] [--dtype f32|bf16]
 
-   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW, clip
-   1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time, and
+   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW,
+   clip 1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time, and
    they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step counts.
    A step in which a process was stopped does not, nor do the first two.
 
    PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the fastest becomes the
-   peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first steps
-   are compared with dt's: figures of two different functions would mean nothing.
+   peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first
+   steps are compared with dt's: figures of two different functions would mean nothing.
 
    llm.c: --llmc PATH, a train_gpt2 that peers/llmc_files.py tells how to build.
 
@@ -178,7 +178,9 @@ static void profile_add(int id, double seconds, double gflop) {
     profile[id].calls++;
 }
 
-static int profile_kind(const dt_matmul_args *a) { return a->trans_a ? P_matmul_tn : a->trans_b ? P_matmul : P_matmul_nn; }
+static int profile_kind(const dt_matmul_args *a) {
+    return a->trans_a ? P_matmul_tn : a->trans_b ? P_matmul : P_matmul_nn;
+}
 
 static double profile_gflop(const dt_matmul_args *a) {
     return 2e-9 * (double)a->m * (double)a->n * (double)a->k * (double)(a->batch ? a->batch : 1);
@@ -333,7 +335,8 @@ static double contestant_step(contestant *c) {
     return NAN;
 }
 
-/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it ended. */
+/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it has
+   ended. */
 static int contestant_turn(contestant *c, int steps) {
     struct pollfd ready = { c->out, POLLIN, 0 };
     while (c->stopped && poll(&ready, 1, 0) == 1 && isfinite(contestant_step(c))) continue; /* done before the stop */
@@ -445,8 +448,8 @@ static int torch_start(contestant *c, const torch *t, const char *variant) {
     return contestant_start(c, name, words, NULL);
 }
 
-/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there, stopped, as the one with
-   the fastest step. 0: none works. */
+/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there, stopped, as the one
+   with the fastest step. 0: none works. */
 static int torch_best(contestant *best, const torch *t, const char *list, int bf16) {
     char        variant[96];
     contestant *c = (contestant *)malloc(sizeof *c);
@@ -513,8 +516,8 @@ static void product_rate_free(product_rate *p) {
 // ==== 7. main =======================================================================================================
 
 static const char *const default_variants =
-    "eager-fused-2x1,compile-fused-2x1,compile-fused-2x1-arena,eager-fused-1x2,compile-fused-1x2,compile-fused-1x2-arena,"
-    "eager-fused-2x1-bf16,compile-fused-2x1-bf16,compile-fused-1x2-bf16";
+    "eager-fused-2x1,compile-fused-2x1,compile-fused-2x1-arena,eager-fused-1x2,compile-fused-1x2,"
+    "compile-fused-1x2-arena,eager-fused-2x1-bf16,compile-fused-2x1-bf16,compile-fused-1x2-bf16";
 
 enum { DT_IN_F32 = 0, DT_IN_BF16, TORCH_IN_F32, TORCH_IN_BF16, LLMC, CONTESTANTS };
 
@@ -598,8 +601,8 @@ static void print_result(match *m) {
     double theirs = m->products.who == 2 ? median(m->products.rate[1], m->products.rounds) : NAN;
     double best = fmax(ours, theirs), apart = loss_difference(m);
     for (int i = 0; i < CONTESTANTS; i++)
-        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms; memory peak %.1f MiB, at the end %.1f MiB "
-            "with shared pages counted once\n", m->c[i].name, m->c[i].n_ms, median(m->c[i].ms, m->c[i].n_ms),
+        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms; memory peak %.1f MiB, at the end "
+            "%.1f MiB with shared pages counted once\n", m->c[i].name, m->c[i].n_ms, median(m->c[i].ms, m->c[i].n_ms),
             least(m->c[i].ms, m->c[i].n_ms), m->c[i].rss / MiB, m->c[i].pss / MiB);
     printf("config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib\n");
     if (m->there[DT_IN_F32]) print_row(m, DT_IN_F32, "f32", TORCH_IN_F32);
