@@ -4,9 +4,9 @@
                                                    [--openblas PATH] [--llmc PATH] [--profile] [--dtype f32|bf16]
 
    The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW,
-   clip 1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time, and
-   they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step counts.
-   A step in which a process was stopped does not, nor do the first two.
+   clip 1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time,
+   and they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step
+   counts. A step in which a process was stopped does not, nor do the first two.
 
    PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the fastest becomes the
    peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first
