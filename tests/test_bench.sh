@@ -41,7 +41,8 @@ train="config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_
 bench bench_gemm "$gemm" 6 "geomean_f32 min_f32 bf16_over_f32" --quick
 awk -F, '$7 <= 0 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_gemm: every rate of dt is positive"
-bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" --quick --dtype=f32 --threads 2 --openblas no/such/library
+bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" \
+    --quick --dtype=f32 --threads 2 --openblas no/such/library
 grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" &&
     ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .
 report $? "bench_gemm without OpenBLAS says so and measures dt"
