@@ -5,8 +5,9 @@
 
    The products are those of linear layers: forward y = x w^T (NT), the gradient of the input dx = dy w (NN) and of the
    weight dw = dy^T x (TN). dt and OpenBLAS work on the same memory, are compared before they are timed, and take turns
-   in short bursts; the best burst of each counts. With N threads each of them runs N products side by side, one a
-   thread, as data parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as well. */
+   in short bursts; the best burst of each counts, in processor time. With N threads each of them runs N products side
+   by side, one a thread, as data parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as
+   well. */
 #define DT_IMPLEMENTATION
 #include "../../dt_tensor.h"
 
@@ -100,7 +101,8 @@ static void contest_run(contest *c, const settings *s) {
     for (int i = 0; i < c->count; i++) calls[i] = bench_calls(c->products[i], c->who[i]);
     while (rounds++ < least || bench_now() < end)
         for (int i = 0; i < c->count; i++)
-            c->best[i] = fmax(c->best[i], bench_burst_run(c->products[i], s->threads, c->who[i], calls[i]));
+            c->best[i] = fmax(c->best[i],
+                bench_burst_run(c->products[i], s->threads, c->who[i], calls[i]).processor);
 }
 
 /* One product for each thread; 0 without memory. */

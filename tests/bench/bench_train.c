@@ -166,12 +166,6 @@ static const char *const profile_names[PROFILE_ROWS] = {
 typedef struct profile_row { double seconds, gflop; int64_t calls; } profile_row;
 static _Thread_local profile_row profile[PROFILE_ROWS];
 
-static double thread_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void profile_add(int id, double seconds, double gflop) {
     profile[id].seconds += seconds;
     profile[id].gflop += gflop;
@@ -188,11 +182,11 @@ static double profile_gflop(const dt_matmul_args *a) {
 
 #define PROFILE_WRAPPER(k) \
     static dt_status timed_##k(const dt_##k##_args *args, void *stream) { \
-        double    start = thread_seconds(); \
+        double    start = bench_thread_seconds(); \
         dt_status status = dt_kernels_cpu()->k(args, stream); \
         int       product = P_##k == P_matmul; \
         profile_add(product ? profile_kind((const dt_matmul_args *)(const void *)args) : P_##k, \
-            thread_seconds() - start, \
+            bench_thread_seconds() - start, \
             product ? profile_gflop((const dt_matmul_args *)(const void *)args) : 0); \
         return status; \
     }
@@ -206,10 +200,10 @@ static void profile_step(dt_ctx *ctx, const train_row *row, void *user) {
     (void)ctx;
     if (row->step == WARM_UP) {
         memset(profile, 0, sizeof profile);
-        sum->begin = thread_seconds();
+        sum->begin = bench_thread_seconds();
     } else if (row->step > WARM_UP) {
         sum->wall += row->ms / 1000;
-        sum->processor = thread_seconds() - sum->begin;
+        sum->processor = bench_thread_seconds() - sum->begin;
         sum->steps++;
     }
 }
@@ -268,6 +262,7 @@ typedef struct contestant {
     double loss[CHECKED];       /* of the first steps */
     char   error[256];
     double rss, pss;            /* bytes: peak, and now with each shared page counted once */
+    double processor;           /* seconds of processor time of the steps that count, all ranks and threads */
 } contestant;
 
 /* Runs a command, whose words end with NULL, in `folder` if that is not NULL. */
@@ -335,6 +330,24 @@ static double contestant_step(contestant *c) {
     return NAN;
 }
 
+/* Processor time of a process so far. */
+static double proc_seconds(int pid) {
+    char   path[64], line[1024] = "";
+    double user = 0, system = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *f = fopen(path, "r");
+    if (f && fgets(line, sizeof line, f) && strrchr(line, ')'))
+        sscanf(strrchr(line, ')') + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lf %lf", &user, &system);
+    if (f) fclose(f);
+    return (user + system) / (double)sysconf(_SC_CLK_TCK);
+}
+
+static double contestant_processor(const contestant *c) {
+    double seconds = c->n_ranks ? 0 : proc_seconds(c->pid);
+    for (int i = 0; i < c->n_ranks; i++) seconds += proc_seconds(c->ranks[i]);
+    return seconds;
+}
+
 /* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it has
    ended. */
 static int contestant_turn(contestant *c, int steps) {
@@ -343,12 +356,14 @@ static int contestant_turn(contestant *c, int steps) {
     kill(-c->pid, SIGCONT);
     if (c->stopped) contestant_step(c);
     c->stopped = 0;
+    double before = contestant_processor(c);
     for (int i = 0; i < steps; i++) {
         double ms = contestant_step(c);
         if (!isfinite(ms)) return 0;
         if (c->n_ms < MOST_STEPS) c->ms[c->n_ms++] = ms;
     }
     kill(-c->pid, SIGSTOP);
+    c->processor += contestant_processor(c) - before;
     c->stopped = 1;
     return 1;
 }
@@ -471,7 +486,7 @@ static int torch_best(contestant *best, const torch *t, const char *list, int bf
         } else contestant_end(c);
     }
     free(c);
-    if (found) best->n_ms = 0;
+    if (found) best->n_ms = 0, best->processor = 0;
     return found;
 }
 
@@ -503,7 +518,8 @@ static void product_rate_turn(product_rate *p, int bursts) {
         for (int who = 0; who < p->who; who++) {
             double inverse = 0;
             for (int kind = 0; kind < 3; kind++)
-                inverse += 1 / bench_burst_run(p->products[kind], RANKS, who, bench_calls(p->products[kind], who));
+                inverse += 1 / bench_burst_run(p->products[kind], RANKS, who,
+                    2 * bench_calls(p->products[kind], who)).wall;
             p->rate[who][p->rounds] = 3 / inverse;
         }
 }
@@ -535,6 +551,7 @@ static void start_dt(match *m, int who, dt_dtype dtype) {
     if (m->s.only && strcmp(m->s.only, dt_dtype_name(dtype)) != 0) return;
     m->there[who] = contestant_start(c, "dt", words, NULL) && contestant_turn(c, WARM_UP);
     c->n_ms = 0;
+    c->processor = 0;
     if (m->there[who]) return;
     printf("# dt in %s: %s\n", dt_dtype_name(dtype), c->error);
     contestant_end(c);
@@ -559,6 +576,7 @@ static void start_llmc(match *m) {
     *strrchr(folder, '/') = 0;
     m->there[LLMC] = contestant_start(c, "llm.c", words, folder) && contestant_turn(c, 1);
     c->n_ms = 0;
+    c->processor = 0;
     if (!m->there[LLMC]) printf("# llm.c does not work: %s\n", c->error);
     free(program);
 }
@@ -601,9 +619,10 @@ static void print_result(match *m) {
     double theirs = m->products.who == 2 ? median(m->products.rate[1], m->products.rounds) : NAN;
     double best = fmax(ours, theirs), apart = loss_difference(m);
     for (int i = 0; i < CONTESTANTS; i++)
-        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms; memory peak %.1f MiB, at the end "
-            "%.1f MiB with shared pages counted once\n", m->c[i].name, m->c[i].n_ms, median(m->c[i].ms, m->c[i].n_ms),
-            least(m->c[i].ms, m->c[i].n_ms), m->c[i].rss / MiB, m->c[i].pss / MiB);
+        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms, processor %.1f ms; memory peak %.1f "
+            "MiB, at the end %.1f MiB with shared pages counted once\n", m->c[i].name, m->c[i].n_ms,
+            median(m->c[i].ms, m->c[i].n_ms), least(m->c[i].ms, m->c[i].n_ms),
+            1000 * m->c[i].processor / fmax(m->c[i].n_ms, 1), m->c[i].rss / MiB, m->c[i].pss / MiB);
     printf("config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib\n");
     if (m->there[DT_IN_F32]) print_row(m, DT_IN_F32, "f32", TORCH_IN_F32);
     if (m->there[DT_IN_F32] && m->there[LLMC]) print_row(m, DT_IN_F32, "f32", LLMC);
