@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# test_bench.sh - the benchmarks run and print what the scripts that read them expect: # lines, a header, rows of as many
-# columns, and summary lines last. How fast anything is, is not tested.
+# test_bench.sh - the benchmarks run and print what the scripts that read them expect: # lines, a header, rows of as
+# many columns, and summary lines last. How fast anything is, is not tested.
 cd "$(dirname "$0")/.." || exit 1
 B=${B:-build} MAKE=${MAKE:-make}
 passed=0 failed=0
@@ -8,12 +8,16 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 
 report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; head -n 8 "$dir/out" | sed 's/^/    /'; fi
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
+    failed=$((failed + 1))
+    echo "FAIL $2"
+    head -n 8 "$dir/out" | sed 's/^/    /'
 }
 
 bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and these names in the summary
-    local program=$1 header=$2 rows=$3 summary=$4 columns
+    local program=$1 header=$2 rows=$3 summary=$4 columns names
     shift 4
+    names=$(wc -w <<<"$summary")
     columns=$(tr -cd , <<<"$header" | wc -c)
     $MAKE -s "$B/$program" >"$dir/out" 2>&1
     report $? "$program builds"
@@ -26,20 +30,23 @@ bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and t
     [ "$(wc -l <"$dir/rows")" -ge "$rows" ] && ! awk -F, -v n="$columns" 'NF != n + 1' "$dir/rows" | grep -q .
     report $? "$program: at least $rows rows, each of $((columns + 1)) columns"
     [ "$(grep '^summary,' "$dir/csv" | cut -d, -f2 | xargs)" = "$summary" ] &&
-        [ "$(tail -n "$(wc -w <<<"$summary")" "$dir/out" | grep -c '^summary,[a-z0-9_]*,[0-9a-z.e+-]*$')" = "$(wc -w <<<"$summary")" ]
+        [ "$(tail -n "$names" "$dir/out" | grep -c '^summary,[a-z0-9_]*,[0-9a-z.e+-]*$')" = "$names" ]
     report $? "$program: the last lines are the summary of $summary"
     head -n 1 "$dir/out" | grep -q '^# machine: '
     report $? "$program: the first line names the machine"
 }
 
-bench bench_gemm "m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio" 6 "geomean_f32 min_f32 bf16_over_f32" --quick
+gemm="m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio"
+train="config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib"
+bench bench_gemm "$gemm" 6 "geomean_f32 min_f32 bf16_over_f32" --quick
 awk -F, '$7 <= 0 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_gemm: every rate of dt is positive"
-bench bench_gemm "m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio" 3 "geomean_f32 min_f32 bf16_over_f32" \
+bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" \
     --quick --dtype=f32 --threads 2 --openblas no/such/library
-grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" && ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .
+grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" &&
+    ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .
 report $? "bench_gemm without OpenBLAS says so and measures dt"
-bench bench_train "config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib" 1 \
+bench bench_train "$train" 1 \
     "ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
 rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 loss_difference_f32" --quick
 awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"

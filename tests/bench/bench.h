@@ -2,8 +2,8 @@
 
    Include it after dt_tensor.h or a header above. Everything is static.
 
-   A machine that others use as well drifts, so nothing is compared with a figure of another minute: the contestants of a
-   case take turns in short bursts, all in one process, and the best burst of each counts.
+   A machine that others use as well drifts, so nothing is compared with a figure of another minute: the contestants of
+   a case take turns in short bursts, all in one process, and the best burst of each counts, in processor time.
 
    A peer is looked for when a program runs and is never linked. Each program says in # lines what it has found. */
 #ifndef BENCH_H
@@ -22,6 +22,13 @@
 static inline double bench_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Seconds that the processor has worked for this thread: others on the machine do not lengthen it much. */
+static inline double bench_thread_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
@@ -101,9 +108,9 @@ static inline double bench_blas_rate(const bench_blas *b) {
     float *x = (float *)calloc(3 * N * N, sizeof *x);
     double best = 0, end = bench_now() + 0.25;
     while (x && bench_now() < end) {
-        double start = bench_now();
+        double start = bench_thread_seconds();
         b->f32(BENCH_ROW_MAJOR, BENCH_PLAIN, BENCH_PLAIN, N, N, N, 1, x, N, x + N * N, N, 0, x + 2 * N * N, N);
-        best = fmax(best, 2e-9 * N * N * N / (bench_now() - start));
+        best = fmax(best, 2e-9 * N * N * N / (bench_thread_seconds() - start));
     }
     free(x);
     return best;
@@ -130,7 +137,8 @@ static inline double bench_blas_try(const char *path, const char *core) {
     return rate;
 }
 
-/* The library with the kernels that are the fastest here: builds older than a processor take it for a much older one. */
+/* The library with the kernels that are the fastest here: a build older than the processor takes it for a much older
+   one. */
 static inline bench_blas bench_blas_find(const char *path) {
 #if defined(__aarch64__)
     static const char *const cores[] = { "", "NEOVERSEV1", "NEOVERSEN1", "ARMV8" };
@@ -238,40 +246,48 @@ enum { BENCH_DT = 0, BENCH_BLAS };
 typedef struct bench_burst {
     const bench_product *product;
     int                  who, calls;
+    double               seconds;   /* of processor time, taken by it */
 } bench_burst;
 
+/* GFLOP/s of all threads together: by the clock on the wall, and as if each had had a core for itself all the time. */
+typedef struct bench_rate { double wall, processor; } bench_rate;
+
 static inline void *bench_burst_thread(void *user) {
-    const bench_burst *b = (const bench_burst *)user;
+    bench_burst *b = (bench_burst *)user;
+    double       start = bench_thread_seconds();
     for (int i = 0; i < b->calls; i++) {
         if (b->who == BENCH_DT) bench_product_dt(b->product);
         else bench_product_blas(b->product);
     }
+    b->seconds = bench_thread_seconds() - start;
     return NULL;
 }
 
-/* GFLOP/s of `threads` threads, each with a product of its own. */
-static inline double bench_burst_run(const bench_product *products, int threads, int who, int calls) {
+/* `threads` threads, each with a product of its own. */
+static inline bench_rate bench_burst_run(const bench_product *products, int threads, int who, int calls) {
     enum { MOST = 64 };
     pthread_t   thread[MOST];
     bench_burst burst[MOST];
-    double      start = bench_now();
+    bench_rate  rate = { 0, 0 };
+    double      start = bench_now(), gflop = calls * bench_product_gflop(products);
     int         n = threads < MOST ? threads : MOST, made[MOST] = { 0 };
-    for (int i = 0; i < n; i++) burst[i] = (bench_burst){ &products[i], who, calls };
+    for (int i = 0; i < n; i++) burst[i] = (bench_burst){ &products[i], who, calls, 0 };
     for (int i = 1; i < n; i++) made[i] = pthread_create(&thread[i], NULL, bench_burst_thread, &burst[i]) == 0;
     bench_burst_thread(&burst[0]);
     for (int i = 1; i < n; i++) {
         if (made[i]) pthread_join(thread[i], NULL);
         else bench_burst_thread(&burst[i]);
     }
-    return (double)n * calls * bench_product_gflop(products) / (bench_now() - start);
+    rate.wall = n * gflop / (bench_now() - start);
+    for (int i = 0; i < n; i++) rate.processor += gflop / fmax(burst[i].seconds, 1e-9);
+    return rate;
 }
 
 /* How often a contestant multiplies in one burst, so that a burst takes 10 ms or one call. */
 static inline int bench_calls(const bench_product *product, int who) {
-    double start = bench_now();
-    bench_burst once = { product, who, 1 };
+    bench_burst once = { product, who, 1, 0 };
     bench_burst_thread(&once);
-    double calls = 0.01 / fmax(bench_now() - start, 1e-7);
+    double calls = 0.01 / fmax(once.seconds, 1e-7);
     return calls < 1 ? 1 : (int)calls;
 }
 

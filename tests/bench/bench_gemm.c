@@ -5,8 +5,9 @@
 
    The products are those of linear layers: forward y = x w^T (NT), the gradient of the input dx = dy w (NN) and of the
    weight dw = dy^T x (TN). dt and OpenBLAS work on the same memory, are compared before they are timed, and take turns
-   in short bursts; the best burst of each counts. With N threads each of them runs N products side by side, one a
-   thread, as data parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as well. */
+   in short bursts; the best burst of each counts, in processor time. With N threads each of them runs N products side
+   by side, one a thread, as data parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as
+   well. */
 #define DT_IMPLEMENTATION
 #include "../../dt_tensor.h"
 
@@ -100,7 +101,8 @@ static void contest_run(contest *c, const settings *s) {
     for (int i = 0; i < c->count; i++) calls[i] = bench_calls(c->products[i], c->who[i]);
     while (rounds++ < least || bench_now() < end)
         for (int i = 0; i < c->count; i++)
-            c->best[i] = fmax(c->best[i], bench_burst_run(c->products[i], s->threads, c->who[i], calls[i]));
+            c->best[i] = fmax(c->best[i],
+                bench_burst_run(c->products[i], s->threads, c->who[i], calls[i]).processor);
 }
 
 /* One product for each thread; 0 without memory. */
@@ -117,7 +119,8 @@ static void free_all(bench_product *products, int threads) {
     free(products);
 }
 
-static void print_row(const bench_product *p, int kind, const settings *s, const char *peer, double ours, double theirs) {
+static void print_row(const bench_product *p, int kind, const settings *s, const char *peer, double ours,
+    double theirs) {
     char rate[32], ratio[32];
     printf("%d,%d,%d,%s,%s,%d,%.2f,%s,%s,%s\n", p->m, p->n, p->k, transposed[kind], dt_dtype_name(p->dtype), s->threads,
         ours, peer, bench_number(rate, sizeof rate, theirs, "%.2f"),
@@ -180,8 +183,8 @@ static settings parse(int argc, char **argv) {
             good = s.dtype >= 0;
         } else good = 0;
         if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --seconds X --dtype f32|f64|bf16 --threads N --openblas "
-                "PATH\n", argv[i < argc ? i : argc - 1]);
+            fprintf(stderr, "error: %s: the options are --quick --seconds X --dtype f32|f64|bf16 --threads N "
+                "--openblas PATH\n", argv[i < argc ? i : argc - 1]);
             exit(2);
         }
     }
@@ -202,7 +205,8 @@ int main(int argc, char **argv) {
         for (int i = 0; i < (s.quick ? QUICK_LAYERS : LAYERS); i++)
             for (int kind = 0; kind < 3; kind++) {
                 int wanted = s.dtype < 0 ? types[t] != DT_F64 || layers[i].f64 : s.dtype == (int)types[t];
-                if (wanted && (types[t] != DT_BF16 || bf16)) failed |= run_case(layers[i], kind, types[t], &s, &blas, &sum);
+                wanted = wanted && (types[t] != DT_BF16 || bf16);
+                if (wanted) failed |= run_case(layers[i], kind, types[t], &s, &blas, &sum);
             }
     double geomean = sum.f32 ? exp(sum.log_f32 / sum.f32) : NAN;
     double gain = sum.bf16 ? exp(sum.log_bf16 / sum.bf16) : NAN;

@@ -3,14 +3,14 @@
        make build/bench_train && build/bench_train [--quick] [--rounds N] [--steps N] [--python PATH] [--variants LIST]
                                                    [--openblas PATH] [--llmc PATH] [--profile] [--dtype f32|bf16]
 
-   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW, clip
-   1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time, and
-   they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step counts.
-   A step in which a process was stopped does not, nor do the first two.
+   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW,
+   clip 1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time,
+   and they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step
+   counts. A step in which a process was stopped does not, nor do the first two.
 
    PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the fastest becomes the
-   peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first steps
-   are compared with dt's: figures of two different functions would mean nothing.
+   peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first
+   steps are compared with dt's: figures of two different functions would mean nothing.
 
    llm.c: --llmc PATH, a train_gpt2 that peers/llmc_files.py tells how to build.
 
@@ -166,19 +166,15 @@ static const char *const profile_names[PROFILE_ROWS] = {
 typedef struct profile_row { double seconds, gflop; int64_t calls; } profile_row;
 static _Thread_local profile_row profile[PROFILE_ROWS];
 
-static double thread_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void profile_add(int id, double seconds, double gflop) {
     profile[id].seconds += seconds;
     profile[id].gflop += gflop;
     profile[id].calls++;
 }
 
-static int profile_kind(const dt_matmul_args *a) { return a->trans_a ? P_matmul_tn : a->trans_b ? P_matmul : P_matmul_nn; }
+static int profile_kind(const dt_matmul_args *a) {
+    return a->trans_a ? P_matmul_tn : a->trans_b ? P_matmul : P_matmul_nn;
+}
 
 static double profile_gflop(const dt_matmul_args *a) {
     return 2e-9 * (double)a->m * (double)a->n * (double)a->k * (double)(a->batch ? a->batch : 1);
@@ -186,11 +182,11 @@ static double profile_gflop(const dt_matmul_args *a) {
 
 #define PROFILE_WRAPPER(k) \
     static dt_status timed_##k(const dt_##k##_args *args, void *stream) { \
-        double    start = thread_seconds(); \
+        double    start = bench_thread_seconds(); \
         dt_status status = dt_kernels_cpu()->k(args, stream); \
         int       product = P_##k == P_matmul; \
         profile_add(product ? profile_kind((const dt_matmul_args *)(const void *)args) : P_##k, \
-            thread_seconds() - start, \
+            bench_thread_seconds() - start, \
             product ? profile_gflop((const dt_matmul_args *)(const void *)args) : 0); \
         return status; \
     }
@@ -204,10 +200,10 @@ static void profile_step(dt_ctx *ctx, const train_row *row, void *user) {
     (void)ctx;
     if (row->step == WARM_UP) {
         memset(profile, 0, sizeof profile);
-        sum->begin = thread_seconds();
+        sum->begin = bench_thread_seconds();
     } else if (row->step > WARM_UP) {
         sum->wall += row->ms / 1000;
-        sum->processor = thread_seconds() - sum->begin;
+        sum->processor = bench_thread_seconds() - sum->begin;
         sum->steps++;
     }
 }
@@ -266,6 +262,7 @@ typedef struct contestant {
     double loss[CHECKED];       /* of the first steps */
     char   error[256];
     double rss, pss;            /* bytes: peak, and now with each shared page counted once */
+    double processor;           /* seconds of processor time of the steps that count, all ranks and threads */
 } contestant;
 
 /* Runs a command, whose words end with NULL, in `folder` if that is not NULL. */
@@ -333,19 +330,40 @@ static double contestant_step(contestant *c) {
     return NAN;
 }
 
-/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it ended. */
+/* Processor time of a process so far. */
+static double proc_seconds(int pid) {
+    char   path[64], line[1024] = "";
+    double user = 0, system = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *f = fopen(path, "r");
+    if (f && fgets(line, sizeof line, f) && strrchr(line, ')'))
+        sscanf(strrchr(line, ')') + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lf %lf", &user, &system);
+    if (f) fclose(f);
+    return (user + system) / (double)sysconf(_SC_CLK_TCK);
+}
+
+static double contestant_processor(const contestant *c) {
+    double seconds = c->n_ranks ? 0 : proc_seconds(c->pid);
+    for (int i = 0; i < c->n_ranks; i++) seconds += proc_seconds(c->ranks[i]);
+    return seconds;
+}
+
+/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it has
+   ended. */
 static int contestant_turn(contestant *c, int steps) {
     struct pollfd ready = { c->out, POLLIN, 0 };
     while (c->stopped && poll(&ready, 1, 0) == 1 && isfinite(contestant_step(c))) continue; /* done before the stop */
     kill(-c->pid, SIGCONT);
     if (c->stopped) contestant_step(c);
     c->stopped = 0;
+    double before = contestant_processor(c);
     for (int i = 0; i < steps; i++) {
         double ms = contestant_step(c);
         if (!isfinite(ms)) return 0;
         if (c->n_ms < MOST_STEPS) c->ms[c->n_ms++] = ms;
     }
     kill(-c->pid, SIGSTOP);
+    c->processor += contestant_processor(c) - before;
     c->stopped = 1;
     return 1;
 }
@@ -445,8 +463,8 @@ static int torch_start(contestant *c, const torch *t, const char *variant) {
     return contestant_start(c, name, words, NULL);
 }
 
-/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there, stopped, as the one with
-   the fastest step. 0: none works. */
+/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there, stopped, as the one
+   with the fastest step. 0: none works. */
 static int torch_best(contestant *best, const torch *t, const char *list, int bf16) {
     char        variant[96];
     contestant *c = (contestant *)malloc(sizeof *c);
@@ -468,7 +486,7 @@ static int torch_best(contestant *best, const torch *t, const char *list, int bf
         } else contestant_end(c);
     }
     free(c);
-    if (found) best->n_ms = 0;
+    if (found) best->n_ms = 0, best->processor = 0;
     return found;
 }
 
@@ -500,7 +518,8 @@ static void product_rate_turn(product_rate *p, int bursts) {
         for (int who = 0; who < p->who; who++) {
             double inverse = 0;
             for (int kind = 0; kind < 3; kind++)
-                inverse += 1 / bench_burst_run(p->products[kind], RANKS, who, bench_calls(p->products[kind], who));
+                inverse += 1 / bench_burst_run(p->products[kind], RANKS, who,
+                    2 * bench_calls(p->products[kind], who)).wall;
             p->rate[who][p->rounds] = 3 / inverse;
         }
 }
@@ -513,8 +532,8 @@ static void product_rate_free(product_rate *p) {
 // ==== 7. main =======================================================================================================
 
 static const char *const default_variants =
-    "eager-fused-2x1,compile-fused-2x1,compile-fused-2x1-arena,eager-fused-1x2,compile-fused-1x2,compile-fused-1x2-arena,"
-    "eager-fused-2x1-bf16,compile-fused-2x1-bf16,compile-fused-1x2-bf16";
+    "eager-fused-2x1,compile-fused-2x1,compile-fused-2x1-arena,eager-fused-1x2,compile-fused-1x2,"
+    "compile-fused-1x2-arena,eager-fused-2x1-bf16,compile-fused-2x1-bf16,compile-fused-1x2-bf16";
 
 enum { DT_IN_F32 = 0, DT_IN_BF16, TORCH_IN_F32, TORCH_IN_BF16, LLMC, CONTESTANTS };
 
@@ -532,6 +551,7 @@ static void start_dt(match *m, int who, dt_dtype dtype) {
     if (m->s.only && strcmp(m->s.only, dt_dtype_name(dtype)) != 0) return;
     m->there[who] = contestant_start(c, "dt", words, NULL) && contestant_turn(c, WARM_UP);
     c->n_ms = 0;
+    c->processor = 0;
     if (m->there[who]) return;
     printf("# dt in %s: %s\n", dt_dtype_name(dtype), c->error);
     contestant_end(c);
@@ -556,6 +576,7 @@ static void start_llmc(match *m) {
     *strrchr(folder, '/') = 0;
     m->there[LLMC] = contestant_start(c, "llm.c", words, folder) && contestant_turn(c, 1);
     c->n_ms = 0;
+    c->processor = 0;
     if (!m->there[LLMC]) printf("# llm.c does not work: %s\n", c->error);
     free(program);
 }
@@ -598,9 +619,10 @@ static void print_result(match *m) {
     double theirs = m->products.who == 2 ? median(m->products.rate[1], m->products.rounds) : NAN;
     double best = fmax(ours, theirs), apart = loss_difference(m);
     for (int i = 0; i < CONTESTANTS; i++)
-        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms; memory peak %.1f MiB, at the end %.1f MiB "
-            "with shared pages counted once\n", m->c[i].name, m->c[i].n_ms, median(m->c[i].ms, m->c[i].n_ms),
-            least(m->c[i].ms, m->c[i].n_ms), m->c[i].rss / MiB, m->c[i].pss / MiB);
+        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms, processor %.1f ms; memory peak %.1f "
+            "MiB, at the end %.1f MiB with shared pages counted once\n", m->c[i].name, m->c[i].n_ms,
+            median(m->c[i].ms, m->c[i].n_ms), least(m->c[i].ms, m->c[i].n_ms),
+            1000 * m->c[i].processor / fmax(m->c[i].n_ms, 1), m->c[i].rss / MiB, m->c[i].pss / MiB);
     printf("config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib\n");
     if (m->there[DT_IN_F32]) print_row(m, DT_IN_F32, "f32", TORCH_IN_F32);
     if (m->there[DT_IN_F32] && m->there[LLMC]) print_row(m, DT_IN_F32, "f32", LLMC);

@@ -140,7 +140,8 @@ def one_rank(rank, port, o):
     if o.ranks > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=o.ranks)
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=not o.compile)
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                                          static_graph=not o.compile)
     if o.compile:
         model = torch.compile(model, mode="max-autotune" if o.autotune else None)
     for step in range(1, o.steps + 1):
