@@ -2684,7 +2684,7 @@ static const char *dt__json_chars(const dt_json *d, uint32_t where, size_t *byte
     return d->chars + where + sizeof n;
 }
 
-static int dt__compare(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
+static int dt__string_order(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
     return order ? order : a_bytes < b_bytes ? -1 : a_bytes > b_bytes;
 }
@@ -2692,7 +2692,7 @@ static int dt__compare(const char *a, size_t a_bytes, const char *b, size_t b_by
 static int dt__json_compare(const dt_json *d, uint32_t a, uint32_t b) {
     size_t      a_bytes, b_bytes;
     const char *x = dt__json_chars(d, d->node[a].key, &a_bytes), *y = dt__json_chars(d, d->node[b].key, &b_bytes);
-    return dt__compare(x, a_bytes, y, b_bytes);
+    return dt__string_order(x, a_bytes, y, b_bytes);
 }
 
 static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
@@ -3069,7 +3069,7 @@ int dt_json_find(const dt_json *d, int node, const char *key) {
         int         mid = lo + (hi - lo) / 2;
         size_t      bytes;
         const char *have = dt_json_key(d, dt_json_at(d, node, mid), &bytes);
-        int         order = dt__compare(key, strlen(key), have, bytes);
+        int         order = dt__string_order(key, strlen(key), have, bytes);
         if (order == 0) return dt_json_at(d, node, mid);
         if (order < 0) hi = mid;
         else lo = mid + 1;
