@@ -3375,7 +3375,7 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
         dt__file_shut(ctx, temp, fd);
     }
     if (ctx->status == DT_OK) dt__file_publish(ctx, temp, path);
-    else if (temp) ctx->io.remove(ctx->io.user, temp);
+    if (ctx->status != DT_OK && temp) ctx->io.remove(ctx->io.user, temp);
     dt__text_drop(ctx, temp);
     return ctx->status;
 }
@@ -4202,8 +4202,11 @@ static dt_status dt__index_write(dt_weights *w) {
     }
     dt_json_shut(&out, '}');
     dt_json_shut(&out, '}');
-    if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK)
-        w->ctx->io.remove(w->ctx->io.user, w->path); /* an older single file would be read in place of the shards */
+    if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
+        errno = 0; /* an older single file would be read in place of the shards */
+        if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
+            dt_fail(w->ctx, DT_ERR_IO, "%s: it is older than its shards, but stays: %s", w->path, strerror(errno));
+    }
     dt_json_drop(&out);
     dt__text_drop(w->ctx, path);
     return w->ctx->status;
