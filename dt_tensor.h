@@ -3232,6 +3232,7 @@ typedef struct dt__weight {
     int       file, type;           /* places in the tables */
     int64_t   bytes, offset;        /* offset: of its first byte in the file */
     int64_t   written, due;         /* elements written; how many must be */
+    char     *own_name;             /* of a tensor that was declared; other names are in the header or constant */
 } dt__weight;
 
 typedef struct dt__weight_file {
@@ -3411,7 +3412,7 @@ static void dt__weights_free(dt_ctx *ctx, void *user) {
         dt__text_drop(ctx, file->path);
         dt__text_drop(ctx, file->temp);
     }
-    for (int i = 0; i < w->weights && w->writing; i++) dt__text_drop(ctx, (char *)(uintptr_t)w->weight[i].t.name);
+    for (int i = 0; i < w->weights; i++) dt__text_drop(ctx, w->weight[i].own_name);
     dt_free(ctx, DT_MEM_HOST, w->file, (size_t)w->file_room * sizeof *w->file);
     dt_free(ctx, DT_MEM_HOST, w->weight, (size_t)w->weight_room * sizeof *w->weight);
     dt_free(ctx, DT_MEM_HOST, w->order, 2 * (size_t)w->order_room * sizeof *w->order);
@@ -3539,12 +3540,10 @@ static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
         return dt_json_fail(j, node, "tensor '%s': %s of %s has no size in bytes", name.s, dt__shape_text(t.t.shape).s,
             type);
     if (!dt_json_int(j, dt_json_at(j, offsets, 0), &begin) || !dt_json_int(j, dt_json_at(j, offsets, 1), &end) ||
-        begin < 0 || end < begin || end - begin != size / 8)
+        begin < 0 || end < begin || end - begin != size / 8 || !dt__add_ok(begin, (int64_t)file->head_bytes, &t.offset))
         return dt_json_fail(j, node, "tensor '%s': its data_offsets are not those of %s of %s", name.s,
             dt__shape_text(t.t.shape).s, type);
     t.bytes = end - begin;
-    if (!dt__add_ok(begin, (int64_t)file->head_bytes, &t.offset))
-        return dt_json_fail(j, node, "tensor '%s': data_offsets", name.s);
     return dt__weights_add(w, &t) ? DT_OK : w->ctx->status;
 }
 
@@ -3631,11 +3630,7 @@ static dt_status dt__llmc_list(dt_weights *w, int f, int64_t *end) {
         t.offset = *end;
         if (!ok || !dt__add_ok(*end, t.bytes, end))
             return dt_fail(w->ctx, DT_ERR_IO, "%s: the size of tensor '%s' is no number", w->path, t.t.name);
-        if (w->writing && !(t.t.name = dt__join(w->ctx, t.t.name, strlen(t.t.name), ""))) return w->ctx->status;
-        if (!dt__weights_add(w, &t)) {
-            if (w->writing) dt__text_drop(w->ctx, (char *)(uintptr_t)t.t.name);
-            return w->ctx->status;
-        }
+        if (!dt__weights_add(w, &t)) return w->ctx->status;
     }
     return DT_OK;
 }
@@ -4060,9 +4055,9 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     t.t.shape = shape;
     t.t.count = t.due = dt_count(shape);
     t.bytes = t.t.count * (int64_t)dt_dtype_size(dtype);
-    t.t.name = dt__join(w->ctx, name, strlen(name), "");
-    if (t.t.name && dt__weights_add(w, &t)) return w->weights - 1;
-    dt__text_drop(w->ctx, (char *)(uintptr_t)t.t.name);
+    t.t.name = t.own_name = dt__join(w->ctx, name, strlen(name), "");
+    if (t.own_name && dt__weights_add(w, &t)) return w->weights - 1;
+    dt__text_drop(w->ctx, t.own_name);
     return -1;
 }
 

@@ -35,18 +35,18 @@ typedef struct memory_fs {
     int         synced;         /* fsyncs of files; -1: a rename came without one before it */
 } memory_fs;
 
-static int memory_at(const memory_fs *fs, const char *name) {
+static inline int memory_at(const memory_fs *fs, const char *name) {
     for (int i = 0; i < MEMORY_FILES; i++)
         if (fs->file[i].used && strcmp(fs->file[i].name, name) == 0) return i;
     return -1;
 }
 
-static void memory_drop(memory_fs *fs, int i) {
+static inline void memory_drop(memory_fs *fs, int i) {
     free(fs->file[i].data);
     memset(&fs->file[i], 0, sizeof fs->file[i]);
 }
 
-static int memory_make(memory_fs *fs, const char *name) {
+static inline int memory_make(memory_fs *fs, const char *name) {
     int i = 0;
     while (i < MEMORY_FILES && fs->file[i].used) i++;
     if (i == MEMORY_FILES || strlen(name) >= sizeof fs->file[i].name) return -1;
@@ -55,7 +55,7 @@ static int memory_make(memory_fs *fs, const char *name) {
     return i;
 }
 
-static int memory_size_to(memory_file *f, size_t bytes) {
+static inline int memory_size_to(memory_file *f, size_t bytes) {
     if (bytes > f->room) {
         unsigned char *data = (unsigned char *)realloc(f->data, bytes);
         if (!data) return -1;
@@ -69,25 +69,25 @@ static int memory_size_to(memory_file *f, size_t bytes) {
 }
 
 /* A file with those contents, replacing one of that name. */
-static void memory_put(memory_fs *fs, const char *name, const void *data, size_t bytes) {
+static inline void memory_put(memory_fs *fs, const char *name, const void *data, size_t bytes) {
     int i = memory_at(fs, name);
     if (i < 0) i = memory_make(fs, name);
     if (i < 0 || memory_size_to(&fs->file[i], bytes) != 0) abort();
     if (bytes) memcpy(fs->file[i].data, data, bytes);
 }
 
-static void memory_clear(memory_fs *fs) {
+static inline void memory_clear(memory_fs *fs) {
     for (int i = 0; i < MEMORY_FILES; i++) memory_drop(fs, i);
 }
 
-static int memory_fails(memory_fs *fs) {
+static inline int memory_fails(memory_fs *fs) {
     errno = 0;
     if (++fs->calls != fs->fail_at) return 0;
     errno = fs->reason;
     return 1;
 }
 
-static int memory_open(void *user, const char *path, int writing) {
+static inline int memory_open(void *user, const char *path, int writing) {
     memory_fs *fs = (memory_fs *)user;
     size_t     n = strlen(path);
     if (memory_fails(fs)) return -1;
@@ -102,14 +102,14 @@ static int memory_open(void *user, const char *path, int writing) {
     return i;
 }
 
-static int memory_close(void *user, int fd) {
+static inline int memory_close(void *user, int fd) {
     memory_fs *fs = (memory_fs *)user;
     (void)fd;
     fs->open--;
     return memory_fails(fs) ? -1 : 0;
 }
 
-static int64_t memory_size(void *user, int fd) {
+static inline int64_t memory_size(void *user, int fd) {
     memory_fs *fs = (memory_fs *)user;
     if (memory_fails(fs)) return -1;
     if (fd != MEMORY_FOLDER) return (int64_t)fs->file[fd].size;
@@ -117,7 +117,7 @@ static int64_t memory_size(void *user, int fd) {
     return -1;
 }
 
-static int memory_short(memory_fs *fs, size_t *bytes) {
+static inline int memory_short(memory_fs *fs, size_t *bytes) {
     fs->moves++;
     if (fs->interrupt && fs->moves % fs->interrupt == 0) {
         errno = EINTR;
@@ -127,7 +127,7 @@ static int memory_short(memory_fs *fs, size_t *bytes) {
     return 0;
 }
 
-static int64_t memory_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
+static inline int64_t memory_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
     memory_fs   *fs = (memory_fs *)user;
     memory_file *f = &fs->file[fd];
     size_t       end = fs->shrunk && fs->shrunk < f->size ? fs->shrunk : f->size;
@@ -141,7 +141,7 @@ static int64_t memory_pread(void *user, int fd, void *buf, size_t bytes, int64_t
     return (int64_t)n;
 }
 
-static int64_t memory_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
+static inline int64_t memory_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     memory_fs   *fs = (memory_fs *)user;
     memory_file *f = &fs->file[fd];
     if (memory_fails(fs) || memory_short(fs, &bytes)) return -1;
@@ -151,14 +151,14 @@ static int64_t memory_pwrite(void *user, int fd, const void *buf, size_t bytes, 
     return (int64_t)bytes;
 }
 
-static int memory_fsync(void *user, int fd) {
+static inline int memory_fsync(void *user, int fd) {
     memory_fs *fs = (memory_fs *)user;
     if (memory_fails(fs)) return -1;
     fs->synced += fd != MEMORY_FOLDER;
     return 0;
 }
 
-static int memory_rename(void *user, const char *from, const char *to) {
+static inline int memory_rename(void *user, const char *from, const char *to) {
     memory_fs *fs = (memory_fs *)user;
     if (memory_fails(fs)) return -1;
     int i = memory_at(fs, from), old = memory_at(fs, to);
@@ -172,13 +172,13 @@ static int memory_rename(void *user, const char *from, const char *to) {
     return 0;
 }
 
-static int memory_resize(void *user, int fd, int64_t bytes) {
+static inline int memory_resize(void *user, int fd, int64_t bytes) {
     memory_fs *fs = (memory_fs *)user;
     if (memory_fails(fs)) return -1;
     return memory_size_to(&fs->file[fd], (size_t)bytes);
 }
 
-static int memory_remove(void *user, const char *path) {
+static inline int memory_remove(void *user, const char *path) {
     memory_fs *fs = (memory_fs *)user;
     int        i = memory_at(fs, path);
     if (memory_fails(fs)) return -1;
