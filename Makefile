@@ -7,6 +7,7 @@
 #   make mutants  all planted mistakes: each must make its test fail
 #   make bench    every benchmark against its peers: OpenBLAS, PyTorch, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
+#   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
@@ -65,7 +66,18 @@ sanitized:
 bench: $(BENCHES)
 	@for p in $^; do echo "== $$p"; $$p || exit 1; done
 
-faults fuzz:
+# Fuzzing: clang with libFuzzer; each target from its corpus, for SECONDS. What it finds stays in build/fuzz.
+SECONDS ?= 60
+FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
+fuzz: $(FUZZERS)
+	@for t in $(FUZZERS); do \
+	    n=$${t##*/fuzz_}; mkdir -p $(B)/fuzz/found_$$n; echo "$$n: $(SECONDS) s"; \
+	    $$t -max_total_time=$(SECONDS) -max_len=512 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+	        -artifact_prefix=$(B)/fuzz/$$n- $(B)/fuzz/found_$$n tests/fuzz/corpus/$$n >$(B)/fuzz/$$n.log 2>&1 || \
+	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
+	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
+
+faults:
 	@echo "make $@: not built in this version" >&2; exit 2
 
 clean:
@@ -77,6 +89,9 @@ $(B)/words: FORCE
 
 $(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
 	$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
+	@mkdir -p $(B)/fuzz
+	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
 $(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(KERNELS) $(B)/words

@@ -10,11 +10,10 @@
        dt_kernels.cu   the CUDA side of the kernel table
 
    It gives you eager tensors with a tape (reverse-mode differentiation), parameters that are boxes of a full
-   logical tensor, memory whose every byte has an owner and a class, and CPU kernels.
+   logical tensor, memory whose every byte has an owner and a class, CPU kernels, and weight files (safetensors, llm.c).
 
    DOES NOT: start threads, install signal handlers, call exit or abort, keep global state, print except through
-   the log hook, read the environment. Not in this version, and refused with DT_ERR_UNSUPPORTED: bf16 and f16,
-   packed documents in attention, weight files.
+   the log hook, read the environment.
 
    QUICK EXAMPLE
 
@@ -60,18 +59,21 @@
      6. Units and listeners
      7. Ops
      8. Tape and blocks
-     9. Implementation: base helpers
-    10. Default host and io tables
-    11. Context, errors, memory account: code
-    12. Counter RNG
-    13. Parameters, boxes and units: code
-    14. Arenas
-    15. Tape and blocks: code
-    16. Ops: code
-    17. Matrix product on the CPU
-    18. CPU kernels, once over float and double
-    19. The CPU kernel table
-
+     9. Weight files
+    10. Implementation: base helpers
+    11. Default host and io tables
+    12. Context, errors, memory account: code
+    13. Counter RNG
+    14. Parameters, boxes and units: code
+    15. Arenas
+    16. Tape and blocks: code
+    17. Ops: code
+    18. JSON
+    19. Weight files: code
+    20. Arithmetic on the CPU
+    21. Matrix product on the CPU
+    22. CPU kernels, once over float and double
+    23. The CPU kernel table
    CONTRACT
      Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
                 lives until dt_reset (data made inside a recomputed dt_block only while it runs). Host buffers you
@@ -176,7 +178,7 @@ typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
 } dt_fill_args;
 
-typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter RNG, see section 12 */
+typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter RNG, see section 13 */
     dt_dtype dtype; void *out; size_t count;
     int      normal;        /* 0: uniform in [-scale, scale); 1: normal with standard deviation scale */
     double   scale;
@@ -445,6 +447,8 @@ typedef struct dt_io {
     int64_t (*pwrite)(void *user, int fd, const void *buf, size_t bytes, int64_t offset);
     int     (*fsync)(void *user, int fd);
     int     (*rename)(void *user, const char *from, const char *to);
+    int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
+    int     (*remove)(void *user, const char *path);            /* a file */
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -837,6 +841,118 @@ DT_API dt_tensor *dt_require_grad(dt_tensor *t);
 /* [local] on 1: ops record nothing (evaluation, generation); 0: they do again. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
 
+// ==== 9. Weight files ===============================================================================================
+
+/* Nothing in a file is believed: sizes are checked before they are multiplied, names before they become paths, and a
+   file that lies is DT_ERR_IO with its name and the reason. All file access is pread and pwrite of the io table. */
+
+/* [local] A whole file of at most `limit` bytes, ended by a NUL that is not counted. Free it with
+   dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
+DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes);
+/* [local] Writes a whole file, or leaves the old one: a temporary file beside it, fsync, rename. */
+DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
+
+/* A JSON text as an array of nodes; node 0 is the whole. RFC 8259, and stricter where a reader could be misled: a
+   duplicate key, -0, an integer beyond 2^53, a number that a double cannot hold, more than 64 levels, 4,194,304 values
+   or 100,000,000 bytes are errors. Messages say where: "config.json:3:17: ...". */
+typedef struct dt_json dt_json;
+typedef enum dt_json_kind { DT_JSON_NULL = 0, DT_JSON_BOOL, DT_JSON_NUMBER, DT_JSON_STRING, DT_JSON_ARRAY,
+    DT_JSON_OBJECT } dt_json_kind;
+/* [local] name is for messages. Keeps pointers to name and text until dt_json_free. */
+DT_API dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes);
+DT_API void     dt_json_free(dt_json *json);
+/* [local] These answer 0, NULL or -1 where there is no such node or it is of another kind. Members of an object come in
+   the order of their keys. A string is NUL-terminated and may hold NULs: bytes (may be NULL) receives its length. */
+DT_API dt_json_kind dt_json_kind_of(const dt_json *json, int node);
+DT_API int          dt_json_count(const dt_json *json, int node);              /* elements or members */
+DT_API int          dt_json_at(const dt_json *json, int node, int i);          /* element i; value of member i */
+DT_API const char  *dt_json_key(const dt_json *json, int node, size_t *bytes); /* of a member, from its value */
+DT_API int          dt_json_find(const dt_json *json, int node, const char *key);
+DT_API const char  *dt_json_string(const dt_json *json, int node, size_t *bytes);
+DT_API int          dt_json_number(const dt_json *json, int node, double *out);
+DT_API int          dt_json_int(const dt_json *json, int node, int64_t *out);  /* a number without a fraction */
+DT_API int          dt_json_bool(const dt_json *json, int node, int *out);
+/* [local] Fails the context with the node's place in front: "config.json:3:17: heads: a number is needed". */
+DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
+
+/* Writes JSON: begin it zeroed but for ctx. key NULL: an element of an array. Numbers read back as the same double,
+   whatever the locale. The text is `text`, `used` bytes and a NUL, until dt_json_drop. */
+typedef struct dt_json_out { dt_ctx *ctx; char *text; size_t used, room; } dt_json_out;
+/* [local] bracket is '{' or '['; dt_json_shut ends it with '}' or ']'. */
+DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
+DT_API void dt_json_shut(dt_json_out *out, char bracket);
+DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG */
+DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);        /* finite, else DT_ERR_ARG */
+DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
+DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
+DT_API void dt_json_drop(dt_json_out *out);
+
+/* Named tensors in files: safetensors (one file, or model.safetensors.index.json and its shards) and llm.c's model
+   .bin (version 3 f32, 5 bf16; tensors wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb
+   lnfw lnfb, all layers of a kind in one). */
+typedef struct dt_weights dt_weights;
+
+typedef struct dt_weight {
+    const char *name;
+    const char *type;       /* as safetensors names it: "F32", "BF16", "U8", ... */
+    int         readable;   /* its elements are of a dt_dtype; others can be listed only */
+    dt_dtype    dtype;
+    dt_shape    shape;
+    int64_t     count;      /* elements */
+} dt_weight;
+
+typedef struct dt_llmc {    /* the head of an llm.c model; all 0 for other files */
+    int version, seq, vocab, layers, heads, width, padded_vocab;    /* wte has padded_vocab rows, the last unused */
+} dt_llmc;
+
+/* [local] path: a file, or a folder with model.safetensors or model.safetensors.index.json. NULL after DT_ERR_IO. */
+DT_API dt_weights *dt_weights_open(dt_ctx *ctx, const char *path);
+DT_API int              dt_weights_count(const dt_weights *w);
+DT_API const dt_weight *dt_weights_get(const dt_weights *w, int index);        /* NULL out of range */
+DT_API int              dt_weights_find(const dt_weights *w, const char *name); /* an index, or -1 */
+DT_API dt_llmc          dt_weights_llmc(const dt_weights *w);
+/* [local] What "__metadata__" of the (first) file holds under key, or NULL. */
+DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
+/* [local] count elements in row-major order from element first, as type `as`. i32 is read as i32 only; the others
+   convert into each other, rounded to nearest even. */
+DT_API dt_status dt_weights_read(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
+
+/* Where rows of a parameter lie in a file. The parameter is seen as a matrix of `columns` columns, its rows one after
+   the other; the tensor of the file as a matrix of its last dimension's columns. */
+typedef struct dt_weight_part {
+    const char *name;                       /* the file's tensor */
+    int64_t     rows;                       /* how many of the parameter's rows it holds; 0 -> those that are left */
+    int64_t     file_rows, file_columns;    /* what the file's matrix must be; 0 -> these rows (columns) and no more */
+    int64_t     row, column;                /* where in it they begin */
+    int         transposed;                 /* the file has the parameter's columns as rows */
+} dt_weight_part;
+/* [local] Fills what this rank owns of a parameter, whatever its cuts, from one or more parts that follow each other;
+   reads only that. columns 0 -> the parameter's last dimension. GPT-2's v (H,D,C) out of c_attn, (C,3C):
+       dt_weight_part part = { .name = "h.0.attn.c_attn.weight", .file_columns = 3 * C, .column = 2 * C,
+                               .transposed = 1 };
+       dt_weights_load(w, v, 0, &part, 1);
+   and its bias (H,D) out of (3C): columns = C, file_columns = 3 * C, column = 2 * C. After dt_zero_make. */
+DT_API dt_status dt_weights_load(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
+
+typedef struct dt_weights_desc {
+    int64_t shard_bytes;    /* more data than that become model-00001-of-0000N.safetensors and an index; 0: never */
+    dt_llmc llmc;           /* version 3 or 5: an llm.c model, whose tensors need not be declared; 0: safetensors */
+} dt_weights_desc;
+/* [local] Begins a file: declare all tensors, then write all their elements, in any order. The files appear under their
+   names at dt_weights_close, once complete; whatever fails before leaves the old ones (a set of shards is replaced file
+   by file, its index last). safetensors begin with the metadata {"format":"pt"}. */
+DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
+/* [local] Returns the tensor's index, or -1. */
+DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
+/* [local] Each element is written once; those of llm.c's unused vocabulary rows may be left out: they become 0. */
+DT_API dt_status dt_weights_write(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from,
+    const void *host);
+/* [local] The inverse of dt_weights_load, for a parameter that is not cut. */
+DT_API dt_status dt_weights_save(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
+/* [local] Ends reading or writing. NULL is allowed. What is open when the context ends is closed: files being written
+   are given up then. */
+DT_API dt_status dt_weights_close(dt_weights *w);
+
 #ifdef __cplusplus
 }
 #endif
@@ -875,7 +991,7 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
 extern "C" {
 #endif
 
-// ==== 9. Implementation: base helpers ===============================================================================
+// ==== 10. Implementation: base helpers ==============================================================================
 
 size_t dt_dtype_size(dt_dtype dtype) {
     switch (dtype) {
@@ -952,50 +1068,52 @@ static dt_tensor *dt__owner(dt_tensor *t) {
 
 static size_t dt__bytes(const dt_tensor *t) { return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype); }
 
-/* The 16-bit types, without branches, so that loops over them vectorise. bf16 is the upper half of a float. */
-static inline float dt__bf16_to_f32(uint16_t h) {
-    uint32_t bits = (uint32_t)h << 16;
-    float    x;
-    memcpy(&x, &bits, 4);
-    return x;
+/* Products and sums of what a file says: 0 when the result is no count. */
+static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
 
-static inline uint16_t dt__f32_to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1); /* to nearest, ties to even */
-    uint32_t nan = bits | 0x400000u;                      /* rounding could carry a NaN into the sign */
-    return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) >> 16);
+static int dt__add_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, out);
 }
 
-/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
+static inline uint32_t dt__float_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+static inline float dt__bits_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+/* bf16 and f16, rounded to nearest even; a NaN stays one. Selections only, no branches, so that loops vectorise. */
+static inline float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
+
+static inline uint16_t dt__f32_to_bf16(float f) {
+    uint32_t u = dt__float_bits(f);
+    uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : rounded);
+}
+
 static inline float dt__f16_to_f32(uint16_t h) {
-    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, special = magnitude | 0x7f800000u, bits;
-    float    x, scaled;
-    memcpy(&x, &magnitude, 4);
-    scaled = x * 5.192296858534828e33f;
-    memcpy(&bits, &scaled, 4);
-    bits = (magnitude >= 0x0f800000u ? special : bits) | (uint32_t)(h & 0x8000) << 16;
-    memcpy(&x, &bits, 4);
-    return x;
+    uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);     /* below 2^-14: mag times the smallest step */
+    uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000); /* the exponent's bias: 15 becomes 127 */
+    return dt__bits_float((mag < 0x400 ? tiny : rest) | sign);
 }
 
-static inline uint16_t dt__f32_to_f16(float x) {
-    uint32_t bits, magnitude, small, nan;
-    memcpy(&bits, &x, 4);
-    magnitude = bits & 0x7fffffffu;
-    float shifted;
-    memcpy(&shifted, &magnitude, 4);
-    shifted += 0.5f; /* below 2^-14 the spacing of f16 is that of floats in [0.5, 1): the sum rounds */
-    memcpy(&small, &shifted, 4);
-    small -= 0x3f000000u;
-    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-    nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
-    uint32_t h = magnitude < 0x38800000u ? small : normal;
-    h = magnitude >= 0x477ff000u ? 0x7c00u : h; /* 65,520 and more round to infinity */
-    h = magnitude > 0x7f800000u ? nan : h;
-    return (uint16_t)(h | (bits >> 16 & 0x8000u));
+static inline uint16_t dt__f32_to_f16(float f) {
+    uint32_t u = dt__float_bits(f), mag = u & 0x7fffffff;
+    uint32_t tiny = dt__float_bits(dt__bits_float(mag) + 0.5f) - 0x3f000000; /* the last bit of 0.5 + x is 2^-24 */
+    uint32_t rest = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
+    uint32_t huge = mag > 0x7f800000 ? 0x7e00 | (mag >> 13 & 0x3ff) : 0x7c00;
+    return (uint16_t)((mag < 0x38800000 ? tiny : mag < 0x47800000 ? rest : huge) | (u >> 16 & 0x8000));
 }
+
+// ==== 11. Default host and io tables ================================================================================
 
 /* One element of any type. */
 static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
@@ -1028,7 +1146,6 @@ static inline dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__n
 /* The type that the CPU computes in. */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
-// ==== 10. Default host and io tables ================================================================================
 
 static void *dt__host_alloc(void *user, size_t bytes, dt_mem mem) {
     void *p = NULL;
@@ -1117,17 +1234,27 @@ static int dt__io_rename(void *user, const char *from, const char *to) {
     return rename(from, to);
 }
 
+static int dt__io_resize(void *user, int fd, int64_t bytes) {
+    (void)user;
+    return ftruncate(fd, (off_t)bytes);
+}
+
+static int dt__io_remove(void *user, const char *path) {
+    (void)user;
+    return unlink(path);
+}
+
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
 
-// ==== 11. Context, errors, memory account: code =====================================================================
+// ==== 12. Context, errors, memory account: code =====================================================================
 
-/* Memory that grows by chunks and is freed whole: section 14. */
+/* Memory that grows by chunks and is freed whole: section 15. */
 typedef struct dt__chunk {
     struct dt__chunk *next;
     char             *data;
@@ -1399,7 +1526,7 @@ void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
         }
 }
 
-// ==== 12. Counter RNG ===============================================================================================
+// ==== 13. Counter RNG ===============================================================================================
 
 /* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11): four random words as a
    pure function of (key, counter). Any rank can so compute any element of any tensor, and every layout starts from the
@@ -1431,7 +1558,7 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
     return (uint64_t)mixed[0] << 32 | mixed[1];
 }
 
-// ==== 13. Parameters, boxes and units: code =========================================================================
+// ==== 14. Parameters, boxes and units: code =========================================================================
 
 dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]) {
     dt_box  box;
@@ -1795,7 +1922,7 @@ static void dt__params_free(dt_ctx *ctx) {
     dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
 }
 
-// ==== 14. Arenas ====================================================================================================
+// ==== 15. Arenas ====================================================================================================
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -1888,7 +2015,7 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
     }
 }
 
-// ==== 15. Tape and blocks: code =====================================================================================
+// ==== 16. Tape and blocks: code =====================================================================================
 
 /* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
    dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
@@ -2459,7 +2586,7 @@ dt_status dt_backward(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD);
 dt_status dt_backward_input(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_INPUT); }
 dt_status dt_backward_weight(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_WEIGHT); }
 
-// ==== 16. Ops: code =================================================================================================
+// ==== 17. Ops: code =================================================================================================
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -3692,7 +3819,1634 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 17. Matrix product on the CPU =================================================================================
+// ==== 18. JSON ======================================================================================================
+
+enum { DT__JSON_BYTES = 100000000, DT__JSON_NODES = 1 << 22, DT__JSON_STRING = 16 << 20, DT__JSON_DEPTH = 64,
+    DT__JSON_DIGITS = 800 };
+
+typedef struct dt__json_node {
+    uint32_t at;                    /* byte of the text */
+    uint32_t key;                   /* of a member: its key in chars */
+    uint32_t next;                  /* the node after this one and all below it */
+    uint32_t kind : 3, count : 29;
+    union { double number; uint32_t first; } u; /* first: a string in chars, or a container's first child in order */
+} dt__json_node;
+
+struct dt_json {
+    dt_ctx        *ctx;
+    const char    *name, *text;
+    size_t         bytes, memory;   /* of the text; of this struct and what follows it */
+    uint32_t       nodes;
+    dt__json_node *node;            /* (nodes), each before those below it */
+    uint32_t      *order, *scratch; /* (nodes): the children of each container together, members by key; for sorting */
+    char          *chars;           /* strings: 4 bytes of length, the text, a NUL */
+};
+
+/* One walk over the text. The first only counts; the second fills. */
+typedef struct dt__json_in {
+    dt_json *doc;
+    size_t   at, chars;
+    uint32_t nodes, children;
+    int      depth;
+} dt__json_in;
+
+/* A name from a file as a message may show it: not long, nothing that moves a cursor. */
+static dt__text dt__name_text(const char *name) {
+    dt__text t;
+    size_t   n = 0;
+    for (; name[n] && n < 80; n++) t.s[n] = (unsigned char)name[n] < 32 || name[n] == 127 ? '?' : name[n];
+    memcpy(t.s + n, name[n] ? ".." : "", name[n] ? 3 : 1);
+    return t;
+}
+
+static int dt__json_bad(const dt_json *d, size_t at, const char *fmt, ...) DT_PRINTF(3, 4);
+static dt_status dt__json_say(const dt_json *d, size_t at, const char *fmt, va_list args) {
+    char   why[256];
+    size_t line = 1, column = 1;
+    for (size_t i = 0; i < at; i++) {
+        if (d->text[i] == '\n') line++, column = 1;
+        else column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* characters, not bytes */
+    }
+    vsnprintf(why, sizeof why, fmt, args);
+    return dt_fail(d->ctx, DT_ERR_IO, "%s:%zu:%zu: %s", d->name, line, column, why);
+}
+
+static int dt__json_bad(const dt_json *d, size_t at, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt__json_say(d, at, fmt, args);
+    va_end(args);
+    return 0;
+}
+
+/* Bottom-up merge sort: never quadratic, and quick where pieces are in order already. scratch has room for n. */
+typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
+static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
+    for (size_t width = 1; width < n; width *= 2)
+        for (size_t lo = 0; lo + width < n; lo += 2 * width) {
+            size_t mid = lo + width, end = mid + width < n ? mid + width : n, i = 0, j = mid, k = lo;
+            if (!less(user, v[mid], v[mid - 1])) continue;
+            memcpy(scratch, v + lo, width * sizeof *v);
+            while (i < width && j < end) v[k++] = less(user, v[j], scratch[i]) ? v[j++] : scratch[i++];
+            while (i < width) v[k++] = scratch[i++];
+        }
+}
+
+static const char *dt__json_chars(const dt_json *d, uint32_t where, size_t *bytes) {
+    uint32_t n;
+    memcpy(&n, d->chars + where, sizeof n);
+    if (bytes) *bytes = n;
+    return d->chars + where + sizeof n;
+}
+
+static int dt__string_order(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
+    int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
+    return order ? order : a_bytes < b_bytes ? -1 : a_bytes > b_bytes;
+}
+
+static int dt__json_compare(const dt_json *d, uint32_t a, uint32_t b) {
+    size_t      a_bytes, b_bytes;
+    const char *x = dt__json_chars(d, d->node[a].key, &a_bytes), *y = dt__json_chars(d, d->node[b].key, &b_bytes);
+    return dt__string_order(x, a_bytes, y, b_bytes);
+}
+
+static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
+    return dt__json_compare((const dt_json *)user, a, b) < 0;
+}
+
+/* The first byte that does not belong to UTF-8 (no overlong forms, no surrogates), or n. */
+static size_t dt__utf8_bad(const char *text, size_t n) {
+    const unsigned char *s = (const unsigned char *)text;
+    for (size_t i = 0; i < n;) {
+        unsigned c = s[i], more = c < 0x80 ? 0 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : 3;
+        unsigned least = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80, most = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+        if (more && (c < 0xc2 || c > 0xf4 || more >= n - i || s[i + 1] < least || s[i + 1] > most)) return i;
+        for (unsigned k = 2; k <= more; k++)
+            if ((s[i + k] & 0xc0) != 0x80) return i;
+        i += more + 1;
+    }
+    return n;
+}
+
+/* An unsigned integer of any length that numbers need: the base is 2^32, the lowest digit first. */
+typedef struct dt__big { int n; uint32_t w[96]; } dt__big;
+
+static void dt__big_mul(dt__big *b, uint32_t by, uint32_t add) {
+    uint64_t carry = add;
+    for (int i = 0; i < b->n; i++) {
+        carry += (uint64_t)b->w[i] * by;
+        b->w[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+    if (carry) b->w[b->n++] = (uint32_t)carry;
+}
+
+static void dt__big_shift(dt__big *b, int bits) {
+    for (; bits > 0; bits -= 31) dt__big_mul(b, (uint32_t)1 << (bits < 31 ? bits : 31), 0);
+}
+
+static void dt__big_fives(dt__big *b, int power) {
+    for (; power >= 13; power -= 13) dt__big_mul(b, 1220703125, 0);
+    for (; power > 0; power--) dt__big_mul(b, 5, 0);
+}
+
+static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
+
+/* a -= b if it can. */
+static int dt__big_take(dt__big *a, const dt__big *b) {
+    int i = a->n - 1;
+    if (a->n != b->n) {
+        if (a->n < b->n) return 0;
+    } else {
+        while (i > 0 && a->w[i] == b->w[i]) i--;
+        if (a->w[i] < b->w[i]) return 0;
+    }
+    int64_t borrow = 0;
+    for (i = 0; i < a->n; i++) {
+        borrow += (int64_t)a->w[i] - (i < b->n ? b->w[i] : 0);
+        a->w[i] = (uint32_t)borrow;
+        borrow >>= 32;
+    }
+    while (a->n > 0 && a->w[a->n - 1] == 0) a->n--;
+    return 1;
+}
+
+/* digits * 10^exponent as the nearest double, ties to even; 0 when that is infinite or 0. digits: of a number in s, the
+   sign and the point skipped. libc's strtod depends on the locale, so this is a division of its own: 64 bits of the
+   quotient and whether something is left decide every case. */
+static int dt__decimal(const char *s, size_t n, int64_t exponent, double *out) {
+    dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
+    int64_t digits = 0;
+    for (size_t i = 0; i < n; i++)
+        if (s[i] >= '0' && s[i] <= '9' && (digits || s[i] != '0')) {
+            dt__big_mul(&a, 10, (uint32_t)(s[i] - '0'));
+            digits++;
+        }
+    if (digits + exponent > 310 || digits + exponent < -330) return 0;
+    dt__big_fives(exponent > 0 ? &a : &b, (int)(exponent > 0 ? exponent : -exponent));
+    int top = dt__big_bits(&a) - dt__big_bits(&b); /* a / b is in (2^(top-1), 2^(top+1)) */
+    dt__big_shift(top > 0 ? &b : &a, top > 0 ? top : -top);
+    uint64_t q = (uint64_t)dt__big_take(&a, &b);
+    if (!q) {
+        top--;
+        dt__big_mul(&a, 2, 0);
+        q = (uint64_t)dt__big_take(&a, &b);
+    }
+    for (int i = 0; i < 63; i++) {
+        dt__big_mul(&a, 2, 0);
+        q = q << 1 | (uint64_t)dt__big_take(&a, &b);
+    }
+    top += (int)exponent; /* of q's highest bit; of 10^exponent the twos are still missing */
+    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals keep fewer bits */
+    if (drop > 64) return 0;
+    uint64_t kept = drop < 64 ? q >> drop : 0, rest = drop < 64 ? q << (64 - drop) : q, half = (uint64_t)1 << 63;
+    kept += rest > half || (rest == half && (a.n > 0 || (kept & 1)));
+    *out = ldexp((double)kept, top - 63 + drop);
+    return kept > 0 && isfinite(*out);
+}
+
+static int dt__json_digits(dt__json_in *in) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at;
+    while (in->at < d->bytes && d->text[in->at] >= '0' && d->text[in->at] <= '9') in->at++;
+    return in->at > begin ? 1 : dt__json_bad(d, in->at, "a digit is needed");
+}
+
+/* Whether the next byte is c; if so, it is past. */
+static int dt__json_past(dt__json_in *in, char c) {
+    int yes = in->at < in->doc->bytes && in->doc->text[in->at] == c;
+    in->at += (size_t)yes;
+    return yes;
+}
+
+static int dt__json_exponent(dt__json_in *in, int64_t *exponent) {
+    int64_t value = 0;
+    int     minus = dt__json_past(in, '-');
+    if (!minus) dt__json_past(in, '+');
+    size_t begin = in->at;
+    if (!dt__json_digits(in)) return 0;
+    for (size_t i = begin; i < in->at; i++) value = value < 100000 ? 10 * value + in->doc->text[i] - '0' : value;
+    *exponent += minus ? -value : value;
+    return 1;
+}
+
+static int dt__json_read_number(dt__json_in *in, double *out) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at, first, point = 0, end;
+    int64_t        exponent = 0, whole = 0;
+    int            minus = dt__json_past(in, '-'), plain = 1, zero = 1;
+    first = in->at;
+    if (!dt__json_past(in, '0') && !dt__json_digits(in)) return 0;
+    point = in->at;
+    if (dt__json_past(in, '.')) {
+        plain = 0;
+        if (!dt__json_digits(in)) return 0;
+        exponent = -(int64_t)(in->at - point - 1);
+    }
+    end = in->at;
+    if (dt__json_past(in, 'e') || dt__json_past(in, 'E')) {
+        plain = 0;
+        if (!dt__json_exponent(in, &exponent)) return 0;
+    }
+    if (end - first > DT__JSON_DIGITS)
+        return dt__json_bad(d, begin, "a number of more than %d digits", DT__JSON_DIGITS);
+    for (size_t i = first; i < end; i++) zero &= d->text[i] == '0' || d->text[i] == '.';
+    if (zero && minus) return dt__json_bad(d, begin, "-0 is not allowed: write 0");
+    *out = 0;
+    if (plain) {
+        for (size_t i = first; i < end && whole <= (int64_t)1 << 53; i++) whole = 10 * whole + d->text[i] - '0';
+        if (whole > (int64_t)1 << 53) return dt__json_bad(d, begin, "an integer beyond 2^53");
+        *out = (double)whole;
+    } else if (!zero && !dt__decimal(d->text + first, end - first, exponent, out)) {
+        return dt__json_bad(d, begin, "a number that no double is near to");
+    }
+    if (minus) *out = -*out;
+    return 1;
+}
+
+static int dt__json_hex(dt__json_in *in, uint32_t *out) {
+    *out = 0;
+    for (int i = 0; i < 4; i++, in->at++) {
+        int c = in->at < in->doc->bytes ? in->doc->text[in->at] : 0, low = c | 32;
+        if (!(c >= '0' && c <= '9') && !(low >= 'a' && low <= 'f'))
+            return dt__json_bad(in->doc, in->at, "\\u needs four hexadecimal digits");
+        *out = *out << 4 | (uint32_t)(c <= '9' ? c - '0' : low - 'a' + 10);
+    }
+    return 1;
+}
+
+/* What follows a backslash, as UTF-8 in out; its length, or 0. */
+static int dt__json_escape(dt__json_in *in, char out[4]) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    size_t   begin = in->at - 1;
+    uint32_t code, low = 0;
+    for (int i = 0; i < 8; i++)
+        if (dt__json_past(in, from[i])) {
+            out[0] = to[i];
+            return 1;
+        }
+    if (!dt__json_past(in, 'u')) return dt__json_bad(in->doc, begin, "no such escape in a string");
+    if (!dt__json_hex(in, &code)) return 0;
+    if (code >= 0xd800 && code < 0xe000) {
+        int pair = code < 0xdc00 && dt__json_past(in, '\\') && dt__json_past(in, 'u');
+        if (pair && !dt__json_hex(in, &low)) return 0;
+        if (low < 0xdc00 || low > 0xdfff) return dt__json_bad(in->doc, begin, "half of a surrogate pair");
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    }
+    int n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3f));
+    out[0] = (char)(n == 1 ? code : (0xf00u >> n & 0xff) | code);
+    return n;
+}
+
+/* At a quote: the string goes to chars, its place to *where. */
+static int dt__json_read_string(dt__json_in *in, uint32_t *where) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at++;
+    char          *out = d->node ? d->chars + in->chars + 4 : NULL;
+    uint32_t       n = 0;
+    while (!dt__json_past(in, '"')) {
+        char piece[4];
+        int  size = 1;
+        if (in->at >= d->bytes) return dt__json_bad(d, begin, "a string without an end");
+        piece[0] = d->text[in->at++];
+        if ((unsigned char)piece[0] < 32) return dt__json_bad(d, in->at - 1, "a control character in a string");
+        if (piece[0] == '\\' && (size = dt__json_escape(in, piece)) == 0) return 0;
+        if (out) memcpy(out + n, piece, (size_t)size);
+        n += (uint32_t)size;
+        if (n > DT__JSON_STRING) return dt__json_bad(d, begin, "a string of more than %d bytes", DT__JSON_STRING);
+    }
+    *where = (uint32_t)in->chars;
+    if (out) memcpy(out - 4, &n, 4);
+    if (out) out[n] = 0;
+    in->chars += n + 5;
+    return 1;
+}
+
+static void dt__json_space(dt__json_in *in) {
+    while (dt__json_past(in, ' ') || dt__json_past(in, '\n') || dt__json_past(in, '\r') || dt__json_past(in, '\t')) {}
+}
+
+static int dt__json_word(dt__json_in *in, const char *word) {
+    size_t n = strlen(word);
+    if (in->doc->bytes - in->at < n || memcmp(in->doc->text + in->at, word, n) != 0)
+        return dt__json_bad(in->doc, in->at, "a value is needed");
+    in->at += n;
+    return 1;
+}
+
+/* All below a container is read: its children, in a row, members sorted so that equal keys meet. */
+static int dt__json_collect(dt__json_in *in, uint32_t self, dt__json_node *node) {
+    dt_json *d = in->doc;
+    if (!d->node) return 1;
+    uint32_t first = node->u.first = in->children;
+    for (uint32_t c = self + 1; c < in->nodes; c = d->node[c].next) d->order[in->children++] = c;
+    if (node->kind == DT_JSON_ARRAY) return 1;
+    dt__sort(d->order + first, d->scratch, node->count, dt__json_less, d);
+    for (uint32_t i = first + 1; i < in->children; i++)
+        if (dt__json_compare(d, d->order[i - 1], d->order[i]) == 0) {
+            const char *key = dt__json_chars(d, d->node[d->order[i]].key, NULL);
+            return dt__json_bad(d, d->node[d->order[i]].at, "'%s' is there twice", dt__name_text(key).s);
+        }
+    return 1;
+}
+
+static int dt__json_value(dt__json_in *in, uint32_t key);
+
+static int dt__json_container(dt__json_in *in, uint32_t self, dt__json_node *node, char end) {
+    const dt_json *d = in->doc;
+    if (++in->depth > DT__JSON_DEPTH) return dt__json_bad(d, in->at, "more than %d levels", DT__JSON_DEPTH);
+    in->at++;
+    dt__json_space(in);
+    int more = !dt__json_past(in, end);
+    while (more) {
+        uint32_t key = 0;
+        if (end == '}') {
+            if (in->at >= d->bytes || d->text[in->at] != '"')
+                return dt__json_bad(d, in->at, "a key in quotes is needed");
+            if (!dt__json_read_string(in, &key)) return 0;
+            dt__json_space(in);
+            if (!dt__json_past(in, ':')) return dt__json_bad(d, in->at, "a colon is needed");
+        }
+        dt__json_space(in);
+        if (!dt__json_value(in, key)) return 0;
+        node->count++;
+        dt__json_space(in);
+        more = dt__json_past(in, ',');
+        dt__json_space(in);
+        if (!more && !dt__json_past(in, end)) return dt__json_bad(d, in->at, "a comma or '%c' is needed", end);
+    }
+    in->depth--;
+    return dt__json_collect(in, self, node);
+}
+
+static int dt__json_value(dt__json_in *in, uint32_t key) {
+    dt_json      *d = in->doc;
+    char          c = in->at < d->bytes ? d->text[in->at] : 0;
+    dt__json_node node = { (uint32_t)in->at, key, 0, DT_JSON_NULL, 0, { 0 } };
+    uint32_t      self = in->nodes++, where = 0;
+    int           ok;
+    if (in->nodes > DT__JSON_NODES) return dt__json_bad(d, in->at, "more than %d values", DT__JSON_NODES);
+    if (c == '{' || c == '[') {
+        node.kind = c == '{' ? DT_JSON_OBJECT : DT_JSON_ARRAY;
+        ok = dt__json_container(in, self, &node, c == '{' ? '}' : ']');
+    } else if (c == '"') {
+        node.kind = DT_JSON_STRING;
+        ok = dt__json_read_string(in, &where);
+        node.u.first = where;
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        node.kind = DT_JSON_NUMBER;
+        ok = dt__json_read_number(in, &node.u.number);
+    } else {
+        node.kind = c == 'n' ? DT_JSON_NULL : DT_JSON_BOOL;
+        node.u.first = c == 't';
+        ok = dt__json_word(in, c == 'n' ? "null" : c == 't' ? "true" : "false");
+    }
+    node.next = in->nodes;
+    if (ok && d->node) d->node[self] = node;
+    return ok;
+}
+
+static int dt__json_whole(dt_json *d, dt__json_in *in) {
+    memset(in, 0, sizeof *in);
+    in->doc = d;
+    dt__json_space(in);
+    if (!dt__json_value(in, 0)) return 0;
+    dt__json_space(in);
+    return in->at == d->bytes ? 1 : dt__json_bad(d, in->at, "something follows the end");
+}
+
+dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes) {
+    dt_json     head, *d;
+    dt__json_in in;
+    if (dt_error(ctx) != DT_OK) return NULL;
+    memset(&head, 0, sizeof head);
+    head.ctx = ctx;
+    head.name = name;
+    head.text = text;
+    head.bytes = bytes;
+    if (bytes > DT__JSON_BYTES) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %zu bytes of JSON, at most %d", name, bytes, DT__JSON_BYTES);
+        return NULL;
+    }
+    size_t bad = dt__utf8_bad(text, bytes);
+    if (bad < bytes) dt__json_bad(&head, bad, "this is not UTF-8");
+    if (bad < bytes || !dt__json_whole(&head, &in)) return NULL;
+    head.nodes = in.nodes;
+    head.memory = sizeof head + in.nodes * (sizeof *head.node + 2 * sizeof *head.order) + in.chars;
+    d = (dt_json *)dt_alloc(ctx, DT_MEM_HOST, head.memory, name);
+    if (!d) return NULL;
+    *d = head;
+    d->node = (dt__json_node *)(d + 1);
+    d->order = (uint32_t *)(d->node + d->nodes);
+    d->scratch = d->order + d->nodes;
+    d->chars = (char *)(d->scratch + d->nodes);
+    if (dt__json_whole(d, &in)) return d;
+    dt_json_free(d);
+    return NULL;
+}
+
+void dt_json_free(dt_json *json) {
+    if (json) dt_free(json->ctx, DT_MEM_HOST, json, json->memory);
+}
+
+static const dt__json_node *dt__json_get(const dt_json *d, int node) {
+    return d && node >= 0 && (uint32_t)node < d->nodes ? &d->node[node] : NULL;
+}
+
+static const dt__json_node *dt__json_is(const dt_json *d, int node, dt_json_kind kind) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n && n->kind == (uint32_t)kind ? n : NULL;
+}
+
+dt_json_kind dt_json_kind_of(const dt_json *d, int node) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n ? (dt_json_kind)n->kind : DT_JSON_NULL;
+}
+
+int dt_json_count(const dt_json *d, int node) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n ? (int)n->count : 0;
+}
+
+int dt_json_at(const dt_json *d, int node, int i) {
+    return i >= 0 && i < dt_json_count(d, node) ? (int)d->order[d->node[node].u.first + (uint32_t)i] : -1;
+}
+
+const char *dt_json_key(const dt_json *d, int node, size_t *bytes) {
+    return dt__json_get(d, node) ? dt__json_chars(d, d->node[node].key, bytes) : NULL;
+}
+
+int dt_json_find(const dt_json *d, int node, const char *key) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_OBJECT);
+    int                  lo = 0, hi = n ? (int)n->count : 0;
+    while (lo < hi) {
+        int         mid = lo + (hi - lo) / 2;
+        size_t      bytes;
+        const char *have = dt_json_key(d, dt_json_at(d, node, mid), &bytes);
+        int         order = dt__string_order(key, strlen(key), have, bytes);
+        if (order == 0) return dt_json_at(d, node, mid);
+        if (order < 0) hi = mid;
+        else lo = mid + 1;
+    }
+    return -1;
+}
+
+const char *dt_json_string(const dt_json *d, int node, size_t *bytes) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_STRING);
+    return n ? dt__json_chars(d, n->u.first, bytes) : NULL;
+}
+
+int dt_json_number(const dt_json *d, int node, double *out) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_NUMBER);
+    if (n) *out = n->u.number;
+    return n != NULL;
+}
+
+int dt_json_int(const dt_json *d, int node, int64_t *out) {
+    double v;
+    if (!dt_json_number(d, node, &v) || v != floor(v) || fabs(v) > 9007199254740992.0) return 0;
+    *out = (int64_t)v;
+    return 1;
+}
+
+int dt_json_bool(const dt_json *d, int node, int *out) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_BOOL);
+    if (n) *out = (int)n->u.first;
+    return n != NULL;
+}
+
+dt_status dt_json_fail(const dt_json *d, int node, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt_status status = dt__json_say(d, dt__json_get(d, node) ? d->node[node].at : 0, fmt, args);
+    va_end(args);
+    return status;
+}
+
+static void dt__json_write(dt_json_out *o, const char *s, size_t n) {
+    if (o->used + n + 1 > o->room && dt_error(o->ctx) == DT_OK) {
+        size_t room = 2 * (o->used + n + 1) + 256;
+        char  *text = (char *)dt_alloc(o->ctx, DT_MEM_HOST, room, "JSON");
+        if (!text) return;
+        if (o->text) memcpy(text, o->text, o->used);
+        dt_free(o->ctx, DT_MEM_HOST, o->text, o->room);
+        o->text = text;
+        o->room = room;
+    }
+    if (dt_error(o->ctx) != DT_OK) return;
+    memcpy(o->text + o->used, s, n);
+    o->used += n;
+    o->text[o->used] = 0;
+}
+
+static void dt__json_quote(dt_json_out *o, const char *s) {
+    static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
+    if (dt__utf8_bad(s, strlen(s)) < strlen(s)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: a string that is not UTF-8");
+    dt__json_write(o, "\"", 1);
+    for (; *s; s++) {
+        char        code[8] = { '\\', 0 };
+        const char *escape = strchr(from, *s);
+        if (escape) code[1] = to[escape - from];
+        else if ((unsigned char)*s < 32) snprintf(code, sizeof code, "\\u%04x", (unsigned)*s);
+        if (code[1]) dt__json_write(o, code, strlen(code));
+        else dt__json_write(o, s, 1);
+    }
+    dt__json_write(o, "\"", 1);
+}
+
+/* What comes before a value: a comma unless it is the first, and the key. */
+static void dt__json_next(dt_json_out *o, const char *key) {
+    char last = o->used ? o->text[o->used - 1] : '{';
+    if (last != '{' && last != '[') dt__json_write(o, ",", 1);
+    if (!key) return;
+    dt__json_quote(o, key);
+    dt__json_write(o, ":", 1);
+}
+
+void dt_json_open(dt_json_out *o, const char *key, char bracket) {
+    dt__json_next(o, key);
+    dt__json_write(o, &bracket, 1);
+}
+
+void dt_json_shut(dt_json_out *o, char bracket) { dt__json_write(o, &bracket, 1); }
+
+void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
+    dt__json_next(o, key);
+    dt__json_quote(o, value);
+}
+
+/* The fewest of 15 to 17 digits that read back the same. A locale may have its own point, even of several bytes. */
+void dt_json_put_number(dt_json_out *o, const char *key, double value) {
+    char        raw[48], text[48] = "0";
+    double      back = 0;
+    dt_json     d;
+    dt__json_in in;
+    if (!isfinite(value)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: %g is no number there", value);
+    memset(&d, 0, sizeof d);
+    d.text = text;
+    for (int digits = 15; digits <= 17 && dt_error(o->ctx) == DT_OK && value != 0 && back != value; digits++) {
+        size_t n = 0;
+        snprintf(raw, sizeof raw, "%.*g", digits, value);
+        for (const char *s = raw; *s; s++) {
+            int plain = (*s >= '0' && *s <= '9') || *s == 'e' || *s == '-' || *s == '+';
+            if (plain || (n && text[n - 1] != '.')) text[n++] = plain ? *s : '.';
+        }
+        text[n] = 0;
+        if (fabs(value) > 9007199254740992.0 && !strpbrk(text, ".e")) memcpy(text + n, ".0", 3), n += 2;
+        memset(&in, 0, sizeof in);
+        in.doc = &d;
+        d.bytes = n;
+        dt__json_read_number(&in, &back);
+    }
+    dt__json_next(o, key);
+    dt__json_write(o, text, strlen(text));
+}
+
+void dt_json_put_int(dt_json_out *o, const char *key, int64_t value) {
+    char text[24];
+    dt__json_next(o, key);
+    dt__json_write(o, text, (size_t)snprintf(text, sizeof text, "%lld", (long long)value));
+}
+
+void dt_json_put_bool(dt_json_out *o, const char *key, int value) {
+    dt__json_next(o, key);
+    dt__json_write(o, value ? "true" : "false", value ? 4 : 5);
+}
+
+void dt_json_drop(dt_json_out *o) {
+    dt_free(o->ctx, DT_MEM_HOST, o->text, o->room);
+    o->text = NULL;
+    o->used = o->room = 0;
+}
+
+// ==== 19. Weight files: code ========================================================================================
+
+enum { DT__WINDOW = 256 << 10, DT__STAGE = 4 << 20 }; /* bytes read at once where they must be converted; of a tile */
+
+typedef struct dt__type { const char *name; int bits, readable; dt_dtype dtype; } dt__type;
+/* The types of safetensors, in its order: a writer puts the last ones first. */
+static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 }, { "F6_E2M3", 6, 0, DT_F32 },
+    { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 }, { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 },
+    { "F8_E4M3", 8, 0, DT_F32 }, { "F8_E8M0", 8, 0, DT_F32 }, { "F8_E4M3FNUZ", 8, 0, DT_F32 },
+    { "F8_E5M2FNUZ", 8, 0, DT_F32 }, { "I16", 16, 0, DT_F32 }, { "U16", 16, 0, DT_F32 }, { "F16", 16, 1, DT_F16 },
+    { "BF16", 16, 1, DT_BF16 }, { "I32", 32, 1, DT_I32 }, { "U32", 32, 0, DT_F32 }, { "F32", 32, 1, DT_F32 },
+    { "C64", 64, 0, DT_F32 }, { "F64", 64, 1, DT_F64 }, { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
+enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
+
+/* The tensors of an llm.c model, in its order. Dimensions: P padded vocabulary, T positions, L layers, C width, 3 and 4
+   that many times C. */
+static const struct { const char *name, *dims; } dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" },
+    { "ln1w", "LC" }, { "ln1b", "LC" }, { "qkvw", "L3C" }, { "qkvb", "L3" }, { "attprojw", "LCC" },
+    { "attprojb", "LC" }, { "ln2w", "LC" }, { "ln2b", "LC" }, { "fcw", "L4C" }, { "fcb", "L4" },
+    { "fcprojw", "LC4" }, { "fcprojb", "LC" }, { "lnfw", "C" }, { "lnfb", "C" } };
+enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEAD = 1024 };
+
+typedef struct dt__weight {
+    dt_weight t;
+    int       file, type;           /* places in the tables */
+    int64_t   bytes, offset;        /* offset: of its first byte in the file */
+    int64_t   written, due;         /* elements written; how many must be */
+    char     *own_name;             /* of a tensor that was declared; other names are in the header or constant */
+} dt__weight;
+
+typedef struct dt__weight_file {
+    char    *path, *temp;           /* temp: the name while it is being written */
+    char    *head;                  /* all before the data */
+    dt_json *json;                  /* of head: holds the names */
+    size_t   path_bytes, temp_bytes, head_bytes;
+    int64_t  bytes;
+    int      open;                  /* temp may exist */
+} dt__weight_file;
+
+struct dt_weights {
+    dt_ctx          *ctx;
+    dt_listener      listener;      /* closes it with the context */
+    int              writing, laid; /* laid: files and offsets are settled */
+    dt_weights_desc  desc;          /* desc.llmc of what is read too */
+    char            *path;
+    dt__weight_file *file;
+    dt__weight      *weight;
+    int              files, file_room, weights, weight_room;
+    uint32_t        *order;         /* (2 order_room): weights by name, and room to sort */
+    int              order_room;
+    int              fd, current;   /* the one file that is open: many ranks may read many files */
+    char            *window, *stage;
+};
+
+static char *dt__join(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
+    char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
+    if (!s) return NULL;
+    memcpy(s, a, a_bytes);
+    memcpy(s + a_bytes, b, strlen(b) + 1);
+    return s;
+}
+
+static void dt__text_drop(dt_ctx *ctx, char *s) {
+    if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
+}
+
+static const char *dt__io_reason(void) { return errno ? strerror(errno) : "the io table refused"; }
+
+/* Bytes of an open file, all of them or an error that names `what`. The io table may give them piece by piece. */
+static dt_status dt__file_get(dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at,
+    const char *what) {
+    for (int64_t done = 0; done < bytes;) {
+        errno = 0;
+        int64_t got = ctx->io.pread(ctx->io.user, fd, (char *)out + done, (size_t)(bytes - done), at + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0 || got > bytes - done)
+            return dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: %s", path, dt__name_text(what).s, (long long)(at + done),
+                got < 0 ? dt__io_reason() : "the file has become shorter");
+        done += got;
+    }
+    return DT_OK;
+}
+
+static dt_status dt__file_put(dt_ctx *ctx, const char *path, int fd, const void *in, int64_t bytes, int64_t at) {
+    for (int64_t done = 0; done < bytes;) {
+        errno = 0;
+        int64_t put = ctx->io.pwrite(ctx->io.user, fd, (const char *)in + done, (size_t)(bytes - done), at + done);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0 || put > bytes - done)
+            return dt_fail(ctx, DT_ERR_IO, "%s: writing byte %lld: %s", path, (long long)(at + done), dt__io_reason());
+        done += put;
+    }
+    return DT_OK;
+}
+
+/* A descriptor, or -1 and the context has failed. For writing, the file becomes `bytes` zeros. */
+static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
+    errno = 0;
+    int fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, writing) : -1;
+    if (fd < 0) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+        return -1;
+    }
+    if (!writing) return fd;
+    errno = 0;
+    int ok = ctx->io.resize(ctx->io.user, fd, 0) == 0 && ctx->io.resize(ctx->io.user, fd, bytes) == 0;
+    if (ok) return fd;
+    dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", path, (long long)bytes, dt__io_reason());
+    ctx->io.close(ctx->io.user, fd);
+    return -1;
+}
+
+/* Closes what was written, once it is on the disk: an error of the disk may show no earlier. */
+static dt_status dt__file_shut(dt_ctx *ctx, const char *path, int fd) {
+    errno = 0;
+    int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
+    if (synced != 0) dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", path, dt__io_reason());
+    errno = 0;
+    if (ctx->io.close(ctx->io.user, fd) != 0) dt_fail(ctx, DT_ERR_IO, "%s: close: %s", path, dt__io_reason());
+    return ctx->status;
+}
+
+/* temp becomes path; then the folder is synced, which makes the new name last. A table or a file system that does not
+   open folders has no such step. */
+static dt_status dt__file_publish(dt_ctx *ctx, const char *temp, const char *path) {
+    const char *slash = strrchr(path, '/');
+    errno = 0;
+    if (ctx->io.rename(ctx->io.user, temp, path) != 0)
+        return dt_fail(ctx, DT_ERR_IO, "%s: rename from %s: %s", path, temp, dt__io_reason());
+    char *folder = slash ? dt__join(ctx, path, (size_t)(slash - path) + 1, "") : dt__join(ctx, ".", 1, "");
+    int   fd = folder ? ctx->io.open(ctx->io.user, folder, 0) : -1;
+    errno = 0;
+    if (fd >= 0 && ctx->io.fsync(ctx->io.user, fd) != 0 && errno != EINVAL)
+        dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", folder, dt__io_reason());
+    if (fd >= 0) ctx->io.close(ctx->io.user, fd);
+    dt__text_drop(ctx, folder);
+    return ctx->status;
+}
+
+char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    int fd = dt__file_open(ctx, path, 0, 0);
+    if (fd < 0) return NULL;
+    char *text = NULL;
+    errno = 0;
+    int64_t size = ctx->io.size(ctx->io.user, fd);
+    if (size < 0) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    else if ((uint64_t)size > limit)
+        dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
+    else text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
+    if (text) {
+        *bytes = (size_t)size;
+        text[size] = 0;
+        if (dt__file_get(ctx, path, fd, text, size, 0, "text") != DT_OK) {
+            dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
+            text = NULL;
+        }
+    }
+    ctx->io.close(ctx->io.user, fd);
+    return text;
+}
+
+dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    char *temp = dt__join(ctx, path, strlen(path), ".tmp");
+    int   fd = temp ? dt__file_open(ctx, temp, 1, (int64_t)bytes) : -1;
+    if (fd >= 0) {
+        dt__file_put(ctx, temp, fd, data, (int64_t)bytes, 0);
+        dt__file_shut(ctx, temp, fd);
+    }
+    if (ctx->status == DT_OK) dt__file_publish(ctx, temp, path);
+    if (ctx->status != DT_OK && temp) ctx->io.remove(ctx->io.user, temp);
+    dt__text_drop(ctx, temp);
+    return ctx->status;
+}
+
+// ---- The handle
+
+static void dt__weights_shut(dt_weights *w) {
+    if (w->fd >= 0 && w->writing) dt__file_shut(w->ctx, w->file[w->current].temp, w->fd);
+    else if (w->fd >= 0) w->ctx->io.close(w->ctx->io.user, w->fd);
+    w->fd = w->current = -1;
+}
+
+static dt_status dt__weights_use(dt_weights *w, int f) {
+    dt_ctx *ctx = w->ctx;
+    if (w->current == f) return ctx->status;
+    dt__weights_shut(w);
+    const char *path = w->writing ? w->file[f].temp : w->file[f].path;
+    errno = 0;
+    w->fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, w->writing) : -1;
+    if (w->fd < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    w->current = f;
+    return DT_OK;
+}
+
+static void dt__weights_free(dt_ctx *ctx, void *user) {
+    dt_weights *w = (dt_weights *)user;
+    dt__weights_shut(w);
+    for (int f = 0; f < w->files; f++) {
+        dt__weight_file *file = &w->file[f];
+        if (file->open) ctx->io.remove(ctx->io.user, file->temp);
+        dt_json_free(file->json);
+        dt_free(ctx, DT_MEM_HOST, file->head, file->head_bytes);
+        dt__text_drop(ctx, file->path);
+        dt__text_drop(ctx, file->temp);
+    }
+    for (int i = 0; i < w->weights; i++) dt__text_drop(ctx, w->weight[i].own_name);
+    dt_free(ctx, DT_MEM_HOST, w->file, (size_t)w->file_room * sizeof *w->file);
+    dt_free(ctx, DT_MEM_HOST, w->weight, (size_t)w->weight_room * sizeof *w->weight);
+    dt_free(ctx, DT_MEM_HOST, w->order, 2 * (size_t)w->order_room * sizeof *w->order);
+    dt_free(ctx, DT_MEM_HOST, w->window, w->window ? DT__WINDOW : 0);
+    dt_free(ctx, DT_MEM_HOST, w->stage, w->stage ? DT__STAGE : 0);
+    dt__text_drop(ctx, w->path);
+    dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
+}
+
+static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    dt_weights *w = (dt_weights *)dt__host_zeroed(ctx, sizeof *w, path);
+    if (!w) return NULL;
+    w->ctx = ctx;
+    w->writing = writing;
+    w->fd = w->current = -1;
+    w->listener.closing = dt__weights_free;
+    w->listener.user = w;
+    dt_listen(ctx, &w->listener);
+    w->path = dt__join(ctx, path, strlen(path), "");
+    return w;
+}
+
+static void dt__weights_end(dt_weights *w) {
+    dt_unlisten(w->ctx, &w->listener);
+    dt__weights_free(w->ctx, w);
+}
+
+/* Takes over path. */
+static dt__weight_file *dt__weights_file(dt_weights *w, char *path) {
+    dt__weight_file *grown = (dt__weight_file *)dt__grow(w->ctx, w->file, w->files, &w->file_room, sizeof *grown,
+        "files");
+    if (!path || !grown) {
+        dt__text_drop(w->ctx, path);
+        return NULL;
+    }
+    w->file = grown;
+    memset(&w->file[w->files], 0, sizeof *w->file);
+    w->file[w->files].path = path;
+    return &w->file[w->files++];
+}
+
+static dt__weight *dt__weights_add(dt_weights *w, const dt__weight *weight) {
+    dt__weight *grown = (dt__weight *)dt__grow(w->ctx, w->weight, w->weights, &w->weight_room, sizeof *grown,
+        "tensors");
+    if (!grown) return NULL;
+    w->weight = grown;
+    w->weight[w->weights] = *weight;
+    return &w->weight[w->weights++];
+}
+
+static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
+    const dt__weight *t = (const dt__weight *)user;
+    return strcmp(t[a].t.name, t[b].t.name) < 0;
+}
+
+static int dt__by_offset(const void *user, uint32_t a, uint32_t b) { /* the empty ones of a place come first */
+    const dt__weight *t = (const dt__weight *)user;
+    return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
+}
+
+static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
+    const dt__weight *t = (const dt__weight *)user;
+    return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
+}
+
+/* Weights first .. of the table, in w->order, sorted. */
+static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
+    int n = w->weights - first;
+    if (w->weights > w->order_room) {
+        dt_free(w->ctx, DT_MEM_HOST, w->order, 2 * (size_t)w->order_room * sizeof *w->order);
+        w->order_room = 0;
+        w->order = (uint32_t *)dt_alloc(w->ctx, DT_MEM_HOST, 2 * (size_t)w->weights * sizeof *w->order, "tensors");
+        if (!w->order) return w->ctx->status;
+        w->order_room = w->weights;
+    }
+    for (int i = 0; i < n; i++) w->order[i] = (uint32_t)(first + i);
+    if (n > 1) dt__sort(w->order, w->order + w->order_room, (size_t)n, less, w->weight);
+    return DT_OK;
+}
+
+/* All tensors are known: sorts them by name. Two of one name are an error. */
+static dt_status dt__weights_names(dt_weights *w) {
+    if (dt__weights_sort(w, 0, dt__by_name) != DT_OK) return w->ctx->status;
+    for (int i = 1; i < w->weights; i++)
+        if (!dt__by_name(w->weight, w->order[i - 1], w->order[i]))
+            return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s: tensor '%s' is there twice", w->path,
+                dt__name_text(w->weight[w->order[i]].t.name).s);
+    return DT_OK;
+}
+
+// ---- Reading
+
+/* One member of a safetensors header. */
+static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
+    dt__weight_file *file = &w->file[f];
+    const dt_json   *j = file->json;
+    dt__weight       t;
+    size_t           bytes;
+    int64_t          begin, end, size = 1;
+    memset(&t, 0, sizeof t);
+    t.file = f;
+    t.t.name = dt_json_key(j, node, &bytes);
+    if (strlen(t.t.name) != bytes) return dt_json_fail(j, node, "a tensor's name holds a NUL");
+    dt__text    name = dt__name_text(t.t.name);
+    int         shape = dt_json_find(j, node, "shape"), offsets = dt_json_find(j, node, "data_offsets");
+    const char *type = dt_json_string(j, dt_json_find(j, node, "dtype"), NULL);
+    if (!type || dt_json_kind_of(j, shape) != DT_JSON_ARRAY || dt_json_kind_of(j, offsets) != DT_JSON_ARRAY ||
+        dt_json_count(j, node) != 3 || dt_json_count(j, offsets) != 2)
+        return dt_json_fail(j, node, "tensor '%s': dtype, shape and two data_offsets are needed, and no more", name.s);
+    while (t.type < DT__TYPES && strcmp(dt__types[t.type].name, type) != 0) t.type++;
+    if (t.type == DT__TYPES)
+        return dt_json_fail(j, node, "tensor '%s': unknown type '%s'", name.s, dt__name_text(type).s);
+    t.t.type = dt__types[t.type].name;
+    t.t.readable = dt__types[t.type].readable;
+    t.t.dtype = dt__types[t.type].dtype;
+    t.t.shape.nd = dt_json_count(j, shape);
+    if (t.t.shape.nd > DT_MAX_DIMS)
+        return dt_json_fail(j, node, "tensor '%s': %d dimensions, at most %d", name.s, t.t.shape.nd, DT_MAX_DIMS);
+    for (int i = 0; i < t.t.shape.nd; i++)
+        if (!dt_json_int(j, dt_json_at(j, shape, i), &t.t.shape.d[i]) || !dt__mul_ok(size, t.t.shape.d[i], &size))
+            return dt_json_fail(j, node, "tensor '%s': dimension %d of its shape", name.s, i);
+    t.t.count = size;
+    if (!dt__mul_ok(size, dt__types[t.type].bits, &size) || size % 8 != 0)
+        return dt_json_fail(j, node, "tensor '%s': %s of %s has no size in bytes", name.s, dt__shape_text(t.t.shape).s,
+            type);
+    if (!dt_json_int(j, dt_json_at(j, offsets, 0), &begin) || !dt_json_int(j, dt_json_at(j, offsets, 1), &end) ||
+        begin < 0 || end < begin || end - begin != size / 8 || !dt__add_ok(begin, (int64_t)file->head_bytes, &t.offset))
+        return dt_json_fail(j, node, "tensor '%s': its data_offsets are not those of %s of %s", name.s,
+            dt__shape_text(t.t.shape).s, type);
+    t.bytes = end - begin;
+    return dt__weights_add(w, &t) ? DT_OK : w->ctx->status;
+}
+
+static dt_status dt__st_metadata(const dt_json *j, int node) {
+    if (dt_json_kind_of(j, node) != DT_JSON_OBJECT) return dt_json_fail(j, node, "__metadata__ is no object");
+    for (int i = 0; i < dt_json_count(j, node); i++)
+        if (!dt_json_string(j, dt_json_at(j, node, i), NULL))
+            return dt_json_fail(j, dt_json_at(j, node, i), "__metadata__ holds strings only");
+    return DT_OK;
+}
+
+/* The tensors of one file, beginning with `first`, must fill its data exactly: no hole, no overlap, nothing behind. So
+   one file cannot be two things to two readers. */
+static dt_status dt__st_cover(dt_weights *w, int f, int first) {
+    const dt__weight_file *file = &w->file[f];
+    int64_t                at = (int64_t)file->head_bytes;
+    if (dt__weights_sort(w, first, dt__by_offset) != DT_OK) return w->ctx->status;
+    for (int i = 0; i < w->weights - first; i++) {
+        const dt__weight *t = &w->weight[w->order[i]];
+        if (t->offset != at)
+            return dt_fail(w->ctx, DT_ERR_IO, "%s: tensor '%s' begins at byte %lld, but the one before it ends at %lld",
+                file->path, dt__name_text(t->t.name).s, (long long)t->offset, (long long)at);
+        if (!dt__add_ok(at, t->bytes, &at)) break;
+    }
+    return at == file->bytes ? DT_OK : dt_fail(w->ctx, DT_ERR_IO, "%s: %lld bytes, but its tensors end at byte %lld",
+        file->path, (long long)file->bytes, (long long)at);
+}
+
+static dt_status dt__st_open(dt_weights *w, int f, uint64_t head) {
+    dt__weight_file *file = &w->file[f];
+    dt_ctx          *ctx = w->ctx;
+    int              first = w->weights;
+    if (head > DT__JSON_BYTES || (int64_t)head > file->bytes - 8)
+        return dt_fail(ctx, DT_ERR_IO, "%s: neither safetensors (a header of %llu bytes in a file of %lld, at most %d) "
+            "nor an llm.c model", file->path, (unsigned long long)head, (long long)file->bytes, DT__JSON_BYTES);
+    file->head_bytes = (size_t)head + 8;
+    file->head = (char *)dt_alloc(ctx, DT_MEM_HOST, file->head_bytes, "a header");
+    if (!file->head) return ctx->status;
+    if (dt__file_get(ctx, file->path, w->fd, file->head, (int64_t)file->head_bytes, 0, "header") != DT_OK)
+        return ctx->status;
+    if (head < 2 || file->head[8] != '{')
+        return dt_fail(ctx, DT_ERR_IO, "%s: the header does not begin with '{'", file->path);
+    file->json = dt_json_parse(ctx, file->path, file->head + 8, (size_t)head);
+    int metadata = dt_json_find(file->json, 0, "__metadata__");
+    if (metadata >= 0) dt__st_metadata(file->json, metadata);
+    for (int i = 0; i < dt_json_count(file->json, 0) && ctx->status == DT_OK; i++)
+        if (dt_json_at(file->json, 0, i) != metadata) dt__st_tensor(w, f, dt_json_at(file->json, 0, i));
+    return ctx->status == DT_OK ? dt__st_cover(w, f, first) : ctx->status;
+}
+
+/* Tensor i of an llm.c model whose sizes were checked; 0 where its size is no number. */
+static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
+    const char *dims = dt__llmc_tensors[i].dims;
+    int64_t     C = m->width;
+    memset(t, 0, sizeof *t);
+    t->t.name = dt__llmc_tensors[i].name;
+    t->t.type = m->version == 5 ? "BF16" : "F32";
+    t->t.readable = 1;
+    t->t.dtype = m->version == 5 ? DT_BF16 : DT_F32;
+    t->t.count = 1;
+    for (; *dims; dims++) {
+        int64_t d = *dims == 'P' ? m->padded_vocab : *dims == 'T' ? m->seq : *dims == 'L' ? m->layers
+            : *dims == 'C' ? C : (*dims - '0') * C;
+        t->t.shape.d[t->t.shape.nd++] = d;
+        if (!dt__mul_ok(t->t.count, d, &t->t.count)) return 0;
+    }
+    t->due = i == 0 ? m->vocab * C : t->t.count;
+    return dt__mul_ok(t->t.count, (int64_t)dt_dtype_size(t->t.dtype), &t->bytes);
+}
+
+/* All 16 tensors, one after the other; *end is where the file ends. */
+static dt_status dt__llmc_list(dt_weights *w, int f, int64_t *end) {
+    const dt_llmc *m = &w->desc.llmc;
+    *end = DT__LLMC_HEAD;
+    if ((m->version != 3 && m->version != 5) || m->seq < 1 || m->vocab < 1 || m->layers < 1 || m->heads < 1 ||
+        m->width < 1 || m->width % m->heads != 0 || m->padded_vocab < m->vocab)
+        return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s: llm.c model of version %d (3 and 5 are "
+            "known), seq %d, vocab %d of %d, layers %d, heads %d, width %d", w->path, m->version, m->seq, m->vocab,
+            m->padded_vocab, m->layers, m->heads, m->width);
+    for (int i = 0; i < 16; i++) {
+        dt__weight t;
+        int        ok = dt__llmc_tensor(m, i, &t);
+        t.file = f;
+        t.offset = *end;
+        if (!ok || !dt__add_ok(*end, t.bytes, end))
+            return dt_fail(w->ctx, DT_ERR_IO, "%s: the size of tensor '%s' is no number", w->path, t.t.name);
+        if (!dt__weights_add(w, &t)) return w->ctx->status;
+    }
+    return DT_OK;
+}
+
+static dt_status dt__llmc_open(dt_weights *w, int f) {
+    dt__weight_file *file = &w->file[f];
+    int32_t          head[8];
+    int64_t          end;
+    if (dt__file_get(w->ctx, file->path, w->fd, head, sizeof head, 0, "header") != DT_OK) return w->ctx->status;
+    dt_llmc m = { head[1], head[2], head[3], head[4], head[5], head[6], head[7] };
+    w->desc.llmc = m;
+    if (dt__llmc_list(w, f, &end) != DT_OK) return w->ctx->status;
+    return end == file->bytes ? DT_OK : dt_fail(w->ctx, DT_ERR_IO, "%s: %lld bytes, but a model of its sizes has %lld",
+        file->path, (long long)file->bytes, (long long)end);
+}
+
+/* One file and its kind. Takes over path. */
+static dt_status dt__weights_scan(dt_weights *w, char *path) {
+    dt_ctx          *ctx = w->ctx;
+    dt__weight_file *file = dt__weights_file(w, path);
+    int              f = w->files - 1;
+    uint64_t         head;
+    if (!file || dt__weights_use(w, f) != DT_OK) return ctx->status;
+    errno = 0;
+    file->bytes = ctx->io.size(ctx->io.user, w->fd);
+    if (file->bytes < 0 && errno == EISDIR)
+        return dt_fail(ctx, DT_ERR_IO, "%s: a folder without model.safetensors and model.safetensors.index.json", path);
+    if (file->bytes < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    if (file->bytes < 8) return dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes are no weights", path, (long long)file->bytes);
+    if (dt__file_get(ctx, path, w->fd, &head, sizeof head, 0, "header") != DT_OK) return ctx->status;
+    if ((uint32_t)head == DT__LLMC_MAGIC && w->files == 1 && file->bytes >= DT__LLMC_HEAD) return dt__llmc_open(w, f);
+    return dt__st_open(w, f, head);
+}
+
+/* The shards that an index names, each in the index's folder. */
+static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
+    const char *slash = strrchr(path, '/');
+    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0, bytes;
+    for (int i = 0; i < dt_json_count(j, map) && w->ctx->status == DT_OK; i++) {
+        int         node = dt_json_at(j, map, i), f = 0;
+        const char *name = dt_json_string(j, node, &bytes);
+        if (!name || !bytes || strlen(name) != bytes || strchr(name, '/') || strchr(name, '\\') || strstr(name, ".."))
+            return dt_json_fail(j, node, "'%s' is not the name of a file beside the index",
+                dt__name_text(name ? name : "").s);
+        while (f < w->files && strcmp(w->file[f].path + folder, name) != 0) f++;
+        if (f == w->files) dt__weights_scan(w, dt__join(w->ctx, path, folder, name));
+    }
+    return w->ctx->status;
+}
+
+/* What an index names must be where it says. */
+static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
+    const char *slash = strrchr(path, '/');
+    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0;
+    for (int i = 0; i < dt_json_count(j, map); i++) {
+        int         node = dt_json_at(j, map, i), at = dt_weights_find(w, dt_json_key(j, node, NULL));
+        const char *name = dt_json_string(j, node, NULL);
+        if (at < 0 || strcmp(w->file[w->weight[at].file].path + folder, name) != 0)
+            return dt_json_fail(j, node, "tensor '%s' is not in '%s'", dt__name_text(dt_json_key(j, node, NULL)).s,
+                dt__name_text(name).s);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__index_open(dt_weights *w, const char *path) {
+    size_t   bytes;
+    char    *text = dt_file_read(w->ctx, path, DT__JSON_BYTES, &bytes);
+    dt_json *j = text ? dt_json_parse(w->ctx, path, text, bytes) : NULL;
+    int      map = dt_json_find(j, 0, "weight_map");
+    if (j && dt_json_kind_of(j, map) != DT_JSON_OBJECT) dt_json_fail(j, 0, "there is no weight_map");
+    if (w->ctx->status == DT_OK && dt__index_shards(w, j, map, path) == DT_OK && dt__weights_names(w) == DT_OK)
+        dt__index_check(w, j, map, path);
+    dt_json_free(j);
+    if (text) dt_free(w->ctx, DT_MEM_HOST, text, bytes + 1);
+    return w->ctx->status;
+}
+
+/* path + name if there is such a file, else NULL. What is not simply absent is an error. */
+static char *dt__weights_in(dt_weights *w, const char *name) {
+    dt_ctx *ctx = w->ctx;
+    char   *path = ctx->status == DT_OK ? dt__join(ctx, w->path, strlen(w->path), name) : NULL;
+    if (!path) return NULL;
+    errno = 0;
+    int fd = ctx->io.open(ctx->io.user, path, 0);
+    if (fd >= 0) {
+        ctx->io.close(ctx->io.user, fd);
+        return path;
+    }
+    if (errno != 0 && errno != ENOENT && errno != ENOTDIR) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, strerror(errno));
+    dt__text_drop(ctx, path);
+    return NULL;
+}
+
+static int dt__ends_with(const char *s, const char *end) {
+    size_t n = strlen(s), m = strlen(end);
+    return n >= m && strcmp(s + n - m, end) == 0;
+}
+
+dt_weights *dt_weights_open(dt_ctx *ctx, const char *path) {
+    dt_weights *w = dt__weights_new(ctx, path, 0);
+    if (!w) return NULL;
+    char *one = dt__weights_in(w, "/model.safetensors"), *index = NULL;
+    if (!one) index = dt__weights_in(w, "/model.safetensors.index.json");
+    if (one) dt__weights_scan(w, one);
+    else if (index) dt__index_open(w, index);
+    else if (dt__ends_with(path, ".index.json")) dt__index_open(w, path);
+    else if (ctx->status == DT_OK) dt__weights_scan(w, dt__join(ctx, path, strlen(path), ""));
+    dt__text_drop(ctx, index);
+    if (ctx->status == DT_OK && dt__weights_names(w) == DT_OK) return w;
+    dt__weights_end(w);
+    return NULL;
+}
+
+int dt_weights_count(const dt_weights *w) { return w ? w->weights : 0; }
+
+const dt_weight *dt_weights_get(const dt_weights *w, int index) {
+    return index >= 0 && index < dt_weights_count(w) ? &w->weight[index].t : NULL;
+}
+
+int dt_weights_find(const dt_weights *w, const char *name) {
+    int lo = 0, hi = dt_weights_count(w);
+    if (w && w->writing && !w->laid) { /* not sorted yet */
+        while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
+        return lo < hi ? lo : -1;
+    }
+    while (lo < hi) {
+        int mid = lo + (hi - lo) / 2, order = strcmp(name, w->weight[w->order[mid]].t.name);
+        if (order == 0) return (int)w->order[mid];
+        if (order < 0) hi = mid;
+        else lo = mid + 1;
+    }
+    return -1;
+}
+
+dt_llmc dt_weights_llmc(const dt_weights *w) {
+    dt_llmc none = { 0, 0, 0, 0, 0, 0, 0 };
+    return w ? w->desc.llmc : none;
+}
+
+const char *dt_weights_metadata(const dt_weights *w, const char *key) {
+    const dt_json *j = w && w->files ? w->file[0].json : NULL;
+    return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
+}
+
+/* Round to odd: when a double becomes a float that is rounded again to 16 bits, the second rounding sees a last bit
+   that still knows something was cut off, and so gives what one rounding would have. */
+static float dt__f64_to_odd(double x) {
+    float    f = (float)x;
+    uint32_t u = dt__float_bits(f);
+    if ((double)f == x || x != x) return f;
+    return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
+}
+
+/* out = in as another type, both in host memory. Every pair but f64 to f64 passes through floats. */
+static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
+    float f[512];
+    if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
+    for (int64_t at = 0; at < count && to != from;) {
+        int         n = count - at < 512 ? (int)(count - at) : 512;
+        const char *source = (const char *)in + (size_t)at * dt_dtype_size(from);
+        char       *target = (char *)out + (size_t)at * dt_dtype_size(to);
+        if (from == DT_F32) memcpy(f, source, (size_t)n * sizeof *f);
+        for (int i = 0; i < n && from == DT_BF16; i++) f[i] = dt__bf16_to_f32(((const uint16_t *)source)[i]);
+        for (int i = 0; i < n && from == DT_F16; i++) f[i] = dt__f16_to_f32(((const uint16_t *)source)[i]);
+        for (int i = 0; i < n && from == DT_F64; i++) {
+            double x = ((const double *)source)[i];
+            f[i] = to == DT_F32 ? (float)x : dt__f64_to_odd(x);
+        }
+        if (to == DT_F32) memcpy(target, f, (size_t)n * sizeof *f);
+        for (int i = 0; i < n && to == DT_BF16; i++) ((uint16_t *)target)[i] = dt__f32_to_bf16(f[i]);
+        for (int i = 0; i < n && to == DT_F16; i++) ((uint16_t *)target)[i] = dt__f32_to_f16(f[i]);
+        for (int i = 0; i < n && to == DT_F64; i++) ((double *)target)[i] = (double)f[i];
+        at += n;
+    }
+}
+
+/* What is wrong with moving such a run between a tensor and host memory. */
+static dt_status dt__weights_check(const dt_weights *w, const char *what, int writing, int index, int64_t first,
+    int64_t count, dt_dtype dtype) {
+    const dt_weight *t = dt_weights_get(w, index);
+    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
+    if (!t || w->writing != writing)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): tensor %d of %d, of a file open for %s", what, w->path, index,
+            w->weights, w->writing ? "writing" : "reading");
+    if (first < 0 || count < 0 || first > t->count || count > t->count - first)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): elements %lld and %lld more of %lld", what,
+            dt__name_text(t->name).s, (long long)first, (long long)count, (long long)t->count);
+    if (!t->readable || dt_dtype_size(dtype) == 0 || (t->dtype != dtype && (t->dtype == DT_I32 || dtype == DT_I32)))
+        return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): no conversion between %s and %s", what,
+            dt__name_text(t->name).s, t->type, dt_dtype_name(dtype));
+    return DT_OK;
+}
+
+static char *dt__weights_buffer(dt_weights *w, char **buffer, size_t bytes) {
+    if (!*buffer) *buffer = (char *)dt_alloc(w->ctx, DT_MEM_HOST, bytes, "a window into a file");
+    return *buffer;
+}
+
+dt_status dt_weights_read(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host) {
+    dt_status status = dt__weights_check(w, "dt_weights_read", 0, index, first, count, as);
+    if (status != DT_OK || count == 0) return status;
+    const dt__weight *t = &w->weight[index];
+    const char       *path = w->file[t->file].path;
+    int64_t           size = (int64_t)dt_dtype_size(t->t.dtype), step = DT__WINDOW / size;
+    int64_t           at = t->offset + first * size;
+    if (dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
+    if (as == t->t.dtype) return dt__file_get(w->ctx, path, w->fd, host, count * size, at, t->t.name);
+    if (!dt__weights_buffer(w, &w->window, DT__WINDOW)) return w->ctx->status;
+    for (int64_t done = 0; done < count; done += step) {
+        int64_t n = count - done < step ? count - done : step;
+        if (dt__file_get(w->ctx, path, w->fd, w->window, n * size, at + done * size, t->t.name) != DT_OK) break;
+        dt__convert(as, (char *)host + (size_t)done * dt_dtype_size(as), t->t.dtype, w->window, n);
+    }
+    return w->ctx->status;
+}
+
+// ---- Parameters out of files and into them
+
+/* A dt_weight_part with its defaults filled in. */
+typedef struct dt__rect {
+    dt_tensor *param;
+    int        index;               /* of the file's tensor */
+    int64_t    at, rows, columns;   /* rows at .. at + rows - 1 of the parameter seen as a matrix of `columns` */
+    int64_t    row, column, stride; /* where they begin in the file's matrix, and how many columns that has */
+    int        transposed;
+} dt__rect;
+
+static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__rect *r) {
+    const char   *what = w->writing ? "dt_weights_save" : "dt_weights_load", *name = part->name ? part->name : "";
+    dt_tensor    *p = r->param;
+    int64_t       left = dt_count(p->param->full) / r->columns - r->at;
+    r->index = dt_weights_find(w, name);
+    const dt_weight *t = dt_weights_get(w, r->index);
+    if (!t) return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s(%s): %s has no tensor '%s'", what, p->name,
+        w->path, dt__name_text(name).s);
+    r->rows = part->rows ? part->rows : left;
+    r->row = part->row;
+    r->column = part->column;
+    r->transposed = part->transposed;
+    int64_t tall = r->transposed ? r->columns : r->rows, wide = r->transposed ? r->rows : r->columns;
+    int64_t rows = part->file_rows ? part->file_rows : tall;
+    r->stride = part->file_columns ? part->file_columns : wide;
+    if (r->rows < 1 || r->rows > left || r->row < 0 || r->column < 0 || tall > rows || r->row > rows - tall ||
+        wide > r->stride || r->column > r->stride - wide)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): %lld of %lld rows of %lld, at (%lld,%lld) of (%lld,%lld) of '%s'",
+            what, p->name, (long long)r->rows, (long long)left, (long long)r->columns, (long long)r->row,
+            (long long)r->column, (long long)rows, (long long)r->stride, name);
+    int64_t have = t->shape.nd ? t->shape.d[t->shape.nd - 1] : 1;
+    if (have != r->stride || t->count / have != rows)
+        return dt_fail(w->ctx, DT_ERR_SHAPE, "%s(%s): %s needs %s'%s' of (%lld,%lld), but %s has %s", what, p->name,
+            dt__shape_text(p->param->full).s, r->transposed ? "transposed " : "", dt__name_text(name).s,
+            (long long)rows, (long long)r->stride, w->path, dt__shape_text(t->shape).s);
+    return DT_OK;
+}
+
+/* A run of the file's tensor: into host memory, or out of it where the file is written. */
+static dt_status dt__rect_file(dt_weights *w, const dt__rect *r, int64_t first, int64_t count, void *host) {
+    dt_dtype dtype = r->param->dtype;
+    return w->writing ? dt_weights_write(w, r->index, first, count, dtype, host)
+                      : dt_weights_read(w, r->index, first, count, dtype, host);
+}
+
+/* A run of the parameter's local elements, the other way round. */
+static dt_status dt__rect_param(dt_weights *w, const dt__rect *r, int64_t first, int64_t count, void *host) {
+    size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
+    void  *at = (char *)r->param->data + (size_t)first * size;
+    if (dt__move(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes) != DT_OK) return w->ctx->status;
+    return dt__sync(w->ctx); /* host memory is used again at once */
+}
+
+/* As stored: runs of the box are runs of the file, as far as a row of it goes. */
+static dt_status dt__rect_runs(dt_weights *w, const dt__rect *r) {
+    const dt_param_info *p = r->param->param;
+    int64_t      begin = r->at * r->columns, end = begin + r->rows * r->columns;
+    int64_t      most = DT__STAGE / (int64_t)dt_dtype_size(r->param->dtype);
+    dt__box_walk walk = dt__box_begin(p->full, p->box);
+    while (dt__box_next(&walk)) {
+        int64_t g = walk.global < begin ? begin : walk.global;
+        int64_t stop = walk.global + walk.run < end ? walk.global + walk.run : end;
+        while (g < stop) {
+            int64_t row = g / r->columns - r->at, column = g % r->columns, n = stop - g < most ? stop - g : most;
+            if (r->stride != r->columns && n > r->columns - column) n = r->columns - column;
+            int64_t at = (r->row + row) * r->stride + r->column + column, local = walk.local + g - walk.global;
+            if (w->writing && dt__rect_param(w, r, local, n, w->stage) != DT_OK) return w->ctx->status;
+            if (dt__rect_file(w, r, at, n, w->stage) != DT_OK) return w->ctx->status;
+            if (!w->writing && dt__rect_param(w, r, local, n, w->stage) != DT_OK) return w->ctx->status;
+            g += n;
+        }
+    }
+    return w->ctx->status;
+}
+
+static void dt__strided(void *out, int64_t out_step, const void *in, int64_t in_step, int64_t n, size_t size) {
+    char       *o = (char *)out;
+    const char *i = (const char *)in;
+    for (; n > 0; n--, o += out_step * (int64_t)size, i += in_step * (int64_t)size) {
+        if (size == 2) memcpy(o, i, 2); /* sizes that the compiler knows are plain moves */
+        else if (size == 4) memcpy(o, i, 4);
+        else memcpy(o, i, 8);
+    }
+}
+
+/* Rows row .. row+rows-1 and columns column .. column+columns-1 of the parameter are columns and rows of the file. They
+   pass through one tile of the stage, so that the file is read in runs and the parameter is not touched crosswise.
+   local: the parameter's element of the tile's corner, `pitch` apart from the next row's. */
+static dt_status dt__rect_tile(dt_weights *w, const dt__rect *r, int64_t row, int64_t rows, int64_t column,
+    int64_t columns, int64_t local, int64_t pitch) {
+    size_t  size = dt_dtype_size(r->param->dtype);
+    char   *tile = w->stage, *run = w->stage + (size_t)rows * (size_t)columns * size;
+    int64_t whole = columns == pitch ? rows : 1; /* rows that one move takes */
+    for (int64_t i = 0; i < rows && w->writing; i += whole)
+        if (dt__rect_param(w, r, local + i * pitch, whole * columns, tile + (size_t)(i * columns) * size) != DT_OK)
+            return w->ctx->status;
+    for (int64_t c = 0; c < columns; c++) {
+        int64_t at = (r->row + column + c) * r->stride + r->column + row - r->at;
+        char   *corner = tile + (size_t)c * size;
+        if (w->writing) dt__strided(run, 1, corner, columns, rows, size);
+        if (dt__rect_file(w, r, at, rows, run) != DT_OK) return w->ctx->status;
+        if (!w->writing) dt__strided(corner, columns, run, 1, rows, size);
+    }
+    for (int64_t i = 0; i < rows && !w->writing; i += whole)
+        if (dt__rect_param(w, r, local + i * pitch, whole * columns, tile + (size_t)(i * columns) * size) != DT_OK)
+            return w->ctx->status;
+    return DT_OK;
+}
+
+/* Transposed: the leading dimensions of the box are runs of rows, cut into tiles that fit the stage with one run. */
+static dt_status dt__rect_tiles(dt_weights *w, const dt__rect *r) {
+    const dt_param_info *p = r->param->param;
+    dt_shape     lead = p->full;
+    int          last = --lead.nd;
+    int64_t      pitch = p->box.n[last], width = p->box.inside[last];
+    int64_t      wide = width < 4096 ? width : 4096;
+    int64_t      tall = DT__STAGE / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype)); /* + 1: the run */
+    dt__box_walk walk = dt__box_begin(lead, p->box);
+    while (width > 0 && dt__box_next(&walk)) {
+        int64_t row = walk.global < r->at ? r->at : walk.global;
+        int64_t stop = walk.global + walk.run < r->at + r->rows ? walk.global + walk.run : r->at + r->rows;
+        for (; row < stop; row += tall)
+            for (int64_t c = 0; c < width; c += wide) {
+                int64_t rows = stop - row < tall ? stop - row : tall, columns = width - c < wide ? width - c : wide;
+                int64_t local = (walk.local + row - walk.global) * pitch + c;
+                if (dt__rect_tile(w, r, row, rows, p->box.lo[last] + c, columns, local, pitch) != DT_OK)
+                    return w->ctx->status;
+            }
+    }
+    return w->ctx->status;
+}
+
+static dt_status dt__weights_param(dt_weights *w, const char *what, int writing, dt_tensor *param, int64_t columns,
+    const dt_weight_part *parts, int n) {
+    dt__rect r;
+    memset(&r, 0, sizeof r);
+    if (!w || !param || w->ctx->status != DT_OK) return w && w->ctx->status != DT_OK ? w->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = w->ctx;
+    if (!param->param || param->ctx != ctx || w->writing != writing)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): a parameter of this context and a file open for %s are needed", what,
+            param->name, writing ? "writing" : "reading");
+    const dt_param_info *p = param->param;
+    int64_t              last = p->full.nd ? p->full.d[p->full.nd - 1] : 1;
+    r.param = param;
+    r.columns = columns ? columns : last;
+    if (r.columns < 1 || dt_count(p->full) % r.columns != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): %s has no %lld columns", what, param->name, dt__shape_text(p->full).s,
+            (long long)columns);
+    for (int i = 0; i < p->full.nd && writing; i++)
+        if (p->box.n[i] != p->full.d[i])
+            return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): it is cut, %s of %s; save it from a single rank", what,
+                param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
+    if (dt__storage(ctx) != DT_OK || !dt__weights_buffer(w, &w->stage, DT__STAGE)) return ctx->status;
+    if (!param->data) return dt_fail(ctx, DT_ERR_ARG, "%s(%s): this rank does not hold its values", what, param->name);
+    for (int i = 0; i < n; i++) {
+        if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
+        if (r.transposed && (r.columns != last || p->full.nd == 0))
+            return dt_fail(ctx, DT_ERR_ARG, "%s(%s): transposed, its columns are its last dimension", what,
+                param->name);
+        if ((r.transposed ? dt__rect_tiles(w, &r) : dt__rect_runs(w, &r)) != DT_OK) return ctx->status;
+        r.at += r.rows;
+    }
+    return r.at == dt_count(p->full) / r.columns ? DT_OK : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of "
+        "%lld rows", what, param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
+}
+
+dt_status dt_weights_load(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    return dt__weights_param(w, "dt_weights_load", 0, param, columns, parts, n);
+}
+
+dt_status dt_weights_save(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    return dt__weights_param(w, "dt_weights_save", 1, param, columns, parts, n);
+}
+
+// ---- Writing
+
+dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc) {
+    int64_t     end;
+    dt_weights *w = dt__weights_new(ctx, path, 1);
+    if (!w) return NULL;
+    w->desc = desc;
+    if (desc.llmc.version) dt__llmc_list(w, 0, &end);
+    if (desc.shard_bytes && (desc.shard_bytes < 0 || desc.llmc.version || !dt__ends_with(path, ".safetensors")))
+        dt_fail(ctx, DT_ERR_ARG, "dt_weights_create(%s): shards of %lld bytes need a name ending in .safetensors", path,
+            (long long)desc.shard_bytes);
+    if (ctx->status == DT_OK) return w;
+    dt__weights_end(w);
+    return NULL;
+}
+
+int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape) {
+    dt__weight t;
+    memset(&t, 0, sizeof t);
+    if (!w || w->ctx->status != DT_OK) return -1;
+    if (!w->writing || w->laid || w->desc.llmc.version || !name || strcmp(name, "__metadata__") == 0 ||
+        dt__utf8_bad(name, strlen(name)) < strlen(name) || dt_dtype_size(dtype) == 0 || !dt__shape_ok(shape)) {
+        dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_declare(%s): '%s' of type %s and shape %s, before the first write of "
+            "safetensors", w->path, name ? dt__name_text(name).s : "", dt_dtype_name(dtype), dt__shape_text(shape).s);
+        return -1;
+    }
+    while (!dt__types[t.type].readable || dt__types[t.type].dtype != dtype) t.type++;
+    t.t.type = dt__types[t.type].name;
+    t.t.readable = 1;
+    t.t.dtype = dtype;
+    t.t.shape = shape;
+    t.t.count = t.due = dt_count(shape);
+    t.bytes = t.t.count * (int64_t)dt_dtype_size(dtype);
+    t.t.name = t.own_name = dt__join(w->ctx, name, strlen(name), "");
+    if (t.own_name && dt__weights_add(w, &t)) return w->weights - 1;
+    dt__text_drop(w->ctx, t.own_name);
+    return -1;
+}
+
+/* Which file each tensor goes to, in order of declaration, and the files' names. */
+static dt_status dt__st_files(dt_weights *w) {
+    int64_t total = 0, size = 0, most = w->desc.shard_bytes;
+    int     f = 0;
+    size_t  stem = strlen(w->path) - (dt__ends_with(w->path, ".safetensors") ? 12 : 0);
+    for (int i = 0; i < w->weights; i++)
+        if (!dt__add_ok(total, w->weight[i].bytes, &total))
+            return dt_fail(w->ctx, DT_ERR_ARG, "%s: the size of all tensors is no number", w->path);
+    if (!most || total <= most) most = INT64_MAX;
+    for (int i = 0; i < w->weights; i++) {
+        if (size > 0 && w->weight[i].bytes > most - size) f++, size = 0;
+        w->weight[i].file = f;
+        size += w->weight[i].bytes;
+    }
+    for (int i = 0; i <= f && w->ctx->status == DT_OK; i++) {
+        char number[48];
+        snprintf(number, sizeof number, "-%05d-of-%05d.safetensors", i + 1, f + 1);
+        dt__weights_file(w, most < INT64_MAX ? dt__join(w->ctx, w->path, stem, number)
+                                             : dt__join(w->ctx, w->path, strlen(w->path), ""));
+    }
+    return w->ctx->status;
+}
+
+/* Makes file f under its temporary name, with its header; what is not written later is zero. */
+static dt_status dt__file_start(dt_weights *w, int f, int64_t head_bytes) {
+    dt__weight_file *file = &w->file[f];
+    dt__weights_shut(w);
+    if (!(file->temp = dt__join(w->ctx, file->path, strlen(file->path), ".tmp"))) return w->ctx->status;
+    file->open = 1;
+    w->fd = dt__file_open(w->ctx, file->temp, 1, file->bytes);
+    if (w->fd < 0) return w->ctx->status;
+    w->current = f;
+    return dt__file_put(w->ctx, file->temp, w->fd, file->head, head_bytes, 0);
+}
+
+/* The header of file f, whose tensors come in w->order; gives them their offsets. */
+static dt_status dt__st_head(dt_weights *w, int f) {
+    dt__weight_file *file = &w->file[f];
+    dt_json_out      out = { w->ctx, NULL, 0, 0 };
+    int64_t          at = 0;
+    uint64_t         n = 0;
+    dt__json_write(&out, (const char *)&n, sizeof n); /* the length; filled in below */
+    dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
+    for (int i = 0; i < w->weights; i++) {
+        dt__weight *t = &w->weight[w->order[i]];
+        if (t->file != f) continue;
+        dt_json_open(&out, t->t.name, '{');
+        dt_json_put_string(&out, "dtype", t->t.type);
+        dt_json_open(&out, "shape", '[');
+        for (int k = 0; k < t->t.shape.nd; k++) dt_json_put_int(&out, NULL, t->t.shape.d[k]);
+        dt_json_shut(&out, ']');
+        dt_json_open(&out, "data_offsets", '[');
+        dt_json_put_int(&out, NULL, at);
+        t->offset = at;
+        dt_json_put_int(&out, NULL, at += t->bytes);
+        dt_json_shut(&out, ']');
+        dt_json_shut(&out, '}');
+    }
+    dt_json_shut(&out, '}');
+    while (out.used % 8 != 0 && w->ctx->status == DT_OK) dt__json_write(&out, " ", 1);
+    n = out.used - 8;
+    if (n > DT__JSON_BYTES && w->ctx->status == DT_OK)
+        dt_fail(w->ctx, DT_ERR_ARG, "%s: a header of %zu bytes, at most %d", file->path, (size_t)n, DT__JSON_BYTES);
+    if (out.text) memcpy(out.text, &n, sizeof n);
+    file->head = out.text;
+    file->head_bytes = out.room;
+    file->bytes = (int64_t)out.used + at;
+    for (int i = 0; i < w->weights; i++)
+        if (w->weight[i].file == f) w->weight[i].offset += (int64_t)out.used;
+    return w->ctx->status == DT_OK ? dt__file_start(w, f, (int64_t)out.used) : w->ctx->status;
+}
+
+static dt_status dt__llmc_head(dt_weights *w) {
+    const dt_llmc *m = &w->desc.llmc;
+    int32_t        words[8] = { DT__LLMC_MAGIC, m->version, m->seq, m->vocab, m->layers, m->heads, m->width,
+        m->padded_vocab };
+    dt__weight_file *file = dt__weights_file(w, dt__join(w->ctx, w->path, strlen(w->path), ""));
+    if (!file || !(file->head = (char *)dt__host_zeroed(w->ctx, DT__LLMC_HEAD, "a header"))) return w->ctx->status;
+    memcpy(file->head, words, sizeof words);
+    file->head_bytes = DT__LLMC_HEAD;
+    file->bytes = w->weight[15].offset + w->weight[15].bytes;
+    return dt__file_start(w, 0, DT__LLMC_HEAD);
+}
+
+/* The list of tensors is complete: files, offsets, headers. */
+static dt_status dt__weights_lay(dt_weights *w) {
+    if (w->laid || w->ctx->status != DT_OK || dt__weights_names(w) != DT_OK) return w->ctx->status;
+    if (w->desc.llmc.version) {
+        dt__llmc_head(w);
+    } else if (dt__st_files(w) == DT_OK && dt__weights_sort(w, 0, dt__by_type) == DT_OK) {
+        for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++) dt__st_head(w, f);
+        dt__weights_names(w);
+    }
+    w->laid = 1;
+    return w->ctx->status;
+}
+
+dt_status dt_weights_write(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host) {
+    dt_status status = dt__weights_check(w, "dt_weights_write", 1, index, first, count, from);
+    if (status != DT_OK || dt__weights_lay(w) != DT_OK) return w ? w->ctx->status : status;
+    dt__weight *t = &w->weight[index];
+    const char *path = w->file[t->file].temp;
+    int64_t     size = (int64_t)dt_dtype_size(t->t.dtype), at = t->offset + first * size, step = DT__WINDOW / size;
+    if (count > t->t.count - t->written)
+        return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
+            dt__name_text(t->t.name).s);
+    if (dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
+    if (from != t->t.dtype && !dt__weights_buffer(w, &w->window, DT__WINDOW)) return w->ctx->status;
+    for (int64_t done = 0; done < count; done += step) {
+        int64_t     n = count - done < step ? count - done : step;
+        const char *in = (const char *)host + (size_t)done * dt_dtype_size(from);
+        if (from != t->t.dtype) dt__convert(t->t.dtype, w->window, from, in, n);
+        if (dt__file_put(w->ctx, path, w->fd, from != t->t.dtype ? w->window : in, n * size, at + done * size) != DT_OK)
+            return w->ctx->status;
+    }
+    t->written += count;
+    return DT_OK;
+}
+
+static dt_status dt__index_write(dt_weights *w) {
+    dt_json_out out = { w->ctx, NULL, 0, 0 };
+    char       *path = dt__join(w->ctx, w->path, strlen(w->path), ".index.json");
+    int64_t     total = 0;
+    for (int i = 0; i < w->weights; i++) total += w->weight[i].bytes;
+    dt_json_open(&out, NULL, '{');
+    dt_json_open(&out, "metadata", '{');
+    dt_json_put_int(&out, "total_size", total);
+    dt_json_shut(&out, '}');
+    dt_json_open(&out, "weight_map", '{');
+    for (int i = 0; i < w->weights; i++) {
+        const dt__weight *t = &w->weight[w->order[i]];
+        const char       *file = w->file[t->file].path, *slash = strrchr(file, '/');
+        dt_json_put_string(&out, t->t.name, slash ? slash + 1 : file);
+    }
+    dt_json_shut(&out, '}');
+    dt_json_shut(&out, '}');
+    if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
+        errno = 0; /* an older single file would be read in place of the shards */
+        if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
+            dt_fail(w->ctx, DT_ERR_IO, "%s: it is older than its shards, but stays: %s", w->path, strerror(errno));
+    }
+    dt_json_drop(&out);
+    dt__text_drop(w->ctx, path);
+    return w->ctx->status;
+}
+
+/* All is written: the temporary files get their names. */
+static dt_status dt__weights_publish(dt_weights *w) {
+    if (dt__weights_lay(w) != DT_OK) return w->ctx->status;
+    for (int i = 0; i < w->weights; i++) {
+        const dt__weight *t = &w->weight[i];
+        if (t->written < t->due)
+            return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_close(%s): tensor '%s' has %lld of its %lld elements",
+                w->path, dt__name_text(t->t.name).s, (long long)t->written, (long long)t->due);
+    }
+    dt__weights_shut(w);
+    for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++)
+        if (dt__file_publish(w->ctx, w->file[f].temp, w->file[f].path) == DT_OK) w->file[f].open = 0;
+    int sharded = w->files && strcmp(w->file[0].path, w->path) != 0;
+    return w->ctx->status == DT_OK && sharded ? dt__index_write(w) : w->ctx->status;
+}
+
+dt_status dt_weights_close(dt_weights *w) {
+    if (!w) return DT_OK;
+    dt_ctx *ctx = w->ctx;
+    if (w->writing) dt__weights_publish(w);
+    dt__weights_end(w);
+    return ctx->status;
+}
+
+// ==== 20. Arithmetic on the CPU =====================================================================================
 
 /* From here on no product and sum may be contracted to one rounding: the same source must give the same bits on every
    instruction set. clang knows the standard pragma; gcc ignores that one and takes an option instead. The other one
@@ -4188,7 +5942,7 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-/* ---- the matrix product ---- */
+// ==== 21. Matrix product on the CPU =================================================================================
 
 /* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined
    with the constant width of a full tile and once more for the others. The row is overwritten. */
@@ -4523,7 +6277,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
 }
 #endif
 
-// ==== 18. CPU kernels, once over float and double ===================================================================
+// ==== 22. CPU kernels, once over float and double ===================================================================
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     DT__REAL tile[DT__TILE], value = (DT__REAL)a->value;
@@ -5463,7 +7217,7 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* This type and instruction set as a table: what section 19 chooses from. */
+/* This type and instruction set as a table: what section 23 chooses from. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -5508,9 +7262,9 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 extern "C" {
 #endif
 
-// ==== 19. The CPU kernel table ======================================================================================
+// ==== 23. The CPU kernel table ======================================================================================
 
-/* Section 18 for each type and set: float and double by every set that this processor family has. */
+/* Sections 20 to 22 for each type and set: float and double by every set that this processor family has. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -5634,7 +7388,7 @@ const dt_kernels *dt_kernels_cpu(void) {
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels
+     0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.
 
