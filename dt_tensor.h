@@ -4282,7 +4282,7 @@ int dt_json_find(const dt_json *d, int node, const char *key) {
     int                  lo = 0, hi = n ? (int)n->count : 0;
     while (lo < hi) {
         int         mid = lo + (hi - lo) / 2;
-        size_t      bytes;
+        size_t      bytes = 0;
         const char *have = dt_json_key(d, dt_json_at(d, node, mid), &bytes);
         int         order = dt__string_order(key, strlen(key), have, bytes);
         if (order == 0) return dt_json_at(d, node, mid);
@@ -4726,7 +4726,7 @@ static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
     dt__weight_file *file = &w->file[f];
     const dt_json   *j = file->json;
     dt__weight       t;
-    size_t           bytes;
+    size_t           bytes = 0;
     int64_t          begin, end, size = 1;
     memset(&t, 0, sizeof t);
     t.file = f;
@@ -5616,8 +5616,8 @@ enum { DT__LANES = 32 }; /* no vector tile has more columns, no tile of attentio
 
 /* What attention keeps for a head, in numbers of the type computed in: see attention_scratch. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
-    size_t keys = (size_t)(tk + 7) / 8 * 8, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
-    size_t of_keys = 6 * keys * dims + 2 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
+    size_t keys = (size_t)(tk + 15) / 16 * 16, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
+    size_t of_keys = 6 * keys * dims + 3 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
     return (of_keys + of_queries) * dt__real_size(dtype) + 64;
 }
 
@@ -6000,24 +6000,25 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* One tile, the only place with intrinsics: tile(R,NR) += panel_a(k,R)^T panel_b(k,NR), where R is MR for the product
-   and MA for attention, and the tile's rows are ld apart. The 2 x R sums stay in registers, from zero if the tile is
-   fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+   and MA for attention; rows of panel_a are `step` apart and the tile's rows ld. The 2 x R sums stay in registers, from
+   zero if the tile is fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
 #define DT__TILE_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__TILE_LOAD(i) c##i##_0 = DT__LOAD(tile + i * ld); c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
 #define DT__TILE_STORE(i) DT__STORE(tile + i * ld, c##i##_0); DT__STORE(tile + i * ld + DT__NV, c##i##_1);
-#define DT__TILE_FUNCTION(name, R, ROWS, STEP) \
-    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, int64_t ld, int fresh) { \
+#define DT__TILE_FUNCTION(name, ROWS, STEP) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *tile, int64_t ld, \
+                            int fresh) { \
         ROWS(DT__TILE_ZERO) \
         if (!fresh) { ROWS(DT__TILE_LOAD) } \
-        for (int64_t p = 0; p < k; p++, a += R, b += DT__NR) { \
+        for (int64_t p = 0; p < k; p++, a += step, b += DT__NR) { \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
             ROWS(STEP) \
         } \
         ROWS(DT__TILE_STORE) \
     }
-DT__TILE_FUNCTION(matmul_tile, DT__MR, DT__ROWS, DT__TILE_STEP)
-DT__TILE_FUNCTION(attention_tile, DT__MA, DT__ROWS_A, DT__TILE_STEP)
+DT__TILE_FUNCTION(matmul_tile, DT__ROWS, DT__TILE_STEP)
+DT__TILE_FUNCTION(attention_tile, DT__ROWS_A, DT__TILE_STEP)
 
 /* bf16 by the processor's own dot product of pairs: a word holds terms 2p and 2p + 1, and a tile of words is read like
    a tile of floats. Each step adds the two products of a pair to the sum. */
@@ -6028,7 +6029,7 @@ DT__TILE_FUNCTION(attention_tile, DT__MA, DT__ROWS_A, DT__TILE_STEP)
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bf16")))
-DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
+DT__TILE_FUNCTION(matmul_pair_tile, DT__ROWS, DT__PAIR_STEP)
 #pragma pop_macro("DT__FN")
 #undef DT__PAIR_STEP
 #endif
@@ -6048,15 +6049,15 @@ typedef struct DT__K(matmul_plan) {
     int       whole;   /* K is one piece */
     int       in_c;    /* C has the type computed in and is overwritten: tiles are summed where they belong */
     int       pairs;
-    void    (*tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile, int64_t ld, int fresh);
+    void    (*tile)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *to, int64_t ld, int fresh);
 } DT__K(matmul_plan);
 
 /* Packing makes what the tile reads one stream. A panel (steps,width) from a source whose row p is row p of the panel,
    at element `at`; columns past `have` are zero and go through the tile like any others. */
-DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from, int64_t at,
+DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from, int64_t at,
                              int64_t ld, int64_t have, int64_t terms) {
 #if DT__BITS == 32 && DT__ISA == 2
-    if (w->pairs) {
+    if (pairs) {
         for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
             const uint16_t *one = (const uint16_t *)from + at, *two = p + 1 < terms ? one + ld : NULL;
             uint32_t        words[DT__LANES] = { 0 };
@@ -6067,12 +6068,13 @@ DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64
         return;
     }
 #endif
-    int plain = !dt__narrow(w->args->dtype) && have == width; /* the common case, with sizes that a compiler knows */
+    (void)pairs;
+    int plain = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR); /* sizes known to cc */
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
-        const DT__REAL *row = DT__K(get)(w->args->dtype, from, at, have, panel);
+        const DT__REAL *row = DT__K(get)(dtype, from, at, have, panel);
         int64_t i = 0;
         if (plain && width == DT__NR) memcpy(panel, row, DT__NR * sizeof *row);
-        else if (plain && width == DT__MR) memcpy(panel, row, DT__MR * sizeof *row);
+        else if (plain) memcpy(panel, row, DT__MR * sizeof *row);
         if (plain) continue;
         for (; i < have; i++) panel[i] = row[i];
         for (; i < width; i++) panel[i] = 0;
@@ -6138,37 +6140,38 @@ DT__FN void DT__K(turn_block)(DT__REAL *panel, int64_t width, const DT__REAL *co
 #endif
 
 DT__FN void DT__K(turn)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t n) {
-    int64_t p = 0;
-    for (; p + DT__TURN <= n; p += DT__TURN) DT__K(turn_block)(panel, width, row, p);
-    for (; p < n; p++)
+    int64_t whole = n - n % DT__TURN;
+    for (int64_t p = 0; p < whole; p += DT__TURN) DT__K(turn_block)(panel, width, row, p);
+    for (int64_t p = whole; p < n; p++)
         for (int l = 0; l < DT__TURN; l++) panel[p * width + l] = row[l][p];
 }
 
 /* 64 terms at most of one row as words: where they lie, or made in buf. */
-DT__FN const DT__REAL *DT__K(words)(const DT__K(matmul_plan) *w, const void *from, int64_t at, int64_t terms,
+DT__FN const DT__REAL *DT__K(words)(dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms,
                                     DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
-    if (w->pairs) {
+    if (pairs) {
         memset(buf, 0, 64 * sizeof *buf);
         memcpy(buf, (const uint16_t *)from + at, (size_t)terms * 2);
         return buf;
     }
 #endif
-    return DT__K(get)(w->args->dtype, from, at, terms, buf);
+    (void)pairs;
+    return DT__K(get)(dtype, from, at, terms, buf);
 }
 
 /* A panel (steps,width) from a source whose row i is column i of the panel: a transposition, in pieces of 64 terms that
    stay in the first-level cache. */
-DT__FN void DT__K(pack_columns)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from,
+DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from,
                                 int64_t at, int64_t ld, int64_t have, int64_t terms) {
     static const DT__REAL none[64];
     DT__REAL buf[DT__TURN][64];
     for (int64_t p = 0; p < terms; p += 64) {
-        int64_t n = terms - p < 64 ? terms - p : 64, steps = w->pairs ? (n + 1) / 2 : n;
+        int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
         for (int64_t i = (width - 1) / DT__TURN * DT__TURN; i >= 0; i -= DT__TURN) { /* the last columns first */
             const DT__REAL *row[DT__TURN];
             for (int l = 0; l < DT__TURN; l++)
-                row[l] = i + l < have ? DT__K(words)(w, from, at + (i + l) * ld + p, n, buf[l]) : none;
+                row[l] = i + l < have ? DT__K(words)(dtype, pairs, from, at + (i + l) * ld + p, n, buf[l]) : none;
             DT__K(turn)(panel + i, width, row, steps);
         }
         panel += steps * width;
@@ -6186,8 +6189,9 @@ DT__FN void DT__K(pack_group)(const DT__K(matmul_plan) *w, int64_t at, int64_t i
         int64_t   n = terms - p < step ? terms - p : step;
         for (int64_t j = i; j < end; j += DT__MR, panel += depth * DT__MR) {
             int64_t rows = end - j < DT__MR ? end - j : DT__MR;
-            if (a->trans_a) DT__K(pack_rows)(w, panel, DT__MR, a->a, at + p * a->lda + j, a->lda, rows, n);
-            else DT__K(pack_columns)(w, panel, DT__MR, a->a, at + j * a->lda, a->lda, rows, n);
+            int64_t from = at + (a->trans_a ? p * a->lda + j : j * a->lda);
+            if (a->trans_a) DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
+            else DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
         }
     }
 }
@@ -6208,8 +6212,9 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
     for (int64_t j = j0; j < j1; j += DT__NR) {
         int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
         DT__REAL *panel = w->b + (j - j0) * depth;
-        if (a->trans_b) DT__K(pack_columns)(w, panel, DT__NR, a->b, from_b + j * a->ldb, a->ldb, have, terms);
-        else DT__K(pack_rows)(w, panel, DT__NR, a->b, from_b + j, a->ldb, have, terms);
+        int64_t from = from_b + (a->trans_b ? j * a->ldb : j);
+        if (a->trans_b) DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
+        else DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
     }
     for (int64_t i = i0; i < i1; i += DT__MR) {
         int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__GROUP;
@@ -6220,7 +6225,7 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
             int       full = rows == DT__MR && cols == DT__NR && w->in_c, edge = w->in_c && !full;
             if (full) tile = c, ld = a->ldc;
             if (edge && p0 > 0) DT__K(edge)(tile, DT__NR, c, a->ldc, rows, cols);
-            w->tile(depth, w->a + panel * depth * DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0);
+            w->tile(depth, w->a + panel * depth * DT__MR, DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0);
             if (p1 == a->k) DT__K(matmul_finish)(a, batch, i, j, rows, cols, tile, ld);
             else if (edge) DT__K(edge)(c, a->ldc, tile, DT__NR, rows, cols);
         }
@@ -6752,7 +6757,8 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
    Every sum is one chain over its terms in ascending order. Keys that no query of a block sees are left out; those that
    some do not see have p = 0 for them. */
 
-/* What is kept for one key/value head, and for one block of queries. keys and dims are rounded up to MA, wide to NR. */
+/* What is kept for one key/value head, and for one block of queries. keys are rounded up to 16, dims to MA, wide to
+   NR. */
 typedef struct DT__K(heads) {
     int64_t   keys, dims, wide;
     DT__REAL *k_rows, *k_dims;   /* k in panels of MA keys: (keys/MA,D,MA); of MA dims: (dims/MA,tk,MA) */
@@ -6762,13 +6768,13 @@ typedef struct DT__K(heads) {
     DT__REAL *q_rows, *d_rows;   /* (wide/NR,NR,NR): q, dout */
     DT__REAL *out;               /* (dims,NR): out^T, dq^T */
     DT__REAL *p, *ds;            /* (keys,NR) */
-    DT__REAL *turned;            /* (NR,MA) */
+    DT__REAL *turned;            /* (NR,keys): p or ds the other way round */
     int32_t  *position, *document; /* (tk) of the keys of a sequence; document NULL: one */
 } DT__K(heads);
 
 DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
     DT__K(heads) w;
-    w.keys = (tk + DT__MA - 1) / DT__MA * DT__MA;
+    w.keys = (tk + 15) / 16 * 16; /* whole tiles and whole turns */
     w.dims = (dim + DT__MA - 1) / DT__MA * DT__MA;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -6785,7 +6791,7 @@ DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
     w.d_rows = w.q_rows + w.wide * DT__NR;
     w.out = w.d_rows + w.wide * DT__NR;
     w.turned = w.out + w.dims * DT__NR;
-    w.position = (int32_t *)(w.turned + DT__MA * DT__NR);
+    w.position = (int32_t *)(w.turned + w.keys * DT__NR);
     w.document = w.position + tk;
     return w;
 }
@@ -6793,32 +6799,17 @@ DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
 /* Panels of `width` rows, (ceil(n/width),dim,width), from n rows of dim numbers ld apart; missing rows are zero. */
 DT__FN void DT__K(panels_of_rows)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
                                   int64_t ld, int64_t n, int64_t dim) {
-    DT__REAL buf[DT__TILE];
-    for (int64_t i = 0; i < n; i += width, panels += dim * width) {
-        for (int64_t l = 0; l < width; l++) {
-            for (int64_t c = 0; c < dim; c += DT__TILE) {
-                int64_t have = dim - c < DT__TILE ? dim - c : DT__TILE;
-                DT__REAL *to = panels + c * width + l;
-                if (i + l >= n) for (int64_t d = 0; d < have; d++) to[d * width] = 0;
-                if (i + l >= n) continue;
-                const DT__REAL *x = DT__K(get)(dtype, from, at + (i + l) * ld + c, have, buf);
-                for (int64_t d = 0; d < have; d++) to[d * width] = x[d];
-            }
-        }
+    for (int64_t i = 0; i < n; i += width) {
+        int64_t have = n - i < width ? n - i : width;
+        DT__K(pack_columns)(dtype, 0, panels + i * dim, width, from, at + i * ld, ld, have, dim);
     }
 }
 
-/* Panels of `width` columns, (ceil(dim/width),n,width), from the same. */
-DT__FN void DT__K(panels_of_columns)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
-                                     int64_t ld, int64_t n, int64_t dim) {
-    DT__REAL buf[DT__LANES];
-    for (int64_t c = 0; c < dim; c += width) {
-        int64_t have = dim - c < width ? dim - c : width;
-        for (int64_t i = 0; i < n; i++, panels += width) {
-            const DT__REAL *x = DT__K(get)(dtype, from, at + i * ld + c, have, buf);
-            for (int64_t l = 0; l < width; l++) panels[l] = l < have ? x[l] : 0;
-        }
-    }
+/* Panels of `width` columns, (ceil(dim/width),n,width), from the same; panels are `apart` numbers apart. */
+DT__FN void DT__K(panels_of_columns)(DT__REAL *panels, int64_t apart, int64_t width, dt_dtype dtype, const void *from,
+                                     int64_t at, int64_t ld, int64_t n, int64_t dim) {
+    for (int64_t c = 0; c < dim; c += width, panels += apart)
+        DT__K(pack_rows)(dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
 /* A block of at most NR queries of one head, and which keys they see. */
@@ -6826,20 +6817,24 @@ typedef struct DT__K(block) {
     int64_t        queries, q;          /* how many; element of the first in q and out, rows heads * dim apart */
     int64_t        lse;                 /* of the first in lse */
     int64_t        end;                 /* keys from here on are seen by none; a multiple of MA */
+    int64_t        sure;                /* keys before this one are seen by all */
     int32_t        position[DT__LANES], document[DT__LANES]; /* lanes without a query repeat the last one */
 } DT__K(block);
 
 DT__FN void DT__K(block_make)(DT__K(block) *b, const dt_sight *s, const DT__K(heads) *w, int64_t sequence, int64_t i,
                               int64_t tq, int64_t tk) {
-    int32_t latest = INT32_MIN;
+    int32_t latest = INT32_MIN, first = INT32_MAX;
     b->queries = tq - i < DT__NR ? tq - i : DT__NR;
     for (int64_t l = 0; l < DT__NR; l++) {
         int64_t at = i + (l < b->queries ? l : b->queries - 1);
         b->position[l] = s->q_position ? s->q_position[sequence * tq + at] : (int32_t)(at + tk - tq);
         b->document[l] = s->q_document ? s->q_document[sequence * tq + at] : 0;
         if (b->position[l] > latest) latest = b->position[l];
+        if (b->position[l] < first) first = b->position[l];
     }
     b->end = tk;
+    b->sure = 0;
+    while (!w->document && b->sure < tk && (!s->causal || w->position[b->sure] <= first)) b->sure++;
     while (s->causal && b->end > 0 && w->position[b->end - 1] > latest) b->end--;
     b->end = (b->end + DT__MA - 1) / DT__MA * DT__MA;
 }
@@ -6857,7 +6852,7 @@ DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads)
 /* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__MA)
-        DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR, DT__NR, 1);
+        DT__K(attention_tile)(dim, rows + j * dim, DT__MA, lanes, to + j * DT__NR, DT__NR, 1);
 }
 
 /* to(dims,NR) = dims of keys times rows of a block's scores. */
@@ -6865,7 +6860,7 @@ DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims
                        int64_t tk) {
     int64_t keys = end < tk ? end : tk;
     for (int64_t d = 0; d < w->dims; d += DT__MA)
-        DT__K(attention_tile)(keys, dims + d * tk, scores, to + d * DT__NR, DT__NR, 1);
+        DT__K(attention_tile)(keys, dims + d * tk, DT__MA, scores, to + d * DT__NR, DT__NR, 1);
 }
 
 /* One query's column of a (dim,NR) result as a row. */
@@ -6876,12 +6871,10 @@ DT__FN void DT__K(column)(DT__REAL *row, const DT__REAL *from, int64_t lane, int
 /* The softmax of a block goes into w->p, not yet divided by its sums. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w,
                                  DT__REAL *max, DT__REAL *sum) {
-    DT__REAL scale = (DT__REAL)a->scale;
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
     for (int64_t j = 0; j < b->end; j++) {
         DT__REAL *row = w->p + j * DT__NR;
-        for (int l = 0; l < DT__NR; l++) row[l] *= scale;
-        DT__K(hide)(row, b, w, a->sight.causal, j, a->tk);
+        if (j >= b->sure) DT__K(hide)(row, b, w, a->sight.causal, j, a->tk);
         for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
     }
     for (int l = 0; l < DT__NR; l++) {
@@ -6899,6 +6892,7 @@ DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block
     DT__REAL max[DT__LANES], sum[DT__LANES], row[DT__TILE], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
     dt_dtype to = dt__wide(a->dtype, a->wide);
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, a->heads * a->dim, b->queries, a->dim);
+    for (int64_t i = 0; i < a->dim * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, a->dim);
     DT__K(softmax_block)(a, b, w, max, sum);
     DT__K(mix)(w->out, w, w->v_dims, w->p, b->end, a->tk);
@@ -6941,7 +6935,7 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
             int64_t kv = (s * a->tk * K + h * K / H) * D; /* key 0 of this head */
             if (h % (H / K) == 0) {
                 DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
-                DT__K(panels_of_columns)(w.v_dims, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
+                DT__K(panels_of_columns)(w.v_dims, a->tk * DT__MA, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
             }
             for (int64_t i = 0; i < a->tq; i += DT__NR) {
                 DT__K(block) b;
@@ -6975,23 +6969,25 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
     for (int64_t j = 0; j < b->end; j++) {
         DT__REAL *p = w->p + j * DT__NR, *ds = w->ds + j * DT__NR;
-        for (int l = 0; l < DT__NR; l++) p[l] = p[l] * scale - lse[l];
-        DT__K(hide)(p, b, w, a->sight.causal, j, a->tk);
+        for (int l = 0; l < DT__NR; l++) p[l] -= lse[l];
+        if (j >= b->sure) DT__K(hide)(p, b, w, a->sight.causal, j, a->tk);
         for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l]);
         for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]) * scale;
     }
 }
 
-/* sum(keys,dim) += scores^T (keys,queries) x (queries,dim): MA keys at a time. */
+/* sum(keys,dim) += scores^T (keys,queries) x (queries,dim): the scores are turned, then MA keys are taken at a time. */
 DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL *scores, const DT__REAL *rows,
                            int64_t end) {
-    for (int64_t j = 0; j < end; j += DT__MA) {
-        const DT__REAL *from = scores + j * DT__NR;
-        for (int64_t l = 0; l < DT__NR; l++)
-            for (int64_t i = 0; i < DT__MA; i++) w->turned[l * DT__MA + i] = from[i * DT__NR + l];
-        for (int64_t d = 0; d < w->wide; d += DT__NR)
-            DT__K(attention_tile)(DT__NR, w->turned, rows + d * DT__NR, sum + d * w->keys + j * DT__NR, DT__NR, 0);
+    for (int64_t j = 0; j < end; j += DT__TURN) {
+        const DT__REAL *row[DT__TURN];
+        for (int64_t i = 0; i < DT__TURN; i++) row[i] = scores + (j + i < end ? j + i : end - 1) * DT__NR;
+        DT__K(turn)(w->turned + j, w->keys, row, DT__NR);
     }
+    for (int64_t d = 0; d < w->wide; d += DT__NR)
+        for (int64_t j = 0; j < end; j += DT__MA)
+            DT__K(attention_tile)(DT__NR, w->turned + j, w->keys, rows + d * DT__NR,
+                                  sum + d * w->keys + j * DT__NR, DT__NR, 0);
 }
 
 DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
@@ -6999,15 +6995,13 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const D
     DT__REAL row[DT__TILE];
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
     DT__K(panels_of_rows)(w->d_lanes, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
+    for (int64_t i = 0; i < D * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, D);
     DT__K(scores)(w->ds, w->v_rows, w->d_lanes, b->end, D);
     DT__K(softmax_back_block)(a, b, w);
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows); /* q_rows and d_rows: rows of no query */
-    for (int64_t d = 0; d < D; d += DT__NR) {
-        int64_t n = D - d < DT__NR ? D - d : DT__NR;
-        DT__K(panels_of_columns)(w->q_rows + d * DT__NR, DT__NR, a->dtype, a->q, b->q + d, ld, b->queries, n);
-        DT__K(panels_of_columns)(w->d_rows + d * DT__NR, DT__NR, a->dtype, a->dout, b->q + d, ld, b->queries, n);
-    }
+    DT__K(panels_of_columns)(w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
+    DT__K(panels_of_columns)(w->d_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
     if (a->dk) DT__K(collect)(w->dk, w, w->ds, w->q_rows, b->end);
     if (a->dv) DT__K(collect)(w->dv, w, w->p, w->d_rows, b->end);
     if (!a->dq) return;
@@ -7043,7 +7037,7 @@ DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
             int64_t kv = (s * tk * K + h * K / H) * D;
             if (h % (H / K) == 0) {
                 DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
-                DT__K(panels_of_columns)(w.k_dims, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+                DT__K(panels_of_columns)(w.k_dims, tk * DT__MA, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
                 DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
                 memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
             }
