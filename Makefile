@@ -9,6 +9,7 @@
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
+#   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
@@ -23,8 +24,14 @@ B         ?= build
 part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
 $(call part,MPI,the MPI backend)
 $(call part,NCCL,the NCCL backend)
-$(call part,BLAS,the matrix product by CBLAS)
-$(call part,OMP,OpenMP inside a rank)
+ifeq ($(BLAS),1)
+CFLAGS += -DDT_USE_CBLAS
+LDLIBS += -lopenblas
+endif
+ifeq ($(OMP),1)
+CFLAGS += -DDT_USE_OMP -fopenmp
+TFLAGS += -DDT_USE_OMP -fopenmp
+endif
 
 ifeq ($(CUDA),1)
 COMPILE = $(NVCC) $(NVCCFLAGS)

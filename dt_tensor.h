@@ -49,6 +49,8 @@
        DT_STATIC           everything static: several files may each have their own copy        (everywhere)
        DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
        DT_NO_CUDA          not even under nvcc                                                   (implementation)
+       DT_USE_CBLAS        products of f32 and f64 by <cblas.h>; link one, e.g. -lopenblas       (implementation)
+       DT_USE_OMP          threads inside a rank, with -fopenmp; the same bits                   (implementation)
 
    CONTENTS
      1. Status, element types, shapes
@@ -5570,6 +5572,24 @@ static void *dt__align64(void *p) {
     return (char *)p + (64 - ((uintptr_t)p & 63)) % 64;
 }
 
+#ifdef DT_USE_CBLAS
+#include <cblas.h>
+#include <limits.h>
+#endif
+
+/* With DT_USE_OMP, products, attention and what goes over single numbers share their work among OpenMP's threads. Each
+   result is computed by one thread in the same order, so the bits do not change. */
+#ifdef DT_USE_OMP
+#include <omp.h>
+#define DT__PARALLEL _Pragma("omp parallel for schedule(static)")
+static int dt__omp_threads(void) { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
+static int dt__omp_thread(void) { return omp_get_thread_num(); }
+#else
+#define DT__PARALLEL
+static int dt__omp_threads(void) { return 1; }
+static int dt__omp_thread(void) { return 0; }
+#endif
+
 /* Whether the processor multiplies pairs of bf16 faster than it does floats. All that have the instruction could use
    it, but Intel's run it at half the rate of float: measured, 86 against 172 GFLOP/s of one core of the fifth Xeon
    generation. They widen while they pack. */
@@ -5606,7 +5626,7 @@ size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
         size_t     numbers = (size_t)(p.tiles + p.depth * (p.columns + DT__GROUP * 14) + 2);
         if (numbers > most) most = numbers;
     }
-    return most * size + 64;
+    return (most * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
 /* Room for six rows: a kernel's rows widened, and sums over rows. */
@@ -5618,7 +5638,7 @@ enum { DT__LANES = 32 }; /* no vector tile has more columns, no tile of attentio
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     size_t keys = (size_t)(tk + 15) / 16 * 16, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
     size_t of_keys = 6 * keys * dims + 3 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
-    return (of_keys + of_queries) * dt__real_size(dtype) + 64;
+    return ((of_keys + of_queries) * dt__real_size(dtype) + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
 enum { DT__TILE = 512 }; /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
@@ -5698,6 +5718,7 @@ typedef struct dt__variant {
 #define DT__LOG(x) dt__logf(x)
 #define DT__TANH(x) dt__tanhf(x)
 #define DT__PHI(x) dt__phif(x)
+#define DT__GEMM cblas_sgemm
 #elif DT__BITS == 64
 #define DT__REAL double
 #define DT__WIDE double
@@ -5705,6 +5726,7 @@ typedef struct dt__variant {
 #define DT__LOG(x) log(x)
 #define DT__TANH(x) tanh(x)
 #define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
+#define DT__GEMM cblas_dgemm
 #else
 #define DT__REAL int32_t
 #define DT__WIDE int64_t
@@ -6234,14 +6256,16 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
 
 /* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is several pieces, the sums of a
    block of C wait in memory between them. They come back unchanged, so cutting K changes no bit. */
-DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
+DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch, int64_t i_first, int64_t i_end,
+                                 int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
-    int64_t terms = w->pieces.depth * (w->pairs ? 2 : 1), columns = w->pieces.columns, most = DT__PANELS * DT__MR;
-    int64_t blocks = w->whole || w->in_c ? 1 : (a->m + most - 1) / most, rows = (a->m + blocks - 1) / blocks;
-    for (int64_t i0 = 0; i0 < a->m; i0 += rows) {
-        int64_t i1 = i0 + rows < a->m ? i0 + rows : a->m;
-        for (int64_t j0 = 0; j0 < a->n; j0 += columns) {
-            int64_t j1 = j0 + columns < a->n ? j0 + columns : a->n, p = 0;
+    int64_t terms = w->pieces.depth * (w->pairs ? 2 : 1), columns = w->pieces.columns, m = i_end - i_first;
+    int64_t most = DT__PANELS * DT__MR, blocks = w->whole || w->in_c ? 1 : (m + most - 1) / most;
+    int64_t rows = blocks > 0 ? (m + blocks - 1) / blocks : 1;
+    for (int64_t i0 = i_first; i0 < i_end; i0 += rows) {
+        int64_t i1 = i0 + rows < i_end ? i0 + rows : i_end;
+        for (int64_t j0 = j_first; j0 < j_end; j0 += columns) {
+            int64_t j1 = j0 + columns < j_end ? j0 + columns : j_end, p = 0;
             do { /* once even if K is 0 */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
                 DT__K(matmul_piece)(w, batch, i0, i1, j0, j1, p, end);
@@ -6250,6 +6274,26 @@ DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
         }
     }
 }
+
+#ifdef DT_USE_CBLAS
+/* The product by CBLAS, which sums in an order of its own. Where something follows, a few rows at a time go to `work`
+   and are finished from there like our own. */
+DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
+    CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans, tb = a->trans_b ? CblasTrans : CblasNoTrans;
+    int      fused = a->bias || a->before || a->activation || a->residual || a->accumulate;
+    int64_t  most = fused ? (int64_t)(a->work_bytes / sizeof(DT__REAL)) / a->n : a->m;
+    for (int64_t i = 0; i < a->m; i += most) {
+        int64_t  rows = a->m - i < most ? a->m - i : most;
+        const DT__REAL *from = (const DT__REAL *)a->a + batch * a->stride_a + i * (a->trans_a ? 1 : a->lda);
+        const DT__REAL *b = (const DT__REAL *)a->b + batch * a->stride_b;
+        DT__REAL *c = fused ? (DT__REAL *)a->work : (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc;
+        int64_t   ld = fused ? a->n : a->ldc;
+        DT__GEMM(CblasRowMajor, ta, tb, (int)rows, (int)a->n, (int)a->k, 1, from, (int)a->lda, b, (int)a->ldb, 0, c,
+                 (int)ld);
+        if (fused) DT__K(matmul_finish)(a, batch, i, 0, rows, a->n, c, ld);
+    }
+}
+#endif
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     dt_matmul_args a = *args;
@@ -6263,6 +6307,13 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         return DT_OK;
     }
     if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
+#ifdef DT_USE_CBLAS
+    int by_cblas = !dt__narrow(a.dtype) && a.m < INT_MAX && a.n < INT_MAX && a.k < INT_MAX && a.lda < INT_MAX;
+    if (by_cblas && a.k > 0) {
+        for (int64_t i = 0; i < a.batch && a.m > 0 && a.n > 0; i++) DT__K(matmul_cblas)(&a, i);
+        return DT_OK;
+    }
+#endif
     DT__K(matmul_plan) w = { .args = &a, .tile = DT__K(matmul_tile) };
 #if DT__BITS == 32 && DT__ISA == 2
     if (a.dtype == DT_BF16 && dt__pairs_pay()) {
@@ -6274,10 +6325,18 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     w.pieces = dt__matmul_pieces(a.n, steps, sizeof(DT__REAL));
     w.whole = steps <= w.pieces.depth;
     w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c;
-    w.tiles = (DT__REAL *)dt__align64(a.work);
-    w.b = w.tiles + w.pieces.tiles;
-    w.a = w.b + w.pieces.depth * w.pieces.columns;
-    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&w, i);
+    int64_t parts = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(), of = a.m > a.n ? a.m : a.n;
+    int64_t each = ((of + parts - 1) / parts + 31) / 32 * 32, stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
+    DT__PARALLEL
+    for (int64_t part = 0; part < a.batch * parts; part++) {
+        DT__K(matmul_plan) mine = w; /* this thread's scratch, and its part of the longer side of C */
+        int64_t first = part % parts * each, end = first + each < of ? first + each : of;
+        mine.tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
+        mine.b = mine.tiles + w.pieces.tiles;
+        mine.a = mine.b + w.pieces.depth * w.pieces.columns;
+        if (a.m > a.n) DT__K(matmul_packed)(&mine, part / parts, first, end, 0, a.n);
+        else DT__K(matmul_packed)(&mine, part / parts, 0, a.m, first, end);
+    }
     return DT_OK;
 }
 #endif
@@ -6415,9 +6474,11 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
 }
 
 DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
-    DT__REAL out[DT__TILE], buf[DT__TILE];
+    int64_t count = (int64_t)a->count;
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
-    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+    DT__PARALLEL
+    for (int64_t at = 0; at < count; at += DT__TILE) {
+        DT__REAL out[DT__TILE], buf[DT__TILE];
         int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
         DT__K(act)(a->act, DT__K(get)(a->dtype, a->in, at, n, buf), n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
         DT__K(give)(a->dtype, a->out, at, n, out, 0);
@@ -6426,9 +6487,11 @@ DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
 }
 
 DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
-    DT__REAL dx[DT__TILE], buf_x[DT__TILE], buf_d[DT__TILE];
+    int64_t count = (int64_t)a->count;
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
-    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+    DT__PARALLEL
+    for (int64_t at = 0; at < count; at += DT__TILE) {
+        DT__REAL dx[DT__TILE], buf_x[DT__TILE], buf_d[DT__TILE];
         int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
         const DT__REAL *x = a->in ? DT__K(get)(a->dtype, a->in, at, n, buf_x) : NULL;
         DT__K(act_back)(a->act, x, DT__K(get)(a->dtype, a->dout, at, n, buf_d), n, dx, (DT__REAL)a->scale);
@@ -6924,28 +6987,30 @@ DT__FN void DT__K(sight_of_keys)(DT__K(heads) *w, const dt_sight *s, int64_t seq
     if (!s->k_document) w->document = NULL;
 }
 
-/* Head h reads key/value head h K / H; the panels of k and v serve all heads of its group. */
-DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim;
-    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(a->tk, D, a->dtype)) return DT_ERR_ARG;
-    for (int64_t s = 0; s < a->batch; s++) {
-        DT__K(heads) w = DT__K(heads_in)(a->work, a->tk, D);
-        DT__K(sight_of_keys)(&w, &a->sight, s, a->tk);
-        for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (s * a->tk * K + h * K / H) * D; /* key 0 of this head */
-            if (h % (H / K) == 0) {
-                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
-                DT__K(panels_of_columns)(w.v_dims, a->tk * DT__MA, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
-            }
-            for (int64_t i = 0; i < a->tq; i += DT__NR) {
-                DT__K(block) b;
-                b.q = ((s * a->tq + i) * H + h) * D;
-                b.lse = (s * H + h) * a->tq + i;
-                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, a->tk);
-                DT__K(attention_block)(a, &b, &w);
-            }
+/* Key/value head g % K of sequence g / K: query heads h with h K / H = g % K read it, and share its panels. */
+DT__FN void DT__K(attention_group)(const dt_attention_args *a, void *work, int64_t g) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
+    DT__K(heads) w = DT__K(heads_in)(work, a->tk, D);
+    DT__K(sight_of_keys)(&w, &a->sight, s, a->tk);
+    DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
+    DT__K(panels_of_columns)(w.v_dims, a->tk * DT__MA, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
+    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
+        for (int64_t i = 0; i < a->tq; i += DT__NR) {
+            DT__K(block) b;
+            b.q = ((s * a->tq + i) * H + h) * D;
+            b.lse = (s * H + h) * a->tq + i;
+            DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, a->tk);
+            DT__K(attention_block)(a, &b, &w);
         }
     }
+}
+
+DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
+    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
+    if (K < 1 || a->heads % K || !a->work || a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
+        return DT_ERR_ARG;
+    DT__PARALLEL
+    for (int64_t g = 0; g < a->batch * K; g++) DT__K(attention_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
     return DT_OK;
 }
 
@@ -7027,32 +7092,34 @@ DT__FN void DT__K(keys_back)(const dt_attention_back_args *a, const DT__K(heads)
 }
 
 /* The heads of a group share a key/value head: its gradient sums over them in ascending order, then over queries. */
-DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk;
-    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(tk, D, a->dtype)) return DT_ERR_ARG;
-    for (int64_t s = 0; s < a->batch; s++) {
-        DT__K(heads) w = DT__K(heads_in)(a->work, tk, D);
-        DT__K(sight_of_keys)(&w, &a->sight, s, tk);
-        for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (s * tk * K + h * K / H) * D;
-            if (h % (H / K) == 0) {
-                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
-                DT__K(panels_of_columns)(w.k_dims, tk * DT__MA, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
-                DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
-                memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
-            }
-            for (int64_t i = 0; i < a->tq; i += DT__NR) {
-                DT__K(block) b;
-                b.q = ((s * a->tq + i) * H + h) * D;
-                b.lse = (s * H + h) * a->tq + i;
-                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, tk);
-                DT__K(attention_back_block)(a, &b, &w);
-            }
-            if ((h + 1) % (H / K)) continue;
-            DT__K(keys_back)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
-            DT__K(keys_back)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
+DT__FN void DT__K(attention_back_group)(const dt_attention_back_args *a, void *work, int64_t g) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K, kv = (s * tk * K + g % K) * D;
+    DT__K(heads) w = DT__K(heads_in)(work, tk, D);
+    DT__K(sight_of_keys)(&w, &a->sight, s, tk);
+    DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+    DT__K(panels_of_columns)(w.k_dims, tk * DT__MA, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+    DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
+    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
+    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
+        for (int64_t i = 0; i < a->tq; i += DT__NR) {
+            DT__K(block) b;
+            b.q = ((s * a->tq + i) * H + h) * D;
+            b.lse = (s * H + h) * a->tq + i;
+            DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, tk);
+            DT__K(attention_back_block)(a, &b, &w);
         }
     }
+    DT__K(keys_back)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
+    DT__K(keys_back)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
+}
+
+DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
+    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
+    if (K < 1 || a->heads % K || !a->work || a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
+        return DT_ERR_ARG;
+    DT__PARALLEL
+    for (int64_t g = 0; g < a->batch * K; g++)
+        DT__K(attention_back_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
     return DT_OK;
 }
 
@@ -7176,8 +7243,9 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
     DT__REAL unbias = (DT__REAL)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
     DT__REAL keep = (DT__REAL)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     DT__REAL decay = (DT__REAL)(a->coupled ? a->weight_decay : 0);
-    DT__REAL root[DT__TILE] = { 0 };
+    DT__PARALLEL
     for (size_t at = 0; at < a->count; at += DT__TILE) {
+        DT__REAL root[DT__TILE] = { 0 };
         size_t end = a->count - at < DT__TILE ? a->count : at + DT__TILE;
         for (size_t i = at; i < end; i++) {
             DT__REAL g = grad[i] * grad_scale + decay * param[i];
@@ -7244,6 +7312,7 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 #undef DT__ROWS_A
 #undef DT__TANH
 #undef DT__PHI
+#undef DT__GEMM
 #undef DT__LOGISTIC
 #undef DT__BITS
 #undef DT__ISA
