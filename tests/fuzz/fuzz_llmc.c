@@ -12,7 +12,8 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     memcpy(word, head, 32);
     if (bytes >= 40) memcpy(&size, data + 32, 8);
     int64_t L = word[4], C = word[6];
-    int small = L < 100 && L > 0 && C < 1000 && C > 0 && word[2] > 0 && word[2] < 10000 && word[7] > 0 && word[7] < 10000;
+    int small = L < 100 && L > 0 && C < 1000 && C > 0 && word[2] > 0 && word[2] < 10000 && word[7] > 0 &&
+        word[7] < 10000;
     if (bytes < 40 && small)
         size = 1024 + (word[1] == 5 ? 2 : 4) * (word[7] * C + word[2] * C + L * (12 * C * C + 13 * C) + 2 * C);
     size = size < 0 ? 0 : size;
