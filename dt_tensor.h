@@ -4424,7 +4424,7 @@ void dt_json_drop(dt_json_out *o) {
 
 // ==== 19. Weight files: code ========================================================================================
 
-enum { DT__WINDOW = 256 << 10, DT__STAGE = 4 << 20 }; /* bytes read at once where they must be converted; of a tile */
+enum { DT__WINDOW = 256 << 10, DT__STAGE = 1 << 20 }; /* bytes read at once where they must be converted; of a tile */
 
 typedef struct dt__type { const char *name; int bits, readable; dt_dtype dtype; } dt__type;
 /* The types of safetensors, in its order: a writer puts the last ones first. */
@@ -4885,7 +4885,7 @@ static dt_status dt__weights_scan(dt_weights *w, char *path) {
 /* The shards that an index names, each in the index's folder. */
 static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
     const char *slash = strrchr(path, '/');
-    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0, bytes;
+    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0, bytes = 0;
     for (int i = 0; i < dt_json_count(j, map) && w->ctx->status == DT_OK; i++) {
         int         node = dt_json_at(j, map, i), f = 0;
         const char *name = dt_json_string(j, node, &bytes);
@@ -5180,7 +5180,7 @@ static dt_status dt__rect_tiles(dt_weights *w, const dt__rect *r) {
     dt_shape     lead = p->full;
     int          last = --lead.nd;
     int64_t      pitch = p->box.n[last], width = p->box.inside[last];
-    int64_t      wide = width < 4096 ? width : 4096;
+    int64_t      wide = width < 1024 ? width : 1024;
     int64_t      tall = DT__STAGE / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype)); /* + 1: the run */
     dt__box_walk walk = dt__box_begin(lead, p->box);
     while (width > 0 && dt__box_next(&walk)) {
@@ -5217,13 +5217,14 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
         if (p->box.n[i] != p->full.d[i])
             return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): it is cut, %s of %s; save it from a single rank", what,
                 param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
-    if (dt__storage(ctx) != DT_OK || !dt__weights_buffer(w, &w->stage, DT__STAGE)) return ctx->status;
+    if (dt__storage(ctx) != DT_OK) return ctx->status;
     if (!param->data) return dt_fail(ctx, DT_ERR_ARG, "%s(%s): this rank does not hold its values", what, param->name);
     for (int i = 0; i < n; i++) {
         if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
         if (r.transposed && (r.columns != last || p->full.nd == 0))
             return dt_fail(ctx, DT_ERR_ARG, "%s(%s): transposed, its columns are its last dimension", what,
                 param->name);
+        if (!dt__weights_buffer(w, &w->stage, DT__STAGE)) return ctx->status;
         if ((r.transposed ? dt__rect_tiles(w, &r) : dt__rect_runs(w, &r)) != DT_OK) return ctx->status;
         r.at += r.rows;
     }

@@ -65,7 +65,7 @@ static inline int fuzz_replay(const char *path, void (*one)(const unsigned char 
     DIR *folder = opendir(path);
     if (!folder) return fuzz_file(path, one);
     for (struct dirent *e = readdir(folder); e; e = readdir(folder)) {
-        char name[600];
+        char name[1000];
         snprintf(name, sizeof name, "%s/%s", path, e->d_name);
         if (e->d_name[0] != '.') files += fuzz_file(name, one);
     }

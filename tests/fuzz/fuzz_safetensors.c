@@ -15,7 +15,7 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
     for (int i = 0; i < dt_weights_count(w) && dt_error(ctx) == DT_OK; i++) {
         const dt_weight *t = dt_weights_get(w, i);
         fuzz_must(dt_weights_find(w, t->name) == i, "a tensor is not found");
-        dt_dtype as = t->dtype == DT_I32 ? DT_I32 : DT_F64;
+        dt_dtype as = t->dtype == DT_I32 || t->count > 100 ? t->dtype : DT_F64;
         if (!t->readable) continue;
         for (int64_t at = 0; at < t->count; at += 4096)
             dt_weights_read(w, i, at, t->count - at < 4096 ? t->count - at : 4096, as, host);
@@ -23,6 +23,7 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
         fuzz_must(dt_error(ctx) == DT_OK, "an element that is there cannot be read");
     }
     dt_weights_metadata(w, "format");
+    if (dt_weights_find(w, "a") < 0) return;
     dt_tensor     *p = dt_param(ctx, "p", DT_SHAPE(2, 3), DT_ZEROS);
     dt_weight_part part = { .name = "a", .transposed = dt_weights_count(w) % 2 };
     dt_weights_load(w, p, 0, &part, 1);

@@ -24,9 +24,10 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     dt_text *t = dt_text_open(ctx, names, bytes - 2 > first ? 2 : 1, seq);
     fuzz_must((t == NULL) == (dt_error(ctx) != DT_OK), "no error text");
     int32_t ids[16], labels[16], last = -1;
-    for (int64_t i = 0; i < dt_text_sequences(t); i++) {
+    int64_t n = dt_text_sequences(t);
+    for (int64_t i = n > 64 ? n - 64 : 0, begin = i; i < n; i++) { /* the last ones: those that reach both ends */
         if (dt_text_read(t, i, ids, labels) != DT_OK) break;
-        fuzz_must(i == 0 || last == ids[0], "sequences do not follow each other");
+        fuzz_must(i == begin || last == ids[0], "sequences do not follow each other");
         for (int k = 0; k < seq; k++) {
             fuzz_must(ids[k] >= 0 && ids[k] < dt_text_limit(t), "a token above the limit");
             fuzz_must(k == 0 || ids[k] == labels[k - 1], "labels are not the next tokens");
