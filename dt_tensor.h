@@ -2388,7 +2388,8 @@ typedef struct dt__linear_saved {
     int        turned;      /* the output's gradient has become that of `before` */
 } dt__linear_saved;
 
-/* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone. */
+/* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone, and
+   one that a residual in the other half of the backward, a parameter, is still to get. */
 static void *dt__linear_turn(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor        *y = n->out;
@@ -2397,8 +2398,9 @@ static void *dt__linear_turn(dt_node *n) {
     if (!saved->before) return y->grad;
     dt_unary_back_args a = { .dtype = y->dtype, .act = saved->activation, .dx = y->grad, .dout = y->grad,
         .in = saved->before->data, .count = (size_t)dt_count(y->shape) };
+    int waiting = n->in[3] && n->in[3]->needs_grad && !dt_wants(n, 3);
     if (saved->turned) return saved->before->grad;
-    if (y->needs_grad == DT__KEPT) a.dx = dt__grad_room(ctx, y->block, bytes);
+    if (y->needs_grad == DT__KEPT || waiting) a.dx = dt__grad_room(ctx, y->block, bytes);
     if (!a.dx || DT__KERNEL(ctx, n->name, unary_back, &a) != DT_OK) return NULL;
     saved->turned = 1;
     saved->before->grad = a.dx;

@@ -1,0 +1,727 @@
+/* test_ops.c - every op of dt_tensor.h: finite differences, PyTorch's numbers, 16-bit types, refusals
+   Public domain or MIT, at your choice; see LICENSE.
+
+   Run:  test_ops [folder of the golden files, default tests/golden]
+
+   HOW NUMBERS ARE COMPARED. |a - b| <= tolerance * max(|b|, s), element by element, where s is the root mean square of
+   all numbers that the case compares as one (all gradients of a case; an output alone), so that a true zero does not
+   divide by nothing. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "../dt_tensor.h"
+#include "check.h"
+#include "golden/golden.h"
+#include "meter.h"
+
+// ==== 1. Finite differences =========================================================================================
+
+/* A function of up to four tensors; what it is weighed with makes it a scalar. build may set side: then the function is
+   that scalar + weight * side. kind, dim, p, ids mean what the build function makes of them. */
+enum { FD_INPUTS = 4, FD_SAMPLES = 6 };
+typedef struct fd_case {
+    const char    *name;
+    dt_tensor   *(*build)(dt_tensor **in, struct fd_case *c);
+    int            n;
+    dt_shape       shape[FD_INPUTS];
+    int            full;            /* attention */
+    const int32_t *ids;             /* embedding: ids; cross entropy: labels */
+    dt_shape       ids_shape;
+    double         weight, p;
+    int            kind, dim;
+    dt_tensor     *side;
+} fd_case;
+
+static double fd_value(dt_ctx *ctx, fd_case *c, double **x) {
+    dt_tensor *in[FD_INPUTS] = { NULL };
+    for (int i = 0; i < c->n; i++) in[i] = dt_input(ctx, DT_F64, c->shape[i], x[i]);
+    c->side = NULL;
+    dt_tensor *loss = weigh(c->build(in, c), NULL);
+    double     value = dt_item(loss) + (c->side ? c->weight * dt_item(c->side) : 0);
+    dt_reset(ctx);
+    return value;
+}
+
+/* Fourth-order central difference along direction v; the error is of order h^4 and rounding / h. */
+static double fd_slope(dt_ctx *ctx, fd_case *c, double **x, int input, const double *v, double h) {
+    static const double at[4] = { -2, -1, 1, 2 }, factor[4] = { 1, -8, 8, -1 };
+    int64_t n = dt_count(c->shape[input]);
+    double *saved = x[input], sum = 0;
+    x[input] = (double *)room((size_t)n * sizeof(double));
+    for (int p = 0; p < 4; p++) {
+        for (int64_t i = 0; i < n; i++) x[input][i] = saved[i] + at[p] * h * v[i];
+        sum += factor[p] * fd_value(ctx, c, x);
+    }
+    free(x[input]);
+    x[input] = saved;
+    return sum / (12 * h);
+}
+
+/* Ways to the same gradient. The first eight must agree in every bit: of inputs, of parameters, of parameters by the
+   two halves, by the halves of every other input as a parameter, with an output whose gradient the user keeps, in a
+   block, and in a block by halves. The last two add another gradient: to the inputs, from side losses whose slopes are
+   noise(99, element); and to the output, used again through a view, with half the weight. */
+enum { AS_INPUTS, AS_PARAMS, AS_HALVES, AS_EVEN, AS_ODD, AS_KEPT, AS_BLOCK, AS_BLOCK_HALVES, AS_SHARED, AS_TWICE,
+       AS_WAYS };
+static const char *const way_name[AS_WAYS] = { "inputs", "parameters", "two halves", "even ones parameters",
+    "odd ones parameters", "output kept", "block", "block by halves", "shared", "used twice" };
+
+static int way_param(int way, int i) {
+    return way == AS_PARAMS || way == AS_HALVES || way == AS_BLOCK_HALVES || (way == AS_EVEN && i % 2 == 0) ||
+           (way == AS_ODD && i % 2);
+}
+static int way_halves(int way) { return way == AS_HALVES || way == AS_EVEN || way == AS_ODD || way == AS_BLOCK_HALVES; }
+
+typedef struct fd_inside { dt_tensor **in; fd_case *c; } fd_inside;
+static dt_tensor *fd_block(dt_tensor *x, void *user) {
+    fd_inside *u = (fd_inside *)user;
+    (void)x;
+    return u->c->build(u->in, u->c);
+}
+
+/* The function's output by one of the ways, and the scalar. */
+static dt_tensor *fd_loss(dt_ctx *ctx, dt_tensor **in, fd_case *c, int way, dt_tensor **out) {
+    fd_inside u = { in, c };
+    *out = way == AS_BLOCK || way == AS_BLOCK_HALVES ? dt_block(ctx, fd_block, in[0], &u) : c->build(in, c);
+    if (way == AS_KEPT) dt_require_grad(*out);
+    dt_tensor *loss = weigh(*out, NULL);
+    if (way == AS_SHARED) for (int i = 0; i < c->n; i++) loss = dt_loss(loss, weigh(in[i], NULL), 1);
+    if (way == AS_TWICE && *out)
+        loss = dt_loss(loss, weigh(dt_reshape(*out, DT_SHAPE(dt_count((*out)->shape))), NULL), 0.5);
+    return loss;
+}
+
+static void fd_gradient(fd_case *c, double **x, double **g, int way) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *in[FD_INPUTS] = { NULL }, *out = NULL;
+    for (int i = 0; i < c->n; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "p%d", i);
+        if (way_param(way, i)) in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
+    }
+    for (int i = 0; i < c->n; i++) {
+        if (!in[i]) in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
+        else dt_write(in[i], x[i]);
+    }
+    dt_tensor *loss = fd_loss(ctx, in, c, way, &out);
+    if (way_halves(way)) dt_backward_input(loss), dt_backward_weight(loss);
+    else dt_backward(loss);
+    CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", c->name, dt_error_text(ctx));
+    int wrong = 0;
+    for (int64_t i = 0; way == AS_KEPT && out && !out->base && i < dt_count(out->shape); i++)
+        wrong += !out->grad || get(out->grad, out->dtype, i) != noise(99, (uint64_t)i);
+    CHECK_MSG(wrong == 0, "%s: %d numbers of the output's gradient, which is kept, are wrong", c->name, wrong);
+    for (int i = 0; i < c->n; i++) {
+        int64_t n = dt_count(c->shape[i]);
+        if (!CHECK_MSG(in[i] && in[i]->grad, "%s: no gradient of input %d", c->name, i)) memset(g[i], 0, 8 * (size_t)n);
+        else memcpy(g[i], in[i]->grad, 8 * (size_t)n);
+    }
+    close_good(ctx, &m, c->name);
+}
+
+static double fd_worst; /* of all elements compared */
+
+static void fd_compare(fd_case *c, double **x, double **g) {
+    meter   m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    double  squares = 0, count = 0;
+    dt_no_grad(ctx, 1);
+    for (int i = 0; i < c->n; i++)
+        for (int64_t j = 0; j < dt_count(c->shape[i]); j++, count++) squares += g[i][j] * g[i][j];
+    double rms = sqrt(squares / count);
+    for (int i = 0; i < c->n; i++) {
+        int64_t n = dt_count(c->shape[i]);
+        double *v = (double *)room((size_t)n * 8), dot = 0, size = 0;
+        for (int s = 0; s < FD_SAMPLES && s < n; s++) { /* single elements */
+            int64_t e = n <= FD_SAMPLES ? s : below(55 + (uint64_t)i, (uint64_t)(n + s), (int)n);
+            v[e] = 1;
+            double slope = fd_slope(ctx, c, x, i, v, 1e-3), floor = fabs(slope) > rms ? fabs(slope) : rms;
+            fd_worst = fmax(fd_worst, (fabs(g[i][e] - slope) - 1e-11) / (floor + 1e-30));
+            CHECK_MSG(fabs(g[i][e] - slope) <= 1e-6 * floor + 1e-11, "%s: input %d, element %lld: %.12g, not %.12g",
+                c->name, i, (long long)e, g[i][e], slope);
+            v[e] = 0;
+        }
+        for (int64_t j = 0; j < n; j++) { /* and all of them at once */
+            v[j] = noise(66, (uint64_t)j) < 0 ? -1 : 1;
+            dot += v[j] * g[i][j];
+            size += g[i][j] * g[i][j];
+        }
+        double slope = fd_slope(ctx, c, x, i, v, 1e-3 / sqrt((double)n)), floor = fmax(sqrt(size), rms);
+        CHECK_MSG(fabs(dot - slope) <= 1e-6 * fmax(fabs(slope), floor) + 1e-11, "%s: input %d, all: %.12g, not %.12g",
+            c->name, i, dot, slope);
+        free(v);
+    }
+    close_good(ctx, &m, c->name);
+}
+
+/* Of one input: the ways against each other. */
+static void fd_ways(const fd_case *c, double *g[AS_WAYS][FD_INPUTS], int i) {
+    size_t n = (size_t)dt_count(c->shape[i]);
+    double shared = 0, twice = 0, rms = 1e-30;
+    for (int w = AS_PARAMS; w < AS_SHARED; w++)
+        CHECK_MSG(memcmp(g[AS_INPUTS][i], g[w][i], n * 8) == 0, "%s: input %d: other bits: %s", c->name, i,
+            way_name[w]);
+    for (size_t j = 0; j < n; j++) rms += g[AS_INPUTS][i][j] * g[AS_INPUTS][i][j] / (double)n;
+    rms = sqrt(rms);
+    for (size_t j = 0; j < n; j++) {
+        double x = g[AS_INPUTS][i][j];
+        shared = fmax(shared, fabs(g[AS_SHARED][i][j] - (x + noise(99, j))) / fmax(1, fabs(x)));
+        twice = fmax(twice, fabs(g[AS_TWICE][i][j] - 1.5 * x) / fmax(rms, fabs(x)));
+    }
+    CHECK_MSG(shared < 1e-13, "%s: input %d: added to another gradient: error %.2g", c->name, i, shared);
+    CHECK_MSG(c->side || twice < 1e-11, "%s: input %d: output used twice: error %.2g", c->name, i, twice);
+}
+
+static void fd_check(fd_case c) {
+    double *x[FD_INPUTS] = { NULL }, *g[AS_WAYS][FD_INPUTS] = { { NULL } };
+    for (int i = 0; i < c.n; i++) {
+        size_t n = (size_t)dt_count(c.shape[i]);
+        x[i] = (double *)room(n * 8);
+        for (size_t j = 0; j < n; j++) x[i][j] = 1.5 * noise(10 + (uint64_t)i, j);
+        for (int w = 0; w < AS_WAYS; w++) g[w][i] = (double *)room(n * 8);
+    }
+    for (int w = 0; w < AS_WAYS; w++) fd_gradient(&c, x, g[w], w);
+    for (int i = 0; i < c.n; i++) fd_ways(&c, g, i);
+    fd_compare(&c, x, g[AS_INPUTS]);
+    for (int i = 0; i < c.n; i++) {
+        free(x[i]);
+        for (int w = 0; w < AS_WAYS; w++) free(g[w][i]);
+    }
+}
+
+static const int64_t odd[4] = { 1, 3, 17, 127 };
+
+static dt_tensor *build_linear(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_linear(in[0], in[1], in[2]), NULL);
+}
+
+static void fd_linear(void) {
+    for (int m = 0; m < 4; m++)
+        for (int i = 0; i < 4; i++)
+            for (int o = 0; o < 4; o++) {
+                int bias = (m + i + o) % 2;
+                fd_check((fd_case){ .name = bias ? "linear with bias" : "linear", .build = build_linear, .n = 2 + bias,
+                    .shape = { DT_SHAPE(odd[m], odd[i]), DT_SHAPE(odd[o], odd[i]), DT_SHAPE(odd[o]) } });
+            }
+    fd_check((fd_case){ .name = "linear (2,3,5) (3,17,5)", .build = build_linear, .n = 3,
+        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17) } });
+    fd_check((fd_case){ .name = "linear (5) (2,1,3,5)", .build = build_linear, .n = 2,
+        .shape = { DT_SHAPE(5), DT_SHAPE(2, 1, 3, 5) } });
+}
+
+static dt_tensor *build_embedding(dt_tensor **in, fd_case *c) {
+    return weigh(dt_embedding(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids)), NULL);
+}
+
+static void fd_embedding(void) {
+    int32_t ids[127];
+    for (int v = 0; v < 3; v++)
+        for (int w = 0; w < 4; w++) {
+            for (int i = 0; i < 127; i++) ids[i] = below(77, (uint64_t)i, (int)odd[v]); /* rows many times, or never */
+            fd_check((fd_case){ .name = "embedding", .build = build_embedding, .n = 1,
+                .shape = { DT_SHAPE(odd[v], odd[w]) }, .ids = ids,
+                .ids_shape = w == 3 ? DT_SHAPE(127) : w == 2 ? DT_SHAPE(3, 1, 7) : DT_SHAPE(2, 3) });
+        }
+}
+
+static dt_tensor *build_layernorm(dt_tensor **in, fd_case *c) {
+    return weigh(dt_layernorm(in[0], in[1], in[2], c->weight), NULL);
+}
+
+static void fd_layernorm(void) {
+    for (int r = 0; r < 4; r++)
+        for (int w = 0; w < 4; w++)
+            fd_check((fd_case){ .name = "layernorm", .build = build_layernorm, .n = 3,
+                .weight = w == 1 ? 0.1 : 0.001 * r, /* eps; 0 is the default. Three close numbers curve too much. */
+                .shape = { DT_SHAPE(odd[r], odd[w]), DT_SHAPE(odd[w]), DT_SHAPE(odd[w]) } });
+    fd_check((fd_case){ .name = "layernorm (2,3,5)", .build = build_layernorm, .n = 3, .weight = 0.01,
+        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(5), DT_SHAPE(5) } });
+}
+
+static dt_tensor *build_gelu(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_gelu(in[0]), NULL);
+}
+
+static dt_tensor *build_attention(dt_tensor **in, fd_case *c) {
+    return weigh(dt_attention(in[0], in[1], in[2], (dt_attn_desc){ .full = c->full }), NULL);
+}
+
+static dt_tensor *build_self_attention(dt_tensor **in, fd_case *c) {
+    return weigh(dt_attention(in[0], in[0], in[0], (dt_attn_desc){ .full = c->full, .kv_heads = 3 }), NULL);
+}
+
+static void fd_attention(void) {
+    static const int64_t size[][6] = { /* B TQ TK H K D */
+        { 1, 1, 1, 1, 1, 1 }, { 2, 3, 3, 3, 3, 3 }, { 1, 17, 17, 3, 1, 3 }, { 1, 17, 17, 6, 2, 5 },
+        { 2, 3, 17, 2, 2, 1 }, { 1, 17, 3, 2, 1, 3 }, { 3, 1, 17, 1, 1, 17 }, { 1, 37, 37, 2, 1, 3 },
+        { 1, 19, 140, 2, 1, 3 }, { 1, 127, 127, 1, 1, 17 } };
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
+        for (int full = 0; full < 2; full++) {
+            const int64_t *s = size[i];
+            fd_check((fd_case){ .name = full ? "attention full" : "attention causal", .build = build_attention, .n = 3,
+                .full = full, .shape = { DT_SHAPE(s[0], s[1], s[3], s[5]), DT_SHAPE(s[0], s[2], s[4], s[5]),
+                DT_SHAPE(s[0], s[2], s[4], s[5]) } });
+        }
+    fd_check((fd_case){ .name = "attention of one tensor", .build = build_self_attention, .n = 1,
+        .shape = { DT_SHAPE(2, 5, 3, 3) } });
+}
+
+static dt_tensor *build_add(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_add(in[0], in[1]), NULL);
+}
+
+static dt_tensor *build_add_self(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_gelu(dt_add(in[0], in[0])), NULL);
+}
+
+static void fd_add(void) {
+    static const dt_shape a[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 3, { 17, 3, 127 } },
+        { 3, { 3, 17, 1 } }, { 2, { 5, 3 } } };
+    static const dt_shape b[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 127 } }, { 1, { 1 } },
+        { 0, { 0 } } };
+    for (int i = 0; i < 6; i++)
+        fd_check((fd_case){ .name = "add", .build = build_add, .n = 2, .shape = { a[i], b[i] } });
+    fd_check((fd_case){ .name = "add to itself", .build = build_add_self, .n = 1, .shape = { DT_SHAPE(3, 17) } });
+    for (int i = 0; i < 4; i++)
+        fd_check((fd_case){ .name = "gelu", .build = build_gelu, .n = 1, .shape = { DT_SHAPE(odd[i], 3) } });
+}
+
+/* x itself, a view of it and a view of the view: one gradient. */
+static dt_tensor *build_views(dt_tensor **in, fd_case *c) {
+    dt_tensor *flat = dt_reshape(in[0], DT_SHAPE(51)), *tall = dt_reshape(flat, DT_SHAPE(17, 3));
+    (void)c;
+    return weigh(dt_add(dt_gelu(tall), dt_reshape(dt_add(dt_gelu(in[0]), dt_reshape(flat, DT_SHAPE(3, 17))),
+        DT_SHAPE(17, 3))), NULL);
+}
+
+static dt_tensor *build_cross_entropy(dt_tensor **in, fd_case *c) {
+    return dt_cross_entropy(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids), 7);
+}
+
+static void fd_cross_entropy(void) {
+    int32_t labels[127];
+    for (int r = 0; r < 4; r++)
+        for (int v = 0; v < 4; v++)
+            for (int ignored = 0; ignored < 3; ignored++) { /* none, some, all */
+                for (int i = 0; i < 127; i++) {
+                    labels[i] = below(78, (uint64_t)i, (int)odd[v]);
+                    if (ignored == 2 || (ignored == 1 && i % 3 == 1)) labels[i] = -1 - i;
+                }
+                fd_check((fd_case){ .name = "cross entropy", .build = build_cross_entropy, .n = 1, .ids = labels,
+                    .shape = { DT_SHAPE(odd[r], odd[v]) }, .ids_shape = DT_SHAPE(odd[r]) });
+            }
+    for (int i = 0; i < 6; i++) labels[i] = i == 4 ? -100 : i;
+    fd_check((fd_case){ .name = "cross entropy (2,3,17)", .build = build_cross_entropy, .n = 1, .ids = labels,
+        .shape = { DT_SHAPE(2, 3, 17) }, .ids_shape = DT_SHAPE(2, 3) });
+}
+
+static dt_tensor *build_mse(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return dt_mse(in[0], in[1], 5);
+}
+
+static dt_tensor *build_loss(dt_tensor **in, fd_case *c) { /* a side loss on the way to the true one */
+    dt_tensor *h = dt_gelu(in[0]);
+    c->side = dt_mse(h, in[1], 3);
+    return weigh(dt_gelu(dt_loss(h, c->side, c->weight)), NULL);
+}
+
+/* The scalar is a leaf, and the true loss sees it too. */
+static dt_tensor *build_loss_param(dt_tensor **in, fd_case *c) {
+    c->side = in[1];
+    return weigh(dt_add(dt_loss(dt_gelu(in[0]), in[1], c->weight), in[1]), NULL);
+}
+
+static dt_tensor *build_times(dt_tensor **in, fd_case *c) { /* two own ops, one tensor on both sides of one of them */
+    (void)c;
+    return weigh(times(times(in[0], in[1]), times(in[1], in[1])), NULL);
+}
+
+typedef struct inner { dt_tensor *w, *outside; } inner;
+static dt_tensor *block_inner(dt_tensor *x, void *user) {
+    inner *u = (inner *)user;
+    return dt_gelu(dt_linear(dt_add(x, u->outside), u->w, NULL));
+}
+
+static dt_tensor *block_outer(dt_tensor *x, void *user) {
+    dt_tensor **in = (dt_tensor **)user;
+    inner       u = { in[1], x };
+    dt_tensor  *y = dt_block(x->ctx, block_inner, dt_gelu(x), &u);
+    u.w = in[2];
+    return dt_add(dt_block(x->ctx, block_inner, y, &u), x);
+}
+
+static dt_tensor *build_blocks(dt_tensor **in, fd_case *c) { /* blocks in blocks, with tensors of outer ones */
+    (void)c;
+    dt_ctx    *ctx = in[0]->ctx;
+    dt_tensor *y = dt_block(ctx, block_outer, in[0], in);
+    return weigh(dt_add(dt_block(ctx, block_outer, y, in), dt_gelu(y)), NULL);
+}
+
+static dt_tensor *build_tied(dt_tensor **in, fd_case *c) { /* one table as embedding and as head */
+    dt_tensor *ids = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
+    dt_tensor *logits = dt_linear(dt_gelu(dt_add(dt_embedding(in[0], ids), in[1])), in[0], NULL);
+    return dt_cross_entropy(logits, ids, 4);
+}
+
+static void fd_others(void) {
+    static const int32_t ids[5] = { 3, 0, 3, 16, 3 };
+    dt_shape s = DT_SHAPE(3, 17);
+    fd_check((fd_case){ .name = "views", .build = build_views, .n = 1, .shape = { s } });
+    for (int i = 0; i < 4; i++) {
+        dt_shape m = DT_SHAPE(3, odd[i]), big = DT_SHAPE(17, odd[i]); /* 17 x 127 is more than one run of 1,024 */
+        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { m, m } });
+        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { big, big } });
+    }
+    fd_check((fd_case){ .name = "side loss", .build = build_loss, .n = 2, .shape = { s, s }, .weight = 0.3 });
+    fd_check((fd_case){ .name = "side loss of a leaf", .build = build_loss_param, .n = 2,
+        .shape = { s, DT_SCALAR }, .weight = -0.7 });
+    fd_check((fd_case){ .name = "own ops", .build = build_times, .n = 2, .shape = { s, s } });
+    fd_check((fd_case){ .name = "blocks", .build = build_blocks, .n = 3,
+        .shape = { DT_SHAPE(5, 3), DT_SHAPE(3, 3), DT_SHAPE(3, 3) } });
+    fd_check((fd_case){ .name = "tied", .build = build_tied, .n = 2, .shape = { DT_SHAPE(17, 3), DT_SHAPE(3) },
+        .ids = ids, .ids_shape = DT_SHAPE(5) });
+}
+
+// ==== 2. Finite differences of every op and option ==================================================================
+
+/* kind: the activation; dim: what there is beside x and w. */
+enum { L_BIAS = 1, L_RESIDUAL = 2, L_SELF = 4, L_VIEW = 8, L_CONSTANT = 16, L_WEIGHT = 32 };
+static dt_tensor *build_linear_at(dt_tensor **in, fd_case *c) {
+    int        at = 1, square = c->dim & (L_SELF | L_VIEW | L_WEIGHT);
+    dt_tensor *x = in[0], *w, *b, *residual;
+    if (c->dim & L_CONSTANT) w = noise_input(x->ctx, DT_F64, square ? DT_SHAPE(5, 5) : DT_SHAPE(7, 5), 3, 1);
+    else w = in[at++];
+    b = c->dim & L_BIAS ? in[at++] : NULL;
+    residual = c->dim & L_RESIDUAL ? in[at] : c->dim & L_SELF ? x : c->dim & L_WEIGHT ? w : NULL;
+    if (c->dim & L_VIEW) residual = dt_reshape(dt_reshape(x, DT_SHAPE(dt_count(x->shape))), x->shape);
+    return dt_linear_at(x, w, b, (dt_linear_desc){ c->kind, residual });
+}
+
+/* x w^T with a constant w and a residual, then whatever uses the result: where a gradient's buffer changes hands. */
+static dt_tensor *build_passed_on(dt_tensor **in, fd_case *c) {
+    dt_tensor *w = noise_input(in[0]->ctx, DT_F64, DT_SHAPE(5, 5), 3, 1), *h = dt_tanh(in[0]);
+    dt_tensor *y = dt_linear_at(in[1], w, NULL, (dt_linear_desc){ 0, h });
+    if (c->kind == 0) return y;
+    if (c->kind == 4) dt_require_grad(y);
+    dt_tensor *z = dt_linear_at(h, w, NULL, (dt_linear_desc){ DT_ACT_GELU, y });    /* h again, before y takes it */
+    if (c->kind == 1) return z;
+    if (c->kind == 2) return dt_linear_at(z, w, NULL, (dt_linear_desc){ DT_ACT_SILU, dt_reshape(y, DT_SHAPE(5, 5)) });
+    c->side = weigh(y, NULL);
+    z = dt_loss(z, c->side, c->weight);
+    if (c->kind == 3) return dt_linear_at(y, w, NULL, (dt_linear_desc){ 0, z });
+    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ DT_ACT_TANH, NULL }), dt_reshape(z, DT_SHAPE(1, 5, 5)));
+}
+
+static dt_tensor *stream_layer(dt_tensor *x, void *user) {
+    dt_tensor **in = (dt_tensor **)user;
+    dt_tensor  *h = dt_linear_at(dt_rmsnorm(x, in[2], 0.1), in[1], in[2], (dt_linear_desc){ DT_ACT_GELU_ERF, NULL });
+    return dt_linear_at(h, in[3], NULL, (dt_linear_desc){ 0, x });
+}
+
+/* A residual stream of three layers; kind 0: one block, 1: a block for each, 2: blocks in a block; with a side loss and
+   a view on the way. */
+static dt_tensor *stream_inside(dt_tensor *x, void *user) {
+    return stream_layer(dt_block(x->ctx, stream_layer, x, user), user);
+}
+
+static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = in[0];
+    dt_ctx    *ctx = x->ctx;
+    x = c->kind ? dt_block(ctx, stream_layer, x, in) : stream_layer(x, in);
+    c->side = weigh(x, NULL);
+    dt_tensor *y = dt_loss(dt_reshape(x, DT_SHAPE(1, 3, 5)), c->side, c->weight);
+    if (c->kind == 2) y = dt_block(ctx, stream_inside, y, in);
+    else for (int i = 0; i < 2; i++) y = c->kind ? dt_block(ctx, stream_layer, y, in) : stream_layer(y, in);
+    return dt_add(y, x); /* the first layer's output is a residual, a norm's input and this one's */
+}
+
+static void fd_linear_at(void) {
+    static const int which[8] = { 0, L_RESIDUAL, L_SELF, L_VIEW, L_CONSTANT, L_CONSTANT | L_RESIDUAL,
+        L_CONSTANT | L_SELF, L_WEIGHT };
+    for (int act = 0; act <= DT_ACT_EXP; act++)
+        for (int beside = 0; beside < 16; beside++) {
+            int  dim = which[beside / 2] | (beside % 2 ? L_BIAS : 0), square = dim & (L_SELF | L_VIEW | L_WEIGHT);
+            char name[64];
+            snprintf(name, sizeof name, "linear_at activation %d, beside %d", act, dim);
+            dt_shape w = square ? DT_SHAPE(5, 5) : DT_SHAPE(7, 5);
+            fd_case  c = { .name = name, .build = build_linear_at, .n = 1, .kind = act, .dim = dim,
+                .shape = { square ? w : DT_SHAPE(2, 3, 5) } };
+            if (!(dim & L_CONSTANT)) c.shape[c.n++] = w;
+            if (dim & L_BIAS) c.shape[c.n++] = DT_SHAPE(w.d[0]);
+            if (dim & L_RESIDUAL) c.shape[c.n++] = DT_SHAPE(2, 3, 7);
+            fd_check(c);
+        }
+    fd_check((fd_case){ .name = "linear_at (2,3,5) (3,17,5)", .build = build_linear_at, .n = 4, .kind = DT_ACT_SILU,
+        .dim = L_BIAS | L_RESIDUAL,
+        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17), DT_SHAPE(2, 3, 3, 17) } });
+    for (int kind = 0; kind < 5; kind++)
+        fd_check((fd_case){ .name = "a gradient passed on", .build = build_passed_on, .n = 2, .kind = kind,
+            .weight = 0.3, .shape = { DT_SHAPE(5, 5), DT_SHAPE(5, 5) } });
+    for (int kind = 0; kind < 3; kind++)
+        fd_check((fd_case){ .name = "a residual stream", .build = build_stream, .n = 4, .kind = kind, .weight = 0.3,
+            .shape = { DT_SHAPE(3, 5), DT_SHAPE(5, 5), DT_SHAPE(5), DT_SHAPE(5, 5) } });
+}
+
+static dt_tensor *above_zero(dt_tensor *x) { return dt_affine(x, 0.2, 1); }
+
+static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[])(dt_tensor *) = { dt_gelu, dt_gelu_erf, dt_silu, dt_relu, dt_tanh, dt_exp };
+    if (c->kind == 6) return dt_ln(above_zero(in[0]));
+    if (c->kind == 7) return dt_affine(in[0], -1.75, 0.5);
+    if (c->kind == 8) return dt_softmax(in[0]);
+    if (c->kind == 9) return dt_swiglu(in[0]);
+    if (c->kind == 10) return dt_rmsnorm(in[0], in[1], c->weight);
+    if (c->kind == 11) return dt_layernorm(in[0], in[1], in[1], c->weight);
+    if (c->kind == 12) return dt_swiglu(dt_swiglu(in[0]));
+    if (c->kind == 13) return dt_softmax(dt_affine(in[0], 30, 0)); /* nearly one-hot */
+    return f[c->kind](in[0]);
+}
+
+static void fd_unary(void) {
+    for (int kind = 0; kind < 9; kind++)
+        for (int i = 0; i < 4; i++)
+            fd_check((fd_case){ .name = "a function of each number", .build = build_unary, .n = 1, .kind = kind,
+                .shape = { i == 0 ? DT_SHAPE(1) : DT_SHAPE(3, odd[i]) } });
+    fd_check((fd_case){ .name = "softmax of large numbers", .build = build_unary, .n = 1, .kind = 13,
+        .shape = { DT_SHAPE(3, 17) } });
+    fd_check((fd_case){ .name = "exp, more than a tile", .build = build_unary, .n = 1, .kind = 5,
+        .shape = { DT_SHAPE(3, 521) } });
+    for (int i = 0; i < 4; i++) {
+        fd_check((fd_case){ .name = "swiglu", .build = build_unary, .n = 1, .kind = 9,
+            .shape = { DT_SHAPE(3, 2, odd[i]) } });
+        fd_check((fd_case){ .name = "rmsnorm", .build = build_unary, .n = 2, .kind = 10, .weight = i == 0 ? 0.1 : 0,
+            .shape = { DT_SHAPE(2, 3, odd[i]), DT_SHAPE(odd[i]) } });
+        fd_check((fd_case){ .name = "layernorm, gain its bias", .build = build_unary, .n = 2, .kind = 11, .weight = 0.1,
+            .shape = { DT_SHAPE(5, odd[i]), DT_SHAPE(odd[i]) } });
+    }
+    fd_check((fd_case){ .name = "swiglu twice", .build = build_unary, .n = 1, .kind = 12, .shape = { DT_SHAPE(2, 2, 2, 3) } });
+    fd_check((fd_case){ .name = "swiglu, more than a tile", .build = build_unary, .n = 1, .kind = 9,
+        .shape = { DT_SHAPE(2, 2, 521) } });
+    fd_check((fd_case){ .name = "rmsnorm, more than a tile", .build = build_unary, .n = 2, .kind = 10,
+        .shape = { DT_SHAPE(3, 521), DT_SHAPE(521) } });
+}
+
+static dt_tensor *build_binary(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[4])(dt_tensor *, dt_tensor *) = { dt_add, dt_sub, dt_mul, dt_div };
+    dt_tensor *b = c->kind == DT_DIV ? above_zero(in[1]) : in[1];
+    return f[c->kind](in[0], b);
+}
+
+static dt_tensor *build_binary_self(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = above_zero(in[0]), *pair[2] = { x, x };
+    if (c->dim == 0) return dt_mul(build_binary(pair, c), in[0]);
+    pair[1] = dt_slice(x, 1, 2, 1); /* (3,1): the same numbers on both sides, repeated on one */
+    return build_binary(pair, c);
+}
+
+static void fd_binary(void) {
+    static const dt_shape a[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 3, { 3, 1, 5 } },
+        { 3, { 2, 3, 5 } }, { 3, { 2, 1, 5 } }, { 0, { 0 } }, { 6, { 2, 1, 3, 1, 2, 1 } }, { 4, { 2, 3, 4, 5 } },
+        { 2, { 3, 521 } }, { 3, { 1, 1, 5 } } };
+    static const dt_shape b[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 17 } }, { 2, { 4, 1 } },
+        { 3, { 2, 1, 5 } }, { 3, { 2, 3, 5 } }, { 2, { 3, 5 } }, { 4, { 1, 2, 2, 3 } }, { 4, { 2, 1, 4, 1 } },
+        { 2, { 3, 1 } }, { 1, { 5 } } };
+    for (int op = 0; op < 4; op++) {
+        for (size_t i = 0; i < sizeof a / sizeof *a; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "binary %d of shapes %zu", op, i);
+            fd_check((fd_case){ .name = name, .build = build_binary, .n = 2, .kind = op, .shape = { a[i], b[i] } });
+        }
+        for (int dim = 0; dim < 2; dim++)
+            fd_check((fd_case){ .name = "binary of one tensor", .build = build_binary_self, .n = 1, .kind = op,
+                .dim = dim, .shape = { DT_SHAPE(3, 17) } });
+    }
+}
+
+static dt_tensor *build_over(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[3])(dt_tensor *, int) = { dt_sum_over, dt_mean_over, dt_max_over };
+    if (c->kind < 3) return f[c->kind](in[0], c->dim);
+    return dt_topk(in[0], c->dim, NULL);
+}
+
+static void fd_over(void) {
+    static const dt_shape shape[] = { { 1, { 7 } }, { 2, { 3, 17 } }, { 3, { 2, 3, 5 } }, { 2, { 3, 521 } },
+        { 2, { 521, 3 } }, { 0, { 0 } } };
+    for (int kind = 0; kind < 3; kind++)
+        for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
+            for (int dim = DT_ALL; dim < shape[s].nd; dim++) {
+                char name[64];
+                snprintf(name, sizeof name, "%s over %d of shape %zu", kind == 2 ? "max" : kind ? "mean" : "sum", dim, s);
+                fd_check((fd_case){ .name = name, .build = build_over, .n = 1, .kind = kind, .dim = dim,
+                    .shape = { shape[s] } });
+            }
+    for (int k = 1; k <= 5; k += 2)
+        fd_check((fd_case){ .name = "topk", .build = build_over, .n = 1, .kind = 3, .dim = k,
+            .shape = { DT_SHAPE(2, 3, 5) } });
+}
+
+static dt_tensor *build_move(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = in[0], *all[4] = { in[0], in[1], in[0], in[0] };
+    switch (c->kind) {
+    case 0: return dt_slice(x, c->dim, 1, x->shape.d[c->dim] - 2);
+    case 1: return dt_slice(x, c->dim, 0, x->shape.d[c->dim]);
+    case 2: return dt_concat(all, 4, c->dim);       /* one of them three times */
+    case 3: return dt_concat(all, 1, c->dim);
+    case 4: return dt_transpose(x, c->dim, (c->dim + 1) % x->shape.nd);
+    case 5: return dt_transpose(x, 0, 0);
+    case 6: return dt_add(dt_slice(x, c->dim, 0, 2), dt_slice(x, c->dim, 1, 2)); /* they overlap */
+    case 7: return dt_gather_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids));
+    case 8: return dt_scatter_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids), 7);
+    case 9: return dt_mul(dt_gather_rows(dt_scatter_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids), 7),
+        dt_input(x->ctx, DT_I32, c->ids_shape, c->ids)), x);
+    case 10: return dt_cast(dt_cast(x, DT_F64), DT_F64);
+    case 11: return dt_slice(x, c->dim, 1, 0);
+    default: return dt_dropout(x, c->p, 77, c->ids ? dt_input(x->ctx, DT_I32, c->ids_shape, c->ids) : NULL);
+    }
+}
+
+static void fd_move(void) {
+    static const int32_t rows[6] = { 3, -1, 0, 3, 1, 3 };
+    for (int kind = 0; kind < 7; kind++)
+        for (int dim = 0; dim < 3; dim++)
+            fd_check((fd_case){ .name = kind < 2 ? "slice" : kind < 4 ? "concat" : kind < 6 ? "transpose" : "slices",
+                .build = build_move, .n = 1 + (kind == 2), .kind = kind, .dim = dim,
+                .shape = { DT_SHAPE(3, 4, 5), DT_SHAPE(dim == 0 ? 1 : 3, dim == 1 ? 7 : 4, dim == 2 ? 2 : 5) } });
+    fd_check((fd_case){ .name = "gather rows", .build = build_move, .n = 1, .kind = 7, .ids = rows,
+        .ids_shape = DT_SHAPE(2, 3), .shape = { DT_SHAPE(5, 3) } });
+    fd_check((fd_case){ .name = "scatter rows", .build = build_move, .n = 1, .kind = 8, .ids = rows,
+        .ids_shape = DT_SHAPE(6), .shape = { DT_SHAPE(2, 3, 521) } });
+    fd_check((fd_case){ .name = "scatter, then gather rows", .build = build_move, .n = 1, .kind = 9, .ids = rows,
+        .ids_shape = DT_SHAPE(6), .shape = { DT_SHAPE(6, 3) } });
+    fd_check((fd_case){ .name = "cast to itself", .build = build_move, .n = 1, .kind = 10, .shape = { DT_SHAPE(3, 5) } });
+    fd_check((fd_case){ .name = "an empty slice", .build = build_move, .n = 1, .kind = 11, .shape = { DT_SHAPE(3, 5) } });
+    for (int i = 0; i < 3; i++) {
+        static const double p[3] = { 0.1, 0.5, 0.9 };
+        fd_check((fd_case){ .name = "dropout", .build = build_move, .n = 1, .kind = 12, .p = p[i],
+            .shape = { DT_SHAPE(2, 3, 17) } });
+        fd_check((fd_case){ .name = "dropout by token", .build = build_move, .n = 1, .kind = 12, .p = p[i], .ids = rows,
+            .ids_shape = DT_SHAPE(2, 3), .shape = { DT_SHAPE(2, 3, 521) } });
+    }
+}
+
+static dt_tensor *build_rope(dt_tensor **in, fd_case *c) {
+    dt_tensor *at = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
+    return dt_rope(in[0], at, (dt_rope_desc){ .theta = c->weight, .rotary = c->dim, .interleaved = c->kind });
+}
+
+static void fd_rope(void) {
+    static const int32_t at[6] = { 0, 5, -3, 100000, 2, 1 };
+    for (int interleaved = 0; interleaved < 2; interleaved++)
+        for (int rotary = 0; rotary <= 6; rotary += 2)
+            fd_check((fd_case){ .name = "rope", .build = build_rope, .n = 1, .kind = interleaved, .dim = rotary, .ids = at,
+                .weight = rotary == 4 ? 500000 : 0, .ids_shape = DT_SHAPE(2, 3), .shape = { DT_SHAPE(2, 3, 3, 6) } });
+    fd_check((fd_case){ .name = "rope of 512", .build = build_rope, .n = 1, .ids = at, .ids_shape = DT_SHAPE(1, 2),
+        .shape = { DT_SHAPE(1, 2, 1, 512) } });
+}
+
+/* kind bits: 1 positions, 2 documents, 4 some rows see nothing, 8 keys of their own, 16 one tensor is q, k and v. */
+static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
+    dt_ctx *ctx = in[0]->ctx;
+    int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1], TK = in[1]->shape.d[1];
+    int32_t p[512], d[512], kp[512], kd[512];
+    for (int64_t i = 0; i < B * TQ; i++) {
+        int64_t t = i % TQ;
+        p[i] = (int32_t)(t % 2 ? TQ - 1 - t / 2 : t / 2);   /* zig-zag: 0, T-1, 1, T-2, ... */
+        d[i] = (int32_t)(t * 3 / TQ) + (int32_t)(i / TQ);
+        if (c->kind & 4 && t % 5 == 2) d[i] = 99;           /* nobody's document: of its own it sees itself only */
+        if (c->kind & 4 && t % 5 == 3) p[i] = -7;           /* before every key */
+    }
+    for (int64_t i = 0; i < B * TK; i++) {
+        kp[i] = (int32_t)((i % TK * 7 + 3) % TK);
+        kd[i] = (int32_t)(i % TK * 3 / TK) + (int32_t)(i / TK);
+    }
+    dt_shape       q = DT_SHAPE(B, TQ), k = DT_SHAPE(B, TK);
+    dt_attn_desc   a = { .full = c->full };
+    if (c->kind & 1) a.positions = dt_input(ctx, DT_I32, q, p);
+    if (c->kind & 2) a.documents = dt_input(ctx, DT_I32, q, d);
+    if (c->kind & 1 && c->kind & 8) a.key_positions = dt_input(ctx, DT_I32, k, kp);
+    if (c->kind & 2 && c->kind & 8) a.key_documents = dt_input(ctx, DT_I32, k, kd);
+    return c->kind & 16 ? dt_attention(in[0], in[0], in[0], a) : dt_attention(in[0], in[1], in[2], a);
+}
+
+static void fd_sight(void) {
+    static const int64_t size[][6] = { { 2, 7, 7, 4, 2, 3 }, { 1, 37, 37, 2, 1, 5 }, { 2, 5, 41, 3, 3, 2 },
+        { 1, 35, 9, 2, 1, 3 } };
+    for (int s = 0; s < 4; s++)
+        for (int kind = 0; kind < 16; kind++)
+            for (int full = 0; full < 2; full++) {
+                const int64_t *z = size[s];
+                if ((z[1] != z[2] && !(kind & 8)) || (kind & 12 && !(kind & 3))) continue;
+                char name[64];
+                snprintf(name, sizeof name, "attention of sight %d, full %d, size %d", kind, full, s);
+                fd_check((fd_case){ .name = name, .build = build_sight, .n = 3, .full = full, .kind = kind, .shape = {
+                    DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]) } });
+            }
+    fd_check((fd_case){ .name = "attention of one tensor, zig-zag", .build = build_sight, .n = 1, .kind = 19,
+        .shape = { DT_SHAPE(2, 19, 3, 3) } });
+}
+
+/* kind bits: 1 padded vocabulary, 2 smoothing, 4 z loss, 8 by chunks from x and w, 16 x is w. weight: z's. */
+static dt_tensor *build_loss_at(dt_tensor **in, fd_case *c) {
+    dt_ctx      *ctx = in[0]->ctx;
+    dt_tensor   *labels = dt_input(ctx, DT_I32, c->ids_shape, c->ids), *w = c->kind & 16 ? in[0] : in[1];
+    int64_t      columns = c->kind & 8 ? w->shape.d[0] : in[0]->shape.d[in[0]->shape.nd - 1];
+    dt_loss_desc d = { .vocab = c->kind & 1 ? columns - 2 : 0, .smoothing = c->kind & 2 ? 0.1 : 0 };
+    if (c->kind & 4) {
+        d.z_weight = 0.01;
+        d.z_loss = &c->side;
+        c->weight = 0.01 * noise(99, 0); /* the z loss is scaled as the loss is */
+    }
+    return c->kind & 8 ? dt_linear_cross_entropy(in[0], w, labels, 5, d) : dt_cross_entropy_at(in[0], labels, 5, d);
+}
+
+static void fd_losses(void) {
+    enum { MANY = 9001 };
+    int32_t *labels = (int32_t *)room(MANY * sizeof *labels);
+    for (int kind = 0; kind < 16; kind++)
+        for (int r = 0; r < 4; r++) {
+            for (int i = 0; i < 127; i++) labels[i] = i % 4 == 1 ? -1 - i : below(78, (uint64_t)i, 15);
+            int64_t rows = odd[r];
+            fd_check((fd_case){ .name = kind & 8 ? "linear cross entropy" : "cross entropy at", .build = build_loss_at,
+                .n = kind & 8 ? 2 : 1, .kind = kind, .ids = labels, .ids_shape = DT_SHAPE(rows),
+                .shape = { DT_SHAPE(rows, kind & 8 ? 5 : 17), DT_SHAPE(17, 5) } });
+        }
+    fd_check((fd_case){ .name = "cross entropy of more columns than a tile", .build = build_loss_at, .n = 1, .kind = 7,
+        .ids = labels, .ids_shape = DT_SHAPE(3), .shape = { DT_SHAPE(3, 1031) } });
+    fd_check((fd_case){ .name = "linear cross entropy of itself", .build = build_loss_at, .n = 1, .kind = 31,
+        .ids = labels, .ids_shape = DT_SHAPE(17), .shape = { DT_SHAPE(17, 3) } });
+    for (int i = 0; i < MANY; i++) labels[i] = i % 7 == 3 ? -1 : below(79, (uint64_t)i, 3);
+    CHECK(2 * dt__loss_rows(5) < MANY); /* three chunks of rows */
+    fd_check((fd_case){ .name = "linear cross entropy by chunks", .build = build_loss_at, .n = 2, .kind = 15,
+        .ids = labels, .ids_shape = DT_SHAPE(MANY), .shape = { DT_SHAPE(MANY, 2), DT_SHAPE(5, 2) } });
+    free(labels);
+}
+
+static void test_finite_differences(void) {
+    fd_linear();
+    fd_embedding();
+    fd_layernorm();
+    fd_attention();
+    fd_add();
+    fd_cross_entropy();
+    fd_others();
+    printf("the older cases: worst error of a slope %.2g\n", fd_worst);
+#define CLASS(f) fd_worst = 0, f(), printf("%s: worst error of a slope %.2g\n", #f, fd_worst)
+    CLASS(fd_linear_at);
+    CLASS(fd_unary);
+    CLASS(fd_binary);
+    CLASS(fd_over);
+    CLASS(fd_move);
+    CLASS(fd_rope);
+    CLASS(fd_sight);
+    CLASS(fd_losses);
+#undef CLASS
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) golden_folder = argv[1];
+    test_finite_differences();
+    return check_done("test_ops");
+}
