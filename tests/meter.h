@@ -8,8 +8,6 @@
 #ifndef METER_H
 #define METER_H
 
-#include <sys/wait.h>
-
 static const char *golden_folder = "tests/golden";
 
 // ==== The meter ======================================================================================================
@@ -157,16 +155,6 @@ static dt_tensor *noise_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, uint6
     dt_tensor *t = dt_input(ctx, dtype, shape, x);
     free(x);
     return t;
-}
-
-/* Runs fn in a child, so that a crash there is a failed check and not the end of the tests. */
-static int survives(int (*fn)(void)) {
-    int status = -1;
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) _exit(fn() ? 0 : 1);
-    if (pid < 0 || waitpid(pid, &status, 0) != pid) return 0;
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 // ==== Own ops ========================================================================================================

@@ -624,7 +624,8 @@ static void fd_rope(void) {
 /* kind bits: 1 positions, 2 documents, 4 some rows see nothing, 8 keys of their own, 16 one tensor is q, k and v. */
 static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
     dt_ctx *ctx = in[0]->ctx;
-    int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1], TK = in[1]->shape.d[1];
+    int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1];
+    int64_t TK = c->kind & 16 ? TQ : in[1]->shape.d[1];
     int32_t p[512], d[512], kp[512], kd[512];
     for (int64_t i = 0; i < B * TQ; i++) {
         int64_t t = i % TQ;
@@ -654,7 +655,7 @@ static void fd_sight(void) {
             for (int full = 0; full < 2; full++) {
                 const int64_t *z = size[s];
                 if ((z[1] != z[2] && !(kind & 8)) || (kind & 12 && !(kind & 3))) continue;
-                char name[64];
+                char name[80];
                 snprintf(name, sizeof name, "attention of sight %d, full %d, size %d", kind, full, s);
                 fd_check((fd_case){ .name = name, .build = build_sight, .n = 3, .full = full, .kind = kind, .shape = {
                     DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]) } });

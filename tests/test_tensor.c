@@ -15,6 +15,7 @@
 #include "meter.h"
 #include "serial_gpt.h"
 #include "../examples/gpt.h"
+#include <sys/wait.h>
 
 
 // ==== 1. Counter RNG and initial values =============================================================================
@@ -981,6 +982,16 @@ static void quiet_failures(void) {
         CHECK_MSG(m.errors == (how == 0), "case %d: %d lines of error", how, m.errors);
         close_ctx(ctx, &m, "a quiet failure");
     }
+}
+
+/* Runs fn in a child, so that a crash there is a failed check and not the end of the tests. */
+static int survives(int (*fn)(void)) {
+    int status = -1;
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) _exit(fn() ? 0 : 1);
+    if (pid < 0 || waitpid(pid, &status, 0) != pid) return 0;
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 /* Misuse that could crash or go on with wrong numbers. Each runs in a child and answers 1 when it was refused in time:
