@@ -721,8 +721,487 @@ static void test_finite_differences(void) {
 #undef CLASS
 }
 
+// ==== 3. PyTorch's numbers for single ops ===========================================================================
+
+/* One case of an op: its place in the file, its context, its tensors, and what it makes beside its output. */
+enum { GOLDEN_INPUTS = 7 };
+typedef struct golden_run {
+    const golden *g;
+    const char   *op;
+    int           n;
+    dt_ctx       *ctx;
+    dt_tensor    *in[GOLDEN_INPUTS], *extra;
+} golden_run;
+
+typedef struct golden_op {
+    const char *op, *in[GOLDEN_INPUTS], *extra; /* gradients, "d" + name, are compared of what is not whole numbers */
+    dt_tensor *(*run)(golden_run *r);
+} golden_op;
+
+static const golden_array *golden_of(const golden *g, const char *op, int n, const char *array) {
+    char name[96];
+    snprintf(name, sizeof name, "%s.%d.%s", op, n, array);
+    return golden_find(g, name);
+}
+
+/* What an op takes beside tensors; what a case lacks is 0. */
+static double scalar(const golden_run *r, const char *array) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, array);
+    return a ? a->data[0] : 0;
+}
+
+static int is_whole(const char *name) {
+    static const char *const whole[] = { "ids", "labels", "rows", "positions", "key_positions", "documents",
+        "key_documents", "index" };
+    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
+        if (!strcmp(name, whole[i])) return 1;
+    return 0;
+}
+
+#define GOLDEN(name, call) static dt_tensor *golden_##name(golden_run *r) { dt_tensor **in = r->in; return call; }
+GOLDEN(linear, dt_linear(in[0], in[1], in[2]))
+GOLDEN(linear_at, dt_linear_at(in[0], in[1], in[2], (dt_linear_desc){ (int)scalar(r, "activation"), in[3] }))
+GOLDEN(layernorm, dt_layernorm(in[0], in[1], in[2], scalar(r, "eps")))
+GOLDEN(rmsnorm, dt_rmsnorm(in[0], in[1], scalar(r, "eps")))
+GOLDEN(gelu, dt_gelu(in[0]))
+GOLDEN(gelu_erf, dt_gelu_erf(in[0]))
+GOLDEN(silu, dt_silu(in[0]))
+GOLDEN(relu, dt_relu(in[0]))
+GOLDEN(tanh, dt_tanh(in[0]))
+GOLDEN(exp, dt_exp(in[0]))
+GOLDEN(ln, dt_ln(in[0]))
+GOLDEN(softmax, dt_softmax(in[0]))
+GOLDEN(affine, dt_affine(in[0], scalar(r, "scale"), scalar(r, "shift")))
+GOLDEN(swiglu, dt_swiglu(in[0]))
+GOLDEN(embedding, dt_embedding(in[0], in[1]))
+GOLDEN(add, dt_add(in[0], in[1]))
+GOLDEN(sub, dt_sub(in[0], in[1]))
+GOLDEN(mul, dt_mul(in[0], in[1]))
+GOLDEN(div, dt_div(in[0], in[1]))
+GOLDEN(sum, dt_sum_over(in[0], (int)scalar(r, "dim")))
+GOLDEN(mean, dt_mean_over(in[0], (int)scalar(r, "dim")))
+GOLDEN(max, dt_max_over(in[0], (int)scalar(r, "dim")))
+GOLDEN(topk, dt_topk(in[0], (int)scalar(r, "k"), &r->extra))
+GOLDEN(slice, dt_slice(in[0], (int)scalar(r, "dim"), (int64_t)scalar(r, "first"), (int64_t)scalar(r, "count")))
+GOLDEN(concat, dt_concat(in, 2, (int)scalar(r, "dim")))
+GOLDEN(transpose, dt_transpose(in[0], (int)scalar(r, "dim_a"), (int)scalar(r, "dim_b")))
+GOLDEN(gather_rows, dt_gather_rows(in[0], in[1]))
+GOLDEN(scatter_rows, dt_scatter_rows(in[0], in[1], (int64_t)scalar(r, "count")))
+GOLDEN(rope, dt_rope(in[0], in[1], (dt_rope_desc){ scalar(r, "theta"), (int)scalar(r, "rotary"),
+    (int)scalar(r, "interleaved") }))
+GOLDEN(attention, dt_attention(in[0], in[1], in[2], (dt_attn_desc){ .full = scalar(r, "full") != 0,
+    .positions = in[3], .key_positions = in[4], .documents = in[5], .key_documents = in[6], .lse = &r->extra }))
+GOLDEN(cross_entropy, dt_cross_entropy(in[0], in[1], scalar(r, "denom")))
+GOLDEN(mse, dt_mse(in[0], in[1], scalar(r, "denom")))
+#define GOLDEN_LOSS { (int64_t)scalar(r, "vocab"), scalar(r, "smoothing"), scalar(r, "z_weight"), &r->extra }
+GOLDEN(smoothed, dt_cross_entropy_at(in[0], in[1], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
+GOLDEN(linear_loss, dt_linear_cross_entropy(in[0], in[1], in[2], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
+#undef GOLDEN
+#undef GOLDEN_LOSS
+
+#define ONE(op) { #op, { "x" }, NULL, golden_##op }
+static const golden_op golden_ops[] = {
+    { "linear", { "x", "w", "b" }, NULL, golden_linear },
+    { "linear_at", { "x", "w", "b", "residual" }, NULL, golden_linear_at },
+    { "layernorm", { "x", "gain", "bias" }, NULL, golden_layernorm },
+    { "rmsnorm", { "x", "gain" }, NULL, golden_rmsnorm },
+    ONE(gelu), ONE(gelu_erf), ONE(silu), ONE(relu), ONE(tanh), ONE(exp), ONE(ln), ONE(softmax), ONE(affine), ONE(swiglu),
+    { "embedding", { "table", "ids" }, NULL, golden_embedding },
+    { "add", { "a", "b" }, NULL, golden_add },
+    { "sub", { "a", "b" }, NULL, golden_sub },
+    { "mul", { "a", "b" }, NULL, golden_mul },
+    { "div", { "a", "b" }, NULL, golden_div },
+    ONE(sum), ONE(mean), ONE(max),
+    { "topk", { "x" }, "index", golden_topk },
+    ONE(slice), ONE(transpose),
+    { "concat", { "a", "b" }, NULL, golden_concat },
+    { "gather_rows", { "x", "rows" }, NULL, golden_gather_rows },
+    { "scatter_rows", { "x", "rows" }, NULL, golden_scatter_rows },
+    { "rope", { "x", "positions" }, NULL, golden_rope },
+    { "attention", { "q", "k", "v" }, "lse", golden_attention },
+    { "sight", { "q", "k", "v", "positions", "key_positions", "documents", "key_documents" }, "lse", golden_attention },
+    { "cross_entropy", { "logits", "labels" }, NULL, golden_cross_entropy },
+    { "smoothed", { "logits", "labels" }, "z", golden_smoothed },
+    { "linear_loss", { "x", "w", "labels" }, "z", golden_linear_loss },
+    { "mse", { "a", "b" }, NULL, golden_mse },
+};
+#undef ONE
+
+/* What a case makes: the output, the extra, the gradient of each input; x NULL: nothing. */
+enum { V_OUT, V_EXTRA, V_GRADS, V_COUNT = V_GRADS + GOLDEN_INPUTS };
+typedef struct values { int64_t n; double *x; } values;
+
+static values values_of(const void *array, dt_dtype dtype, int64_t n) {
+    values v = { n, array ? (double *)room((size_t)n * 8) : NULL };
+    for (int64_t i = 0; v.x && i < n; i++) v.x[i] = get(array, dtype, i);
+    return v;
+}
+
+static values golden_values(const golden_run *r, const char *array) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, array);
+    return values_of(a ? a->data : NULL, DT_F64, a ? a->count : 0);
+}
+
+/* The numbers of an array of the file rounded to a type, as an array of another. */
+static void *rounded(const golden_array *a, dt_dtype round, dt_dtype dtype) {
+    void *x = room((size_t)a->count * 8), *one = room(8);
+    for (int64_t i = 0; i < a->count; i++) {
+        put(one, round, 0, a->data[i]);
+        put(x, dtype, i, get(one, round, 0));
+    }
+    free(one);
+    return x;
+}
+
+/* The case's inputs, rounded to `round`, as tensors of `dtype` or as parameters. */
+static void golden_make(golden_run *r, const golden_op *op, dt_dtype dtype, dt_dtype round, int as_params) {
+    const golden_array *a[GOLDEN_INPUTS] = { NULL };
+    dt_shape shape[GOLDEN_INPUTS];
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        r->in[i] = NULL;
+        a[i] = op->in[i] ? golden_of(r->g, r->op, r->n, op->in[i]) : NULL;
+        if (!a[i]) continue;
+        shape[i] = (dt_shape){ a[i]->nd, { 0 } };
+        for (int d = 0; d < a[i]->nd; d++) shape[i].d[d] = a[i]->shape[d];
+        if (as_params && !is_whole(op->in[i]))
+            r->in[i] = dt_param_at(r->ctx, op->in[i], shape[i], DT_ZEROS, (dt_param_desc){ .dtype = dtype });
+    }
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        if (!a[i]) continue;
+        int   whole = is_whole(op->in[i]);
+        void *x = rounded(a[i], whole ? DT_I32 : round, whole ? DT_I32 : dtype);
+        if (r->in[i]) dt_write(r->in[i], x);
+        else r->in[i] = dt_input(r->ctx, whole ? DT_I32 : dtype, shape[i], x);
+        if (!whole) dt_require_grad(r->in[i]);
+        free(x);
+    }
+}
+
+/* Forward and backward; the gradient that arrives is the file's, rounded to `round` too. */
+static void golden_execute(const golden *g, const golden_op *op, int n, dt_dtype dtype, dt_dtype round, int as_params,
+    values v[V_COUNT]) {
+    meter      m = METER;
+    golden_run r = { .g = g, .op = op->op, .n = n, .ctx = open_ctx(&m) };
+    const golden_array *dy = golden_of(g, op->op, n, "dy");
+    char  what[80];
+    void *up = dy ? rounded(dy, round, DT_F64) : NULL;
+    memset(v, 0, V_COUNT * sizeof *v);
+    snprintf(what, sizeof what, "golden %s %d %s", op->op, n, dt_dtype_name(dtype));
+    golden_make(&r, op, dtype, round, as_params);
+    dt_tensor *out = op->run(&r);
+    if (CHECK_MSG(out, "%s: %s", what, dt_error_text(r.ctx))) {
+        v[V_OUT] = values_of(out->data, out->dtype, dt_count(out->shape));
+        if (r.extra) v[V_EXTRA] = values_of(r.extra->data, r.extra->dtype, dt_count(r.extra->shape));
+        dt_backward(dy ? weigh(out, (double *)up) : out);
+        for (int i = 0; i < GOLDEN_INPUTS; i++)
+            if (r.in[i] && r.in[i]->grad)
+                v[V_GRADS + i] = values_of(r.in[i]->grad, dt_grad_dtype(r.in[i]), dt_count(r.in[i]->shape));
+    }
+    free(up);
+    close_good(r.ctx, &m, what);
+}
+
+static double golden_worst[2][5]; /* by outputs and gradients, and by type */
+
+static void values_compare(const char *what, values ours, values theirs, dt_dtype dtype, double tolerance, double rms,
+    double *worst) {
+    int64_t at = 0;
+    double  most = -1;
+    if (!CHECK_MSG(ours.x && theirs.x && ours.n == theirs.n, "%s: nothing to compare", what)) return;
+    for (int64_t i = 0; i < ours.n; i++) {
+        double x = ours.x[i], y = theirs.x[i] <= -1e300 ? -INFINITY : theirs.x[i];
+        double error = x == y ? 0 : fabs(x - y) / (fmax(fabs(y), rms) + 1e-30); /* infinities are equal too */
+        if (!(error <= most)) most = error, at = i;
+    }
+    CHECK_MSG(most <= tolerance, "%s %s: element %lld is %.17g, not %.17g (error %.2g)", what, dt_dtype_name(dtype),
+        (long long)at, ours.n ? ours.x[at] : 0, theirs.n ? theirs.x[at] : 0, most);
+    *worst = fmax(*worst, most);
+}
+
+/* Root mean square of the finite elements of n arrays. */
+static double values_rms(const values *v, int n) {
+    double sum = 0, count = 0;
+    for (int k = 0; k < n; k++)
+        for (int64_t i = 0; v[k].x && i < v[k].n; i++)
+            if (isfinite(v[k].x[i]) && v[k].x[i] > -1e300) sum += v[k].x[i] * v[k].x[i], count++;
+    return count ? sqrt(sum / count) : 0;
+}
+
+static void values_free(values v[V_COUNT]) {
+    for (int i = 0; i < V_COUNT; i++) free(v[i].x);
+}
+
+/* Relative to unit roundoff: a few roundings of the 16-bit types, f32 and f64 as everywhere. */
+static double golden_tolerance(dt_dtype dtype) {
+    return dtype == DT_F64 ? 1e-12 : dtype == DT_F32 ? 1e-5 : dtype == DT_BF16 ? 1.0 / 128 : 1.5 / 1024;
+}
+
+/* f64 and f32 against the file; 16-bit types against f64 of the same rounded inputs. */
+static void golden_case(const golden *g, const golden_op *op, int n, dt_dtype dtype, int as_params) {
+    values     ours[V_COUNT], theirs[V_COUNT] = { { 0, NULL } };
+    golden_run r = { .g = g, .op = op->op, .n = n };
+    char       what[64], name[64];
+    int        narrow = dtype == DT_BF16 || dtype == DT_F16;
+    double     tolerance = golden_tolerance(dtype), largest = 0;
+    snprintf(what, sizeof what, "golden %s %d%s", op->op, n, as_params ? " of parameters" : "");
+    golden_execute(g, op, n, dtype, narrow ? dtype : DT_F64, as_params, ours);
+    if (narrow) golden_execute(g, op, n, DT_F64, dtype, 0, theirs);
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        const golden_array *a = op->in[i] && !is_whole(op->in[i]) ? golden_of(g, op->op, n, op->in[i]) : NULL;
+        for (int64_t j = 0; a && j < a->count; j++) largest = fmax(largest, fabs(a->data[j]));
+        snprintf(name, sizeof name, "d%s", op->in[i] ? op->in[i] : "");
+        if (!narrow && a) theirs[V_GRADS + i] = golden_values(&r, name);
+    }
+    if (!narrow) {
+        theirs[V_OUT] = golden_values(&r, golden_of(g, op->op, n, "y") ? "y" : "loss");
+        if (op->extra) theirs[V_EXTRA] = golden_values(&r, op->extra);
+    }
+    /* differences of large numbers (a mean of 1000, scores near 1000) lose digits in f32: inputs beyond 4 get more */
+    if (dtype != DT_F64 && largest > 4 && strcmp(op->op, "gelu") != 0) tolerance *= largest / 4;
+    /* the backward of attention takes the output as it is stored, rounded */
+    if (narrow && (!strcmp(op->op, "attention") || !strcmp(op->op, "sight"))) tolerance *= 2;
+    values_compare(what, ours[V_OUT], theirs[V_OUT], dtype, tolerance, values_rms(&theirs[V_OUT], 1),
+        &golden_worst[0][dtype]);
+    if (op->extra) values_compare(what, ours[V_EXTRA], theirs[V_EXTRA], dtype, tolerance,
+        values_rms(&theirs[V_EXTRA], 1), &golden_worst[0][dtype]);
+    double rms = values_rms(theirs + V_GRADS, GOLDEN_INPUTS);
+    /* the gradient of a saturated softmax is a difference of numbers as large as the output's */
+    if (!strcmp(op->op, "softmax")) rms = fmax(rms, values_rms(&theirs[V_OUT], 1) / 2);
+    for (int i = 0; i < GOLDEN_INPUTS; i++)
+        if (theirs[V_GRADS + i].x || ours[V_GRADS + i].x)
+            values_compare(what, ours[V_GRADS + i], theirs[V_GRADS + i], dtype, tolerance, rms,
+                &golden_worst[1][dtype]);
+    values_free(ours);
+    values_free(theirs);
+}
+
+static void test_golden_ops(void) {
+    static const dt_dtype types[4] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+    char    path[512];
+    snprintf(path, sizeof path, "%s/ops.bin", golden_folder);
+    golden *g = golden_open(path);
+    if (!CHECK_MSG(g, "%s: %s", path, strerror(errno))) return;
+    for (size_t i = 0; i < sizeof golden_ops / sizeof *golden_ops; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "%s.cases", golden_ops[i].op);
+        const double *cases = golden_get(g, name, NULL);
+        if (!CHECK_MSG(cases && *cases >= 3, "no golden cases of %s", golden_ops[i].op)) continue;
+        for (int n = 0; n < (int)*cases; n++)
+            for (int t = 0; t < 4; t++)
+                for (int as_params = 0; as_params < 2; as_params++)
+                    golden_case(g, &golden_ops[i], n, types[t], as_params);
+    }
+    for (int t = 0; t < 4; t++)
+        printf("PyTorch's numbers, %s: worst error of an output %.2g, of a gradient %.2g\n", dt_dtype_name(types[t]),
+            golden_worst[0][types[t]], golden_worst[1][types[t]]);
+    golden_free(g);
+}
+
+// ==== 4. 16-bit types in the tape ===================================================================================
+
+/* A small model in one type: gradients of parameters are f32 for bf16 and f16. */
+typedef struct narrow_model { dt_tensor *w, *table, *gain, *own, *plain; } narrow_model;
+
+static narrow_model narrow_make(dt_ctx *ctx, dt_dtype dtype) {
+    narrow_model  m;
+    dt_param_desc d = { .dtype = dtype };
+    m.w = dt_param_at(ctx, "w", DT_SHAPE(7, 5), DT_NORMAL(1), d);
+    m.table = dt_param_at(ctx, "table", DT_SHAPE(11, 5), DT_NORMAL(1), d);
+    m.gain = dt_param_at(ctx, "gain", DT_SHAPE(5), DT_ONES, d);
+    m.own = dt_param_at(ctx, "own", DT_SHAPE(3, 7), DT_NORMAL(1), d);
+    m.plain = dt_param_at(ctx, "plain", DT_SHAPE(3), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F32 });
+    return m;
+}
+
+/* x + p through an op of ours, which writes its gradient in the type of its input. */
+static dt_status plus_back(dt_node *n) {
+    dt_tensor *out = n->out;
+    for (int i = 0; i < 2; i++) {
+        if (!dt_wants(n, i)) continue;
+        void *d = dt_grad(n, i);
+        if (!d) return dt_error(out->ctx);
+        for (int64_t k = 0; k < dt_count(out->shape); k++)
+            put(d, out->dtype, k, get(d, out->dtype, k) + get(out->grad, out->dtype, k));
+    }
+    return DT_OK;
+}
+
+static dt_tensor *plus(dt_tensor *x, dt_tensor *p) {
+    dt_tensor *out = x && p ? dt_new(x->ctx, x->dtype, x->shape) : NULL;
+    for (int64_t k = 0; out && k < dt_count(x->shape); k++)
+        put(out->data, x->dtype, k, get(x->data, x->dtype, k) + get(p->data, p->dtype, k));
+    return dt_record(out, (dt_record_desc){ .name = "plus", .in = { x, p }, .backward = plus_back });
+}
+
+static dt_tensor *narrow_loss(dt_ctx *ctx, narrow_model *m, int micro) {
+    int32_t    ids[3] = { micro, 4, micro + 2 }, labels[3] = { 2, -1, micro };
+    dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(3), ids), *label = dt_input(ctx, DT_I32, DT_SHAPE(3), labels);
+    dt_tensor *x = dt_rmsnorm(dt_embedding(m->table, id), m->gain, 0);
+    dt_tensor *y = dt_linear_at(x, m->w, NULL, (dt_linear_desc){ DT_ACT_SILU, m->own });
+    y = plus(plus(y, m->own), m->own);
+    dt_tensor *side = weigh(dt_cast(dt_slice(m->own, 1, 2, 3), DT_F32), NULL);
+    return dt_cross_entropy(dt_loss(y, dt_loss(side, weigh(m->plain, NULL), 1), 0.5), label, 2);
+}
+
+/* The gradients of parameter p after micro-batches first .. end: each alone, or accumulated. */
+static void narrow_grads(dt_dtype dtype, const double *const values[5], int first, int end, int halves, double *out) {
+    meter        m = METER;
+    dt_ctx      *ctx = open_ctx(&m);
+    narrow_model model = narrow_make(ctx, dtype);
+    for (int i = 0; values && i < 5; i++) { /* the same numbers in another type */
+        dt_tensor *t = dt_param_get(ctx, i);
+        void      *x = room((size_t)dt_count(t->shape) * 8);
+        for (int64_t k = 0; k < dt_count(t->shape); k++) put(x, t->dtype, k, values[i][k]);
+        dt_write(t, x);
+        free(x);
+    }
+    for (int micro = first; micro < end; micro++) {
+        dt_tensor *loss = narrow_loss(ctx, &model, micro);
+        if (halves) dt_backward_input(loss), dt_backward_weight(loss);
+        else dt_backward(loss);
+        CHECK(isfinite(dt_item(loss)));
+        dt_reset(ctx);
+    }
+    for (int i = 0; i < 5; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        dt_dtype   type = dt_grad_dtype(t);
+        CHECK(type == (dtype == DT_F64 && i < 4 ? DT_F64 : DT_F32) && t->param->unit->grad_dtype == type);
+        for (int64_t k = 0; k < dt_count(t->shape) && t->grad; k++) *out++ = get(t->grad, type, k);
+    }
+    close_good(ctx, &m, "16-bit parameters");
+}
+
+/* Sums over micro-batches are f32 sums of the single ones, to the bit; the numbers are those of f64. */
+static void narrow_accumulation(dt_dtype dtype) {
+    enum { MICROS = 3, N = 35 + 55 + 5 + 21 + 3 };
+    double  alone[MICROS][N], together[N], halves[N], exact[N];
+    meter   m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    narrow_make(ctx, dtype);
+    double *values[5];
+    for (int i = 0; i < 5; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        void      *raw = room((size_t)dt_count(t->shape) * 8);
+        dt_read(t, raw);
+        values[i] = values_of(raw, t->dtype, dt_count(t->shape)).x;
+        free(raw);
+    }
+    CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == (35 + 55 + 5 + 21) * 2 + 3 * 4 && dt_unit_count(ctx) == 2);
+    close_good(ctx, &m, "16-bit values");
+    for (int i = 0; i < MICROS; i++) narrow_grads(dtype, NULL, i, i + 1, 0, alone[i]);
+    narrow_grads(dtype, NULL, 0, MICROS, 0, together);
+    narrow_grads(dtype, NULL, 0, MICROS, 1, halves);
+    narrow_grads(DT_F64, (const double *const *)values, 0, MICROS, 0, exact);
+    int    wrong = 0, fine = 0;
+    double difference = 0, size = 0;
+    for (int i = 0; i < N; i++) {
+        float sum = (float)alone[0][i];
+        for (int k = 1; k < MICROS; k++) sum += (float)alone[k][i];
+        wrong += (double)sum != together[i] || together[i] != halves[i];
+        void *one = &sum;
+        fine += get(one, DT_F32, 0) != from16(dtype, to16(dtype, (double)sum)); /* more digits than the type has */
+        difference += (together[i] - exact[i]) * (together[i] - exact[i]);
+        size += exact[i] * exact[i];
+    }
+    CHECK_MSG(wrong == 0, "%s: %d sums over micro-batches are not those by hand", dt_dtype_name(dtype), wrong);
+    CHECK_MSG(fine > N / 2, "%s: only %d of %d gradients have more digits than the type", dt_dtype_name(dtype), fine, N);
+    double error = sqrt(difference / size);
+    printf("a model of %s parameters: error of all gradients %.2g\n", dt_dtype_name(dtype), error);
+    CHECK_MSG(error < golden_tolerance(dtype), "%s: error of the gradients %.2g", dt_dtype_name(dtype), error);
+    for (int i = 0; i < 5; i++) free(values[i]);
+}
+
+/* An own op gets room in the parameter's type, zeroed and apart from what other ops have added. */
+static void *seen_grad[2];
+static dt_status look_back(dt_node *n) {
+    seen_grad[0] = dt_grad(n, 0);
+    seen_grad[1] = n->in[0]->grad;
+    for (int i = 0; i < 3; i++) {
+        CHECK(get(seen_grad[0], DT_BF16, i) == 0);
+        put(seen_grad[0], DT_BF16, i, 1.0 / 128);
+    }
+    int accumulate = 0;
+    CHECK(dt_grad_raw(n, 0, &accumulate) == seen_grad[0] && accumulate == 1);
+    return DT_OK;
+}
+
+static void own_op_narrow(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *p = dt_param_at(ctx, "p", DT_SHAPE(3), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *out = dt_record(dt_new(ctx, DT_F64, DT_SCALAR), (dt_record_desc){ .name = "look", .in = { p },
+        .backward = look_back });
+    double     c[3] = { 1, 2, 4 };
+    /* of the three only the sum in f32 keeps 1/128 beside 4 */
+    CHECK(dt_backward(dt_loss(out, weigh(dt_cast(p, DT_F64), c), 1)) == DT_OK && dt_grad_dtype(p) == DT_F32);
+    for (int i = 0; i < 3 && p->grad; i++) CHECK(((float *)p->grad)[i] == (float)(c[i] + 1.0 / 128));
+    CHECK(seen_grad[0] && seen_grad[0] != seen_grad[1]);
+    close_good(ctx, &m, "an own op of a bf16 parameter");
+}
+
+/* Every type in and out again; a class is counted by its bytes. */
+static void types_in_and_out(void) {
+    static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
+    for (int t = 0; t < 5; t++) {
+        meter    m = METER;
+        dt_ctx  *ctx = open_ctx(&m);
+        int64_t  n = 100003;
+        void    *x = room((size_t)n * 8), *y = room((size_t)n * 8);
+        for (int64_t i = 0; i < n; i++) put(x, types[t], i, (double)(i % 251) - 100);
+        dt_tensor *in = dt_input(ctx, types[t], DT_SHAPE(n), x);
+        CHECK(dt_read(in, y) == DT_OK && memcmp(x, y, (size_t)n * dt_dtype_size(types[t])) == 0);
+        size_t bytes = (size_t)n * dt_dtype_size(types[t]), acts = dt_memory_used(ctx).live[DT_MEM_ACTS];
+        CHECK_MSG(acts >= bytes && acts < bytes + 128, "%s: %zu bytes of activations", dt_dtype_name(types[t]), acts);
+        CHECK(dt_item(dt_input(ctx, types[t], DT_SCALAR, (char *)x + 7 * dt_dtype_size(types[t]))) == -93);
+        if (types[t] != DT_I32) {
+            double     three = 0;
+            dt_tensor *a;
+            put(&three, types[t], 0, 3);
+            a = dt_require_grad(dt_input(ctx, types[t], DT_SHAPE(1, 1), &three));
+            dt_backward(dt_reshape(dt_mul(a, dt_affine(a, 2, 1)), DT_SCALAR)); /* a loss of its own type */
+            CHECK(a && a->grad && get(a->grad, types[t], 0) == 13 && dt_grad_dtype(a) == types[t]);
+        }
+        free(x);
+        free(y);
+        close_good(ctx, &m, dt_dtype_name(types[t]));
+    }
+}
+
+/* What the result of a bf16 op is: the f32 op of the same numbers, rounded once. */
+static void rounded_once(void) {
+    for (int t = 0; t < 2; t++) {
+        dt_dtype   type = t ? DT_F16 : DT_BF16;
+        meter      m = METER;
+        dt_ctx    *ctx = open_ctx(&m);
+        dt_tensor *x = noise_input(ctx, type, DT_SHAPE(19, 37), 1, 2), *y = noise_input(ctx, type, DT_SHAPE(19, 37), 2, 2);
+        dt_tensor *x32 = dt_cast(x, DT_F32), *y32 = dt_cast(y, DT_F32);
+        dt_tensor *pair[][2] = { { dt_gelu(x), dt_gelu(x32) }, { dt_mul(x, y), dt_mul(x32, y32) },
+            { dt_softmax(x), dt_softmax(x32) }, { dt_sum_over(x, 0), dt_sum_over(x32, 0) },
+            { dt_mean_over(x, 1), dt_mean_over(x32, 1) }, { dt_tanh(x), dt_tanh(x32) },
+            { dt_dropout(x, 0.3, 5, NULL), dt_dropout(x32, 0.3, 5, NULL) }, { dt_div(x, y), dt_div(x32, y32) } };
+        for (size_t i = 0; i < sizeof pair / sizeof *pair; i++) {
+            int wrong = 0;
+            for (int64_t k = 0; pair[i][0] && k < dt_count(pair[i][0]->shape); k++)
+                wrong += ((uint16_t *)pair[i][0]->data)[k] != to16(type, ((float *)pair[i][1]->data)[k]);
+            CHECK_MSG(pair[i][0] && wrong == 0, "%s op %zu: %d results are not f32's, rounded", dt_dtype_name(type), i,
+                wrong);
+        }
+        close_good(ctx, &m, "rounded once");
+    }
+}
+
+static void test_narrow(void) {
+    narrow_accumulation(DT_BF16);
+    narrow_accumulation(DT_F16);
+    own_op_narrow();
+    types_in_and_out();
+    rounded_once();
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
+    test_golden_ops();
+    test_narrow();
     return check_done("test_ops");
 }
