@@ -3884,6 +3884,11 @@ DT__FN void DT__K(give)(dt_dtype dtype, void *array, int64_t at, int64_t n, cons
         }
         return;
     }
+#elif DT__BITS == 64
+    if (dt__narrow(dtype)) { /* the 16-bit copy of a parameter */
+        for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
+        return;
+    }
 #endif
     DT__REAL *out = (DT__REAL *)array + at;
     (void)dtype;
