@@ -67,6 +67,10 @@ typedef struct product {
 static void product_naive(product *p, const void *c0) {
     const dt_matmul_args *a = &p->a;
     dt_dtype type = a->dtype;
+    size_t   count_a = (size_t)(a->stride_a * a->batch), count_b = (size_t)(a->stride_b * a->batch);
+    double  *da = (double *)room(count_a * 8), *db = (double *)room(count_b * 8);
+    for (size_t i = 0; i < count_a; i++) da[i] = get(a->a, type, (int64_t)i);
+    for (size_t i = 0; i < count_b; i++) db[i] = get(a->b, type, (int64_t)i);
     for (int64_t b = 0; b < a->batch; b++)
         for (int64_t i = 0; i < a->m; i++)
             for (int64_t j = 0; j < a->n; j++) {
@@ -75,7 +79,7 @@ static void product_naive(product *p, const void *c0) {
                 for (int64_t q = 0; q < a->k; q++) {
                     int64_t ia = b * a->stride_a + (a->trans_a ? q * a->lda + i : i * a->lda + q);
                     int64_t ib = b * a->stride_b + (a->trans_b ? j * a->ldb + q : q * a->ldb + j);
-                    long double term = (long double)get(a->a, type, ia) * get(a->b, type, ib);
+                    long double term = (long double)da[ia] * db[ib];
                     sum += term;
                     size += fabsl(term);
                 }
@@ -88,6 +92,8 @@ static void product_naive(product *p, const void *c0) {
                 p->want[to] = (double)sum;
                 p->bound[to] = (double)size + 4;
             }
+    free(da);
+    free(db);
 }
 
 /* Compares c and before with the naive ones; what lies between the rows of c must be as it was. */
@@ -172,12 +178,12 @@ static void products(dt_dtype type, int isa) {
     static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 }, { 15, 33, 65 },
         { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 }, { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
-        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 5) { /* the last four: K, M and N beyond one block */
+        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 11) { /* the last four: K, M and N beyond one block */
             if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
-            if (s > 2 && kind >= 16 && kind % 3) continue;
+            if (s > 2 && s < 9 && kind % 5 != (int)s % 5) continue;
             int64_t m = size[s][0], n = size[s][1], k = size[s][2];
             product_case(type, isa, m, n, k, kind, dt_matmul_work(n, k, type));
-            if (s < 5 && kind % 16 == kind) product_case(type, isa, m, n, k, kind, 0);
+            if (s < 4 && kind < 16) product_case(type, isa, m, n, k, kind, 0);
         }
     char work[64];
     float one[4] = { 0 };
@@ -198,7 +204,7 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
         .bias = bias, .activation = DT_ACT_SILU, .work = work, .work_bytes = work_bytes };
     CHECK(dt__variant_of(type, isa)->matmul(&all) == DT_OK);
     int wrong = 0;
-    for (int t = 0; t < 25; t++) {
+    for (int t = 0; t < 12; t++) {
         int i0 = below(5, (uint64_t)t, (int)M), j0 = below(6, (uint64_t)t, (int)N);
         int m = 1 + below(7, (uint64_t)t, (int)M - i0), n = 1 + below(8, (uint64_t)t, (int)N - j0);
         dt_matmul_args some = all;
@@ -1073,12 +1079,12 @@ static double ulp_error(float ours, double exact) {
     return fabs((double)ours - exact) / ldexp(1, (e < -125 ? -125 : e) - 24);
 }
 
-/* Over the whole range of floats, every 1,021st one. */
+/* Over the whole range of floats, every 2,039th one. */
 static void accuracy(void) {
     double worst[4] = { 0 }, tail = 0, below_normal = 0;
     float  at[4] = { 0 };
     int    nan_wrong = 0;
-    for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 1021) {
+    for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2039) {
         float  x = float_of((uint32_t)bits), ours[4] = { dt__expf(x), dt__logf(x), dt__tanhf(x), dt__phif(x) };
         double exact[4] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x) };
         for (int f = 0; f < 4; f++) {

@@ -1198,10 +1198,303 @@ static void test_narrow(void) {
     rounded_once();
 }
 
+// ==== 5. Refusals, and what nothing makes ===========================================================================
+
+/* What a row may need, made before it runs. */
+typedef struct place {
+    dt_ctx    *ctx;
+    dt_tensor *x, *wide, *cube, *ints, *w, *stranger, *stranger_ids; /* (3,4) (3,5) (2,3,4) i32 (3) param (5,4) */
+} place;
+
+static dt_tensor *whole(dt_ctx *ctx, dt_shape shape) {
+    int32_t zero[64] = { 0 };
+    return dt_input(ctx, DT_I32, shape, zero);
+}
+static dt_tensor *heads_of(place *p, int64_t b, int64_t t, int64_t h, int64_t d) {
+    return noise_input(p->ctx, DT_F32, DT_SHAPE(b, t, h, d), 1, 1);
+}
+
+#define ROW(name, ...) static void r_##name(place *p) { __VA_ARGS__; }
+ROW(activation, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ DT_ACT_AFFINE, NULL }))
+ROW(activation_below, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ -1, NULL }))
+ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->x }))
+ROW(residual_type, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, dt_cast(p->wide, DT_BF16) }))
+ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->stranger }))
+ROW(linear_null, dt_linear(p->x, NULL, NULL))
+ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
+ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
+ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
+ROW(softmax, dt_softmax(p->ints))
+ROW(affine, dt_affine(p->ints, 1, 1))
+ROW(swiglu, dt_swiglu(p->x))
+ROW(swiglu_flat, dt_swiglu(dt_reshape(p->x, DT_SHAPE(12))))
+ROW(mul, dt_mul(p->x, p->wide))
+ROW(mul_types, dt_mul(p->x, dt_cast(p->x, DT_F16)))
+ROW(div_ints, dt_div(p->ints, p->ints))
+ROW(sub_stranger, dt_sub(p->x, p->stranger))
+ROW(sub_null, dt_sub(NULL, p->x))
+ROW(sum, dt_sum_over(p->x, 2))
+ROW(sum_below, dt_sum_over(p->x, -2))
+ROW(mean_ints, dt_mean_over(p->ints, 0))
+ROW(max_empty, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), 1))
+ROW(max_empty_all, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), DT_ALL))
+ROW(slice, dt_slice(p->x, 1, 2, 3))
+ROW(slice_dim, dt_slice(p->x, 2, 0, 1))
+ROW(slice_below, dt_slice(p->x, 0, -1, 1))
+ROW(slice_count, dt_slice(p->x, 0, 1, -1))
+ROW(slice_wraps, dt_slice(p->x, 0, INT64_MAX, INT64_MAX))
+ROW(concat, dt_tensor *two[2] = { p->x, p->wide }; dt_concat(two, 2, 0))
+ROW(concat_types, dt_tensor *two[2] = { p->x, dt_cast(p->x, DT_F64) }; dt_concat(two, 2, 0))
+ROW(concat_dim, dt_concat(&p->x, 1, 2))
+ROW(concat_many, dt_tensor *nine[9] = { p->x }; dt_concat(nine, 9, 0))
+ROW(concat_null, dt_tensor *two[2] = { p->x, NULL }; dt_concat(two, 2, 0))
+ROW(concat_stranger, dt_tensor *two[2] = { p->x, p->stranger }; dt_concat(two, 2, 0))
+ROW(transpose, dt_transpose(p->x, 0, 2))
+ROW(transpose_below, dt_transpose(p->x, -1, 0))
+ROW(cast, dt_cast(p->x, (dt_dtype)17))
+ROW(gather, dt_gather_rows(p->cube, p->ints))
+ROW(gather_ids, dt_gather_rows(p->x, p->wide))
+ROW(gather_high, int32_t at[1] = { 3 }; dt_gather_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(1), at)))
+ROW(gather_low, int32_t at[1] = { -2 }; dt_gather_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(1), at)))
+ROW(gather_null, dt_gather_rows(p->x, NULL))
+ROW(scatter, dt_scatter_rows(p->cube, p->ints, 4))
+ROW(scatter_count, dt_scatter_rows(p->x, p->ints, -1))
+ROW(scatter_type, dt_scatter_rows(p->x, p->x, 4))
+ROW(topk, dt_topk(p->x, 5, NULL))
+ROW(topk_none, dt_topk(p->x, 0, NULL))
+ROW(topk_ints, dt_topk(p->ints, 1, NULL))
+ROW(rope, dt_rope(p->cube, p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_count, dt_rope(heads_of(p, 1, 2, 1, 4), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_odd, dt_rope(heads_of(p, 1, 3, 1, 5), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_rotary, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = 6 }))
+ROW(rope_below, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = -2 }))
+ROW(rope_wide, dt_rope(heads_of(p, 1, 3, 1, 514), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_null, dt_rope(heads_of(p, 1, 3, 1, 4), NULL, (dt_rope_desc){ 0 }))
+ROW(dropout, dt_dropout(p->x, 1, 1, NULL))
+ROW(dropout_below, dt_dropout(p->x, -0.1, 1, NULL))
+ROW(dropout_nan, dt_dropout(p->x, NAN, 1, NULL))
+ROW(dropout_tokens, dt_dropout(p->cube, 0.5, 1, p->ints))
+ROW(dropout_ints, dt_dropout(p->ints, 0.5, 1, NULL))
+ROW(dropout_stranger, dt_dropout(p->x, 0.5, 1, p->stranger_ids))
+#define QKV heads_of(p, 1, 3, 2, 4), heads_of(p, 1, 4, 2, 4), heads_of(p, 1, 4, 2, 4)
+ROW(attention_one, dt_attention(QKV, (dt_attn_desc){ .documents = p->ints }))
+ROW(attention_keys, dt_attention(QKV, (dt_attn_desc){ .key_documents = whole(p->ctx, DT_SHAPE(4)) }))
+ROW(attention_type, dt_attention(QKV, (dt_attn_desc){ .positions = p->x }))
+ROW(attention_stranger, dt_attention(QKV, (dt_attn_desc){ .positions = p->stranger_ids }))
+ROW(attention_null, dt_attention(p->cube, NULL, p->cube, (dt_attn_desc){ 0 }))
+ROW(loss_vocab, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .vocab = 5 }))
+ROW(loss_label, int32_t at[3] = { 0, 3, 1 };
+    dt_cross_entropy_at(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ .vocab = 3 }))
+ROW(loss_smoothing, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .smoothing = 1 }))
+ROW(loss_z, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .z_weight = -1 }))
+ROW(linear_loss, dt_linear_cross_entropy(p->wide, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
+ROW(linear_loss_labels, dt_linear_cross_entropy(p->cube, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
+ROW(linear_loss_vocab, dt_linear_cross_entropy(p->x, p->w, p->ints, 1, (dt_loss_desc){ .vocab = 6 }))
+ROW(linear_loss_null, dt_linear_cross_entropy(p->x, p->w, NULL, 1, (dt_loss_desc){ 0 }))
+#undef QKV
+#undef ROW
+
+static const struct row { void (*run)(place *p); dt_status status; const char *text[2]; } rows[] = {
+    { r_activation, DT_ERR_ARG, { "dt_linear(the_w)", "activation 8" } },
+    { r_activation_below, DT_ERR_ARG, { "dt_linear(the_w)", "activation -1" } },
+    { r_residual, DT_ERR_SHAPE, { "residual", "(3,4)" } },
+    { r_residual_type, DT_ERR_SHAPE, { "residual", "bf16" } },
+    { r_residual_stranger, DT_ERR_ARG, { "dt_linear", "another context" } },
+    { r_linear_null, DT_ERR_ARG, { "dt_linear", "NULL" } },
+    { r_rmsnorm, DT_ERR_SHAPE, { "dt_rmsnorm", "the_w" } },
+    { r_rmsnorm_null, DT_ERR_ARG, { "dt_rmsnorm", "NULL" } },
+    { r_layernorm_null, DT_ERR_ARG, { "dt_layernorm", "NULL" } },
+    { r_softmax, DT_ERR_SHAPE, { "dt_softmax", "not for integers" } },
+    { r_affine, DT_ERR_SHAPE, { "dt_affine", "not for integers" } },
+    { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
+    { r_swiglu_flat, DT_ERR_SHAPE, { "dt_swiglu", "(12)" } },
+    { r_mul, DT_ERR_SHAPE, { "(3,4)", "(3,5)" } },
+    { r_mul_types, DT_ERR_SHAPE, { "dt_mul", "f16" } },
+    { r_div_ints, DT_ERR_SHAPE, { "dt_div", "i32" } },
+    { r_sub_stranger, DT_ERR_ARG, { "dt_sub", "another context" } },
+    { r_sub_null, DT_ERR_ARG, { "dt_sub", "NULL" } },
+    { r_sum, DT_ERR_ARG, { "dt_sum_over", "dimension 2" } },
+    { r_sum_below, DT_ERR_ARG, { "dt_sum_over", "dimension -2" } },
+    { r_mean_ints, DT_ERR_ARG, { "dt_mean_over", "i32" } },
+    { r_max_empty, DT_ERR_SHAPE, { "dt_max_over", "(3,0)" } },
+    { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "nothing has no maximum" } },
+    { r_slice, DT_ERR_SHAPE, { "dt_slice", "3 from 2 of dimension 1 of (3,4)" } },
+    { r_slice_dim, DT_ERR_SHAPE, { "dt_slice", "dimension 2" } },
+    { r_slice_below, DT_ERR_SHAPE, { "dt_slice", "1 from -1" } },
+    { r_slice_count, DT_ERR_SHAPE, { "dt_slice", "-1 from 1" } },
+    { r_slice_wraps, DT_ERR_SHAPE, { "dt_slice", "dimension 0" } },
+    { r_concat, DT_ERR_SHAPE, { "dt_concat", "(3,5)" } },
+    { r_concat_types, DT_ERR_SHAPE, { "dt_concat", "f64" } },
+    { r_concat_dim, DT_ERR_ARG, { "dt_concat", "dimension 2" } },
+    { r_concat_many, DT_ERR_ARG, { "dt_concat", "9 tensors, at most 8" } },
+    { r_concat_null, DT_ERR_ARG, { "dt_concat", "NULL" } },
+    { r_concat_stranger, DT_ERR_ARG, { "dt_concat", "another context" } },
+    { r_transpose, DT_ERR_SHAPE, { "dt_transpose", "0 and 2" } },
+    { r_transpose_below, DT_ERR_SHAPE, { "dt_transpose", "-1 and 0" } },
+    { r_cast, DT_ERR_ARG, { "dt_cast", "element type 17" } },
+    { r_gather, DT_ERR_SHAPE, { "dt_gather_rows", "(2,3,4)" } },
+    { r_gather_ids, DT_ERR_SHAPE, { "dt_gather_rows", "i32 ids" } },
+    { r_gather_high, DT_ERR_ARG, { "embedding", "out of range" } },
+    { r_gather_low, DT_ERR_ARG, { "embedding", "out of range" } },
+    { r_gather_null, DT_ERR_ARG, { "dt_gather_rows", "NULL" } },
+    { r_scatter, DT_ERR_SHAPE, { "dt_scatter_rows", "(2,3,4)" } },
+    { r_scatter_count, DT_ERR_SHAPE, { "dt_scatter_rows", NULL } },
+    { r_scatter_type, DT_ERR_SHAPE, { "dt_scatter_rows", "i32 row" } },
+    { r_topk, DT_ERR_SHAPE, { "dt_topk", "(3,4)" } },
+    { r_topk_none, DT_ERR_SHAPE, { "dt_topk", "k must be" } },
+    { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32" } },
+    { r_rope, DT_ERR_SHAPE, { "dt_rope", "(2,3,4)" } },
+    { r_rope_count, DT_ERR_SHAPE, { "dt_rope", "positions" } },
+    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "of 5 dimensions" } },
+    { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
+    { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
+    { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
+    { r_rope_null, DT_ERR_ARG, { "dt_rope", "NULL" } },
+    { r_dropout, DT_ERR_ARG, { "dt_dropout", "probability 1" } },
+    { r_dropout_below, DT_ERR_ARG, { "dt_dropout", "probability -0.1" } },
+    { r_dropout_nan, DT_ERR_ARG, { "dt_dropout", "nan" } },
+    { r_dropout_tokens, DT_ERR_SHAPE, { "dt_dropout", "token" } },
+    { r_dropout_ints, DT_ERR_SHAPE, { "dt_dropout", "i32" } },
+    { r_dropout_stranger, DT_ERR_ARG, { "dt_dropout", "another context" } },
+    { r_attention_one, DT_ERR_ARG, { "dt_attention", "both or none" } },
+    { r_attention_keys, DT_ERR_ARG, { "dt_attention", "both or none" } },
+    { r_attention_type, DT_ERR_SHAPE, { "dt_attention", "i32" } },
+    { r_attention_stranger, DT_ERR_ARG, { "dt_attention", "another context" } },
+    { r_attention_null, DT_ERR_ARG, { "dt_attention", "NULL" } },
+    { r_loss_vocab, DT_ERR_ARG, { "dt_cross_entropy", "vocab 5 of 4" } },
+    { r_loss_label, DT_ERR_ARG, { "cross_entropy", "out of range" } },
+    { r_loss_smoothing, DT_ERR_ARG, { "dt_cross_entropy", "smoothing 1" } },
+    { r_loss_z, DT_ERR_ARG, { "dt_cross_entropy", "z_weight -1" } },
+    { r_linear_loss, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "(3,5)" } },
+    { r_linear_loss_labels, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "label" } },
+    { r_linear_loss_vocab, DT_ERR_ARG, { "dt_linear_cross_entropy", "vocab 6 of 5" } },
+    { r_linear_loss_null, DT_ERR_ARG, { "dt_linear_cross_entropy", "NULL" } },
+};
+
+static void test_refusals(void) {
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        meter   m = METER, m_other = METER;
+        dt_ctx *ctx = open_ctx(&m), *other = open_ctx(&m_other);
+        place   p = { .ctx = ctx, .x = noise_input(ctx, DT_F32, DT_SHAPE(3, 4), 1, 1) };
+        p.wide = noise_input(ctx, DT_F32, DT_SHAPE(3, 5), 1, 1);
+        p.cube = noise_input(ctx, DT_F32, DT_SHAPE(2, 3, 4), 1, 1);
+        p.ints = whole(ctx, DT_SHAPE(3));
+        p.w = dt_param(ctx, "the_w", DT_SHAPE(5, 4), DT_NORMAL(1));
+        p.stranger = noise_input(other, DT_F32, DT_SHAPE(3, 4), 1, 1);
+        p.stranger_ids = whole(other, DT_SHAPE(3));
+        dt_require_grad(p.x);
+        rows[i].run(&p);
+        CHECK_MSG(dt_error(ctx) == rows[i].status, "refusal %zu: %s, not %s: %s", i, dt_status_name(dt_error(ctx)),
+            dt_status_name(rows[i].status), dt_error_text(ctx));
+        for (int t = 0; t < 2; t++)
+            CHECK_MSG(!rows[i].text[t] || strstr(dt_error_text(ctx), rows[i].text[t]), "refusal %zu: no \"%s\" in: %s", i,
+                rows[i].text[t], dt_error_text(ctx));
+        CHECK_MSG(m.errors == 1 && !strncmp(dt_error_text(ctx), "rank 3: ", 8), "refusal %zu: %d lines", i, m.errors);
+        CHECK(!dt_softmax(p.x) && !dt_slice(p.x, 0, 0, 1) && !dt_mul(p.x, p.x) && !dt_sum_over(p.x, 0) && !dt_silu(p.x));
+        close_ctx(ctx, &m, "a refusal");
+        close_good(other, &m_other, "the other context");
+    }
+    CHECK(!dt_gelu_erf(NULL) && !dt_swiglu(NULL) && !dt_mul(NULL, NULL) && !dt_max_over(NULL, 0) && !dt_slice(NULL, 0, 0, 0));
+    CHECK(!dt_concat(NULL, 1, 0) && !dt_transpose(NULL, 0, 0) && !dt_cast(NULL, DT_F32) && !dt_topk(NULL, 1, NULL));
+    CHECK(!dt_rope(NULL, NULL, (dt_rope_desc){ 0 }) && !dt_dropout(NULL, 0.5, 1, NULL) && !dt_softmax(NULL));
+    CHECK(!dt_attention(NULL, NULL, NULL, (dt_attn_desc){ 0 }) && !dt_scatter_rows(NULL, NULL, 1));
+    CHECK(!dt_linear_cross_entropy(NULL, NULL, NULL, 1, (dt_loss_desc){ 0 }));
+}
+
+/* No rows: results of no elements, losses of zero, and gradients of parameters that are zero and not what lay there. */
+static void no_rows(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_param_desc d = { .dtype = DT_F64 };
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 4), DT_ONES, d), *gain = dt_param_at(ctx, "g", DT_SHAPE(4), DT_ONES, d);
+    dt_tensor *none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL)), *ids = dt_input(ctx, DT_I32, DT_SHAPE(0), NULL);
+    dt_tensor *z = NULL, *x = dt_rmsnorm(none, gain, 0);
+    dt_tensor *loss = dt_linear_cross_entropy(x, w, ids, 1, (dt_loss_desc){ .z_loss = &z });
+    CHECK(dt_item(loss) == 0 && dt_item(z) == 0 && dt_backward(loss) == DT_OK);
+    for (int i = 0; i < 12; i++) CHECK_MSG(w->grad && ((double *)w->grad)[i] == 0, "no rows give w a gradient of %g",
+        w->grad ? ((double *)w->grad)[i] : NAN);
+    for (int i = 0; i < 4; i++) CHECK(gain->grad && ((double *)gain->grad)[i] == 0);
+    dt_reset(ctx);
+    none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL));
+    CHECK(dt_item(dt_sum_over(none, DT_ALL)) == 0 && dt_softmax(none) && dt_swiglu(dt_reshape(none, DT_SHAPE(0, 2, 2))));
+    CHECK(dt_max_over(none, 1) && dt_topk(none, 2, NULL) && dt_transpose(none, 0, 1) && dt_dropout(none, 0.5, 1, NULL));
+    dt_tensor *two[2] = { none, none }, *empty = dt_input(ctx, DT_F64, DT_SHAPE(1, 0, 2, 2), NULL);
+    CHECK(dt_concat(two, 2, 0) && dt_mul(none, gain) && dt_rope(empty, dt_input(ctx, DT_I32, DT_SHAPE(1, 0), NULL),
+        (dt_rope_desc){ 0 }) && dt_attention(empty, empty, empty, (dt_attn_desc){ 0 }));
+    dt_tensor *sum = dt_sum_over(none, 0), *alone = noise_input(ctx, DT_F64, DT_SHAPE(1, 3, 2, 2), 1, 1);
+    for (int i = 0; i < 4; i++) CHECK(sum && ((double *)sum->data)[i] == 0);
+    dt_tensor *blind = dt_attention(alone, empty, empty, (dt_attn_desc){ 0 }); /* no keys at all */
+    for (int i = 0; i < 12; i++) CHECK(blind && ((double *)blind->data)[i] == 0);
+    close_good(ctx, &m, "no rows");
+}
+
+/* The first of equal numbers is the largest, and gets the gradient. */
+static void ties(void) {
+    static const double x[8] = { 1, 3, 3, 2, 0, 0, 0, 0 };
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *in = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(2, 4), x)), *index = NULL;
+    dt_tensor *top = dt_topk(in, 3, &index), *max = dt_max_over(in, 1);
+    static const int32_t places[6] = { 1, 2, 3, 0, 1, 2 };
+    for (int i = 0; index && i < 6; i++) CHECK(((int32_t *)index->data)[i] == places[i]);
+    CHECK(top && max && ((double *)max->data)[0] == 3 && ((double *)max->data)[1] == 0);
+    dt_backward(dt_sum_over(dt_add(max, dt_sum_over(dt_slice(top, 1, 0, 1), 1)), DT_ALL));
+    static const double want[8] = { 0, 2, 0, 0, 2, 0, 0, 0 };
+    for (int i = 0; i < 8; i++) CHECK(in->grad && ((double *)in->grad)[i] == want[i]);
+    close_good(ctx, &m, "ties");
+}
+
+/* A loss inside a block whose gradient the user keeps: it is there after the backward. */
+static dt_tensor *kept_loss(dt_tensor *x, void *user) {
+    (void)user;
+    return dt_require_grad(dt_sum_over(dt_gelu(x), DT_ALL));
+}
+
+static void kept_in_block(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1));
+    dt_tensor *loss = dt_block(ctx, kept_loss, x, NULL);
+    dt_backward(loss);
+    dt_tensor *later = dt_sum_over(noise_input(ctx, DT_F64, DT_SHAPE(300), 2, 1), DT_ALL);
+    CHECK(later && loss && loss->grad && *(double *)loss->grad == 1);
+    const void *at = loss ? loss->grad : NULL;
+    for (const dt__arena *a = ctx->grad_pool; a; a = a->next)
+        for (const dt__chunk *c = a->chunks; c; c = c->next)
+            CHECK_MSG((const char *)at < c->data || (const char *)at >= c->data + c->size, "a kept gradient was given back");
+    close_good(ctx, &m, "a kept loss in a block");
+}
+
+/* No input features: nothing but the bias. No rows: nothing at all, and gradients of zero. */
+static void empty_shapes(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 2), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(3), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *none = dt_input(ctx, DT_F64, DT_SHAPE(2, 0), NULL), *flat = dt_input(ctx, DT_F64, DT_SHAPE(3, 0), NULL);
+    dt_tensor *y = dt_linear(none, flat, b);
+    for (int i = 0; y && i < 6; i++) CHECK(((double *)y->data)[i] == ((double *)b->data)[i % 3]);
+    dt_tensor *rows = dt_gelu(dt_linear(dt_input(ctx, DT_F64, DT_SHAPE(0, 2), NULL), w, b));
+    CHECK(y && rows && dt_count(rows->shape) == 0);
+    dt_tensor *loss = weigh(dt_loss(rows, weigh(y, NULL), 1), NULL);
+    CHECK(dt_item(loss) == 0 && dt_backward(loss) == DT_OK);
+    for (int i = 0; i < 6; i++) CHECK(w && w->grad && ((double *)w->grad)[i] == 0);
+    for (int i = 0; i < 3; i++) {
+        double want = noise(99, (uint64_t)i) + noise(99, (uint64_t)i + 3);
+        CHECK(b && b->grad && fabs(((double *)b->grad)[i] - want) < 1e-15);
+    }
+    close_good(ctx, &m, "empty shapes");
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
     test_golden_ops();
     test_narrow();
+    test_refusals();
+    no_rows();
+    empty_shapes();
+    ties();
+    kept_in_block();
     return check_done("test_ops");
 }
