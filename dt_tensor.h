@@ -2465,7 +2465,7 @@ dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
     dt_ctx  *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
     dt_shape shape;
-    if (!ctx || (desc.residual && !dt__op("dt_linear", desc.residual, x, NULL))) return NULL;
+    if (!ctx || (desc.residual && !dt__op("dt_linear", x, desc.residual, NULL))) return NULL;
     if (!dt__linear_fits(x, w, b, desc.residual, &shape)) return NULL;
     if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
         dt_fail(ctx, DT_ERR_ARG, "dt_linear(%s): activation %d", w->name, desc.activation);
@@ -2968,7 +2968,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     shape.d[dim] = 0;
     for (int i = 0; i < n; i++) {
         if (!x[i]) dt__missing("dt_concat", x[0], NULL, NULL);
-        if (!x[i] || !dt__op("dt_concat", x[i], x[0], NULL)) return NULL;
+        if (!x[i] || !dt__op("dt_concat", x[0], x[i], NULL)) return NULL;
         m.box[i] = x[i]->shape;
         m.box[i].d[dim] = x[0]->shape.d[dim];
         if (!dt__same_shape(m.box[i], x[0]->shape) || x[i]->dtype != x[0]->dtype)
@@ -3214,7 +3214,7 @@ static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_t
 /* One number for each token of a (B,T,H,D) tensor. NULL: none given, which is no failure (*bad stays). */
 static const int32_t *dt__per_token(dt_tensor *x, dt_tensor *numbers, int *bad) {
     if (!numbers) return NULL;
-    if (!dt__op("dt_attention", numbers, x, NULL)) *bad = 1;
+    if (!dt__op("dt_attention", x, numbers, NULL)) *bad = 1;
     else if (numbers->dtype != DT_I32 || dt_count(numbers->shape) != x->shape.d[0] * x->shape.d[1]) {
         dt__mismatch("dt_attention", x, numbers, "positions and documents are i32, one for each token");
         *bad = 1;
