@@ -2217,8 +2217,7 @@ static void dt__block_back(dt_block_state *b, dt_phase phase) {
 static dt_status dt__seed(dt_tensor *loss) {
     dt_ctx    *ctx = loss->ctx;
     dt_tensor *t = dt__owner(loss);
-    if (!t->block->grads && !(t->block->grads = dt__grad_arena_take(ctx))) return ctx->status;
-    t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
+    t->grad = dt__grad_room(ctx, t->needs_grad == DT__KEPT ? ctx->root : t->block, dt__bytes(t));
     return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
 }
 
