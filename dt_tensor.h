@@ -3391,9 +3391,9 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
     if (!dt__loss_work_make(ctx, x, w, &k)) return dt_error(ctx);
     if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
-    for (int64_t r = 0; r < all; r += most) {
+    for (int64_t r = 0; r < all || r == 0; r += most) { /* once even if there are no rows: gradients of zero */
         int64_t rows = all - r < most ? all - r : most;
-        if (dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
+        if (rows > 0 && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
         dt_cross_entropy_back_args a = { .dtype = x->dtype, .dlogits = k.logits, .logits = k.logits,
             .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)V,
