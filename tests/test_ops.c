@@ -1190,7 +1190,45 @@ static void rounded_once(void) {
     }
 }
 
+/* The gradients of the loss of x w^T over three chunks of rows, x and w bf16 parameters or f64. */
+static void narrow_chunk_grads(dt_dtype dtype, int64_t rows, double *out) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *x = dt_param_at(ctx, "x", DT_SHAPE(rows, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype });
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(5, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype }), *all[2] = { x, w };
+    int32_t   *labels = (int32_t *)room((size_t)rows * sizeof *labels);
+    for (int64_t i = 0; i < rows; i++) labels[i] = below(5, (uint64_t)i, 5);
+    for (int k = 0; k < 2; k++) {
+        int64_t n = dt_count(all[k]->shape);
+        void   *values = room((size_t)n * 8);
+        for (int64_t i = 0; i < n; i++) put(values, dtype, i, from16(DT_BF16, to16(DT_BF16, noise(1, (uint64_t)i))));
+        dt_write(all[k], values);
+        free(values);
+    }
+    dt_backward(dt_linear_cross_entropy(x, w, dt_input(ctx, DT_I32, DT_SHAPE(rows), labels), 9, (dt_loss_desc){ 0 }));
+    for (int k = 0; k < 2; k++)
+        for (int64_t i = 0; i < dt_count(all[k]->shape); i++) *out++ = get(all[k]->grad, dt_grad_dtype(all[k]), i);
+    free(labels);
+    close_good(ctx, &m, "chunks of rows");
+}
+
+static void narrow_chunks(void) {
+    int64_t rows = 2 * dt__loss_rows(5) + 9, n = 2 * rows + 10;
+    double *ours = (double *)room((size_t)n * 8), *exact = (double *)room((size_t)n * 8), worst = 0, last = 0;
+    narrow_chunk_grads(DT_BF16, rows, ours);
+    narrow_chunk_grads(DT_F64, rows, exact);
+    for (int64_t i = 0; i < n; i++) {
+        double error = fabs(ours[i] - exact[i]) / fmax(fabs(exact[i]), i < 2 * rows ? 0.1 : 10);
+        if (i < 2 * rows) worst = fmax(worst, error);
+        else last = fmax(last, error);
+    }
+    CHECK_MSG(worst < 0.02 && last < 0.02, "chunks in bf16: errors %.2g of dx, %.2g of dw", worst, last);
+    free(ours);
+    free(exact);
+}
+
 static void test_narrow(void) {
+    narrow_chunks();
     narrow_accumulation(DT_BF16);
     narrow_accumulation(DT_F16);
     own_op_narrow();
