@@ -2541,8 +2541,7 @@ static void dt__block_back(dt_block_state *b, dt_phase phase) {
 static dt_status dt__seed(dt_tensor *loss) {
     dt_ctx    *ctx = loss->ctx;
     dt_tensor *t = dt__owner(loss);
-    if (!t->block->grads && !(t->block->grads = dt__arena_take(ctx, &ctx->grad_pool))) return ctx->status;
-    t->grad = dt__arena_alloc(ctx, t->block->grads, dt__bytes(t));
+    t->grad = dt__grad_room(ctx, t->needs_grad == DT__KEPT ? ctx->root : t->block, dt__bytes(t));
     return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
 }
 
@@ -2716,7 +2715,8 @@ typedef struct dt__linear_saved {
     int        turned;      /* the output's gradient has become that of `before` */
 } dt__linear_saved;
 
-/* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone. */
+/* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone, and
+   one that a residual in the other half of the backward, a parameter, is still to get. */
 static void *dt__linear_turn(dt_node *n) {
     dt__linear_saved *saved = (dt__linear_saved *)n->saved;
     dt_tensor        *y = n->out;
@@ -2725,8 +2725,9 @@ static void *dt__linear_turn(dt_node *n) {
     if (!saved->before) return y->grad;
     dt_unary_back_args a = { .dtype = y->dtype, .act = saved->activation, .dx = y->grad, .dout = y->grad,
         .in = saved->before->data, .count = (size_t)dt_count(y->shape) };
+    int waiting = n->in[3] && n->in[3]->needs_grad && !dt_wants(n, 3);
     if (saved->turned) return saved->before->grad;
-    if (y->needs_grad == DT__KEPT) a.dx = dt__grad_room(ctx, y->block, bytes);
+    if (y->needs_grad == DT__KEPT || waiting) a.dx = dt__grad_room(ctx, y->block, bytes);
     if (!a.dx || DT__KERNEL(ctx, n->name, unary_back, &a) != DT_OK) return NULL;
     saved->turned = 1;
     saved->before->grad = a.dx;
@@ -2791,7 +2792,7 @@ dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
     dt_ctx  *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
     dt_shape shape;
-    if (!ctx || (desc.residual && !dt__op("dt_linear", desc.residual, x, NULL))) return NULL;
+    if (!ctx || (desc.residual && !dt__op("dt_linear", x, desc.residual, NULL))) return NULL;
     if (!dt__linear_fits(x, w, b, desc.residual, &shape)) return NULL;
     if (desc.activation < 0 || desc.activation >= DT_ACT_AFFINE) {
         dt_fail(ctx, DT_ERR_ARG, "dt_linear(%s): activation %d", w->name, desc.activation);
@@ -3294,7 +3295,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     shape.d[dim] = 0;
     for (int i = 0; i < n; i++) {
         if (!x[i]) dt__missing("dt_concat", x[0], NULL, NULL);
-        if (!x[i] || !dt__op("dt_concat", x[i], x[0], NULL)) return NULL;
+        if (!x[i] || !dt__op("dt_concat", x[0], x[i], NULL)) return NULL;
         m.box[i] = x[i]->shape;
         m.box[i].d[dim] = x[0]->shape.d[dim];
         if (!dt__same_shape(m.box[i], x[0]->shape) || x[i]->dtype != x[0]->dtype)
@@ -3540,7 +3541,7 @@ static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_t
 /* One number for each token of a (B,T,H,D) tensor. NULL: none given, which is no failure (*bad stays). */
 static const int32_t *dt__per_token(dt_tensor *x, dt_tensor *numbers, int *bad) {
     if (!numbers) return NULL;
-    if (!dt__op("dt_attention", numbers, x, NULL)) *bad = 1;
+    if (!dt__op("dt_attention", x, numbers, NULL)) *bad = 1;
     else if (numbers->dtype != DT_I32 || dt_count(numbers->shape) != x->shape.d[0] * x->shape.d[1]) {
         dt__mismatch("dt_attention", x, numbers, "positions and documents are i32, one for each token");
         *bad = 1;
@@ -3718,9 +3719,9 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
     if (!dt__loss_work_make(ctx, x, w, &k)) return dt_error(ctx);
     if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
-    for (int64_t r = 0; r < all; r += most) {
+    for (int64_t r = 0; r < all || r == 0; r += most) { /* once even if there are no rows: gradients of zero */
         int64_t rows = all - r < most ? all - r : most;
-        if (dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
+        if (rows > 0 && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
         dt_cross_entropy_back_args a = { .dtype = x->dtype, .dlogits = k.logits, .logits = k.logits,
             .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)V,
@@ -5883,6 +5884,11 @@ DT__FN void DT__K(give)(dt_dtype dtype, void *array, int64_t at, int64_t n, cons
             if (accumulate) for (int64_t i = 0; i < have; i++) sum[i] += row[j + i];
             DT__K(narrow)(dtype, out, have, accumulate ? sum : row + j);
         }
+        return;
+    }
+#elif DT__BITS == 64
+    if (dt__narrow(dtype)) { /* the 16-bit copy of a parameter */
+        for (int64_t i = 0; i < n; i++) dt__set_number(dtype, array, (size_t)(at + i), row[i]);
         return;
     }
 #endif

@@ -1,15 +1,10 @@
-/* test_tensor.c - dt_tensor.h on one rank: every op, the tape, units, boxes, memory, errors
+/* test_tensor.c - dt_tensor.h on one rank: units, boxes, memory, errors, a GPT; ops are in test_ops.c
    Public domain or MIT, at your choice; see LICENSE.
 
    Run:  test_tensor [folder of the golden files, default tests/golden]
 
-   HOW NUMBERS ARE COMPARED. |a - b| <= tolerance * max(|b|, s), element by element, where s is the root mean square of
-   all numbers that the case compares as one (all gradients of a case; an output alone), so that a true zero does not
-   divide by nothing. For the GPT, as for every layout, the rule is on tensors: the norm of a - b against the norm of b
-   or, where larger, this tensor's share sqrt(n/N) of the whole gradient's norm.
-
-   HOW MEMORY IS WATCHED. Every context here allocates through a meter: a host table that fills new and freed memory
-   with NaN bits, checks the size and class of every free, counts by class, and can refuse. */
+   HOW NUMBERS ARE COMPARED. For the GPT, as for every layout, the rule is on tensors: the norm of a - b against the norm
+   of b or, where larger, this tensor's share sqrt(n/N) of the whole gradient's norm. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -17,704 +12,13 @@
 #include "../dt_tensor.h"
 #include "check.h"
 #include "golden/golden.h"
+#include "meter.h"
 #include "serial_gpt.h"
 #include "../examples/gpt.h"
 #include <sys/wait.h>
 
-static const char *golden_folder = "tests/golden";
 
-// ==== 1. The meter, numbers =========================================================================================
-
-typedef struct meter {
-    size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES], live_total, peak_total, calls;
-    long   refuse_in;       /* allocations before the first refusal; below 0: never */
-    int    sticky;          /* 1: those after it are refused too */
-    int    refused, wrong_frees;
-    int    errors;          /* log lines of level error */
-    char   text[700];       /* the last of them */
-} meter;
-#define METER ((meter){ .refuse_in = -1 })
-
-/* In front of every block, 64 bytes so that what follows keeps its alignment. */
-typedef struct tag { size_t bytes; int mem, magic; } tag;
-enum { TAG_ROOM = 64, MAGIC = 0x64746d65 };
-
-static void *meter_alloc(void *user, size_t bytes, dt_mem mem) {
-    meter *m = (meter *)user;
-    void  *p = NULL;
-    m->calls++;
-    if (m->refuse_in == 0) {
-        m->refused++;
-        if (!m->sticky) m->refuse_in = -1;
-        return NULL;
-    }
-    if (m->refuse_in > 0) m->refuse_in--;
-    if (bytes > (size_t)1 << 40 || posix_memalign(&p, 64, bytes + TAG_ROOM) != 0) return NULL;
-    tag t = { bytes, (int)mem, MAGIC };
-    memcpy(p, &t, sizeof t);
-    memset((char *)p + TAG_ROOM, 0xff, bytes);
-    m->live[mem] += bytes;
-    m->live_total += bytes;
-    if (m->live[mem] > m->peak[mem]) m->peak[mem] = m->live[mem];
-    if (m->live_total > m->peak_total) m->peak_total = m->live_total;
-    return (char *)p + TAG_ROOM;
-}
-
-static void meter_free(void *user, void *p, size_t bytes, dt_mem mem) {
-    meter *m = (meter *)user;
-    tag    t;
-    memcpy(&t, (char *)p - TAG_ROOM, sizeof t);
-    if (t.magic != MAGIC || t.bytes != bytes || t.mem != (int)mem) m->wrong_frees++;
-    m->live[mem] -= bytes;
-    m->live_total -= bytes;
-    memset(p, 0xff, t.bytes);
-    free((char *)p - TAG_ROOM);
-}
-
-static void meter_log(void *user, int level, int rank, const char *text) {
-    meter *m = (meter *)user;
-    (void)rank;
-    if (level != DT_LOG_ERROR) return;
-    m->errors++;
-    snprintf(m->text, sizeof m->text, "%s", text);
-}
-
-static dt_ctx *open_with(meter *m, const dt_kernels *kernels, uint64_t seed) {
-    dt_host host = *dt_host_default();
-    host.user = m;
-    host.alloc = meter_alloc;
-    host.free = meter_free;
-    host.log = meter_log;
-    return dt_ctx_make((dt_ctx_desc){ .seed = seed, .rank = 3, .kernels = kernels, .host = &host });
-}
-
-static dt_ctx *open_ctx(meter *m) { return open_with(m, NULL, 7); }
-
-/* Frees the context; nothing may be left, and nothing may have been freed as what it was not. */
-static void close_ctx(dt_ctx *ctx, const meter *m, const char *what) {
-    dt_ctx_free(ctx);
-    CHECK_MSG(m->live_total == 0, "%s: %zu bytes are left", what, m->live_total);
-    CHECK_MSG(m->wrong_frees == 0, "%s: %d frees with the wrong size or class", what, m->wrong_frees);
-}
-
-/* The same, of a context that must not have failed. */
-static void close_good(dt_ctx *ctx, const meter *m, const char *what) {
-    CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", what, dt_error_text(ctx));
-    CHECK_MSG(m->errors == 0, "%s: logged %s", what, m->text);
-    close_ctx(ctx, m, what);
-}
-
-/* A number in [-1, 1) from a place in a sequence. */
-static double noise(uint64_t seed, uint64_t index) {
-    uint64_t z = seed * 0xD1342543DE82EF95u + (index + 1) * 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return (double)((z ^ (z >> 31)) >> 11) / 4503599627370496.0 - 1.0;
-}
-
-static int below(uint64_t seed, uint64_t index, int n) { return (int)((noise(seed, index) + 1) / 2 * n); }
-
-static double get(const void *array, dt_dtype dtype, int64_t i) {
-    return dtype == DT_F64   ? ((const double *)array)[i]
-           : dtype == DT_F32 ? (double)((const float *)array)[i]
-                             : (double)((const int32_t *)array)[i];
-}
-
-static void put(void *array, dt_dtype dtype, int64_t i, double value) {
-    if (dtype == DT_F64) ((double *)array)[i] = value;
-    else if (dtype == DT_F32) ((float *)array)[i] = (float)value;
-    else ((int32_t *)array)[i] = (int32_t)value;
-}
-
-/* malloc for tests: they may end when there is none. */
-static void *room(size_t bytes) {
-    void *p = calloc(1, bytes ? bytes : 1);
-    if (!p) {
-        puts("FAIL no memory for the test itself");
-        exit(1);
-    }
-    return p;
-}
-
-static dt_tensor *noise_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, uint64_t seed, double scale) {
-    int64_t n = dt_count(shape);
-    void   *x = room((size_t)n * dt_dtype_size(dtype));
-    for (int64_t i = 0; i < n; i++) put(x, dtype, i, scale * noise(seed, (uint64_t)i));
-    dt_tensor *t = dt_input(ctx, dtype, shape, x);
-    free(x);
-    return t;
-}
-
-/* Runs fn in a child, so that a crash there is a failed check and not the end of the tests. */
-static int survives(int (*fn)(void)) {
-    int status = -1;
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) _exit(fn() ? 0 : 1);
-    if (pid < 0 || waitpid(pid, &status, 0) != pid) return 0;
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
-
-// ==== 2. Own ops ====================================================================================================
-
-/* sum of x[i] * c[i] as an f64 scalar: what turns a tensor into a loss here, and an op as a user writes one. */
-typedef struct weigh_saved { const double *c; } weigh_saved;
-
-static double weigh_factor(const double *c, int64_t i) { return c ? c[i] : noise(99, (uint64_t)i); }
-
-static dt_status weigh_back(dt_node *n) {
-    const double *c = ((const weigh_saved *)n->saved)->c;
-    dt_tensor    *x = n->in[0];
-    double        up = *(const double *)n->out->grad;
-    if (!dt_wants(n, 0)) return DT_OK;
-    void *dx = dt_grad(n, 0);
-    if (!dx) return dt_error(x->ctx);
-    for (int64_t i = 0; i < dt_count(x->shape); i++)
-        put(dx, x->dtype, i, get(dx, x->dtype, i) + up * weigh_factor(c, i));
-    return DT_OK;
-}
-
-/* c must live until dt_reset; NULL: noise */
-static dt_tensor *weigh(dt_tensor *x, const double *c) {
-    dt_tensor *out = x ? dt_new(x->ctx, DT_F64, DT_SCALAR) : NULL;
-    if (!out) return NULL;
-    double sum = 0;
-    for (int64_t i = 0; i < dt_count(x->shape); i++) sum += get(x->data, x->dtype, i) * weigh_factor(c, i);
-    *(double *)out->data = sum;
-    weigh_saved *saved = (weigh_saved *)dt_record_saved(out, (dt_record_desc){ .name = "weigh", .in = { x },
-        .backward = weigh_back, .saved_bytes = sizeof *saved });
-    if (saved) saved->c = c;
-    return dt_error(x->ctx) == DT_OK ? out : NULL;
-}
-
-/* a * b, element by element, f64, without saved memory. */
-static dt_status times_back(dt_node *n) {
-    const double *dy = (const double *)n->out->grad;
-    for (int side = 0; side < 2; side++) {
-        if (!dt_wants(n, side)) continue;
-        double *d = (double *)dt_grad(n, side), *other = (double *)n->in[1 - side]->data;
-        if (!d) return dt_error(n->out->ctx);
-        for (int64_t i = 0; i < dt_count(n->out->shape); i++) d[i] += dy[i] * other[i];
-    }
-    return DT_OK;
-}
-
-static dt_tensor *times(dt_tensor *a, dt_tensor *b) {
-    dt_tensor *out = a && b ? dt_new(a->ctx, DT_F64, a->shape) : NULL;
-    if (!out) return NULL;
-    for (int64_t i = 0; i < dt_count(a->shape); i++)
-        ((double *)out->data)[i] = ((double *)a->data)[i] * ((double *)b->data)[i];
-    return dt_record(out, (dt_record_desc){ .name = "times", .in = { a, b }, .backward = times_back });
-}
-
-// ==== 3. Finite differences =========================================================================================
-
-/* A scalar function of up to four tensors. build may set side: then the function is build's value + weight * side. */
-enum { FD_INPUTS = 4, FD_SAMPLES = 6 };
-typedef struct fd_case {
-    const char    *name;
-    dt_tensor   *(*build)(dt_tensor **in, struct fd_case *c);
-    int            n;
-    dt_shape       shape[FD_INPUTS];
-    int            full;            /* attention */
-    const int32_t *ids;             /* embedding: ids; cross entropy: labels */
-    dt_shape       ids_shape;
-    double         weight;
-    dt_tensor     *side;
-} fd_case;
-
-static double fd_value(dt_ctx *ctx, fd_case *c, double **x) {
-    dt_tensor *in[FD_INPUTS] = { NULL };
-    for (int i = 0; i < c->n; i++) in[i] = dt_input(ctx, DT_F64, c->shape[i], x[i]);
-    c->side = NULL;
-    dt_tensor *loss = c->build(in, c);
-    double     value = dt_item(loss) + (c->side ? c->weight * dt_item(c->side) : 0);
-    dt_reset(ctx);
-    return value;
-}
-
-/* Fourth-order central difference along direction v; the error is of order h^4 and rounding / h. */
-static double fd_slope(dt_ctx *ctx, fd_case *c, double **x, int input, const double *v, double h) {
-    static const double at[4] = { -2, -1, 1, 2 }, factor[4] = { 1, -8, 8, -1 };
-    int64_t n = dt_count(c->shape[input]);
-    double *saved = x[input], sum = 0;
-    x[input] = (double *)room((size_t)n * sizeof(double));
-    for (int p = 0; p < 4; p++) {
-        for (int64_t i = 0; i < n; i++) x[input][i] = saved[i] + at[p] * h * v[i];
-        sum += factor[p] * fd_value(ctx, c, x);
-    }
-    free(x[input]);
-    x[input] = saved;
-    return sum / (12 * h);
-}
-
-/* The tape's gradients into g: of inputs, of parameters, of parameters by the two halves, and of inputs to which
-   something else has given a gradient already: side losses, whose slopes are noise(99, element). */
-enum { AS_INPUTS, AS_PARAMS, AS_HALVES, AS_SHARED, AS_WAYS };
-static void fd_gradient(fd_case *c, double **x, double **g, int way) {
-    meter      m = METER;
-    dt_ctx    *ctx = open_ctx(&m);
-    dt_tensor *in[FD_INPUTS] = { NULL };
-    for (int i = 0; i < c->n; i++) {
-        char name[16];
-        snprintf(name, sizeof name, "p%d", i);
-        if (way == AS_INPUTS || way == AS_SHARED) in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
-        else in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
-    }
-    for (int i = 0; i < c->n; i++) dt_write(in[i], x[i]);
-    dt_tensor *loss = c->build(in, c);
-    if (way == AS_SHARED) for (int i = 0; i < c->n; i++) loss = dt_loss(loss, weigh(in[i], NULL), 1);
-    if (way != AS_HALVES) dt_backward(loss);
-    else dt_backward_input(loss), dt_backward_weight(loss);
-    CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", c->name, dt_error_text(ctx));
-    for (int i = 0; i < c->n; i++) {
-        int64_t n = dt_count(c->shape[i]);
-        if (!CHECK_MSG(in[i] && in[i]->grad, "%s: no gradient of input %d", c->name, i)) memset(g[i], 0, 8 * (size_t)n);
-        else memcpy(g[i], in[i]->grad, 8 * (size_t)n);
-    }
-    close_good(ctx, &m, c->name);
-}
-
-static void fd_compare(fd_case *c, double **x, double **g) {
-    meter   m = METER;
-    dt_ctx *ctx = open_ctx(&m);
-    double  squares = 0, count = 0;
-    dt_no_grad(ctx, 1);
-    for (int i = 0; i < c->n; i++)
-        for (int64_t j = 0; j < dt_count(c->shape[i]); j++, count++) squares += g[i][j] * g[i][j];
-    double rms = sqrt(squares / count);
-    for (int i = 0; i < c->n; i++) {
-        int64_t n = dt_count(c->shape[i]);
-        double *v = (double *)room((size_t)n * 8), dot = 0, size = 0;
-        for (int s = 0; s < FD_SAMPLES && s < n; s++) { /* single elements */
-            int64_t e = n <= FD_SAMPLES ? s : below(55 + (uint64_t)i, (uint64_t)(n + s), (int)n);
-            v[e] = 1;
-            double slope = fd_slope(ctx, c, x, i, v, 1e-3), floor = fabs(slope) > rms ? fabs(slope) : rms;
-            CHECK_MSG(fabs(g[i][e] - slope) <= 1e-6 * floor + 1e-11, "%s: input %d, element %lld: %.12g, not %.12g",
-                c->name, i, (long long)e, g[i][e], slope);
-            v[e] = 0;
-        }
-        for (int64_t j = 0; j < n; j++) { /* and all of them at once */
-            v[j] = noise(66, (uint64_t)j) < 0 ? -1 : 1;
-            dot += v[j] * g[i][j];
-            size += g[i][j] * g[i][j];
-        }
-        double slope = fd_slope(ctx, c, x, i, v, 1e-3 / sqrt((double)n)), floor = fmax(sqrt(size), rms);
-        CHECK_MSG(fabs(dot - slope) <= 1e-6 * fmax(fabs(slope), floor) + 1e-11, "%s: input %d, all: %.12g, not %.12g",
-            c->name, i, dot, slope);
-        free(v);
-    }
-    close_good(ctx, &m, c->name);
-}
-
-static void fd_check(fd_case c) {
-    double *x[FD_INPUTS] = { NULL }, *g[AS_WAYS][FD_INPUTS] = { { NULL } };
-    for (int i = 0; i < c.n; i++) {
-        size_t n = (size_t)dt_count(c.shape[i]);
-        x[i] = (double *)room(n * 8);
-        for (size_t j = 0; j < n; j++) x[i][j] = 1.5 * noise(10 + (uint64_t)i, j);
-        for (int w = 0; w < AS_WAYS; w++) g[w][i] = (double *)room(n * 8);
-    }
-    for (int w = 0; w < AS_WAYS; w++) fd_gradient(&c, x, g[w], w);
-    for (int i = 0; i < c.n; i++) {
-        size_t bytes = (size_t)dt_count(c.shape[i]) * 8;
-        CHECK_MSG(memcmp(g[AS_INPUTS][i], g[AS_PARAMS][i], bytes) == 0, "%s: input %d: as a parameter", c.name, i);
-        CHECK_MSG(memcmp(g[AS_PARAMS][i], g[AS_HALVES][i], bytes) == 0, "%s: input %d: by two halves", c.name, i);
-        double most = 0;
-        for (size_t j = 0; j < bytes / 8; j++) {
-            double error = fabs(g[AS_SHARED][i][j] - (g[AS_INPUTS][i][j] + noise(99, j)));
-            most = fmax(most, error / fmax(1, fabs(g[AS_INPUTS][i][j])));
-        }
-        CHECK_MSG(most < 1e-13, "%s: input %d: added to another gradient: error %.2g", c.name, i, most);
-    }
-    fd_compare(&c, x, g[AS_INPUTS]);
-    for (int i = 0; i < c.n; i++) {
-        free(x[i]);
-        for (int w = 0; w < AS_WAYS; w++) free(g[w][i]);
-    }
-}
-
-static const int64_t odd[4] = { 1, 3, 17, 127 };
-
-static dt_tensor *build_linear(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return weigh(dt_linear(in[0], in[1], in[2]), NULL);
-}
-
-static void fd_linear(void) {
-    for (int m = 0; m < 4; m++)
-        for (int i = 0; i < 4; i++)
-            for (int o = 0; o < 4; o++) {
-                int bias = (m + i + o) % 2;
-                fd_check((fd_case){ .name = bias ? "linear with bias" : "linear", .build = build_linear, .n = 2 + bias,
-                    .shape = { DT_SHAPE(odd[m], odd[i]), DT_SHAPE(odd[o], odd[i]), DT_SHAPE(odd[o]) } });
-            }
-    fd_check((fd_case){ .name = "linear (2,3,5) (3,17,5)", .build = build_linear, .n = 3,
-        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17) } });
-    fd_check((fd_case){ .name = "linear (5) (2,1,3,5)", .build = build_linear, .n = 2,
-        .shape = { DT_SHAPE(5), DT_SHAPE(2, 1, 3, 5) } });
-}
-
-static dt_tensor *build_embedding(dt_tensor **in, fd_case *c) {
-    return weigh(dt_embedding(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids)), NULL);
-}
-
-static void fd_embedding(void) {
-    int32_t ids[127];
-    for (int v = 0; v < 3; v++)
-        for (int w = 0; w < 4; w++) {
-            for (int i = 0; i < 127; i++) ids[i] = below(77, (uint64_t)i, (int)odd[v]); /* rows many times, or never */
-            fd_check((fd_case){ .name = "embedding", .build = build_embedding, .n = 1,
-                .shape = { DT_SHAPE(odd[v], odd[w]) }, .ids = ids,
-                .ids_shape = w == 3 ? DT_SHAPE(127) : w == 2 ? DT_SHAPE(3, 1, 7) : DT_SHAPE(2, 3) });
-        }
-}
-
-static dt_tensor *build_layernorm(dt_tensor **in, fd_case *c) {
-    return weigh(dt_layernorm(in[0], in[1], in[2], c->weight), NULL);
-}
-
-static void fd_layernorm(void) {
-    for (int r = 0; r < 4; r++)
-        for (int w = 0; w < 4; w++)
-            fd_check((fd_case){ .name = "layernorm", .build = build_layernorm, .n = 3,
-                .weight = w == 1 ? 0.1 : 0.001 * r, /* eps; 0 is the default. Three close numbers curve too much. */
-                .shape = { DT_SHAPE(odd[r], odd[w]), DT_SHAPE(odd[w]), DT_SHAPE(odd[w]) } });
-    fd_check((fd_case){ .name = "layernorm (2,3,5)", .build = build_layernorm, .n = 3, .weight = 0.01,
-        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(5), DT_SHAPE(5) } });
-}
-
-static dt_tensor *build_gelu(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return weigh(dt_gelu(in[0]), NULL);
-}
-
-static dt_tensor *build_attention(dt_tensor **in, fd_case *c) {
-    return weigh(dt_attention(in[0], in[1], in[2], (dt_attn_desc){ .full = c->full }), NULL);
-}
-
-static dt_tensor *build_self_attention(dt_tensor **in, fd_case *c) {
-    return weigh(dt_attention(in[0], in[0], in[0], (dt_attn_desc){ .full = c->full, .kv_heads = 3 }), NULL);
-}
-
-static void fd_attention(void) {
-    static const int64_t size[][6] = { /* B TQ TK H K D */
-        { 1, 1, 1, 1, 1, 1 }, { 2, 3, 3, 3, 3, 3 }, { 1, 17, 17, 3, 1, 3 }, { 1, 17, 17, 6, 2, 5 },
-        { 2, 3, 17, 2, 2, 1 }, { 1, 17, 3, 2, 1, 3 }, { 3, 1, 17, 1, 1, 17 }, { 1, 37, 37, 2, 1, 3 },
-        { 1, 19, 140, 2, 1, 3 }, { 1, 127, 127, 1, 1, 17 } };
-    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
-        for (int full = 0; full < 2; full++) {
-            const int64_t *s = size[i];
-            fd_check((fd_case){ .name = full ? "attention full" : "attention causal", .build = build_attention, .n = 3,
-                .full = full, .shape = { DT_SHAPE(s[0], s[1], s[3], s[5]), DT_SHAPE(s[0], s[2], s[4], s[5]),
-                DT_SHAPE(s[0], s[2], s[4], s[5]) } });
-        }
-    fd_check((fd_case){ .name = "attention of one tensor", .build = build_self_attention, .n = 1,
-        .shape = { DT_SHAPE(2, 5, 3, 3) } });
-}
-
-static dt_tensor *build_add(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return weigh(dt_add(in[0], in[1]), NULL);
-}
-
-static dt_tensor *build_add_self(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return weigh(dt_gelu(dt_add(in[0], in[0])), NULL);
-}
-
-static void fd_add(void) {
-    static const dt_shape a[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 3, { 17, 3, 127 } },
-        { 3, { 3, 17, 1 } }, { 2, { 5, 3 } } };
-    static const dt_shape b[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 127 } }, { 1, { 1 } },
-        { 0, { 0 } } };
-    for (int i = 0; i < 6; i++)
-        fd_check((fd_case){ .name = "add", .build = build_add, .n = 2, .shape = { a[i], b[i] } });
-    fd_check((fd_case){ .name = "add to itself", .build = build_add_self, .n = 1, .shape = { DT_SHAPE(3, 17) } });
-    for (int i = 0; i < 4; i++)
-        fd_check((fd_case){ .name = "gelu", .build = build_gelu, .n = 1, .shape = { DT_SHAPE(odd[i], 3) } });
-}
-
-/* x itself, a view of it and a view of the view: one gradient. */
-static dt_tensor *build_views(dt_tensor **in, fd_case *c) {
-    dt_tensor *flat = dt_reshape(in[0], DT_SHAPE(51)), *tall = dt_reshape(flat, DT_SHAPE(17, 3));
-    (void)c;
-    return weigh(dt_add(dt_gelu(tall), dt_reshape(dt_add(dt_gelu(in[0]), dt_reshape(flat, DT_SHAPE(3, 17))),
-        DT_SHAPE(17, 3))), NULL);
-}
-
-static dt_tensor *build_cross_entropy(dt_tensor **in, fd_case *c) {
-    return dt_cross_entropy(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids), 7);
-}
-
-static void fd_cross_entropy(void) {
-    int32_t labels[127];
-    for (int r = 0; r < 4; r++)
-        for (int v = 0; v < 4; v++)
-            for (int ignored = 0; ignored < 3; ignored++) { /* none, some, all */
-                for (int i = 0; i < 127; i++) {
-                    labels[i] = below(78, (uint64_t)i, (int)odd[v]);
-                    if (ignored == 2 || (ignored == 1 && i % 3 == 1)) labels[i] = -1 - i;
-                }
-                fd_check((fd_case){ .name = "cross entropy", .build = build_cross_entropy, .n = 1, .ids = labels,
-                    .shape = { DT_SHAPE(odd[r], odd[v]) }, .ids_shape = DT_SHAPE(odd[r]) });
-            }
-    for (int i = 0; i < 6; i++) labels[i] = i == 4 ? -100 : i;
-    fd_check((fd_case){ .name = "cross entropy (2,3,17)", .build = build_cross_entropy, .n = 1, .ids = labels,
-        .shape = { DT_SHAPE(2, 3, 17) }, .ids_shape = DT_SHAPE(2, 3) });
-}
-
-static dt_tensor *build_mse(dt_tensor **in, fd_case *c) {
-    (void)c;
-    return dt_mse(in[0], in[1], 5);
-}
-
-static dt_tensor *build_loss(dt_tensor **in, fd_case *c) { /* a side loss on the way to the true one */
-    dt_tensor *h = dt_gelu(in[0]);
-    c->side = dt_mse(h, in[1], 3);
-    return weigh(dt_gelu(dt_loss(h, c->side, c->weight)), NULL);
-}
-
-/* The scalar is a leaf, and the true loss sees it too. */
-static dt_tensor *build_loss_param(dt_tensor **in, fd_case *c) {
-    c->side = in[1];
-    return weigh(dt_add(dt_loss(dt_gelu(in[0]), in[1], c->weight), in[1]), NULL);
-}
-
-static dt_tensor *build_times(dt_tensor **in, fd_case *c) { /* two own ops, one tensor on both sides of one of them */
-    (void)c;
-    return weigh(times(times(in[0], in[1]), times(in[1], in[1])), NULL);
-}
-
-typedef struct inner { dt_tensor *w, *outside; } inner;
-static dt_tensor *block_inner(dt_tensor *x, void *user) {
-    inner *u = (inner *)user;
-    return dt_gelu(dt_linear(dt_add(x, u->outside), u->w, NULL));
-}
-
-static dt_tensor *block_outer(dt_tensor *x, void *user) {
-    dt_tensor **in = (dt_tensor **)user;
-    inner       u = { in[1], x };
-    dt_tensor  *y = dt_block(x->ctx, block_inner, dt_gelu(x), &u);
-    u.w = in[2];
-    return dt_add(dt_block(x->ctx, block_inner, y, &u), x);
-}
-
-static dt_tensor *build_blocks(dt_tensor **in, fd_case *c) { /* blocks in blocks, with tensors of outer ones */
-    (void)c;
-    dt_ctx    *ctx = in[0]->ctx;
-    dt_tensor *y = dt_block(ctx, block_outer, in[0], in);
-    return weigh(dt_add(dt_block(ctx, block_outer, y, in), dt_gelu(y)), NULL);
-}
-
-static dt_tensor *build_tied(dt_tensor **in, fd_case *c) { /* one table as embedding and as head */
-    dt_tensor *ids = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
-    dt_tensor *logits = dt_linear(dt_gelu(dt_add(dt_embedding(in[0], ids), in[1])), in[0], NULL);
-    return dt_cross_entropy(logits, ids, 4);
-}
-
-static void fd_others(void) {
-    static const int32_t ids[5] = { 3, 0, 3, 16, 3 };
-    dt_shape s = DT_SHAPE(3, 17);
-    fd_check((fd_case){ .name = "views", .build = build_views, .n = 1, .shape = { s } });
-    for (int i = 0; i < 4; i++) {
-        dt_shape m = DT_SHAPE(3, odd[i]), big = DT_SHAPE(17, odd[i]); /* 17 x 127 is more than one run of 1,024 */
-        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { m, m } });
-        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { big, big } });
-    }
-    fd_check((fd_case){ .name = "side loss", .build = build_loss, .n = 2, .shape = { s, s }, .weight = 0.3 });
-    fd_check((fd_case){ .name = "side loss of a leaf", .build = build_loss_param, .n = 2,
-        .shape = { s, DT_SCALAR }, .weight = -0.7 });
-    fd_check((fd_case){ .name = "own ops", .build = build_times, .n = 2, .shape = { s, s } });
-    fd_check((fd_case){ .name = "blocks", .build = build_blocks, .n = 3,
-        .shape = { DT_SHAPE(5, 3), DT_SHAPE(3, 3), DT_SHAPE(3, 3) } });
-    fd_check((fd_case){ .name = "tied", .build = build_tied, .n = 2, .shape = { DT_SHAPE(17, 3), DT_SHAPE(3) },
-        .ids = ids, .ids_shape = DT_SHAPE(5) });
-}
-
-/* No input features: nothing but the bias. No rows: nothing at all, and gradients of zero. */
-static void empty_shapes(void) {
-    meter      m = METER;
-    dt_ctx    *ctx = open_ctx(&m);
-    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 2), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
-    dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(3), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
-    dt_tensor *none = dt_input(ctx, DT_F64, DT_SHAPE(2, 0), NULL), *flat = dt_input(ctx, DT_F64, DT_SHAPE(3, 0), NULL);
-    dt_tensor *y = dt_linear(none, flat, b);
-    for (int i = 0; y && i < 6; i++) CHECK(((double *)y->data)[i] == ((double *)b->data)[i % 3]);
-    dt_tensor *rows = dt_gelu(dt_linear(dt_input(ctx, DT_F64, DT_SHAPE(0, 2), NULL), w, b));
-    CHECK(y && rows && dt_count(rows->shape) == 0);
-    dt_tensor *loss = weigh(dt_loss(rows, weigh(y, NULL), 1), NULL);
-    CHECK(dt_item(loss) == 0 && dt_backward(loss) == DT_OK);
-    for (int i = 0; i < 6; i++) CHECK(w && w->grad && ((double *)w->grad)[i] == 0);
-    for (int i = 0; i < 3; i++) {
-        double want = noise(99, (uint64_t)i) + noise(99, (uint64_t)i + 3);
-        CHECK(b && b->grad && fabs(((double *)b->grad)[i] - want) < 1e-15);
-    }
-    close_good(ctx, &m, "empty shapes");
-}
-
-static void test_finite_differences(void) {
-    fd_linear();
-    fd_embedding();
-    fd_layernorm();
-    fd_attention();
-    fd_add();
-    fd_cross_entropy();
-    fd_others();
-    empty_shapes();
-}
-
-// ==== 4. Golden vectors of single ops ===============================================================================
-
-/* What an op takes beside tensors; those that a case lacks are 0. */
-typedef struct golden_scalars { double eps, full, denom; } golden_scalars;
-
-typedef struct golden_op {
-    const char *op, *in[3], *grad[3]; /* gradients are compared where the name is not NULL */
-    dt_tensor *(*run)(dt_tensor **in, golden_scalars s, dt_tensor **lse);
-} golden_op;
-
-static dt_tensor *golden_linear(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)s, (void)lse;
-    return dt_linear(in[0], in[1], in[2]);
-}
-static dt_tensor *golden_layernorm(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)lse;
-    return dt_layernorm(in[0], in[1], in[2], s.eps);
-}
-static dt_tensor *golden_gelu(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)s, (void)lse;
-    return dt_gelu(in[0]);
-}
-static dt_tensor *golden_embedding(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)s, (void)lse;
-    return dt_embedding(in[0], in[1]);
-}
-static dt_tensor *golden_add(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)s, (void)lse;
-    return dt_add(in[0], in[1]);
-}
-static dt_tensor *golden_attention(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    return dt_attention(in[0], in[1], in[2], (dt_attn_desc){ .full = s.full != 0, .lse = lse });
-}
-static dt_tensor *golden_cross_entropy(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)lse;
-    return dt_cross_entropy(in[0], in[1], s.denom);
-}
-static dt_tensor *golden_mse(dt_tensor **in, golden_scalars s, dt_tensor **lse) {
-    (void)lse;
-    return dt_mse(in[0], in[1], s.denom);
-}
-
-static const golden_op golden_ops[] = {
-    { "linear", { "x", "w", "b" }, { "dx", "dw", "db" }, golden_linear },
-    { "layernorm", { "x", "gain", "bias" }, { "dx", "dgain", "dbias" }, golden_layernorm },
-    { "gelu", { "x", NULL, NULL }, { "dx", NULL, NULL }, golden_gelu },
-    { "embedding", { "table", "ids", NULL }, { "dtable", NULL, NULL }, golden_embedding },
-    { "add", { "a", "b", NULL }, { "da", "db", NULL }, golden_add },
-    { "attention", { "q", "k", "v" }, { "dq", "dk", "dv" }, golden_attention },
-    { "cross_entropy", { "logits", "labels", NULL }, { "dlogits", NULL, NULL }, golden_cross_entropy },
-    { "mse", { "a", "b", NULL }, { "da", "db", NULL }, golden_mse },
-};
-
-static const golden_array *golden_of(const golden *g, const char *op, int n, const char *array) {
-    char name[96];
-    snprintf(name, sizeof name, "%s.%d.%s", op, n, array);
-    return golden_find(g, name);
-}
-
-static double golden_scalar(const golden *g, const char *op, int n, const char *array) {
-    const golden_array *a = golden_of(g, op, n, array);
-    return a ? a->data[0] : 0;
-}
-
-static dt_tensor *golden_input(dt_ctx *ctx, const golden_array *a, dt_dtype dtype) {
-    if (!a) return NULL;
-    dt_shape shape = { a->nd, { 0 } };
-    for (int i = 0; i < a->nd; i++) shape.d[i] = a->shape[i];
-    void *x = room((size_t)a->count * dt_dtype_size(dtype));
-    for (int64_t i = 0; i < a->count; i++) put(x, dtype, i, a->data[i]);
-    dt_tensor *t = dt_input(ctx, dtype, shape, x);
-    free(x);
-    return dtype == DT_I32 ? t : dt_require_grad(t);
-}
-
-static void golden_compare(const char *what, const void *ours, dt_dtype dtype, const golden_array *a, double tolerance,
-    double rms) {
-    if (!CHECK_MSG(a && ours, "%s: nothing to compare", what)) return;
-    int64_t worst = 0;
-    double  most = -1;
-    for (int64_t i = 0; i < a->count; i++) {
-        double x = get(ours, dtype, i), y = a->data[i], error = fabs(x - y) / (fmax(fabs(y), rms) + 1e-30);
-        if (x == y) error = 0; /* infinities too */
-        if (!(error <= most)) most = error, worst = i;
-    }
-    CHECK_MSG(most <= tolerance, "%s %s: element %lld is %.17g, not %.17g (error %.2g)", what, dt_dtype_name(dtype),
-        (long long)worst, get(ours, dtype, worst), a->data[worst], most);
-}
-
-/* Root mean square of the finite elements of up to three arrays. */
-static double golden_rms(const golden_array *a, const golden_array *b, const golden_array *c) {
-    const golden_array *all[3] = { a, b, c };
-    double sum = 0, n = 0;
-    for (int i = 0; i < 3; i++)
-        for (int64_t j = 0; all[i] && j < all[i]->count; j++)
-            if (isfinite(all[i]->data[j])) sum += all[i]->data[j] * all[i]->data[j], n++;
-    return n ? sqrt(sum / n) : 0;
-}
-
-static void golden_case(const golden *g, const golden_op *op, int n, dt_dtype dtype) {
-    meter      m = METER;
-    dt_ctx    *ctx = open_ctx(&m);
-    char       what[64];
-    double     tolerance = dtype == DT_F64 ? 1e-12 : 1e-5, largest = 0;
-    dt_tensor *in[3] = { NULL }, *lse = NULL;
-    const golden_array *grad[3] = { NULL }, *y = golden_of(g, op->op, n, "y"), *dy = golden_of(g, op->op, n, "dy");
-    const golden_array *loss = golden_of(g, op->op, n, "loss"), *want_lse = golden_of(g, op->op, n, "lse");
-    golden_scalars s = { golden_scalar(g, op->op, n, "eps"), golden_scalar(g, op->op, n, "full"),
-        golden_scalar(g, op->op, n, "denom") };
-    snprintf(what, sizeof what, "golden %s %d", op->op, n);
-    for (int i = 0; i < 3; i++) {
-        if (!op->in[i]) continue;
-        int integer = !strcmp(op->in[i], "ids") || !strcmp(op->in[i], "labels");
-        in[i] = golden_input(ctx, golden_of(g, op->op, n, op->in[i]), integer ? DT_I32 : dtype);
-        if (in[i] && op->grad[i]) grad[i] = golden_of(g, op->op, n, op->grad[i]);
-        for (int64_t j = 0; in[i] && !integer && j < dt_count(in[i]->shape); j++)
-            largest = fmax(largest, fabs(get(in[i]->data, dtype, j)));
-    }
-    /* differences of large numbers (a mean of 1000, scores near 1000) lose digits in f32: inputs beyond 4 get more */
-    if (dtype == DT_F32 && largest > 4 && strcmp(op->op, "gelu") != 0) tolerance *= largest / 4;
-    dt_tensor *out = op->run(in, s, &lse);
-    if (CHECK_MSG(out, "%s: %s", what, dt_error_text(ctx))) {
-        golden_compare(what, out->data, out->dtype, y ? y : loss, tolerance, golden_rms(y ? y : loss, NULL, NULL));
-        if (lse) golden_compare(what, lse->data, dtype, want_lse, tolerance, golden_rms(want_lse, NULL, NULL));
-        dt_backward(dy ? weigh(out, dy->data) : out);
-        double rms = golden_rms(grad[0], grad[1], grad[2]);
-        for (int i = 0; i < 3; i++)
-            if (in[i] && op->grad[i]) golden_compare(what, in[i]->grad, dtype, grad[i], tolerance, rms);
-    }
-    close_good(ctx, &m, what);
-}
-
-static void test_golden_ops(void) {
-    char path[512];
-    snprintf(path, sizeof path, "%s/ops.bin", golden_folder);
-    golden *g = golden_open(path);
-    if (!CHECK_MSG(g, "%s: %s", path, strerror(errno))) return;
-    for (size_t i = 0; i < sizeof golden_ops / sizeof *golden_ops; i++) {
-        char name[64];
-        snprintf(name, sizeof name, "%s.cases", golden_ops[i].op);
-        const double *cases = golden_get(g, name, NULL);
-        if (!CHECK_MSG(cases && *cases >= 3, "no golden cases of %s", golden_ops[i].op)) continue;
-        for (int n = 0; n < (int)*cases; n++) {
-            golden_case(g, &golden_ops[i], n, DT_F64);
-            golden_case(g, &golden_ops[i], n, DT_F32);
-        }
-    }
-    golden_free(g);
-}
-
-// ==== 5. Counter RNG and initial values =============================================================================
+// ==== 1. Counter RNG and initial values =============================================================================
 
 /* Philox4x32-10 once more, with all four counter words, so that the published vectors can be asked of it. */
 static void philox_again(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]) {
@@ -820,7 +124,7 @@ static void rng_distributions(void) {
     free(z);
 }
 
-// ==== 6. Boxes ======================================================================================================
+// ==== 2. Boxes ======================================================================================================
 
 static dt_cut cut(dt_group *g, int dim) { return (dt_cut){ (dt_comm *)g, dim }; }
 
@@ -975,7 +279,7 @@ static void test_boxes(void) {
     box_columns();
 }
 
-// ==== 7. Units, gradients of micro-batches, listeners ===============================================================
+// ==== 3. Units, gradients of micro-batches, listeners ===============================================================
 
 typedef struct unit_row { int first, params, frozen; size_t count, padded; } unit_row;
 
@@ -1217,371 +521,7 @@ static void test_units(void) {
     unreached();
 }
 
-// ==== 8. Kernels: every instruction set =============================================================================
-
-static const char *const isa_name[DT__ISAS] = { "plain", "simd", "avx512" };
-
-typedef struct product {
-    dt_matmul_args a;
-    double        *want, *before, *bound; /* (batch,m,n); bound: sum of magnitudes, for the rounding */
-} product;
-
-static double naive_gelu(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
-
-/* The product in f64 (long double where the kernel is f64). */
-static void product_naive(product *p, const void *c0) {
-    const dt_matmul_args *a = &p->a;
-    dt_dtype type = a->dtype;
-    for (int64_t b = 0; b < a->batch; b++)
-        for (int64_t i = 0; i < a->m; i++)
-            for (int64_t j = 0; j < a->n; j++) {
-                long double sum = 0, size = 0;
-                int64_t to = (b * a->m + i) * a->n + j, at = b * a->stride_c + i * a->ldc + j;
-                for (int64_t q = 0; q < a->k; q++) {
-                    int64_t ia = b * a->stride_a + (a->trans_a ? q * a->lda + i : i * a->lda + q);
-                    int64_t ib = b * a->stride_b + (a->trans_b ? j * a->ldb + q : q * a->ldb + j);
-                    long double term = (long double)get(a->a, type, ia) * get(a->b, type, ib);
-                    sum += term;
-                    size += fabsl(term);
-                }
-                if (a->bias) sum += get(a->bias, type, j);
-                p->before[to] = (double)sum;
-                if (a->activation == DT_ACT_GELU) sum = naive_gelu((double)sum);
-                if (a->residual) sum += get(a->residual, type, at);
-                if (a->accumulate) sum += get(c0, type, at);
-                p->want[to] = (double)sum;
-                p->bound[to] = (double)size + 4;
-            }
-}
-
-/* Compares c and before with the naive ones; what lies between the rows of c must be as it was. */
-static void product_compare(const product *p, const char *set, const void *c0, size_t room_c) {
-    const dt_matmul_args *a = &p->a;
-    double eps = a->dtype == DT_F64 ? 2.3e-16 : 1.2e-7, worst = 0, worst_before = 0;
-    char  *seen = (char *)room(room_c);
-    int    touched = 0;
-    for (int64_t b = 0; b < a->batch; b++)
-        for (int64_t i = 0; i < a->m; i++)
-            for (int64_t j = 0; j < a->n; j++) {
-                int64_t to = (b * a->m + i) * a->n + j, at = b * a->stride_c + i * a->ldc + j;
-                double unit = eps * p->bound[to] * (4 + sqrt((double)a->k)), error = 0;
-                if (a->before) error = fabs(get(a->before, a->dtype, at) - p->before[to]) / unit;
-                worst_before = fmax(worst_before, error);
-                worst = fmax(worst, fabs(get(a->c, a->dtype, at) - p->want[to]) / unit);
-                seen[at] = 1;
-            }
-    for (size_t i = 0; i < room_c; i++)
-        touched += !seen[i] && get(a->c, a->dtype, (int64_t)i) != get(c0, a->dtype, (int64_t)i);
-    free(seen);
-    CHECK_MSG(worst <= 1 && worst_before <= 1 && touched == 0, "matmul %s %s (%lld,%lld,%lld) trans %d %d: error %.2g "
-        "of the bound, before %.2g, %d others touched", set, dt_dtype_name(a->dtype), (long long)a->m, (long long)a->n,
-        (long long)a->k, a->trans_a, a->trans_b, worst, worst_before, touched);
-}
-
-static void *noise_array(dt_dtype dtype, size_t n, uint64_t seed) {
-    void *x = room(n * 8 + 64);
-    for (size_t i = 0; i < n; i++) put(x, dtype, (int64_t)i, noise(seed, i));
-    return x;
-}
-
-/* One product with everything at once or nothing, by `isa`, packed (work 0: the naive kernel; else its bytes). */
-static void product_case(dt_dtype type, int isa, int64_t m, int64_t n, int64_t k, int kind, size_t work_bytes) {
-    int ta = kind & 1, tb = kind >> 1 & 1, fused = kind >> 2 & 1, pad = kind >> 3 & 1 ? 3 : 0;
-    product p = { .a = { .dtype = type, .m = m, .n = n, .k = k, .batch = pad ? 3 : 1, .trans_a = ta, .trans_b = tb } };
-    dt_matmul_args *a = &p.a;
-    a->lda = (ta ? m : k) + pad;
-    a->ldb = (tb ? k : n) + pad;
-    a->ldc = n + pad;
-    a->stride_a = a->lda * (ta ? k : m) + pad;
-    a->stride_b = a->ldb * (tb ? n : k) + 2 * pad;
-    a->stride_c = a->ldc * m + pad;
-    size_t room_c = (size_t)(a->stride_c * a->batch), count = (size_t)(m * n * a->batch);
-    void  *mem[7] = { noise_array(type, (size_t)(a->stride_a * a->batch), 1),
-        noise_array(type, (size_t)(a->stride_b * a->batch), 2), noise_array(type, room_c, 3),
-        noise_array(type, room_c, 3), noise_array(type, (size_t)n, 4), noise_array(type, room_c, 5),
-        noise_array(type, room_c, 6) };
-    a->a = mem[0];
-    a->b = mem[1];
-    a->c = mem[2];
-    if (fused) {
-        a->bias = mem[4];
-        a->residual = mem[5];
-        a->before = mem[6];
-        a->activation = DT_ACT_GELU;
-    }
-    a->accumulate = fused && ta == tb;
-    a->work = work_bytes ? room(work_bytes) : NULL;
-    a->work_bytes = work_bytes;
-    p.want = (double *)room(count * 8);
-    p.before = (double *)room(count * 8);
-    p.bound = (double *)room(count * 8);
-    product_naive(&p, mem[3]);
-    dt_matmul_args args = p.a;
-    if (!pad) { /* what 0 stands for */
-        args.batch = args.lda = args.ldb = args.ldc = 0;
-    }
-    CHECK(dt__variant_of(type, isa)->matmul(&args) == DT_OK);
-    product_compare(&p, isa_name[isa], mem[3], room_c);
-    for (int i = 0; i < 7; i++) free(mem[i]);
-    free(a->work);
-    free(p.want);
-    free(p.before);
-    free(p.bound);
-}
-
-static void products(dt_dtype type, int isa) {
-    static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 }, { 15, 33, 65 },
-        { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 }, { 461, 3, 517 }, { 3, 530, 520 } };
-    for (size_t s = 0; s < sizeof size / sizeof *size; s++)
-        for (int kind = 0; kind < 16; kind += s < 9 ? 1 : 5) { /* the last three: K, M and N beyond one block */
-            int64_t m = size[s][0], n = size[s][1], k = size[s][2];
-            product_case(type, isa, m, n, k, kind, dt_matmul_work(n, k, type));
-            if (s < 5) product_case(type, isa, m, n, k, kind, 0);
-        }
-    char work[64];
-    float one[4] = { 0 };
-    dt_matmul_args small = { .dtype = type, .a = one, .b = one, .c = one, .m = 1, .n = 1, .k = 1, .work = work,
-        .work_bytes = sizeof work };
-    CHECK(dt__variant_of(type, isa)->matmul(&small) == DT_ERR_ARG);
-    small.m = -1;
-    CHECK(dt__variant_of(type, isa)->matmul(&small) == DT_ERR_ARG);
-}
-
-/* Bits of an element: the same in the whole product and in any corner of it. */
-static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K) {
-    size_t size = dt_dtype_size(type), work_bytes = dt_matmul_work(N, K, type);
-    void  *a = noise_array(type, (size_t)(M * K), 1), *b = noise_array(type, (size_t)(N * K), 2);
-    void  *whole = room((size_t)(M * N) * size), *part = room((size_t)(M * N) * size), *work = room(work_bytes);
-    void  *bias = noise_array(type, (size_t)N, 3);
-    dt_matmul_args all = { .dtype = type, .c = whole, .a = a, .b = b, .m = M, .n = N, .k = K, .trans_b = 1,
-        .bias = bias, .activation = DT_ACT_GELU, .work = work, .work_bytes = work_bytes };
-    CHECK(dt__variant_of(type, isa)->matmul(&all) == DT_OK);
-    int wrong = 0;
-    for (int t = 0; t < 25; t++) {
-        int i0 = below(5, (uint64_t)t, (int)M), j0 = below(6, (uint64_t)t, (int)N);
-        int m = 1 + below(7, (uint64_t)t, (int)M - i0), n = 1 + below(8, (uint64_t)t, (int)N - j0);
-        dt_matmul_args some = all;
-        some.c = part;
-        some.m = m;
-        some.n = n;
-        some.a = (char *)a + (size_t)(i0 * K) * size;
-        some.b = (char *)b + (size_t)(j0 * K) * size;
-        some.bias = (char *)bias + (size_t)j0 * size;
-        some.work_bytes = dt_matmul_work(n, K, type);
-        CHECK(dt__variant_of(type, isa)->matmul(&some) == DT_OK);
-        for (int i = 0; i < m; i++)
-            wrong += memcmp((char *)part + (size_t)(i * n) * size, (char *)whole + (size_t)((i0 + i) * N + j0) * size,
-                (size_t)n * size) != 0;
-    }
-    CHECK_MSG(wrong == 0, "matmul %s %s (%lld,%lld,%lld): %d rows have other bits in a part of the product",
-        isa_name[isa], dt_dtype_name(type), (long long)M, (long long)N, (long long)K, wrong);
-    free(a);
-    free(b);
-    free(whole);
-    free(part);
-    free(work);
-    free(bias);
-}
-
-/* What a set of kernels makes of the same inputs, one after the other into `out`: all sets must make the same bits.
-   (Matrix products excepted: the plain set has no fused multiply-add.) */
-enum { K_ROWS = 19, K_COLS = 37, K_N = K_ROWS * K_COLS, K_OUT = 12 * K_N };
-
-static void *next(char **at, size_t bytes) {
-    *at += bytes;
-    return *at - bytes;
-}
-
-static void *copied(char **at, const void *from, size_t bytes) { return memcpy(next(at, bytes), from, bytes); }
-
-static void elementwise_kernels(const dt__variant *v, dt_dtype type, char *out) {
-    size_t n = K_N, bytes = n * dt_dtype_size(type);
-    void  *x = noise_array(type, n, 1), *y = noise_array(type, n, 2), *z = noise_array(type, n, 3);
-    const void *in[3] = { x, y, z };
-    for (size_t i = 0; i < n; i++) put(x, type, (int64_t)i, 8 * get(x, type, (int64_t)i)); /* gelu's far ends too */
-    char *at = out;
-    dt_gelu_args gelu = { type, next(&at, bytes), x, n };
-    dt_gelu_back_args gelu_back = { type, copied(&at, z, bytes), y, x, n, 1 };
-    dt_add_args add = { type, next(&at, bytes), x, y, K_ROWS, K_COLS };
-    dt_init_args init = { type, next(&at, bytes), n, 1, 0.5, 12345, 77 };
-    dt_column_sum_args column = { type, copied(&at, z, bytes), x, K_ROWS, K_COLS, 1 };
-    dt_reduce_args reduce = { type, next(&at, bytes), in, 3, n, DT_AVG };
-    dt_fill_args fill = { type, next(&at, bytes), n, 0.1 };
-    CHECK(v->gelu(&gelu) == DT_OK && v->gelu_back(&gelu_back) == DT_OK && v->add(&add) == DT_OK);
-    CHECK(v->init(&init) == DT_OK && v->column_sum(&column) == DT_OK && v->reduce(&reduce) == DT_OK);
-    CHECK(v->fill(&fill) == DT_OK);
-    void *m = next(&at, bytes), *second = memset(next(&at, bytes), 0, bytes);
-    dt_sgd_args   sgd = { type, x, y, memcpy(m, z, bytes), n, 0.1, 0.9, 0.01, 0.5, 2 };
-    dt_adamw_args adamw = { type, z, y, m, second, n, 0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, 3, 0 };
-    CHECK(v->sgd(&sgd) == DT_OK && v->adamw(&adamw) == DT_OK);
-    memcpy(next(&at, bytes), x, bytes);
-    copied(&at, z, bytes);
-    for (int i = 0; i < 3; i++) free((void *)(uintptr_t)in[i]);
-}
-
-static void row_kernels(const dt__variant *v, dt_dtype type, char *out) {
-    size_t  n = K_N, bytes = n * dt_dtype_size(type);
-    void   *x = noise_array(type, n, 1), *y = noise_array(type, n, 2), *z = noise_array(type, n, 3);
-    char   *at = out, *work = (char *)room(4 * bytes);
-    double  row_loss[K_ROWS], sums[K_N / DT_RUN + 1], up = 0.7, *loss = (double *)(void *)out;
-    int32_t labels[K_ROWS];
-    for (int i = 0; i < K_ROWS; i++) labels[i] = i % 5 ? i % K_COLS : -1;
-    at += bytes;
-    dt_layernorm_args ln = { type, next(&at, bytes), next(&at, bytes), next(&at, bytes), x, y, z, K_ROWS, K_COLS,
-        1e-5 };
-    CHECK(v->layernorm(&ln) == DT_OK);
-    dt_layernorm_back_args back = { type, copied(&at, z, bytes), next(&at, bytes), copied(&at, z, bytes), y, x, z,
-        ln.mean, ln.rstd, K_ROWS, K_COLS, 1, 0, 1, work, dt_layernorm_work(K_COLS, type) };
-    CHECK(v->layernorm_back(&back) == DT_OK);
-    dt_cross_entropy_args ce = { type, loss, row_loss, next(&at, bytes), x, labels, K_ROWS, K_COLS, 3 };
-    dt_cross_entropy_back_args ce_back = { type, copied(&at, z, bytes), x, ce.lse, labels, K_ROWS, K_COLS, &up, 0.3,
-        1 };
-    CHECK(v->cross_entropy(&ce) == DT_OK && v->cross_entropy_back(&ce_back) == DT_OK);
-    dt_mse_args mse = { type, loss + 1, x, y, n, 3 };
-    dt_mse_back_args mse_back = { type, copied(&at, z, bytes), x, y, n, &up, 0.3, 1 };
-    dt_square_sums_args squares = { type, sums, x, n };
-    CHECK(v->mse(&mse) == DT_OK && v->mse_back(&mse_back) == DT_OK && v->square_sums(&squares) == DT_OK);
-    for (size_t i = 0; i < sizeof sums / sizeof *sums; i++) loss[2 + i] = sums[i];
-    free(x);
-    free(y);
-    free(z);
-    free(work);
-}
-
-static void lookup_kernels(const dt__variant *v, dt_dtype type, char *out) {
-    enum { B = 2, TQ = 19, TK = 23, H = 4, K = 2, D = 3 }; /* all smaller than K_N together */
-    size_t  n = K_N, bytes = n * dt_dtype_size(type), work_bytes = dt_attention_work(TK, D, type);
-    void   *x = noise_array(type, n, 1), *y = noise_array(type, n, 2), *z = noise_array(type, n, 3);
-    char   *at = out, *work = (char *)room(work_bytes);
-    int32_t ids[K_ROWS];
-    for (int i = 0; i < K_ROWS; i++) ids[i] = i * 7 % 17;
-    dt_embedding_args table = { type, next(&at, bytes), x, ids, K_ROWS, K_COLS, 3, 11, 17 };
-    dt_embedding_back_args table_back = { type, copied(&at, z, bytes), y, ids, K_ROWS, K_COLS, 3, 11, 1 };
-    CHECK(v->embedding(&table) == DT_OK && v->embedding_back(&table_back) == DT_OK);
-    dt_attention_args a = { type, next(&at, bytes), next(&at, bytes), x, y, z, B, TQ, TK, H, K, D, 0.6, 1, work,
-        work_bytes };
-    dt_attention_back_args back = { type, next(&at, bytes), copied(&at, z, bytes), next(&at, bytes), x, a.out,
-        a.lse, x, y, z, B, TQ, TK, H, K, D, 0.6, 1, 0, 1, 0, work, work_bytes };
-    CHECK(v->attention(&a) == DT_OK && v->attention_back(&back) == DT_OK);
-    a.work_bytes--;
-    back.work_bytes--;
-    CHECK(v->attention(&a) == DT_ERR_ARG && v->attention_back(&back) == DT_ERR_ARG);
-    free(x);
-    free(y);
-    free(z);
-    free(work);
-}
-
-static void same_bits(dt_dtype type) {
-    static void (*const group[3])(const dt__variant *, dt_dtype, char *) = { elementwise_kernels, row_kernels,
-        lookup_kernels };
-    static const char *const name[3] = { "elementwise", "row", "lookup" };
-    for (int g = 0; g < 3; g++) {
-        char *plain = (char *)room(K_OUT * 8), *other = (char *)room(K_OUT * 8);
-        group[g](dt__variant_of(type, DT__PLAIN), type, plain);
-        for (int isa = 1; isa <= dt__isa_best(); isa++) {
-            memset(other, 0, K_OUT * 8);
-            group[g](dt__variant_of(type, isa), type, other);
-            CHECK_MSG(memcmp(plain, other, K_OUT * 8) == 0, "%s kernels: other bits with %s, %s", name[g],
-                isa_name[isa], dt_dtype_name(type));
-        }
-        free(plain);
-        free(other);
-    }
-}
-
-/* Every op of reduce on every type; the output is one of the inputs. */
-static void reductions(void) {
-    static const dt_dtype type[3] = { DT_F32, DT_F64, DT_I32 };
-    for (int t = 0; t < 3; t++)
-        for (int op = DT_SUM; op <= DT_PROD; op++) {
-            enum { N = 1100, INPUTS = 3 };
-            double  want[N];
-            char    data[INPUTS][N * 8];
-            void   *in[INPUTS];
-            for (int r = 0; r < INPUTS; r++) {
-                in[r] = data[r];
-                for (int i = 0; i < N; i++) {
-                    double x = 1 + below(40 + (uint64_t)r, (uint64_t)i, 9);
-                    put(data[r], type[t], i, x);
-                    if (r == 0) want[i] = x;
-                    else if (op == DT_MAX) want[i] = fmax(want[i], x);
-                    else if (op == DT_MIN) want[i] = fmin(want[i], x);
-                    else want[i] = op == DT_PROD ? want[i] * x : want[i] + x;
-                    if (op != DT_AVG || r < INPUTS - 1) continue;
-                    want[i] = type[t] == DT_I32 ? floor(want[i] / 3) : want[i] / 3;
-                    if (type[t] == DT_F32) want[i] = (double)(float)want[i];
-                }
-            }
-            dt_reduce_args a = { type[t], data[1], (const void *const *)in, INPUTS, N, (dt_op)op };
-            CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
-            int wrong = 0;
-            for (int i = 0; i < N; i++) wrong += get(data[1], type[t], i) != want[i];
-            CHECK_MSG(wrong == 0, "reduce %d of %s: %d wrong", op, dt_dtype_name(type[t]), wrong);
-        }
-    int32_t big = INT32_MAX, one = 1, sum = 0;
-    const void *two[2] = { &big, &one };
-    dt_reduce_args wrap = { DT_I32, &sum, two, 2, 1, DT_SUM };
-    CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_OK && sum == INT32_MIN);
-    wrap.dtype = DT_BF16;
-    CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_ERR_UNSUPPORTED);
-    char from[24] = "abcdefghijklmnopqrstuvw", to[24] = "-----------------------";
-    dt_copy_args copy = { to, from, 3, 2, 5, 7 };
-    CHECK(dt_kernels_cpu()->copy(&copy, NULL) == DT_OK && !strcmp(to, "ab---hi---op-----------"));
-}
-
-/* Our exp, log and gelu at the ends of their ranges. */
-static void far_values(void) {
-    double worst_exp = 0, worst_log = 0;
-    for (int i = 0; i <= 200000; i++) {
-        float x = -87.0f + 175.0f * (float)i / 200000.0f, y = (float)exp((double)x);
-        worst_exp = fmax(worst_exp, fabs((double)dt__expf(x) - exp((double)x)) / ((double)y * 5.96e-8));
-        if (y >= 3e38f) continue;
-        double exact = log((double)y);
-        worst_log = fmax(worst_log, fabs((double)dt__logf(y) - exact) / fmax(fabs(exact), 0.1));
-    }
-    CHECK_MSG(worst_exp <= 2.2 && worst_log < 1.3e-7, "exp: %.2f half units, log: %.2g", worst_exp, worst_log);
-    CHECK(dt__expf(0) == 1 && dt__expf(-INFINITY) == 0 && isinf(dt__expf(INFINITY)) && isnan(dt__expf(NAN)));
-    CHECK(dt__expf(-103.0f) > 0 && isinf(dt__expf(89.0f)));
-    CHECK(dt__logf(1) == 0 && isinf(dt__logf(0)) && isnan(dt__logf(-1)) && isinf(dt__logf(INFINITY)));
-    CHECK(isnan(dt__logf(NAN)) && fabs((double)dt__logf(1e-44f) - log((double)1e-44f)) < 2e-5);
-    static const double x[6] = { 1e4, -1e4, 1e30, -1e30, 0, NAN }, y[6] = { 1e4, 0, 1e30, 0, 0, NAN };
-    for (int t = 0; t < 2; t++)
-        for (int i = 0; i < 6; i++) {
-            dt_dtype type = t ? DT_F64 : DT_F32;
-            double   in = 0, out = 7, dx = 7, dy = 0;
-            put(&in, type, 0, x[i]);
-            put(&dy, type, 0, 1);
-            dt_gelu_args f = { type, &out, &in, 1 };
-            dt_gelu_back_args b = { type, &dx, &dy, &in, 1, 0 };
-            CHECK(dt_kernels_cpu()->gelu(&f, NULL) == DT_OK && dt_kernels_cpu()->gelu_back(&b, NULL) == DT_OK);
-            CHECK(isnan(x[i]) ? isnan(get(&out, type, 0)) : get(&out, type, 0) == (t ? y[i] : (double)(float)y[i]));
-            CHECK(isnan(x[i]) ? isnan(get(&dx, type, 0)) : get(&dx, type, 0) == (x[i] > 0 ? 1 : x[i] < 0 ? 0 : 0.5));
-        }
-}
-
-static void test_kernels(void) {
-    for (int isa = 0; isa < DT__ISAS; isa++) {
-        if (isa > dt__isa_best() || !dt__variant_of(DT_F32, isa)) {
-            char text[64];
-            snprintf(text, sizeof text, "kernels with %s: not on this machine", isa_name[isa]);
-            check_skip(text);
-            continue;
-        }
-        for (int t = 0; t < 2; t++) {
-            products(t ? DT_F64 : DT_F32, isa);
-            product_bits(t ? DT_F64 : DT_F32, isa, 45, 71, 129);
-            product_bits(t ? DT_F64 : DT_F32, isa, 461, 37, 600);
-            product_bits(t ? DT_F64 : DT_F32, isa, 15, 541, 520);
-        }
-    }
-    same_bits(DT_F32);
-    same_bits(DT_F64);
-    reductions();
-    far_values();
-}
-
-// ==== 9. Memory =====================================================================================================
+// ==== 4. Memory =====================================================================================================
 
 /* A program that uses every op: a small GPT, two micro-batches a step, a side loss, an own op, a frozen parameter. */
 enum { P_STEPS = 2, P_MICROS = 2, P_B = 2, P_T = 5 };
@@ -1595,6 +535,20 @@ static program program_make(dt_ctx *ctx, gpt_config config) {
     p.extra = dt_param(ctx, "extra", DT_SHAPE(3, 12), DT_UNIFORM(0.5));
     p.still = dt_param_at(ctx, "still", DT_SHAPE(12), DT_NORMAL(0.5), (dt_param_desc){ .frozen = 1 });
     return p;
+}
+
+/* The ops that the GPT has no use for, on a parameter x (3,12) -> scalar. */
+static dt_tensor *program_extras(dt_tensor *x, dt_tensor *gain) {
+    dt_ctx    *ctx = x ? x->ctx : NULL;
+    int32_t    at[3] = { 2, -1, 0 };
+    dt_tensor *rows = dt_input(ctx, DT_I32, DT_SHAPE(3), at), *index = NULL;
+    dt_tensor *y = dt_softmax(dt_rmsnorm(dt_gather_rows(x, rows), gain, 0));
+    y = dt_mul(dt_dropout(dt_scatter_rows(y, rows, 3), 0.3, 5, rows), dt_affine(x, 0.5, 1));
+    y = dt_rope(dt_reshape(y, DT_SHAPE(1, 3, 2, 6)), rows, (dt_rope_desc){ 0 });
+    y = dt_swiglu(dt_transpose(dt_reshape(y, DT_SHAPE(3, 6, 2)), 1, 2));    /* (3,6) */
+    dt_tensor *both[2] = { y, dt_slice(y, 1, 2, 3) };
+    y = dt_max_over(dt_topk(dt_concat(both, 2, 1), 4, &index), 0);          /* (4) */
+    return dt_sum_over(dt_cast(dt_cast(y, DT_BF16), DT_F32), DT_ALL);
 }
 
 static double program_step(dt_ctx *ctx, program *p, int step) {
@@ -1611,6 +565,7 @@ static double program_step(dt_ctx *ctx, program *p, int step) {
         dt_tensor *label = dt_input(ctx, DT_I32, DT_SHAPE(P_B, P_T), labels);
         dt_tensor *side = dt_mse(dt_add(p->extra, p->still), noise_input(ctx, DT_F32, DT_SHAPE(3, 12), 4, 1), 4);
         dt_tensor *logits = dt_loss(gpt_logits(&p->model, id), weigh(dt_gelu(p->extra), NULL), 0.1);
+        logits = dt_loss(logits, program_extras(p->extra, p->still), 0.2);
         dt_tensor *loss = dt_cross_entropy(dt_loss(logits, side, 0.1), label, 14);
         if (step % 2) dt_backward(loss);
         else dt_backward_input(loss), dt_backward_weight(loss);
@@ -1751,7 +706,7 @@ static void test_memory(void) {
     steady_state();
 }
 
-// ==== 10. Errors ====================================================================================================
+// ==== 5. Errors =====================================================================================================
 
 /* Everything an error row may need, made before it runs. */
 typedef struct scene {
@@ -1800,7 +755,7 @@ static void e_embedding_low(scene *s) { dt_embedding(s->table, ints(s->ctx, -1, 
 static void e_layernorm_gain(scene *s) { dt_layernorm(s->x, s->b, s->gain, 0); }
 static void e_layernorm_bias(scene *s) { dt_layernorm(s->x, s->gain, s->b, 0); }
 static void e_add(scene *s) { dt_add(s->x, s->b); }
-static void e_add_longer(scene *s) { dt_add(s->x, s->cube); }
+static void e_add_longer(scene *s) { dt_add(s->w, s->cube); }
 static void e_add_type(scene *s) { dt_add(s->x, s->w64); }
 static void e_add_ints(scene *s) { dt_add(s->ids, s->ids); }
 static void e_reshape(scene *s) { dt_reshape(s->w, DT_SHAPE(5, 3)); }
@@ -1839,7 +794,7 @@ static void e_mse_ints(scene *s) { dt_mse(s->ids, s->ids, 1); }
 static void e_loss_shape(scene *s) { dt_loss(s->x, s->gain, 1); }
 static void e_loss_ints(scene *s) { dt_loss(s->x, dt_input(s->ctx, DT_I32, DT_SCALAR, NULL), 1); }
 
-static void e_input_type(scene *s) { dt_input(s->ctx, DT_BF16, DT_SHAPE(2), NULL); }
+static void e_input_type(scene *s) { dt_input(s->ctx, (dt_dtype)9, DT_SHAPE(2), NULL); }
 static void e_input_below(scene *s) { dt_input(s->ctx, DT_F32, DT_SHAPE(2, -3), NULL); }
 static void e_input_deep(scene *s) { dt_input(s->ctx, DT_F32, (dt_shape){ 7, { 1, 1, 1, 1, 1, 1 } }, NULL); }
 static void e_micro(scene *s) { dt_micro(s->ctx, 2, 2); }
@@ -1857,9 +812,6 @@ static void e_taken(scene *s) { dt_param(s->ctx, "the_w", DT_SHAPE(2), DT_ZEROS)
 static void e_taken_scope(scene *s) {
     dt_scope(s->ctx, "the_");
     dt_param(s->ctx, "w", DT_SHAPE(2), DT_ZEROS);
-}
-static void e_param_bf16(scene *s) {
-    dt_param_at(s->ctx, "the_half", DT_SHAPE(2), DT_ZEROS, (dt_param_desc){ .dtype = DT_BF16 });
 }
 static void e_param_ints(scene *s) {
     dt_param_at(s->ctx, "the_int", DT_SHAPE(2), DT_ZEROS, (dt_param_desc){ .dtype = DT_I32 });
@@ -1925,17 +877,17 @@ static const error_row error_rows[] = {
     { e_layernorm_gain, DT_ERR_SHAPE, { "the_b", "(2,3)", "(7)" } },
     { e_layernorm_bias, DT_ERR_SHAPE, { "the_b", "(2,3)", "(7)" } },
     { e_add, DT_ERR_SHAPE, { "the_b", "(2,3)", "(7)" } },
-    { e_add_longer, DT_ERR_SHAPE, { "the_cube", "(2,3)", "(2,2,3)" } },
+    { e_add_longer, DT_ERR_SHAPE, { "the_cube", "(4,3)", "(2,2,3)" } },
     { e_add_type, DT_ERR_SHAPE, { "the_w64", "f32", "f64" } },
     { e_add_ints, DT_ERR_SHAPE, { "dt_add", "i32", "(2)" } },
     { e_reshape, DT_ERR_SHAPE, { "the_w", "(4,3)", "(5,3)" } },
-    { e_gelu_ints, DT_ERR_UNSUPPORTED, { "gelu", NULL, NULL } },
+    { e_gelu_ints, DT_ERR_SHAPE, { "dt_gelu", "i32", "not for integers" } },
     { e_attention_heads, DT_ERR_SHAPE, { "dt_attention", "(1,3,5,2)", "(1,4,2,2)" } },
     { e_attention_kv, DT_ERR_SHAPE, { "dt_attention", NULL, NULL } },
     { e_attention_desc, DT_ERR_SHAPE, { "dt_attention", "(1,3,2,2)", "(1,4,2,2)" } },
     { e_attention_flat, DT_ERR_SHAPE, { "dt_attention", "(2,3)", "(1,4,2,2)" } },
-    { e_attention_positions, DT_ERR_UNSUPPORTED, { "dt_attention", "positions", NULL } },
-    { e_attention_documents, DT_ERR_UNSUPPORTED, { "dt_attention", "documents", NULL } },
+    { e_attention_positions, DT_ERR_SHAPE, { "dt_attention", "positions", "(2)" } },
+    { e_attention_documents, DT_ERR_SHAPE, { "dt_attention", "documents", "(2)" } },
     { e_label_high, DT_ERR_ARG, { "cross_entropy", "out of range", NULL } },
     { e_label_count, DT_ERR_SHAPE, { "dt_cross_entropy", "(2,3)", "(3)" } },
     { e_label_type, DT_ERR_SHAPE, { "dt_cross_entropy", "(2,3)", "the_gain" } },
@@ -1948,7 +900,7 @@ static const error_row error_rows[] = {
     { e_mse_ints, DT_ERR_UNSUPPORTED, { "mse", NULL, NULL } },
     { e_loss_shape, DT_ERR_SHAPE, { "dt_loss", "the_gain", "(3)" } },
     { e_loss_ints, DT_ERR_SHAPE, { "dt_loss", "i32", NULL } },
-    { e_input_type, DT_ERR_UNSUPPORTED, { "dt_input", "bf16", NULL } },
+    { e_input_type, DT_ERR_ARG, { "dt_input", "element type 9", NULL } },
     { e_input_below, DT_ERR_SHAPE, { "dt_input", "(2,-3)", NULL } },
     { e_input_deep, DT_ERR_SHAPE, { "dt_input", "(1,1,1,1,1,1", NULL } },
     { e_micro, DT_ERR_ARG, { "dt_micro", "2 of 2", NULL } },
@@ -1957,8 +909,7 @@ static const error_row error_rows[] = {
     { e_units_twice, DT_ERR_ARG, { "dt_units_make", "storage", NULL } },
     { e_taken, DT_ERR_ARG, { "the_w", "taken", NULL } },
     { e_taken_scope, DT_ERR_ARG, { "the_w", "taken", NULL } },
-    { e_param_bf16, DT_ERR_UNSUPPORTED, { "the_half", "bf16", NULL } },
-    { e_param_ints, DT_ERR_UNSUPPORTED, { "the_int", "i32", NULL } },
+    { e_param_ints, DT_ERR_ARG, { "the_int", "i32", NULL } },
     { e_param_empty, DT_ERR_SHAPE, { "the_empty", "(2,0)", NULL } },
     { e_param_deep, DT_ERR_SHAPE, { "the_deep", "7 dimensions", NULL } },
     { e_param_nameless, DT_ERR_ARG, { "dt_param", "name", NULL } },
@@ -2035,6 +986,16 @@ static void quiet_failures(void) {
         CHECK_MSG(m.errors == (how == 0), "case %d: %d lines of error", how, m.errors);
         close_ctx(ctx, &m, "a quiet failure");
     }
+}
+
+/* Runs fn in a child, so that a crash there is a failed check and not the end of the tests. */
+static int survives(int (*fn)(void)) {
+    int status = -1;
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) _exit(fn() ? 0 : 1);
+    if (pid < 0 || waitpid(pid, &status, 0) != pid) return 0;
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 /* Misuse that could crash or go on with wrong numbers. Each runs in a child and answers 1 when it was refused in time:
@@ -2273,20 +1234,20 @@ static void missing_kernels(void) {
 }
 
 static int gelu_calls;
-static dt_status my_gelu(const dt_gelu_args *a, void *stream) {
-    gelu_calls += stream == &gelu_calls;
+static dt_status my_unary(const dt_unary_args *a, void *stream) {
+    gelu_calls += stream == &gelu_calls && a->act == DT_ACT_GELU;
     for (size_t i = 0; i < a->count; i++) put(a->out, a->dtype, (int64_t)i, 2 * get(a->in, a->dtype, (int64_t)i));
     return DT_OK;
 }
 
 static void replaced_kernel(void) {
     dt_kernels table = *dt_kernels_cpu();
-    table.gelu = my_gelu;
+    table.unary = my_unary;
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = &table, .stream = &gelu_calls });
-    table.gelu = NULL; /* the context has its own copy */
+    table.unary = NULL; /* the context has its own copy */
     float two = 2;
     CHECK(dt_item(dt_gelu(dt_input(ctx, DT_F32, DT_SCALAR, &two))) == 4 && gelu_calls == 1);
-    CHECK(dt_ctx_kernels(ctx)->gelu == my_gelu && dt_ctx_stream(ctx) == &gelu_calls && dt_ctx_seed(ctx) == 1);
+    CHECK(dt_ctx_kernels(ctx)->unary == my_unary && dt_ctx_stream(ctx) == &gelu_calls && dt_ctx_seed(ctx) == 1);
     dt_ctx_attach(ctx, &two);
     CHECK(dt_ctx_attached(ctx) == &two && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK);
     dt_ctx_free(ctx);
@@ -2318,7 +1279,7 @@ static void failing_kernel(void) {
     close_ctx(ctx, &m, "a failing kernel");
 }
 
-// ==== 11. The one-rank GPT ==========================================================================================
+// ==== 6. The one-rank GPT ===========================================================================================
 
 /* One parameter's gradient: n elements of the model's N, whose gradients' norm is `whole`. */
 static void tensor_compare(const char *what, const char *name, const void *ours, dt_dtype dtype, const double *theirs,
@@ -2879,11 +1840,8 @@ static void test_recompute(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
-    test_finite_differences();
-    test_golden_ops();
     test_boxes();
     test_units();
-    test_kernels();
     test_memory();
     test_errors();
     quiet_failures();
@@ -2895,3 +1853,4 @@ int main(int argc, char **argv) {
     test_misuse();
     return check_done("test_tensor");
 }
+

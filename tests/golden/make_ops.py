@@ -29,6 +29,30 @@ ARRAYS
                    sum over labels >= 0, / denom
     mse            a, b, denom, loss, da, db
                    sum((a - b)^2) / denom
+    linear_at      as linear, and activation, residual, dresidual
+                   act(x w^T + b) + residual; activations by number: 1 gelu, 2 gelu_erf, 3 silu, 4 relu, 5 tanh
+    gelu_erf, silu, relu, tanh, exp, ln, softmax      x, dy, y, dx
+    affine         x, scale, shift, dy, y, dx
+    rmsnorm        x (..,C), gain (C), eps, dy, y, dx, dgain
+    swiglu         x (..,2,F), dy, y, dx
+                   silu(x[..,0,:]) x[..,1,:]
+    sub, mul, div  a, b, dy, y, da, db
+                   any broadcasting
+    sum, mean, max x, dim (-1: all of them), dy, y, dx
+    topk           x (..,N), k, dy, y, index, dx
+    slice          x, dim, first, count, dy, y, dx
+    concat         a, b, dim, dy, y, da, db
+    transpose      x, dim_a, dim_b, dy, y, dx
+    gather_rows    x (R,C), rows (-1: zeros), dy, y, dx
+    scatter_rows   x (..,C), rows (-1: nowhere), count, dy, y, dx
+    rope           x (B,T,H,D), positions (B,T), rotary, interleaved, theta, dy, y, dx
+                   halves as Hugging Face's rotate_half, neighbours as Meta's complex numbers
+    sight          as attention, and positions (B,TQ), key_positions (B,TK), documents, key_documents: any may be
+                   missing; a causal query sees keys of its document whose position is not after its own; rows that
+                   see nothing are 0 with lse -infinity, which is stored as -1e300
+    smoothed       logits, labels, denom, vocab (0: all), smoothing, z_weight, loss, dlogits, z
+                   the loss is without z_weight * z, the gradient with it; z = sum of lse^2 / denom
+    linear_loss    x (..,C), w (V,C) and the rest of smoothed, dx, dw
 Sizes are odd on purpose (1, 3, 17): no vector width divides them. The inputs of linear, embedding
 and add have 20 significant bits at most, so their products and short sums are exact in float64:
 these ops have one right answer, to the last bit, in any order of summation.
@@ -134,6 +158,117 @@ def mse(*shape, denom):
     add_case("mse", {"a": a, "b": b}, loss, ["a", "b"], {"denom": denom})
 
 
+ACTIVATIONS = [lambda x: x, lambda x: F.gelu(x, approximate="tanh"), lambda x: F.gelu(x, approximate="none"),
+               F.silu, F.relu, torch.tanh]
+
+
+def linear_at(lead, out, i, activation, bias=True, residual=True):
+    inputs = {"x": fresh(*lead, i), "w": fresh(*out, i, scale=1.0)}
+    inputs |= {"b": fresh(*out)} if bias else {}
+    inputs |= {"residual": fresh(*lead, *out)} if residual else {}
+    y = F.linear(inputs["x"], inputs["w"].reshape(-1, i), inputs["b"].reshape(-1) if bias else None)
+    y = ACTIVATIONS[activation](y.reshape(*lead, *out)) + inputs.get("residual", 0)
+    add_case("linear_at", inputs, y, list(inputs), {"activation": activation})
+
+
+def unary(op, f, x, **other):
+    add_case(op, {"x": x}, f(x), ["x"], other)
+
+
+def rmsnorm(*shape, eps=1e-5):
+    x, gain = fresh(*shape), fresh(shape[-1])
+    add_case("rmsnorm", {"x": x, "gain": gain}, F.rms_norm(x, (shape[-1],), gain, eps), ["x", "gain"], {"eps": eps})
+
+
+def binary(op, f, a_shape, b_shape):
+    a, b = fresh(*a_shape), fresh(*b_shape, shift=4.0 if op == "div" else 0.0)
+    add_case(op, {"a": a, "b": b}, f(a, b), ["a", "b"])
+
+
+def over(x, dim):
+    unary("sum", lambda x: x.sum() if dim < 0 else x.sum(dim), x, dim=dim)
+    unary("mean", lambda x: x.mean() if dim < 0 else x.mean(dim), x, dim=dim)
+    unary("max", lambda x: x.max() if dim < 0 else x.max(dim).values, x, dim=dim)
+
+
+def topk(x, k):
+    values, index = torch.sort(x, dim=-1, descending=True, stable=True)     # ties to the lower index
+    add_case("topk", {"x": x}, values[..., :k], ["x"], {"k": k, "index": index[..., :k]})
+
+
+def rows_by_index(R, C, rows, count):
+    x, rows = fresh(R, C), torch.tensor(rows)
+    y = torch.where((rows >= 0)[..., None], x[rows.clamp(min=0)], 0.0)
+    add_case("gather_rows", {"x": x}, y, ["x"], {"rows": rows})
+    x = fresh(*rows.shape, C)
+    kept = rows.reshape(-1) >= 0
+    y = torch.zeros(count, C, dtype=torch.float64).index_add(0, rows.reshape(-1)[kept], x.reshape(-1, C)[kept])
+    add_case("scatter_rows", {"x": x}, y, ["x"], {"rows": rows, "count": count})
+
+
+def rotate_half(x):
+    """As transformers' modeling_llama.py does it."""
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def rope(B, T, H, D, rotary=0, interleaved=0, theta=10000.0, most=100):
+    x, positions, turns = fresh(B, T, H, D), integers(most, B, T), rotary or D
+    rate = 1.0 / theta ** (torch.arange(0, turns, 2, dtype=torch.float64) / turns)
+    angle = positions[:, :, None, None] * rate                                  # (B,T,1,turns/2)
+    head, tail = x[..., :turns], x[..., turns:]
+    if interleaved:                                                             # as Meta's model.py does it
+        pairs = torch.view_as_complex(head.reshape(B, T, H, turns // 2, 2).contiguous())
+        head = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(3)
+    else:
+        both = torch.cat((angle, angle), dim=-1)
+        head = head * both.cos() + rotate_half(head) * both.sin()
+    add_case("rope", {"x": x}, torch.cat((head, tail), dim=-1), ["x"],
+             {"positions": positions, "rotary": rotary, "interleaved": interleaved, "theta": theta})
+
+
+def sight(B, TQ, TK, H, K, D, full=0, positions=None, key_positions=None, documents=None, key_documents=None):
+    """Rows see what the four lists (for each token of a sequence; the second one has them backwards) let them."""
+    q, k, v = fresh(B, TQ, H, D), fresh(B, TK, K, D), fresh(B, TK, K, D)
+
+    def each(numbers):
+        rows = [numbers if b % 2 == 0 else numbers[::-1] for b in range(B)]
+        return torch.tensor(rows)
+
+    given = {name: each(value) for name, value in (("positions", positions), ("key_positions", key_positions),
+             ("documents", documents), ("key_documents", key_documents)) if value is not None}
+    p = given.get("positions", (torch.arange(TQ) + TK - TQ).expand(B, TQ))
+    kp = given.get("key_positions", p if TQ == TK else torch.arange(TK).expand(B, TK))
+    seen = torch.ones(B, TQ, TK, dtype=torch.bool) if full else kp[:, None, :] <= p[:, :, None]
+    if documents is not None:
+        kd = given.get("key_documents", given["documents"])
+        seen = seen & (given["documents"][:, :, None] == kd[:, None, :])
+    qh, kh, vh = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    blind = ~seen.any(dim=-1)                               # SDPA gives NaN there: let them see all, then take 0
+    mask = (seen | blind[:, :, None])[:, None]
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(qh, kh, vh, attn_mask=mask, enable_gqa=H != K).transpose(1, 2)
+    y = torch.where(blind[:, :, None, None], 0.0, y)
+    scores = qh @ kh.repeat_interleave(H // K, dim=1).transpose(2, 3) / math.sqrt(D)
+    lse = scores.masked_fill(~seen[:, None], -math.inf).logsumexp(dim=-1).clamp(min=-1e300)
+    add_case("sight", {"q": q, "k": k, "v": v}, y, ["q", "k", "v"], {"full": full, "lse": lse, **given})
+
+
+def smoothed(V, *shape, C=0, vocab=0, smoothing=0.0, z_weight=0.0, ignore=0.3, denom=5.0):
+    """With C: of x w^T."""
+    inputs = {"x": fresh(*shape, C), "w": fresh(V, C, scale=2.0)} if C else {"logits": fresh(*shape, V)}
+    logits = inputs["x"] @ inputs["w"].T if C else inputs["logits"]
+    labels = integers(vocab or V, *shape)
+    labels[fresh(*shape, scale=1.0) + 0.5 < ignore] = -1
+    real = logits[..., :vocab or V].reshape(-1, vocab or V)
+    loss = F.cross_entropy(real, labels.reshape(-1), reduction="sum", ignore_index=-1, label_smoothing=smoothing) / denom
+    z = (real.logsumexp(dim=-1)[labels.reshape(-1) >= 0] ** 2).sum() / denom
+    op = "linear_loss" if C else "smoothed"
+    add_case(op, inputs, loss + z_weight * z, list(inputs), {"labels": labels, "denom": denom, "vocab": vocab,
+             "smoothing": smoothing, "z_weight": z_weight, "z": z})
+    arrays[f"{op}.{int(arrays[op + '.cases']) - 1}.loss"] = loss
+
+
 def all_cases():
     linear((1,), (1,), 1)
     linear((3,), (17,), 1)
@@ -186,6 +321,73 @@ def all_cases():
     mse(1, denom=1.0)
     mse(3, 17, denom=51.0)
     mse(1, 3, 3, denom=2.0)
+
+    for activation in range(6):
+        linear_at((3,), (5,), 3, activation, bias=activation % 2 == 0, residual=activation != 3)
+    linear_at((2, 3), (3, 5), 3, 3)
+
+    tails = torch.tensor([0.0, -0.0, 1e-8, -3.0, 3.0, -6.5, 6.5, -12.0, 12.0, -40.0, 40.0, 0.5, -0.5],
+                         dtype=torch.float64)
+    for x in (lambda: fresh(1), lambda: fresh(3, 17, scale=8.0), lambda: tails.clone().requires_grad_()):
+        unary("gelu_erf", lambda x: F.gelu(x, approximate="none"), x())
+        unary("silu", F.silu, x())
+        unary("relu", F.relu, x())
+        unary("tanh", torch.tanh, x())
+        unary("softmax", lambda x: x.softmax(dim=-1), x())
+        unary("affine", lambda x: x * -1.75 + 0.5, x(), scale=-1.75, shift=0.5)
+    for n in (1, 3, 17):
+        unary("exp", torch.exp, fresh(3, n))
+        unary("ln", torch.log, fresh(3, n, shift=2.5))
+        rmsnorm(2, 3, n, eps=0.5 if n == 3 else 1e-5)
+        unary("swiglu", lambda x: F.silu(x[..., 0, :]) * x[..., 1, :], fresh(3, 2, n))
+    unary("softmax", lambda x: x.softmax(dim=-1), fresh(3, 17, scale=3000.0))
+
+    for op, f in (("sub", torch.sub), ("mul", torch.mul), ("div", torch.div)):
+        binary(op, f, (3, 5), (3, 5))
+        binary(op, f, (5,), (3, 1))
+        binary(op, f, (2, 1, 3), (2, 5, 1))
+        binary(op, f, (1,), (3, 5))
+
+    for dim in (-1, 0, 1, 2):
+        over(fresh(3, 5, 2), dim)
+    topk(fresh(3, 17), 3)
+    topk(fresh(2, 3, 5), 5)
+    topk(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 4.0, 5.0, -1.0, 4.0]],
+                      dtype=torch.float64, requires_grad=True), 3)
+
+    for dim, first, count in ((0, 1, 2), (1, 0, 5), (2, 1, 1)):
+        unary("slice", lambda x: x.narrow(dim, first, count), fresh(3, 5, 2), dim=dim, first=first, count=count)
+    for dim in range(3):
+        a, b = fresh(3, 5, 2), fresh(*(7 if d == dim else n for d, n in enumerate((3, 5, 2))))
+        add_case("concat", {"a": a, "b": b}, torch.cat((a, b), dim), ["a", "b"], {"dim": dim})
+    for dim_a, dim_b in ((0, 1), (0, 2), (2, 1)):
+        unary("transpose", lambda x: x.transpose(dim_a, dim_b), fresh(3, 5, 2), dim_a=dim_a, dim_b=dim_b)
+    rows_by_index(5, 3, [3, -1, 0, 3, 4], 7)
+    rows_by_index(1, 1, [0, 0, -1], 1)
+    rows_by_index(5, 17, [[1, 4], [-1, 1]], 5)
+
+    rope(1, 3, 1, 2)
+    rope(2, 5, 3, 6)
+    rope(2, 5, 3, 6, interleaved=1)
+    rope(1, 3, 2, 8, rotary=4)
+    rope(1, 3, 2, 8, rotary=6, interleaved=1, theta=500000.0, most=100000)
+    rope(1, 3, 2, 8, theta=500000.0, most=100000)
+
+    zigzag = [0, 6, 1, 5, 2, 4, 3]
+    sight(2, 7, 7, 4, 2, 3, positions=zigzag)
+    sight(2, 7, 7, 2, 1, 3, documents=[0, 0, 0, 1, 1, 2, 2])
+    sight(2, 7, 7, 2, 2, 3, positions=zigzag, documents=[1, 1, 0, 0, 0, 1, 2])
+    sight(1, 7, 7, 2, 1, 3, full=1, documents=[0, 0, 0, 1, 1, 2, 2])
+    sight(2, 3, 7, 2, 1, 3, positions=[4, 0, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])
+    sight(2, 3, 7, 2, 1, 3, positions=[-1, 8, 2], key_positions=[3, 1, 6, 2, 5, 4, 0])      # one sees nothing
+    sight(1, 3, 7, 2, 2, 3, documents=[0, 9, 1], key_documents=[0, 0, 0, 0, 1, 1, 1])       # one has no document
+
+    for C in (0, 3):
+        smoothed(17, 5, C=C, smoothing=0.1)
+        smoothed(17, 5, C=C, vocab=13)
+        smoothed(17, 5, C=C, z_weight=0.01)
+        smoothed(17, 2, 3, C=C, vocab=13, smoothing=0.2, z_weight=0.1, denom=7.0)
+        smoothed(3, 3, C=C, smoothing=0.1, ignore=1.1)          # nothing left
 
 
 def main():
