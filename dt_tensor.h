@@ -5643,7 +5643,7 @@ size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
     return ((of_keys + of_queries) * dt__real_size(dtype) + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-enum { DT__TILE = 512 }; /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
+#define DT__TILE 512 /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
 
 /* Goes over an array of some shape in runs of at most DT__TILE elements of the last dimension. */
 typedef struct dt__runs {
@@ -6193,7 +6193,7 @@ DT__FN const DT__REAL *DT__K(words)(dt_dtype dtype, int pairs, const void *from,
    stay in the first-level cache. */
 DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from,
                                 int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    static const DT__REAL none[64];
+    static const DT__REAL none[64] = { 0 };
     DT__REAL buf[DT__TURN][64];
     for (int64_t p = 0; p < terms; p += 64) {
         int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
@@ -6321,7 +6321,10 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         return DT_OK;
     }
 #endif
-    DT__K(matmul_plan) w = { .args = &a, .tile = DT__K(matmul_tile) };
+    DT__K(matmul_plan) w;
+    memset(&w, 0, sizeof w);
+    w.args = &a;
+    w.tile = DT__K(matmul_tile);
 #if DT__BITS == 32 && DT__ISA == 2
     if (a.dtype == DT_BF16 && dt__pairs_pay()) {
         w.pairs = 1;
@@ -6511,6 +6514,7 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__TILE], buf[DT__TILE];
     int64_t  cols = (int64_t)a->cols;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__TILE) {
             int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;
@@ -6526,6 +6530,7 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
 DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     DT__REAL d[DT__TILE], buf_x[DT__TILE], buf_up[DT__TILE], buf_d[DT__TILE];
     int64_t  cols = (int64_t)a->cols;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__TILE) {
             int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE, gate_at = 2 * r * cols + c, up_at = gate_at + cols;
@@ -7409,7 +7414,8 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__TILE];
     (void)stream;
-    if (a->accumulate && a->dtype == DT_I32) return DT_ERR_UNSUPPORTED;
+    if (dt_dtype_size(a->dtype) == 0 || dt_dtype_size(a->from) == 0 || (a->accumulate && a->dtype == DT_I32))
+        return DT_ERR_UNSUPPORTED;
     for (size_t at = 0; at < a->count; at += DT__TILE) {
         size_t n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
         for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
