@@ -5467,8 +5467,8 @@ dt_status dt_weights_close(dt_weights *w) {
 
 /* Instruction sets, worst first. Set 0 is always there; the others are chosen at run time by dt__isa_best. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-typedef float  dt__float4 __attribute__((vector_size(16), may_alias));
-typedef double dt__double2 __attribute__((vector_size(16), may_alias));
+typedef float  dt__float4 __attribute__((vector_size(16), may_alias, aligned(4))); /* C may lie anywhere */
+typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
 /* Square roots of the plain set. A loop over sqrtf does not vectorise, because sqrtf may set errno. */
 static inline dt__float4 dt__root4(dt__float4 v) {
