@@ -182,7 +182,7 @@ static __device__ void give(void *out, size_t i, float value, int accumulate) {
     *to = accumulate ? *to + value : value;
 }
 
-// ==== 4. Fill, copy, reduce ========================================================================================
+// ==== 4. Fill, copy, reduce =========================================================================================
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, T value) {
@@ -302,7 +302,7 @@ static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
     return a->dtype == DT_F64 ? reduce<double>(a, stream) : reduce<int>(a, stream);
 }
 
-// ==== 5. Strides: binary, permute ==================================================================================
+// ==== 5. Strides: binary, permute ===================================================================================
 
 /* The index of two arrays with strides. Neighbouring dimensions that lie together in both are one here: two tensors of
    one shape have one dimension, a bias over rows two. */
@@ -448,7 +448,7 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-// ==== 6. Functions of one number: unary, glu =======================================================================
+// ==== 6. Functions of one number: unary, glu ========================================================================
 
 static __device__ float logistic(float x) { return 1 / (1 + expf(-x)); }
 
@@ -592,7 +592,7 @@ static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
     return launched();
 }
 
-// ==== 7. Numbers in storage: cast ==================================================================================
+// ==== 7. Numbers in storage: cast ===================================================================================
 
 /* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
    there to 16 bits through float. CUDA's own 16-bit types would need its headers where a test has none. */
@@ -669,7 +669,7 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
     return DT_ERR_UNSUPPORTED;
 }
 
-// ==== 8. Sums over a dimension =====================================================================================
+// ==== 8. Sums over a dimension ======================================================================================
 
 /* A block of 32 x 32 threads takes 32 columns. The rows are cut into 32 runs of equal length: threadIdx.y goes down its
    run, r ascending, and the runs' sums are added in ascending order. The cut depends on `rows` alone. */
@@ -737,7 +737,7 @@ static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
     return launched();
 }
 
-// ==== 9. Maxima and places =========================================================================================
+// ==== 9. Maxima and places ==========================================================================================
 
 /* Indices come from the caller's data, and one outside the table must be answered by this very call, as on the CPU,
    while a kernel can only answer later. So the host reads them, four bytes each, in pieces. That waits for the stream:
@@ -827,7 +827,7 @@ static dt_status cuda_spread(const dt_spread_args *a, void *stream) {
     return launched();
 }
 
-// ==== 10. Normalisation and softmax ================================================================================
+// ==== 10. Normalisation and softmax =================================================================================
 
 /* Layer normalisation, arXiv:1607.06450: one block per row, two passes over it, because E[x^2] - E[x]^2 cancels.
    RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
@@ -945,7 +945,7 @@ static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) 
     return launched();
 }
 
-// ==== 11. Rope and dropout =========================================================================================
+// ==== 11. Rope and dropout ==========================================================================================
 
 /* arXiv:2104.09864. A thread turns pair i of a token in all its heads, which have one angle; the threads behind the
    pairs copy what does not turn. The angle is taken in double, because a float's cosine of a position in the thousands
@@ -1026,7 +1026,7 @@ static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) {
     return launched();
 }
 
-// ==== 12. Embedding ================================================================================================
+// ==== 12. Embedding =================================================================================================
 
 KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a) {
     for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
@@ -1057,18 +1057,18 @@ KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a) 
         int64_t end = own + OWNED < a.held ? own + OWNED : a.held;
         for (size_t i = (size_t)own * a.cols + threadIdx.x; i < (size_t)end * a.cols && !a.accumulate; i += BLOCK)
             table[i] = 0;
-        __syncthreads(); /* a zero is another thread's than the column's; and `owner` has been read */
         for (size_t first = 0; first < a.rows; first += BLOCK) {
             size_t  have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
             int64_t row = threadIdx.x < have ? a.ids[first + threadIdx.x] - a.first : -1;
             owner[threadIdx.x] = row;
-            if (!__syncthreads_or(row >= own && row < end)) continue; /* most pieces have nothing for this block */
+            /* a barrier, for the zeros too; most pieces have nothing for this block */
+            if (!__syncthreads_or(row >= own && row < end)) continue;
             for (size_t r = 0; r < have; r++) {
                 if (owner[r] < own || owner[r] >= end) continue;
                 for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
                     table[(size_t)owner[r] * a.cols + c] += ((const float *)a.dout)[(first + r) * a.cols + c];
             }
-            __syncthreads();
+            __syncthreads(); /* the ids have been read */
         }
     }
 }
@@ -1079,7 +1079,7 @@ static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stre
     return launched();
 }
 
-// ==== 13. Cross-entropy ============================================================================================
+// ==== 13. Cross-entropy =============================================================================================
 
 /* max + log(sum of exp(x - max)), for each thread of the block: the largest term is 1, so nothing overflows. The terms
    are f32, their sum is double, so that log is accurate where one term is nearly all of it. */
@@ -1176,7 +1176,7 @@ static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *args,
     return launched();
 }
 
-// ==== 14. Norm and optimizers ======================================================================================
+// ==== 14. Norm and optimizers =======================================================================================
 
 /* Half a warp takes a run, 16 runs a block. Lane l adds elements l, l + 16, ..., then lanes are added in halves. That
    is the CPU's order, and a square of a float is exact in double: the norm has the same bits on both. */
@@ -1267,7 +1267,7 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
     return launched();
 }
 
-// ==== 15. The table ================================================================================================
+// ==== 15. The table =================================================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
     static const dt_kernels table = {

@@ -437,7 +437,8 @@ static void compare(verdict *v, const result *a, const result *b) {
         if (!near_value(a->norm[i], b->norm[i], i > 0 ? later : norm_rounds ? loose(s) : tol, s.type ? 1e-3 : 0))
             blame(v, "norm of step %d: %.17g, one rank %.17g", i + 1, a->norm[i], b->norm[i]);
     }
-    if (narrow(s) && s.clip && b->norm[0] > 0) clip = fabs(a->norm[0] - b->norm[0]) / b->norm[0]; /* it scales every gradient */
+    if (narrow(s) && s.clip && b->norm[0] > 0) /* the norm scales every gradient */
+        clip = fabs(a->norm[0] - b->norm[0]) / b->norm[0];
     for (int i = 0; i < a->params; i++)
         part[i] = 2 * clip + (sums_round || (narrow(s) && has_positions(s, i)) ? loose(s) : tol);
     double norm = b->norm[0] * (s.clip && b->norm[0] > 0.3 ? 0.3 / b->norm[0] : 1); /* as the optimizer sees it */
