@@ -1,4 +1,4 @@
-/* test_kernels.c - every CPU kernel of dt_tensor.h, by every instruction set, in every type, against plain loops in double
+/* test_kernels.c - the CPU kernels of dt_tensor.h, by every instruction set and in every type, against plain loops
    Public domain or MIT, at your choice; see LICENSE.
 
    WHAT IS PROMISED. A result in bf16 or f16 is the f32 result rounded once. An element of a product depends on its row,
@@ -100,7 +100,8 @@ static void product_naive(product *p, const void *c0) {
 static void product_compare(const product *p, const char *set, const void *c0, size_t room_c) {
     const dt_matmul_args *a = &p->a;
     double eps = a->dtype == DT_F64 ? 2.3e-16 : 1.2e-7, worst = 0, worst_before = 0;
-    double step = is_narrow(p->to) ? type_error(p->to) : 0, step_before = is_narrow(a->dtype) ? type_error(a->dtype) : 0;
+    double step = is_narrow(p->to) ? type_error(p->to) : 0,
+        step_before = is_narrow(a->dtype) ? type_error(a->dtype) : 0;
     char  *seen = (char *)room(room_c);
     int    touched = 0;
     for (int64_t b = 0; b < a->batch; b++)
@@ -176,7 +177,8 @@ static void product_case(dt_dtype type, int isa, int64_t m, int64_t n, int64_t k
 
 static void products(dt_dtype type, int isa) {
     static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 }, { 15, 33, 65 },
-        { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 }, { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 } };
+        { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 }, { 461, 3, 517 }, { 3, 530, 520 },
+            { 5, 35, 2051 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
         for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 11) { /* the last four: K, M and N beyond one block */
             if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
@@ -317,7 +319,8 @@ static void bench_binary(bench *b) {
             double  *want = before(b, out, b->t, 3 * 37 * 5);
             dt_shape shape = DT_SHAPE(3, 37, 5);
             for (int i = 0; i < N; i++) put(y, b->t, i, 1.5 + get(y, b->t, i) / 2);
-            dt_binary_args a = { .dtype = b->t, .op = op, .out = out, .a = x, .b = y, .shape = shape, .accumulate = s > 2 };
+            dt_binary_args a = { .dtype = b->t, .op = op, .out = out, .a = x, .b = y, .shape = shape,
+                .accumulate = s > 2 };
             memcpy(a.stride_a, stride[s % 3][0], sizeof stride[0][0]);
             memcpy(a.stride_b, stride[s % 3][1], sizeof stride[0][0]);
             for (int i = 0; i < 3 * 37 * 5; i++) {
@@ -406,7 +409,8 @@ static void bench_pick(bench *b) {
     for (int i = 0; i < 39; i++) {
         int best = 0;
         for (int j = 1; j < 17; j++)
-            if (get(x, b->t, (i / 13 * 17 + j) * 13 + i % 13) > get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13)) best = j;
+            if (get(x, b->t, (i / 13 * 17 + j) * 13 + i % 13) > get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13))
+                best = j;
         wrong += index[i] != best;
         want[i] = get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13);
         back[(i / 13 * 17 + best) * 13 + i % 13] += want[i];
@@ -423,7 +427,8 @@ static void bench_pick(bench *b) {
         for (int j = 0; j < 5; j++) { /* the largest of those not yet taken, the first of equal ones */
             int best = -1;
             for (int c = 0; c < C; c++)
-                if (back[r * C + c] == 0 && (best < 0 || get(x, b->t, r * C + c) > get(x, b->t, r * C + best))) best = c;
+                if (back[r * C + c] == 0 && (best < 0 || get(x, b->t, r * C + c) > get(x, b->t, r * C + best)))
+                    best = c;
             back[r * C + best] = 1;
             want[r * 5 + j] = get(x, b->t, r * C + best);
             wrong += index[r * 5 + j] != best;
@@ -454,8 +459,10 @@ static void bench_softmax(bench *b) {
             for (int c = 0; c < C; c++) sum += exp(get(x, b->t, r * C + c));
             for (int c = 0; c < C; c++) want[r * C + c] = exp(get(x, b->t, r * C + c)) / sum;
             for (int c = 0; c < C; c++) dot += get(y, b->t, r * C + c) * get(d, b->t, r * C + c);
-            for (int c = 0; c < C; c++)
-                back[r * C + c] = (add ? back[r * C + c] : 0) + get(y, b->t, r * C + c) * (get(d, b->t, r * C + c) - dot);
+            for (int c = 0; c < C; c++) {
+                double *to = &back[r * C + c];
+                *to = (add ? *to : 0) + get(y, b->t, r * C + c) * (get(d, b->t, r * C + c) - dot);
+            }
         }
         same(b, "softmax", y, b->t, want, N, 0.01);
         dt_softmax_back_args g = { b->t, dx, d, y, R, C, add, work, work_bytes };
@@ -475,7 +482,8 @@ static void bench_norm(bench *b, int kind) {
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
     size_t   work_bytes = dt_row_work(C, b->t);
     void    *x = array(b, N), *gain = array(b, C), *bias = array(b, C), *y = array(b, N), *d = array(b, N);
-    void    *dx = array(b, N), *dg = array_of(b, to, C, 1), *db = array_of(b, to, C, 1), *work = keep(b, room(work_bytes));
+    void    *dx = array(b, N), *dg = array_of(b, to, C, 1), *db = array_of(b, to, C, 1),
+        *work = keep(b, room(work_bytes));
     void    *mean = array_of(b, stat, R, 1), *rstd = array_of(b, stat, R, 1);
     double  *f = doubles(b, N), *gx = before(b, dx, b->t, N), *gg = before(b, dg, to, C), *gb = before(b, db, to, C);
     double  *m = doubles(b, R), *s = doubles(b, R);
@@ -495,13 +503,15 @@ static void bench_norm(bench *b, int kind) {
         }
         for (int c = 0; c < C; c++) {
             double u = (get(x, b->t, r * C + c) - m[r]) * s[r];
-            gx[r * C + c] = (add ? gx[r * C + c] : 0) + s[r] * (get(d, b->t, r * C + c) * get(gain, b->t, c) - mg - u * mgy);
+            double g = get(d, b->t, r * C + c) * get(gain, b->t, c);
+            gx[r * C + c] = (add ? gx[r * C + c] : 0) + s[r] * (g - mg - u * mgy);
         }
     }
     dt_norm_args a = { .dtype = b->t, .out = y, .mean = rms ? NULL : mean, .rstd = rstd, .in = x, .gain = gain,
-        .bias = rms ? NULL : bias, .rows = R, .cols = C, .eps = 0.01, .rms = rms, .work = work, .work_bytes = work_bytes };
-    dt_norm_back_args g = { b->t, dx, dg, rms ? NULL : db, d, x, gain, a.mean, rstd, R, C, add, add, add, rms, wide, wide,
-        work, work_bytes };
+        .bias = rms ? NULL : bias, .rows = R, .cols = C, .eps = 0.01, .rms = rms, .work = work,
+            .work_bytes = work_bytes };
+    dt_norm_back_args g = { b->t, dx, dg, rms ? NULL : db, d, x, gain, a.mean, rstd, R, C, add, add, add, rms, wide,
+        wide, work, work_bytes };
     OK(b->v->norm(&a));
     OK(b->v->norm_back(&g));
     same(b, "norm", y, b->t, f, N, 2);
@@ -576,7 +586,8 @@ static void bench_rows(bench *b) {
 /* kind bits: 1 padded columns, 2 smoothing, 4 z, 8 added. */
 static void bench_cross_entropy(bench *b, int kind) {
     int      vocab = kind & 1 ? C - 4 : C, add = kind >> 3;
-    double   s = kind & 2 ? 0.2 : 0, z = kind & 4 ? 0.05 : 0, loss[2] = { 3, 5 }, up = 0.7, row_loss[R], want[2] = { 0, 0 };
+    double   s = kind & 2 ? 0.2 : 0, z = kind & 4 ? 0.05 : 0, loss[2] = { 3, 5 }, up = 0.7, row_loss[R],
+        want[2] = { 0, 0 };
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
     void    *x = array_of(b, b->t, N, 5), *lse = array_of(b, stat, R, 1), *dx = array(b, N);
     size_t   work_bytes = dt_row_work(C, b->t);
@@ -597,15 +608,16 @@ static void bench_cross_entropy(bench *b, int kind) {
         }
     }
     for (int i = 0; i < 2; i++) want[i] = want[i] / 3 + (add ? loss[i] : 0);
-    dt_cross_entropy_args a = { b->t, loss, row_loss, lse, x, labels, R, C, kind & 1 ? (size_t)vocab : 0, 3, s, loss + 1,
+    dt_cross_entropy_args a = { b->t, loss, row_loss, lse, x, labels, R, C, kind & 1 ? (size_t)vocab : 0, 3, s,
+        loss + 1, add, work, work_bytes };
+    dt_cross_entropy_back_args back = { b->t, dx, x, lse, labels, R, C, kind & 1 ? (size_t)vocab : 0, &up, 0.3, s, z,
         add, work, work_bytes };
-    dt_cross_entropy_back_args back = { b->t, dx, x, lse, labels, R, C, kind & 1 ? (size_t)vocab : 0, &up, 0.3, s, z, add,
-        work, work_bytes };
     OK(b->v->cross_entropy(&a));
     OK(b->v->cross_entropy_back(&back));
     same(b, "lse", lse, stat, l, R, 1);
-    CHECK_MSG(fabs(loss[0] - want[0]) < 1e-5 && fabs(loss[1] - want[1]) < 1e-4, "loss %s %s: %.9g and %.9g, not %.9g and "
-        "%.9g", isa_name[b->isa], dt_dtype_name(b->t), loss[0], loss[1], want[0], want[1]);
+    CHECK_MSG(fabs(loss[0] - want[0]) < 1e-5 && fabs(loss[1] - want[1]) < 1e-4,
+        "loss %s %s: %.9g and %.9g, not %.9g and %.9g", isa_name[b->isa], dt_dtype_name(b->t), loss[0], loss[1],
+            want[0], want[1]);
     same(b, "cross_entropy_back", dx, b->t, g, N, 1);
     labels[2] = vocab;
     CHECK(b->v->cross_entropy(&a) == DT_ERR_ARG && b->v->cross_entropy_back(&back) == DT_ERR_ARG);
@@ -642,7 +654,8 @@ static void bench_others(bench *b) {
     OK(b->v->fill(&fill));
     same(b, "fill", x, b->t, want, LONG, 0);
     for (int normal = 0; normal < 2; normal++) { /* a run, and the same numbers from its middle */
-        dt_init_args a = { b->t, x, LONG, normal, 0.5, 12345, 77 }, part = { b->t, y, 100, normal, 0.5, 12345, 77 + 601 };
+        dt_init_args a = { b->t, x, LONG, normal, 0.5, 12345, 77 },
+            part = { b->t, y, 100, normal, 0.5, 12345, 77 + 601 };
         OK(b->v->init(&a));
         OK(b->v->init(&part));
         CHECK(memcmp((char *)x + 601 * dt_dtype_size(b->t), y, 100 * dt_dtype_size(b->t)) == 0);
@@ -655,7 +668,8 @@ static void bench_updates(bench *b) {
     if (is_narrow(b->t)) return;
     for (int kind = 0; kind < 4; kind++) {
         dt_dtype narrow = kind & 1 ? DT_BF16 : DT_F16;
-        void    *p = array(b, N), *g = array(b, N), *m = array(b, N), *v = array(b, N), *copy = array_of(b, narrow, N, 1);
+        void    *p = array(b, N), *g = array(b, N), *m = array(b, N), *v = array(b, N),
+            *copy = array_of(b, narrow, N, 1);
         double  *want = before(b, p, b->t, N), *wm = before(b, m, b->t, N), *wv = doubles(b, N);
         for (int i = 0; i < N; i++) {
             put(v, b->t, i, fabs(get(v, b->t, i)));
@@ -726,7 +740,8 @@ static void bench_dropout(bench *b) {
     a.key = 100;
     OK(b->v->dropout(&a));
     double both = 0;
-    for (int i = 0; i < ROWS * COLS; i++) both += get(z, b->t, i) != 0 && get(y, b->t, turned[i / COLS] * COLS + i % COLS) != 0;
+    for (int i = 0; i < ROWS * COLS; i++) both += get(z, b->t, i) != 0 &&
+        get(y, b->t, turned[i / COLS] * COLS + i % COLS) != 0;
     CHECK_MSG(fabs(both / (ROWS * COLS) - 0.49) < 0.015, "dropout: two keys keep %.3f together", both / (ROWS * COLS));
 }
 /* Every op of reduce on every type; the output is one of the inputs. */
@@ -807,7 +822,8 @@ static void naive_attention(const heads *h, dt_dtype t, const void *q, const voi
                 lse[(s * h->H + head) * h->TQ + i] = sum > 0 ? log(sum) : -INFINITY;
                 for (int64_t d = 0; d < h->D; d++) {
                     double mix = 0;
-                    for (int64_t j = 0; j < h->TK && sum > 0; j++) mix += p[j] / sum * get(v, t, place(h, 1, s, j, head, d));
+                    for (int64_t j = 0; j < h->TK && sum > 0; j++)
+                        mix += p[j] / sum * get(v, t, place(h, 1, s, j, head, d));
                     out[place(h, 0, s, i, head, d)] = mix;
                 }
             }
@@ -815,8 +831,8 @@ static void naive_attention(const heads *h, dt_dtype t, const void *q, const voi
 }
 
 /* The gradients from out and lse as they are given. */
-static void naive_attention_back(const heads *h, const dt_attention_back_args *a, dt_dtype to, dt_dtype stat, double *dq,
-    double *dk, double *dv) {
+static void naive_attention_back(const heads *h, const dt_attention_back_args *a, dt_dtype to, dt_dtype stat,
+    double *dq, double *dk, double *dv) {
     dt_dtype t = a->dtype;
     for (int64_t s = 0; s < h->B; s++)
         for (int64_t head = 0; head < h->H; head++)
@@ -844,7 +860,8 @@ static void naive_attention_back(const heads *h, const dt_attention_back_args *a
 static void bench_attention(bench *b, heads h, int kind) {
     int      wide = kind >> 3 & 1, add = kind >> 4;
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
-    size_t   nq = (size_t)(h.B * h.TQ * h.H * h.D), nk = (size_t)(h.B * h.TK * h.K * h.D), rows = (size_t)(h.B * h.H * h.TQ);
+    size_t   nq = (size_t)(h.B * h.TQ * h.H * h.D), nk = (size_t)(h.B * h.TK * h.K * h.D),
+        rows = (size_t)(h.B * h.H * h.TQ);
     int32_t  p[400], kp[400], d[400], kd[400];
     for (int i = 0; i < 400; i++) {
         p[i] = (int32_t)(i * 5 % h.TQ) - (i % 11 == 7 ? 1000 : 0);
@@ -852,8 +869,10 @@ static void bench_attention(bench *b, heads h, int kind) {
         d[i] = i % 13 == 4 ? 77 : i % 3;
         kd[i] = i / 2 % 3;
     }
-    h.sight = (dt_sight){ !(kind & 1), kind & 2 ? p : NULL, kind & 2 ? kp : NULL, kind & 4 ? d : NULL, kind & 4 ? kd : NULL };
-    void    *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *out = array_of(b, to, nq, 1), *dout = array(b, nq);
+    h.sight = (dt_sight){ !(kind & 1), kind & 2 ? p : NULL, kind & 2 ? kp : NULL, kind & 4 ? d : NULL,
+        kind & 4 ? kd : NULL };
+    void    *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *out = array_of(b, to, nq, 1),
+        *dout = array(b, nq);
     void    *lse = array_of(b, stat, rows, 1), *dq = array_of(b, to, nq, 1), *dk = array_of(b, to, nk, 1);
     void    *dv = array_of(b, to, nk, 1);
     size_t   work_bytes = dt_attention_work(h.TK, h.D, b->t);
@@ -861,13 +880,14 @@ static void bench_attention(bench *b, heads h, int kind) {
     double  *f = doubles(b, nq), *l = doubles(b, rows), *g[3] = { before(b, dq, to, nq), before(b, dk, to, nk),
         before(b, dv, to, nk) };
     for (int i = 0; i < 3 && !add; i++) memset(g[i], 0, 8 * (i ? nk : nq));
-    dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6, h.sight, 0, wide, work, work_bytes };
+    dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6, h.sight, 0, wide, work,
+        work_bytes };
     naive_attention(&h, b->t, q, k, v, f, l);
     OK(b->v->attention(&a));
     same(b, "attention", out, to, f, nq, 2);
     same(b, "lse of attention", lse, stat, l, rows, 4);
-    dt_attention_back_args back = { b->t, dq, dk, dv, dout, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6, h.sight,
-        add, add, add, wide, work, work_bytes };
+    dt_attention_back_args back = { b->t, dq, dk, dv, dout, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6,
+        h.sight, add, add, add, wide, work, work_bytes };
     naive_attention_back(&h, &back, to, stat, g[0], g[1], g[2]);
     OK(b->v->attention_back(&back));
     same(b, "dq", dq, to, g[0], nq, 16);
@@ -895,7 +915,8 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     heads    h = { 2, 21, 45, 4, 2, 5, { 0, NULL, NULL, NULL, NULL } };
     dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
     size_t   nq = 2 * 21 * 4 * 5, nk = 2 * 45 * 2 * 5, rows = 2 * 4 * 21, work_bytes = dt_attention_work(45, 5, b->t);
-    void    *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *dout = array(b, nq), *out = array_of(b, stat, nq, 1);
+    void    *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *dout = array(b, nq),
+        *out = array_of(b, stat, nq, 1);
     void    *lse = array_of(b, stat, rows, 1), *dq = array_of(b, stat, nq, 1), *work = keep(b, room(work_bytes));
     double  *f = doubles(b, nq), *l = doubles(b, rows), *g[3] = { doubles(b, nq), doubles(b, nk), doubles(b, nk) };
     int32_t  p[42], kp[90];
@@ -903,8 +924,8 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
     for (int i = 0; i < 90; i++) kp[i] = i % 45 * 2 % 45;
     h.sight = (dt_sight){ 1, p, kp, NULL, NULL };
     naive_attention(&h, b->t, q, k, v, f, l);
-    dt_attention_back_args back = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, 2, 21, 45, 4, 2, 5, 0.6, h.sight, 0, 0, 0,
-        1, work, work_bytes };
+    dt_attention_back_args back = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, 2, 21, 45, 4, 2, 5, 0.6, h.sight,
+        0, 0, 0, 1, work, work_bytes };
     for (int pass = 0; pass < 2; pass++) {
         int64_t count = (h.TK + step - 1) / step;
         for (int64_t turn = 0; turn < count; turn++) {
@@ -914,8 +935,8 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
             for (int64_t i = 0; i < 2 * n; i++) part_p[i] = kp[i / n * 45 + first + i % n];
             dt_sight sight = { 1, p, part_p, NULL, NULL };
             if (pass == 0) {
-                dt_attention_args a = { b->t, out, lse, q, some_k, some_v, 2, 21, n, 4, 2, 5, 0.6, sight, turn > 0, 1, work,
-                    work_bytes };
+                dt_attention_args a = { b->t, out, lse, q, some_k, some_v, 2, 21, n, 4, 2, 5, 0.6, sight, turn > 0, 1,
+                    work, work_bytes };
                 OK(b->v->attention(&a));
                 continue;
             }
@@ -924,7 +945,8 @@ static void bench_merge(bench *b, int64_t step, int backwards) {
             void   *dk = array_of(b, stat, part, 1), *dv = array_of(b, stat, part, 1);
             double *w[3] = { doubles(b, nq), doubles(b, part), doubles(b, part) };
             dt_attention_back_args one = back;
-            one.dk = dk, one.dv = dv, one.k = some_k, one.v = some_v, one.tk = n, one.sight = sight, one.accumulate_q = turn > 0;
+            one.dk = dk, one.dv = dv, one.k = some_k, one.v = some_v, one.tk = n, one.sight = sight,
+                one.accumulate_q = turn > 0;
             OK(b->v->attention_back(&one));
             naive_attention_back(&some, &one, stat, stat, w[0], w[1], w[2]);
             same(b, "dk of a block of keys", dk, stat, w[1], part, 16);
@@ -960,8 +982,8 @@ static void all_attention(bench *b) {
 
 /* All kernels whose bits are promised to be every set's; the hash of what they wrote. */
 static uint64_t bench_all(bench *b) {
-    static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu, bench_sum, bench_pick,
-        bench_softmax, bench_rows, bench_others, bench_updates, bench_dropout };
+    static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu, bench_sum,
+        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_dropout };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         group[i](b);
         while (b->n_all > 0) free(b->all[--b->n_all]);
@@ -989,8 +1011,8 @@ static void test_all_kernels(void) {
             all_attention(&b);
             worst_attention = fmax(worst_attention, b.worst);
         }
-        printf("%s: worst of kernels %.2f, of attention %.2f of what is allowed\n", dt_dtype_name(float_types[t]), worst,
-            worst_attention);
+        printf("%s: worst of kernels %.2f, of attention %.2f of what is allowed\n", dt_dtype_name(float_types[t]),
+            worst, worst_attention);
     }
 }
 
@@ -1018,7 +1040,8 @@ static void conversions(void) {
             back += !same16(type, (uint16_t)h, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x));
             if (isnan(want) || isnan(next) || isinf(want) || signbit(want) != signbit(next)) continue;
             if (isinf(next)) next = 2 * want - from16(type, (uint16_t)(h - 1)); /* where the next would lie */
-            float half = (float)((want + next) / 2), near[3] = { half, nextafterf(half, 0), nextafterf(half, INFINITY) };
+            float half = (float)((want + next) / 2), near[3] = { half, nextafterf(half, 0),
+                nextafterf(half, INFINITY) };
             for (int i = 0; i < 3; i++) {
                 uint16_t ours = t ? dt__f32_to_f16(near[i]) : dt__f32_to_bf16(near[i]);
                 middle += ours != to16(type, (double)near[i]);
@@ -1028,15 +1051,17 @@ static void conversions(void) {
             float x = float_of((uint32_t)bits);
             sampled += !same16(type, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x), to16(type, (double)x));
         }
-        CHECK_MSG(wrong + back + middle + sampled == 0, "%s: %d wrong in f32, %d do not come back, %d wrong halfway, %d "
-            "of a sample", dt_dtype_name(type), wrong, back, middle, sampled);
+        CHECK_MSG(wrong + back + middle + sampled == 0,
+            "%s: %d wrong in f32, %d do not come back, %d wrong halfway, %d of a sample", dt_dtype_name(type), wrong,
+                back, middle, sampled);
     }
 }
 
 /* From every type to every type, and added. */
 static void casts(void) {
-    static const double values[] = { 0, -0.0, 1, -1.5, 2.5, 0.49999999, 1e-8, 6e-8, 3e-5, 257, 2049.5, 65504, 65519.9, 65520,
-        -7e4, 1e30, -1e300, 2147483646.5, 2147483647, 2147483648.0, -2147483648.0, -2147483649.0, INFINITY, -INFINITY, NAN,
+    static const double values[] = { 0, -0.0, 1, -1.5, 2.5, 0.49999999, 1e-8, 6e-8, 3e-5, 257, 2049.5, 65504, 65519.9,
+        65520, -7e4, 1e30, -1e300, 2147483646.5, 2147483647, 2147483648.0, -2147483648.0, -2147483649.0, INFINITY,
+            -INFINITY, NAN,
         16777217, 1.00390625, 1.01171875, 1.0009765625, 1.00048828125, 3.4e38, 3.4028236e38 };
     enum { COUNT = sizeof values / sizeof *values, REPEAT = 40 };
     static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
@@ -1105,8 +1130,9 @@ static void accuracy(void) {
             if (e > worst[f]) worst[f] = e, at[f] = x;
         }
     }
-    printf("exp %.2f ulp (at %g), denormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi %.2f (at %g), its tail "
-        "%.2f (1 + x^2)\n", worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail);
+    printf("exp %.2f ulp (at %g), denormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi %.2f (at %g), "
+        "its tail %.2f (1 + x^2)\n", worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3],
+            tail);
     CHECK_MSG(worst[0] <= 1.1 && below_normal <= 1.1, "exp: %.2f ulp at %.9g", worst[0], at[0]);
     CHECK_MSG(worst[1] <= 1.0, "log: %.2f ulp at %.9g", worst[1], at[1]);
     CHECK_MSG(worst[2] <= 4, "tanh: %.2f ulp at %.9g", worst[2], at[2]);
@@ -1154,7 +1180,8 @@ static void nan_elementwise(bench *b) {
         dt_unary_back_args back = { b->t, act, z, x, y, N, 1.5, 0 };
         put(y, b->t, 40, 2);
         OK(b->v->unary_back(&back));
-        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)), "unary_back %d: %d NaN", act, nans(z, b->t, 0, N));
+        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)), "unary_back %d: %d NaN", act,
+            nans(z, b->t, 0, N));
         back.dout = y, back.in = x;
         OK(b->v->unary_back(&back));
         int expected = act != DT_ACT_NONE && act != DT_ACT_RELU && act != DT_ACT_AFFINE;

@@ -99,7 +99,8 @@ static void fd_gradient(fd_case *c, double **x, double **g, int way) {
     for (int i = 0; i < c->n; i++) {
         char name[16];
         snprintf(name, sizeof name, "p%d", i);
-        if (way_param(way, i)) in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
+        if (way_param(way, i)) in[i] = dt_param_at(ctx, name, c->shape[i], DT_ZEROS,
+            (dt_param_desc){ .dtype = DT_F64 });
     }
     for (int i = 0; i < c->n; i++) {
         if (!in[i]) in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
@@ -416,7 +417,8 @@ static dt_tensor *build_passed_on(dt_tensor **in, fd_case *c) {
     c->side = weigh(y, NULL);
     z = dt_loss(z, c->side, c->weight);
     if (c->kind == 3) return dt_linear_at(y, w, NULL, (dt_linear_desc){ 0, z });
-    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ DT_ACT_TANH, NULL }), dt_reshape(z, DT_SHAPE(1, 5, 5)));
+    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ DT_ACT_TANH, NULL }),
+        dt_reshape(z, DT_SHAPE(1, 5, 5)));
 }
 
 static dt_tensor *stream_layer(dt_tensor *x, void *user) {
@@ -501,7 +503,8 @@ static void fd_unary(void) {
         fd_check((fd_case){ .name = "layernorm, gain its bias", .build = build_unary, .n = 2, .kind = 11, .weight = 0.1,
             .shape = { DT_SHAPE(5, odd[i]), DT_SHAPE(odd[i]) } });
     }
-    fd_check((fd_case){ .name = "swiglu twice", .build = build_unary, .n = 1, .kind = 12, .shape = { DT_SHAPE(2, 2, 2, 3) } });
+    fd_check((fd_case){ .name = "swiglu twice", .build = build_unary, .n = 1, .kind = 12,
+        .shape = { DT_SHAPE(2, 2, 2, 3) } });
     fd_check((fd_case){ .name = "swiglu, more than a tile", .build = build_unary, .n = 1, .kind = 9,
         .shape = { DT_SHAPE(2, 2, 521) } });
     fd_check((fd_case){ .name = "rmsnorm, more than a tile", .build = build_unary, .n = 2, .kind = 10,
@@ -553,7 +556,8 @@ static void fd_over(void) {
         for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
             for (int dim = DT_ALL; dim < shape[s].nd; dim++) {
                 char name[64];
-                snprintf(name, sizeof name, "%s over %d of shape %zu", kind == 2 ? "max" : kind ? "mean" : "sum", dim, s);
+                snprintf(name, sizeof name, "%s over %d of shape %zu", kind == 2 ? "max" : kind ? "mean" : "sum", dim,
+                    s);
                 fd_check((fd_case){ .name = name, .build = build_over, .n = 1, .kind = kind, .dim = dim,
                     .shape = { shape[s] } });
             }
@@ -595,8 +599,10 @@ static void fd_move(void) {
         .ids_shape = DT_SHAPE(6), .shape = { DT_SHAPE(2, 3, 521) } });
     fd_check((fd_case){ .name = "scatter, then gather rows", .build = build_move, .n = 1, .kind = 9, .ids = rows,
         .ids_shape = DT_SHAPE(6), .shape = { DT_SHAPE(6, 3) } });
-    fd_check((fd_case){ .name = "cast to itself", .build = build_move, .n = 1, .kind = 10, .shape = { DT_SHAPE(3, 5) } });
-    fd_check((fd_case){ .name = "an empty slice", .build = build_move, .n = 1, .kind = 11, .shape = { DT_SHAPE(3, 5) } });
+    fd_check((fd_case){ .name = "cast to itself", .build = build_move, .n = 1, .kind = 10,
+        .shape = { DT_SHAPE(3, 5) } });
+    fd_check((fd_case){ .name = "an empty slice", .build = build_move, .n = 1, .kind = 11,
+        .shape = { DT_SHAPE(3, 5) } });
     for (int i = 0; i < 3; i++) {
         static const double p[3] = { 0.1, 0.5, 0.9 };
         fd_check((fd_case){ .name = "dropout", .build = build_move, .n = 1, .kind = 12, .p = p[i],
@@ -615,8 +621,9 @@ static void fd_rope(void) {
     static const int32_t at[6] = { 0, 5, -3, 100000, 2, 1 };
     for (int interleaved = 0; interleaved < 2; interleaved++)
         for (int rotary = 0; rotary <= 6; rotary += 2)
-            fd_check((fd_case){ .name = "rope", .build = build_rope, .n = 1, .kind = interleaved, .dim = rotary, .ids = at,
-                .weight = rotary == 4 ? 500000 : 0, .ids_shape = DT_SHAPE(2, 3), .shape = { DT_SHAPE(2, 3, 3, 6) } });
+            fd_check((fd_case){ .name = "rope", .build = build_rope, .n = 1, .kind = interleaved, .dim = rotary,
+                .ids = at, .weight = rotary == 4 ? 500000 : 0, .ids_shape = DT_SHAPE(2, 3),
+                    .shape = { DT_SHAPE(2, 3, 3, 6) } });
     fd_check((fd_case){ .name = "rope of 512", .build = build_rope, .n = 1, .ids = at, .ids_shape = DT_SHAPE(1, 2),
         .shape = { DT_SHAPE(1, 2, 1, 512) } });
 }
@@ -658,7 +665,8 @@ static void fd_sight(void) {
                 char name[80];
                 snprintf(name, sizeof name, "attention of sight %d, full %d, size %d", kind, full, s);
                 fd_check((fd_case){ .name = name, .build = build_sight, .n = 3, .full = full, .kind = kind, .shape = {
-                    DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]) } });
+                    DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]),
+                        DT_SHAPE(z[0], z[2], z[4], z[5]) } });
             }
     fd_check((fd_case){ .name = "attention of one tensor, zig-zag", .build = build_sight, .n = 1, .kind = 19,
         .shape = { DT_SHAPE(2, 19, 3, 3) } });
@@ -805,7 +813,8 @@ static const golden_op golden_ops[] = {
     { "linear_at", { "x", "w", "b", "residual" }, NULL, golden_linear_at },
     { "layernorm", { "x", "gain", "bias" }, NULL, golden_layernorm },
     { "rmsnorm", { "x", "gain" }, NULL, golden_rmsnorm },
-    ONE(gelu), ONE(gelu_erf), ONE(silu), ONE(relu), ONE(tanh), ONE(exp), ONE(ln), ONE(softmax), ONE(affine), ONE(swiglu),
+    ONE(gelu), ONE(gelu_erf), ONE(silu), ONE(relu), ONE(tanh), ONE(exp), ONE(ln), ONE(softmax), ONE(affine),
+        ONE(swiglu),
     { "embedding", { "table", "ids" }, NULL, golden_embedding },
     { "add", { "a", "b" }, NULL, golden_add },
     { "sub", { "a", "b" }, NULL, golden_sub },
@@ -1104,7 +1113,8 @@ static void narrow_accumulation(dt_dtype dtype) {
         size += exact[i] * exact[i];
     }
     CHECK_MSG(wrong == 0, "%s: %d sums over micro-batches are not those by hand", dt_dtype_name(dtype), wrong);
-    CHECK_MSG(fine > N / 2, "%s: only %d of %d gradients have more digits than the type", dt_dtype_name(dtype), fine, N);
+    CHECK_MSG(fine > N / 2, "%s: only %d of %d gradients have more digits than the type", dt_dtype_name(dtype), fine,
+        N);
     double error = sqrt(difference / size);
     printf("a model of %s parameters: error of all gradients %.2g\n", dt_dtype_name(dtype), error);
     CHECK_MSG(error < golden_tolerance(dtype), "%s: error of the gradients %.2g", dt_dtype_name(dtype), error);
@@ -1173,7 +1183,8 @@ static void rounded_once(void) {
         dt_dtype   type = t ? DT_F16 : DT_BF16;
         meter      m = METER;
         dt_ctx    *ctx = open_ctx(&m);
-        dt_tensor *x = noise_input(ctx, type, DT_SHAPE(19, 37), 1, 2), *y = noise_input(ctx, type, DT_SHAPE(19, 37), 2, 2);
+        dt_tensor *x = noise_input(ctx, type, DT_SHAPE(19, 37), 1, 2),
+            *y = noise_input(ctx, type, DT_SHAPE(19, 37), 2, 2);
         dt_tensor *x32 = dt_cast(x, DT_F32), *y32 = dt_cast(y, DT_F32);
         dt_tensor *pair[][2] = { { dt_gelu(x), dt_gelu(x32) }, { dt_mul(x, y), dt_mul(x32, y32) },
             { dt_softmax(x), dt_softmax(x32) }, { dt_sum_over(x, 0), dt_sum_over(x32, 0) },
@@ -1195,7 +1206,8 @@ static void narrow_chunk_grads(dt_dtype dtype, int64_t rows, double *out) {
     meter      m = METER;
     dt_ctx    *ctx = open_ctx(&m);
     dt_tensor *x = dt_param_at(ctx, "x", DT_SHAPE(rows, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype });
-    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(5, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype }), *all[2] = { x, w };
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(5, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype }),
+        *all[2] = { x, w };
     int32_t   *labels = (int32_t *)room((size_t)rows * sizeof *labels);
     for (int64_t i = 0; i < rows; i++) labels[i] = below(5, (uint64_t)i, 5);
     for (int k = 0; k < 2; k++) {
@@ -1425,14 +1437,16 @@ static void test_refusals(void) {
         CHECK_MSG(dt_error(ctx) == rows[i].status, "refusal %zu: %s, not %s: %s", i, dt_status_name(dt_error(ctx)),
             dt_status_name(rows[i].status), dt_error_text(ctx));
         for (int t = 0; t < 2; t++)
-            CHECK_MSG(!rows[i].text[t] || strstr(dt_error_text(ctx), rows[i].text[t]), "refusal %zu: no \"%s\" in: %s", i,
-                rows[i].text[t], dt_error_text(ctx));
+            CHECK_MSG(!rows[i].text[t] || strstr(dt_error_text(ctx), rows[i].text[t]),
+                "refusal %zu: no \"%s\" in: %s", i, rows[i].text[t], dt_error_text(ctx));
         CHECK_MSG(m.errors == 1 && !strncmp(dt_error_text(ctx), "rank 3: ", 8), "refusal %zu: %d lines", i, m.errors);
-        CHECK(!dt_softmax(p.x) && !dt_slice(p.x, 0, 0, 1) && !dt_mul(p.x, p.x) && !dt_sum_over(p.x, 0) && !dt_silu(p.x));
+        CHECK(!dt_softmax(p.x) && !dt_slice(p.x, 0, 0, 1) && !dt_mul(p.x, p.x) && !dt_sum_over(p.x, 0) &&
+            !dt_silu(p.x));
         close_ctx(ctx, &m, "a refusal");
         close_good(other, &m_other, "the other context");
     }
-    CHECK(!dt_gelu_erf(NULL) && !dt_swiglu(NULL) && !dt_mul(NULL, NULL) && !dt_max_over(NULL, 0) && !dt_slice(NULL, 0, 0, 0));
+    CHECK(!dt_gelu_erf(NULL) && !dt_swiglu(NULL) && !dt_mul(NULL, NULL) && !dt_max_over(NULL, 0) &&
+        !dt_slice(NULL, 0, 0, 0));
     CHECK(!dt_concat(NULL, 1, 0) && !dt_transpose(NULL, 0, 0) && !dt_cast(NULL, DT_F32) && !dt_topk(NULL, 1, NULL));
     CHECK(!dt_rope(NULL, NULL, (dt_rope_desc){ 0 }) && !dt_dropout(NULL, 0.5, 1, NULL) && !dt_softmax(NULL));
     CHECK(!dt_attention(NULL, NULL, NULL, (dt_attn_desc){ 0 }) && !dt_scatter_rows(NULL, NULL, 1));
@@ -1444,7 +1458,8 @@ static void no_rows(void) {
     meter      m = METER;
     dt_ctx    *ctx = open_ctx(&m);
     dt_param_desc d = { .dtype = DT_F64 };
-    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 4), DT_ONES, d), *gain = dt_param_at(ctx, "g", DT_SHAPE(4), DT_ONES, d);
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 4), DT_ONES, d),
+        *gain = dt_param_at(ctx, "g", DT_SHAPE(4), DT_ONES, d);
     dt_tensor *none = NULL, *z = NULL;
     double     seen[12] = { 0 };
     for (int64_t rows = 2; rows >= 0; rows -= 2) { /* some, then none: nothing is added to what there is */
@@ -1454,13 +1469,15 @@ static void no_rows(void) {
         CHECK(dt_backward(loss) == DT_OK && w->grad && gain->grad);
         CHECK(rows > 0 || (dt_item(loss) == 0 && dt_item(z) == 0));
         for (int i = 0; rows == 0 && i < 12; i++)
-            CHECK_MSG(((double *)w->grad)[i] == seen[i], "no rows add %g to a gradient", ((double *)w->grad)[i] - seen[i]);
+            CHECK_MSG(((double *)w->grad)[i] == seen[i], "no rows add %g to a gradient",
+                ((double *)w->grad)[i] - seen[i]);
         for (int i = 0; i < 4; i++) CHECK(isfinite(((double *)gain->grad)[i]));
         memcpy(seen, w->grad, sizeof seen);
         dt_reset(ctx);
     }
     none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL));
-    CHECK(dt_item(dt_sum_over(none, DT_ALL)) == 0 && dt_softmax(none) && dt_swiglu(dt_reshape(none, DT_SHAPE(0, 2, 2))));
+    CHECK(dt_item(dt_sum_over(none, DT_ALL)) == 0 && dt_softmax(none) &&
+        dt_swiglu(dt_reshape(none, DT_SHAPE(0, 2, 2))));
     CHECK(dt_max_over(none, 1) && dt_topk(none, 2, NULL) && dt_transpose(none, 0, 1) && dt_dropout(none, 0.5, 1, NULL));
     dt_tensor *two[2] = { none, none }, *empty = dt_input(ctx, DT_F64, DT_SHAPE(1, 0, 2, 2), NULL);
     CHECK(dt_concat(two, 2, 0) && dt_mul(none, gain) && dt_rope(empty, dt_input(ctx, DT_I32, DT_SHAPE(1, 0), NULL),
@@ -1505,7 +1522,8 @@ static void kept_in_block(void) {
     const void *at = loss ? loss->grad : NULL;
     for (const dt__arena *a = ctx->grad_pool; a; a = a->next)
         for (const dt__chunk *c = a->chunks; c; c = c->next)
-            CHECK_MSG((const char *)at < c->data || (const char *)at >= c->data + c->size, "a kept gradient was given back");
+            CHECK_MSG((const char *)at < c->data || (const char *)at >= c->data + c->size,
+                "a kept gradient was given back");
     close_good(ctx, &m, "a kept loss in a block");
 }
 
