@@ -6938,9 +6938,13 @@ DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims
         DT__K(attention_tile)(keys, dims + d * tk, DT__MA, scores, to + d * DT__NR, DT__NR, 1);
 }
 
-/* One query's column of a (dim,NR) result as a row. */
-DT__FN void DT__K(column)(DT__REAL *row, const DT__REAL *from, int64_t lane, int64_t dim, DT__REAL factor) {
-    for (int64_t d = 0; d < dim; d++) row[d] = from[d * DT__NR + lane] * factor;
+/* The result of a block, (dims,NR), the other way round: rows of queries, `wide` apart, in place of w->q_rows. */
+DT__FN void DT__K(rows_of_out)(const DT__K(heads) *w) {
+    for (int64_t d = 0; d < w->dims; d += DT__TURN) {
+        const DT__REAL *row[DT__TURN];
+        for (int64_t i = 0; i < DT__TURN; i++) row[i] = w->out + (d + i < w->dims ? d + i : d) * DT__NR;
+        DT__K(turn)(w->q_rows + d, w->wide, row, DT__NR);
+    }
 }
 
 /* The softmax of a block goes into w->p, not yet divided by its sums. */
@@ -6964,13 +6968,14 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(block) 
 }
 
 DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
-    DT__REAL max[DT__LANES], sum[DT__LANES], row[DT__TILE], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
+    DT__REAL max[DT__LANES], sum[DT__LANES], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
     dt_dtype to = dt__wide(a->dtype, a->wide);
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, a->heads * a->dim, b->queries, a->dim);
     for (int64_t i = 0; i < a->dim * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, a->dim);
     DT__K(softmax_block)(a, b, w, max, sum);
     DT__K(mix)(w->out, w, w->v_dims, w->p, b->end, a->tk);
+    DT__K(rows_of_out)(w);
     for (int64_t r = 0; r < b->queries; r++) {
         DT__REAL mine = sum[r] > 0 ? max[r] + DT__LOG(sum[r]) : (DT__REAL)-INFINITY, keep = 0, factor = 0, both = mine;
         if (a->merge && lse[r] > mine) both = lse[r] + DT__LOG(1 + DT__EXP(mine - lse[r]));
@@ -6980,7 +6985,8 @@ DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block
         lse[r] = both;
         for (int64_t d = 0; d < a->dim; d += DT__TILE) {
             int64_t n = a->dim - d < DT__TILE ? a->dim - d : DT__TILE, at = b->q + r * a->heads * a->dim + d;
-            DT__K(column)(row, w->out + d * DT__NR, r, n, factor);
+            DT__REAL *row = w->q_rows + r * w->wide + d;
+            for (int64_t i = 0; i < n; i++) row[i] *= factor;
             if (a->merge) {
                 const DT__REAL *before = DT__K(get)(to, a->out, at, n, old);
                 for (int64_t i = 0; i < n; i++) row[i] += keep * before[i];
@@ -7069,7 +7075,6 @@ DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL 
 
 DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
     int64_t  ld = a->heads * a->dim, D = a->dim;
-    DT__REAL row[DT__TILE];
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
     DT__K(panels_of_rows)(w->d_lanes, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
     for (int64_t i = 0; i < D * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
@@ -7083,13 +7088,9 @@ DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const D
     if (a->dv) DT__K(collect)(w->dv, w, w->p, w->d_rows, b->end);
     if (!a->dq) return;
     DT__K(mix)(w->out, w, w->k_dims, w->ds, b->end, a->tk);
-    for (int64_t r = 0; r < b->queries; r++) {
-        for (int64_t d = 0; d < D; d += DT__TILE) {
-            int64_t n = D - d < DT__TILE ? D - d : DT__TILE;
-            DT__K(column)(row, w->out + d * DT__NR, r, n, 1);
-            DT__K(give)(dt__wide(a->dtype, a->wide), a->dq, b->q + r * ld + d, n, row, a->accumulate_q);
-        }
-    }
+    DT__K(rows_of_out)(w); /* q_rows has been read */
+    for (int64_t r = 0; r < b->queries; r++)
+        DT__K(give)(dt__wide(a->dtype, a->wide), a->dq, b->q + r * ld, D, w->q_rows + r * w->wide, a->accumulate_q);
 }
 
 /* Gradient of the keys or values of one head, from (wide/NR,keys,NR) to rows. */
