@@ -159,8 +159,8 @@ static int judge(const row *r, const result *a, const result *b, const int64_t *
 int main(void) {
     enum { ROOM = 64 };
     int64_t      sizes[ROOM];
-    train_config config = { .model = { 2, 64, 4, 4, 256, SEQ, 256, 1, DT_F32 }, .stop_at = STEPS, .on_step = on_step,
-        .at_end = at_end };
+    train_config config = { .stop_at = STEPS, .on_step = on_step, .at_end = at_end,
+        .model = { .layers = 2, .width = 64, .heads = 4, .kv_heads = 4, .ffn = 256, .seq = SEQ, .vocab = 256, .tied = 1 } };
     result one = { .count = 0 }, result_of_row;
     int    wrong = 0, n = (int)(sizeof rows / sizeof *rows), tensors = sizes_of(config.model, sizes, ROOM);
     if (!tensors || !train_files_find_sources(&config.data)) {

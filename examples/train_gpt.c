@@ -620,8 +620,9 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
         return;
     }
+    gpt_sampling how = { .temperature = 0.8, .limit = 256, .seed = (uint64_t)j->v[O_SEED].number };
     ids[0] = '\n';
-    if (n > 0 && gpt_generate(model, ids, 1, n + 1, 256, 0.8, (uint64_t)j->v[O_SEED].number) == DT_OK) {
+    if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
         puts("---");
         for (int i = 1; i <= n; i++) putchar(ids[i]);
         puts("\n---");
