@@ -217,7 +217,7 @@ def check(top):
                 got = model(input_ids=torch.tensor(want["ids"]).long()).logits.numpy()
             apart = np.abs(got - want["logits"]).max()
             strange = {k: v for k, v in info.items() if v and k != "error_msgs"}
-            good = apart < 1e-12 * np.abs(want["logits"]).max() * 10 and not strange
+            good = apart < 1e-5 * np.abs(want["logits"]).max() and not strange     # norms go through float32
             print("ok" if good else "WRONG", name, type(model).__name__, f"logits {apart:.1e} apart", strange or "")
         except Exception as error:
             print("WRONG", name, repr(error).replace("\n", " "))
