@@ -1660,7 +1660,7 @@ static size_t rc_bytes(int n, int64_t count, dt_dtype dtype) {
 static size_t rc_kept(gpt_config c, int64_t B, int recompute) {
     int64_t M = B * c.seq, C = c.width, KD = C / c.heads * c.kv_heads;
     if (recompute == GPT_RECOMPUTE_FULL) return rc_bytes(1, M * C, c.dtype);
-    size_t mlp = rc_bytes(6, M * C, c.dtype) + rc_bytes(2, M * c.ffn, c.dtype) + rc_bytes(2, M, c.dtype);
+    size_t mlp = rc_bytes(4, M * C, c.dtype) + rc_bytes(2, M * c.ffn, c.dtype) + rc_bytes(2, M, c.dtype);
     if (recompute == GPT_RECOMPUTE_SELECTIVE) return mlp;
     return mlp + rc_bytes(2, M * C, c.dtype) + rc_bytes(2, M * KD, c.dtype) + rc_bytes(2, M, c.dtype) +
            rc_bytes(1, M * c.heads, c.dtype);

@@ -268,7 +268,8 @@ static int read_golden(const golden *g, expected *e) {
     const double *o = golden_get(g, "optimizer", NULL);
     if (!s || !b || !o || b[0] > G_STEPS || b[1] * b[2] != G_SEQUENCES || b[3] > G_TOKENS) return 0;
     int width = (int)s[3], heads = (int)s[4];
-    e->config = (gpt_config){ (int)s[2], width, heads, heads, (int)s[5], (int)s[1], (int)s[0], s[6] != 0, DT_F64, 0, 0 };
+    e->config = (gpt_config){ .layers = (int)s[2], .width = width, .heads = heads, .kv_heads = heads,
+        .ffn = (int)s[5], .seq = (int)s[1], .vocab = (int)s[0], .tied = s[6] != 0, .dtype = DT_F64 };
     e->steps = (int)b[0];
     e->tokens = (int)b[3];
     if (golden_find(g, "optimizer")->count == 3)
@@ -354,7 +355,10 @@ static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int step
 }
 
 static void test_serial_all(void) {
-    gpt_config small = { 1, 8, 2, 2, 12, 5, 11, 0, DT_F64, 0, 0 }, tied = { 2, 6, 3, 3, 7, 4, 9, 1, DT_F64, 0, 0 };
+    gpt_config small = { .layers = 1, .width = 8, .heads = 2, .kv_heads = 2, .ffn = 12, .seq = 5, .vocab = 11,
+        .dtype = DT_F64 };
+    gpt_config tied = { .layers = 2, .width = 6, .heads = 3, .kv_heads = 3, .ffn = 7, .seq = 4, .vocab = 9, .tied = 1,
+        .dtype = DT_F64 };
     test_serial("serial AdamW, defaults", small, (dt_zero_desc){ .optimizer = DT_ADAMW }, 6);
     test_serial("serial AdamW", tied, (dt_zero_desc){ .optimizer = DT_ADAMW, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-4,
         .weight_decay = 0.3, .clip = 0.7 }, 8);
