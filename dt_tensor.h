@@ -537,6 +537,8 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_tensor     *base;        /* a view has the base's data, and its gradient is the base's */
     dt_param_info *param;       /* NULL unless a parameter */
     dt_block_state *block;      /* the block whose arena holds it */
+    struct dt_node *maker;      /* the recorded op that made it, if any */
+    int             readers;    /* how often recorded ops have taken it as an input */
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -2237,14 +2239,18 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     node->backward = d->backward;
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
-        const dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
+        dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
+        if (owner) owner->readers++;
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
         if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
     dt__trail(ctx, d->name, node->in, n);
     node->prev = ctx->current->newest;
     ctx->current->newest = node;
-    if (out) out->needs_grad = 1;
+    if (out) {
+        out->needs_grad = 1;
+        out->maker = node;
+    }
     return node;
 }
 
@@ -2715,6 +2721,8 @@ typedef struct dt__linear_saved {
     int        turned;      /* the output's gradient has become that of `before` */
 } dt__linear_saved;
 
+static dt_status dt__linear_back(dt_node *n);
+
 /* In place, because the output's gradient has no other reader; only a gradient that the user keeps is left alone, and
    one that a residual in the other half of the backward, a parameter, is still to get. */
 static void *dt__linear_turn(dt_node *n) {
@@ -2734,6 +2742,22 @@ static void *dt__linear_turn(dt_node *n) {
     return a.dx;
 }
 
+/* Where x is the activation of another linear layer and this op its only reader, the product that makes x's gradient
+   goes on to that of `before` at once. */
+static void dt__linear_turn_input(dt_node *n, dt_matmul_args *a) {
+    dt_tensor *x = dt__owner(n->in[0]);
+    dt_node   *maker = x->maker;
+    if (x->readers != 1 || x->needs_grad == DT__KEPT || a->accumulate || !maker || maker->backward != dt__linear_back)
+        return;
+    dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
+    if (!saved->before || maker->in[3]) return; /* a residual would need the gradient as it is */
+    a->derivative = 1;
+    a->activation = saved->activation;
+    a->before = saved->before->data;
+    saved->before->grad = a->c;
+    saved->turned = 1;
+}
+
 /* y = act(x w^T + b) + residual. With d the gradient of x w^T + b: dx = d w, dw = d^T x, db = the column sums of d. */
 static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
@@ -2747,6 +2771,7 @@ static dt_status dt__linear_back(dt_node *n) {
     if (dt_wants(n, 0)) {
         dt_matmul_args a = { .dtype = x->dtype, .a = d, .b = w->data, .m = rows, .n = in, .k = out };
         a.c = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
+        dt__linear_turn_input(n, &a);
         if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 1)) {
