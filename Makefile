@@ -5,8 +5,11 @@
 #   make test     everything, but a sample of 10 of the planted mistakes; last line "N passed, N failed, N skipped"
 #                 (DEPS=no: install nothing)
 #   make mutants  all planted mistakes: each must make its test fail
+#   make bench    every benchmark against its peers: OpenBLAS, PyTorch, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
+#   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
+#   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
@@ -21,8 +24,14 @@ B         ?= build
 part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
 $(call part,MPI,the MPI backend)
 $(call part,NCCL,the NCCL backend)
-$(call part,BLAS,the matrix product by CBLAS)
-$(call part,OMP,OpenMP inside a rank)
+ifeq ($(BLAS),1)
+CFLAGS += -DDT_USE_CBLAS
+LDLIBS += -lopenblas
+endif
+ifeq ($(OMP),1)
+CFLAGS += -DDT_USE_OMP -fopenmp
+TFLAGS += -DDT_USE_OMP -fopenmp
+endif
 
 ifeq ($(CUDA),1)
 COMPILE = $(NVCC) $(NVCCFLAGS)
@@ -34,8 +43,9 @@ TESTING = $(CC) $(TFLAGS)
 endif
 
 WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
-HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h)
+HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
+BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
@@ -60,7 +70,21 @@ comma := ,
 sanitized:
 	@B=$(B) tests/run.sh programs
 
-faults fuzz bench:
+bench: $(BENCHES)
+	@for p in $^; do echo "== $$p"; $$p || exit 1; done
+
+# Fuzzing: clang with libFuzzer; each target from its corpus, for SECONDS. What it finds stays in build/fuzz.
+SECONDS ?= 60
+FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
+fuzz: $(FUZZERS)
+	@for t in $(FUZZERS); do \
+	    n=$${t##*/fuzz_}; mkdir -p $(B)/fuzz/found_$$n; echo "$$n: $(SECONDS) s"; \
+	    $$t -max_total_time=$(SECONDS) -max_len=512 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+	        -artifact_prefix=$(B)/fuzz/$$n- $(B)/fuzz/found_$$n tests/fuzz/corpus/$$n >$(B)/fuzz/$$n.log 2>&1 || \
+	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
+	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
+
+faults:
 	@echo "make $@: not built in this version" >&2; exit 2
 
 clean:
@@ -72,7 +96,12 @@ $(B)/words: FORCE
 
 $(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
 	$(NVCC) $(NVCCFLAGS) -c $< -o $@
+$(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
+	@mkdir -p $(B)/fuzz
+	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
 $(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/bench/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) -I. $< $(KERNELS) -o $@ $(LDLIBS)

@@ -6,8 +6,8 @@
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message without a limit, start
    threads but those that dt_run was asked for. Not in this version, and refused with DT_ERR_UNSUPPORTED: the backends
-   procs, tcp, mpi and nccl, element types bf16 and f16. Not in this version at all: operations that are started now
-   and waited for later, blocks of unequal size, receive from any rank.
+   procs, tcp, mpi and nccl. Not in this version at all: operations that are started now and waited for later, blocks of
+   unequal size, receive from any rank.
 
    QUICK EXAMPLE
 
@@ -73,7 +73,8 @@
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, and the
-                same bits on every rank. An all-reduce equals a reduce-scatter and an all-gather bit for bit.
+                same bits on every rank; of bf16 and f16 it is taken in f32 and rounded once, at its end. An all-reduce
+                equals a reduce-scatter and an all-gather bit for bit.
      In place   as in NCCL: all-reduce send == recv; reduce-scatter recv == send + rank * count; all-gather send ==
                 recv + rank * count. Any other overlap is the caller's error.
      Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
@@ -173,10 +174,11 @@ DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 // ==== 3. Collectives ================================================================================================
 
-/* All [collective: comm]. Counts are elements; types are f32, f64 and i32 (others: DT_ERR_UNSUPPORTED). Buffers are
-   memory of the context's device (with comm NULL: host memory, or in place) and may be NULL when count is 0. N is the
-   size of the group. Errors besides those of the contract: DT_ERR_ARG for a value outside its range or a missing
-   buffer, DT_ERR_COMM when ranks call different things, DT_ERR_TIMEOUT, and the kernel table's own. */
+/* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
+   context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
+   NULL: host memory, or in place) and may be NULL when count is 0. N is the size of the group. Errors besides those of
+   the contract: DT_ERR_ARG for a value outside its range or a missing buffer, DT_ERR_COMM when ranks call different
+   things, DT_ERR_TIMEOUT, and the kernel table's own. */
 
 /* recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv: count. */
 DT_API dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
@@ -1303,8 +1305,8 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     if (dt_error(world->ctx)) return dt_error(world->ctx);
     if (dt__aborted(world->shared)) return dt__peer_failed(world);
     if (!dt__served(call.dtype))
-        return dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %s is not in this version", dt__call_text(&call).s,
-                             comm->group->name, dt_dtype_name(call.dtype));
+        return dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %d is no element type", dt__call_text(&call).s,
+                             comm->group->name, (int)call.dtype);
     const char *wrong = dt__wrong(comm, &call);
     if (wrong)
         return dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);

@@ -7,26 +7,34 @@
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
    DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL are answered by the ops with an error that names the kernel.
-   f32 is served; f64 and i32 by fill, copy and reduce only, because a loss is an f64 scalar.
+   with atomics. The table is a part: entries that are NULL (init, matmul, attention, mse and their backwards) are
+   answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
+   reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
+   a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
      1. Launching
      2. Device memory
      3. Blocks and packs
-     4. Fill, copy, reduce, add
-     5. Sums over rows
-     6. Layer normalisation
-     7. GELU
-     8. Cross-entropy
-     9. Norm and optimizers
-    10. The table
+     4. Fill, copy, reduce
+     5. Strides: binary, permute
+     6. Functions of one number: unary, glu
+     7. Numbers in storage: cast
+     8. Sums over a dimension
+     9. Maxima and places
+    10. Normalisation and softmax
+    11. Rope and dropout
+    12. Embedding
+    13. Cross-entropy
+    14. Norm and optimizers
+    15. The table
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
    build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
-   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. fill, copy,
-   reduce, add and square_sums have nothing to contract and give the CPU's bits. Never compile this file with
-   -use_fast_math: nvcc defines no macro by which it could be refused here.
+   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. What has nothing
+   to contract gives the CPU's bits: fill, copy, permute, cast, reduce, max, topk, spread, embedding and its backward,
+   square_sums; binary and dropout too, unless they accumulate. Never compile this file with -use_fast_math: nvcc
+   defines no macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
    sync: that is how CUDA works. */
@@ -169,7 +177,12 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-// ==== 4. Fill, copy, reduce, add ====================================================================================
+static __device__ void give(void *out, size_t i, float value, int accumulate) {
+    float *to = (float *)out + i;
+    *to = accumulate ? *to + value : value;
+}
+
+// ==== 4. Fill, copy, reduce =========================================================================================
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, T value) {
@@ -283,39 +296,380 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
 }
 
 static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
+    if (a->dtype != DT_F32 && a->dtype != DT_F64 && a->dtype != DT_I32) return DT_ERR_UNSUPPORTED;
     if (a->n < 1) return DT_ERR_ARG;
     if (a->dtype == DT_F32) return reduce<float>(a, stream);
-    if (a->dtype == DT_F64) return reduce<double>(a, stream);
-    if (a->dtype == DT_I32) return reduce<int>(a, stream);
-    return DT_ERR_UNSUPPORTED;
+    return a->dtype == DT_F64 ? reduce<double>(a, stream) : reduce<int>(a, stream);
 }
 
-/* out(rows,cols) = a(rows,cols) + b(cols) */
-KERNEL __launch_bounds__(BLOCK) add_kernel(dt_add_args a) {
+// ==== 5. Strides: binary, permute ===================================================================================
+
+/* The index of two arrays with strides. Neighbouring dimensions that lie together in both are one here: two tensors of
+   one shape have one dimension, a bias over rows two. */
+struct strided {
+    int     nd; /* at least 1 */
+    int64_t d[DT_MAX_DIMS], a[DT_MAX_DIMS], b[DT_MAX_DIMS];
+};
+
+static strided strided_of(dt_shape shape, const int64_t *a, const int64_t *b) {
+    strided s = { 0, { 0 }, { 0 }, { 0 } };
+    for (int i = 0; i < shape.nd; i++) {
+        int last = s.nd - 1;
+        if (shape.d[i] == 1) continue;
+        if (last < 0 || s.a[last] != a[i] * shape.d[i] || s.b[last] != b[i] * shape.d[i]) s.d[last = s.nd++] = 1;
+        s.d[last] *= shape.d[i];
+        s.a[last] = a[i];
+        s.b[last] = b[i];
+    }
+    if (s.nd == 0) s.d[s.nd++] = 1;
+    return s;
+}
+
+/* Elements; without one of dt_tensor.h's functions, so that this file links alone. */
+static size_t count_of(const strided *s) {
+    size_t n = 1;
+    for (int i = 0; i < s->nd; i++) n *= (size_t)s->d[i];
+    return n;
+}
+
+static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b) {
+    *a = *b = 0;
+    for (int d = s.nd - 1; d > 0; d--) {
+        size_t at = i % (size_t)s.d[d];
+        i /= (size_t)s.d[d];
+        *a += (int64_t)at * s.a[d];
+        *b += (int64_t)at * s.b[d];
+    }
+    *a += (int64_t)i * s.a[0];
+    *b += (int64_t)i * s.b[0];
+}
+
+/* Whether a pack of the last dimension is one aligned access, or one number repeated. */
+static bool packs(const void *p, const int64_t *stride, const strided *s) {
+    const int64_t N = pack<float>::N;
+    bool          whole = aligned16(p) && stride[s->nd - 1] == 1;
+    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % N == 0;
+    return s->d[s->nd - 1] % N == 0 && (whole || stride[s->nd - 1] == 0);
+}
+
+static __device__ float binary(int op, float x, float y) {
+    switch (op) {
+    case DT_SUB: return x - y;
+    case DT_MUL: return x * y;
+    case DT_DIV: return x / y;
+    }
+    return x + y;
+}
+
+static __device__ pack<float> load_strided(const float *p, int64_t at, int64_t stride) {
+    if (stride != 0) return load(p, (size_t)at, (size_t)at + pack<float>::N, true);
+    pack<float> x = { { p[at], p[at], p[at], p[at] } };
+    return x;
+}
+
+/* A thread reads its elements before it writes them, so out may be a or b. */
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool wide) {
     const int    N = pack<float>::N;
-    size_t       count = a.rows * a.cols;
-    const float *b = (const float *)a.b;
-    bool         wide = aligned16(a.out, a.a, a.b) && (a.rows == 1 || a.cols % N == 0); /* no pack in two rows */
+    const float *in_a = (const float *)a.a, *in_b = (const float *)a.b;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        size_t      c = a.rows == 1 ? i : i % a.cols;
-        pack<float> x = load((const float *)a.a, i, count, wide);
+        pack<float> x = { { 0, 0, 0, 0 } }, y = x, out;
+        int64_t     at_a, at_b;
         if (wide) {
-            pack<float> y = load(b, c, a.cols, true);
-            for (int k = 0; k < N; k++) x.v[k] += y.v[k];
+            places(s, i, &at_a, &at_b);
+            x = load_strided(in_a, at_a, s.a[s.nd - 1]);
+            y = load_strided(in_b, at_b, s.b[s.nd - 1]);
         } else {
-            for (int k = 0; k < N; k++, c = c + 1 < a.cols ? c + 1 : 0) x.v[k] += b[c];
+            for (int k = 0; k < N && i + k < count; k++) {
+                places(s, i + k, &at_a, &at_b);
+                x.v[k] = in_a[at_a];
+                y.v[k] = in_b[at_b];
+            }
         }
-        store((float *)a.out, i, count, wide, x);
+        for (int k = 0; k < N; k++) out.v[k] = binary(a.op, x.v[k], y.v[k]);
+        if (a.accumulate) {
+            pack<float> old = load((const float *)a.out, i, count, wide);
+            for (int k = 0; k < N; k++) out.v[k] += old.v[k];
+        }
+        store((float *)a.out, i, count, wide, out);
     }
 }
 
-static dt_status cuda_add(const dt_add_args *a, void *stream) {
+static dt_status cuda_binary(const dt_binary_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(add_kernel, a->rows * a->cols, BLOCK * pack<float>::N, stream, *a);
+    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
+    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
+    bool    wide = aligned16(a->out) && packs(a->a, s.a, &s) && packs(a->b, s.b, &s);
+    LAUNCH(binary_kernel, count_of(&s), BLOCK * pack<float>::N, stream, *a, s, count_of(&s), wide);
     return launched();
 }
 
-// ==== 5. Sums over rows =============================================================================================
+/* Unit: a type of the element's size, or the type itself where something is added. */
+template <class Unit>
+KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
+    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
+        int64_t from, to;
+        places(s, i, &from, &to);
+        ((Unit *)a.out)[to] = ((const Unit *)a.in)[from];
+    }
+}
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) permute_add_kernel(dt_permute_args a, strided s, size_t count) {
+    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
+        int64_t from, to;
+        places(s, i, &from, &to);
+        ((T *)a.out)[to] = plus(((const T *)a.out)[to], ((const T *)a.in)[from]);
+    }
+}
+
+static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
+    strided s = strided_of(a->shape, a->in_stride, a->out_stride);
+    size_t  n = count_of(&s);
+    bool    add = a->accumulate != 0;
+    switch (a->dtype) {
+    case DT_F32:
+        if (add) LAUNCH(permute_add_kernel<float>, n, BLOCK, stream, *a, s, n);
+        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
+        return launched();
+    case DT_F64:
+        if (add) LAUNCH(permute_add_kernel<double>, n, BLOCK, stream, *a, s, n);
+        else LAUNCH(permute_kernel<uint64_t>, n, BLOCK, stream, *a, s, n);
+        return launched();
+    case DT_I32:
+        if (add) LAUNCH(permute_add_kernel<int>, n, BLOCK, stream, *a, s, n);
+        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
+        return launched();
+    case DT_BF16:
+    case DT_F16:
+        if (add) return DT_ERR_UNSUPPORTED;
+        LAUNCH(permute_kernel<uint16_t>, n, BLOCK, stream, *a, s, n);
+        return launched();
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+// ==== 6. Functions of one number: unary, glu ========================================================================
+
+static __device__ float logistic(float x) { return 1 / (1 + expf(-x)); }
+
+/* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
+static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f * x); }
+
+/* GELU in tanh form: with u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function of 2u: one
+   exponential, and no cancellation where tanh u is close to -1. */
+#define GELU_A 0.7978845608028654f /* sqrt(2/pi) */
+#define GELU_B 0.044715f
+
+/* f(x) */
+static __device__ float act(int kind, float x, float scale, float shift) {
+    switch (kind) {
+    case DT_ACT_GELU: return x / (1 + expf(-2 * GELU_A * (x + GELU_B * x * x * x)));
+    case DT_ACT_GELU_ERF: return x * normal_part(x);
+    case DT_ACT_SILU: return x * logistic(x);
+    case DT_ACT_RELU: return x < 0 ? 0 : x;
+    case DT_ACT_TANH: return tanhf(x);
+    case DT_ACT_EXP: return expf(x);
+    case DT_ACT_LN: return logf(x);
+    case DT_ACT_AFFINE: return scale * x + shift;
+    }
+    return x;
+}
+
+/* Past these bounds a slope is 0 or 1; the clamp keeps infinity times zero away. */
+static __device__ float clamped(float x, float bound) {
+    x = x < -bound ? -bound : x;
+    return x > bound ? bound : x;
+}
+
+/* gelu'(x) = s + x s (1 - s) 2 u' */
+static __device__ float gelu_slope(float x) {
+    x = clamped(x, 30);
+    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic(2 * u);
+    return s + 2 * x * s * (1 - s) * du;
+}
+#undef GELU_A
+#undef GELU_B
+
+static __device__ float gelu_erf_slope(float x) {
+    x = clamped(x, 30);
+    return normal_part(x) + x * 0.3989422804014327f * expf(-0.5f * x * x);
+}
+
+static __device__ float silu_slope(float x) {
+    x = clamped(x, 80);
+    float s = logistic(x);
+    return s + x * s * (1 - s);
+}
+
+/* d f'(x); d is not multiplied with where nothing passes, so that its infinities stay out */
+static __device__ float act_back(int kind, float x, float d, float scale) {
+    switch (kind) {
+    case DT_ACT_GELU: return d * gelu_slope(x);
+    case DT_ACT_GELU_ERF: return d * gelu_erf_slope(x);
+    case DT_ACT_SILU: return d * silu_slope(x);
+    case DT_ACT_RELU: return x > 0 ? d : 0;
+    case DT_ACT_TANH: {
+        float t = tanhf(x);
+        return d * (1 - t * t);
+    }
+    case DT_ACT_EXP: return d * expf(x);
+    case DT_ACT_LN: return d / x;
+    case DT_ACT_AFFINE: return d * scale;
+    }
+    return d;
+}
+
+static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
+
+KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
+    const int N = pack<float>::N;
+    float     scale = (float)a.scale, shift = (float)a.shift;
+    bool      wide = aligned16(a.out, a.in);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> x = load((const float *)a.in, i, a.count, wide);
+        for (int k = 0; k < N; k++) x.v[k] = act(a.act, x.v[k], scale, shift);
+        store((float *)a.out, i, a.count, wide, x);
+    }
+}
+
+static dt_status cuda_unary(const dt_unary_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(unary_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    return launched();
+}
+
+/* in may be NULL for the kinds whose slope does not depend on it. */
+KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
+    const int N = pack<float>::N;
+    float     scale = (float)a.scale;
+    bool      wide = aligned16(a.dx, a.dout, a.in);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> dout = load((const float *)a.dout, i, a.count, wide), x = { { 0, 0, 0, 0 } }, dx = x;
+        if (a.in) x = load((const float *)a.in, i, a.count, wide);
+        if (a.accumulate) dx = load((const float *)a.dx, i, a.count, wide);
+        for (int k = 0; k < N; k++) dx.v[k] += act_back(a.act, x.v[k], dout.v[k], scale);
+        store((float *)a.dx, i, a.count, wide, dx);
+    }
+}
+
+static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(unary_back_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    return launched();
+}
+
+/* arXiv:2002.05202. A thread has one element of the result: its gate and, cols further, its up. */
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
+    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
+        const float *gate = (const float *)a.in + i + i / a.cols * a.cols;
+        ((float *)a.out)[i] = act(a.act, gate[0], 1, 0) * gate[a.cols];
+    }
+}
+
+static dt_status cuda_glu(const dt_glu_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(glu_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    return launched();
+}
+
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
+    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
+        size_t at = i + i / a.cols * a.cols;
+        float  gate = ((const float *)a.in)[at], up = ((const float *)a.in)[at + a.cols];
+        float  d = ((const float *)a.dout)[i];
+        give(a.dx, at, act_back(a.act, gate, d * up, 1), a.accumulate);
+        give(a.dx, at + a.cols, act(a.act, gate, 1, 0) * d, a.accumulate);
+    }
+}
+
+static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(glu_back_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    return launched();
+}
+
+// ==== 7. Numbers in storage: cast ===================================================================================
+
+/* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
+   there to 16 bits through float. CUDA's own 16-bit types would need its headers where a test has none. */
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+static __device__ double number(float x) { return (double)x; }
+static __device__ double number(double x) { return x; }
+static __device__ double number(int x) { return (double)x; }
+static __device__ double number(bf16 x) { return (double)__uint_as_float((unsigned)x.bits << 16); }
+
+/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
+static __device__ double number(f16 x) {
+    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
+    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
+                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
+    return (double)__uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
+}
+
+static __device__ void round_to(float *out, double x) { *out = (float)x; }
+static __device__ void round_to(double *out, double x) { *out = x; }
+
+static __device__ void round_to(int *out, double x) {
+    x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
+    *out = (int)x;
+}
+
+/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
+static __device__ void round_to(bf16 *out, double x) {
+    unsigned bits = __float_as_uint((float)x), rounded = bits + 0x7fffu + (bits >> 16 & 1);
+    out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
+}
+
+/* Below 2^-14 the spacing of f16 is that of floats in [0.5, 1): adding 0.5 rounds. 65,520 and more are infinity. */
+static __device__ void round_to(f16 *out, double x) {
+    unsigned bits = __float_as_uint((float)x), magnitude = bits & 0x7fffffffu;
+    unsigned small = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
+    unsigned normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+    unsigned h = magnitude < 0x38800000u ? small : normal;
+    h = magnitude >= 0x477ff000u ? 0x7c00u : h;
+    h = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : h;
+    out->bits = (uint16_t)(h | (bits >> 16 & 0x8000u));
+}
+
+template <class To, class From>
+KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
+    To *out = (To *)a.out;
+    for (size_t i = flat_first(1); i < a.count; i += flat_step(1)) {
+        double x = number(((const From *)a.in)[i]);
+        round_to(out + i, a.accumulate ? x + number(out[i]) : x);
+    }
+}
+
+template <class To>
+static dt_status cast_to(const dt_cast_args *a, void *stream) {
+    switch (a->from) {
+    case DT_F32: LAUNCH((cast_kernel<To, float>), a->count, BLOCK, stream, *a); return launched();
+    case DT_BF16: LAUNCH((cast_kernel<To, bf16>), a->count, BLOCK, stream, *a); return launched();
+    case DT_F16: LAUNCH((cast_kernel<To, f16>), a->count, BLOCK, stream, *a); return launched();
+    case DT_F64: LAUNCH((cast_kernel<To, double>), a->count, BLOCK, stream, *a); return launched();
+    case DT_I32: LAUNCH((cast_kernel<To, int>), a->count, BLOCK, stream, *a); return launched();
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return cast_to<float>(a, stream);
+    case DT_BF16: return cast_to<bf16>(a, stream);
+    case DT_F16: return cast_to<f16>(a, stream);
+    case DT_F64: return cast_to<double>(a, stream);
+    case DT_I32: return a->accumulate ? DT_ERR_UNSUPPORTED : cast_to<int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+// ==== 8. Sums over a dimension ======================================================================================
 
 /* A block of 32 x 32 threads takes 32 columns. The rows are cut into 32 runs of equal length: threadIdx.y goes down its
    run, r ascending, and the runs' sums are added in ascending order. The cut depends on `rows` alone. */
@@ -341,69 +695,180 @@ static __device__ float add_runs(float sum) {
     return total;
 }
 
-static __device__ void give(void *out, size_t i, float value, int accumulate) {
-    float *to = (float *)out + i;
-    *to = accumulate ? *to + value : value;
-}
-
-KERNEL __launch_bounds__(COLUMNS *RUNS) column_sum_kernel(dt_column_sum_args a) {
-    const float *in = (const float *)a.in;
-    row_run      run = my_rows(a.rows);
-    for (size_t first = (size_t)blockIdx.x * COLUMNS; first < a.cols; first += (size_t)gridDim.x * COLUMNS) {
-        size_t c = first + threadIdx.x;
-        float  sum = 0;
-        if (c < a.cols)
-            for (size_t r = run.first; r < run.end; r++) sum += in[r * a.cols + c];
+/* in (outer,n,inner), inner > 1: a block takes 32 neighbouring sums of one `outer`. */
+KERNEL __launch_bounds__(COLUMNS *RUNS) sum_columns_kernel(dt_sum_args a) {
+    row_run run = my_rows(a.n);
+    size_t  tiles = a.inner / COLUMNS + (a.inner % COLUMNS != 0);
+    for (size_t tile = blockIdx.x; tile < a.outer * tiles; tile += gridDim.x) {
+        size_t       o = tile / tiles, c = tile % tiles * COLUMNS + threadIdx.x;
+        const float *in = (const float *)a.in + o * a.n * a.inner;
+        float        sum = 0;
+        if (c < a.inner)
+            for (size_t r = run.first; r < run.end; r++) sum += in[r * a.inner + c];
         sum = add_runs(sum); /* outside of the condition: every thread of the block must come */
-        if (threadIdx.y == 0 && c < a.cols) give(a.out, c, sum, a.accumulate);
+        if (threadIdx.y == 0 && c < a.inner) give(a.out, o * a.inner + c, (float)a.scale * sum, a.accumulate);
     }
 }
 
-static dt_status cuda_column_sum(const dt_column_sum_args *a, void *stream) {
+/* inner 1: one block per row, also where there is one row: no scratch, but a sum of everything is one block's work. */
+KERNEL __launch_bounds__(BLOCK) sum_rows_kernel(dt_sum_args a) {
+    for (size_t o = blockIdx.x; o < a.outer; o += gridDim.x) {
+        const float *in = (const float *)a.in + o * a.n;
+        float        sum = 0;
+        for (size_t j = threadIdx.x; j < a.n; j += BLOCK) sum += in[j];
+        sum = block_sum(sum);
+        if (threadIdx.x == 0) give(a.out, o, (float)a.scale * sum, a.accumulate);
+    }
+}
+
+/* n 1: nothing to sum. */
+KERNEL __launch_bounds__(BLOCK) scaled_kernel(dt_sum_args a) {
+    for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1))
+        give(a.out, i, (float)a.scale * ((const float *)a.in)[i], a.accumulate);
+}
+
+static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->cols > 0)
-        DT_LAUNCH(column_sum_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream, *a);
+    size_t tiles = a->outer * (a->inner / COLUMNS + (a->inner % COLUMNS != 0));
+    if (a->n == 1) LAUNCH(scaled_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    else if (a->inner == 1) LAUNCH(sum_rows_kernel, a->outer, 1, stream, *a);
+    else if (tiles > 0)
+        DT_LAUNCH(sum_columns_kernel, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream, *a);
     return launched();
 }
 
-// ==== 6. Layer normalisation ========================================================================================
+// ==== 9. Maxima and places ==========================================================================================
 
-/* arXiv:1607.06450. One block per row, two passes over it, because E[x^2] - E[x]^2 cancels. */
-KERNEL __launch_bounds__(BLOCK) layernorm_kernel(dt_layernorm_args a) {
-    const float *gain = (const float *)a.gain, *bias = (const float *)a.bias;
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+/* Indices come from the caller's data, and one outside the table must be answered by this very call, as on the CPU,
+   while a kernel can only answer later. So the host reads them, four bytes each, in pieces. That waits for the stream:
+   once for the forward and once for the backward. */
+static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *stream) {
+    const size_t PIECE = 4096;
+    int32_t      piece[PIECE];
+    for (size_t at = 0; at < count; at += PIECE) {
+        size_t    have = count - at < PIECE ? count - at : PIECE;
+        dt_status status = cuda_move(piece, indices + at, have * sizeof *piece, stream);
+        if (status == DT_OK) status = cuda_sync(stream);
+        if (status != DT_OK) return status;
+        for (size_t i = 0; i < have; i++)
+            if (piece[i] < least || piece[i] >= end) return DT_ERR_ARG;
+    }
+    return DT_OK;
+}
+
+/* One thread per maximum, as on the CPU: a NaN never is the maximum, unless it comes first. Meant for a dimension of
+   thousands at most: along the last one neighbouring threads read n apart. */
+KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
+    for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
+        const float *in = (const float *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
+        float        best = in[0];
+        int32_t      index = 0;
+        for (size_t j = 1; j < a.n; j++) {
+            float x = in[j * a.inner];
+            if (!(x > best)) continue;
+            best = x;
+            index = (int32_t)j;
+        }
+        ((float *)a.out)[i] = best;
+        a.index[i] = index;
+    }
+}
+
+static dt_status cuda_max(const dt_max_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->n < 1) return DT_ERR_ARG;
+    LAUNCH(max_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    return launched();
+}
+
+/* One thread per row keeps a sorted list of k in the result itself, as the CPU does: k and cols are numbers of experts.
+   A later column never moves ahead of an equal one. */
+KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
+    for (size_t r = flat_first(1); r < a.rows; r += flat_step(1)) {
         const float *x = (const float *)a.in + r * a.cols;
-        float       *out = (float *)a.out + r * a.cols, sum = 0, squares = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += x[c];
-        float mean = block_sum(sum) / (float)a.cols;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) squares += (x[c] - mean) * (x[c] - mean);
-        float rstd = (float)(1 / sqrt((double)block_sum(squares) / (double)a.cols + a.eps));
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) out[c] = (x[c] - mean) * rstd * gain[c] + bias[c];
-        if (threadIdx.x == 0) {
-            ((float *)a.mean)[r] = mean;
-            ((float *)a.rstd)[r] = rstd;
+        int32_t     *index = a.index + r * a.k;
+        for (size_t c = 0; c < a.cols; c++) {
+            size_t at = c < a.k ? c : a.k; /* how many are in the list */
+            while (at > 0 && x[c] > x[index[at - 1]]) {
+                if (at < a.k) index[at] = index[at - 1];
+                at--;
+            }
+            if (at < a.k) index[at] = (int32_t)c;
+        }
+        for (size_t j = 0; j < a.k; j++) ((float *)a.values)[r * a.k + j] = x[index[j]];
+    }
+}
+
+static dt_status cuda_topk(const dt_topk_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->k > a->cols) return DT_ERR_ARG;
+    LAUNCH(topk_kernel, a->rows, BLOCK, stream, *a);
+    return launched();
+}
+
+/* One thread per (outer,inner), j ascending: two numbers for one place are added in order. */
+KERNEL __launch_bounds__(BLOCK) spread_kernel(dt_spread_args a) {
+    for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
+        size_t o = i / a.inner, c = i % a.inner;
+        float *out = (float *)a.out + o * a.n * a.inner + c;
+        for (size_t j = 0; j < a.n && !a.accumulate; j++) out[j * a.inner] = 0;
+        for (size_t j = 0; j < a.k; j++) {
+            size_t from = (o * a.k + j) * a.inner + c;
+            out[(size_t)a.index[from] * a.inner] += ((const float *)a.in)[from];
         }
     }
 }
 
-static dt_status cuda_layernorm(const dt_layernorm_args *a, void *stream) {
+static dt_status cuda_spread(const dt_spread_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(layernorm_kernel, a->rows, 1, stream, *a);
+    dt_status status = check_indices(a->index, a->outer * a->k * a->inner, 0, (int64_t)a->n, stream);
+    if (status != DT_OK) return status;
+    LAUNCH(spread_kernel, a->outer * a->inner, BLOCK, stream, *a);
     return launched();
 }
 
+// ==== 10. Normalisation and softmax =================================================================================
+
+/* Layer normalisation, arXiv:1607.06450: one block per row, two passes over it, because E[x^2] - E[x]^2 cancels.
+   RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+KERNEL __launch_bounds__(BLOCK) norm_kernel(dt_norm_args a) {
+    const float *gain = (const float *)a.gain, *bias = a.rms ? NULL : (const float *)a.bias;
+    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const float *x = (const float *)a.in + r * a.cols;
+        float       *out = (float *)a.out + r * a.cols, sum = 0, squares = 0, mean = 0;
+        if (!a.rms) { /* the same for all threads, so all reach the barriers */
+            for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += x[c];
+            mean = block_sum(sum) / (float)a.cols;
+        }
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) squares += (x[c] - mean) * (x[c] - mean);
+        float rstd = (float)(1 / sqrt((double)block_sum(squares) / (double)a.cols + a.eps));
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
+            out[c] = (x[c] - mean) * rstd * gain[c] + (bias ? bias[c] : 0);
+        if (threadIdx.x > 0) continue;
+        if (!a.rms) ((float *)a.mean)[r] = mean;
+        ((float *)a.rstd)[r] = rstd;
+    }
+}
+
+static dt_status cuda_norm(const dt_norm_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    LAUNCH(norm_kernel, a->rows, 1, stream, *a);
+    return launched();
+}
+
+static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
+
 /* dgain(cols) = sum over rows of dout y, dbias(cols) = sum over rows of dout, where y = (x - mean) rstd: as in section
-   5, so no scratch is needed and each sum is complete before it leaves. */
-KERNEL __launch_bounds__(COLUMNS *RUNS) layernorm_back_gain_kernel(dt_layernorm_back_args a) {
-    const float *x = (const float *)a.in, *dout = (const float *)a.dout;
-    const float *mean = (const float *)a.mean, *rstd = (const float *)a.rstd;
+   8, so no scratch is needed and each sum is complete before it leaves. */
+KERNEL __launch_bounds__(COLUMNS *RUNS) norm_back_gain_kernel(dt_norm_back_args a) {
+    const float *x = (const float *)a.in, *dout = (const float *)a.dout, *rstd = (const float *)a.rstd;
     row_run      run = my_rows(a.rows);
     for (size_t first = (size_t)blockIdx.x * COLUMNS; first < a.cols; first += (size_t)gridDim.x * COLUMNS) {
         size_t c = first + threadIdx.x;
         float  dgain = 0, dbias = 0;
         for (size_t r = run.first; r < run.end && c < a.cols; r++) {
             float d = dout[r * a.cols + c];
-            dgain += d * ((x[r * a.cols + c] - mean[r]) * rstd[r]);
+            dgain += d * ((x[r * a.cols + c] - mean_of(a, r)) * rstd[r]);
             dbias += d;
         }
         dgain = add_runs(dgain);
@@ -414,18 +879,20 @@ KERNEL __launch_bounds__(COLUMNS *RUNS) layernorm_back_gain_kernel(dt_layernorm_
     }
 }
 
-/* With g = dout gain: dx = rstd (g - mean(g) - y mean(g y)). One block per row. */
-KERNEL __launch_bounds__(BLOCK) layernorm_back_kernel(dt_layernorm_back_args a) {
+/* With g = dout gain: dx = rstd (g - mean(g) - y mean(g y)); mean(g) is the mean's doing, so RMSNorm has none. One
+   block per row. */
+KERNEL __launch_bounds__(BLOCK) norm_back_kernel(dt_norm_back_args a) {
     const float *gain = (const float *)a.gain;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const float *x = (const float *)a.in + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
-        float        mean = ((const float *)a.mean)[r], rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
+        float        mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
         for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
             float g = dout[c] * gain[c];
             g_sum += g;
             gy_sum += g * ((x[c] - mean) * rstd);
         }
         float mean_g = block_sum(g_sum) / (float)a.cols, mean_gy = block_sum(gy_sum) / (float)a.cols;
+        if (a.rms) mean_g = 0;
         for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
             float g = dout[c] * gain[c], y = (x[c] - mean) * rstd;
             give(a.dx, r * a.cols + c, rstd * (g - mean_g - y * mean_gy), a.accumulate_x);
@@ -434,90 +901,185 @@ KERNEL __launch_bounds__(BLOCK) layernorm_back_kernel(dt_layernorm_back_args a) 
 }
 
 /* The sums over rows come first: dx may lie where dout does. */
-static dt_status cuda_layernorm_back(const dt_layernorm_back_args *a, void *stream) {
+static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
     if ((a->dgain || a->dbias) && a->cols > 0)
-        DT_LAUNCH(layernorm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream,
-            *a);
-    if (a->dx) LAUNCH(layernorm_back_kernel, a->rows, 1, stream, *a);
+        DT_LAUNCH(norm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream, *a);
+    if (a->dx) LAUNCH(norm_back_kernel, a->rows, 1, stream, *a);
     return launched();
 }
 
-// ==== 7. GELU =======================================================================================================
-
-/* Tanh form, arXiv:1606.08415. With u = sqrt(2/pi) (x + 0.044715 x^3), 0.5 (1 + tanh u) is the logistic function
-   s = 1 / (1 + exp(-2u)): one exponential, and no cancellation where tanh u is close to -1. */
-#define GELU_A 0.7978845608028654f /* sqrt(2/pi) */
-#define GELU_B 0.044715f
-
-static __device__ float gelu(float x) {
-    float u = GELU_A * (x + GELU_B * x * x * x);
-    return x / (1 + expf(-2 * u));
-}
-
-/* gelu' = s + x s (1 - s) 2 u'. Past +-30 the second term is zero; the clamp keeps infinity times zero away. */
-static __device__ float gelu_slope(float x) {
-    x = x < -30 ? -30 : x;
-    x = x > 30 ? 30 : x;
-    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x);
-    float s = 1 / (1 + expf(-2 * u));
-    return s + 2 * x * s * (1 - s) * du;
-}
-#undef GELU_A
-#undef GELU_B
-
-KERNEL __launch_bounds__(BLOCK) gelu_kernel(dt_gelu_args a) {
-    const int N = pack<float>::N;
-    bool      wide = aligned16(a.out, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> x = load((const float *)a.in, i, a.count, wide);
-        for (int k = 0; k < N; k++) x.v[k] = gelu(x.v[k]);
-        store((float *)a.out, i, a.count, wide, x);
+/* One block per row. out may be in: a thread meets its own columns only. */
+KERNEL __launch_bounds__(BLOCK) softmax_kernel(dt_softmax_args a) {
+    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const float *x = (const float *)a.in + r * a.cols;
+        float       *out = (float *)a.out + r * a.cols, most = -INFINITY, sum = 0;
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) most = x[c] > most ? x[c] : most;
+        most = block_max(most);
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += out[c] = expf(x[c] - most);
+        float inverse = 1 / block_sum(sum);
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) out[c] *= inverse;
     }
 }
 
-static dt_status cuda_gelu(const dt_gelu_args *a, void *stream) {
+static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(gelu_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    if (a->cols > 0) LAUNCH(softmax_kernel, a->rows, 1, stream, *a);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) gelu_back_kernel(dt_gelu_back_args a) {
-    const int N = pack<float>::N;
-    bool      wide = aligned16(a.dx, a.dout, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> x = load((const float *)a.in, i, a.count, wide);
-        pack<float> dout = load((const float *)a.dout, i, a.count, wide), dx = { { 0, 0, 0, 0 } };
-        if (a.accumulate) dx = load((const float *)a.dx, i, a.count, wide);
-        for (int k = 0; k < N; k++) dx.v[k] += dout.v[k] * gelu_slope(x.v[k]);
-        store((float *)a.dx, i, a.count, wide, dx);
+KERNEL __launch_bounds__(BLOCK) softmax_back_kernel(dt_softmax_back_args a) {
+    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const float *y = (const float *)a.out + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
+        float        sum = 0;
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += y[c] * dout[c];
+        sum = block_sum(sum);
+        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
+            give(a.dx, r * a.cols + c, y[c] * (dout[c] - sum), a.accumulate);
     }
 }
 
-static dt_status cuda_gelu_back(const dt_gelu_back_args *a, void *stream) {
+static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(gelu_back_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(softmax_back_kernel, a->rows, 1, stream, *a);
     return launched();
 }
 
-// ==== 8. Cross-entropy ==============================================================================================
+// ==== 11. Rope and dropout ==========================================================================================
 
-/* A label past the last column is the caller's error and must be answered by this very call, as on the CPU, while a
-   kernel can only answer later. So the labels, four bytes a row, are read by the host in pieces. That waits for the
-   stream: once for the forward and once for the backward of a micro-batch. */
-static dt_status check_labels(const int32_t *labels, size_t rows, size_t cols, void *stream) {
-    const size_t PIECE = 4096;
-    int32_t      piece[PIECE];
-    for (size_t at = 0; at < rows; at += PIECE) {
-        size_t    have = rows - at < PIECE ? rows - at : PIECE;
-        dt_status status = cuda_move(piece, labels + at, have * sizeof *piece, stream);
-        if (status == DT_OK) status = cuda_sync(stream);
-        if (status != DT_OK) return status;
-        for (size_t i = 0; i < have; i++)
-            if (piece[i] >= (int64_t)cols) return DT_ERR_ARG;
+/* arXiv:2104.09864. A thread turns pair i of a token in all its heads, which have one angle; the threads behind the
+   pairs copy what does not turn. The angle is taken in double, because a float's cosine of a position in the thousands
+   has lost its last digits. A thread reads a pair before it writes it: out may be in. */
+KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a) {
+    size_t half = a.rotary / 2, each = a.dim - half;
+    size_t step = a.interleaved ? 2 : 1, apart = a.interleaved ? 1 : half; /* pair i: i step, i step + apart */
+    for (size_t at = flat_first(1); at < a.tokens * each; at += flat_step(1)) {
+        size_t token = at / each, i = at % each;
+        float  cosine = 1, sine = 0;
+        if (i < half) {
+            double angle = a.positions[token] * pow(a.theta, -2.0 * (double)i / (double)a.rotary);
+            cosine = (float)cos(angle);
+            sine = (float)(a.inverse ? -sin(angle) : sin(angle));
+        }
+        for (size_t h = token * a.heads; h < (token + 1) * a.heads; h++) {
+            const float *x = (const float *)a.in + h * a.dim;
+            if (i < half) {
+                float x0 = x[i * step], x1 = x[i * step + apart];
+                give(a.out, h * a.dim + i * step, x0 * cosine - x1 * sine, a.accumulate);
+                give(a.out, h * a.dim + i * step + apart, x1 * cosine + x0 * sine, a.accumulate);
+            } else {
+                give(a.out, h * a.dim + half + i, x[half + i], a.accumulate);
+            }
+        }
     }
-    return DT_OK;
 }
+
+static dt_status cuda_rope(const dt_rope_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->rotary % 2 || a->rotary > a->dim) return DT_ERR_ARG;
+    LAUNCH(rope_kernel, a->tokens * (a->dim - a->rotary / 2), BLOCK, stream, *a);
+    return launched();
+}
+
+/* Philox4x32-10: dt_tensor.h, section 12, word for word. */
+static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
+    unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
+    unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (unsigned)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (unsigned)p1;
+        c2 = (unsigned)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (unsigned)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+/* Four columns of the full tensor share the four words of counter (token, column / 4): a thread has those of them that
+   are here. least: words below it are dropped. */
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t groups, uint64_t least) {
+    float scale = (float)(1 / (1 - a.p));
+    for (size_t at = flat_first(1); at < a.rows * groups; at += flat_step(1)) {
+        size_t   r = at / groups;
+        uint64_t token = (unsigned)(a.tokens ? a.tokens[r] : (int32_t)r), group = (uint64_t)a.first / 4 + at % groups;
+        unsigned word[4];
+        philox(a.key, token << 32 | group, word);
+        for (int k = 0; k < 4; k++) {
+            int64_t c = (int64_t)(4 * group) + k - a.first;
+            if (c < 0 || c >= (int64_t)a.cols) continue;
+            float x = ((const float *)a.in)[r * a.cols + (size_t)c];
+            give(a.out, r * a.cols + (size_t)c, word[k] < least ? 0 : x * scale, a.accumulate);
+        }
+    }
+}
+
+static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    size_t   groups = ((size_t)(a->first % 4) + a->cols + 3) / 4;
+    uint64_t least = (uint64_t)(a->p * 4294967296.0);
+    if (a->cols > 0) LAUNCH(dropout_kernel, a->rows * groups, BLOCK, stream, *a, groups, least);
+    return launched();
+}
+
+// ==== 12. Embedding =================================================================================================
+
+KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a) {
+    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
+        int64_t id = a.ids[i / a.cols], row = id - a.first;
+        bool    here = id >= 0 && row >= 0 && row < a.held;
+        ((float *)a.out)[i] = here ? ((const float *)a.table)[(size_t)row * a.cols + i % a.cols] : 0;
+    }
+}
+
+static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
+    if (status != DT_OK) return status;
+    LAUNCH(embedding_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    return launched();
+}
+
+/* A block owns OWNED rows of the table and looks through all ids, BLOCK at a time. What is its own it adds, r
+   ascending, a thread for each column: no sorting, no scratch, no atomics, the CPU's bits. Every id is read held/OWNED
+   times, 8,192 ids of a table of 50,257 rows 26 million times from the cache; and the rows of one id wait for each
+   other, so that a batch of one word is one block's work. */
+enum { OWNED = 16 };
+
+KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a) {
+    __shared__ int64_t owner[BLOCK];
+    float             *table = (float *)a.dtable;
+    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
+        int64_t end = own + OWNED < a.held ? own + OWNED : a.held;
+        for (size_t i = (size_t)own * a.cols + threadIdx.x; i < (size_t)end * a.cols && !a.accumulate; i += BLOCK)
+            table[i] = 0;
+        for (size_t first = 0; first < a.rows; first += BLOCK) {
+            size_t  have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
+            int64_t row = threadIdx.x < have ? a.ids[first + threadIdx.x] - a.first : -1;
+            owner[threadIdx.x] = row;
+            /* a barrier, for the zeros too; most pieces have nothing for this block */
+            if (!__syncthreads_or(row >= own && row < end)) continue;
+            for (size_t r = 0; r < have; r++) {
+                if (owner[r] < own || owner[r] >= end) continue;
+                for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
+                    table[(size_t)owner[r] * a.cols + c] += ((const float *)a.dout)[(first + r) * a.cols + c];
+            }
+            __syncthreads(); /* the ids have been read */
+        }
+    }
+}
+
+static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    LAUNCH(embedding_back_kernel, (size_t)a->held, OWNED, stream, *a);
+    return launched();
+}
+
+// ==== 13. Cross-entropy =============================================================================================
 
 /* max + log(sum of exp(x - max)), for each thread of the block: the largest term is 1, so nothing overflows. The terms
    are f32, their sum is double, so that log is accurate where one term is nearly all of it. */
@@ -535,10 +1097,14 @@ KERNEL __launch_bounds__(BLOCK) cross_entropy_kernel(dt_cross_entropy_args a) {
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const float *x = (const float *)a.logits + r * a.cols;
         int32_t      label = a.labels[r];
-        double       lse = 0, loss = 0;
+        double       lse = 0, loss = 0, sum = 0;
         if (label >= 0) {
-            lse = log_sum_exp(x, a.cols);
-            loss = lse - (double)x[label];
+            lse = log_sum_exp(x, a.vocab);
+            loss = lse - (1 - a.smoothing) * (double)x[label];
+        }
+        if (label >= 0 && a.smoothing > 0) {
+            for (size_t c = threadIdx.x; c < a.vocab; c += BLOCK) sum += (double)x[c];
+            loss -= a.smoothing * (block_sum(sum) / (double)a.vocab);
         }
         if (threadIdx.x == 0) {
             ((float *)a.lse)[r] = (float)lse;
@@ -547,55 +1113,70 @@ KERNEL __launch_bounds__(BLOCK) cross_entropy_kernel(dt_cross_entropy_args a) {
     }
 }
 
-/* One block for all rows: it fetches BLOCK losses at a time, and one thread adds them, r ascending. */
+/* One block for all rows: it fetches BLOCK rows at a time, and one thread adds them, r ascending. */
 KERNEL __launch_bounds__(BLOCK) loss_total_kernel(dt_cross_entropy_args a) {
-    __shared__ double piece[BLOCK];
-    double            total = 0;
+    __shared__ double piece[BLOCK], squares[BLOCK];
+    double            total = 0, z_total = 0;
     for (size_t first = 0; first < a.rows; first += BLOCK) {
         size_t have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
         __syncthreads(); /* the piece before has been added */
-        if (threadIdx.x < have) piece[threadIdx.x] = a.row_loss[first + threadIdx.x];
+        if (threadIdx.x < have) {
+            double lse = (double)((const float *)a.lse)[first + threadIdx.x];
+            piece[threadIdx.x] = a.row_loss[first + threadIdx.x];
+            squares[threadIdx.x] = lse * lse;
+        }
         __syncthreads();
-        if (threadIdx.x == 0)
-            for (size_t i = 0; i < have; i++) total += piece[i];
+        for (size_t i = 0; i < have && threadIdx.x == 0; i++) {
+            total += piece[i];
+            z_total += squares[i];
+        }
     }
-    if (threadIdx.x == 0) *a.loss = total / a.denominator;
+    if (threadIdx.x > 0) return;
+    *a.loss = (a.add ? *a.loss : 0) + total / a.denominator;
+    if (a.z_loss) *a.z_loss = (a.add ? *a.z_loss : 0) + z_total / a.denominator;
 }
 
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = check_labels(a->labels, a->rows, a->cols, stream);
+static dt_status cuda_cross_entropy(const dt_cross_entropy_args *args, void *stream) {
+    dt_cross_entropy_args a = *args;
+    if (a.dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a.vocab == 0) a.vocab = a.cols;
+    if (a.vocab > a.cols) return DT_ERR_ARG;
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_kernel, a->rows, 1, stream, *a);
-    LAUNCH(loss_total_kernel, 1, 1, stream, *a);
+    LAUNCH(cross_entropy_kernel, a.rows, 1, stream, a);
+    LAUNCH(loss_total_kernel, 1, 1, stream, a);
     return launched();
 }
 
-/* One block per row: dlogits (+)= upstream scale (exp(x - lse) - [c == label]), nothing for a row without a label. */
+/* One block per row: dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label. */
 KERNEL __launch_bounds__(BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a) {
-    float factor = (float)(*a.upstream * a.scale);
+    float factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.vocab);
+    float on = factor * (float)(1 - a.smoothing);
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const float *x = (const float *)a.logits + r * a.cols;
-        float        lse = ((const float *)a.lse)[r];
+        float        lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
         int64_t      label = a.labels[r];
         if (label < 0 && a.accumulate) continue;
         for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float p = 0;
-            if (label >= 0) p = factor * (expf(x[c] - lse) - ((int64_t)c == label ? 1.0f : 0.0f));
-            give(a.dlogits, r * a.cols + c, p, a.accumulate);
+            float d = 0;
+            if (label >= 0 && c < a.vocab) d = scale * expf(x[c] - lse) - off - ((int64_t)c == label ? on : 0.0f);
+            give(a.dlogits, r * a.cols + c, d, a.accumulate);
         }
     }
 }
 
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = check_labels(a->labels, a->rows, a->cols, stream);
+static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
+    dt_cross_entropy_back_args a = *args;
+    if (a.dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a.vocab == 0) a.vocab = a.cols;
+    if (a.vocab > a.cols) return DT_ERR_ARG;
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_back_kernel, a->rows, 1, stream, *a);
+    LAUNCH(cross_entropy_back_kernel, a.rows, 1, stream, a);
     return launched();
 }
 
-// ==== 9. Norm and optimizers ========================================================================================
+// ==== 14. Norm and optimizers =======================================================================================
 
 /* Half a warp takes a run, 16 runs a block. Lane l adds elements l, l + 16, ..., then lanes are added in halves. That
    is the CPU's order, and a square of a float is exact in double: the norm has the same bits on both. */
@@ -642,7 +1223,7 @@ KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
 }
 
 static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
     if (a->step < 1) return DT_ERR_ARG;
     adamw_factors f;
     f.beta1 = (float)a->beta1;
@@ -680,13 +1261,13 @@ KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
 }
 
 static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
     if (a->momentum != 0 && !a->momentum_buffer) return DT_ERR_ARG;
     LAUNCH(sgd_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
     return launched();
 }
 
-// ==== 10. The table =================================================================================================
+// ==== 15. The table =================================================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
     static const dt_kernels table = {
@@ -699,16 +1280,27 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .fill = cuda_fill,
         .init = NULL,
         .copy = cuda_copy,
+        .permute = cuda_permute,
+        .cast = cuda_cast,
         .reduce = cuda_reduce,
-        .add = cuda_add,
-        .column_sum = cuda_column_sum,
+        .sum = cuda_sum,
+        .max = cuda_max,
+        .binary = cuda_binary,
+        .unary = cuda_unary,
+        .unary_back = cuda_unary_back,
+        .glu = cuda_glu,
+        .glu_back = cuda_glu_back,
+        .softmax = cuda_softmax,
+        .softmax_back = cuda_softmax_back,
+        .norm = cuda_norm,
+        .norm_back = cuda_norm_back,
+        .rope = cuda_rope,
+        .dropout = cuda_dropout,
+        .embedding = cuda_embedding,
+        .embedding_back = cuda_embedding_back,
+        .topk = cuda_topk,
+        .spread = cuda_spread,
         .matmul = NULL,
-        .layernorm = cuda_layernorm,
-        .layernorm_back = cuda_layernorm_back,
-        .gelu = cuda_gelu,
-        .gelu_back = cuda_gelu_back,
-        .embedding = NULL,
-        .embedding_back = NULL,
         .attention = NULL,
         .attention_back = NULL,
         .cross_entropy = cuda_cross_entropy,

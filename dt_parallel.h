@@ -6,8 +6,8 @@
    backward, and says which rank reads which sequence.
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model. Not in this version:
-   layers for tensor and context parallelism, pipeline schedules, expert dispatch, llm.c token files. The mesh has their
-   axes already, and dt_redistribute is what they are made of: the tests build tensor-parallel layers from it.
+   layers for tensor and context parallelism, pipeline schedules, expert dispatch. The mesh has their axes already, and
+   dt_redistribute is what they are made of: the tests build tensor-parallel layers from it.
 
    QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
 
@@ -154,19 +154,24 @@ DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
 
 // ==== 4. Text =======================================================================================================
 
-/* Files read as one string of bytes, each byte a token 0..255. N tokens hold S = floor((N-1)/T) sequences; sequence i
-   is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
+/* Files read as one string of tokens: bytes, each a token 0..255, or llm.c token shards, known by their magic (20240520
+   with 16 bits a token, 20240801 with 32). All files are of one kind. N tokens hold S = floor((N-1)/T) sequences;
+   sequence i is tokens iT .. iT+T, so that its labels are its inputs shifted by one. */
 typedef struct dt_text dt_text;
 
 /* [local] Opens `files` files through the context's io table and cuts them into sequences of seq tokens. NULL after
-   DT_ERR_IO: a file is missing, unreadable or no file, or all together are shorter than one sequence. */
+   DT_ERR_IO: a file is missing, unreadable, no file or a broken shard, kinds are mixed, or all together are shorter
+   than one sequence. */
 DT_API dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq);
 /* [local] NULL is allowed. A text that is still open when the context ends is closed with it. */
 DT_API void dt_text_close(dt_text *text);
 /* [local] Tokens and sequences in the text; 0 for NULL. */
 DT_API int64_t dt_text_tokens(const dt_text *text);
 DT_API int64_t dt_text_sequences(const dt_text *text);
-/* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming file and byte. */
+/* [local] No token is this large: 256 for bytes, 65,536 or 2^31 for shards. dt_embedding refuses ids outside its table,
+   so a vocabulary may be smaller, if the tokens are. 0 for NULL. */
+DT_API int64_t dt_text_limit(const dt_text *text);
+/* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming file and token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
 #ifdef __cplusplus
@@ -500,7 +505,7 @@ double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
     return count;
 }
 
-typedef struct dt__text_file { const char *path; int64_t start, bytes; } dt__text_file;
+typedef struct dt__text_file { const char *path; int64_t start, tokens; int head; } dt__text_file; /* head: bytes */
 
 struct dt_text {
     dt_ctx        *ctx;
@@ -508,9 +513,10 @@ struct dt_text {
     int            seq, files;
     int64_t        tokens;
     dt__text_file *file;            /* (files) */
+    int            width;           /* bytes of a token: 1, or 2 and 4 of shards */
     char          *names;           /* their paths, one after the other */
     size_t         name_bytes;
-    unsigned char *window;          /* (seq + 1) bytes of one sequence */
+    unsigned char *window;          /* (seq + 1) tokens of one sequence, as in the file; room for the widest */
     int            fd, current;     /* the one file that is open: many ranks may read many files */
 };
 
@@ -536,7 +542,7 @@ static void dt__text_free(dt_ctx *ctx, void *user) {
     dt__text_shut(t);
     dt_free(ctx, DT_MEM_HOST, t->file, (size_t)t->files * sizeof *t->file);
     dt_free(ctx, DT_MEM_HOST, t->names, t->name_bytes);
-    dt_free(ctx, DT_MEM_HOST, t->window, (size_t)t->seq + 1);
+    dt_free(ctx, DT_MEM_HOST, t->window, 4 * ((size_t)t->seq + 1));
     dt_free(ctx, DT_MEM_HOST, t, sizeof *t);
 }
 
@@ -544,6 +550,47 @@ void dt_text_close(dt_text *text) {
     if (!text) return;
     dt_unlisten(text->ctx, &text->listener);
     dt__text_free(text->ctx, text);
+}
+
+/* Bytes of the open file i, all of them. */
+static dt_status dt__text_bytes(dt_text *t, int i, int64_t at, size_t bytes, unsigned char *out) {
+    const dt_io *io = dt_ctx_io(t->ctx);
+    while (bytes > 0) {
+        errno = 0;
+        int64_t got = io->pread(io->user, t->fd, out, bytes, at);
+        if (got < 0 && errno == EINTR) continue;
+        const char *why = got < 0 ? strerror(errno) : "the file has become shorter";
+        if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: byte %lld: %s", t->file[i].path, (long long)at, why);
+        at += got;
+        out += got;
+        bytes -= (size_t)got;
+    }
+    return DT_OK;
+}
+
+/* What kind of file the open one is, and how many tokens it has. llm.c's shards begin with 256 words: magic, version,
+   the number of tokens, zeros. */
+static dt_status dt__text_kind(dt_text *t, int i, int64_t bytes) {
+    dt__text_file *f = &t->file[i];
+    uint32_t       head[3] = { 0, 0, 0 };
+    int            width = 1;
+    if (bytes >= 4 && dt__text_bytes(t, i, 0, 4, (unsigned char *)head) != DT_OK) return dt_error(t->ctx);
+    f->tokens = bytes;
+    if (head[0] == 20240520 || head[0] == 20240801) {
+        uint32_t version = head[0] == 20240520 ? 1 : 7;
+        if (bytes >= 12 && dt__text_bytes(t, i, 0, 12, (unsigned char *)head) != DT_OK) return dt_error(t->ctx);
+        width = version == 1 ? 2 : 4;
+        f->head = 1024;
+        f->tokens = head[2];
+        if (head[1] != version || head[2] > INT32_MAX || bytes != f->head + f->tokens * width)
+            return dt_fail(t->ctx, DT_ERR_IO, "%s: a shard of version %u with %u tokens has %lld bytes; version %u and "
+                "1024 + %d a token are needed", f->path, head[1], head[2], (long long)bytes, version, width);
+    }
+    if (i > 0 && width != t->width)
+        return dt_fail(t->ctx, DT_ERR_IO, "%s has %d bytes a token, but %s has %d: bytes and shards do not mix",
+            f->path, width, t->file[0].path, t->width);
+    t->width = width;
+    return DT_OK;
 }
 
 /* Copies the paths and measures every file. */
@@ -559,10 +606,11 @@ static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
         name += bytes;
         if (dt__text_use(t, i) != DT_OK) break;
         errno = 0;
+        int64_t size = io->size(io->user, t->fd);
+        if (size < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", paths[i], strerror(errno));
+        if (dt__text_kind(t, i, size) != DT_OK) break;
         t->file[i].start = t->tokens;
-        t->file[i].bytes = io->size(io->user, t->fd);
-        if (t->file[i].bytes < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", paths[i], strerror(errno));
-        t->tokens += t->file[i].bytes;
+        t->tokens += t->file[i].tokens;
     }
     return dt_error(t->ctx);
 }
@@ -584,10 +632,12 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
     t->listener.user = t;
     dt_listen(ctx, &t->listener);
     t->file = (dt__text_file *)dt_alloc(ctx, DT_MEM_HOST, (size_t)files * sizeof *t->file, "dt_text_open");
-    t->window = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)seq + 1, "dt_text_open");
+    t->window = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, 4 * ((size_t)seq + 1), "dt_text_open");
+    if (t->file) memset(t->file, 0, (size_t)files * sizeof *t->file);
     if (dt_error(ctx) == DT_OK && dt__text_measure(t, paths) == DT_OK && dt_text_sequences(t) < 1)
-        dt_fail(ctx, DT_ERR_IO, "%s%s: %lld bytes, but one sequence needs %d (seq %d and the label of its last token)",
-            paths[0], files > 1 ? " and others" : "", (long long)t->tokens, seq + 1, seq);
+        dt_fail(ctx, DT_ERR_IO, "%s%s: %lld %s, but one sequence needs %d (seq %d and the label of its last token)",
+            paths[0], files > 1 ? " and others" : "", (long long)t->tokens, t->width > 1 ? "tokens" : "bytes", seq + 1,
+            seq);
     if (dt_error(ctx) == DT_OK) return t;
     dt_text_close(t);
     return NULL;
@@ -598,26 +648,8 @@ int64_t dt_text_sequences(const dt_text *text) {
     return dt_text_tokens(text) > 0 ? (text->tokens - 1) / text->seq : 0;
 }
 
-/* Bytes first .. first+count-1 of the whole, which may lie in several files. */
-static dt_status dt__text_bytes(dt_text *t, int64_t first, int64_t count, unsigned char *out) {
-    const dt_io *io = dt_ctx_io(t->ctx);
-    for (int i = 0; i < t->files && count > 0; i++) {
-        const dt__text_file *f = &t->file[i];
-        while (count > 0 && first >= f->start && first < f->start + f->bytes) {
-            int64_t left = f->start + f->bytes - first, want = left < count ? left : count;
-            if (dt__text_use(t, i) != DT_OK) return dt_error(t->ctx);
-            errno = 0;
-            int64_t got = io->pread(io->user, t->fd, out, (size_t)want, first - f->start);
-            if (got < 0 && errno == EINTR) continue;
-            const char *why = got < 0 ? strerror(errno) : "the file has become shorter";
-            if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: byte %lld of %lld: %s", f->path,
-                (long long)(first - f->start), (long long)f->bytes, why);
-            first += got;
-            out += got;
-            count -= got;
-        }
-    }
-    return DT_OK;
+int64_t dt_text_limit(const dt_text *text) {
+    return !text ? 0 : text->width == 1 ? 256 : text->width == 2 ? 65536 : (int64_t)1 << 31;
 }
 
 dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labels) {
@@ -625,10 +657,26 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
     if (sequence < 0 || sequence >= dt_text_sequences(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: sequence %lld of %lld", (long long)sequence,
             (long long)dt_text_sequences(t));
-    if (dt__text_bytes(t, sequence * t->seq, t->seq + 1, t->window) != DT_OK) return dt_error(t->ctx);
-    for (int i = 0; i < t->seq; i++) {
-        ids[i] = t->window[i];
-        labels[i] = t->window[i + 1];
+    int64_t at = sequence * t->seq, end = at + t->seq + 1;
+    for (int i = 0; i < t->files && at < end; i++) { /* the window may lie in several files */
+        const dt__text_file *f = &t->file[i];
+        int64_t              stop = f->start + f->tokens < end ? f->start + f->tokens : end;
+        if (at >= stop) continue;
+        unsigned char *out = t->window + (at + t->seq + 1 - end) * t->width;
+        if (dt__text_use(t, i) != DT_OK || dt__text_bytes(t, i, f->head + (at - f->start) * t->width,
+            (size_t)((stop - at) * t->width), out) != DT_OK) return dt_error(t->ctx);
+        at = stop;
+    }
+    for (int i = 0; i <= t->seq; i++) {
+        uint16_t two;
+        uint32_t token = t->window[i];
+        if (t->width == 2) token = (memcpy(&two, t->window + 2 * i, 2), two);
+        if (t->width == 4) memcpy(&token, t->window + 4 * i, 4);
+        if (token > INT32_MAX)
+            return dt_fail(t->ctx, DT_ERR_IO, "%s%s: token %lld is %u, which is no id", t->file[0].path,
+                t->files > 1 ? " and others" : "", (long long)(sequence * t->seq + i), token);
+        if (i < t->seq) ids[i] = (int32_t)token;
+        if (i > 0) labels[i - 1] = (int32_t)token;
     }
     return DT_OK;
 }
@@ -639,7 +687,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY
-     0.1.0   the mesh, placements, the order of data, text
+     0.1.0   the mesh, placements, the order of data, text and token shards
 
    LICENCE: your choice of A or B.
 

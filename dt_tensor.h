@@ -10,11 +10,10 @@
        dt_kernels.cu   the CUDA side of the kernel table
 
    It gives you eager tensors with a tape (reverse-mode differentiation), parameters that are boxes of a full
-   logical tensor, memory whose every byte has an owner and a class, and CPU kernels.
+   logical tensor, memory whose every byte has an owner and a class, CPU kernels, and weight files (safetensors, llm.c).
 
    DOES NOT: start threads, install signal handlers, call exit or abort, keep global state, print except through
-   the log hook, read the environment. Not in this version, and refused with DT_ERR_UNSUPPORTED: bf16 and f16,
-   recompute, packed documents in attention, weight files.
+   the log hook, read the environment.
 
    QUICK EXAMPLE
 
@@ -50,6 +49,8 @@
        DT_STATIC           everything static: several files may each have their own copy        (everywhere)
        DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
        DT_NO_CUDA          not even under nvcc                                                   (implementation)
+       DT_USE_CBLAS        products of f32 and f64 by <cblas.h>; link one, e.g. -lopenblas       (implementation)
+       DT_USE_OMP          threads inside a rank, with -fopenmp; the same bits                   (implementation)
 
    CONTENTS
      1. Status, element types, shapes
@@ -60,22 +61,26 @@
      6. Units and listeners
      7. Ops
      8. Tape and blocks
-     9. Implementation: base helpers
-    10. Default host and io tables
-    11. Context, errors, memory account: code
-    12. Counter RNG
-    13. Parameters, boxes and units: code
-    14. Arenas
-    15. Tape and blocks: code
-    16. Ops: code
-    17. Matrix product on the CPU
-    18. CPU kernels, once over float and double
-    19. The CPU kernel table
-
+     9. Weight files
+    10. Implementation: base helpers
+    11. Default host and io tables
+    12. Context, errors, memory account: code
+    13. Counter RNG
+    14. Parameters, boxes and units: code
+    15. Arenas
+    16. Tape and blocks: code
+    17. Ops: code
+    18. JSON
+    19. Weight files: code
+    20. Arithmetic on the CPU
+    21. Matrix product on the CPU
+    22. CPU kernels, once over float and double
+    23. The CPU kernel table
    CONTRACT
      Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
-                lives until dt_reset. Host buffers you pass are copied and never kept. After the first steps a
-                steady program allocates nothing; growth is logged.
+                lives until dt_reset (data made inside a recomputed dt_block only while it runs). Host buffers you
+                pass are copied and never kept. After the first steps a steady program allocates nothing; growth is
+                logged.
      Errors     The first failure is kept with its text (dt_error, dt_error_text). Ops after it do nothing and return
                 NULL; NULL in gives NULL out; dt_item gives NaN. So a loop needs no checks: look once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
@@ -175,7 +180,7 @@ typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
 } dt_fill_args;
 
-typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter RNG, see section 12 */
+typedef struct dt_init_args { /* out[i] = f(key, first + i): the counter RNG, see section 13 */
     dt_dtype dtype; void *out; size_t count;
     int      normal;        /* 0: uniform in [-scale, scale); 1: normal with standard deviation scale */
     double   scale;
@@ -444,6 +449,8 @@ typedef struct dt_io {
     int64_t (*pwrite)(void *user, int fd, const void *buf, size_t bytes, int64_t offset);
     int     (*fsync)(void *user, int fd);
     int     (*rename)(void *user, const char *from, const char *to);
+    int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
+    int     (*remove)(void *user, const char *path);            /* a file */
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -809,6 +816,21 @@ DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
+typedef struct dt_block_desc {
+    int    recompute;   /* 1: keep the output only and run fn again in the backward, arXiv:1604.06174 */
+    size_t user_bytes;  /* not 0: fn gets a copy of so many bytes at user, so that user may be a local variable */
+} dt_block_desc;
+/* [local] The same with a choice. A recomputed block gives the bits of a plain one and costs one more run of fn. After
+   the forward the data of all that fn made are freed; the output is copied to where it outlives the block (not if fn
+   returns x or another tensor made outside). The backward runs fn on the same x and user, which must live until then,
+   goes back through what that recorded, and frees it; of two halves, the input half runs fn and the weight half frees.
+   Side losses count once, gradients of dt_require_grad tensors last until dt_reset. Blocks inside, recomputed or not,
+   are freed and run again with it. fn must repeat itself: other ops, parameters, or another output shape the second
+   time fail; so does the use of a tensor that is gone. fn sees its data while it runs. */
+DT_API dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc);
+/* [local] 1 while a block runs for the second time: what fn or a listener counts, it counts only when this is 0. */
+DT_API int dt_recomputing(const dt_ctx *ctx);
+
 /* [local] From loss (a scalar) back to every parameter and tensor that needs a gradient. Adds to units' gradients. */
 DT_API dt_status dt_backward(dt_tensor *loss);
 /* [local] The same in two halves: gradients of activations first, of parameters later. Bits as dt_backward. */
@@ -820,6 +842,118 @@ DT_API void dt_reset(dt_ctx *ctx);
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
 /* [local] on 1: ops record nothing (evaluation, generation); 0: they do again. */
 DT_API void dt_no_grad(dt_ctx *ctx, int on);
+
+// ==== 9. Weight files ===============================================================================================
+
+/* Nothing in a file is believed: sizes are checked before they are multiplied, names before they become paths, and a
+   file that lies is DT_ERR_IO with its name and the reason. All file access is pread and pwrite of the io table. */
+
+/* [local] A whole file of at most `limit` bytes, ended by a NUL that is not counted. Free it with
+   dt_free(ctx, DT_MEM_HOST, text, *bytes + 1). */
+DT_API char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes);
+/* [local] Writes a whole file, or leaves the old one: a temporary file beside it, fsync, rename. */
+DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes);
+
+/* A JSON text as an array of nodes; node 0 is the whole. RFC 8259, and stricter where a reader could be misled: a
+   duplicate key, -0, an integer beyond 2^53, a number that a double cannot hold, more than 64 levels, 4,194,304 values
+   or 100,000,000 bytes are errors. Messages say where: "config.json:3:17: ...". */
+typedef struct dt_json dt_json;
+typedef enum dt_json_kind { DT_JSON_NULL = 0, DT_JSON_BOOL, DT_JSON_NUMBER, DT_JSON_STRING, DT_JSON_ARRAY,
+    DT_JSON_OBJECT } dt_json_kind;
+/* [local] name is for messages. Keeps pointers to name and text until dt_json_free. */
+DT_API dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes);
+DT_API void     dt_json_free(dt_json *json);
+/* [local] These answer 0, NULL or -1 where there is no such node or it is of another kind. Members of an object come in
+   the order of their keys. A string is NUL-terminated and may hold NULs: bytes (may be NULL) receives its length. */
+DT_API dt_json_kind dt_json_kind_of(const dt_json *json, int node);
+DT_API int          dt_json_count(const dt_json *json, int node);              /* elements or members */
+DT_API int          dt_json_at(const dt_json *json, int node, int i);          /* element i; value of member i */
+DT_API const char  *dt_json_key(const dt_json *json, int node, size_t *bytes); /* of a member, from its value */
+DT_API int          dt_json_find(const dt_json *json, int node, const char *key);
+DT_API const char  *dt_json_string(const dt_json *json, int node, size_t *bytes);
+DT_API int          dt_json_number(const dt_json *json, int node, double *out);
+DT_API int          dt_json_int(const dt_json *json, int node, int64_t *out);  /* a number without a fraction */
+DT_API int          dt_json_bool(const dt_json *json, int node, int *out);
+/* [local] Fails the context with the node's place in front: "config.json:3:17: heads: a number is needed". */
+DT_API dt_status dt_json_fail(const dt_json *json, int node, const char *fmt, ...) DT_PRINTF(3, 4);
+
+/* Writes JSON: begin it zeroed but for ctx. key NULL: an element of an array. Numbers read back as the same double,
+   whatever the locale. The text is `text`, `used` bytes and a NUL, until dt_json_drop. */
+typedef struct dt_json_out { dt_ctx *ctx; char *text; size_t used, room; } dt_json_out;
+/* [local] bracket is '{' or '['; dt_json_shut ends it with '}' or ']'. */
+DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
+DT_API void dt_json_shut(dt_json_out *out, char bracket);
+DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG */
+DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);        /* finite, else DT_ERR_ARG */
+DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
+DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
+DT_API void dt_json_drop(dt_json_out *out);
+
+/* Named tensors in files: safetensors (one file, or model.safetensors.index.json and its shards) and llm.c's model
+   .bin (version 3 f32, 5 bf16; tensors wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb
+   lnfw lnfb, all layers of a kind in one). */
+typedef struct dt_weights dt_weights;
+
+typedef struct dt_weight {
+    const char *name;
+    const char *type;       /* as safetensors names it: "F32", "BF16", "U8", ... */
+    int         readable;   /* its elements are of a dt_dtype; others can be listed only */
+    dt_dtype    dtype;
+    dt_shape    shape;
+    int64_t     count;      /* elements */
+} dt_weight;
+
+typedef struct dt_llmc {    /* the head of an llm.c model; all 0 for other files */
+    int version, seq, vocab, layers, heads, width, padded_vocab;    /* wte has padded_vocab rows, the last unused */
+} dt_llmc;
+
+/* [local] path: a file, or a folder with model.safetensors or model.safetensors.index.json. NULL after DT_ERR_IO. */
+DT_API dt_weights *dt_weights_open(dt_ctx *ctx, const char *path);
+DT_API int              dt_weights_count(const dt_weights *w);
+DT_API const dt_weight *dt_weights_get(const dt_weights *w, int index);        /* NULL out of range */
+DT_API int              dt_weights_find(const dt_weights *w, const char *name); /* an index, or -1 */
+DT_API dt_llmc          dt_weights_llmc(const dt_weights *w);
+/* [local] What "__metadata__" of the (first) file holds under key, or NULL. */
+DT_API const char *dt_weights_metadata(const dt_weights *w, const char *key);
+/* [local] count elements in row-major order from element first, as type `as`. i32 is read as i32 only; the others
+   convert into each other, rounded to nearest even. */
+DT_API dt_status dt_weights_read(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host);
+
+/* Where rows of a parameter lie in a file. The parameter is seen as a matrix of `columns` columns, its rows one after
+   the other; the tensor of the file as a matrix of its last dimension's columns. */
+typedef struct dt_weight_part {
+    const char *name;                       /* the file's tensor */
+    int64_t     rows;                       /* how many of the parameter's rows it holds; 0 -> those that are left */
+    int64_t     file_rows, file_columns;    /* what the file's matrix must be; 0 -> these rows (columns) and no more */
+    int64_t     row, column;                /* where in it they begin */
+    int         transposed;                 /* the file has the parameter's columns as rows */
+} dt_weight_part;
+/* [local] Fills what this rank owns of a parameter, whatever its cuts, from one or more parts that follow each other;
+   reads only that. columns 0 -> the parameter's last dimension. GPT-2's v (H,D,C) out of c_attn, (C,3C):
+       dt_weight_part part = { .name = "h.0.attn.c_attn.weight", .file_columns = 3 * C, .column = 2 * C,
+                               .transposed = 1 };
+       dt_weights_load(w, v, 0, &part, 1);
+   and its bias (H,D) out of (3C): columns = C, file_columns = 3 * C, column = 2 * C. After dt_zero_make. */
+DT_API dt_status dt_weights_load(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
+
+typedef struct dt_weights_desc {
+    int64_t shard_bytes;    /* more data than that become model-00001-of-0000N.safetensors and an index; 0: never */
+    dt_llmc llmc;           /* version 3 or 5: an llm.c model, whose tensors need not be declared; 0: safetensors */
+} dt_weights_desc;
+/* [local] Begins a file: declare all tensors, then write all their elements, in any order. The files appear under their
+   names at dt_weights_close, once complete; whatever fails before leaves the old ones (a set of shards is replaced file
+   by file, its index last). safetensors begin with the metadata {"format":"pt"}. */
+DT_API dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc);
+/* [local] Returns the tensor's index, or -1. */
+DT_API int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape);
+/* [local] Each element is written once; those of llm.c's unused vocabulary rows may be left out: they become 0. */
+DT_API dt_status dt_weights_write(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from,
+    const void *host);
+/* [local] The inverse of dt_weights_load, for a parameter that is not cut. */
+DT_API dt_status dt_weights_save(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n);
+/* [local] Ends reading or writing. NULL is allowed. What is open when the context ends is closed: files being written
+   are given up then. */
+DT_API dt_status dt_weights_close(dt_weights *w);
 
 #ifdef __cplusplus
 }
@@ -859,7 +993,7 @@ DT_API void dt_no_grad(dt_ctx *ctx, int on);
 extern "C" {
 #endif
 
-// ==== 9. Implementation: base helpers ===============================================================================
+// ==== 10. Implementation: base helpers ==============================================================================
 
 size_t dt_dtype_size(dt_dtype dtype) {
     switch (dtype) {
@@ -936,50 +1070,52 @@ static dt_tensor *dt__owner(dt_tensor *t) {
 
 static size_t dt__bytes(const dt_tensor *t) { return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype); }
 
-/* The 16-bit types, without branches, so that loops over them vectorise. bf16 is the upper half of a float. */
-static inline float dt__bf16_to_f32(uint16_t h) {
-    uint32_t bits = (uint32_t)h << 16;
-    float    x;
-    memcpy(&x, &bits, 4);
-    return x;
+/* Products and sums of what a file says: 0 when the result is no count. */
+static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
 
-static inline uint16_t dt__f32_to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1); /* to nearest, ties to even */
-    uint32_t nan = bits | 0x400000u;                      /* rounding could carry a NaN into the sign */
-    return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) >> 16);
+static int dt__add_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, out);
 }
 
-/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
+static inline uint32_t dt__float_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+static inline float dt__bits_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+/* bf16 and f16, rounded to nearest even; a NaN stays one. Selections only, no branches, so that loops vectorise. */
+static inline float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
+
+static inline uint16_t dt__f32_to_bf16(float f) {
+    uint32_t u = dt__float_bits(f);
+    uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : rounded);
+}
+
 static inline float dt__f16_to_f32(uint16_t h) {
-    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, special = magnitude | 0x7f800000u, bits;
-    float    x, scaled;
-    memcpy(&x, &magnitude, 4);
-    scaled = x * 5.192296858534828e33f;
-    memcpy(&bits, &scaled, 4);
-    bits = (magnitude >= 0x0f800000u ? special : bits) | (uint32_t)(h & 0x8000) << 16;
-    memcpy(&x, &bits, 4);
-    return x;
+    uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);     /* below 2^-14: mag times the smallest step */
+    uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000); /* the exponent's bias: 15 becomes 127 */
+    return dt__bits_float((mag < 0x400 ? tiny : rest) | sign);
 }
 
-static inline uint16_t dt__f32_to_f16(float x) {
-    uint32_t bits, magnitude, small, nan;
-    memcpy(&bits, &x, 4);
-    magnitude = bits & 0x7fffffffu;
-    float shifted;
-    memcpy(&shifted, &magnitude, 4);
-    shifted += 0.5f; /* below 2^-14 the spacing of f16 is that of floats in [0.5, 1): the sum rounds */
-    memcpy(&small, &shifted, 4);
-    small -= 0x3f000000u;
-    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-    nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
-    uint32_t h = magnitude < 0x38800000u ? small : normal;
-    h = magnitude >= 0x477ff000u ? 0x7c00u : h; /* 65,520 and more round to infinity */
-    h = magnitude > 0x7f800000u ? nan : h;
-    return (uint16_t)(h | (bits >> 16 & 0x8000u));
+static inline uint16_t dt__f32_to_f16(float f) {
+    uint32_t u = dt__float_bits(f), mag = u & 0x7fffffff;
+    uint32_t tiny = dt__float_bits(dt__bits_float(mag) + 0.5f) - 0x3f000000; /* the last bit of 0.5 + x is 2^-24 */
+    uint32_t rest = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
+    uint32_t huge = mag > 0x7f800000 ? 0x7e00 | (mag >> 13 & 0x3ff) : 0x7c00;
+    return (uint16_t)((mag < 0x38800000 ? tiny : mag < 0x47800000 ? rest : huge) | (u >> 16 & 0x8000));
 }
+
+// ==== 11. Default host and io tables ================================================================================
 
 /* One element of any type. */
 static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
@@ -1012,7 +1148,6 @@ static inline dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__n
 /* The type that the CPU computes in. */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
-// ==== 10. Default host and io tables ================================================================================
 
 static void *dt__host_alloc(void *user, size_t bytes, dt_mem mem) {
     void *p = NULL;
@@ -1101,17 +1236,27 @@ static int dt__io_rename(void *user, const char *from, const char *to) {
     return rename(from, to);
 }
 
+static int dt__io_resize(void *user, int fd, int64_t bytes) {
+    (void)user;
+    return ftruncate(fd, (off_t)bytes);
+}
+
+static int dt__io_remove(void *user, const char *path) {
+    (void)user;
+    return unlink(path);
+}
+
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
 
-// ==== 11. Context, errors, memory account: code =====================================================================
+// ==== 12. Context, errors, memory account: code =====================================================================
 
-/* Memory that grows by chunks and is freed whole: section 14. */
+/* Memory that grows by chunks and is freed whole: section 15. */
 typedef struct dt__chunk {
     struct dt__chunk *next;
     char             *data;
@@ -1122,7 +1267,7 @@ typedef struct dt__arena {
     dt_mem            mem;
     size_t            least;    /* size of the next chunk, if the request is smaller */
     dt__chunk        *chunks;   /* the one in use first */
-    struct dt__arena *next;     /* in the pool of gradient arenas */
+    struct dt__arena *next;     /* in a pool of arenas */
 } dt__arena;
 
 /* A buffer for a unit's passing gradient, kept for reuse. */
@@ -1157,8 +1302,12 @@ struct dt_ctx {
     dt__spare   *spares;
     int          n_spares, spare_room;
 
-    dt_block_state *root, *current, *pool;  /* pool: blocks that a reset gave back, with their arenas */
+    dt_block_state *root, *current;
+    dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
+    dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
+    uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
+    int             recomputing;            /* depth of second runs */
     int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
@@ -1379,7 +1528,7 @@ void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
         }
 }
 
-// ==== 12. Counter RNG ===============================================================================================
+// ==== 13. Counter RNG ===============================================================================================
 
 /* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11): four random words as a
    pure function of (key, counter). Any rank can so compute any element of any tensor, and every layout starts from the
@@ -1411,7 +1560,7 @@ static uint64_t dt__stream_key(uint64_t seed, const char *name) {
     return (uint64_t)mixed[0] << 32 | mixed[1];
 }
 
-// ==== 13. Parameters, boxes and units: code =========================================================================
+// ==== 14. Parameters, boxes and units: code =========================================================================
 
 dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]) {
     dt_box  box;
@@ -1775,7 +1924,7 @@ static void dt__params_free(dt_ctx *ctx) {
     dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
 }
 
-// ==== 14. Arenas ====================================================================================================
+// ==== 15. Arenas ====================================================================================================
 
 #if defined(__SANITIZE_ADDRESS__)
 #define DT__ASAN 1
@@ -1836,58 +1985,11 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-// ==== 15. Tape and blocks: code =====================================================================================
-
-/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
-   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
-   step finds memory of its own size. */
-struct dt_block_state {
-    dt_ctx         *ctx;
-    dt_block_state *parent;
-    dt_block_state *children, *sibling; /* newest child first */
-    int             index;
-    dt_node        *newest;
-    dt__arena       acts;               /* data of tensors */
-    dt__arena       meta;               /* tensors and nodes themselves: host memory */
-    dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
-    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
-    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
-};
-
-static dt_block_state *dt__block_take(dt_ctx *ctx) {
-    dt_block_state *b = ctx->pool;
-    if (b) {
-        ctx->pool = b->sibling;
-    } else {
-        b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
-        if (!b) return NULL;
-        b->ctx = ctx;
-        b->acts.mem = DT_MEM_ACTS;
-        b->acts.least = DT__LEAST_ACTS;
-        b->meta.mem = DT_MEM_HOST;
-        b->meta.least = DT__LEAST_META;
-    }
-    b->parent = b->children = b->sibling = NULL;
-    return b;
-}
-
-/* The root, made at its first use. */
-static dt_block_state *dt__root(dt_ctx *ctx) {
-    if (ctx->root) return ctx->root;
-    ctx->root = ctx->current = dt__block_take(ctx);
-    return ctx->root;
-}
-
-/* Storage for parameters that no optimizer asked for. */
-static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0 };
-    return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
-}
-
-static dt__arena *dt__grad_arena_take(dt_ctx *ctx) {
-    dt__arena *a = ctx->grad_pool;
+/* An arena from a pool, or a new one for activations. The last one given is the first one taken. */
+static dt__arena *dt__arena_take(dt_ctx *ctx, dt__arena **pool) {
+    dt__arena *a = *pool;
     if (a) {
-        ctx->grad_pool = a->next;
+        *pool = a->next;
         return a;
     }
     a = (dt__arena *)dt__host_zeroed(ctx, sizeof *a, "an arena");
@@ -1897,12 +1999,88 @@ static dt__arena *dt__grad_arena_take(dt_ctx *ctx) {
     return a;
 }
 
-static void dt__grad_arena_give(dt_ctx *ctx, dt_block_state *b) {
-    if (!b->grads) return;
-    dt__arena_reset(ctx, b->grads);
-    b->grads->next = ctx->grad_pool;
-    ctx->grad_pool = b->grads;
-    b->grads = NULL;
+/* Empties *a, if there is one, and gives it to a pool. */
+static void dt__arena_give(dt_ctx *ctx, dt__arena **pool, dt__arena **a) {
+    if (!*a) return;
+    dt__arena_reset(ctx, *a);
+    (*a)->next = *pool;
+    *pool = *a;
+    *a = NULL;
+}
+
+static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
+    while (*pool) {
+        dt__arena *a = *pool;
+        *pool = a->next;
+        dt__arena_free(ctx, a);
+        dt_free(ctx, DT_MEM_HOST, a, sizeof *a);
+    }
+}
+
+// ==== 16. Tape and blocks: code =====================================================================================
+
+/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
+   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
+   step finds memory of its own size.
+
+   A recomputed block, and every block inside one, is lent an arena for its data and gives it back when it is dropped:
+   a step lends the same few arenas over and over. Lent blocks have a pool of their own, or a plain block would find the
+   arena of another. Tensors and nodes themselves stay until the reset, so that a pointer
+   to one that is gone can still be told from a good one. The second run is a block of its own, `again`: what the first
+   made is gone for good. The gradient of `out` lives with the block, not with the parent whose arena holds its data:
+   else the gradients of all outputs would be alive together. */
+struct dt_block_state {
+    dt_ctx         *ctx;
+    dt_block_state *parent;
+    dt_block_state *children, *sibling; /* newest child first */
+    int             index;
+    dt_node        *newest;
+    dt__arena      *acts;               /* data of tensors: own, or lent; NULL: dropped */
+    dt__arena       own;
+    dt__arena       meta;               /* tensors and nodes themselves: host memory */
+    dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
+    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
+    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
+    uint64_t        trail;              /* digest of what it recorded, blocks inside included; 0: nothing */
+    dt_block_fn     fn;                 /* of a recomputed block, else NULL: what to run again, on what */
+    dt_tensor      *x;
+    void           *user;
+    int             no_grad;
+    dt_tensor      *y, *out;            /* what fn returned; its copy for the parent, NULL if y was made outside */
+    dt_block_state *again;              /* its second run */
+};
+
+static dt_block_state *dt__block_take(dt_ctx *ctx, int lent) {
+    dt_block_state *b = ctx->pool[lent];
+    if (b) {
+        ctx->pool[lent] = b->sibling;
+    } else {
+        b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
+        if (!b) return NULL;
+        b->ctx = ctx;
+        b->own.mem = DT_MEM_ACTS;
+        b->own.least = DT__LEAST_ACTS;
+        b->meta.mem = DT_MEM_HOST;
+        b->meta.least = DT__LEAST_META;
+    }
+    b->parent = b->children = b->sibling = b->again = NULL;
+    b->acts = &b->own;
+    b->fn = NULL;
+    b->out = NULL;
+    return b;
+}
+
+/* The root, made at its first use. */
+static dt_block_state *dt__root(dt_ctx *ctx) {
+    if (ctx->root) return ctx->root;
+    ctx->root = ctx->current = dt__block_take(ctx, 0);
+    return ctx->root;
+}
+
+/* Storage for parameters that no optimizer asked for. */
+static dt_status dt__storage(dt_ctx *ctx) {
+    dt_units_desc defaults = { 0, 0 };
+    return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
 }
 
 /* Gives back a block and all below it. Children were pushed newest first, so the pool ends with the first child on top
@@ -1913,12 +2091,14 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
         b->children = child->sibling;
         dt__block_give(ctx, child);
     }
-    dt__grad_arena_give(ctx, b);
-    dt__arena_reset(ctx, &b->acts);
+    dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
+    int lent = b->acts != &b->own;
+    if (lent) dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
+    dt__arena_reset(ctx, &b->own);
     dt__arena_reset(ctx, &b->meta);
     b->newest = NULL;
-    b->sibling = ctx->pool;
-    ctx->pool = b;
+    b->sibling = ctx->pool[lent];
+    ctx->pool[lent] = b;
 }
 
 void dt_reset(dt_ctx *ctx) {
@@ -1929,34 +2109,32 @@ void dt_reset(dt_ctx *ctx) {
     }
     dt_block_state *root = ctx->root;
     dt__block_give(ctx, root);
-    ctx->pool = root->sibling; /* the root stays the root */
+    ctx->pool[0] = root->sibling; /* the root stays the root */
     root->sibling = NULL;
     root->done = 0;
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
     ctx->blocks = 0;
+    ctx->trail = 0;
 }
 
 static void dt__tape_free(dt_ctx *ctx) {
     dt_reset(ctx);
     if (ctx->root) {
         dt_free(ctx, DT_MEM_HOST, ctx->root->uses, (size_t)ctx->n_params * sizeof *ctx->root->uses);
-        ctx->root->sibling = ctx->pool;
-        ctx->pool = ctx->root;
+        ctx->root->sibling = ctx->pool[0];
+        ctx->pool[0] = ctx->root;
     }
-    while (ctx->pool) {
-        dt_block_state *b = ctx->pool;
-        ctx->pool = b->sibling;
-        dt__arena_free(ctx, &b->acts);
-        dt__arena_free(ctx, &b->meta);
-        dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
-    }
-    while (ctx->grad_pool) {
-        dt__arena *a = ctx->grad_pool;
-        ctx->grad_pool = a->next;
-        dt__arena_free(ctx, a);
-        dt_free(ctx, DT_MEM_HOST, a, sizeof *a);
-    }
+    for (int lent = 0; lent < 2; lent++)
+        while (ctx->pool[lent]) {
+            dt_block_state *b = ctx->pool[lent];
+            ctx->pool[lent] = b->sibling;
+            dt__arena_free(ctx, &b->own);
+            dt__arena_free(ctx, &b->meta);
+            dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
+        }
+    dt__arenas_free(ctx, &ctx->grad_pool);
+    dt__arenas_free(ctx, &ctx->lent_pool);
 }
 
 static void *dt__meta(dt_ctx *ctx, size_t bytes) {
@@ -1988,11 +2166,33 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
 static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
-    t->data = dt__arena_alloc(ctx, &t->block->acts, dt__bytes(t));
+    t->data = dt__arena_alloc(ctx, t->block->acts, dt__bytes(t));
     return t->data ? t : NULL;
 }
 
 dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape) { return dt__new_named(ctx, dtype, shape, "tensor"); }
+
+/* Fails if the tensor's data went with a recomputed block. The output of such a block has its data with the parent. */
+static int dt__gone(const char *op, const dt_tensor *t) {
+    const dt_tensor *owner = t;
+    while (owner->base) owner = owner->base;
+    const dt_block_state *home = owner->block && owner == owner->block->out ? owner->block->parent : owner->block;
+    if (!home || home->acts) return 0;
+    dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor was made inside a recomputed dt_block and is gone; use it there, "
+        "or return it from the block", op, t->name);
+    return 1;
+}
+
+/* Adds one recorded op to the digest: its name and its parameters. Never 0. */
+static void dt__trail(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n) {
+    uint64_t h = ctx->trail;
+    for (; name && *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+    for (int i = 0; i < n; i++) {
+        const dt_param_info *p = in[i] ? dt__owner(in[i])->param : NULL;
+        h = (h ^ (p ? 2 + (uint64_t)p->index : in[i] != NULL)) * 0x100000001B3u;
+    }
+    ctx->trail = h | 1;
+}
 
 /* Counts one use of a parameter in this micro-batch. Its storage exists, so no parameter can be added any more. */
 static int dt__use(dt_ctx *ctx, const dt_param_info *p) {
@@ -2018,11 +2218,12 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
             dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", d->name, d->in[i]->name);
             return NULL;
         }
+        if (dt__gone(d->name, d->in[i])) return NULL;
         if (dt__owner(d->in[i])->param && dt__storage(ctx) != DT_OK) return NULL;
         needed |= d->in[i]->needs_grad;
     }
     if (!needed) return NULL;
-    if (ctx->root->done) {
+    if (ctx->root->done && !ctx->recomputing) {
         dt_fail(ctx, DT_ERR_ARG, "%s: the backward of this micro-batch has run; call dt_reset before the next forward",
             d->name);
         return NULL;
@@ -2037,8 +2238,10 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         const dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner && owner->param && owner->needs_grad && !dt__use(ctx, owner->param)) return NULL;
+        int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
+        if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
+    dt__trail(ctx, d->name, node->in, n);
     node->prev = ctx->current->newest;
     ctx->current->newest = node;
     if (out) out->needs_grad = 1;
@@ -2064,7 +2267,7 @@ enum { DT__KEPT = 2 }; /* of needs_grad: the user reads the gradient, so it outl
 
 /* Memory that lives until the backward of a block is over. */
 static void *dt__grad_room(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
-    if (!home->grads) home->grads = dt__grad_arena_take(ctx);
+    if (!home->grads) home->grads = dt__arena_take(ctx, &ctx->grad_pool);
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
 }
 
@@ -2120,21 +2323,87 @@ static void dt__emit(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int e
     }
 }
 
-dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
-    if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
-    dt_block_state *b = dt__block_take(ctx), *parent = ctx->current;
+/* A new block below parent. */
+static dt_block_state *dt__block_open(dt_ctx *ctx, dt_block_state *parent, int index, int lent) {
+    dt_block_state *b = dt__block_take(ctx, lent);
     if (!b) return NULL;
     b->parent = parent;
     b->sibling = parent->children;
     parent->children = b;
-    b->index = ++ctx->blocks;
+    b->index = index;
+    if (lent) b->acts = dt__arena_take(ctx, &ctx->lent_pool);
+    return b->acts ? b : NULL;
+}
+
+/* What fn returns, with b as the current block. */
+static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
+    dt_ctx         *ctx = b->ctx;
+    dt_block_state *outer = ctx->current;
+    uint64_t        trail = ctx->trail;
     ctx->current = b;
+    ctx->trail = 0;
     dt__emit(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__emit(ctx, b, DT_FORWARD, 0);
-    ctx->current = parent;
+    ctx->current = outer;
+    b->trail = ctx->trail;
+    ctx->trail = b->trail ? (trail ^ b->trail) * 0x100000001B3u | 1 : trail;
+    return ctx->status == DT_OK ? y : NULL;
+}
+
+static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
+    const dt_block_state *home = t->block;
+    while (home && home != b) home = home->parent;
+    return home != NULL;
+}
+
+/* Gives back the data of a lent block and of all inside it. In this order the next block that is built alike takes the
+   same arenas for the same parts. */
+static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
+    for (dt_block_state *child = b->children; child; child = child->sibling) dt__block_drop(ctx, child);
+    dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
+}
+
+/* The output of a recomputed block: a copy with the parent's data, or y itself if it was made outside. */
+static dt_tensor *dt__block_out(dt_ctx *ctx, dt_block_state *b, dt_tensor *y) {
+    b->y = y;
+    if (!y || dt__gone("dt_block", y) || !dt__made_in(b, dt__owner(y))) return y;
+    dt_tensor *out = dt__new_named(ctx, y->dtype, y->shape, y->name);
+    if (!out || dt__move(ctx, out->data, dt__owner(y)->data, dt__bytes(y)) != DT_OK) return NULL;
+    out->needs_grad = y->needs_grad ? dt__owner(y)->needs_grad : 0;
+    out->block = b;
+    b->out = out;
+    return out;
+}
+
+/* What a second run has to find: the function, its arguments, whether it records. */
+static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, void *user) {
+    b->fn = fn;
+    b->x = x;
+    b->user = user;
+    b->no_grad = b->ctx->no_grad;
+    return !x || !dt__gone("dt_block", x);
+}
+
+dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc) {
+    if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
+    dt_block_state *parent = ctx->current;
+    int             lent = desc.recompute || parent->acts != &parent->own;
+    dt_block_state *b = dt__block_open(ctx, parent, ++ctx->blocks, lent);
+    if (!b) return NULL;
+    if (desc.user_bytes && user) {
+        void *copy = dt__arena_alloc(ctx, &b->meta, desc.user_bytes);
+        if (!copy) return NULL;
+        user = memcpy(copy, user, desc.user_bytes);
+    }
+    if (desc.recompute && !dt__block_remember(b, fn, x, user)) return NULL;
+    dt_tensor *y = dt__block_run(b, fn, x, user);
+    if (desc.recompute) {
+        y = dt__block_out(ctx, b, y);
+        dt__block_drop(ctx, b);
+    }
     if (ctx->status != DT_OK) return NULL;
-    if (!b->newest && !b->children) return y;
+    if (!b->trail) return y;
     dt_node *node = (dt_node *)dt__meta(ctx, sizeof *node);
     if (!node) return NULL;
     node->name = "dt_block";
@@ -2143,6 +2412,13 @@ dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
     parent->newest = node;
     return y;
 }
+
+dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user) {
+    dt_block_desc plain = { 0, 0 };
+    return dt_block_at(ctx, fn, x, user, plain);
+}
+
+int dt_recomputing(const dt_ctx *ctx) { return ctx && ctx->recomputing > 0; }
 
 void dt_micro(dt_ctx *ctx, int index, int count) {
     if (!ctx || ctx->status != DT_OK) return;
@@ -2206,12 +2482,60 @@ static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
     if (phase != DT_BACKWARD_INPUT) dt__node_used(ctx, n);
 }
 
+/* "dt_add f32 (2,3)" */
+static dt__text dt__tensor_text(const dt_tensor *t) {
+    dt__text text = { "nothing" };
+    if (t) snprintf(text.s, sizeof text.s, "%.20s %s %.60s", t->name, dt_dtype_name(t->dtype),
+        dt__shape_text(t->shape).s);
+    return text;
+}
+
+/* Whether the second run of b gave what the first did; fails if not. */
+static int dt__block_repeats(const dt_block_state *b, dt_tensor *y) {
+    dt_ctx    *ctx = b->ctx;
+    int        alike = !y == !b->y && b->again->trail == b->trail;
+    dt_tensor *first = b->y;
+    if (alike && y && !b->out) alike = dt__owner(y) == dt__owner(first);
+    if (alike && b->out) alike = dt__made_in(b->again, dt__owner(y)) && y->dtype == first->dtype &&
+        dt__same_shape(y->shape, first->shape);
+    if (alike) return 1;
+    dt_fail(ctx, DT_ERR_ARG, "dt_block %d: run again for the backward, its function returned %s and recorded %s ops; "
+        "before it returned %s. A recomputed block must repeat itself", b->index, dt__tensor_text(y).s,
+        b->again->trail == b->trail ? "the same" : "other", dt__tensor_text(first).s);
+    return 0;
+}
+
+/* Runs the function of a recomputed block again, recording this time for good. Its uses of parameters are counted
+   already, its blocks have their numbers already; the gradient of the output passes to what the function returns. */
+static void dt__block_again(dt_block_state *b) {
+    dt_ctx         *ctx = b->ctx;
+    int             blocks = ctx->blocks, no_grad = ctx->no_grad;
+    dt_block_state *again = b->again = dt__block_open(ctx, b->parent, b->index, 1);
+    if (!again) return;
+    again->grads = b->grads;
+    b->grads = NULL;
+    ctx->blocks = b->index;
+    ctx->no_grad = b->no_grad;
+    ctx->recomputing++;
+    dt_tensor *y = dt__block_run(again, b->fn, b->x, b->user);
+    ctx->recomputing--;
+    ctx->no_grad = no_grad;
+    ctx->blocks = blocks;
+    if (ctx->status == DT_OK && dt__block_repeats(b, y) && b->out) dt__owner(y)->grad = b->out->grad;
+}
+
 static void dt__block_back(dt_block_state *b, dt_phase phase) {
     dt_ctx *ctx = b->ctx;
+    if (b->fn) { /* recomputed: the way back leads through its second run */
+        if (phase != DT_BACKWARD_WEIGHT) dt__block_again(b);
+        if (ctx->status == DT_OK) dt__block_back(b->again, phase);
+        if (ctx->status == DT_OK && phase != DT_BACKWARD_INPUT) dt__block_drop(ctx, b->again);
+        return;
+    }
     dt__emit(ctx, b, phase, 1);
     for (dt_node *n = b->newest; n && ctx->status == DT_OK; n = n->prev) dt__node_back(ctx, n, phase);
     dt__emit(ctx, b, phase, 0);
-    if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__grad_arena_give(ctx, b);
+    if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
 }
 
 static dt_status dt__seed(dt_tensor *loss) {
@@ -2241,6 +2565,7 @@ static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
     if (dt_count(loss->shape) != 1 || loss->dtype == DT_I32)
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
             dt__shape_text(loss->shape).s);
+    if (dt__gone("dt_backward", loss)) return ctx->status;
     if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it", loss->name);
     if (dt__backward_turn(loss, phase) != DT_OK) return ctx->status;
     if (phase != DT_BACKWARD_WEIGHT && dt__seed(loss) != DT_OK) return ctx->status;
@@ -2262,7 +2587,7 @@ dt_status dt_backward(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD);
 dt_status dt_backward_input(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_INPUT); }
 dt_status dt_backward_weight(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_WEIGHT); }
 
-// ==== 16. Ops: code =================================================================================================
+// ==== 17. Ops: code =================================================================================================
 
 dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host) {
     dt_tensor *t = dt__new_named(ctx, dtype, shape, "dt_input");
@@ -2273,6 +2598,7 @@ dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *hos
 dt_status dt_read(const dt_tensor *t, void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!t->data && t->param) dt__storage(t->ctx);
+    if (dt__gone("dt_read", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, host, t->data, dt__bytes(t));
     return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
 }
@@ -2280,6 +2606,7 @@ dt_status dt_read(const dt_tensor *t, void *host) {
 dt_status dt_write(dt_tensor *t, const void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!t->data && t->param) dt__storage(t->ctx);
+    if (dt__gone("dt_write", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, t->data, host, dt__bytes(t));
     return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
 }
@@ -2302,6 +2629,7 @@ static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) 
             dt_fail(ctx, DT_ERR_ARG, "%s(%s): a tensor of another context", op, all[i]->name);
             return NULL;
         }
+        if (dt__gone(op, all[i])) return NULL;
         if (dt__owner(all[i])->param && !dt__owner(all[i])->data && dt__storage(ctx) != DT_OK) return NULL;
         if (all[i]->base) all[i]->data = dt__owner(all[i])->data;
     }
@@ -3494,7 +3822,1635 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
     return ctx->status == DT_OK ? x : NULL;
 }
 
-// ==== 17. Matrix product on the CPU =================================================================================
+// ==== 18. JSON ======================================================================================================
+
+enum { DT__JSON_BYTES = 100000000, DT__JSON_NODES = 1 << 22, DT__JSON_STRING = 16 << 20, DT__JSON_DEPTH = 64,
+    DT__JSON_DIGITS = 800 };
+
+typedef struct dt__json_node {
+    uint32_t at;                    /* byte of the text */
+    uint32_t key;                   /* of a member: its key in chars */
+    uint32_t next;                  /* the node after this one and all below it */
+    uint32_t kind : 3, count : 29;
+    union { double number; uint32_t first; } u; /* first: a string in chars, or a container's first child in order */
+} dt__json_node;
+
+struct dt_json {
+    dt_ctx        *ctx;
+    const char    *name, *text;
+    size_t         bytes, memory;   /* of the text; of this struct and what follows it */
+    uint32_t       nodes;
+    dt__json_node *node;            /* (nodes), each before those below it */
+    uint32_t      *order, *scratch; /* (nodes): the children of each container together, members by key; for sorting */
+    char          *chars;           /* strings: 4 bytes of length, the text, a NUL */
+};
+
+/* One walk over the text. The first only counts; the second fills. */
+typedef struct dt__json_in {
+    dt_json *doc;
+    size_t   at, chars;
+    uint32_t nodes, children;
+    int      depth;
+} dt__json_in;
+
+/* A name from a file as a message may show it: not long, nothing that moves a cursor. */
+static dt__text dt__name_text(const char *name) {
+    dt__text t;
+    size_t   n = 0;
+    for (; name[n] && n < 80; n++) t.s[n] = (unsigned char)name[n] < 32 || name[n] == 127 ? '?' : name[n];
+    memcpy(t.s + n, name[n] ? ".." : "", name[n] ? 3 : 1);
+    return t;
+}
+
+static int dt__json_bad(const dt_json *d, size_t at, const char *fmt, ...) DT_PRINTF(3, 4);
+static dt_status dt__json_say(const dt_json *d, size_t at, const char *fmt, va_list args) {
+    char   why[256];
+    size_t line = 1, column = 1;
+    for (size_t i = 0; i < at; i++) {
+        if (d->text[i] == '\n') line++, column = 1;
+        else column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* characters, not bytes */
+    }
+    vsnprintf(why, sizeof why, fmt, args);
+    return dt_fail(d->ctx, DT_ERR_IO, "%s:%zu:%zu: %s", d->name, line, column, why);
+}
+
+static int dt__json_bad(const dt_json *d, size_t at, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt__json_say(d, at, fmt, args);
+    va_end(args);
+    return 0;
+}
+
+/* Bottom-up merge sort: never quadratic, and quick where pieces are in order already. scratch has room for n. */
+typedef int (*dt__less_fn)(const void *user, uint32_t a, uint32_t b);
+static void dt__sort(uint32_t *v, uint32_t *scratch, size_t n, dt__less_fn less, const void *user) {
+    for (size_t width = 1; width < n; width *= 2)
+        for (size_t lo = 0; lo + width < n; lo += 2 * width) {
+            size_t mid = lo + width, end = mid + width < n ? mid + width : n, i = 0, j = mid, k = lo;
+            if (!less(user, v[mid], v[mid - 1])) continue;
+            memcpy(scratch, v + lo, width * sizeof *v);
+            while (i < width && j < end) v[k++] = less(user, v[j], scratch[i]) ? v[j++] : scratch[i++];
+            while (i < width) v[k++] = scratch[i++];
+        }
+}
+
+static const char *dt__json_chars(const dt_json *d, uint32_t where, size_t *bytes) {
+    uint32_t n;
+    memcpy(&n, d->chars + where, sizeof n);
+    if (bytes) *bytes = n;
+    return d->chars + where + sizeof n;
+}
+
+static int dt__string_order(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
+    int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
+    return order ? order : a_bytes < b_bytes ? -1 : a_bytes > b_bytes;
+}
+
+static int dt__json_compare(const dt_json *d, uint32_t a, uint32_t b) {
+    size_t      a_bytes, b_bytes;
+    const char *x = dt__json_chars(d, d->node[a].key, &a_bytes), *y = dt__json_chars(d, d->node[b].key, &b_bytes);
+    return dt__string_order(x, a_bytes, y, b_bytes);
+}
+
+static int dt__json_less(const void *user, uint32_t a, uint32_t b) {
+    return dt__json_compare((const dt_json *)user, a, b) < 0;
+}
+
+/* The first byte that does not belong to UTF-8 (no overlong forms, no surrogates), or n. */
+static size_t dt__utf8_bad(const char *text, size_t n) {
+    const unsigned char *s = (const unsigned char *)text;
+    for (size_t i = 0; i < n;) {
+        unsigned c = s[i], more = c < 0x80 ? 0 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : 3;
+        unsigned least = c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80, most = c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+        if (more && (c < 0xc2 || c > 0xf4 || more >= n - i || s[i + 1] < least || s[i + 1] > most)) return i;
+        for (unsigned k = 2; k <= more; k++)
+            if ((s[i + k] & 0xc0) != 0x80) return i;
+        i += more + 1;
+    }
+    return n;
+}
+
+/* An unsigned integer of any length that numbers need: the base is 2^32, the lowest digit first. */
+typedef struct dt__big { int n; uint32_t w[96]; } dt__big;
+
+static void dt__big_mul(dt__big *b, uint32_t by, uint32_t add) {
+    uint64_t carry = add;
+    for (int i = 0; i < b->n; i++) {
+        carry += (uint64_t)b->w[i] * by;
+        b->w[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+    if (carry) b->w[b->n++] = (uint32_t)carry;
+}
+
+static void dt__big_shift(dt__big *b, int bits) {
+    for (; bits > 0; bits -= 31) dt__big_mul(b, (uint32_t)1 << (bits < 31 ? bits : 31), 0);
+}
+
+static void dt__big_fives(dt__big *b, int power) {
+    for (; power >= 13; power -= 13) dt__big_mul(b, 1220703125, 0);
+    for (; power > 0; power--) dt__big_mul(b, 5, 0);
+}
+
+static int dt__big_bits(const dt__big *b) { return 32 * b->n - __builtin_clz(b->w[b->n - 1]); }
+
+/* a -= b if it can. */
+static int dt__big_take(dt__big *a, const dt__big *b) {
+    int i = a->n - 1;
+    if (a->n != b->n) {
+        if (a->n < b->n) return 0;
+    } else {
+        while (i > 0 && a->w[i] == b->w[i]) i--;
+        if (a->w[i] < b->w[i]) return 0;
+    }
+    int64_t borrow = 0;
+    for (i = 0; i < a->n; i++) {
+        borrow += (int64_t)a->w[i] - (i < b->n ? b->w[i] : 0);
+        a->w[i] = (uint32_t)borrow;
+        borrow >>= 32;
+    }
+    while (a->n > 0 && a->w[a->n - 1] == 0) a->n--;
+    return 1;
+}
+
+/* digits * 10^exponent as the nearest double, ties to even; 0 when that is infinite or 0. digits: of a number in s, the
+   sign and the point skipped. libc's strtod depends on the locale, so this is a division of its own: 64 bits of the
+   quotient and whether something is left decide every case. */
+static int dt__decimal(const char *s, size_t n, int64_t exponent, double *out) {
+    dt__big a = { 0, { 0 } }, b = { 1, { 1 } };
+    int64_t digits = 0;
+    for (size_t i = 0; i < n; i++)
+        if (s[i] >= '0' && s[i] <= '9' && (digits || s[i] != '0')) {
+            dt__big_mul(&a, 10, (uint32_t)(s[i] - '0'));
+            digits++;
+        }
+    if (digits + exponent > 310 || digits + exponent < -330) return 0;
+    dt__big_fives(exponent > 0 ? &a : &b, (int)(exponent > 0 ? exponent : -exponent));
+    int top = dt__big_bits(&a) - dt__big_bits(&b); /* a / b is in (2^(top-1), 2^(top+1)) */
+    dt__big_shift(top > 0 ? &b : &a, top > 0 ? top : -top);
+    uint64_t q = (uint64_t)dt__big_take(&a, &b);
+    if (!q) {
+        top--;
+        dt__big_mul(&a, 2, 0);
+        q = (uint64_t)dt__big_take(&a, &b);
+    }
+    for (int i = 0; i < 63; i++) {
+        dt__big_mul(&a, 2, 0);
+        q = q << 1 | (uint64_t)dt__big_take(&a, &b);
+    }
+    top += (int)exponent; /* of q's highest bit; of 10^exponent the twos are still missing */
+    int drop = top < -1022 ? 11 - 1022 - top : 11; /* denormals keep fewer bits */
+    if (drop > 64) return 0;
+    uint64_t kept = drop < 64 ? q >> drop : 0, rest = drop < 64 ? q << (64 - drop) : q, half = (uint64_t)1 << 63;
+    kept += rest > half || (rest == half && (a.n > 0 || (kept & 1)));
+    *out = ldexp((double)kept, top - 63 + drop);
+    return kept > 0 && isfinite(*out);
+}
+
+static int dt__json_digits(dt__json_in *in) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at;
+    while (in->at < d->bytes && d->text[in->at] >= '0' && d->text[in->at] <= '9') in->at++;
+    return in->at > begin ? 1 : dt__json_bad(d, in->at, "a digit is needed");
+}
+
+/* Whether the next byte is c; if so, it is past. */
+static int dt__json_past(dt__json_in *in, char c) {
+    int yes = in->at < in->doc->bytes && in->doc->text[in->at] == c;
+    in->at += (size_t)yes;
+    return yes;
+}
+
+static int dt__json_exponent(dt__json_in *in, int64_t *exponent) {
+    int64_t value = 0;
+    int     minus = dt__json_past(in, '-');
+    if (!minus) dt__json_past(in, '+');
+    size_t begin = in->at;
+    if (!dt__json_digits(in)) return 0;
+    for (size_t i = begin; i < in->at; i++) value = value < 100000 ? 10 * value + in->doc->text[i] - '0' : value;
+    *exponent += minus ? -value : value;
+    return 1;
+}
+
+static int dt__json_read_number(dt__json_in *in, double *out) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at, first, point = 0, end;
+    int64_t        exponent = 0, whole = 0;
+    int            minus = dt__json_past(in, '-'), plain = 1, zero = 1;
+    first = in->at;
+    if (!dt__json_past(in, '0') && !dt__json_digits(in)) return 0;
+    point = in->at;
+    if (dt__json_past(in, '.')) {
+        plain = 0;
+        if (!dt__json_digits(in)) return 0;
+        exponent = -(int64_t)(in->at - point - 1);
+    }
+    end = in->at;
+    if (dt__json_past(in, 'e') || dt__json_past(in, 'E')) {
+        plain = 0;
+        if (!dt__json_exponent(in, &exponent)) return 0;
+    }
+    if (end - first > DT__JSON_DIGITS)
+        return dt__json_bad(d, begin, "a number of more than %d digits", DT__JSON_DIGITS);
+    for (size_t i = first; i < end; i++) zero &= d->text[i] == '0' || d->text[i] == '.';
+    if (zero && minus) return dt__json_bad(d, begin, "-0 is not allowed: write 0");
+    *out = 0;
+    if (plain) {
+        for (size_t i = first; i < end && whole <= (int64_t)1 << 53; i++) whole = 10 * whole + d->text[i] - '0';
+        if (whole > (int64_t)1 << 53) return dt__json_bad(d, begin, "an integer beyond 2^53");
+        *out = (double)whole;
+    } else if (!zero && !dt__decimal(d->text + first, end - first, exponent, out)) {
+        return dt__json_bad(d, begin, "a number that no double is near to");
+    }
+    if (minus) *out = -*out;
+    return 1;
+}
+
+static int dt__json_hex(dt__json_in *in, uint32_t *out) {
+    *out = 0;
+    for (int i = 0; i < 4; i++, in->at++) {
+        int c = in->at < in->doc->bytes ? in->doc->text[in->at] : 0, low = c | 32;
+        if (!(c >= '0' && c <= '9') && !(low >= 'a' && low <= 'f'))
+            return dt__json_bad(in->doc, in->at, "\\u needs four hexadecimal digits");
+        *out = *out << 4 | (uint32_t)(c <= '9' ? c - '0' : low - 'a' + 10);
+    }
+    return 1;
+}
+
+/* What follows a backslash, as UTF-8 in out; its length, or 0. */
+static int dt__json_escape(dt__json_in *in, char out[4]) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    size_t   begin = in->at - 1;
+    uint32_t code, low = 0;
+    for (int i = 0; i < 8; i++)
+        if (dt__json_past(in, from[i])) {
+            out[0] = to[i];
+            return 1;
+        }
+    if (!dt__json_past(in, 'u')) return dt__json_bad(in->doc, begin, "no such escape in a string");
+    if (!dt__json_hex(in, &code)) return 0;
+    if (code >= 0xd800 && code < 0xe000) {
+        int pair = code < 0xdc00 && dt__json_past(in, '\\') && dt__json_past(in, 'u');
+        if (pair && !dt__json_hex(in, &low)) return 0;
+        if (low < 0xdc00 || low > 0xdfff) return dt__json_bad(in->doc, begin, "half of a surrogate pair");
+        code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    }
+    int n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3f));
+    out[0] = (char)(n == 1 ? code : (0xf00u >> n & 0xff) | code);
+    return n;
+}
+
+/* At a quote: the string goes to chars, its place to *where. */
+static int dt__json_read_string(dt__json_in *in, uint32_t *where) {
+    const dt_json *d = in->doc;
+    size_t         begin = in->at++;
+    char          *out = d->node ? d->chars + in->chars + 4 : NULL;
+    uint32_t       n = 0;
+    while (!dt__json_past(in, '"')) {
+        char piece[4];
+        int  size = 1;
+        if (in->at >= d->bytes) return dt__json_bad(d, begin, "a string without an end");
+        piece[0] = d->text[in->at++];
+        if ((unsigned char)piece[0] < 32) return dt__json_bad(d, in->at - 1, "a control character in a string");
+        if (piece[0] == '\\' && (size = dt__json_escape(in, piece)) == 0) return 0;
+        if (out) memcpy(out + n, piece, (size_t)size);
+        n += (uint32_t)size;
+        if (n > DT__JSON_STRING) return dt__json_bad(d, begin, "a string of more than %d bytes", DT__JSON_STRING);
+    }
+    *where = (uint32_t)in->chars;
+    if (out) memcpy(out - 4, &n, 4);
+    if (out) out[n] = 0;
+    in->chars += n + 5;
+    return 1;
+}
+
+static void dt__json_space(dt__json_in *in) {
+    while (dt__json_past(in, ' ') || dt__json_past(in, '\n') || dt__json_past(in, '\r') || dt__json_past(in, '\t')) {}
+}
+
+static int dt__json_word(dt__json_in *in, const char *word) {
+    size_t n = strlen(word);
+    if (in->doc->bytes - in->at < n || memcmp(in->doc->text + in->at, word, n) != 0)
+        return dt__json_bad(in->doc, in->at, "a value is needed");
+    in->at += n;
+    return 1;
+}
+
+/* All below a container is read: its children, in a row, members sorted so that equal keys meet. */
+static int dt__json_collect(dt__json_in *in, uint32_t self, dt__json_node *node) {
+    dt_json *d = in->doc;
+    if (!d->node) return 1;
+    uint32_t first = node->u.first = in->children;
+    for (uint32_t c = self + 1; c < in->nodes; c = d->node[c].next) d->order[in->children++] = c;
+    if (node->kind == DT_JSON_ARRAY) return 1;
+    dt__sort(d->order + first, d->scratch, node->count, dt__json_less, d);
+    for (uint32_t i = first + 1; i < in->children; i++)
+        if (dt__json_compare(d, d->order[i - 1], d->order[i]) == 0) {
+            const char *key = dt__json_chars(d, d->node[d->order[i]].key, NULL);
+            return dt__json_bad(d, d->node[d->order[i]].at, "'%s' is there twice", dt__name_text(key).s);
+        }
+    return 1;
+}
+
+static int dt__json_value(dt__json_in *in, uint32_t key);
+
+static int dt__json_container(dt__json_in *in, uint32_t self, dt__json_node *node, char end) {
+    const dt_json *d = in->doc;
+    if (++in->depth > DT__JSON_DEPTH) return dt__json_bad(d, in->at, "more than %d levels", DT__JSON_DEPTH);
+    in->at++;
+    dt__json_space(in);
+    int more = !dt__json_past(in, end);
+    while (more) {
+        uint32_t key = 0;
+        if (end == '}') {
+            if (in->at >= d->bytes || d->text[in->at] != '"')
+                return dt__json_bad(d, in->at, "a key in quotes is needed");
+            if (!dt__json_read_string(in, &key)) return 0;
+            dt__json_space(in);
+            if (!dt__json_past(in, ':')) return dt__json_bad(d, in->at, "a colon is needed");
+        }
+        dt__json_space(in);
+        if (!dt__json_value(in, key)) return 0;
+        node->count++;
+        dt__json_space(in);
+        more = dt__json_past(in, ',');
+        dt__json_space(in);
+        if (!more && !dt__json_past(in, end)) return dt__json_bad(d, in->at, "a comma or '%c' is needed", end);
+    }
+    in->depth--;
+    return dt__json_collect(in, self, node);
+}
+
+static int dt__json_value(dt__json_in *in, uint32_t key) {
+    dt_json      *d = in->doc;
+    char          c = in->at < d->bytes ? d->text[in->at] : 0;
+    dt__json_node node = { (uint32_t)in->at, key, 0, DT_JSON_NULL, 0, { 0 } };
+    uint32_t      self = in->nodes++, where = 0;
+    int           ok;
+    if (in->nodes > DT__JSON_NODES) return dt__json_bad(d, in->at, "more than %d values", DT__JSON_NODES);
+    if (c == '{' || c == '[') {
+        node.kind = c == '{' ? DT_JSON_OBJECT : DT_JSON_ARRAY;
+        ok = dt__json_container(in, self, &node, c == '{' ? '}' : ']');
+    } else if (c == '"') {
+        node.kind = DT_JSON_STRING;
+        ok = dt__json_read_string(in, &where);
+        node.u.first = where;
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        node.kind = DT_JSON_NUMBER;
+        ok = dt__json_read_number(in, &node.u.number);
+    } else {
+        node.kind = c == 'n' ? DT_JSON_NULL : DT_JSON_BOOL;
+        node.u.first = c == 't';
+        ok = dt__json_word(in, c == 'n' ? "null" : c == 't' ? "true" : "false");
+    }
+    node.next = in->nodes;
+    if (ok && d->node) d->node[self] = node;
+    return ok;
+}
+
+static int dt__json_whole(dt_json *d, dt__json_in *in) {
+    memset(in, 0, sizeof *in);
+    in->doc = d;
+    dt__json_space(in);
+    if (!dt__json_value(in, 0)) return 0;
+    dt__json_space(in);
+    return in->at == d->bytes ? 1 : dt__json_bad(d, in->at, "something follows the end");
+}
+
+dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t bytes) {
+    dt_json     head, *d;
+    dt__json_in in;
+    if (dt_error(ctx) != DT_OK) return NULL;
+    memset(&head, 0, sizeof head);
+    head.ctx = ctx;
+    head.name = name;
+    head.text = text;
+    head.bytes = bytes;
+    if (bytes > DT__JSON_BYTES) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %zu bytes of JSON, at most %d", name, bytes, DT__JSON_BYTES);
+        return NULL;
+    }
+    size_t bad = dt__utf8_bad(text, bytes);
+    if (bad < bytes) dt__json_bad(&head, bad, "this is not UTF-8");
+    if (bad < bytes || !dt__json_whole(&head, &in)) return NULL;
+    head.nodes = in.nodes;
+    head.memory = sizeof head + in.nodes * (sizeof *head.node + 2 * sizeof *head.order) + in.chars;
+    d = (dt_json *)dt_alloc(ctx, DT_MEM_HOST, head.memory, name);
+    if (!d) return NULL;
+    *d = head;
+    d->node = (dt__json_node *)(d + 1);
+    d->order = (uint32_t *)(d->node + d->nodes);
+    d->scratch = d->order + d->nodes;
+    d->chars = (char *)(d->scratch + d->nodes);
+    if (dt__json_whole(d, &in)) return d;
+    dt_json_free(d);
+    return NULL;
+}
+
+void dt_json_free(dt_json *json) {
+    if (json) dt_free(json->ctx, DT_MEM_HOST, json, json->memory);
+}
+
+static const dt__json_node *dt__json_get(const dt_json *d, int node) {
+    return d && node >= 0 && (uint32_t)node < d->nodes ? &d->node[node] : NULL;
+}
+
+static const dt__json_node *dt__json_is(const dt_json *d, int node, dt_json_kind kind) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n && n->kind == (uint32_t)kind ? n : NULL;
+}
+
+dt_json_kind dt_json_kind_of(const dt_json *d, int node) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n ? (dt_json_kind)n->kind : DT_JSON_NULL;
+}
+
+int dt_json_count(const dt_json *d, int node) {
+    const dt__json_node *n = dt__json_get(d, node);
+    return n ? (int)n->count : 0;
+}
+
+int dt_json_at(const dt_json *d, int node, int i) {
+    return i >= 0 && i < dt_json_count(d, node) ? (int)d->order[d->node[node].u.first + (uint32_t)i] : -1;
+}
+
+const char *dt_json_key(const dt_json *d, int node, size_t *bytes) {
+    return dt__json_get(d, node) ? dt__json_chars(d, d->node[node].key, bytes) : NULL;
+}
+
+int dt_json_find(const dt_json *d, int node, const char *key) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_OBJECT);
+    int                  lo = 0, hi = n ? (int)n->count : 0;
+    while (lo < hi) {
+        int         mid = lo + (hi - lo) / 2;
+        size_t      bytes = 0;
+        const char *have = dt_json_key(d, dt_json_at(d, node, mid), &bytes);
+        int         order = dt__string_order(key, strlen(key), have, bytes);
+        if (order == 0) return dt_json_at(d, node, mid);
+        if (order < 0) hi = mid;
+        else lo = mid + 1;
+    }
+    return -1;
+}
+
+const char *dt_json_string(const dt_json *d, int node, size_t *bytes) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_STRING);
+    return n ? dt__json_chars(d, n->u.first, bytes) : NULL;
+}
+
+int dt_json_number(const dt_json *d, int node, double *out) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_NUMBER);
+    if (n) *out = n->u.number;
+    return n != NULL;
+}
+
+int dt_json_int(const dt_json *d, int node, int64_t *out) {
+    double v;
+    if (!dt_json_number(d, node, &v) || v != floor(v) || fabs(v) > 9007199254740992.0) return 0;
+    *out = (int64_t)v;
+    return 1;
+}
+
+int dt_json_bool(const dt_json *d, int node, int *out) {
+    const dt__json_node *n = dt__json_is(d, node, DT_JSON_BOOL);
+    if (n) *out = (int)n->u.first;
+    return n != NULL;
+}
+
+dt_status dt_json_fail(const dt_json *d, int node, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    dt_status status = dt__json_say(d, dt__json_get(d, node) ? d->node[node].at : 0, fmt, args);
+    va_end(args);
+    return status;
+}
+
+static void dt__json_write(dt_json_out *o, const char *s, size_t n) {
+    if (o->used + n + 1 > o->room && dt_error(o->ctx) == DT_OK) {
+        size_t room = 2 * (o->used + n + 1) + 256;
+        char  *text = (char *)dt_alloc(o->ctx, DT_MEM_HOST, room, "JSON");
+        if (!text) return;
+        if (o->text) memcpy(text, o->text, o->used);
+        dt_free(o->ctx, DT_MEM_HOST, o->text, o->room);
+        o->text = text;
+        o->room = room;
+    }
+    if (dt_error(o->ctx) != DT_OK) return;
+    memcpy(o->text + o->used, s, n);
+    o->used += n;
+    o->text[o->used] = 0;
+}
+
+static void dt__json_quote(dt_json_out *o, const char *s) {
+    static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
+    if (dt__utf8_bad(s, strlen(s)) < strlen(s)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: a string that is not UTF-8");
+    dt__json_write(o, "\"", 1);
+    for (; *s; s++) {
+        char        code[8] = { '\\', 0 };
+        const char *escape = strchr(from, *s);
+        if (escape) code[1] = to[escape - from];
+        else if ((unsigned char)*s < 32) snprintf(code, sizeof code, "\\u%04x", (unsigned)*s);
+        if (code[1]) dt__json_write(o, code, strlen(code));
+        else dt__json_write(o, s, 1);
+    }
+    dt__json_write(o, "\"", 1);
+}
+
+/* What comes before a value: a comma unless it is the first, and the key. */
+static void dt__json_next(dt_json_out *o, const char *key) {
+    char last = o->used ? o->text[o->used - 1] : '{';
+    if (last != '{' && last != '[') dt__json_write(o, ",", 1);
+    if (!key) return;
+    dt__json_quote(o, key);
+    dt__json_write(o, ":", 1);
+}
+
+void dt_json_open(dt_json_out *o, const char *key, char bracket) {
+    dt__json_next(o, key);
+    dt__json_write(o, &bracket, 1);
+}
+
+void dt_json_shut(dt_json_out *o, char bracket) { dt__json_write(o, &bracket, 1); }
+
+void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
+    dt__json_next(o, key);
+    dt__json_quote(o, value);
+}
+
+/* The fewest of 15 to 17 digits that read back the same. A locale may have its own point, even of several bytes. */
+void dt_json_put_number(dt_json_out *o, const char *key, double value) {
+    char        raw[48], text[48] = "0";
+    double      back = 0;
+    dt_json     d;
+    dt__json_in in;
+    if (!isfinite(value)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: %g is no number there", value);
+    memset(&d, 0, sizeof d);
+    d.text = text;
+    for (int digits = 15; digits <= 17 && dt_error(o->ctx) == DT_OK && value != 0 && back != value; digits++) {
+        size_t n = 0;
+        snprintf(raw, sizeof raw, "%.*g", digits, value);
+        for (const char *s = raw; *s; s++) {
+            int plain = (*s >= '0' && *s <= '9') || *s == 'e' || *s == '-' || *s == '+';
+            if (plain || (n && text[n - 1] != '.')) text[n++] = plain ? *s : '.';
+        }
+        text[n] = 0;
+        if (fabs(value) > 9007199254740992.0 && !strpbrk(text, ".e")) memcpy(text + n, ".0", 3), n += 2;
+        memset(&in, 0, sizeof in);
+        in.doc = &d;
+        d.bytes = n;
+        dt__json_read_number(&in, &back);
+    }
+    dt__json_next(o, key);
+    dt__json_write(o, text, strlen(text));
+}
+
+void dt_json_put_int(dt_json_out *o, const char *key, int64_t value) {
+    char text[24];
+    dt__json_next(o, key);
+    dt__json_write(o, text, (size_t)snprintf(text, sizeof text, "%lld", (long long)value));
+}
+
+void dt_json_put_bool(dt_json_out *o, const char *key, int value) {
+    dt__json_next(o, key);
+    dt__json_write(o, value ? "true" : "false", value ? 4 : 5);
+}
+
+void dt_json_drop(dt_json_out *o) {
+    dt_free(o->ctx, DT_MEM_HOST, o->text, o->room);
+    o->text = NULL;
+    o->used = o->room = 0;
+}
+
+// ==== 19. Weight files: code ========================================================================================
+
+enum { DT__WINDOW = 256 << 10, DT__STAGE = 1 << 20 }; /* bytes read at once where they must be converted; of a tile */
+
+typedef struct dt__type { const char *name; int bits, readable; dt_dtype dtype; } dt__type;
+/* The types of safetensors, in its order: a writer puts the last ones first. */
+static const dt__type dt__types[] = { { "BOOL", 8, 0, DT_F32 }, { "F4", 4, 0, DT_F32 }, { "F6_E2M3", 6, 0, DT_F32 },
+    { "F6_E3M2", 6, 0, DT_F32 }, { "U8", 8, 0, DT_F32 }, { "I8", 8, 0, DT_F32 }, { "F8_E5M2", 8, 0, DT_F32 },
+    { "F8_E4M3", 8, 0, DT_F32 }, { "F8_E8M0", 8, 0, DT_F32 }, { "F8_E4M3FNUZ", 8, 0, DT_F32 },
+    { "F8_E5M2FNUZ", 8, 0, DT_F32 }, { "I16", 16, 0, DT_F32 }, { "U16", 16, 0, DT_F32 }, { "F16", 16, 1, DT_F16 },
+    { "BF16", 16, 1, DT_BF16 }, { "I32", 32, 1, DT_I32 }, { "U32", 32, 0, DT_F32 }, { "F32", 32, 1, DT_F32 },
+    { "C64", 64, 0, DT_F32 }, { "F64", 64, 1, DT_F64 }, { "I64", 64, 0, DT_F32 }, { "U64", 64, 0, DT_F32 } };
+enum { DT__TYPES = sizeof dt__types / sizeof *dt__types };
+
+/* The tensors of an llm.c model, in its order. Dimensions: P padded vocabulary, T positions, L layers, C width, 3 and 4
+   that many times C. */
+static const struct { const char *name, *dims; } dt__llmc_tensors[16] = { { "wte", "PC" }, { "wpe", "TC" },
+    { "ln1w", "LC" }, { "ln1b", "LC" }, { "qkvw", "L3C" }, { "qkvb", "L3" }, { "attprojw", "LCC" },
+    { "attprojb", "LC" }, { "ln2w", "LC" }, { "ln2b", "LC" }, { "fcw", "L4C" }, { "fcb", "L4" },
+    { "fcprojw", "LC4" }, { "fcprojb", "LC" }, { "lnfw", "C" }, { "lnfb", "C" } };
+enum { DT__LLMC_MAGIC = 20240326, DT__LLMC_HEAD = 1024 };
+
+typedef struct dt__weight {
+    dt_weight t;
+    int       file, type;           /* places in the tables */
+    int64_t   bytes, offset;        /* offset: of its first byte in the file */
+    int64_t   written, due;         /* elements written; how many must be */
+    char     *own_name;             /* of a tensor that was declared; other names are in the header or constant */
+} dt__weight;
+
+typedef struct dt__weight_file {
+    char    *path, *temp;           /* temp: the name while it is being written */
+    char    *head;                  /* all before the data */
+    dt_json *json;                  /* of head: holds the names */
+    size_t   path_bytes, temp_bytes, head_bytes;
+    int64_t  bytes;
+    int      open;                  /* temp may exist */
+} dt__weight_file;
+
+struct dt_weights {
+    dt_ctx          *ctx;
+    dt_listener      listener;      /* closes it with the context */
+    int              writing, laid; /* laid: files and offsets are settled */
+    dt_weights_desc  desc;          /* desc.llmc of what is read too */
+    char            *path;
+    dt__weight_file *file;
+    dt__weight      *weight;
+    int              files, file_room, weights, weight_room;
+    uint32_t        *order;         /* (2 order_room): weights by name, and room to sort */
+    int              order_room;
+    int              fd, current;   /* the one file that is open: many ranks may read many files */
+    char            *window, *stage;
+};
+
+static char *dt__join(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
+    char *s = (char *)dt_alloc(ctx, DT_MEM_HOST, a_bytes + strlen(b) + 1, "a path");
+    if (!s) return NULL;
+    memcpy(s, a, a_bytes);
+    memcpy(s + a_bytes, b, strlen(b) + 1);
+    return s;
+}
+
+static void dt__text_drop(dt_ctx *ctx, char *s) {
+    if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
+}
+
+static const char *dt__io_reason(void) { return errno ? strerror(errno) : "the io table refused"; }
+
+/* Bytes of an open file, all of them or an error that names `what`. The io table may give them piece by piece. */
+static dt_status dt__file_get(dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at,
+    const char *what) {
+    for (int64_t done = 0; done < bytes;) {
+        errno = 0;
+        int64_t got = ctx->io.pread(ctx->io.user, fd, (char *)out + done, (size_t)(bytes - done), at + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0 || got > bytes - done)
+            return dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: %s", path, dt__name_text(what).s, (long long)(at + done),
+                got < 0 ? dt__io_reason() : "the file has become shorter");
+        done += got;
+    }
+    return DT_OK;
+}
+
+static dt_status dt__file_put(dt_ctx *ctx, const char *path, int fd, const void *in, int64_t bytes, int64_t at) {
+    for (int64_t done = 0; done < bytes;) {
+        errno = 0;
+        int64_t put = ctx->io.pwrite(ctx->io.user, fd, (const char *)in + done, (size_t)(bytes - done), at + done);
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0 || put > bytes - done)
+            return dt_fail(ctx, DT_ERR_IO, "%s: writing byte %lld: %s", path, (long long)(at + done), dt__io_reason());
+        done += put;
+    }
+    return DT_OK;
+}
+
+/* A descriptor, or -1 and the context has failed. For writing, the file becomes `bytes` zeros. */
+static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
+    errno = 0;
+    int fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, writing) : -1;
+    if (fd < 0) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+        return -1;
+    }
+    if (!writing) return fd;
+    errno = 0;
+    int ok = ctx->io.resize(ctx->io.user, fd, 0) == 0 && ctx->io.resize(ctx->io.user, fd, bytes) == 0;
+    if (ok) return fd;
+    dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", path, (long long)bytes, dt__io_reason());
+    ctx->io.close(ctx->io.user, fd);
+    return -1;
+}
+
+/* Closes what was written, once it is on the disk: an error of the disk may show no earlier. */
+static dt_status dt__file_shut(dt_ctx *ctx, const char *path, int fd) {
+    errno = 0;
+    int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
+    if (synced != 0) dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", path, dt__io_reason());
+    errno = 0;
+    if (ctx->io.close(ctx->io.user, fd) != 0) dt_fail(ctx, DT_ERR_IO, "%s: close: %s", path, dt__io_reason());
+    return ctx->status;
+}
+
+/* temp becomes path; then the folder is synced, which makes the new name last. A table or a file system that does not
+   open folders has no such step. */
+static dt_status dt__file_publish(dt_ctx *ctx, const char *temp, const char *path) {
+    const char *slash = strrchr(path, '/');
+    errno = 0;
+    if (ctx->io.rename(ctx->io.user, temp, path) != 0)
+        return dt_fail(ctx, DT_ERR_IO, "%s: rename from %s: %s", path, temp, dt__io_reason());
+    char *folder = slash ? dt__join(ctx, path, (size_t)(slash - path) + 1, "") : dt__join(ctx, ".", 1, "");
+    int   fd = folder ? ctx->io.open(ctx->io.user, folder, 0) : -1;
+    errno = 0;
+    if (fd >= 0 && ctx->io.fsync(ctx->io.user, fd) != 0 && errno != EINVAL)
+        dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", folder, dt__io_reason());
+    if (fd >= 0) ctx->io.close(ctx->io.user, fd);
+    dt__text_drop(ctx, folder);
+    return ctx->status;
+}
+
+char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    int fd = dt__file_open(ctx, path, 0, 0);
+    if (fd < 0) return NULL;
+    char *text = NULL;
+    errno = 0;
+    int64_t size = ctx->io.size(ctx->io.user, fd);
+    if (size < 0) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    else if ((uint64_t)size > limit)
+        dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
+    else text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
+    if (text) {
+        *bytes = (size_t)size;
+        text[size] = 0;
+        if (dt__file_get(ctx, path, fd, text, size, 0, "text") != DT_OK) {
+            dt_free(ctx, DT_MEM_HOST, text, (size_t)size + 1);
+            text = NULL;
+        }
+    }
+    ctx->io.close(ctx->io.user, fd);
+    return text;
+}
+
+dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    char *temp = dt__join(ctx, path, strlen(path), ".tmp");
+    int   fd = temp ? dt__file_open(ctx, temp, 1, (int64_t)bytes) : -1;
+    if (fd >= 0) {
+        dt__file_put(ctx, temp, fd, data, (int64_t)bytes, 0);
+        dt__file_shut(ctx, temp, fd);
+    }
+    if (ctx->status == DT_OK) dt__file_publish(ctx, temp, path);
+    if (ctx->status != DT_OK && temp) ctx->io.remove(ctx->io.user, temp);
+    dt__text_drop(ctx, temp);
+    return ctx->status;
+}
+
+// ---- The handle
+
+static void dt__weights_shut(dt_weights *w) {
+    if (w->fd >= 0 && w->writing) dt__file_shut(w->ctx, w->file[w->current].temp, w->fd);
+    else if (w->fd >= 0) w->ctx->io.close(w->ctx->io.user, w->fd);
+    w->fd = w->current = -1;
+}
+
+static dt_status dt__weights_use(dt_weights *w, int f) {
+    dt_ctx *ctx = w->ctx;
+    if (w->current == f) return ctx->status;
+    dt__weights_shut(w);
+    const char *path = w->writing ? w->file[f].temp : w->file[f].path;
+    errno = 0;
+    w->fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, w->writing) : -1;
+    if (w->fd < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    w->current = f;
+    return DT_OK;
+}
+
+static void dt__weights_free(dt_ctx *ctx, void *user) {
+    dt_weights *w = (dt_weights *)user;
+    dt__weights_shut(w);
+    for (int f = 0; f < w->files; f++) {
+        dt__weight_file *file = &w->file[f];
+        if (file->open) ctx->io.remove(ctx->io.user, file->temp);
+        dt_json_free(file->json);
+        dt_free(ctx, DT_MEM_HOST, file->head, file->head_bytes);
+        dt__text_drop(ctx, file->path);
+        dt__text_drop(ctx, file->temp);
+    }
+    for (int i = 0; i < w->weights; i++) dt__text_drop(ctx, w->weight[i].own_name);
+    dt_free(ctx, DT_MEM_HOST, w->file, (size_t)w->file_room * sizeof *w->file);
+    dt_free(ctx, DT_MEM_HOST, w->weight, (size_t)w->weight_room * sizeof *w->weight);
+    dt_free(ctx, DT_MEM_HOST, w->order, 2 * (size_t)w->order_room * sizeof *w->order);
+    dt_free(ctx, DT_MEM_HOST, w->window, w->window ? DT__WINDOW : 0);
+    dt_free(ctx, DT_MEM_HOST, w->stage, w->stage ? DT__STAGE : 0);
+    dt__text_drop(ctx, w->path);
+    dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
+}
+
+static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    dt_weights *w = (dt_weights *)dt__host_zeroed(ctx, sizeof *w, path);
+    if (!w) return NULL;
+    w->ctx = ctx;
+    w->writing = writing;
+    w->fd = w->current = -1;
+    w->listener.closing = dt__weights_free;
+    w->listener.user = w;
+    dt_listen(ctx, &w->listener);
+    w->path = dt__join(ctx, path, strlen(path), "");
+    return w;
+}
+
+static void dt__weights_end(dt_weights *w) {
+    dt_unlisten(w->ctx, &w->listener);
+    dt__weights_free(w->ctx, w);
+}
+
+/* Takes over path. */
+static dt__weight_file *dt__weights_file(dt_weights *w, char *path) {
+    dt__weight_file *grown = (dt__weight_file *)dt__grow(w->ctx, w->file, w->files, &w->file_room, sizeof *grown,
+        "files");
+    if (!path || !grown) {
+        dt__text_drop(w->ctx, path);
+        return NULL;
+    }
+    w->file = grown;
+    memset(&w->file[w->files], 0, sizeof *w->file);
+    w->file[w->files].path = path;
+    return &w->file[w->files++];
+}
+
+static dt__weight *dt__weights_add(dt_weights *w, const dt__weight *weight) {
+    dt__weight *grown = (dt__weight *)dt__grow(w->ctx, w->weight, w->weights, &w->weight_room, sizeof *grown,
+        "tensors");
+    if (!grown) return NULL;
+    w->weight = grown;
+    w->weight[w->weights] = *weight;
+    return &w->weight[w->weights++];
+}
+
+static int dt__by_name(const void *user, uint32_t a, uint32_t b) {
+    const dt__weight *t = (const dt__weight *)user;
+    return strcmp(t[a].t.name, t[b].t.name) < 0;
+}
+
+static int dt__by_offset(const void *user, uint32_t a, uint32_t b) { /* the empty ones of a place come first */
+    const dt__weight *t = (const dt__weight *)user;
+    return t[a].offset != t[b].offset ? t[a].offset < t[b].offset : t[a].bytes < t[b].bytes;
+}
+
+static int dt__by_type(const void *user, uint32_t a, uint32_t b) {
+    const dt__weight *t = (const dt__weight *)user;
+    return t[a].type != t[b].type ? t[a].type > t[b].type : dt__by_name(user, a, b);
+}
+
+/* Weights first .. of the table, in w->order, sorted. */
+static dt_status dt__weights_sort(dt_weights *w, int first, dt__less_fn less) {
+    int n = w->weights - first;
+    if (w->weights > w->order_room) {
+        dt_free(w->ctx, DT_MEM_HOST, w->order, 2 * (size_t)w->order_room * sizeof *w->order);
+        w->order_room = 0;
+        w->order = (uint32_t *)dt_alloc(w->ctx, DT_MEM_HOST, 2 * (size_t)w->weights * sizeof *w->order, "tensors");
+        if (!w->order) return w->ctx->status;
+        w->order_room = w->weights;
+    }
+    for (int i = 0; i < n; i++) w->order[i] = (uint32_t)(first + i);
+    if (n > 1) dt__sort(w->order, w->order + w->order_room, (size_t)n, less, w->weight);
+    return DT_OK;
+}
+
+/* All tensors are known: sorts them by name. Two of one name are an error. */
+static dt_status dt__weights_names(dt_weights *w) {
+    if (dt__weights_sort(w, 0, dt__by_name) != DT_OK) return w->ctx->status;
+    for (int i = 1; i < w->weights; i++)
+        if (!dt__by_name(w->weight, w->order[i - 1], w->order[i]))
+            return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s: tensor '%s' is there twice", w->path,
+                dt__name_text(w->weight[w->order[i]].t.name).s);
+    return DT_OK;
+}
+
+// ---- Reading
+
+/* One member of a safetensors header. */
+static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
+    dt__weight_file *file = &w->file[f];
+    const dt_json   *j = file->json;
+    dt__weight       t;
+    size_t           bytes = 0;
+    int64_t          begin, end, size = 1;
+    memset(&t, 0, sizeof t);
+    t.file = f;
+    t.t.name = dt_json_key(j, node, &bytes);
+    if (strlen(t.t.name) != bytes) return dt_json_fail(j, node, "a tensor's name holds a NUL");
+    dt__text    name = dt__name_text(t.t.name);
+    int         shape = dt_json_find(j, node, "shape"), offsets = dt_json_find(j, node, "data_offsets");
+    const char *type = dt_json_string(j, dt_json_find(j, node, "dtype"), NULL);
+    if (!type || dt_json_kind_of(j, shape) != DT_JSON_ARRAY || dt_json_kind_of(j, offsets) != DT_JSON_ARRAY ||
+        dt_json_count(j, node) != 3 || dt_json_count(j, offsets) != 2)
+        return dt_json_fail(j, node, "tensor '%s': dtype, shape and two data_offsets are needed, and no more", name.s);
+    while (t.type < DT__TYPES && strcmp(dt__types[t.type].name, type) != 0) t.type++;
+    if (t.type == DT__TYPES)
+        return dt_json_fail(j, node, "tensor '%s': unknown type '%s'", name.s, dt__name_text(type).s);
+    t.t.type = dt__types[t.type].name;
+    t.t.readable = dt__types[t.type].readable;
+    t.t.dtype = dt__types[t.type].dtype;
+    t.t.shape.nd = dt_json_count(j, shape);
+    if (t.t.shape.nd > DT_MAX_DIMS)
+        return dt_json_fail(j, node, "tensor '%s': %d dimensions, at most %d", name.s, t.t.shape.nd, DT_MAX_DIMS);
+    for (int i = 0; i < t.t.shape.nd; i++)
+        if (!dt_json_int(j, dt_json_at(j, shape, i), &t.t.shape.d[i]) || !dt__mul_ok(size, t.t.shape.d[i], &size))
+            return dt_json_fail(j, node, "tensor '%s': dimension %d of its shape", name.s, i);
+    t.t.count = size;
+    if (!dt__mul_ok(size, dt__types[t.type].bits, &size) || size % 8 != 0)
+        return dt_json_fail(j, node, "tensor '%s': %s of %s has no size in bytes", name.s, dt__shape_text(t.t.shape).s,
+            type);
+    if (!dt_json_int(j, dt_json_at(j, offsets, 0), &begin) || !dt_json_int(j, dt_json_at(j, offsets, 1), &end) ||
+        begin < 0 || end < begin || end - begin != size / 8 || !dt__add_ok(begin, (int64_t)file->head_bytes, &t.offset))
+        return dt_json_fail(j, node, "tensor '%s': its data_offsets are not those of %s of %s", name.s,
+            dt__shape_text(t.t.shape).s, type);
+    t.bytes = end - begin;
+    return dt__weights_add(w, &t) ? DT_OK : w->ctx->status;
+}
+
+static dt_status dt__st_metadata(const dt_json *j, int node) {
+    if (dt_json_kind_of(j, node) != DT_JSON_OBJECT) return dt_json_fail(j, node, "__metadata__ is no object");
+    for (int i = 0; i < dt_json_count(j, node); i++)
+        if (!dt_json_string(j, dt_json_at(j, node, i), NULL))
+            return dt_json_fail(j, dt_json_at(j, node, i), "__metadata__ holds strings only");
+    return DT_OK;
+}
+
+/* The tensors of one file, beginning with `first`, must fill its data exactly: no hole, no overlap, nothing behind. So
+   one file cannot be two things to two readers. */
+static dt_status dt__st_cover(dt_weights *w, int f, int first) {
+    const dt__weight_file *file = &w->file[f];
+    int64_t                at = (int64_t)file->head_bytes;
+    if (dt__weights_sort(w, first, dt__by_offset) != DT_OK) return w->ctx->status;
+    for (int i = 0; i < w->weights - first; i++) {
+        const dt__weight *t = &w->weight[w->order[i]];
+        if (t->offset != at)
+            return dt_fail(w->ctx, DT_ERR_IO, "%s: tensor '%s' begins at byte %lld, but the one before it ends at %lld",
+                file->path, dt__name_text(t->t.name).s, (long long)t->offset, (long long)at);
+        if (!dt__add_ok(at, t->bytes, &at)) break;
+    }
+    return at == file->bytes ? DT_OK : dt_fail(w->ctx, DT_ERR_IO, "%s: %lld bytes, but its tensors end at byte %lld",
+        file->path, (long long)file->bytes, (long long)at);
+}
+
+static dt_status dt__st_open(dt_weights *w, int f, uint64_t head) {
+    dt__weight_file *file = &w->file[f];
+    dt_ctx          *ctx = w->ctx;
+    int              first = w->weights;
+    if (head > DT__JSON_BYTES || (int64_t)head > file->bytes - 8)
+        return dt_fail(ctx, DT_ERR_IO, "%s: neither safetensors (a header of %llu bytes in a file of %lld, at most %d) "
+            "nor an llm.c model", file->path, (unsigned long long)head, (long long)file->bytes, DT__JSON_BYTES);
+    file->head_bytes = (size_t)head + 8;
+    file->head = (char *)dt_alloc(ctx, DT_MEM_HOST, file->head_bytes, "a header");
+    if (!file->head) return ctx->status;
+    if (dt__file_get(ctx, file->path, w->fd, file->head, (int64_t)file->head_bytes, 0, "header") != DT_OK)
+        return ctx->status;
+    if (head < 2 || file->head[8] != '{')
+        return dt_fail(ctx, DT_ERR_IO, "%s: the header does not begin with '{'", file->path);
+    file->json = dt_json_parse(ctx, file->path, file->head + 8, (size_t)head);
+    int metadata = dt_json_find(file->json, 0, "__metadata__");
+    if (metadata >= 0) dt__st_metadata(file->json, metadata);
+    for (int i = 0; i < dt_json_count(file->json, 0) && ctx->status == DT_OK; i++)
+        if (dt_json_at(file->json, 0, i) != metadata) dt__st_tensor(w, f, dt_json_at(file->json, 0, i));
+    return ctx->status == DT_OK ? dt__st_cover(w, f, first) : ctx->status;
+}
+
+/* Tensor i of an llm.c model whose sizes were checked; 0 where its size is no number. */
+static int dt__llmc_tensor(const dt_llmc *m, int i, dt__weight *t) {
+    const char *dims = dt__llmc_tensors[i].dims;
+    int64_t     C = m->width;
+    memset(t, 0, sizeof *t);
+    t->t.name = dt__llmc_tensors[i].name;
+    t->t.type = m->version == 5 ? "BF16" : "F32";
+    t->t.readable = 1;
+    t->t.dtype = m->version == 5 ? DT_BF16 : DT_F32;
+    t->t.count = 1;
+    for (; *dims; dims++) {
+        int64_t d = *dims == 'P' ? m->padded_vocab : *dims == 'T' ? m->seq : *dims == 'L' ? m->layers
+            : *dims == 'C' ? C : (*dims - '0') * C;
+        t->t.shape.d[t->t.shape.nd++] = d;
+        if (!dt__mul_ok(t->t.count, d, &t->t.count)) return 0;
+    }
+    t->due = i == 0 ? m->vocab * C : t->t.count;
+    return dt__mul_ok(t->t.count, (int64_t)dt_dtype_size(t->t.dtype), &t->bytes);
+}
+
+/* All 16 tensors, one after the other; *end is where the file ends. */
+static dt_status dt__llmc_list(dt_weights *w, int f, int64_t *end) {
+    const dt_llmc *m = &w->desc.llmc;
+    *end = DT__LLMC_HEAD;
+    if ((m->version != 3 && m->version != 5) || m->seq < 1 || m->vocab < 1 || m->layers < 1 || m->heads < 1 ||
+        m->width < 1 || m->width % m->heads != 0 || m->padded_vocab < m->vocab)
+        return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s: llm.c model of version %d (3 and 5 are "
+            "known), seq %d, vocab %d of %d, layers %d, heads %d, width %d", w->path, m->version, m->seq, m->vocab,
+            m->padded_vocab, m->layers, m->heads, m->width);
+    for (int i = 0; i < 16; i++) {
+        dt__weight t;
+        int        ok = dt__llmc_tensor(m, i, &t);
+        t.file = f;
+        t.offset = *end;
+        if (!ok || !dt__add_ok(*end, t.bytes, end))
+            return dt_fail(w->ctx, DT_ERR_IO, "%s: the size of tensor '%s' is no number", w->path, t.t.name);
+        if (!dt__weights_add(w, &t)) return w->ctx->status;
+    }
+    return DT_OK;
+}
+
+static dt_status dt__llmc_open(dt_weights *w, int f) {
+    dt__weight_file *file = &w->file[f];
+    int32_t          head[8];
+    int64_t          end;
+    if (dt__file_get(w->ctx, file->path, w->fd, head, sizeof head, 0, "header") != DT_OK) return w->ctx->status;
+    dt_llmc m = { head[1], head[2], head[3], head[4], head[5], head[6], head[7] };
+    w->desc.llmc = m;
+    if (dt__llmc_list(w, f, &end) != DT_OK) return w->ctx->status;
+    return end == file->bytes ? DT_OK : dt_fail(w->ctx, DT_ERR_IO, "%s: %lld bytes, but a model of its sizes has %lld",
+        file->path, (long long)file->bytes, (long long)end);
+}
+
+/* One file and its kind. Takes over path. */
+static dt_status dt__weights_scan(dt_weights *w, char *path) {
+    dt_ctx          *ctx = w->ctx;
+    dt__weight_file *file = dt__weights_file(w, path);
+    int              f = w->files - 1;
+    uint64_t         head;
+    if (!file || dt__weights_use(w, f) != DT_OK) return ctx->status;
+    errno = 0;
+    file->bytes = ctx->io.size(ctx->io.user, w->fd);
+    if (file->bytes < 0 && errno == EISDIR)
+        return dt_fail(ctx, DT_ERR_IO, "%s: a folder without model.safetensors and model.safetensors.index.json", path);
+    if (file->bytes < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    if (file->bytes < 8) return dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes are no weights", path, (long long)file->bytes);
+    if (dt__file_get(ctx, path, w->fd, &head, sizeof head, 0, "header") != DT_OK) return ctx->status;
+    if ((uint32_t)head == DT__LLMC_MAGIC && w->files == 1 && file->bytes >= DT__LLMC_HEAD) return dt__llmc_open(w, f);
+    return dt__st_open(w, f, head);
+}
+
+/* The shards that an index names, each in the index's folder. */
+static dt_status dt__index_shards(dt_weights *w, const dt_json *j, int map, const char *path) {
+    const char *slash = strrchr(path, '/');
+    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0, bytes = 0;
+    for (int i = 0; i < dt_json_count(j, map) && w->ctx->status == DT_OK; i++) {
+        int         node = dt_json_at(j, map, i), f = 0;
+        const char *name = dt_json_string(j, node, &bytes);
+        if (!name || !bytes || strlen(name) != bytes || strchr(name, '/') || strchr(name, '\\') || strstr(name, ".."))
+            return dt_json_fail(j, node, "'%s' is not the name of a file beside the index",
+                dt__name_text(name ? name : "").s);
+        while (f < w->files && strcmp(w->file[f].path + folder, name) != 0) f++;
+        if (f == w->files) dt__weights_scan(w, dt__join(w->ctx, path, folder, name));
+    }
+    return w->ctx->status;
+}
+
+/* What an index names must be where it says. */
+static dt_status dt__index_check(dt_weights *w, const dt_json *j, int map, const char *path) {
+    const char *slash = strrchr(path, '/');
+    size_t      folder = slash ? (size_t)(slash - path) + 1 : 0;
+    for (int i = 0; i < dt_json_count(j, map); i++) {
+        int         node = dt_json_at(j, map, i), at = dt_weights_find(w, dt_json_key(j, node, NULL));
+        const char *name = dt_json_string(j, node, NULL);
+        if (at < 0 || strcmp(w->file[w->weight[at].file].path + folder, name) != 0)
+            return dt_json_fail(j, node, "tensor '%s' is not in '%s'", dt__name_text(dt_json_key(j, node, NULL)).s,
+                dt__name_text(name).s);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__index_open(dt_weights *w, const char *path) {
+    size_t   bytes;
+    char    *text = dt_file_read(w->ctx, path, DT__JSON_BYTES, &bytes);
+    dt_json *j = text ? dt_json_parse(w->ctx, path, text, bytes) : NULL;
+    int      map = dt_json_find(j, 0, "weight_map");
+    if (j && dt_json_kind_of(j, map) != DT_JSON_OBJECT) dt_json_fail(j, 0, "there is no weight_map");
+    if (w->ctx->status == DT_OK && dt__index_shards(w, j, map, path) == DT_OK && dt__weights_names(w) == DT_OK)
+        dt__index_check(w, j, map, path);
+    dt_json_free(j);
+    if (text) dt_free(w->ctx, DT_MEM_HOST, text, bytes + 1);
+    return w->ctx->status;
+}
+
+/* path + name if there is such a file, else NULL. What is not simply absent is an error. */
+static char *dt__weights_in(dt_weights *w, const char *name) {
+    dt_ctx *ctx = w->ctx;
+    char   *path = ctx->status == DT_OK ? dt__join(ctx, w->path, strlen(w->path), name) : NULL;
+    if (!path) return NULL;
+    errno = 0;
+    int fd = ctx->io.open(ctx->io.user, path, 0);
+    if (fd >= 0) {
+        ctx->io.close(ctx->io.user, fd);
+        return path;
+    }
+    if (errno != 0 && errno != ENOENT && errno != ENOTDIR) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, strerror(errno));
+    dt__text_drop(ctx, path);
+    return NULL;
+}
+
+static int dt__ends_with(const char *s, const char *end) {
+    size_t n = strlen(s), m = strlen(end);
+    return n >= m && strcmp(s + n - m, end) == 0;
+}
+
+dt_weights *dt_weights_open(dt_ctx *ctx, const char *path) {
+    dt_weights *w = dt__weights_new(ctx, path, 0);
+    if (!w) return NULL;
+    char *one = dt__weights_in(w, "/model.safetensors"), *index = NULL;
+    if (!one) index = dt__weights_in(w, "/model.safetensors.index.json");
+    if (one) dt__weights_scan(w, one);
+    else if (index) dt__index_open(w, index);
+    else if (dt__ends_with(path, ".index.json")) dt__index_open(w, path);
+    else if (ctx->status == DT_OK) dt__weights_scan(w, dt__join(ctx, path, strlen(path), ""));
+    dt__text_drop(ctx, index);
+    if (ctx->status == DT_OK && dt__weights_names(w) == DT_OK) return w;
+    dt__weights_end(w);
+    return NULL;
+}
+
+int dt_weights_count(const dt_weights *w) { return w ? w->weights : 0; }
+
+const dt_weight *dt_weights_get(const dt_weights *w, int index) {
+    return index >= 0 && index < dt_weights_count(w) ? &w->weight[index].t : NULL;
+}
+
+int dt_weights_find(const dt_weights *w, const char *name) {
+    int lo = 0, hi = dt_weights_count(w);
+    if (w && w->writing && !w->laid) { /* not sorted yet */
+        while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
+        return lo < hi ? lo : -1;
+    }
+    while (lo < hi) {
+        int mid = lo + (hi - lo) / 2, order = strcmp(name, w->weight[w->order[mid]].t.name);
+        if (order == 0) return (int)w->order[mid];
+        if (order < 0) hi = mid;
+        else lo = mid + 1;
+    }
+    return -1;
+}
+
+dt_llmc dt_weights_llmc(const dt_weights *w) {
+    dt_llmc none = { 0, 0, 0, 0, 0, 0, 0 };
+    return w ? w->desc.llmc : none;
+}
+
+const char *dt_weights_metadata(const dt_weights *w, const char *key) {
+    const dt_json *j = w && w->files ? w->file[0].json : NULL;
+    return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
+}
+
+/* Round to odd: when a double becomes a float that is rounded again to 16 bits, the second rounding sees a last bit
+   that still knows something was cut off, and so gives what one rounding would have. */
+static float dt__f64_to_odd(double x) {
+    float    f = (float)x;
+    uint32_t u = dt__float_bits(f);
+    if ((double)f == x || x != x) return f;
+    return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
+}
+
+/* out = in as another type, both in host memory. Every pair but f64 to f64 passes through floats. */
+static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
+    float f[512];
+    if (to == from) memcpy(out, in, (size_t)count * dt_dtype_size(to));
+    for (int64_t at = 0; at < count && to != from;) {
+        int         n = count - at < 512 ? (int)(count - at) : 512;
+        const char *source = (const char *)in + (size_t)at * dt_dtype_size(from);
+        char       *target = (char *)out + (size_t)at * dt_dtype_size(to);
+        if (from == DT_F32) memcpy(f, source, (size_t)n * sizeof *f);
+        for (int i = 0; i < n && from == DT_BF16; i++) f[i] = dt__bf16_to_f32(((const uint16_t *)source)[i]);
+        for (int i = 0; i < n && from == DT_F16; i++) f[i] = dt__f16_to_f32(((const uint16_t *)source)[i]);
+        for (int i = 0; i < n && from == DT_F64; i++) {
+            double x = ((const double *)source)[i];
+            f[i] = to == DT_F32 ? (float)x : dt__f64_to_odd(x);
+        }
+        if (to == DT_F32) memcpy(target, f, (size_t)n * sizeof *f);
+        for (int i = 0; i < n && to == DT_BF16; i++) ((uint16_t *)target)[i] = dt__f32_to_bf16(f[i]);
+        for (int i = 0; i < n && to == DT_F16; i++) ((uint16_t *)target)[i] = dt__f32_to_f16(f[i]);
+        for (int i = 0; i < n && to == DT_F64; i++) ((double *)target)[i] = (double)f[i];
+        at += n;
+    }
+}
+
+/* What is wrong with moving such a run between a tensor and host memory. */
+static dt_status dt__weights_check(const dt_weights *w, const char *what, int writing, int index, int64_t first,
+    int64_t count, dt_dtype dtype) {
+    const dt_weight *t = dt_weights_get(w, index);
+    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
+    if (!t || w->writing != writing)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): tensor %d of %d, of a file open for %s", what, w->path, index,
+            w->weights, w->writing ? "writing" : "reading");
+    if (first < 0 || count < 0 || first > t->count || count > t->count - first)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): elements %lld and %lld more of %lld", what,
+            dt__name_text(t->name).s, (long long)first, (long long)count, (long long)t->count);
+    if (!t->readable || dt_dtype_size(dtype) == 0 || (t->dtype != dtype && (t->dtype == DT_I32 || dtype == DT_I32)))
+        return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): no conversion between %s and %s", what,
+            dt__name_text(t->name).s, t->type, dt_dtype_name(dtype));
+    return DT_OK;
+}
+
+static char *dt__weights_buffer(dt_weights *w, char **buffer, size_t bytes) {
+    if (!*buffer) *buffer = (char *)dt_alloc(w->ctx, DT_MEM_HOST, bytes, "a window into a file");
+    return *buffer;
+}
+
+dt_status dt_weights_read(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype as, void *host) {
+    dt_status status = dt__weights_check(w, "dt_weights_read", 0, index, first, count, as);
+    if (status != DT_OK || count == 0) return status;
+    const dt__weight *t = &w->weight[index];
+    const char       *path = w->file[t->file].path;
+    int64_t           size = (int64_t)dt_dtype_size(t->t.dtype), step = DT__WINDOW / size;
+    int64_t           at = t->offset + first * size;
+    if (dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
+    if (as == t->t.dtype) return dt__file_get(w->ctx, path, w->fd, host, count * size, at, t->t.name);
+    if (!dt__weights_buffer(w, &w->window, DT__WINDOW)) return w->ctx->status;
+    for (int64_t done = 0; done < count; done += step) {
+        int64_t n = count - done < step ? count - done : step;
+        if (dt__file_get(w->ctx, path, w->fd, w->window, n * size, at + done * size, t->t.name) != DT_OK) break;
+        dt__convert(as, (char *)host + (size_t)done * dt_dtype_size(as), t->t.dtype, w->window, n);
+    }
+    return w->ctx->status;
+}
+
+// ---- Parameters out of files and into them
+
+/* A dt_weight_part with its defaults filled in. */
+typedef struct dt__rect {
+    dt_tensor *param;
+    int        index;               /* of the file's tensor */
+    int64_t    at, rows, columns;   /* rows at .. at + rows - 1 of the parameter seen as a matrix of `columns` */
+    int64_t    row, column, stride; /* where they begin in the file's matrix, and how many columns that has */
+    int        transposed;
+} dt__rect;
+
+static dt_status dt__rect_make(dt_weights *w, const dt_weight_part *part, dt__rect *r) {
+    const char   *what = w->writing ? "dt_weights_save" : "dt_weights_load", *name = part->name ? part->name : "";
+    dt_tensor    *p = r->param;
+    int64_t       left = dt_count(p->param->full) / r->columns - r->at;
+    r->index = dt_weights_find(w, name);
+    const dt_weight *t = dt_weights_get(w, r->index);
+    if (!t) return dt_fail(w->ctx, w->writing ? DT_ERR_ARG : DT_ERR_IO, "%s(%s): %s has no tensor '%s'", what, p->name,
+        w->path, dt__name_text(name).s);
+    r->rows = part->rows ? part->rows : left;
+    r->row = part->row;
+    r->column = part->column;
+    r->transposed = part->transposed;
+    int64_t tall = r->transposed ? r->columns : r->rows, wide = r->transposed ? r->rows : r->columns;
+    int64_t rows = part->file_rows ? part->file_rows : tall;
+    r->stride = part->file_columns ? part->file_columns : wide;
+    if (r->rows < 1 || r->rows > left || r->row < 0 || r->column < 0 || tall > rows || r->row > rows - tall ||
+        wide > r->stride || r->column > r->stride - wide)
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): %lld of %lld rows of %lld, at (%lld,%lld) of (%lld,%lld) of '%s'",
+            what, p->name, (long long)r->rows, (long long)left, (long long)r->columns, (long long)r->row,
+            (long long)r->column, (long long)rows, (long long)r->stride, name);
+    int64_t have = t->shape.nd ? t->shape.d[t->shape.nd - 1] : 1;
+    if (have != r->stride || t->count / have != rows)
+        return dt_fail(w->ctx, DT_ERR_SHAPE, "%s(%s): %s needs %s'%s' of (%lld,%lld), but %s has %s", what, p->name,
+            dt__shape_text(p->param->full).s, r->transposed ? "transposed " : "", dt__name_text(name).s,
+            (long long)rows, (long long)r->stride, w->path, dt__shape_text(t->shape).s);
+    return DT_OK;
+}
+
+/* A run of the file's tensor: into host memory, or out of it where the file is written. */
+static dt_status dt__rect_file(dt_weights *w, const dt__rect *r, int64_t first, int64_t count, void *host) {
+    dt_dtype dtype = r->param->dtype;
+    return w->writing ? dt_weights_write(w, r->index, first, count, dtype, host)
+                      : dt_weights_read(w, r->index, first, count, dtype, host);
+}
+
+/* A run of the parameter's local elements, the other way round. */
+static dt_status dt__rect_param(dt_weights *w, const dt__rect *r, int64_t first, int64_t count, void *host) {
+    size_t size = dt_dtype_size(r->param->dtype), bytes = (size_t)count * size;
+    void  *at = (char *)r->param->data + (size_t)first * size;
+    if (dt__move(w->ctx, w->writing ? host : at, w->writing ? at : host, bytes) != DT_OK) return w->ctx->status;
+    return dt__sync(w->ctx); /* host memory is used again at once */
+}
+
+/* As stored: runs of the box are runs of the file, as far as a row of it goes. */
+static dt_status dt__rect_runs(dt_weights *w, const dt__rect *r) {
+    const dt_param_info *p = r->param->param;
+    int64_t      begin = r->at * r->columns, end = begin + r->rows * r->columns;
+    int64_t      most = DT__STAGE / (int64_t)dt_dtype_size(r->param->dtype);
+    dt__box_walk walk = dt__box_begin(p->full, p->box);
+    while (dt__box_next(&walk)) {
+        int64_t g = walk.global < begin ? begin : walk.global;
+        int64_t stop = walk.global + walk.run < end ? walk.global + walk.run : end;
+        while (g < stop) {
+            int64_t row = g / r->columns - r->at, column = g % r->columns, n = stop - g < most ? stop - g : most;
+            if (r->stride != r->columns && n > r->columns - column) n = r->columns - column;
+            int64_t at = (r->row + row) * r->stride + r->column + column, local = walk.local + g - walk.global;
+            if (w->writing && dt__rect_param(w, r, local, n, w->stage) != DT_OK) return w->ctx->status;
+            if (dt__rect_file(w, r, at, n, w->stage) != DT_OK) return w->ctx->status;
+            if (!w->writing && dt__rect_param(w, r, local, n, w->stage) != DT_OK) return w->ctx->status;
+            g += n;
+        }
+    }
+    return w->ctx->status;
+}
+
+static void dt__strided(void *out, int64_t out_step, const void *in, int64_t in_step, int64_t n, size_t size) {
+    char       *o = (char *)out;
+    const char *i = (const char *)in;
+    for (; n > 0; n--, o += out_step * (int64_t)size, i += in_step * (int64_t)size) {
+        if (size == 2) memcpy(o, i, 2); /* sizes that the compiler knows are plain moves */
+        else if (size == 4) memcpy(o, i, 4);
+        else memcpy(o, i, 8);
+    }
+}
+
+/* Rows row .. row+rows-1 and columns column .. column+columns-1 of the parameter are columns and rows of the file. They
+   pass through one tile of the stage, so that the file is read in runs and the parameter is not touched crosswise.
+   local: the parameter's element of the tile's corner, `pitch` apart from the next row's. */
+static dt_status dt__rect_tile(dt_weights *w, const dt__rect *r, int64_t row, int64_t rows, int64_t column,
+    int64_t columns, int64_t local, int64_t pitch) {
+    size_t  size = dt_dtype_size(r->param->dtype);
+    char   *tile = w->stage, *run = w->stage + (size_t)rows * (size_t)columns * size;
+    int64_t whole = columns == pitch ? rows : 1; /* rows that one move takes */
+    for (int64_t i = 0; i < rows && w->writing; i += whole)
+        if (dt__rect_param(w, r, local + i * pitch, whole * columns, tile + (size_t)(i * columns) * size) != DT_OK)
+            return w->ctx->status;
+    for (int64_t c = 0; c < columns; c++) {
+        int64_t at = (r->row + column + c) * r->stride + r->column + row - r->at;
+        char   *corner = tile + (size_t)c * size;
+        if (w->writing) dt__strided(run, 1, corner, columns, rows, size);
+        if (dt__rect_file(w, r, at, rows, run) != DT_OK) return w->ctx->status;
+        if (!w->writing) dt__strided(corner, columns, run, 1, rows, size);
+    }
+    for (int64_t i = 0; i < rows && !w->writing; i += whole)
+        if (dt__rect_param(w, r, local + i * pitch, whole * columns, tile + (size_t)(i * columns) * size) != DT_OK)
+            return w->ctx->status;
+    return DT_OK;
+}
+
+/* Transposed: the leading dimensions of the box are runs of rows, cut into tiles that fit the stage with one run. */
+static dt_status dt__rect_tiles(dt_weights *w, const dt__rect *r) {
+    const dt_param_info *p = r->param->param;
+    dt_shape     lead = p->full;
+    int          last = --lead.nd;
+    int64_t      pitch = p->box.n[last], width = p->box.inside[last];
+    int64_t      wide = width < 1024 ? width : 1024;
+    int64_t      tall = DT__STAGE / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype)); /* + 1: the run */
+    dt__box_walk walk = dt__box_begin(lead, p->box);
+    while (width > 0 && dt__box_next(&walk)) {
+        int64_t row = walk.global < r->at ? r->at : walk.global;
+        int64_t stop = walk.global + walk.run < r->at + r->rows ? walk.global + walk.run : r->at + r->rows;
+        for (; row < stop; row += tall)
+            for (int64_t c = 0; c < width; c += wide) {
+                int64_t rows = stop - row < tall ? stop - row : tall, columns = width - c < wide ? width - c : wide;
+                int64_t local = (walk.local + row - walk.global) * pitch + c;
+                if (dt__rect_tile(w, r, row, rows, p->box.lo[last] + c, columns, local, pitch) != DT_OK)
+                    return w->ctx->status;
+            }
+    }
+    return w->ctx->status;
+}
+
+static dt_status dt__weights_param(dt_weights *w, const char *what, int writing, dt_tensor *param, int64_t columns,
+    const dt_weight_part *parts, int n) {
+    dt__rect r;
+    memset(&r, 0, sizeof r);
+    if (!w || !param || w->ctx->status != DT_OK) return w && w->ctx->status != DT_OK ? w->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = w->ctx;
+    if (!param->param || param->ctx != ctx || w->writing != writing)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): a parameter of this context and a file open for %s are needed", what,
+            param->name, writing ? "writing" : "reading");
+    const dt_param_info *p = param->param;
+    int64_t              last = p->full.nd ? p->full.d[p->full.nd - 1] : 1;
+    r.param = param;
+    r.columns = columns ? columns : last;
+    if (r.columns < 1 || dt_count(p->full) % r.columns != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "%s(%s): %s has no %lld columns", what, param->name, dt__shape_text(p->full).s,
+            (long long)columns);
+    for (int i = 0; i < p->full.nd && writing; i++)
+        if (p->box.n[i] != p->full.d[i])
+            return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): it is cut, %s of %s; save it from a single rank", what,
+                param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
+    if (dt__storage(ctx) != DT_OK) return ctx->status;
+    if (!param->data) return dt_fail(ctx, DT_ERR_ARG, "%s(%s): this rank does not hold its values", what, param->name);
+    for (int i = 0; i < n; i++) {
+        if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
+        if (r.transposed && (r.columns != last || p->full.nd == 0))
+            return dt_fail(ctx, DT_ERR_ARG, "%s(%s): transposed, its columns are its last dimension", what,
+                param->name);
+        if (!dt__weights_buffer(w, &w->stage, DT__STAGE)) return ctx->status;
+        if ((r.transposed ? dt__rect_tiles(w, &r) : dt__rect_runs(w, &r)) != DT_OK) return ctx->status;
+        r.at += r.rows;
+    }
+    return r.at == dt_count(p->full) / r.columns ? DT_OK : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of "
+        "%lld rows", what, param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
+}
+
+dt_status dt_weights_load(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    return dt__weights_param(w, "dt_weights_load", 0, param, columns, parts, n);
+}
+
+dt_status dt_weights_save(dt_weights *w, dt_tensor *param, int64_t columns, const dt_weight_part *parts, int n) {
+    return dt__weights_param(w, "dt_weights_save", 1, param, columns, parts, n);
+}
+
+// ---- Writing
+
+dt_weights *dt_weights_create(dt_ctx *ctx, const char *path, dt_weights_desc desc) {
+    int64_t     end;
+    dt_weights *w = dt__weights_new(ctx, path, 1);
+    if (!w) return NULL;
+    w->desc = desc;
+    if (desc.llmc.version) dt__llmc_list(w, 0, &end);
+    if (desc.shard_bytes && (desc.shard_bytes < 0 || desc.llmc.version || !dt__ends_with(path, ".safetensors")))
+        dt_fail(ctx, DT_ERR_ARG, "dt_weights_create(%s): shards of %lld bytes need a name ending in .safetensors", path,
+            (long long)desc.shard_bytes);
+    if (ctx->status == DT_OK) return w;
+    dt__weights_end(w);
+    return NULL;
+}
+
+int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape shape) {
+    dt__weight t;
+    memset(&t, 0, sizeof t);
+    if (!w || w->ctx->status != DT_OK) return -1;
+    if (!w->writing || w->laid || w->desc.llmc.version || !name || strcmp(name, "__metadata__") == 0 ||
+        dt__utf8_bad(name, strlen(name)) < strlen(name) || dt_dtype_size(dtype) == 0 || !dt__shape_ok(shape)) {
+        dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_declare(%s): '%s' of type %s and shape %s, before the first write of "
+            "safetensors", w->path, name ? dt__name_text(name).s : "", dt_dtype_name(dtype), dt__shape_text(shape).s);
+        return -1;
+    }
+    while (!dt__types[t.type].readable || dt__types[t.type].dtype != dtype) t.type++;
+    t.t.type = dt__types[t.type].name;
+    t.t.readable = 1;
+    t.t.dtype = dtype;
+    t.t.shape = shape;
+    t.t.count = t.due = dt_count(shape);
+    t.bytes = t.t.count * (int64_t)dt_dtype_size(dtype);
+    t.t.name = t.own_name = dt__join(w->ctx, name, strlen(name), "");
+    if (t.own_name && dt__weights_add(w, &t)) return w->weights - 1;
+    dt__text_drop(w->ctx, t.own_name);
+    return -1;
+}
+
+/* Which file each tensor goes to, in order of declaration, and the files' names. */
+static dt_status dt__st_files(dt_weights *w) {
+    int64_t total = 0, size = 0, most = w->desc.shard_bytes;
+    int     f = 0;
+    size_t  stem = strlen(w->path) - (dt__ends_with(w->path, ".safetensors") ? 12 : 0);
+    for (int i = 0; i < w->weights; i++)
+        if (!dt__add_ok(total, w->weight[i].bytes, &total))
+            return dt_fail(w->ctx, DT_ERR_ARG, "%s: the size of all tensors is no number", w->path);
+    if (!most || total <= most) most = INT64_MAX;
+    for (int i = 0; i < w->weights; i++) {
+        if (size > 0 && w->weight[i].bytes > most - size) f++, size = 0;
+        w->weight[i].file = f;
+        size += w->weight[i].bytes;
+    }
+    for (int i = 0; i <= f && w->ctx->status == DT_OK; i++) {
+        char number[48];
+        snprintf(number, sizeof number, "-%05d-of-%05d.safetensors", i + 1, f + 1);
+        dt__weights_file(w, most < INT64_MAX ? dt__join(w->ctx, w->path, stem, number)
+                                             : dt__join(w->ctx, w->path, strlen(w->path), ""));
+    }
+    return w->ctx->status;
+}
+
+/* Makes file f under its temporary name, with its header; what is not written later is zero. */
+static dt_status dt__file_start(dt_weights *w, int f, int64_t head_bytes) {
+    dt__weight_file *file = &w->file[f];
+    dt__weights_shut(w);
+    if (!(file->temp = dt__join(w->ctx, file->path, strlen(file->path), ".tmp"))) return w->ctx->status;
+    file->open = 1;
+    w->fd = dt__file_open(w->ctx, file->temp, 1, file->bytes);
+    if (w->fd < 0) return w->ctx->status;
+    w->current = f;
+    return dt__file_put(w->ctx, file->temp, w->fd, file->head, head_bytes, 0);
+}
+
+/* The header of file f, whose tensors come in w->order; gives them their offsets. */
+static dt_status dt__st_head(dt_weights *w, int f) {
+    dt__weight_file *file = &w->file[f];
+    dt_json_out      out = { w->ctx, NULL, 0, 0 };
+    int64_t          at = 0;
+    uint64_t         n = 0;
+    dt__json_write(&out, (const char *)&n, sizeof n); /* the length; filled in below */
+    dt__json_write(&out, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
+    for (int i = 0; i < w->weights; i++) {
+        dt__weight *t = &w->weight[w->order[i]];
+        if (t->file != f) continue;
+        dt_json_open(&out, t->t.name, '{');
+        dt_json_put_string(&out, "dtype", t->t.type);
+        dt_json_open(&out, "shape", '[');
+        for (int k = 0; k < t->t.shape.nd; k++) dt_json_put_int(&out, NULL, t->t.shape.d[k]);
+        dt_json_shut(&out, ']');
+        dt_json_open(&out, "data_offsets", '[');
+        dt_json_put_int(&out, NULL, at);
+        t->offset = at;
+        dt_json_put_int(&out, NULL, at += t->bytes);
+        dt_json_shut(&out, ']');
+        dt_json_shut(&out, '}');
+    }
+    dt_json_shut(&out, '}');
+    while (out.used % 8 != 0 && w->ctx->status == DT_OK) dt__json_write(&out, " ", 1);
+    n = out.used - 8;
+    if (n > DT__JSON_BYTES && w->ctx->status == DT_OK)
+        dt_fail(w->ctx, DT_ERR_ARG, "%s: a header of %zu bytes, at most %d", file->path, (size_t)n, DT__JSON_BYTES);
+    if (out.text) memcpy(out.text, &n, sizeof n);
+    file->head = out.text;
+    file->head_bytes = out.room;
+    file->bytes = (int64_t)out.used + at;
+    for (int i = 0; i < w->weights; i++)
+        if (w->weight[i].file == f) w->weight[i].offset += (int64_t)out.used;
+    return w->ctx->status == DT_OK ? dt__file_start(w, f, (int64_t)out.used) : w->ctx->status;
+}
+
+static dt_status dt__llmc_head(dt_weights *w) {
+    const dt_llmc *m = &w->desc.llmc;
+    int32_t        words[8] = { DT__LLMC_MAGIC, m->version, m->seq, m->vocab, m->layers, m->heads, m->width,
+        m->padded_vocab };
+    dt__weight_file *file = dt__weights_file(w, dt__join(w->ctx, w->path, strlen(w->path), ""));
+    if (!file || !(file->head = (char *)dt__host_zeroed(w->ctx, DT__LLMC_HEAD, "a header"))) return w->ctx->status;
+    memcpy(file->head, words, sizeof words);
+    file->head_bytes = DT__LLMC_HEAD;
+    file->bytes = w->weight[15].offset + w->weight[15].bytes;
+    return dt__file_start(w, 0, DT__LLMC_HEAD);
+}
+
+/* The list of tensors is complete: files, offsets, headers. */
+static dt_status dt__weights_lay(dt_weights *w) {
+    if (w->laid || w->ctx->status != DT_OK || dt__weights_names(w) != DT_OK) return w->ctx->status;
+    if (w->desc.llmc.version) {
+        dt__llmc_head(w);
+    } else if (dt__st_files(w) == DT_OK && dt__weights_sort(w, 0, dt__by_type) == DT_OK) {
+        for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++) dt__st_head(w, f);
+        dt__weights_names(w);
+    }
+    w->laid = 1;
+    return w->ctx->status;
+}
+
+dt_status dt_weights_write(dt_weights *w, int index, int64_t first, int64_t count, dt_dtype from, const void *host) {
+    dt_status status = dt__weights_check(w, "dt_weights_write", 1, index, first, count, from);
+    if (status != DT_OK || dt__weights_lay(w) != DT_OK) return w ? w->ctx->status : status;
+    dt__weight *t = &w->weight[index];
+    const char *path = w->file[t->file].temp;
+    int64_t     size = (int64_t)dt_dtype_size(t->t.dtype), at = t->offset + first * size, step = DT__WINDOW / size;
+    if (count > t->t.count - t->written)
+        return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
+            dt__name_text(t->t.name).s);
+    if (dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
+    if (from != t->t.dtype && !dt__weights_buffer(w, &w->window, DT__WINDOW)) return w->ctx->status;
+    for (int64_t done = 0; done < count; done += step) {
+        int64_t     n = count - done < step ? count - done : step;
+        const char *in = (const char *)host + (size_t)done * dt_dtype_size(from);
+        if (from != t->t.dtype) dt__convert(t->t.dtype, w->window, from, in, n);
+        if (dt__file_put(w->ctx, path, w->fd, from != t->t.dtype ? w->window : in, n * size, at + done * size) != DT_OK)
+            return w->ctx->status;
+    }
+    t->written += count;
+    return DT_OK;
+}
+
+static dt_status dt__index_write(dt_weights *w) {
+    dt_json_out out = { w->ctx, NULL, 0, 0 };
+    char       *path = dt__join(w->ctx, w->path, strlen(w->path), ".index.json");
+    int64_t     total = 0;
+    for (int i = 0; i < w->weights; i++) total += w->weight[i].bytes;
+    dt_json_open(&out, NULL, '{');
+    dt_json_open(&out, "metadata", '{');
+    dt_json_put_int(&out, "total_size", total);
+    dt_json_shut(&out, '}');
+    dt_json_open(&out, "weight_map", '{');
+    for (int i = 0; i < w->weights; i++) {
+        const dt__weight *t = &w->weight[w->order[i]];
+        const char       *file = w->file[t->file].path, *slash = strrchr(file, '/');
+        dt_json_put_string(&out, t->t.name, slash ? slash + 1 : file);
+    }
+    dt_json_shut(&out, '}');
+    dt_json_shut(&out, '}');
+    if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
+        errno = 0; /* an older single file would be read in place of the shards */
+        if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
+            dt_fail(w->ctx, DT_ERR_IO, "%s: it is older than its shards, but stays: %s", w->path, strerror(errno));
+    }
+    dt_json_drop(&out);
+    dt__text_drop(w->ctx, path);
+    return w->ctx->status;
+}
+
+/* All is written: the temporary files get their names. */
+static dt_status dt__weights_publish(dt_weights *w) {
+    if (dt__weights_lay(w) != DT_OK) return w->ctx->status;
+    for (int i = 0; i < w->weights; i++) {
+        const dt__weight *t = &w->weight[i];
+        if (t->written < t->due)
+            return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_close(%s): tensor '%s' has %lld of its %lld elements",
+                w->path, dt__name_text(t->t.name).s, (long long)t->written, (long long)t->due);
+    }
+    dt__weights_shut(w);
+    for (int f = 0; f < w->files && w->ctx->status == DT_OK; f++)
+        if (dt__file_publish(w->ctx, w->file[f].temp, w->file[f].path) == DT_OK) w->file[f].open = 0;
+    int sharded = w->files && strcmp(w->file[0].path, w->path) != 0;
+    return w->ctx->status == DT_OK && sharded ? dt__index_write(w) : w->ctx->status;
+}
+
+dt_status dt_weights_close(dt_weights *w) {
+    if (!w) return DT_OK;
+    dt_ctx *ctx = w->ctx;
+    if (w->writing) dt__weights_publish(w);
+    dt__weights_end(w);
+    return ctx->status;
+}
+
+// ==== 20. Arithmetic on the CPU =====================================================================================
 
 /* From here on no product and sum may be contracted to one rounding: the same source must give the same bits on every
    instruction set. clang knows the standard pragma; gcc ignores that one and takes an option instead. The other one
@@ -3511,8 +5467,8 @@ dt_tensor *dt_loss(dt_tensor *x, dt_tensor *scalar, double weight) {
 
 /* Instruction sets, worst first. Set 0 is always there; the others are chosen at run time by dt__isa_best. */
 enum { DT__PLAIN = 0, DT__SIMD = 1 /* AVX2 with FMA, or NEON */, DT__AVX512 = 2, DT__ISAS = 3 };
-typedef float  dt__float4 __attribute__((vector_size(16), may_alias));
-typedef double dt__double2 __attribute__((vector_size(16), may_alias));
+typedef float  dt__float4 __attribute__((vector_size(16), may_alias, aligned(4))); /* C may lie anywhere */
+typedef double dt__double2 __attribute__((vector_size(16), may_alias, aligned(8)));
 
 /* Square roots of the plain set. A loop over sqrtf does not vectorise, because sqrtf may set errno. */
 static inline dt__float4 dt__root4(dt__float4 v) {
@@ -3618,23 +5574,61 @@ static void *dt__align64(void *p) {
     return (char *)p + (64 - ((uintptr_t)p & 63)) % 64;
 }
 
-/* Sizes of the pieces of a product. They decide what stays in which cache, and no bit of the result. */
-#define DT__DEPTH 512 /* terms of K packed at a time: a panel of 14 x 512 floats is 28 KB */
-#define DT__PANELS 32 /* panels of rows whose unfinished tiles wait, where K is longer than that */
+#ifdef DT_USE_CBLAS
+#include <cblas.h>
+#include <limits.h>
+#endif
 
-/* Columns of a block of B: 512 x 512 floats are 1 MB. A multiple of 32: no tile is wider. */
-static int64_t dt__matmul_columns(int64_t n, size_t size) {
-    int64_t most = 2048 / (int64_t)size, need = (n + 31) / 32 * 32;
-    return need < most ? need : most;
+/* With DT_USE_OMP, products, attention and what goes over single numbers share their work among OpenMP's threads. Each
+   result is computed by one thread in the same order, so the bits do not change. */
+#ifdef DT_USE_OMP
+#include <omp.h>
+#define DT__PARALLEL _Pragma("omp parallel for schedule(static)")
+static int dt__omp_threads(void) { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
+static int dt__omp_thread(void) { return omp_get_thread_num(); }
+#else
+#define DT__PARALLEL
+static int dt__omp_threads(void) { return 1; }
+static int dt__omp_thread(void) { return 0; }
+#endif
+
+/* Whether the processor multiplies pairs of bf16 faster than it does floats. All that have the instruction could use
+   it, but Intel's run it at half the rate of float: measured, 86 against 172 GFLOP/s of one core of the fifth Xeon
+   generation. They widen while they pack. */
+#if defined(__x86_64__)
+static int dt__pairs_pay(void) { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"); }
+#endif
+
+/* Into which pieces a product is cut. They decide what stays in which cache, and no bit of the result. */
+enum {
+    DT__DEPTH = 512,        /* steps of K at a time, at most: a panel of 14 x 512 floats is 28 KB */
+    DT__BLOCK = 1152 << 10, /* bytes of a block of B */
+    DT__GROUP = 8,          /* panels of A packed at a time */
+    DT__PANELS = 20         /* panels of rows whose unfinished tiles wait, where K is more than one piece */
+};
+typedef struct dt__pieces { int64_t depth, columns, tiles; } dt__pieces;
+
+static dt__pieces dt__matmul_pieces(int64_t n, int64_t steps, size_t size) {
+    int64_t    pieces = (steps + DT__DEPTH - 1) / DT__DEPTH, blocks;
+    dt__pieces p = { 1, 32, 14 * 32 };
+    if (pieces > 0) p.depth = (steps + pieces - 1) / pieces;
+    p.columns = DT__BLOCK / (int64_t)size / p.depth / 32 * 32;
+    blocks = (n + p.columns - 1) / p.columns;
+    if (blocks > 0) p.columns = ((n + blocks - 1) / blocks + 31) / 32 * 32; /* no tile is wider than 32 */
+    if (pieces > 1) p.tiles = DT__PANELS * 14 * p.columns;
+    return p;
 }
 
-/* Room for a panel of A of at most 14 rows, a block of B, and tiles. */
+/* Room for panels of A of at most 14 rows, a block of B, and tiles; two numbers are written past a panel. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt__real_size(dtype);
-    if (size == 0 || n < 0 || k < 0) return 0;
-    size_t columns = (size_t)dt__matmul_columns(n, size), depth = (size_t)(k < DT__DEPTH ? k : DT__DEPTH);
-    size_t tiles = k > DT__DEPTH ? DT__PANELS * 14 * columns : 14 * 32;
-    return (tiles + depth * (columns + 14) + 2) * size + 64;
+    size_t size = dt__real_size(dtype), most = 0;
+    if (n < 0 || k < 0) return 0;
+    for (int pairs = 0; pairs <= (dtype == DT_BF16); pairs++) {
+        dt__pieces p = dt__matmul_pieces(n, pairs ? (k + 1) / 2 : k, size);
+        size_t     numbers = (size_t)(p.tiles + p.depth * (p.columns + DT__GROUP * 14) + 2);
+        if (numbers > most) most = numbers;
+    }
+    return (most * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
 /* Room for six rows: a kernel's rows widened, and sums over rows. */
@@ -3644,12 +5638,12 @@ enum { DT__LANES = 32 }; /* no vector tile has more columns, no tile of attentio
 
 /* What attention keeps for a head, in numbers of the type computed in: see attention_scratch. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
-    size_t keys = (size_t)(tk + 7) / 8 * 8, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
-    size_t of_keys = 6 * keys * dims + 2 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
-    return (of_keys + of_queries) * dt__real_size(dtype) + 64;
+    size_t keys = (size_t)(tk + 15) / 16 * 16, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
+    size_t of_keys = 6 * keys * dims + 3 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
+    return ((of_keys + of_queries) * dt__real_size(dtype) + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
-enum { DT__TILE = 512 }; /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
+#define DT__TILE 512 /* numbers that a kernel takes at a time: what it widens or sums is on the stack */
 
 /* Goes over an array of some shape in runs of at most DT__TILE elements of the last dimension. */
 typedef struct dt__runs {
@@ -3726,6 +5720,7 @@ typedef struct dt__variant {
 #define DT__LOG(x) dt__logf(x)
 #define DT__TANH(x) dt__tanhf(x)
 #define DT__PHI(x) dt__phif(x)
+#define DT__GEMM cblas_sgemm
 #elif DT__BITS == 64
 #define DT__REAL double
 #define DT__WIDE double
@@ -3733,6 +5728,7 @@ typedef struct dt__variant {
 #define DT__LOG(x) log(x)
 #define DT__TANH(x) tanh(x)
 #define DT__PHI(x) (0.5 * erfc(-0.7071067811865476 * (x)))
+#define DT__GEMM cblas_dgemm
 #else
 #define DT__REAL int32_t
 #define DT__WIDE int64_t
@@ -3752,6 +5748,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx512
 #define DT__V __m512
+#define DT__ZERO _mm512_setzero_ps()
 #define DT__LOAD(p) _mm512_loadu_ps(p)
 #define DT__STORE(p, v) _mm512_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_ps(_mm512_set1_ps(x), v, sum)
@@ -3759,6 +5756,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_avx512
 #define DT__V __m512d
+#define DT__ZERO _mm512_setzero_pd()
 #define DT__LOAD(p) _mm512_loadu_pd(p)
 #define DT__STORE(p, v) _mm512_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm512_fmadd_pd(_mm512_set1_pd(x), v, sum)
@@ -3773,6 +5771,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_avx2
 #define DT__V __m256
+#define DT__ZERO _mm256_setzero_ps()
 #define DT__LOAD(p) _mm256_loadu_ps(p)
 #define DT__STORE(p, v) _mm256_storeu_ps(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_ps(_mm256_set1_ps(x), v, sum)
@@ -3780,6 +5779,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_avx2
 #define DT__V __m256d
+#define DT__ZERO _mm256_setzero_pd()
 #define DT__LOAD(p) _mm256_loadu_pd(p)
 #define DT__STORE(p, v) _mm256_storeu_pd(p, v)
 #define DT__FMADD(x, v, sum) _mm256_fmadd_pd(_mm256_set1_pd(x), v, sum)
@@ -3794,6 +5794,7 @@ typedef struct dt__variant {
 #if DT__BITS == 32
 #define DT__SUFFIX _f32_neon
 #define DT__V float32x4_t
+#define DT__ZERO vdupq_n_f32(0)
 #define DT__LOAD(p) vld1q_f32(p)
 #define DT__STORE(p, v) vst1q_f32(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f32(sum, v, x)
@@ -3801,6 +5802,7 @@ typedef struct dt__variant {
 #else
 #define DT__SUFFIX _f64_neon
 #define DT__V float64x2_t
+#define DT__ZERO vdupq_n_f64(0)
 #define DT__LOAD(p) vld1q_f64(p)
 #define DT__STORE(p, v) vst1q_f64(p, v)
 #define DT__FMADD(x, v, sum) vfmaq_n_f64(sum, v, x)
@@ -3821,6 +5823,7 @@ typedef struct dt__variant {
 #define DT__V dt__double2
 #define DT__ROOT(v) dt__root2(v)
 #endif
+#define DT__ZERO (DT__V){ 0 }
 #define DT__LOAD(p) (*(const DT__V *)(p))
 #define DT__STORE(p, v) (*(DT__V *)(p) = (v))
 #define DT__FMADD(x, v, sum) ((sum) + (x) * (v))
@@ -3968,32 +5971,45 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 #undef DT__GELU_A
 #undef DT__GELU_B
 
-/* ---- the matrix product ---- */
+// ==== 21. Matrix product on the CPU =================================================================================
 
-/* Tile to C: `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. All the fusions are here, so that every
-   product shares them. The tile is overwritten. */
-DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
-                                 int64_t cols, DT__REAL *tile, int64_t tile_ld) {
+/* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined
+   with the constant width of a full tile and once more for the others. The row is overwritten. */
+DT__FN inline __attribute__((always_inline)) void DT__K(finish_row)(const dt_matmul_args *a, int64_t at, int64_t j0,
+                                                                    int64_t cols, DT__REAL *t) {
     DT__REAL buf[DT__LANES];
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t   at = batch * a->stride_c + (i0 + i) * a->ldc + j0;
-        DT__REAL *t = tile + i * tile_ld;
-        if (a->bias) {
-            const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
-            for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
-        }
-        if (a->derivative) {
-            DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
-        } else {
-            if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
-            if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
-        }
-        if (a->residual) {
-            const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
-            for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
-        }
+    if (a->bias) {
+        const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
+        for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
+    }
+    if (a->derivative) {
+        DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
+    } else {
+        if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
+        if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
+    }
+    if (a->residual) {
+        const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
+        for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
+    }
+    if (dt__narrow(to)) {
         DT__K(give)(to, a->c, at, cols, t, a->accumulate);
+        return;
+    }
+    DT__REAL *c = (DT__REAL *)a->c + at;
+    if (a->accumulate) for (int64_t j = 0; j < cols; j++) c[j] += t[j];
+    else if (c != t) for (int64_t j = 0; j < cols; j++) c[j] = t[j];
+}
+
+/* `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. */
+DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
+                                 int64_t cols, DT__REAL *tile, int64_t ld) {
+    int64_t  at = batch * a->stride_c + i0 * a->ldc + j0;
+    if (tile == (DT__REAL *)a->c + at && !a->bias && !a->before && !a->activation && !a->residual) return;
+    for (int64_t i = 0; i < rows; i++, at += a->ldc) {
+        if (cols == DT__NR) DT__K(finish_row)(a, at, j0, DT__NR, tile + i * ld);
+        else DT__K(finish_row)(a, at, j0, cols, tile + i * ld);
     }
 }
 
@@ -4013,23 +6029,25 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 }
 
 /* One tile, the only place with intrinsics: tile(R,NR) += panel_a(k,R)^T panel_b(k,NR), where R is MR for the product
-   and MA for attention. The 2 x R sums stay in registers; an element is one chain of K multiply-adds, k ascending,
-   wherever its tile lies. */
-#define DT__TILE_LOAD(i) \
-    DT__V c##i##_0 = DT__LOAD(tile + i * DT__NR), c##i##_1 = DT__LOAD(tile + i * DT__NR + DT__NV);
+   and MA for attention; rows of panel_a are `step` apart and the tile's rows ld. The 2 x R sums stay in registers, from
+   zero if the tile is fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+#define DT__TILE_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
+#define DT__TILE_LOAD(i) c##i##_0 = DT__LOAD(tile + i * ld); c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
-#define DT__TILE_STORE(i) DT__STORE(tile + i * DT__NR, c##i##_0); DT__STORE(tile + i * DT__NR + DT__NV, c##i##_1);
-#define DT__TILE_FUNCTION(name, R, ROWS, STEP) \
-    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile) { \
-        ROWS(DT__TILE_LOAD) \
-        for (int64_t p = 0; p < k; p++, a += R, b += DT__NR) { \
+#define DT__TILE_STORE(i) DT__STORE(tile + i * ld, c##i##_0); DT__STORE(tile + i * ld + DT__NV, c##i##_1);
+#define DT__TILE_FUNCTION(name, ROWS, STEP) \
+    DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *tile, int64_t ld, \
+                            int fresh) { \
+        ROWS(DT__TILE_ZERO) \
+        if (!fresh) { ROWS(DT__TILE_LOAD) } \
+        for (int64_t p = 0; p < k; p++, a += step, b += DT__NR) { \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
             ROWS(STEP) \
         } \
         ROWS(DT__TILE_STORE) \
     }
-DT__TILE_FUNCTION(matmul_tile, DT__MR, DT__ROWS, DT__TILE_STEP)
-DT__TILE_FUNCTION(attention_tile, DT__MA, DT__ROWS_A, DT__TILE_STEP)
+DT__TILE_FUNCTION(matmul_tile, DT__ROWS, DT__TILE_STEP)
+DT__TILE_FUNCTION(attention_tile, DT__ROWS_A, DT__TILE_STEP)
 
 /* bf16 by the processor's own dot product of pairs: a word holds terms 2p and 2p + 1, and a tile of words is read like
    a tile of floats. Each step adds the two products of a pair to the sum. */
@@ -4040,11 +6058,12 @@ DT__TILE_FUNCTION(attention_tile, DT__MA, DT__ROWS_A, DT__TILE_STEP)
 #pragma push_macro("DT__FN")
 #undef DT__FN
 #define DT__FN static __attribute__((target("avx512f,avx512bf16")))
-DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
+DT__TILE_FUNCTION(matmul_pair_tile, DT__ROWS, DT__PAIR_STEP)
 #pragma pop_macro("DT__FN")
 #undef DT__PAIR_STEP
 #endif
 #undef DT__TILE_FUNCTION
+#undef DT__TILE_ZERO
 #undef DT__TILE_LOAD
 #undef DT__TILE_STEP
 #undef DT__TILE_STORE
@@ -4052,21 +6071,22 @@ DT__TILE_FUNCTION(matmul_pair_tile, DT__MR, DT__ROWS, DT__PAIR_STEP)
 /* What the fast product keeps in `work`, and how. A step is one term of K, or a pair of bf16 terms. */
 typedef struct DT__K(matmul_plan) {
     const dt_matmul_args *args;
-    DT__REAL *a;       /* one panel of A: at most DT__DEPTH steps x MR, stays in the first-level cache */
-    DT__REAL *b;       /* a block of B in panels: at most DT__DEPTH steps x columns, stays in the second-level cache */
-    DT__REAL *tiles;   /* unfinished tiles of one block of C; a single tile where K is one piece */
-    int64_t   columns; /* of a block */
-    int64_t   steps;   /* of K */
+    dt__pieces pieces;
+    DT__REAL *a;       /* DT__GROUP panels of A: depth x MR each; the one in use stays in the first-level cache */
+    DT__REAL *b;       /* a block of B in panels: depth x columns, stays in the second-level cache */
+    DT__REAL *tiles;   /* unfinished tiles of one block of C; one tile where K is one piece or C itself can hold them */
+    int       whole;   /* K is one piece */
+    int       in_c;    /* C has the type computed in and is overwritten: tiles are summed where they belong */
     int       pairs;
-    void    (*tile)(int64_t k, const DT__REAL *a, const DT__REAL *b, DT__REAL *tile);
+    void    (*tile)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *to, int64_t ld, int fresh);
 } DT__K(matmul_plan);
 
 /* Packing makes what the tile reads one stream. A panel (steps,width) from a source whose row p is row p of the panel,
    at element `at`; columns past `have` are zero and go through the tile like any others. */
-DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from, int64_t at,
+DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from, int64_t at,
                              int64_t ld, int64_t have, int64_t terms) {
 #if DT__BITS == 32 && DT__ISA == 2
-    if (w->pairs) {
+    if (pairs) {
         for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
             const uint16_t *one = (const uint16_t *)from + at, *two = p + 1 < terms ? one + ld : NULL;
             uint32_t        words[DT__LANES] = { 0 };
@@ -4077,66 +6097,138 @@ DT__FN void DT__K(pack_rows)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64
         return;
     }
 #endif
+    (void)pairs;
+    int plain = !dt__narrow(dtype) && have == width && (width == DT__NR || width == DT__MR); /* sizes known to cc */
     for (int64_t p = 0; p < terms; p++, panel += width, at += ld) {
-        const DT__REAL *row = DT__K(get)(w->args->dtype, from, at, have, panel);
+        const DT__REAL *row = DT__K(get)(dtype, from, at, have, panel);
         int64_t i = 0;
+        if (plain && width == DT__NR) memcpy(panel, row, DT__NR * sizeof *row);
+        else if (plain) memcpy(panel, row, DT__MR * sizeof *row);
+        if (plain) continue;
         for (; i < have; i++) panel[i] = row[i];
         for (; i < width; i++) panel[i] = 0;
     }
 }
 
-/* Four rows of `n` words become four columns of a panel. */
-DT__FN void DT__K(pack_four)(DT__REAL *panel, int64_t width, const DT__REAL *r0, const DT__REAL *r1, const DT__REAL *r2,
-                             const DT__REAL *r3, int64_t n) {
-    int64_t p = 0;
+/* Rows of n words become as many columns of a panel, DT__TURN at a time. What a row of the panel writes past its width,
+   the next one overwrites. */
+#if DT__BITS == 32 && DT__ISA == 2
+#define DT__TURN 16
+#define DT__LOW(x, y) _mm512_maskz_unpacklo_ps(0xffff, x, y)  /* gcc 12 warns of the plain forms in C++ */
+#define DT__HIGH(x, y) _mm512_maskz_unpackhi_ps(0xffff, x, y)
+#define DT__LOW2(x, y) _mm512_castpd_ps(_mm512_maskz_unpacklo_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__HIGH2(x, y) _mm512_castpd_ps(_mm512_maskz_unpackhi_pd(0xff, _mm512_castps_pd(x), _mm512_castps_pd(y)))
+#define DT__EVEN(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0x88)
+#define DT__ODD(x, y) _mm512_maskz_shuffle_f32x4(0xffff, x, y, 0xdd)
+/* 16 x 16: pairs of rows, then fours in each quarter of a vector, then the quarters. */
+DT__FN void DT__K(turn_block)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i += 2) {
+        __m512 x = _mm512_loadu_ps(row[i] + p), y = _mm512_loadu_ps(row[i + 1] + p);
+        t[i] = DT__LOW(x, y);
+        t[i + 1] = DT__HIGH(x, y);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = DT__LOW2(t[i], t[i + 2]);
+        r[i + 1] = DT__HIGH2(t[i], t[i + 2]);
+        r[i + 2] = DT__LOW2(t[i + 1], t[i + 3]);
+        r[i + 3] = DT__HIGH2(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+        __m512 x = DT__EVEN(r[c], r[4 + c]), y = DT__ODD(r[c], r[4 + c]);
+        __m512 z = DT__EVEN(r[8 + c], r[12 + c]), w = DT__ODD(r[8 + c], r[12 + c]);
+        t[c] = DT__EVEN(x, z);
+        t[4 + c] = DT__EVEN(y, w);
+        t[8 + c] = DT__ODD(x, z);
+        t[12 + c] = DT__ODD(y, w);
+    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(panel + (p + i) * width, t[i]);
+}
+#undef DT__LOW
+#undef DT__HIGH
+#undef DT__LOW2
+#undef DT__HIGH2
+#undef DT__EVEN
+#undef DT__ODD
+#else
+#define DT__TURN 4
+DT__FN void DT__K(turn_block)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t p) {
 #if DT__BITS == 32 && defined(__SSE2__)
-    for (; p + 4 <= n; p += 4) {
-        __m128 v0 = _mm_loadu_ps(r0 + p), v1 = _mm_loadu_ps(r1 + p), v2 = _mm_loadu_ps(r2 + p);
-        __m128 v3 = _mm_loadu_ps(r3 + p);
-        _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
-        _mm_storeu_ps(panel + p * width, v0);
-        _mm_storeu_ps(panel + (p + 1) * width, v1);
-        _mm_storeu_ps(panel + (p + 2) * width, v2);
-        _mm_storeu_ps(panel + (p + 3) * width, v3);
-    }
+    __m128 v0 = _mm_loadu_ps(row[0] + p), v1 = _mm_loadu_ps(row[1] + p), v2 = _mm_loadu_ps(row[2] + p);
+    __m128 v3 = _mm_loadu_ps(row[3] + p);
+    _MM_TRANSPOSE4_PS(v0, v1, v2, v3);
+    _mm_storeu_ps(panel + p * width, v0);
+    _mm_storeu_ps(panel + (p + 1) * width, v1);
+    _mm_storeu_ps(panel + (p + 2) * width, v2);
+    _mm_storeu_ps(panel + (p + 3) * width, v3);
+#else
+    for (int64_t i = p; i < p + 4; i++)
+        for (int l = 0; l < 4; l++) panel[i * width + l] = row[l][i];
 #endif
-    for (; p < n; p++) {
-        panel[p * width] = r0[p];
-        panel[p * width + 1] = r1[p];
-        panel[p * width + 2] = r2[p];
-        panel[p * width + 3] = r3[p];
-    }
+}
+#endif
+
+DT__FN void DT__K(turn)(DT__REAL *panel, int64_t width, const DT__REAL *const *row, int64_t n) {
+    int64_t whole = n - n % DT__TURN;
+    for (int64_t p = 0; p < whole; p += DT__TURN) DT__K(turn_block)(panel, width, row, p);
+    for (int64_t p = whole; p < n; p++)
+        for (int l = 0; l < DT__TURN; l++) panel[p * width + l] = row[l][p];
 }
 
 /* 64 terms at most of one row as words: where they lie, or made in buf. */
-DT__FN const DT__REAL *DT__K(words)(const DT__K(matmul_plan) *w, const void *from, int64_t at, int64_t terms,
+DT__FN const DT__REAL *DT__K(words)(dt_dtype dtype, int pairs, const void *from, int64_t at, int64_t terms,
                                     DT__REAL *buf) {
 #if DT__BITS == 32 && DT__ISA == 2
-    if (w->pairs) {
+    if (pairs) {
         memset(buf, 0, 64 * sizeof *buf);
         memcpy(buf, (const uint16_t *)from + at, (size_t)terms * 2);
         return buf;
     }
 #endif
-    return DT__K(get)(w->args->dtype, from, at, terms, buf);
+    (void)pairs;
+    return DT__K(get)(dtype, from, at, terms, buf);
 }
 
 /* A panel (steps,width) from a source whose row i is column i of the panel: a transposition, in pieces of 64 terms that
    stay in the first-level cache. */
-DT__FN void DT__K(pack_columns)(const DT__K(matmul_plan) *w, DT__REAL *panel, int64_t width, const void *from,
+DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from,
                                 int64_t at, int64_t ld, int64_t have, int64_t terms) {
-    DT__REAL buf[4][64];
-    static const DT__REAL none[64];
+    static const DT__REAL none[64] = { 0 };
+    DT__REAL buf[DT__TURN][64];
     for (int64_t p = 0; p < terms; p += 64) {
-        int64_t n = terms - p < 64 ? terms - p : 64, steps = w->pairs ? (n + 1) / 2 : n;
-        for (int64_t i = (width - 1) / 4 * 4; i >= 0; i -= 4) { /* the last four may reach into the next row's first */
-            const DT__REAL *row[4];
-            for (int l = 0; l < 4; l++)
-                row[l] = i + l < have ? DT__K(words)(w, from, at + (i + l) * ld + p, n, buf[l]) : none;
-            DT__K(pack_four)(panel + i, width, row[0], row[1], row[2], row[3], steps);
+        int64_t n = terms - p < 64 ? terms - p : 64, steps = pairs ? (n + 1) / 2 : n;
+        for (int64_t i = (width - 1) / DT__TURN * DT__TURN; i >= 0; i -= DT__TURN) { /* the last columns first */
+            const DT__REAL *row[DT__TURN];
+            for (int l = 0; l < DT__TURN; l++)
+                row[l] = i + l < have ? DT__K(words)(dtype, pairs, from, at + (i + l) * ld + p, n, buf[l]) : none;
+            DT__K(turn)(panel + i, width, row, steps);
         }
         panel += steps * width;
     }
+}
+
+/* Panels of rows of A, DT__GROUP at most, from i on. Where A is stored (k,m), all of them in one pass over its rows, so
+   that a row's numbers are read together. */
+DT__FN void DT__K(pack_group)(const DT__K(matmul_plan) *w, int64_t at, int64_t i, int64_t i1, int64_t terms) {
+    const dt_matmul_args *a = w->args;
+    int64_t depth = w->pairs ? (terms + 1) / 2 : terms, end = i1 - i < DT__GROUP * DT__MR ? i1 : i + DT__GROUP * DT__MR;
+    int64_t step = a->trans_a ? 16 : terms; /* terms in one pass; even, for pairs */
+    for (int64_t p = 0; p < terms; p += step) {
+        DT__REAL *panel = w->a + (w->pairs ? p / 2 : p) * DT__MR;
+        int64_t   n = terms - p < step ? terms - p : step;
+        for (int64_t j = i; j < end; j += DT__MR, panel += depth * DT__MR) {
+            int64_t rows = end - j < DT__MR ? end - j : DT__MR;
+            int64_t from = at + (a->trans_a ? p * a->lda + j : j * a->lda);
+            if (a->trans_a) DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
+            else DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
+        }
+    }
+}
+
+/* A part of a tile to or from C. */
+DT__FN void DT__K(edge)(DT__REAL *to, int64_t to_ld, const DT__REAL *from, int64_t from_ld, int64_t rows,
+                        int64_t cols) {
+    for (int64_t i = 0; i < rows; i++) memcpy(to + i * to_ld, from + i * from_ld, (size_t)cols * sizeof *to);
 }
 
 /* Rows i0..i1, columns j0..j1, terms p0..p1: packs this piece of B, then each panel of A meets every panel of it. */
@@ -4145,36 +6237,42 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
     const dt_matmul_args *a = w->args;
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb), depth = w->pairs ? (terms + 1) / 2 : terms;
-    int64_t at = 0, next = w->steps > DT__DEPTH ? DT__MR * DT__NR : 0; /* tiles: all, or one for all */
+    int64_t at = 0, next = w->whole || w->in_c ? 0 : DT__MR * DT__NR; /* tiles: one for all, or all */
     for (int64_t j = j0; j < j1; j += DT__NR) {
         int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
         DT__REAL *panel = w->b + (j - j0) * depth;
-        if (a->trans_b) DT__K(pack_columns)(w, panel, DT__NR, a->b, from_b + j * a->ldb, a->ldb, have, terms);
-        else DT__K(pack_rows)(w, panel, DT__NR, a->b, from_b + j, a->ldb, have, terms);
+        int64_t from = from_b + (a->trans_b ? j * a->ldb : j);
+        if (a->trans_b) DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
+        else DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
     }
     for (int64_t i = i0; i < i1; i += DT__MR) {
-        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR;
-        if (a->trans_a) DT__K(pack_rows)(w, w->a, DT__MR, a->a, from_a + i, a->lda, rows, terms);
-        else DT__K(pack_columns)(w, w->a, DT__MR, a->a, from_a + i * a->lda, a->lda, rows, terms);
+        int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__GROUP;
+        if (panel == 0) DT__K(pack_group)(w, from_a, i, i1, terms);
         for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
-            DT__REAL *tile = w->tiles + at;
-            if (p0 == 0) memset(tile, 0, DT__MR * DT__NR * sizeof *tile);
-            w->tile(depth, w->a, w->b + (j - j0) * depth, tile);
-            if (p1 < a->k) continue;
-            DT__K(matmul_finish)(a, batch, i, j, rows, j1 - j < DT__NR ? j1 - j : DT__NR, tile, DT__NR);
+            int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
+            DT__REAL *tile = w->tiles + at, *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
+            int       full = rows == DT__MR && cols == DT__NR && w->in_c, edge = w->in_c && !full;
+            if (full) tile = c, ld = a->ldc;
+            if (edge && p0 > 0) DT__K(edge)(tile, DT__NR, c, a->ldc, rows, cols);
+            w->tile(depth, w->a + panel * depth * DT__MR, DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0);
+            if (p1 == a->k) DT__K(matmul_finish)(a, batch, i, j, rows, cols, tile, ld);
+            else if (edge) DT__K(edge)(c, a->ldc, tile, DT__NR, rows, cols);
         }
     }
 }
 
-/* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is longer than DT__DEPTH, the
-   sums of a block of C wait in memory between its pieces. They come back unchanged, so cutting K changes no bit. */
-DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
+/* The fast product, after Goto and van de Geijn (doi:10.1145/1356052.1356053). Where K is several pieces, the sums of a
+   block of C wait in memory between them. They come back unchanged, so cutting K changes no bit. */
+DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch, int64_t i_first, int64_t i_end,
+                                 int64_t j_first, int64_t j_end) {
     const dt_matmul_args *a = w->args;
-    int64_t rows = w->steps > DT__DEPTH ? DT__PANELS * DT__MR : a->m, terms = w->pairs ? 2 * DT__DEPTH : DT__DEPTH;
-    for (int64_t i0 = 0; i0 < a->m; i0 += rows) {
-        int64_t i1 = i0 + rows < a->m ? i0 + rows : a->m;
-        for (int64_t j0 = 0; j0 < a->n; j0 += w->columns) {
-            int64_t j1 = j0 + w->columns < a->n ? j0 + w->columns : a->n, p = 0;
+    int64_t terms = w->pieces.depth * (w->pairs ? 2 : 1), columns = w->pieces.columns, m = i_end - i_first;
+    int64_t most = DT__PANELS * DT__MR, blocks = w->whole || w->in_c ? 1 : (m + most - 1) / most;
+    int64_t rows = blocks > 0 ? (m + blocks - 1) / blocks : 1;
+    for (int64_t i0 = i_first; i0 < i_end; i0 += rows) {
+        int64_t i1 = i0 + rows < i_end ? i0 + rows : i_end;
+        for (int64_t j0 = j_first; j0 < j_end; j0 += columns) {
+            int64_t j1 = j0 + columns < j_end ? j0 + columns : j_end, p = 0;
             do { /* once even if K is 0 */
                 int64_t end = p + terms < a->k ? p + terms : a->k;
                 DT__K(matmul_piece)(w, batch, i0, i1, j0, j1, p, end);
@@ -4183,6 +6281,26 @@ DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch) {
         }
     }
 }
+
+#ifdef DT_USE_CBLAS
+/* The product by CBLAS, which sums in an order of its own. Where something follows, a few rows at a time go to `work`
+   and are finished from there like our own. */
+DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
+    CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans, tb = a->trans_b ? CblasTrans : CblasNoTrans;
+    int      fused = a->bias || a->before || a->activation || a->residual || a->accumulate;
+    int64_t  most = fused ? (int64_t)(a->work_bytes / sizeof(DT__REAL)) / a->n : a->m;
+    for (int64_t i = 0; i < a->m; i += most) {
+        int64_t  rows = a->m - i < most ? a->m - i : most;
+        const DT__REAL *from = (const DT__REAL *)a->a + batch * a->stride_a + i * (a->trans_a ? 1 : a->lda);
+        const DT__REAL *b = (const DT__REAL *)a->b + batch * a->stride_b;
+        DT__REAL *c = fused ? (DT__REAL *)a->work : (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc;
+        int64_t   ld = fused ? a->n : a->ldc;
+        DT__GEMM(CblasRowMajor, ta, tb, (int)rows, (int)a->n, (int)a->k, 1, from, (int)a->lda, b, (int)a->ldb, 0, c,
+                 (int)ld);
+        if (fused) DT__K(matmul_finish)(a, batch, i, 0, rows, a->n, c, ld);
+    }
+}
+#endif
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     dt_matmul_args a = *args;
@@ -4196,24 +6314,44 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         return DT_OK;
     }
     if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
-    DT__K(matmul_plan) w = { .args = &a, .steps = a.k, .tile = DT__K(matmul_tile) };
+#ifdef DT_USE_CBLAS
+    int by_cblas = !dt__narrow(a.dtype) && a.m < INT_MAX && a.n < INT_MAX && a.k < INT_MAX && a.lda < INT_MAX;
+    if (by_cblas && a.k > 0) {
+        for (int64_t i = 0; i < a.batch && a.m > 0 && a.n > 0; i++) DT__K(matmul_cblas)(&a, i);
+        return DT_OK;
+    }
+#endif
+    DT__K(matmul_plan) w;
+    memset(&w, 0, sizeof w);
+    w.args = &a;
+    w.tile = DT__K(matmul_tile);
 #if DT__BITS == 32 && DT__ISA == 2
-    if (a.dtype == DT_BF16 && __builtin_cpu_supports("avx512bf16")) {
+    if (a.dtype == DT_BF16 && dt__pairs_pay()) {
         w.pairs = 1;
-        w.steps = (a.k + 1) / 2;
         w.tile = DT__K(matmul_pair_tile);
     }
 #endif
-    w.columns = dt__matmul_columns(a.n, sizeof(DT__REAL));
-    w.tiles = (DT__REAL *)dt__align64(a.work);
-    w.b = w.tiles + (w.steps > DT__DEPTH ? DT__PANELS * DT__MR * w.columns : DT__MR * DT__NR);
-    w.a = w.b + (w.steps < DT__DEPTH ? w.steps : DT__DEPTH) * w.columns;
-    for (int64_t i = 0; i < a.batch; i++) DT__K(matmul_packed)(&w, i);
+    int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
+    w.pieces = dt__matmul_pieces(a.n, steps, sizeof(DT__REAL));
+    w.whole = steps <= w.pieces.depth;
+    w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c;
+    int64_t parts = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(), of = a.m > a.n ? a.m : a.n;
+    int64_t each = ((of + parts - 1) / parts + 31) / 32 * 32, stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
+    DT__PARALLEL
+    for (int64_t part = 0; part < a.batch * parts; part++) {
+        DT__K(matmul_plan) mine = w; /* this thread's scratch, and its part of the longer side of C */
+        int64_t first = part % parts * each, end = first + each < of ? first + each : of;
+        mine.tiles = (DT__REAL *)dt__align64((char *)a.work + dt__omp_thread() * stride);
+        mine.b = mine.tiles + w.pieces.tiles;
+        mine.a = mine.b + w.pieces.depth * w.pieces.columns;
+        if (a.m > a.n) DT__K(matmul_packed)(&mine, part / parts, first, end, 0, a.n);
+        else DT__K(matmul_packed)(&mine, part / parts, 0, a.m, first, end);
+    }
     return DT_OK;
 }
 #endif
 
-// ==== 18. CPU kernels, once over float and double ===================================================================
+// ==== 22. CPU kernels, once over float and double ===================================================================
 
 DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     DT__REAL tile[DT__TILE], value = (DT__REAL)a->value;
@@ -4346,9 +6484,11 @@ DT__FN dt_status DT__K(binary)(const dt_binary_args *a) {
 }
 
 DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
-    DT__REAL out[DT__TILE], buf[DT__TILE];
+    int64_t count = (int64_t)a->count;
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
-    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+    DT__PARALLEL
+    for (int64_t at = 0; at < count; at += DT__TILE) {
+        DT__REAL out[DT__TILE], buf[DT__TILE];
         int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
         DT__K(act)(a->act, DT__K(get)(a->dtype, a->in, at, n, buf), n, out, (DT__REAL)a->scale, (DT__REAL)a->shift);
         DT__K(give)(a->dtype, a->out, at, n, out, 0);
@@ -4357,9 +6497,11 @@ DT__FN dt_status DT__K(unary)(const dt_unary_args *a) {
 }
 
 DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
-    DT__REAL dx[DT__TILE], buf_x[DT__TILE], buf_d[DT__TILE];
+    int64_t count = (int64_t)a->count;
     if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
-    for (int64_t at = 0, count = (int64_t)a->count; at < count; at += DT__TILE) {
+    DT__PARALLEL
+    for (int64_t at = 0; at < count; at += DT__TILE) {
+        DT__REAL dx[DT__TILE], buf_x[DT__TILE], buf_d[DT__TILE];
         int64_t n = count - at < DT__TILE ? count - at : DT__TILE;
         const DT__REAL *x = a->in ? DT__K(get)(a->dtype, a->in, at, n, buf_x) : NULL;
         DT__K(act_back)(a->act, x, DT__K(get)(a->dtype, a->dout, at, n, buf_d), n, dx, (DT__REAL)a->scale);
@@ -4372,6 +6514,7 @@ DT__FN dt_status DT__K(unary_back)(const dt_unary_back_args *a) {
 DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
     DT__REAL out[DT__TILE], buf[DT__TILE];
     int64_t  cols = (int64_t)a->cols;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__TILE) {
             int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;
@@ -4387,6 +6530,7 @@ DT__FN dt_status DT__K(glu)(const dt_glu_args *a) {
 DT__FN dt_status DT__K(glu_back)(const dt_glu_back_args *a) {
     DT__REAL d[DT__TILE], buf_x[DT__TILE], buf_up[DT__TILE], buf_d[DT__TILE];
     int64_t  cols = (int64_t)a->cols;
+    if (a->act < 0 || a->act >= DT_ACTS) return DT_ERR_ARG;
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         for (int64_t c = 0; c < cols; c += DT__TILE) {
             int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE, gate_at = 2 * r * cols + c, up_at = gate_at + cols;
@@ -4688,7 +6832,8 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
    Every sum is one chain over its terms in ascending order. Keys that no query of a block sees are left out; those that
    some do not see have p = 0 for them. */
 
-/* What is kept for one key/value head, and for one block of queries. keys and dims are rounded up to MA, wide to NR. */
+/* What is kept for one key/value head, and for one block of queries. keys are rounded up to 16, dims to MA, wide to
+   NR. */
 typedef struct DT__K(heads) {
     int64_t   keys, dims, wide;
     DT__REAL *k_rows, *k_dims;   /* k in panels of MA keys: (keys/MA,D,MA); of MA dims: (dims/MA,tk,MA) */
@@ -4698,13 +6843,13 @@ typedef struct DT__K(heads) {
     DT__REAL *q_rows, *d_rows;   /* (wide/NR,NR,NR): q, dout */
     DT__REAL *out;               /* (dims,NR): out^T, dq^T */
     DT__REAL *p, *ds;            /* (keys,NR) */
-    DT__REAL *turned;            /* (NR,MA) */
+    DT__REAL *turned;            /* (NR,keys): p or ds the other way round */
     int32_t  *position, *document; /* (tk) of the keys of a sequence; document NULL: one */
 } DT__K(heads);
 
 DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
     DT__K(heads) w;
-    w.keys = (tk + DT__MA - 1) / DT__MA * DT__MA;
+    w.keys = (tk + 15) / 16 * 16; /* whole tiles and whole turns */
     w.dims = (dim + DT__MA - 1) / DT__MA * DT__MA;
     w.wide = (dim + DT__NR - 1) / DT__NR * DT__NR;
     w.k_rows = (DT__REAL *)dt__align64(work);
@@ -4721,7 +6866,7 @@ DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
     w.d_rows = w.q_rows + w.wide * DT__NR;
     w.out = w.d_rows + w.wide * DT__NR;
     w.turned = w.out + w.dims * DT__NR;
-    w.position = (int32_t *)(w.turned + DT__MA * DT__NR);
+    w.position = (int32_t *)(w.turned + w.keys * DT__NR);
     w.document = w.position + tk;
     return w;
 }
@@ -4729,32 +6874,17 @@ DT__FN DT__K(heads) DT__K(heads_in)(void *work, int64_t tk, int64_t dim) {
 /* Panels of `width` rows, (ceil(n/width),dim,width), from n rows of dim numbers ld apart; missing rows are zero. */
 DT__FN void DT__K(panels_of_rows)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
                                   int64_t ld, int64_t n, int64_t dim) {
-    DT__REAL buf[DT__TILE];
-    for (int64_t i = 0; i < n; i += width, panels += dim * width) {
-        for (int64_t l = 0; l < width; l++) {
-            for (int64_t c = 0; c < dim; c += DT__TILE) {
-                int64_t have = dim - c < DT__TILE ? dim - c : DT__TILE;
-                DT__REAL *to = panels + c * width + l;
-                if (i + l >= n) for (int64_t d = 0; d < have; d++) to[d * width] = 0;
-                if (i + l >= n) continue;
-                const DT__REAL *x = DT__K(get)(dtype, from, at + (i + l) * ld + c, have, buf);
-                for (int64_t d = 0; d < have; d++) to[d * width] = x[d];
-            }
-        }
+    for (int64_t i = 0; i < n; i += width) {
+        int64_t have = n - i < width ? n - i : width;
+        DT__K(pack_columns)(dtype, 0, panels + i * dim, width, from, at + i * ld, ld, have, dim);
     }
 }
 
-/* Panels of `width` columns, (ceil(dim/width),n,width), from the same. */
-DT__FN void DT__K(panels_of_columns)(DT__REAL *panels, int64_t width, dt_dtype dtype, const void *from, int64_t at,
-                                     int64_t ld, int64_t n, int64_t dim) {
-    DT__REAL buf[DT__LANES];
-    for (int64_t c = 0; c < dim; c += width) {
-        int64_t have = dim - c < width ? dim - c : width;
-        for (int64_t i = 0; i < n; i++, panels += width) {
-            const DT__REAL *x = DT__K(get)(dtype, from, at + i * ld + c, have, buf);
-            for (int64_t l = 0; l < width; l++) panels[l] = l < have ? x[l] : 0;
-        }
-    }
+/* Panels of `width` columns, (ceil(dim/width),n,width), from the same; panels are `apart` numbers apart. */
+DT__FN void DT__K(panels_of_columns)(DT__REAL *panels, int64_t apart, int64_t width, dt_dtype dtype, const void *from,
+                                     int64_t at, int64_t ld, int64_t n, int64_t dim) {
+    for (int64_t c = 0; c < dim; c += width, panels += apart)
+        DT__K(pack_rows)(dtype, 0, panels, width, from, at + c, ld, dim - c < width ? dim - c : width, n);
 }
 
 /* A block of at most NR queries of one head, and which keys they see. */
@@ -4762,20 +6892,24 @@ typedef struct DT__K(block) {
     int64_t        queries, q;          /* how many; element of the first in q and out, rows heads * dim apart */
     int64_t        lse;                 /* of the first in lse */
     int64_t        end;                 /* keys from here on are seen by none; a multiple of MA */
+    int64_t        sure;                /* keys before this one are seen by all */
     int32_t        position[DT__LANES], document[DT__LANES]; /* lanes without a query repeat the last one */
 } DT__K(block);
 
 DT__FN void DT__K(block_make)(DT__K(block) *b, const dt_sight *s, const DT__K(heads) *w, int64_t sequence, int64_t i,
                               int64_t tq, int64_t tk) {
-    int32_t latest = INT32_MIN;
+    int32_t latest = INT32_MIN, first = INT32_MAX;
     b->queries = tq - i < DT__NR ? tq - i : DT__NR;
     for (int64_t l = 0; l < DT__NR; l++) {
         int64_t at = i + (l < b->queries ? l : b->queries - 1);
         b->position[l] = s->q_position ? s->q_position[sequence * tq + at] : (int32_t)(at + tk - tq);
         b->document[l] = s->q_document ? s->q_document[sequence * tq + at] : 0;
         if (b->position[l] > latest) latest = b->position[l];
+        if (b->position[l] < first) first = b->position[l];
     }
     b->end = tk;
+    b->sure = 0;
+    while (!w->document && b->sure < tk && (!s->causal || w->position[b->sure] <= first)) b->sure++;
     while (s->causal && b->end > 0 && w->position[b->end - 1] > latest) b->end--;
     b->end = (b->end + DT__MA - 1) / DT__MA * DT__MA;
 }
@@ -4792,33 +6926,34 @@ DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads)
 
 /* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
-    memset(to, 0, (size_t)(end * DT__NR) * sizeof *to);
-    for (int64_t j = 0; j < end; j += DT__MA) DT__K(attention_tile)(dim, rows + j * dim, lanes, to + j * DT__NR);
+    for (int64_t j = 0; j < end; j += DT__MA)
+        DT__K(attention_tile)(dim, rows + j * dim, DT__MA, lanes, to + j * DT__NR, DT__NR, 1);
 }
 
 /* to(dims,NR) = dims of keys times rows of a block's scores. */
 DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims, const DT__REAL *scores, int64_t end,
                        int64_t tk) {
     int64_t keys = end < tk ? end : tk;
-    memset(to, 0, (size_t)(w->dims * DT__NR) * sizeof *to);
     for (int64_t d = 0; d < w->dims; d += DT__MA)
-        DT__K(attention_tile)(keys, dims + d * tk, scores, to + d * DT__NR);
+        DT__K(attention_tile)(keys, dims + d * tk, DT__MA, scores, to + d * DT__NR, DT__NR, 1);
 }
 
-/* One query's column of a (dim,NR) result as a row. */
-DT__FN void DT__K(column)(DT__REAL *row, const DT__REAL *from, int64_t lane, int64_t dim, DT__REAL factor) {
-    for (int64_t d = 0; d < dim; d++) row[d] = from[d * DT__NR + lane] * factor;
+/* The result of a block, (dims,NR), the other way round: rows of queries, `wide` apart, in place of w->q_rows. */
+DT__FN void DT__K(rows_of_out)(const DT__K(heads) *w) {
+    for (int64_t d = 0; d < w->dims; d += DT__TURN) {
+        const DT__REAL *row[DT__TURN];
+        for (int64_t i = 0; i < DT__TURN; i++) row[i] = w->out + (d + i < w->dims ? d + i : d) * DT__NR;
+        DT__K(turn)(w->q_rows + d, w->wide, row, DT__NR);
+    }
 }
 
 /* The softmax of a block goes into w->p, not yet divided by its sums. */
 DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w,
                                  DT__REAL *max, DT__REAL *sum) {
-    DT__REAL scale = (DT__REAL)a->scale;
     for (int l = 0; l < DT__NR; l++) max[l] = (DT__REAL)-INFINITY;
     for (int64_t j = 0; j < b->end; j++) {
         DT__REAL *row = w->p + j * DT__NR;
-        for (int l = 0; l < DT__NR; l++) row[l] *= scale;
-        DT__K(hide)(row, b, w, a->sight.causal, j, a->tk);
+        if (j >= b->sure) DT__K(hide)(row, b, w, a->sight.causal, j, a->tk);
         for (int l = 0; l < DT__NR; l++) max[l] = row[l] > max[l] ? row[l] : max[l];
     }
     for (int l = 0; l < DT__NR; l++) {
@@ -4833,12 +6968,14 @@ DT__FN void DT__K(softmax_block)(const dt_attention_args *a, const DT__K(block) 
 }
 
 DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
-    DT__REAL max[DT__LANES], sum[DT__LANES], row[DT__TILE], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
+    DT__REAL max[DT__LANES], sum[DT__LANES], old[DT__TILE], *lse = (DT__REAL *)a->lse + b->lse;
     dt_dtype to = dt__wide(a->dtype, a->wide);
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, a->heads * a->dim, b->queries, a->dim);
+    for (int64_t i = 0; i < a->dim * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, a->dim);
     DT__K(softmax_block)(a, b, w, max, sum);
     DT__K(mix)(w->out, w, w->v_dims, w->p, b->end, a->tk);
+    DT__K(rows_of_out)(w);
     for (int64_t r = 0; r < b->queries; r++) {
         DT__REAL mine = sum[r] > 0 ? max[r] + DT__LOG(sum[r]) : (DT__REAL)-INFINITY, keep = 0, factor = 0, both = mine;
         if (a->merge && lse[r] > mine) both = lse[r] + DT__LOG(1 + DT__EXP(mine - lse[r]));
@@ -4848,7 +6985,8 @@ DT__FN void DT__K(attention_block)(const dt_attention_args *a, const DT__K(block
         lse[r] = both;
         for (int64_t d = 0; d < a->dim; d += DT__TILE) {
             int64_t n = a->dim - d < DT__TILE ? a->dim - d : DT__TILE, at = b->q + r * a->heads * a->dim + d;
-            DT__K(column)(row, w->out + d * DT__NR, r, n, factor);
+            DT__REAL *row = w->q_rows + r * w->wide + d;
+            for (int64_t i = 0; i < n; i++) row[i] *= factor;
             if (a->merge) {
                 const DT__REAL *before = DT__K(get)(to, a->out, at, n, old);
                 for (int64_t i = 0; i < n; i++) row[i] += keep * before[i];
@@ -4867,28 +7005,30 @@ DT__FN void DT__K(sight_of_keys)(DT__K(heads) *w, const dt_sight *s, int64_t seq
     if (!s->k_document) w->document = NULL;
 }
 
-/* Head h reads key/value head h K / H; the panels of k and v serve all heads of its group. */
-DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim;
-    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(a->tk, D, a->dtype)) return DT_ERR_ARG;
-    for (int64_t s = 0; s < a->batch; s++) {
-        DT__K(heads) w = DT__K(heads_in)(a->work, a->tk, D);
-        DT__K(sight_of_keys)(&w, &a->sight, s, a->tk);
-        for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (s * a->tk * K + h * K / H) * D; /* key 0 of this head */
-            if (h % (H / K) == 0) {
-                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
-                DT__K(panels_of_columns)(w.v_dims, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
-            }
-            for (int64_t i = 0; i < a->tq; i += DT__NR) {
-                DT__K(block) b;
-                b.q = ((s * a->tq + i) * H + h) * D;
-                b.lse = (s * H + h) * a->tq + i;
-                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, a->tk);
-                DT__K(attention_block)(a, &b, &w);
-            }
+/* Key/value head g % K of sequence g / K: query heads h with h K / H = g % K read it, and share its panels. */
+DT__FN void DT__K(attention_group)(const dt_attention_args *a, void *work, int64_t g) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, s = g / K, kv = (s * a->tk * K + g % K) * D;
+    DT__K(heads) w = DT__K(heads_in)(work, a->tk, D);
+    DT__K(sight_of_keys)(&w, &a->sight, s, a->tk);
+    DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, a->tk, D);
+    DT__K(panels_of_columns)(w.v_dims, a->tk * DT__MA, DT__MA, a->dtype, a->v, kv, K * D, a->tk, D);
+    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
+        for (int64_t i = 0; i < a->tq; i += DT__NR) {
+            DT__K(block) b;
+            b.q = ((s * a->tq + i) * H + h) * D;
+            b.lse = (s * H + h) * a->tq + i;
+            DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, a->tk);
+            DT__K(attention_block)(a, &b, &w);
         }
     }
+}
+
+DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
+    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
+    if (K < 1 || a->heads % K || !a->work || a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
+        return DT_ERR_ARG;
+    DT__PARALLEL
+    for (int64_t g = 0; g < a->batch * K; g++) DT__K(attention_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
     return DT_OK;
 }
 
@@ -4912,50 +7052,45 @@ DT__FN void DT__K(softmax_back_block)(const dt_attention_back_args *a, const DT_
     }
     for (int64_t j = 0; j < b->end; j++) {
         DT__REAL *p = w->p + j * DT__NR, *ds = w->ds + j * DT__NR;
-        for (int l = 0; l < DT__NR; l++) p[l] = p[l] * scale - lse[l];
-        DT__K(hide)(p, b, w, a->sight.causal, j, a->tk);
+        for (int l = 0; l < DT__NR; l++) p[l] -= lse[l];
+        if (j >= b->sure) DT__K(hide)(p, b, w, a->sight.causal, j, a->tk);
         for (int l = 0; l < DT__NR; l++) p[l] = DT__EXP(p[l]);
         for (int l = 0; l < DT__NR; l++) ds[l] = p[l] * (ds[l] - mean[l]) * scale;
     }
 }
 
-/* sum(keys,dim) += scores^T (keys,queries) x (queries,dim): MA keys at a time. */
+/* sum(keys,dim) += scores^T (keys,queries) x (queries,dim): the scores are turned, then MA keys are taken at a time. */
 DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL *scores, const DT__REAL *rows,
                            int64_t end) {
-    for (int64_t j = 0; j < end; j += DT__MA) {
-        const DT__REAL *from = scores + j * DT__NR;
-        for (int64_t l = 0; l < DT__NR; l++)
-            for (int64_t i = 0; i < DT__MA; i++) w->turned[l * DT__MA + i] = from[i * DT__NR + l];
-        for (int64_t d = 0; d < w->wide; d += DT__NR)
-            DT__K(attention_tile)(DT__NR, w->turned, rows + d * DT__NR, sum + d * w->keys + j * DT__NR);
+    for (int64_t j = 0; j < end; j += DT__TURN) {
+        const DT__REAL *row[DT__TURN];
+        for (int64_t i = 0; i < DT__TURN; i++) row[i] = scores + (j + i < end ? j + i : end - 1) * DT__NR;
+        DT__K(turn)(w->turned + j, w->keys, row, DT__NR);
     }
+    for (int64_t d = 0; d < w->wide; d += DT__NR)
+        for (int64_t j = 0; j < end; j += DT__MA)
+            DT__K(attention_tile)(DT__NR, w->turned + j, w->keys, rows + d * DT__NR,
+                                  sum + d * w->keys + j * DT__NR, DT__NR, 0);
 }
 
 DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
     int64_t  ld = a->heads * a->dim, D = a->dim;
-    DT__REAL row[DT__TILE];
     DT__K(panels_of_rows)(w->q_lanes, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
     DT__K(panels_of_rows)(w->d_lanes, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
+    for (int64_t i = 0; i < D * DT__NR; i++) w->q_lanes[i] *= (DT__REAL)a->scale;
     DT__K(scores)(w->p, w->k_rows, w->q_lanes, b->end, D);
     DT__K(scores)(w->ds, w->v_rows, w->d_lanes, b->end, D);
     DT__K(softmax_back_block)(a, b, w);
     memset(w->q_rows, 0, (size_t)(2 * w->wide * DT__NR) * sizeof *w->q_rows); /* q_rows and d_rows: rows of no query */
-    for (int64_t d = 0; d < D; d += DT__NR) {
-        int64_t n = D - d < DT__NR ? D - d : DT__NR;
-        DT__K(panels_of_columns)(w->q_rows + d * DT__NR, DT__NR, a->dtype, a->q, b->q + d, ld, b->queries, n);
-        DT__K(panels_of_columns)(w->d_rows + d * DT__NR, DT__NR, a->dtype, a->dout, b->q + d, ld, b->queries, n);
-    }
+    DT__K(panels_of_columns)(w->q_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->q, b->q, ld, b->queries, D);
+    DT__K(panels_of_columns)(w->d_rows, DT__NR * DT__NR, DT__NR, a->dtype, a->dout, b->q, ld, b->queries, D);
     if (a->dk) DT__K(collect)(w->dk, w, w->ds, w->q_rows, b->end);
     if (a->dv) DT__K(collect)(w->dv, w, w->p, w->d_rows, b->end);
     if (!a->dq) return;
     DT__K(mix)(w->out, w, w->k_dims, w->ds, b->end, a->tk);
-    for (int64_t r = 0; r < b->queries; r++) {
-        for (int64_t d = 0; d < D; d += DT__TILE) {
-            int64_t n = D - d < DT__TILE ? D - d : DT__TILE;
-            DT__K(column)(row, w->out + d * DT__NR, r, n, 1);
-            DT__K(give)(dt__wide(a->dtype, a->wide), a->dq, b->q + r * ld + d, n, row, a->accumulate_q);
-        }
-    }
+    DT__K(rows_of_out)(w); /* q_rows has been read */
+    for (int64_t r = 0; r < b->queries; r++)
+        DT__K(give)(dt__wide(a->dtype, a->wide), a->dq, b->q + r * ld, D, w->q_rows + r * w->wide, a->accumulate_q);
 }
 
 /* Gradient of the keys or values of one head, from (wide/NR,keys,NR) to rows. */
@@ -4970,32 +7105,34 @@ DT__FN void DT__K(keys_back)(const dt_attention_back_args *a, const DT__K(heads)
 }
 
 /* The heads of a group share a key/value head: its gradient sums over them in ascending order, then over queries. */
-DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
-    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk;
-    if (K < 1 || H % K || !a->work || a->work_bytes < dt_attention_work(tk, D, a->dtype)) return DT_ERR_ARG;
-    for (int64_t s = 0; s < a->batch; s++) {
-        DT__K(heads) w = DT__K(heads_in)(a->work, tk, D);
-        DT__K(sight_of_keys)(&w, &a->sight, s, tk);
-        for (int64_t h = 0; h < H; h++) {
-            int64_t kv = (s * tk * K + h * K / H) * D;
-            if (h % (H / K) == 0) {
-                DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
-                DT__K(panels_of_columns)(w.k_dims, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
-                DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
-                memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
-            }
-            for (int64_t i = 0; i < a->tq; i += DT__NR) {
-                DT__K(block) b;
-                b.q = ((s * a->tq + i) * H + h) * D;
-                b.lse = (s * H + h) * a->tq + i;
-                DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, tk);
-                DT__K(attention_back_block)(a, &b, &w);
-            }
-            if ((h + 1) % (H / K)) continue;
-            DT__K(keys_back)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
-            DT__K(keys_back)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
+DT__FN void DT__K(attention_back_group)(const dt_attention_back_args *a, void *work, int64_t g) {
+    int64_t H = a->heads, K = a->kv_heads, D = a->dim, tk = a->tk, s = g / K, kv = (s * tk * K + g % K) * D;
+    DT__K(heads) w = DT__K(heads_in)(work, tk, D);
+    DT__K(sight_of_keys)(&w, &a->sight, s, tk);
+    DT__K(panels_of_rows)(w.k_rows, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+    DT__K(panels_of_columns)(w.k_dims, tk * DT__MA, DT__MA, a->dtype, a->k, kv, K * D, tk, D);
+    DT__K(panels_of_rows)(w.v_rows, DT__MA, a->dtype, a->v, kv, K * D, tk, D);
+    memset(w.dk, 0, (size_t)(2 * w.keys * w.wide) * sizeof *w.dk); /* dk and dv */
+    for (int64_t h = g % K * (H / K); h < (g % K + 1) * (H / K); h++) {
+        for (int64_t i = 0; i < a->tq; i += DT__NR) {
+            DT__K(block) b;
+            b.q = ((s * a->tq + i) * H + h) * D;
+            b.lse = (s * H + h) * a->tq + i;
+            DT__K(block_make)(&b, &a->sight, &w, s, i, a->tq, tk);
+            DT__K(attention_back_block)(a, &b, &w);
         }
     }
+    DT__K(keys_back)(a, &w, a->dk, kv, w.dk, a->accumulate_k);
+    DT__K(keys_back)(a, &w, a->dv, kv, w.dv, a->accumulate_v);
+}
+
+DT__FN dt_status DT__K(attention_back)(const dt_attention_back_args *a) {
+    int64_t K = a->kv_heads, stride = (int64_t)(a->work_bytes / (size_t)dt__omp_threads());
+    if (K < 1 || a->heads % K || !a->work || a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
+        return DT_ERR_ARG;
+    DT__PARALLEL
+    for (int64_t g = 0; g < a->batch * K; g++)
+        DT__K(attention_back_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
     return DT_OK;
 }
 
@@ -5119,8 +7256,9 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
     DT__REAL unbias = (DT__REAL)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
     DT__REAL keep = (DT__REAL)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     DT__REAL decay = (DT__REAL)(a->coupled ? a->weight_decay : 0);
-    DT__REAL root[DT__TILE] = { 0 };
+    DT__PARALLEL
     for (size_t at = 0; at < a->count; at += DT__TILE) {
+        DT__REAL root[DT__TILE] = { 0 };
         size_t end = a->count - at < DT__TILE ? a->count : at + DT__TILE;
         for (size_t i = at; i < end; i++) {
             DT__REAL g = grad[i] * grad_scale + decay * param[i];
@@ -5154,7 +7292,7 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
 #undef DT__SUM
 #endif /* floating types */
 
-/* This type and instruction set as a table: what section 19 chooses from. */
+/* This type and instruction set as a table: what section 23 chooses from. */
 #if DT__BITS == 1
 #define DT__VARIANT_ENTRY(k) NULL,
 #else
@@ -5175,16 +7313,19 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 #undef DT__NV
 #undef DT__NR
 #undef DT__V
+#undef DT__ZERO
 #undef DT__LOAD
 #undef DT__STORE
 #undef DT__FMADD
 #undef DT__ROOT
+#undef DT__TURN
 #undef DT__MR
 #undef DT__MA
 #undef DT__ROWS
 #undef DT__ROWS_A
 #undef DT__TANH
 #undef DT__PHI
+#undef DT__GEMM
 #undef DT__LOGISTIC
 #undef DT__BITS
 #undef DT__ISA
@@ -5197,9 +7338,9 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 extern "C" {
 #endif
 
-// ==== 19. The CPU kernel table ======================================================================================
+// ==== 23. The CPU kernel table ======================================================================================
 
-/* Section 18 for each type and set: float and double by every set that this processor family has. */
+/* Sections 20 to 22 for each type and set: float and double by every set that this processor family has. */
 #define DT__BITS 1
 #define DT__ISA 0
 #include "dt_tensor.h"
@@ -5269,14 +7410,13 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__DISPATCH
 #undef DT__VARIANT_KERNELS
 #undef DT__FLOAT_KERNELS
-#undef DT__DEPTH
-#undef DT__PANELS
 
 /* By way of double, which holds every number of the other types. A double goes to 16 bits by way of float. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__TILE];
     (void)stream;
-    if (a->accumulate && a->dtype == DT_I32) return DT_ERR_UNSUPPORTED;
+    if (dt_dtype_size(a->dtype) == 0 || dt_dtype_size(a->from) == 0 || (a->accumulate && a->dtype == DT_I32))
+        return DT_ERR_UNSUPPORTED;
     for (size_t at = 0; at < a->count; at += DT__TILE) {
         size_t n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
         for (size_t i = 0; i < n; i++) x[i] = dt__number(a->from, a->in, at + i);
@@ -5325,7 +7465,7 @@ const dt_kernels *dt_kernels_cpu(void) {
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
-     0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels
+     0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.
 

@@ -65,6 +65,10 @@
                 the number of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0
                 and 4 + 4 + 8/N at stage 1. bf16 and f16 have f32 gradients, and state with an f32 master of the
                 parameter in it, which is what the update changes: 2 + 4 + 12 and 2 + 4 + 12/N.
+     Types      f32, f64, bf16 and f16. The f32 masters of bf16 and f16 are taken from the values that the first step
+                finds; a value written later lasts until the next step, which rounds the master over it. Nothing is
+                scaled in this version: what leaves f16's range on the way back (above 65,504) fails the step as not
+                finite, and what is below 6e-8 is lost. bf16 has the range of f32.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
                 changes no parameter.
      Threads    As in dt_comm.h.
@@ -458,9 +462,10 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
         if (begin >= end) continue;
         int     decays = p->full.nd >= 2 && !p->desc.no_decay;
         void   *value = dt__zero_value(z, begin);
-        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin,
-            z->master ? dt__zero_at(z, z->master, begin - z->first) : value, dt__zero_at(z, u->grad, begin), { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1),
-            grad_scale, decays ? zero->desc.weight_decay : 0, zero->step + 1 };
+        void   *updated = z->master ? dt__zero_at(z, z->master, begin - z->first) : value;
+        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin, updated, dt__zero_at(z, u->grad, begin),
+            { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale,
+            decays ? zero->desc.weight_decay : 0, zero->step + 1 };
         for (int s = 0; s < zero->states; s++) f.state[s] = dt__zero_at(z, z->state[s], begin - z->first);
         if (dt__zero_update_run(zero, &f, z->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
     }

@@ -1,27 +1,49 @@
-/* gpt.h - GPT-2 as a user of dt writes it: public calls only - public domain or MIT, at your choice
+/* gpt.h - GPT-2 and Llama as a user of dt writes them: public calls only - public domain or MIT, at your choice
 
-   Include it after dt_zero.h (or dt_tensor.h: it needs no more). Everything is static.
+   Include it after dt_zero.h (or dt_tensor.h: it needs no more). Everything is static. Files: gpt_files.h.
 
        gpt        model  = gpt_register(ctx, (gpt_config){ .layers = 4, .width = 128, .heads = 4, .kv_heads = 4,
                                                            .ffn = 512, .seq = 128, .vocab = 256, .tied = 1 });
        dt_tensor *logits = gpt_logits(&model, ids);                          // (B,T) i32 -> (B,T,V)
        dt_tensor *loss   = gpt_loss(&model, ids, labels, denominator);       // a scalar in nats
+       gpt_generate(&model, text, have, want, (gpt_sampling){ .temperature = 0.8 });
 
-   The model:
-       x = wte[ids] + wpe[0..T)
-       per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
-                   x += mlp.proj(gelu(mlp.fc(ln_2(x))))
-       logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
+   GPT_GPT2:   x = wte[ids] + wpe[positions]
+               per layer   x += attn.proj(attention(q(n), k(n), v(n))), where n = ln_1(x)
+                           x += mlp.proj(gelu(mlp.fc(ln_2(x))))
+               logits = ln_f(x) head^T, where head is wte if tied, else lm_head; no bias
+   GPT_LLAMA:  the same but for RMSNorm in place of layernorms, no biases, no wpe but q and k turned by their positions
+               (halves, theta), and mlp.proj(silu(gate) up), gate and up being one parameter (2,F,C).
+   Dropout, where a step is given: of the embedding, and of attn.proj and mlp.proj before they are added.
+
+   Recomputation keeps less in the forward and computes it again in the backward. Kept of one layer, in elements for
+   each token (the layer's own; its input is the output of the layer before):
+
+       GPT-2   none        6C + 2KD + 2F + H + 4    n, q, k, v, heads, x, n, fc, gelu, x; lse; mean and rstd twice
+               selective   4C + 2F + 2              without n, q, k, v, lse, mean, rstd of attention (arXiv:2205.05198)
+       Llama   none        7C + 3KD + 3F + H + 2    n, q, k, v, turned q, k, heads, x, n, gate, up, h, x; lse; rstd
+               selective   4C + 3F + 1
+       both    full        C                        the output (arXiv:1604.06174)
+               full:k      C / k                    the output of every k-th layer; the backward holds what `none` keeps
+                                                    of k layers at a time: GPT-2 gains over `full` where
+                                                    L - L/k > (k - 1)(16 + H/C), if F = 4C and K = H
+
+   and with dropout 4C more for `none` and `selective`: both branches before and after it.
+
    Letters: B sequences, T tokens of each, V vocabulary, C width, H heads, K heads of keys and values, D = C/H, F feed
    forward. Fewer K than H is grouped-query attention, arXiv:2305.13245. */
 #ifndef GPT_H
 #define GPT_H
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { GPT_MAX_LAYERS = 192 };
+enum { GPT_RECOMPUTE_NONE = 0, GPT_RECOMPUTE_SELECTIVE, GPT_RECOMPUTE_FULL };
+enum { GPT_GPT2 = 0, GPT_LLAMA };
 
 typedef struct gpt_config {
     int      layers, width, heads, kv_heads, ffn;
@@ -29,8 +51,16 @@ typedef struct gpt_config {
     int      vocab;
     int      tied;      /* 1: the head is wte.weight; 0: lm_head.weight */
     dt_dtype dtype;
+    int      recompute; /* GPT_RECOMPUTE_*; the results are the same to the bit */
+    int      recompute_every;   /* full: layers of one recomputed block; 0 -> 1 */
+    int      arch;      /* GPT_GPT2 or GPT_LLAMA */
+    double   norm_eps;  /* 0 -> 1e-5 */
+    double   theta;     /* of Llama's positions; 0 -> 10000 */
+    double   dropout;   /* in [0,1) */
+    double   smoothing; /* of labels, in [0,1): arXiv:1512.00567 */
 } gpt_config;
 
+/* Tensors that a model has not are NULL. */
 typedef struct gpt_layer {
     dt_tensor *ln_1_gain, *ln_1_bias;           /* (C) */
     dt_tensor *q, *q_bias;                      /* (H,D,C), (H,D) */
@@ -38,7 +68,10 @@ typedef struct gpt_layer {
     dt_tensor *attn_proj, *attn_proj_bias;      /* (C,C), (C) */
     dt_tensor *ln_2_gain, *ln_2_bias;           /* (C) */
     dt_tensor *fc, *fc_bias;                    /* (F,C), (F) */
+    dt_tensor *gate_up;                         /* (2,F,C) */
     dt_tensor *mlp_proj, *mlp_proj_bias;        /* (C,F), (C) */
+    int        selective;                       /* attention is recomputed */
+    int        group;                           /* layers of the recomputed block that begins here; 0: none does */
 } gpt_layer;
 
 typedef struct gpt {
@@ -50,163 +83,430 @@ typedef struct gpt {
     dt_tensor *head;                            /* (V,C) */
 } gpt;
 
+/* ==== Parameters ================================================================================================== */
+
+/* Every parameter once, in the order of registration. */
+enum { GPT_BEFORE, GPT_LAYER, GPT_AFTER };                          /* the layers; a layer's names begin with "h.N." */
+enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };                  /* which models have it, a bit each */
+enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH };     /* initial values; gains and biases do not decay */
+typedef struct gpt_row {
+    int         where, models;
+    const char *name, *shape;                   /* the shape: a letter for each dimension */
+    int         kind;
+    size_t      at;                             /* of its tensor in gpt, or in gpt_layer */
+} gpt_row;
+
+static const gpt_row gpt_rows[] = {
+    { GPT_BEFORE, GPT_BOTH, "wte.weight", "VC", GPT_MATRIX, offsetof(gpt, wte) },
+    { GPT_BEFORE, GPT_ONLY_2, "wpe.weight", "TC", GPT_PLACE, offsetof(gpt, wpe) },
+    { GPT_LAYER, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
+    { GPT_LAYER, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.q.weight", "HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.q.bias", "HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.k.weight", "KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.k.bias", "KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.v.weight", "KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.v.bias", "KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.proj.weight", "CC", GPT_BRANCH, offsetof(gpt_layer, attn_proj) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, attn_proj_bias) },
+    { GPT_LAYER, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
+    { GPT_LAYER, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
+    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.weight", "FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
+    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.bias", "F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
+    { GPT_LAYER, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
+    { GPT_LAYER, GPT_BOTH, "mlp.proj.weight", "CF", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
+    { GPT_LAYER, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
+    { GPT_AFTER, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
+    { GPT_AFTER, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
+    { GPT_AFTER, GPT_BOTH, "lm_head.weight", "VC", GPT_MATRIX, offsetof(gpt, head) },
+};
+enum { GPT_ROWS = sizeof gpt_rows / sizeof *gpt_rows };
+
+/* Whether a model has this parameter. A tied head is wte. */
+static inline int gpt_has(gpt_config c, const gpt_row *r) {
+    return r->models >> c.arch & 1 && !(c.tied && r->at == offsetof(gpt, head) && r->where == GPT_AFTER);
+}
+
+static inline int64_t gpt_size(gpt_config c, char letter) {
+    switch (letter) {
+    case 'V': return c.vocab;
+    case 'T': return c.seq;
+    case 'C': return c.width;
+    case 'H': return c.heads;
+    case 'K': return c.kv_heads;
+    case 'D': return c.width / c.heads;
+    case 'F': return c.ffn;
+    }
+    return letter - '0';
+}
+
+static inline dt_shape gpt_shape(gpt_config c, const gpt_row *r) {
+    dt_shape s = DT_SCALAR;
+    for (; r->shape[s.nd]; s.nd++) s.d[s.nd] = gpt_size(c, r->shape[s.nd]);
+    return s;
+}
+
+/* Where the model keeps this parameter's tensor. */
+static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
+    char *base = r->where == GPT_LAYER ? (char *)&m->layer[layer] : (char *)m;
+    return (dt_tensor **)(void *)(base + r->at);
+}
+
 /* How many numbers the parameters are. */
 static inline int64_t gpt_count(gpt_config c) {
-    int64_t C = c.width, F = c.ffn, kv = (int64_t)c.width / c.heads * c.kv_heads;
-    int64_t attention = 2 * (C * C + C) + 2 * (kv * C + kv), mlp = 2 * F * C + F + C, norms = 4 * C;
-    return (int64_t)c.vocab * C * (c.tied ? 1 : 2) + (int64_t)c.seq * C + c.layers * (attention + mlp + norms) + 2 * C;
+    int64_t sum = 0;
+    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
+        if (gpt_has(c, r)) sum += dt_count(gpt_shape(c, r)) * (r->where == GPT_LAYER ? c.layers : 1);
+    return sum;
 }
 
-/* Multiplications and additions of forward and backward of one token: 6 for each parameter, and the products with keys
-   and values, 12 L C T (arXiv:2204.02311, appendix B). */
+/* Multiplications and additions of forward and backward of one token: 6 for each parameter that multiplies, so not for
+   wpe, nor for wte beside a head of its own; and the products with keys and values, 12 L C T (arXiv:2204.02311,
+   appendix B). */
 static inline double gpt_flops_per_token(gpt_config c) {
-    return 6.0 * (double)gpt_count(c) + 12.0 * c.layers * (double)c.width * c.seq;
+    int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
+    return 6.0 * (double)(gpt_count(c) - looked_up * c.width) + 12.0 * c.layers * (double)c.width * c.seq;
 }
 
-static inline dt_tensor *gpt_weight(gpt *m, const char *name, dt_shape full, double std) {
-    return dt_param_at(m->ctx, name, full, DT_NORMAL(std), (dt_param_desc){ .dtype = m->config.dtype });
+static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
+    gpt_config    c = m->config;
+    double        branch = 0.02 / sqrt(2.0 * c.layers); /* so that the sum of 2 L branches stays near 1 */
+    const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch) };
+    dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
+    *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r), init[r->kind], d);
 }
 
-/* Biases and gains never decay; (H,D) has to say so, having two dimensions. */
-static inline dt_tensor *gpt_bias(gpt *m, const char *name, dt_shape full, dt_init init) {
-    return dt_param_at(m->ctx, name, full, init, (dt_param_desc){ .no_decay = 1, .dtype = m->config.dtype });
+static inline void gpt_register_rows(gpt *m, int where, int layer) {
+    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
+        if (r->where == where && gpt_has(m->config, r)) gpt_register_row(m, r, layer);
 }
 
-static inline void gpt_register_layer(gpt *m, gpt_layer *l, const char *scope) {
-    int64_t C = m->config.width, H = m->config.heads, K = m->config.kv_heads, D = C / H, F = m->config.ffn;
-    double  residual = 0.02 / sqrt(2.0 * m->config.layers); /* so that the sum of 2 L branches stays near 1 */
-    dt_scope(m->ctx, scope);
-    l->ln_1_gain = gpt_bias(m, "ln_1.weight", DT_SHAPE(C), DT_ONES);
-    l->ln_1_bias = gpt_bias(m, "ln_1.bias", DT_SHAPE(C), DT_ZEROS);
-    l->q = gpt_weight(m, "attn.q.weight", DT_SHAPE(H, D, C), 0.02);
-    l->q_bias = gpt_bias(m, "attn.q.bias", DT_SHAPE(H, D), DT_ZEROS);
-    l->k = gpt_weight(m, "attn.k.weight", DT_SHAPE(K, D, C), 0.02);
-    l->k_bias = gpt_bias(m, "attn.k.bias", DT_SHAPE(K, D), DT_ZEROS);
-    l->v = gpt_weight(m, "attn.v.weight", DT_SHAPE(K, D, C), 0.02);
-    l->v_bias = gpt_bias(m, "attn.v.bias", DT_SHAPE(K, D), DT_ZEROS);
-    l->attn_proj = gpt_weight(m, "attn.proj.weight", DT_SHAPE(C, C), residual);
-    l->attn_proj_bias = gpt_bias(m, "attn.proj.bias", DT_SHAPE(C), DT_ZEROS);
-    l->ln_2_gain = gpt_bias(m, "ln_2.weight", DT_SHAPE(C), DT_ONES);
-    l->ln_2_bias = gpt_bias(m, "ln_2.bias", DT_SHAPE(C), DT_ZEROS);
-    l->fc = gpt_weight(m, "mlp.fc.weight", DT_SHAPE(F, C), 0.02);
-    l->fc_bias = gpt_bias(m, "mlp.fc.bias", DT_SHAPE(F), DT_ZEROS);
-    l->mlp_proj = gpt_weight(m, "mlp.proj.weight", DT_SHAPE(C, F), residual);
-    l->mlp_proj_bias = gpt_bias(m, "mlp.proj.bias", DT_SHAPE(C), DT_ZEROS);
-    dt_scope(m->ctx, NULL);
+/* Whether a recomputed block begins at layer i, and how much it holds. */
+static inline void gpt_plan_recompute(gpt_layer *l, int i, gpt_config c) {
+    int every = c.recompute_every > 0 ? c.recompute_every : 1, left = c.layers - i;
+    l->selective = c.recompute == GPT_RECOMPUTE_SELECTIVE;
+    if (c.recompute == GPT_RECOMPUTE_FULL && i % every == 0) l->group = left < every ? left : every;
+}
+
+static inline int gpt_config_bad(gpt_config c) {
+    return c.layers < 0 || c.layers > GPT_MAX_LAYERS || c.width < 1 || c.heads < 1 || c.width % c.heads != 0 ||
+        c.kv_heads < 1 || c.heads % c.kv_heads != 0 || c.ffn < 1 || c.seq < 1 || c.vocab < 1 ||
+        c.recompute < GPT_RECOMPUTE_NONE || c.recompute > GPT_RECOMPUTE_FULL || c.recompute_every < 0 ||
+        c.arch < GPT_GPT2 || c.arch > GPT_LLAMA || (c.arch == GPT_LLAMA && c.width / c.heads % 2 != 0) ||
+        !(c.norm_eps >= 0) || !(c.theta >= 0) || !(c.dropout >= 0 && c.dropout < 1) ||
+        !(c.smoothing >= 0 && c.smoothing < 1);
 }
 
 /* Names every parameter; their memory and values come with dt_zero_make. A config that cannot be fails the context. */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt  m = { .config = c, .ctx = ctx };
     char scope[32];
-    if (c.layers < 0 || c.layers > GPT_MAX_LAYERS || c.width < 1 || c.heads < 1 || c.width % c.heads != 0 ||
-        c.kv_heads < 1 || c.heads % c.kv_heads != 0 || c.ffn < 1 || c.seq < 1 || c.vocab < 1) {
-        dt_fail(ctx, DT_ERR_ARG, "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d",
-            c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.seq, c.vocab);
+    if (gpt_config_bad(c)) {
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d, "
+            "recompute %d every %d, arch %d, norm_eps %g, theta %g, dropout %g, smoothing %g", c.layers, c.width,
+            c.heads, c.kv_heads, c.ffn, c.seq, c.vocab, c.recompute, c.recompute_every, c.arch, c.norm_eps, c.theta,
+            c.dropout, c.smoothing);
         return m;
     }
-    m.wte = gpt_weight(&m, "wte.weight", DT_SHAPE(c.vocab, c.width), 0.02);
-    m.wpe = gpt_weight(&m, "wpe.weight", DT_SHAPE(c.seq, c.width), 0.01);
+    gpt_register_rows(&m, GPT_BEFORE, 0);
     for (int i = 0; i < c.layers; i++) {
         snprintf(scope, sizeof scope, "h.%d.", i);
-        gpt_register_layer(&m, &m.layer[i], scope);
+        dt_scope(ctx, scope);
+        gpt_register_rows(&m, GPT_LAYER, i);
+        gpt_plan_recompute(&m.layer[i], i, c);
+        dt_scope(ctx, NULL);
     }
-    m.ln_f_gain = gpt_bias(&m, "ln_f.weight", DT_SHAPE(c.width), DT_ONES);
-    m.ln_f_bias = gpt_bias(&m, "ln_f.bias", DT_SHAPE(c.width), DT_ZEROS);
-    m.head = c.tied ? m.wte : gpt_weight(&m, "lm_head.weight", DT_SHAPE(c.vocab, c.width), 0.02);
+    gpt_register_rows(&m, GPT_AFTER, 0);
+    if (c.tied) m.head = m.wte;
     return m;
+}
+
+/* ==== Forward ===================================================================================================== */
+
+/* The tokens of a forward. All tensors are (B,T) i32; those that are NULL take the value in brackets. */
+typedef struct gpt_tokens {
+    dt_tensor *ids;
+    dt_tensor *positions;   /* place in the document: what wpe, rope and the causal mask go by [0, 1, .. T-1] */
+    dt_tensor *documents;   /* a number for each of several documents packed into a sequence [one document] */
+    dt_tensor *index;       /* place among all tokens of the step, over all ranks: dropout goes by it [0 .. B T - 1] */
+    uint64_t   step;        /* from 1: dropout differs from step to step; 0: no dropout, as in evaluation */
+} gpt_tokens;
+
+/* Keys and values of the tokens so far: see Generation. */
+typedef struct gpt_cache {
+    gpt      *model;
+    int       have;                                     /* tokens held, of at most config.seq */
+    dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];     /* (1,have,K,D): the first rows of (1,seq,K,D) */
+    void     *data;
+    size_t    bytes;
+    int32_t  *positions;                                /* 0, 1, .. seq-1 */
+} gpt_cache;
+
+/* What the blocks of one forward are told. */
+typedef struct gpt_pass {
+    gpt       *model;
+    int        layer;
+    gpt_tokens tokens;
+    dt_tensor *positions;   /* tokens.positions, or those in its place */
+    gpt_cache *cache;       /* NULL in training */
+} gpt_pass;
+
+/* splitmix64's mixer */
+static inline uint64_t gpt_mix(uint64_t z) {
+    z += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* place: 0 the embedding, then two of each layer. */
+static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int place) {
+    double p = r->model->config.dropout;
+    if (!x || p == 0 || r->tokens.step == 0) return x;
+    uint64_t key = gpt_mix(gpt_mix(gpt_mix(dt_ctx_seed(x->ctx)) + r->tokens.step) + (uint64_t)place);
+    return dt_dropout(x, p, key, r->tokens.index);
+}
+
+/* x + dropout(h w^T + b): one product, if nothing is dropped. */
+static inline dt_tensor *gpt_branch(const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b,
+    int place) {
+    if (r->model->config.dropout == 0 || r->tokens.step == 0)
+        return dt_linear_at(h, w, b, (dt_linear_desc){ .residual = x });
+    return dt_add(x, gpt_dropout(r, dt_linear(h, w, b), place));
+}
+
+static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, dt_tensor *bias) {
+    if (m->config.arch == GPT_LLAMA) return dt_rmsnorm(x, gain, m->config.norm_eps);
+    return dt_layernorm(x, gain, bias, m->config.norm_eps);
+}
+
+/* Puts one token's keys (or values) behind those that the cache holds; what it holds then. */
+static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *more) {
+    if (!more) return NULL;
+    const dt_kernels *table = dt_ctx_kernels(more->ctx);
+    size_t row = (size_t)(more->shape.d[2] * more->shape.d[3]) * dt_dtype_size(more->dtype);
+    char  *at = (char *)all->data + (size_t)c->have * row;
+    if (table->move(at, more->data, (size_t)more->shape.d[1] * row, dt_ctx_stream(more->ctx)) != DT_OK) {
+        dt_fail(more->ctx, DT_ERR_DEVICE, "gpt_cached: %lld tokens behind %d", (long long)more->shape.d[1], c->have);
+        return NULL;
+    }
+    all->shape = more->shape;
+    all->shape.d[1] += c->have;
+    return all;
+}
+
+/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C): what selective recomputation computes again. */
+static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
+    const gpt_pass   *r = (const gpt_pass *)user;
+    const gpt       *m = r->model;
+    const gpt_layer *l = &m->layer[r->layer];
+    dt_tensor *n = gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias);
+    dt_tensor *q = dt_linear(n, l->q, l->q_bias);                                               /* (B,T,H,D) */
+    dt_tensor *k = dt_linear(n, l->k, l->k_bias);                                               /* (B,T,K,D) */
+    dt_tensor *v = dt_linear(n, l->v, l->v_bias);
+    if (m->config.arch == GPT_LLAMA) {
+        q = dt_rope(q, r->positions, (dt_rope_desc){ .theta = m->config.theta });
+        k = dt_rope(k, r->positions, (dt_rope_desc){ .theta = m->config.theta });
+    }
+    if (r->cache) {
+        k = gpt_cached(r->cache, &r->cache->k[r->layer], k);                                    /* (1,have+T,K,D) */
+        v = gpt_cached(r->cache, &r->cache->v[r->layer], v);
+    }
+    dt_attn_desc sight = { .positions = r->tokens.positions, .documents = r->tokens.documents };
+    dt_tensor   *heads = dt_attention(q, k, v, sight);                                          /* (B,T,H,D) */
+    return heads ? dt_reshape(heads, x->shape) : NULL;
+}
+
+/* (B,T,C) -> (B,T,F) */
+static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
+    if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));          /* of (B,T,2,F) */
+    return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
 
 /* One layer, (B,T,C) -> (B,T,C): a block. */
 static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
-    const gpt_layer *l = (const gpt_layer *)user;
-    dt_tensor *n = dt_layernorm(x, l->ln_1_gain, l->ln_1_bias, 0);
-    dt_tensor *q = dt_linear(n, l->q, l->q_bias);                                               /* (B,T,H,D) */
-    dt_tensor *k = dt_linear(n, l->k, l->k_bias);                                               /* (B,T,K,D) */
-    dt_tensor *v = dt_linear(n, l->v, l->v_bias);
-    dt_tensor *heads = dt_attention(q, k, v, (dt_attn_desc){ 0 });                              /* (B,T,H,D) */
-    if (!heads) return NULL;
-    x = dt_add(x, dt_linear(dt_reshape(heads, x->shape), l->attn_proj, l->attn_proj_bias));     /* (B,T,C) */
-    n = dt_layernorm(x, l->ln_2_gain, l->ln_2_bias, 0);
-    dt_tensor *h = dt_gelu(dt_linear(n, l->fc, l->fc_bias));                                    /* (B,T,F) */
-    return dt_add(x, dt_linear(h, l->mlp_proj, l->mlp_proj_bias));
+    const gpt_pass   *r = (const gpt_pass *)user;
+    const gpt       *m = r->model;
+    const gpt_layer *l = &m->layer[r->layer];
+    dt_tensor *heads = x && l->selective ? dt_block_at(x->ctx, gpt_heads, x, user, (dt_block_desc){ .recompute = 1 })
+                                         : gpt_heads(x, user);
+    x = gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * r->layer);
+    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias);
+    return gpt_branch(r, x, gpt_hidden(m, l, n), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * r->layer);
 }
 
-/* 0, 1, .. T-1 */
-static inline dt_tensor *gpt_positions(dt_ctx *ctx, int64_t T) {
-    int32_t *at = (int32_t *)malloc((size_t)T * sizeof *at);
+/* The layers that are recomputed together, from the first one on. */
+static inline dt_tensor *gpt_group_forward(dt_tensor *x, void *user) {
+    gpt_pass r = *(const gpt_pass *)user;
+    int     end = r.layer + r.model->layer[r.layer].group;
+    for (; x && r.layer < end; r.layer++)
+        x = dt_block_at(x->ctx, gpt_layer_forward, x, &r, (dt_block_desc){ .user_bytes = sizeof r });
+    return x;
+}
+
+/* 0, 1, .. T-1 for each of B sequences */
+static inline dt_tensor *gpt_positions(dt_ctx *ctx, int64_t B, int64_t T) {
+    int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at);
     if (!at) {
-        dt_fail(ctx, DT_ERR_MEM, "gpt_positions: %lld tokens", (long long)T);
+        dt_fail(ctx, DT_ERR_MEM, "gpt_positions: %lld sequences of %lld tokens", (long long)B, (long long)T);
         return NULL;
     }
-    for (int64_t t = 0; t < T; t++) at[t] = (int32_t)t;
-    dt_tensor *positions = dt_input(ctx, DT_I32, DT_SHAPE(T), at);
+    for (int64_t i = 0; i < B * T; i++) at[i] = (int32_t)(i % T);
+    dt_tensor *positions = dt_input(ctx, DT_I32, DT_SHAPE(B, T), at);
     free(at);
     return positions;
 }
 
-/* ids (B,T) i32 -> (B,T,V) */
-static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) {
-    if (!ids) return NULL;
-    dt_tensor *x = dt_add(dt_embedding(m->wte, ids), dt_embedding(m->wpe, gpt_positions(m->ctx, ids->shape.d[1])));
-    for (int i = 0; i < m->config.layers; i++) x = dt_block(m->ctx, gpt_layer_forward, x, &m->layer[i]);
-    return dt_linear(dt_layernorm(x, m->ln_f_gain, m->ln_f_bias, 0), m->head, NULL);
+/* All up to the head: tokens (B,T) -> (B,T,C) */
+static inline dt_tensor *gpt_trunk(gpt *m, gpt_tokens t, gpt_cache *cache) {
+    gpt_pass r = { .model = m, .tokens = t, .positions = t.positions, .cache = cache };
+    if (!t.ids) return NULL;
+    if (!r.positions) r.positions = gpt_positions(m->ctx, t.ids->shape.d[0], t.ids->shape.d[1]);
+    dt_tensor *x = dt_embedding(m->wte, t.ids);
+    if (m->config.arch == GPT_GPT2) x = dt_add(x, dt_embedding(m->wpe, r.positions));
+    x = gpt_dropout(&r, x, 0);
+    for (int n; r.layer < m->config.layers; r.layer += n) {
+        int group = m->layer[r.layer].group;
+        n = group > 1 ? group : 1;
+        x = dt_block_at(m->ctx, n > 1 ? gpt_group_forward : gpt_layer_forward, x, &r,
+            (dt_block_desc){ .recompute = group > 0, .user_bytes = sizeof r });
+    }
+    return gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias);
 }
 
-/* ids, labels (B,T) i32 -> the sum of cross-entropies over labels >= 0, divided by denominator */
+/* tokens (B,T) -> (B,T,V) */
+static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) { return dt_linear(gpt_trunk(m, t, NULL), m->head, NULL); }
+
+/* tokens, labels (B,T) i32 -> the sum of cross-entropies over labels >= 0, divided by denominator. The logits are never
+   all in memory. */
+static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
+    dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
+    return dt_linear_cross_entropy(gpt_trunk(m, t, NULL), m->head, labels, denominator, d);
+}
+
+/* The same of ids (B,T) alone: no dropout, no smoothing. */
+static inline dt_tensor *gpt_logits(gpt *m, dt_tensor *ids) { return gpt_logits_at(m, (gpt_tokens){ .ids = ids }); }
 static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, double denominator) {
-    return dt_cross_entropy(gpt_logits(m, ids), labels, denominator);
+    return gpt_loss_at(m, (gpt_tokens){ .ids = ids }, labels, denominator);
 }
 
-/* ==== Sampling ==================================================================================================== */
+/* ==== Generation ================================================================================================== */
 
-/* A number in [0,1) that depends on seed and index only (splitmix64's mixer). */
-static inline double gpt_random(uint64_t seed, uint64_t index) {
-    uint64_t z = seed * 0xD1342543DE82EF95u + (index + 1) * 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return (double)((z ^ (z >> 31)) >> 11) / 9007199254740992.0;
+/* Keys and values do not depend on later tokens. So those of the tokens so far are kept, and a new token costs one row
+   of every product and one query: 2 L seq K D numbers are kept, and nothing is allocated for a token. They are written
+   in place, into memory made once; joining tensors instead would copy all of them for every token.
+   Between gpt_cache_open and gpt_cache_close the context records nothing. */
+static inline void gpt_cache_close(gpt_cache *c) {
+    dt_ctx *ctx = c->model->ctx;
+    dt_free(ctx, DT_MEM_ACTS, c->data, c->bytes);
+    dt_free(ctx, DT_MEM_HOST, c->positions, (size_t)c->model->config.seq * sizeof(int32_t));
+    dt_no_grad(ctx, 0);
+    c->data = NULL;
+    c->positions = NULL;
 }
 
-static inline double gpt_element(const void *array, dt_dtype dtype, int64_t i) {
-    return dtype == DT_F64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
+    gpt_config g = m->config;
+    int64_t    D = g.width / g.heads;
+    size_t     one = (size_t)g.seq * (size_t)(g.kv_heads * D) * dt_dtype_size(g.dtype);
+    memset(c, 0, sizeof *c);
+    c->model = m;
+    c->bytes = 2 * one * (size_t)g.layers;
+    dt_no_grad(m->ctx, 1);
+    c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
+    c->positions = (int32_t *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)g.seq * sizeof(int32_t), "positions");
+    if (dt_error(m->ctx) != DT_OK) {
+        gpt_cache_close(c);
+        return dt_error(m->ctx);
+    }
+    for (int t = 0; t < g.seq; t++) c->positions[t] = t;
+    for (int i = 0; i < 2 * g.layers; i++) {
+        dt_tensor *t = i % 2 ? &c->v[i / 2] : &c->k[i / 2];
+        *t = (dt_tensor){ .data = (char *)c->data + (size_t)i * one, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
+    }
+    dt_work(m->ctx, dt_attention_work(g.seq, D, g.dtype)); /* scratch for the longest, so that it never grows */
+    return dt_error(m->ctx);
 }
 
-/* An id below n, drawn from softmax(logits / temperature) at point u in [0,1); temperature 0: the likeliest. */
-static inline int32_t gpt_sample(const void *logits, dt_dtype dtype, int n, double temperature, double u) {
+/* Appends n tokens, for which there must be room, and gives the logits (V) after the last of them, until dt_reset. */
+static inline dt_tensor *gpt_cache_next(gpt_cache *c, const int32_t *ids, int n) {
+    gpt    *m = c->model;
+    int64_t C = m->config.width;
+    if (n < 1 || n > m->config.seq - c->have) {
+        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_next: %d tokens behind %d of %d", n, c->have, m->config.seq);
+        return NULL;
+    }
+    gpt_tokens t = { .ids = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), ids) };
+    t.positions = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), c->positions + c->have);
+    dt_tensor *x = gpt_trunk(m, t, c);                                                          /* (1,n,C) */
+    c->have += n;
+    x = x ? dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1) : NULL;
+    x = dt_linear(x, m->head, NULL);
+    return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
+}
+
+/* What is drawn: an id below `limit` (0: any), of the top_k likeliest (0: of all; of equal ones all), from
+   softmax(logits / temperature); temperature 0: the likeliest. */
+typedef struct gpt_sampling { double temperature; int top_k, limit; uint64_t seed; } gpt_sampling;
+
+static inline int gpt_descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The smallest logit that may still be drawn. sorted: room for n numbers. */
+static inline float gpt_floor(const float *logits, int n, int top_k, float *sorted) {
+    if (top_k <= 0 || top_k >= n) return -INFINITY;
+    memcpy(sorted, logits, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, gpt_descending);
+    return sorted[top_k - 1];
+}
+
+/* An id below n, at point u in [0,1) of the distribution. sorted: room for n numbers. */
+static inline int32_t gpt_sample(const float *logits, int n, gpt_sampling s, double u, float *sorted) {
     int32_t best = 0;
     double  sum = 0;
     for (int i = 1; i < n; i++)
-        if (gpt_element(logits, dtype, i) > gpt_element(logits, dtype, best)) best = i;
-    if (temperature <= 0) return best;
-    double top = gpt_element(logits, dtype, best);
-    for (int i = 0; i < n; i++) sum += exp((gpt_element(logits, dtype, i) - top) / temperature);
+        if (logits[i] > logits[best]) best = i;
+    if (s.temperature <= 0) return best;
+    float least = gpt_floor(logits, n, s.top_k, sorted);
+    for (int i = 0; i < n; i++)
+        if (logits[i] >= least) sum += exp(((double)logits[i] - (double)logits[best]) / s.temperature);
     for (int i = 0; i < n; i++) {
-        u -= exp((gpt_element(logits, dtype, i) - top) / temperature) / sum;
+        if (logits[i] >= least) u -= exp(((double)logits[i] - (double)logits[best]) / s.temperature) / sum;
         if (u < 0) return i;
     }
     return best;
 }
 
-/* Continues ids, of which `have` >= 1 are given, to `want`, with ids below `limit` (256: bytes). Each token computes
-   its whole window of up to seq tokens again: slow, simple, and the same numbers as in training. */
-static inline dt_status gpt_generate(gpt *m, int32_t *ids, int have, int want, int limit, double temperature,
-    uint64_t seed) {
-    dt_dtype dtype = m->config.dtype;
-    size_t   row = (size_t)m->config.vocab * dt_dtype_size(dtype);
-    char    *logits = (char *)malloc((size_t)m->config.seq * row);
-    if (!logits) return dt_fail(m->ctx, DT_ERR_MEM, "gpt_generate: %d x %d logits", m->config.seq, m->config.vocab);
-    if (limit > m->config.vocab) limit = m->config.vocab;
-    dt_no_grad(m->ctx, 1);
-    for (int at = have; at < want && dt_error(m->ctx) == DT_OK; at++) {
-        int        T = at < m->config.seq ? at : m->config.seq;
-        dt_tensor *out = gpt_logits(m, dt_input(m->ctx, DT_I32, DT_SHAPE(1, T), ids + at - T));
-        if (!out || dt_read(out, logits) != DT_OK) break;
-        ids[at] = gpt_sample(logits + (size_t)(T - 1) * row, dtype, limit, temperature, gpt_random(seed, (uint64_t)at));
-        dt_reset(m->ctx);
+/* The context is full: it begins again with the newer half of its tokens, whose positions are new. Keeping all but the
+   oldest would change every position, and so every key, for each token. */
+static inline int gpt_restart(gpt_cache *c) {
+    c->have = 0;
+    return c->model->config.seq / 2 > 0 ? c->model->config.seq / 2 : 1;
+}
+
+/* Continues ids, of which `have` >= 1 are given, to `want`. Beyond seq tokens the model sees the last seq/2 to seq. */
+static inline dt_status gpt_generate(gpt *m, int32_t *ids, int have, int want, gpt_sampling s) {
+    int        V = m->config.vocab, limit = s.limit > 0 && s.limit < V ? s.limit : V;
+    size_t     bytes = 2 * (size_t)V * sizeof(float);
+    gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");
+    float     *logits = (float *)dt_alloc(m->ctx, DT_MEM_HOST, bytes, "gpt_generate");
+    if (have < 1) dt_fail(m->ctx, DT_ERR_ARG, "gpt_generate: %d tokens are given; at least one is needed", have);
+    if (c && logits && have > 0 && gpt_cache_open(c, m) == DT_OK) {
+        int fresh = have < m->config.seq ? have : m->config.seq; /* tokens that the cache has not seen */
+        for (int at = have; at < want && dt_error(m->ctx) == DT_OK; at++, fresh = 1) {
+            if (c->have + fresh > m->config.seq) fresh = gpt_restart(c);
+            dt_tensor *out = dt_cast(gpt_cache_next(c, ids + at - fresh, fresh), DT_F32);
+            if (!out || dt_read(out, logits) != DT_OK) break;
+            double u = (double)(gpt_mix(gpt_mix(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
+            ids[at] = gpt_sample(logits, limit, s, u, logits + V);
+            dt_reset(m->ctx);
+        }
+        gpt_cache_close(c);
     }
-    dt_no_grad(m->ctx, 0);
-    free(logits);
+    dt_free(m->ctx, DT_MEM_HOST, logits, bytes);
+    dt_free(m->ctx, DT_MEM_HOST, c, sizeof *c);
     return dt_error(m->ctx);
 }
 

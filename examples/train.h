@@ -18,6 +18,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "gpt_files.h"
+
 /* Bytes, largest over the ranks: params, grads and optim live at the step's end, the others peaks of the step. */
 enum { TRAIN_PARAMS = 0, TRAIN_GRADS, TRAIN_OPTIM, TRAIN_ACTS, TRAIN_COMM, TRAIN_PEAK, TRAIN_MEMS };
 
@@ -39,6 +41,8 @@ typedef struct train_files {
     char  **path;
     int     count, room;
     int64_t bytes;
+    int64_t tokens;     /* bytes, or what token shards hold */
+    int     shards;     /* 1: llm.c's token shards */
 } train_files;
 
 typedef struct train_config {
@@ -46,7 +50,9 @@ typedef struct train_config {
     dt_mesh_desc mesh;
     dt_zero_desc zero;          /* the mesh is filled in by train */
     dt_lr_desc   lr;
+    const char  *weights;       /* a file of initial values for gpt_load; NULL: random ones */
     train_files  data, val;     /* val.count 0: no validation */
+    int          seq;           /* T; 0 -> the model's longest */
     int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
@@ -146,6 +152,7 @@ typedef struct train_batch {
     int      accum;
     int64_t  T;
     int32_t *ids, *labels;      /* (a,b,T) */
+    int32_t *index;             /* (a,b,T): place of each token among those of the step, over all replicas */
 } train_batch;
 
 static inline dt_status train_batch_read(train_batch *b, dt_text *text, int replica, int64_t step) {
@@ -155,20 +162,23 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, int repl
             int64_t sequence = dt_order_sequence(b->order, step, j, replica, i);
             dt_status status = dt_text_read(text, sequence, b->ids + at, b->labels + at);
             if (status != DT_OK) return status;
+            int64_t k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i; /* of the step's */
+            for (int64_t t = 0; t < b->T; t++) b->index[at + t] = (int32_t)(k * b->T + t);
         }
     return DT_OK;
 }
 
 /* Forward and backward of all micro-batches; this rank's part of the step's loss. */
-static inline double train_forward_backward(gpt *model, const train_batch *b, double denominator) {
+static inline double train_forward_backward(gpt *model, const train_batch *b, int64_t step, double denominator) {
     dt_ctx  *ctx = model->ctx;
     dt_shape shape = DT_SHAPE(b->order.micro_batch, b->T);
     double   loss = 0;
     for (int j = 0; j < b->accum; j++) {
         int64_t at = j * dt_count(shape);
         dt_micro(ctx, j, b->accum);
-        dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids + at);
-        dt_tensor *mine = gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
+        gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .step = (uint64_t)step };
+        if (model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
+        dt_tensor *mine = gpt_loss_at(model, t, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
         dt_backward(mine);
         loss += dt_item(mine);
         dt_reset(ctx);
@@ -217,7 +227,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     dt_memory_reset_peak(ctx);
     train_batch_read(b, text, mesh->replica, step);
-    row.loss = train_forward_backward(model, b, dt_tokens(mesh->data, b->labels, labels));
+    row.loss = train_forward_backward(model, b, step, dt_tokens(mesh->data, b->labels, labels));
     dt_sum_doubles(mesh->data, &row.loss, 1);
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
@@ -236,7 +246,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 /* What every rank runs. user: a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
-    int64_t T = c->model.seq;
+    int64_t T = c->seq ? c->seq : c->model.seq;
     dt_mesh mesh = dt_mesh_make(ctx, c->mesh);
     gpt     model = gpt_register(ctx, c->model);
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
@@ -244,12 +254,14 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     dt_zero_desc desc = c->zero;
     desc.mesh = &mesh;
     dt_zero *optimizer = dt_zero_make(ctx, desc);
-    dt_text *text = train_open(ctx, &c->data, c->model.seq), *val = train_open(ctx, &c->val, c->model.seq);
+    if (c->weights) gpt_load(&model, c->weights);
+    dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
 
     size_t      bytes = (size_t)(c->accum * (int64_t)c->micro_batch * T) * sizeof(int32_t);
     train_batch b = { .accum = c->accum, .T = T };
     b.ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "ids");
     b.labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "labels");
+    b.index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "index");
     if (dt_error(ctx) == DT_OK) {
         int64_t batch = (int64_t)c->micro_batch * c->accum * mesh.replicas;
         b.order = (dt_order){ dt_text_sequences(text), batch, c->micro_batch, mesh.replicas };
@@ -263,6 +275,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->at_end && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->at_end(ctx, &model, c->user);
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
+    dt_free(ctx, DT_MEM_HOST, b.index, bytes);
     return dt_error(ctx);
 }
 

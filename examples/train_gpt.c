@@ -1,4 +1,4 @@
-/* train_gpt.c - trains a byte-level GPT on one or many ranks - public domain or MIT, at your choice
+/* train_gpt.c - trains a GPT-2 or a Llama on one or many ranks - public domain or MIT, at your choice
 
        cc -O3 train_gpt.c -o train_gpt -lm -lpthread
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
@@ -36,22 +36,22 @@ enum { BUILT, LATER };
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes to learn; a DIR's files by name [own sources]") \
+    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes, or llm.c shards; a DIR's files by name [own sources]") \
     X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
-    X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "print N sampled bytes after the last step") \
-    X(MODEL, "model", TEXT, LATER, NULL, 0, 0, "FILE", "start from these weights") \
+    X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "at the end print N sampled bytes, or ids of shards") \
+    X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", "start from safetensors (a file or folder) or an llm.c .bin") \
     X(SHUFFLE, "shuffle", SWITCH, LATER, "off", 0, 0, "on|off", "shuffle sequences") \
-    X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2;llama", "kind of model") \
+    X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "kind of model") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
     X(HEADS, "heads", INT, BUILT, "4", 1, MEGA, "H", "attention heads; divide the width") \
     X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", "heads of keys and values; divide the heads [=heads]") \
-    X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", "feed-forward width [4 x width]") \
-    X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", "tokens of a sequence") \
-    X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", "token ids; bytes need 256") \
+    X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", "feed-forward width [4 x width; llama 8/3 x, up to 32s]") \
+    X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", "tokens of a sequence; with --model the file's, or 1024") \
+    X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", "token ids; above all ids in the data, bytes need 256") \
     X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", "one matrix for embedding and head") \
-    X(DROPOUT, "dropout", REAL, LATER, "0", 0, 1, "X", "") \
+    X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", "of the embedding and of both branches of a layer") \
     X(EXPERTS, "experts", TEXT, LATER, "dense", 0, 0, "E", "experts of a mixture") \
     X(TOP_K, "top-k", INT, LATER, "2", 1, MEGA, "K", "experts of a token") \
     X(MOE_EVERY, "moe-every", INT, LATER, "1", 1, MEGA, "N", "a mixture in every Nth layer") \
@@ -79,9 +79,9 @@ enum { BUILT, LATER };
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
     X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
-    X(LABEL_SMOOTHING, "label-smoothing", REAL, LATER, "0", 0, 1, "X", "") \
+    X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
     X(FREEZE_STEPS, "freeze-steps", INT, LATER, NULL, 0, 1e12, "N", "warmup of onebit-adam") \
-    X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|f64;bf16|f16", "type of parameters and activations") \
+    X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
@@ -104,7 +104,7 @@ enum { BUILT, LATER };
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
-    X(RECOMPUTE, "recompute", TEXT, LATER, "none", 0, 0, "none|selective|full|full:K", "") \
+    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of each layer, or of K together") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed;tree", "order in which gradients are summed") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \
@@ -115,7 +115,7 @@ enum { BUILT, LATER };
     X(TRACE, "trace", TEXT, LATER, NULL, 0, 0, "FILE", "") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
     X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", "print nothing but errors and --generate's bytes") \
-    X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of one rank, for mfu = (6N + 12LCT) tok/s / peak") \
+    X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(CONFIG, "config", TEXT, LATER, NULL, 0, 0, "FILE", "options from a file") \
     X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", "print all options as JSON and end") \
@@ -306,7 +306,7 @@ static void parse(value *v, int argc, char **argv) {
 // ==== 3. Help and configuration =====================================================================================
 
 static void print_help(void) {
-    puts("train_gpt: trains a byte-level GPT on one or many ranks. Options, with their defaults in brackets:");
+    puts("train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets:");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         char left[96], words[64];
@@ -323,6 +323,8 @@ static void print_help(void) {
         if (later) printf(" (not in this build: %s)", later + 1);
         putchar('\n');
     }
+    puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own; products of\n"
+         "recomputation are not counted; X is in TFLOP/s.");
     puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
 }
 
@@ -370,8 +372,10 @@ static void print_refused(void) {
     puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
     puts("  dp x pp x cp x tp x ep = ranks               tp, cp, pp and ep are 1 in this build");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
-    puts("  vocab >= 256                                 a byte is a token");
-    puts("  seq + 1 <= bytes of --data, and of --val     one sequence and the label of its last token");
+    puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
+    puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
+    puts("  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token");
+    puts("  what is given with --model is what it has    seq may be shorter");
     puts("  stop-at <= steps");
 }
 
@@ -387,10 +391,87 @@ static int64_t divisor_below(int64_t n, int64_t most) {
     return d < 1 ? 1 : d;
 }
 
-static gpt_config resolve_model(value *v) {
-    int width = int_of(v, O_WIDTH), heads = int_of(v, O_HEADS);
+/* A word, or "full:" and how many layers are recomputed together. */
+static void resolve_recompute(const char *text, gpt_config *c) {
+    static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
+    int  best = 0, least = 99;
+    char word[16];
+    snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
+    for (int i = 0; i < 3; i++) {
+        int distance = edit_distance(word, words[i]);
+        if (distance < least) best = i, least = distance;
+    }
+    c->recompute = best;
+    if (least == 0 && !strchr(text, ':')) return;
+    const char *digits = strchr(text, ':') ? strchr(text, ':') + 1 : "";
+    long long   every = strtoll(digits, NULL, 10), nearest = every < 1 ? 1 : every < c->layers ? every : c->layers;
+    int         plain = *digits && digits[strspn(digits, "0123456789")] == 0;
+    c->recompute_every = (int)nearest;
+    if (least == 0 && best == GPT_RECOMPUTE_FULL && plain && nearest == every) return;
+    if (*digits && best == GPT_RECOMPUTE_FULL)
+        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use --recompute full:%lld",
+            text, c->layers, nearest);
+    refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s", text, words[best]);
+}
+
+/* dt's log, without errors: the first failure is kept, and is printed once. */
+static void quiet_errors(void *user, int level, int rank, const char *text) {
+    (void)user;
+    if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
+}
+
+/* A context to look at files with before any rank starts. */
+static dt_ctx *look(void) {
+    dt_host host = *dt_host_default();
+    host.log = quiet_errors;
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &host });
+    if (!ctx) refuse("out of memory");
+    return ctx;
+}
+
+/* The text of an error without its rank: there is none yet. */
+static const char *bare(dt_ctx *ctx) {
+    const char *text = dt_error_text(ctx);
+    return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
+}
+
+/* One size from --model: what was given must agree with it. */
+static void take_size(value *v, int id, int64_t size) {
+    if (v[id].from == GIVEN && long_of(v, id) != size)
+        refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text, v[O_MODEL].text,
+            (long long)size, table[id].name);
+    if (v[id].from != GIVEN) compute(&v[id], size);
+}
+
+static void take_word(value *v, int id, const char *word) {
+    if (v[id].from == GIVEN && strcmp(v[id].text, word) != 0)
+        refuse("--%s %s: the model in %s has %s; leave --%s out", table[id].name, v[id].text, v[O_MODEL].text, word,
+            table[id].name);
+    if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
+}
+
+/* Sizes from the file of --model; T may be shorter than the model's longest. */
+static gpt_config model_of_file(value *v) {
+    dt_ctx    *ctx = look();
+    gpt_config c = gpt_config_from(ctx, v[O_MODEL].text);
+    if (dt_error(ctx) != DT_OK) refuse("--model: %s", bare(ctx));
+    dt_ctx_free(ctx);
+    const int     ids[] = { O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_VOCAB };
+    const int64_t sizes[] = { c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.vocab };
+    for (int i = 0; i < 6; i++) take_size(v, ids[i], sizes[i]);
+    take_word(v, O_ARCH, c.arch == GPT_LLAMA ? "llama" : "gpt2");
+    take_word(v, O_TIE, c.tied ? "on" : "off");
+    if (v[O_SEQ].from != GIVEN) compute(&v[O_SEQ], c.seq < 1024 ? c.seq : 1024);
+    if (int_of(v, O_SEQ) > c.seq)
+        refuse("--seq %s: the model in %s has %d positions; use --seq %d or less", v[O_SEQ].text, v[O_MODEL].text,
+            c.seq, c.seq);
+    return c;
+}
+
+static gpt_config model_of_options(value *v) {
+    int width = int_of(v, O_WIDTH), heads = int_of(v, O_HEADS), llama = v[O_ARCH].number != 0;
     if (!v[O_KV_HEADS].text) compute(&v[O_KV_HEADS], heads);
-    if (!v[O_FFN].text) compute(&v[O_FFN], 4 * (int64_t)width);
+    if (!v[O_FFN].text) compute(&v[O_FFN], llama ? ((int64_t)width * 8 / 3 + 31) / 32 * 32 : 4 * (int64_t)width);
     int kv_heads = int_of(v, O_KV_HEADS);
     if (width % heads != 0)
         refuse("--heads %d does not divide --width %d; use --heads %d or --width %lld", heads, width,
@@ -398,10 +479,22 @@ static gpt_config resolve_model(value *v) {
     if (heads % kv_heads != 0)
         refuse("--kv-heads %d does not divide --heads %d; use --kv-heads %d", kv_heads, heads,
             (int)divisor_below(heads, kv_heads));
-    if (int_of(v, O_VOCAB) < 256)
-        refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
-    return (gpt_config){ int_of(v, O_LAYERS), width, heads, kv_heads, int_of(v, O_FFN), int_of(v, O_SEQ),
-        int_of(v, O_VOCAB), v[O_TIE].number != 0, v[O_DTYPE].number == 0 ? DT_F32 : DT_F64 };
+    if (llama && width / heads % 2 != 0)
+        refuse("--arch llama: heads of --width %d / --heads %d = %d numbers, which are no pairs; use --width %d", width,
+            heads, width / heads, (width / heads + 1) * heads);
+    return (gpt_config){ .layers = int_of(v, O_LAYERS), .width = width, .heads = heads, .kv_heads = kv_heads,
+        .ffn = int_of(v, O_FFN), .seq = int_of(v, O_SEQ), .vocab = int_of(v, O_VOCAB), .tied = v[O_TIE].number != 0,
+        .arch = llama ? GPT_LLAMA : GPT_GPT2 };
+}
+
+static gpt_config resolve_model(value *v) {
+    static const dt_dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
+    gpt_config c = v[O_MODEL].text ? model_of_file(v) : model_of_options(v);
+    c.dtype = dtypes[int_of(v, O_DTYPE)];
+    c.dropout = v[O_DROPOUT].number;
+    c.smoothing = v[O_LABEL_SMOOTHING].number;
+    resolve_recompute(v[O_RECOMPUTE].text, &c);
+    return c;
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {
@@ -461,6 +554,8 @@ static train_config resolve(value *v) {
     if (v[O_EVAL_EVERY].number && !v[O_VAL].text) refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number };
+    c.weights = v[O_MODEL].text;
+    c.seq = int_of(v, O_SEQ);
     c.micro_batch = int_of(v, O_MICRO_BATCH);
     c.accum = int_of(v, O_ACCUM);
     c.stop_at = long_of(v, O_STOP_AT);
@@ -470,19 +565,42 @@ static train_config resolve(value *v) {
 
 // ==== 5. Data =======================================================================================================
 
-/* Refuses what cannot be read, and llm.c's token shards, which begin with their magic number. */
-static void check_file(int id, const char *path) {
+/* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their magic number. */
+static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
     FILE         *f = fopen(path, "rb");
     size_t        got = f ? fread(head, 1, sizeof head, f) : 0;
     if (!f || ferror(f)) refuse("--%s %s: %s", table[id].name, path, strerror(errno));
     fclose(f);
     uint32_t magic = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
-    if (got == sizeof head && (magic == 20240520 || magic == 20240801))
-        refuse("--%s %s: an llm.c token shard, which is not available in this build", table[id].name, path);
+    return got == sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-static void find_text(const value *v, int id, train_files *files) {
+/* Looks through the first `most` sequences of token shards: each id must be below the vocabulary. */
+static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
+    dt_ctx  *ctx = look();
+    int      T = int_of(v, O_SEQ), largest = 0;
+    dt_text *text = dt_text_open(ctx, (const char *const *)files->path, files->count, 1);
+    int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * sizeof *ids * (size_t)T, "ids");
+    files->tokens = dt_text_tokens(text);
+    if (files->tokens > T) {
+        dt_text_close(text);
+        text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
+        for (int64_t s = 0; s < most && s < dt_text_sequences(text); s++) {
+            if (dt_text_read(text, s, ids, ids + T) != DT_OK) break;
+            for (int i = 0; i < 2 * T; i++) largest = ids[i] > largest ? ids[i] : largest;
+        }
+    }
+    dt_free(ctx, DT_MEM_HOST, ids, 2 * sizeof *ids * (size_t)T);
+    if (dt_error(ctx) != DT_OK) refuse("--%s: %s", table[id].name, bare(ctx));
+    dt_ctx_free(ctx);
+    if (largest >= int_of(v, O_VOCAB))
+        refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name, v[id].text, largest,
+            int_of(v, O_VOCAB), largest + 1);
+}
+
+/* most: sequences that the run reads. */
+static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
     int64_t     seq = int_of(v, O_SEQ);
     struct stat st;
@@ -499,12 +617,17 @@ static void find_text(const value *v, int id, train_files *files) {
         } else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
     }
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
-    for (int i = 0; i < files->count; i++) check_file(id, files->path[i]);
-    if (files->bytes < 2) refuse("--%s %s: %lld bytes; the least is 2", name, path, (long long)files->bytes);
-    if (files->bytes < seq + 1)
-        refuse("--%s %s: %lld bytes, but one sequence needs %lld (--seq %lld and the label of its last token); use "
-            "--seq %lld or less", name, path, (long long)files->bytes, (long long)seq + 1, (long long)seq,
-            (long long)files->bytes - 1);
+    for (int i = 0; i < files->count; i++) files->shards |= check_file(id, files->path[i]);
+    files->tokens = files->bytes;
+    if (files->shards) check_tokens(v, id, files, most);
+    const char *unit = files->shards ? "tokens" : "bytes";
+    if (!files->shards && int_of(v, O_VOCAB) < 256)
+        refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
+    if (files->tokens < 2) refuse("--%s %s: %lld %s; the least is 2", name, path, (long long)files->tokens, unit);
+    if (files->tokens < seq + 1)
+        refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its last token); use "
+            "--seq %lld or less", name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
+            (long long)files->tokens - 1);
 }
 
 // ==== 6. Settings block =============================================================================================
@@ -518,10 +641,10 @@ static void print_settings(const value *v, const train_config *c) {
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
-        c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * m->seq);
-    printf("data    %s   %d file%s   %lld bytes   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
-        "the project's own sources", c->data.count, c->data.count == 1 ? "" : "s", (long long)c->data.bytes,
-        (long long)((c->data.bytes - 1) / m->seq));
+        c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * c->seq);
+    printf("data    %s   %d file%s   %lld %s   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
+        "the project's own sources", c->data.count, c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
+        c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
     printf("options * given, = computed, others default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
@@ -544,15 +667,25 @@ typedef struct job {
 } job;
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
-                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep";
+                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu";
+
+/* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
+static double mfu(const job *j, const train_row *row) {
+    gpt_config c = j->config.model;
+    double     peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
+    c.seq = j->config.seq;
+    return peak > 0 ? gpt_flops_per_token(c) * row->tokens_per_s / peak : 0;
+}
 
 static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     fprintf(j->csv, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm, row->lr,
         row->ms, row->tokens_per_s);
     for (int m = 0; m < TRAIN_MEMS; m++) fprintf(j->csv, ",%.0f", row->mem[m]);
     for (int a = 0; a < DT_AXES; a++) fprintf(j->csv, ",%.0f", row->bytes[a]);
-    if (j->config.val.count && isfinite(row->val_loss)) fprintf(j->csv, ",%.17g", row->val_loss);
-    else if (j->config.val.count) fputc(',', j->csv);
+    fputc(',', j->csv); /* what was not measured stays empty */
+    if (isfinite(row->val_loss)) fprintf(j->csv, "%.17g", row->val_loss);
+    fputc(',', j->csv);
+    if (mfu(j, row) > 0) fprintf(j->csv, "%.6g", mfu(j, row));
     fputc('\n', j->csv);
     errno = 0;
     if (fflush(j->csv) != 0 || ferror(j->csv))
@@ -568,14 +701,13 @@ static void print_time(double seconds) {
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job    *j = (job *)user;
-    double  peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
     int64_t left = j->config.stop_at - row->step;
     if (row->step > 1) j->ms += row->ms;
     if (j->csv) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
     printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
         j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
-    if (peak > 0) printf(" | mfu %.1f%%", 100 * gpt_flops_per_token(j->config.model) * row->tokens_per_s / peak);
+    if (mfu(j, row) > 0) printf(" | mfu %.1f%%", 100 * mfu(j, row));
     printf(" | comm %.0f%% | bubble 0%% | mem %.1f MiB | eta ", 100 * row->comm, row->mem[TRAIN_PEAK] / 1048576);
     print_time((double)left * (row->step > 1 ? j->ms / (double)(row->step - 1) : row->ms) / 1000);
     putchar('\n');
@@ -585,7 +717,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
 }
 
-/* Samples from a newline on and prints the bytes. */
+/* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of text), the ids. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     int        n = int_of(j->v, O_GENERATE);
@@ -594,19 +726,17 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
         return;
     }
-    ids[0] = '\n';
-    if (n > 0 && gpt_generate(model, ids, 1, n + 1, 256, 0.8, (uint64_t)j->v[O_SEED].number) == DT_OK) {
+    int          shards = j->config.data.shards;
+    gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
+    ids[0] = shards ? model->config.vocab - 1 : '\n';
+    if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
         puts("---");
-        for (int i = 1; i <= n; i++) putchar(ids[i]);
+        for (int i = 1; i <= n; i++)
+            if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
+            else putchar(ids[i]);
         puts("\n---");
     }
     free(ids);
-}
-
-/* dt's log, without errors: the first failure comes back in the report, and is printed once. */
-static void quiet_errors(void *user, int level, int rank, const char *text) {
-    (void)user;
-    if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
 static int run(job *j) {
@@ -628,7 +758,7 @@ static int run(job *j) {
     }
     if (!j->v[O_QUIET].number && later > 0)
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
-            j->v[O_BATCH].number * j->config.model.seq * (double)later / (j->ms / 1000), (long long)later);
+            j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
@@ -653,12 +783,12 @@ int main(int argc, char **argv) {
         print_config(v);
         return 0;
     }
-    find_text(v, O_DATA, &j.config.data);
-    if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val);
+    find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
+    if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (v[O_LOG_CSV].text) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
-        fprintf(j.csv, "%s%s\n", csv_header, j.config.val.count ? ",val_loss" : "");
+        fprintf(j.csv, "%s\n", csv_header);
     }
     if (!v[O_QUIET].number) print_settings(v, &j.config);
     int failed = run(&j);

@@ -106,7 +106,8 @@ else
     install_needs
 fi
 also=()
-[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt")   # what the scripts need, while there is something to build
+# what the scripts need, while there is something to build
+[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt" "$B/bench_gemm" "$B/bench_train")
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
 for p in "${programs[@]}"; do run_program "$p"; done

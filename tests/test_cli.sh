@@ -45,10 +45,10 @@ try 2 'seed' --seed 99999999999999999999999
 try 2 'text' text
 
 # ---- parts of later versions say so, with their defaults they are harmless
-for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" "--dtype bf16" "--dtype f16" "--arch llama" \
-    "--backend mpi" "--backend procs" "--backend nccl" "--device cuda" "--experts 4" "--recompute full" "--save x" \
-    "--resume x" "--offload-optim cpu" "--reduce tree" "--trace x" "--dropout 0.1" "--label-smoothing 0.1" \
-    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000" "--model x" "--shuffle on"; do
+for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" \
+    "--backend mpi" "--backend procs" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
+    "--resume x" "--offload-optim cpu" "--reduce tree" "--trace x" \
+    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000" "--shuffle on"; do
     try 2 'is not available in this build' $x
 done
 try 0 '' $tiny --data "$dir/text" --tp 1 --pp 1 --sp off --dropout 0 --recompute none --quiet
@@ -64,12 +64,65 @@ try 2 'seq' --seq 0
 try 2 'vocab' --vocab 100
 try 2 'layers' --layers 0 --heads 0
 
+try 2 'kv-heads 3 does not divide --heads 4; use --kv-heads 2' --kv-heads 3
+try 2 'no pairs; use --width 48' --arch llama --width 40 --heads 8
+try 2 'dropout 1: not a number from 0 to 0.999' --dropout 1
+try 2 'label-smoothing -0.1: not a number' --label-smoothing -0.1
+try 2 'arch gpt3: the legal values are gpt2\|llama' --arch gpt3
+try 2 'dtype fp32: the legal values are f32\|bf16\|f16\|f64' --dtype fp32
+try 2 'peak-tflops' --peak-tflops -1
+try 2 'eval-every 2 needs --val' --eval-every 2
+
+# ---- recompute: a word, or full:K with K layers together
+try 2 'recompute selectiv: .*none\|selective\|full\|full:K; use --recompute selective' --recompute selectiv
+try 2 'recompute ful: .*use --recompute full$' --recompute ful
+try 2 'recompute full:0: .*1 to the 6 --layers; use --recompute full:1' --layers 6 --recompute full:0
+try 2 'use --recompute full:6' --layers 6 --recompute full:7
+try 2 'use --recompute full:6' --layers 6 --recompute full:99999999999999999999999
+try 2 'use --recompute full:2' --layers 6 --recompute full:2x
+try 2 'use --recompute full$' --recompute full:
+try 2 'use --recompute selective$' --recompute selective:2
+
 # ---- files
 try 2 'no/such/file' --data no/such/file
 try 2 'empty' --data "$dir/empty"
 try 2 'short' --data "$dir/short"
 try 2 'val' --data "$dir/text" --val no/such/val --eval-every 1
 try 2 'log' $tiny --data "$dir/text" --log-csv no/such/dir/f.csv
+
+# ---- models from files: sizes come from the file, what is given must agree
+g=tests/golden
+le() { printf '\\x%02x\\x%02x' $(($1 & 255)) $(($1 >> 8 & 255)); } # two bytes, as printf wants them
+shard() { # shard FILE TOKEN...: llm.c's token shard, 16 bits a token
+    local file=$1 t all
+    shift
+    all="$(le 20240520)$(le $((20240520 >> 16)))$(le 1)$(le 0)$(le $#)$(le 0)"
+    { printf "$all"; head -c 1012 /dev/zero; for t; do printf "$(le "$t")"; done; } >"$file"
+}
+shard "$dir/shard" $(seq 0 60) $(seq 0 60)
+shard "$dir/shard99" $(seq 0 60) 99 $(seq 0 60)
+run="--batch 2 --steps 2"
+try 0 '' --model $g/hf_gpt2 --data "$dir/shard" $run --generate 3 --log-csv "$dir/m.csv"
+grep -q 'model   gpt2   2 layers   16 wide   4 heads' "$dir/out" && grep -q '122 tokens   5 sequences' "$dir/out" && \
+    grep -Eq '^[0-9]+ [0-9]+ [0-9]+$' "$dir/out"
+report $? "the settings are the file's, and ids are generated"
+try 0 '' --model $g/llmc_v3.bin --data "$dir/shard" $run --ranks 2 --zero 1
+try 0 '' --model $g/hf_llama --data "$dir/shard" $run --dtype bf16 --seq 12 --arch llama --kv-heads 2
+try 0 '' --model $g/hf_llama_bf16/model.safetensors --data "$dir/shard" $run --vocab 53 --seq 8 --steps 1 --batch 1
+try 2 'width 64: the model in .* has 16; leave --width out' --model $g/hf_gpt2 --data "$dir/shard" --width 64
+try 2 'arch llama: the model in .* has gpt2' --model $g/hf_gpt2 --data "$dir/shard" --arch llama
+try 2 'tie off: the model in .* has on' --model $g/hf_gpt2 --data "$dir/shard" --tie off
+try 2 'seq 25: .* 24 positions; use --seq 24 or less' --model $g/hf_gpt2 --data "$dir/shard" --seq 25
+try 2 'model: .*no/such/model' --model no/such/model --data "$dir/shard"
+try 2 'config.json' --model $g/files_pt.safetensors --data "$dir/shard"
+try 2 'vocab 61: the data are bytes' --model $g/hf_gpt2 --data "$dir/text"
+try 2 'holds token 99, but --vocab is 61; use --vocab 100' --model $g/hf_gpt2 --data "$dir/shard99"
+try 2 'val .*holds token 99' --vocab 61 --seq 16 --data "$dir/shard" --val "$dir/shard99"
+try 2 'seq 122 .*use --seq 121 or less' --data "$dir/shard" --seq 122
+head -c 1200 "$dir/shard" >"$dir/torn"
+try 2 'torn: a shard' --data "$dir/torn" --seq 8
+head -c 20000 $g/hf_gpt2/model.safetensors >"$dir/torn.safetensors"
+try 2 'torn.safetensors' --model "$dir/torn.safetensors" --data "$dir/shard"
 
 # ---- runs that fail: every rank ends, one line names the first
 try 1 'rank [0-9]+.*(NaN|nan|inf|finite)' $tiny --data "$dir/text" --optimizer sgd --lr 1e3 --clip 0 --ranks 4 --steps 50
@@ -98,8 +151,38 @@ cut -d, -f1-3 "$dir/f.csv" >"$dir/first"
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/again.csv"
 cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
 report $? "the same run again: the same losses and norms to the last digit"
+more="--layers 4 --width 32 --seq 64 --heads 2 --batch 8 --steps 2"
+for r in none selective full full:1 full:2 full:3; do
+    try 0 '' $more --data "$dir/text" --ranks 2 --zero 1 --recompute $r --log-csv "$dir/$r.csv"
+    grep -q -- "recompute $r\*" "$dir/out"
+    report $? "the settings name --recompute $r"
+    cut -d, -f1-3 "$dir/$r.csv" >"$dir/got"
+    cut -d, -f1-3 "$dir/none.csv" | cmp -s - "$dir/got"
+    report $? "--recompute $r: the losses and norms of none to the last digit"
+done
+cut -d, -f1-3,7-17 "$dir/full.csv" >"$dir/got"
+cut -d, -f1-3,7-17 "$dir/full:1.csv" | cmp -s - "$dir/got"
+report $? "full is full:1"
+acts() { column mem_acts "$dir/$1.csv"; }
+[ "$(acts full)" -lt "$(acts selective)" ] && [ "$(acts selective)" -lt "$(acts none)" ] && [ "$(acts full:2)" -lt "$(acts none)" ]
+report $? "recomputation keeps less: none $(acts none), selective $(acts selective), full:2 $(acts full:2), full $(acts full)"
 ! grep -n dt__ examples/*.c examples/*.h >"$dir/err"
 report $? "examples use public calls only"
+for d in f32 bf16 f16 f64; do
+    try 0 '' $tiny --data "$dir/text" --dtype $d --arch llama --dropout 0.1 --label-smoothing 0.1 --ranks 2 --zero 1 --log-csv "$dir/$d.csv"
+    awk -v a="$(column loss "$dir/$d.csv")" -v b="$(column loss "$dir/f32.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-2*b)}'
+    report $? "--dtype $d: the first loss is $(column loss "$dir/$d.csv"), f32's $(column loss "$dir/f32.csv")"
+done
+drop="$tiny --data $dir/text --dtype f64 --dropout 0.2"
+try 0 '' $drop --ranks 1 --log-csv "$dir/one.csv"
+try 0 '' $drop --ranks 4 --log-csv "$dir/f.csv"
+awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-12*b)}'
+report $? "4 ranks drop what one rank drops: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
+try 0 '' $tiny --data "$dir/text" --val "$dir/text" --eval-every 2 --peak-tflops 1e-3 --log-csv "$dir/v.csv"
+grep -Eq 'tok/s \| mfu [0-9]+\.[0-9]% \| comm' "$dir/out" && [ "$(grep -c '^eval' "$dir/out")" = 2 ]
+report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after steps 2 and 3"
+awk -F, 'NR==1{for(i=1;i<=NF;i++){if($i=="mfu")m=i;if($i=="val_loss")v=i}} NR>1{good+=($m>0)+(($v>0)==(NR>2))} END{exit good!=6}' "$dir/v.csv"
+report $? "val_loss and mfu are columns"
 try 0 '' --help
 grep -q -- '--log-csv' "$dir/out"
 report $? "--help names the options"

@@ -60,7 +60,7 @@ struct array {
     float   *f() const { return reinterpret_cast<float *>(base + offset); }
     double  *d() const { return reinterpret_cast<double *>(base + offset); }
     int32_t *i() const { return reinterpret_cast<int32_t *>(base + offset); }
-    double   at(size_t k) const { return dtype == DT_F32 ? f()[k] : dtype == DT_F64 ? d()[k] : i()[k]; }
+    double   at(size_t k) const { return dt__number(dtype, data(), k); }
 
     bool guards_hold() const {
         for (size_t k = 0; k < offset; k++)
@@ -92,11 +92,8 @@ static array &push(arrays &all, int placement, size_t count, double floor, dt_dt
     if (all.capacity() < 16) all.reserve(16); // references to elements must last
     all.emplace_back(dtype, count, offset_for(placement, all.size(), dtype), floor);
     array &a = all.back();
-    for (size_t k = 0; k < count; k++) {
-        if (dtype == DT_F32) a.f()[k] = (float)random_number();
-        else if (dtype == DT_F64) a.d()[k] = random_number();
-        else a.i()[k] = (int32_t)(random_number() * 1e9);
-    }
+    for (size_t k = 0; k < count; k++)
+        dt__set_number(dtype, a.data(), k, random_number() * (dtype == DT_I32 ? 1e9 : 1));
     return a;
 }
 
@@ -234,7 +231,6 @@ static void test_reduce() {
         compare_reduce(DT_I32, op, 3, 130, -1, ODD);
     }
     compare_reduce(DT_F32, DT_SUM, 3, 0, -1, ALIGNED);
-    compare_reduce(DT_BF16, DT_SUM, 0, 2, -1, ALIGNED);
 
     // What this table answers and the CPU's need not: a late input that the first launch would overwrite.
     std::vector<float> x(100);
@@ -244,80 +240,396 @@ static void test_reduce() {
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
 }
 
-static void test_add() {
-    for (auto shape : SHAPES)
-        for (int placement = 0; placement < PLACEMENTS; placement++) {
-            size_t rows = shape.rows, cols = shape.cols;
-            arrays a;
-            push(a, placement, rows * cols, EXACT);
-            push(a, placement, rows * cols, EXACT);
-            push(a, placement, cols, EXACT);
-            for (int in_place = 0; in_place < 2; in_place++)
-                compare(dtc_text("add %zu x %zu", rows, cols), a, [=](const dt_kernels *t, arrays &x) {
-                    dt_add_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(), rows, cols };
-                    return t->add(&args, NULL);
-                });
-        }
+// A tensor as a caller sees it: extents and strides in elements, of which 0 repeats.
+struct view { dt_shape shape; int64_t a[DT_MAX_DIMS], b[DT_MAX_DIMS]; };
+
+static size_t reach(const dt_shape &shape, const int64_t *stride) { // elements that a view of that shape lies in
+    size_t last = 0;
+    for (int i = 0; i < shape.nd; i++) {
+        if (shape.d[i] == 0) return 0;
+        last += (size_t)((shape.d[i] - 1) * stride[i]);
+    }
+    return last + 1;
 }
 
-static void test_gelu() {
-    for (size_t count : COUNTS)
-        for (int placement = 0; placement < PLACEMENTS; placement++) {
+// Equal shapes, a bias over rows and over columns, a scalar, dimensions that repeat in the middle, none, six.
+static const view VIEWS[] = {
+    { { 0, { 0 } }, { 0 }, { 0 } },
+    { { 1, { 1003 } }, { 1 }, { 1 } },
+    { { 2, { 0, 4 } }, { 4, 1 }, { 4, 1 } },
+    { { 2, { 33, 20 } }, { 20, 1 }, { 0, 1 } },
+    { { 2, { 33, 20 } }, { 20, 1 }, { 1, 0 } },
+    { { 2, { 17, 21 } }, { 0, 1 }, { 21, 1 } },
+    { { 2, { 5, 1028 } }, { 1028, 1 }, { 0, 0 } },
+    { { 3, { 3, 7, 8 } }, { 56, 8, 1 }, { 8, 0, 1 } },
+    { { 3, { 3, 1, 9 } }, { 9, 9, 1 }, { 9, 0, 1 } },
+    { { 3, { 4, 6, 8 } }, { 8, 32, 1 }, { 1, 32, 4 } }, // transposed
+    { { 3, { 2, 5, 4 } }, { 21, 4, 1 }, { 20, 4, 1 } }, // a pack of a does not begin at a multiple of 16
+    { { 2, { 7, 3 } }, { 4, 1 }, { 0, 1 } },            // rows of three with a gap: a pack would end in the next
+    { { 6, { 2, 3, 1, 2, 3, 4 } }, { 72, 24, 24, 12, 4, 1 }, { 0, 4, 4, 0, 0, 1 } },
+};
+
+static void test_binary() {
+    for (const view &v : VIEWS)
+        for (int code = 0; code < 4 * 2 * PLACEMENTS; code++) {
+            int    op = code % 4, accumulate = code / 4 % 2, placement = code / 8;
             arrays a;
-            push(a, placement, count, 0.01);
-            array &in = push(a, placement, count, EXACT);
-            push(a, placement, count, EXACT);
-            for (size_t k = 0; k < count; k++) in.f()[k] *= 3; // both tails
-            const float odd[] = { 0.0f, 40.0f, -40.0f, 1e20f, -1e20f, INFINITY, NAN };
-            for (size_t k = 0; k < 7 && count > 100; k++) in.f()[k * 13] = odd[k];
-            compare(dtc_text("gelu %zu", count), a, [=](const dt_kernels *t, arrays &x) {
-                dt_gelu_args args = { DT_F32, x[0].data(), x[1].data(), count };
-                return t->gelu(&args, NULL);
-            });
-            a[0].floor = 0.5; // the slope crosses zero
-            for (int accumulate = 0; accumulate < 2; accumulate++)
-                compare(dtc_text("gelu_back %zu, accumulate %d", count, accumulate), a,
+            push(a, placement, (size_t)dt_count(v.shape), EXACT);
+            push(a, placement, reach(v.shape, v.a), EXACT);
+            push(a, placement, reach(v.shape, v.b), EXACT);
+            compare(dtc_text("binary %d of view %ld, accumulate %d", op, (long)(&v - VIEWS), accumulate), a,
+                    [=](const dt_kernels *t, arrays &x) {
+                        dt_binary_args args = { DT_F32, op, x[0].data(), x[1].data(), x[2].data(), v.shape, { 0 },
+                                                { 0 }, accumulate };
+                        memcpy(args.stride_a, v.a, sizeof v.a);
+                        memcpy(args.stride_b, v.b, sizeof v.b);
+                        return t->binary(&args, NULL);
+                    });
+        }
+    arrays a; // in place; and an operation that is none
+    push(a, ALIGNED, 33 * 20, EXACT);
+    push(a, ALIGNED, 20, EXACT);
+    for (int op : { (int)DT_MUL, 4, -1 })
+        compare(dtc_text("binary %d in place", op), a, [=](const dt_kernels *t, arrays &x) {
+            dt_binary_args args = { DT_F32, op, x[0].data(), x[0].data(), x[1].data(), { 2, { 33, 20 } }, { 20, 1 },
+                                    { 0, 1 }, 0 };
+            return t->binary(&args, NULL);
+        });
+}
+
+// The result lies in the view's a, which repeats nowhere; the input in b.
+static void test_permute() {
+    for (const view &v : VIEWS)
+        for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
+            for (int accumulate = 0; accumulate < 2; accumulate++) {
+                bool   repeats = false;
+                arrays a;
+                for (int i = 0; i < v.shape.nd; i++) repeats |= v.a[i] == 0;
+                if (repeats || (accumulate && dt_dtype_size(dtype) == 2)) continue;
+                array &out = push(a, ODD, reach(v.shape, v.a), EXACT, dtype);
+                array &in = push(a, ODD, reach(v.shape, v.b), EXACT, dtype);
+                for (size_t k = 0; k < out.count && dtype == DT_I32; k++) out.i()[k] /= 2; // sums that fit
+                for (size_t k = 0; k < in.count && dtype == DT_I32; k++) in.i()[k] /= 2;
+                compare(dtc_text("permute %s of view %ld, accumulate %d", dt_dtype_name(dtype), (long)(&v - VIEWS),
+                                 accumulate), a, [=](const dt_kernels *t, arrays &x) {
+                            dt_permute_args args = { dtype, x[0].data(), x[1].data(), v.shape, { 0 }, { 0 },
+                                                     accumulate };
+                            memcpy(args.out_stride, v.a, sizeof v.a);
+                            memcpy(args.in_stride, v.b, sizeof v.b);
+                            return t->permute(&args, NULL);
+                        });
+            }
+    dt_permute_args narrow = { DT_BF16, NULL, NULL, { 1, { 3 } }, { 1 }, { 1 }, 1 };
+    CHECK(dt_kernels_cuda()->permute(&narrow, NULL) == DT_ERR_UNSUPPORTED); // the CPU serves it
+}
+
+// Every bit pattern of the 16-bit types; for the others what rounds: halves of the last place, the ends, no numbers.
+static void fill_for_cast(array &a) {
+    const double odd[] = { 0.0, -0.0, INFINITY, -INFINITY, NAN, 65504, 65519.99, 65520, 6e-8, 2.9e-8, 3e-8, 6.1e-5,
+                           1e-40, 3.4e38, 3.41e38, 1e300, -2147483649.0, 2147483648.0, 1.5, -1.5, 1e10 };
+    for (size_t k = 0; k < a.count; k++) {
+        uint32_t words[4];
+        dt__philox(5, k, words);
+        if (dt_dtype_size(a.dtype) == 2) ((uint16_t *)a.data())[k] = (uint16_t)k;
+        else if (a.dtype == DT_F32 && k % 3 == 0) memcpy(a.f() + k, words, 4);
+        else if (k % 3 == 1)
+            dt__set_number(a.dtype, a.data(), k, dt__bf16_to_f32((uint16_t)words[0]) * (1 + 1.0 / 256));
+        else if (k < 3 * 21) dt__set_number(a.dtype, a.data(), k, odd[k / 3]);
+        else dt__set_number(a.dtype, a.data(), k, random_number() * pow(2, (double)(k % 40) - 25));
+    }
+}
+
+static void test_cast() {
+    const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
+    for (dt_dtype to : types)
+        for (dt_dtype from : types)
+            for (int accumulate = 0; accumulate < 2; accumulate++) {
+                arrays a;
+                size_t count = dt_dtype_size(from) == 2 ? 65536 : 3001;
+                push(a, ODD, count, EXACT, to);
+                fill_for_cast(push(a, ODD, count, EXACT, from));
+                compare(dtc_text("cast %s to %s, accumulate %d", dt_dtype_name(from), dt_dtype_name(to), accumulate), a,
                         [=](const dt_kernels *t, arrays &x) {
-                            dt_gelu_back_args args = { DT_F32, x[0].data(), x[2].data(), x[1].data(), count,
-                                                       accumulate };
-                            return t->gelu_back(&args, NULL);
+                            dt_cast_args args = { to, from, x[0].data(), x[1].data(), count, accumulate };
+                            return t->cast(&args, NULL);
+                        }, 1);
+            }
+    for (int wrong = 0; wrong < 2; wrong++) {
+        dt_cast_args args = { wrong ? (dt_dtype)7 : DT_F32, wrong ? DT_F32 : (dt_dtype)7, NULL, NULL, 0, 0 };
+        CHECK(dt_kernels_cuda()->cast(&args, NULL) == DT_ERR_UNSUPPORTED);
+        CHECK(dt_kernels_cpu()->cast(&args, NULL) == DT_ERR_UNSUPPORTED);
+    }
+}
+
+static const float ODD_NUMBERS[] = { 0.0f, -0.0f, 40.0f, -40.0f, 1e20f, -1e20f, INFINITY, -INFINITY, NAN };
+
+static void compare_unary(int kind, size_t count, int placement) {
+    arrays a;
+    push(a, placement, count, 0.01);
+    array &in = push(a, placement, count, EXACT);
+    push(a, placement, count, EXACT);
+    for (size_t k = 0; k < count; k++) in.f()[k] *= 3; // both tails
+    for (size_t k = 0; k < 9 && count > 110; k++) in.f()[k * 13] = ODD_NUMBERS[k];
+    compare(dtc_text("unary %d x %zu", kind, count), a, [=](const dt_kernels *t, arrays &x) {
+        dt_unary_args args = { DT_F32, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
+        return t->unary(&args, NULL);
+    });
+    a[0].floor = kind == DT_ACT_TANH ? 2 : 0.5; // a slope may cross zero; 1 - tanh^2 cancels
+    for (int accumulate = 0; accumulate < 2; accumulate++)
+        compare(dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    bool                needless = kind == DT_ACT_NONE || kind == DT_ACT_AFFINE;
+                    dt_unary_back_args args = { DT_F32, kind, x[0].data(), x[2].data(), needless ? NULL : x[1].data(),
+                                                count, 1.5, accumulate };
+                    return t->unary_back(&args, NULL);
+                });
+}
+
+static void test_unary() {
+    for (int kind = -1; kind <= DT_ACTS; kind++) // both ends are no kind
+        for (size_t count : COUNTS)
+            for (int placement = 0; placement < PLACEMENTS; placement++)
+                if (kind == DT_ACT_GELU || count == 127 || placement == 0) compare_unary(kind, count, placement);
+}
+
+static void test_glu() {
+    for (int kind = -1; kind <= DT_ACTS; kind++)
+        for (auto shape : SHAPES) {
+            size_t rows = shape.rows, cols = shape.cols;
+            arrays a;
+            push(a, ODD, rows * cols, 1);
+            push(a, ODD, rows * 2 * cols, EXACT);
+            push(a, ODD, rows * cols, EXACT);
+            push(a, ODD, rows * 2 * cols, 4);
+            if (kind == DT_ACT_LN) for (size_t k = 0; k < a[1].count; k++) a[1].f()[k] = fabsf(a[1].f()[k]) + 0.1f;
+            compare(dtc_text("glu %d, %zu x %zu", kind, rows, cols), a, [=](const dt_kernels *t, arrays &x) {
+                dt_glu_args args = { DT_F32, kind, x[0].data(), x[1].data(), rows, cols };
+                return t->glu(&args, NULL);
+            });
+            for (int accumulate = 0; accumulate < 2; accumulate++)
+                compare(dtc_text("glu_back %d, %zu x %zu, accumulate %d", kind, rows, cols, accumulate), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_glu_back_args args = { DT_F32, kind, x[3].data(), x[2].data(), x[1].data(), rows, cols,
+                                                      accumulate };
+                            return t->glu_back(&args, NULL);
                         });
         }
 }
 
+// What is dropped is the CPU's choice, bit for bit: full rows, and columns from the middle of a group of four.
+static void test_dropout() {
+    for (auto shape : SHAPES)
+        for (int64_t first : { 0, 1, 6, 1000 })
+            for (int code = 0; code < 4; code++) {
+                size_t rows = shape.rows, cols = shape.cols;
+                arrays a;
+                push(a, ODD, rows * cols, EXACT);
+                push(a, ODD, rows * cols, EXACT);
+                push(a, ODD, rows, EXACT, DT_I32);
+                double p = code == 2 ? 0 : 0.3;
+                compare(dtc_text("dropout %zu x %zu from %ld, code %d", rows, cols, (long)first, code), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_dropout_args args = { DT_F32, x[0].data(), x[1].data(), code == 1 ? NULL : x[2].i(),
+                                                     rows, cols, first, p, 0x123456789abcdefu, code == 3 };
+                            return t->dropout(&args, NULL);
+                        });
+            }
+}
+
 // ==== 3. Rows and columns ===========================================================================================
 
-static void test_column_sum() {
+static void test_sum() {
     for (auto shape : SHAPES)
-        for (int accumulate = 0; accumulate < 2; accumulate++) {
+        for (size_t outer : { 0, 1, 3 })
+            for (int code = 0; code < 4; code++) { // accumulate and scale; the last dimension too
+                size_t n = shape.rows, inner = code == 3 ? 1 : shape.cols;
+                int    accumulate = code == 1 || code == 3;
+                double scale = code == 0 ? 1 : -0.3;
+                arrays a;
+                push(a, ODD, outer * inner, 1 + (double)n);
+                push(a, ODD, outer * n * inner, EXACT);
+                compare(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g", outer, n, inner, accumulate, scale), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), outer, n, inner, scale, accumulate,
+                                                 0 };
+                            return t->sum(&args, NULL);
+                        });
+            }
+    arrays a;
+    push(a, ODD, 1, 3000);
+    push(a, ODD, 3001, EXACT);
+    compare("sum of everything, wide says nothing for f32", a, [=](const dt_kernels *t, arrays &x) {
+        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 3001, 1, 0.5, 0, 1 };
+        return t->sum(&args, NULL);
+    });
+}
+
+// Few different numbers, so that equal ones meet; a NaN first, one later.
+static void test_max_and_topk() {
+    for (auto shape : SHAPES)
+        for (size_t inner : { 1, 5 }) {
+            size_t rows = shape.rows, n = shape.cols;
+            arrays a;
+            push(a, ODD, rows * inner, EXACT);
+            push(a, ODD, rows * inner, EXACT, DT_I32);
+            array &in = push(a, ODD, rows * n * inner, EXACT);
+            for (size_t k = 0; k < in.count; k++) in.f()[k] = floorf(in.f()[k] * 4);
+            if (rows > 4 && n > 2) in.f()[0] = in.f()[2 * n * inner + inner] = NAN;
+            compare(dtc_text("max %zu x %zu x %zu", rows, n, inner), a, [=](const dt_kernels *t, arrays &x) {
+                dt_max_args args = { DT_F32, x[0].data(), x[1].i(), x[2].data(), rows, n, inner };
+                return t->max(&args, NULL);
+            });
+            if (inner > 1) continue;
+            for (size_t k : { (size_t)0, (size_t)1, (size_t)2, n / 2, n, n + 1 }) {
+                arrays b;
+                push(b, ODD, rows * k, EXACT);
+                push(b, ODD, rows * k, EXACT, DT_I32);
+                b.emplace_back(a[2]);
+                if (rows * n == 0 && k > n) continue;
+                compare(dtc_text("topk %zu of %zu x %zu", k, rows, n), b, [=](const dt_kernels *t, arrays &x) {
+                    dt_topk_args args = { DT_F32, x[0].data(), x[1].i(), x[2].data(), rows, n, k };
+                    return t->topk(&args, NULL);
+                });
+            }
+        }
+    dt_max_args none = { DT_F32, NULL, NULL, NULL, 1, 0, 1 };
+    CHECK(dt_kernels_cuda()->max(&none, NULL) == DT_ERR_ARG && dt_kernels_cpu()->max(&none, NULL) == DT_ERR_ARG);
+}
+
+// places may repeat: then what comes first is added first. bad: an index outside.
+static void test_spread() {
+    for (int code = 0; code < 2 * 2 * 3; code++) {
+        size_t outer = 7, n = 11, k = 4, inner = code % 2 ? 1 : 6;
+        int    accumulate = code / 2 % 2, bad = code / 4;
+        arrays a;
+        push(a, ODD, outer * n * inner, EXACT);
+        push(a, ODD, outer * k * inner, EXACT);
+        array &index = push(a, ODD, outer * k * inner, EXACT, DT_I32);
+        for (size_t i = 0; i < index.count; i++) index.i()[i] = (int32_t)(i * i % n);
+        if (bad) index.i()[index.count - 1] = bad == 1 ? (int32_t)n : -1;
+        compare(dtc_text("spread, inner %zu, accumulate %d, bad %d", inner, accumulate, bad), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_spread_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), outer, n, k, inner,
+                                            accumulate };
+                    return t->spread(&args, NULL);
+                });
+    }
+}
+
+static void test_softmax() {
+    for (auto shape : SHAPES)
+        for (int size = 1; size <= 1000; size *= 1000) {
             size_t rows = shape.rows, cols = shape.cols;
             arrays a;
-            push(a, ODD, cols, 1 + (double)rows);
+            push(a, ODD, rows * cols, 0.1);
+            array &in = push(a, ODD, rows * cols, EXACT);
+            push(a, ODD, 6 * cols + 16, SCRATCH);
+            for (size_t k = 0; k < in.count; k++) in.f()[k] *= (float)size;
+            if (rows > 30 && cols > 3) {
+                in.f()[0] = NAN;
+                in.f()[cols] = INFINITY;
+                for (size_t c = 0; c < cols; c++) in.f()[2 * cols + c] = -INFINITY;
+                for (size_t c = 1; c < cols; c++) in.f()[3 * cols + c] = -INFINITY;
+            }
+            for (int in_place = 0; in_place < 2; in_place++)
+                compare(dtc_text("softmax %zu x %zu of size %d", rows, cols, size), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            if (in_place) memcpy(x[0].data(), x[1].data(), x[1].bytes());
+                            dt_softmax_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), rows, cols,
+                                                     x[2].data(), x[2].bytes() };
+                            return t->softmax(&args, NULL);
+                        });
+            if (size > 1) continue;
+            a[0].floor = 8 + (double)cols; // the sum of products is what cancels
             push(a, ODD, rows * cols, EXACT);
-            compare(dtc_text("column_sum %zu x %zu, accumulate %d", rows, cols, accumulate), a,
+            for (size_t k = 0; k < a[3].count; k++) a[1].f()[k] = 0.25f;
+            for (int accumulate = 0; accumulate < 2; accumulate++)
+                compare(dtc_text("softmax_back %zu x %zu, accumulate %d", rows, cols, accumulate), a,
+                        [=](const dt_kernels *t, arrays &x) {
+                            dt_softmax_back_args args = { DT_F32, x[0].data(), x[3].data(), x[1].data(), rows, cols,
+                                                          accumulate, x[2].data(), x[2].bytes() };
+                            return t->softmax_back(&args, NULL);
+                        });
+        }
+}
+
+static void test_rope() {
+    const struct { size_t tokens, heads, dim, rotary; } cases[] = { { 0, 2, 4, 4 }, { 5, 1, 2, 2 }, { 17, 3, 8, 8 },
+        { 9, 2, 10, 6 }, { 3, 2, 5, 0 }, { 40, 4, 64, 64 }, { 2, 1, 6, 8 }, { 2, 1, 6, 3 } };
+    for (auto c : cases)
+        for (int code = 0; code < 2 * 2 * 2 * 2; code++) {
+            int    interleaved = code & 1, inverse = code >> 1 & 1, accumulate = code >> 2 & 1, in_place = code >> 3;
+            size_t count = c.tokens * c.heads * c.dim;
+            arrays a;
+            if (in_place && accumulate) continue;
+            push(a, ODD, count, 2);
+            push(a, ODD, count, EXACT);
+            array &position = push(a, ODD, c.tokens, EXACT, DT_I32);
+            for (size_t k = 0; k < c.tokens; k++) position.i()[k] = (int32_t)(k * k * 1000 + k);
+            compare(dtc_text("rope %zu x %zu x %zu, rotary %zu, code %d", c.tokens, c.heads, c.dim, c.rotary, code), a,
                     [=](const dt_kernels *t, arrays &x) {
-                        dt_column_sum_args args = { DT_F32, x[0].data(), x[1].data(), rows, cols, accumulate };
-                        return t->column_sum(&args, NULL);
+                        if (in_place && count) memcpy(x[0].data(), x[1].data(), x[1].bytes());
+                        dt_rope_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].i(), c.tokens,
+                                              c.heads, c.dim, c.rotary, 10000, interleaved, inverse, accumulate };
+                        return t->rope(&args, NULL);
                     });
         }
 }
 
-static void compare_layernorm(size_t rows, size_t cols, double eps, double shift, size_t orders = 3) {
+// A part of a table of 53 rows, in which every fifth id is a hole. bad: an id outside of the whole table.
+static void compare_embedding(size_t rows, size_t cols, int64_t first, int64_t held, int32_t bad, int holes) {
+    const int64_t vocab = 53;
+    arrays        a;
+    push(a, ODD, rows * cols, EXACT);
+    push(a, ODD, (size_t)held * cols, EXACT);
+    array &ids = push(a, ODD, rows, EXACT, DT_I32);
+    for (size_t r = 0; r < rows; r++) ids.i()[r] = holes && r % 5 == 4 ? -1 : (int32_t)(r * r % (size_t)vocab);
+    if (bad) ids.i()[rows - 1] = bad;
+    compare(dtc_text("embedding %zu x %zu, rows %ld + %ld, bad %d, holes %d", rows, cols, (long)first, (long)held, bad,
+                     holes), a, [=](const dt_kernels *t, arrays &x) {
+                dt_embedding_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), rows, cols, first, held, vocab,
+                                           holes };
+                return t->embedding(&args, NULL);
+            });
+    if (bad) return;
+    for (int accumulate = 0; accumulate < 2; accumulate++)
+        compare(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, accumulate %d", rows, cols, (long)first, (long)held,
+                         accumulate), a, [=](const dt_kernels *t, arrays &x) {
+                    dt_embedding_back_args args = { DT_F32, x[1].data(), x[0].data(), x[2].i(), rows, cols, first, held,
+                                                    accumulate, 0, NULL, 0 };
+                    return t->embedding_back(&args, NULL);
+                });
+}
+
+static void test_embedding() {
+    for (auto shape : SHAPES)
+        for (int holes = 0; holes < 2; holes++) {
+            compare_embedding(shape.rows, shape.cols, 0, 53, 0, holes);
+            compare_embedding(shape.rows, shape.cols, 20, 17, 0, holes);
+        }
+    compare_embedding(700, 3, 0, 53, 0, 1); // several pieces of ids
+    compare_embedding(700, 300, 37, 16, 0, 0);
+    for (int32_t bad : { -1, -2, 53, INT32_MAX, INT32_MIN }) compare_embedding(17, 5, 0, 53, bad, 0);
+    for (int32_t bad : { -2, 53 }) compare_embedding(17, 5, 20, 17, bad, 1);
+}
+
+static void compare_norm(int rms, size_t rows, size_t cols, double eps, double shift, size_t orders = 3) {
     arrays a;
     for (double floor : { 4.0, 1.0, 0.0 }) push(a, ODD, floor == 4.0 ? rows * cols : rows, floor);
     array &in = push(a, ODD, rows * cols, EXACT);
     push(a, ODD, cols, EXACT);
     push(a, ODD, cols, EXACT);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
     for (size_t k = 0; k < rows * cols; k++) in.f()[k] += (float)shift;
-    compare(dtc_text("layernorm %zu x %zu, eps %g", rows, cols, eps), a, [=](const dt_kernels *t, arrays &x) {
-        dt_layernorm_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), x[4].data(),
-                                   x[5].data(), rows, cols, eps };
-        return t->layernorm(&args, NULL);
+    compare(dtc_text("norm %zu x %zu, eps %g, rms %d", rows, cols, eps, rms), a, [=](const dt_kernels *t, arrays &x) {
+        dt_norm_args args = { DT_F32, x[0].data(), rms ? NULL : x[1].data(), x[2].data(), x[3].data(), x[4].data(),
+                              rms ? NULL : x[5].data(), rows, cols, eps, rms, x[6].data(), x[6].bytes() };
+        return t->norm(&args, NULL);
     }, orders);
 }
 
 // outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted; accumulate: whether they are added to.
-static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int accumulate, bool in_place,
+static void compare_norm_back(int rms, size_t rows, size_t cols, int outputs, int accumulate, bool in_place,
     size_t orders = 3) {
     arrays a;
     double down = 4 * (1 + (double)rows);
@@ -327,84 +639,99 @@ static void compare_layernorm_back(size_t rows, size_t cols, int outputs, int ac
     array &dout = push(a, ODD, rows * cols, EXACT), &in = push(a, ODD, rows * cols, EXACT);
     push(a, ODD, cols, EXACT);
     array &mean = push(a, ODD, rows, EXACT), &rstd = push(a, ODD, rows, EXACT);
-    push(a, ODD, 4 * cols, SCRATCH);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
     for (size_t r = 0; r < rows; r++) {
         double sum = 0, squares = 0;
-        for (size_t c = 0; c < cols; c++) sum += in.f()[r * cols + c];
+        for (size_t c = 0; c < cols && !rms; c++) sum += in.f()[r * cols + c];
         for (size_t c = 0; c < cols; c++) squares += pow(in.f()[r * cols + c] - sum / (double)cols, 2);
-        mean.f()[r] = (float)(sum / (double)cols);
+        mean.f()[r] = rms ? NAN : (float)(sum / (double)cols);
         rstd.f()[r] = (float)(1 / sqrt(squares / (double)cols + 1));
     }
     if (in_place) {
         memcpy(a[0].data(), dout.data(), dout.bytes());
         dout.floor = SCRATCH;
     }
-    compare(dtc_text("layernorm_back %zu x %zu, outputs %d, accumulate %d", rows, cols, outputs, accumulate), a,
+    compare(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, rms %d", rows, cols, outputs, accumulate, rms), a,
             [=](const dt_kernels *t, arrays &x) {
                 void *out[3];
                 for (int k = 0; k < 3; k++) out[k] = outputs >> k & 1 ? x[(size_t)k].data() : NULL;
-                dt_layernorm_back_args args = { DT_F32, out[0], out[1], out[2], x[in_place ? 0 : 3].data(),
-                                                x[4].data(), x[5].data(), x[6].data(), x[7].data(), rows, cols,
-                                                accumulate & 1, accumulate >> 1 & 1, accumulate >> 2 & 1,
-                                                x[8].data(), x[8].bytes() };
-                return t->layernorm_back(&args, NULL);
+                dt_norm_back_args args = { DT_F32, out[0], out[1], out[2], x[in_place ? 0 : 3].data(), x[4].data(),
+                                           x[5].data(), rms ? NULL : x[6].data(), x[7].data(), rows, cols,
+                                           accumulate & 1, accumulate >> 1 & 1, accumulate >> 2 & 1, rms, 1, 1,
+                                           x[8].data(), x[8].bytes() };
+                return t->norm_back(&args, NULL);
             }, orders);
 }
 
-static void test_layernorm() {
-    for (auto shape : SHAPES) {
-        compare_layernorm(shape.rows, shape.cols, 1e-5, 0);
-        compare_layernorm_back(shape.rows, shape.cols, 7, 0, false);
-        compare_layernorm_back(shape.rows, shape.cols, 7, 7, false);
+static void test_norm() {
+    for (auto shape : SHAPES)
+        for (int rms = 0; rms < 2; rms++) {
+            compare_norm(rms, shape.rows, shape.cols, 1e-5, 0);
+            compare_norm_back(rms, shape.rows, shape.cols, 7, 0, false);
+            compare_norm_back(rms, shape.rows, shape.cols, 7, 7, false);
+        }
+    compare_norm(0, 3, 17, 0.5, 3);
+    compare_norm(1, 3, 17, 0.5, 3);
+    for (int bits = 0; bits < 16; bits++) {
+        compare_norm_back(bits / 8, 5, 37, bits % 8, 0, false);
+        compare_norm_back(bits / 8, 5, 37, 7, bits % 8, false);
     }
-    compare_layernorm(3, 17, 0.5, 3);
-    for (int bits = 0; bits < 8; bits++) {
-        compare_layernorm_back(5, 37, bits, 0, false);
-        compare_layernorm_back(5, 37, 7, bits, false);
-    }
-    compare_layernorm_back(5, 37, 7, 6, true);
+    compare_norm_back(0, 5, 37, 7, 6, true);
 }
 
 // ==== 4. Cross-entropy ==============================================================================================
 
+// How a loss is taken beside its plain form: columns that are padding, smoothing, z loss, a chunk that is added.
+struct manner { size_t padding; double smoothing, z; int add; };
+static const manner MANNERS[] = { { 0, 0, 0, 0 }, { 3, 0, 0, 0 }, { 0, 0.1, 0, 1 }, { 2, 0.3, 0.01, 0 },
+                                  { 1, 0, 0.1, 1 } };
+
 // labels: every seventh row has none; bad is the row whose label is past the end, or -1.
-static void compare_cross_entropy(size_t rows, size_t cols, long bad, double size, size_t orders = 3) {
+static void compare_cross_entropy(size_t rows, size_t vocab, long bad, double size, size_t orders = 3,
+    manner how = MANNERS[0]) {
     arrays a;
-    push(a, ODD, 1, 1 + size, DT_F64);
+    size_t cols = vocab + how.padding;
+    push(a, ODD, 1, (1 + size) * (1 + (double)rows), DT_F64);
     push(a, ODD, rows, 1 + size, DT_F64);
     push(a, ODD, rows, 1 + size);
     array &logits = push(a, ODD, rows * cols, EXACT);
     array &labels = push(a, ODD, rows, EXACT, DT_I32);
+    push(a, ODD, 1, pow(10 + size, 2) * (1 + (double)rows), DT_F64);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
     for (size_t k = 0; k < rows * cols; k++) logits.f()[k] *= (float)size;
-    for (size_t r = 0; r < rows; r++) labels.i()[r] = r % 7 == 3 ? -1 - (int32_t)r : (int32_t)(r * 5 % cols);
-    if (bad >= 0) labels.i()[bad] = (int32_t)cols;
-    compare(dtc_text("cross_entropy %zu x %zu, bad label at %ld, size %g", rows, cols, bad, size), a,
-            [=](const dt_kernels *t, arrays &x) {
+    for (size_t r = 0; r < rows; r++) labels.i()[r] = r % 7 == 3 ? -1 - (int32_t)r : (int32_t)(r * 5 % vocab);
+    if (bad >= 0) labels.i()[bad] = (int32_t)vocab;
+    compare(dtc_text("cross_entropy %zu x %zu + %zu, bad label at %ld, size %g, smoothing %g", rows, vocab, how.padding,
+                     bad, size, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
                 dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), rows,
-                                               cols, 3.5 };
+                                               cols, how.padding ? vocab : 0, 3.5, how.smoothing,
+                                               how.z > 0 ? x[5].d() : NULL, how.add, x[6].data(), x[6].bytes() };
                 return t->cross_entropy(&args, NULL);
             }, orders);
 }
 
-static void compare_cross_entropy_back(size_t rows, size_t cols, long bad, int accumulate, bool in_place,
-    size_t orders = 3) {
+static void compare_cross_entropy_back(size_t rows, size_t vocab, long bad, int accumulate, bool in_place,
+    size_t orders = 3, manner how = MANNERS[0]) {
     arrays a;
+    size_t cols = vocab + how.padding;
     push(a, ODD, rows * cols, 1);
     array &logits = push(a, ODD, rows * cols, EXACT), &lse = push(a, ODD, rows, EXACT);
     array &labels = push(a, ODD, rows, EXACT, DT_I32);
     push(a, ODD, 1, EXACT, DT_F64);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
     for (size_t r = 0; r < rows; r++) {
         double sum = 0;
-        for (size_t c = 0; c < cols; c++) sum += exp((double)logits.f()[r * cols + c]);
+        for (size_t c = 0; c < vocab; c++) sum += exp((double)logits.f()[r * cols + c]);
         lse.f()[r] = (float)log(sum);
-        labels.i()[r] = r % 7 == 3 ? -1 : (int32_t)(r * 5 % cols);
+        labels.i()[r] = r % 7 == 3 ? -1 : (int32_t)(r * 5 % vocab);
     }
     if (bad >= 0) labels.i()[bad] = INT32_MAX;
     if (in_place) memcpy(a[0].data(), logits.data(), logits.bytes());
-    compare(dtc_text("cross_entropy_back %zu x %zu, bad label at %ld, accumulate %d", rows, cols, bad, accumulate), a,
-            [=](const dt_kernels *t, arrays &x) {
+    compare(dtc_text("cross_entropy_back %zu x %zu + %zu, bad label at %ld, accumulate %d, smoothing %g", rows, vocab,
+                     how.padding, bad, accumulate, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
                 dt_cross_entropy_back_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(),
-                                                    x[3].i(), rows, cols, x[4].d(), 0.25, accumulate };
+                                                    x[3].i(), rows, cols, how.padding ? vocab : 0, x[4].d(), 0.25,
+                                                    how.smoothing, how.z, accumulate, x[5].data(), x[5].bytes() };
                 return t->cross_entropy_back(&args, NULL);
             }, orders);
 }
@@ -421,8 +748,10 @@ static void test_cross_entropy_special() {
     logits.f()[1 * 300 + 7] = INFINITY;
     for (int c = 0; c < 300; c++) logits.f()[2 * 300 + c] = -INFINITY;
     for (int c = 0; c < 299; c++) logits.f()[3 * 300 + c] = -INFINITY; // the label is certain: loss 0
+    push(a, ALIGNED, 6 * 300 + 16, SCRATCH);
     compare("cross_entropy with NaN and infinity", a, [](const dt_kernels *t, arrays &x) {
-        dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), 5, 300, 5 };
+        dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), 5, 300, 0, 5, 0,
+                                       NULL, 0, x[5].data(), x[5].bytes() };
         return t->cross_entropy(&args, NULL);
     });
 }
@@ -433,6 +762,17 @@ static void test_cross_entropy() {
         for (int accumulate = 0; accumulate < 2; accumulate++)
             compare_cross_entropy_back(shape.rows, shape.cols, -1, accumulate, false);
     }
+    for (const manner &how : MANNERS) {
+        compare_cross_entropy(17, 127, -1, 1, 3, how);
+        compare_cross_entropy(600, 3, 5, 1, 3, how); // a label that is a column of padding
+        for (int accumulate = 0; accumulate < 2; accumulate++)
+            compare_cross_entropy_back(17, 127, -1, accumulate, accumulate == 0, 3, how);
+        compare_cross_entropy_back(17, 5, 4, 0, false, 3, how);
+    }
+    dt_cross_entropy_args      wide = { DT_F32, NULL, NULL, NULL, NULL, NULL, 0, 5, 6, 1, 0, NULL, 0, NULL, 0 };
+    dt_cross_entropy_back_args wide_back = { DT_F32, NULL, NULL, NULL, NULL, 0, 5, 6, NULL, 1, 0, 0, 0, NULL, 0 };
+    CHECK(dt_kernels_cuda()->cross_entropy(&wide, NULL) == DT_ERR_ARG);
+    CHECK(dt_kernels_cuda()->cross_entropy_back(&wide_back, NULL) == DT_ERR_ARG);
     compare_cross_entropy(17, 127, -1, 1000);
     compare_cross_entropy(600, 3, -1, 1); // several pieces of the total
     compare_cross_entropy_back(17, 127, -1, 0, true);
@@ -470,7 +810,7 @@ static void compare_adamw(size_t count, int placement, int64_t step, int coupled
     compare(dtc_text("adamw %zu, step %ld, coupled %d, decay %g", count, (long)step, coupled, decay), a,
             [=](const dt_kernels *t, arrays &x) {
                 dt_adamw_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, 0.1, 0.9,
-                                       0.95, 1e-3, decay, 0.5, step, coupled };
+                                       0.95, 1e-3, decay, 0.5, step, coupled, DT_F32, NULL };
                 return t->adamw(&args, NULL);
             });
 }
@@ -485,7 +825,7 @@ static void compare_sgd(size_t count, int placement, int64_t step, double moment
     compare(dtc_text("sgd %zu, step %ld, momentum %g, buffer %d", count, (long)step, momentum, buffer), a,
             [=](const dt_kernels *t, arrays &x) {
                 dt_sgd_args args = { DT_F32, x[0].data(), x[1].data(), buffer ? x[2].data() : NULL, count, 0.1,
-                                     momentum, 0.3, 0.5, step };
+                                     momentum, 0.3, 0.5, step, DT_F32, NULL };
                 return t->sgd(&args, NULL);
             });
 }
@@ -512,9 +852,12 @@ static void test_optimizers() {
 // Half a warp a run makes many runs, so the numbers are nearly all zero, in pages that nobody writes.
 static void test_square_sums_rounds() {
     const size_t        runs = (size_t)MAX_BLOCKS * 16 + 5;
-    float              *x = static_cast<float *>(calloc(runs * DT_RUN, sizeof *x));
+    const size_t        bytes = runs * DT_RUN * sizeof(float), beyond = 1 << 20; // where nobody may read
+    void               *p = mmap(NULL, bytes + beyond, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    float              *x = static_cast<float *>(p);
     std::vector<double> sums(runs, NAN);
-    if (!CHECK(x)) return;
+    if (!CHECK(p != MAP_FAILED && mprotect((char *)p + bytes, beyond, PROT_NONE) == 0)) return;
     x[0] = 2;
     x[(runs - 6) * DT_RUN] = 3;
     x[runs * DT_RUN - 2] = 4;
@@ -523,7 +866,7 @@ static void test_square_sums_rounds() {
     double total = 0;
     for (double sum : sums) total += sum;
     CHECK(sums[0] == 4 && sums[runs - 6] == 9 && sums[runs - 1] == 16 && total == 29);
-    free(x);
+    munmap(p, bytes + beyond);
 }
 
 // Each kind of loop once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices only.
@@ -540,8 +883,8 @@ static void test_several_rounds() {
         dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM };
         return t->reduce(&args, NULL);
     }, 1);
-    compare_layernorm(MAX_BLOCKS + 3, 2, 1e-5, 0, 1);
-    compare_layernorm_back(MAX_BLOCKS + 3, 2, 1, 0, false, 1);
+    compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, 1);
+    compare_norm_back(0, MAX_BLOCKS + 3, 2, 1, 0, false, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
     compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
     test_square_sums_rounds();
@@ -549,9 +892,24 @@ static void test_several_rounds() {
     arrays sums;
     push(sums, ALIGNED, (size_t)MAX_BLOCKS * 32 + 33, 8);
     push(sums, ALIGNED, 2 * sums[0].count, EXACT);
-    compare("column_sum, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
-        dt_column_sum_args args = { DT_F32, x[0].data(), x[1].data(), 2, x[0].count, 1 };
-        return t->column_sum(&args, NULL);
+    compare("sum of columns, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
+        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 2, x[0].count, 1, 1, 0 };
+        return t->sum(&args, NULL);
+    }, 1);
+    compare("sum of rows, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
+        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), x[0].count, 2, 1, 1, 1, 0 };
+        return t->sum(&args, NULL);
+    }, 1);
+    arrays table; // more rows than a grid owns
+    push(table, ALIGNED, (size_t)MAX_BLOCKS * OWNED + 33, EXACT);
+    push(table, ALIGNED, 300, EXACT);
+    array &ids = push(table, ALIGNED, 300, EXACT, DT_I32);
+    for (size_t r = 0; r < 300; r++) ids.i()[r] = (int32_t)(r * 7919 * 31 % table[0].count);
+    ids.i()[299] = (int32_t)table[0].count - 1;
+    compare("embedding_back, several rounds", table, [=](const dt_kernels *t, arrays &x) {
+        dt_embedding_back_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), 300, 1, 0, (int64_t)x[0].count,
+                                        0, 0, NULL, 0 };
+        return t->embedding_back(&args, NULL);
     }, 1);
 }
 
@@ -569,22 +927,42 @@ static void test_types() {
         CHECK_MSG(t->k(&args, NULL) == DT_ERR_UNSUPPORTED, #k " takes " #type); \
         there++; \
     }
-#define REFUSES_BOTH(k) REFUSES(k, DT_BF16) REFUSES(k, DT_F64)
+#define REFUSES_ALL(k) REFUSES(k, DT_BF16) REFUSES(k, DT_F16) REFUSES(k, DT_F64) REFUSES(k, (dt_dtype)7)
     REFUSES(fill, DT_BF16)
-    REFUSES_BOTH(add)
-    REFUSES_BOTH(column_sum)
-    REFUSES_BOTH(layernorm)
-    REFUSES_BOTH(layernorm_back)
-    REFUSES_BOTH(gelu)
-    REFUSES_BOTH(gelu_back)
-    REFUSES_BOTH(cross_entropy)
-    REFUSES_BOTH(cross_entropy_back)
-    REFUSES_BOTH(square_sums)
-    REFUSES_BOTH(adamw)
-    REFUSES_BOTH(sgd)
-#undef REFUSES_BOTH
+    REFUSES(reduce, DT_BF16)
+    REFUSES(permute, (dt_dtype)7)
+    REFUSES(cast, (dt_dtype)7)
+    REFUSES_ALL(sum)
+    REFUSES_ALL(max)
+    REFUSES_ALL(binary)
+    REFUSES_ALL(unary)
+    REFUSES_ALL(unary_back)
+    REFUSES_ALL(glu)
+    REFUSES_ALL(glu_back)
+    REFUSES_ALL(softmax)
+    REFUSES_ALL(softmax_back)
+    REFUSES_ALL(norm)
+    REFUSES_ALL(norm_back)
+    REFUSES_ALL(rope)
+    REFUSES_ALL(dropout)
+    REFUSES_ALL(embedding)
+    REFUSES_ALL(embedding_back)
+    REFUSES_ALL(topk)
+    REFUSES_ALL(spread)
+    REFUSES_ALL(cross_entropy)
+    REFUSES_ALL(cross_entropy_back)
+    REFUSES_ALL(square_sums)
+    REFUSES_ALL(adamw)
+    REFUSES_ALL(sgd)
+#undef REFUSES_ALL
 #undef REFUSES
-    CHECK(there == 23);
+    CHECK(there == 4 + 4 * 22);
+    uint16_t      narrow[4] = { 1, 2, 3, 4 }; // a copy of the parameters in 16 bits: refused, and nothing is touched
+    float         x[4] = { 1, 2, 3, 4 };
+    dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_BF16, narrow };
+    dt_sgd_args   sgd = { DT_F32, x, x, NULL, 4, 1, 0, 0, 1, 1, DT_F16, narrow };
+    CHECK(t->adamw(&adamw, NULL) == DT_ERR_UNSUPPORTED && t->sgd(&sgd, NULL) == DT_ERR_UNSUPPORTED);
+    CHECK(x[0] == 1 && x[3] == 4 && narrow[0] == 1 && narrow[3] == 4);
     check_no_mistake("refusing types");
 }
 
@@ -605,7 +983,7 @@ static void test_memory_and_errors() {
 
     DT_LAUNCH(stuck, 1, 64, 0, 0, 3); // from here on the device is lost, as after a failed kernel on a GPU
     dt_fill_args          fill_args = { DT_F32, p, 5, 7 };
-    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 1 };
+    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 0, 1, 0, NULL, 0, NULL, 0 };
     CHECK(t->fill(&fill_args, NULL) == DT_ERR_DEVICE);
     CHECK(t->cross_entropy(&loss_args, NULL) == DT_ERR_DEVICE);
     CHECK(t->sync(NULL) == DT_ERR_DEVICE);
@@ -657,12 +1035,14 @@ static void counting_free(void *, void *p, size_t bytes) {
         seen.wrong_streams += stream != &the_stream; \
         return dt_kernels_cuda()->k(args, stream); \
     }
-COUNTED(layernorm)
-COUNTED(layernorm_back)
-COUNTED(gelu)
-COUNTED(gelu_back)
-COUNTED(add)
-COUNTED(column_sum)
+COUNTED(norm)
+COUNTED(norm_back)
+COUNTED(unary)
+COUNTED(unary_back)
+COUNTED(binary)
+COUNTED(sum)
+COUNTED(embedding)
+COUNTED(embedding_back)
 COUNTED(cross_entropy)
 COUNTED(cross_entropy_back)
 #undef COUNTED
@@ -675,12 +1055,14 @@ static dt_kernels mixed_table() {
 #undef FROM_CPU
     t.alloc = counting_alloc;
     t.free = counting_free;
-    t.layernorm = counting_layernorm;
-    t.layernorm_back = counting_layernorm_back;
-    t.gelu = counting_gelu;
-    t.gelu_back = counting_gelu_back;
-    t.add = counting_add;
-    t.column_sum = counting_column_sum;
+    t.norm = counting_norm;
+    t.norm_back = counting_norm_back;
+    t.unary = counting_unary;
+    t.unary_back = counting_unary_back;
+    t.binary = counting_binary;
+    t.sum = counting_sum;
+    t.embedding = counting_embedding;
+    t.embedding_back = counting_embedding_back;
     t.cross_entropy = counting_cross_entropy;
     t.cross_entropy_back = counting_cross_entropy_back;
     return t;
@@ -741,7 +1123,8 @@ static std::vector<double> run_chain(const dt_kernels *table) {
         for (int u = 0; u < dt_unit_count(ctx) && dt_error(ctx) == DT_OK; u++) {
             dt_unit           *unit = dt_unit_get(ctx, u);
             std::vector<float> host(unit->padded);
-            dt_sgd_args        args = { DT_F32, unit->data, unit->grad, NULL, unit->padded, 0.02, 0, 0.1, 1, step };
+            dt_sgd_args        args = { DT_F32, unit->data, unit->grad, NULL, unit->padded, 0.02, 0, 0.1, 1, step,
+                                        DT_F32, NULL };
             ctx->kernels.move(host.data(), unit->grad, unit->padded * sizeof(float), &the_stream);
             if (step == 1) out.insert(out.end(), host.begin(), host.end());
             CHECK(ctx->kernels.sgd(&args, &the_stream) == DT_OK);
@@ -791,7 +1174,7 @@ static void test_op_errors() {
     desc.kernels = dt_kernels_cuda();
     desc.host = &host;
     for (int mistake = 0; mistake < 4; mistake++) {
-        const char *const texts[] = { "kernel init on cuda: not available", "kernel gelu on cuda: not available",
+        const char *const texts[] = { "kernel init on cuda: not available", "kernel unary on cuda: not available",
                                       "kernel cross_entropy on cuda: an index is out of range", "DT_ERR_DEVICE" };
         const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
         const float       x[6] = { 0 };
@@ -849,10 +1232,19 @@ int main() {
     test_fill();
     test_copy();
     test_reduce();
-    test_add();
-    test_gelu();
-    test_column_sum();
-    test_layernorm();
+    test_binary();
+    test_permute();
+    test_cast();
+    test_unary();
+    test_glu();
+    test_dropout();
+    test_sum();
+    test_max_and_topk();
+    test_spread();
+    test_softmax();
+    test_rope();
+    test_embedding();
+    test_norm();
     test_cross_entropy();
     test_square_sums();
     test_optimizers();

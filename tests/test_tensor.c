@@ -530,8 +530,8 @@ static const gpt_config small_gpt = { .layers = 2, .width = 12, .heads = 3, .kv_
 
 typedef struct program { gpt model; dt_tensor *extra, *still; } program;
 
-static program program_make(dt_ctx *ctx) {
-    program p = { .model = gpt_register(ctx, small_gpt) };
+static program program_make(dt_ctx *ctx, gpt_config config) {
+    program p = { .model = gpt_register(ctx, config) };
     p.extra = dt_param(ctx, "extra", DT_SHAPE(3, 12), DT_UNIFORM(0.5));
     p.still = dt_param_at(ctx, "still", DT_SHAPE(12), DT_NORMAL(0.5), (dt_param_desc){ .frozen = 1 });
     return p;
@@ -590,13 +590,13 @@ static void same_account(const dt_ctx *ctx, const meter *m, const char *when) {
     CHECK_MSG(used.allocations == m->calls, "%s: %zu allocations, %zu", when, used.allocations, m->calls);
 }
 
-static void memory_account(void) {
+static void memory_account(gpt_config config) {
     meter   m = METER;
     dt_ctx *ctx = open_ctx(&m);
     printf("an idle context: %zu bytes\n", m.live_total);
     CHECK(m.live_total == m.live[DT_MEM_HOST] && m.calls == 1);
     same_account(ctx, &m, "idle");
-    program p = program_make(ctx);
+    program p = program_make(ctx, config);
     same_account(ctx, &m, "registered");
     CHECK(m.live[DT_MEM_PARAMS] == 0);
     CHECK(dt_units_make(ctx, (dt_units_desc){ .bucket_bytes = 2048, .pad = 64 }) == DT_OK);
@@ -662,7 +662,7 @@ static void steady_state(void) {
 }
 
 /* Refuses each allocation of the program in turn, once or from there on. */
-static void memory_refused(void) {
+static void memory_refused(gpt_config config) {
     int cases = 0;
     for (int sticky = 0; sticky < 2; sticky++)
         for (int at = 0;; at++) {
@@ -674,7 +674,7 @@ static void memory_refused(void) {
                 continue;
             }
             double  value = 0;
-            program p = program_make(ctx);
+            program p = program_make(ctx, config);
             for (int step = 0; step < P_STEPS; step++) value += program_step(ctx, &p, step);
             int refused = m.refused;
             if (refused) {
@@ -697,9 +697,13 @@ static void memory_refused(void) {
 }
 
 static void test_memory(void) {
-    memory_account();
+    for (int recompute = GPT_RECOMPUTE_NONE; recompute <= GPT_RECOMPUTE_FULL; recompute++) {
+        gpt_config config = small_gpt;
+        config.recompute = recompute;
+        memory_account(config);
+        memory_refused(config);
+    }
     steady_state();
-    memory_refused();
 }
 
 // ==== 5. Errors =====================================================================================================
@@ -1219,7 +1223,7 @@ static void missing_kernels(void) {
         snprintf(name, sizeof name, "kernel %s on holed", #k); \
         for (int i = 0; i < 4; i++) used &= strcmp(unused[i], #k) != 0; \
         dt_ctx *ctx = open_with(&m, &table, 7); \
-        program p = program_make(ctx); \
+        program p = program_make(ctx, small_gpt); \
         for (int step = 0; step < P_STEPS; step++) program_step(ctx, &p, step); \
         CHECK_MSG(dt_error(ctx) == (used ? DT_ERR_UNSUPPORTED : DT_OK), "without %s: %s", name, dt_error_text(ctx)); \
         CHECK_MSG(!used || strstr(dt_error_text(ctx), name), "without %s: %s", name, dt_error_text(ctx)); \
@@ -1409,7 +1413,7 @@ static void same_again(void) {
     for (int i = 0; i < 2; i++) {
         meter   m = METER;
         dt_ctx *ctx = open_ctx(&m);
-        program p = program_make(ctx);
+        program p = program_make(ctx, small_gpt);
         for (int step = 0; step < 3; step++) value[i] += program_step(ctx, &p, step);
         for (int k = 0; k < 17 * 12; k++) sum[i] = 3 * sum[i] / 4 + ((float *)p.model.wte->grad)[k];
         close_good(ctx, &m, "the same again");
@@ -1425,6 +1429,415 @@ static void test_gpt(void) {
     same_again();
 }
 
+// ==== 12. Recomputation =============================================================================================
+
+/* One graph with every kind of block, each plain or recomputed by a bit of `mask`; the numbers must not show which. */
+enum { RC_LINEAR = 1, RC_VIEW = 2, RC_SAME = 4, RC_OUTSIDE = 8, RC_BARE = 16, RC_LEAF = 32, RC_OUTER = 64,
+    RC_INNER = 128, RC_ALL = 255 };
+typedef struct rc_graph {
+    dt_tensor *w, *v, *outside, *leaf;
+    int        mask, runs, first_runs;
+} rc_graph;
+
+static dt_tensor *rc_block(rc_graph *g, int bit, dt_block_fn fn, dt_tensor *x) {
+    return dt_block_at(g->w->ctx, fn, x, g, (dt_block_desc){ .recompute = (g->mask & bit) != 0 });
+}
+
+/* A parameter, a tensor made outside, a side loss of its own. */
+static dt_tensor *rc_linear(dt_tensor *x, void *user) {
+    rc_graph *g = (rc_graph *)user;
+    g->runs++;
+    g->first_runs += !dt_recomputing(g->w->ctx);
+    dt_tensor *y = dt_gelu(dt_linear(dt_add(x, g->outside), g->w, NULL));
+    return dt_loss(y, dt_mse(y, g->outside, 3), 0.7);
+}
+
+static dt_tensor *rc_view(dt_tensor *x, void *user) {
+    return dt_reshape(dt_linear(x, ((rc_graph *)user)->v, NULL), DT_SHAPE(6, 4));
+}
+
+/* The output is the input: nothing is copied, and the side loss is all there is to run again. */
+static dt_tensor *rc_same(dt_tensor *x, void *user) {
+    return dt_loss(x, weigh(dt_linear(x, ((rc_graph *)user)->v, NULL), NULL), 0.2);
+}
+
+static dt_tensor *rc_outside(dt_tensor *x, void *user) {
+    rc_graph *g = (rc_graph *)user;
+    return dt_loss(dt_reshape(g->outside, DT_SHAPE(4, 6)), weigh(dt_gelu(x), NULL), 0.1);
+}
+
+static dt_tensor *rc_bare(dt_tensor *x, void *user) {
+    (void)user;
+    return dt_gelu(dt_gelu(x));
+}
+
+static dt_tensor *rc_leaf(dt_tensor *x, void *user) {
+    rc_graph *g = (rc_graph *)user;
+    g->leaf = dt_require_grad(noise_input(x->ctx, DT_F32, DT_SHAPE(4, 6), 8, 1));
+    return dt_add(dt_add(x, dt_gelu(g->leaf)), x);
+}
+
+/* Blocks inside, whose user is a local variable; the second uses what the first returned, and x once more. */
+typedef struct rc_pair { rc_graph *g; dt_tensor *w, *also; } rc_pair;
+static dt_tensor *rc_inner(dt_tensor *x, void *user) {
+    const rc_pair *p = (const rc_pair *)user;
+    return rc_block(p->g, RC_LINEAR, rc_linear, dt_add(dt_linear(dt_gelu(x), p->w, NULL), p->also));
+}
+
+static dt_tensor *rc_outer(dt_tensor *x, void *user) {
+    rc_graph     *g = (rc_graph *)user;
+    dt_block_desc d = { .recompute = (g->mask & RC_INNER) != 0, .user_bytes = sizeof(rc_pair) };
+    rc_pair       p = { g, g->w, x };
+    dt_tensor    *y = dt_block_at(x->ctx, rc_inner, x, &p, d);
+    p = (rc_pair){ g, g->v, y };
+    y = dt_block_at(x->ctx, rc_inner, dt_gelu(y), &p, d);
+    memset((void *)&p, 0xff, sizeof p);
+    return dt_add(rc_block(g, RC_BARE, rc_bare, y), x);
+}
+
+/* Loss, gradients of the parameters, of the input and of the leaf: written to `to`, their bytes returned. */
+static size_t rc_step(dt_ctx *ctx, rc_graph *g, int halves, char *to) {
+    dt_tensor *start = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 9, 1)), *x = start;
+    g->outside = dt_gelu(dt_linear(x, g->v, NULL));
+    x = rc_block(g, RC_LINEAR, rc_linear, x);
+    x = dt_reshape(rc_block(g, RC_VIEW, rc_view, x), DT_SHAPE(4, 6));
+    x = rc_block(g, RC_SAME, rc_same, x);
+    x = dt_add(x, rc_block(g, RC_OUTSIDE, rc_outside, x));
+    x = rc_block(g, RC_LEAF, rc_leaf, rc_block(g, RC_BARE, rc_bare, x));
+    x = rc_block(g, RC_OUTER, rc_outer, x);
+    dt_tensor *loss = weigh(dt_linear(dt_add(x, start), g->w, NULL), NULL); /* a use of w outside all blocks */
+    if (!halves) dt_backward(loss);
+    else dt_backward_input(loss), dt_backward_weight(loss);
+    double value = dt_item(loss);
+    memcpy(to, &value, 8);
+    size_t at = 8 + all_grads(ctx, to + 8);
+    if (start && start->grad && g->leaf && g->leaf->grad) {
+        memcpy(to + at, start->grad, 96);
+        memcpy(to + at + 96, g->leaf->grad, 96);
+    }
+    dt_reset(ctx);
+    return at + 192;
+}
+
+static rc_graph rc_make(dt_ctx *ctx, int mask) {
+    rc_graph g = { .mask = mask };
+    g.w = dt_param(ctx, "w", DT_SHAPE(6, 6), DT_NORMAL(0.5));
+    g.v = dt_param(ctx, "v", DT_SHAPE(6, 6), DT_NORMAL(0.5));
+    return g;
+}
+
+/* Every kind of block alone and all together, whole and in halves, over two micro-batches and three steps. */
+static void rc_same_bits(void) {
+    static const int masks[] = { 0, 1, 2, 4, 8, 16, 32, 64, 128, 64 | 128, RC_ALL & ~RC_LINEAR, RC_ALL };
+    char   first[2048], got[2048];
+    size_t bytes = 0;
+    for (size_t i = 0; i < sizeof masks / sizeof *masks; i++)
+        for (int halves = 0; halves < 2; halves++) {
+            meter    m = METER;
+            dt_ctx  *ctx = open_ctx(&m);
+            rc_graph g = rc_make(ctx, masks[i]);
+            memset(got, 0, sizeof got);
+            for (int micro = 0; micro < 6; micro++) {
+                size_t calls = m.calls;
+                dt_micro(ctx, micro % 2, 2);
+                if (micro % 2 == 0) dt_clear_grads(ctx);
+                bytes = rc_step(ctx, &g, halves, got);
+                CHECK_MSG(DT__ASAN || micro < 4 || m.calls == calls, "blocks %d: micro-batch %d allocates %zu times",
+                    masks[i], micro, m.calls - calls);
+            }
+            if (i == 0 && halves == 0) memcpy(first, got, sizeof got);
+            CHECK_MSG(bytes < sizeof got && memcmp(first, got, sizeof got) == 0,
+                "blocks %d recomputed, halves %d: other bits", masks[i], halves);
+            CHECK_MSG(g.first_runs == 6 * 3, "blocks %d: %d first runs in 6 micro-batches", masks[i], g.first_runs);
+            if (masks[i] == RC_LINEAR) CHECK_MSG(g.runs == 6 * 6, "rc_linear ran %d times", g.runs);
+            if (masks[i] == (RC_OUTER | RC_INNER)) CHECK_MSG(g.runs == 6 * 7, "rc_linear ran %d times", g.runs);
+            close_good(ctx, &m, "recomputed blocks");
+        }
+}
+
+static dt_tensor *rc_nested(dt_tensor *x, void *user) { return dt_gelu(dt_block(x->ctx, toy_block, x, user)); }
+
+/* A listener sees the second run as a forward, right before the backward it is for, with the same numbers. */
+static void rc_events(void) {
+    for (int halves = 0; halves < 2; halves++) {
+        meter       m = METER;
+        dt_ctx     *ctx = open_ctx(&m);
+        heard       h = { .micros = 1 };
+        dt_listener l = LISTENER(&h);
+        dt_tensor  *w = dt_param(ctx, "w", DT_SHAPE(5, 5), DT_NORMAL(1)), *x;
+        dt_listen(ctx, &l);
+        x = dt_block_at(ctx, rc_nested, noise_input(ctx, DT_F32, DT_SHAPE(2, 5), 1, 1), w, (dt_block_desc){ 1, 0 });
+        x = weigh(dt_block_at(ctx, toy_block, x, w, (dt_block_desc){ 1, 0 }), NULL);
+        if (!halves) dt_backward(x);
+        else dt_backward_input(x), dt_backward_weight(x);
+        CHECK_MSG(!strcmp(h.text, halves ? "F1 F2 f2 f1 F3 f3 I0 F3 f3 I3 i3 F1 F2 f2 f1 I1 I2 i2 i1 i0 "
+            "W0 W3 w3 W1 W2 R0 w2 w1 w0" : "F1 F2 f2 f1 F3 f3 B0 F3 f3 B3 b3 F1 F2 f2 f1 B1 B2 R0 b2 b1 b0"),
+            "heard %s", h.text);
+        close_good(ctx, &m, "events");
+    }
+}
+
+/* Evaluation keeps nothing of a recomputed block either, and gives the same numbers. */
+static void rc_no_grad(void) {
+    char   bits[2][96];
+    size_t peak[2];
+    for (int again = 0; again < 2; again++) {
+        meter    m = METER;
+        dt_ctx  *ctx = open_ctx(&m);
+        int64_t  width = 9000;
+        dt_param(ctx, "w", DT_SHAPE(1), DT_ONES);
+        dt_no_grad(ctx, 1);
+        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(1, 64), 3, 1);
+        for (int i = 0; i < 6; i++) x = dt_block_at(ctx, thin_block, x, &width, (dt_block_desc){ again, 0 });
+        CHECK(x && x->data && !x->needs_grad);
+        if (x) memcpy(bits[again], x->data, 96);
+        peak[again] = m.peak[DT_MEM_ACTS];
+        close_good(ctx, &m, "no_grad");
+    }
+    CHECK(memcmp(bits[0], bits[1], 96) == 0);
+    CHECK_MSG(peak[0] > 5 * peak[1], "without gradients: %zu bytes plain, %zu recomputed", peak[0], peak[1]);
+}
+
+// ---- the model
+
+/* A GPT's gradients under each choice: 5 layers, so that full:2 ends with a group of one. */
+static void rc_gpt_bits(void) {
+    enum { ROOM = 1 << 17 };
+    static const int choice[][2] = { { GPT_RECOMPUTE_NONE, 0 }, { GPT_RECOMPUTE_SELECTIVE, 0 },
+        { GPT_RECOMPUTE_FULL, 0 }, { GPT_RECOMPUTE_FULL, 2 }, { GPT_RECOMPUTE_FULL, 5 }, { GPT_RECOMPUTE_FULL, 9 } };
+    char  *bits[2] = { (char *)room(ROOM), (char *)room(ROOM) };
+    double value[2] = { 0, 0 };
+    for (size_t i = 0; i < sizeof choice / sizeof *choice; i++) {
+        meter      m = METER;
+        dt_ctx    *ctx = open_ctx(&m);
+        gpt_config c = small_gpt;
+        int        k = i > 0;
+        c.layers = 5;
+        c.recompute = choice[i][0];
+        c.recompute_every = choice[i][1];
+        program p = program_make(ctx, c);
+        value[k] = 0;
+        for (int step = 0; step < 4; step++) value[k] += program_step(ctx, &p, step);
+        size_t bytes = all_grads(ctx, bits[k]);
+        CHECK_MSG(bytes <= ROOM && value[k] == value[0] && memcmp(bits[0], bits[k], bytes) == 0,
+            "recompute %d every %d: other bits", c.recompute, c.recompute_every);
+        close_good(ctx, &m, "a recomputed GPT");
+    }
+    free(bits[0]);
+    free(bits[1]);
+}
+
+/* Peak of activations in a steady step, as the allocator sees it from outside. */
+static size_t rc_acts(gpt_config c, int64_t B, int recompute, int every) {
+    meter   m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    c.recompute = recompute;
+    c.recompute_every = every;
+    gpt      model = gpt_register(ctx, c);
+    int32_t *ids = (int32_t *)room((size_t)(B * c.seq) * 4);
+    size_t   calls = 0;
+    for (int step = 0; step < 4; step++) {
+        if (step == 3) m.peak[DT_MEM_ACTS] = 0, calls = m.calls;
+        dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(B, c.seq), ids);
+        dt_backward(gpt_loss(&model, id, id, 10));
+        dt_reset(ctx);
+        dt_clear_grads(ctx);
+    }
+    size_t live = m.live[DT_MEM_ACTS];
+    CHECK_MSG(DT__ASAN || (m.calls == calls && m.peak[DT_MEM_ACTS] == 0), "recompute %d every %d: %zu allocations in a "
+        "steady step", recompute, every, m.calls - calls);
+    free(ids);
+    close_good(ctx, &m, "activation bytes");
+    return live;
+}
+
+/* n tensors of `count` elements, each rounded up to 64 bytes. */
+static size_t rc_bytes(int n, int64_t count, dt_dtype dtype) {
+    return (size_t)n * (((size_t)count * dt_dtype_size(dtype) + 63) / 64 * 64);
+}
+
+/* What gpt.h says is kept of a layer. */
+static size_t rc_kept(gpt_config c, int64_t B, int recompute) {
+    int64_t M = B * c.seq, C = c.width, KD = C / c.heads * c.kv_heads;
+    if (recompute == GPT_RECOMPUTE_FULL) return rc_bytes(1, M * C, c.dtype);
+    size_t mlp = rc_bytes(4, M * C, c.dtype) + rc_bytes(2, M * c.ffn, c.dtype) + rc_bytes(2, M, c.dtype);
+    if (recompute == GPT_RECOMPUTE_SELECTIVE) return mlp;
+    return mlp + rc_bytes(2, M * C, c.dtype) + rc_bytes(2, M * KD, c.dtype) + rc_bytes(2, M, c.dtype) +
+           rc_bytes(1, M * c.heads, c.dtype);
+}
+
+/* More layers cost what the formula says, to the byte. Sizes are such that each arena is over 64 KiB, where an arena's
+   chunk is as large as what it holds. */
+static void rc_formula(void) {
+    static const struct { gpt_config c; int64_t B; } sizes[] = {
+        { { .layers = 4, .width = 48, .heads = 4, .kv_heads = 2, .ffn = 96, .seq = 32, .vocab = 200,
+            .dtype = DT_F64 }, 2 },
+        { { .layers = 4, .width = 40, .heads = 5, .kv_heads = 1, .ffn = 70, .seq = 61, .vocab = 301, .tied = 1 }, 1 },
+        { { .layers = 4, .width = 42, .heads = 3, .kv_heads = 3, .ffn = 168, .seq = 23, .vocab = 257 }, 3 },
+    };
+    for (size_t i = 0; i < 3 && !DT__ASAN; i++)
+        for (int recompute = 0; recompute < 3; recompute++)
+            for (int every = 1; every <= (recompute == GPT_RECOMPUTE_FULL ? 2 : 1); every++) {
+                gpt_config more = sizes[i].c;
+                more.layers += 2 * every;
+                size_t kept = rc_kept(more, sizes[i].B, recompute);
+                size_t got = rc_acts(more, sizes[i].B, recompute, every) -
+                    rc_acts(sizes[i].c, sizes[i].B, recompute, every);
+                CHECK_MSG(got == 2 * kept, "sizes %zu, recompute %d every %d: %zu bytes for two more, formula %zu", i,
+                    recompute, every, got, 2 * kept);
+            }
+}
+
+/* The square root: K layers in a block, L = K^2. L/K outputs and K layers' activations, so 4 times the layers take
+   twice the memory. */
+static void rc_square_root(void) {
+    gpt_config c = { .width = 48, .heads = 4, .kv_heads = 4, .ffn = 192, .seq = 32, .vocab = 64 };
+    size_t     acts[2][3], B = 2;
+    for (int i = 0; i < 2; i++) {
+        c.layers = i ? 64 : 16;
+        acts[i][0] = rc_acts(c, (int64_t)B, GPT_RECOMPUTE_NONE, 0);
+        acts[i][1] = rc_acts(c, (int64_t)B, GPT_RECOMPUTE_FULL, 1);
+        acts[i][2] = rc_acts(c, (int64_t)B, GPT_RECOMPUTE_FULL, i ? 8 : 4);
+        printf("peak acts of %d layers: none %zu, full %zu, full:%d %zu\n", c.layers, acts[i][0], acts[i][1],
+            i ? 8 : 4, acts[i][2]);
+    }
+    if (DT__ASAN) return; /* there every tensor is its own allocation */
+    size_t layer = rc_kept(c, (int64_t)B, GPT_RECOMPUTE_NONE), out = rc_kept(c, (int64_t)B, GPT_RECOMPUTE_FULL);
+    CHECK(acts[1][0] - acts[0][0] == 48 * layer && acts[1][1] - acts[0][1] == 48 * out);
+    CHECK_MSG(acts[1][2] - acts[0][2] == 4 * layer + 4 * out, "from (16,4) to (64,8): %zu bytes more, not 4 layers "
+        "and 4 outputs, %zu", acts[1][2] - acts[0][2], 4 * layer + 4 * out);
+    size_t fixed = acts[0][2] - 4 * layer - 4 * out; /* embedding, head, gradients of two layers */
+    double none = (double)acts[1][0] / (double)acts[0][0], root = (double)acts[1][2] / (double)acts[0][2];
+    printf("4 times the layers: none x %.2f, full x %.2f, full:sqrt(L) x %.2f (without %zu fixed bytes x %.2f)\n", none,
+        (double)acts[1][1] / (double)acts[0][1], root, fixed,
+        (double)(acts[1][2] - fixed) / (double)(acts[0][2] - fixed));
+    CHECK(none > 2.9 && root < 2.05 && acts[1][2] < acts[1][0] / 4);
+}
+
+// ---- what is refused
+
+typedef struct rc_fault { rc_graph g; int kind, runs; dt_tensor *kept; } rc_fault;
+enum { RC_SHAPE, RC_TYPE, RC_PARAM, RC_OPS, RC_NULL, RC_X, RC_FAILS, RC_FAULTS };
+
+static dt_tensor *rc_faulty(dt_tensor *x, void *user) {
+    rc_fault *f = (rc_fault *)user;
+    int       second = f->runs++;
+    dt_tensor *y = dt_linear(x, second && f->kind == RC_PARAM ? f->g.v : f->g.w, NULL);
+    if (second && f->kind == RC_OPS) y = dt_gelu(y);
+    if (second && f->kind == RC_SHAPE) y = dt_reshape(y, DT_SHAPE(6, 4));
+    if (second && f->kind == RC_TYPE) y = dt_new(x->ctx, DT_F64, DT_SHAPE(4, 6));
+    if (second && f->kind == RC_NULL) return NULL;
+    if (second && f->kind == RC_X) return x;
+    if (second && f->kind == RC_FAILS) dt_fail(x->ctx, DT_ERR_NUMERIC, "the second run");
+    return y;
+}
+
+static void rc_unlike(void) {
+    static const char *const text[RC_FAULTS] = { "(6,4)", "f64", "other ops", "other ops", "nothing", "dt_input",
+        "the second run" };
+    for (int kind = 0; kind < RC_FAULTS; kind++)
+        for (int halves = 0; halves < 2; halves++) {
+            meter     m = METER;
+            dt_ctx   *ctx = open_ctx(&m);
+            rc_fault  f = { .g = rc_make(ctx, 0), .kind = kind };
+            dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
+            x = weigh(dt_block_at(ctx, rc_faulty, x, &f, (dt_block_desc){ 1, 0 }), NULL);
+            if (!halves) dt_backward(x);
+            else dt_backward_input(x), dt_backward_weight(x);
+            CHECK_MSG(dt_error(ctx) == (kind == RC_FAILS ? DT_ERR_NUMERIC : DT_ERR_ARG) && m.errors == 1 &&
+                f.runs == 2 && strstr(dt_error_text(ctx), text[kind]), "fault %d: %s", kind, dt_error_text(ctx));
+            CHECK(kind == RC_FAILS || strstr(dt_error_text(ctx), "repeat itself"));
+            close_ctx(ctx, &m, "a block that does not repeat itself");
+        }
+}
+
+static dt_tensor *rc_keeper(dt_tensor *x, void *user) {
+    rc_fault *f = (rc_fault *)user;
+    dt_tensor *y = dt_linear(x, f->g.w, NULL);
+    if (!f->kept) f->kept = f->kind == 3 ? weigh(y, NULL) : y;
+    return dt_gelu(y);
+}
+
+static dt_tensor *rc_giver(dt_tensor *x, void *user) {
+    (void)x;
+    return (dt_tensor *)user;
+}
+
+/* A tensor that went with its block: an op, an own op, reading, a loss, an input and an output of blocks. */
+static void rc_gone(void) {
+    for (int kind = 0; kind < 7; kind++) {
+        meter     m = METER;
+        dt_ctx   *ctx = open_ctx(&m);
+        rc_fault  f = { .g = rc_make(ctx, 0), .kind = kind };
+        float     host[24];
+        dt_tensor *x = noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 2, 1);
+        dt_tensor *y = dt_block_at(ctx, rc_keeper, x, &f, (dt_block_desc){ 1, 0 });
+        CHECK(y && dt_read(y, host) == DT_OK && dt_gelu(y));
+        if (kind == 0) CHECK(dt_gelu(f.kept) == NULL);
+        if (kind == 1) dt_record(dt_new(ctx, DT_F32, DT_SCALAR), (dt_record_desc){ .name = "own", .in = { f.kept },
+            .backward = weigh_back });
+        if (kind == 2) CHECK(dt_read(f.kept, host) != DT_OK);
+        if (kind == 3) CHECK(dt_backward(f.kept) != DT_OK);
+        if (kind == 4) CHECK(dt_block_at(ctx, rc_bare, f.kept, NULL, (dt_block_desc){ 1, 0 }) == NULL);
+        if (kind == 5) CHECK(dt_block_at(ctx, rc_giver, x, f.kept, (dt_block_desc){ 1, 0 }) == NULL);
+        if (kind == 6) { /* a tensor of the first run, kept for the second and after it */
+            dt_backward(weigh(y, NULL));
+            CHECK(dt_write(f.kept, host) != DT_OK);
+        }
+        CHECK_MSG(dt_error(ctx) == DT_ERR_ARG && strstr(dt_error_text(ctx), "recomputed dt_block and is gone"),
+            "gone %d: %s", kind, dt_error_text(ctx));
+        close_ctx(ctx, &m, "a tensor that is gone");
+    }
+}
+
+static dt_tensor *rc_from_nothing(dt_tensor *x, void *user) {
+    rc_graph *g = (rc_graph *)user;
+    CHECK(x == NULL);
+    g->runs++;
+    return dt_linear(noise_input(g->w->ctx, DT_F32, DT_SHAPE(4, 6), 5, 1), g->w, NULL);
+}
+
+static dt_tensor *rc_into_nothing(dt_tensor *x, void *user) {
+    rc_graph *g = (rc_graph *)user;
+    dt_loss(x, weigh(dt_linear(x, g->v, NULL), NULL), 1);
+    return NULL;
+}
+
+/* No input, no output, neither wrong; and no call of fn in a context that has failed. */
+static void rc_nothing(void) {
+    char bits[2][512];
+    for (int again = 0; again < 2; again++) {
+        meter         m = METER;
+        dt_ctx       *ctx = open_ctx(&m);
+        rc_graph      g = rc_make(ctx, 0);
+        dt_block_desc d = { again, 0 };
+        dt_tensor    *x = dt_block_at(ctx, rc_from_nothing, NULL, &g, d);
+        CHECK(x && dt_block_at(ctx, rc_into_nothing, x, &g, d) == NULL && dt_error(ctx) == DT_OK);
+        dt_backward(weigh(dt_gelu(x), NULL));
+        memset(bits[again], 0, sizeof bits[again]);
+        all_grads(ctx, bits[again]);
+        CHECK(g.runs == 1 + again && dt_recomputing(ctx) == 0 && dt_recomputing(NULL) == 0);
+        dt_reset(ctx);
+        CHECK_MSG(dt_error(ctx) == DT_OK && m.errors == 0, "no input, no output: %s", dt_error_text(ctx));
+        dt_fail(ctx, DT_ERR_IO, "before the block");
+        CHECK(dt_block_at(ctx, rc_from_nothing, NULL, &g, d) == NULL && g.runs == 1 + again);
+        close_ctx(ctx, &m, "no input, no output");
+    }
+    CHECK(memcmp(bits[0], bits[1], sizeof bits[0]) == 0);
+}
+
+static void test_recompute(void) {
+    rc_same_bits();
+    rc_events();
+    rc_no_grad();
+    rc_gpt_bits();
+    rc_formula();
+    rc_square_root();
+    rc_unlike();
+    rc_gone();
+    rc_nothing();
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_boxes();
@@ -1436,6 +1849,7 @@ int main(int argc, char **argv) {
     replaced_kernel();
     failing_kernel();
     test_gpt();
+    test_recompute();
     test_misuse();
     return check_done("test_tensor");
 }

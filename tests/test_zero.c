@@ -268,7 +268,8 @@ static int read_golden(const golden *g, expected *e) {
     const double *o = golden_get(g, "optimizer", NULL);
     if (!s || !b || !o || b[0] > G_STEPS || b[1] * b[2] != G_SEQUENCES || b[3] > G_TOKENS) return 0;
     int width = (int)s[3], heads = (int)s[4];
-    e->config = (gpt_config){ (int)s[2], width, heads, heads, (int)s[5], (int)s[1], (int)s[0], s[6] != 0, DT_F64 };
+    e->config = (gpt_config){ .layers = (int)s[2], .width = width, .heads = heads, .kv_heads = heads,
+        .ffn = (int)s[5], .seq = (int)s[1], .vocab = (int)s[0], .tied = s[6] != 0, .dtype = DT_F64 };
     e->steps = (int)b[0];
     e->tokens = (int)b[3];
     if (golden_find(g, "optimizer")->count == 3)
@@ -354,7 +355,10 @@ static void test_serial(const char *name, gpt_config c, dt_zero_desc d, int step
 }
 
 static void test_serial_all(void) {
-    gpt_config small = { 1, 8, 2, 2, 12, 5, 11, 0, DT_F64 }, tied = { 2, 6, 3, 3, 7, 4, 9, 1, DT_F64 };
+    gpt_config small = { .layers = 1, .width = 8, .heads = 2, .kv_heads = 2, .ffn = 12, .seq = 5, .vocab = 11,
+        .dtype = DT_F64 };
+    gpt_config tied = { .layers = 2, .width = 6, .heads = 3, .kv_heads = 3, .ffn = 7, .seq = 4, .vocab = 9, .tied = 1,
+        .dtype = DT_F64 };
     test_serial("serial AdamW, defaults", small, (dt_zero_desc){ .optimizer = DT_ADAMW }, 6);
     test_serial("serial AdamW", tied, (dt_zero_desc){ .optimizer = DT_ADAMW, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-4,
         .weight_decay = 0.3, .clip = 0.7 }, 8);
@@ -402,6 +406,7 @@ typedef struct world_run {
     dt_zero_desc zero;
     dt_dtype     dtype;
     int          nan_step, nan_rank;                        /* from 1; -1: none */
+    const struct by_hand *states;                           /* not NULL: the state at the end is looked at */
     const char  *nan_param;                                 /* its last element; NULL: that of each */
     double       nan_value;                                 /* not NaN: a number whose square is too large */
     double       norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
@@ -435,14 +440,22 @@ static int64_t global_of(const dt_tensor *t, int64_t local) {
     return global;
 }
 
-static double at_of(const void *array, dt_dtype dtype, int64_t i) {
-    return dtype == DT_F64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+static double at_of(const void *array, dt_dtype dtype, int64_t i) { return dt__number(dtype, array, (size_t)i); }
+static void   put_at(void *array, dt_dtype dtype, int64_t i, double value) {
+    dt__set_number(dtype, array, (size_t)i, value);
 }
 
-static void put_at(void *array, dt_dtype dtype, int64_t i, double value) {
-    if (dtype == DT_F64) ((double *)array)[i] = value;
-    else ((float *)array)[i] = (float)value;
+/* x as a type holds it, by arithmetic on doubles: to nearest, ties to even. The numbers here are normal ones. */
+static double stored(dt_dtype dtype, double x) {
+    int    exponent, digits = dtype == DT_BF16 ? 8 : dtype == DT_F16 ? 11 : 24;
+    double part = frexp(x, &exponent);
+    if (dtype == DT_F64) return x;
+    if (dtype == DT_F16 && exponent < -13) digits += exponent + 13;
+    return ldexp(nearbyint(ldexp(part, digits)), exponent - digits);
 }
+
+static int      narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+static dt_dtype grad_type(const world_run *w) { return narrow(w->dtype) ? DT_F32 : w->dtype; }
 
 /* The op: its value is 0 and its gradient is `pulled`. Past the end of a box it is 7, which nobody may ever see. */
 typedef struct pull_saved { const world_run *w; int step, micro, data_rank, tp_rank; } pull_saved;
@@ -528,6 +541,8 @@ static dt_status world_step(dt_ctx *ctx, world_run *w, const dt_mesh *mesh, dt_z
 }
 
 /* Parameters are left as they were when the last step that went well was over. */
+static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero);
+
 static dt_status world_main(dt_ctx *ctx, void *user) {
     world_run *w = (world_run *)user;
     int        me = dt_ctx_rank(ctx);
@@ -540,6 +555,7 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
     write_start(ctx);
     for (int step = 1; step <= w->steps && dt_error(ctx) == DT_OK; step++) world_step(ctx, w, &mesh, zero, step);
     dt_barrier(dt_world(ctx)); /* who has not heard of a failure yet does here */
+    if (w->states) check_states(ctx, w, zero);
     leave_bits(ctx, w);
     w->status[me] = dt_error(ctx);
     snprintf(w->text[me], sizeof w->text[me], "%s", dt_error_text(ctx));
@@ -577,7 +593,10 @@ static double hand_gradient(const world_run *w, int p, int64_t e, int step) {
     int    data = w->mesh.dp * w->mesh.ep * w->mesh.cp, tp = w->set[p].over_tp == PART ? w->mesh.tp : 1;
     for (int micro = 0; micro < w->accum; micro++)
         for (int r = 0; r < data; r++)
-            for (int t = 0; t < tp; t++) sum += pulled(w->set, p, e, step, micro, r, t);
+            for (int t = 0; t < tp; t++) { /* an op's gradient has the parameter's type; sums are wider */
+                double g = pulled(w->set, p, e, step, micro, r, t);
+                sum += narrow(w->dtype) ? stored(w->dtype, g) : g;
+            }
     return sum;
 }
 
@@ -598,7 +617,7 @@ static double hand_update(const dt_zero_desc *d, double x, double g, double lr, 
 static void do_by_hand(const world_run *w, by_hand *h) {
     memset(h, 0, sizeof *h);
     for (int p = 0; p < w->params; p++)
-        for (int64_t e = 0; e < made_count(&w->set[p]); e++) h->value[p][e] = start_value(p, e);
+        for (int64_t e = 0; e < made_count(&w->set[p]); e++) h->value[p][e] = stored(w->dtype, start_value(p, e));
     for (int n = 1; n <= w->steps; n++) {
         double squares = 0;
         for (int p = 0; p < w->params; p++)
@@ -634,6 +653,14 @@ static double left_by(const world_run *w, int r, int p, int64_t e) {
     return at_of(bits, w->dtype, e);
 }
 
+/* How far what was rounded to x lies from y at least: 16 bits hold their master's rounding and no more error. */
+static double far_from(dt_dtype dtype, double x, double y) {
+    if (!narrow(dtype)) return fabs(x - y);
+    for (double off = 0; off < 1e-3; off = off == 0 ? 1e-8 : 1.3 * off)
+        if (stored(dtype, y - off) <= x && x <= stored(dtype, y + off)) return off;
+    return fabs(x - y);
+}
+
 /* Every rank's norms and parameters against the run by hand. */
 static void check_by_hand(const world_run *w, const char *name) {
     by_hand *h = (by_hand *)malloc(sizeof *h);
@@ -653,14 +680,34 @@ static void check_by_hand(const world_run *w, const char *name) {
             for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
                 double x = left_by(w, r, p, e);
                 held += !isnan(x);
-                if (!isnan(x)) worst = fmax(worst, fabs(x - h->value[p][e]));
-                if (w->set[p].frozen) CHECK(x == (w->dtype == DT_F64 ? start_value(p, e) : (float)start_value(p, e)));
+                if (!isnan(x)) worst = fmax(worst, far_from(w->dtype, x, h->value[p][e]));
+                if (w->set[p].frozen) CHECK(x == stored(w->dtype, start_value(p, e)));
             }
             CHECK_MSG(held && worst <= tol * fmax(1, scale), "%s: %s on rank %d differs by %.2e", name, w->set[p].name,
                 r, worst);
         }
     }
     free(h);
+}
+
+/* The state of every whole parameter, in f32 or f64, against the run by hand. */
+static void check_states(dt_ctx *ctx, const world_run *w, dt_zero *zero) {
+    dt_dtype type = grad_type(w);
+    double  *host = (double *)malloc(MAX_ELEMENTS * 8), tol = type == DT_F64 ? 1e-12 : 2e-5;
+    for (int p = 0; host && p < w->params; p++) {
+        const dt_tensor *t = dt_param_get(ctx, p);
+        for (int s = 0; s < (w->zero.optimizer == DT_SGD ? w->zero.momentum > 0 : 2) && !w->set[p].frozen; s++) {
+            double worst = 0;
+            memset(host, 0xff, MAX_ELEMENTS * 8);
+            CHECK(dt_grad_dtype(t) == type && dt_zero_state(zero, s, t, host) == DT_OK);
+            for (int64_t e = 0; e < made_count(&w->set[p]); e++) {
+                double right = w->states->s[s][p][e], far = fabs(at_of(host, type, e) - right);
+                worst = fmax(worst, isnan(far) ? INFINITY : far / fmax(1, fabs(right)));
+            }
+            CHECK_MSG(worst <= tol, "state %d of %s, stage %d: %.2e", s, t->name, w->zero.stage, worst);
+        }
+    }
+    free(host);
 }
 
 static int same_bits(const world_run *a, const world_run *b) {
@@ -675,9 +722,12 @@ static int same_bits(const world_run *a, const world_run *b) {
 /* Runs a case as stages 0 and 1, twice, forwards and backwards: by hand, and all with the same bits. */
 static void run_world(const char *name, world_run like) {
     world_run a[4];
+    by_hand  *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
+    if (h) do_by_hand(&like, h);
     for (int k = 0; k < 4; k++) {
         a[k] = world_make(like.set, like.params, like.mesh, like.zero);
         a[k].dtype = like.dtype;
+        a[k].states = h;
         a[k].accum = like.accum;
         a[k].zero.stage = k & 1;
         a[k].reversed = k >= 2;
@@ -694,6 +744,7 @@ static void run_world(const char *name, world_run like) {
     world_free(&again);
     for (int k = 0; k < 4; k++) world_free(&a[k]);
     world_free(&like);
+    free(h);
 }
 
 static void test_by_hand(void) {
@@ -723,6 +774,16 @@ static void test_by_hand(void) {
             snprintf(name, sizeof name, "over tp, optimizer %d, mesh %d", o, m);
             run_world(name, w);
         }
+    for (int code = 0; code < 2 * 4 * 4; code++) { /* 16 bits: data parallel over 1 to 4; and over tp */
+        int       o = code % 4, dp = 1 + code / 4 % 4, along_tp = o == 1 && dp > 2;
+        world_run w = along_tp ? world_make(OVER_TP, cut[dp - 2], optimizers[o])
+                               : world_make(MIXED, (dt_mesh_desc){ .dp = dp }, optimizers[o]);
+        char      name[64];
+        w.accum = 1 + code % 3;
+        w.dtype = code / 16 ? DT_F16 : DT_BF16;
+        snprintf(name, sizeof name, "%s, optimizer %d, dp %d, tp %d", dt_dtype_name(w.dtype), o, w.mesh.dp, w.mesh.tp);
+        run_world(name, w);
+    }
     for (int dp = 2; dp <= 3; dp++)
         run_world("many runs", world_make(MANY_RUNS, (dt_mesh_desc){ .dp = dp }, optimizers[0]));
 }
@@ -754,11 +815,11 @@ static plan plan_of(const world_run *w) {
     return u;
 }
 
-/* Bytes of optimizer state of one element. */
+/* Bytes of optimizer state of one element, which 16 bits have a master in. */
 static size_t state_of(const world_run *w) {
-    size_t size = dt_dtype_size(w->dtype);
-    if (w->zero.optimizer == DT_OWN) return size * (size_t)w->zero.states;
-    return w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size;
+    size_t size = w->dtype == DT_F64 ? 8 : 4, master = narrow(w->dtype) ? 4 : 0;
+    if (w->zero.optimizer == DT_OWN) return size * (size_t)w->zero.states + master;
+    return (w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size) + master;
 }
 
 static dt_status memory_main(dt_ctx *ctx, void *user) {
@@ -766,7 +827,9 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
     dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
     plan       u = plan_of(w);
     size_t     size = dt_dtype_size(w->dtype), parts = w->zero.stage ? (size_t)w->mesh.dp : 1, N = (size_t)w->mesh.dp;
-    size_t     optim = state_of(w) * u.trained / parts, step_bytes = 2 * (N - 1) * (u.trained * size / N);
+    size_t     wide = narrow(w->dtype) ? 4 : size; /* of a gradient, which is reduced so; values are gathered as such */
+    size_t     optim = state_of(w) * u.trained / parts, back = w->zero.stage ? size : wide;
+    size_t     step_bytes = (N - 1) * (u.trained * wide / N) + (N - 1) * (u.trained * back / N);
     register_set(ctx, w, &mesh);
     CHECK(spy_bytes[DT_MEM_PARAMS] == 0); /* registering takes no memory */
     dt_zero_desc d = w->zero;
@@ -789,7 +852,7 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
             dt_zero_state_bytes(zero) == optim, "stage %d, dp %d: %zu bytes of state, the table saw %zu, formula %zu",
             w->zero.stage, w->ranks, m.live[DT_MEM_OPTIM], spy_bytes[DT_MEM_OPTIM], optim);
         CHECK(m.live[DT_MEM_PARAMS] == u.all * size && spy_bytes[DT_MEM_PARAMS] == u.all * size);
-        CHECK(m.live[DT_MEM_GRADS] == u.trained * size && spy_bytes[DT_MEM_GRADS] == u.trained * size);
+        CHECK(m.live[DT_MEM_GRADS] == u.trained * wide && spy_bytes[DT_MEM_GRADS] == u.trained * wide);
         for (int c = 0; c < DT_MEM_CLASSES; c++) CHECK(m.live[c] == spy_bytes[c]);
     }
     dt_zero_free(zero);
@@ -803,10 +866,11 @@ static void test_memory(void) {
     static const dt_zero_desc optimizers[] = { { .optimizer = DT_ADAMW }, { .optimizer = DT_ADAM, .bucket_bytes = 64 },
         { .optimizer = DT_SGD, .momentum = 0.9, .bucket_bytes = 5000 }, { .optimizer = DT_SGD, .bucket_bytes = 8192 } };
     static const int ranks[] = { 1, 2, 3, 8 };
-    for (int code = 0; code < 4 * 4 * 2 * 2; code++) {
+    static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
+    for (int code = 0; code < 4 * 4 * 2 * 4; code++) {
         world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = ranks[code % 4] }, optimizers[code / 4 % 4]);
         w.zero.stage = code / 16 % 2;
-        w.dtype = code / 32 ? DT_F64 : DT_F32;
+        w.dtype = types[code / 32];
         w.accum = 1 + code % 2;
         dt_report report = run(w.ranks, memory_main, &w);
         CHECK_MSG(report.status == DT_OK, "memory: %s", report.text);
@@ -858,23 +922,27 @@ static dt_status own_update(const dt_flat *f, void *user) {
     own_run    *o = (own_run *)user;
     const dt_param_info *p = f->tensor->param;
     const made *m = &o->w.set[p->index];
-    size_t      size = dt_dtype_size(f->tensor->dtype);
+    dt_dtype    type = grad_type(&o->w);
+    size_t      size = dt_dtype_size(type);
     int         me = dt_ctx_rank(f->ctx), right = 1;
     if (me == o->refuse_rank && f->step == 2) return DT_ERR_DEVICE;
     CHECK(f->count > 0 && f->first + f->count <= p->count); /* none of the padding */
-    CHECK(f->param == (char *)f->tensor->data + f->first * size &&
-        f->grad == (char *)f->tensor->grad + f->first * size);
+    CHECK((f->param == (char *)f->tensor->data + f->first * size) == !narrow(o->w.dtype));
+    CHECK(f->grad == (char *)f->tensor->grad + f->first * size && dt_grad_dtype(f->tensor) == type);
     CHECK(f->lr == LR * (double)f->step * (m->lr_scale ? m->lr_scale : 1));
     CHECK(f->weight_decay == (m->d1 && !m->no_decay ? 0.25 : 0) && !m->frozen);
     CHECK((f->state[0] != NULL) == (o->w.zero.states >= 1) && (f->state[1] != NULL) == (o->w.zero.states >= 2));
     for (size_t i = 0; i < f->count; i++) {
-        double g = at_of(f->grad, o->w.dtype, (int64_t)i), x = at_of(f->param, o->w.dtype, (int64_t)i);
-        right &= fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->first + i), (int)f->step)) <= 1e-12;
+        double g = at_of(f->grad, type, (int64_t)i), x = at_of(f->param, type, (int64_t)i);
+        double off = fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->first + i), (int)f->step));
+        right &= off <= (type == DT_F64 ? 1e-12 : 4e-6);
+        if (narrow(o->w.dtype)) /* the parameter is its master, rounded, and nothing more */
+            right &= stored(o->w.dtype, x) == at_of(f->tensor->data, o->w.dtype, (int64_t)(f->first + i));
         for (int s = 0; s < o->w.zero.states; s++) { /* zero at first, and kept */
-            right &= at_of(f->state[s], o->w.dtype, (int64_t)i) == (double)(f->step - 1) * (s + 1);
-            put_at(f->state[s], o->w.dtype, (int64_t)i, (double)f->step * (s + 1));
+            right &= at_of(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
+            put_at(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
         }
-        put_at(f->param, o->w.dtype, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
+        put_at(f->param, type, (int64_t)i, x - f->lr * (g * f->grad_scale + f->weight_decay * x));
         __atomic_add_fetch(&o->hits[me][p->index][f->first + i], 1, __ATOMIC_RELAXED);
     }
     CHECK_MSG(right, "gradient or state of %s", f->tensor->name);
@@ -899,12 +967,15 @@ static void check_hits(const own_run *o) {
 static void test_own_update(void) {
     own_run *o = (own_run *)malloc(sizeof *o);
     if (!CHECK(o != NULL)) return;
-    for (int code = 0; code < 3 * 2 * 2; code++) {
+    static const dt_dtype types[] = { DT_F64, DT_BF16, DT_F16 };
+    for (int code = 0; code < 3 * 2 * 2 * 3; code++) {
         dt_zero_desc d = { .stage = code / 3 % 2, .optimizer = DT_OWN, .weight_decay = 0.25, .clip = 3,
-            .bucket_bytes = code / 6 ? 64 : 0, .update = own_update, .user = o, .states = code % 3 };
+            .bucket_bytes = code / 6 % 2 ? 64 : 0, .update = own_update, .user = o, .states = code % 3 };
         memset(o, 0, sizeof *o);
         o->refuse_rank = -1;
         o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 3 }, d);
+        o->w.dtype = types[code / 12];
+        o->w.accum = 1 + code / 12;
         dt_report report = run(3, world_main, &o->w);
         CHECK_MSG(report.status == DT_OK, "own update: %s", report.text);
         check_hits(o);

@@ -1,0 +1,416 @@
+/* gpt_files.h - the models of gpt.h in the files of others: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
+   at your choice
+
+   Include it after gpt.h. Everything is static. path is a safetensors file, a folder with model.safetensors or
+   model.safetensors.index.json, or an llm.c model; beside safetensors lies config.json.
+
+       gpt_config c = gpt_config_from(ctx, path);      // sizes; dtype, recompute and dropout are yours to set
+       gpt        m = gpt_register(ctx, c);
+       dt_zero_make(...);                              // or nothing: storage comes with the first use
+       gpt_load(&m, path);                             // every rank reads what it owns
+       gpt_save(&m, "folder", 0);                      // model.safetensors and config.json, for transformers
+
+   Nothing is ignored in silence but masks, rotary tables and a head that is tied: another tensor, a shape or a number
+   of layers that does not fit, a feature that the model has not, is one error. llm.c's padding of the vocabulary is
+   dropped. A context in which one of these failed stays failed: to try a file, make a context for it. */
+#ifndef GPT_FILES_H
+#define GPT_FILES_H
+
+/* ==== Names ======================================================================================================= */
+
+/* Where each parameter of gpt_rows lies. In a layer GPT-2's names follow "h.N.", Llama's "layers.N."; all but the
+   head's follow a prefix that some files leave out: "transformer.", "model.". llm.c has all layers of a kind in one
+   tensor. GPT-2's matrices within layers are stored (in, out). */
+typedef struct gpt_name {
+    const char *name, *gpt2, *llama, *llmc;
+    int         third;      /* q, k and v are the thirds 1, 2, 3 of one tensor of GPT-2 and llm.c; 0: not of those */
+    const char *second;     /* Llama has the parameter's first half under `llama`, the other under this */
+} gpt_name;
+
+static const gpt_name gpt_names[] = {
+    { "wte.weight", "wte.weight", "embed_tokens.weight", "wte", 0, NULL },
+    { "wpe.weight", "wpe.weight", NULL, "wpe", 0, NULL },
+    { "ln_1.weight", "ln_1.weight", "input_layernorm.weight", "ln1w", 0, NULL },
+    { "ln_1.bias", "ln_1.bias", NULL, "ln1b", 0, NULL },
+    { "attn.q.weight", "attn.c_attn.weight", "self_attn.q_proj.weight", "qkvw", 1, NULL },
+    { "attn.q.bias", "attn.c_attn.bias", NULL, "qkvb", 1, NULL },
+    { "attn.k.weight", "attn.c_attn.weight", "self_attn.k_proj.weight", "qkvw", 2, NULL },
+    { "attn.k.bias", "attn.c_attn.bias", NULL, "qkvb", 2, NULL },
+    { "attn.v.weight", "attn.c_attn.weight", "self_attn.v_proj.weight", "qkvw", 3, NULL },
+    { "attn.v.bias", "attn.c_attn.bias", NULL, "qkvb", 3, NULL },
+    { "attn.proj.weight", "attn.c_proj.weight", "self_attn.o_proj.weight", "attprojw", 0, NULL },
+    { "attn.proj.bias", "attn.c_proj.bias", NULL, "attprojb", 0, NULL },
+    { "ln_2.weight", "ln_2.weight", "post_attention_layernorm.weight", "ln2w", 0, NULL },
+    { "ln_2.bias", "ln_2.bias", NULL, "ln2b", 0, NULL },
+    { "mlp.fc.weight", "mlp.c_fc.weight", NULL, "fcw", 0, NULL },
+    { "mlp.fc.bias", "mlp.c_fc.bias", NULL, "fcb", 0, NULL },
+    { "mlp.gate_up.weight", NULL, "mlp.gate_proj.weight", NULL, 0, "mlp.up_proj.weight" },
+    { "mlp.proj.weight", "mlp.c_proj.weight", "mlp.down_proj.weight", "fcprojw", 0, NULL },
+    { "mlp.proj.bias", "mlp.c_proj.bias", NULL, "fcprojb", 0, NULL },
+    { "ln_f.weight", "ln_f.weight", "norm.weight", "lnfw", 0, NULL },
+    { "ln_f.bias", "ln_f.bias", NULL, "lnfb", 0, NULL },
+    { "lm_head.weight", "lm_head.weight", "lm_head.weight", NULL, 0, NULL },
+};
+
+/* Tensors that are no parameters: how their names end. */
+static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq" };
+
+/* Where one parameter lies in one kind of file. */
+typedef struct gpt_place {
+    char           name[2][96];
+    dt_weight_part part[2];
+    int            n;           /* parts */
+    int64_t        columns;     /* for dt_weights_load */
+    dt_shape       shape;       /* of each tensor, as safetensors have it */
+    int            first;       /* 1: the first parameter that lies in this tensor */
+} gpt_place;
+
+/* The kind of a file. */
+typedef struct gpt_kind {
+    const char *prefix;         /* of all names but the head's */
+    dt_llmc     llmc;           /* version 0: safetensors */
+} gpt_kind;
+
+static inline const gpt_name *gpt_name_of(const gpt_row *r) {
+    const gpt_name *n = gpt_names;
+    while (strcmp(n->name, r->name) != 0) n++;
+    return n;
+}
+
+static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_row *r, int layer, const char *name,
+    const char *prefix) {
+    int head = strcmp(r->name, "lm_head.weight") == 0;
+    if (r->where == GPT_LAYER)
+        snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h", layer, name);
+    else snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
+}
+
+/* A parameter as a matrix (rows, columns), a bias or gain as one row: whole, or a third or half of a tensor. */
+static inline gpt_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
+    const gpt_name *n = gpt_name_of(r);
+    gpt_place       p;
+    dt_shape        s = gpt_shape(m->config, r);
+    int             llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
+    int64_t         thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
+    memset(&p, 0, sizeof p);
+    p.n = llama && n->second ? 2 : 1;
+    p.columns = flat ? dt_count(s) : s.d[s.nd - 1];
+    p.first = before == 0;
+    int64_t         rows = dt_count(s) / p.columns / p.n;
+    dt_weight_part *part = &p.part[0];
+    if (kind.llmc.version) {
+        int64_t groups = flat ? 1 : thirds, layers = r->where == GPT_LAYER ? m->config.layers : 1;
+        snprintf(p.name[0], sizeof p.name[0], "%s", n->llmc);
+        part->file_rows = strcmp(n->llmc, "wte") == 0 ? kind.llmc.padded_vocab : layers * groups * rows;
+        part->row = r->where == GPT_LAYER ? (layer * groups + (flat ? 0 : before)) * rows : 0;
+        if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
+    } else {
+        gpt_full_name(p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
+        if (p.n == 2) gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->second, kind.prefix);
+        part->transposed = !llama && !flat && r->where == GPT_LAYER;
+        int64_t wide = part->transposed ? rows : p.columns;
+        p.shape = flat ? DT_SHAPE(thirds * wide) : part->transposed ? DT_SHAPE(p.columns, thirds * wide) :
+            DT_SHAPE(rows, p.columns);
+        if (thirds == 3) part->file_columns = 3 * wide, part->column = before * wide;
+    }
+    part->rows = rows;
+    p.part[1] = p.part[0];
+    return p;
+}
+
+/* Points the parts at the names, which a returned struct cannot do for itself. */
+static inline void gpt_aim(gpt_place *p) {
+    for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
+}
+
+static inline gpt_kind gpt_kind_of(const gpt *m, dt_weights *w) {
+    gpt_kind    k = { m->config.arch == GPT_LLAMA ? "model." : "transformer.", dt_weights_llmc(w) };
+    const char *first = m->config.arch == GPT_LLAMA ? "model.embed_tokens.weight" : "transformer.wte.weight";
+    if (dt_weights_find(w, first) < 0) k.prefix = "";
+    return k;
+}
+
+/* ==== Configuration =============================================================================================== */
+
+/* The value of a key; -1 if it is missing or null, which `need` makes an error. */
+static inline int gpt_key(dt_json *j, int object, const char *key, int need) {
+    int node = dt_json_find(j, object, key);
+    if (node >= 0 && dt_json_kind_of(j, node) == DT_JSON_NULL) node = -1;
+    if (node < 0 && need) dt_json_fail(j, object, "%s is missing", key);
+    return node;
+}
+
+/* A whole number from 1 to `most`; fallback 0: the key must be there. */
+static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int most) {
+    int64_t value = 0;
+    int     node = gpt_key(j, 0, key, fallback == 0);
+    if (node < 0) return fallback;
+    if (dt_json_int(j, node, &value) && value >= 1 && value <= most) return (int)value;
+    dt_json_fail(j, node, "%s: a whole number from 1 to %d is needed", key, most);
+    return fallback;
+}
+
+static inline double gpt_key_number(dt_json *j, int object, const char *key, double fallback) {
+    double value = fallback;
+    int    node = gpt_key(j, object, key, 0);
+    if (node >= 0 && !(dt_json_number(j, node, &value) && value > 0))
+        dt_json_fail(j, node, "%s: a number above 0 is needed", key);
+    return value;
+}
+
+static inline int gpt_key_bool(dt_json *j, const char *key, int fallback) {
+    int value = fallback, node = gpt_key(j, 0, key, 0);
+    if (node >= 0 && !dt_json_bool(j, node, &value)) dt_json_fail(j, node, "%s: true or false is needed", key);
+    return value;
+}
+
+/* Refuses a key whose value is none of two words. A missing one is the first. */
+static inline void gpt_key_word(dt_json *j, int object, const char *key, const char *a, const char *b) {
+    int         node = gpt_key(j, object, key, 0);
+    const char *word = node < 0 ? a : dt_json_string(j, node, NULL);
+    if (!word || (strcmp(word, a) != 0 && strcmp(word, b) != 0))
+        dt_json_fail(j, node, "%s %s is not supported; %s is", key, word ? word : "(no string)", a);
+}
+
+/* Refuses a switch in another position than this. */
+static inline void gpt_key_only(dt_json *j, const char *key, int only) {
+    if (gpt_key_bool(j, key, only) != only)
+        dt_json_fail(j, dt_json_find(j, 0, key), "%s %s is not supported", key, only ? "false" : "true");
+}
+
+static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
+    c->layers = gpt_key_int(j, "n_layer", 0, GPT_MAX_LAYERS);
+    c->width = gpt_key_int(j, "n_embd", 0, 1 << 24);
+    c->heads = c->kv_heads = gpt_key_int(j, "n_head", 0, 1 << 24);
+    c->ffn = gpt_key_int(j, "n_inner", 4 * c->width, 1 << 26);
+    c->seq = gpt_key_int(j, "n_positions", 0, 1 << 26);
+    c->norm_eps = gpt_key_number(j, 0, "layer_norm_epsilon", 1e-5);
+    gpt_key_word(j, 0, "activation_function", "gelu_new", "gelu_pytorch_tanh");
+    gpt_key_only(j, "scale_attn_weights", 1);
+    gpt_key_only(j, "scale_attn_by_inverse_layer_idx", 0);
+    gpt_key_only(j, "add_cross_attention", 0);
+}
+
+/* Older files have rope_theta and rope_scaling, newer ones both in rope_parameters. */
+static inline void gpt_config_rope(dt_json *j, gpt_config *c) {
+    int rope = gpt_key(j, 0, "rope_parameters", 0), scaling = gpt_key(j, 0, "rope_scaling", 0);
+    c->theta = gpt_key_number(j, rope < 0 ? 0 : rope, "rope_theta", 10000);
+    if (rope >= 0) gpt_key_word(j, rope, "rope_type", "default", "default");
+    if (rope >= 0 && gpt_key_number(j, rope, "partial_rotary_factor", 1) != 1)
+        dt_json_fail(j, rope, "partial_rotary_factor is not supported");
+    if (scaling >= 0) dt_json_fail(j, scaling, "rope_scaling is not supported");
+}
+
+static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
+    c->arch = GPT_LLAMA;
+    c->layers = gpt_key_int(j, "num_hidden_layers", 0, GPT_MAX_LAYERS);
+    c->width = gpt_key_int(j, "hidden_size", 0, 1 << 24);
+    c->heads = gpt_key_int(j, "num_attention_heads", 0, 1 << 24);
+    c->kv_heads = gpt_key_int(j, "num_key_value_heads", c->heads, 1 << 24);
+    c->ffn = gpt_key_int(j, "intermediate_size", 0, 1 << 26);
+    c->seq = gpt_key_int(j, "max_position_embeddings", 0, 1 << 26);
+    c->norm_eps = gpt_key_number(j, 0, "rms_norm_eps", 1e-6);
+    gpt_config_rope(j, c);
+    gpt_key_word(j, 0, "hidden_act", "silu", "swish");
+    gpt_key_only(j, "attention_bias", 0);
+    gpt_key_only(j, "mlp_bias", 0);
+    int dim = c->heads > 0 ? c->width / c->heads : 1;
+    if (gpt_key_int(j, "head_dim", dim > 0 ? dim : 1, 1 << 24) != dim)
+        dt_json_fail(j, dt_json_find(j, 0, "head_dim"), "head_dim is not hidden_size / num_attention_heads, %d", dim);
+}
+
+/* head: whether the weights have a head of their own, which is what a file that does not say means by it. */
+static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
+    if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
+        dt_json_fail(j, 0, "an object is needed");
+        return;
+    }
+    int         node = gpt_key(j, 0, "model_type", 1);
+    const char *type = node < 0 ? "" : dt_json_string(j, node, NULL);
+    if (node < 0) return;
+    c->vocab = gpt_key_int(j, "vocab_size", 0, 1 << 30);
+    if (type && strcmp(type, "gpt2") == 0) gpt_config_gpt2(j, c);
+    else if (type && strcmp(type, "llama") == 0) gpt_config_llama(j, c);
+    else dt_json_fail(j, node, "model_type %s is not supported; gpt2 and llama are", type ? type : "(no string)");
+    c->tied = gpt_key_bool(j, "tie_word_embeddings", !head);
+    if (gpt_key(j, 0, "quantization_config", 0) >= 0)
+        dt_json_fail(j, dt_json_find(j, 0, "quantization_config"), "quantization_config is not supported");
+    if (c->heads > 0 && c->kv_heads > 0 && (c->width % c->heads != 0 || c->heads % c->kv_heads != 0))
+        dt_json_fail(j, 0, "a width of %d with %d heads and %d of keys and values", c->width, c->heads, c->kv_heads);
+}
+
+/* folder/name; path may be a file in the folder. -1: too long, which fails the context. */
+static inline int gpt_beside(dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
+    const char *dot = strrchr(path, '.'), *slash = strrchr(path, '/');
+    int         file = dot && (strcmp(dot, ".safetensors") == 0 || strcmp(dot, ".json") == 0);
+    int         n = file ? slash ? (int)(slash - path) : 0 : (int)strlen(path);
+    const char *join = n == 0 ? file && slash ? "/" : "" : path[n - 1] == '/' ? "" : "/";
+    if (snprintf(out, bytes, "%.*s%s%s", n, path, join, name) < (int)bytes) return 0;
+    dt_fail(ctx, DT_ERR_IO, "%s: the name is too long", path);
+    return -1;
+}
+
+/* What the file says of the model. layers is 0 after a failure, which dt_error tells. */
+static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
+    gpt_config  none = { .layers = 0 }, c = none;
+    char        name[4096];
+    dt_weights *w = dt_weights_open(ctx, path);
+    dt_llmc     h = dt_weights_llmc(w);
+    if (!w) return none;
+    int head = dt_weights_find(w, "lm_head.weight") >= 0;
+    dt_weights_close(w);
+    if (h.version) {
+        c = (gpt_config){ .layers = h.layers, .width = h.width, .heads = h.heads, .kv_heads = h.heads,
+            .ffn = 4 * h.width, .seq = h.seq, .vocab = h.vocab, .tied = 1 };
+        if (c.layers > GPT_MAX_LAYERS || c.heads < 1 || c.width % c.heads != 0)
+            dt_fail(ctx, DT_ERR_IO, "%s: %d layers, a width of %d with %d heads", path, c.layers, c.width, c.heads);
+        return dt_error(ctx) == DT_OK ? c : none;
+    }
+    size_t bytes = 0;
+    if (gpt_beside(ctx, name, sizeof name, path, "config.json") != 0) return none;
+    char    *text = dt_file_read(ctx, name, 1 << 24, &bytes);
+    dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
+    if (j) gpt_config_read(j, &c, head);
+    dt_json_free(j);
+    if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    return dt_error(ctx) == DT_OK ? c : none;
+}
+
+static inline void gpt_put_rope(dt_json_out *o, const gpt_config *c, double theta) {
+    dt_json_put_number(o, "rms_norm_eps", c->norm_eps > 0 ? c->norm_eps : 1e-5);
+    dt_json_put_number(o, "rope_theta", theta);
+    dt_json_open(o, "rope_parameters", '{');
+    dt_json_put_number(o, "rope_theta", theta);
+    dt_json_put_string(o, "rope_type", "default");
+    dt_json_shut(o, '}');
+    dt_json_put_string(o, "hidden_act", "silu");
+    dt_json_put_bool(o, "attention_bias", 0);
+    dt_json_put_bool(o, "mlp_bias", 0);
+}
+
+static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
+    static const char *const keys[2][6] = {
+        { "n_layer", "n_embd", "n_head", "n_head", "n_inner", "n_positions" },
+        { "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+          "max_position_embeddings" } };
+    static const char *const types[] = { "float32", "bfloat16", "float16", "float64" };
+    const int sizes[6] = { c->layers, c->width, c->heads, c->kv_heads, c->ffn, c->seq };
+    int       llama = c->arch == GPT_LLAMA;
+    dt_json_put_string(o, "model_type", llama ? "llama" : "gpt2");
+    dt_json_open(o, "architectures", '[');
+    dt_json_put_string(o, NULL, llama ? "LlamaForCausalLM" : "GPT2LMHeadModel");
+    dt_json_shut(o, ']');
+    dt_json_put_string(o, "dtype", types[c->dtype]);
+    dt_json_put_string(o, "torch_dtype", types[c->dtype]);
+    dt_json_put_int(o, "vocab_size", c->vocab);
+    dt_json_put_bool(o, "tie_word_embeddings", c->tied);
+    for (int i = 0; i < 6; i++)
+        if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
+    if (llama) {
+        gpt_put_rope(o, c, c->theta > 0 ? c->theta : 10000);
+        return;
+    }
+    dt_json_put_number(o, "layer_norm_epsilon", c->norm_eps > 0 ? c->norm_eps : 1e-5);
+    dt_json_put_string(o, "activation_function", "gelu_new");
+    dt_json_put_number(o, "embd_pdrop", c->dropout);
+    dt_json_put_number(o, "resid_pdrop", c->dropout);
+    dt_json_put_number(o, "attn_pdrop", 0);
+}
+
+/* ==== Weights ===================================================================================================== */
+
+/* Calls fn for every parameter, until the context fails. */
+typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user);
+static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
+    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
+        for (int i = 0; gpt_has(m->config, r) && i < (r->where == GPT_LAYER ? m->config.layers : 1); i++) {
+            gpt_place p = gpt_place_of(m, r, i, kind);
+            gpt_aim(&p);
+            if (dt_error(m->ctx) == DT_OK) fn(m, r, i, &p, w, user);
+        }
+}
+
+/* user: a flag for each tensor of the file. */
+static inline void gpt_load_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+    for (int i = 0; i < p->n; i++) {
+        int at = dt_weights_find(w, p->name[i]);
+        if (at >= 0) ((char *)user)[at] = 1;
+    }
+    dt_weights_load(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
+}
+
+static inline int gpt_is_ignored(const gpt *m, const char *name) {
+    size_t length = strlen(name);
+    for (size_t i = 0; i < sizeof gpt_ignored / sizeof *gpt_ignored; i++) {
+        size_t end = strlen(gpt_ignored[i]);
+        if (length >= end && strcmp(name + length - end, gpt_ignored[i]) == 0) return 1;
+    }
+    return m->config.tied && strcmp(name, "lm_head.weight") == 0;
+}
+
+/* Whether the file is of a model like this one, before anything is read. */
+static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
+    gpt_config c = m->config;
+    if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
+    if (!h.version)
+        return dt_fail(m->ctx, DT_ERR_IO, "%s: GPT-2's files have a key for each query head; this model has %d and %d",
+            path, c.kv_heads, c.heads);
+    if (c.arch == GPT_GPT2 && c.tied && h.layers == c.layers && h.width == c.width && h.heads == c.heads &&
+        c.kv_heads == c.heads && c.ffn == 4 * c.width && h.seq == c.seq && h.vocab == c.vocab) return DT_OK;
+    return dt_fail(m->ctx, DT_ERR_IO, "%s: a tied GPT-2 of %d layers, width %d, %d heads, seq %d, vocab %d; the model "
+        "is another: %d layers, width %d, %d heads, seq %d, vocab %d", path, h.layers, h.width, h.heads, h.seq, h.vocab,
+        c.layers, c.width, c.heads, c.seq, c.vocab);
+}
+
+/* Fills all parameters, on each rank the part it owns. */
+static inline dt_status gpt_load(gpt *m, const char *path) {
+    dt_weights *w = dt_weights_open(m->ctx, path);
+    if (!w) return dt_error(m->ctx);
+    int   count = dt_weights_count(w);
+    char *used = (char *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)count + 1, "gpt_load");
+    if (used && gpt_load_fits(m, path, dt_weights_llmc(w)) == DT_OK) {
+        memset(used, 0, (size_t)count + 1);
+        gpt_each(m, gpt_kind_of(m, w), w, gpt_load_one, used);
+        for (int i = 0; i < count && dt_error(m->ctx) == DT_OK; i++)
+            if (!used[i] && !gpt_is_ignored(m, dt_weights_get(w, i)->name))
+                dt_fail(m->ctx, DT_ERR_IO, "%s: %s has no place in this model of %d layers%s", path,
+                    dt_weights_get(w, i)->name, m->config.layers, m->config.tied ? " with a tied head" : "");
+    }
+    dt_free(m->ctx, DT_MEM_HOST, used, (size_t)count + 1);
+    dt_weights_close(w);
+    return dt_error(m->ctx);
+}
+
+static inline void gpt_declare_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+    (void)r, (void)layer, (void)user;
+    for (int i = 0; p->first && i < p->n; i++) dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
+}
+
+static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+    (void)user;
+    dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
+}
+
+/* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and config.json. The
+   folder must be there. From one rank that holds all parameters whole. */
+static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
+    char     name[4096];
+    gpt_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
+    if (gpt_load_fits(m, folder, kind.llmc) != DT_OK) return dt_error(m->ctx);
+    if (gpt_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0) return dt_error(m->ctx);
+    dt_weights *w = dt_weights_create(m->ctx, name, (dt_weights_desc){ .shard_bytes = shard_bytes ? shard_bytes :
+        (int64_t)5000000000 });
+    gpt_each(m, kind, w, gpt_declare_one, NULL);
+    gpt_each(m, kind, w, gpt_save_one, NULL);
+    dt_weights_close(w);
+    dt_json_out out = { .ctx = m->ctx };
+    dt_json_open(&out, NULL, '{');
+    gpt_put_config(&out, &m->config);
+    dt_json_shut(&out, '}');
+    if (dt_error(m->ctx) == DT_OK && gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
+        dt_file_write(m->ctx, name, out.text, out.used);
+    dt_json_drop(&out);
+    return dt_error(m->ctx);
+}
+
+#endif /* GPT_FILES_H */

@@ -1,0 +1,233 @@
+"""make_hf.py - makes tiny GPT-2 and Llama files as Hugging Face's transformers saves them, and what they compute
+Public domain or MIT, at your choice; see LICENSE.
+
+Run:    python3 make_hf.py OUT          writes the folders and files below into folder OUT
+        python3 make_hf.py --check DIR  loads each folder of DIR that holds a config.json with transformers and compares
+                                        its logits with those in logits.bin beside it, as test_gpt --save writes them
+Needs transformers 5, safetensors and torch; the files' bytes may differ with other versions.
+
+FILES
+    hf_gpt2/            GPT-2, tied, f32, one file
+    hf_llama/           Llama, 6 heads and 2 of keys, its own head, f32, several files and an index
+    hf_llama_bf16/      Llama, 4 heads and 4 of keys, tied, bf16, one file
+    hf_*/vectors.bin    what it computes, in float64 from the file's weights: arrays in make_gpt2.py's format
+    llmc_v3.bin, llmc_v5.bin        the weights of hf_gpt2 as llm.c's model file, f32 and bf16, the vocabulary padded
+    llmc_v3.vectors.bin, ...        to 64, and their logits and loss: another eps, and rounded weights
+ARRAYS
+    ids, labels (B,T)   -1 is ignored
+    logits (B,T,V), loss
+    grad.NAME           of the loss, under the names and shapes of examples/gpt.h
+"""
+import os
+import struct
+import sys
+
+import numpy as np
+import torch
+from make_gpt2 import write_golden
+
+B, T = 2, 11
+
+
+IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def gpt2_config(eps):
+    from transformers import GPT2Config
+    return GPT2Config(vocab_size=61, n_positions=24, n_embd=16, n_layer=2, n_head=4, layer_norm_epsilon=eps,
+                      resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **IDS)
+
+
+def models():
+    """name -> (config, dtype, largest shard)"""
+    from transformers import LlamaConfig
+    llama = dict(num_hidden_layers=2, max_position_embeddings=24, **IDS)
+    wide = LlamaConfig(vocab_size=67, hidden_size=24, intermediate_size=40, num_attention_heads=6,
+                       num_key_value_heads=2, rms_norm_eps=1e-2, tie_word_embeddings=False,
+                       rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **llama)
+    tied = LlamaConfig(vocab_size=53, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+                       num_key_value_heads=4, rms_norm_eps=1e-6, tie_word_embeddings=True, **llama)
+    return {"hf_gpt2": (gpt2_config(1e-3), torch.float32, "1GB"), "hf_llama": (wide, torch.float32, "20KB"),
+            "hf_llama_bf16": (tied, torch.bfloat16, "1GB")}
+
+
+def make_model(config, dtype):
+    """Weights of every size matter: nothing is near zero, gains are not 1, biases not 0."""
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+    torch.manual_seed(len(config.model_type))
+    model = (GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM)(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            gain = p.dim() == 1 and name.endswith("weight")
+            p.copy_((1 if gain else 0) + torch.randn(p.shape) * (0.35 if p.dim() > 1 else 0.2))
+        for p in model.parameters():    # not buffers: the angles stay as they are
+            p.data = p.data.to(dtype)
+    return model.eval()
+
+
+def own_names(model):
+    """(name and shape of examples/gpt.h, gradient) of every parameter."""
+    c = model.config
+    H = c.num_attention_heads
+    for name, p in model.named_parameters():
+        g = p.grad
+        name = name.removeprefix("transformer.").removeprefix("model.")
+        name = name.replace("embed_tokens", "wte").replace("layers.", "h.")
+        if c.model_type == "gpt2":
+            if ".c_" in name and g.dim() == 2:
+                g = g.t()
+            if ".c_attn." in name:
+                for part, third in zip("qkv", g.chunk(3)):
+                    shape = (H, -1, third.shape[-1]) if third.dim() == 2 else (H, -1)
+                    yield name.replace("c_attn", part), third.reshape(shape)
+                continue
+            yield name.replace("c_proj", "proj").replace("c_fc", "fc"), g
+            continue
+        name = name.replace("input_layernorm", "ln_1").replace("post_attention_layernorm", "ln_2")
+        if name == "norm.weight":
+            name = "ln_f.weight"
+        for part in "qkv":
+            if f".{part}_proj." in name:
+                heads = H if part == "q" else c.num_key_value_heads
+                g = g.reshape(heads, -1, g.shape[1])
+                name = name.replace(f"self_attn.{part}_proj", f"attn.{part}")
+        if "gate_proj" in name:
+            up = dict(model.named_parameters())["model.layers." + name[2:].replace("gate_proj", "up_proj")].grad
+            yield name.replace("gate_proj", "gate_up"), torch.stack([g, up])
+        elif "up_proj" not in name:
+            yield name.replace("self_attn.o_proj", "attn.proj").replace("down_proj", "proj"), g
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm all in float64; the library's goes through float32."""
+    def __init__(self, old):
+        super().__init__()
+        self.weight, self.eps = old.weight, old.variance_epsilon
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Rotary(torch.nn.Module):
+    """Cosines and sines likewise."""
+    def __init__(self, config):
+        super().__init__()
+        self.dim, self.theta = config.head_dim, config.rope_parameters["rope_theta"]
+
+    def forward(self, x, position_ids):
+        turn = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        angles = (position_ids[..., None] * turn).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def in_float64(model):
+    model = model.to(torch.float64)
+    if model.config.model_type == "llama":
+        model.model.rotary_emb = Rotary(model.config)
+        model.model.norm = Norm(model.model.norm)
+        for layer in model.model.layers:
+            layer.input_layernorm = Norm(layer.input_layernorm)
+            layer.post_attention_layernorm = Norm(layer.post_attention_layernorm)
+    return model
+
+
+def vectors(model, grads=True):
+    """In float64, from weights that stay as they are in the file."""
+    ids = torch.arange(20).reshape(2, 10)
+    plain = model.float()(input_ids=ids, use_cache=False).logits
+    model = in_float64(model)
+    apart = (plain - model(input_ids=ids, use_cache=False).logits).abs().max().item()
+    print(f"float32 and float64: logits {apart:.1e} apart")
+    assert apart < 1e-4
+    V = model.config.vocab_size
+    generator = torch.Generator().manual_seed(V)
+    ids = torch.randint(V, (B, T), generator=generator)
+    labels = torch.randint(V, (B, T), generator=generator)
+    labels[0, 3] = labels[1, 0] = -1
+    logits = model(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1), ignore_index=-1)
+    loss.backward()
+    out = {"ids": ids, "labels": labels, "logits": logits, "loss": loss}
+    return out | ({"grad." + n: g for n, g in own_names(model)} if grads else {})
+
+
+def write_llmc(path, model, version, padded):
+    """llm.c's file: an int32 head of 256, then all layers of a kind together, matrices (out, in)."""
+    c = model.config
+    P = {name.removeprefix("transformer."): p.detach().float() for name, p in model.named_parameters()}
+
+    def layers(name):
+        each = [P[f"h.{i}.{name}"] for i in range(c.n_layer)]
+        return torch.stack([p.t() if p.dim() == 2 else p for p in each])
+
+    wte = torch.zeros(padded, c.n_embd)
+    wte[:c.vocab_size] = P["wte.weight"]
+    kinds = ["ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight",
+             "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight",
+             "mlp.c_proj.bias"]
+    tensors = [wte, P["wpe.weight"], *map(layers, kinds), P["ln_f.weight"], P["ln_f.bias"]]
+    head = [20240326, version, c.n_positions, c.vocab_size, c.n_layer, c.n_head, c.n_embd, padded]
+    with open(path, "wb") as f:
+        f.write(struct.pack("<256i", *head, *[0] * (256 - len(head))))
+        for t in tensors:
+            t = t.contiguous()
+            f.write((t.numpy() if version == 3 else t.bfloat16().view(torch.int16).numpy()).tobytes())
+
+
+def make(out):
+    for name, (config, dtype, shard) in models().items():
+        model = make_model(config, dtype)
+        folder = os.path.join(out, name)
+        model.save_pretrained(folder, max_shard_size=shard)
+        if os.path.exists(os.path.join(folder, "generation_config.json")):
+            os.remove(os.path.join(folder, "generation_config.json"))
+        for file in os.listdir(folder):
+            os.chmod(os.path.join(folder, file), 0o644)
+        write_golden(os.path.join(folder, "vectors.bin"), vectors(model))
+    for version, dtype in (3, torch.float32), (5, torch.bfloat16):
+        model = make_model(gpt2_config(1e-5), dtype)    # llm.c knows no other
+        write_llmc(os.path.join(out, f"llmc_v{version}.bin"), model, version, 64)
+        write_golden(os.path.join(out, f"llmc_v{version}.vectors.bin"), vectors(model, grads=False))
+
+
+def read_golden(path):
+    data, out = open(path, "rb").read(), {}
+    at = data.index(b"\n") + 1
+    while at < len(data):
+        end = data.index(b"\n", at)
+        name, *shape = data[at:end].decode().split(" ")
+        shape = [int(d) for d in shape]
+        count = int(np.prod(shape, dtype=int))
+        out[name] = np.frombuffer(data, "<f8", count, end + 1).reshape(shape)
+        at = end + 1 + 8 * count
+    return out
+
+
+def check(top):
+    """One line a folder, "ok" or "WRONG" first."""
+    from transformers import AutoModelForCausalLM
+    for name in sorted(os.listdir(top)):
+        folder = os.path.join(top, name)
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            continue
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+            want = read_golden(os.path.join(folder, "logits.bin"))
+            with torch.no_grad():
+                got = model(input_ids=torch.tensor(want["ids"]).long()).logits.numpy()
+            apart = np.abs(got - want["logits"]).max()
+            strange = {k: v for k, v in info.items() if v and k != "error_msgs"}
+            good = apart < 1e-5 * np.abs(want["logits"]).max() and not strange     # norms go through float32
+            print("ok" if good else "WRONG", name, type(model).__name__, f"logits {apart:.1e} apart", strange or "")
+        except Exception as error:
+            print("WRONG", name, repr(error).replace("\n", " "))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        check(sys.argv[2])
+    elif len(sys.argv) == 2:
+        make(sys.argv[1])
+    else:
+        sys.exit(__doc__)

@@ -1,0 +1,35 @@
+/* test_fuzz.c - the corpus of every fuzz target, once: no crash, and what the targets demand holds
+   Public domain or MIT, at your choice; see LICENSE.
+
+   Run:  test_fuzz [folder of the corpora, default tests/fuzz/corpus]
+
+   `make fuzz` looks for new inputs; this keeps the old ones. A demand that does not hold ends the program. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define FUZZ_REPLAY
+#define fuzz_one fuzz_json
+#include "fuzz/fuzz_json.c"
+#undef fuzz_one
+#define fuzz_one fuzz_safetensors
+#include "fuzz/fuzz_safetensors.c"
+#undef fuzz_one
+#define fuzz_one fuzz_llmc
+#include "fuzz/fuzz_llmc.c"
+#undef fuzz_one
+#define fuzz_one fuzz_shards
+#include "fuzz/fuzz_shards.c"
+#include "check.h"
+
+int main(int argc, char **argv) {
+    static const struct { const char *name; void (*one)(const unsigned char *data, size_t bytes); } targets[] = {
+        { "json", fuzz_json }, { "safetensors", fuzz_safetensors }, { "llmc", fuzz_llmc }, { "shards", fuzz_shards } };
+    for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
+        char path[600];
+        snprintf(path, sizeof path, "%s/%s", argc > 1 ? argv[1] : "tests/fuzz/corpus", targets[i].name);
+        int inputs = fuzz_replay(path, targets[i].one);
+        CHECK_MSG(inputs >= 10, "%s: %d inputs", path, inputs);
+        printf("%s: %d inputs\n", targets[i].name, inputs);
+    }
+    return check_done("test_fuzz");
+}
