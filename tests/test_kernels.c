@@ -239,7 +239,7 @@ typedef struct bench {
     const dt__variant *v;
     dt_dtype           t;
     int                isa, n_all;
-    void              *all[256];
+    void              *all[2048];
     uint64_t           hash;
     uint64_t           seed;
     double             worst;
@@ -248,7 +248,7 @@ typedef struct bench {
 enum { R = 19, C = 37, N = R * C };
 
 static void *keep(bench *b, void *p) {
-    if (b->n_all < 256) b->all[b->n_all++] = p;
+    if (b->n_all < 2048) b->all[b->n_all++] = p;
     return p;
 }
 
