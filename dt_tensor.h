@@ -4282,7 +4282,7 @@ int dt_json_find(const dt_json *d, int node, const char *key) {
     int                  lo = 0, hi = n ? (int)n->count : 0;
     while (lo < hi) {
         int         mid = lo + (hi - lo) / 2;
-        size_t      bytes;
+        size_t      bytes = 0;
         const char *have = dt_json_key(d, dt_json_at(d, node, mid), &bytes);
         int         order = dt__string_order(key, strlen(key), have, bytes);
         if (order == 0) return dt_json_at(d, node, mid);
@@ -4726,7 +4726,7 @@ static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
     dt__weight_file *file = &w->file[f];
     const dt_json   *j = file->json;
     dt__weight       t;
-    size_t           bytes;
+    size_t           bytes = 0;
     int64_t          begin, end, size = 1;
     memset(&t, 0, sizeof t);
     t.file = f;
