@@ -583,6 +583,40 @@ static void order_and_documents(int which) {
     free_ctx(ctx, "order");
 }
 
+static uint64_t dropout_key[32];
+static int      dropouts;
+
+static dt_status note_dropout(const dt_dropout_args *a, void *stream) {
+    if (dropouts < 32) dropout_key[dropouts++] = a->key;
+    return dt_kernels_cpu()->dropout(a, stream);
+}
+
+/* Each place of each step drops others: all keys differ, and the next context with the same seed has the same. */
+static void dropout_places(int which) {
+    uint64_t   first[14] = { 0 };
+    int32_t    ids[TOKENS] = { 0 };
+    gpt_config c = random_config(which);
+    c.dropout = 0.1;
+    for (int run = 0; run < 3; run++) {
+        dt_kernels table = *dt_kernels_cpu();
+        table.dropout = note_dropout;
+        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = run < 2 ? 1 : 2, .kernels = &table });
+        gpt     m = gpt_register(ctx, c);
+        dropouts = 0;
+        for (uint64_t step = 1; step <= 2; step++)
+            gpt_logits_at(&m, (gpt_tokens){ .ids = line(ctx, ids), .step = step });
+        CHECK_MSG(dropouts == 14, "%d dropouts of 3 layers in 2 steps, not 14", dropouts);
+        int other = 0;
+        for (int i = 0; i < 14; i++) {
+            for (int j = 0; j < i; j++) CHECK_MSG(dropout_key[i] != dropout_key[j], "dropout %d is dropout %d", i, j);
+            other += run > 0 && dropout_key[i] != first[i];
+            if (run == 0) first[i] = dropout_key[i];
+        }
+        CHECK(other == (run < 2 ? 0 : 14));
+        free_ctx(ctx, "dropout");
+    }
+}
+
 /* Gradients of one step under a choice of recomputation, as bytes; the loss. */
 static double step_grads(gpt_config c, uint64_t step, double *grads, int64_t *n) {
     int32_t ids[TOKENS];
@@ -703,6 +737,7 @@ int main(int argc, char **argv) {
         }
         order_and_documents(which);
         dropout_and_recompute(which);
+        dropout_places(which);
     }
     files_that_do_not_fit();
     configs();
