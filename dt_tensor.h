@@ -538,7 +538,8 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_param_info *param;       /* NULL unless a parameter */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
-    int             readers;    /* how often recorded ops have taken it as an input */
+    int             readers;    /* how often recorded ops have taken it as an input, in a block's first run */
+    int             run;        /* in which depth of second runs it was made */
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -2162,6 +2163,7 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     t->name = name;
     t->ctx = ctx;
     t->block = ctx->current;
+    t->run = ctx->recomputing;
     return t;
 }
 
@@ -2240,7 +2242,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner) owner->readers++;
+        if (owner && owner->run == ctx->recomputing) owner->readers++; /* as in the first run */
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
         if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
@@ -6361,7 +6363,8 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     w.whole = steps <= w.pieces.depth;
     w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c;
     int64_t parts = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(), of = a.m > a.n ? a.m : a.n;
-    int64_t each = ((of + parts - 1) / parts + 31) / 32 * 32, stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
+    int64_t each = ((of + parts - 1) / parts + 31) / 32 * 32;
+    int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
     DT__PARALLEL
     for (int64_t part = 0; part < a.batch * parts; part++) {
         DT__K(matmul_plan) mine = w; /* this thread's scratch, and its part of the longer side of C */
@@ -7053,7 +7056,8 @@ DT__FN dt_status DT__K(attention)(const dt_attention_args *a) {
     if (K < 1 || a->heads % K || !a->work || a->work_bytes < dt_attention_work(a->tk, a->dim, a->dtype))
         return DT_ERR_ARG;
     DT__PARALLEL
-    for (int64_t g = 0; g < a->batch * K; g++) DT__K(attention_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
+    for (int64_t g = 0; g < a->batch * K; g++)
+        DT__K(attention_group)(a, (char *)a->work + dt__omp_thread() * stride, g);
     return DT_OK;
 }
 
