@@ -736,6 +736,8 @@ int main(int argc, char **argv) {
             cache_like_window(which, DT_F64, prompt, 1e-12);
             cache_like_window(which, DT_F32, prompt, 1e-5);
         }
+        cache_like_window(which, DT_BF16, 8, 0.05);
+        cache_like_window(which, DT_F16, 8, 0.01);
         order_and_documents(which);
         dropout_and_recompute(which);
         dropout_places(which);
