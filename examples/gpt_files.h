@@ -259,13 +259,13 @@ static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
     if (!w) return none;
     int head = dt_weights_find(w, "lm_head.weight") >= 0;
     dt_weights_close(w);
-    if (h.version) {
-        c = (gpt_config){ .layers = h.layers, .width = h.width, .heads = h.heads, .kv_heads = h.heads,
-            .ffn = 4 * h.width, .seq = h.seq, .vocab = h.vocab, .tied = 1 };
-        if (c.layers > GPT_MAX_LAYERS || c.heads < 1 || c.width % c.heads != 0)
-            dt_fail(ctx, DT_ERR_IO, "%s: %d layers, a width of %d with %d heads", path, c.layers, c.width, c.heads);
-        return dt_error(ctx) == DT_OK ? c : none;
+    if (h.width > 1 << 24 || h.layers > GPT_MAX_LAYERS || (h.version && (h.heads < 1 || h.width % h.heads != 0))) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %d layers, a width of %d with %d heads", path, h.layers, h.width, h.heads);
+        return none;
     }
+    if (h.version)
+        return (gpt_config){ .layers = h.layers, .width = h.width, .heads = h.heads, .kv_heads = h.heads,
+            .ffn = 4 * h.width, .seq = h.seq, .vocab = h.vocab, .tied = 1 };
     size_t bytes = 0;
     if (gpt_beside(ctx, name, sizeof name, path, "config.json") != 0) return none;
     char    *text = dt_file_read(ctx, name, 1 << 24, &bytes);

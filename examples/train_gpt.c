@@ -36,7 +36,7 @@ enum { BUILT, LATER };
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes, or llm.c shards; a DIR's files by name [own sources]") \
+    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes or llm.c shards; a DIR's files by name [own sources]") \
     X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
     X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "at the end print N sampled bytes, or ids of shards") \
@@ -323,8 +323,8 @@ static void print_help(void) {
         if (later) printf(" (not in this build: %s)", later + 1);
         putchar('\n');
     }
-    puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own; products of\n"
-         "recomputation are not counted; X is in TFLOP/s.");
+    puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;\n"
+         "recomputation is not counted; X is in TFLOP/s.");
     puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
 }
 
