@@ -1,9 +1,9 @@
-/* dt_tensor.h - v0.1.0 - one rank of a training job: tensors, memory, tape, kernels - public domain or MIT,
-   see the end of the file
+/* dt_tensor.h - v0.1.0 - one rank of a training job: tensors, memory, tape, kernels, weight files - public domain or
+   MIT, see the end of the file
 
    This is the lowest of four single-header libraries that train transformers on many ranks:
 
-       dt_tensor.h     one rank: tensors, memory, tape, kernels          (this file, usable alone)
+       dt_tensor.h     one rank: tensors, memory, tape, kernels, weight files      (this file, usable alone)
        dt_comm.h       groups of ranks: launch, collectives, faults
        dt_parallel.h   layouts: mesh, placements, data order
        dt_zero.h       training state: optimizers, ZeRO, clipping
@@ -136,7 +136,7 @@ typedef enum dt_status {
     DT_ERR_UNSUPPORTED  /* not in this version */
 } dt_status;
 
-/* Element types. BF16 and F16 are storage types of later versions; F64 is for tests on the CPU. */
+/* Element types. BF16 and F16 are storage: kernels compute in f32. F64 is for tests on the CPU. */
 typedef enum dt_dtype { DT_F32 = 0, DT_BF16, DT_F16, DT_F64, DT_I32 } dt_dtype;
 
 /* How several values become one, in rank order. */

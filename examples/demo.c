@@ -11,8 +11,8 @@
    should stay zero has nothing else to be measured by. The tolerance is 1e-12 in f64 and 1e-5 in f32.
 
    AdamW runs with eps 1e-5, not 1e-8. Where a gradient is zero but for rounding (attn.k.bias, for one), AdamW divides
-   rounding by its own size and makes whole steps of it: with eps 1e-8 two f32 runs that differ in the order of a sum are
-   1e-3 of a norm apart after 30 steps, in any framework, and say nothing of a layout. */
+   rounding by its own size and makes whole steps of it: with eps 1e-8 two f32 runs that differ in the order of a sum
+   are 1e-3 of a norm apart after 30 steps, in any framework, and say nothing of a layout. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -108,8 +108,8 @@ static gpt_config model_of(const row *r) {
 static int run(const row *r, train_config config, result *out) {
     config.model = model_of(r);
     config.mesh.dp = r->ranks;
-    config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .eps = 1e-5, .weight_decay = 0.1,
-        .clip = r->optimizer == DT_SGD ? 0 : 1 };
+    config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .eps = 1e-5,
+        .weight_decay = 0.1, .clip = r->optimizer == DT_SGD ? 0 : 1 };
     config.lr = (dt_lr_desc){ learning_rate(r), DT_LR_COSINE, 3, STEPS, 0.1 };
     config.accum = r->accum;
     config.micro_batch = BATCH / r->accum / r->ranks;

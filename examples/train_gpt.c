@@ -104,7 +104,7 @@ enum { BUILT, LATER };
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
-    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of each layer, or of K together") \
+    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of a layer, or K together") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed;tree", "order in which gradients are summed") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \

@@ -3,8 +3,8 @@
 
    Run:  test_tensor [folder of the golden files, default tests/golden]
 
-   HOW NUMBERS ARE COMPARED. For the GPT, as for every layout, the rule is on tensors: the norm of a - b against the norm
-   of b or, where larger, this tensor's share sqrt(n/N) of the whole gradient's norm. */
+   HOW NUMBERS ARE COMPARED. For the GPT, as for every layout, the rule is on tensors: the norm of a - b against the
+   norm of b or, where larger, this tensor's share sqrt(n/N) of the whole gradient's norm. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
