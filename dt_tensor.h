@@ -1082,35 +1082,38 @@ static int dt__add_ok(int64_t a, int64_t b, int64_t *out) {
     return a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, out);
 }
 
-static inline uint32_t dt__float_bits(float f) {
+/* gcc copies a function into kernels, which have options of their own, only where it must. */
+#define DT__INLINE static inline __attribute__((always_inline))
+
+DT__INLINE uint32_t dt__float_bits(float f) {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     return u;
 }
 
-static inline float dt__bits_float(uint32_t u) {
+DT__INLINE float dt__bits_float(uint32_t u) {
     float f;
     memcpy(&f, &u, sizeof f);
     return f;
 }
 
 /* bf16 and f16, rounded to nearest even; a NaN stays one. Selections only, no branches, so that loops vectorise. */
-static inline float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
+DT__INLINE float dt__bf16_to_f32(uint16_t h) { return dt__bits_float((uint32_t)h << 16); }
 
-static inline uint16_t dt__f32_to_bf16(float f) {
+DT__INLINE uint16_t dt__f32_to_bf16(float f) {
     uint32_t u = dt__float_bits(f);
     uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
     return (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : rounded);
 }
 
-static inline float dt__f16_to_f32(uint16_t h) {
+DT__INLINE float dt__f16_to_f32(uint16_t h) {
     uint32_t mag = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
     uint32_t tiny = dt__float_bits((float)(int32_t)mag * 0x1p-24f);     /* below 2^-14: mag times the smallest step */
     uint32_t rest = (mag << 13) + (mag >= 0x7c00 ? 0x70000000 : 0x38000000); /* the exponent's bias: 15 becomes 127 */
     return dt__bits_float((mag < 0x400 ? tiny : rest) | sign);
 }
 
-static inline uint16_t dt__f32_to_f16(float f) {
+DT__INLINE uint16_t dt__f32_to_f16(float f) {
     uint32_t u = dt__float_bits(f), mag = u & 0x7fffffff;
     uint32_t tiny = dt__float_bits(dt__bits_float(mag) + 0.5f) - 0x3f000000; /* the last bit of 0.5 + x is 2^-24 */
     uint32_t rest = (mag - 0x38000000 + 0xfff + (mag >> 13 & 1)) >> 13;
@@ -1145,8 +1148,8 @@ static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double 
     }
 }
 
-static inline int dt__narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
-static inline dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__narrow(dtype) ? DT_F32 : dtype; }
+DT__INLINE int dt__narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__narrow(dtype) ? DT_F32 : dtype; }
 
 /* The type that the CPU computes in. */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
