@@ -12,8 +12,8 @@
    It gives you eager tensors with a tape (reverse-mode differentiation), parameters that are boxes of a full
    logical tensor, memory whose every byte has an owner and a class, CPU kernels, and weight files (safetensors, llm.c).
 
-   DOES NOT: start threads, install signal handlers, call exit or abort, keep global state, print except through
-   the log hook, read the environment.
+   DOES NOT: start threads (OpenMP does, where DT_USE_OMP asks for it), install signal handlers, call exit or abort,
+   keep global state, print except through the log hook, read the environment.
 
    QUICK EXAMPLE
 
@@ -76,6 +76,7 @@
     21. Matrix product on the CPU
     22. CPU kernels, once over float and double
     23. The CPU kernel table
+
    CONTRACT
      Memory     The context owns all it hands out. Parameters live until dt_ctx_free; everything else an op returns
                 lives until dt_reset (data made inside a recomputed dt_block only while it runs). Host buffers you
@@ -85,8 +86,9 @@
                 NULL; NULL in gives NULL out; dt_item gives NaN. So a loop needs no checks: look once at the end.
      Threads    A context belongs to one thread at a time. Contexts share nothing.
      Order      Every sum has a stated order that does not depend on tiling or threads: the same program gives the
-                same bits. An element of a product depends on its row, its column and K only. A micro-batch's
-                weight gradient is complete before it is added to anything.
+                same bits on processors of one kind. An element of a product depends on its row, its column and K
+                only, unless CBLAS makes it. A micro-batch's weight gradient is complete before it is added to
+                anything.
      Tags       [local] any rank by itself; [pairwise] two ranks; [collective: group] every rank of the group. */
 
 #ifndef DT_TENSOR_H
@@ -539,7 +541,7 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
     int             readers;    /* how often recorded ops have taken it as an input, in a block's first run */
-    int             run;        /* in which depth of second runs it was made */
+    int             run;        /* which second run of a block it was made in; 0: none */
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -664,7 +666,7 @@ DT_API void dt_micro(dt_ctx *ctx, int index, int count);
    leading dimensions. Types of floating inputs must agree; bf16 and f16 are computed in f32 and rounded once. */
 
 typedef struct dt_linear_desc {
-    int        activation;  /* DT_ACT_GELU .. DT_ACT_TANH, applied to x w^T + b; 0: none */
+    int        activation;  /* DT_ACT_*, but not AFFINE, applied to x w^T + b; 0: none */
     dt_tensor *residual;    /* of the result's shape, added last; NULL: none */
 } dt_linear_desc;
 /* x (..,I), w (O..,I), b (O..) or NULL -> (..,O..): x w^T + b. w may have several output dimensions. The long form
@@ -739,8 +741,9 @@ DT_API dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *to
 typedef struct dt_attn_desc {
     int        kv_heads;    /* 0 -> k's own; otherwise must agree with it */
     int        full;        /* 1: every query sees every key; default causal */
-    dt_tensor *positions, *key_positions;   /* (B,TQ), (B,TK) i32; NULL: key j is at j, query i at i + TK - TQ */
-    dt_tensor *documents, *key_documents;   /* the same of documents packed into a sequence; keys' NULL: queries' */
+    dt_tensor *positions, *key_positions;   /* (B,TQ), (B,TK) i32; both NULL: key j is at j, query i at i + TK - TQ */
+    dt_tensor *documents, *key_documents;   /* the same of documents packed into a sequence. Where TQ = TK, the keys'
+                                               NULL means the queries'. */
     dt_tensor **lse;        /* not NULL: receives the log-sum-exp (B,H,TQ) */
 } dt_attn_desc;
 /* q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K -> (B,TQ,H,D), scale 1/sqrt(D). A causal query sees the keys
@@ -1121,7 +1124,14 @@ DT__INLINE uint16_t dt__f32_to_f16(float f) {
     return (uint16_t)((mag < 0x38800000 ? tiny : mag < 0x47800000 ? rest : huge) | (u >> 16 & 0x8000));
 }
 
-// ==== 11. Default host and io tables ================================================================================
+/* Round to odd: when a double becomes a float that is rounded again to 16 bits, the second rounding sees a last bit
+   that still knows something was cut off, and so gives what one rounding would have. */
+static float dt__f64_to_odd(double x) {
+    float    f = (float)x;
+    uint32_t u = dt__float_bits(f);
+    if ((double)f == x || x != x) return f;
+    return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
+}
 
 /* One element of any type. */
 static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
@@ -1138,8 +1148,8 @@ static inline double dt__number(dt_dtype dtype, const void *array, size_t i) {
 static inline void dt__set_number(dt_dtype dtype, void *array, size_t i, double x) {
     switch (dtype) {
     case DT_F32: ((float *)array)[i] = (float)x; break;
-    case DT_BF16: ((uint16_t *)array)[i] = dt__f32_to_bf16((float)x); break;
-    case DT_F16: ((uint16_t *)array)[i] = dt__f32_to_f16((float)x); break;
+    case DT_BF16: ((uint16_t *)array)[i] = dt__f32_to_bf16(dt__f64_to_odd(x)); break;
+    case DT_F16: ((uint16_t *)array)[i] = dt__f32_to_f16(dt__f64_to_odd(x)); break;
     case DT_F64: ((double *)array)[i] = x; break;
     case DT_I32:
         x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
@@ -1154,6 +1164,7 @@ DT__INLINE dt_dtype dt__wide(dt_dtype dtype, int wide) { return wide && dt__narr
 /* The type that the CPU computes in. */
 static size_t dt__real_size(dt_dtype dtype) { return dtype == DT_F64 ? 8 : 4; }
 
+// ==== 11. Default host and io tables ================================================================================
 
 static void *dt__host_alloc(void *user, size_t bytes, dt_mem mem) {
     void *p = NULL;
@@ -1314,6 +1325,7 @@ struct dt_ctx {
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
     uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
     int             recomputing;            /* depth of second runs */
+    int             run, runs;              /* the second run that is under way, 0: none; how many there were */
     int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
@@ -1485,7 +1497,7 @@ const char *dt_error_text(const dt_ctx *ctx) { return ctx ? ctx->text : "no cont
 static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *kernel, dt_status status) {
     if (status == DT_OK) return DT_OK;
     const char *why = status == DT_ERR_UNSUPPORTED ? "not available for these arguments"
-                      : status == DT_ERR_ARG       ? "an index is out of range"
+                      : status == DT_ERR_ARG       ? "an index, a value or the scratch is out of range"
                                                    : dt_status_name(status);
     return dt_fail(ctx, status, "%s: kernel %s on %s: %s", what, kernel, ctx->kernels.name, why);
 }
@@ -2121,6 +2133,7 @@ void dt_reset(dt_ctx *ctx) {
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
     ctx->blocks = 0;
+    ctx->runs = 0;
     ctx->trail = 0;
 }
 
@@ -2166,7 +2179,7 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     t->name = name;
     t->ctx = ctx;
     t->block = ctx->current;
-    t->run = ctx->recomputing;
+    t->run = ctx->run;
     return t;
 }
 
@@ -2245,7 +2258,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner && owner->run == ctx->recomputing) owner->readers++; /* as in the first run */
+        if (owner && owner->run == ctx->run) owner->readers++; /* what is older was counted in the first run */
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
         if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
@@ -2301,7 +2314,8 @@ void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
     int        wide = 0;
     if (!t->param || !dt__narrow(t->dtype)) return dt__grad_wide(node, i, accumulate, &wide);
     *accumulate = node->narrow[i] != NULL;
-    if (!node->narrow[i]) node->narrow[i] = dt__grad_room(t->ctx, t->ctx->root, dt__bytes(t));
+    dt_block_state *home = node->out ? node->out->block : t->ctx->root;
+    if (!node->narrow[i]) node->narrow[i] = dt__grad_room(t->ctx, home, dt__bytes(t));
     return node->narrow[i];
 }
 
@@ -2520,7 +2534,7 @@ static int dt__block_repeats(const dt_block_state *b, dt_tensor *y) {
    already, its blocks have their numbers already; the gradient of the output passes to what the function returns. */
 static void dt__block_again(dt_block_state *b) {
     dt_ctx         *ctx = b->ctx;
-    int             blocks = ctx->blocks, no_grad = ctx->no_grad;
+    int             blocks = ctx->blocks, no_grad = ctx->no_grad, run = ctx->run;
     dt_block_state *again = b->again = dt__block_open(ctx, b->parent, b->index, 1);
     if (!again) return;
     again->grads = b->grads;
@@ -2528,11 +2542,15 @@ static void dt__block_again(dt_block_state *b) {
     ctx->blocks = b->index;
     ctx->no_grad = b->no_grad;
     ctx->recomputing++;
+    ctx->run = ++ctx->runs;
     dt_tensor *y = dt__block_run(again, b->fn, b->x, b->user);
+    ctx->run = run;
     ctx->recomputing--;
     ctx->no_grad = no_grad;
     ctx->blocks = blocks;
-    if (ctx->status == DT_OK && dt__block_repeats(b, y) && b->out) dt__owner(y)->grad = b->out->grad;
+    if (ctx->status != DT_OK || !dt__block_repeats(b, y) || !b->out) return;
+    dt__owner(y)->grad = b->out->grad;
+    if (b->out->needs_grad == DT__KEPT) dt__owner(y)->needs_grad = DT__KEPT; /* nobody may use it up */
 }
 
 static void dt__block_back(dt_block_state *b, dt_phase phase) {
@@ -2752,8 +2770,8 @@ static void *dt__linear_turn(dt_node *n) {
 static void dt__linear_turn_input(dt_node *n, dt_matmul_args *a) {
     dt_tensor *x = dt__owner(n->in[0]);
     dt_node   *maker = x->maker;
-    if (x->readers != 1 || x->needs_grad == DT__KEPT || a->accumulate || !maker || maker->backward != dt__linear_back)
-        return;
+    if (x->readers != 1 || x->needs_grad == DT__KEPT || a->accumulate || !maker || maker->backward != dt__linear_back ||
+        x->block != n->out->block) return; /* another block may be recomputed, whose output has no maker */
     dt__linear_saved *saved = (dt__linear_saved *)maker->saved;
     if (!saved->before || maker->in[3]) return; /* a residual would need the gradient as it is */
     a->derivative = 1;
@@ -2768,7 +2786,8 @@ static dt_status dt__linear_back(dt_node *n) {
     dt_tensor *x = n->in[0], *w = n->in[1], *b = n->in[2];
     dt_ctx    *ctx = x->ctx;
     int64_t    rows = (int64_t)dt__rows(x), in = (int64_t)dt__last(w), out = (int64_t)dt__rows(w);
-    int        all = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2));
+    int        all = (!w->needs_grad || dt_wants(n, 1)) && (!b || !b->needs_grad || dt_wants(n, 2)) &&
+                     (!x->needs_grad || dt_wants(n, 0)); /* no half of this is still to come */
     int        plain = !((dt__linear_saved *)n->saved)->before;
     if (dt_wants(n, 3) && !plain && dt__pass_grad(n, 3, 0) != DT_OK) return dt_error(ctx);
     void *d = dt__linear_turn(n);
@@ -3007,37 +3026,38 @@ static int dt__broadcast(dt_shape a, dt_shape b, dt_shape *out, int64_t *stride_
 }
 
 /* in[i]'s gradient (+)= scale * g, where g has the output's shape and in[i] may repeat in it: dimensions that repeat
-   are summed, one at a time from the last, through two buffers that take turns. */
+   are summed, neighbours at once, the last first, through two buffers that take turns. */
 static dt_status dt__sum_to(dt_node *n, int i, const void *g, double scale, void *const turns[2]) {
     dt_tensor *t = n->in[i];
     dt_shape   at = n->out->shape;
-    int        skip = at.nd - t->shape.nd, turn = 0, left = 0;
-    for (int d = 0; d < at.nd; d++) left += at.d[d] != (d < skip ? 1 : t->shape.d[d - skip]);
+    dt_dtype   dtype = t->dtype;
+    int        skip = at.nd - t->shape.nd, turn = 0, left = 0, repeats[DT_MAX_DIMS];
+    for (int d = 0; d < at.nd; d++) left += repeats[d] = at.d[d] != (d < skip ? 1 : t->shape.d[d - skip]);
     if (left == 0 && scale == 1) { /* the same shape: only added */
         int   accumulate = 0;
         void *to = dt_grad_raw(n, i, &accumulate);
         return to ? dt__accumulate(t->ctx, t->dtype, to, g, (size_t)dt_count(at), accumulate) : dt_error(t->ctx);
     }
-    for (int d = at.nd - 1; d >= 0 || left == 0; d--) {
-        if (left > 0 && at.d[d] == (d < skip ? 1 : t->shape.d[d - skip])) continue;
-        dt_sum_args a = { .dtype = t->dtype, .out = turns[turn], .in = g, .outer = 1, .n = 1, .inner = 1, .scale = 1 };
-        for (int e = 0; e < at.nd && left > 0; e++)
-            if (e < d) a.outer *= (size_t)at.d[e];
-            else if (e > d) a.inner *= (size_t)at.d[e];
-        if (left == 0) a.inner = (size_t)dt_count(at); /* nothing repeats: a scaled copy */
-        else a.n = (size_t)at.d[d];
-        if (left <= 1) {
+    for (int end = at.nd;;) {
+        dt_sum_args a = { .dtype = dtype, .out = turns[turn], .in = g, .outer = 1, .n = 1, .inner = 1, .scale = 1 };
+        for (; end > 0 && !repeats[end - 1]; end--) a.inner *= (size_t)at.d[end - 1];
+        for (; end > 0 && repeats[end - 1]; end--, left--) a.n *= (size_t)at.d[end - 1];
+        for (int d = 0; d < end; d++) a.outer *= (size_t)at.d[d];
+        a.wide = dt_grad_dtype(t) != t->dtype; /* a parameter's sums are f32 all the way */
+        if (left == 0) {
             a.scale = scale;
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
-            if (!a.out) return dt_error(t->ctx);
         }
-        if (DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left <= 1) return dt_error(t->ctx);
-        at.d[d] = 1;
+        if (!a.out || DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left == 0) return dt_error(t->ctx);
+        dtype = dt__wide(dtype, a.wide);
+        for (int d = end; d < at.nd; d++) { /* what was summed is gone */
+            if (repeats[d]) at.d[d] = 1;
+            repeats[d] = 0;
+        }
         g = turns[turn];
         turn = 1 - turn;
-        left--;
+        end = at.nd;
     }
-    return DT_OK;
 }
 
 typedef struct dt__binary_saved { int op; } dt__binary_saved;
@@ -5023,14 +5043,6 @@ const char *dt_weights_metadata(const dt_weights *w, const char *key) {
     return dt_json_string(j, dt_json_find(j, dt_json_find(j, 0, "__metadata__"), key), NULL);
 }
 
-/* Round to odd: when a double becomes a float that is rounded again to 16 bits, the second rounding sees a last bit
-   that still knows something was cut off, and so gives what one rounding would have. */
-static float dt__f64_to_odd(double x) {
-    float    f = (float)x;
-    uint32_t u = dt__float_bits(f);
-    if ((double)f == x || x != x) return f;
-    return dt__bits_float((fabs((double)f) > fabs(x) ? u - 1 : u) | 1);
-}
 
 /* out = in as another type, both in host memory. Every pair but f64 to f64 passes through floats. */
 static void dt__convert(dt_dtype to, void *out, dt_dtype from, const void *in, int64_t count) {
@@ -5613,7 +5625,7 @@ static void *dt__align64(void *p) {
    result is computed by one thread in the same order, so the bits do not change. */
 #ifdef DT_USE_OMP
 #include <omp.h>
-#define DT__PARALLEL _Pragma("omp parallel for schedule(static)")
+#define DT__PARALLEL _Pragma("omp parallel for schedule(static) num_threads(dt__omp_threads())")
 static int dt__omp_threads(void) { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 static int dt__omp_thread(void) { return omp_get_thread_num(); }
 #else
@@ -5649,16 +5661,17 @@ static dt__pieces dt__matmul_pieces(int64_t n, int64_t steps, size_t size) {
     return p;
 }
 
-/* Room for panels of A of at most 14 rows, a block of B, and tiles; two numbers are written past a panel. */
+/* Room for panels of A of at most 14 rows, a block of B, and tiles; two numbers are written past a panel. Never less
+   for a larger product, so that scratch for the largest of several serves all. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
-    size_t size = dt__real_size(dtype), most = 0;
+    size_t size = dt__real_size(dtype), wide, depth, block = DT__BLOCK / size, numbers;
     if (n < 0 || k < 0) return 0;
-    for (int pairs = 0; pairs <= (dtype == DT_BF16); pairs++) {
-        dt__pieces p = dt__matmul_pieces(n, pairs ? (k + 1) / 2 : k, size);
-        size_t     numbers = (size_t)(p.tiles + p.depth * (p.columns + DT__GROUP * 14) + 2);
-        if (numbers > most) most = numbers;
-    }
-    return (most * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
+    wide = ((size_t)n + 31) / 32 * 32 + 32;
+    depth = k < 1 ? 1 : k < DT__DEPTH ? (size_t)k : DT__DEPTH;
+    numbers = (wide < block / depth ? wide * depth : block) + depth * DT__GROUP * 14 + 14 * 32 + 2;
+    if (k > DT__DEPTH) /* pieces are then at least half as deep, and as much wider */
+        numbers += DT__PANELS * 14 * (wide < 2 * block / DT__DEPTH ? wide : 2 * block / DT__DEPTH);
+    return (numbers * size + 127) / 64 * 64 * (size_t)dt__omp_threads();
 }
 
 /* Room for six rows: a kernel's rows widened, and sums over rows. */
@@ -6313,8 +6326,8 @@ DT__FN void DT__K(matmul_packed)(const DT__K(matmul_plan) *w, int64_t batch, int
 }
 
 #ifdef DT_USE_CBLAS
-/* The product by CBLAS, which sums in an order of its own. Where something follows, a few rows at a time go to `work`
-   and are finished from there like our own. */
+/* The product by CBLAS, which sums in an order of its own. Where something follows, some rows at a time go to `work`
+   and are finished from there like our own; fewer than 16 would be slow, and are left to our own. */
 DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
     CBLAS_TRANSPOSE ta = a->trans_a ? CblasTrans : CblasNoTrans, tb = a->trans_b ? CblasTrans : CblasNoTrans;
     int      fused = a->bias || a->before || a->activation || a->residual || a->accumulate;
@@ -6334,7 +6347,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 
 DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     dt_matmul_args a = *args;
-    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0) return DT_ERR_ARG;
+    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
+        (a.derivative && !a.before)) return DT_ERR_ARG;
     if (a.batch == 0) a.batch = 1;
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
@@ -6345,8 +6359,8 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     }
     if (a.work_bytes < dt_matmul_work(a.n, a.k, a.dtype)) return DT_ERR_ARG;
 #ifdef DT_USE_CBLAS
-    int by_cblas = !dt__narrow(a.dtype) && a.m < INT_MAX && a.n < INT_MAX && a.k < INT_MAX && a.lda < INT_MAX;
-    if (by_cblas && a.k > 0) {
+    int fits = a.m < INT_MAX && a.n < INT_MAX && a.k < INT_MAX && a.lda < INT_MAX && a.ldb < INT_MAX && a.ldc < INT_MAX;
+    if (fits && !dt__narrow(a.dtype) && a.k > 0 && (size_t)a.n * 16 * sizeof(DT__REAL) <= a.work_bytes) {
         for (int64_t i = 0; i < a.batch && a.m > 0 && a.n > 0; i++) DT__K(matmul_cblas)(&a, i);
         return DT_OK;
     }
@@ -6364,7 +6378,7 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
     w.pieces = dt__matmul_pieces(a.n, steps, sizeof(DT__REAL));
     w.whole = steps <= w.pieces.depth;
-    w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c;
+    w.in_c = !a.accumulate && !dt__narrow(dt__wide(a.dtype, a.wide)) && a.residual != a.c && a.before != a.c;
     int64_t parts = a.m * a.n * a.k < 1 << 18 ? 1 : dt__omp_threads(), of = a.m > a.n ? a.m : a.n;
     int64_t each = ((of + parts - 1) / parts + 31) / 32 * 32;
     int64_t stride = (int64_t)(a.work_bytes / (size_t)dt__omp_threads());
@@ -6861,7 +6875,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
        dv, dk   (keys,dim)     += p^T dout, ds^T q panel a: p, ds turned              panel b: dout, q in rows of NR
 
    Every sum is one chain over its terms in ascending order. Keys that no query of a block sees are left out; those that
-   some do not see have p = 0 for them. */
+   some do not see have p = 0 for them: a value that is not finite reaches those queries all the same. */
 
 /* What is kept for one key/value head, and for one block of queries. keys are rounded up to 16, dims to MA, wide to
    NR. */
@@ -6971,9 +6985,9 @@ DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims
 
 /* The result of a block, (dims,NR), the other way round: rows of queries, `wide` apart, in place of w->q_rows. */
 DT__FN void DT__K(rows_of_out)(const DT__K(heads) *w) {
-    for (int64_t d = 0; d < w->dims; d += DT__TURN) {
+    for (int64_t d = 0; d < w->wide; d += DT__TURN) {
         const DT__REAL *row[DT__TURN];
-        for (int64_t i = 0; i < DT__TURN; i++) row[i] = w->out + (d + i < w->dims ? d + i : d) * DT__NR;
+        for (int64_t i = 0; i < DT__TURN; i++) row[i] = w->out + (d + i < w->dims ? d + i : 0) * DT__NR;
         DT__K(turn)(w->q_rows + d, w->wide, row, DT__NR);
     }
 }
@@ -7443,7 +7457,7 @@ DT__VARIANT_KERNELS(DT__DISPATCH)
 #undef DT__VARIANT_KERNELS
 #undef DT__FLOAT_KERNELS
 
-/* By way of double, which holds every number of the other types. A double goes to 16 bits by way of float. */
+/* By way of double, which holds every number of the other types. */
 static dt_status dt__cpu_cast(const dt_cast_args *a, void *stream) {
     double x[DT__TILE];
     (void)stream;

@@ -280,7 +280,7 @@ static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, d
     return dt_layernorm(x, gain, bias, m->config.norm_eps);
 }
 
-/* Puts one token's keys (or values) behind those that the cache holds; what it holds then. */
+/* Puts the keys (or values) of some tokens behind those that the cache holds; what it holds then. */
 static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *more) {
     if (!more) return NULL;
     const dt_kernels *table = dt_ctx_kernels(more->ctx);

@@ -1548,6 +1548,97 @@ static void empty_shapes(void) {
     close_good(ctx, &m, "empty shapes");
 }
 
+/* Scratch for the largest chunk serves every smaller one, and a last chunk of any length. */
+static void chunk_scratch(void) {
+    static const int64_t size[][3] = { { 300, 64, 1024 }, { 300, 64, 595 }, { 260, 40, 1107 }, { 768, 256, 1024 },
+        { 1760, 32, 512 }, { 1760, 32, 1107 } };
+    for (int64_t k = 1; k < 2100; k += 7)
+        for (int64_t n = 1; n < 2100; n += 131)
+            CHECK(dt_matmul_work(n, k, DT_F32) <= dt_matmul_work(n, k + 7, DT_F32) &&
+                  dt_matmul_work(n, k, DT_F32) <= dt_matmul_work(n + 131, k, DT_F32));
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
+        meter      m = METER;
+        dt_ctx    *ctx = open_ctx(&m);
+        int64_t    V = size[i][0], C = size[i][1], rows = size[i][2];
+        int32_t   *label = (int32_t *)room((size_t)rows * sizeof *label);
+        dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(V, C), DT_NORMAL(0.1)), *x;
+        for (int64_t r = 0; r < rows; r++) label[r] = (int32_t)(r % V);
+        x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(rows, C), 3, 1));
+        dt_tensor *labels = dt_input(ctx, DT_I32, DT_SHAPE(rows), label);
+        dt_tensor *loss = dt_linear_cross_entropy(x, w, labels, (double)rows, (dt_loss_desc){ 0, 0, 0, NULL });
+        dt_tensor *same = dt_cross_entropy(dt_linear(x, w, NULL), labels, (double)rows);
+        CHECK(fabs(dt_item(loss) - dt_item(same)) < 1e-6 && dt_backward(loss) == DT_OK);
+        free(label);
+        close_good(ctx, &m, "a chunk's scratch");
+    }
+}
+
+typedef struct two_runs { dt_tensor *p, *w; int nested; } two_runs;
+
+static dt_tensor *activated(dt_tensor *x, void *user) {
+    two_runs *r = (two_runs *)user;
+    return dt_linear_at(x, r->w, NULL, (dt_linear_desc){ DT_ACT_GELU, NULL });
+}
+
+static dt_tensor *around_activated(dt_tensor *x, void *user) {
+    two_runs  *r = (two_runs *)user;
+    dt_tensor *h = activated(x, user);
+    dt_tensor *y = dt_block_at(x->ctx, activated, h, user, (dt_block_desc){ .recompute = r->nested > 1 });
+    return dt_linear(y, r->w, NULL);
+}
+
+/* Gradients of a small model, with blocks that run again or not, whole or by halves; kept: the block's output is. */
+static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, float *grads) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    two_runs   r = { NULL, NULL, nested };
+    dt_param_desc frozen = { .frozen = 1, .dtype = type };
+    r.p = dt_param_at(ctx, "p", DT_SHAPE(8, 8), DT_NORMAL(1), (dt_param_desc){ .dtype = type });
+    r.w = dt_param_at(ctx, "w", DT_SHAPE(8, 8), DT_NORMAL(0.7), (dt_param_desc){ .dtype = type });
+    dt_tensor *f = dt_param_at(ctx, "f", DT_SHAPE(8, 8), DT_NORMAL(1), frozen);
+    dt_tensor *x = dt_block_at(ctx, around_activated, noise_input(ctx, type, DT_SHAPE(8, 8), 5, 1), &r,
+        (dt_block_desc){ .recompute = nested > 0 });
+    dt_tensor *t = dt_block_at(ctx, activated, x, &r, (dt_block_desc){ .recompute = nested > 0 });
+    if (kept) dt_require_grad(t);
+    dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, t }); /* a parameter as x, and t is read again */
+    dt_tensor *loss = dt_mse(dt_add(u, dt_mul(t, t)), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
+    if (halves) CHECK(dt_backward_input(loss) == DT_OK && dt_backward_weight(loss) == DT_OK);
+    else CHECK(dt_backward(loss) == DT_OK);
+    memset(grads, 0, 192 * sizeof *grads);
+    if (r.p->grad) memcpy(grads, r.p->grad, 64 * sizeof *grads);
+    if (r.w->grad) memcpy(grads + 64, r.w->grad, 64 * sizeof *grads);
+    for (int i = 0; kept && t->grad && i < 64; i++) grads[128 + i] = (float)get(t->grad, type, i);
+    close_good(ctx, &m, "two runs");
+}
+
+/* In f32 and in bf16, where a gradient that is rounded once more shows. */
+static void same_in_two_runs(void) {
+    float want[192], got[192];
+    for (int type = 0; type < 2; type++)
+        for (int kept = 0; kept < 2; kept++) {
+            two_runs_grads(type ? DT_BF16 : DT_F32, 0, 0, kept, want);
+            for (int way = 1; way < 6; way++) {
+                two_runs_grads(type ? DT_BF16 : DT_F32, way / 2, way % 2, kept, got);
+                CHECK_MSG(memcmp(want, got, sizeof got) == 0, "type %d, kept %d, recompute %d, halves %d: other bits",
+                    type, kept, way / 2, way % 2);
+            }
+        }
+}
+
+/* The gradient of a bf16 parameter that repeats in two dimensions is f32 all the way. */
+static void repeated_narrow(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *c = dt_param_at(ctx, "c", DT_SHAPE(3, 1, 2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *x = noise_input(ctx, DT_BF16, DT_SHAPE(3, 515, 2), 9, 1);
+    dt_tensor *sum = dt_add(dt_sum_over(dt_add(x, b), DT_ALL), dt_sum_over(dt_add(x, c), DT_ALL));
+    CHECK(dt_backward(sum) == DT_OK);
+    for (int i = 0; i < 2; i++) CHECK(b->grad && ((float *)b->grad)[i] == 1545);
+    for (int i = 0; i < 6; i++) CHECK(c->grad && ((float *)c->grad)[i] == 515);
+    close_good(ctx, &m, "a 16-bit parameter that repeats");
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_finite_differences();
@@ -1558,5 +1649,8 @@ int main(int argc, char **argv) {
     empty_shapes();
     ties();
     kept_in_block();
+    chunk_scratch();
+    same_in_two_runs();
+    repeated_narrow();
     return check_done("test_ops");
 }
