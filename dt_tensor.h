@@ -540,8 +540,7 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_param_info *param;       /* NULL unless a parameter */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
-    int             readers;    /* how often recorded ops have taken it as an input, in a block's first run */
-    int             run;        /* which second run of a block it was made in; 0: none */
+    int             readers;    /* how often recorded ops have taken it as an input */
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -1325,7 +1324,6 @@ struct dt_ctx {
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
     uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
     int             recomputing;            /* depth of second runs */
-    int             run, runs;              /* the second run that is under way, 0: none; how many there were */
     int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
@@ -2133,7 +2131,6 @@ void dt_reset(dt_ctx *ctx) {
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
     ctx->blocks = 0;
-    ctx->runs = 0;
     ctx->trail = 0;
 }
 
@@ -2179,7 +2176,6 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
     t->name = name;
     t->ctx = ctx;
     t->block = ctx->current;
-    t->run = ctx->run;
     return t;
 }
 
@@ -2258,7 +2254,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner && owner->run == ctx->run) owner->readers++; /* what is older was counted in the first run */
+        if (owner) owner->readers++;
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
         if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
@@ -2534,7 +2530,7 @@ static int dt__block_repeats(const dt_block_state *b, dt_tensor *y) {
    already, its blocks have their numbers already; the gradient of the output passes to what the function returns. */
 static void dt__block_again(dt_block_state *b) {
     dt_ctx         *ctx = b->ctx;
-    int             blocks = ctx->blocks, no_grad = ctx->no_grad, run = ctx->run;
+    int             blocks = ctx->blocks, no_grad = ctx->no_grad;
     dt_block_state *again = b->again = dt__block_open(ctx, b->parent, b->index, 1);
     if (!again) return;
     again->grads = b->grads;
@@ -2542,9 +2538,7 @@ static void dt__block_again(dt_block_state *b) {
     ctx->blocks = b->index;
     ctx->no_grad = b->no_grad;
     ctx->recomputing++;
-    ctx->run = ++ctx->runs;
     dt_tensor *y = dt__block_run(again, b->fn, b->x, b->user);
-    ctx->run = run;
     ctx->recomputing--;
     ctx->no_grad = no_grad;
     ctx->blocks = blocks;

@@ -1600,8 +1600,9 @@ static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, floa
         (dt_block_desc){ .recompute = nested > 0 });
     dt_tensor *t = dt_block_at(ctx, activated, x, &r, (dt_block_desc){ .recompute = nested > 0 });
     if (kept) dt_require_grad(t);
-    dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, t }); /* a parameter as x, and t is read again */
-    dt_tensor *loss = dt_mse(dt_add(u, dt_mul(t, t)), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
+    dt_tensor *v = dt_gelu(t), *square = dt_mul(v, v); /* reads v first, so its gradient comes last */
+    dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, v }); /* a parameter as x */
+    dt_tensor *loss = dt_mse(dt_add(u, square), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
     if (halves) CHECK(dt_backward_input(loss) == DT_OK && dt_backward_weight(loss) == DT_OK);
     else CHECK(dt_backward(loss) == DT_OK);
     memset(grads, 0, 192 * sizeof *grads);
@@ -1631,11 +1632,16 @@ static void repeated_narrow(void) {
     dt_ctx    *ctx = open_ctx(&m);
     dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
     dt_tensor *c = dt_param_at(ctx, "c", DT_SHAPE(3, 1, 2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
-    dt_tensor *x = noise_input(ctx, DT_BF16, DT_SHAPE(3, 515, 2), 9, 1);
+    dt_tensor *d = dt_param_at(ctx, "d", DT_SHAPE(1, 515, 1), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *e = dt_param_at(ctx, "e", DT_SHAPE(1, 3, 1), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *x = noise_input(ctx, DT_BF16, DT_SHAPE(3, 515, 2), 9, 1), *y = dt_reshape(x, DT_SHAPE(2, 3, 515));
     dt_tensor *sum = dt_add(dt_sum_over(dt_add(x, b), DT_ALL), dt_sum_over(dt_add(x, c), DT_ALL));
+    sum = dt_add(sum, dt_add(dt_sum_over(dt_add(x, d), DT_ALL), dt_sum_over(dt_add(y, e), DT_ALL)));
     CHECK(dt_backward(sum) == DT_OK);
     for (int i = 0; i < 2; i++) CHECK(b->grad && ((float *)b->grad)[i] == 1545);
     for (int i = 0; i < 6; i++) CHECK(c->grad && ((float *)c->grad)[i] == 515);
+    for (int i = 0; i < 515; i++) CHECK(d->grad && ((float *)d->grad)[i] == 6);
+    for (int i = 0; i < 3; i++) CHECK(e->grad && ((float *)e->grad)[i] == 1030); /* in bf16 515 would be 516 */
     close_good(ctx, &m, "a 16-bit parameter that repeats");
 }
 
