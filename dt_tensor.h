@@ -5661,7 +5661,7 @@ size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
     size_t size = dt__real_size(dtype), wide, depth, block = DT__BLOCK / size, numbers;
     if (n < 0 || k < 0) return 0;
     wide = ((size_t)n + 31) / 32 * 32 + 32;
-    depth = k < 1 ? 1 : k < DT__DEPTH ? (size_t)k : DT__DEPTH;
+    depth = k < 1 ? 1 : k < DT__DEPTH ? (size_t)k : (size_t)DT__DEPTH;
     numbers = (wide < block / depth ? wide * depth : block) + depth * DT__GROUP * 14 + 14 * 32 + 2;
     if (k > DT__DEPTH) /* pieces are then at least half as deep, and as much wider */
         numbers += DT__PANELS * 14 * (wide < 2 * block / DT__DEPTH ? wide : 2 * block / DT__DEPTH);
