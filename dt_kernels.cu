@@ -981,7 +981,7 @@ static dt_status cuda_rope(const dt_rope_args *a, void *stream) {
     return launched();
 }
 
-/* Philox4x32-10: dt_tensor.h, section 12, word for word. */
+/* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;

@@ -6339,7 +6339,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
 }
 #endif
 
-DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
+/* pairs: 1 for bf16 by the processor's dot product of pairs, which it must have. */
+DT__FN dt_status DT__K(matmul_by)(const dt_matmul_args *args, int pairs) {
     dt_matmul_args a = *args;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
         (a.derivative && !a.before)) return DT_ERR_ARG;
@@ -6364,11 +6365,9 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
     w.args = &a;
     w.tile = DT__K(matmul_tile);
 #if DT__BITS == 32 && DT__ISA == 2
-    if (a.dtype == DT_BF16 && dt__pairs_pay()) {
-        w.pairs = 1;
-        w.tile = DT__K(matmul_pair_tile);
-    }
+    if (pairs) w.tile = DT__K(matmul_pair_tile);
 #endif
+    w.pairs = pairs;
     int64_t steps = w.pairs ? (a.k + 1) / 2 : a.k;
     w.pieces = dt__matmul_pieces(a.n, steps, sizeof(DT__REAL));
     w.whole = steps <= w.pieces.depth;
@@ -6387,6 +6386,13 @@ DT__FN dt_status DT__K(matmul)(const dt_matmul_args *args) {
         else DT__K(matmul_packed)(&mine, part / parts, 0, a.m, first, end);
     }
     return DT_OK;
+}
+
+DT__FN dt_status DT__K(matmul)(const dt_matmul_args *a) {
+#if DT__BITS == 32 && DT__ISA == 2
+    if (a->dtype == DT_BF16 && dt__pairs_pay()) return DT__K(matmul_by)(a, 1);
+#endif
+    return DT__K(matmul_by)(a, 0);
 }
 #endif
 

@@ -12,7 +12,15 @@
 #include "check.h"
 #include "meter.h"
 
-static const char *const isa_name[DT__ISAS] = { "plain", "simd", "avx512" };
+static const char *const isa_name[DT__ISAS + 1] = { "plain", "simd", "avx512", "avx512 pairs" };
+enum { PAIRS = DT__ISAS }; /* as a set: bf16 by dot products of pairs, which matmul itself takes where they are faster */
+
+static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
+#if defined(__x86_64__)
+    if (isa == PAIRS) return dt__matmul_by_f32_avx512(a, 1);
+#endif
+    return dt__variant_of(type, isa)->matmul(a);
+}
 static const dt_dtype float_types[4] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
 
 static double naive_act(int act, double x) {
@@ -166,7 +174,7 @@ static void product_case(dt_dtype type, int isa, int64_t m, int64_t n, int64_t k
     if (!pad) { /* what 0 stands for */
         args.batch = args.lda = args.ldb = args.ldc = 0;
     }
-    CHECK(dt__variant_of(type, isa)->matmul(&args) == DT_OK);
+    CHECK(multiply(type, isa, &args) == DT_OK);
     product_compare(&p, isa_name[isa], mem[3], room_c);
     for (int i = 0; i < 7; i++) free(mem[i]);
     free(a->work);
@@ -191,9 +199,9 @@ static void products(dt_dtype type, int isa) {
     float one[4] = { 0 };
     dt_matmul_args small = { .dtype = type, .a = one, .b = one, .c = one, .m = 1, .n = 1, .k = 1, .work = work,
         .work_bytes = sizeof work };
-    CHECK(dt__variant_of(type, isa)->matmul(&small) == DT_ERR_ARG);
+    CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
     small.m = -1;
-    CHECK(dt__variant_of(type, isa)->matmul(&small) == DT_ERR_ARG);
+    CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
 }
 
 /* Bits of an element: the same in the whole product and in any corner of it. */
@@ -204,7 +212,7 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
     void  *bias = noise_array(type, (size_t)N, 3);
     dt_matmul_args all = { .dtype = type, .c = whole, .a = a, .b = b, .m = M, .n = N, .k = K, .trans_b = 1,
         .bias = bias, .activation = DT_ACT_SILU, .work = work, .work_bytes = work_bytes };
-    CHECK(dt__variant_of(type, isa)->matmul(&all) == DT_OK);
+    CHECK(multiply(type, isa, &all) == DT_OK);
     int wrong = 0;
     for (int t = 0; t < 12; t++) {
         int i0 = below(5, (uint64_t)t, (int)M), j0 = below(6, (uint64_t)t, (int)N);
@@ -217,7 +225,7 @@ static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K
         some.b = (char *)b + (size_t)(j0 * K) * size;
         some.bias = (char *)bias + (size_t)j0 * size;
         some.work_bytes = dt_matmul_work(n, K, type);
-        CHECK(dt__variant_of(type, isa)->matmul(&some) == DT_OK);
+        CHECK(multiply(type, isa, &some) == DT_OK);
         for (int i = 0; i < m; i++)
             wrong += memcmp((char *)part + (size_t)(i * n) * size, (char *)whole + (size_t)((i0 + i) * N + j0) * size,
                 (size_t)n * size) != 0;
@@ -1265,6 +1273,15 @@ static void test_numbers(void) {
         }
 }
 
+/* One type and set. */
+static void products_by(dt_dtype type, int isa) {
+    products(type, isa);
+    product_bits(type, isa, 45, 71, 129);
+    product_bits(type, isa, 461, 37, 600);
+    product_bits(type, isa, 15, 541, 520);
+    product_bits(type, isa, 29, 35, 1101);
+}
+
 static void test_products(void) {
     for (int isa = 0; isa < DT__ISAS; isa++) {
         if (isa > dt__isa_best() || !dt__variant_of(DT_F32, isa)) {
@@ -1273,14 +1290,13 @@ static void test_products(void) {
             check_skip(text);
             continue;
         }
-        for (int t = 0; t < 4; t++) {
-            products(float_types[t], isa);
-            product_bits(float_types[t], isa, 45, 71, 129);
-            product_bits(float_types[t], isa, 461, 37, 600);
-            product_bits(float_types[t], isa, 15, 541, 520);
-            product_bits(float_types[t], isa, 29, 35, 1101);
-        }
+        for (int t = 0; t < 4; t++) products_by(float_types[t], isa);
     }
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bf16")) products_by(DT_BF16, PAIRS);
+    else
+#endif
+        check_skip("bf16 products by pairs: not on this machine");
 }
 
 int main(void) {
