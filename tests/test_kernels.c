@@ -13,7 +13,7 @@
 #include "meter.h"
 
 static const char *const isa_name[DT__ISAS + 1] = { "plain", "simd", "avx512", "avx512 pairs" };
-enum { PAIRS = DT__ISAS }; /* as a set: bf16 by dot products of pairs, which matmul itself takes where they are faster */
+enum { PAIRS = DT__ISAS }; /* bf16 by dot products of pairs, as a set: matmul itself takes them where they are faster */
 
 static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
 #if defined(__x86_64__)
