@@ -19,14 +19,17 @@ unset MAKELEVEL
 
 # ---- what the tests need ------------------------------------------------------------------------------------------
 
-# command that is missing : packages that bring it
+# command or library that is missing : packages that bring it
 needs="gcc:gcc g++:g++ clang:clang patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
-       qemu-aarch64:qemu-user"
+       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0"
 
 install_needs() {
     local need missing=() log
     for need in $needs; do
-        command -v "${need%%:*}" >/dev/null || missing+=(${need#*:})
+        case $need in
+        lib*) /sbin/ldconfig -p 2>/dev/null | grep -q "${need%%:*}" ;;
+        *) command -v "${need%%:*}" >/dev/null ;;
+        esac || missing+=(${need#*:})
     done
     missing=(${missing[*]//,/ })
     if [ ${#missing[@]} -eq 0 ]; then echo "deps: nothing to install"; return; fi
