@@ -2,12 +2,11 @@
 
    The second of four single-header libraries; dt_tensor.h, which it includes, names them all. It runs one function on
    many ranks, lets groups of them sum, gather and exchange arrays, and makes the first failure on any rank end
-   the wait of every other, with a text that names it. In this version a rank is a thread.
+   the wait of every other, with a text that names it. A rank is a thread, a forked process, or whatever five functions
+   that carry messages connect.
 
    DOES NOT: install signal handlers, call exit or abort, keep global state, wait for a message without a limit, start
-   threads but those that dt_run was asked for. Not in this version, and refused with DT_ERR_UNSUPPORTED: the backends
-   procs, tcp, mpi and nccl. Not in this version at all: operations that are started now and waited for later, blocks of
-   unequal size, receive from any rank.
+   threads but those that dt_run was asked for.
 
    QUICK EXAMPLE
 
@@ -41,29 +40,30 @@
      2. Groups
      3. Collectives
      4. Send and receive
-     5. Scalars and agreement
-     6. Implementation: what the ranks of a run share
-     7. The first failure
-     8. Waiting
-     9. One call: its description, its data, its bytes
-    10. Send and receive: code
-    11. Meeting: post, compare, close
-    12. Barrier
-    13. Broadcast
-    14. All-gather
-    15. All-to-all
-    16. Reduce-scatter
-    17. All-reduce
-    18. Backends, checks, dispatch
-    19. Scalars and agreement: code
-    20. Groups: code
-    21. Launch: code
+     5. Started operations
+     6. Scalars and agreement
+     7. Attach
+     8. Implementation: what the ranks of a run share
+     9. The first failure
+    10. Calls: their pattern, text, data, bytes
+    11. Waiting, and what moves meanwhile
+    12. Messages in shared memory
+    13. Collectives in shared memory
+    14. Messages over a transport
+    15. Algorithms
+    16. Begin, wait, dispatch
+    17. Scalars and agreement: code
+    18. Groups: code
+    19. Memory that forked ranks share
+    20. Attach and launch: code
 
    CONTRACT
-     Memory     dt_run takes one range for all that ranks share: about 33 KiB for each pair of ranks, of which it
-                touches less than 1 KiB until messages use it. Groups belong to the context's world and end with it.
-                Your buffers are read and written only during the call: when a call returns, with an error too, no
-                other rank touches them.
+     Memory     dt_run takes one range for all that ranks share: about 65 KiB for each pair of ranks and 34 KiB for each
+                rank of each group, of which it touches little until messages use it. Groups belong to the context's
+                world and end with it. Your buffers are read and written only between the call and its return, or
+                between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
+                every rank's own memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too;
+                what lies elsewhere is copied through it in windows of DT_WINDOW_BYTES.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
@@ -72,11 +72,12 @@
                 within timeout_s, is named. Messages give world ranks. The first failure alone is logged as an error.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
-     Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, and the
-                same bits on every rank; of bf16 and f16 it is taken in f32 and rounded once, at its end. An all-reduce
-                equals a reduce-scatter and an all-gather bit for bit.
-     In place   as in NCCL: all-reduce send == recv; reduce-scatter recv == send + rank * count; all-gather send ==
-                recv + rank * count. Any other overlap is the caller's error.
+     Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, the backend
+                and the algorithm (but DT_RING, see dt_comm_set_algorithm), and the same bits on every rank; of bf16 and
+                f16 it is taken in f32 and rounded once, at its end. So an all-reduce equals a reduce and a broadcast,
+                and a reduce-scatter and an all-gather, bit for bit.
+     In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv == send + rank * count;
+                all-gather and gather send == recv + rank * count. Any other overlap is the caller's error.
      Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
      Tags       [local] any rank by itself; [pairwise] two ranks; [collective: comm] every rank of the group, in
                 the same order. */
@@ -100,8 +101,8 @@ extern "C" {
 typedef enum dt_backend {
     DT_BACKEND_AUTO = 0,    /* threads */
     DT_BACKEND_THREADS,     /* a rank is a thread of this process */
-    DT_BACKEND_PROCS,       /* not in this version, as all below */
-    DT_BACKEND_TCP,
+    DT_BACKEND_PROCS,       /* a rank is a fork of this process */
+    DT_BACKEND_TCP,         /* not in this version, as all below */
     DT_BACKEND_MPI,
     DT_BACKEND_NCCL
 } dt_backend;
@@ -113,6 +114,11 @@ typedef struct dt_report {
     char      text[512];    /* "rank 3: dt_linear(w1): ..." */
 } dt_report;
 
+/* A network that is slower than this machine's memory, to learn on: an operation is not over before latency_s plus its
+   bytes (as dt_comm_bytes counts them) / bytes_per_s have passed since its start or, if later, since the end of the
+   rank's operation before it. Whoever waits for it sleeps. Scalars (section 6) are free. All 0: none. */
+typedef struct dt_link { double latency_s, bytes_per_s; } dt_link;
+
 typedef struct dt_run_desc {
     int               ranks;        /* 0 -> 1 */
     dt_backend        backend;      /* AUTO -> threads */
@@ -122,12 +128,18 @@ typedef struct dt_run_desc {
     const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
     const dt_io      *io;           /* NULL -> dt_io_default() */
     dt_report        *report;       /* not NULL: receives the first failure */
+    size_t            user_bytes;   /* procs: what `user` points to is this long; forked ranks share one copy of it,
+        which
+                                       is yours again when dt_run returns. 0: each rank has the fork's private copy */
+    dt_link           link;
 } dt_run_desc;
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
    end of the world, waits for all and frees both. Returns the status of the first failure, which has been logged:
    DT_OK only if every rank_main returned DT_OK, no context failed and every message was received. A rank_main that
-   returns an error without a failed context is a failure too. */
+   returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
+   of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
+   of one thread. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 // ==== 2. Groups =====================================================================================================
@@ -146,7 +158,7 @@ typedef enum dt_axis {
 /* A run has room for this many dt_comm_split calls on its world. A call on a smaller group counts as a part of one. */
 #define DT_MAX_SPLITS 64
 
-/* [local] All ranks of the run. NULL, which is a group of one, for a context that dt_run did not make. */
+/* [local] All ranks of the run. NULL, which is a group of one, for a context that is attached to none. */
 DT_API dt_comm *dt_world(dt_ctx *ctx);
 /* [local] This rank's place in the group; 0 of 1 for NULL. */
 DT_API int dt_comm_rank(const dt_comm *comm);
@@ -165,29 +177,63 @@ DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
    of the algorithm that ran. With N ranks, and S the bytes of the full buffer (all shares together):
        all-reduce                              2 S (N-1)/N, rounded down where N does not divide it
        reduce-scatter, all-gather, all-to-all  S (N-1)/N, which is N-1 shares
+       all-to-all-v                            what goes to other ranks
        broadcast                               S from the root if N > 1, nothing from the others
+       scatter                                 N-1 shares from the root, nothing from the others
+       reduce, gather                          S, or its share, from all but the root
        send                                    its bytes; receive and barrier nothing
-   Scalars (section 5) and dt_comm_split are not counted. Operations that failed are not counted. */
+   Scalars (section 6) and dt_comm_split are not counted. Operations that failed are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
-/* [local] Seconds that this rank has spent inside operations of section 3 to 5, waiting included. */
+/* [local] Seconds that this rank has spent inside operations of section 3 to 6, waiting included. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
+
+/* How a collective goes where no shared memory makes it direct. A row of section 15 each, with its messages and bytes.
+   */
+typedef enum dt_algorithm {
+    DT_ALGORITHM_AUTO = 0,  /* shared memory where there is; else by size and ranks */
+    DT_DIRECT,              /* everyone to everyone at once */
+    DT_RING,                /* N-1 steps to the right; a reduction is summed in the ring's order,
+        another for each share */
+    DT_DOUBLING,            /* distances 1, 2, 4, ... */
+    DT_TREE,                /* binomial */
+    DT_ALGORITHMS
+} dt_algorithm;
+/* [collective: comm] From here on operations of this group run by this algorithm, as messages, where it has one for
+   them; the others as before. For learning and for tests: all have the same result, and but for DT_RING's sums the same
+   bits. */
+DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
+/* [local] Messages and bytes that this rank really sent so far as messages: what algorithms cost. */
+typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
+DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 // ==== 3. Collectives ================================================================================================
 
 /* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
    context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
-   NULL: host memory, or in place) and may be NULL when count is 0. N is the size of the group. Errors besides those of
-   the contract: DT_ERR_ARG for a value outside its range or a missing buffer, DT_ERR_COMM when ranks call different
-   things, DT_ERR_TIMEOUT, and the kernel table's own. */
+   NULL: host memory, or in place) and may be NULL when count is 0, and where a rank has none. N is the size of the
+   group. Errors besides those of the contract: DT_ERR_ARG for a value outside its range or a missing buffer,
+   DT_ERR_COMM when ranks call different things, DT_ERR_TIMEOUT, and the kernel table's own. */
 
 /* recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv: count. */
 DT_API dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
+/* The same sum on the root only. send: count; recv: count on the root, not used on the others. */
+DT_API dt_status dt_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+                           int root);
 /* The same sum, of which each rank keeps its own share. send: N * count, recv: count = share `rank` of the sum. */
 DT_API dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
 /* Every rank's share, in rank order, on every rank. send: count, recv: N * count. */
 DT_API dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
+/* The same on the root only. send: count; recv: N * count on the root, not used on the others. */
+DT_API dt_status dt_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
+/* Share r of the root's send on rank r. send: N * count on the root, not used on the others; recv: count. */
+DT_API dt_status dt_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
 /* Share j of rank i's send becomes share i of rank j's recv. send, recv: N * count; not in place. */
 DT_API dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
+/* The same with shares of any length, dense and in rank order on both sides: send_counts[j] elements go to rank j,
+   recv_counts[i] come from rank i (both of N numbers, read until the operation ends). A rank that expects another
+   count than it is sent: DT_ERR_COMM, naming both. */
+DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+                                 const size_t *recv_counts, dt_dtype dtype);
 /* buf of rank `root` on every rank. buf: count. */
 DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
 /* No rank leaves before the last has come. */
@@ -198,13 +244,62 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 /* [pairwise] buf: count. `to` and `from` are ranks of comm, tag >= 0. A receive takes the oldest message of that rank,
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
    send leaves a copy and returns, for 8 messages a pair; larger ones, or a 9th, wait for the receiver, so two ranks
-   that send each other much must not both send first. To itself a rank can send up to DT_EAGER_BYTES. NULL comm:
-   DT_ERR_ARG, there is nobody. */
+   that send each other much must not both send first: start them (section 5). To itself a rank can send up to
+   DT_EAGER_BYTES. NULL comm: DT_ERR_ARG, there is nobody. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
+/* From whichever rank's message of that group and tag is there first; *from (may be NULL) becomes its rank. */
+DT_API dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-// ==== 5. Scalars and agreement ======================================================================================
+// ==== 5. Started operations =========================================================================================
+
+/* Each begins an operation and returns: [collective: comm] and [pairwise] as above, in the same order on all ranks. The
+   arguments are those of the blocking call; buffers are the operation's until dt_wait. It moves on while any other
+   operation waits and between the kernels of this rank's tensor ops; there is no hidden thread. Any number may be
+   under way; of one group the first DT_MAX_STARTED are shown to the other ranks. NULL: done already (comm NULL), or the
+   context failed: dt_wait takes it, and returns which. Every other must be waited for, once, in any order: one that is
+   not is a failure when the rank's function returns. */
+#define DT_MAX_STARTED 8
+typedef struct dt_work dt_work;
+DT_API dt_work *dt_all_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+                                    dt_op op);
+DT_API dt_work *dt_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+                                int root);
+DT_API dt_work *dt_reduce_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+                                        dt_op op);
+DT_API dt_work *dt_all_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
+DT_API dt_work *dt_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
+DT_API dt_work *dt_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
+DT_API dt_work *dt_all_to_all_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
+DT_API dt_work *dt_all_to_all_v_start(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+                                      const size_t *recv_counts, dt_dtype dtype);
+DT_API dt_work *dt_broadcast_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root);
+DT_API dt_work *dt_barrier_start(dt_comm *comm);
+DT_API dt_work *dt_send_start(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
+DT_API dt_work *dt_recv_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
+/* *from is set when it is waited for. */
+DT_API dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
+
+/* [local, but as long as the operation takes] The operation is over, its buffers are yours, the work is gone. Returns
+   dt_error of ctx. */
+DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
+/* [local] Moves all started operations on as far as they can go now; 1 when this one is over (dt_wait returns at once).
+   */
+DT_API int dt_test(dt_ctx *ctx, dt_work *work);
+
+/* Sends and receives of one call, all under way at once, in any order: what NCCL calls a group. */
+typedef struct dt_transfer {
+    const void *send;       /* one of the two, the other NULL */
+    void       *recv;
+    size_t      count;
+    dt_dtype    dtype;
+    int         peer, tag;
+} dt_transfer;
+/* [pairwise] Returns when all n are done. */
+DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
+
+// ==== 6. Scalars and agreement ======================================================================================
 
 /* Values in host memory that steer a program; they are not counted as traffic. */
 
@@ -216,12 +311,60 @@ DT_API double dt_mean(dt_comm *comm, double mine);
    one rank may notice, such as a file that is missing, ends in this. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
+// ==== 7. Attach =====================================================================================================
+
+/* For a program that has its own threads, or its own way to carry messages. dt_run is these calls in a loop. */
+
+/* What the ranks of one run share, for threads (and forks) that the caller starts. */
+typedef struct dt_team dt_team;
+/* [the supervisor] desc as for dt_run, backend threads or procs. NULL after a failure, which has been logged. */
+DT_API dt_team *dt_team_make(dt_run_desc desc);
+/* [local] The context of a rank, with the team's tables; of forked ranks, with its heap in the range. dt_ctx_free ends
+   it, after dt_comm_detach. NULL after a failure, which the others learn of. */
+DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
+/* [the supervisor] After all ranks have detached, or will never attach: the first failure's status, the report filled.
+   */
+DT_API dt_status dt_team_free(dt_team *team);
+
+#define DT_ANY (-1)         /* from whoever comes first */
+/* Five functions that carry messages between ranks 0 .. size-1. Messages of one (sender, channel, tag) arrive in the
+   order of their sends. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
+   have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
+   DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
+   longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
+   bytes) says the reason: the peer is gone, or another rank has called fail. cancel: the request is gone, its buffer
+   the caller's. fail: this rank has failed, let others know text. */
+typedef struct dt_transport {
+    const char *name;
+    void       *user;
+    void     *(*send)(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes);
+    void     *(*recv)(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes);
+    int       (*test)(void *user, void *request, int *from, size_t *bytes, char *why);
+    void      (*cancel)(void *user, void *request);
+    void      (*fail)(void *user, const char *text);
+} dt_transport;
+
+typedef struct dt_attach_desc {
+    int                 rank;
+    dt_team            *team;       /* one of the two */
+    const dt_transport *transport;  /* copied */
+    int                 size;       /* ranks of a transport */
+    double              timeout_s;  /* of a transport: 0 -> 120 */
+    dt_link             link;       /* of a transport */
+} dt_attach_desc;
+/* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank; its world. NULL after a failure. A context for
+   a team is made with dt_team_ctx, which gives it the team's tables. */
+DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
+/* [local] The rank ends: its groups are gone, peers that wait for it learn of it. status: what its function returned.
+   */
+DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
+
 #ifdef __cplusplus
 }
 #endif
 #endif /* DT_COMM_H */
 
-// ==== 6. Implementation: what the ranks of a run share ==============================================================
+// ==== 8. Implementation: what the ranks of a run share ==============================================================
 
 #if defined(DT_IMPLEMENTATION) && !defined(DT_COMM_IMPL)
 #define DT_COMM_IMPL
@@ -230,14 +373,18 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 #include <pthread.h>    /* pthread_create, pthread_join: in dt_run and nowhere else */
 #include <sched.h>      /* sched_getaffinity */
+#include <signal.h>     /* kill, in dt_run */
 #include <stdarg.h>
-#include <stdio.h>      /* vsnprintf */
+#include <stdio.h>      /* vsnprintf, fflush */
 #include <string.h>
-#include <unistd.h>     /* sysconf */
+#include <sys/wait.h>   /* waitpid, in dt_run */
+#include <unistd.h>     /* sysconf, fork, _exit */
 
-/* All that ranks share lies in one range that dt_run takes before the first rank starts:
+/* Ranks that are threads or forks of one process are one implementation. All that they share lies in one range that is
+   taken before the first of them starts, so that an address in it means the same to all:
 
-       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies
+       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies | user |
+       heaps
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -250,37 +397,53 @@ enum {
 };
 
 typedef enum dt__op_code {
-    DT__ALL_REDUCE = 0, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__ALL_TO_ALL, DT__BROADCAST, DT__BARRIER,
-    DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__SEND, DT__RECV
+    DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
+    DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__SEND, DT__RECV
 } dt__op_code;
 
 /* What a rank calls: the arguments of the public functions under one roof. */
 typedef struct dt__call {
-    dt__op_code op;
-    dt_dtype    dtype;
-    dt_op       redop;      /* reductions; else DT_SUM */
-    int         peer;       /* broadcast: root; send, receive: the other; else 0 */
-    int         tag;        /* send, receive; below 0: part of a generic collective */
-    int         host;       /* the data are host memory whatever the device: scalars */
+    dt__op_code   op;
+    dt_dtype      dtype;
+    dt_op         redop;        /* reductions; else DT_SUM */
+    int           peer;         /* the root; the other of a send or receive, or DT_ANY; else 0 */
+    int           tag;          /* send, receive; below 0: part of a generic collective */
+    int           host;         /* the data are host memory whatever the device: scalars */
+    size_t        count;
+    const void   *send;
+    void         *recv;
+    const size_t *send_counts, *recv_counts;    /* all-to-all-v */
+    int           any, *from;   /* receive from any rank; who it was */
+    uint64_t      seq;          /* number of the collective on its group, from 1 */
+} dt__call;
+
+/* What one rank shows its group of one call. A rank has DT_MAX_STARTED of these in each group and uses them in turn. */
+typedef struct __attribute__((aligned(128))) dt__post {
+    uint64_t    seq;        /* = call.seq once the rest is complete */
+    uint64_t    what;       /* operation, type, reduction, root: equal on all ranks, as is count */
     size_t      count;
     const void *send;
     void       *recv;
-    uint64_t    seq;        /* number of the operation on its group, from 1 */
-} dt__call;
+    char       *staging;    /* not NULL: others cannot reach send or recv; windows of them are shown here */
+    char        data[72];   /* a small send itself, or all-to-all-v's counts; it goes on to the end of the post */
+} dt__post;
 
-/* What one rank shows its group. There are two of these for each rank, for odd and even seq: a rank posts seq + 2 only
-   after all have posted seq + 1, so after all are done with seq. */
-typedef struct __attribute__((aligned(128))) dt__slot {
-    uint64_t posted;        /* = call.seq once call is complete */
-    uint64_t done;          /* = call.seq once this rank touches no other's buffers any more */
-    dt__call call;
-} dt__slot;
+/* How far one rank is in its group. Operations of a group move their data in the order of seq, in one window each or in
+   several; both numbers count windows and only grow. */
+typedef struct __attribute__((aligned(128))) dt__member {
+    uint64_t opened;        /* this rank's staging shows that window */
+    char     apart[DT__LINE - sizeof(uint64_t)];
+    uint64_t closed;        /* it touches no other's memory of that window any more */
+} dt__member;
 
 typedef struct dt__group {
-    char      name[DT__NAME_BYTES];
-    int       size;
-    int      *ranks;        /* (size) world ranks */
-    dt__slot *slots;        /* (size, 2) */
+    char        name[DT__NAME_BYTES];
+    int         size;
+    uint32_t    channel;        /* of a transport */
+    int        *ranks;          /* (size) world ranks */
+    dt__member *members;        /* (size); NULL over a transport */
+    char       *posts;          /* (size, DT_MAX_STARTED, post_bytes) */
+    size_t      post_bytes;
 } dt__group;
 
 /* One message. The sender fills a free one; the receiver frees it, or tells the waiting sender to. */
@@ -296,44 +459,52 @@ typedef struct __attribute__((aligned(64))) dt__message {
 } dt__message;
 
 typedef struct __attribute__((aligned(64))) dt__pair {  /* from one rank to one other */
-    uint64_t    sent;
+    uint64_t    sent, begun;    /* messages posted; and sends begun: both the sender's */
     dt__message message[DT__MESSAGES];
 } dt__pair;
 
 typedef struct __attribute__((aligned(128))) dt__rank_state {
     int busy;               /* this rank reads or writes memory of others now */
-    int ended;              /* its rank function has returned */
+    int ended;              /* its rank function has returned, or its process is gone */
 } dt__rank_state;
 
 typedef struct dt__shared {
     int             ranks, spins, claimed, aborted, ended;
+    int             apart;  /* ranks are processes: they reach each other's memory in this range only */
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
-    dt__rank_state *state;  /* (ranks) */
+    dt__rank_state *state;  /* (ranks); NULL over a transport, as all below */
     dt__pair       *pairs;  /* (ranks, ranks): sender, receiver */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
     char           *eager;  /* (ranks, ranks, DT__MESSAGES, DT_EAGER_BYTES) */
+    char           *user;   /* the copy of what dt_run's user points to */
+    char           *heaps;  /* (ranks, heap_bytes) */
+    size_t          heap_bytes;
+    size_t          bytes;  /* of the range */
 } dt__shared;
 
-typedef struct dt__comm_ops dt__comm_ops;   /* section 9 */
+typedef struct dt__comm_ops dt__comm_ops;   /* section 10 */
 
 /* One rank's own side of a run; its context knows it as "attached". */
 typedef struct dt__world {
-    dt__shared         *shared;
-    dt_ctx             *ctx;
-    const dt_host      *host;
-    int                 rank;
-    int                 claimed;    /* this rank's failure is the first: it alone fills the record */
-    dt_listener         listener;
-    dt_comm            *comms;      /* all of this rank's, the newest first */
-    dt_comm            *comm;       /* all ranks */
-    size_t              bytes[1 + DT_AXES];
-    double              seconds;        /* inside operations */
-    const dt_run_desc  *desc;
-    dt_status         (*rank_main)(dt_ctx *ctx, void *user);
-    void               *user;
-    pthread_t           thread;
+    dt__shared    *shared;
+    dt_ctx        *ctx;
+    const dt_host *host;
+    int            rank;
+    int            claimed;     /* this rank's failure is the first: it alone fills the record */
+    dt_listener    listener;
+    dt_comm       *comms;       /* all of this rank's, the newest first */
+    dt_comm       *comm;        /* all ranks */
+    dt_transport   transport;   /* if that carries the messages */
+    uint32_t       channels;    /* given to groups so far */
+    dt_work       *first, *last;    /* started and not waited for, in order of their starts */
+    dt_work       *idle;        /* works to use again */
+    dt_link        link;
+    double         link_free;   /* when the link is, of dt_run_desc.link */
+    size_t         bytes[1 + DT_AXES];
+    dt_traffic     traffic;
+    double         seconds;     /* inside operations */
 } dt__world;
 
 struct dt_comm {
@@ -341,7 +512,13 @@ struct dt_comm {
     dt__world          *world;
     const dt__comm_ops *ops;
     dt__group          *group;
-    uint64_t            seq;        /* operations called so far */
+    uint64_t            seq;        /* collectives called so far that go in the backend's own way */
+    uint64_t            posted, moved;      /* of these: shown to the group; done with others' memory */
+    uint64_t            messages;   /* collectives called so far that go as messages */
+    uint64_t            window;     /* windows done with so far */
+    uint64_t            last_window[DT_MAX_STARTED];    /* of the operation that used this post last */
+    char               *staging;    /* two windows, in the range; NULL until needed */
+    dt_algorithm        algorithm;
     dt_axis             axis;
     dt_comm            *next;
     size_t              bytes;      /* of this struct with its two arrays */
@@ -349,43 +526,57 @@ struct dt_comm {
     int32_t            *words;      /* (size, 2) what dt_agree and dt_comm_split gather */
 };
 
+/* The windows in which memory that others cannot reach is shown to them. */
+#define DT_WINDOW_BYTES 262144
+
+static dt__world *dt__world_of(const dt_ctx *ctx) { return ctx ? (dt__world *)dt_ctx_attached(ctx) : NULL; }
+
 static size_t dt__line_up(size_t bytes) { return (bytes + DT__LINE - 1) / DT__LINE * DT__LINE; }
 
-/* Splitting n ranks costs at most, one group for each: a header, a list, two slots. */
-static size_t dt__group_bytes(int size) {
-    return dt__line_up(sizeof(dt__group)) + dt__line_up((size_t)size * sizeof(int)) +
-           2 * (size_t)size * sizeof(dt__slot);
+/* A post has room for a small send, or for the counts of all-to-all-v. */
+static size_t dt__post_bytes(int size) {
+    size_t counts = (size_t)size * sizeof(size_t);
+    return dt__line_up(sizeof(dt__post) + (counts > DT_EAGER_BYTES ? counts : DT_EAGER_BYTES));
 }
 
+static size_t dt__group_bytes(int size) {
+    return dt__line_up(sizeof(dt__group)) + dt__line_up((size_t)size * sizeof(int)) +
+           (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
+}
+
+/* Splitting n ranks costs most when each gets a group of its own. */
 static size_t dt__room_bytes(int ranks) {
     return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
-static size_t dt__shared_bytes(int ranks) {
-    size_t n = (size_t)ranks;
-    return DT__LINE /* to align the start */ + dt__line_up(sizeof(dt__shared)) + n * sizeof(dt__rank_state) +
-           dt__line_up(n * n * sizeof(dt__pair)) + dt__room_bytes(ranks) +
-           n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+static size_t dt__page_up(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
+
+/* Lays the range out at `memory`; the shared struct holds sizes already, and is copied there. Without memory it only
+   counts. What holds flags is zeroed; the rest is not touched before it is used. */
+static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_bytes) {
+    size_t n = (size_t)shared->ranks, at = (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE;
+    size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
+    size_t room = pairs + dt__line_up(n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
+    size_t user = eager + n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
+    shared->room_bytes = eager - room;
+    shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
+    if (!memory) return NULL;
+    memset(memory + at, 0, room - at);
+    shared->state = (dt__rank_state *)(void *)(memory + state);
+    shared->pairs = (dt__pair *)(void *)(memory + pairs);
+    shared->room = memory + room;
+    shared->eager = memory + eager;
+    shared->user = memory + user;
+    shared->heaps = memory + heaps;
+    memcpy(memory + at, shared, sizeof *shared);
+    return (dt__shared *)(void *)(memory + at);
 }
 
-/* Lays the range out. What holds flags is zeroed; room and eager copies are not touched before they are used. */
-static dt__shared *dt__shared_lay(void *memory, int ranks) {
-    size_t n = (size_t)ranks;
-    char *p = (char *)memory + (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE, *start = p;
-    dt__shared *shared = (dt__shared *)(void *)p;
-    p += dt__line_up(sizeof(dt__shared));
-    dt__rank_state *state = (dt__rank_state *)(void *)p;
-    p += n * sizeof(dt__rank_state);
-    dt__pair *pairs = (dt__pair *)(void *)p;
-    p += dt__line_up(n * n * sizeof(dt__pair));
-    memset(start, 0, (size_t)(p - start));
-    shared->ranks = ranks;
-    shared->state = state;
-    shared->pairs = pairs;
-    shared->room = p;
-    shared->room_bytes = dt__room_bytes(ranks);
-    shared->eager = p + shared->room_bytes;
-    return shared;
+/* Can the other ranks read and write there? */
+static int dt__reachable(const dt__shared *shared, const void *p) {
+    const char *base = (const char *)shared;
+    return !shared->apart || ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__LINE);
 }
 
 static dt__pair *dt__pair_of(dt__shared *shared, int from, int to) {
@@ -397,24 +588,42 @@ static char *dt__eager_of(dt__shared *shared, int from, int to, int message) {
     return shared->eager + (pair * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
 }
 
-/* A new group of `size` ranks, its list still to be filled; NULL when the room is used up. Any rank may call it. */
+static dt__post *dt__post_of(const dt_comm *comm, int rank, uint64_t seq) {
+    size_t at = (size_t)rank * DT_MAX_STARTED + (size_t)(seq % DT_MAX_STARTED);
+    return (dt__post *)(void *)(comm->group->posts + at * comm->group->post_bytes);
+}
+
+static char *dt__post_data(dt__post *post) { return (char *)post + offsetof(dt__post, data); }
+
+static void dt__group_name(dt__group *group, const char *name) {
+    size_t length = strlen(name);
+    memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
+}
+
+/* A new group of `size` ranks in the range, its list still to be filled; NULL when the room is used up. Any rank may
+   call it. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
-    size_t bytes = dt__group_bytes(size);
+    size_t bytes = dt__group_bytes(size), n = (size_t)size;
     size_t at = __atomic_fetch_add(&shared->room_used, bytes, __ATOMIC_RELAXED);
     if (at > shared->room_bytes || bytes > shared->room_bytes - at) return NULL;
     char *p = shared->room + at;
-    memset(p, 0, bytes);
     dt__group *group = (dt__group *)(void *)p;
+    memset(group, 0, sizeof *group);
     group->size = size;
+    group->post_bytes = dt__post_bytes(size);
     p += dt__line_up(sizeof(dt__group));
     group->ranks = (int *)(void *)p;
-    group->slots = (dt__slot *)(void *)(p + dt__line_up((size_t)size * sizeof(int)));
-    size_t length = strlen(name);
-    memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
+    p += dt__line_up(n * sizeof(int));
+    group->members = (dt__member *)(void *)p;
+    memset(group->members, 0, n * sizeof(dt__member));
+    group->posts = p + n * sizeof(dt__member);
+    for (size_t i = 0; i < n * DT_MAX_STARTED; i++)
+        ((dt__post *)(void *)(group->posts + i * group->post_bytes))->seq = 0;
+    dt__group_name(group, name);
     return group;
 }
 
-// ==== 7. The first failure ==========================================================================================
+// ==== 9. The first failure ==========================================================================================
 
 /* One record for the whole run. Whoever claims it (compare and exchange) fills it and sets the abort word; that word
    is never cleared. Waits look at it every turn, calls when they begin.
@@ -427,13 +636,15 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
        who leaves:  aborted = 1, or has seen it;  wait until no rank is busy;  leave
 
    All four accesses are sequentially consistent: either the copier sees the abort word, or the leaver sees the flag.
-   The wait for the flags is the one without a time limit: nothing between busy = 1 and 0 waits for anybody. */
+   The wait for the flags is the one without a time limit: nothing between busy = 1 and 0 waits for anybody, and the
+   supervisor clears the flag of a process that died. */
 
 static int dt__aborted(const dt__shared *shared) { return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST); }
 
-static int dt__claim(dt__shared *shared) {
+/* rank: of the claimer, -1 the supervisor. */
+static int dt__claim(dt__shared *shared, int rank) {
     int expected = 0;
-    return __atomic_compare_exchange_n(&shared->claimed, &expected, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return __atomic_compare_exchange_n(&shared->claimed, &expected, rank + 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 /* Only for whoever claimed it. */
@@ -450,13 +661,14 @@ static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, 
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
-    if (!world->claimed && !dt__claim(world->shared)) return 1;
+    if (!world->claimed && !dt__claim(world->shared, world->rank)) return 1;
     dt__publish_failure(world->shared, world->rank, status, text);
+    if (world->transport.fail) world->transport.fail(world->transport.user, text);
     return 0;
 }
 
 static void dt__quiesce(const dt__world *world) {
-    for (int rank = 0; rank < world->shared->ranks; rank++) {
+    for (int rank = 0; world->shared->state && rank < world->shared->ranks; rank++) {
         while (__atomic_load_n(&world->shared->state[rank].busy, __ATOMIC_SEQ_CST))
             world->host->sleep(world->host->user, 0);
     }
@@ -501,7 +713,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
     if (dt_error(world->ctx) == DT_OK) {
-        if (!dt__claim(world->shared)) return dt__peer_failed(world);
+        if (!dt__claim(world->shared, world->rank)) return dt__peer_failed(world);
         world->claimed = 1;
         dt_fail(world->ctx, status, "%s", text);
     }
@@ -509,72 +721,94 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     return dt_error(world->ctx);
 }
 
-// ==== 8. Waiting ====================================================================================================
+// ==== 10. Calls: their pattern, text, data, bytes ===================================================================
 
-/* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
-   come and a system call costs more than the wait; then it lets other threads run; then it naps, longer each time.
-   Ranks that outnumber the cores go to the second step at once: whoever spins keeps the awaited rank from running. */
+/* What is under way: a call and how far it is. */
+struct dt_work {
+    dt_comm    *comm;
+    dt__call    call;
+    int         state, over;        /* a state of the function that advances it; it is over */
+    int         next;               /* a meeting: all ranks before this one are there */
+    int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
+    int         stage, round;       /* of that */
+    size_t      at, run, total;     /* the window: elements at .. at+run of each share; the longest share */
+    uint64_t    window;             /* its number on the group */
+    int         in_post;            /* the data are in the posts */
+    int         staged;             /* some rank's memory cannot be reached: windows it is */
+    struct dt__part *parts;         /* messages of this round */
+    int         n_parts, room;
+    void       *scratch;
+    size_t      scratch_count;
+    double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
+    dt_work    *later;              /* of those under way, the next started */
+};
 
-enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
-#define DT__NAP_MIN 20e-6
-#define DT__NAP_MAX 1e-3
-
-typedef enum dt__outcome {
-    DT__READY,
-    DT__ABORTED,            /* some rank failed */
-    DT__NEVER,              /* the awaited rank has ended */
-    DT__LATE                /* timeout_s is over */
-} dt__outcome;
-
-/* 1: what was awaited is there; 0: not yet; -1: it will never be. */
-typedef int (*dt__ready_fn)(void *what);
-
-static void dt__pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static dt__outcome dt__wait(const dt__world *world, dt__ready_fn ready, void *what) {
-    const dt_host *host = world->host;
-    double deadline = 0, nap = DT__NAP_MIN;
-    for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
-        int state = ready(what);
-        if (state > 0) return DT__READY;
-        if (dt__aborted(world->shared)) return DT__ABORTED; /* before NEVER: a rank that failed has ended too */
-        if (state < 0) return DT__NEVER;
-        if (turn < 0) {
-            dt__pause();
-            continue;
-        }
-        double now = host->now(host->user);
-        if (turn == 0) deadline = now + world->shared->timeout_s;
-        if (now > deadline) return ready(what) > 0 ? DT__READY : DT__LATE; /* a stopped process wakes up late */
-        if (turn < DT__YIELDS) {
-            host->sleep(host->user, 0);
-            continue;
-        }
-        host->sleep(host->user, nap);
-        nap = nap * 2 < DT__NAP_MAX ? nap * 2 : DT__NAP_MAX;
-    }
-}
-
-static int dt__has_ended(const dt__shared *shared, int rank) {
-    return __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
-}
-
-// ==== 9. One call: its description, its data, its bytes =============================================================
-
-/* What a backend is: how ranks send and receive, and whatever it does better than the generic functions that are built
-   on those two. A NULL entry is the generic function. Entries return when the buffers are the caller's again. */
-typedef dt_status (*dt__comm_fn)(dt_comm *comm, const dt__call *call);
+/* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 15,
+   which are built on messages. Each function moves things on as far as they go now: 1 over, 0 not yet, -1 the
+   context has failed. */
 struct dt__comm_ops {
     const char *name;
-    dt__comm_fn send, recv;
-    dt__comm_fn barrier, broadcast, all_gather, all_to_all, reduce_scatter, all_reduce;
+    int       (*message)(dt_work *work, struct dt__part *part);
+    int       (*collective)(dt_work *work);
 };
+
+/* All collectives are one thing: some ranks send, some receive, what is sent may be cut into a share for each, and
+   what is received may be summed. */
+typedef struct dt__pattern {
+    const char *name;
+    char all_send, all_recv;    /* else only the root */
+    char cut;                   /* send has N shares, and rank r is for share r */
+    char sums;
+    char counted;               /* bytes that a rank sends are counted */
+} dt__pattern;
+
+static const dt__pattern *dt__pattern_of(dt__op_code op) {
+    static const dt__pattern patterns[] = {
+        /*                   send  recv  cut  sums  counted */
+        { "all-reduce",       1,    1,    0,   1,    1 },
+        { "reduce",           1,    0,    0,   1,    1 },
+        { "reduce-scatter",   1,    1,    1,   1,    1 },
+        { "all-gather",       1,    1,    0,   0,    1 },
+        { "gather",           1,    0,    0,   0,    1 },
+        { "scatter",          0,    1,    1,   0,    1 },
+        { "all-to-all",       1,    1,    1,   0,    1 },
+        { "all-to-all-v",     1,    1,    1,   0,    1 },
+        { "broadcast",        0,    1,    0,   0,    1 },
+        { "barrier",          1,    1,    0,   0,    0 },
+        { "dt_sum_doubles",   1,    1,    0,   1,    0 },
+        { "dt_agree",         1,    1,    0,   0,    0 },
+        { "dt_comm_split",    1,    1,    0,   0,    0 },
+        { "send",             1,    0,    0,   0,    1 },
+        { "receive",          0,    1,    0,   0,    0 },
+    };
+    return &patterns[op];
+}
+
+static int dt__is_to_one(dt__op_code op) { return op == DT__SEND || op == DT__RECV; }
+
+static int dt__sends(const dt_comm *comm, const dt__call *call) {
+    return dt__pattern_of(call->op)->all_send || (!dt__is_to_one(call->op) && comm->place.rank == call->peer);
+}
+
+static int dt__receives(const dt_comm *comm, const dt__call *call) {
+    return dt__pattern_of(call->op)->all_recv || (!dt__is_to_one(call->op) && comm->place.rank == call->peer);
+}
+
+static int dt__is_rooted(dt__op_code op) {
+    return op == DT__REDUCE || op == DT__GATHER || op == DT__SCATTER || op == DT__BROADCAST;
+}
+
+static size_t dt__sum_of(const size_t *counts, int n) {
+    size_t sum = 0;
+    for (int i = 0; i < n; i++) sum += counts[i];
+    return sum;
+}
+
+/* Elements in send. */
+static size_t dt__send_count(const dt_comm *comm, const dt__call *call) {
+    if (call->op == DT__ALL_TO_ALL_V) return dt__sum_of(call->send_counts, comm->place.size);
+    return dt__pattern_of(call->op)->cut ? call->count * (size_t)comm->place.size : call->count;
+}
 
 static dt__call dt__call_make(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype) {
     dt__call call;
@@ -587,12 +821,6 @@ static dt__call dt__call_make(dt__op_code op, const void *send, void *recv, size
     return call;
 }
 
-static const char *dt__op_name(dt__op_code op) {
-    static const char *const names[] = { "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast",
-                                         "barrier", "dt_sum_doubles", "dt_agree", "dt_comm_split", "send", "receive" };
-    return names[op];
-}
-
 static const char *dt__redop_name(dt_op op) {
     switch (op) {
     case DT_SUM: return "sum";
@@ -603,8 +831,6 @@ static const char *dt__redop_name(dt_op op) {
     }
     return "?";
 }
-
-static int dt__reduces(dt__op_code op) { return op == DT__ALL_REDUCE || op == DT__REDUCE_SCATTER; }
 
 /* Appends to text of `bytes` bytes, as far as it fits; *at is its length. */
 DT_PRINTF(4, 5) static void dt__append(char *text, size_t bytes, size_t *at, const char *fmt, ...) {
@@ -621,12 +847,14 @@ typedef struct dt__phrase { char s[192]; } dt__phrase;  /* by value: a text that
 static dt__phrase dt__call_text(const dt__call *call) {
     dt__phrase text;
     size_t at = 0;
-    dt__append(text.s, sizeof text.s, &at, "%s", dt__op_name(call->op));
+    const dt__pattern *pattern = dt__pattern_of(call->op);
+    dt__append(text.s, sizeof text.s, &at, "%s", pattern->name);
     if (call->op == DT__SUM_DOUBLES) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
-    if (call->host || call->op == DT__BARRIER) return text;
-    dt__append(text.s, sizeof text.s, &at, " %s x %zu", dt_dtype_name(call->dtype), call->count);
-    if (dt__reduces(call->op)) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
-    if (call->op == DT__BROADCAST) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
+    if (!pattern->counted && call->op != DT__RECV) return text;
+    dt__append(text.s, sizeof text.s, &at, " %s", dt_dtype_name(call->dtype));
+    if (call->op != DT__ALL_TO_ALL_V) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
+    if (pattern->sums) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
+    if (dt__is_rooted(call->op)) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
     return text;
 }
 
@@ -642,16 +870,16 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
 }
 
 /* out[i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, always. out may be one of the inputs. */
-static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, size_t count) {
+static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, int n, size_t count) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
     if (!call->host) {
-        dt_reduce_args args = { call->dtype, out, comm->in, comm->place.size, count, call->redop };
+        dt_reduce_args args = { call->dtype, out, comm->in, n, count, call->redop };
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
     }
     for (size_t i = 0; i < count; i++) {    /* dt_sum_doubles */
         double sum = ((const double *)comm->in[0])[i];
-        for (int rank = 1; rank < comm->place.size; rank++) sum += ((const double *)comm->in[rank])[i];
+        for (int rank = 1; rank < n; rank++) sum += ((const double *)comm->in[rank])[i];
         ((double *)out)[i] = sum;
     }
     return DT_OK;
@@ -667,519 +895,19 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 /* What dt_comm_bytes documents. */
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->place.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
-    if (call->host) return 0;
+    int root = comm->place.rank == call->peer;
+    if (!dt__pattern_of(call->op)->counted) return 0;
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
-    case DT__REDUCE_SCATTER:
-    case DT__ALL_GATHER:
-    case DT__ALL_TO_ALL: return bytes * (n - 1);
-    case DT__BROADCAST: return n > 1 && comm->place.rank == call->peer ? bytes : 0;
+    case DT__REDUCE:
+    case DT__GATHER: return root ? 0 : bytes;
+    case DT__SCATTER: return root ? bytes * (n - 1) : 0;
+    case DT__BROADCAST: return root && n > 1 ? bytes : 0;
+    case DT__ALL_TO_ALL_V:
+        return (dt__send_count(comm, call) - call->send_counts[comm->place.rank]) * dt_dtype_size(call->dtype);
     case DT__SEND: return bytes;
-    default: return 0;
+    default: return bytes * (n - 1);
     }
-}
-
-// ==== 10. Send and receive: code ====================================================================================
-
-/*     small:  sender copies into a free message of the pair, goes on   ...   receiver copies out, frees the message
-       large:  sender shows its buffer, waits   ...   receiver copies from it, says so   ...   sender frees the message
-
-   One copy more, or one wait more: eager and rendezvous, as in every MPI. Cost: 2 copies of the bytes, or 1. */
-
-typedef struct dt__mail {   /* what a sender or receiver looks for */
-    const dt__shared *shared;
-    dt__pair         *pair;
-    dt__message      *message;
-    const dt__group  *group;
-    int               tag, other;   /* other: world rank */
-    int               alone;        /* to itself: nobody else will free a message */
-} dt__mail;
-
-static int dt__free_message(void *what) {
-    dt__mail *mail = (dt__mail *)what;
-    int ended = mail->alone || dt__has_ended(mail->shared, mail->other);   /* read before the messages, see below */
-    for (int i = 0; i < DT__MESSAGES; i++) {
-        mail->message = &mail->pair->message[i];
-        if (__atomic_load_n(&mail->message->state, __ATOMIC_ACQUIRE) == DT__FREE) return 1;
-    }
-    return ended ? -1 : 0;
-}
-
-static int dt__message_taken(void *what) {
-    dt__mail *mail = (dt__mail *)what;
-    int ended = dt__has_ended(mail->shared, mail->other);
-    if (__atomic_load_n(&mail->message->state, __ATOMIC_ACQUIRE) == DT__TAKEN) return 1;
-    return ended ? -1 : 0;
-}
-
-/* The oldest message of this group and tag that is posted, or NULL. */
-static dt__message *dt__oldest(const dt__mail *mail) {
-    dt__message *oldest = NULL;
-    for (int i = 0; i < DT__MESSAGES; i++) {
-        dt__message *message = &mail->pair->message[i];
-        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED) continue;
-        if (message->tag != mail->tag || message->group != mail->group) continue;
-        if (!oldest || message->order < oldest->order) oldest = message;
-    }
-    return oldest;
-}
-
-/* A rank may send and then end: its flag is read first, so that a message which is not there then will never be. And it
-   may send two while we look: the older into a place we have passed, the newer into one still ahead. Seeing the
-   newer makes the older visible, so a second look finds it. */
-static int dt__message_there(void *what) {
-    dt__mail *mail = (dt__mail *)what;
-    int ended = mail->alone || dt__has_ended(mail->shared, mail->other);
-    if (!dt__oldest(mail)) return ended ? -1 : 0;
-    mail->message = dt__oldest(mail);
-    return 1;
-}
-
-static dt__mail dt__mail_make(dt_comm *comm, const dt__call *call) {
-    int me = comm->world->rank, other = comm->group->ranks[call->peer], sends = call->op == DT__SEND;
-    dt__shared *shared = comm->world->shared;
-    dt__mail mail = { shared, dt__pair_of(shared, sends ? me : other, sends ? other : me), NULL, comm->group, call->tag,
-                      other, me == other };
-    return mail;
-}
-
-/* The wait ended without what it was for: says who did not do what. */
-static dt_status dt__mail_failed(dt_comm *comm, const dt__call *call, dt__outcome outcome) {
-    dt__world *world = comm->world;
-    int other = comm->group->ranks[call->peer];
-    dt__phrase text = dt__call_text(call);
-    size_t at = strlen(text.s);
-    dt__append(text.s, sizeof text.s, &at, " %s rank %d with tag %d on %s", call->op == DT__SEND ? "to" : "from", other,
-               call->tag, comm->group->name);
-    if (outcome == DT__ABORTED) return dt__peer_failed(world);
-    if (outcome == DT__LATE)
-        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: rank %d %s", world->shared->timeout_s,
-                             text.s, other, call->op == DT__SEND ? "did not receive it" : "did not send it");
-    if (other == world->rank)
-        return dt__comm_fail(world, DT_ERR_COMM, "%s: a rank that waits for itself waits for ever", text.s);
-    return dt__comm_fail(world, DT_ERR_COMM, "rank %d ended without the other half of %s", other, text.s);
-}
-
-static dt_status dt__threads_send(dt_comm *comm, const dt__call *call) {
-    dt__world *world = comm->world;
-    dt__mail mail = dt__mail_make(comm, call);
-    size_t bytes = dt__call_bytes(call);
-    int eager = bytes <= DT_EAGER_BYTES;
-    if (!eager && mail.alone) return dt__mail_failed(comm, call, DT__NEVER);
-    dt__outcome outcome = dt__wait(world, dt__free_message, &mail);
-    if (outcome != DT__READY) return dt__mail_failed(comm, call, outcome);
-    dt__message *message = mail.message;
-    message->tag = call->tag;
-    message->eager = eager;
-    message->dtype = call->dtype;
-    message->count = call->count;
-    message->group = comm->group;
-    message->order = mail.pair->sent++;
-    message->data = call->send;
-    dt_status status = DT_OK;
-    if (eager) {
-        char *copy = dt__eager_of(world->shared, world->rank, mail.other, (int)(message - mail.pair->message));
-        status = dt__comm_move(comm, call, copy, call->send, bytes);
-        message->data = copy;
-    }
-    if (status == DT_OK) status = dt__comm_sync(world);
-    if (status) return dt__data_failed(comm, call, status);
-    __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
-    if (eager) return DT_OK;
-    outcome = dt__wait(world, dt__message_taken, &mail);
-    if (outcome != DT__READY) return dt__mail_failed(comm, call, outcome);
-    __atomic_store_n(&message->state, DT__FREE, __ATOMIC_RELEASE);
-    return DT_OK;
-}
-
-static dt_status dt__threads_recv(dt_comm *comm, const dt__call *call) {
-    dt__world *world = comm->world;
-    dt__mail mail = dt__mail_make(comm, call);
-    dt__outcome outcome = dt__wait(world, dt__message_there, &mail);
-    if (outcome != DT__READY) return dt__mail_failed(comm, call, outcome);
-    dt__message *message = mail.message;
-    if (message->count != call->count || message->dtype != call->dtype)
-        return dt__comm_fail(world, DT_ERR_COMM, "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
-                             mail.other, dt_dtype_name(message->dtype), message->count, world->rank,
-                             dt_dtype_name(call->dtype), call->count, call->tag, comm->group->name);
-    if (!dt__touch_begin(world)) return dt__peer_failed(world);
-    dt_status status = dt__touch_end(world, dt__comm_move(comm, call, call->recv, message->data, dt__call_bytes(call)));
-    if (status) return dt__data_failed(comm, call, status);
-    __atomic_store_n(&message->state, message->eager ? DT__FREE : DT__TAKEN, __ATOMIC_RELEASE);
-    return DT_OK;
-}
-
-/* The generic collectives below send and receive pieces of a call with these. Their tags are below 0 and belong to
-   one operation, so that no message of the caller and none of another operation is mistaken for theirs. */
-static dt__call dt__piece_of(const dt__call *call, dt__op_code op, int peer, size_t count) {
-    dt__call piece = dt__call_make(op, NULL, NULL, count, call->dtype);
-    piece.peer = peer;
-    piece.host = call->host;
-    piece.tag = -1 - (int)(call->seq % 0x40000000);
-    piece.seq = call->seq;
-    return piece;
-}
-
-static dt_status dt__pass(dt_comm *comm, const dt__call *call, const void *buf, size_t count, int to) {
-    dt__call piece = dt__piece_of(call, DT__SEND, to, count);
-    piece.send = buf;
-    return comm->ops->send(comm, &piece);
-}
-
-static dt_status dt__take(dt_comm *comm, const dt__call *call, void *buf, size_t count, int from) {
-    dt__call piece = dt__piece_of(call, DT__RECV, from, count);
-    piece.recv = buf;
-    return comm->ops->recv(comm, &piece);
-}
-
-/* Both at once. A large send waits for its receiver, so someone must receive first: the caller says who. */
-static dt_status dt__pass_and_take(dt_comm *comm, const dt__call *call, const void *out, int to, void *in, int from,
-                                   int pass_first) {
-    dt_status status = pass_first ? dt__pass(comm, call, out, call->count, to) : DT_OK;
-    if (status == DT_OK) status = dt__take(comm, call, in, call->count, from);
-    if (status == DT_OK && !pass_first) status = dt__pass(comm, call, out, call->count, to);
-    return status;
-}
-
-/* A copy inside this rank. */
-static dt_status dt__keep(dt_comm *comm, const dt__call *call, void *dst, const void *src, size_t count) {
-    dt_status status = dt__comm_move(comm, call, dst, src, count * dt_dtype_size(call->dtype));
-    return status ? dt__data_failed(comm, call, status) : DT_OK;
-}
-
-// ==== 11. Meeting: post, compare, close =============================================================================
-
-/* How the ranks of a group begin and end a collective that works in each other's memory:
-
-       open    each rank posts its call with its buffers' addresses, waits until all have, compares all with rank 0's
-       ...     each rank reads and writes, between dt__touch_begin and dt__touch_end
-       close   each rank says that it is done, waits until all are: only now may the buffers change
-
-   Cost: two waits for the slowest rank, no data. Flags that one rank writes and the others read: J. Mellor-Crummey and
-   M. Scott, "Algorithms for scalable synchronization", 1991. Comparing costs some 10 ns a rank; without it ranks
-   that disagree would sum garbage or hang. */
-
-typedef struct dt__meeting {
-    dt_comm *comm;
-    uint64_t seq;
-    int      closing;
-    int      next;      /* all ranks before this one are there */
-    int      ended;     /* the rank that will never come */
-} dt__meeting;
-
-static dt__slot *dt__slot_of(const dt_comm *comm, int rank, uint64_t seq) {
-    return &comm->group->slots[2 * (size_t)rank + (size_t)(seq & 1)];
-}
-
-static int dt__is_there(const dt__meeting *meeting, int rank) {
-    dt__slot *slot = dt__slot_of(meeting->comm, rank, meeting->seq);
-    return __atomic_load_n(meeting->closing ? &slot->done : &slot->posted, __ATOMIC_ACQUIRE) >= meeting->seq;
-}
-
-static int dt__all_there(void *what) {
-    dt__meeting *meeting = (dt__meeting *)what;
-    const dt_comm *comm = meeting->comm;
-    const dt__shared *shared = comm->world->shared;
-    while (meeting->next < comm->place.size && dt__is_there(meeting, meeting->next)) meeting->next++;
-    if (meeting->next == comm->place.size) return 1;
-    if (__atomic_load_n(&shared->ended, __ATOMIC_ACQUIRE) == 0) return 0;
-    for (int rank = meeting->next; rank < comm->place.size; rank++) {
-        if (!dt__has_ended(shared, comm->group->ranks[rank]) || dt__is_there(meeting, rank)) continue;
-        meeting->ended = rank;
-        return -1;
-    }
-    return 0;
-}
-
-/* "ranks 0,1 arrived, 3 did not", in world ranks; at most 8 of each are listed. */
-static dt__phrase dt__who_came(const dt__meeting *meeting) {
-    dt__phrase text;
-    size_t at = 0;
-    dt__append(text.s, sizeof text.s, &at, "ranks ");
-    for (int came = 1; came >= 0; came--) {
-        int listed = 0;
-        for (int rank = 0; rank < meeting->comm->place.size; rank++) {
-            if (dt__is_there(meeting, rank) != came) continue;
-            if (++listed > 9) continue;
-            if (listed > 8) dt__append(text.s, sizeof text.s, &at, ",...");
-            else dt__append(text.s, sizeof text.s, &at, "%s%d", listed > 1 ? "," : "",
-                            meeting->comm->group->ranks[rank]);
-        }
-        if (came) dt__append(text.s, sizeof text.s, &at, meeting->closing ? " finished, " : " arrived, ");
-        else dt__append(text.s, sizeof text.s, &at, listed ? " did not" : "the last a moment too late");
-    }
-    return text;
-}
-
-static dt_status dt__meeting_failed(const dt__meeting *meeting, const dt__call *call, dt__outcome outcome) {
-    dt__world *world = meeting->comm->world;
-    const dt__group *group = meeting->comm->group;
-    const char *op = dt__op_name(call->op);
-    unsigned long long seq = (unsigned long long)meeting->seq;
-    if (outcome == DT__ABORTED) return dt__peer_failed(world);
-    if (outcome == DT__NEVER)
-        return dt__comm_fail(world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
-                             group->ranks[meeting->ended], op, seq, group->name);
-    return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s #%llu on %s: %s", world->shared->timeout_s, op,
-                         seq, group->name, dt__who_came(meeting).s);
-}
-
-static dt_status dt__meet(dt_comm *comm, const dt__call *call, int closing) {
-    dt__meeting meeting = { comm, call->seq, closing, 0, 0 };
-    dt__outcome outcome = dt__wait(comm->world, dt__all_there, &meeting);
-    return outcome == DT__READY ? DT_OK : dt__meeting_failed(&meeting, call, outcome);
-}
-
-static const dt__call *dt__call_of(const dt_comm *comm, int rank, uint64_t seq) {
-    return &dt__slot_of(comm, rank, seq)->call;
-}
-
-/* Every rank compares the same slots and comes to the same answer. */
-static dt_status dt__compare(dt_comm *comm, uint64_t seq) {
-    const dt__call *first = dt__call_of(comm, 0, seq);
-    for (int rank = 1; rank < comm->place.size; rank++) {
-        const dt__call *other = dt__call_of(comm, rank, seq);
-        if (other->op == first->op && other->dtype == first->dtype && other->count == first->count &&
-            other->redop == first->redop && other->peer == first->peer) continue;
-        return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s, rank %d calls %s (operation %llu on %s)",
-                             comm->group->ranks[rank], dt__call_text(other).s, comm->group->ranks[0],
-                             dt__call_text(first).s, (unsigned long long)seq, comm->group->name);
-    }
-    return DT_OK;
-}
-
-static dt_status dt__open(dt_comm *comm, const dt__call *call) {
-    dt_status status = dt__comm_sync(comm->world);
-    if (status) return dt__data_failed(comm, call, status);
-    dt__slot *slot = dt__slot_of(comm, comm->place.rank, call->seq);
-    slot->call = *call;
-    __atomic_store_n(&slot->posted, call->seq, __ATOMIC_RELEASE);
-    status = dt__meet(comm, call, 0);
-    return status ? status : dt__compare(comm, call->seq);
-}
-
-/* status: what dt__touch_end returned. */
-static dt_status dt__close(dt_comm *comm, const dt__call *call, dt_status status) {
-    if (status) return dt__data_failed(comm, call, status);
-    __atomic_store_n(&dt__slot_of(comm, comm->place.rank, call->seq)->done, call->seq, __ATOMIC_RELEASE);
-    return dt__meet(comm, call, 1);
-}
-
-// ==== 12. Barrier ===================================================================================================
-
-/*     before   rank 0 has come            after   all have come
-                rank 1 has come
-                rank 2 is on its way
-
-   Generic: everyone tells rank 0, then rank 0 tells everyone: 2 messages a rank, 2 (N-1) for rank 0.
-   Threads: a meeting is a barrier, and needs no closing: the two slots of a rank alternate. */
-
-static dt_status dt__generic_barrier(dt_comm *comm, const dt__call *call) {
-    dt_status status = DT_OK;
-    if (comm->place.rank > 0) {
-        status = dt__pass(comm, call, NULL, 0, 0);
-        return status ? status : dt__take(comm, call, NULL, 0, 0);
-    }
-    for (int rank = 1; rank < comm->place.size && !status; rank++) status = dt__take(comm, call, NULL, 0, rank);
-    for (int rank = 1; rank < comm->place.size && !status; rank++) status = dt__pass(comm, call, NULL, 0, rank);
-    return status;
-}
-
-static dt_status dt__threads_barrier(dt_comm *comm, const dt__call *call) { return dt__open(comm, call); }
-
-// ==== 13. Broadcast =================================================================================================
-
-/*     before   rank 0   ?          after   rank 0   b
-                rank 1   b (root)           rank 1   b
-                rank 2   ?                  rank 2   b
-
-   Generic: the root sends to each in turn: it sends (N-1) S, the others nothing.
-   Threads: each rank copies the root's buffer; all at once, S read and S written a rank. */
-
-static dt_status dt__generic_broadcast(dt_comm *comm, const dt__call *call) {
-    dt_status status = DT_OK;
-    if (comm->place.rank != call->peer) return dt__take(comm, call, call->recv, call->count, call->peer);
-    for (int rank = 0; rank < comm->place.size && !status; rank++) {
-        if (rank != call->peer) status = dt__pass(comm, call, call->recv, call->count, rank);
-    }
-    return status;
-}
-
-static dt_status dt__threads_broadcast(dt_comm *comm, const dt__call *call) {
-    dt_status status = dt__open(comm, call);
-    if (status) return status;
-    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
-    const void *from = dt__call_of(comm, call->peer, call->seq)->recv;
-    status = dt__comm_move(comm, call, call->recv, from, dt__call_bytes(call));
-    return dt__close(comm, call, dt__touch_end(comm->world, status));
-}
-
-// ==== 14. All-gather ================================================================================================
-
-/*     before   rank 0   a          after   rank 0   a b c
-                rank 1   b                  rank 1   a b c
-                rank 2   c                  rank 2   a b c
-
-   Generic: a ring. In each of N-1 steps every rank passes to its right what it took from its left in the step
-   before, so all links are busy all the time. A rank sends (N-1)/N of the full buffer: the least possible. P. Patarasuk
-   and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-   Threads: each rank copies every share from its owner: the same bytes in one step. */
-
-static dt_status dt__generic_all_gather(dt_comm *comm, const dt__call *call) {
-    int n = comm->place.size, rank = comm->place.rank, right = (rank + 1) % n, left = (rank + n - 1) % n;
-    size_t share = dt__call_bytes(call);
-    char *recv = (char *)call->recv;
-    dt_status status = dt__keep(comm, call, recv + (size_t)rank * share, call->send, call->count);
-    for (int step = 0; step < n - 1 && !status; step++) {
-        size_t out = (size_t)((rank - step + n) % n), in = (size_t)((rank - step - 1 + n) % n);
-        status = dt__pass_and_take(comm, call, recv + out * share, right, recv + in * share, left, rank % 2 == 0);
-    }
-    return status;
-}
-
-/* Each rank starts with its own share and goes round, so that not all read the same memory at the same time. */
-static dt_status dt__threads_all_gather(dt_comm *comm, const dt__call *call) {
-    int n = comm->place.size;
-    size_t share = dt__call_bytes(call);
-    dt_status status = dt__open(comm, call);
-    if (status) return status;
-    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
-    for (int step = 0; step < n && !status; step++) {
-        int owner = (comm->place.rank + step) % n;
-        status = dt__comm_move(comm, call, (char *)call->recv + (size_t)owner * share,
-                          dt__call_of(comm, owner, call->seq)->send, share);
-    }
-    return dt__close(comm, call, dt__touch_end(comm->world, status));
-}
-
-// ==== 15. All-to-all ================================================================================================
-
-/*     before   rank 0   a0 a1 a2   after   rank 0   a0 b0 c0
-                rank 1   b0 b1 b2           rank 1   a1 b1 c1
-                rank 2   c0 c1 c2           rank 2   a2 b2 c2
-
-   Generic: N steps; in step s rank r exchanges with rank (s - r) mod N, and that rank with r, as the rounds of a
-   tournament. In a pair the lower rank sends first. A rank sends (N-1)/N of the full buffer. Pairwise exchange: R.
-   Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
-   Threads: each rank copies its share from every other. */
-
-/* Fetches share `rank` of everyone into the N shares of `into`. */
-static dt_status dt__exchange(dt_comm *comm, const dt__call *call, char *into) {
-    int n = comm->place.size, rank = comm->place.rank;
-    size_t share = dt__call_bytes(call);
-    const char *send = (const char *)call->send;
-    dt_status status = dt__keep(comm, call, into + (size_t)rank * share, send + (size_t)rank * share, call->count);
-    for (int step = 0; step < n && !status; step++) {
-        int other = (step - rank + n) % n;
-        size_t at = (size_t)other * share;
-        if (other != rank) status = dt__pass_and_take(comm, call, send + at, other, into + at, other, rank < other);
-    }
-    return status;
-}
-
-static dt_status dt__generic_all_to_all(dt_comm *comm, const dt__call *call) {
-    return dt__exchange(comm, call, (char *)call->recv);
-}
-
-static dt_status dt__threads_all_to_all(dt_comm *comm, const dt__call *call) {
-    int n = comm->place.size, rank = comm->place.rank;
-    size_t share = dt__call_bytes(call);
-    dt_status status = dt__open(comm, call);
-    if (status) return status;
-    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
-    for (int step = 0; step < n && !status; step++) {
-        int other = (rank + step) % n;
-        const char *from = (const char *)dt__call_of(comm, other, call->seq)->send + (size_t)rank * share;
-        status = dt__comm_move(comm, call, (char *)call->recv + (size_t)other * share, from, share);
-    }
-    return dt__close(comm, call, dt__touch_end(comm->world, status));
-}
-
-// ==== 16. Reduce-scatter ============================================================================================
-
-/*     before   rank 0   a0 a1 a2   after   rank 0   (a0 + b0) + c0
-                rank 1   b0 b1 b2           rank 1   (a1 + b1) + c1
-                rank 2   c0 c1 c2           rank 2   (a2 + b2) + c2
-
-   Generic: an all-to-all into a buffer, then one local reduction in rank order. A rank sends (N-1)/N of the full
-   buffer, as in a ring, but a ring adds share r in the order r+1, r+2, ... r, another order for each share.
-   Threads: each rank reduces its share straight from all buffers: N shares read, one written. */
-
-/* Scratch of count elements of the call's type; NULL with an error. Not dt_work: the caller may hold that. */
-static void *dt__scratch(dt_comm *comm, const dt__call *call, size_t count) {
-    if (count == 0) return comm->words;     /* any address */
-    return dt_alloc(comm->world->ctx, call->host ? DT_MEM_HOST : DT_MEM_COMM, count * dt_dtype_size(call->dtype),
-                    dt__op_name(call->op));
-}
-
-static void dt__scratch_free(dt_comm *comm, const dt__call *call, void *p, size_t count) {
-    if (count > 0)
-        dt_free(comm->world->ctx, call->host ? DT_MEM_HOST : DT_MEM_COMM, p,
-                count * dt_dtype_size(call->dtype));
-}
-
-/* The N runs of count elements at `all`, one of each rank, become one at out. */
-static dt_status dt__combine_runs(dt_comm *comm, const dt__call *call, void *out, const char *all) {
-    for (int rank = 0; rank < comm->place.size; rank++) comm->in[rank] = all + (size_t)rank * dt__call_bytes(call);
-    dt_status status = dt__combine(comm, call, out, call->count);
-    if (status == DT_OK) status = dt__comm_sync(comm->world);    /* before the scratch goes */
-    return status ? dt__data_failed(comm, call, status) : DT_OK;
-}
-
-static dt_status dt__generic_reduce_scatter(dt_comm *comm, const dt__call *call) {
-    size_t all = call->count * (size_t)comm->place.size;
-    char *got = (char *)dt__scratch(comm, call, all);
-    dt_status status = dt_error(comm->world->ctx);
-    if (status == DT_OK) status = dt__exchange(comm, call, got);
-    if (status == DT_OK) status = dt__combine_runs(comm, call, call->recv, got);
-    dt__scratch_free(comm, call, got, all);
-    return status;
-}
-
-static dt_status dt__threads_reduce_scatter(dt_comm *comm, const dt__call *call) {
-    dt_status status = dt__open(comm, call);
-    if (status) return status;
-    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
-    for (int rank = 0; rank < comm->place.size; rank++) {
-        const char *send = (const char *)dt__call_of(comm, rank, call->seq)->send;
-        comm->in[rank] = send + (size_t)comm->place.rank * dt__call_bytes(call);
-    }
-    status = dt__combine(comm, call, call->recv, call->count);
-    return dt__close(comm, call, dt__touch_end(comm->world, status));
-}
-
-// ==== 17. All-reduce ================================================================================================
-
-/*     before   rank 0   a0 a1 a2   after   rank 0   s0 s1 s2        si = (ai + bi) + ci
-                rank 1   b0 b1 b2           rank 1   s0 s1 s2
-                rank 2   c0 c1 c2           rank 2   s0 s1 s2
-
-   Generic: rank 0 gathers all buffers, reduces them in rank order, broadcasts the sum. The least to understand and the
-   most to carry: rank 0 receives and sends (N-1) S.
-   Threads: rank r reduces chunk r of all buffers and writes the sum into chunk r of all results: a reduce-scatter and
-   an all-gather, 2 (N-1)/N S a rank, the least possible, in one step each. Each buffer is read once and written once.
-   It goes piece by piece, so that a sum is still in the cache when it is written to the others. Direct all-reduce in
-   shared memory: github.com/deepspeedai/DeepSpeed, csrc/cpu/comm/shm.cpp; the bound: Patarasuk and Yuan, 2009. */
-
-enum { DT__PIECE_BYTES = 32768 };
-
-static dt_status dt__generic_all_reduce(dt_comm *comm, const dt__call *call) {
-    dt__call result = *call;    /* the second half: a broadcast from rank 0 */
-    result.peer = 0;
-    if (comm->place.rank > 0) {
-        dt_status status = dt__pass(comm, call, call->send, call->count, 0);
-        return status ? status : dt__generic_broadcast(comm, &result);
-    }
-    size_t all = call->count * (size_t)comm->place.size;
-    char *got = (char *)dt__scratch(comm, call, all);
-    dt_status status = dt_error(comm->world->ctx);
-    if (status == DT_OK) status = dt__keep(comm, call, got, call->send, call->count);
-    for (int rank = 1; rank < comm->place.size && !status; rank++)
-        status = dt__take(comm, call, got + (size_t)rank * dt__call_bytes(call), call->count, rank);
-    if (status == DT_OK) status = dt__combine_runs(comm, call, call->recv, got);
-    if (status == DT_OK) status = dt__generic_broadcast(comm, &result);
-    dt__scratch_free(comm, call, got, all);
-    return status;
 }
 
 /* The first element of chunk i when count elements are cut into `parts` chunks that differ by at most one. */
@@ -1188,42 +916,1201 @@ static size_t dt__chunk_first(size_t count, int parts, int i) {
     return before * each + (before < extra ? before : extra);
 }
 
-/* Elements first .. first+count-1: reduced into this rank's result, then copied to everyone's. */
-static dt_status dt__reduce_piece(dt_comm *comm, const dt__call *call, size_t first, size_t count) {
-    int n = comm->place.size;
-    size_t size = dt_dtype_size(call->dtype), at = first * size;
-    for (int rank = 0; rank < n; rank++)
-        comm->in[rank] = (const char *)dt__call_of(comm, rank, call->seq)->send + at;
-    char *sum = (char *)call->recv + at;
-    dt_status status = dt__combine(comm, call, sum, count);
-    for (int step = 1; step < n && !status; step++) {
-        int other = (comm->place.rank + step) % n;
-        status = dt__comm_move(comm, call, (char *)dt__call_of(comm, other, call->seq)->recv + at, sum, count * size);
+/* Scratch of count elements of the call's type, one for each work; NULL with the context failed. */
+static void *dt__scratch(dt_work *work, size_t count) {
+    work->scratch_count = count;
+    work->scratch = work->comm->words;      /* any address will do for nothing */
+    if (count == 0) return work->scratch;
+    work->scratch = dt_alloc(work->comm->world->ctx, work->call.host ? DT_MEM_HOST : DT_MEM_COMM,
+                             count * dt_dtype_size(work->call.dtype), dt__pattern_of(work->call.op)->name);
+    return work->scratch;
+}
+
+static void dt__scratch_free(dt_work *work) {
+    if (work->scratch && work->scratch_count > 0)
+        dt_free(work->comm->world->ctx, work->call.host ? DT_MEM_HOST : DT_MEM_COMM, work->scratch,
+                work->scratch_count * dt_dtype_size(work->call.dtype));
+    work->scratch = NULL;
+}
+
+// ==== 11. Waiting, and what moves meanwhile =========================================================================
+
+/* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
+   come and a system call costs more than the wait; then it lets other threads run; then it naps, longer each time.
+   Ranks that outnumber the cores go to the second step at once: whoever spins keeps the awaited rank from running.
+   Each turn it moves everything that this rank has started. */
+
+enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
+#define DT__NAP_MIN 20e-6
+#define DT__NAP_MAX 1e-3
+
+static void dt__pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int dt__has_ended(const dt__shared *shared, int rank) {
+    return shared->state && __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
+}
+
+static int dt__algorithm_advance(dt_work *work);
+static dt_status dt__late(dt_work *work);
+
+/* Moves one work on: 1 over, 0 not yet, -1 the context has failed. */
+static int dt__advance(dt_work *work) {
+    const dt_host *host = work->comm->world->host;
+    if (work->over) return 1;
+    int as_messages = work->algorithm || dt__is_to_one(work->call.op);
+    int done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+    if (done > 0 && work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
+    if (done > 0) work->over = 1;
+    return done;
+}
+
+/* All that was started, in the order of the starts. */
+static void dt__advance_all(dt__world *world) {
+    for (dt_work *work = world->first; work; work = work->later) {
+        if (dt__advance(work) < 0) return;
+    }
+}
+
+/* Until `work` is over. */
+static dt_status dt__drive(dt__world *world, dt_work *work) {
+    const dt_host *host = world->host;
+    double deadline = 0, nap = DT__NAP_MIN;
+    for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
+        if (world->first) dt__advance_all(world);
+        int done = dt_error(world->ctx) ? -1 : dt__advance(work);
+        if (done > 0) return DT_OK;
+        if (done < 0) return dt_error(world->ctx);
+        if (dt__aborted(world->shared)) return dt__peer_failed(world);
+        if (turn < 0) {
+            dt__pause();
+            continue;
+        }
+        double now = host->now(host->user);
+        if (turn == 0) deadline = now + world->shared->timeout_s;
+        /* a stopped process wakes up late */
+        if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
+        if (turn < DT__YIELDS && work->link_until <= now) {
+            host->sleep(host->user, 0);
+            continue;
+        }
+        host->sleep(host->user, nap);
+        nap = nap * 2 < DT__NAP_MAX ? nap * 2 : DT__NAP_MAX;
+    }
+}
+
+// ==== 12. Messages in shared memory =================================================================================
+
+/*     small:  sender copies into a free message of the pair, goes on   ...   receiver copies out, frees the message
+       large:  sender shows its buffer, waits   ...   receiver copies from it, says so   ...   sender frees the message
+
+   One copy more, or one wait more: eager and rendezvous, as in every MPI. Cost: 2 copies of the bytes, or 1. A buffer
+   that the receiver cannot reach is copied into the range first. */
+
+/* One message of a work. */
+typedef struct dt__part {
+    dt__op_code  op;            /* DT__SEND or DT__RECV */
+    int          peer, tag;     /* rank of the group, or DT_ANY */
+    size_t       count;
+    const void  *send;
+    void        *recv;
+    int          state, over;
+    uint64_t     order;         /* of a send: which of the pair's it is */
+    dt__message *message;
+    void        *copy;          /* of a buffer that cannot be reached */
+    void        *request;       /* of a transport */
+} dt__part;
+
+/* The text of a message in a failure. */
+static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
+    const dt_comm *comm = work->comm;
+    dt__call call = dt__call_make(part->op, NULL, NULL, part->count, work->call.dtype);
+    dt__phrase text = dt__call_text(&call);
+    size_t at = strlen(text.s);
+    if (part->peer == DT_ANY) dt__append(text.s, sizeof text.s, &at, " from any rank");
+    else dt__append(text.s, sizeof text.s, &at, " %s rank %d", part->op == DT__SEND ? "to" : "from",
+                    comm->group->ranks[part->peer]);
+    if (part->tag >= 0) dt__append(text.s, sizeof text.s, &at, " with tag %d", part->tag);
+    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(work->call.op)->name,
+                    (unsigned long long)work->call.seq);
+    dt__append(text.s, sizeof text.s, &at, " on %s", comm->group->name);
+    return text;
+}
+
+/* The other half of a part will never come: its rank has ended. Always -1. */
+static int dt__part_never(dt_work *work, const dt__part *part) {
+    dt__phrase text = dt__part_text(work, part);
+    int other = part->peer == DT_ANY ? -1 : work->comm->group->ranks[part->peer];
+    if (other == work->comm->world->rank)
+        dt__comm_fail(work->comm->world, DT_ERR_COMM, "%s: a rank that waits for itself waits for ever", text.s);
+    else if (other < 0)
+        dt__comm_fail(work->comm->world, DT_ERR_COMM, "all other ranks ended without the other half of %s", text.s);
+    else
+        dt__comm_fail(work->comm->world, DT_ERR_COMM, "rank %d ended without the other half of %s", other, text.s);
+    return -1;
+}
+
+/* What came is not what was expected. Always -1. */
+static int dt__part_differs(dt_work *work, const dt__part *part, int from, dt_dtype dtype, size_t count) {
+    const dt_comm *comm = work->comm;
+    dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
+                  comm->group->ranks[from], dt_dtype_name(dtype), count, comm->world->rank,
+                  dt_dtype_name(work->call.dtype), part->count, part->tag, comm->group->name);
+    return -1;
+}
+
+/* A free message of the pair; NULL: none now. */
+static dt__message *dt__free_message(dt__pair *pair) {
+    for (int i = 0; i < DT__MESSAGES; i++) {
+        if (__atomic_load_n(&pair->message[i].state, __ATOMIC_ACQUIRE) == DT__FREE) return &pair->message[i];
+    }
+    return NULL;
+}
+
+/* Fills the message and shows it. */
+static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message, int other) {
+    dt_comm *comm = work->comm;
+    dt__world *world = comm->world;
+    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
+    dt_status status = DT_OK;
+    message->tag = part->tag;
+    message->eager = bytes <= DT_EAGER_BYTES;
+    message->dtype = work->call.dtype;
+    message->count = part->count;
+    message->group = comm->group;
+    message->data = part->send;
+    if (message->eager) {
+        char *copy = dt__eager_of(world->shared, world->rank, other, (int)(message - pair->message));
+        status = dt__comm_move(comm, &work->call, copy, part->send, bytes);
+        message->data = copy;
+    } else if (!dt__reachable(world->shared, part->send)) {
+        part->copy = dt_alloc(world->ctx, DT_MEM_COMM, bytes, "a copy that others can reach");
+        if (!part->copy) return dt_error(world->ctx);
+        status = dt__comm_move(comm, &work->call, part->copy, part->send, bytes);
+        message->data = part->copy;
+    }
+    if (status == DT_OK) status = dt__comm_sync(world);
+    if (status) return dt__data_failed(comm, &work->call, status);
+    message->order = pair->sent++;
+    __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
+    return DT_OK;
+}
+
+static int dt__shared_send(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    int other = work->comm->group->ranks[part->peer], alone = other == world->rank;
+    int ended = alone || dt__has_ended(world->shared, other);      /* read before the messages: see dt__message_there */
+    dt__pair *pair = dt__pair_of(world->shared, world->rank, other);
+    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
+    if (part->state == 0) {     /* begun */
+        part->order = pair->begun++;
+        part->state = 1;
+    }
+    if (part->state == 1) {     /* its turn, and a place */
+        if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
+        dt__message *message = pair->sent == part->order ? dt__free_message(pair) : NULL;
+        if (!message) return ended ? dt__part_never(work, part) : 0;
+        if (dt__message_post(work, part, pair, message, other) != DT_OK) return -1;
+        if (message->eager) return 1;
+        part->message = message;
+        part->state = 2;
+    }
+    if (__atomic_load_n(&part->message->state, __ATOMIC_ACQUIRE) != DT__TAKEN)
+        return ended ? dt__part_never(work, part) : 0;
+    __atomic_store_n(&part->message->state, DT__FREE, __ATOMIC_RELEASE);
+    dt_free(world->ctx, DT_MEM_COMM, part->copy, bytes);
+    part->copy = NULL;
+    return 1;
+}
+
+/* The oldest message of this group and tag that is posted, or NULL. */
+static dt__message *dt__oldest(dt__pair *pair, const dt__group *group, int tag) {
+    dt__message *oldest = NULL;
+    for (int i = 0; i < DT__MESSAGES; i++) {
+        dt__message *message = &pair->message[i];
+        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED) continue;
+        if (message->tag != tag || message->group != group) continue;
+        if (!oldest || message->order < oldest->order) oldest = message;
+    }
+    return oldest;
+}
+
+/* A rank may send and then end: its flag is read first, so that a message which is not there then will never be. And it
+   may send two while we look: the older into a place we have passed, the newer into one still ahead. Seeing the
+   newer makes the older visible, so a second look finds it. *ended: nobody will send it any more. */
+static dt__message *dt__message_there(const dt__shared *shared, dt__pair *pair, const dt__group *group, int tag,
+                                      int from,
+                                      int alone, int *ended) {
+    *ended = alone || dt__has_ended(shared, from);
+    return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
+}
+
+/* An earlier receive of this rank that waits for the same message goes first. */
+static int dt__not_its_turn(const dt_work *work, const dt__part *part) {
+    for (const dt_work *w = work->comm->world->first; w && w != work; w = w->later) {
+        if (w->comm->group != work->comm->group) continue;
+        for (int i = 0; i < w->n_parts; i++) {
+            const dt__part *p = &w->parts[i];
+            if (p->op != DT__RECV || p->over || p->tag != part->tag) continue;
+            if (p->peer == part->peer || p->peer == DT_ANY || part->peer == DT_ANY) return 1;
+        }
+    }
+    for (const dt__part *p = work->parts; p < part; p++) {
+        if (p->op == DT__RECV && !p->over && p->tag == part->tag && p->peer == part->peer) return 1;
+    }
+    return 0;
+}
+
+static int dt__shared_take(dt_work *work, dt__part *part, dt__message *message, int from) {
+    dt_comm *comm = work->comm;
+    if (message->count != part->count || message->dtype != work->call.dtype)
+        return dt__part_differs(work, part, from, message->dtype, message->count);
+    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world), -1;
+    dt_status status = dt__comm_move(comm, &work->call, part->recv, message->data,
+                                     part->count * dt_dtype_size(work->call.dtype));
+    status = dt__touch_end(comm->world, status);
+    if (status) return dt__data_failed(comm, &work->call, status), -1;
+    __atomic_store_n(&message->state, message->eager ? DT__FREE : DT__TAKEN, __ATOMIC_RELEASE);
+    if (work->call.from) *work->call.from = from;
+    return 1;
+}
+
+static int dt__shared_recv(dt_work *work, dt__part *part) {
+    const dt_comm *comm = work->comm;
+    dt__shared *shared = comm->world->shared;
+    int me = comm->world->rank, n = comm->place.size, over = 1;
+    if (dt__not_its_turn(work, part)) return 0;
+    for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
+        int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
+        int other = comm->group->ranks[from];
+        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
+                                                 me == other, &ended);
+        if (message) return dt__shared_take(work, part, message, from);
+        over = over && ended;
+        if (part->peer != DT_ANY) break;
+    }
+    return over ? dt__part_never(work, part) : 0;
+}
+
+static int dt__shared_message(dt_work *work, dt__part *part) {
+    return part->op == DT__SEND ? dt__shared_send(work, part) : dt__shared_recv(work, part);
+}
+
+// ==== 13. Collectives in shared memory ==============================================================================
+
+/* How the ranks of a group do a collective in each other's memory:
+
+       post    each rank shows its call, with the addresses of its buffers, or with the data themselves if they are few
+       open    it waits until all have, and compares all calls with rank 0's
+       move    it fetches what is for it (dt__pull), or writes its part of a sum to all (dt__push)
+       close   it says that it is done, and waits until all are: only now may the buffers change
+
+   Cost: two waits for the slowest rank, and each byte moves once. A small send lies in the post, which nobody changes
+   soon: there one wait is enough. A rank's posts are used in turn; before it uses one again all must be done with it,
+   which `closed` tells. Flags that one rank writes and the others read: J. Mellor-Crummey and M. Scott, "Algorithms
+   for scalable synchronization", 1991. Comparing costs some 10 ns a rank; without it ranks that disagree would sum
+   garbage or hang.
+
+   If any rank's memory cannot be reached, all go on in windows: each such rank copies a window into its staging, which
+   has two in turn; the others read it there. An all-reduce is then a reduce-scatter and an all-gather. */
+
+/* What a work waits for: to have a post; for all posts; for its staging; for the window of the others; for all to close
+   */
+enum { DT__NEW = 0, DT__MEETING, DT__TURNING, DT__OPENING, DT__CLOSING };
+
+static dt__member *dt__member_of(const dt_comm *comm, int rank) { return &comm->group->members[rank]; }
+
+/* Is that rank as far as the work's state waits for? */
+static int dt__is_there(const dt_work *work, int rank) {
+    const dt_comm *comm = work->comm;
+    if (work->state == DT__MEETING)
+        return __atomic_load_n(&dt__post_of(comm, rank, work->call.seq)->seq, __ATOMIC_ACQUIRE) == work->call.seq;
+    const dt__member *member = dt__member_of(comm, rank);
+    if (work->state == DT__OPENING) {   /* memory that can be reached is always open */
+        if (!dt__post_of(comm, rank, work->call.seq)->staging) return 1;
+        return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
+    }
+    uint64_t need = work->window;
+    if (work->state == DT__NEW) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
+    if (work->state == DT__TURNING) need = work->window < 2 ? 0 : work->window - 2;   /* that half showed it */
+    return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
+}
+
+/* "ranks 0,1 arrived, 3 did not", in world ranks; at most 8 of each are listed. */
+static dt__phrase dt__who_came(const dt_work *work) {
+    dt__phrase text;
+    size_t at = 0;
+    dt__append(text.s, sizeof text.s, &at, "ranks ");
+    for (int came = 1; came >= 0; came--) {
+        int listed = 0;
+        for (int rank = 0; rank < work->comm->place.size; rank++) {
+            if (dt__is_there(work, rank) != came) continue;
+            if (++listed > 9) continue;
+            if (listed > 8) dt__append(text.s, sizeof text.s, &at, ",...");
+            else dt__append(text.s, sizeof text.s, &at, "%s%d", listed > 1 ? "," : "", work->comm->group->ranks[rank]);
+        }
+        if (came) dt__append(text.s, sizeof text.s, &at, work->state == DT__MEETING ? " arrived, " : " finished, ");
+        else dt__append(text.s, sizeof text.s, &at, listed ? " did not" : "the last a moment too late");
+    }
+    return text;
+}
+
+/* 1: all are there; 0: not yet; -1: one will never be, and the context has failed. */
+static int dt__all_there(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__shared *shared = comm->world->shared;
+    while (work->next < comm->place.size && dt__is_there(work, work->next)) work->next++;
+    if (work->next == comm->place.size) {
+        work->next = 0;
+        return 1;
+    }
+    if (__atomic_load_n(&shared->ended, __ATOMIC_ACQUIRE) == 0) return 0;
+    for (int rank = work->next; rank < comm->place.size; rank++) {
+        if (!dt__has_ended(shared, comm->group->ranks[rank]) || dt__is_there(work, rank)) continue;
+        if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
+        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
+                      comm->group->ranks[rank],
+                      dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name);
+        return -1;
+    }
+    return 0;
+}
+
+static uint64_t dt__what(const dt__call *call) {
+    return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
+           (uint64_t)(uint32_t)call->peer << 32;
+}
+
+/* The call that a post tells of, for messages. */
+static dt__call dt__posted_call(const dt__post *post) {
+    dt__call call = dt__call_make((dt__op_code)(post->what & 255), NULL, NULL, post->count,
+                                  (dt_dtype)(post->what >> 8 & 255));
+    call.redop = (dt_op)(post->what >> 16 & 255);
+    call.peer = (int)(uint32_t)(post->what >> 32);
+    return call;
+}
+
+/* Every rank compares the same posts and comes to the same answer. */
+static dt_status dt__compare(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__post *first = dt__post_of(comm, 0, work->call.seq);
+    for (int rank = 1; rank < comm->place.size; rank++) {
+        const dt__post *other = dt__post_of(comm, rank, work->call.seq);
+        if (other->what == first->what && other->count == first->count) continue;
+        dt__call its = dt__posted_call(other), one = dt__posted_call(first);
+        return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s, rank %d calls %s (operation %llu on %s)",
+                             comm->group->ranks[rank], dt__call_text(&its).s, comm->group->ranks[0],
+                             dt__call_text(&one).s, (unsigned long long)work->call.seq, comm->group->name);
+    }
+    return DT_OK;
+}
+
+/* Small sends in host memory go into the post itself. All ranks decide alike. */
+static int dt__in_post(const dt_work *work) {
+    const dt__call *call = &work->call;
+    if (call->op == DT__ALL_TO_ALL_V || (!call->host && dt_ctx_kernels(work->comm->world->ctx)->move)) return 0;
+    return dt__send_count(work->comm, call) * dt_dtype_size(call->dtype) <= DT_EAGER_BYTES;
+}
+
+/* ---- where things are: shares, and windows of them ---- */
+
+/* An all-reduce in windows: its first half is cut into chunks as a reduce-scatter, its second gathers them. */
+static int dt__halves(const dt_work *work) {
+    const dt__pattern *pattern = dt__pattern_of(work->call.op);
+    return work->staged && pattern->sums && !pattern->cut && pattern->all_recv;
+}
+static int dt__cut(const dt_work *work) {
+    return dt__halves(work) ? work->stage == 0 : dt__pattern_of(work->call.op)->cut;
+}
+static int dt__sums(const dt_work *work) {
+    return dt__halves(work) ? work->stage == 0 : dt__pattern_of(work->call.op)->sums;
+}
+
+static const size_t *dt__counts_of(const dt_work *work, int rank) {
+    return (const size_t *)(const void *)dt__post_data(dt__post_of(work->comm, rank, work->call.seq));
+}
+
+/* Elements that rank `from` has for rank `to`, and where in its send they begin. */
+static size_t dt__share_count(const dt_work *work, int from, int to) {
+    if (work->call.op == DT__ALL_TO_ALL_V) return dt__counts_of(work, from)[to];
+    if (!dt__halves(work)) return work->call.count;
+    int chunk = work->stage == 0 ? to : from, n = work->comm->place.size;
+    return dt__chunk_first(work->call.count, n, chunk + 1) - dt__chunk_first(work->call.count, n, chunk);
+}
+
+static size_t dt__share_first(const dt_work *work, int from, int to) {
+    if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_of(dt__counts_of(work, from), to);
+    if (dt__halves(work)) return dt__chunk_first(work->call.count, work->comm->place.size, work->stage == 0 ? to
+                                                 : from);
+    return dt__cut(work) ? (size_t)to * work->call.count : 0;
+}
+
+/* Where in this rank's recv what comes from that rank goes. */
+static size_t dt__recv_first(const dt_work *work, int from) {
+    if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_of(work->call.recv_counts, from);
+    if (dt__halves(work)) return dt__share_first(work, from, work->comm->place.rank);
+    return dt__sums(work) || !dt__pattern_of(work->call.op)->all_send ? 0 : (size_t)from * work->call.count;
+}
+
+/* Of `count` elements, those in the window. */
+static size_t dt__in_window(const dt_work *work, size_t count) {
+    if (count <= work->at) return 0;
+    return count - work->at < work->run ? count - work->at : work->run;
+}
+
+/* Where the window of what that rank has for this one lies. */
+static const char *dt__source(const dt_work *work, int from) {
+    dt__post *post = dt__post_of(work->comm, from, work->call.seq);
+    size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->place.rank;
+    if (work->in_post) return dt__post_data(post) + dt__share_first(work, from, (int)me) * size;
+    if (post->staging)
+        return post->staging + (work->window & 1) * DT_WINDOW_BYTES + (dt__cut(work) ? me * work->run * size : 0);
+    const char *base = (const char *)(work->stage == 1 ? post->recv : post->send);
+    return base + (dt__share_first(work, from, (int)me) + work->at) * size;
+}
+
+/* This rank's staging shows the work's window. */
+static dt_status dt__show(dt_work *work) {
+    dt_comm *comm = work->comm;
+    if (!dt__post_of(comm, comm->place.rank, work->call.seq)->staging) return DT_OK;
+    size_t size = dt_dtype_size(work->call.dtype), shares = dt__cut(work) ? (size_t)comm->place.size : 1;
+    char *to = comm->staging + (work->window & 1) * DT_WINDOW_BYTES;
+    const char *from = (const char *)(work->stage == 1 ? work->call.recv : work->call.send);
+    dt_status status = DT_OK;
+    for (size_t i = 0; i < shares && dt__sends(comm, &work->call) && !status; i++) {
+        int share = dt__cut(work) ? (int)i : comm->place.rank;
+        status = dt__comm_move(comm, &work->call, to + i * work->run * size,
+                               from + (dt__share_first(work, comm->place.rank, share) + work->at) * size,
+                               dt__in_window(work, dt__share_count(work, comm->place.rank, share)) * size);
+    }
+    if (status == DT_OK) status = dt__comm_sync(comm->world);
+    if (status) return dt__data_failed(comm, &work->call, status);
+    __atomic_store_n(&dt__member_of(comm, comm->place.rank)->opened, work->window, __ATOMIC_RELEASE);
+    return DT_OK;
+}
+
+/* The elements of a window. */
+static void dt__set_window(dt_work *work) {
+    size_t shares = dt__cut(work) ? (size_t)work->comm->place.size : 1, size = dt_dtype_size(work->call.dtype);
+    work->run = work->staged ? DT_WINDOW_BYTES / size / shares : work->total;
+    if (work->run == 0) work->run = 1;
+}
+
+/* ---- move ---- */
+
+/* Each rank begins with its own share and goes round, so that not all read the same memory at the same time. */
+static dt_status dt__pull(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__pattern *pattern = dt__pattern_of(work->call.op);
+    int n = comm->place.size, me = comm->place.rank;
+    size_t size = dt_dtype_size(work->call.dtype);
+    char *recv = (char *)work->call.recv + work->at * size;
+    dt_status status = DT_OK;
+    if (!dt__receives(comm, &work->call)) return DT_OK;
+    if (dt__sums(work)) {
+        for (int rank = 0; rank < n; rank++) comm->in[rank] = dt__source(work, rank);
+        return dt__combine(comm, &work->call, recv + dt__recv_first(work, me) * size, n,
+                           dt__in_window(work, dt__share_count(work, me, me)));
+    }
+    for (int step = 0; step < n && !status; step++) {
+        int from = (me + step) % n;
+        if (!pattern->all_send && from != work->call.peer) continue;
+        status = dt__comm_move(comm, &work->call, recv + dt__recv_first(work, from) * size, dt__source(work, from),
+                               dt__in_window(work, dt__share_count(work, from, me)) * size);
     }
     return status;
 }
 
-static dt_status dt__threads_all_reduce(dt_comm *comm, const dt__call *call) {
-    dt_status status = dt__open(comm, call);
-    if (status) return status;
-    if (!dt__touch_begin(comm->world)) return dt__peer_failed(comm->world);
-    size_t at = dt__chunk_first(call->count, comm->place.size, comm->place.rank);
-    size_t end = dt__chunk_first(call->count, comm->place.size, comm->place.rank + 1);
-    size_t most = DT__PIECE_BYTES / dt_dtype_size(call->dtype);
-    while (at < end && !status) {
-        size_t count = end - at < most ? end - at : most;
-        status = dt__reduce_piece(comm, call, at, count);
-        at += count;
-    }
-    return dt__close(comm, call, dt__touch_end(comm->world, status));
+/* Large sums that all, or the root, want whole: rank r sums chunk r of all buffers and writes it to them. Each buffer
+   is read once and written once: 2 (N-1)/N S a rank, the least possible. It goes piece by piece, so that a sum is still
+   in the cache when it is written to the others. Direct all-reduce in shared memory: github.com/deepspeedai/DeepSpeed,
+   csrc/cpu/comm/shm.cpp; the bound: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+   workstations", 2009. */
+enum { DT__PIECE_BYTES = 32768 };
+
+static int dt__pushes(const dt__call *call) { return dt__pattern_of(call->op)->sums && !dt__pattern_of(call->op)->cut; }
+
+static char *dt__recv_of(const dt_work *work, int rank) {
+    return (char *)dt__post_of(work->comm, rank, work->call.seq)->recv;
 }
 
-// ==== 18. Backends, checks, dispatch ================================================================================
+static dt_status dt__push_piece(dt_work *work, size_t first, size_t count) {
+    dt_comm *comm = work->comm;
+    int n = comm->place.size, to_all = dt__pattern_of(work->call.op)->all_recv;
+    int main_rank = to_all ? comm->place.rank : work->call.peer;
+    size_t size = dt_dtype_size(work->call.dtype), at = first * size;
+    for (int rank = 0; rank < n; rank++)
+        comm->in[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
+    char *sum = dt__recv_of(work, main_rank) + at;
+    dt_status status = dt__combine(comm, &work->call, sum, n, count);
+    for (int step = 1; step < n && to_all && !status; step++)
+        status = dt__comm_move(comm, &work->call, dt__recv_of(work, (comm->place.rank + step) % n) + at, sum,
+                               count * size);
+    return status;
+}
 
-static const dt__comm_ops dt__threads = {
-    "threads", dt__threads_send, dt__threads_recv, dt__threads_barrier, dt__threads_broadcast, dt__threads_all_gather,
-    dt__threads_all_to_all, dt__threads_reduce_scatter, dt__threads_all_reduce
-};
+static dt_status dt__push(dt_work *work) {
+    const dt_comm *comm = work->comm;
+    size_t at = dt__chunk_first(work->call.count, comm->place.size, comm->place.rank);
+    size_t end = dt__chunk_first(work->call.count, comm->place.size, comm->place.rank + 1);
+    size_t most = DT__PIECE_BYTES / dt_dtype_size(work->call.dtype);
+    dt_status status = DT_OK;
+    while (at < end && !status) {
+        size_t count = end - at < most ? end - at : most;
+        status = dt__push_piece(work, at, count);
+        at += count;
+    }
+    return status;
+}
+
+/* ---- the steps ---- */
+
+static dt_status dt__counts_differ(dt_work *work, int from, size_t sent) {
+    const dt_comm *comm = work->comm;
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %zu to rank %d, which expects %zu (%s #%llu on %s)",
+                         comm->group->ranks[from], sent, comm->world->rank, work->call.recv_counts[from],
+                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name);
+}
+
+/* The expected counts of all-to-all-v against the sent ones; and the longest share, which all ranks see alike. */
+static dt_status dt__compare_counts(dt_work *work) {
+    dt_comm *comm = work->comm;
+    int n = comm->place.size, me = comm->place.rank;
+    work->total = 0;
+    for (int from = 0; from < n; from++) {
+        const size_t *counts = dt__counts_of(work, from);
+        for (int to = 0; to < n; to++) work->total = counts[to] > work->total ? counts[to] : work->total;
+        if (counts[me] == work->call.recv_counts[from]) continue;
+        return dt__counts_differ(work, from, counts[me]);
+    }
+    return DT_OK;
+}
+
+static int dt__post_call(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    dt__shared *shared = comm->world->shared;
+    dt__post *post = dt__post_of(comm, comm->place.rank, call->seq);
+    int large = !(work->in_post = dt__in_post(work)), apart = 0;
+    if (large && dt__sends(comm, call)) apart = !dt__reachable(shared, call->send);
+    if (large && dt__pushes(call) && dt__receives(comm, call))
+        apart = apart || !dt__reachable(shared, call->recv);
+    if (apart && !comm->staging) {
+        comm->staging = (char *)dt_alloc(comm->world->ctx, DT_MEM_COMM, 2 * DT_WINDOW_BYTES, "windows for other ranks");
+        if (!comm->staging) return -1;
+    }
+    post->what = dt__what(call);
+    post->count = call->count;
+    post->send = call->send;
+    post->recv = call->recv;
+    post->staging = apart ? comm->staging : NULL;
+    dt_status status = dt__comm_sync(comm->world);
+    if (call->op == DT__ALL_TO_ALL_V)
+        memcpy(dt__post_data(post), call->send_counts, (size_t)comm->place.size * sizeof(size_t));
+    else if (!large && dt__sends(comm, call) && status == DT_OK)
+        memcpy(dt__post_data(post), call->send, dt__send_count(comm, call) * dt_dtype_size(call->dtype));
+    if (status) return dt__data_failed(comm, call, status), -1;
+    __atomic_store_n(&post->seq, call->seq, __ATOMIC_RELEASE);
+    comm->posted = call->seq;
+    return 1;
+}
+
+/* All have posted: what this operation is. */
+static int dt__opened(dt_work *work) {
+    dt_comm *comm = work->comm;
+    work->total = work->call.count;
+    if (dt__compare(work) != DT_OK) return -1;
+    if (work->call.op == DT__ALL_TO_ALL_V && dt__compare_counts(work) != DT_OK) return -1;
+    for (int rank = 0; rank < comm->place.size; rank++)
+        work->staged = work->staged || dt__post_of(comm, rank, work->call.seq)->staging;
+    if (dt__halves(work)) work->total = dt__chunk_first(work->call.count, comm->place.size, 1);
+    dt__set_window(work);
+    work->window = comm->window + 1;
+    return 1;
+}
+
+/* Fetches or writes this window's data. 1, or -1 with the context failed. */
+static int dt__move_window(dt_work *work) {
+    dt_comm *comm = work->comm;
+    int in_post = work->in_post;
+    int push = !in_post && !work->staged && dt__pushes(&work->call);
+    if (!in_post && !dt__touch_begin(comm->world)) return dt__peer_failed(comm->world), -1;
+    dt_status status = push ? dt__push(work) : dt__pull(work);
+    if (!in_post) status = dt__touch_end(comm->world, status);
+    if (status) return dt__data_failed(comm, &work->call, status), -1;
+    comm->window = comm->last_window[work->call.seq % DT_MAX_STARTED] = work->window;
+    __atomic_store_n(&dt__member_of(comm, comm->place.rank)->closed, work->window, __ATOMIC_RELEASE);
+    return 1;
+}
+
+/* 1: there is another window, and work is at it. */
+static int dt__next_window(dt_work *work) {
+    if (work->at + work->run < work->total) {
+        work->at += work->run;
+    } else if (dt__halves(work) && work->stage == 0) {
+        work->stage = 1;
+        work->at = 0;
+        dt__set_window(work);
+    } else {
+        return 0;
+    }
+    work->window++;
+    return 1;
+}
+
+/* May this rank use the next post? Its operation before last_window must have moved, and all be done with it. */
+static int dt__may_post(dt_work *work) {
+    const dt_comm *comm = work->comm;
+    if (comm->posted + 1 != work->call.seq || comm->moved + DT_MAX_STARTED < work->call.seq) return 0;
+    return dt__all_there(work);
+}
+
+/* Moves a collective on through its states. */
+static int dt__shared_collective(dt_work *work) {
+    dt_comm *comm = work->comm;
+    for (;;) {
+        if (work->state != DT__NEW && work->state != DT__CLOSING && comm->moved + 1 != work->call.seq) return 0;
+        int there = work->state == DT__NEW ? dt__may_post(work) : dt__all_there(work);
+        if (there <= 0) return there;
+        switch (work->state) {
+        case DT__NEW:
+            if (dt__post_call(work) < 0) return -1;
+            work->state = DT__MEETING;
+            continue;
+        case DT__MEETING:
+            if (dt__opened(work) < 0) return -1;
+            work->state = work->staged ? DT__TURNING : DT__OPENING;
+            continue;
+        case DT__TURNING:
+            if (dt__show(work) != DT_OK) return -1;
+            work->state = DT__OPENING;
+            continue;
+        case DT__OPENING:
+            if (dt__move_window(work) < 0) return -1;
+            if (dt__next_window(work)) {
+                work->state = DT__TURNING;
+                continue;
+            }
+            comm->moved = work->call.seq;
+            if (work->in_post) return 1;
+            work->state = DT__CLOSING;
+            continue;
+        default:
+            return 1;
+        }
+    }
+}
+
+// ==== 14. Messages over a transport =================================================================================
+
+/* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
+   section 4, one for those that collectives are made of, so that neither is mistaken for the other. */
+
+static int dt__transport_begin(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    const dt_transport *t = &world->transport;
+    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
+    uint32_t channel = 2 * work->comm->group->channel + (part->tag < 0);
+    int other = part->peer == DT_ANY ? DT_ANY : work->comm->group->ranks[part->peer];
+    int tag = part->tag < 0 ? -1 - part->tag : part->tag;
+    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, part->send, bytes)
+                                         : t->recv(t->user, other, channel, tag, part->recv, bytes);
+    if (part->request) return 1;
+    dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot begin it", dt__part_text(work, part).s, t->name);
+    return -1;
+}
+
+/* The rank of the group that a world rank is. */
+static int dt__rank_in(const dt__group *group, int world_rank) {
+    for (int rank = 0; rank < group->size; rank++) {
+        if (group->ranks[rank] == world_rank) return rank;
+    }
+    return -1;
+}
+
+static int dt__transport_message(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    size_t size = dt_dtype_size(work->call.dtype), bytes = part->count * size;
+    char why[512] = "";
+    int from = DT_ANY;
+    if (!part->request && dt__transport_begin(work, part) < 0) return -1;
+    int done = world->transport.test(world->transport.user, part->request, &from, &bytes, why);
+    if (done == 0) return 0;
+    part->request = NULL;
+    why[sizeof why - 1] = 0;
+    if (done < 0) return dt__comm_fail(world, DT_ERR_PEER, "%s: %s", dt__part_text(work, part).s, why), -1;
+    if (part->op == DT__SEND) return 1;
+    if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
+    else from = part->peer;
+    if (bytes != part->count * size) return dt__part_differs(work, part, from, work->call.dtype, bytes / size);
+    if (work->call.from) *work->call.from = from;
+    return 1;
+}
+
+// ==== 15. Algorithms ================================================================================================
+
+/* A collective as messages: a function that is asked for one round after another. It names the messages of the round
+   (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
+   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends:
+
+                     direct                    ring                      doubling           tree
+       all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     2L msg, (L + N/2) S
+       reduce        2(N-1)-1 msg, S                                                        1 msg, N/2 S
+       red.-scatter  N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S
+       all-gather    N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S        L msg, (N-1)/N S
+       gather        1 msg, S/N                                                             1 msg, S/2
+       scatter       N-1 msg, (N-1)/N S                                                     L msg, (N-1)/N S
+       all-to-all    N-1 msg, (N-1)/N S
+       broadcast     N-1 msg, (N-1) S          2(N-1) msg, 2(N-1)/N S                       L msg, L S
+       barrier                                                           L msg, 0
+
+   A sum in rank order needs all its terms in one place: they are sent unsummed and added there. Only the ring adds on
+   the way, beginning for each share at another rank. P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+   algorithms", 2009 (ring); J. Bruck et al., "Efficient algorithms for all-to-all communications", 1997 (doubling); R.
+   Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005 (which one
+   when). */
+
+static dt__part *dt__add_part(dt_work *work, dt__op_code op, int peer, size_t count) {
+    dt__part *part = &work->parts[work->n_parts++];
+    memset(part, 0, sizeof *part);
+    part->op = op;
+    part->peer = peer;
+    part->count = count;
+    part->tag = -1 - (int)(work->call.seq % 0x100000);
+    if (op == DT__SEND) {
+        work->comm->world->traffic.messages++;
+        work->comm->world->traffic.bytes += count * dt_dtype_size(work->call.dtype);
+    }
+    return part;
+}
+
+static void dt__to(dt_work *work, int peer, const void *buf, size_t count) {
+    dt__add_part(work, DT__SEND, peer, count)->send = buf;
+}
+
+static void dt__of(dt_work *work, int peer, void *buf, size_t count) {
+    dt__add_part(work, DT__RECV, peer, count)->recv = buf;
+}
+
+/* A copy inside this rank. */
+static void dt__keep(dt_work *work, void *dst, const void *src, size_t count) {
+    dt_status status = dt__comm_move(work->comm, &work->call, dst, src, count * dt_dtype_size(work->call.dtype));
+    if (status) dt__data_failed(work->comm, &work->call, status);
+}
+
+/* out = the sum of n inputs, listed in comm->in. */
+static void dt__add_up(dt_work *work, void *out, int n, size_t count) {
+    dt_status status = dt__combine(work->comm, &work->call, out, n, count);
+    if (status == DT_OK) status = dt__comm_sync(work->comm->world);
+    if (status) dt__data_failed(work->comm, &work->call, status);
+}
+
+typedef int (*dt__round_fn)(dt_work *work);
+
+/* First one, then the other. */
+static int dt__one_then(dt_work *work, dt__round_fn one, dt__round_fn other) {
+    if (work->stage == 0) {
+        if (one(work)) return 1;
+        work->stage = 1;
+        work->round = 0;
+    }
+    return other(work);
+}
+
+/* Share i of the full buffer: of a buffer that has N shares, or of one that is cut into N chunks to be moved by. */
+static size_t dt__cut_first(const dt_work *work, int i) {
+    dt__op_code op = work->call.op;
+    if (op == DT__ALL_REDUCE || op == DT__SUM_DOUBLES || op == DT__REDUCE || op == DT__BROADCAST)
+        return dt__chunk_first(work->call.count, work->comm->place.size, i);
+    return (size_t)i * work->call.count;
+}
+
+static size_t dt__cut_count(const dt_work *work, int i) { return dt__cut_first(work, i + 1) - dt__cut_first(work, i); }
+
+/* The address of element i of p. */
+static char *dt__element(const dt_work *work, const void *p, size_t i) {
+    return (char *)p + i * dt_dtype_size(work->call.dtype);
+}
+
+static char *dt__recv_cut(const dt_work *work, int i) { return dt__element(work, work->call.recv, dt__cut_first(work,
+                                                                                                                i)); }
+static char *dt__send_cut(const dt_work *work, int i) { return dt__element(work, work->call.send, dt__cut_first(work,
+                                                                                                                i)); }
+
+/* ---- from each to all: recv holds this rank's share already ---- */
+
+static int dt__direct_spread(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    if (work->round > 0) return 0;
+    for (int step = 1; step < n; step++) {
+        int to = (me + step) % n, from = (me + n - step) % n;
+        dt__to(work, to, dt__recv_cut(work, me), dt__cut_count(work, me));
+        dt__of(work, from, dt__recv_cut(work, from), dt__cut_count(work, from));
+    }
+    return 1;
+}
+
+/* In each round every rank passes on what it took in the round before, so all links are busy all the time. */
+static int dt__ring_spread(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    int out = (me - work->round + n) % n, in = (me - work->round - 1 + n) % n;
+    if (work->round == n - 1) return 0;
+    dt__to(work, (me + 1) % n, dt__recv_cut(work, out), dt__cut_count(work, out));
+    dt__of(work, (me + n - 1) % n, dt__recv_cut(work, in), dt__cut_count(work, in));
+    return 1;
+}
+
+static int dt__direct_all_gather(dt_work *work) {
+    int me = work->comm->place.rank;
+    if (work->round == 0) dt__keep(work, dt__recv_cut(work, me), work->call.send, work->call.count);
+    return dt__direct_spread(work);
+}
+
+static int dt__ring_all_gather(dt_work *work) {
+    int me = work->comm->place.rank;
+    if (work->round == 0) dt__keep(work, dt__recv_cut(work, me), work->call.send, work->call.count);
+    return dt__ring_spread(work);
+}
+
+/* The scratch becomes the sends of ranks me, me+1, me+2, ...: as many more in each round as are there. */
+static int dt__doubling_collect(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, have = 1 << work->round;
+    size_t count = work->call.count;
+    if (work->round == 0 && dt__scratch(work, (size_t)n * count)) dt__keep(work, work->scratch, work->call.send, count);
+    if (have >= n) return 0;
+    size_t more = (size_t)(have < n - have ? have : n - have);
+    dt__to(work, (me - have + n) % n, work->scratch, more * count);
+    dt__of(work, (me + have) % n, dt__element(work, work->scratch, (size_t)have * count), more * count);
+    return 1;
+}
+
+static int dt__doubling_all_gather(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    if (dt__doubling_collect(work)) return 1;
+    for (int i = 0; i < n && work->call.count; i++)
+        dt__keep(work, dt__recv_cut(work, (me + i) % n), dt__element(work, work->scratch, (size_t)i * work->call.count),
+                 work->call.count);
+    return 0;
+}
+
+static int dt__doubling_all_reduce(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    if (dt__doubling_collect(work)) return 1;
+    for (int i = 0; i < n; i++)
+        work->comm->in[(me + i) % n] = dt__element(work, work->scratch, (size_t)i * work->call.count);
+    dt__add_up(work, work->call.recv, n, work->call.count);
+    return 0;
+}
+
+static int dt__doubling_barrier(dt_work *work) { return dt__doubling_collect(work); }
+
+/* ---- a share for each ---- */
+
+static int dt__direct_all_to_all(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    if (work->round > 0) return 0;
+    dt__keep(work, dt__recv_cut(work, me), dt__send_cut(work, me), work->call.count);
+    for (int step = 1; step < n; step++) {
+        int to = (me + step) % n, from = (me + n - step) % n;
+        dt__to(work, to, dt__send_cut(work, to), work->call.count);
+        dt__of(work, from, dt__recv_cut(work, from), work->call.count);
+    }
+    return 1;
+}
+
+static int dt__direct_all_to_all_v(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    const size_t *out = work->call.send_counts, *in = work->call.recv_counts;
+    if (work->round > 0) return 0;
+    if (out[me] != in[me]) return dt__counts_differ(work, me, out[me]), 0;
+    dt__keep(work, dt__element(work, work->call.recv, dt__sum_of(in, me)),
+             dt__element(work, work->call.send, dt__sum_of(out, me)), out[me]);
+    for (int step = 1; step < n; step++) {
+        int to = (me + step) % n, from = (me + n - step) % n;
+        dt__to(work, to, dt__element(work, work->call.send, dt__sum_of(out, to)), out[to]);
+        dt__of(work, from, dt__element(work, work->call.recv, dt__sum_of(in, from)), in[from]);
+    }
+    return 1;
+}
+
+/* ---- sums ---- */
+
+/* Where the sum of this rank's share goes: its own recv, or for the root's a place at the end of the scratch. */
+static char *dt__sum_place(const dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    if (work->call.op == DT__REDUCE_SCATTER) return (char *)work->call.recv;
+    if (work->call.op == DT__REDUCE && me != work->call.peer)
+        return dt__element(work, work->scratch, (size_t)n * dt__cut_count(work, me));
+    return dt__recv_cut(work, me);
+}
+
+/* An all-to-all into the scratch; then one sum in rank order. */
+static int dt__direct_reduce_scatter(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank;
+    size_t mine = dt__cut_count(work, me);
+    if (work->round == 0) {
+        if (!dt__scratch(work, (size_t)(n + 1) * mine)) return 0;
+        for (int step = 1; step < n; step++) {
+            int to = (me + step) % n, from = (me + n - step) % n;
+            dt__to(work, to, dt__send_cut(work, to), dt__cut_count(work, to));
+            dt__of(work, from, dt__element(work, work->scratch, (size_t)from * mine), mine);
+        }
+        return 1;
+    }
+    if (mine == 0) return 0;
+    for (int rank = 0; rank < n; rank++)
+        work->comm->in[rank] = rank == me ? dt__send_cut(work, me) : dt__element(work, work->scratch,
+                                                                                 (size_t)rank * mine);
+    dt__add_up(work, dt__sum_place(work), n, mine);
+    return 0;
+}
+
+/* In round s the sum of share me-1-s, begun by its right neighbour, gets this rank's part and goes on to the right; the
+   last to add is the share's owner. The scratch holds what came in and what goes out. */
+static int dt__ring_reduce_scatter(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, last = work->round == n - 1;
+    int out = (me - 1 - work->round + 2 * n) % n, in = (out - 1 + n) % n;
+    size_t most = dt__cut_count(work, 0);
+    if (work->round == n) return 0;
+    if (work->round == 0 && !dt__scratch(work, 2 * most)) return 0;
+    char *came = (char *)work->scratch, *sum = dt__element(work, came, most);
+    const char *goes = dt__send_cut(work, out);
+    if (work->round > 0 && dt__cut_count(work, out) > 0) {
+        work->comm->in[0] = came;
+        work->comm->in[1] = goes;
+        dt__add_up(work, last ? dt__sum_place(work) : sum, 2, dt__cut_count(work, out));
+        goes = sum;
+    }
+    if (last) return 0;
+    dt__to(work, (me + 1) % n, goes, dt__cut_count(work, out));
+    dt__of(work, (me + n - 1) % n, came, dt__cut_count(work, in));
+    return 1;
+}
+
+static int dt__direct_all_reduce(dt_work *work) {
+    return dt__one_then(work, dt__direct_reduce_scatter, dt__direct_spread);
+}
+
+static int dt__ring_all_reduce(dt_work *work) { return dt__one_then(work, dt__ring_reduce_scatter, dt__ring_spread); }
+
+/* The sums of all shares go to the root, which has summed its own in place. */
+static int dt__give_sums(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, root = work->call.peer;
+    if (work->round > 0) return 0;
+    if (me != root) dt__to(work, root, dt__sum_place(work), dt__cut_count(work, me));
+    for (int from = 0; from < n && me == root; from++) {
+        if (from != me) dt__of(work, from, dt__recv_cut(work, from), dt__cut_count(work, from));
+    }
+    return 1;
+}
+
+static int dt__direct_reduce(dt_work *work) { return dt__one_then(work, dt__direct_reduce_scatter, dt__give_sums); }
+
+/* ---- to and from the root at once ---- */
+
+static int dt__direct_gather(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, root = work->call.peer;
+    if (work->round > 0) return 0;
+    if (me != root) dt__to(work, root, work->call.send, work->call.count);
+    else dt__keep(work, dt__recv_cut(work, me), work->call.send, work->call.count);
+    for (int from = 0; from < n && me == root; from++) {
+        if (from != me) dt__of(work, from, dt__recv_cut(work, from), work->call.count);
+    }
+    return 1;
+}
+
+static int dt__direct_scatter(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, root = work->call.peer;
+    if (work->round > 0) return 0;
+    if (me != root) dt__of(work, root, work->call.recv, work->call.count);
+    else dt__keep(work, work->call.recv, dt__send_cut(work, me), work->call.count);
+    for (int to = 0; to < n && me == root; to++) {
+        if (to != me) dt__to(work, to, dt__send_cut(work, to), work->call.count);
+    }
+    return 1;
+}
+
+static int dt__direct_broadcast(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, root = work->call.peer;
+    if (work->round > 0) return 0;
+    if (me != root) dt__of(work, root, work->call.recv, work->call.count);
+    for (int to = 0; to < n && me == root; to++) {
+        if (to != me) dt__to(work, to, work->call.recv, work->call.count);
+    }
+    return 1;
+}
+
+/* Each gets a chunk from the root; then the chunks go round. */
+static int dt__hand_out_chunks(dt_work *work) {
+    int n = work->comm->place.size, me = work->comm->place.rank, root = work->call.peer;
+    if (work->round > 0) return 0;
+    if (me != root) dt__of(work, root, dt__recv_cut(work, me), dt__cut_count(work, me));
+    for (int to = 0; to < n && me == root; to++) {
+        if (to != me) dt__to(work, to, dt__recv_cut(work, to), dt__cut_count(work, to));
+    }
+    return 1;
+}
+
+static int dt__ring_broadcast(dt_work *work) { return dt__one_then(work, dt__hand_out_chunks, dt__ring_spread); }
+
+/* ---- binomial trees: ranks are counted from the root, v; the subtree of v is v, v+1, ... below v + its lowest bit
+   ---- */
+
+static int dt__tree_v(const dt_work *work) {
+    int n = work->comm->place.size;
+    return (work->comm->place.rank - work->call.peer + n) % n;
+}
+
+static int dt__tree_rank(const dt_work *work, int v) { return (v + work->call.peer) % work->comm->place.size; }
+
+/* How many ranks hang on v, itself included. */
+static int dt__tree_size(int v, int n) {
+    int all = 1;
+    while (all < n && !(v & all)) all *= 2;
+    return all < n - v ? all : n - v;
+}
+
+/* The scratch becomes the sends of v, v+1, ...: a rank takes from its children, nearest first, and gives to its parent.
+   */
+static int dt__tree_collect(dt_work *work) {
+    int n = work->comm->place.size, v = dt__tree_v(work), mask = 1 << work->round;
+    size_t count = work->call.count;
+    if (work->round == 0 && dt__scratch(work, (size_t)dt__tree_size(v, n) * count))
+        dt__keep(work, work->scratch, work->call.send, count);
+    if (mask >= n || (v & (mask - 1))) return 0;
+    if (v & mask) dt__to(work, dt__tree_rank(work, v - mask), work->scratch, (size_t)dt__tree_size(v, n) * count);
+    else if (v + mask < n)
+        dt__of(work, dt__tree_rank(work, v + mask), dt__element(work, work->scratch, (size_t)mask * count),
+               (size_t)dt__tree_size(v + mask, n) * count);
+    return 1;
+}
+
+static int dt__tree_gather(dt_work *work) {
+    if (dt__tree_collect(work)) return 1;
+    for (int v = 0; v < work->comm->place.size && dt__tree_v(work) == 0 && work->call.count; v++)
+        dt__keep(work, dt__recv_cut(work, dt__tree_rank(work, v)),
+                 dt__element(work, work->scratch, (size_t)v * work->call.count), work->call.count);
+    return 0;
+}
+
+static int dt__tree_reduce(dt_work *work) {
+    int n = work->comm->place.size;
+    if (dt__tree_collect(work)) return 1;
+    if (dt__tree_v(work) > 0) return 0;
+    for (int v = 0; v < n; v++)
+        work->comm->in[dt__tree_rank(work, v)] = dt__element(work, work->scratch, (size_t)v * work->call.count);
+    dt__add_up(work, work->call.recv, n, work->call.count);
+    return 0;
+}
+
+/* Round r is that of the distance `mask`, halved each time: whoever has the data gives them to the rank that far on. */
+static int dt__tree_mask(const dt_work *work) {
+    int mask = 1;
+    while (mask < work->comm->place.size) mask *= 2;
+    return mask >> (work->round + 1);
+}
+
+static int dt__tree_broadcast(dt_work *work) {
+    int n = work->comm->place.size, v = dt__tree_v(work), mask = dt__tree_mask(work);
+    if (mask == 0) return 0;
+    if (v % (2 * mask) == mask) dt__of(work, dt__tree_rank(work, v - mask), work->call.recv, work->call.count);
+    if (v % (2 * mask) == 0 && v + mask < n) dt__to(work, dt__tree_rank(work, v + mask), work->call.recv,
+                                                    work->call.count);
+    return 1;
+}
+
+static int dt__tree_all_reduce(dt_work *work) { return dt__one_then(work, dt__tree_reduce, dt__tree_broadcast); }
+
+static int dt__tree_scatter(dt_work *work) {
+    int n = work->comm->place.size, v = dt__tree_v(work), mask = dt__tree_mask(work), held = dt__tree_size(v, n);
+    size_t count = work->call.count;
+    if (work->round == 0 && !dt__scratch(work, (size_t)held * count)) return 0;
+    for (int i = 0; i < n && work->round == 0 && v == 0 && count; i++)
+        dt__keep(work, dt__element(work, work->scratch, (size_t)i * count), dt__send_cut(work, dt__tree_rank(work, i)),
+                 count);
+    if (mask == 0) {
+        if (count) dt__keep(work, work->call.recv, work->scratch, count);
+        return 0;
+    }
+    if (v % (2 * mask) == mask) dt__of(work, dt__tree_rank(work, v - mask), work->scratch, (size_t)held * count);
+    if (v % (2 * mask) == 0 && v + mask < n)
+        dt__to(work, dt__tree_rank(work, v + mask), dt__element(work, work->scratch, (size_t)mask * count),
+               (size_t)dt__tree_size(v + mask, n) * count);
+    return 1;
+}
+
+/* ---- which ---- */
+
+/* NULL: there is none of that kind for this operation. */
+static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorithm) {
+    static const dt__round_fn table[][DT_ALGORITHMS] = {    /* in the order of dt__op_code and dt_algorithm */
+        { NULL, dt__direct_all_reduce, dt__ring_all_reduce, dt__doubling_all_reduce, dt__tree_all_reduce },
+        { NULL, dt__direct_reduce, NULL, NULL, dt__tree_reduce },
+        { NULL, dt__direct_reduce_scatter, dt__ring_reduce_scatter, NULL, NULL },
+        { NULL, dt__direct_all_gather, dt__ring_all_gather, dt__doubling_all_gather, NULL },
+        { NULL, dt__direct_gather, NULL, NULL, dt__tree_gather },
+        { NULL, dt__direct_scatter, NULL, NULL, dt__tree_scatter },
+        { NULL, dt__direct_all_to_all, NULL, NULL, NULL },
+        { NULL, dt__direct_all_to_all_v, NULL, NULL, NULL },
+        { NULL, dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
+        { NULL, NULL, NULL, dt__doubling_barrier, NULL },
+        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL },    /* dt_sum_doubles, dt_agree, dt_comm_split */
+        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
+        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
+    };
+    if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;    /* an average is no sum of averages */
+    return dt__is_to_one(call->op) ? NULL : table[call->op][algorithm];
+}
+
+/* Without shared memory: few messages while they are short, few bytes when they are long. Never DT_RING's sums. */
+static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
+    size_t all = dt__call_bytes(call) * (size_t)comm->place.size;
+    dt_algorithm few = all <= 32768 ? DT_DOUBLING : DT_DIRECT;
+    if (call->op == DT__ALL_GATHER && all > 32768) few = DT_RING;
+    if (dt__is_rooted(call->op)) few = all <= 32768 ? DT_TREE : call->op == DT__BROADCAST ? DT_RING : DT_DIRECT;
+    if (dt__algorithm_of(call, few)) return dt__algorithm_of(call, few);
+    return dt__algorithm_of(call, dt__algorithm_of(call, DT_DIRECT) ? DT_DIRECT : DT_DOUBLING);
+}
+
+/* Room for the messages of the largest round. */
+static int dt__parts_make(dt_work *work, int need) {
+    dt_ctx *ctx = work->comm->world->ctx;
+    if (work->room >= need) return 1;
+    dt_free(ctx, DT_MEM_HOST, work->parts, (size_t)work->room * sizeof(dt__part));
+    work->parts = (dt__part *)dt_alloc(ctx, DT_MEM_HOST, (size_t)need * sizeof(dt__part), "messages");
+    work->room = work->parts ? need : 0;
+    return work->parts != NULL;
+}
+
+/* Moves the messages of the round on, and after them the algorithm to the next. */
+static int dt__algorithm_advance(dt_work *work) {
+    for (;;) {
+        int waiting = 0;
+        for (int i = 0; i < work->n_parts; i++) {
+            dt__part *part = &work->parts[i];
+            int done = part->over ? 1 : work->comm->ops->message(work, part);
+            if (done < 0) return -1;
+            part->over = done;
+            waiting += !done;
+        }
+        if (waiting > 0) return 0;
+        work->n_parts = 0;
+        int more = work->algorithm ? work->algorithm(work) : 0;
+        if (dt_error(work->comm->world->ctx)) return -1;
+        if (!more) return 1;
+        work->round++;
+    }
+}
+
+// ==== 16. Begin, wait, dispatch =====================================================================================
+
+static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
+static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -1237,134 +2124,383 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* NULL for what this version does not have: it is refused, never replaced by another. */
-static const dt__comm_ops *dt__backend(dt_backend backend) {
-    return backend == DT_BACKEND_AUTO || backend == DT_BACKEND_THREADS ? &dt__threads : NULL;
-}
-
-static int dt__served(dt_dtype dtype) { return dt_dtype_size(dtype) > 0; }
-
-/* Which buffers a call has. */
-static int dt__has_send(dt__op_code op) { return op != DT__BROADCAST && op != DT__BARRIER && op != DT__RECV; }
-static int dt__has_recv(dt__op_code op) { return op != DT__BARRIER && op != DT__SEND; }
-
 /* Arguments that are wrong whatever the other ranks do; NULL if none, else what is wrong. One rule a line. */
 static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     size_t most = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->place.size;
-    int to_one = call->op == DT__SEND || call->op == DT__RECV;
+    int to_one = dt__is_to_one(call->op);
     if ((unsigned)call->redop > (unsigned)DT_PROD) return "unknown reduction";
     if (call->count > most) return "count too large";
-    if (call->count && dt__has_send(call->op) && !call->send) return "send is NULL";
-    if (call->count && dt__has_recv(call->op) && !call->recv) return "recv is NULL";
-    if (call->op == DT__ALL_TO_ALL && call->count && call->send == call->recv) return "not possible in place";
-    if (call->peer < 0 || call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
+    if (call->peer < 0 && !call->any) return to_one ? "no such rank" : "no such root";
+    if (call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
     if (to_one && call->tag < 0) return "the tag is negative";
-    return NULL;
-}
-
-/* The backend's function, or the generic one. */
-static dt__comm_fn dt__function(const dt__comm_ops *ops, dt__op_code op) {
-    switch (op) {
-    case DT__SUM_DOUBLES:
-    case DT__ALL_REDUCE: return ops->all_reduce ? ops->all_reduce : dt__generic_all_reduce;
-    case DT__REDUCE_SCATTER: return ops->reduce_scatter ? ops->reduce_scatter : dt__generic_reduce_scatter;
-    case DT__AGREE:
-    case DT__SPLIT:
-    case DT__ALL_GATHER: return ops->all_gather ? ops->all_gather : dt__generic_all_gather;
-    case DT__ALL_TO_ALL: return ops->all_to_all ? ops->all_to_all : dt__generic_all_to_all;
-    case DT__BROADCAST: return ops->broadcast ? ops->broadcast : dt__generic_broadcast;
-    case DT__BARRIER: return ops->barrier ? ops->barrier : dt__generic_barrier;
-    case DT__SEND: return ops->send;
-    case DT__RECV: break;
+    if (call->op == DT__ALL_TO_ALL_V) {
+        if (!call->send_counts || !call->recv_counts) return "counts are NULL";
+        for (int i = 0; i < comm->place.size; i++)
+            if (call->send_counts[i] > most || call->recv_counts[i] > most) return "count too large";
+        if (!call->send && dt__sum_of(call->send_counts, comm->place.size)) return "send is NULL";
+        if (!call->recv && dt__sum_of(call->recv_counts, comm->place.size)) return "recv is NULL";
+        return NULL;
     }
-    return ops->recv;
-}
-
-/* With one rank every collective is a copy of send to recv, or nothing. */
-static dt_status dt__alone(dt_comm *comm, const dt__call *call) {
-    if (call->op == DT__BROADCAST || call->op == DT__BARRIER) return DT_OK;
-    return dt__keep(comm, call, call->recv, call->send, call->count);
+    if (call->count && dt__sends(comm, call) && !call->send) return "send is NULL";
+    if (call->count && dt__receives(comm, call) && !call->recv) return "recv is NULL";
+    if (call->op == DT__ALL_TO_ALL && call->count && call->send == call->recv) return "not possible in place";
+    return NULL;
 }
 
 /* comm NULL: no context, so nothing to fail and no table to copy with. */
 static dt_status dt__nobody(const dt__call *call) {
+    const void *send = call->send;
     size_t bytes = dt__call_bytes(call);
-    if (call->op == DT__SEND || call->op == DT__RECV || call->peer != 0) return DT_ERR_ARG;
-    if (!dt__served(call->dtype)) return DT_ERR_UNSUPPORTED;
-    if (call->op == DT__BROADCAST || call->op == DT__BARRIER || bytes == 0 || call->send == call->recv) return DT_OK;
-    if (!call->send || !call->recv) return DT_ERR_ARG;
-    memcpy(call->recv, call->send, bytes);
+    if (dt__is_to_one(call->op) || call->peer != 0) return DT_ERR_ARG;
+    if (dt_dtype_size(call->dtype) == 0) return DT_ERR_UNSUPPORTED;
+    if (call->op == DT__ALL_TO_ALL_V) {
+        if (!call->send_counts || !call->recv_counts || call->send_counts[0] != call->recv_counts[0]) return DT_ERR_ARG;
+        bytes = call->send_counts[0] * dt_dtype_size(call->dtype);
+    }
+    if (call->op == DT__BROADCAST || call->op == DT__BARRIER || bytes == 0 || send == call->recv) return DT_OK;
+    if (!send || !call->recv) return DT_ERR_ARG;
+    memcpy(call->recv, send, bytes);
     return DT_OK;
 }
 
-/* Every public operation comes through here. */
-static dt_status dt__do(dt_comm *comm, dt__call call) {
-    if (!comm) return dt__nobody(&call);
+/* With one rank every collective is a copy of send to recv, or nothing. */
+static void dt__alone(dt_work *work) {
+    const dt__call *call = &work->call;
+    if (call->op != DT__BROADCAST && call->op != DT__BARRIER)
+        dt__keep(work, call->recv, call->send, call->op == DT__ALL_TO_ALL_V ? call->send_counts[0] : call->count);
+    work->over = 1;
+}
+
+static dt_work *dt__work_take(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
-    int to_one = call.op == DT__SEND || call.op == DT__RECV;
-    if (dt_error(world->ctx)) return dt_error(world->ctx);
-    if (dt__aborted(world->shared)) return dt__peer_failed(world);
-    if (!dt__served(call.dtype))
-        return dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %d is no element type", dt__call_text(&call).s,
-                             comm->group->name, (int)call.dtype);
-    const char *wrong = dt__wrong(comm, &call);
-    if (wrong)
-        return dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);
-    if (call.count == 0) call.send = call.recv = comm->words;   /* not touched; but NULL + 0 is undefined in C */
-    if (!to_one) call.seq = ++comm->seq;
-    dt__comm_fn function = comm->place.size == 1 && !to_one ? dt__alone : dt__function(comm->ops, call.op);
-    double begin = world->host->now(world->host->user);
-    dt_status status = function(comm, &call);
-    world->seconds += world->host->now(world->host->user) - begin;
-    if (status == DT_OK) world->bytes[1 + (int)comm->axis] += dt__sent_bytes(comm, &call);
+    dt_work *work = world->idle;
+    dt__part *parts = work ? work->parts : NULL;
+    int room = work ? work->room : 0;
+    if (work) world->idle = work->later;
+    else work = (dt_work *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *work, "dt_work");
+    if (!work) return NULL;
+    memset(work, 0, sizeof *work);
+    work->parts = parts;
+    work->room = room;
+    work->comm = comm;
+    work->call = *call;
+    return work;
+}
+
+/* Back to those that are idle; what it holds of a transport or of memory is given back. */
+static void dt__work_release(dt__world *world, dt_work *work) {
+    for (int i = 0; i < work->n_parts; i++) {
+        dt__part *part = &work->parts[i];
+        if (part->request && !part->over) world->transport.cancel(world->transport.user, part->request);
+        dt_free(world->ctx, DT_MEM_COMM, part->copy, part->count * dt_dtype_size(work->call.dtype));
+    }
+    dt__scratch_free(work);
+    work->n_parts = 0;
+    work->comm = NULL;
+    work->later = world->idle;
+    world->idle = work;
+}
+
+/* A simulated link is busy until then. */
+static void dt__link_begin(dt__world *world, dt_work *work) {
+    double bytes = (double)dt__sent_bytes(work->comm, &work->call), now = world->host->now(world->host->user);
+    if (!dt__pattern_of(work->call.op)->counted) return;
+    world->link_free = (world->link_free > now ? world->link_free : now) + world->link.latency_s;
+    if (world->link.bytes_per_s > 0) world->link_free += bytes / world->link.bytes_per_s;
+    work->link_until = world->link_free;
+}
+
+/* Every operation begins here. NULL: the context has failed. */
+static dt_work *dt__begin(dt_comm *comm, dt__call call) {
+    dt__world *world = comm->world;
+    if (dt_error(world->ctx)) return NULL;
+    if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
+    const char *wrong = dt_dtype_size(call.dtype) ? dt__wrong(comm, &call) : NULL;
+    if (dt_dtype_size(call.dtype) == 0)
+        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %d is no element type", dt__call_text(&call).s,
+                      comm->group->name, (int)call.dtype);
+    else if (wrong)
+        dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);
+    dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
+    if (!work) return NULL;
+    if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
+        work->call.send = work->call.recv = comm->words;
+    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
+    int to_one = dt__is_to_one(call.op);
+    if (!to_one && comm->place.size == 1) {
+        dt__alone(work);
+        return work;
+    }
+    if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(&call, comm->algorithm);
+    if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, &call);
+    if (work->algorithm) work->call.seq = ++comm->messages;
+    else if (!to_one) work->call.seq = ++comm->seq;
+    if ((work->algorithm || to_one) && !dt__parts_make(work, to_one ? 1 : 2 * comm->place.size)) {
+        dt__work_release(world, work);
+        return NULL;
+    }
+    if (to_one) {
+        dt__part *part = dt__add_part(work, call.op, call.peer, call.count);
+        part->tag = call.tag;
+        part->send = work->call.send;
+        part->recv = work->call.recv;
+    }
+    return work;
+}
+
+/* The end of an operation: its bytes count if it went well. */
+static dt_status dt__end(dt__world *world, dt_work *work) {
+    dt_status status = dt_error(world->ctx);
+    if (status == DT_OK) world->bytes[1 + (int)work->comm->axis] += dt__sent_bytes(work->comm, &work->call);
+    dt__work_release(world, work);
     return status;
 }
 
-dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
-    dt__call call = dt__call_make(DT__ALL_REDUCE, send, recv, count, dtype);
-    call.redop = op;
-    return dt__do(comm, call);
+/* A blocking operation. */
+static dt_status dt__do(dt_comm *comm, dt__call call) {
+    if (!comm) return dt__nobody(&call);
+    dt__world *world = comm->world;
+    double begin = world->host->now(world->host->user);
+    dt_work *work = dt__begin(comm, call);
+    if (!work) return dt_error(world->ctx);
+    dt__drive(world, work);
+    world->seconds += world->host->now(world->host->user) - begin;
+    return dt__end(world, work);
 }
 
-dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
-    dt__call call = dt__call_make(DT__REDUCE_SCATTER, send, recv, count, dtype);
-    call.redop = op;
-    return dt__do(comm, call);
+/* A started one. */
+static dt_work *dt__start(dt_comm *comm, dt__call call) {
+    if (!comm) {
+        dt__nobody(&call);
+        return NULL;
+    }
+    dt__world *world = comm->world;
+    double begin = world->host->now(world->host->user);
+    dt_work *work = dt__begin(comm, call);
+    if (!work) return NULL;
+    if (world->first) world->last->later = work;
+    else world->first = work;
+    world->last = work;
+    dt__advance_all(world);
+    world->seconds += world->host->now(world->host->user) - begin;
+    return work;
+}
+
+static void dt__forget(dt__world *world, dt_work *work) {
+    dt_work *before = NULL;
+    for (dt_work *w = world->first; w != work; w = w->later) before = w;
+    if (before) before->later = work->later;
+    else world->first = work->later;
+    if (world->last == work) world->last = before;
+}
+
+dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
+    dt__world *world = dt__world_of(ctx);
+    if (!world || !work) return dt_error(ctx);
+    if (!work->comm) return dt_fail(ctx, DT_ERR_ARG, "dt_wait: this operation has been waited for");
+    double begin = world->host->now(world->host->user);
+    if (dt_error(ctx) == DT_OK) dt__drive(world, work);
+    world->seconds += world->host->now(world->host->user) - begin;
+    dt__forget(world, work);
+    return dt__end(world, work);
+}
+
+int dt_test(dt_ctx *ctx, dt_work *work) {
+    dt__world *world = dt__world_of(ctx);
+    if (!world || !work || !work->comm || dt_error(ctx)) return 1;
+    dt__advance_all(world);
+    return work->over || dt_error(ctx);
+}
+
+/* What this rank waited for did not come in time: says who is missing. */
+static dt_status dt__late(dt_work *work) {
+    dt__world *world = work->comm->world;
+    double limit = world->shared->timeout_s;
+    for (int i = 0; i < work->n_parts; i++) {
+        dt__part *part = &work->parts[i];
+        if (part->over) continue;
+        if (part->peer == DT_ANY)
+            return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: nobody sent it", limit,
+                                 dt__part_text(work, part).s);
+        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: rank %d %s", limit,
+                             dt__part_text(work, part).s, work->comm->group->ranks[part->peer],
+                             part->op == DT__SEND ? "did not receive it" : "did not send it");
+    }
+    if (work->algorithm || !work->comm->group->members)
+        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s on %s", limit, dt__call_text(&work->call).s,
+                             work->comm->group->name);
+    return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s #%llu on %s: %s", limit,
+                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
+                         work->comm->group->name, dt__who_came(work).s);
+}
+
+/* ---- the public functions: each a call, done or started ---- */
+
+static dt__call dt__reduce_call(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op redop,
+                                int root) {
+    dt__call call = dt__call_make(op, send, recv, count, dtype);
+    call.redop = redop;
+    call.peer = root;
+    return call;
+}
+
+static dt__call dt__rooted_call(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+    return dt__reduce_call(op, send, recv, count, dtype, DT_SUM, root);
+}
+
+static dt__call dt__all_to_all_v_call(const void *send, const size_t *send_counts, void *recv,
+                                      const size_t *recv_counts,
+                                      dt_dtype dtype) {
+    dt__call call = dt__call_make(DT__ALL_TO_ALL_V, send, recv, 0, dtype);
+    call.send_counts = send_counts;
+    call.recv_counts = recv_counts;
+    return call;
+}
+
+static dt__call dt__mail_call(dt__op_code op, const void *send, void *recv, size_t count, dt_dtype dtype, int peer,
+                              int tag) {
+    dt__call call = dt__call_make(op, send, recv, count, dtype);
+    call.peer = peer;
+    call.tag = tag;
+    return call;
+}
+
+dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+    return dt__do(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
+}
+
+dt_work *dt_all_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+    return dt__start(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
+}
+
+dt_status dt_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+                    int root) {
+    return dt__do(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
+}
+
+dt_work *dt_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+                         int root) {
+    return dt__start(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
+}
+
+dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+                            dt_op op) {
+    return dt__do(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
+}
+
+dt_work *dt_reduce_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+                                 dt_op op) {
+    return dt__start(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
 dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
+dt_work *dt_all_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+    return dt__start(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
+}
+
+dt_status dt_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+    return dt__do(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
+}
+
+dt_work *dt_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+    return dt__start(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
+}
+
+dt_status dt_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+    return dt__do(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
+}
+
+dt_work *dt_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+    return dt__start(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
+}
+
 dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
+dt_work *dt_all_to_all_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+    return dt__start(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
+}
+
+dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+                          const size_t *recv_counts, dt_dtype dtype) {
+    return dt__do(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
+}
+
+dt_work *dt_all_to_all_v_start(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+                               const size_t *recv_counts, dt_dtype dtype) {
+    return dt__start(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
+}
+
 dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
-    dt__call call = dt__call_make(DT__BROADCAST, NULL, buf, count, dtype);
-    call.peer = root;
-    return dt__do(comm, call);
+    return dt__do(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
+}
+
+dt_work *dt_broadcast_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
+    return dt__start(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
 }
 
 dt_status dt_barrier(dt_comm *comm) {
     return dt__do(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
+dt_work *dt_barrier_start(dt_comm *comm) {
+    return dt__start(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
+}
+
 dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
-    dt__call call = dt__call_make(DT__SEND, buf, NULL, count, dtype);
-    call.peer = to;
-    call.tag = tag;
-    return dt__do(comm, call);
+    return dt__do(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
+}
+
+dt_work *dt_send_start(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
+    return dt__start(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
 }
 
 dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
-    dt__call call = dt__call_make(DT__RECV, NULL, buf, count, dtype);
-    call.peer = from;
-    call.tag = tag;
-    return dt__do(comm, call);
+    return dt__do(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
 }
 
-// ==== 19. Scalars and agreement: code ===============================================================================
+dt_work *dt_recv_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
+    return dt__start(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
+}
+
+static dt__call dt__any_call(void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+    dt__call call = dt__mail_call(DT__RECV, NULL, buf, count, dtype, DT_ANY, tag);
+    call.any = 1;
+    call.from = from;
+    return call;
+}
+
+dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+    return dt__do(comm, dt__any_call(buf, count, dtype, tag, from));
+}
+
+dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+    return dt__start(comm, dt__any_call(buf, count, dtype, tag, from));
+}
+
+dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n) {
+    if (!comm) return n > 0 ? DT_ERR_ARG : DT_OK;
+    dt__world *world = comm->world;
+    dt_work *before = world->last;
+    for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
+        const dt_transfer *t = &transfers[i];
+        if (t->send && t->recv) dt__comm_fail(world, DT_ERR_ARG, "dt_exchange: transfer %d both sends and receives", i);
+        else if (t->recv) dt_recv_start(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
+        else dt_send_start(comm, t->send, t->count, t->dtype, t->peer, t->tag);
+    }
+    for (dt_work *work = before ? before->later : world->first; work;) {
+        dt_work *later = work->later;
+        dt_wait(world->ctx, work);
+        work = later;
+    }
+    return dt_error(world->ctx);
+}
+
+// ==== 17. Scalars and agreement: code ===============================================================================
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
@@ -1394,7 +2530,7 @@ dt_status dt_agree(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-// ==== 20. Groups: code ==============================================================================================
+// ==== 18. Groups: code ==============================================================================================
 
 /*     6 ranks, color = rank / 3, key = -rank        "a" and "b" are two groups, each with a rank 0, 1, 2
        rank    0 1 2 3 4 5
@@ -1402,10 +2538,9 @@ dt_status dt_agree(dt_comm *comm, dt_status mine) {
        group   a a a b b b
        becomes 2 1 0 2 1 0
 
-   All ranks gather (color, key), so each can count who comes before it. The first of each new group makes it in the
-   shared range, and a second gather tells the others where. Cost: two gathers of 8 bytes a rank. */
-
-static dt__world *dt__world_of(const dt_ctx *ctx) { return ctx ? (dt__world *)dt_ctx_attached(ctx) : NULL; }
+   All ranks gather (color, key), so each can count who comes before it. In shared memory the first of each new group
+   makes it in the range, and a second gather tells the others where; over a transport each lists it for itself. Cost:
+   two gathers of 8 bytes a rank. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -1425,9 +2560,19 @@ void dt_comm_set_axis(dt_comm *comm, dt_axis axis) {
     if (comm && axis >= DT_AXIS_NONE && axis < DT_AXES) comm->axis = axis;
 }
 
+void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm) {
+    if (comm && algorithm >= DT_ALGORITHM_AUTO && algorithm < DT_ALGORITHMS) comm->algorithm = algorithm;
+}
+
 size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis) {
     const dt__world *world = dt__world_of(ctx);
     return world && axis >= DT_AXIS_NONE && axis < DT_AXES ? world->bytes[1 + (int)axis] : 0;
+}
+
+dt_traffic dt_comm_traffic(const dt_ctx *ctx) {
+    const dt__world *world = dt__world_of(ctx);
+    dt_traffic none = { 0, 0 };
+    return world ? world->traffic : none;
 }
 
 double dt_comm_seconds(const dt_ctx *ctx) {
@@ -1456,10 +2601,25 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     return comm;
 }
 
+/* A group over a transport: each rank's own list. */
+static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
+
+static dt__group *dt__group_list(dt__world *world, int size, const char *name) {
+    dt__group *group = (dt__group *)dt_alloc(world->ctx, DT_MEM_HOST, dt__listed_bytes(size), "dt_comm");
+    if (!group) return NULL;
+    memset(group, 0, sizeof *group);
+    group->size = size;
+    group->ranks = (int *)(void *)(group + 1);
+    dt__group_name(group, name);
+    return group;
+}
+
 static void dt__comms_free(dt__world *world) {
     while (world->comms) {
         dt_comm *comm = world->comms;
         world->comms = comm->next;
+        if (!comm->group->members) dt_free(world->ctx, DT_MEM_HOST, comm->group, dt__listed_bytes(comm->group->size));
+        dt_free(world->ctx, DT_MEM_COMM, comm->staging, 2 * DT_WINDOW_BYTES);
         dt_free(world->ctx, DT_MEM_HOST, comm, comm->bytes);
     }
     world->comm = NULL;
@@ -1476,20 +2636,41 @@ static int dt__split_place(const dt_comm *comm, int rank) {
     return place;
 }
 
-/* By the first rank of a new group: makes it and lists its members. NULL when the room is used up. */
+/* A new group of that color with its members listed. NULL when the room is used up, or the memory. */
 static dt__group *dt__split_make(const dt_comm *comm, int color, const char *name) {
+    dt__world *world = comm->world;
     int size = 0;
     for (int rank = 0; rank < comm->place.size; rank++) size += comm->words[2 * rank] == color;
-    dt__group *group = dt__group_make(comm->world->shared, size, name);
+    dt__group *group = comm->group->members ? dt__group_make(world->shared, size, name)
+                                            : dt__group_list(world, size, name);
     for (int rank = 0; group && rank < comm->place.size; rank++) {
         if (comm->words[2 * rank] == color) group->ranks[dt__split_place(comm, rank)] = comm->group->ranks[rank];
     }
     return group;
 }
 
+/* Over a transport. A channel is free if it is above all that any of the ranks has used, which the second gather tells.
+   */
+static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name) {
+    dt__world *world = comm->world;
+    int place = dt__split_place(comm, comm->place.rank);
+    dt__group *group = color >= 0 ? dt__split_make(comm, color, name) : NULL;
+    dt_comm *made = group ? dt__comm_make(world, comm->ops, group, place) : NULL;
+    int32_t words[2] = { (int32_t)world->channels, 0 };
+    uint32_t channel = 0;
+    if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
+    for (int rank = 0; rank < comm->place.size; rank++)
+        channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
+    world->channels = channel + 1;
+    if (group) group->channel = channel;
+    return made;
+}
+
 dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key };
     if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
+    if (!name) name = "group";
+    if (!comm->group->members) return dt__split_listed(comm, color, name);
     dt__shared *shared = comm->world->shared;
     int place = dt__split_place(comm, comm->place.rank), first = comm->place.rank;
     for (int rank = 0; rank < comm->place.size; rank++) {
@@ -1497,14 +2678,14 @@ dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     }
     words[0] = words[1] = 0;        /* where in the room the group is, in lines; -1: no room; else 0 */
     if (color >= 0 && place == 0) {
-        dt__group *group = dt__split_make(comm, color, name ? name : "group");
+        dt__group *group = dt__split_make(comm, color, name);
         words[0] = group ? (int32_t)((size_t)((char *)group - shared->room) / DT__LINE) : -1;
     }
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     for (int rank = 0; rank < comm->place.size; rank++) {
         if (comm->words[2 * rank] >= 0) continue;
         dt__comm_fail(comm->world, DT_ERR_MEM, "dt_comm_split(%s) on %s: a run has room for %d splits of its world",
-                      name ? name : "group", comm->group->name, (int)DT_MAX_SPLITS);
+                      name, comm->group->name, (int)DT_MAX_SPLITS);
         return NULL;
     }
     if (color < 0) return NULL;
@@ -1512,12 +2693,134 @@ dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     return dt__comm_make(comm->world, comm->ops, (dt__group *)(void *)(shared->room + at), place);
 }
 
-// ==== 21. Launch: code ==============================================================================================
+// ==== 19. Memory that forked ranks share ============================================================================
 
-/*     dt_run     checks, takes the shared range, starts N threads, waits for all, looks for messages nobody received
-       a thread   context, listener, world group, rank_main, "ended", and all of it back
+/* Each forked rank has a heap in the range: what it allocates of the classes that are communicated lies there, where
+   the others reach it. Blocks are taken first fit from a list of free ones in the order of their addresses, which lie
+   in the blocks themselves; neighbours are joined, and what is free goes back to the system page by page. */
 
-   The supervisor talks to no rank: whatever goes wrong goes through the record of section 7. */
+typedef struct dt__gap {        /* a free block, at its beginning */
+    size_t          bytes;
+    struct dt__gap *next;
+} dt__gap;
+
+typedef struct dt__heap {       /* one rank's; its host table is the caller's with alloc and free in the heap */
+    dt_host        host;
+    const dt_host *base;
+    char          *start;
+    size_t         bytes, top;  /* above top nothing was ever used, or is again */
+    dt__gap       *gaps;
+} dt__heap;
+
+static int dt__in_heap(dt_mem mem) {
+    return mem == DT_MEM_PARAMS || mem == DT_MEM_GRADS || mem == DT_MEM_ACTS || mem == DT_MEM_COMM;
+}
+
+static void *dt__heap_take(dt__heap *heap, size_t bytes) {
+    for (dt__gap **at = &heap->gaps; *at; at = &(*at)->next) {
+        dt__gap *gap = *at;
+        if (gap->bytes < bytes) continue;
+        if (gap->bytes > bytes) {
+            dt__gap *rest = (dt__gap *)(void *)((char *)gap + bytes);
+            rest->bytes = gap->bytes - bytes;
+            rest->next = gap->next;
+            *at = rest;
+        } else {
+            *at = gap->next;
+        }
+        return gap;
+    }
+    if (bytes > heap->bytes - heap->top) return NULL;
+    heap->top += bytes;
+    return heap->start + heap->top - bytes;
+}
+
+/* Joins a gap with the one behind it, if they touch. */
+static void dt__heap_join(dt__gap *gap) {
+    if (!gap->next || (char *)gap + gap->bytes != (char *)gap->next) return;
+    gap->bytes += gap->next->bytes;
+    gap->next = gap->next->next;
+}
+
+static void dt__heap_give(dt__heap *heap, void *p, size_t bytes) {
+    const size_t page = 65536;
+    dt__gap **at = &heap->gaps, **before = NULL, *gap = (dt__gap *)p;
+    uintptr_t from = ((uintptr_t)p + sizeof(dt__gap) + page - 1) / page * page,
+        to = ((uintptr_t)p + bytes) / page * page;
+    for (; *at && (char *)*at < (char *)p; at = &(*at)->next) before = at;
+    gap->bytes = bytes;
+    gap->next = *at;
+    *at = gap;
+    if (to > from && heap->base->discard) heap->base->discard(heap->base->user, (void *)from, to - from);
+    dt__heap_join(gap);
+    if (before) dt__heap_join(*before);
+    if (before && (char *)*before + (*before)->bytes > (char *)p) at = before;
+    gap = *at;
+    if ((char *)gap + gap->bytes == heap->start + heap->top) {
+        heap->top -= gap->bytes;
+        *at = NULL;
+    }
+}
+
+static void *dt__heap_alloc(void *user, size_t bytes, dt_mem mem) {
+    dt__heap *heap = (dt__heap *)user;
+    if (!dt__in_heap(mem)) return heap->base->alloc(heap->base->user, bytes, mem);
+    return bytes > heap->bytes ? NULL : dt__heap_take(heap, dt__line_up(bytes));
+}
+
+static void dt__heap_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    dt__heap *heap = (dt__heap *)user;
+    if (!dt__in_heap(mem)) heap->base->free(heap->base->user, p, bytes, mem);
+    else if (p) dt__heap_give(heap, p, dt__line_up(bytes));
+}
+
+static double dt__heap_now(void *user) {
+    const dt_host *base = ((dt__heap *)user)->base;
+    return base->now(base->user);
+}
+
+static void dt__heap_sleep(void *user, double seconds) {
+    const dt_host *base = ((dt__heap *)user)->base;
+    base->sleep(base->user, seconds);
+}
+
+static void dt__heap_log(void *user, int level, int rank, const char *text) {
+    const dt_host *base = ((dt__heap *)user)->base;
+    base->log(base->user, level, rank, text);
+}
+
+/* At the beginning of the rank's part of the range. */
+static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int rank) {
+    dt__heap *heap = (dt__heap *)(void *)(shared->heaps + (size_t)rank * shared->heap_bytes);
+    memset(heap, 0, sizeof *heap);
+    heap->base = base;
+    heap->start = (char *)heap + dt__line_up(sizeof *heap);
+    heap->bytes = shared->heap_bytes - dt__line_up(sizeof *heap);
+    heap->host.user = heap;
+    heap->host.alloc = dt__heap_alloc;
+    heap->host.free = dt__heap_free;
+    heap->host.now = dt__heap_now;
+    heap->host.sleep = dt__heap_sleep;
+    heap->host.log = dt__heap_log;
+    return &heap->host;
+}
+
+// ==== 20. Attach and launch: code ===================================================================================
+
+/*     dt_team_make     checks, takes the shared range
+       a rank           context, dt_comm_attach, the rank function, dt_comm_detach
+       dt_team_free     looks for messages nobody received, gives the report
+
+   dt_run is that with a thread or a fork for each rank. The supervisor talks to no rank: whatever goes wrong goes
+   through the record of section 9. */
+
+struct dt_team {
+    dt__shared    *shared;
+    void          *range;
+    size_t         range_bytes;
+    const dt_host *host;
+    dt_run_desc    desc;
+};
 
 /* Cores that this process may use. */
 static int dt__cores(void) {
@@ -1537,7 +2840,7 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    if (!dt__claim(shared)) return;
+    if (!dt__claim(shared, rank)) return;
     dt__publish_failure(shared, rank, status, text);
     host->log(host->user, DT_LOG_ERROR, rank, text);
 }
@@ -1547,41 +2850,198 @@ static void dt__set_ended(dt__shared *shared, int rank) {
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
 }
 
-static void dt__rank_body(dt__world *world, dt__group *group) {
-    dt_ctx *ctx = world->ctx;
+/* Between two kernels of a tensor op: what was started moves on. */
+static void dt__on_kernel(dt_ctx *ctx, void *user) {
+    dt__world *world = (dt__world *)user;
+    if (world->first && dt_error(ctx) == DT_OK) dt__advance_all(world);
+}
+
+/* The world of a rank: over a team's range, or over a transport with a record of its own. */
+static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc) {
+    dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
+    if (!world) return NULL;
+    memset(world, 0, sizeof *world);
+    world->ctx = ctx;
+    world->host = dt_ctx_host(ctx);
+    world->rank = desc->rank;
+    world->link = desc->team ? desc->team->desc.link : desc->link;
+    if (desc->team) {
+        world->shared = desc->team->shared;
+        return world;
+    }
+    world->transport = *desc->transport;
+    world->channels = 1;
+    world->shared = (dt__shared *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world->shared, "the world");
+    if (!world->shared) {
+        dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
+        return NULL;
+    }
+    memset(world->shared, 0, sizeof *world->shared);
+    world->shared->ranks = desc->size;
+    world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
+    world->shared->spins = DT__SPINS;
+    return world;
+}
+
+/* The group of all ranks. */
+static dt__group *dt__world_group(dt__world *world) {
+    if (!world->transport.send) return (dt__group *)(void *)world->shared->room;
+    dt__group *group = dt__group_list(world, world->shared->ranks, "world");
+    for (int rank = 0; group && rank < world->shared->ranks; rank++) group->ranks[rank] = rank;
+    return group;
+}
+
+dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
+    int size = desc.team ? desc.team->desc.ranks : desc.size;
+    if (!ctx || dt_error(ctx)) return NULL;
+    if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size, dt__world_of(ctx) ?
+                "but it is attached already" : "by either a team or a transport");
+        return NULL;
+    }
+    dt__world *world = dt__world_make(ctx, &desc);
+    dt__group *group = world ? dt__world_group(world) : NULL;
+    if (!world) {
+        if (desc.team && dt__claim(desc.team->shared, desc.rank))   /* nobody listens to this context yet */
+            dt__publish_failure(desc.team->shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
+        return NULL;
+    }
     world->listener.failed = dt__on_failure;
+    world->listener.kernel_done = dt__on_kernel;
     world->listener.user = world;
     dt_listen(ctx, &world->listener);
     dt_ctx_attach(ctx, world);
-    world->comm = dt__comm_make(world, dt__backend(world->desc->backend), group, world->rank);
-    if (world->comm) {
-        dt_status status = world->rank_main(ctx, world->user);
-        if (status && !dt_error(ctx)) dt_fail(ctx, status, "rank function returned %s", dt_status_name(status));
+    if (group) world->comm = dt__comm_make(world, desc.team ? &dt__threads_ops : &dt__transport_ops, group, desc.rank);
+    return world->comm;
+}
+
+/* Gives back works that are idle, and those that a failure left. */
+static void dt__works_free(dt__world *world) {
+    while (world->first) {
+        dt_work *work = world->first;
+        world->first = work->later;
+        dt__work_release(world, work);
     }
-    dt__set_ended(world->shared, world->rank);
+    while (world->idle) {
+        dt_work *work = world->idle;
+        world->idle = work->later;
+        dt_free(world->ctx, DT_MEM_HOST, work->parts, (size_t)work->room * sizeof(dt__part));
+        dt_free(world->ctx, DT_MEM_HOST, work, sizeof *work);
+    }
+}
+
+void dt_comm_detach(dt_ctx *ctx, dt_status status) {
+    dt__world *world = dt__world_of(ctx);
+    if (!world) return;
+    if (status && !dt_error(ctx)) dt_fail(ctx, status, "rank function returned %s", dt_status_name(status));
+    if (world->first && !dt_error(ctx))
+        dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
+                world->first->comm->group->name);
+    if (world->shared->state) dt__set_ended(world->shared, world->rank);
+    dt__works_free(world);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
+    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof *world->shared);
+    dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
 }
 
-static void *dt__rank_thread(void *arg) {
-    dt__world *world = (dt__world *)arg;
+/* ---- the team ---- */
+
+/* A run that cannot begin: logged and reported. */
+DT_PRINTF(3, 4) static void dt__refuse(const dt_run_desc *desc, dt_status status, const char *fmt, ...) {
+    const dt_host *host = desc->host ? desc->host : dt_host_default();
+    dt_report report;
+    va_list args;
+    memset(&report, 0, sizeof report);
+    report.status = status;
+    report.rank = -1;
+    va_start(args, fmt);
+    vsnprintf(report.text, sizeof report.text, fmt, args);
+    va_end(args);
+    host->log(host->user, DT_LOG_ERROR, -1, report.text);
+    if (desc->report) *desc->report = report;
+}
+
+/* The range: of procs it must be one that forks share, and each rank's heap may grow to the machine's memory; no page
+   of it exists before it is touched. If the system refuses so much, less. */
+static void *dt__range_take(dt__shared *sizes, const dt_host *host, size_t user_bytes) {
+    size_t machine = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t heap = sizes->apart ? dt__page_up(machine) : 0;; heap = dt__page_up(heap / 4)) {
+        sizes->heap_bytes = heap;
+        dt__shared_lay(sizes, NULL, user_bytes);
+        void *range = host->map ? host->map(host->user, sizes->bytes) : host->alloc(host->user, sizes->bytes,
+                                                                                    DT_MEM_COMM);
+        if (range || heap <= ((size_t)64 << 20)) return range;
+    }
+}
+
+static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
+    if (host->map) host->unmap(host->user, range, bytes);
+    else host->free(host->user, range, bytes, DT_MEM_COMM);
+}
+
+/* What is wrong with a description, reported; 1: nothing. */
+static int dt__run_valid(const dt_run_desc *desc) {
+    int shared = desc->backend == DT_BACKEND_AUTO || desc->backend == DT_BACKEND_THREADS ||
+                 desc->backend == DT_BACKEND_PROCS;
+    if (!shared) dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
+                            dt__backend_name(desc->backend));
+    else if (desc->backend == DT_BACKEND_PROCS && desc->host && !desc->host->map)
+        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend procs needs a host table that maps memory");
+    else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks",
+                                                                        desc->ranks);
+    else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
+    else if (!(desc->link.latency_s >= 0 && desc->link.bytes_per_s >= 0))
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: link of %g s and %g bytes/s", desc->link.latency_s,
+                   desc->link.bytes_per_s);
+    else return 1;
+    return 0;
+}
+
+dt_team *dt_team_make(dt_run_desc desc) {
+    const dt_host *host = desc.host ? desc.host : dt_host_default();
+    dt__shared sizes;
+    if (desc.ranks == 0) desc.ranks = 1;
+    if (desc.timeout_s == 0) desc.timeout_s = 120;
+    if (!dt__run_valid(&desc)) return NULL;
+    memset(&sizes, 0, sizeof sizes);
+    sizes.ranks = desc.ranks;
+    sizes.apart = desc.backend == DT_BACKEND_PROCS;
+    sizes.timeout_s = desc.timeout_s;
+    sizes.spins = desc.ranks <= dt__cores() ? DT__SPINS : 0;
+    sizes.first.rank = -1;
+    void *range = dt__range_take(&sizes, host, desc.user_bytes);
+    dt_team *team = range ? (dt_team *)host->alloc(host->user, sizeof *team, DT_MEM_HOST) : NULL;
+    if (!team) {
+        dt__refuse(&desc, DT_ERR_MEM, "dt_run: %zu bytes that %d ranks share were refused", sizes.bytes, desc.ranks);
+        if (range) dt__range_free(host, range, sizes.bytes);
+        return NULL;
+    }
+    team->range = range;
+    team->range_bytes = sizes.bytes;
+    team->host = host;
+    team->desc = desc;
+    team->shared = dt__shared_lay(&sizes, (char *)range, desc.user_bytes);
+    dt__group *group = dt__group_make(team->shared, desc.ranks, "world");
+    for (int rank = 0; rank < desc.ranks; rank++) group->ranks[rank] = rank;
+    return team;
+}
+
+dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     dt_ctx_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.seed = world->desc->seed;
-    desc.rank = world->rank;
-    desc.kernels = world->desc->kernels;
-    desc.host = world->desc->host;
-    desc.io = world->desc->io;
-    world->ctx = dt_ctx_make(desc);
-    if (world->ctx) {
-        dt__rank_body(world, (dt__group *)(void *)world->shared->room);
-        dt_ctx_free(world->ctx);
-    } else {
-        dt__run_fail(world->shared, world->host, world->rank, DT_ERR_MEM, "rank %d: no memory for its context",
-                     world->rank);
-    }
-    return NULL;
+    desc.seed = team->desc.seed;
+    desc.rank = rank;
+    desc.kernels = team->desc.kernels;
+    desc.host = team->desc.host;
+    desc.io = team->desc.io;
+    if (team->shared->apart && team->host->alloc == dt_host_default()->alloc)
+        desc.host = dt__heap_make(team->shared, team->host, rank);
+    dt_ctx *ctx = dt_ctx_make(desc);
+    if (!ctx) dt__run_fail(team->shared, team->host, rank, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    return ctx;
 }
 
 /* An eager message is the one thing that can be lost without anybody waiting for it. */
@@ -1600,100 +3060,148 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     }
 }
 
+dt_status dt_team_free(dt_team *team) {
+    if (!team) return DT_OK;
+    const dt_host *host = team->host;
+    if (!dt__aborted(team->shared)) dt__find_unreceived(team->shared, host);
+    dt_status status = team->shared->first.status;
+    if (team->desc.report) *team->desc.report = team->shared->first;
+    dt__range_free(host, team->range, team->range_bytes);
+    host->free(host->user, team, sizeof *team, DT_MEM_HOST);
+    return status;
+}
+
+/* ---- dt_run ---- */
+
+typedef struct dt__rank_job {
+    dt_team   *team;
+    int        rank;
+    dt_status (*rank_main)(dt_ctx *ctx, void *user);
+    void      *user;
+    pthread_t  thread;
+    pid_t      pid;         /* 0: none, or it is gone */
+} dt__rank_job;
+
+static void *dt__rank_body(void *arg) {
+    dt__rank_job *job = (dt__rank_job *)arg;
+    dt_attach_desc desc;
+    dt_ctx *ctx = dt_team_ctx(job->team, job->rank);
+    memset(&desc, 0, sizeof desc);
+    desc.rank = job->rank;
+    desc.team = job->team;
+    if (!ctx) return NULL;
+    dt_status status = dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx);
+    dt_comm_detach(ctx, status);
+    dt_ctx_free(ctx);
+    return NULL;
+}
+
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
    failure. */
-static void dt__run_ranks(dt__shared *shared, dt__world *worlds, const dt_host *host) {
+static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
     int started = 0;
-    while (started < shared->ranks) {
-        dt__world *world = &worlds[started];
-        int error = pthread_create(&world->thread, NULL, dt__rank_thread, world);
+    while (started < team->desc.ranks) {
+        int error = pthread_create(&jobs[started].thread, NULL, dt__rank_body, &jobs[started]);
         if (error) {
-            dt__run_fail(shared, host, started, DT_ERR_MEM, "rank %d: its thread could not be started (error %d)",
-                         started, error);
+            dt__run_fail(team->shared, team->host, started, DT_ERR_MEM,
+                         "rank %d: its thread could not be started (error %d)", started, error);
             break;
         }
         started++;
     }
-    for (int rank = 0; rank < started; rank++) pthread_join(worlds[rank].thread, NULL);
-    if (!dt__aborted(shared)) dt__find_unreceived(shared, host);
+    for (int rank = 0; rank < started; rank++) pthread_join(jobs[rank].thread, NULL);
 }
 
-/* A run that cannot begin. */
-static dt_report dt__refused(const dt_host *host, dt_status status, const char *text) {
-    dt_report report;
-    memset(&report, 0, sizeof report);
-    report.status = status;
-    report.rank = -1;
-    memcpy(report.text, text, strlen(text));
-    host->log(host->user, DT_LOG_ERROR, -1, text);
-    return report;
+/* A rank's process is gone: how. If it died while it wrote the record, the record is written for it. */
+static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status) {
+    dt__shared *shared = team->shared;
+    int rank = job->rank, pid = (int)job->pid;
+    __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
+    if (dt__has_ended(shared, rank) && WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+    char text[128];
+    if (WIFSIGNALED(status))
+        snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d", rank, pid, WTERMSIG(status));
+    else
+        snprintf(text, sizeof text, "rank %d (process %d) exited with status %d in its rank function", rank, pid,
+                 WEXITSTATUS(status));
+    int half = __atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared);
+    if (half) dt__publish_failure(shared, rank, DT_ERR_PEER, text);
+    dt__run_fail(shared, team->host, rank, DT_ERR_PEER, "%s", text);
+    if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
-static dt_report dt__run_checked(const dt_run_desc *desc, const dt_host *host,
-                                 dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
-    size_t range_bytes = dt__shared_bytes(desc->ranks), worlds_bytes = (size_t)desc->ranks * sizeof(dt__world);
-    void *range = host->alloc(host->user, range_bytes, DT_MEM_COMM);
-    dt__world *worlds = range ? (dt__world *)host->alloc(host->user, worlds_bytes, DT_MEM_HOST) : NULL;
-    dt_report report;
-    if (worlds) {
-        dt__shared *shared = dt__shared_lay(range, desc->ranks);
-        dt__group *group = dt__group_make(shared, desc->ranks, "world");
-        memset(worlds, 0, worlds_bytes);
-        shared->first.rank = -1;
-        shared->timeout_s = desc->timeout_s;
-        shared->spins = desc->ranks <= dt__cores() ? DT__SPINS : 0;
-        for (int rank = 0; rank < desc->ranks; rank++) {
-            group->ranks[rank] = rank;
-            worlds[rank].shared = shared;
-            worlds[rank].host = host;
-            worlds[rank].rank = rank;
-            worlds[rank].desc = desc;
-            worlds[rank].rank_main = rank_main;
-            worlds[rank].user = user;
+/* Waits for the processes. After a failure those that do not end within timeout_s are killed: they may never look. */
+static void dt__wait_processes(dt_team *team, dt__rank_job *jobs, int started) {
+    const dt_host *host = team->host;
+    double failed_at = -1;
+    for (int left = started; left > 0;) {
+        for (int rank = 0; rank < started; rank++) {
+            int status = 0;
+            if (!jobs[rank].pid || waitpid(jobs[rank].pid, &status, WNOHANG) == 0) continue;
+            dt__process_gone(team, &jobs[rank], status);
+            jobs[rank].pid = 0;
+            left--;
         }
-        dt__run_ranks(shared, worlds, host);
-        report = shared->first;
-        host->free(host->user, worlds, worlds_bytes, DT_MEM_HOST);
-    } else {
-        char   why[96];
-        size_t at = 0;
-        dt__append(why, sizeof why, &at, "dt_run: %zu bytes that %d ranks share were refused", range_bytes,
-                   desc->ranks);
-        report = dt__refused(host, DT_ERR_MEM, why);
+        double now = host->now(host->user);
+        if (failed_at < 0 && dt__aborted(team->shared)) failed_at = now;
+        for (int rank = 0; rank < started && failed_at >= 0 && now > failed_at + team->desc.timeout_s; rank++)
+            if (jobs[rank].pid) kill(jobs[rank].pid, SIGKILL);
+        if (left > 0) host->sleep(host->user, 1e-3);
     }
-    if (range) host->free(host->user, range, range_bytes, DT_MEM_COMM);
-    return report;
+}
+
+static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
+    int started = 0;
+    fflush(NULL);   /* or what is in the buffers is printed by every fork */
+    while (started < team->desc.ranks) {
+        pid_t pid = fork();
+        if (pid == 0) {
+            dt__rank_body(&jobs[started]);
+            fflush(NULL);
+            _exit(0);
+        }
+        if (pid < 0) {
+            dt__run_fail(team->shared, team->host, started, DT_ERR_MEM, "rank %d: its process could not be started",
+                         started);
+            break;
+        }
+        jobs[started].pid = pid;
+        started++;
+    }
+    dt__wait_processes(team, jobs, started);
 }
 
 dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
-    const dt_host *host = desc.host ? desc.host : dt_host_default();
     dt_report report;
-    char text[96];
-    size_t at = 0;
-    if (desc.ranks == 0) desc.ranks = 1;
-    if (desc.timeout_s == 0) desc.timeout_s = 120;
-    if (!dt__backend(desc.backend)) {
-        dt__append(text, sizeof text, &at, "dt_run: backend %s is not in this version", dt__backend_name(desc.backend));
-        report = dt__refused(host, DT_ERR_UNSUPPORTED, text);
-    } else if (desc.ranks < 0 || desc.ranks > DT__MAX_RANKS) {
-        dt__append(text, sizeof text, &at, "dt_run: %d ranks", desc.ranks);
-        report = dt__refused(host, DT_ERR_ARG, text);
-    } else if (!(desc.timeout_s > 0 && desc.timeout_s <= 1e9)) {
-        dt__append(text, sizeof text, &at, "dt_run: timeout_s %g", desc.timeout_s);
-        report = dt__refused(host, DT_ERR_ARG, text);
-    } else if (!rank_main) {
-        report = dt__refused(host, DT_ERR_ARG, "dt_run: rank_main is NULL");
-    } else {
-        report = dt__run_checked(&desc, host, rank_main, user);
+    if (!desc.report) desc.report = &report;
+    memset(desc.report, 0, sizeof *desc.report);
+    if (!rank_main) dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank_main is NULL");
+    dt_team *team = rank_main ? dt_team_make(desc) : NULL;
+    if (!team) return desc.report->status;
+    int ranks = team->desc.ranks, share_user = team->shared->apart && desc.user_bytes > 0;
+    size_t jobs_bytes = (size_t)ranks * sizeof(dt__rank_job);
+    dt__rank_job *jobs = (dt__rank_job *)team->host->alloc(team->host->user, jobs_bytes, DT_MEM_HOST);
+    if (!jobs) dt__run_fail(team->shared, team->host, -1, DT_ERR_MEM, "dt_run: no memory for %d ranks", ranks);
+    if (share_user) memcpy(team->shared->user, user, desc.user_bytes);
+    for (int rank = 0; rank < ranks && jobs; rank++) {
+        memset(&jobs[rank], 0, sizeof *jobs);
+        jobs[rank].team = team;
+        jobs[rank].rank = rank;
+        jobs[rank].rank_main = rank_main;
+        jobs[rank].user = share_user ? team->shared->user : user;
     }
-    if (desc.report) *desc.report = report;
-    return report.status;
+    if (jobs && team->shared->apart) dt__run_processes(team, jobs);
+    else if (jobs) dt__run_threads(team, jobs);
+    if (share_user) memcpy(user, team->shared->user, desc.user_bytes);
+    if (jobs) team->host->free(team->host->user, jobs, jobs_bytes, DT_MEM_HOST);
+    dt_team_free(team);
+    return desc.report->status;
 }
 
 #endif /* DT_IMPLEMENTATION */
 
 /* HISTORY
-     0.1.0   threads; eight collectives, send and receive, scalars, groups, faults
+     0.1.0   threads, processes, transports; collectives blocking and started, send and receive, groups, faults
 
    LICENCE: your choice of A or B.
 

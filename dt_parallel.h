@@ -402,7 +402,7 @@ static dt_status dt__place_run(dt__place_move m, dt_place from, dt_place to, int
     m.from_dim = from.dim;
     m.to_dim = to.dim;
     size_t need = (size_t)(row->buffers + (accumulate != 0)) * larger;
-    char  *work = need ? (char *)dt_work(m.ctx, need) : NULL;
+    char  *work = need ? (char *)dt_scratch(m.ctx, need) : NULL;
     if (need && !work) return dt_error(m.ctx);
     m.scratch = work;
     if (accumulate && work) m.out = work + (size_t)row->buffers * larger;

@@ -439,6 +439,11 @@ typedef struct dt_host {
     double (*now)(void *user);                                  /* seconds, monotonic */
     void   (*sleep)(void *user, double seconds);                /* 0: let another thread run */
     void   (*log)(void *user, int level, int rank, const char *text);
+    /* Zeroed memory that forks of this process share, of which no page exists before it is touched; NULL: refused. All
+       three may be NULL: then ranks cannot be forked. */
+    void  *(*map)(void *user, size_t bytes);
+    void   (*unmap)(void *user, void *p, size_t bytes);
+    void   (*discard)(void *user, void *p, size_t bytes);       /* whole pages of it are given back, and zero again */
 } dt_host;
 
 /* Files. Every call answers -1 on failure, with a reason in errno where the default table is used. */
@@ -519,8 +524,8 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Scratch of at least `bytes` until the next dt_work call: one buffer that grows to the largest request. */
-DT_API void *dt_work(dt_ctx *ctx, size_t bytes);
+/* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
+DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
 // ==== 5. Tensors and parameters =====================================================================================
 
@@ -651,6 +656,7 @@ typedef struct dt_listener {
     int  (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);  /* 1: another rank has logged it */
     void (*closing)(dt_ctx *ctx, void *user);   /* dt_ctx_free begins: give back what you took from the context */
     void *user;
+    void (*kernel_done)(dt_ctx *ctx, void *user);   /* after each kernel of an op: what is under way may move on */
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -981,6 +987,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1210,6 +1217,26 @@ static void dt__host_log(void *user, int level, int rank, const char *text) {
     if (write(2, line, (size_t)n) < 0) return; /* nobody is left to tell */
 }
 
+static void *dt__host_map(void *user, size_t bytes) {
+    (void)user;
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+static void dt__host_unmap(void *user, void *p, size_t bytes) {
+    (void)user;
+    munmap(p, bytes);
+}
+
+static void dt__host_discard(void *user, void *p, size_t bytes) {
+    (void)user;
+#ifdef MADV_REMOVE
+    madvise(p, bytes, MADV_REMOVE);
+#else
+    memset(p, 0, bytes);
+#endif
+}
+
 static int dt__io_open(void *user, const char *path, int for_writing) {
     (void)user;
     int flags = for_writing ? O_RDWR | O_CREAT | O_CLOEXEC : O_RDONLY | O_CLOEXEC;
@@ -1263,7 +1290,7 @@ static int dt__io_remove(void *user, const char *path) {
 }
 
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
-    dt__host_log };
+    dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
     dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove };
 
@@ -1385,7 +1412,7 @@ static void *dt__grow(dt_ctx *ctx, void *array, int used, int *room, size_t elem
     return p;
 }
 
-void *dt_work(dt_ctx *ctx, size_t bytes) {
+void *dt_scratch(dt_ctx *ctx, size_t bytes) {
     if (ctx->status != DT_OK) return NULL;
     if (bytes <= ctx->work_bytes) return ctx->work;
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
@@ -1493,7 +1520,11 @@ const char *dt_error_text(const dt_ctx *ctx) { return ctx ? ctx->text : "no cont
     dt__kernel_done((ctx), (what), #k, (ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
 
 static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *kernel, dt_status status) {
-    if (status == DT_OK) return DT_OK;
+    if (status == DT_OK) {
+        for (dt_listener *l = ctx->listeners; l; l = l->next)
+            if (l->kernel_done) l->kernel_done(ctx, l->user);
+        return ctx->status;
+    }
     const char *why = status == DT_ERR_UNSUPPORTED ? "not available for these arguments"
                       : status == DT_ERR_ARG       ? "an index, a value or the scratch is out of range"
                                                    : dt_status_name(status);
@@ -2713,7 +2744,7 @@ static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_
 static dt_status dt__matmul(dt_ctx *ctx, const char *what, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt_matmul_work(a.n, a.k, a.dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? DT__KERNEL(ctx, what, matmul, &a) : ctx->status;
 }
 
@@ -2877,7 +2908,7 @@ static dt_status dt__norm_back(dt_node *n) {
     if (dt_wants(n, 1) && !(a.dgain = dt__grad_wide(n, 1, &a.accumulate_gain, &a.wide_gain))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dbias = dt__grad_wide(n, 2, &a.accumulate_bias, &a.wide_bias))) return dt_error(ctx);
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }
 
@@ -2898,7 +2929,7 @@ static dt_tensor *dt__norm(const char *op, dt_tensor *x, dt_tensor *gain, dt_ten
         .in = x->data, .gain = gain->data, .bias = bias ? bias->data : NULL, .rows = dt__rows(x), .cols = dt__last(x),
         .eps = eps > 0 ? eps : 1e-5, .rms = !bias };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__KERNEL(ctx, gain->name, norm, &a) != DT_OK) return NULL;
     dt__norm_saved *saved = (dt__norm_saved *)dt_record_saved(y, dt__desc(op, x, gain, bias, dt__norm_back,
         sizeof *saved));
@@ -2927,7 +2958,7 @@ static dt_status dt__softmax_back(dt_node *n) {
         .cols = dt__last(y) };
     a.dx = dt_grad_raw(n, 0, &a.accumulate);
     a.work_bytes = dt_row_work((int64_t)a.cols, y->dtype);
-    a.work = dt_work(y->ctx, a.work_bytes);
+    a.work = dt_scratch(y->ctx, a.work_bytes);
     return a.dx && a.work ? DT__KERNEL(y->ctx, n->name, softmax_back, &a) : dt_error(y->ctx);
 }
 
@@ -2936,7 +2967,7 @@ dt_tensor *dt_softmax(dt_tensor *x) {
     if (!y) return NULL;
     dt_softmax_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .rows = dt__rows(x), .cols = dt__last(x) };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
-    a.work = dt_work(x->ctx, a.work_bytes);
+    a.work = dt_scratch(x->ctx, a.work_bytes);
     if (!a.work || DT__KERNEL(x->ctx, x->name, softmax, &a) != DT_OK) return NULL;
     return dt_record(y, dt__desc("dt_softmax", x, NULL, NULL, dt__softmax_back, 0));
 }
@@ -3062,7 +3093,7 @@ static dt_status dt__binary_back(dt_node *n) {
     dt_ctx    *ctx = out->ctx;
     int        op = ((dt__binary_saved *)n->saved)->op;
     size_t     bytes = dt__bytes(out);
-    char      *work = (char *)dt_work(ctx, 3 * (bytes + 64));
+    char      *work = (char *)dt_scratch(ctx, 3 * (bytes + 64));
     if (!work) return dt_error(ctx);
     void *term = work, *turns[2] = { work + (bytes + 64) / 64 * 64, work + 2 * ((bytes + 64) / 64 * 64) };
     for (int i = 0; i < 2; i++) {
@@ -3144,7 +3175,7 @@ static dt_status dt__sum_back(dt_node *n) {
         .out_stride = { (int64_t)(r->n * r->inner), (int64_t)r->inner, 1 }, .in_stride = { (int64_t)r->inner, 0, 1 } };
     dt_unary_args scale = { y->dtype, DT_ACT_AFFINE, NULL, y->grad, (size_t)dt_count(y->shape), saved->scale, 0 };
     if (saved->scale != 1) {
-        a.in = scale.out = dt_work(x->ctx, dt__bytes(y));
+        a.in = scale.out = dt_scratch(x->ctx, dt__bytes(y));
         if (!a.in || DT__KERNEL(x->ctx, n->name, unary, &scale) != DT_OK) return dt_error(x->ctx);
     }
     a.out = dt_grad_raw(n, 0, &a.accumulate);
@@ -3414,7 +3445,7 @@ static dt_status dt__embedding_back(dt_node *n) {
     a.dtable = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
     if (dt__narrow(dt__wide(table->dtype, a.wide))) {
         a.work_bytes = (size_t)a.held * a.cols * sizeof(float);
-        if (a.work_bytes && !(a.work = dt_work(ctx, a.work_bytes))) return dt_error(ctx);
+        if (a.work_bytes && !(a.work = dt_scratch(ctx, a.work_bytes))) return dt_error(ctx);
     }
     return a.dtable ? DT__KERNEL(ctx, n->name, embedding_back, &a) : dt_error(ctx);
 }
@@ -3443,7 +3474,7 @@ dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows) { return dt__rows_of("d
 static dt_status dt__scatter_back(dt_node *n) {
     dt_tensor *x = n->in[0], *rows = n->in[1], *y = n->out;
     int        accumulate = 0;
-    void      *dx = dt_grad_raw(n, 0, &accumulate), *to = accumulate ? dt_work(x->ctx, dt__bytes(x)) : dx;
+    void      *dx = dt_grad_raw(n, 0, &accumulate), *to = accumulate ? dt_scratch(x->ctx, dt__bytes(x)) : dx;
     dt_embedding_args a = { .dtype = x->dtype, .out = to, .table = y->grad, .ids = (const int32_t *)rows->data,
         .rows = dt__rows(x), .cols = dt__last(x), .held = y->shape.d[0], .vocab = y->shape.d[0], .holes = 1 };
     if (!to || DT__KERNEL(x->ctx, n->name, embedding, &a) != DT_OK) return dt_error(x->ctx);
@@ -3462,7 +3493,7 @@ dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
         .ids = (const int32_t *)rows->data, .rows = dt__rows(x), .cols = dt__last(x), .held = count };
     if (dt__narrow(x->dtype)) {
         a.work_bytes = (size_t)count * a.cols * sizeof(float);
-        if (a.work_bytes && !(a.work = dt_work(ctx, a.work_bytes))) return NULL;
+        if (a.work_bytes && !(a.work = dt_scratch(ctx, a.work_bytes))) return NULL;
     }
     if (DT__KERNEL(ctx, x->name, embedding_back, &a) != DT_OK) return NULL;
     return dt_record(y, dt__desc(op, x, rows, NULL, dt__scatter_back, 0));
@@ -3572,7 +3603,7 @@ static dt_status dt__attention_back(dt_node *n) {
     if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dv = dt_grad_raw(n, 2, &a.accumulate_v))) return dt_error(ctx);
     a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? DT__KERNEL(ctx, n->name, attention_back, &a) : dt_error(ctx);
 }
 
@@ -3621,7 +3652,7 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
         .v = v->data, .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
         .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]), .sight = sight };
     a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__KERNEL(ctx, q->name, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
     dt_record_desc d = dt__desc("dt_attention", q, k, v, dt__attention_back, sizeof(dt__attention_saved));
@@ -3686,7 +3717,7 @@ static dt_status dt__cross_entropy_back(dt_node *n) {
         .scale = saved->scale, .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight };
     a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
     a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
-    a.work = dt_work(ctx, a.work_bytes);
+    a.work = dt_scratch(ctx, a.work_bytes);
     return a.dlogits && a.work ? DT__KERNEL(ctx, n->name, cross_entropy_back, &a) : dt_error(ctx);
 }
 
@@ -3705,7 +3736,7 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
     if (!dt__loss_desc_ok(ctx, op, desc, (int64_t)dt__last(logits), denominator)) return NULL;
     if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
     size_t rows = dt__rows(logits), row_work = dt_row_work((int64_t)dt__last(logits), logits->dtype);
-    double *row_loss = (double *)dt_work(ctx, (rows + 8) * sizeof *row_loss + row_work);
+    double *row_loss = (double *)dt_scratch(ctx, (rows + 8) * sizeof *row_loss + row_work);
     if (!row_loss) return NULL;
     dt_cross_entropy_args a = { .dtype = logits->dtype, .loss = (double *)p.loss->data, .row_loss = row_loss,
         .lse = p.lse->data, .logits = logits->data, .labels = (const int32_t *)labels->data, .rows = rows,
@@ -3734,7 +3765,7 @@ static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
     k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
     k->product_bytes = a > b ? a > c ? a : c : b > c ? b : c;
-    k->logits = (char *)dt_work(ctx, logits + (size_t)rows * sizeof(double) + k->row_bytes + k->product_bytes + 64);
+    k->logits = (char *)dt_scratch(ctx, logits + (size_t)rows * sizeof(double) + k->row_bytes + k->product_bytes + 64);
     k->row_loss = (double *)(k->logits + logits);
     k->row = k->row_loss + rows;
     k->product = (char *)k->row + k->row_bytes;
@@ -3850,7 +3881,7 @@ static dt_status dt__side_loss_back(dt_node *n) {
     int   accumulate = 0;
     void *ds = dt_grad_raw(n, 0, &accumulate);
     if (!ds) return dt_error(s->ctx);
-    void *weight = dt_work(s->ctx, sizeof(double)); /* one element of either type */
+    void *weight = dt_scratch(s->ctx, sizeof(double)); /* one element of either type */
     if (!weight || dt__fill(s->ctx, s->dtype, weight, 1, saved->scale) != DT_OK) return dt_error(s->ctx);
     return dt__accumulate(s->ctx, s->dtype, ds, weight, 1, accumulate);
 }

@@ -350,7 +350,7 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
         dt__zero_unit *z = &zero->units[u];
         if (z->unit->frozen) continue;
         size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
-        double *work = (double *)dt_work(zero->ctx, bytes);
+        double *work = (double *)dt_scratch(zero->ctx, bytes);
         if (!work) return dt_error(zero->ctx);
         dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_at(z, z->unit->grad, z->first), z->count };
         if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);

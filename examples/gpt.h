@@ -424,7 +424,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
         dt_tensor *t = i % 2 ? &c->v[i / 2] : &c->k[i / 2];
         *t = (dt_tensor){ .data = (char *)c->data + (size_t)i * one, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
     }
-    dt_work(m->ctx, dt_attention_work(g.seq, D, g.dtype)); /* scratch for the longest, so that it never grows */
+    dt_scratch(m->ctx, dt_attention_work(g.seq, D, g.dtype)); /* scratch for the longest, so that it never grows */
     return dt_error(m->ctx);
 }
 

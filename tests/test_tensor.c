@@ -683,7 +683,7 @@ static void memory_refused(gpt_config config) {
                     "allocation %d refused: %s", at, dt_error_text(ctx));
                 CHECK_MSG(m.errors == 1, "allocation %d refused: %d lines of error", at, m.errors);
                 CHECK_MSG(isnan(value), "allocation %d refused: the losses sum to %g", at, value);
-                CHECK(dt_input(ctx, DT_F32, DT_SHAPE(2), NULL) == NULL && dt_work(ctx, 8) == NULL);
+                CHECK(dt_input(ctx, DT_F32, DT_SHAPE(2), NULL) == NULL && dt_scratch(ctx, 8) == NULL);
                 CHECK(dt_gelu(p.extra) == NULL && dt_param(ctx, "late", DT_SHAPE(1), DT_ONES) == NULL);
                 cases++;
             } else {
