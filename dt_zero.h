@@ -133,6 +133,8 @@ typedef struct dt_zero_desc {
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
+    int            tree;            /* 1: gradients are summed over a binary tree of the step's micro-batches, section 5 */
+    int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does */
     dt_update_fn   update;          /* DT_OWN */
     void          *user;            /* handed to update */
     int            states;          /* DT_OWN: arrays of state an element has, 0 to 2 */
@@ -197,6 +199,9 @@ typedef struct dt__zero_unit {
     void    *state[2];          /* (count) each, of the gradient's type */
     void    *master;            /* (count) the parameter in f32 where it is bf16 or f16, else NULL */
     int      ready, reduced;    /* in this step */
+    dt_work *work;              /* its reduction, under way */
+    void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
+    size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
 } dt__zero_unit;
 
@@ -209,6 +214,8 @@ struct dt_zero {
     int            n_units;
     int            next;        /* the unit to reduce next: they go in descending order */
     int            states;
+    void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
+    size_t         leaves_bytes;
     double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
     size_t         n_sums;
     double        *totals;      /* (n_units) the same of each unit */
@@ -308,22 +315,110 @@ static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *
        stage 0   all-reduce      every rank then has the whole sum
        stage 1   reduce-scatter  rank r then has run r of the sum; the rest of its gradient is used up
 
-   (arXiv:1910.02054), then over the groups that marks name. Both sum in rank order, so the bits agree. */
-static dt_status dt__zero_reduce(dt_zero *zero, dt__zero_unit *z) {
-    dt_unit  *u = z->unit;
-    void     *mine = dt__zero_at(z, u->grad, z->first);
-    dt_dtype  type = u->grad_dtype;
-    dt_status status = zero->desc.stage == 0 ? dt_all_reduce(z->data, u->grad, u->grad, u->padded, type, DT_SUM)
-                                             : dt_reduce_scatter(z->data, u->grad, mine, z->count, type, DT_SUM);
-    const dt_mark *marks = dt_param_get(zero->ctx, u->first_param)->param->desc.marks;
-    for (int i = 0; status == DT_OK && i < 2; i++)
-        if (marks[i].comm && marks[i].kind == DT_PART) status = dt__zero_sum_mark(z, marks[i].comm, mine);
+   (arXiv:1910.02054), then over the groups that marks name. Both sum in rank order, so the bits agree. It is started
+   when the unit's gradient is complete, goes on while the backward computes the others (S. Li et al., "PyTorch
+   Distributed", VLDB 2020), and is waited for in dt_zero_step. */
+static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
+    dt_unit *u = z->unit;
+    dt_dtype type = u->grad_dtype;
     z->reduced = 1;
+    z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, u->grad, u->grad, u->padded, type, DT_SUM)
+        : dt_reduce_scatter_start(z->data, u->grad, dt__zero_at(z, u->grad, z->first), z->count, type, DT_SUM);
+    return dt_error(zero->ctx);
+}
+
+static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
+    const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
+    dt_status status = dt_wait(zero->ctx, z->work);
+    z->work = NULL;
+    for (int i = 0; status == DT_OK && i < 2; i++)
+        if (marks[i].comm && marks[i].kind == DT_PART)
+            status = dt__zero_sum_mark(z, marks[i].comm, dt__zero_at(z, z->unit->grad, z->first));
     return status;
 }
 
-/* A unit's gradient of the last micro-batch is complete. Units are reduced in descending order, the order in which a
-   backward usually completes them, so that every rank starts the same ones in the same order whatever its data did. */
+/* The tree. Leaf m is the gradient of micro-batch m of the step; leaf j * N + r is rank r's j-th. Leaves are added as
+   a binary counter counts: two sums of as many leaves become one, so level k holds a sum of 2^k.
+
+       leaves  0 1 2 3 4 5      after leaf 5:  level 2: (0+1)+(2+3)   level 1: 4+5      the sum: level 2 + level 1
+
+   Which leaves meet when depends on m alone, so the bits are the same however the batch is split over ranks and
+   accumulation. For that the leaves of a run must meet unsummed, at the rank that owns it: an all-to-all of the
+   gradient for each micro-batch, and floor(log2 M) + 1 buffers of a run for M micro-batches. */
+static void *dt__zero_level(const dt__zero_unit *z, size_t run, int level) {
+    return dt__zero_at(z, z->levels, (size_t)level * run);
+}
+
+static dt_status dt__zero_tree_add(dt_zero *zero, dt__zero_unit *z, size_t run, const void *leaf, size_t before) {
+    const void *sum = leaf;
+    int level = 0;
+    for (; before >> level & 1; level++) {
+        void *out = dt__zero_level(z, run, before >> (level + 1) & 1 ? level : level + 1); /* a level that is free */
+        const void *terms[2] = { dt__zero_level(z, run, level), sum };
+        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, run, DT_SUM };
+        if (DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
+        sum = out;
+    }
+    return level > 0 ? DT_OK : dt__move(zero->ctx, dt__zero_level(z, run, 0), leaf, run * dt__zero_size(z));
+}
+
+/* What is left in the levels, the smallest first, becomes the sum, in this rank's run of the gradient. */
+static dt_status dt__zero_tree_sum(dt_zero *zero, dt__zero_unit *z, size_t run, size_t leaves) {
+    void *mine = dt__zero_at(z, z->unit->grad, (size_t)dt_comm_rank(z->data) * run), *sum = NULL;
+    for (int level = 0; leaves >> level; level++) {
+        void *more = dt__zero_level(z, run, level);
+        if (!(leaves >> level & 1)) continue;
+        const void *terms[2] = { more, sum };
+        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, run, DT_SUM };
+        if (sum && DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
+        sum = more;
+    }
+    if (dt__move(zero->ctx, mine, sum, run * dt__zero_size(z)) != DT_OK) return dt_error(zero->ctx);
+    return zero->desc.stage > 0 ? DT_OK : dt_all_gather(z->data, mine, z->unit->grad, run, z->unit->grad_dtype);
+}
+
+/* The levels of a unit and the leaves of the largest, made in the first step. */
+static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t run, size_t leaves) {
+    size_t n_levels = 0, most = 0;
+    while (leaves >> n_levels) n_levels++;
+    for (int u = 0; u < zero->n_units; u++) {
+        size_t bytes = zero->units[u].unit->padded * dt__zero_size(&zero->units[u]);
+        most = bytes > most ? bytes : most;
+    }
+    if (dt_comm_size(z->data) > 1 && !zero->leaves) {
+        zero->leaves = dt_alloc(zero->ctx, DT_MEM_COMM, most, "the tree's leaves");
+        zero->leaves_bytes = most;
+    }
+    size_t bytes = n_levels * run * dt__zero_size(z);
+    if (z->levels_bytes == bytes) return dt_error(zero->ctx);
+    dt_free(zero->ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
+    z->levels = dt_alloc(zero->ctx, DT_MEM_GRADS, bytes, "the tree's levels");
+    z->levels_bytes = z->levels ? bytes : 0;
+    return dt_error(zero->ctx);
+}
+
+/* A micro-batch's gradient of a unit, on all ranks: its leaves go into the tree, and the next begins from zero. */
+static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last) {
+    dt_unit *u = z->unit;
+    size_t ranks = (size_t)dt_comm_size(z->data), run = u->padded / ranks, micro = (size_t)zero->ctx->micro;
+    if (dt__zero_tree_room(zero, z, run, ranks * (size_t)zero->ctx->micro_count) != DT_OK) return dt_error(zero->ctx);
+    const void *leaves = ranks > 1 ? zero->leaves : u->grad;
+    if (ranks > 1 && dt_all_to_all(z->data, u->grad, zero->leaves, run, u->grad_dtype) != DT_OK)
+        return dt_error(zero->ctx);
+    for (size_t r = 0; r < ranks; r++) {
+        const void *leaf = (const char *)leaves + r * run * dt__zero_size(z);
+        if (dt__zero_tree_add(zero, z, run, leaf, micro * ranks + r) != DT_OK) return dt_error(zero->ctx);
+    }
+    z->ready = 0;
+    z->reduced = last;
+    if (last) return dt__zero_tree_sum(zero, z, run, ranks * (micro + 1));
+    u->filled = 0;
+    return DT_OK;
+}
+
+/* A unit's gradient of the last micro-batch, or for the tree of any, is complete. Units are reduced in descending
+   order, the order in which a backward usually completes them, so that every rank starts the same ones in the same
+   order whatever its data did. */
 static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (zero->units[unit->index].reduced) {
@@ -331,12 +426,26 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
             "dt_micro(ctx, i, n) before each of n micro-batches");
         return;
     }
-    if (!last) return;
+    if (!last && !zero->desc.tree) return;
     zero->units[unit->index].ready = 1;
     while (zero->next >= 0 && (zero->units[zero->next].ready || zero->units[zero->next].unit->frozen)) {
         dt__zero_unit *z = &zero->units[zero->next--];
-        if (!z->unit->frozen && dt__zero_reduce(zero, z) != DT_OK) return;
+        if (z->unit->frozen) continue;
+        dt_status status = zero->desc.tree ? dt__zero_reduce_tree(zero, z, last) : dt__zero_reduce_start(zero, z);
+        if (status == DT_OK && zero->desc.no_overlap && !zero->desc.tree) status = dt__zero_reduce_end(zero, z);
+        if (status != DT_OK) return;
     }
+    if (zero->next < 0 && !last) zero->next = zero->n_units - 1;
+}
+
+/* In dt_zero_step: all reductions are over. */
+static dt_status dt__zero_reduce_all(dt_zero *zero) {
+    for (int u = zero->n_units - 1; u >= 0; u--) {
+        dt__zero_unit *z = &zero->units[u];
+        int over = zero->desc.no_overlap && !zero->desc.tree;
+        if (!z->unit->frozen && !over && dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+    }
+    return dt_error(zero->ctx);
 }
 
 // ==== 6. The norm ===================================================================================================
@@ -481,7 +590,9 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         dt__zero_unit *z = &zero->units[u];
         for (int s = 0; s < 2 && z->unit; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], z->count * dt__zero_size(z));
         if (z->unit) dt_free(ctx, DT_MEM_OPTIM, z->master, z->count * dt__zero_size(z));
+        dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
+    dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(ctx, DT_MEM_HOST, zero->totals, (size_t)zero->n_units * sizeof *zero->totals);
     dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
@@ -558,6 +669,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
             "micro-batch has not run", (long long)zero->step + 1);
         return info;
     }
+    if (dt__zero_reduce_all(zero) != DT_OK) return info;
     /* whatever one rank noticed, no rank updates */
     if (dt__zero_norm(zero, &norm) != DT_OK || dt_barrier(zero->mesh.world) != DT_OK) return info;
     if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);

@@ -153,6 +153,7 @@ typedef struct train_batch {
     int64_t  T;
     int32_t *ids, *labels;      /* (a,b,T) */
     int32_t *index;             /* (a,b,T): place of each token among those of the step, over all replicas */
+    double  *losses;            /* (a,replicas) of the step's micro-batches */
 } train_batch;
 
 static inline dt_status train_batch_read(train_batch *b, dt_text *text, int replica, int64_t step) {
@@ -168,11 +169,13 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, int repl
     return DT_OK;
 }
 
-/* Forward and backward of all micro-batches; this rank's part of the step's loss. */
-static inline double train_forward_backward(gpt *model, const train_batch *b, int64_t step, double denominator) {
+/* Forward and backward of all micro-batches. losses: (accum, replicas), each micro-batch's at its place in the step, the
+   other replicas' 0. */
+static inline void train_forward_backward(gpt *model, const train_batch *b, int replica, int64_t step,
+    double denominator, double *losses) {
     dt_ctx  *ctx = model->ctx;
     dt_shape shape = DT_SHAPE(b->order.micro_batch, b->T);
-    double   loss = 0;
+    memset(losses, 0, (size_t)(b->accum * b->order.replicas) * sizeof *losses);
     for (int j = 0; j < b->accum; j++) {
         int64_t at = j * dt_count(shape);
         dt_micro(ctx, j, b->accum);
@@ -180,10 +183,9 @@ static inline double train_forward_backward(gpt *model, const train_batch *b, in
         if (model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
         dt_tensor *mine = gpt_loss_at(model, t, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
         dt_backward(mine);
-        loss += dt_item(mine);
+        losses[j * b->order.replicas + replica] = dt_item(mine);
         dt_reset(ctx);
     }
-    return loss;
 }
 
 /* Mean loss over the first sequences of a text, which the replicas share out one by one. */
@@ -224,11 +226,13 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     double    start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
     train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN };
     size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->T);
+    size_t    micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     dt_memory_reset_peak(ctx);
     train_batch_read(b, text, mesh->replica, step);
-    row.loss = train_forward_backward(model, b, step, dt_tokens(mesh->data, b->labels, labels));
-    dt_sum_doubles(mesh->data, &row.loss, 1);
+    train_forward_backward(model, b, mesh->replica, step, dt_tokens(mesh->data, b->labels, labels), b->losses);
+    dt_sum_doubles(mesh->data, b->losses, micros);
+    for (size_t m = 0; m < micros; m++) row.loss += b->losses[m]; /* in one order, however the batch is split */
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
             isnan(row.loss) ? "NaN" : "infinite");
@@ -262,6 +266,8 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     b.ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "ids");
     b.labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "labels");
     b.index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "index");
+    size_t micros = (size_t)(c->accum * mesh.replicas) * sizeof(double);
+    b.losses = (double *)dt_alloc(ctx, DT_MEM_HOST, micros, "losses");
     if (dt_error(ctx) == DT_OK) {
         int64_t batch = (int64_t)c->micro_batch * c->accum * mesh.replicas;
         b.order = (dt_order){ dt_text_sequences(text), batch, c->micro_batch, mesh.replicas };
@@ -276,6 +282,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
     dt_free(ctx, DT_MEM_HOST, b.index, bytes);
+    dt_free(ctx, DT_MEM_HOST, b.losses, micros);
     return dt_error(ctx);
 }
 

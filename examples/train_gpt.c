@@ -85,7 +85,7 @@ enum { BUILT, LATER };
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads;procs|tcp|mpi|nccl", "what a rank is") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|procs;tcp|mpi|nccl", "what a rank is") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -105,7 +105,10 @@ enum { BUILT, LATER };
     X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
     X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of a layer, or K together") \
-    X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed;tree", "order in which gradients are summed") \
+    X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", "tree: the same bits for every dp x accum") \
+    X(OVERLAP, "overlap", SWITCH, BUILT, "on", 0, 0, "on|off", "sum gradients while the backward goes on") \
+    X(LINK_LATENCY, "link-latency", REAL, BUILT, "0", 0, 1e6, "MS", "pretend: each operation takes that much longer") \
+    X(LINK_BANDWIDTH, "link-bandwidth", REAL, BUILT, "0", 0, 1e9, "MB/S", "pretend: of each rank's link; 0: no limit") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \
     X(SAVE_EVERY, "save-every", INT, LATER, NULL, 1, 1e12, "N", "") \
@@ -539,7 +542,8 @@ static dt_zero_desc resolve_optimizer(const value *v) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD };
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
         .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
-        .momentum = v[O_MOMENTUM].number, .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number };
+        .momentum = v[O_MOMENTUM].number, .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number,
+        .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
 static train_config resolve(value *v) {
@@ -718,8 +722,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
 }
 
 /* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of text), the ids. */
-static void at_end(dt_ctx *ctx, gpt *model, void *user) {
-    const job *j = (const job *)user;
+static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     int        n = int_of(j->v, O_GENERATE);
     int32_t   *ids = (int32_t *)malloc((size_t)(n + 1) * sizeof *ids);
     if (!ids) {
@@ -739,14 +742,23 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     free(ids);
 }
 
+static void at_end(dt_ctx *ctx, gpt *model, void *user) {
+    const job *j = (const job *)user;
+    int64_t    later = j->config.stop_at - 1;
+    generate(ctx, model, j);
+    if (!j->v[O_QUIET].number && later > 0)
+        printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
+            j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
+}
+
 static int run(job *j) {
+    static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
-    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = DT_BACKEND_THREADS,
-        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report },
-        train, &j->config);
-    int64_t later = j->config.stop_at - 1;
+    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = backends[int_of(j->v, O_BACKEND)],
+        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
+        .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 } }, train, &j->config);
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -756,9 +768,6 @@ static int run(job *j) {
         fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
-    if (!j->v[O_QUIET].number && later > 0)
-        printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
-            j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
