@@ -995,8 +995,9 @@ static dt_status dt__drive(dt__world *world, dt_work *work) {
         if (turn == 0) deadline = now + world->shared->timeout_s;
         /* a stopped process wakes up late */
         if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
-        if (turn < DT__YIELDS && work->link_until <= now) {
-            host->sleep(host->user, 0);
+        double left = work->link_until - now;
+        if (left > 0 || turn < DT__YIELDS) {
+            host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
             continue;
         }
         host->sleep(host->user, nap);

@@ -1,0 +1,178 @@
+/* test_overlap.c - sums of gradients: under way while the backward goes on, and over the tree of micro-batches
+
+   Overlap is measured without a core: the backward of each layer sleeps, and the link of dt_run_desc makes each
+   operation take a given time, for which nobody computes either. So the figures hold on a busy machine. The sum of the
+   last layer has nothing left to hide behind: it is one of LAYERS.
+
+   The tree must give the same bits for every split of the batch over ranks and accumulation, over threads and forks, at
+   stages 0 and 1; and without it at least one split must give others, or the comparison could not fail. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "../dt_zero.h"
+#include "../examples/gpt.h"
+#include "check.h"
+
+// ==== Overlap =======================================================================================================
+
+enum { LAYERS = 20, WIDTH = 16, STEPS = 4 };
+static const double nap_s = 0.01, link_s = 0.005;    /* LAYERS * link_s is half of the backward */
+
+typedef struct timing {
+    int    no_overlap, stage;
+    double step_s, backward_s;      /* the fastest of STEPS */
+    double weight;                  /* one of the parameters after them */
+} timing;
+
+static dt_status slow_back(dt_node *node) {
+    int accumulate = 0;
+    size_t bytes = (size_t)dt_count(node->out->shape) * sizeof(float);
+    void *dx = dt_grad_raw(node, 0, &accumulate);
+    dt_host_default()->sleep(NULL, nap_s);
+    if (dx) memcpy(dx, node->out->grad, bytes);
+    return DT_OK;
+}
+
+/* The identity, whose backward takes its time. */
+static dt_tensor *slow(dt_tensor *x) {
+    dt_tensor *out = x ? dt_new(x->ctx, DT_F32, x->shape) : NULL;
+    if (!out) return NULL;
+    memcpy(out->data, x->data, (size_t)dt_count(x->shape) * sizeof(float));
+    return dt_record(out, (dt_record_desc){ .name = "slow", .in = { x }, .backward = slow_back });
+}
+
+static dt_status overlap_rank(dt_ctx *ctx, void *user) {
+    timing *t = (timing *)user;
+    dt_tensor *w[LAYERS];
+    float input[4 * WIDTH], target[4 * WIDTH];
+    char name[8];
+    int rank = dt_comm_rank(dt_world(ctx));
+    for (int i = 0; i < LAYERS; i++) {
+        snprintf(name, sizeof name, "w%d", i);
+        w[i] = dt_param(ctx, name, DT_SHAPE(WIDTH, WIDTH), DT_NORMAL(0.2));
+    }
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = t->stage, .optimizer = DT_SGD,
+        .bucket_bytes = WIDTH * WIDTH * sizeof(float), .no_overlap = t->no_overlap });
+    CHECK_MSG(dt_unit_count(ctx) == LAYERS, "%d units", dt_unit_count(ctx));
+    t->step_s = t->backward_s = 1e9;
+    for (int i = 0; i < 4 * WIDTH; i++) input[i] = (float)((i * 7 + rank) % 11) / 11, target[i] = (float)(i % 3);
+    for (int step = 0; step < STEPS && dt_error(ctx) == DT_OK; step++) {
+        dt_barrier(dt_world(ctx));
+        double begin = dt_host_default()->now(NULL);
+        dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(4, WIDTH), input);
+        for (int i = 0; i < LAYERS; i++) x = slow(dt_linear(x, w[i], NULL));
+        dt_backward(dt_mse(x, dt_input(ctx, DT_F32, DT_SHAPE(4, WIDTH), target), 8));
+        double backward = dt_host_default()->now(NULL) - begin;
+        dt_zero_step(zero, 1e-6);
+        dt_reset(ctx);
+        double whole = dt_host_default()->now(NULL) - begin;
+        if (rank == 0 && whole < t->step_s) t->step_s = whole;
+        if (rank == 0 && backward < t->backward_s) t->backward_s = backward;
+    }
+    if (rank == 0 && dt_error(ctx) == DT_OK) t->weight = ((const float *)w[0]->data)[3];
+    return dt_error(ctx);
+}
+
+static timing overlap_run(dt_backend backend, int stage, int no_overlap, double latency) {
+    timing t = { no_overlap, stage, 0, 0, 0 };
+    CHECK(dt_run((dt_run_desc){ .ranks = 2, .backend = backend, .timeout_s = 20, .user_bytes = sizeof t,
+        .link = { latency, 0 } }, overlap_rank, &t) == DT_OK);
+    return t;
+}
+
+static void test_overlap(void) {
+    for (int k = 0; k < 4; k++) {
+        dt_backend backend = k & 1 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
+        int stage = k >> 1;
+        timing none = overlap_run(backend, stage, 0, 0), on = overlap_run(backend, stage, 0, link_s);
+        timing off = overlap_run(backend, stage, 1, link_s);
+        double gathers = stage * LAYERS * link_s;   /* of ZeRO-1's parameters: nothing to hide behind */
+        printf("overlap, stage %d, %s: step %.1f ms without a link, %.1f with, %.1f one after the other\n", stage,
+               k & 1 ? "procs" : "threads", 1e3 * none.step_s, 1e3 * on.step_s, 1e3 * off.step_s);
+        CHECK_MSG(none.backward_s > LAYERS * nap_s, "%g s", none.backward_s);
+        CHECK_MSG(on.step_s - gathers <= 1.05 * none.step_s, "%g s, %g s without a link", on.step_s, none.step_s);
+        CHECK_MSG(fabs(off.step_s - gathers - none.step_s - LAYERS * link_s) <= 0.2 * LAYERS * link_s,
+                  "%g s, %g s without a link, %d times %g s", off.step_s, none.step_s, (int)LAYERS, link_s);
+        CHECK(none.weight == on.weight && none.weight == off.weight && isfinite(on.weight));
+    }
+}
+
+// ==== The tree ======================================================================================================
+
+enum { T = 8, TREE_STEPS = 3, MOST = 4096 };
+
+typedef struct tree_run {
+    int    micros, accum, stage, tree;  /* micros = accum * ranks */
+    int    count;
+    float  left[MOST];                  /* all parameters after the steps */
+} tree_run;
+
+static dt_status tree_rank(dt_ctx *ctx, void *user) {
+    tree_run *t = (tree_run *)user;
+    gpt model = gpt_register(ctx, (gpt_config){ .layers = 1, .width = 16, .heads = 2, .kv_heads = 2,
+        .ffn = 32, .seq = T, .vocab = 19, .norm_eps = 1e-5, .tied = 1 });
+    int rank = dt_comm_rank(dt_world(ctx)), ranks = dt_comm_size(dt_world(ctx)), at = 0;
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = t->stage, .tree = t->tree, .clip = 0.5,
+        .bucket_bytes = 4096 });
+    for (int step = 0; step < TREE_STEPS; step++) {
+        for (int j = 0; j < t->accum; j++) {
+            int32_t ids[T], labels[T];
+            int m = j * ranks + rank;
+            for (int i = 0; i < T; i++) {
+                ids[i] = (step * 31 + m * 7 + i * i) % 19;
+                labels[i] = (ids[i] * 5 + m) % 19;
+            }
+            dt_micro(ctx, j, t->accum);
+            dt_backward(gpt_loss(&model, dt_input(ctx, DT_I32, DT_SHAPE(1, T), ids),
+                                 dt_input(ctx, DT_I32, DT_SHAPE(1, T), labels), (double)t->micros * T));
+            dt_reset(ctx);
+        }
+        dt_zero_step(zero, 0.01);
+    }
+    for (int i = 0; i < dt_param_count(ctx) && rank == 0 && dt_error(ctx) == DT_OK; i++) {
+        const dt_tensor *p = dt_param_get(ctx, i);
+        int n = (int)dt_count(p->shape);
+        if (CHECK_MSG(at + n <= MOST, "%d", at + n)) memcpy(t->left + at, p->data, (size_t)n * sizeof(float));
+        at += n;
+    }
+    if (rank == 0) t->count = at;
+    return dt_error(ctx);
+}
+
+static tree_run tree_of(int micros, int ranks, int stage, int tree, dt_backend backend) {
+    tree_run t = { micros, micros / ranks, stage, tree, 0, { 0 } };
+    CHECK(dt_run((dt_run_desc){ .ranks = ranks, .backend = backend, .timeout_s = 20, .user_bytes = sizeof t },
+                 tree_rank, &t) == DT_OK);
+    CHECK(t.count > 1000);
+    return t;
+}
+
+static int same(const tree_run *a, const tree_run *b) {
+    return a->count == b->count && memcmp(a->left, b->left, (size_t)a->count * sizeof(float)) == 0;
+}
+
+static void test_tree(void) {
+    static const int batches[] = { 1, 6, 8, 12 };
+    for (int b = 0; b < 4; b++) {
+        int micros = batches[b], others = 0;
+        tree_run one = tree_of(micros, 1, 0, 1, DT_BACKEND_THREADS);
+        tree_run plain = tree_of(micros, 1, 0, 0, DT_BACKEND_THREADS);
+        for (int ranks = 1; ranks <= micros; ranks++) {
+            if (micros % ranks) continue;
+            for (int k = 0; k < 3; k++) {
+                tree_run t = tree_of(micros, ranks, k & 1, 1, k < 2 ? DT_BACKEND_THREADS : DT_BACKEND_PROCS);
+                CHECK_MSG(same(&t, &one), "%d micro-batches, %d ranks, stage %d", micros, ranks, k & 1);
+            }
+            tree_run fixed = tree_of(micros, ranks, 0, 0, DT_BACKEND_THREADS);
+            others += !same(&fixed, &plain);
+        }
+        CHECK_MSG(others > 0 || micros == 1, "%d micro-batches: no split gives other bits without the tree", micros);
+    }
+}
+
+int main(void) {
+    test_overlap();
+    test_tree();
+    return check_done("test_overlap");
+}
