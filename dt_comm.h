@@ -128,9 +128,8 @@ typedef struct dt_run_desc {
     const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
     const dt_io      *io;           /* NULL -> dt_io_default() */
     dt_report        *report;       /* not NULL: receives the first failure */
-    size_t            user_bytes;   /* procs: what `user` points to is this long; forked ranks share one copy of it,
-        which
-                                       is yours again when dt_run returns. 0: each rank has the fork's private copy */
+    size_t            user_bytes;   /* procs: `user` points to so much: all ranks share one copy of it, which comes back
+                                       when dt_run returns. 0: each rank has the fork's private copy */
     dt_link           link;
 } dt_run_desc;
 
@@ -187,13 +186,11 @@ DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
 /* [local] Seconds that this rank has spent inside operations of section 3 to 6, waiting included. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
-/* How a collective goes where no shared memory makes it direct. A row of section 15 each, with its messages and bytes.
-   */
+/* How a collective goes where no shared memory makes it direct: section 15, with messages and bytes. */
 typedef enum dt_algorithm {
     DT_ALGORITHM_AUTO = 0,  /* shared memory where there is; else by size and ranks */
     DT_DIRECT,              /* everyone to everyone at once */
-    DT_RING,                /* N-1 steps to the right; a reduction is summed in the ring's order,
-        another for each share */
+    DT_RING,                /* N-1 steps to the right; sums are taken in the ring's order, another for each share */
     DT_DOUBLING,            /* distances 1, 2, 4, ... */
     DT_TREE,                /* binomial */
     DT_ALGORITHMS
@@ -281,8 +278,7 @@ DT_API dt_work *dt_recv_start(dt_comm *comm, void *buf, size_t count, dt_dtype d
 /* *from is set when it is waited for. */
 DT_API dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-/* [local, but as long as the operation takes] The operation is over, its buffers are yours, the work is gone. Returns
-   dt_error of ctx. */
+/* [local] Waits until the operation is over: its buffers are yours again, the work is gone. Returns dt_error of ctx. */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
 /* [local] Moves all started operations on as far as they can go now; 1 when this one is over (dt_wait returns at once).
    */
@@ -317,13 +313,13 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 /* What the ranks of one run share, for threads (and forks) that the caller starts. */
 typedef struct dt_team dt_team;
-/* [the supervisor] desc as for dt_run, backend threads or procs. NULL after a failure, which has been logged. */
+/* [the caller is the supervisor] desc as for dt_run, backend threads or procs. NULL after a failure, which has been logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
 /* [local] The context of a rank, with the team's tables; of forked ranks, with its heap in the range. dt_ctx_free ends
    it, after dt_comm_detach. NULL after a failure, which the others learn of. */
 DT_API dt_ctx *dt_team_ctx(dt_team *team, int rank);
-/* [the supervisor] After all ranks have detached, or will never attach: the first failure's status, the report filled.
-   */
+/* [the caller is the supervisor] After all ranks have detached, or will never attach: the status of the first failure;
+   the report is filled. */
 DT_API dt_status dt_team_free(dt_team *team);
 
 #define DT_ANY (-1)         /* from whoever comes first */
@@ -355,8 +351,7 @@ typedef struct dt_attach_desc {
 /* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank; its world. NULL after a failure. A context for
    a team is made with dt_team_ctx, which gives it the team's tables. */
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
-/* [local] The rank ends: its groups are gone, peers that wait for it learn of it. status: what its function returned.
-   */
+/* [local] The rank ends: its groups are gone, and who waits for it learns that. status: what its function returned. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
 #ifdef __cplusplus
@@ -3132,7 +3127,7 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
 }
 
 /* Waits for the processes. After a failure those that do not end within timeout_s are killed: they may never look. */
-static void dt__wait_processes(dt_team *team, dt__rank_job *jobs, int started) {
+static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started) {
     const dt_host *host = team->host;
     double failed_at = -1;
     for (int left = started; left > 0;) {
@@ -3169,7 +3164,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
         jobs[started].pid = pid;
         started++;
     }
-    dt__wait_processes(team, jobs, started);
+    dt__run_wait(team, jobs, started);
 }
 
 dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
