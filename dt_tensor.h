@@ -6442,23 +6442,28 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
 /* Tile after tile of elements through all inputs in order, so that out may be one of them. Each step is rounded to the
    type computed in (int32_t wraps); DT_AVG divides the finished sum. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
-    DT__REAL sum[DT__TILE], buf[DT__TILE];
+    DT__REAL tile[DT__TILE], left[DT__TILE], right[DT__TILE];
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__TILE) {
         int64_t n = a->count - at < DT__TILE ? (int64_t)(a->count - at) : DT__TILE;
-        memcpy(sum, DT__K(get)(a->dtype, a->in[0], (int64_t)at, n, buf), (size_t)n * sizeof *sum);
+        int narrow = dt__narrow(a->dtype);
+        DT__REAL *out = narrow ? tile : (DT__REAL *)a->out + at; /* may be an input: written in the last round only */
+        const DT__REAL *x = DT__K(get)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
-            const DT__REAL *in = DT__K(get)(a->dtype, a->in[r], (int64_t)at, n, buf);
+            const DT__REAL *in = DT__K(get)(a->dtype, a->in[r], (int64_t)at, n, right);
+            DT__REAL *to = r == a->n - 1 ? out : tile;
             switch (a->op) {
             case DT_SUM:
-            case DT_AVG: for (int64_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] + in[i]); break;
-            case DT_MAX: for (int64_t i = 0; i < n; i++) sum[i] = in[i] > sum[i] ? in[i] : sum[i]; break;
-            case DT_MIN: for (int64_t i = 0; i < n; i++) sum[i] = in[i] < sum[i] ? in[i] : sum[i]; break;
-            case DT_PROD: for (int64_t i = 0; i < n; i++) sum[i] = (DT__REAL)((DT__WIDE)sum[i] * in[i]); break;
+            case DT_AVG: for (int64_t i = 0; i < n; i++) to[i] = (DT__REAL)((DT__WIDE)x[i] + in[i]); break;
+            case DT_MAX: for (int64_t i = 0; i < n; i++) to[i] = in[i] > x[i] ? in[i] : x[i]; break;
+            case DT_MIN: for (int64_t i = 0; i < n; i++) to[i] = in[i] < x[i] ? in[i] : x[i]; break;
+            case DT_PROD: for (int64_t i = 0; i < n; i++) to[i] = (DT__REAL)((DT__WIDE)x[i] * in[i]); break;
             }
+            x = to;
         }
-        if (a->op == DT_AVG) for (int64_t i = 0; i < n; i++) sum[i] /= (DT__REAL)a->n;
-        DT__K(give)(a->dtype, a->out, (int64_t)at, n, sum, 0);
+        if (a->n == 1 && x != out) memcpy(out, x, (size_t)n * sizeof *out);
+        if (a->op == DT_AVG) for (int64_t i = 0; i < n; i++) out[i] /= (DT__REAL)a->n;
+        if (narrow) DT__K(give)(a->dtype, a->out, (int64_t)at, n, tile, 0);
     }
     return DT_OK;
 }
