@@ -1238,6 +1238,7 @@ static int dt__is_there(const dt_work *work, int rank) {
     uint64_t need = work->window;
     if (work->state == DT__NEW) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
     if (work->state == DT__TURNING) need = work->window < 2 ? 0 : work->window - 2;   /* that half showed it */
+    if (work->state == DT__TURNING && work->stage == 1 && work->at == 0) need = work->window - 1;   /* all have summed */
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
 }
 
@@ -1656,11 +1657,12 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
-   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends:
+   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends (N/2:
+   if N is a power of two):
 
                      direct                    ring                      doubling           tree
-       all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     2L msg, (L + N/2) S
-       reduce        2(N-1)-1 msg, S                                                        1 msg, N/2 S
+       all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     L msg, (L-1+N/2) S
+       reduce        N msg, S                                                               1 msg, N/2 S
        red.-scatter  N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S
        all-gather    N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S        L msg, (N-1)/N S
        gather        1 msg, S/N                                                             1 msg, S/2
