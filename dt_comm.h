@@ -1314,7 +1314,8 @@ static dt_status dt__compare(dt_work *work) {
 /* Small sends in host memory go into the post itself. All ranks decide alike. */
 static int dt__in_post(const dt_work *work) {
     const dt__call *call = &work->call;
-    if (call->op == DT__ALL_TO_ALL_V || (!call->host && dt_ctx_kernels(work->comm->world->ctx)->move)) return 0;
+    dt_status (*move)(void *, const void *, size_t, void *) = dt_ctx_kernels(work->comm->world->ctx)->move;
+    if (call->op == DT__ALL_TO_ALL_V || (!call->host && move && move != dt_kernels_cpu()->move)) return 0;
     return dt__send_count(work->comm, call) * dt_dtype_size(call->dtype) <= DT_EAGER_BYTES;
 }
 

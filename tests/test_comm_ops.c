@@ -499,11 +499,26 @@ static dt_status logical_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* A small collective in host memory is in the posts: it waits once. */
+static dt_status post_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    static float big[5000];
+    float x = 1;
+    (void)user;
+    dt_work *small = dt_all_reduce_start(world, &x, &x, 1, DT_F32, DT_SUM), *large;
+    CHECK(small && small->in_post);
+    dt_wait(ctx, small);
+    large = dt_all_reduce_start(world, big, big, 5000, DT_F32, DT_SUM);
+    CHECK(large && !large->in_post && x == (float)dt_comm_size(world));
+    return dt_wait(ctx, large);
+}
+
 int main(int argc, char **argv) {
     int all = argc < 2;
 #define PART(name) (all || strcmp(argv[1], name) == 0)
     if (PART("sweep")) test_sweep();
     if (PART("traffic")) test_traffic();
     if (PART("traffic")) for (int n = 2; n <= 5; n++) run_well(n, logical_rank, NULL);
+    if (PART("post")) for (int procs = 0; procs < 2; procs++) run_well_on(procs, 3, post_rank, NULL);
     return check_done("test_comm_ops");
 }
