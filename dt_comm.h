@@ -727,7 +727,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
 struct dt_work {
     dt_comm    *comm;
     dt__call    call;
-    int         state, over;        /* a state of the function that advances it; it is over */
+    int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         next;               /* a meeting: all ranks before this one are there */
     int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
     int         stage, round;       /* of that */
@@ -964,10 +964,10 @@ static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->over) return 1;
     int as_messages = work->algorithm || dt__is_to_one(work->call.op);
-    int done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
-    if (done > 0 && work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
-    if (done > 0) work->over = 1;
-    return done;
+    if (!work->done) work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+    if (work->done <= 0) return work->done;
+    if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
+    return work->over = 1;
 }
 
 /* All that was started, in the order of the starts. */

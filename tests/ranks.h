@@ -184,23 +184,23 @@ static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
 }
 
 /* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the library's. */
-static double rounded(dt_dtype dtype, float x) {
+__attribute__((unused)) static double rounded(dt_dtype dtype, float x) {
     int exponent;
     double part = frexp((double)x, &exponent);     /* in [1/2, 1) */
     int digits = dtype == DT_BF16 ? 8 : exponent < -13 ? 11 + exponent + 13 : 11;
     return ldexp(nearbyint(ldexp(part, digits)), exponent - digits);
 }
 
-static int narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+__attribute__((unused)) static int narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
 
 /* What a rank really sends: the element as its type holds it. */
-static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
+__attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
     double x = element(rank, i, dtype, op);
     return narrow(dtype) ? rounded(dtype, (float)x) : dtype == DT_F32 ? (double)(float)x : x;
 }
 
 /* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its exponent. */
-static void put(void *buf, dt_dtype dtype, size_t i, double x) {
+__attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, double x) {
     float f = (float)x;
     uint32_t bits;
     memcpy(&bits, &f, 4);
@@ -213,7 +213,7 @@ static void put(void *buf, dt_dtype dtype, size_t i, double x) {
     else ((int32_t *)buf)[i] = (int32_t)x;
 }
 
-static double get(const void *buf, dt_dtype dtype, size_t i) {
+__attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_t i) {
     if (dtype == DT_F32) return ((const float *)buf)[i];
     if (dtype == DT_F64) return ((const double *)buf)[i];
     if (dtype == DT_I32) return ((const int32_t *)buf)[i];
@@ -232,7 +232,7 @@ static double get(const void *buf, dt_dtype dtype, size_t i) {
 
 /* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16 and f16 are reduced
    as floats and rounded once. */
-static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
+__attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
     double d = held(0, i, dtype, op);
     float f = (float)d;
     int32_t k = (int32_t)d;
