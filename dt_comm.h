@@ -2207,7 +2207,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
 /* A simulated link is busy until then. */
 static void dt__link_begin(dt__world *world, dt_work *work) {
     double bytes = (double)dt__sent_bytes(work->comm, &work->call), now = world->host->now(world->host->user);
-    if (!dt__pattern_of(work->call.op)->counted) return;
+    if (work->call.host) return;    /* scalars */
     world->link_free = (world->link_free > now ? world->link_free : now) + world->link.latency_s;
     if (world->link.bytes_per_s > 0) world->link_free += bytes / world->link.bytes_per_s;
     work->link_until = world->link_free;
@@ -2228,12 +2228,12 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     if (!work) return NULL;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
-    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     int to_one = dt__is_to_one(call.op);
     if (!to_one && comm->place.size == 1) {
         dt__alone(work);
         return work;
     }
+    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(&call, comm->algorithm);
     if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, &call);
     if (work->algorithm) work->call.seq = ++comm->messages;
