@@ -992,7 +992,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work) {
             continue;
         }
         double now = host->now(host->user);
-        if (turn == 0) deadline = now + world->shared->timeout_s;
+        if (turn == 0) deadline = (work->link_until > now ? work->link_until : now) + world->shared->timeout_s;
         /* a stopped process wakes up late */
         if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
         if (turn < DT__YIELDS && work->link_until <= now) {
