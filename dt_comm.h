@@ -696,9 +696,15 @@ static dt_status dt__touch_end(const dt__world *world, dt_status status) {
     return status ? status : synced;
 }
 
+/* The context has failed. Returns when all buffers are free. */
+static void dt__hands_off(dt__world *world) {
+    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
+    dt__quiesce(world);
+}
+
 /* Another rank failed first: this context fails with that rank's text. Returns when all buffers are free. */
 static dt_status dt__peer_failed(dt__world *world) {
-    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
+    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);
     dt_status status = dt_fail(world->ctx, DT_ERR_PEER, "peer failed first: %s", world->shared->first.text);
     dt__quiesce(world);
     return status;
@@ -2255,6 +2261,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
     if (status == DT_OK) world->bytes[1 + (int)work->comm->axis] += dt__sent_bytes(work->comm, &work->call);
+    else dt__hands_off(world);
     dt__work_release(world, work);
     return status;
 }
@@ -2941,6 +2948,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);
     if (world->shared->state) dt__set_ended(world->shared, world->rank);
+    if (dt_error(ctx)) dt__hands_off(world);
     dt__works_free(world);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
