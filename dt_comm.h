@@ -1156,14 +1156,14 @@ static dt__message *dt__message_there(const dt__shared *shared, dt__pair *pair, 
     return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
 }
 
-/* An earlier receive of this rank that waits for the same message goes first. */
-static int dt__not_its_turn(const dt_work *work, const dt__part *part) {
+/* An earlier receive of this rank that waits for a message of rank `from` with that tag goes first. */
+static int dt__not_its_turn(const dt_work *work, const dt__part *part, int from) {
     for (const dt_work *w = work->comm->world->first; w && w != work; w = w->later) {
         if (w->comm->group != work->comm->group) continue;
         for (int i = 0; i < w->n_parts; i++) {
             const dt__part *p = &w->parts[i];
             if (p->op != DT__RECV || p->over || p->tag != part->tag) continue;
-            if (p->peer == part->peer || p->peer == DT_ANY || part->peer == DT_ANY) return 1;
+            if (p->peer == from || p->peer == DT_ANY) return 1;
         }
     }
     for (const dt__part *p = work->parts; p < part; p++) {
@@ -1190,14 +1190,13 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->rank, n = comm->place.size, over = 1;
-    if (dt__not_its_turn(work, part)) return 0;
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
         dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
                                                  me == other, &ended);
-        if (message) return dt__shared_take(work, part, message, from);
-        over = over && ended;
+        if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
+        over = over && ended && !message;
         if (part->peer != DT_ANY) break;
     }
     return over ? dt__part_never(work, part) : 0;
