@@ -691,9 +691,15 @@ static dt_status dt__touch_end(const dt__world *world, dt_status status) {
     return status ? status : synced;
 }
 
+/* The context has failed. Returns when all buffers are free. */
+static void dt__hands_off(dt__world *world) {
+    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
+    dt__quiesce(world);
+}
+
 /* Another rank failed first: this context fails with that rank's text. Returns when all buffers are free. */
 static dt_status dt__peer_failed(dt__world *world) {
-    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
+    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);
     dt_status status = dt_fail(world->ctx, DT_ERR_PEER, "peer failed first: %s", world->shared->first.text);
     dt__quiesce(world);
     return status;
@@ -722,7 +728,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
 struct dt_work {
     dt_comm    *comm;
     dt__call    call;
-    int         state, over;        /* a state of the function that advances it; it is over */
+    int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         next;               /* a meeting: all ranks before this one are there */
     int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
     int         stage, round;       /* of that */
@@ -959,10 +965,10 @@ static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->over) return 1;
     int as_messages = work->algorithm || dt__is_to_one(work->call.op);
-    int done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
-    if (done > 0 && work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
-    if (done > 0) work->over = 1;
-    return done;
+    if (!work->done) work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+    if (work->done <= 0) return work->done;
+    if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
+    return work->over = 1;
 }
 
 /* All that was started, in the order of the starts. */
@@ -987,7 +993,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work) {
             continue;
         }
         double now = host->now(host->user);
-        if (turn == 0) deadline = now + world->shared->timeout_s;
+        if (turn == 0) deadline = (work->link_until > now ? work->link_until : now) + world->shared->timeout_s;
         /* a stopped process wakes up late */
         if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
         double left = work->link_until - now;
@@ -1146,14 +1152,14 @@ static dt__message *dt__message_there(const dt__shared *shared, dt__pair *pair, 
     return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
 }
 
-/* An earlier receive of this rank that waits for the same message goes first. */
-static int dt__not_its_turn(const dt_work *work, const dt__part *part) {
+/* An earlier receive of this rank that waits for a message of rank `from` with that tag goes first. */
+static int dt__not_its_turn(const dt_work *work, const dt__part *part, int from) {
     for (const dt_work *w = work->comm->world->first; w && w != work; w = w->later) {
         if (w->comm->group != work->comm->group) continue;
         for (int i = 0; i < w->n_parts; i++) {
             const dt__part *p = &w->parts[i];
             if (p->op != DT__RECV || p->over || p->tag != part->tag) continue;
-            if (p->peer == part->peer || p->peer == DT_ANY || part->peer == DT_ANY) return 1;
+            if (p->peer == from || p->peer == DT_ANY) return 1;
         }
     }
     for (const dt__part *p = work->parts; p < part; p++) {
@@ -1180,14 +1186,13 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
     int me = comm->world->rank, n = comm->place.size, over = 1;
-    if (dt__not_its_turn(work, part)) return 0;
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
         dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
                                                  me == other, &ended);
-        if (message) return dt__shared_take(work, part, message, from);
-        over = over && ended;
+        if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
+        over = over && ended && !message;
         if (part->peer != DT_ANY) break;
     }
     return over ? dt__part_never(work, part) : 0;
@@ -1234,6 +1239,7 @@ static int dt__is_there(const dt_work *work, int rank) {
     uint64_t need = work->window;
     if (work->state == DT__NEW) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
     if (work->state == DT__TURNING) need = work->window < 2 ? 0 : work->window - 2;   /* that half showed it */
+    if (work->state == DT__TURNING && work->stage == 1 && work->at == 0) need = work->window - 1;   /* all have summed */
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
 }
 
@@ -1309,7 +1315,8 @@ static dt_status dt__compare(dt_work *work) {
 /* Small sends in host memory go into the post itself. All ranks decide alike. */
 static int dt__in_post(const dt_work *work) {
     const dt__call *call = &work->call;
-    if (call->op == DT__ALL_TO_ALL_V || (!call->host && dt_ctx_kernels(work->comm->world->ctx)->move)) return 0;
+    dt_status (*move)(void *, const void *, size_t, void *) = dt_ctx_kernels(work->comm->world->ctx)->move;
+    if (call->op == DT__ALL_TO_ALL_V || (!call->host && move && move != dt_kernels_cpu()->move)) return 0;
     return dt__send_count(work->comm, call) * dt_dtype_size(call->dtype) <= DT_EAGER_BYTES;
 }
 
@@ -1652,11 +1659,12 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
-   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends:
+   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends (N/2:
+   if N is a power of two):
 
                      direct                    ring                      doubling           tree
-       all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     2L msg, (L + N/2) S
-       reduce        2(N-1)-1 msg, S                                                        1 msg, N/2 S
+       all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     L msg, (L-1+N/2) S
+       reduce        N msg, S                                                               1 msg, N/2 S
        red.-scatter  N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S
        all-gather    N-1 msg, (N-1)/N S        N-1 msg, (N-1)/N S        L msg, (N-1)/N S
        gather        1 msg, S/N                                                             1 msg, S/2
@@ -2200,7 +2208,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
 /* A simulated link is busy until then. */
 static void dt__link_begin(dt__world *world, dt_work *work) {
     double bytes = (double)dt__sent_bytes(work->comm, &work->call), now = world->host->now(world->host->user);
-    if (!dt__pattern_of(work->call.op)->counted) return;
+    if (work->call.host) return;    /* scalars */
     world->link_free = (world->link_free > now ? world->link_free : now) + world->link.latency_s;
     if (world->link.bytes_per_s > 0) world->link_free += bytes / world->link.bytes_per_s;
     work->link_until = world->link_free;
@@ -2221,12 +2229,12 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     if (!work) return NULL;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
-    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     int to_one = dt__is_to_one(call.op);
     if (!to_one && comm->place.size == 1) {
         dt__alone(work);
         return work;
     }
+    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(&call, comm->algorithm);
     if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, &call);
     if (work->algorithm) work->call.seq = ++comm->messages;
@@ -2248,6 +2256,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
     if (status == DT_OK) world->bytes[1 + (int)work->comm->axis] += dt__sent_bytes(work->comm, &work->call);
+    else dt__hands_off(world);
     dt__work_release(world, work);
     return status;
 }
@@ -2934,6 +2943,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);
     if (world->shared->state) dt__set_ended(world->shared, world->rank);
+    if (dt_error(ctx)) dt__hands_off(world);
     dt__works_free(world);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
