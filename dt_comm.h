@@ -123,7 +123,7 @@ typedef struct dt_report {
 typedef struct dt_link { double latency_s, bytes_per_s; } dt_link;
 
 typedef struct dt_run_desc {
-    int               ranks;        /* 0 -> 1; MPI: 0 -> the launcher's */
+    int               ranks;        /* 0 -> 1; MPI: the launcher's */
     dt_backend        backend;      /* AUTO -> threads */
     double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
     uint64_t          seed;         /* 0 -> 1 */
@@ -143,8 +143,8 @@ typedef struct dt_run_desc {
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
    of one thread.
-   Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number of
-   the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
+   Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
+   of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
    begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls
    dt_run from the thread that did. Every rank's dt_run returns the first failure. After one that a rank cannot be told
    of within timeout_s, MPI is not ended: the launcher ends such a rank once this process ends with an error. Buffers
@@ -2822,9 +2822,9 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
 // ==== 20. MPI =======================================================================================================
 
 /* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 14,
-   so sums keep their order: MPI_Allreduce promises none. A world and each group has a communicator of its own as long
-   as there are some (DT__MPI_COMMS, made when the run begins, because making one later would mean to wait inside MPI for
-   ranks that may have failed); groups beyond share them, and the tag tells them apart:
+   so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
+   long as there are some (DT__MPI_COMMS, made when the run begins, because making one later would mean to wait inside
+   MPI for ranks that may have failed); groups beyond share them, and the tag tells them apart:
 
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
