@@ -9,6 +9,7 @@
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
+#   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
 #   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
@@ -18,11 +19,11 @@ TFLAGS    ?= -O1 -g -Wall -Wextra
 CXXFLAGS  ?= -std=c++17 -O1 -g -Wall -Wextra
 LDLIBS    ?= -lm -lpthread
 NVCC      ?= nvcc
+MPICC     ?= mpicc
 NVCCFLAGS ?= -O3
 B         ?= build
 
 part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
-$(call part,MPI,the MPI backend)
 $(call part,NCCL,the NCCL backend)
 ifeq ($(BLAS),1)
 CFLAGS += -DDT_USE_CBLAS
@@ -31,6 +32,12 @@ endif
 ifeq ($(OMP),1)
 CFLAGS += -DDT_USE_OMP -fopenmp
 TFLAGS += -DDT_USE_OMP -fopenmp
+endif
+
+ifeq ($(MPI),1)
+override CFLAGS += -DDT_USE_MPI
+override TFLAGS += -DDT_USE_MPI
+CC      = $(MPICC)
 endif
 
 ifeq ($(CUDA),1)

@@ -30,9 +30,11 @@
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
        nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
+       DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
        DT_STATIC           everything static                                                    (everywhere)
 
    CONTENTS
@@ -55,7 +57,8 @@
     17. Scalars and agreement: code
     18. Groups: code
     19. Memory that forked ranks share
-    20. Attach and launch: code
+    20. MPI
+    21. Attach and launch: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 65 KiB for each pair of ranks and 34 KiB for each
@@ -103,7 +106,7 @@ typedef enum dt_backend {
     DT_BACKEND_THREADS,     /* a rank is a thread of this process */
     DT_BACKEND_PROCS,       /* a rank is a fork of this process */
     DT_BACKEND_TCP,         /* not in this version, as all below */
-    DT_BACKEND_MPI,
+    DT_BACKEND_MPI,         /* with DT_USE_MPI: a rank is a process that MPI's launcher started */
     DT_BACKEND_NCCL
 } dt_backend;
 
@@ -120,7 +123,7 @@ typedef struct dt_report {
 typedef struct dt_link { double latency_s, bytes_per_s; } dt_link;
 
 typedef struct dt_run_desc {
-    int               ranks;        /* 0 -> 1 */
+    int               ranks;        /* 0 -> 1; MPI: the launcher's */
     dt_backend        backend;      /* AUTO -> threads */
     double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
     uint64_t          seed;         /* 0 -> 1 */
@@ -138,7 +141,13 @@ typedef struct dt_run_desc {
    DT_OK only if every rank_main returned DT_OK, no context failed and every message was received. A rank_main that
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
-   of one thread. */
+   of one thread.
+   Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
+   of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
+   begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls
+   dt_run from the thread that did. Every rank's dt_run returns the first failure. After one that a rank cannot be told
+   of within timeout_s, MPI is not ended: the launcher ends such a rank once this process ends with an error. Buffers
+   are memory that MPI can read: the device's too only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 // ==== 2. Groups =====================================================================================================
@@ -374,6 +383,11 @@ DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 #include <string.h>
 #include <sys/wait.h>   /* waitpid, in dt_run */
 #include <unistd.h>     /* sysconf, fork, _exit */
+#ifdef DT_USE_MPI
+#define OMPI_SKIP_MPICXX 1      /* its C++ interface, which nobody asks for */
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
+#endif
 
 /* Ranks that are threads or forks of one process are one implementation. All that they share lies in one range that is
    taken before the first of them starts, so that an address in it means the same to all:
@@ -2810,7 +2824,461 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 20. Attach and launch: code ===================================================================================
+// ==== 20. MPI =======================================================================================================
+
+/* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 14,
+   so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
+   long as there are some (DT__MPI_COMMS, made when the run begins, because making one later would mean to wait inside
+   MPI for ranks that may have failed); groups beyond share them, and the tag tells them apart:
+
+       group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
+
+   Nothing waits inside MPI: whatever takes time is started and tested, in section 11's loop or in dt__mpi_meet, which
+   watch the clock. MPI knows no failed rank, so a rank that fails says so to all others on a communicator for that, to
+   which all listen while they wait. At the end all meet there once more: then none is left that could still send. MPI
+   Forum, "MPI: A Message-Passing Interface Standard", version 3.1, 2015. */
+
+#ifdef DT_USE_MPI
+
+enum {
+    DT__MPI_COMMS = 8,      /* as many groups have a communicator of their own */
+    DT__MPI_SHARES = 16,    /* as many groups share one */
+    DT__MPI_LOOK = 16       /* a rank that waits listens for failures every so many tests */
+};
+#ifndef DT__MPI_MOST        /* a message of more bytes than this is of a type made for it: MPI counts in int */
+#define DT__MPI_MOST ((size_t)1 << 30)
+#endif
+
+typedef struct dt__mpi_request {
+    MPI_Request  request;
+    MPI_Datatype type;          /* MPI_BYTE, or made for this message */
+    int          peer;          /* of a send; -1: a receive */
+    int          error;         /* of MPI, when it began */
+    const char  *wrong;         /* why it did not begin */
+    char        *copy;          /* room for a small send; kept with an idle request */
+    int          flies;         /* a copy is sent: it is over for its caller at once */
+    struct dt__mpi_request *next;
+} dt__mpi_request;
+
+typedef struct dt__mpi {
+    const dt_host   *host;
+    dt_ctx          *ctx;
+    int              rank, size, tag_span, turns;
+    int              initialized;       /* here, and not by the program */
+    MPI_Comm         comms[DT__MPI_COMMS], control;
+    int              made;              /* of these, control last */
+    dt__mpi_request *idle, *flying;
+    double           timeout_s, patience;   /* until when what was cancelled is waited for; 0: nothing was */
+    int64_t          balance;           /* messages sent less messages received */
+    int64_t          mine[2], all[2];   /* of the last meeting */
+    int              orphans;           /* requests that did not end in time */
+    MPI_Request      draining;          /* a message that nobody wants, into waste */
+    void            *waste;
+    size_t           waste_bytes;
+    int              told;              /* this rank has said that it failed */
+    dt_report        first, heard, said;
+    MPI_Request      listening, *saying;    /* saying, flies: (size) */
+    int             *flies;
+} dt__mpi;
+
+static void dt__mpi_why(int error, char *why, size_t bytes) {
+    char text[MPI_MAX_ERROR_STRING + 1];
+    int length = 0;
+    if (MPI_Error_string(error, text, &length) != MPI_SUCCESS) length = 0;
+    text[length] = 0;
+    snprintf(why, bytes, "MPI: %.400s", length ? text : "an unknown error");
+}
+
+static int dt__mpi_is(int error, int kind) {
+    int is = MPI_SUCCESS;
+    return error != MPI_SUCCESS && MPI_Error_class(error, &is) == MPI_SUCCESS && is == kind;
+}
+
+/* ---- one message ---- */
+
+/* How `bytes` bytes are counted in an int: as blocks of DT__MPI_MOST and a tail. MPI's error. */
+static int dt__mpi_type(size_t bytes, MPI_Datatype *type, int *count) {
+    MPI_Datatype block = MPI_BYTE, parts[2] = { MPI_BYTE, MPI_BYTE };
+    size_t whole = bytes / DT__MPI_MOST;
+    int lengths[2] = { (int)whole, (int)(bytes % DT__MPI_MOST) };
+    MPI_Aint at[2] = { 0, (MPI_Aint)(whole * DT__MPI_MOST) };
+    *type = MPI_BYTE;
+    *count = (int)bytes;
+    if (bytes <= DT__MPI_MOST) return MPI_SUCCESS;
+    *count = 1;
+    int error = MPI_Type_contiguous((int)DT__MPI_MOST, MPI_BYTE, &block);
+    if (error) return error;
+    parts[0] = block;
+    error = MPI_Type_create_struct(2, lengths, at, parts, type);
+    MPI_Type_free(&block);
+    return error ? error : MPI_Type_commit(type);
+}
+
+static dt__mpi_request *dt__mpi_take(dt__mpi *mpi) {
+    dt__mpi_request *r = mpi->idle;
+    char *copy = r ? r->copy : NULL;
+    if (r) mpi->idle = r->next;
+    else r = (dt__mpi_request *)dt_alloc(mpi->ctx, DT_MEM_HOST, sizeof *r, "an MPI request");
+    if (!r) return NULL;
+    memset(r, 0, sizeof *r);
+    r->copy = copy;
+    r->request = MPI_REQUEST_NULL;
+    r->type = MPI_BYTE;
+    r->peer = -1;
+    return r;
+}
+
+static void dt__mpi_put_back(dt__mpi *mpi, dt__mpi_request *r) {
+    if (r->type != MPI_BYTE) MPI_Type_free(&r->type);
+    r->next = mpi->idle;
+    mpi->idle = r;
+}
+
+/* Copies that have arrived, or that MPI has copied itself. */
+static void dt__mpi_reap(dt__mpi *mpi) {
+    for (dt__mpi_request **at = &mpi->flying; *at;) {
+        dt__mpi_request *r = *at;
+        int done = 0;
+        if (MPI_Test(&r->request, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) {
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        mpi->flies[r->peer]--;
+        dt__mpi_put_back(mpi, r);
+    }
+}
+
+/* Where a message goes: its communicator and tag. NULL with the request's reason: nowhere. */
+static MPI_Comm *dt__mpi_place(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel, int *tag) {
+    uint32_t group = channel / 2, share = group / DT__MPI_COMMS * 2 + channel % 2;
+    if (channel % 2) *tag %= mpi->tag_span;     /* a collective's number: the others under way are near */
+    if (group >= DT__MPI_COMMS * DT__MPI_SHARES) r->wrong = "there are more groups than MPI's tags can tell apart";
+    else if (*tag >= mpi->tag_span) r->wrong = "the tag is too large for MPI's MPI_TAG_UB";
+    else *tag += (int)share * mpi->tag_span;
+    return r->wrong ? NULL : &mpi->comms[group % DT__MPI_COMMS];
+}
+
+/* A small message is copied, so that its sender can go on: 8 for each receiver, as in shared memory. */
+static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+    dt__mpi *mpi = (dt__mpi *)user;
+    dt__mpi_request *r = dt__mpi_take(mpi);
+    MPI_Comm *comm = r ? dt__mpi_place(mpi, r, channel, &tag) : NULL;
+    int count = 0;
+    if (!comm) return r;
+    if (mpi->flies[to] >= DT__MESSAGES) dt__mpi_reap(mpi);
+    r->peer = to;
+    r->flies = bytes <= DT_EAGER_BYTES && mpi->flies[to] < DT__MESSAGES && !dt_ctx_kernels(mpi->ctx)->move;
+    if (r->flies && bytes > 0) {
+        if (!r->copy)
+            r->copy = (char *)dt_alloc(mpi->ctx, DT_MEM_HOST, DT_EAGER_BYTES, "a copy of a small message");
+        if (!r->copy) return dt__mpi_put_back(mpi, r), (void *)NULL;
+        memcpy(r->copy, buf, bytes);
+        buf = r->copy;
+    }
+    mpi->flies[to] += r->flies;
+    r->error = dt__mpi_type(bytes, &r->type, &count);
+    if (!r->error) r->error = MPI_Isend(buf, count, r->type, to, tag, *comm, &r->request);
+    mpi->balance += !r->error;
+    return r;
+}
+
+static void *dt__mpi_recv(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes) {
+    dt__mpi *mpi = (dt__mpi *)user;
+    dt__mpi_request *r = dt__mpi_take(mpi);
+    MPI_Comm *comm = r ? dt__mpi_place(mpi, r, channel, &tag) : NULL;
+    int count = 0;
+    if (!comm) return r;
+    r->error = dt__mpi_type(bytes, &r->type, &count);
+    if (!r->error)
+        r->error = MPI_Irecv(buf, count, r->type, from == DT_ANY ? MPI_ANY_SOURCE : from, tag, *comm, &r->request);
+    return r;
+}
+
+/* ---- the failure of another rank ---- */
+
+static void dt__mpi_note(dt_report *note, dt_status status, int rank, const char *text) {
+    memset(note, 0, sizeof *note);
+    note->status = status;
+    note->rank = rank;
+    snprintf(note->text, sizeof note->text, "%s", text);
+}
+
+/* Tells all others, once. */
+static void dt__mpi_tell(dt__mpi *mpi, dt_status status, const char *text) {
+    if (mpi->told) return;
+    mpi->told = 1;
+    dt__mpi_note(&mpi->said, status, mpi->rank, text);
+    if (!mpi->first.status) mpi->first = mpi->said;
+    for (int other = 0; other < mpi->size; other++) {
+        if (other == mpi->rank) continue;
+        MPI_Isend(&mpi->said, (int)sizeof mpi->said, MPI_BYTE, other, 0, mpi->control, &mpi->saying[other]);
+    }
+}
+
+static void dt__mpi_fail(void *user, const char *text) {
+    dt__mpi *mpi = (dt__mpi *)user;
+    const dt__world *world = dt__world_of(mpi->ctx);
+    dt__mpi_tell(mpi, world && world->shared->first.status ? world->shared->first.status : DT_ERR_PEER, text);
+}
+
+static void dt__mpi_listen(dt__mpi *mpi) {
+    MPI_Irecv(&mpi->heard, (int)sizeof mpi->heard, MPI_BYTE, MPI_ANY_SOURCE, 0, mpi->control, &mpi->listening);
+}
+
+/* Has another rank failed? Then its failure becomes the first in this rank's record, where every wait sees it. */
+static void dt__mpi_look(dt__mpi *mpi) {
+    dt__world *world = dt__world_of(mpi->ctx);
+    int done = 0;
+    if (mpi->flying) dt__mpi_reap(mpi);
+    if (mpi->listening == MPI_REQUEST_NULL) return;
+    if (MPI_Test(&mpi->listening, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done) return;
+    mpi->heard.text[sizeof mpi->heard.text - 1] = 0;
+    if (!mpi->first.status) mpi->first = mpi->heard;
+    if (world && dt__claim(world->shared, mpi->heard.rank))
+        dt__publish_failure(world->shared, mpi->heard.rank, mpi->heard.status, mpi->heard.text);
+    dt__mpi_listen(mpi);
+}
+
+/* ---- test and cancel ---- */
+
+/* A request of this rank could not begin, or MPI gave it up. Always -1. */
+static int dt__mpi_broken(dt__mpi *mpi, dt__mpi_request *r, int error, char *why) {
+    if (r->wrong) snprintf(why, 512, "%s", r->wrong);
+    else dt__mpi_why(error, why, 512);
+    if (r->flies) mpi->flies[r->peer]--;
+    dt__mpi_put_back(mpi, r);
+    return -1;
+}
+
+static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+    dt__mpi *mpi = (dt__mpi *)user;
+    dt__mpi_request *r = (dt__mpi_request *)request;
+    MPI_Status status;
+    MPI_Count got = 0;
+    int done = 0, receives = r->peer < 0;
+    if (r->wrong || r->error) return dt__mpi_broken(mpi, r, r->error, why);
+    if (++mpi->turns % DT__MPI_LOOK == 0) dt__mpi_look(mpi);
+    int error = MPI_Test(&r->request, &done, &status);
+    if (!error && !done && r->flies) {
+        r->next = mpi->flying;
+        mpi->flying = r;
+        return 1;
+    }
+    if (!error && !done) return 0;
+    if (!error && receives) error = MPI_Get_elements_x(&status, r->type, &got);
+    if (error && receives && dt__mpi_is(error, MPI_ERR_TRUNCATE))
+        r->wrong = "the message is longer than what is received";
+    if (error) return dt__mpi_broken(mpi, r, error, why);
+    if (receives) {
+        *from = status.MPI_SOURCE;
+        *bytes = (size_t)got;
+        mpi->balance--;
+    }
+    if (r->flies) mpi->flies[r->peer]--;
+    dt__mpi_put_back(mpi, r);
+    return 1;
+}
+
+/* Takes messages that nobody wants, one at a time: their senders wait. In full, for MPICH ends the program over a
+   message that it must cut here. 1: one began to come; what it is. */
+static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
+    const dt_host *host = mpi->host;
+    int done = 1, there = 0, count = 0;
+    MPI_Message message;
+    MPI_Datatype type;
+    if (mpi->draining != MPI_REQUEST_NULL) MPI_Test(&mpi->draining, &done, MPI_STATUS_IGNORE);
+    if (!done) return 0;
+    if (mpi->waste) host->free(host->user, mpi->waste, mpi->waste_bytes, DT_MEM_HOST);
+    mpi->waste = NULL;
+    mpi->draining = MPI_REQUEST_NULL;
+    for (int i = 0; i < DT__MPI_COMMS && !there; i++) {
+        if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, mpi->comms[i], &there, status) != MPI_SUCCESS) there = 0;
+        if (!there || MPI_Get_elements_x(status, MPI_BYTE, bytes) != MPI_SUCCESS) continue;
+        mpi->waste_bytes = (size_t)*bytes + 1;
+        mpi->waste = host->alloc(host->user, mpi->waste_bytes, DT_MEM_HOST);
+        if (!mpi->waste || dt__mpi_type((size_t)*bytes, &type, &count) != MPI_SUCCESS) return 0;
+        MPI_Improbe(status->MPI_SOURCE, status->MPI_TAG, mpi->comms[i], &there, &message, status);
+        if (there) MPI_Imrecv(mpi->waste, count, type, &message, &mpi->draining);
+        if (type != MPI_BYTE) MPI_Type_free(&type);
+    }
+    return there;
+}
+
+/* Until *request is over: 1, or 0 after `until` (0: no limit). What the others still send is taken if `drain`. */
+static int dt__mpi_meet(dt__mpi *mpi, MPI_Request *request, double until, int drain) {
+    double nap = DT__NAP_MIN;
+    for (int turn = 0; ; turn++) {
+        int done = 0;
+        MPI_Status status;
+        MPI_Count bytes;
+        if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done) return 1;
+        dt__mpi_look(mpi);
+        if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
+        double now = mpi->host->now(mpi->host->user);
+        if (until == 0 && mpi->first.status) until = now + mpi->timeout_s;
+        if (until > 0 && now > until) return 0;
+        mpi->host->sleep(mpi->host->user, turn < DT__YIELDS ? 0 : nap);
+        if (turn >= DT__YIELDS) nap = nap * 2 < DT__NAP_MAX ? nap * 2 : DT__NAP_MAX;
+    }
+}
+
+/* This rank has failed, and its buffers are to be its own again. A receive that has not met its message can be taken
+   back. Any other ends when the other rank has learned of the failure and takes what is sent (dt__mpi_drain); if that
+   does not come within timeout_s, the request is left behind. */
+static void dt__mpi_cancel(void *user, void *request) {
+    dt__mpi *mpi = (dt__mpi *)user;
+    dt__mpi_request *r = (dt__mpi_request *)request;
+    if (r->flies && !r->error) {
+        r->next = mpi->flying;
+        mpi->flying = r;
+        return;
+    }
+    if (r->flies) mpi->flies[r->peer]--;
+    if (r->peer < 0 && r->request != MPI_REQUEST_NULL) MPI_Cancel(&r->request);
+    if (mpi->patience == 0) mpi->patience = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    if (r->request == MPI_REQUEST_NULL || dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) dt__mpi_put_back(mpi, r);
+    else mpi->orphans++;
+}
+
+/* ---- begin and end ---- */
+
+static void dt__mpi_free(dt__mpi *mpi) {
+    const dt_host *host = mpi->host;
+    if (mpi->waste) host->free(host->user, mpi->waste, mpi->waste_bytes, DT_MEM_HOST);
+    host->free(host->user, mpi->saying, (size_t)mpi->size * sizeof(MPI_Request), DT_MEM_HOST);
+    host->free(host->user, mpi->flies, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
+}
+
+/* Room, and the communicators: each from the one before it, the first from MPI_COMM_WORLD. NULL, or what is wrong. */
+static const char *dt__mpi_make(dt__mpi *mpi) {
+    const dt_host *host = mpi->host;
+    size_t size = (size_t)mpi->size;
+    int *most = NULL, there = 0;
+    mpi->saying = (MPI_Request *)host->alloc(host->user, size * sizeof(MPI_Request), DT_MEM_HOST);
+    mpi->flies = (int *)host->alloc(host->user, size * sizeof(int), DT_MEM_HOST);
+    if (!mpi->saying || !mpi->flies) return "no memory for it";
+    memset(mpi->flies, 0, size * sizeof(int));
+    for (size_t i = 0; i < size; i++) mpi->saying[i] = MPI_REQUEST_NULL;
+    double until = host->now(host->user) + mpi->timeout_s;
+    for (; mpi->made <= DT__MPI_COMMS; mpi->made++) {
+        MPI_Comm from = mpi->made ? mpi->comms[mpi->made - 1] : MPI_COMM_WORLD;
+        MPI_Comm *to = mpi->made < DT__MPI_COMMS ? &mpi->comms[mpi->made] : &mpi->control;
+        MPI_Request request;
+        if (MPI_Comm_idup(from, to, &request) != MPI_SUCCESS) return "no communicator";
+        if (!dt__mpi_meet(mpi, &request, until, 0)) return "not all its processes came to dt_run within timeout_s";
+        MPI_Comm_set_errhandler(*to, MPI_ERRORS_RETURN);
+    }
+    if (MPI_Comm_get_attr(mpi->control, MPI_TAG_UB, &most, &there) != MPI_SUCCESS || !there) return "no MPI_TAG_UB";
+    mpi->tag_span = (int)(((int64_t)*most + 1) / (2 * DT__MPI_SHARES));
+    dt__mpi_listen(mpi);
+    return NULL;
+}
+
+/* The launcher's processes become ranks. NULL, and *why. */
+static dt__mpi *dt__mpi_open(const dt_host *host, double timeout_s, const char **why) {
+    int running = 0, over = 0, provided = 0;
+    dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, sizeof *mpi, DT_MEM_HOST);
+    *why = "no memory for it";
+    if (!mpi) return NULL;
+    memset(mpi, 0, sizeof *mpi);
+    mpi->host = host;
+    mpi->timeout_s = timeout_s;
+    mpi->draining = mpi->listening = MPI_REQUEST_NULL;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    *why = "it has ended in this process: a program that runs ranks twice begins and ends MPI itself";
+    if (!over && !running) {
+        *why = "MPI_Init_thread fails";
+        mpi->initialized = MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) == MPI_SUCCESS;
+    }
+    if (!over && (running || mpi->initialized)) {
+        MPI_Comm_rank(MPI_COMM_WORLD, &mpi->rank);
+        MPI_Comm_size(MPI_COMM_WORLD, &mpi->size);
+        *why = dt__mpi_make(mpi);
+        if (!*why) return mpi;
+    }
+    if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);  /* else MPI may still write into it */
+    return NULL;
+}
+
+/* Until this rank knows what failed. If that is a message which nobody received, then who did not finds it on its way
+   and tells the others. */
+static void dt__mpi_hear(dt__mpi *mpi, double until, int lost) {
+    const dt_host *host = mpi->host;
+    char text[512];
+    MPI_Status status;
+    MPI_Count bytes = 0;
+    while (!mpi->first.status && host->now(host->user) < until) {
+        dt__mpi_look(mpi);
+        int there = dt__mpi_drain(mpi, &status, &bytes);
+        if (!there) host->sleep(host->user, DT__NAP_MIN);
+        if (!there || !lost || mpi->first.status) continue;
+        snprintf(text, sizeof text, "rank %d: ended without receiving a message of rank %d of %lld bytes with tag %d",
+                 mpi->rank, status.MPI_SOURCE, (long long)bytes, status.MPI_TAG % mpi->tag_span);
+        dt__mpi_tell(mpi, DT_ERR_COMM, text);
+        host->log(host->user, DT_LOG_ERROR, mpi->rank, text);
+    }
+    if (!mpi->first.status) dt__mpi_note(&mpi->first, DT_ERR_COMM, -1, "a message was never received");
+}
+
+/* All ranks have ended: they learn whether one failed, and whether every message was received. As with threads, who
+   ends first waits for the others as long as they run; after a failure at most timeout_s. 0: not all came. */
+static int dt__mpi_last_meeting(dt__mpi *mpi) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int failed = mpi->first.status != DT_OK;
+    mpi->mine[0] = failed;
+    mpi->mine[1] = mpi->balance;
+    MPI_Iallreduce(mpi->mine, mpi->all, 2, MPI_INT64_T, MPI_SUM, mpi->control, &request);
+    if (!dt__mpi_meet(mpi, &request, 0, failed)) return 0;
+    if (mpi->all[0] == 0 && mpi->all[1] == 0) return 1;
+    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    dt__mpi_hear(mpi, until, mpi->all[0] == 0);
+    MPI_Ibarrier(mpi->control, &request);
+    return dt__mpi_meet(mpi, &request, until, 1);
+}
+
+/* Ends what is under way on the communicators: 1 if nothing is left. */
+static int dt__mpi_settle(dt__mpi *mpi) {
+    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    int settled = mpi->orphans == 0;
+    for (int other = 0; other < mpi->size && settled; other++)
+        settled = dt__mpi_meet(mpi, &mpi->saying[other], until, 1);
+    while (mpi->flying && settled) settled = dt__mpi_meet(mpi, &mpi->flying->request, until, 1);
+    if (settled && mpi->draining != MPI_REQUEST_NULL) settled = dt__mpi_meet(mpi, &mpi->draining, until, 1);
+    if (!settled) return 0;
+    MPI_Cancel(&mpi->listening);
+    for (int done = 0; !done && mpi->host->now(mpi->host->user) < until;)
+        if (MPI_Test(&mpi->listening, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
+    return 1;
+}
+
+/* The rank has detached. If another rank cannot be brought to its end, MPI is left as it is: ending it would wait for
+   that rank for ever, and the launcher ends what is left once this process has ended with an error. */
+static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
+    int met = dt__mpi_last_meeting(mpi), settled = met && dt__mpi_settle(mpi);
+    for (int i = 0; i < DT__MPI_COMMS && settled; i++) MPI_Comm_free(&mpi->comms[i]);
+    if (settled) MPI_Comm_free(&mpi->control);
+    if (settled && mpi->initialized) MPI_Finalize();
+    if (!met && !mpi->first.status) dt__mpi_note(&mpi->first, DT_ERR_PEER, -1, "dt_run: not all ranks ended");
+    *report = mpi->first;
+    if (!settled) {     /* MPI may still read and write these */
+        mpi->host->log(mpi->host->user, DT_LOG_NOTICE, mpi->rank, "MPI is not ended: not all ranks came to an end");
+        return;
+    }
+    while (mpi->idle) {
+        dt__mpi_request *r = mpi->idle;
+        mpi->idle = r->next;
+        dt_free(mpi->ctx, DT_MEM_HOST, r->copy, DT_EAGER_BYTES);
+        dt_free(mpi->ctx, DT_MEM_HOST, r, sizeof *r);
+    }
+    dt__mpi_free(mpi);
+}
+
+#endif /* DT_USE_MPI */
+
+// ==== 21. Attach and launch: code ===================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -3177,11 +3645,70 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     dt__run_wait(team, jobs, started);
 }
 
+/* ---- ranks that a launcher started: the caller is one, and there is no supervisor ---- */
+
+#ifdef DT_USE_MPI
+
+static dt_status dt__mpi_rank(dt__mpi *mpi, const dt_run_desc *desc,
+                              dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
+    dt_attach_desc attach;
+    memset(&attach, 0, sizeof attach);
+    attach.rank = mpi->rank;
+    attach.size = mpi->size;
+    attach.transport = &transport;
+    attach.timeout_s = desc->timeout_s;
+    attach.link = desc->link;
+    dt_comm *world = dt_comm_attach(mpi->ctx, attach);
+    if (world && mpi->size > dt__cores()) world->world->shared->spins = 0;
+    dt_status status = world ? rank_main(mpi->ctx, user) : dt_error(mpi->ctx);
+    dt_comm_detach(mpi->ctx, status);
+    status = dt_error(mpi->ctx);
+    if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
+    return status;
+}
+
+static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    const dt_host *host = desc->host ? desc->host : dt_host_default();
+    const char *why = NULL;
+    dt_ctx_desc of;
+    if (desc->timeout_s == 0) desc->timeout_s = 120;
+    dt_run_desc alike = *desc;
+    alike.backend = DT_BACKEND_THREADS;
+    if (!dt__run_valid(&alike)) return desc->report->status;
+    dt__mpi *mpi = dt__mpi_open(host, desc->timeout_s, &why);
+    if (!mpi) {
+        dt__refuse(desc, DT_ERR_COMM, "dt_run: MPI cannot be used: %s", why);
+        return desc->report->status;
+    }
+    memset(&of, 0, sizeof of);
+    of.seed = desc->seed;
+    of.rank = mpi->rank;
+    of.kernels = desc->kernels;
+    of.host = desc->host;
+    of.io = desc->io;
+    int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
+    if (!wrong) mpi->ctx = dt_ctx_make(of);
+    if (mpi->ctx) dt__mpi_rank(mpi, desc, rank_main, user);
+    else if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
+    else dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", mpi->rank);
+    if (!mpi->ctx) dt__mpi_tell(mpi, desc->report->status, desc->report->text);
+    dt_ctx *ctx = mpi->ctx;
+    dt__mpi_close(mpi, desc->report);
+    dt_ctx_free(ctx);
+    return desc->report->status;
+}
+
+#endif /* DT_USE_MPI */
+
 dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_report report;
     if (!desc.report) desc.report = &report;
     memset(desc.report, 0, sizeof *desc.report);
     if (!rank_main) dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank_main is NULL");
+#ifdef DT_USE_MPI
+    if (rank_main && desc.backend == DT_BACKEND_MPI) return dt__run_mpi(&desc, rank_main, user);
+#endif
     dt_team *team = rank_main ? dt_team_make(desc) : NULL;
     if (!team) return desc.report->status;
     int ranks = team->desc.ranks, share_user = team->shared->apart && desc.user_bytes > 0;
@@ -3207,7 +3734,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
 #endif /* DT_IMPLEMENTATION */
 
 /* HISTORY
-     0.1.0   threads, processes, transports; collectives blocking and started, send and receive, groups, faults
+     0.1.0   threads, processes, MPI, transports; collectives blocking and started, send and receive, groups, faults
 
    LICENCE: your choice of A or B.
 

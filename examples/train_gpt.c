@@ -33,6 +33,11 @@
 enum { HEADING, INT, REAL, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, LATER };
 
+#ifdef DT_USE_MPI
+#define BACKENDS "threads|procs|mpi;tcp|nccl"
+#else
+#define BACKENDS "threads|procs;tcp|mpi|nccl"
+#endif
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -85,7 +90,7 @@ enum { BUILT, LATER };
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|procs;tcp|mpi|nccl", "what a rank is") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -157,9 +162,19 @@ typedef struct value {
 
 // ==== 2. Parser =====================================================================================================
 
+/* Under --backend mpi this process is one rank of size; else 0 of 0. */
+static struct { int rank, size; } launched;
+
+/* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
+static int speaks(void) { return launched.rank == 0; }
+static void let_rank_0_speak(void) {
+    if (!speaks()) sleep(1);
+}
+
 /* The end of a run that cannot start. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
     va_list args;
+    let_rank_0_speak();
     va_start(args, fmt);
     fflush(stdout);
     fputs("error: ", stderr);
@@ -504,10 +519,13 @@ static dt_mesh_desc resolve_mesh(value *v) {
     static const char *const launchers[3] = { "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE" };
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
-    for (int i = 0; i < 3; i++) /* each process of a launcher would train alone, and they would share one log */
+    for (int i = 0; i < 3 && !launched.size; i++) /* each process would train alone, and they would share one log */
         if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
             refuse("%s=%s: --backend tcp or mpi is not available in this build, so a launcher cannot start the ranks; "
                 "start one process with --ranks", launchers[i], getenv(launchers[i]));
+    if (launched.size && v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
+        refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text, launched.size);
+    if (launched.size) compute(&v[O_RANKS], launched.size);
     if (!v[O_RANKS].text)
         compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
     if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
@@ -756,7 +774,8 @@ static int run(job *j) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
-    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = backends[int_of(j->v, O_BACKEND)],
+    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
+        .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 } }, train, &j->config);
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
@@ -764,10 +783,12 @@ static int run(job *j) {
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
     if (status != DT_OK) {
+        let_rank_0_speak();
         fflush(stdout);
-        fprintf(stderr, "error: %s\n", report.text);
+        if (speaks()) fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
+    if (!speaks()) return 0;
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
@@ -775,6 +796,27 @@ static int run(job *j) {
 }
 
 // ==== 8. main =======================================================================================================
+
+/* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
+static void join(const value *v, int *argc, char ***argv) {
+#ifdef DT_USE_MPI
+    int level;
+    if (strcmp(v[O_BACKEND].text, "mpi") != 0) return;
+    MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &launched.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &launched.size);
+#else
+    (void)v, (void)argc, (void)argv;
+#endif
+}
+
+/* After a failure a rank may be lost, and ending MPI would wait for it. */
+static int leave(int failed) {
+#ifdef DT_USE_MPI
+    if (launched.size && !failed) MPI_Finalize();
+#endif
+    return failed;
+}
 
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
@@ -784,24 +826,25 @@ int main(int argc, char **argv) {
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
     if (v[O_HELP].number || v[O_LIST_REFUSED].number) return 0;
+    join(v, &argc, &argv);
     j.config = resolve(v);
     j.config.on_step = on_step;
     j.config.at_end = at_end;
     j.config.user = &j;
     if (v[O_PRINT_CONFIG].number) {
-        print_config(v);
-        return 0;
+        if (speaks()) print_config(v);
+        return leave(0);
     }
     find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
-    if (v[O_LOG_CSV].text) {
+    if (v[O_LOG_CSV].text && speaks()) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
-    if (!v[O_QUIET].number) print_settings(v, &j.config);
+    if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
     int failed = run(&j);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
-    return failed;
+    return leave(failed);
 }
