@@ -56,6 +56,7 @@ typedef struct train_config {
     int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
+    const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0; may be NULL */
     void        *user;
@@ -181,7 +182,9 @@ static inline void train_forward_backward(gpt *model, const train_batch *b, int 
         dt_micro(ctx, j, b->accum);
         gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .step = (uint64_t)step };
         if (model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
+        dt_trace_begin(ctx, "forward");
         dt_tensor *mine = gpt_loss_at(model, t, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
+        dt_trace_end(ctx);
         dt_backward(mine);
         losses[j * b->order.replicas + replica] = dt_item(mine);
         dt_reset(ctx);
@@ -195,6 +198,7 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     double   loss = 0;
     dt_shape shape = DT_SHAPE(1, b->T);
     if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
+    dt_trace_begin(ctx, "validation");
     dt_no_grad(ctx, 1);
     for (int64_t s = mesh->replica; s < n && dt_text_read(text, s, b->ids, b->labels) == DT_OK; s += mesh->replicas) {
         dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
@@ -203,6 +207,7 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     }
     dt_no_grad(ctx, 0);
     dt_sum_doubles(mesh->data, &loss, 1);
+    dt_trace_end(ctx);
     return loss;
 }
 
@@ -229,15 +234,23 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     size_t    micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     dt_memory_reset_peak(ctx);
+    char mark[32];
+    snprintf(mark, sizeof mark, "step %lld", (long long)step);
+    dt_trace_begin(ctx, mark);
+    dt_trace_begin(ctx, "read data");
     train_batch_read(b, text, mesh->replica, step);
+    dt_trace_end(ctx);
     train_forward_backward(model, b, mesh->replica, step, dt_tokens(mesh->data, b->labels, labels), b->losses);
     dt_sum_doubles(mesh->data, b->losses, micros);
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m]; /* in one order, however the batch is split */
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
             isnan(row.loss) ? "NaN" : "infinite");
+    dt_trace_begin(ctx, "optimizer");
     row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
+    dt_trace_end(ctx);
     train_account(ctx, sent, &row);
+    dt_trace_end(ctx);
     double seconds = train_now(ctx) - start;
     row.ms = 1000 * seconds;
     row.comm = seconds > 0 ? (dt_comm_seconds(ctx) - in_comm) / seconds : 0;
@@ -255,6 +268,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     gpt     model = gpt_register(ctx, c->model);
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
 
+    if (c->trace) dt_trace_start(ctx, 0);
     dt_zero_desc desc = c->zero;
     desc.mesh = &mesh;
     dt_zero *optimizer = dt_zero_make(ctx, desc);
@@ -278,6 +292,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
             row.val_loss = train_eval(&model, &mesh, val, &b);
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
     }
+    if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->at_end && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->at_end(ctx, &model, c->user);
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);

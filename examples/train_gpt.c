@@ -120,7 +120,7 @@ enum { BUILT, LATER };
     X(KEEP, "keep", INT, LATER, NULL, 1, 1e12, "N", "") \
     X(RESUME, "resume", TEXT, LATER, NULL, 0, 0, "DIR", "") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
-    X(TRACE, "trace", TEXT, LATER, NULL, 0, 0, "FILE", "") \
+    X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
     X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", "print nothing but errors and --generate's bytes") \
     X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
@@ -577,6 +577,7 @@ static train_config resolve(value *v) {
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number };
     c.weights = v[O_MODEL].text;
+    c.trace = v[O_TRACE].text;
     c.seq = int_of(v, O_SEQ);
     c.micro_batch = int_of(v, O_MICRO_BATCH);
     c.accum = int_of(v, O_ACCUM);
@@ -650,6 +651,16 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
         refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its last token); use "
             "--seq %lld or less", name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
             (long long)files->tokens - 1);
+}
+
+/* The trace is written after the last step: whether it can be is better known before the first. */
+static void check_trace(const char *path) {
+    struct stat st;
+    int         there = stat(path, &st) == 0;
+    FILE       *f = there && !S_ISREG(st.st_mode) ? NULL : fopen(path, "ab");
+    if (!f) refuse("--trace %s: %s", path, there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
+    fclose(f);
+    if (!there) remove(path);
 }
 
 // ==== 6. Settings block =============================================================================================
@@ -790,6 +801,7 @@ static int run(job *j) {
     }
     if (!speaks()) return 0;
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
+    if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
     return 1;
@@ -842,6 +854,7 @@ int main(int argc, char **argv) {
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
+    if (v[O_TRACE].text && speaks()) check_trace(v[O_TRACE].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
     int failed = run(&j);
     train_files_free(&j.config.data);
