@@ -42,11 +42,13 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
+       g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
        nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static: several files may each have their own copy        (everywhere)
+       DT_STATIC           everything static: several files may each have their own copy. A file that includes dt
+                           has the code too then: DT_IMPLEMENTATION in each, or gcc warns            (everywhere)
        DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
        DT_NO_CUDA          not even under nvcc                                                   (implementation)
        DT_USE_CBLAS        products of f32 and f64 by <cblas.h>; link one, e.g. -lopenblas       (implementation)
@@ -150,8 +152,17 @@ typedef struct dt_shape {
     int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
 } dt_shape;
 
-/* DT_SHAPE(B, T, C); DT_SCALAR has no dimension */
+/* DT_SHAPE(B, T, C), of integers of any type; DT_SCALAR has no dimension */
+#ifdef __cplusplus /* where a list of int64_t takes no size_t */
+extern "C++" {
+template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes... n) {
+    return dt_shape{ (int)sizeof...(n), { (int64_t)n... } };
+}
+}
+#define DT_SHAPE(...) dt__shape_of(__VA_ARGS__)
+#else
 #define DT_SHAPE(...) ((dt_shape){ (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
+#endif
 #define DT_SCALAR ((dt_shape){ 0, { 0 } })
 
 /* [local] Bytes of one element; 0 for an unknown type. */
@@ -891,7 +902,8 @@ typedef struct dt_json_out { dt_ctx *ctx; char *text; size_t used, room; } dt_js
 /* [local] bracket is '{' or '['; dt_json_shut ends it with '}' or ']'. */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_shut(dt_json_out *out, char bracket);
-DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG */
+DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG; a
+                                                                                           NULL becomes null */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);        /* finite, else DT_ERR_ARG */
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
@@ -1485,6 +1497,8 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
     va_end(args);
+    for (char *s = ctx->text; (s = strstr(s, " -nan")); s++) /* what libc prints depends on how the NaN came about */
+        if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     int told = status == DT_ERR_PEER; /* the first culprit speaks; the others keep quiet */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->failed) told |= l->failed(ctx, status, ctx->text, l->user);
@@ -1716,10 +1730,9 @@ static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, d
     }
     if (init.kind < 0 || init.kind > 3 || !(init.scale >= 0 && init.scale < HUGE_VAL))
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): initial values of kind %d and scale %g; it is finite and not "
-            "negative", name, init.kind, isnan(init.scale) ? fabs(init.scale) : init.scale);
+            "negative", name, init.kind, init.scale);
     if (!(d.lr_scale >= 0 && d.lr_scale < HUGE_VAL))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): lr_scale %g; it is finite and not negative", name,
-            isnan(d.lr_scale) ? fabs(d.lr_scale) : d.lr_scale);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): lr_scale %g; it is finite and not negative", name, d.lr_scale);
     if (dt_dtype_size(d.dtype) == 0 || d.dtype == DT_I32)
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
             dt_dtype_name(d.dtype));
@@ -3815,7 +3828,8 @@ typedef struct dt__loss_work { char *logits; double *row_loss; void *row, *produ
     dt__loss_work;
 
 static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, dt__loss_work *k) {
-    int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], rows = dt__loss_rows(V);
+    int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], all = (int64_t)dt__rows(x);
+    int64_t rows = all < dt__loss_rows(V) ? all : dt__loss_rows(V); /* no more than there are */
     size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
     size_t  c = dt_matmul_work(C, rows, x->dtype);
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
@@ -4507,7 +4521,8 @@ void dt_json_shut(dt_json_out *o, char bracket) { dt__json_write(o, &bracket, 1)
 
 void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
     dt__json_next(o, key);
-    dt__json_quote(o, value);
+    if (value) dt__json_quote(o, value);
+    else dt__json_write(o, "null", 4);
 }
 
 /* The fewest of 15 to 17 digits that read back the same. A locale may have its own point, even of several bytes. */

@@ -677,8 +677,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
     info.step = zero->step;
     if (!(lr >= 0 && lr < HUGE_VAL)) {
-        dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1,
-            isnan(lr) ? fabs(lr) : lr);
+        dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1, lr);
         return info;
     }
     if (zero->next >= 0) {

@@ -230,8 +230,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     row.loss = train_forward_backward(model, b, step, dt_tokens(mesh->data, b->labels, labels));
     dt_sum_doubles(mesh->data, &row.loss, 1);
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
-        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
-            isnan(row.loss) ? "NaN" : "infinite");
+        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
+            isnan(row.loss) ? "NaN" : "infinite", step > 1 ? "; a smaller learning rate may help" : c->weights ?
+            " before any update: are all weights of the file finite?" : " before any update");
     row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
     train_account(ctx, sent, &row);
     double seconds = train_now(ctx) - start;
