@@ -1512,6 +1512,17 @@ static void no_rows(void) {
     close_good(ctx, &m, "no rows");
 }
 
+/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8 MB. */
+static void few_rows(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(256, 4), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *x = noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1);
+    dt_backward(dt_linear_cross_entropy(x, w, whole(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
+    CHECK_MSG(m.peak[DT_MEM_TEMP] < 1 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
+    close_good(ctx, &m, "few rows");
+}
+
 /* The first of equal numbers is the largest, and gets the gradient. */
 static void ties(void) {
     static const double x[8] = { 1, 3, 3, 2, 0, 0, 0, 0 };
@@ -1675,6 +1686,7 @@ int main(int argc, char **argv) {
     test_narrow();
     test_refusals();
     no_rows();
+    few_rows();
     empty_shapes();
     ties();
     kept_in_block();
