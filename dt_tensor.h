@@ -1497,7 +1497,7 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
     va_end(args);
-    for (char *s = ctx->text; (s = strstr(s, " -nan")); s++) /* what libc prints depends on how the NaN came about */
+    for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan")) /* a NaN's sign tells nothing */
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     int told = status == DT_ERR_PEER; /* the first culprit speaks; the others keep quiet */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
