@@ -741,7 +741,7 @@ static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
 
 /* Indices come from the caller's data, and one outside the table must be answered by this very call, as on the CPU,
    while a kernel can only answer later. So the host reads them, four bytes each, in pieces. That waits for the stream:
-   once for the forward and once for the backward. */
+   once for the forward and once for the backward. (embedding_back asks only where no forward has: `strict`.) */
 static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *stream) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
@@ -1075,6 +1075,8 @@ KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a) 
 
 static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
+    if (status != DT_OK) return status;
     LAUNCH(embedding_back_kernel, (size_t)a->held, OWNED, stream, *a);
     return launched();
 }

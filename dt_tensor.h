@@ -42,11 +42,13 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
+       g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
        nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
-       DT_STATIC           everything static: several files may each have their own copy        (everywhere)
+       DT_STATIC           everything static: several files may each have their own copy. A file that includes dt
+                           has the code too then: DT_IMPLEMENTATION in each, or gcc warns            (everywhere)
        DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
        DT_NO_CUDA          not even under nvcc                                                   (implementation)
        DT_USE_CBLAS        products of f32 and f64 by <cblas.h>; link one, e.g. -lopenblas       (implementation)
@@ -150,8 +152,17 @@ typedef struct dt_shape {
     int64_t d[DT_MAX_DIMS]; /* row-major: d[nd-1] varies fastest */
 } dt_shape;
 
-/* DT_SHAPE(B, T, C); DT_SCALAR has no dimension */
+/* DT_SHAPE(B, T, C), of integers of any type; DT_SCALAR has no dimension */
+#ifdef __cplusplus /* where a list of int64_t takes no size_t */
+extern "C++" {
+template <class... sizes> static inline constexpr dt_shape dt__shape_of(sizes... n) {
+    return dt_shape{ (int)sizeof...(n), { (int64_t)n... } };
+}
+}
+#define DT_SHAPE(...) dt__shape_of(__VA_ARGS__)
+#else
 #define DT_SHAPE(...) ((dt_shape){ (int)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
+#endif
 #define DT_SCALAR ((dt_shape){ 0, { 0 } })
 
 /* [local] Bytes of one element; 0 for an unknown type. */
@@ -290,6 +301,7 @@ typedef struct dt_embedding_back_args { /* dtable[ids[r] - first] += dout[r], r 
     dt_dtype dtype; void *dtable; const void *dout; const int32_t *ids; size_t rows, cols;
     int64_t first, held; int accumulate, wide;
     void   *work; size_t work_bytes; /* 4 held cols bytes where dtable is bf16 or f16, else NULL */
+    int     strict;                  /* 1: first is 0, and an id that is neither held nor -1 is DT_ERR_ARG */
 } dt_embedding_back_args;
 
 typedef struct dt_topk_args { /* each row's k largest, largest first, ties to the lower column */
@@ -545,7 +557,7 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_param_info *param;       /* NULL unless a parameter */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
-    int             readers;    /* how often recorded ops have taken it as an input */
+    int             readers;    /* how often ops have taken it as an input, but for dt_no_grad */
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -708,15 +720,16 @@ DT_API dt_tensor *dt_sub(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_mul(dt_tensor *a, dt_tensor *b);
 DT_API dt_tensor *dt_div(dt_tensor *a, dt_tensor *b);
 
-enum { DT_ALL = -1 }; /* as a dimension: all of them, to a scalar */
-/* Over one dimension, which disappears. max: its gradient goes to the first of equal ones. */
+enum { DT_ALL = -100 }; /* as a dimension: all of them, to a scalar */
+/* Over one dimension, counted from 0, which disappears. max: its gradient goes to the first of equal ones. */
 DT_API dt_tensor *dt_sum_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_mean_over(dt_tensor *x, int dim);
 DT_API dt_tensor *dt_max_over(dt_tensor *x, int dim);
 
 /* Another shape with the same count; a view, free. */
 DT_API dt_tensor *dt_reshape(dt_tensor *x, dt_shape shape);
-/* count indices of one dimension, from `first`; n tensors joined along one dimension; two dimensions exchanged. */
+/* count indices of one dimension, from `first`; n tensors, at most 8, joined along one dimension (all of them NULL:
+   NULL and no failure, since none tells the context); two dimensions exchanged. */
 DT_API dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count);
 DT_API dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim);
 DT_API dt_tensor *dt_transpose(dt_tensor *x, int dim_a, int dim_b);
@@ -725,7 +738,8 @@ DT_API dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype);
 
 /* x (R,C), rows (..) i32 -> (..,C): copies of rows of x; row -1 gives zeros. */
 DT_API dt_tensor *dt_gather_rows(dt_tensor *x, dt_tensor *rows);
-/* x (..,C), rows (..) i32 -> (R,C): row i of x is added to row rows[i], in ascending i; -1 goes nowhere. */
+/* x (..,C), rows (..) i32 -> (count,C): row i of x is added to row rows[i], in ascending i; -1 goes nowhere, another
+   number outside fails. */
 DT_API dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count);
 /* x (..,N) -> (..,k) largest, in descending order, ties to the lower index; *index receives their places, i32. */
 DT_API dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index);
@@ -823,7 +837,7 @@ DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
 
 /* [local] Runs fn as one block: a unit of memory, of recompute, of ZeRO-3, of pipeline stages and of the trace. fn may
-   use tensors made before it. Blocks may nest. */
+   use tensors made before it, and returns one (x, if there is nothing else): NULL fails. Blocks may nest. */
 typedef dt_tensor *(*dt_block_fn)(dt_tensor *x, void *user);
 DT_API dt_tensor *dt_block(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user);
 
@@ -894,7 +908,8 @@ typedef struct dt_json_out { dt_ctx *ctx; char *text; size_t used, room; } dt_js
 /* [local] bracket is '{' or '['; dt_json_shut ends it with '}' or ']'. */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_shut(dt_json_out *out, char bracket);
-DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG */
+DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG; a
+                                                                                           NULL becomes null */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);        /* finite, else DT_ERR_ARG */
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
@@ -908,7 +923,8 @@ typedef struct dt_weights dt_weights;
 typedef struct dt_weight {
     const char *name;
     const char *type;       /* as safetensors names it: "F32", "BF16", "U8", ... */
-    int         readable;   /* its elements are of a dt_dtype; others can be listed only */
+    int         readable;   /* its elements are of a dt_dtype and it has at most DT_MAX_DIMS dimensions; others can be
+                               listed only, those of more dimensions with shape (count) */
     dt_dtype    dtype;
     dt_shape    shape;
     int64_t     count;      /* elements */
@@ -1042,15 +1058,18 @@ int64_t dt_count(dt_shape shape) {
     return n;
 }
 
-/* At most 6 dimensions, none negative, and bytes that a size_t holds with room to spare. */
-static int dt__shape_ok(dt_shape shape) {
+/* What is wrong with a shape, or NULL: at most 6 dimensions, none below `least`, and bytes that a size_t holds with
+   room to spare. */
+static const char *dt__shape_bad(dt_shape shape, int64_t least) {
     int64_t most = INT64_MAX / 16;
-    if (shape.nd < 0 || shape.nd > DT_MAX_DIMS) return 0;
+    if (shape.nd < 0) return "a negative number of dimensions";
+    if (shape.nd > DT_MAX_DIMS) return "more than 6 dimensions";
     for (int i = 0; i < shape.nd; i++) {
-        if (shape.d[i] < 0 || shape.d[i] > most) return 0;
+        if (shape.d[i] < least) return least ? "each dimension must be 1 or more" : "a dimension is negative";
+        if (shape.d[i] > most) return "more elements than can be counted";
         if (shape.d[i] > 0) most /= shape.d[i];
     }
-    return 1;
+    return NULL;
 }
 
 static int dt__same_shape(dt_shape a, dt_shape b) {
@@ -1070,7 +1089,7 @@ static dt__text dt__shape_text(dt_shape shape) {
         int n = snprintf(t.s + used, sizeof t.s - used, i ? ",%lld" : "%lld", (long long)shape.d[i]);
         used += (size_t)n < sizeof t.s - used ? (size_t)n : sizeof t.s - used - 1;
     }
-    snprintf(t.s + used, sizeof t.s - used, ")");
+    snprintf(t.s + used, sizeof t.s - used, shape.nd > DT_MAX_DIMS ? ",..)" : ")");
     return t;
 }
 
@@ -1505,6 +1524,8 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     va_start(args, fmt);
     vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
     va_end(args);
+    for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan")) /* a NaN's sign tells nothing */
+        if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
     int told = status == DT_ERR_PEER; /* the first culprit speaks; the others keep quiet */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->failed) told |= l->failed(ctx, status, ctx->text, l->user);
@@ -1516,10 +1537,11 @@ dt_status   dt_error(const dt_ctx *ctx) { return ctx ? ctx->status : DT_ERR_MEM;
 const char *dt_error_text(const dt_ctx *ctx) { return ctx ? ctx->text : "no context: out of memory"; }
 
 /* Runs kernel k of the context's table, or fails naming the op. */
-#define DT__KERNEL(ctx, what, k, args) \
-    dt__kernel_done((ctx), (what), #k, (ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
+#define DT__CALL(ctx, k, args) ((ctx)->kernels.k ? (ctx)->kernels.k((args), (ctx)->stream) : DT_ERR_UNSUPPORTED)
+#define DT__KERNEL(ctx, what, k, args) dt__kernel_done((ctx), (what), NULL, #k, DT__CALL(ctx, k, args))
+#define DT__OP(op, x, k, args) dt__kernel_done((x)->ctx, (op), (x)->name, #k, DT__CALL((x)->ctx, k, args))
 
-static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *kernel, dt_status status) {
+static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *of, const char *kernel, dt_status status) {
     if (status == DT_OK) {
         for (dt_listener *l = ctx->listeners; l; l = l->next)
             if (l->kernel_done) l->kernel_done(ctx, l->user);
@@ -1528,7 +1550,8 @@ static dt_status dt__kernel_done(dt_ctx *ctx, const char *what, const char *kern
     const char *why = status == DT_ERR_UNSUPPORTED ? "not available for these arguments"
                       : status == DT_ERR_ARG       ? "an index, a value or the scratch is out of range"
                                                    : dt_status_name(status);
-    return dt_fail(ctx, status, "%s: kernel %s on %s: %s", what, kernel, ctx->kernels.name, why);
+    return dt_fail(ctx, status, "%s%s%s%s: kernel %s on %s: %s", what, of ? "(" : "", of ? of : "", of ? ")" : "",
+        kernel, ctx->kernels.name, why);
 }
 
 static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes) {
@@ -1687,8 +1710,19 @@ static void dt__zero_overhang(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtyp
     dt__fill(ctx, dtype, (char *)array + (size_t)done * size, p->count - (size_t)done, 0);
 }
 
+static size_t dt__utf8_bad(const char *text, size_t n);
+static dt__text dt__name_text(const char *name);
+
+/* A name goes to files and messages. */
+static dt_status dt__name_check(dt_ctx *ctx, const char *op, const char *name) {
+    int bad = dt__utf8_bad(name, strlen(name)) < strlen(name);
+    for (const char *s = name; *s; s++) bad |= (unsigned char)*s < 32 || *s == 127;
+    return bad ? dt_fail(ctx, DT_ERR_ARG, "%s(%s): a name is UTF-8 without control characters", op,
+        dt__name_text(name).s) : DT_OK;
+}
+
 void dt_scope(dt_ctx *ctx, const char *prefix) {
-    if (!ctx || ctx->status != DT_OK) return;
+    if (!ctx || ctx->status != DT_OK || (prefix && dt__name_check(ctx, "dt_scope", prefix) != DT_OK)) return;
     dt_free(ctx, DT_MEM_HOST, ctx->scope_prefix, ctx->scope_bytes);
     ctx->scope_prefix = NULL;
     ctx->scope_bytes = 0;
@@ -1709,19 +1743,27 @@ typedef struct dt__param_memory {
 
 static size_t dt__param_bytes(const char *name) { return sizeof(dt__param_memory) + strlen(name) + 1; }
 
-static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, dt_param_desc d) {
+static dt_status dt__param_check(dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc d) {
     if (!name || !*name) return dt_fail(ctx, DT_ERR_ARG, "dt_param: a parameter needs a name");
+    if (dt__name_check(ctx, "dt_param", name) != DT_OK) return ctx->status;
     if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): parameters have their storage already; register "
         "all of them before dt_zero_make and before the first use", name);
-    if (full.nd < 0 || full.nd > DT_MAX_DIMS)
-        return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): %d dimensions, at most %d", name, full.nd, DT_MAX_DIMS);
-    for (int i = 0; i < full.nd; i++)
-        if (full.d[i] <= 0) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s", name, dt__shape_text(full).s);
-    if (!dt__shape_ok(full)) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s", name, dt__shape_text(full).s);
-    for (int c = 0; c < 3; c++)
+    const char *bad = dt__shape_bad(full, 1);
+    if (bad) return dt_fail(ctx, DT_ERR_SHAPE, "dt_param(%s): shape %s: %s", name, dt__shape_text(full).s, bad);
+    for (int c = 0; c < 3; c++) {
         if (d.cuts[c].comm && (d.cuts[c].dim < 0 || d.cuts[c].dim >= full.nd))
             return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): cut of dimension %d of %s", name, d.cuts[c].dim,
                 dt__shape_text(full).s);
+        for (int e = 0; e < c; e++)
+            if (d.cuts[c].comm && d.cuts[c].comm == d.cuts[e].comm && d.cuts[c].dim == d.cuts[e].dim)
+                return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): dimension %d of %s is cut twice by one group", name,
+                    d.cuts[c].dim, dt__shape_text(full).s);
+    }
+    if (init.kind < 0 || init.kind > 3 || !(init.scale >= 0 && init.scale < HUGE_VAL))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): initial values of kind %d and scale %g; it is finite and not "
+            "negative", name, init.kind, init.scale);
+    if (!(d.lr_scale >= 0 && d.lr_scale < HUGE_VAL))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): lr_scale %g; it is finite and not negative", name, d.lr_scale);
     if (dt_dtype_size(d.dtype) == 0 || d.dtype == DT_I32)
         return dt_fail(ctx, DT_ERR_ARG, "dt_param(%s): type %s; use f32, bf16, f16 or f64", name,
             dt_dtype_name(d.dtype));
@@ -1736,7 +1778,7 @@ dt_tensor *dt_param(dt_ctx *ctx, const char *name, dt_shape full, dt_init init) 
 
 dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_init init, dt_param_desc desc) {
     if (!ctx || ctx->status != DT_OK) return NULL;
-    if (dt__param_check(ctx, name, full, desc) != DT_OK) return NULL;
+    if (dt__param_check(ctx, name, full, init, desc) != DT_OK) return NULL;
     const char *prefix = ctx->scope_prefix ? ctx->scope_prefix : "";
     size_t      before = strlen(prefix), bytes = sizeof(dt__param_memory) + before + strlen(name) + 1;
     dt_tensor **grown = (dt_tensor **)dt__grow(ctx, ctx->params, ctx->n_params, &ctx->param_room, sizeof *grown,
@@ -1779,7 +1821,7 @@ dt_tensor *dt_param_get(const dt_ctx *ctx, int index) {
 }
 
 dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name) {
-    for (int i = 0; i < dt_param_count(ctx); i++)
+    for (int i = 0; name && i < dt_param_count(ctx); i++)
         if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
     return NULL;
 }
@@ -2196,8 +2238,9 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
         dt_fail(ctx, DT_ERR_ARG, "%s: element type %d", name, (int)dtype);
         return NULL;
     }
-    if (!dt__shape_ok(shape)) {
-        dt_fail(ctx, DT_ERR_SHAPE, "%s: shape %s", name, dt__shape_text(shape).s);
+    const char *bad = dt__shape_bad(shape, 0);
+    if (bad) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s: shape %s: %s", name, dt__shape_text(shape).s, bad);
         return NULL;
     }
     dt_tensor *t = (dt_tensor *)dt__meta(ctx, sizeof *t);
@@ -2268,6 +2311,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
         if (dt__gone(d->name, d->in[i])) return NULL;
         if (dt__owner(d->in[i])->param && dt__storage(ctx) != DT_OK) return NULL;
         needed |= d->in[i]->needs_grad;
+        dt__owner(d->in[i])->readers++;
     }
     if (!needed) return NULL;
     if (ctx->root->done && !ctx->recomputing) {
@@ -2285,7 +2329,6 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
     for (int i = 0; i < n; i++) {
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
-        if (owner) owner->readers++;
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
         if (counts && !dt__use(ctx, owner->param)) return NULL;
     }
@@ -2400,6 +2443,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     ctx->current = outer;
     b->trail = ctx->trail;
     ctx->trail = b->trail ? (trail ^ b->trail) * 0x100000001B3u | 1 : trail;
+    if (!y && !ctx->recomputing) dt_fail(ctx, DT_ERR_ARG, "dt_block %d: its function returned NULL", b->index);
     return ctx->status == DT_OK ? y : NULL;
 }
 
@@ -2439,6 +2483,8 @@ static int dt__block_remember(dt_block_state *b, dt_block_fn fn, dt_tensor *x, v
 
 dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt_block_desc desc) {
     if (!ctx || ctx->status != DT_OK || !dt__root(ctx)) return NULL;
+    if (!fn) dt_fail(ctx, DT_ERR_ARG, "dt_block: no function");
+    if (!fn) return NULL;
     dt_block_state *parent = ctx->current;
     int             lent = desc.recompute || parent->acts != &parent->own;
     dt_block_state *b = dt__block_open(ctx, parent, ++ctx->blocks, lent);
@@ -2495,6 +2541,10 @@ dt_tensor *dt_require_grad(dt_tensor *t) {
     if (dt__owner(t)->param) {
         if (!dt__owner(t)->param->desc.frozen) return t;
         dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): the parameter is frozen", t->name);
+        return NULL;
+    }
+    if (!dt__owner(t)->needs_grad && dt__owner(t)->readers) {
+        dt_fail(t->ctx, DT_ERR_ARG, "dt_require_grad(%s): an op has used it already, without a gradient", t->name);
         return NULL;
     }
     dt__owner(t)->needs_grad = t->needs_grad = DT__KEPT;
@@ -2620,7 +2670,8 @@ static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
         return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
             dt__shape_text(loss->shape).s);
     if (dt__gone("dt_backward", loss)) return ctx->status;
-    if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it", loss->name);
+    if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", loss->name,
+        ctx->no_grad ? " (dt_no_grad is on)" : "");
     if (dt__backward_turn(loss, phase) != DT_OK) return ctx->status;
     if (phase != DT_BACKWARD_WEIGHT && dt__seed(loss) != DT_OK) return ctx->status;
     if (phase == DT_BACKWARD_INPUT) {
@@ -2651,6 +2702,7 @@ dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *hos
 
 dt_status dt_read(const dt_tensor *t, void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
+    if (!host && dt__bytes(t)) return dt_fail(t->ctx, DT_ERR_ARG, "dt_read(%s): host memory is NULL", t->name);
     if (!t->data && t->param) dt__storage(t->ctx);
     if (dt__gone("dt_read", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, host, t->data, dt__bytes(t));
@@ -2659,6 +2711,7 @@ dt_status dt_read(const dt_tensor *t, void *host) {
 
 dt_status dt_write(dt_tensor *t, const void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
+    if (!host && dt__bytes(t)) return dt_fail(t->ctx, DT_ERR_ARG, "dt_write(%s): host memory is NULL", t->name);
     if (!t->data && t->param) dt__storage(t->ctx);
     if (dt__gone("dt_write", t)) return t->ctx->status;
     if (t->ctx->status == DT_OK) dt__move(t->ctx, t->data, host, dt__bytes(t));
@@ -2718,10 +2771,32 @@ static dt_tensor *dt__unfit(const char *op, const dt_tensor *x, const char *why)
     return NULL;
 }
 
+/* dt__op where x must not be integers. */
+static dt_ctx *dt__op_real(const char *op, dt_tensor *x, dt_tensor *b, dt_tensor *c) {
+    dt_ctx *ctx = dt__op(op, x, b, c);
+    if (!ctx || x->dtype != DT_I32) return ctx;
+    dt__unfit(op, x, "not for integers");
+    return NULL;
+}
+
+/* A kernel that was given indices answers DT_ERR_ARG and no more: fails naming the first that is not least .. n-1. */
+static void dt__blame_index(const char *op, const dt_tensor *x, const char *what, const dt_tensor *index, int64_t least,
+    int64_t n, const char *of, const char *unit) {
+    int32_t piece[256];
+    int64_t count = dt_count(index->shape);
+    for (int64_t at = 0; at < count && x->ctx->status == DT_OK; at++) {
+        int64_t left = count - at < 256 ? count - at : 256;
+        if (at % 256 == 0 && (dt__move(x->ctx, piece, (int32_t *)index->data + at, (size_t)left * 4) != DT_OK ||
+            dt__sync(x->ctx) != DT_OK)) return;
+        if (piece[at % 256] < least || piece[at % 256] >= n)
+            dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): %s %d at place %lld; %s has %lld %s", op, x->name, what,
+                piece[at % 256], (long long)at, of, (long long)n, unit);
+    }
+}
+
 /* The output of an op on each number of x. */
 static dt_tensor *dt__like(dt_tensor *x, const char *op) {
-    dt_ctx *ctx = dt__op(op, x, NULL, NULL);
-    if (ctx && x->dtype == DT_I32) return dt__unfit(op, x, "not for integers");
+    dt_ctx *ctx = dt__op_real(op, x, NULL, NULL);
     return ctx ? dt__new_named(ctx, x->dtype, x->shape, op) : NULL;
 }
 
@@ -2741,11 +2816,11 @@ static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_
 }
 
 /* One dense product with scratch from the context. */
-static dt_status dt__matmul(dt_ctx *ctx, const char *what, dt_matmul_args a) {
+static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *of, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
     a.work_bytes = dt_matmul_work(a.n, a.k, a.dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
-    return a.work ? DT__KERNEL(ctx, what, matmul, &a) : ctx->status;
+    return a.work ? dt__kernel_done(ctx, op, of, "matmul", DT__CALL(ctx, matmul, &a)) : ctx->status;
 }
 
 /* in[i]'s gradient (+)= the output's own, which no one reads after this: where in[i] has none yet and lives as long,
@@ -2821,12 +2896,12 @@ static dt_status dt__linear_back(dt_node *n) {
         dt_matmul_args a = { .dtype = x->dtype, .a = d, .b = w->data, .m = rows, .n = in, .k = out };
         a.c = dt__grad_wide(n, 0, &a.accumulate, &a.wide);
         dt__linear_turn_input(n, &a);
-        if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
+        if (!a.c || dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 1)) {
         dt_matmul_args a = { .dtype = x->dtype, .a = d, .b = x->data, .m = out, .n = in, .k = rows, .trans_a = 1 };
         a.c = dt__grad_wide(n, 1, &a.accumulate, &a.wide);
-        if (!a.c || dt__matmul(ctx, n->name, a) != DT_OK) return dt_error(ctx);
+        if (!a.c || dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 2)) {
         dt_sum_args a = { .dtype = x->dtype, .in = d, .outer = 1, .n = (size_t)rows, .inner = (size_t)out, .scale = 1 };
@@ -2864,7 +2939,7 @@ dt_tensor *dt_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b) {
 }
 
 dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc) {
-    dt_ctx  *ctx = x && w ? dt__op("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
+    dt_ctx  *ctx = x && w ? dt__op_real("dt_linear", x, w, b) : dt__missing("dt_linear", x, w, b);
     dt_shape shape;
     if (!ctx || (desc.residual && !dt__op("dt_linear", x, desc.residual, NULL))) return NULL;
     if (!dt__linear_fits(x, w, b, desc.residual, &shape)) return NULL;
@@ -2881,7 +2956,7 @@ dt_tensor *dt_linear_at(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc
     int keep = desc.activation && !ctx->no_grad && (x->needs_grad || w->needs_grad || (b && b->needs_grad));
     if (keep && !(before = dt__new_named(ctx, x->dtype, shape, "before"))) return NULL;
     a.before = before ? before->data : NULL;
-    if (dt__matmul(ctx, w->name, a) != DT_OK) return NULL;
+    if (dt__matmul(ctx, "dt_linear", w->name, a) != DT_OK) return NULL;
     dt_record_desc d = dt__desc("dt_linear", x, w, b, dt__linear_back, sizeof(dt__linear_saved));
     d.in[3] = desc.residual;
     d.n_in = 4;
@@ -2914,7 +2989,7 @@ static dt_status dt__norm_back(dt_node *n) {
 
 /* Layer normalisation, or RMSNorm where bias is NULL. */
 static dt_tensor *dt__norm(const char *op, dt_tensor *x, dt_tensor *gain, dt_tensor *bias, double eps) {
-    dt_ctx *ctx = dt__op(op, x, gain, bias);
+    dt_ctx *ctx = dt__op_real(op, x, gain, bias);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || (size_t)dt_count(gain->shape) != dt__last(x) || x->dtype != gain->dtype)
         return dt__mismatch(op, x, gain, "the gain must have x's last dimension and type");
@@ -2930,7 +3005,7 @@ static dt_tensor *dt__norm(const char *op, dt_tensor *x, dt_tensor *gain, dt_ten
         .eps = eps > 0 ? eps : 1e-5, .rms = !bias };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
-    if (!a.work || DT__KERNEL(ctx, gain->name, norm, &a) != DT_OK) return NULL;
+    if (!a.work || DT__OP(op, gain, norm, &a) != DT_OK) return NULL;
     dt__norm_saved *saved = (dt__norm_saved *)dt_record_saved(y, dt__desc(op, x, gain, bias, dt__norm_back,
         sizeof *saved));
     if (saved) {
@@ -2968,7 +3043,7 @@ dt_tensor *dt_softmax(dt_tensor *x) {
     dt_softmax_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .rows = dt__rows(x), .cols = dt__last(x) };
     a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
     a.work = dt_scratch(x->ctx, a.work_bytes);
-    if (!a.work || DT__KERNEL(x->ctx, x->name, softmax, &a) != DT_OK) return NULL;
+    if (!a.work || DT__OP("dt_softmax", x, softmax, &a) != DT_OK) return NULL;
     return dt_record(y, dt__desc("dt_softmax", x, NULL, NULL, dt__softmax_back, 0));
 }
 
@@ -2989,7 +3064,7 @@ static dt_tensor *dt__unary(const char *op, dt_tensor *x, int act, double scale,
     dt_tensor *y = dt__like(x, op);
     if (!y) return NULL;
     dt_unary_args a = { x->dtype, act, y->data, x->data, (size_t)dt_count(x->shape), scale, shift };
-    if (DT__KERNEL(x->ctx, x->name, unary, &a) != DT_OK) return NULL;
+    if (DT__OP(op, x, unary, &a) != DT_OK) return NULL;
     dt__unary_saved *saved = (dt__unary_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__unary_back,
         sizeof *saved));
     if (saved) {
@@ -3019,7 +3094,7 @@ static dt_status dt__swiglu_back(dt_node *n) {
 }
 
 dt_tensor *dt_swiglu(dt_tensor *x) {
-    dt_ctx *ctx = dt__op("dt_swiglu", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_real("dt_swiglu", x, NULL, NULL);
     if (!ctx) return NULL;
     dt_shape shape = x->shape;
     if (shape.nd < 2 || shape.d[shape.nd - 2] != 2) return dt__unfit("dt_swiglu", x, "gate and up (..,2,F) are needed");
@@ -3028,7 +3103,7 @@ dt_tensor *dt_swiglu(dt_tensor *x) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_swiglu");
     if (!y) return NULL;
     dt_glu_args a = { x->dtype, DT_ACT_SILU, y->data, x->data, dt__rows(y), dt__last(x) };
-    if (DT__KERNEL(ctx, x->name, glu, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_swiglu", x, glu, &a) != DT_OK) return NULL;
     return dt_record(y, dt__desc("dt_swiglu", x, NULL, NULL, dt__swiglu_back, 0));
 }
 
@@ -3119,18 +3194,18 @@ static dt_status dt__binary_back(dt_node *n) {
 }
 
 static dt_tensor *dt__binary(const char *name, int op, dt_tensor *a, dt_tensor *b) {
-    dt_ctx *ctx = a && b ? dt__op(name, a, b, NULL) : dt__missing(name, a, b, NULL);
+    dt_ctx *ctx = a && b ? dt__op_real(name, a, b, NULL) : dt__missing(name, a, b, NULL);
     if (!ctx) return NULL;
     dt_binary_args args = { .dtype = a->dtype, .op = op };
-    if (a->dtype != b->dtype || a->dtype == DT_I32 ||
-        !dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
-        return dt__mismatch(name, a, b, "types must be equal, and dimensions, counted from the last, equal or 1");
+    if (a->dtype != b->dtype) return dt__mismatch(name, a, b, "types must be equal");
+    if (!dt__broadcast(a->shape, b->shape, &args.shape, args.stride_a, args.stride_b))
+        return dt__mismatch(name, a, b, "dimensions, counted from the last, must be equal or 1");
     dt_tensor *y = dt__new_named(ctx, a->dtype, args.shape, name);
     if (!y) return NULL;
     args.out = y->data;
     args.a = a->data;
     args.b = b->data;
-    if (DT__KERNEL(ctx, a->name, binary, &args) != DT_OK) return NULL;
+    if (DT__OP(name, a, binary, &args) != DT_OK) return NULL;
     dt__binary_saved *saved = (dt__binary_saved *)dt_record_saved(y, dt__desc(name, a, b, NULL, dt__binary_back,
         sizeof *saved));
     if (saved) saved->op = op;
@@ -3150,9 +3225,9 @@ typedef struct dt__around { size_t outer, n, inner; dt_shape without; } dt__arou
 static int dt__around_dim(const char *op, dt_tensor *x, int dim, dt__around *a) {
     a->outer = a->n = a->inner = 1;
     a->without = DT_SCALAR;
-    if (dim < DT_ALL || dim >= x->shape.nd || x->dtype == DT_I32) {
-        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): dimension %d of %s %s", op, x->name, dim, dt_dtype_name(x->dtype),
-            dt__shape_text(x->shape).s);
+    if ((dim < 0 && dim != DT_ALL) || dim >= x->shape.nd) {
+        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): dimension %d of %s %s; use 0 to %d, or DT_ALL", op, x->name, dim,
+            dt_dtype_name(x->dtype), dt__shape_text(x->shape).s, x->shape.nd - 1);
         return 0;
     }
     for (int i = 0; i < x->shape.nd; i++) {
@@ -3183,7 +3258,7 @@ static dt_status dt__sum_back(dt_node *n) {
 }
 
 static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
-    dt_ctx    *ctx = dt__op(op, x, NULL, NULL);
+    dt_ctx    *ctx = dt__op_real(op, x, NULL, NULL);
     dt__around r;
     if (!ctx || !dt__around_dim(op, x, dim, &r)) return NULL;
     double     scale = mean ? 1.0 / (double)r.n : 1;
@@ -3191,7 +3266,7 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
     if (!y) return NULL;
     dt_sum_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .outer = r.outer, .n = r.n, .inner = r.inner,
         .scale = scale };
-    if (DT__KERNEL(ctx, x->name, sum, &a) != DT_OK) return NULL;
+    if (DT__OP(op, x, sum, &a) != DT_OK) return NULL;
     dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__sum_back,
         sizeof *saved));
     if (saved) {
@@ -3227,7 +3302,7 @@ static dt_tensor *dt__pick_done(const char *op, dt_tensor *x, dt_tensor *y, dt_t
 }
 
 dt_tensor *dt_max_over(dt_tensor *x, int dim) {
-    dt_ctx    *ctx = dt__op("dt_max_over", x, NULL, NULL);
+    dt_ctx    *ctx = dt__op_real("dt_max_over", x, NULL, NULL);
     dt__around r;
     if (!ctx || !dt__around_dim("dt_max_over", x, dim, &r)) return NULL;
     if (r.n == 0) return dt__unfit("dt_max_over", x, "nothing has no maximum");
@@ -3235,14 +3310,14 @@ dt_tensor *dt_max_over(dt_tensor *x, int dim) {
     dt_tensor *index = dt__new_named(ctx, DT_I32, r.without, "index");
     if (!y || !index) return NULL;
     dt_max_args a = { x->dtype, y->data, (int32_t *)index->data, x->data, r.outer, r.n, r.inner };
-    if (DT__KERNEL(ctx, x->name, max, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_max_over", x, max, &a) != DT_OK) return NULL;
     return dt__pick_done("dt_max_over", x, y, index, r);
 }
 
 dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
-    dt_ctx *ctx = dt__op("dt_topk", x, NULL, NULL);
+    dt_ctx *ctx = dt__op_real("dt_topk", x, NULL, NULL);
     if (!ctx) return NULL;
-    if (x->shape.nd < 1 || k < 1 || k > x->shape.d[x->shape.nd - 1] || x->dtype == DT_I32)
+    if (x->shape.nd < 1 || k < 1 || k > x->shape.d[x->shape.nd - 1])
         return dt__unfit("dt_topk", x, "k must be 1 up to the last dimension");
     dt_shape shape = x->shape;
     shape.d[shape.nd - 1] = k;
@@ -3250,7 +3325,7 @@ dt_tensor *dt_topk(dt_tensor *x, int k, dt_tensor **index) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, shape, "dt_topk"), *at = dt__new_named(ctx, DT_I32, shape, "index");
     if (!y || !at) return NULL;
     dt_topk_args a = { x->dtype, y->data, (int32_t *)at->data, x->data, r.outer, r.n, (size_t)k };
-    if (DT__KERNEL(ctx, x->name, topk, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_topk", x, topk, &a) != DT_OK) return NULL;
     if (index) *index = at;
     return dt__pick_done("dt_topk", x, y, at, r);
 }
@@ -3299,15 +3374,16 @@ typedef struct dt__move_saved {
     int64_t  out_stride[DT_MAX_DIMS], in_stride[DT_MAX_INPUTS][DT_MAX_DIMS];
 } dt__move_saved;
 
-static dt_status dt__move_one(dt_ctx *ctx, const char *what, const dt__move_saved *m, int i, dt_dtype dtype, void *out,
+static dt_status dt__move_one(const char *op, const dt_tensor *x, const dt__move_saved *m, int i, void *out,
     const void *in, int back, int accumulate) {
-    size_t size = dt_dtype_size(dtype);
+    dt_dtype dtype = x->dtype;
+    size_t   size = dt_dtype_size(dtype);
     dt_permute_args a = { .dtype = dtype, .shape = m->box[i], .accumulate = accumulate };
     memcpy(back ? a.in_stride : a.out_stride, m->out_stride, sizeof a.in_stride);
     memcpy(back ? a.out_stride : a.in_stride, m->in_stride[i], sizeof a.in_stride);
     a.out = (char *)out + (size_t)(back ? m->in_at[i] : m->out_at[i]) * size;
     a.in = (const char *)in + (size_t)(back ? m->out_at[i] : m->in_at[i]) * size;
-    return dt_count(a.shape) == 0 ? DT_OK : DT__KERNEL(ctx, what, permute, &a);
+    return dt_count(a.shape) == 0 ? DT_OK : DT__OP(op, x, permute, &a);
 }
 
 static dt_status dt__move_back(dt_node *n) {
@@ -3318,7 +3394,7 @@ static dt_status dt__move_back(dt_node *n) {
         dt_tensor *x = n->in[i];
         int        accumulate = 1;
         void *dx = dt_count(m->box[i]) < dt_count(x->shape) ? dt_grad(n, i) : dt_grad_raw(n, i, &accumulate);
-        if (!dx || dt__move_one(ctx, n->name, m, i, x->dtype, dx, n->out->grad, 1, accumulate) != DT_OK)
+        if (!dx || dt__move_one(n->name, x, m, i, dx, n->out->grad, 1, accumulate) != DT_OK)
             return dt_error(ctx);
     }
     return DT_OK;
@@ -3328,7 +3404,7 @@ static dt_tensor *dt__move_op(const char *op, dt_tensor *const *x, int n, dt_sha
     dt_ctx    *ctx = x[0]->ctx;
     dt_tensor *y = dt__new_named(ctx, x[0]->dtype, shape, op);
     for (int i = 0; y && i < n; i++)
-        if (dt__move_one(ctx, x[i]->name, m, i, y->dtype, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
+        if (dt__move_one(op, x[i], m, i, y->data, x[i]->data, 0, 0) != DT_OK) return NULL;
     if (!y) return NULL;
     dt_record_desc d = dt__desc(op, NULL, NULL, NULL, dt__move_back, sizeof *m);
     for (int i = 0; i < n; i++) d.in[i] = x[i];
@@ -3359,7 +3435,9 @@ dt_tensor *dt_slice(dt_tensor *x, int dim, int64_t first, int64_t count) {
 dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     dt__move_saved m;
     memset(&m, 0, sizeof m);
-    if (!x || n < 1 || !x[0]) return NULL;
+    for (int i = 0; x && i < n && n <= DT_MAX_INPUTS; i++)
+        if (!x[i] || !x[0]) dt__missing("dt_concat", x[0], x[i], NULL);
+    if (!x || n < 1 || !x[0] || x[0]->ctx->status != DT_OK) return NULL;
     dt_ctx *ctx = x[0]->ctx;
     dt_shape shape = x[0]->shape;
     if (n > DT_MAX_INPUTS || dim < 0 || dim >= shape.nd) {
@@ -3369,8 +3447,7 @@ dt_tensor *dt_concat(dt_tensor *const *x, int n, int dim) {
     }
     shape.d[dim] = 0;
     for (int i = 0; i < n; i++) {
-        if (!x[i]) dt__missing("dt_concat", x[0], NULL, NULL);
-        if (!x[i] || !dt__op("dt_concat", x[0], x[i], NULL)) return NULL;
+        if (!dt__op("dt_concat", x[0], x[i], NULL)) return NULL;
         m.box[i] = x[i]->shape;
         m.box[i].d[dim] = x[0]->shape.d[dim];
         if (!dt__same_shape(m.box[i], x[0]->shape) || x[i]->dtype != x[0]->dtype)
@@ -3420,7 +3497,7 @@ dt_tensor *dt_cast(dt_tensor *x, dt_dtype dtype) {
     dt_tensor *y = ctx ? dt__new_named(ctx, dtype, x->shape, "dt_cast") : NULL;
     if (!y) return NULL;
     dt_cast_args a = { dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
-    if (DT__KERNEL(ctx, x->name, cast, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_cast", x, cast, &a) != DT_OK) return NULL;
     if (dtype == DT_I32 || x->dtype == DT_I32) return y;
     return dt_record(y, dt__desc("dt_cast", x, NULL, NULL, dt__cast_back, 0));
 }
@@ -3463,7 +3540,10 @@ static dt_tensor *dt__rows_of(const char *op, dt_tensor *table, dt_tensor *ids, 
         .ids = (const int32_t *)ids->data, .rows = (size_t)dt_count(ids->shape), .cols = dt__last(table),
         .holes = holes };
     dt__vocab(table, &a.first, &a.held, &a.vocab);
-    if (DT__KERNEL(ctx, table->name, embedding, &a) != DT_OK) return NULL;
+    dt_status status = DT__CALL(ctx, embedding, &a);
+    if (status == DT_ERR_ARG)
+        dt__blame_index(op, table, holes ? "row" : "id", ids, holes ? -1 : 0, a.vocab, "the table", "rows");
+    if (dt__kernel_done(ctx, op, table->name, "embedding", status) != DT_OK) return NULL;
     return dt_record(out, dt__desc(op, table, ids, NULL, dt__embedding_back, 0));
 }
 
@@ -3483,19 +3563,22 @@ static dt_status dt__scatter_back(dt_node *n) {
 
 dt_tensor *dt_scatter_rows(dt_tensor *x, dt_tensor *rows, int64_t count) {
     const char *op = "dt_scatter_rows";
-    dt_ctx     *ctx = x && rows ? dt__op(op, x, rows, NULL) : dt__missing(op, x, rows, NULL);
+    dt_ctx     *ctx = x && rows ? dt__op_real(op, x, rows, NULL) : dt__missing(op, x, rows, NULL);
     if (!ctx) return NULL;
     if (x->shape.nd < 1 || rows->dtype != DT_I32 || (size_t)dt_count(rows->shape) != dt__rows(x) || count < 0)
         return dt__mismatch(op, x, rows, "x (..,C) and one i32 row for each of its rows are needed");
     dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(count, (int64_t)dt__last(x)), op);
     if (!y) return NULL;
     dt_embedding_back_args a = { .dtype = x->dtype, .dtable = y->data, .dout = x->data,
-        .ids = (const int32_t *)rows->data, .rows = dt__rows(x), .cols = dt__last(x), .held = count };
+        .ids = (const int32_t *)rows->data, .rows = dt__rows(x), .cols = dt__last(x), .held = count,
+        .strict = 1 };
     if (dt__narrow(x->dtype)) {
         a.work_bytes = (size_t)count * a.cols * sizeof(float);
         if (a.work_bytes && !(a.work = dt_scratch(ctx, a.work_bytes))) return NULL;
     }
-    if (DT__KERNEL(ctx, x->name, embedding_back, &a) != DT_OK) return NULL;
+    dt_status status = DT__CALL(ctx, embedding_back, &a);
+    if (status == DT_ERR_ARG) dt__blame_index(op, x, "row", rows, -1, count, "the result", "rows");
+    if (dt__kernel_done(ctx, op, x->name, "embedding_back", status) != DT_OK) return NULL;
     return dt_record(y, dt__desc(op, x, rows, NULL, dt__scatter_back, 0));
 }
 
@@ -3523,14 +3606,14 @@ static dt_status dt__rope_back(dt_node *n) {
 
 dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
     int     both = x && positions;
-    dt_ctx *ctx = both ? dt__op("dt_rope", x, positions, NULL) : dt__missing("dt_rope", x, positions, NULL);
+    dt_ctx *ctx = both ? dt__op_real("dt_rope", x, positions, NULL) : dt__missing("dt_rope", x, positions, NULL);
     if (!ctx) return NULL;
     if (x->shape.nd != 4 || positions->dtype != DT_I32 || dt_count(positions->shape) != x->shape.d[0] * x->shape.d[1])
         return dt__mismatch("dt_rope", x, positions, "x (B,T,H,D) and i32 positions (B,T) are needed");
-    if (desc.rotary < 0 || desc.rotary > x->shape.d[3] || (desc.rotary ? desc.rotary : x->shape.d[3]) % 2 ||
-        x->shape.d[3] > 512) {
-        dt_fail(ctx, DT_ERR_SHAPE, "dt_rope(%s): %d of %lld dimensions turn in pairs, of at most 512", x->name,
-            desc.rotary, (long long)x->shape.d[3]);
+    int64_t D = x->shape.d[3], turn = desc.rotary ? desc.rotary : D;
+    if (turn < 0 || turn > D || turn % 2 || D > 512) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_rope(%s): %lld of %lld dimensions are to turn: an even number, of at most 512",
+            x->name, (long long)turn, (long long)D);
         return NULL;
     }
     dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_rope");
@@ -3538,7 +3621,7 @@ dt_tensor *dt_rope(dt_tensor *x, dt_tensor *positions, dt_rope_desc desc) {
     dt_rope_args a = dt__rope_args(x, positions, desc);
     a.in = x->data;
     a.out = y->data;
-    if (DT__KERNEL(ctx, x->name, rope, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_rope", x, rope, &a) != DT_OK) return NULL;
     dt__rope_saved *saved = (dt__rope_saved *)dt_record_saved(y, dt__desc("dt_rope", x, positions, NULL, dt__rope_back,
         sizeof *saved));
     if (saved) saved->desc = desc;
@@ -3563,20 +3646,20 @@ static dt_status dt__dropout_back(dt_node *n) {
 }
 
 dt_tensor *dt_dropout(dt_tensor *x, double p, uint64_t key, dt_tensor *tokens) {
-    dt_ctx *ctx = dt__op("dt_dropout", x, tokens, NULL);
+    dt_ctx *ctx = dt__op_real("dt_dropout", x, tokens, NULL);
     if (!ctx || p == 0) return ctx ? x : NULL;
     if (!(p > 0 && p < 1)) {
         dt_fail(ctx, DT_ERR_ARG, "dt_dropout(%s): probability %g; it lies in [0,1)", x->name, p);
         return NULL;
     }
-    if (x->dtype == DT_I32 || (tokens && (tokens->dtype != DT_I32 || (size_t)dt_count(tokens->shape) != dt__rows(x))))
-        return dt__unfit("dt_dropout", x, "numbers (..,C) and one i32 token for each row are needed");
+    if (tokens && (tokens->dtype != DT_I32 || (size_t)dt_count(tokens->shape) != dt__rows(x)))
+        return dt__mismatch("dt_dropout", x, tokens, "one i32 token for each row of x (..,C) is needed");
     dt_tensor *y = dt__new_named(ctx, x->dtype, x->shape, "dt_dropout");
     if (!y) return NULL;
     dt_dropout_args a = dt__dropout_args(x, tokens, p, key);
     a.in = x->data;
     a.out = y->data;
-    if (DT__KERNEL(ctx, x->name, dropout, &a) != DT_OK) return NULL;
+    if (DT__OP("dt_dropout", x, dropout, &a) != DT_OK) return NULL;
     dt__dropout_saved *saved = (dt__dropout_saved *)dt_record_saved(y, dt__desc("dt_dropout", x, tokens, NULL,
         dt__dropout_back, sizeof *saved));
     if (saved) {
@@ -3607,10 +3690,19 @@ static dt_status dt__attention_back(dt_node *n) {
     return a.work ? DT__KERNEL(ctx, n->name, attention_back, &a) : dt_error(ctx);
 }
 
-static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_tensor *v) {
-    return q->shape.nd == 4 && k->shape.nd == 4 && dt__same_shape(k->shape, v->shape) && q->dtype == k->dtype &&
-           q->dtype == v->dtype && q->shape.d[0] == k->shape.d[0] && q->shape.d[3] == k->shape.d[3] &&
-           q->shape.d[3] > 0 && k->shape.d[2] > 0 && q->shape.d[2] % k->shape.d[2] == 0;
+static int dt__attention_fits(const dt_tensor *q, const dt_tensor *k, const dt_tensor *v, int kv_heads) {
+    const int64_t *a = q->shape.d, *b = k->shape.d;
+    const char    *op = "dt_attention";
+    if (q->dtype != k->dtype) dt__mismatch(op, q, k, "q and k must have one type");
+    else if (k->dtype != v->dtype || !dt__same_shape(k->shape, v->shape))
+        dt__mismatch(op, k, v, "k and v must have one type and shape");
+    else if (q->shape.nd != 4 || k->shape.nd != 4 || a[0] != b[0] || a[3] != b[3] || a[3] < 1 || b[2] < 1 ||
+        a[2] % b[2])
+        dt__mismatch(op, q, k, "q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K are needed");
+    else if (kv_heads && kv_heads != b[2])
+        dt_fail(q->ctx, DT_ERR_SHAPE, "%s(%s, %s): kv_heads %d, but k %s has %lld", op, q->name, k->name, kv_heads,
+            dt__shape_text(k->shape).s, (long long)b[2]);
+    return q->ctx->status == DT_OK;
 }
 
 /* One number for each token of a (B,T,H,D) tensor. NULL: none given, which is no failure (*bad stays). */
@@ -3638,11 +3730,10 @@ static int dt__sight_of(dt_tensor *q, dt_tensor *k, dt_attn_desc d, dt_sight *s)
 }
 
 dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc) {
-    dt_ctx  *ctx = q && k && v ? dt__op("dt_attention", q, k, v) : dt__missing("dt_attention", q, k, v);
+    dt_ctx  *ctx = q && k && v ? dt__op_real("dt_attention", q, k, v) : dt__missing("dt_attention", q, k, v);
     dt_sight sight;
     if (!ctx) return NULL;
-    if (!dt__attention_fits(q, k, v) || (desc.kv_heads && desc.kv_heads != k->shape.d[2]))
-        return dt__mismatch("dt_attention", q, k, "q (B,TQ,H,D), k and v (B,TK,K,D), H a multiple of K are needed");
+    if (!dt__attention_fits(q, k, v, desc.kv_heads)) return NULL;
     if (!dt__sight_of(q, k, desc, &sight)) return NULL;
     dt_tensor *y = dt__new_named(ctx, q->dtype, q->shape, "dt_attention");
     dt_shape   lse_shape = DT_SHAPE(q->shape.d[0], q->shape.d[2], q->shape.d[1]);
@@ -3653,7 +3744,7 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
         .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]), .sight = sight };
     a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
-    if (!a.work || DT__KERNEL(ctx, q->name, attention, &a) != DT_OK) return NULL;
+    if (!a.work || DT__OP("dt_attention", q, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
     dt_record_desc d = dt__desc("dt_attention", q, k, v, dt__attention_back, sizeof(dt__attention_saved));
     dt__attention_saved *saved = (dt__attention_saved *)dt_record_saved(y, d);
@@ -3707,6 +3798,15 @@ static dt_tensor *dt__loss_end(const char *op, dt_tensor *x, dt_tensor *w, dt_te
     return x->ctx->status == DT_OK ? p.loss : NULL;
 }
 
+static dt_status dt__loss_kernel(const char *op, const dt_tensor *x, const dt_tensor *labels,
+    const dt_cross_entropy_args *a) {
+    dt_status status = DT__CALL(x->ctx, cross_entropy, a);
+    if (status == DT_ERR_ARG)
+        dt__blame_index(op, x, "label", labels, INT32_MIN, (int64_t)(a->vocab ? a->vocab : a->cols), "the vocabulary",
+            "entries");
+    return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
+}
+
 static dt_status dt__cross_entropy_back(dt_node *n) {
     const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
     dt_tensor *logits = n->in[0], *labels = n->in[1];
@@ -3728,7 +3828,7 @@ dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denomin
 
 dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc) {
     const char    *op = "dt_cross_entropy";
-    dt_ctx        *ctx = logits && labels ? dt__op(op, logits, labels, NULL) : dt__missing(op, logits, labels, NULL);
+    dt_ctx *ctx = logits && labels ? dt__op_real(op, logits, labels, NULL) : dt__missing(op, logits, labels, NULL);
     dt__loss_parts p;
     if (!ctx) return NULL;
     if (logits->shape.nd < 1 || labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(logits))
@@ -3743,7 +3843,7 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
         .cols = dt__last(logits), .vocab = (size_t)desc.vocab, .denominator = denominator,
         .smoothing = desc.smoothing, .z_loss = p.z ? (double *)p.z->data : NULL, .work = row_loss + rows,
         .work_bytes = row_work };
-    if (DT__KERNEL(ctx, op, cross_entropy, &a) != DT_OK) return NULL;
+    if (dt__loss_kernel(op, logits, labels, &a) != DT_OK) return NULL;
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
@@ -3759,7 +3859,8 @@ typedef struct dt__loss_work { char *logits; double *row_loss; void *row, *produ
     dt__loss_work;
 
 static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, dt__loss_work *k) {
-    int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], rows = dt__loss_rows(V);
+    int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], all = (int64_t)dt__rows(x);
+    int64_t rows = all < dt__loss_rows(V) ? all : dt__loss_rows(V); /* no more than there are */
     size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
     size_t  c = dt_matmul_work(C, rows, x->dtype);
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
@@ -3823,7 +3924,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
 dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
     dt_loss_desc desc) {
     const char    *op = "dt_linear_cross_entropy";
-    dt_ctx        *ctx = x && w && labels ? dt__op(op, x, w, labels) : dt__missing(op, x, w, labels);
+    dt_ctx        *ctx = x && w && labels ? dt__op_real(op, x, w, labels) : dt__missing(op, x, w, labels);
     dt__loss_parts p;
     dt__loss_work  k;
     if (!ctx) return NULL;
@@ -3842,7 +3943,7 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)w->shape.d[0],
             .vocab = (size_t)desc.vocab, .denominator = denominator, .smoothing = desc.smoothing,
             .z_loss = p.z ? (double *)p.z->data : NULL, .add = r > 0, .work = k.row, .work_bytes = k.row_bytes };
-        if (DT__KERNEL(ctx, op, cross_entropy, &a) != DT_OK) return NULL;
+        if (dt__loss_kernel(op, x, labels, &a) != DT_OK) return NULL;
     }
     return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
 }
@@ -3861,7 +3962,7 @@ static dt_status dt__mse_back(dt_node *n) {
 }
 
 dt_tensor *dt_mse(dt_tensor *a, dt_tensor *b, double denominator) {
-    dt_ctx *ctx = a && b ? dt__op("dt_mse", a, b, NULL) : dt__missing("dt_mse", a, b, NULL);
+    dt_ctx *ctx = a && b ? dt__op_real("dt_mse", a, b, NULL) : dt__missing("dt_mse", a, b, NULL);
     if (!ctx || !dt__denominator(ctx, "dt_mse", denominator)) return NULL;
     if (!dt__same_shape(a->shape, b->shape) || a->dtype != b->dtype)
         return dt__mismatch("dt_mse", a, b, "shapes and types must be equal");
@@ -4451,7 +4552,8 @@ void dt_json_shut(dt_json_out *o, char bracket) { dt__json_write(o, &bracket, 1)
 
 void dt_json_put_string(dt_json_out *o, const char *key, const char *value) {
     dt__json_next(o, key);
-    dt__json_quote(o, value);
+    if (value) dt__json_quote(o, value);
+    else dt__json_write(o, "null", 4);
 }
 
 /* The fewest of 15 to 17 digits that read back the same. A locale may have its own point, even of several bytes. */
@@ -4560,6 +4662,13 @@ static char *dt__join(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b)
     return s;
 }
 
+/* Ranks that write one file at once must not write into each other's: the last to finish wins. */
+static char *dt__temp_name(dt_ctx *ctx, const char *path) {
+    char end[32];
+    snprintf(end, sizeof end, ".%d.tmp", ctx->rank);
+    return dt__join(ctx, path, strlen(path), ctx->rank ? end : ".tmp");
+}
+
 static void dt__text_drop(dt_ctx *ctx, char *s) {
     if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
 }
@@ -4662,7 +4771,7 @@ char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
 
 dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
-    char *temp = dt__join(ctx, path, strlen(path), ".tmp");
+    char *temp = dt__temp_name(ctx, path);
     int   fd = temp ? dt__file_open(ctx, temp, 1, (int64_t)bytes) : -1;
     if (fd >= 0) {
         dt__file_put(ctx, temp, fd, data, (int64_t)bytes, 0);
@@ -4717,6 +4826,13 @@ static void dt__weights_free(dt_ctx *ctx, void *user) {
 
 static dt_weights *dt__weights_new(dt_ctx *ctx, const char *path, int writing) {
     if (dt_error(ctx) != DT_OK) return NULL;
+    if (!path) dt_fail(ctx, DT_ERR_ARG, "%s: the path is NULL", writing ? "dt_weights_create" : "dt_weights_open");
+    for (dt_listener *l = ctx->listeners; l && writing && path; l = l->next) { /* two would share a temporary file */
+        const dt_weights *other = l->closing == dt__weights_free ? (const dt_weights *)l->user : NULL;
+        if (other && other->writing && strcmp(other->path, path) == 0)
+            dt_fail(ctx, DT_ERR_ARG, "dt_weights_create(%s): it is being written already", path);
+    }
+    if (ctx->status != DT_OK) return NULL;
     dt_weights *w = (dt_weights *)dt__host_zeroed(ctx, sizeof *w, path);
     if (!w) return NULL;
     w->ctx = ctx;
@@ -4822,12 +4938,18 @@ static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
     t.t.type = dt__types[t.type].name;
     t.t.readable = dt__types[t.type].readable;
     t.t.dtype = dt__types[t.type].dtype;
-    t.t.shape.nd = dt_json_count(j, shape);
-    if (t.t.shape.nd > DT_MAX_DIMS)
-        return dt_json_fail(j, node, "tensor '%s': %d dimensions, at most %d", name.s, t.t.shape.nd, DT_MAX_DIMS);
-    for (int i = 0; i < t.t.shape.nd; i++)
-        if (!dt_json_int(j, dt_json_at(j, shape, i), &t.t.shape.d[i]) || !dt__mul_ok(size, t.t.shape.d[i], &size))
-            return dt_json_fail(j, node, "tensor '%s': dimension %d of its shape", name.s, i);
+    for (int i = 0; i < dt_json_count(j, shape); i++) {
+        int64_t d = 0;
+        if (!dt_json_int(j, dt_json_at(j, shape, i), &d) || d < 0)
+            return dt_json_fail(j, node, "tensor '%s': dimension %d is no count", name.s, i);
+        if (!dt__mul_ok(size, d, &size))
+            return dt_json_fail(j, node, "tensor '%s': dimension %d: more elements than can be counted", name.s, i);
+        if (i < DT_MAX_DIMS) t.t.shape.d[t.t.shape.nd++] = d;
+    }
+    if (dt_json_count(j, shape) > DT_MAX_DIMS) { /* it can be listed, not read */
+        t.t.readable = 0;
+        t.t.shape = DT_SHAPE(size);
+    }
     t.t.count = size;
     if (!dt__mul_ok(size, dt__types[t.type].bits, &size) || size % 8 != 0)
         return dt_json_fail(j, node, "tensor '%s': %s of %s has no size in bytes", name.s, dt__shape_text(t.t.shape).s,
@@ -5044,7 +5166,7 @@ const dt_weight *dt_weights_get(const dt_weights *w, int index) {
 }
 
 int dt_weights_find(const dt_weights *w, const char *name) {
-    int lo = 0, hi = dt_weights_count(w);
+    int lo = 0, hi = name ? dt_weights_count(w) : 0;
     if (w && w->writing && !w->laid) { /* not sorted yet */
         while (lo < hi && strcmp(w->weight[lo].t.name, name) != 0) lo++;
         return lo < hi ? lo : -1;
@@ -5101,8 +5223,12 @@ static dt_status dt__weights_check(const dt_weights *w, const char *what, int wr
         return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): tensor %d of %d, of a file open for %s", what, w->path, index,
             w->weights, w->writing ? "writing" : "reading");
     if (first < 0 || count < 0 || first > t->count || count > t->count - first)
-        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): elements %lld and %lld more of %lld", what,
-            dt__name_text(t->name).s, (long long)first, (long long)count, (long long)t->count);
+        return dt_fail(w->ctx, DT_ERR_ARG, "%s(%s): elements %lld..%lld of %lld (%lld from %lld on)", what,
+            dt__name_text(t->name).s, (long long)first, (long long)((uint64_t)first + (uint64_t)count),
+            (long long)t->count, (long long)count, (long long)first);
+    if (!t->readable && dt__types[w->weight[index].type].readable)
+        return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): it has more than %d dimensions", what,
+            dt__name_text(t->name).s, DT_MAX_DIMS);
     if (!t->readable || dt_dtype_size(dtype) == 0 || (t->dtype != dtype && (t->dtype == DT_I32 || dtype == DT_I32)))
         return dt_fail(w->ctx, DT_ERR_UNSUPPORTED, "%s(%s): no conversion between %s and %s", what,
             dt__name_text(t->name).s, t->type, dt_dtype_name(dtype));
@@ -5269,8 +5395,10 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
     const dt_weight_part *parts, int n) {
     dt__rect r;
     memset(&r, 0, sizeof r);
-    if (!w || !param || w->ctx->status != DT_OK) return w && w->ctx->status != DT_OK ? w->ctx->status : DT_ERR_ARG;
+    if (!w || w->ctx->status != DT_OK) return w ? w->ctx->status : DT_ERR_ARG;
     dt_ctx *ctx = w->ctx;
+    if (!param) return dt_fail(ctx, DT_ERR_ARG, "%s('%s'): the parameter is NULL", what,
+        n > 0 && parts && parts[0].name ? dt__name_text(parts[0].name).s : "");
     if (!param->param || param->ctx != ctx || w->writing != writing)
         return dt_fail(ctx, DT_ERR_ARG, "%s(%s): a parameter of this context and a file open for %s are needed", what,
             param->name, writing ? "writing" : "reading");
@@ -5328,10 +5456,17 @@ int dt_weights_declare(dt_weights *w, const char *name, dt_dtype dtype, dt_shape
     dt__weight t;
     memset(&t, 0, sizeof t);
     if (!w || w->ctx->status != DT_OK) return -1;
-    if (!w->writing || w->laid || w->desc.llmc.version || !name || strcmp(name, "__metadata__") == 0 ||
-        dt__utf8_bad(name, strlen(name)) < strlen(name) || dt_dtype_size(dtype) == 0 || !dt__shape_ok(shape)) {
-        dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_declare(%s): '%s' of type %s and shape %s, before the first write of "
-            "safetensors", w->path, name ? dt__name_text(name).s : "", dt_dtype_name(dtype), dt__shape_text(shape).s);
+    const char *bad = !w->writing                                    ? "the file is open for reading"
+                      : w->laid                                      ? "elements have been written already"
+                      : w->desc.llmc.version                         ? "the tensors of an llm.c model are given"
+                      : !name                                        ? "a tensor needs a name"
+                      : strcmp(name, "__metadata__") == 0            ? "the name is taken by the format"
+                      : dt__utf8_bad(name, strlen(name)) < strlen(name) ? "the name is not UTF-8"
+                      : dt_dtype_size(dtype) == 0                    ? "there is no such type"
+                                                                     : dt__shape_bad(shape, 0);
+    if (bad) {
+        dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_declare(%s): '%s' of type %s and shape %s: %s", w->path,
+            name ? dt__name_text(name).s : "", dt_dtype_name(dtype), dt__shape_text(shape).s, bad);
         return -1;
     }
     while (!dt__types[t.type].readable || dt__types[t.type].dtype != dtype) t.type++;
@@ -5374,7 +5509,7 @@ static dt_status dt__st_files(dt_weights *w) {
 static dt_status dt__file_start(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_shut(w);
-    if (!(file->temp = dt__join(w->ctx, file->path, strlen(file->path), ".tmp"))) return w->ctx->status;
+    if (!(file->temp = dt__temp_name(w->ctx, file->path))) return w->ctx->status;
     file->open = 1;
     w->fd = dt__file_open(w->ctx, file->temp, 1, file->bytes);
     if (w->fd < 0) return w->ctx->status;
@@ -6889,6 +7024,7 @@ DT__FN dt_status DT__K(embedding_back)(const dt_embedding_back_args *a) {
     if (!accumulate) memset(sum, 0, (size_t)all * sizeof *sum);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         int64_t row = a->ids[r] - a->first;
+        if ((row < 0 || row >= a->held) && a->strict && a->ids[r] != -1) return DT_ERR_ARG;
         if (row < 0 || row >= a->held) continue;
         for (int64_t c = 0; c < cols; c += DT__TILE) {
             int64_t n = cols - c < DT__TILE ? cols - c : DT__TILE;

@@ -70,7 +70,10 @@
                 scaled in this version: what leaves f16's range on the way back (above 65,504) fails the step as not
                 finite, and what is below 6e-8 is lost. bf16 has the range of f32.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
-                changes no parameter.
+                changes no parameter. Ranks that hold copies must register the same parameters in the same order with
+                the same flags and the same optimizer (compared by dt_zero_make) and start from the same values
+                (compared by the first dt_zero_step, by digests that count as no traffic): else every rank fails
+                (DT_ERR_COMM).
      Threads    As in dt_comm.h.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
                 stages 0 and 1 give the same bits.
@@ -295,6 +298,129 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
             if (dt__zero_has_copies(zero, d->marks[k].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s has a mark over '%s', along which "
                     "gradients are summed already", t->name, dt_comm_name(d->marks[k].comm));
+    }
+    return DT_OK;
+}
+
+/* What must be alike on every rank. Item 0 is the optimizer, item i parameter i - 1. cut: which part of it this rank
+   has belongs to it. */
+typedef struct dt__zero_text { char s[176]; } dt__zero_text;
+
+static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
+    static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
+    const dt_zero_desc *z = &zero->desc;
+    const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
+    dt__zero_text       text = { "nothing" };
+    size_t              at = 0, room = sizeof text.s;
+    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d, betas %g %g, eps %g, momentum %g, weight decay "
+        "%g, clip %g", z->optimizer, z->stage, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip);
+    if (!t) return text;
+    const dt_param_info *p = t->param;
+    const dt_param_desc *d = &p->desc;
+    at += (size_t)snprintf(text.s, room, "%.40s %s %.40s %s %.9g in unit %d%s%s", t->name, dt_dtype_name(t->dtype),
+        dt__shape_text(p->full).s, p->init.kind >= 0 && p->init.kind < 4 ? inits[p->init.kind] : "?", p->init.scale,
+        p->unit->index, d->frozen ? ", frozen" : "", d->no_decay ? ", no_decay" : "");
+    if (d->lr_scale != 0 && at < room) at += (size_t)snprintf(text.s + at, room - at, ", lr_scale %g", d->lr_scale);
+    for (int c = 0; c < 3 && at < room; c++)
+        if (d->cuts[c].comm) at += (size_t)snprintf(text.s + at, room - at, ", cut %d:%d/%d", d->cuts[c].dim,
+            cut ? dt_comm_rank(d->cuts[c].comm) : 0, dt_comm_size(d->cuts[c].comm));
+    for (int m = 0; m < 2 && at < room; m++)
+        if (d->marks[m].comm) at += (size_t)snprintf(text.s + at, room - at, ", mark %d/%d", d->marks[m].kind,
+            dt_comm_size(d->marks[m].comm));
+    return text;
+}
+
+static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
+        h = (h ^ word) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 29;
+    }
+    return h;
+}
+
+/* Of what an item is, or of the values a parameter holds; of a cut one's only where the group holds copies of it. */
+static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut) {
+    const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
+    char             piece[4096];
+    uint64_t         h = 1;
+    if (!values) {
+        dt__zero_text text = dt__zero_describe(zero, item, cut);
+        h = dt__zero_digest(h, text.s, strlen(text.s));
+        return t ? dt__zero_digest(h, t->name, strlen(t->name)) : h;
+    }
+    size_t bytes = t ? t->param->count * dt_dtype_size(t->dtype) : 0;
+    for (int c = 0; t && c < 3; c++)
+        if (t->param->desc.cuts[c].comm && !cut) bytes = 0;
+    for (size_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
+        if (dt__move(zero->ctx, piece, (char *)t->data + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
+        h = dt__zero_digest(h, piece, n);
+    }
+    return h;
+}
+
+/* all[r] = the number that rank r of the group gives. */
+static dt_status dt__zero_share(dt_comm *comm, double *all, double mine) {
+    memset(all, 0, (size_t)dt_comm_size(comm) * sizeof *all);
+    all[dt_comm_rank(comm)] = mine;
+    return dt_sum_doubles(comm, all, (size_t)dt_comm_size(comm));
+}
+
+/* Compares all items with those of the group's rank 0, by digests that are summed as halves, which is exact and counts
+   as no traffic. 0: they differ, *item is the first that does and *rank the first rank it does on. */
+static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int cut, int *item, int *rank) {
+    dt_ctx *ctx = zero->ctx;
+    size_t  ranks = (size_t)dt_comm_size(comm), most = 0, first = 0;
+    if (ranks == 1) return 1;
+    double *all = (double *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *all, "comparing ranks"), *theirs = NULL;
+    if (all && dt__zero_share(comm, all, dt_param_count(ctx) + 1) == DT_OK)
+        for (size_t r = 0; r < ranks; r++) most = (size_t)all[r] > most ? (size_t)all[r] : most;
+    if (most) theirs = (double *)dt_alloc(ctx, DT_MEM_HOST, 4 * most * sizeof *theirs, "comparing ranks");
+    double *mine = theirs ? theirs + 2 * most : NULL;
+    for (size_t i = 0; theirs && i < most; i++) {
+        uint64_t h = dt__zero_item(zero, (int)i, values, cut);
+        mine[2 * i] = (double)(h >> 32);
+        mine[2 * i + 1] = (double)(h & 0xffffffff);
+        for (int k = 0; k < 2; k++) theirs[2 * i + k] = dt_comm_rank(comm) == 0 ? mine[2 * i + k] : 0;
+    }
+    *item = (int)most;
+    if (theirs && dt_sum_doubles(comm, theirs, 2 * most) == DT_OK) {
+        while (first < 2 * most && theirs[first] == mine[first]) first++;
+        if (dt__zero_share(comm, all, (double)(first / 2)) == DT_OK)
+            for (size_t r = 0; r < ranks; r++)
+                if (all[r] < *item) *item = (int)all[r], *rank = (int)r;
+    }
+    dt_free(ctx, DT_MEM_HOST, theirs, 4 * most * sizeof *theirs);
+    dt_free(ctx, DT_MEM_HOST, all, ranks * sizeof *all);
+    return *item == (int)most;
+}
+
+/* Ranks that registered other parameters, or start from other values, would train on without a sign: copies over the
+   data group must be alike, and what is not cut over tp. Once each, before the first step. */
+static dt_status dt__zero_compare(dt_zero *zero, int values) {
+    enum { ROOM = sizeof(dt__zero_text) };
+    dt_ctx *ctx = zero->ctx;
+    for (int tp = 0; tp < 2; tp++) {
+        dt_comm *comm = tp ? zero->mesh.tp : zero->mesh.data;
+        double   both[2 * ROOM];
+        char     text[2 * ROOM];
+        int      item = 0, rank = 0;
+        int      alike = dt__zero_alike(zero, comm, values, !tp, &item, &rank);
+        if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+        if (alike) continue;
+        int zeroth = dt_comm_world_rank(comm, 0), other = dt_comm_world_rank(comm, rank);
+        if (values)
+            return dt_fail(ctx, DT_ERR_COMM, "dt_zero_step: rank %d starts from other values of %s than rank %d: load "
+                "the same weights on every rank", other, dt_param_get(ctx, item - 1)->name, zeroth);
+        dt__zero_text mine = dt__zero_describe(zero, item, !tp);
+        int           me = dt_comm_rank(comm);
+        for (int i = 0; i < 2 * ROOM; i++) both[i] = me == (i < ROOM ? 0 : rank) ? mine.s[i % ROOM] : 0;
+        if (dt_sum_doubles(comm, both, 2 * ROOM) != DT_OK) return dt_error(ctx);
+        for (int i = 0; i < 2 * ROOM; i++) text[i] = (char)both[i];
+        return dt_fail(ctx, DT_ERR_COMM, "dt_zero_make: rank %d has %s, where rank %d has %s: every rank registers the "
+            "same parameters in the same order", other, text + ROOM, zeroth, text);
     }
     return DT_OK;
 }
@@ -643,6 +769,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (dt_error(ctx) == DT_OK && dt__zero_check_params(zero) == DT_OK && dt_units_make(ctx, units) == DT_OK)
         dt__zero_units_make(zero);
     zero->next = zero->n_units - 1;
+    if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world); /* all ranks have their state, or none goes on */
     if (dt_error(ctx) == DT_OK) return zero;
     dt_zero_free(zero);
@@ -660,7 +787,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
     double       norm = 0;
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
     info.step = zero->step;
-    if (!isfinite(lr)) {
+    if (!(lr >= 0 && lr < HUGE_VAL)) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1, lr);
         return info;
     }
@@ -670,6 +797,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         return info;
     }
     if (dt__zero_reduce_all(zero) != DT_OK) return info;
+    if (zero->step == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
     /* whatever one rank noticed, no rank updates */
     if (dt__zero_norm(zero, &norm) != DT_OK || dt_barrier(zero->mesh.world) != DT_OK) return info;
     if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);

@@ -306,6 +306,10 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
+    if (c->vocab != (llama ? 32000 : 50257)) { /* the ids that transformers would take are of that vocabulary */
+        dt_json_put_string(o, "bos_token_id", NULL);
+        dt_json_put_string(o, "eos_token_id", NULL);
+    }
     if (llama) {
         gpt_put_rope(o, c, c->theta > 0 ? c->theta : 10000);
         return;

@@ -244,8 +244,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_sum_doubles(mesh->data, b->losses, micros);
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m]; /* in one order, however the batch is split */
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
-        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s; a smaller learning rate may help", (long long)step,
-            isnan(row.loss) ? "NaN" : "infinite");
+        dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
+            isnan(row.loss) ? "NaN" : "infinite", step > 1 ? "; a smaller learning rate may help" : c->weights ?
+            " before any update: are all weights of the file finite?" : " before any update");
     dt_trace_begin(ctx, "optimizer");
     row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
     dt_trace_end(ctx);

@@ -119,6 +119,7 @@ enum { BUILT, LATER };
     X(SAVE_EVERY, "save-every", INT, LATER, NULL, 1, 1e12, "N", "") \
     X(KEEP, "keep", INT, LATER, NULL, 1, 1e12, "N", "") \
     X(RESUME, "resume", TEXT, LATER, NULL, 0, 0, "DIR", "") \
+    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "at the end write safetensors and config.json there") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
     X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
@@ -213,6 +214,7 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
             least = distance;
         }
     }
+    if (least > 1 + (int)strlen(name) / 3) refuse("unknown option --%s (--help lists all)", name);
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
@@ -297,13 +299,14 @@ static void parse(value *v, int argc, char **argv) {
     for (int i = 0; i < N_OPTIONS; i++)
         if (table[i].preset) set(&v[i], i, table[i].preset, DEFAULT);
     for (int i = 1; i < argc; i++) {
-        if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2]) refuse("'%s' is no option: they begin with --", argv[i]);
+        if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2])
+            refuse("'%s' is no option: they begin with --, and --help lists all", argv[i]);
         const char *name = argv[i] + 2, *text = strchr(name, '=');
         size_t      length = text ? (size_t)(text - name) : strlen(name);
         int         id = find_option(name, length), no = 0;
         if (id == N_OPTIONS && strncmp(name, "no-", 3) == 0 && !text) {
             id = find_option(name + 3, length - 3);
-            no = id < N_OPTIONS && (table[id].kind == SWITCH || table[id].kind == FLAG);
+            no = id < N_OPTIONS && table[id].kind == SWITCH;
             if (!no) id = N_OPTIONS;
         }
         if (id == N_OPTIONS) {
@@ -311,36 +314,50 @@ static void parse(value *v, int argc, char **argv) {
             snprintf(typed, sizeof typed, "%.*s", (int)(length < 63 ? length : 63), name);
             refuse_unknown(typed);
         }
+        if (text && table[id].kind == FLAG) refuse("--%s takes no value", table[id].name);
         if (text) text++;
         else if (no) text = "off";
         else if (table[id].kind == FLAG) text = "on";
         else if (i + 1 == argc || strncmp(argv[i + 1], "--", 2) == 0)
             refuse("--%s needs a value %s", table[id].name, table[id].arg);
         else text = argv[++i];
+        int is_path = strncmp(table[id].arg, "FILE", 4) == 0 || strncmp(table[id].arg, "DIR", 3) == 0;
+        if (is_path && v[id].from == GIVEN)
+            refuse("--%s %s: it was given before, %s", table[id].name, text, v[id].text);
         set(&v[id], id, text, GIVEN);
     }
 }
 
 // ==== 3. Help and configuration =====================================================================================
 
+/* The options that are not built, in lines of at most 100 characters. */
+static void print_later(void) {
+    int at = printf("\nNot in this build:");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        if (table[i].part != LATER) continue;
+        if (at + (int)strlen(table[i].name) + 3 > 100) at = printf("\n ") - 1;
+        at += printf(" --%s", table[i].name);
+    }
+    putchar('\n');
+}
+
 static void print_help(void) {
-    puts("train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets:");
+    puts("train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets; what\n"
+         "is on|off can be turned off with --no-NAME:");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         char left[96], words[64];
-        if (!is_option(i)) {
-            printf("\n%s\n", o->name);
-            continue;
-        }
+        if (!is_option(i)) printf("\n%s\n", o->name);
+        if (!is_option(i) || o->part == LATER) continue;
         snprintf(words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
         snprintf(left, sizeof left, "--%s %s", o->name, words);
         printf("  %-36s%s%s", left, *o->help ? " " : "", o->help);
-        if (o->part == LATER) printf(" (not in this build)");
-        else if (o->preset) printf(" [%s]", o->preset);
+        if (o->preset) printf(" [%s]", o->preset);
         const char *later = o->kind == WORD ? strchr(o->arg, ';') : NULL;
         if (later) printf(" (not in this build: %s)", later + 1);
         putchar('\n');
     }
+    print_later();
     puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;\n"
          "recomputation is not counted; X is in TFLOP/s.");
     puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
@@ -663,6 +680,51 @@ static void check_trace(const char *path) {
     if (!there) remove(path);
 }
 
+static int same_file(const char *path, const struct stat *other) {
+    struct stat st;
+    return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
+}
+
+/* Refuses to write over a file that the run reads. models: the files of --model. */
+static void keep_inputs(int id, const char *path, const train_config *c, const train_files *models) {
+    const train_files *in[3] = { &c->data, &c->val, models };
+    const int          ids[3] = { O_DATA, O_VAL, O_MODEL };
+    struct stat        st;
+    if (stat(path, &st) != 0) return; /* a new file */
+    for (int k = 0; k < 3; k++)
+        for (int i = 0; i < in[k]->count; i++)
+            if (same_file(in[k]->path[i], &st))
+                refuse("--%s would overwrite %s, which --%s reads; use another name", table[id].name, path,
+                    table[ids[k]].name);
+}
+
+/* What the run will write must be possible, and must not be what it reads. */
+static void check_outputs(const value *v, const train_config *c) {
+    static const char *const written[] = { "model.safetensors", "model.safetensors.index.json", "config.json" };
+    static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
+    const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
+    char        path[4096];
+    train_files models = { 0 };
+    struct stat st;
+    if (model && stat(model, &st) == 0) {
+        const char *slash = strrchr(model, '/');
+        snprintf(path, sizeof path, "%.*s", slash ? (int)(slash - model) + 1 : 1, slash ? model : ".");
+        train_files_add_dir(&models, S_ISDIR(st.st_mode) ? model : path, endings);
+        if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
+    }
+    if (v[O_LOG_CSV].text) keep_inputs(O_LOG_CSV, v[O_LOG_CSV].text, c, &models);
+    for (int i = 0; folder && i < 3; i++)
+        if (snprintf(path, sizeof path, "%s/%s", folder, written[i]) < (int)sizeof path)
+            keep_inputs(O_SAVE_MODEL, path, c, &models);
+    train_files_free(&models);
+    if (!folder) return;
+    if (mkdir(folder, 0777) != 0 && errno != EEXIST) refuse("--save-model %s: %s", folder, strerror(errno));
+    if (stat(folder, &st) != 0 || !S_ISDIR(st.st_mode)) refuse("--save-model %s: not a directory", folder);
+    if (access(folder, W_OK | X_OK) != 0) refuse("--save-model %s: %s", folder, strerror(errno));
+    if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
+        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
+}
+
 // ==== 6. Settings block =============================================================================================
 
 static void print_settings(const value *v, const train_config *c) {
@@ -752,6 +814,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
 
 /* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of text), the ids. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
+    int        quiet = j->v[O_QUIET].number != 0;
     int        n = int_of(j->v, O_GENERATE);
     int32_t   *ids = (int32_t *)malloc((size_t)(n + 1) * sizeof *ids);
     if (!ids) {
@@ -762,11 +825,11 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
     ids[0] = shards ? model->config.vocab - 1 : '\n';
     if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
-        puts("---");
+        if (!quiet) puts("---");
         for (int i = 1; i <= n; i++)
             if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
             else putchar(ids[i]);
-        puts("\n---");
+        if (!quiet || shards) puts(quiet ? "" : "\n---");
     }
     free(ids);
 }
@@ -774,6 +837,7 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     int64_t    later = j->config.stop_at - 1;
+    if (j->v[O_SAVE_MODEL].text && gpt_save(model, j->v[O_SAVE_MODEL].text, 0) != DT_OK) return;
     generate(ctx, model, j);
     if (!j->v[O_QUIET].number && later > 0)
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
@@ -802,6 +866,7 @@ static int run(job *j) {
     if (!speaks()) return 0;
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
+    if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
     return 1;
@@ -849,6 +914,7 @@ int main(int argc, char **argv) {
     }
     find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
+    if (speaks()) check_outputs(v, &j.config);
     if (v[O_LOG_CSV].text && speaks()) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));

@@ -43,6 +43,12 @@ try 2 'dtype' --dtype f31
 try 2 'tie' --tie maybe
 try 2 'seed' --seed 99999999999999999999999
 try 2 'text' text
+try 2 'help lists all' -h
+try 2 'unknown option --xyzzy-quux \(--help lists all\)$' --xyzzy-quux 3
+try 2 'help takes no value' --help=1
+try 2 'quiet takes no value' --quiet=on
+try 2 'unknown option --no-quiet' --no-quiet
+try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
 # ---- parts of later versions say so, with their defaults they are harmless
 for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" \
@@ -91,6 +97,14 @@ try 2 'val' --data "$dir/text" --val no/such/val --eval-every 1
 try 2 'log' $tiny --data "$dir/text" --log-csv no/such/dir/f.csv
 try 2 'trace no/such/dir/t.json: No such file' $tiny --data "$dir/text" --trace no/such/dir/t.json
 try 2 'trace .*: it is no file' $tiny --data "$dir/text" --trace "$dir"
+cp "$dir/text" "$dir/kept"
+ln -s "$dir/kept" "$dir/link"
+mkdir "$dir/texts" && ln "$dir/kept" "$dir/texts/hard"
+try 2 'log-csv would overwrite .*link, which --data reads' $tiny --data "$dir/kept" --log-csv "$dir/link"
+try 2 'log-csv would overwrite .*kept, which --data reads' $tiny --data "$dir/texts" --log-csv "$dir/kept"
+try 2 'log-csv would overwrite .*hard, which --val reads' $tiny --data "$dir/text" --val "$dir/kept" --log-csv "$dir/texts/hard"
+cmp -s "$dir/text" "$dir/kept"
+report $? "what is refused is not touched"
 
 # ---- models from files: sizes come from the file, what is given must agree
 g=tests/golden
@@ -121,6 +135,16 @@ try 2 'vocab 61: the data are bytes' --model $g/hf_gpt2 --data "$dir/text"
 try 2 'holds token 99, but --vocab is 61; use --vocab 100' --model $g/hf_gpt2 --data "$dir/shard99"
 try 2 'val .*holds token 99' --vocab 61 --seq 16 --data "$dir/shard" --val "$dir/shard99"
 try 2 'seq 122 .*use --seq 121 or less' --data "$dir/shard" --seq 122
+mkdir "$dir/hf" && cp $g/hf_gpt2/*.json $g/hf_gpt2/*.safetensors "$dir/hf"
+for out in "--log-csv $dir/hf/model.safetensors" "--log-csv $dir/hf/config.json" "--save-model $dir/hf"; do
+    try 2 'would overwrite .*, which --model reads' --model "$dir/hf" --data "$dir/shard" $run $out
+    try 2 'would overwrite .*, which --model reads' --model "$dir/hf/model.safetensors" --data "$dir/shard" $run $out
+done
+cmp -s $g/hf_gpt2/model.safetensors "$dir/hf/model.safetensors"
+report $? "--model's file is what it was"
+printf '\xff\xff\xff\xff' | dd of="$dir/hf/model.safetensors" bs=1 conv=notrunc \
+    seek=$(($(stat -c %s "$dir/hf/model.safetensors") - 4)) 2>/dev/null
+try 1 'rank 0: step 1: the loss is NaN before any update: are all weights' --model "$dir/hf" --data "$dir/shard" $run
 head -c 1200 "$dir/shard" >"$dir/torn"
 try 2 'torn: a shard' --data "$dir/torn" --seq 8
 head -c 20000 $g/hf_gpt2/model.safetensors >"$dir/torn.safetensors"
@@ -153,6 +177,23 @@ cut -d, -f1-3 "$dir/f.csv" >"$dir/first"
 try 0 '' $tiny --data "$dir/text" --ranks 2 --zero 1 --log-csv "$dir/again.csv"
 cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
 report $? "the same run again: the same losses and norms to the last digit"
+# 4 sequences are the whole text, so that the first loss of what was saved is the next one of the run that saved it
+head -c 65 "$dir/text" >"$dir/65"
+for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1"; do
+    small="--layers 2 --width 16 --heads 2 --seq 16 --batch 4 --lr-schedule constant --data $dir/65 --arch $kind"
+    rm -rf "$dir/saved"
+    try 0 '' $small --ranks 2 --zero 1 --steps 3 --save-model "$dir/saved"
+    try 0 '' $small --ranks 2 --zero 1 --steps 4 --log-csv "$dir/four.csv"
+    try 0 '' --model "$dir/saved" --data "$dir/65" --batch 4 --steps 1 --ranks 2 --zero 1 --log-csv "$dir/one.csv"
+    [ "$(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)" = "$(sed -n 5p "$dir/four.csv" | cut -d, -f2-3)" ]
+    report $? "$kind: what --save-model wrote goes on where it was: $(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)"
+    grep -q '"eos_token_id":null' "$dir/saved/config.json"
+    report $? "$kind: no end of text in a vocabulary of bytes"
+done
+try 2 'save-model .*' $tiny --data "$dir/text" --save-model "$dir/text"
+try 2 'save-model no/such/dir/m' $tiny --data "$dir/text" --save-model no/such/dir/m
+[ "$("$B/train_gpt" $tiny --data "$dir/text" --generate 20 --quiet | wc -c)" = 20 ]
+report $? "--quiet --generate 20 prints 20 bytes"
 more="--layers 4 --width 32 --seq 64 --heads 2 --batch 8 --steps 2"
 for r in none selective full full:1 full:2 full:3; do
     try 0 '' $more --data "$dir/text" --ranks 2 --zero 1 --recompute $r --log-csv "$dir/$r.csv"
@@ -226,8 +267,8 @@ else
     echo "SKIP test_cli: python3 is not installed: its reader does not see the trace (test_trace reads it with dt's)"
 fi
 try 0 '' --help
-grep -q -- '--log-csv' "$dir/out"
-report $? "--help names the options"
+grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --shuffle ' "$dir/out" && ! grep -q '^  --tp' "$dir/out"
+report $? "--help names the options, those that are not built in a few lines"
 try 0 '' --print-config --width 64 --heads 2
 grep -Eq '"width": *64' "$dir/out"
 report $? "--print-config prints what was given"

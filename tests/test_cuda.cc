@@ -591,12 +591,22 @@ static void compare_embedding(size_t rows, size_t cols, int64_t first, int64_t h
                                            holes };
                 return t->embedding(&args, NULL);
             });
+    if (first == 0)
+        compare(dtc_text("embedding_back %zu x %zu, bad %d, strict", rows, cols, bad), a,
+                [=](const dt_kernels *t, arrays &x) {
+                    dt_embedding_back_args args = { DT_F32, x[1].data(), x[0].data(), x[2].i(), rows, cols, 0, held, 0,
+                                                    0, NULL, 0, 1 };
+                    dt_status status = t->embedding_back(&args, NULL);
+                    CHECK((status == DT_ERR_ARG) == (bad != 0 && bad != -1));
+                    if (status != DT_OK) memset(x[1].data(), 0, (size_t)held * cols * 4); // undefined contents
+                    return status;
+                });
     if (bad) return;
     for (int accumulate = 0; accumulate < 2; accumulate++)
         compare(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, accumulate %d", rows, cols, (long)first, (long)held,
                          accumulate), a, [=](const dt_kernels *t, arrays &x) {
                     dt_embedding_back_args args = { DT_F32, x[1].data(), x[0].data(), x[2].i(), rows, cols, first, held,
-                                                    accumulate, 0, NULL, 0 };
+                                                    accumulate, 0, NULL, 0, 0 };
                     return t->embedding_back(&args, NULL);
                 });
 }
@@ -908,7 +918,7 @@ static void test_several_rounds() {
     ids.i()[299] = (int32_t)table[0].count - 1;
     compare("embedding_back, several rounds", table, [=](const dt_kernels *t, arrays &x) {
         dt_embedding_back_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), 300, 1, 0, (int64_t)x[0].count,
-                                        0, 0, NULL, 0 };
+                                        0, 0, NULL, 0, 0 };
         return t->embedding_back(&args, NULL);
     }, 1);
 }
@@ -1175,7 +1185,7 @@ static void test_op_errors() {
     desc.host = &host;
     for (int mistake = 0; mistake < 4; mistake++) {
         const char *const texts[] = { "kernel init on cuda: not available", "kernel unary on cuda: not available",
-                                      "kernel cross_entropy on cuda: an index, a value", "DT_ERR_DEVICE" };
+                                      "dt_cross_entropy(dt_input): label 3 at place 1", "DT_ERR_DEVICE" };
         const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
         const float       x[6] = { 0 };
         const int32_t     labels[2] = { 0, 3 };

@@ -521,10 +521,13 @@ static void test_st_refused(void) {
         { "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4],\"x\":0}}", 4, "and no more" },
         { ONE("F33", "[1]", "0", "4"), 4, "tensor 'a': unknown type 'F33'" },
         { ONE("f32", "[1]", "0", "4"), 4, "unknown type 'f32'" }, { ONE("", "[1]", "0", "4"), 4, "unknown type ''" },
-        { ONE("F32", "[1,1,1,1,1,1,1]", "0", "4"), 4, "7 dimensions, at most 6" },
-        { ONE("F32", "[-1]", "0", "4"), 4, "dimension 0" }, { ONE("F32", "[1,0.5]", "0", "4"), 4, "dimension 1" },
+        { ONE("F32", "[1,1,1,1,1,1,1]", "0", "4"), 4, "" },
+        { ONE("F32", "[1,1,1,1,1,1,2]", "0", "4"), 4, "its data_offsets are not those of (2) of F32" },
+        { ONE("F32", "[1,1,1,1,1,1,-2]", "0", "4"), 4, "dimension 6 is no count" },
+        { ONE("F32", "[-1]", "0", "4"), 4, "dimension 0 is no count" },
+        { ONE("F32", "[1,0.5]", "0", "4"), 4, "dimension 1 is no count" },
         { ONE("F32", "[\"1\"]", "0", "4"), 4, "dimension 0" }, { ONE("F32", "[null]", "0", "4"), 4, "dimension 0" },
-        { ONE("F32", "[4294967296,4294967296]", "0", "4"), 4, "dimension 1" },
+        { ONE("F32", "[4294967296,4294967296]", "0", "4"), 4, "dimension 1: more elements than can be counted" },
         { ONE("F32", "[1073741824,4294967296]", "0", "0"), 0, "has no size in bytes" },
         { ONE("F32", "[4294967296,4294967296,0]", "0", "0"), 0, "dimension 1" },
         { ONE("F4", "[3]", "0", "2"), 2, "has no size in bytes" },
@@ -611,18 +614,19 @@ static void test_st_read(void) {
         free(d);
         free_ctx(ctx, &fs, &m, "read");
     }
-    static const struct { int64_t first, count; const char *error; } wrong[] = { { -1, 1, "elements -1 and 1 more" },
-        { 0, -1, "elements 0 and -1" }, { 100000, 1, "of 100000" }, { 1, INT64_MAX, "of 100000" }, { 0, 4, "" } };
-    for (int i = 0; i < 5; i++) {
+    static const struct { int64_t first, count; const char *error; } wrong[] = { { -1, 1, "elements -1..0 of 100000" },
+        { 0, -1, "elements 0..-1" }, { 99999, 4, "elements 99999..100003 of 100000 (4 from 99999 on)" },
+        { 100000, 1, "of 100000" }, { 1, INT64_MAX, "of 100000" }, { 0, 4, "" } };
+    for (int i = 0; i < 6; i++) {
         float       f[4];
         dt_ctx     *ctx = make_ctx(&fs, &m);
         dt_weights *w = dt_weights_open(ctx, "f");
         int         at = dt_weights_find(w, "w");
-        if (i == 4) fs.shrunk = 8 + strlen(header) + 10;
-        CHECK(dt_weights_read(w, at, wrong[i].first, wrong[i].count, DT_F32, f) == (i < 4 ? DT_ERR_ARG : DT_ERR_IO));
+        if (i == 5) fs.shrunk = 8 + strlen(header) + 10;
+        CHECK(dt_weights_read(w, at, wrong[i].first, wrong[i].count, DT_F32, f) == (i < 5 ? DT_ERR_ARG : DT_ERR_IO));
         char byte[64];
         snprintf(byte, sizeof byte, "f: w, byte %d: the file has become shorter", (int)(8 + strlen(header) + 10));
-        CHECK_MSG(says(ctx, i < 4 ? wrong[i].error : byte), "%s", dt_error_text(ctx));
+        CHECK_MSG(says(ctx, i < 5 ? wrong[i].error : byte), "%s", dt_error_text(ctx));
         CHECK(dt_weights_read(w, at, 0, 1, DT_F32, f) != DT_OK && dt_weights_read(NULL, 0, 0, 0, DT_F32,
             f) == DT_ERR_ARG);
         fs.shrunk = 0;
@@ -1184,11 +1188,13 @@ static void test_write(void) {
 
 static void test_write_refused(void) {
     static const char *const errors[] = { "a' is there twice", "written twice", "tensor 'a' has 1 of its 2 elements",
-        "'__metadata__' of type f32", "before the first write", "type unknown type", "elements 1 and 2 more of 2",
-            "is no number",
+        "'__metadata__' of type f32 and shape (1): the name is taken", "elements have been written already",
+        "there is no such type", "elements 1..3 of 2 (2 from 1 on)", "is no number",
         "no conversion between F32 and i32", "tensor 3 of 1", "need a name ending in .safetensors", "open for writing",
-        "'?(\xff' of type", "shards of -1 bytes" };
-    for (int k = 0; k < 14; k++) {
+        "'?(\xff' of type f32 and shape (2): the name is not UTF-8", "shards of -1 bytes",
+        "shape (3,-2): a dimension is negative", "a tensor needs a name", "dt_weights_save('a'): the parameter is NULL",
+        "dt_weights_create(f): it is being written already" };
+    for (int k = 0; k < 18; k++) {
         memory_fs fs;
         meter     m = { 0, 0, 0 };
         memset(&fs, 0, sizeof fs);
@@ -1218,6 +1224,11 @@ static void test_write_refused(void) {
         if (k == 9) dt_weights_write(w, 3, 0, 2, DT_F32, v);
         if (k == 11) dt_weights_read(w, a, 0, 2, DT_F32, v);
         if (k == 12) dt_weights_declare(w, "\x01(\xff", DT_F32, DT_SHAPE(2));
+        if (k == 14) dt_weights_declare(w, "b", DT_F32, DT_SHAPE(3, -2));
+        if (k == 15) dt_weights_declare(w, NULL, DT_F32, DT_SHAPE(3));
+        dt_weight_part part = { .name = "a" };
+        if (k == 16) CHECK(dt_weights_save(w, NULL, 0, &part, 1) == DT_ERR_ARG);
+        if (k == 17) CHECK(dt_weights_create(ctx, "f", (dt_weights_desc){ 0 }) == NULL);
         CHECK(k == 10 || k == 13 || dt_weights_close(w) != DT_OK);
         CHECK_MSG(says(ctx, errors[k]), "case %d: %s", k, dt_error_text(ctx));
         CHECK(dt_weights_declare(w = NULL, "b", DT_F32, DT_SHAPE(1)) == -1 && dt_weights_write(w, 0, 0, 0, DT_F32,
@@ -1227,6 +1238,54 @@ static void test_write_refused(void) {
             "case %d", k);
         memory_clear(&fs);
     }
+}
+
+/* No path, no name; a tensor of many dimensions beside one that can be read; ranks that write one file at once. */
+static void test_corner_uses(void) {
+    static const char both[] = "{\"deep\":{\"dtype\":\"F32\",\"shape\":[1,1,2,1,1,1,1],\"data_offsets\":[4,12]},"
+        "\"flat\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}";
+    memory_fs fs;
+    meter     m[2] = { { 0, 0, 0 }, { 0, 0, 0 } };
+    float     f[2] = { 1, 2 };
+    memset(&fs, 0, sizeof fs);
+    put_st(&fs, "f", both, 12);
+    for (int k = 0; k < 4; k++) {
+        static const char *const errors[] = { "dt_weights_create: the path is NULL",
+            "dt_weights_open: the path is NULL", "dt_weights_read(deep): it has more than 6 dimensions",
+            "dt_weights_load('flat'): the parameter is NULL" };
+        dt_ctx        *ctx = make_ctx(&fs, &m[0]);
+        dt_weights    *w = dt_weights_open(ctx, "f");
+        dt_weight_part part = { .name = "flat" };
+        int            at = dt_weights_find(w, "deep");
+        CHECK(dt_weights_find(w, NULL) == -1 && dt_param_find(ctx, NULL) == NULL && at >= 0);
+        CHECK(at >= 0 && !dt_weights_get(w, at)->readable && dt_weights_get(w, at)->count == 2 &&
+            dt_weights_get(w, at)->shape.nd == 1 && dt_weights_get(w, at)->shape.d[0] == 2);
+        CHECK(dt_weights_read(w, dt_weights_find(w, "flat"), 0, 1, DT_F32, f) == DT_OK);
+        if (k == 0) CHECK(dt_weights_create(ctx, NULL, (dt_weights_desc){ 0 }) == NULL);
+        if (k == 1) CHECK(dt_weights_open(ctx, NULL) == NULL);
+        if (k == 2) CHECK(dt_weights_read(w, at, 0, 2, DT_F32, f) == DT_ERR_UNSUPPORTED);
+        if (k == 3) CHECK(dt_weights_load(w, NULL, 0, &part, 1) == DT_ERR_ARG);
+        CHECK_MSG(says(ctx, errors[k]), "case %d: %s", k, dt_error_text(ctx));
+        free_ctx(ctx, &fs, &m[0], "corner");
+    }
+    dt_ctx     *ctx[2];
+    dt_weights *w[2];
+    for (int rank = 0; rank < 2; rank++) {
+        ctx[rank] = make_ctx(&fs, &m[rank]);
+        ctx[rank]->rank = rank;
+        w[rank] = dt_weights_create(ctx[rank], "o", (dt_weights_desc){ 0 });
+        dt_weights_declare(w[rank], "a", DT_F32, DT_SHAPE(2));
+        f[0] = (float)rank;
+        CHECK(dt_weights_write(w[rank], 0, 0, 2, DT_F32, f) == DT_OK);
+    }
+    for (int rank = 0; rank < 2; rank++) { /* each file is whole, the last one stays */
+        CHECK_MSG(dt_weights_close(w[rank]) == DT_OK, "%s", dt_error_text(ctx[rank]));
+        w[rank] = dt_weights_open(ctx[rank], "o");
+        CHECK(dt_weights_read(w[rank], 0, 0, 2, DT_F32, f) == DT_OK && f[0] == (float)rank);
+        dt_weights_close(w[rank]);
+    }
+    for (int rank = 0; rank < 2; rank++) free_ctx(ctx[rank], &fs, &m[rank], "two writers");
+    memory_clear(&fs);
 }
 
 // ==== 8. Every call fails once ======================================================================================
@@ -1467,6 +1526,7 @@ int main(int argc, char **argv) {
     test_load_refused();
     test_write();
     test_write_refused();
+    test_corner_uses();
     test_faults();
     test_memory();
     test_tokens();

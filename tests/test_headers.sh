@@ -75,7 +75,8 @@ END
     cat <<END
 int $2_use(void);
 int $2_use(void) {
-    int        bad = dt_count(DT_SHAPE(2, 3)) != 6;
+    size_t     six = 6; /* sizes of any integer type */
+    int        bad = dt_count(DT_SHAPE(six / 3, 3)) != 6 || DT_SHAPE(six / 3, 3).nd != 2;
     float      x[3] = { 1, 2, 3 };
     dt_ctx    *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
     dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(2, 3), DT_ONES);

@@ -578,7 +578,7 @@ static void bench_rows(bench *b) {
         for (int i = 0; i < 11 * C && !(kind & 1); i++) sum[i] = 0;
         for (int i = 0; i < N; i++)
             if (ids[i / C] >= 3 && ids[i / C] < 14) sum[(ids[i / C] - 3) * C + i % C] += get(d, b->t, i);
-        dt_embedding_back_args back = { b->t, table, d, ids, R, C, 3, 11, kind & 1, kind >> 1, NULL, 0 };
+        dt_embedding_back_args back = { b->t, table, d, ids, R, C, 3, 11, kind & 1, kind >> 1, NULL, 0, 0 };
         if (is_narrow(to)) {
             CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
             back.work = work;
@@ -588,6 +588,17 @@ static void bench_rows(bench *b) {
         }
         OK(b->v->embedding_back(&back));
         same(b, "embedding_back", table, to, sum, 11 * C, 4);
+        back.strict = 1; /* ids of other ranks are errors then, -1 is none */
+        back.first = 0;
+        CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+        back.rows = 1;
+        ids[0] = -1;
+        OK(b->v->embedding_back(&back));
+        for (int32_t bad = -2; bad < 12; bad += 13) {
+            ids[0] = bad;
+            CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+        }
+        ids[0] = 0;
     }
 }
 

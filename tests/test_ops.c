@@ -554,7 +554,8 @@ static void fd_over(void) {
         { 2, { 521, 3 } }, { 0, { 0 } } };
     for (int kind = 0; kind < 3; kind++)
         for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
-            for (int dim = DT_ALL; dim < shape[s].nd; dim++) {
+            for (int d = -1; d < shape[s].nd; d++) {
+                int  dim = d < 0 ? (int)DT_ALL : d;
                 char name[64];
                 snprintf(name, sizeof name, "%s over %d of shape %zu", kind == 2 ? "max" : kind ? "mean" : "sum", dim,
                     s);
@@ -786,9 +787,11 @@ GOLDEN(add, dt_add(in[0], in[1]))
 GOLDEN(sub, dt_sub(in[0], in[1]))
 GOLDEN(mul, dt_mul(in[0], in[1]))
 GOLDEN(div, dt_div(in[0], in[1]))
-GOLDEN(sum, dt_sum_over(in[0], (int)scalar(r, "dim")))
-GOLDEN(mean, dt_mean_over(in[0], (int)scalar(r, "dim")))
-GOLDEN(max, dt_max_over(in[0], (int)scalar(r, "dim")))
+#define DIM (scalar(r, "dim") < 0 ? DT_ALL : (int)scalar(r, "dim"))
+GOLDEN(sum, dt_sum_over(in[0], DIM))
+GOLDEN(mean, dt_mean_over(in[0], DIM))
+GOLDEN(max, dt_max_over(in[0], DIM))
+#undef DIM
 GOLDEN(topk, dt_topk(in[0], (int)scalar(r, "k"), &r->extra))
 GOLDEN(slice, dt_slice(in[0], (int)scalar(r, "dim"), (int64_t)scalar(r, "first"), (int64_t)scalar(r, "count")))
 GOLDEN(concat, dt_concat(in, 2, (int)scalar(r, "dim")))
@@ -1277,6 +1280,7 @@ ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
 ROW(softmax, dt_softmax(p->ints))
 ROW(affine, dt_affine(p->ints, 1, 1))
 ROW(swiglu, dt_swiglu(p->x))
+ROW(swiglu_ints, dt_swiglu(whole(p->ctx, DT_SHAPE(2, 3))))
 ROW(swiglu_flat, dt_swiglu(dt_reshape(p->x, DT_SHAPE(12))))
 ROW(mul, dt_mul(p->x, p->wide))
 ROW(mul_types, dt_mul(p->x, dt_cast(p->x, DT_F16)))
@@ -1284,8 +1288,9 @@ ROW(div_ints, dt_div(p->ints, p->ints))
 ROW(sub_stranger, dt_sub(p->x, p->stranger))
 ROW(sub_null, dt_sub(NULL, p->x))
 ROW(sum, dt_sum_over(p->x, 2))
-ROW(sum_below, dt_sum_over(p->x, -2))
+ROW(sum_below, dt_sum_over(p->x, -1))
 ROW(mean_ints, dt_mean_over(p->ints, 0))
+ROW(max_ints, dt_max_over(p->ints, DT_ALL))
 ROW(max_empty, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), 1))
 ROW(max_empty_all, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), DT_ALL))
 ROW(slice, dt_slice(p->x, 1, 2, 3))
@@ -1298,6 +1303,7 @@ ROW(concat_types, dt_tensor *two[2] = { p->x, dt_cast(p->x, DT_F64) }; dt_concat
 ROW(concat_dim, dt_concat(&p->x, 1, 2))
 ROW(concat_many, dt_tensor *nine[9] = { p->x }; dt_concat(nine, 9, 0))
 ROW(concat_null, dt_tensor *two[2] = { p->x, NULL }; dt_concat(two, 2, 0))
+ROW(concat_first, dt_tensor *two[2] = { NULL, p->x }; dt_concat(two, 2, 0))
 ROW(concat_stranger, dt_tensor *two[2] = { p->x, p->stranger }; dt_concat(two, 2, 0))
 ROW(transpose, dt_transpose(p->x, 0, 2))
 ROW(transpose_below, dt_transpose(p->x, -1, 0))
@@ -1309,6 +1315,13 @@ ROW(gather_low, int32_t at[1] = { -2 }; dt_gather_rows(p->x, dt_input(p->ctx, DT
 ROW(gather_null, dt_gather_rows(p->x, NULL))
 ROW(scatter, dt_scatter_rows(p->cube, p->ints, 4))
 ROW(scatter_count, dt_scatter_rows(p->x, p->ints, -1))
+ROW(scatter_ints, dt_scatter_rows(dt_cast(p->x, DT_I32), p->ints, 4))
+ROW(scatter_high, int32_t at[3] = { 3, -1, 4 };
+    dt_scatter_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 4))
+ROW(scatter_low, int32_t at[3] = { 0, -2, 9 };
+    dt_scatter_rows(dt_cast(p->x, DT_BF16), dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 4))
+ROW(scatter_none, int32_t at[3] = { -1, -1, 0 };
+    dt_scatter_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 0))
 ROW(scatter_type, dt_scatter_rows(p->x, p->x, 4))
 ROW(topk, dt_topk(p->x, 5, NULL))
 ROW(topk_none, dt_topk(p->x, 0, NULL))
@@ -1335,6 +1348,8 @@ ROW(attention_null, dt_attention(p->cube, NULL, p->cube, (dt_attn_desc){ 0 }))
 ROW(loss_vocab, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .vocab = 5 }))
 ROW(loss_label, int32_t at[3] = { 0, 3, 1 };
     dt_cross_entropy_at(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ .vocab = 3 }))
+ROW(linear_loss_label, int32_t at[3] = { 0, -3, 5 };
+    dt_linear_cross_entropy(p->x, p->w, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ 0 }))
 ROW(loss_smoothing, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .smoothing = 1 }))
 ROW(loss_z, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .z_weight = -1 }))
 ROW(linear_loss, dt_linear_cross_entropy(p->wide, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
@@ -1357,6 +1372,7 @@ static const struct row { void (*run)(place *p); dt_status status; const char *t
     { r_softmax, DT_ERR_SHAPE, { "dt_softmax", "not for integers" } },
     { r_affine, DT_ERR_SHAPE, { "dt_affine", "not for integers" } },
     { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
+    { r_swiglu_ints, DT_ERR_SHAPE, { "dt_swiglu(dt_input)", "not for integers" } },
     { r_swiglu_flat, DT_ERR_SHAPE, { "dt_swiglu", "(12)" } },
     { r_mul, DT_ERR_SHAPE, { "(3,4)", "(3,5)" } },
     { r_mul_types, DT_ERR_SHAPE, { "dt_mul", "f16" } },
@@ -1364,8 +1380,9 @@ static const struct row { void (*run)(place *p); dt_status status; const char *t
     { r_sub_stranger, DT_ERR_ARG, { "dt_sub", "another context" } },
     { r_sub_null, DT_ERR_ARG, { "dt_sub", "NULL" } },
     { r_sum, DT_ERR_ARG, { "dt_sum_over", "dimension 2" } },
-    { r_sum_below, DT_ERR_ARG, { "dt_sum_over", "dimension -2" } },
-    { r_mean_ints, DT_ERR_ARG, { "dt_mean_over", "i32" } },
+    { r_sum_below, DT_ERR_ARG, { "dt_sum_over", "dimension -1 of f32 (3,4); use 0 to 1, or DT_ALL" } },
+    { r_mean_ints, DT_ERR_SHAPE, { "dt_mean_over", "i32 (3): not for integers" } },
+    { r_max_ints, DT_ERR_SHAPE, { "dt_max_over", "i32 (3): not for integers" } },
     { r_max_empty, DT_ERR_SHAPE, { "dt_max_over", "(3,0)" } },
     { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "nothing has no maximum" } },
     { r_slice, DT_ERR_SHAPE, { "dt_slice", "3 from 2 of dimension 1 of (3,4)" } },
@@ -1378,24 +1395,29 @@ static const struct row { void (*run)(place *p); dt_status status; const char *t
     { r_concat_dim, DT_ERR_ARG, { "dt_concat", "dimension 2" } },
     { r_concat_many, DT_ERR_ARG, { "dt_concat", "9 tensors, at most 8" } },
     { r_concat_null, DT_ERR_ARG, { "dt_concat", "NULL" } },
+    { r_concat_first, DT_ERR_ARG, { "dt_concat(dt_input)", "NULL" } },
     { r_concat_stranger, DT_ERR_ARG, { "dt_concat", "another context" } },
     { r_transpose, DT_ERR_SHAPE, { "dt_transpose", "0 and 2" } },
     { r_transpose_below, DT_ERR_SHAPE, { "dt_transpose", "-1 and 0" } },
     { r_cast, DT_ERR_ARG, { "dt_cast", "element type 17" } },
     { r_gather, DT_ERR_SHAPE, { "dt_gather_rows", "(2,3,4)" } },
     { r_gather_ids, DT_ERR_SHAPE, { "dt_gather_rows", "i32 ids" } },
-    { r_gather_high, DT_ERR_ARG, { "embedding", "out of range" } },
-    { r_gather_low, DT_ERR_ARG, { "embedding", "out of range" } },
+    { r_gather_high, DT_ERR_ARG, { "dt_gather_rows", "row 3 at place 0; the table has 3 rows" } },
+    { r_gather_low, DT_ERR_ARG, { "dt_gather_rows", "row -2 at place 0" } },
     { r_gather_null, DT_ERR_ARG, { "dt_gather_rows", "NULL" } },
     { r_scatter, DT_ERR_SHAPE, { "dt_scatter_rows", "(2,3,4)" } },
     { r_scatter_count, DT_ERR_SHAPE, { "dt_scatter_rows", NULL } },
+    { r_scatter_ints, DT_ERR_SHAPE, { "dt_scatter_rows", "not for integers" } },
+    { r_scatter_high, DT_ERR_ARG, { "dt_scatter_rows(dt_input)", "row 4 at place 2; the result has 4 rows" } },
+    { r_scatter_low, DT_ERR_ARG, { "dt_scatter_rows(dt_cast)", "row -2 at place 1" } },
+    { r_scatter_none, DT_ERR_ARG, { "dt_scatter_rows", "row 0 at place 2; the result has 0 rows" } },
     { r_scatter_type, DT_ERR_SHAPE, { "dt_scatter_rows", "i32 row" } },
     { r_topk, DT_ERR_SHAPE, { "dt_topk", "(3,4)" } },
     { r_topk_none, DT_ERR_SHAPE, { "dt_topk", "k must be" } },
-    { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32" } },
+    { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32 (3): not for integers" } },
     { r_rope, DT_ERR_SHAPE, { "dt_rope", "(2,3,4)" } },
     { r_rope_count, DT_ERR_SHAPE, { "dt_rope", "positions" } },
-    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "of 5 dimensions" } },
+    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "5 of 5 dimensions are to turn: an even number" } },
     { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
     { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
     { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
@@ -1403,8 +1425,8 @@ static const struct row { void (*run)(place *p); dt_status status; const char *t
     { r_dropout, DT_ERR_ARG, { "dt_dropout", "probability 1" } },
     { r_dropout_below, DT_ERR_ARG, { "dt_dropout", "probability -0.1" } },
     { r_dropout_nan, DT_ERR_ARG, { "dt_dropout", "nan" } },
-    { r_dropout_tokens, DT_ERR_SHAPE, { "dt_dropout", "token" } },
-    { r_dropout_ints, DT_ERR_SHAPE, { "dt_dropout", "i32" } },
+    { r_dropout_tokens, DT_ERR_SHAPE, { "dt_dropout", "i32 (3): one i32 token for each row" } },
+    { r_dropout_ints, DT_ERR_SHAPE, { "dt_dropout", "i32 (3): not for integers" } },
     { r_dropout_stranger, DT_ERR_ARG, { "dt_dropout", "another context" } },
     { r_attention_one, DT_ERR_ARG, { "dt_attention", "both or none" } },
     { r_attention_keys, DT_ERR_ARG, { "dt_attention", "both or none" } },
@@ -1412,7 +1434,8 @@ static const struct row { void (*run)(place *p); dt_status status; const char *t
     { r_attention_stranger, DT_ERR_ARG, { "dt_attention", "another context" } },
     { r_attention_null, DT_ERR_ARG, { "dt_attention", "NULL" } },
     { r_loss_vocab, DT_ERR_ARG, { "dt_cross_entropy", "vocab 5 of 4" } },
-    { r_loss_label, DT_ERR_ARG, { "cross_entropy", "out of range" } },
+    { r_loss_label, DT_ERR_ARG, { "dt_cross_entropy", "label 3 at place 1; the vocabulary has 3 entries" } },
+    { r_linear_loss_label, DT_ERR_ARG, { "dt_linear_cross_entropy", "label 5 at place 2; the vocabulary has 5" } },
     { r_loss_smoothing, DT_ERR_ARG, { "dt_cross_entropy", "smoothing 1" } },
     { r_loss_z, DT_ERR_ARG, { "dt_cross_entropy", "z_weight -1" } },
     { r_linear_loss, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "(3,5)" } },
@@ -1487,6 +1510,17 @@ static void no_rows(void) {
     dt_tensor *blind = dt_attention(alone, empty, empty, (dt_attn_desc){ 0 }); /* no keys at all */
     for (int i = 0; i < 12; i++) CHECK(blind && ((double *)blind->data)[i] == 0);
     close_good(ctx, &m, "no rows");
+}
+
+/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8 MB. */
+static void few_rows(void) {
+    meter      m = METER;
+    dt_ctx    *ctx = open_ctx(&m);
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(256, 4), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *x = noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1);
+    dt_backward(dt_linear_cross_entropy(x, w, whole(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
+    CHECK_MSG(m.peak[DT_MEM_TEMP] < 1 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
+    close_good(ctx, &m, "few rows");
 }
 
 /* The first of equal numbers is the largest, and gets the gradient. */
@@ -1652,6 +1686,7 @@ int main(int argc, char **argv) {
     test_narrow();
     test_refusals();
     no_rows();
+    few_rows();
     empty_shapes();
     ties();
     kept_in_block();

@@ -1182,6 +1182,63 @@ static void test_bad_uses(void) {
     CHECK(isnan(dt_zero_step(NULL, 1).grad_norm) && dt_zero_state(NULL, 0, NULL, NULL) == DT_ERR_ARG);
 }
 
+/* One rank registers something else, or starts from other values: without a check all train on. */
+enum { UNLIKE_ORDER = 0, UNLIKE_NAME, UNLIKE_SHAPE, UNLIKE_TYPE, UNLIKE_INIT, UNLIKE_EXTRA, UNLIKE_MISSING,
+    UNLIKE_SCOPE, UNLIKE_FROZEN, UNLIKE_DECAY, UNLIKE_LR, UNLIKE_OPTIMIZER, UNLIKE_CUT, UNLIKE_VALUE, UNLIKE_LAST,
+    UNLIKE_KINDS };
+
+typedef struct unlike_run { int kind, stage, tp, rank; } unlike_run;
+
+static const char *const unlike_words[UNLIKE_KINDS][2] = { { "has b f32 (3)", "has a f32 (2,2)" },
+    { "has other f32 (2,2)", "has a f32 (2,2)" }, { "has a f32 (4)", "has a f32 (2,2)" }, { "has a f64", "has a f32" },
+    { "normal 0.5 ", "normal 0.1 " }, { "has extra f32 (5)", "has nothing" }, { "has nothing", "has b f32" },
+    { "in unit 1", "in unit 0" }, { "frozen", "" }, { "no_decay", "" }, { "lr_scale 2", "" },
+    { "betas 0.8", "betas 0.9" },
+    { "cut 1:", "cut 0:" }, { "other values of a", "" }, { "other values of b", "" } };
+
+static dt_status unlike_main(dt_ctx *ctx, void *user) {
+    const unlike_run *u = (const unlike_run *)user;
+    int     me = dt_ctx_rank(ctx) == u->rank, k = me ? u->kind : -1;
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = u->tp });
+    dt_param_desc p = { .frozen = k == UNLIKE_FROZEN, .no_decay = k == UNLIKE_DECAY, .lr_scale = k == UNLIKE_LR ? 2 : 0,
+        .dtype = k == UNLIKE_TYPE ? DT_F64 : DT_F32 };
+    if (u->kind == UNLIKE_CUT) p.cuts[0] = (dt_cut){ mesh.tp, me };
+    if (k == UNLIKE_ORDER) dt_param(ctx, "b", DT_SHAPE(3), DT_ZEROS);
+    dt_param_at(ctx, k == UNLIKE_NAME ? "other" : "a", k == UNLIKE_SHAPE ? DT_SHAPE(4) : DT_SHAPE(2, 2),
+        DT_NORMAL(k == UNLIKE_INIT ? 0.5 : 0.1), p);
+    if (k == UNLIKE_SCOPE) dt_scope(ctx, NULL);
+    if (k != UNLIKE_ORDER && k != UNLIKE_MISSING) dt_param(ctx, "b", DT_SHAPE(3), DT_ZEROS);
+    if (k == UNLIKE_EXTRA) dt_param(ctx, "extra", DT_SHAPE(5), DT_ZEROS);
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = u->stage, .mesh = &mesh,
+        .beta1 = k == UNLIKE_OPTIMIZER ? 0.8 : 0 });
+    dt_tensor *changed = dt_param_get(ctx, k == UNLIKE_LAST);
+    CHECK_MSG((zero != NULL) == (u->kind >= UNLIKE_VALUE), "unlike %d: dt_zero_make", u->kind);
+    if (!zero) return dt_error(ctx);
+    size_t last = changed->param->count - 1;
+    if (k >= UNLIKE_VALUE) ((float *)changed->data)[last] = nextafterf(((float *)changed->data)[last], 9);
+    dt_tensor *y = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 2), (float[]){ 1, 2 }), dt_param_get(ctx, 0), NULL);
+    dt_backward(dt_mse(y, dt_input(ctx, DT_F32, DT_SHAPE(1, 2), (float[]){ 1, 2 }), 1));
+    CHECK_MSG(isnan(dt_zero_step(zero, 0.1).grad_norm), "unlike %d: a step was made", u->kind);
+    return dt_error(ctx);
+}
+
+static void test_unlike(void) {
+    for (int code = 0; code < UNLIKE_KINDS * 6; code++) {
+        unlike_run u = { .kind = code / 6, .stage = code & 1, .tp = 1 + (code % 3 == 2), .rank = 1 };
+        if (code % 3 == 1) u.rank = 3;
+        int        ranks = u.tp == 2 ? 2 : 4;
+        char       rank[32];
+        if (u.kind == UNLIKE_CUT && u.tp == 1) continue; /* nothing is cut */
+        dt_report report = run(ranks, unlike_main, &u);
+        snprintf(rank, sizeof rank, u.kind >= UNLIKE_VALUE ? "rank %d starts" : "rank %d has", u.rank);
+        CHECK_MSG(report.status == DT_ERR_COMM && strstr(report.text, rank) && strstr(report.text, "rank 0"),
+            "unlike %d over %d ranks, tp %d: %s", u.kind, ranks, u.tp, report.text);
+        for (int i = 0; i < 2; i++)
+            CHECK_MSG(strstr(report.text, unlike_words[u.kind][i]), "unlike %d: '%s' is not in '%s'", u.kind,
+                unlike_words[u.kind][i], report.text);
+    }
+}
+
 /* A context that dt_run did not make: there is no world, every group is a group of one. */
 static void test_alone(void) {
     dt_host quiet = *dt_host_default();
@@ -1199,7 +1256,7 @@ static void test_alone(void) {
         CHECK(((float *)w->data)[0] == 1.5f && ((float *)w->data)[1] == 2 && ((float *)w->data)[2] == 0.5f);
         CHECK(dt_zero_state(zero, 0, w, state) == DT_OK && state[0] == -2 && state[1] == -4 && state[2] == 2);
         float  before[3] = { 1.5f, 2, 0.5f };
-        double wrong = stage ? NAN : INFINITY; /* a learning rate like that would destroy the parameters */
+        double wrong = stage ? -0.1 : INFINITY; /* a learning rate like that would destroy the parameters */
         dt_reset(ctx);
         dt_backward(dt_mse(dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(1, 3), x), w, NULL),
             dt_input(ctx, DT_F32, DT_SHAPE(1, 1), &y), 1));
@@ -1325,6 +1382,7 @@ int main(int argc, char **argv) {
     test_own_update();
     test_nan();
     test_bad_uses();
+    test_unlike();
     test_alone();
     test_late_failure();
     test_refused_memory();
