@@ -2317,7 +2317,8 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
 int dt_test(dt_ctx *ctx, dt_work *work) {
     dt__world *world = dt__world_of(ctx);
     if (!world || !work || !work->comm || dt_error(ctx)) return 1;
-    dt__advance_all(world);
+    if (dt__aborted(world->shared)) dt__peer_failed(world);
+    else dt__advance_all(world);
     return work->over || dt_error(ctx);
 }
 
