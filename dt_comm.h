@@ -245,7 +245,7 @@ DT_API dt_status dt_barrier(dt_comm *comm);
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
    send leaves a copy and returns, for 8 messages a pair; larger ones, or a 9th, wait for the receiver, so two ranks
    that send each other much must not both send first: start them (section 5). To itself a rank can send up to
-   DT_EAGER_BYTES. NULL comm: DT_ERR_ARG, there is nobody. */
+   DT_EAGER_BYTES, or start more. NULL comm: DT_ERR_ARG, there is nobody. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
@@ -734,6 +734,7 @@ struct dt_work {
     dt_comm    *comm;
     dt__call    call;
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
+    int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
     int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
     int         stage, round;       /* of that */
@@ -1109,7 +1110,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
 
 static int dt__shared_send(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
-    int other = work->comm->group->ranks[part->peer], alone = other == world->rank;
+    int other = work->comm->group->ranks[part->peer], alone = other == world->rank && !work->started;
     int ended = alone || dt__has_ended(world->shared, other);      /* read before the messages: see dt__message_there */
     dt__pair *pair = dt__pair_of(world->shared, world->rank, other);
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
@@ -1194,7 +1195,7 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
         dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
-                                                 me == other, &ended);
+                                                 me == other && !work->started, &ended);
         if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
         over = over && ended && !message;
         if (part->peer != DT_ANY) break;
@@ -2287,6 +2288,7 @@ static dt_work *dt__start(dt_comm *comm, dt__call call) {
     double begin = world->host->now(world->host->user);
     dt_work *work = dt__begin(comm, call);
     if (!work) return NULL;
+    work->started = 1;
     if (world->first) world->last->later = work;
     else world->first = work;
     world->last = work;
