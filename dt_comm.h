@@ -2329,7 +2329,7 @@ static dt_status dt__late(dt_work *work) {
     dt__world *world = work->comm->world;
     double limit = world->shared->timeout_s;
     for (dt_work *w = world->first; w && work->n_parts == 0; w = w->later) {    /* it waits behind that one */
-        if (w->comm == work->comm && !w->over && w->n_parts == 0 && w->call.seq == work->comm->moved + 1) work = w;
+        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
     }
     for (int i = 0; i < work->n_parts; i++) {
         dt__part *part = &work->parts[i];
