@@ -58,7 +58,7 @@
     20. Attach and launch: code
 
    CONTRACT
-     Memory     dt_run takes one range for all that ranks share: about 65 KiB for each pair of ranks and 34 KiB for each
+     Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for each
                 rank of each group, of which it touches little until messages use it. Groups belong to the context's
                 world and end with it. Your buffers are read and written only between the call and its return, or
                 between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
@@ -474,10 +474,10 @@ typedef struct dt__shared {
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
     dt__rank_state *state;  /* (ranks); NULL over a transport, as all below */
-    dt__pair       *pairs;  /* (ranks, ranks): sender, receiver */
+    dt__pair       *pairs;  /* (ranks, ranks, 2): sender, receiver, dt__pair_of */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
-    char           *eager;  /* (ranks, ranks, DT__MESSAGES, DT_EAGER_BYTES) */
+    char           *eager;  /* (ranks, ranks, 2, DT__MESSAGES, DT_EAGER_BYTES) */
     char           *user;   /* the copy of what dt_run's user points to */
     char           *heaps;  /* (ranks, heap_bytes) */
     size_t          heap_bytes;
@@ -556,8 +556,8 @@ static size_t dt__page_up(size_t bytes) { return (bytes + 65535) / 65536 * 65536
 static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks, at = (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE;
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
-    size_t room = pairs + dt__line_up(n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
-    size_t user = eager + n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
+    size_t user = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -579,13 +579,13 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
     return !shared->apart || ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__LINE);
 }
 
-static dt__pair *dt__pair_of(dt__shared *shared, int from, int to) {
-    return &shared->pairs[(size_t)from * (size_t)shared->ranks + (size_t)to];
+/* Messages with a tag below 0, of collectives, have places of their own: they must not wait for a rank's receives. */
+static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
+    return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
 
-static char *dt__eager_of(dt__shared *shared, int from, int to, int message) {
-    size_t pair = (size_t)from * (size_t)shared->ranks + (size_t)to;
-    return shared->eager + (pair * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
+static char *dt__eager_of(dt__shared *shared, const dt__pair *pair, int message) {
+    return shared->eager + ((size_t)(pair - shared->pairs) * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
 }
 
 static dt__post *dt__post_of(const dt_comm *comm, int rank, uint64_t seq) {
@@ -1080,7 +1080,7 @@ static dt__message *dt__free_message(dt__pair *pair) {
 }
 
 /* Fills the message and shows it. */
-static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message, int other) {
+static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
@@ -1092,7 +1092,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     message->group = comm->group;
     message->data = part->send;
     if (message->eager) {
-        char *copy = dt__eager_of(world->shared, world->rank, other, (int)(message - pair->message));
+        char *copy = dt__eager_of(world->shared, pair, (int)(message - pair->message));
         status = dt__comm_move(comm, &work->call, copy, part->send, bytes);
         message->data = copy;
     } else if (!dt__reachable(world->shared, part->send)) {
@@ -1112,7 +1112,7 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
     int other = work->comm->group->ranks[part->peer], alone = other == world->rank && !work->started;
     int ended = alone || dt__has_ended(world->shared, other);      /* read before the messages: see dt__message_there */
-    dt__pair *pair = dt__pair_of(world->shared, world->rank, other);
+    dt__pair *pair = dt__pair_of(world->shared, world->rank, other, part->tag);
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     if (part->state == 0) {     /* begun */
         part->order = pair->begun++;
@@ -1122,7 +1122,7 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
         if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
         dt__message *message = pair->sent == part->order ? dt__free_message(pair) : NULL;
         if (!message) return ended ? dt__part_never(work, part) : 0;
-        if (dt__message_post(work, part, pair, message, other) != DT_OK) return -1;
+        if (dt__message_post(work, part, pair, message) != DT_OK) return -1;
         if (message->eager) return 1;
         part->message = message;
         part->state = 2;
@@ -1194,8 +1194,8 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
-        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
-                                                 me == other && !work->started, &ended);
+        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group, part->tag,
+                                                 other, me == other && !work->started, &ended);
         if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
         over = over && ended && !message;
         if (part->peer != DT_ANY) break;
@@ -3065,7 +3065,7 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
             for (int i = 0; i < DT__MESSAGES; i++) {
-                const dt__message *message = &dt__pair_of(shared, from, to)->message[i];
+                const dt__message *message = &dt__pair_of(shared, from, to, 0)->message[i];
                 if (message->state != DT__POSTED) continue;
                 dt__run_fail(shared, host, from, DT_ERR_COMM,
                              "rank %d: rank %d ended without receiving %s x %zu with tag %d on %s", from, to,
