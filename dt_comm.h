@@ -3141,7 +3141,10 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
         snprintf(text, sizeof text, "rank %d (process %d) exited with status %d in its rank function", rank, pid,
                  WEXITSTATUS(status));
     int half = __atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared);
-    if (half) dt__publish_failure(shared, rank, DT_ERR_PEER, text);
+    if (half) {
+        dt__publish_failure(shared, rank, DT_ERR_PEER, text);
+        team->host->log(team->host->user, DT_LOG_ERROR, rank, text);
+    }
     dt__run_fail(shared, team->host, rank, DT_ERR_PEER, "%s", text);
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
