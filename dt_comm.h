@@ -2595,11 +2595,15 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-/* This rank's end of a group; NULL with the context failed. */
+/* A group over a transport: each rank's own list. */
+static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
+
+/* This rank's end of a group, which goes if that fails; NULL with the context failed. */
 static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
     size_t bytes = sizeof(dt_comm) + size * (sizeof(void *) + 2 * sizeof(int32_t));
     dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
+    if (!comm && !group->members) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
     if (!comm) return NULL;
     memset(comm, 0, bytes);
     comm->place.rank = rank;
@@ -2615,9 +2619,6 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     world->comms = comm;
     return comm;
 }
-
-/* A group over a transport: each rank's own list. */
-static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
 
 static dt__group *dt__group_list(dt__world *world, int size, const char *name) {
     dt__group *group = (dt__group *)dt_alloc(world->ctx, DT_MEM_HOST, dt__listed_bytes(size), "dt_comm");
@@ -2677,7 +2678,7 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name) {
     for (int rank = 0; rank < comm->place.size; rank++)
         channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
     world->channels = channel + 1;
-    if (group) group->channel = channel;
+    if (made) group->channel = channel;
     return made;
 }
 
@@ -2916,10 +2917,12 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     }
     dt__world *world = dt__world_make(ctx, &desc);
     dt__group *group = world ? dt__world_group(world) : NULL;
-    if (!world) {
-        if (desc.team && dt__claim(desc.team->shared, desc.rank))   /* nobody listens to this context yet */
-            dt__publish_failure(desc.team->shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
-        return NULL;
+    if (!group) {   /* nobody listens to this context yet */
+        dt__shared *shared = desc.team ? desc.team->shared : world ? world->shared : NULL;
+        if (shared && dt__claim(shared, desc.rank))
+            dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
+        if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
+        if (!world) return NULL;
     }
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel;
