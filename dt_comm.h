@@ -3050,6 +3050,11 @@ dt_team *dt_team_make(dt_run_desc desc) {
 
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     dt_ctx_desc desc;
+    if (!team || rank < 0 || rank >= team->desc.ranks) {
+        if (team) dt__run_fail(team->shared, team->host, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank,
+                               team->desc.ranks);
+        return NULL;
+    }
     memset(&desc, 0, sizeof desc);
     desc.seed = team->desc.seed;
     desc.rank = rank;
