@@ -1725,6 +1725,7 @@ typedef int (*dt__round_fn)(dt_work *work);
 static int dt__one_then(dt_work *work, dt__round_fn one, dt__round_fn other) {
     if (work->stage == 0) {
         if (one(work)) return 1;
+        if (dt_error(work->comm->world->ctx)) return 0;
         work->stage = 1;
         work->round = 0;
     }
