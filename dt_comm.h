@@ -62,7 +62,7 @@
     22. Trace: code
 
    CONTRACT
-     Memory     dt_run takes one range for all that ranks share: about 65 KiB for each pair of ranks and 34 KiB for each
+     Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for each
                 rank of each group, of which it touches little until messages use it. Groups belong to the context's
                 world and end with it. Your buffers are read and written only between the call and its return, or
                 between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
@@ -252,7 +252,7 @@ DT_API dt_status dt_barrier(dt_comm *comm);
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
    send leaves a copy and returns, for 8 messages a pair; larger ones, or a 9th, wait for the receiver, so two ranks
    that send each other much must not both send first: start them (section 5). To itself a rank can send up to
-   DT_EAGER_BYTES. NULL comm: DT_ERR_ARG, there is nobody. */
+   DT_EAGER_BYTES, or start more. NULL comm: DT_ERR_ARG, there is nobody. */
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
@@ -514,10 +514,10 @@ typedef struct dt__shared {
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
     dt__rank_state *state;  /* (ranks); NULL over a transport, as all below */
-    dt__pair       *pairs;  /* (ranks, ranks): sender, receiver */
+    dt__pair       *pairs;  /* (ranks, ranks, 2): sender, receiver, dt__pair_of */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
-    char           *eager;  /* (ranks, ranks, DT__MESSAGES, DT_EAGER_BYTES) */
+    char           *eager;  /* (ranks, ranks, 2, DT__MESSAGES, DT_EAGER_BYTES) */
     char           *user;   /* the copy of what dt_run's user points to */
     char           *heaps;  /* (ranks, heap_bytes) */
     size_t          heap_bytes;
@@ -597,8 +597,8 @@ static size_t dt__page_up(size_t bytes) { return (bytes + 65535) / 65536 * 65536
 static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_bytes) {
     size_t n = (size_t)shared->ranks, at = (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE;
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
-    size_t room = pairs + dt__line_up(n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
-    size_t user = eager + n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
+    size_t user = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -620,13 +620,13 @@ static int dt__reachable(const dt__shared *shared, const void *p) {
     return !shared->apart || ((const char *)p >= base && (const char *)p < base + shared->bytes - DT__LINE);
 }
 
-static dt__pair *dt__pair_of(dt__shared *shared, int from, int to) {
-    return &shared->pairs[(size_t)from * (size_t)shared->ranks + (size_t)to];
+/* Messages with a tag below 0, of collectives, have places of their own: they must not wait for a rank's receives. */
+static dt__pair *dt__pair_of(dt__shared *shared, int from, int to, int tag) {
+    return &shared->pairs[2 * ((size_t)from * (size_t)shared->ranks + (size_t)to) + (tag < 0)];
 }
 
-static char *dt__eager_of(dt__shared *shared, int from, int to, int message) {
-    size_t pair = (size_t)from * (size_t)shared->ranks + (size_t)to;
-    return shared->eager + (pair * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
+static char *dt__eager_of(dt__shared *shared, const dt__pair *pair, int message) {
+    return shared->eager + ((size_t)(pair - shared->pairs) * DT__MESSAGES + (size_t)message) * DT_EAGER_BYTES;
 }
 
 static dt__post *dt__post_of(const dt_comm *comm, int rank, uint64_t seq) {
@@ -775,6 +775,7 @@ struct dt_work {
     dt_comm    *comm;
     dt__call    call;
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
+    int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
     int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
     int         stage, round;       /* of that */
@@ -1129,7 +1130,7 @@ static dt__message *dt__free_message(dt__pair *pair) {
 }
 
 /* Fills the message and shows it. */
-static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message, int other) {
+static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
@@ -1141,7 +1142,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     message->group = comm->group;
     message->data = part->send;
     if (message->eager) {
-        char *copy = dt__eager_of(world->shared, world->rank, other, (int)(message - pair->message));
+        char *copy = dt__eager_of(world->shared, pair, (int)(message - pair->message));
         status = dt__comm_move(comm, &work->call, copy, part->send, bytes);
         message->data = copy;
     } else if (!dt__reachable(world->shared, part->send)) {
@@ -1159,9 +1160,9 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
 
 static int dt__shared_send(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
-    int other = work->comm->group->ranks[part->peer], alone = other == world->rank;
+    int other = work->comm->group->ranks[part->peer], alone = other == world->rank && !work->started;
     int ended = alone || dt__has_ended(world->shared, other);      /* read before the messages: see dt__message_there */
-    dt__pair *pair = dt__pair_of(world->shared, world->rank, other);
+    dt__pair *pair = dt__pair_of(world->shared, world->rank, other, part->tag);
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     if (part->state == 0) {     /* begun */
         part->order = pair->begun++;
@@ -1171,7 +1172,7 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
         if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
         dt__message *message = pair->sent == part->order ? dt__free_message(pair) : NULL;
         if (!message) return ended ? dt__part_never(work, part) : 0;
-        if (dt__message_post(work, part, pair, message, other) != DT_OK) return -1;
+        if (dt__message_post(work, part, pair, message) != DT_OK) return -1;
         if (message->eager) return 1;
         part->message = message;
         part->state = 2;
@@ -1245,8 +1246,8 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
-        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me), comm->group, part->tag, other,
-                                                 me == other, &ended);
+        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group, part->tag,
+                                                 other, me == other && !work->started, &ended);
         if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
         over = over && ended && !message;
         if (part->peer != DT_ANY) break;
@@ -1777,6 +1778,7 @@ typedef int (*dt__round_fn)(dt_work *work);
 static int dt__one_then(dt_work *work, dt__round_fn one, dt__round_fn other) {
     if (work->stage == 0) {
         if (one(work)) return 1;
+        if (dt_error(work->comm->world->ctx)) return 0;
         work->stage = 1;
         work->round = 0;
     }
@@ -2343,6 +2345,7 @@ static dt_work *dt__start(dt_comm *comm, dt__call call) {
     double begin = world->host->now(world->host->user);
     dt_work *work = dt__begin(comm, call);
     if (!work) return NULL;
+    work->started = 1;
     if (world->first) world->last->later = work;
     else world->first = work;
     world->last = work;
@@ -2376,7 +2379,8 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
 int dt_test(dt_ctx *ctx, dt_work *work) {
     dt__world *world = dt__world_of(ctx);
     if (!world || !work || !work->comm || dt_error(ctx)) return 1;
-    dt__advance_all(world);
+    if (dt__aborted(world->shared)) dt__peer_failed(world);
+    else dt__advance_all(world);
     return work->over || dt_error(ctx);
 }
 
@@ -2384,6 +2388,9 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
 static dt_status dt__late(dt_work *work) {
     dt__world *world = work->comm->world;
     double limit = world->shared->timeout_s;
+    for (dt_work *w = world->first; w && work->n_parts == 0; w = w->later) {    /* it waits behind that one */
+        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
+    }
     for (int i = 0; i < work->n_parts; i++) {
         dt__part *part = &work->parts[i];
         if (part->over) continue;
@@ -2648,11 +2655,15 @@ double dt_comm_seconds(const dt_ctx *ctx) {
     return world ? world->seconds : 0;
 }
 
-/* This rank's end of a group; NULL with the context failed. */
+/* A group over a transport: each rank's own list. */
+static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
+
+/* This rank's end of a group, which goes if that fails; NULL with the context failed. */
 static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
     size_t bytes = sizeof(dt_comm) + size * (sizeof(void *) + 2 * sizeof(int32_t));
     dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
+    if (!comm && !group->members) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
     if (!comm) return NULL;
     memset(comm, 0, bytes);
     comm->place.rank = rank;
@@ -2668,9 +2679,6 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     world->comms = comm;
     return comm;
 }
-
-/* A group over a transport: each rank's own list. */
-static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
 
 static dt__group *dt__group_list(dt__world *world, int size, const char *name) {
     dt__group *group = (dt__group *)dt_alloc(world->ctx, DT_MEM_HOST, dt__listed_bytes(size), "dt_comm");
@@ -2730,7 +2738,7 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name) {
     for (int rank = 0; rank < comm->place.size; rank++)
         channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
     world->channels = channel + 1;
-    if (group) group->channel = channel;
+    if (made) group->channel = channel;
     return made;
 }
 
@@ -3423,10 +3431,12 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     }
     dt__world *world = dt__world_make(ctx, &desc);
     dt__group *group = world ? dt__world_group(world) : NULL;
-    if (!world) {
-        if (desc.team && dt__claim(desc.team->shared, desc.rank))   /* nobody listens to this context yet */
-            dt__publish_failure(desc.team->shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
-        return NULL;
+    if (!group) {   /* nobody listens to this context yet */
+        dt__shared *shared = desc.team ? desc.team->shared : world ? world->shared : NULL;
+        if (shared && dt__claim(shared, desc.rank))
+            dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
+        if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
+        if (!world) return NULL;
     }
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel;
@@ -3555,6 +3565,11 @@ dt_team *dt_team_make(dt_run_desc desc) {
 
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     dt_ctx_desc desc;
+    if (!team || rank < 0 || rank >= team->desc.ranks) {
+        if (team) dt__run_fail(team->shared, team->host, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank,
+                               team->desc.ranks);
+        return NULL;
+    }
     memset(&desc, 0, sizeof desc);
     desc.seed = team->desc.seed;
     desc.rank = rank;
@@ -3573,7 +3588,7 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     for (int from = 0; from < shared->ranks; from++) {
         for (int to = 0; to < shared->ranks; to++) {
             for (int i = 0; i < DT__MESSAGES; i++) {
-                const dt__message *message = &dt__pair_of(shared, from, to)->message[i];
+                const dt__message *message = &dt__pair_of(shared, from, to, 0)->message[i];
                 if (message->state != DT__POSTED) continue;
                 dt__run_fail(shared, host, from, DT_ERR_COMM,
                              "rank %d: rank %d ended without receiving %s x %zu with tag %d on %s", from, to,
@@ -3649,7 +3664,10 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
         snprintf(text, sizeof text, "rank %d (process %d) exited with status %d in its rank function", rank, pid,
                  WEXITSTATUS(status));
     int half = __atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared);
-    if (half) dt__publish_failure(shared, rank, DT_ERR_PEER, text);
+    if (half) {
+        dt__publish_failure(shared, rank, DT_ERR_PEER, text);
+        team->host->log(team->host->user, DT_LOG_ERROR, rank, text);
+    }
     dt__run_fail(shared, team->host, rank, DT_ERR_PEER, "%s", text);
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }

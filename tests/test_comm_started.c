@@ -278,12 +278,12 @@ static dt_status failing_wait_rank(dt_ctx *ctx, void *user) {
         while (!__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) { dt_test(ctx, work); nap(ctx, 0); }
         dt_fail(ctx, DT_ERR_NUMERIC, "on the way");
     }
-    if (waits) dt_wait(ctx, work);
+    if (waits || this_rank) dt_wait(ctx, work);
     else dt_comm_detach(ctx, dt_error(ctx));
     for (size_t i = 0; i < count; i++) a[i] = -1;
     free(a);
     free(b);
-    return waits ? dt_error(ctx) : DT_OK;
+    return dt_error(ctx);
 }
 
 /* Whoever polls learns of a failure too. user: the rank that fails and then takes its time. */
