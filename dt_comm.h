@@ -146,7 +146,7 @@ typedef struct dt_run_desc {
    Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
    of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
    begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls
-   dt_run from the thread that did. Every rank's dt_run returns the first failure. After one that a rank cannot be told
+   dt_run from the thread that did; while dt_run runs, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first failure. After one that a rank cannot be told
    of within timeout_s, MPI is not ended: the launcher ends such a rank once this process ends with an error. Buffers
    are memory that MPI can read: the device's too only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
@@ -338,7 +338,8 @@ DT_API dt_status dt_team_free(dt_team *team);
    have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
    DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
    longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
-   bytes) says the reason: the peer is gone, or another rank has called fail. cancel: the request is gone, its buffer
+   bytes) says the reason: the peer is gone, or another rank has called fail; -2 the same, but the call was wrong.
+   cancel: the request is gone, its buffer
    the caller's. fail: this rank has failed, let others know text. */
 typedef struct dt_transport {
     const char *name;
@@ -1703,7 +1704,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
-    if (done < 0) return dt__comm_fail(world, DT_ERR_PEER, "%s: %s", dt__part_text(work, part).s, why), -1;
+    dt_status status = done == -2 ? DT_ERR_COMM : DT_ERR_PEER;
+    if (done < 0) return dt__comm_fail(world, status, "%s: %s", dt__part_text(work, part).s, why), -1;
     if (part->op == DT__SEND) return 1;
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
@@ -2910,6 +2912,7 @@ typedef struct dt__mpi_request {
     MPI_Request  request;
     MPI_Datatype type;          /* MPI_BYTE, or made for this message */
     int          peer;          /* of a send; -1: a receive */
+    size_t       bytes;         /* of a receive */
     int          error;         /* of MPI, when it began */
     const char  *wrong;         /* why it did not begin */
     char        *copy;          /* room for a small send; kept with an idle request */
@@ -2922,6 +2925,7 @@ typedef struct dt__mpi {
     dt_ctx          *ctx;
     int              rank, size, tag_span, turns;
     int              initialized;       /* here, and not by the program */
+    MPI_Errhandler   handler;           /* of MPI_COMM_WORLD, while MPI reports errors to dt */
     MPI_Comm         comms[DT__MPI_COMMS], control;
     int              made;              /* of these, control last */
     dt__mpi_request *idle, *flying;
@@ -3046,6 +3050,7 @@ static void *dt__mpi_recv(void *user, int from, uint32_t channel, int tag, void 
     MPI_Comm *comm = r ? dt__mpi_place(mpi, r, channel, &tag) : NULL;
     int count = 0;
     if (!comm) return r;
+    r->bytes = bytes;
     r->error = dt__mpi_type(bytes, &r->type, &count);
     if (!r->error)
         r->error = MPI_Irecv(buf, count, r->type, from == DT_ANY ? MPI_ANY_SOURCE : from, tag, *comm, &r->request);
@@ -3099,13 +3104,13 @@ static void dt__mpi_look(dt__mpi *mpi) {
 
 /* ---- test and cancel ---- */
 
-/* A request of this rank could not begin, or MPI gave it up. Always -1. */
+/* A request of this rank could not begin, or MPI gave it up. Always -2: nobody else has failed, as far as MPI tells. */
 static int dt__mpi_broken(dt__mpi *mpi, dt__mpi_request *r, int error, char *why) {
     if (r->wrong) snprintf(why, 512, "%s", r->wrong);
     else dt__mpi_why(error, why, 512);
     if (r->flies) mpi->flies[r->peer]--;
     dt__mpi_put_back(mpi, r);
-    return -1;
+    return -2;
 }
 
 static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, char *why) {
@@ -3123,10 +3128,15 @@ static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, cha
         return 1;
     }
     if (!error && !done) return 0;
-    if (!error && receives) error = MPI_Get_elements_x(&status, r->type, &got);
-    if (error && receives && dt__mpi_is(error, MPI_ERR_TRUNCATE))
-        r->wrong = "the message is longer than what is received";
-    if (error) return dt__mpi_broken(mpi, r, error, why);
+    int cut = receives && dt__mpi_is(error, MPI_ERR_TRUNCATE);
+    if (receives && (!error || cut)) {
+        int counted = MPI_Get_elements_x(&status, MPI_BYTE, &got) == MPI_SUCCESS;
+#ifdef OPEN_MPI         /* tells the whole length; MPICH something */
+        if (cut && counted && (size_t)got > r->bytes) error = MPI_SUCCESS;
+#endif
+        if (error || !counted) r->wrong = cut ? "the message is longer" : "its length is not known";
+    }
+    if (error || r->wrong) return dt__mpi_broken(mpi, r, error, why);
     if (receives) {
         *from = status.MPI_SOURCE;
         *bytes = (size_t)got;
@@ -3218,6 +3228,8 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     if (!mpi->saying || !mpi->flies) return "no memory for it";
     memset(mpi->flies, 0, size * sizeof(int));
     for (size_t i = 0; i < size; i++) mpi->saying[i] = MPI_REQUEST_NULL;
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->handler);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);     /* MPICH asks this one about dt's requests */
     double until = host->now(host->user) + mpi->timeout_s;
     for (; mpi->made <= DT__MPI_COMMS; mpi->made++) {
         MPI_Comm from = mpi->made ? mpi->comms[mpi->made - 1] : MPI_COMM_WORLD;
@@ -3317,6 +3329,8 @@ static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_last_meeting(mpi), settled = met && dt__mpi_settle(mpi);
     for (int i = 0; i < DT__MPI_COMMS && settled; i++) MPI_Comm_free(&mpi->comms[i]);
     if (settled) MPI_Comm_free(&mpi->control);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, mpi->handler);
+    MPI_Errhandler_free(&mpi->handler);
     if (settled && mpi->initialized) MPI_Finalize();
     if (!met && !mpi->first.status) dt__mpi_note(&mpi->first, DT_ERR_PEER, -1, "dt_run: not all ranks ended");
     *report = mpi->first;

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c and train_gpt under mpirun
+#
+# Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
+# outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
+# int need not be gigabytes. MPIS="mpich": only that one; FULL=no: without train_gpt (what the mutants ask for).
+cd "$(dirname "$0")/.." || exit 1
+MAKE=${MAKE:-make}
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MOST=5000"
+export CFLAGS="${MPI_CFLAGS:--O1 -Wall -Wextra}"
+[ "$1" = ranks ] && FULL=no
+passed=0 failed=0 skipped=0
+D=$(mktemp -d)
+trap 'rm -rf "$D"' EXIT
+
+report() { # report OK? TEXT
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
+    failed=$((failed + 1))
+    echo "FAIL $mpi: $2"
+    { grep -m 6 FAIL "$D/out" || head -n 6 "$D/out"; } | sed 's/^/    /'
+}
+
+run() { # run N PROGRAM...: under mpirun; the output is in $D/out
+    local n=$1 more=
+    shift
+    "$mpirun" --version 2>/dev/null | grep -qi 'open' && more=--oversubscribe
+    timeout -k 5 120 "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
+}
+
+ranks() {
+    local n begin status
+    for n in 2 3 4; do
+        "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
+        run $n "$D/$mpi/mpi_ranks" collectives && ! grep -q FAIL "$D/out"
+        report $? "$n ranks: collectives"
+        grep -qxF "$(grep results "$D/threads")" "$D/out"
+        report $? "$n ranks: the bits of threads, $(cat "$D/threads")"
+        run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"
+        report $? "$n ranks: failures"
+    done
+    for n in timeout killed; do
+        begin=$SECONDS
+        run 3 "$D/$mpi/mpi_ranks" $n
+        status=$?
+        [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt 30 ] &&
+            { [ $n = killed ] || grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [01]: timeout 1.0 s in' "$D/out"; }
+        report $? "a rank $n: status $status after $((SECONDS - begin)) s"
+    done
+}
+
+train() {
+    local gpt=$D/$mpi/train_gpt zero job="--layers 1 --width 32 --heads 2 --seq 32 --batch 8 --steps 6 --data README.md"
+    for zero in 0 1; do
+        "$gpt" $job --zero $zero --ranks 4 --quiet --log-csv "$D/threads.csv" >"$D/out" 2>&1
+        run 4 "$gpt" --backend mpi $job --zero $zero --log-csv "$D/mpi.csv"
+        report $? "train_gpt --zero $zero"
+        [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt ' "$D/out")" = 1 ]
+        report $? "train_gpt: rank 0 alone prints"
+        # loss, norm, learning rate, and the bytes of each axis
+        cut -d, -f1-4,13-17 "$D/threads.csv" >"$D/want"
+        [ "$(wc -l <"$D/want")" = 7 ] && cut -d, -f1-4,13-17 "$D/mpi.csv" | diff - "$D/want" >"$D/out"
+        report $? "train_gpt --zero $zero: the digits of 4 threads"
+    done
+    run 2 "$gpt" --backend mpi $job --ranks 3
+    [ $? != 0 ] && grep -q 'error: --ranks 3: MPI started 2 processes' "$D/out"
+    report $? "train_gpt refuses a number of ranks that is not the launcher's"
+    run 2 "$gpt" --backend mpi $job --lr 1e3 --optimizer sgd --clip 0 --steps 50 --quiet
+    [ $? != 0 ] && [ "$(grep -c 'error: ' "$D/out")" = 1 ] && grep -Eq 'error: rank [01]: .*(NaN|finite|inf)' "$D/out"
+    report $? "train_gpt: a run that fails, one line"
+}
+
+found=no
+for mpi in ${MPIS:-openmpi mpich default}; do
+    mpicc=mpicc.$mpi mpirun=mpirun.$mpi
+    if [ $mpi = default ]; then
+        [ $found = no ] || continue
+        mpicc=mpicc mpirun=mpirun
+    fi
+    if ! command -v $mpicc >/dev/null || ! command -v $mpirun >/dev/null; then
+        [ $mpi = default ] || { echo "SKIP $mpi: $mpicc or $mpirun is not installed"; skipped=$((skipped + 1)); }
+        continue
+    fi
+    found=yes
+    for program in mpi_ranks $([ "$FULL" = no ] || echo train_gpt); do
+        $MAKE -s MPI=1 MPICC=$mpicc B="$D/$mpi" "$D/$mpi/$program" >"$D/out" 2>&1 && [ ! -s "$D/out" ]
+        report $? "$program builds without a warning"
+    done
+    [ -x "$D/$mpi/mpi_ranks" ] && ranks
+    [ -x "$D/$mpi/train_gpt" ] && train
+    [ "$FULL" != no ] || break      # one MPI is enough for a mutant
+done
+echo "test_mpi: $passed passed, $failed failed, $skipped skipped"
+[ $failed = 0 ]
