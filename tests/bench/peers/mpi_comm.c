@@ -4,15 +4,15 @@
 
    OPERATION is all-reduce, all-gather, reduce-scatter, all-to-all or send-recv, f32 and sums, send and receive buffers
    apart. BYTES are those of the full buffer: of all-gather what one rank receives, of reduce-scatter and all-to-all
-   what it sends. Each size is called for SECONDS, in bursts of a twentieth of it. Rank 0 prints a line "BYTES,US" a size:
-   the time of one call in the best burst; of send-recv half a round trip. */
+   what it sends. Each size is called for SECONDS, in bursts of a twentieth of it, as bench_comm.c does. Rank 0 prints a
+   line "BYTES,US" a size: the time of one call in the best burst; of send-recv half a round trip. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { BURSTS = 20 };
+enum { BURSTS = 20, LEAST_BURSTS = 4 };
 
 static void once(const char *op, float *send, float *recv, int count, int rank, int ranks) {
     int share = count / ranks;
@@ -42,7 +42,9 @@ static double now(void) {   /* the same for all processes */
 /* Seconds of one call in the best burst, from the first rank's start to the last one's end. */
 static double measure(const char *op, double seconds, float *send, float *recv, int count, int rank, int ranks) {
     double total = 0, best = 1e30, burst = seconds / BURSTS;
-    for (int calls = 1; total < seconds;) {
+    int    bursts = 0;
+    once(op, send, recv, count, rank, ranks);
+    for (int calls = 1; total < seconds || bursts < LEAST_BURSTS;) {
         double mine[2], most[2];    /* the latest end, and the earliest start with its sign changed */
         MPI_Barrier(MPI_COMM_WORLD);
         mine[1] = -now();
@@ -56,6 +58,7 @@ static double measure(const char *op, double seconds, float *send, float *recv, 
             continue;
         }
         total += took;
+        bursts++;
         if (took / calls < best) best = took / calls;
     }
     return best / (strcmp(op, "send-recv") == 0 ? 2 : 1);
