@@ -5,9 +5,9 @@
 
    f32, sums, send and receive buffers apart, checks on. `bytes` are those of the full buffer: of all-gather what one
    rank receives, of reduce-scatter and all-to-all what it sends, at least one element a share. A run calls every size
-   for 20 ms or more, in bursts of a millisecond or one call; what counts is the best burst's time, from the start of the
-   first rank to the end of the last, divided by its calls, and of send-recv (ping-pong of ranks 2i and 2i+1, all pairs
-   at once) half of it. The contestants of an operation and number of ranks take turns run by run, each in processes of
+   for 20 ms or more, in bursts of a millisecond or one call; what counts is the time of the best burst, from the start of
+   the first rank to the end of the last, divided by its calls, and of send-recv (ping-pong of ranks 2i and 2i+1, all
+   pairs at once) half of it. The contestants of an operation and number of ranks take turns run by run, each in processes of
    its own, measured by the same loop, and the best of the rounds counts for each.
 
    buffers      of forked ranks: `range` from dt_alloc(DT_MEM_COMM), which others can reach, or `malloc`, which they
@@ -94,13 +94,15 @@ static int numbers(const char *list, size_t *out, size_t least, size_t most, siz
 static options parse(int argc, char **argv) {
     options o = { 0, 5, 7, 31, { 2, 4, 8 }, 3, { 8, 64, 512, 4096, 32768, 262144, 2097152, 16777216 }, 8, 0.02, NULL };
     int     backends = 7, buffers = 7;
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--quick") == 0)
+            o = (options){ 1, 1, 7, 31, { 2 }, 1, { 8, 32768, 2097152 }, 3, 0.001, NULL };
     for (int i = 1; i < argc; i++) {
         const char *v;
         size_t      list[MOST_LISTED];
         int         good = 1;
-        if (strcmp(argv[i], "--quick") == 0) {
-            o = (options){ 1, 1, 7, 31, { 2 }, 1, { 8, 32768, 2097152 }, 3, 0.001, NULL };
-        } else if ((v = bench_option(argc, argv, &i, "--ops"))) good = (o.ops = choose(v, op_names, OPS)) > 0;
+        if (strcmp(argv[i], "--quick") == 0) continue;      /* seen above: the other options change what it sets */
+        else if ((v = bench_option(argc, argv, &i, "--ops"))) good = (o.ops = choose(v, op_names, OPS)) > 0;
         else if ((v = bench_option(argc, argv, &i, "--backends")))
             good = (backends = choose(v, way_backends, WAYS)) > 0;
         else if ((v = bench_option(argc, argv, &i, "--buffers"))) good = (buffers = choose(v, way_buffers, WAYS)) > 0;
@@ -267,13 +269,12 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
 // ==== 3. Open MPI ===================================================================================================
 
 /* Its defaults (it yields by itself when ranks outnumber cores), and what its documentation offers for ranks that share
-   a machine: no binding to cores, collectives in shared memory first, copies through shared memory where the system
-   call for a copy in one step (CMA) costs more. */
+   a machine with others: no binding to cores; copies through shared memory where the system call for a copy in one step
+   (CMA) costs more. Its collectives in shared memory (coll_sm_priority) were the fastest nowhere. */
 typedef struct setting { const char *name, *words; } setting;
 static const setting settings[] = {
     { "", "" },
     { "+unbound", "--bind-to none" },
-    { "+sm", "--bind-to none --mca coll_sm_priority 100" },
     { "+copy-in-out", "--bind-to none --mca btl_vader_single_copy_mechanism none" },
 };
 enum { SETTINGS = sizeof settings / sizeof *settings };
