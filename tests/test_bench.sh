@@ -58,14 +58,15 @@ comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bo
 figures=$(for suffix in "" _malloc _threads; do
     for op in all_reduce all_gather reduce_scatter all_to_all send_recv; do
         for f in geomean geomean_2_ranks min min_64 bound_share_min; do
-            [ $f = bound_share_min ] && { [ $op = reduce_scatter ] || [ "$suffix" = _malloc ]; } || echo "${op}_$f$suffix"
+            [[ $f = bound_share_min && ($op = reduce_scatter || $suffix = _malloc) ]] || echo "${op}_$f$suffix"
         done
     done
 done | xargs)
 bench bench_comm "$comm" 45 "$figures" --quick
 awk -F, '$5 <= 0 || $6 <= 0 || $5 == "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
 report $? "bench_comm: every time and rate of dt is positive"
-awk -F, '$4 > 1048576 && $10 == "range" && $1 != "reduce-scatter" && $12 !~ /^[0-9.]+$/ { bad = 1 } END { exit bad }' "$dir/rows"
+awk -F, '$4 > 1048576 && $10 == "range" && $1 != "reduce-scatter" && $12 !~ /^[0-9.]+$/ { bad = 1 }
+    END { exit bad }' "$dir/rows"
 report $? "bench_comm: above 1 MiB the machine's bound is measured"
 bench bench_comm "$comm" 2 \
     "all_reduce_geomean all_reduce_geomean_2_ranks all_reduce_min all_reduce_min_64 all_reduce_bound_share_min" \

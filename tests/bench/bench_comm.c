@@ -5,10 +5,10 @@
 
    f32, sums, send and receive buffers apart, checks on. `bytes` are those of the full buffer: of all-gather what one
    rank receives, of reduce-scatter and all-to-all what it sends, at least one element a share. A run calls every size
-   for 20 ms or more, in bursts of a millisecond or one call; what counts is the time of the best burst, from the start of
-   the first rank to the end of the last, divided by its calls, and of send-recv (ping-pong of ranks 2i and 2i+1, all
-   pairs at once) half of it. The contestants of an operation and number of ranks take turns run by run, each in processes of
-   its own, measured by the same loop, and the best of the rounds counts for each.
+   for 20 ms or more, in bursts of a millisecond or one call. What counts is the time of the best burst, from the first
+   rank's start to the last one's end, divided by its calls; of send-recv (ping-pong of ranks 2i and 2i+1, all pairs at
+   once) half of it. The contestants of an operation and number of ranks take turns run by run, each in processes of its
+   own, measured by the same loop, and the best of the rounds counts for each.
 
    buffers      of forked ranks: `range` from dt_alloc(DT_MEM_COMM), which others can reach, or `malloc`, which they
                 cannot. To ranks that are threads, all memory is `range`.
