@@ -5,7 +5,7 @@
 #   make test     everything, but a sample of 10 of the planted mistakes; last line "N passed, N failed, N skipped"
 #                 (DEPS=no: install nothing)
 #   make mutants  all planted mistakes: each must make its test fail
-#   make bench    every benchmark against its peers: OpenBLAS, PyTorch, where they are installed
+#   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu

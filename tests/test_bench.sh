@@ -54,7 +54,28 @@ report $? "bench_train: tokens a second, and a memory of some megabytes"
 timeout 60 "$B/bench_train" --quick --profile >"$dir/out" 2>&1
 awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"
 report $? "bench_train --profile: products of three kinds, and what is left"
-for p in bench_gemm bench_train; do
+comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"
+figures=$(for suffix in "" _malloc _threads; do
+    for op in all_reduce all_gather reduce_scatter all_to_all send_recv; do
+        for f in geomean geomean_2_ranks min min_64 bound_share_min; do
+            [[ $f = bound_share_min && ($op = reduce_scatter || $suffix = _malloc) ]] || echo "${op}_$f$suffix"
+        done
+    done
+done | xargs)
+bench bench_comm "$comm" 45 "$figures" --quick
+awk -F, '$5 <= 0 || $6 <= 0 || $5 == "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_comm: every time and rate of dt is positive"
+awk -F, '$4 > 1048576 && $10 == "range" && $1 != "reduce-scatter" && $12 !~ /^[0-9.]+$/ { bad = 1 }
+    END { exit bad }' "$dir/rows"
+report $? "bench_comm: above 1 MiB the machine's bound is measured"
+bench bench_comm "$comm" 2 \
+    "all_reduce_geomean all_reduce_geomean_2_ranks all_reduce_min all_reduce_min_64 all_reduce_bound_share_min" \
+    --quick --ops=all-reduce --ranks 4 --backends procs --buffers range --sizes 64,4096 --mpi no/such/folder
+grep -q '^# peer: Open MPI (mpicc and mpirun) is not installed at no/such/folder' "$dir/out" &&
+    [ "$(cut -d, -f1-4,7-9 "$dir/rows" | xargs)" = \
+      "all-reduce,procs,4,64,none,nan,nan all-reduce,procs,4,4096,none,nan,nan" ]
+report $? "bench_comm without Open MPI says so and measures dt"
+for p in bench_gemm bench_train bench_comm; do
     "$B/$p" --quik >"$dir/out" 2>&1
     [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
     report $? "$p refuses an option it does not know"

@@ -31,6 +31,7 @@ run() { # run NAME LIMIT_S ARGS...
 for f in examples/[0-9]*.c; do
     name=$(basename "$f" .c)
     case $name in 04_memory) run "$name" 60 --width 300 ;; *) run "$name" 60 ;; esac
+    [ "$name" = 06_ring_all_reduce ] && run "$name" 60 procs
     [ "$(wc -l <"$f")" -le 150 ] || { echo "FAIL $f: over 150 lines"; failed=$((failed + 1)); }
 done
 run demo 180
