@@ -5692,7 +5692,7 @@ static inline dt__double2 dt__root2(dt__double2 v) {
 /* e^x in float, within 1.1 ulp, without branches, so that loops over it vectorise; the coefficients are Cephes'.
    x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. 2^n is
    applied in two halves, so that results below 2^-126 come out denormal and large ones infinite. */
-static inline float dt__expf(float x) {
+DT__INLINE float dt__expf(float x) {
     const float magic = 12582912.0f;
     x = x < -105.0f ? -105.0f : x; /* e^-105 rounds to 0, e^89 to infinity; a NaN passes both comparisons */
     x = x > 89.0f ? 89.0f : x;
@@ -5717,7 +5717,7 @@ static inline float dt__expf(float x) {
 }
 
 /* ln x in float, within 1 ulp, as above: x = 2^e m with m in [sqrt(1/2), sqrt 2). */
-static inline float dt__logf(float x) {
+DT__INLINE float dt__logf(float x) {
     float normal = x < 1.17549435e-38f ? x * 8388608.0f : x, m;
     uint32_t bits, m_bits;
     memcpy(&bits, &normal, 4);
@@ -5741,7 +5741,7 @@ static inline float dt__logf(float x) {
 }
 
 /* tanh x in float: a polynomial where 1 - 2 / (e^2x + 1) would cancel. */
-static inline float dt__tanhf(float x) {
+DT__INLINE float dt__tanhf(float x) {
     float z = x * x, far = 1.0f - 2.0f / (dt__expf(2.0f * x) + 1.0f);
     float p = -5.997020093e-3f;
     p = p * z + 2.091450411e-2f;
@@ -5753,7 +5753,7 @@ static inline float dt__tanhf(float x) {
 
 /* The normal distribution function in float: e^(x^2/2) times its lower tail is a polynomial in 1 / (1 + |x| / sqrt 8),
    fitted to a relative error of 5e-8. */
-static inline float dt__phif(float x) {
+DT__INLINE float dt__phif(float x) {
     float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 1.617393085e-2f;
     p = p * t - 1.435691533e-1f;
@@ -6037,6 +6037,7 @@ typedef struct dt__variant {
 #if DT__BITS != 1 /* the product is for floating types only */
 #define DT__NV ((int64_t)(sizeof(DT__V) / sizeof(DT__REAL))) /* elements of a vector */
 #define DT__NR (2 * DT__NV)                                  /* columns of a tile */
+#define DT__MORE ((DT__MR + DT__NV - 1) / DT__NV * DT__NV)   /* its rows as whole vectors: at most two more */
 #endif
 
 /* ---- numbers in storage ---- */
@@ -6178,44 +6179,59 @@ DT__FN void DT__K(act_back)(int act, const DT__REAL *x, const DT__REAL *d, int64
 
 // ==== 21. Matrix product on the CPU =================================================================================
 
-/* A row of a tile to C, at element `at` of it: all the fusions are here, so that every product shares them. Inlined
-   with the constant width of a full tile and once more for the others. The row is overwritten. */
-DT__FN inline __attribute__((always_inline)) void DT__K(finish_row)(const dt_matmul_args *a, int64_t at, int64_t j0,
-                                                                    int64_t cols, DT__REAL *t) {
-    DT__REAL buf[DT__LANES];
+/* `rows` x `cols` finished sums of A B to C, at element `at` and column j0: all the fusions are here, so that every
+   product shares them. An activation goes over all rows at once, and over what lies between them: rows are NR apart,
+   unless it is one. Inlined with the constant width of a full tile and once more for the others. The tile is lost. */
+DT__FN inline __attribute__((always_inline)) void DT__K(finish_rows)(const dt_matmul_args *a, int64_t at, int64_t j0,
+                                                                     int64_t rows, int64_t cols, DT__REAL *tile,
+                                                                     int64_t ld) {
+    DT__REAL buf[DT__LANES], before[14 * DT__LANES];
+    const DT__REAL *x = before;
     dt_dtype to = dt__wide(a->dtype, a->wide);
-    if (a->bias) {
-        const DT__REAL *bias = DT__K(get)(a->dtype, a->bias, j0, cols, buf);
-        for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
+    int64_t all = (rows - 1) * ld + cols;
+    const DT__REAL *bias = a->bias ? DT__K(get)(a->dtype, a->bias, j0, cols, buf) : NULL;
+    if (a->derivative && cols < DT__NR) memset(before, 0, sizeof before);
+    for (int64_t i = 0; i < rows; i++) {
+        DT__REAL *t = tile + i * ld;
+        if (bias) for (int64_t j = 0; j < cols; j++) t[j] += bias[j];
+        if (a->before && !a->derivative) DT__K(give)(a->dtype, a->before, at + i * a->ldc, cols, t, 0);
+        if (!a->derivative) continue;
+        x = DT__K(get)(a->dtype, a->before, at + i * a->ldc, cols, before + i * DT__NR);
+        if (rows > 1) for (int64_t j = 0; j < cols; j++) before[i * DT__NR + j] = x[j];
     }
-    if (a->derivative) {
-        DT__K(act_back)(a->activation, DT__K(get)(a->dtype, a->before, at, cols, buf), t, cols, t, 1);
-    } else {
-        if (a->before) DT__K(give)(a->dtype, a->before, at, cols, t, 0);
-        if (a->activation) DT__K(act)(a->activation, t, cols, t, 1, 0);
+    if (a->derivative) DT__K(act_back)(a->activation, rows > 1 ? before : x, tile, all, tile, 1);
+    else if (a->activation) DT__K(act)(a->activation, tile, all, tile, 1, 0);
+    for (int64_t i = 0; i < rows; i++, at += a->ldc) {
+        DT__REAL *t = tile + i * ld;
+        if (a->residual) {
+            const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
+            for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
+        }
+        if (dt__narrow(to)) {
+            DT__K(give)(to, a->c, at, cols, t, a->accumulate);
+            continue;
+        }
+        DT__REAL *c = (DT__REAL *)a->c + at;
+        if (a->accumulate) for (int64_t j = 0; j < cols; j++) c[j] += t[j];
+        else if (c != t) for (int64_t j = 0; j < cols; j++) c[j] = t[j];
     }
-    if (a->residual) {
-        const DT__REAL *residual = DT__K(get)(a->dtype, a->residual, at, cols, buf);
-        for (int64_t j = 0; j < cols; j++) t[j] += residual[j];
-    }
-    if (dt__narrow(to)) {
-        DT__K(give)(to, a->c, at, cols, t, a->accumulate);
-        return;
-    }
-    DT__REAL *c = (DT__REAL *)a->c + at;
-    if (a->accumulate) for (int64_t j = 0; j < cols; j++) c[j] += t[j];
-    else if (c != t) for (int64_t j = 0; j < cols; j++) c[j] = t[j];
 }
 
-/* `rows` x `cols` finished sums of A B, at (i0, j0) of one batch. */
+/* The same at (i0, j0) of one batch. */
 DT__FN void DT__K(matmul_finish)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t cols, DT__REAL *tile, int64_t ld) {
     int64_t  at = batch * a->stride_c + i0 * a->ldc + j0;
     if (tile == (DT__REAL *)a->c + at && !a->bias && !a->before && !a->activation && !a->residual) return;
-    for (int64_t i = 0; i < rows; i++, at += a->ldc) {
-        if (cols == DT__NR) DT__K(finish_row)(a, at, j0, DT__NR, tile + i * ld);
-        else DT__K(finish_row)(a, at, j0, cols, tile + i * ld);
-    }
+    if (cols == DT__NR) DT__K(finish_rows)(a, at, j0, rows, DT__NR, tile, ld);
+    else DT__K(finish_rows)(a, at, j0, rows, cols, tile, ld);
+}
+
+/* What the end of a tile will read is asked for before the tile is summed, so that it is there in time. */
+DT__FN void DT__K(ask_end)(const dt_matmul_args *a, int64_t batch, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
+    const char *from = (const char *)(a->derivative ? a->before : a->residual);
+    int64_t at = batch * a->stride_c + i0 * a->ldc + j0, size = (int64_t)dt_dtype_size(a->dtype);
+    for (int64_t i = 0; from && i < rows; i++)
+        for (int64_t j = 0; j < cols * size; j += 64) __builtin_prefetch(from + (at + i * a->ldc) * size + j);
 }
 
 /* The product as it is defined: every element a dot product of K terms, k ascending. */
@@ -6235,17 +6251,22 @@ DT__FN void DT__K(matmul_naive)(const dt_matmul_args *a, int64_t batch) {
 
 /* One tile, the only place with intrinsics: tile(R,NR) += panel_a(k,R)^T panel_b(k,NR), where R is MR for the product
    and MA for attention; rows of panel_a are `step` apart and the tile's rows ld. The 2 x R sums stay in registers, from
-   zero if the tile is fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. */
+   zero if the tile is fresh; an element is one chain of K multiply-adds, k ascending, wherever its tile lies. Meanwhile
+   comes what is read later: unless apart is 0, every 8 steps a line from `ask` on. */
 #define DT__TILE_ZERO(i) DT__V c##i##_0 = DT__ZERO, c##i##_1 = DT__ZERO;
 #define DT__TILE_LOAD(i) c##i##_0 = DT__LOAD(tile + i * ld); c##i##_1 = DT__LOAD(tile + i * ld + DT__NV);
 #define DT__TILE_STEP(i) c##i##_0 = DT__FMADD(a[i], b0, c##i##_0); c##i##_1 = DT__FMADD(a[i], b1, c##i##_1);
 #define DT__TILE_STORE(i) DT__STORE(tile + i * ld, c##i##_0); DT__STORE(tile + i * ld + DT__NV, c##i##_1);
 #define DT__TILE_FUNCTION(name, ROWS, STEP) \
     DT__FN void DT__K(name)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *tile, int64_t ld, \
-                            int fresh) { \
+                            int fresh, const char *ask, int64_t apart) { \
         ROWS(DT__TILE_ZERO) \
         if (!fresh) { ROWS(DT__TILE_LOAD) } \
         for (int64_t p = 0; p < k; p++, a += step, b += DT__NR) { \
+            if (apart && p % 8 == 0) { \
+                __builtin_prefetch(ask, 0, 2); \
+                ask += apart; \
+            } \
             DT__V b0 = DT__LOAD(b), b1 = DT__LOAD(b + DT__NV); \
             ROWS(STEP) \
         } \
@@ -6283,13 +6304,16 @@ typedef struct DT__K(matmul_plan) {
     int       whole;   /* K is one piece */
     int       in_c;    /* C has the type computed in and is overwritten: tiles are summed where they belong */
     int       pairs;
-    void    (*tile)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *to, int64_t ld, int fresh);
+    void    (*tile)(int64_t k, const DT__REAL *a, int64_t step, const DT__REAL *b, DT__REAL *to, int64_t ld, int fresh,
+                    const char *ask, int64_t apart);
 } DT__K(matmul_plan);
 
 /* Packing makes what the tile reads one stream. A panel (steps,width) from a source whose row p is row p of the panel,
    at element `at`; columns past `have` are zero and go through the tile like any others. */
 DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t width, const void *from, int64_t at,
                              int64_t ld, int64_t have, int64_t terms) {
+    int more = have >= DT__MORE; /* what is copied past a panel's row, the next one overwrites */
+    if (have > width) have = width;
 #if DT__BITS == 32 && DT__ISA == 2
     if (pairs) {
         for (int64_t p = 0; p < terms; p += 2, panel += width, at += 2 * ld) {
@@ -6308,6 +6332,7 @@ DT__FN void DT__K(pack_rows)(dt_dtype dtype, int pairs, DT__REAL *panel, int64_t
         const DT__REAL *row = DT__K(get)(dtype, from, at, have, panel);
         int64_t i = 0;
         if (plain && width == DT__NR) memcpy(panel, row, DT__NR * sizeof *row);
+        else if (plain && more && p + 1 < terms) memcpy(panel, row, DT__MORE * sizeof *row);
         else if (plain) memcpy(panel, row, DT__MR * sizeof *row);
         if (plain) continue;
         for (; i < have; i++) panel[i] = row[i];
@@ -6412,22 +6437,34 @@ DT__FN void DT__K(pack_columns)(dt_dtype dtype, int pairs, DT__REAL *panel, int6
     }
 }
 
-/* Panels of rows of A, DT__GROUP at most, from i on. Where A is stored (k,m), all of them in one pass over its rows, so
-   that a row's numbers are read together. */
-DT__FN void DT__K(pack_group)(const DT__K(matmul_plan) *w, int64_t at, int64_t i, int64_t i1, int64_t terms) {
-    const dt_matmul_args *a = w->args;
-    int64_t depth = w->pairs ? (terms + 1) / 2 : terms, end = i1 - i < DT__GROUP * DT__MR ? i1 : i + DT__GROUP * DT__MR;
-    int64_t step = a->trans_a ? 16 : terms; /* terms in one pass; even, for pairs */
+/* Panels of `count` rows of A or columns of B; turned: each lies in one row as stored. Otherwise all of them in one
+   pass over the terms, so that the numbers of a row are read together. */
+DT__FN void DT__K(pack)(const DT__K(matmul_plan) *w, DT__REAL *to, int64_t width, const void *from, int64_t at,
+                        int64_t ld, int turned, int64_t count, int64_t terms) {
+    dt_dtype dtype = w->args->dtype;
+    int64_t  depth = w->pairs ? (terms + 1) / 2 : terms, step = turned ? terms : 16; /* even, for pairs */
     for (int64_t p = 0; p < terms; p += step) {
-        DT__REAL *panel = w->a + (w->pairs ? p / 2 : p) * DT__MR;
+        DT__REAL *panel = to + (w->pairs ? p / 2 : p) * width;
         int64_t   n = terms - p < step ? terms - p : step;
-        for (int64_t j = i; j < end; j += DT__MR, panel += depth * DT__MR) {
-            int64_t rows = end - j < DT__MR ? end - j : DT__MR;
-            int64_t from = at + (a->trans_a ? p * a->lda + j : j * a->lda);
-            if (a->trans_a) DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
-            else DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__MR, a->a, from, a->lda, rows, n);
+        for (int64_t j = 0; j < count; j += width, panel += depth * width) {
+            if (turned) DT__K(pack_columns)(dtype, w->pairs, panel, width, from, at + j * ld, ld, count - j, n);
+            else DT__K(pack_rows)(dtype, w->pairs, panel, width, from, at + p * ld + j, ld, count - j, n);
         }
     }
+}
+
+/* What tile number `tile` of a group asks for: its part of the next group of A, whose first row is i; every 8 steps of
+   the tile one more line, `apart` bytes further. All at once would keep the tile waiting for as long as packing. */
+DT__FN const char *DT__K(ask)(const DT__K(matmul_plan) *w, int64_t at, int64_t i, int64_t i1, int64_t terms,
+                              int64_t tile, int64_t *apart) {
+    const dt_matmul_args *a = w->args;
+    int64_t size = (int64_t)dt_dtype_size(a->dtype), row = a->lda * size, last = i1 - 1 - i, line = tile / 8 * 64;
+    const char *from = (const char *)a->a + (at + i * (a->trans_a ? 1 : a->lda)) * size;
+    *apart = last < 0 ? 0 : a->trans_a ? row : 8 * size;
+    if (last < 0) return NULL;
+    if (last >= DT__GROUP * DT__MR) last = DT__GROUP * DT__MR - 1;
+    if (!a->trans_a) return from + (tile < last ? tile : last) * row;
+    return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
 }
 
 /* A part of a tile to or from C. */
@@ -6443,24 +6480,26 @@ DT__FN void DT__K(matmul_piece)(const DT__K(matmul_plan) *w, int64_t batch, int6
     int64_t from_a = batch * a->stride_a + p0 * (a->trans_a ? a->lda : 1), terms = p1 - p0;
     int64_t from_b = batch * a->stride_b + p0 * (a->trans_b ? 1 : a->ldb), depth = w->pairs ? (terms + 1) / 2 : terms;
     int64_t at = 0, next = w->whole || w->in_c ? 0 : DT__MR * DT__NR; /* tiles: one for all, or all */
-    for (int64_t j = j0; j < j1; j += DT__NR) {
-        int64_t have = j1 - j < DT__NR ? j1 - j : DT__NR;
-        DT__REAL *panel = w->b + (j - j0) * depth;
-        int64_t from = from_b + (a->trans_b ? j * a->ldb : j);
-        if (a->trans_b) DT__K(pack_columns)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
-        else DT__K(pack_rows)(a->dtype, w->pairs, panel, DT__NR, a->b, from, a->ldb, have, terms);
-    }
+    int64_t number = 0, apart;                                        /* of a tile in its group */
+    DT__K(pack)(w, w->b, DT__NR, a->b, from_b + j0 * (a->trans_b ? a->ldb : 1), a->ldb, a->trans_b, j1 - j0, terms);
     for (int64_t i = i0; i < i1; i += DT__MR) {
         int64_t rows = i1 - i < DT__MR ? i1 - i : DT__MR, panel = (i - i0) / DT__MR % DT__GROUP;
-        if (panel == 0) DT__K(pack_group)(w, from_a, i, i1, terms);
+        if (panel == 0) number = 0;
+        if (panel == 0)
+            DT__K(pack)(w, w->a, DT__MR, a->a, from_a + i * (a->trans_a ? 1 : a->lda), a->lda, !a->trans_a,
+                        i1 - i < DT__GROUP * DT__MR ? i1 - i : DT__GROUP * DT__MR, terms);
         for (int64_t j = j0; j < j1; j += DT__NR, at += next) {
             int64_t cols = j1 - j < DT__NR ? j1 - j : DT__NR, ld = DT__NR;
             DT__REAL *tile = w->tiles + at, *c = (DT__REAL *)a->c + batch * a->stride_c + i * a->ldc + j;
-            int       full = rows == DT__MR && cols == DT__NR && w->in_c, edge = w->in_c && !full;
+            int       last = p1 == a->k, dense = last && a->activation; /* an activation goes over all of a tile */
+            int       full = rows == DT__MR && cols == DT__NR && w->in_c && !dense, edge = w->in_c && !full;
             if (full) tile = c, ld = a->ldc;
             if (edge && p0 > 0) DT__K(edge)(tile, DT__NR, c, a->ldc, rows, cols);
-            w->tile(depth, w->a + panel * depth * DT__MR, DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0);
-            if (p1 == a->k) DT__K(matmul_finish)(a, batch, i, j, rows, cols, tile, ld);
+            if (last) DT__K(ask_end)(a, batch, i, j, rows, cols);
+            const char *ask = DT__K(ask)(w, from_a, i + (DT__GROUP - panel) * DT__MR, i1, terms, number++, &apart);
+            w->tile(depth, w->a + panel * depth * DT__MR, DT__MR, w->b + (j - j0) * depth, tile, ld, p0 == 0, ask,
+                    apart);
+            if (last) DT__K(matmul_finish)(a, batch, i, j, rows, cols, tile, ld);
             else if (edge) DT__K(edge)(c, a->ldc, tile, DT__NR, rows, cols);
         }
     }
@@ -6502,7 +6541,8 @@ DT__FN void DT__K(matmul_cblas)(const dt_matmul_args *a, int64_t batch) {
         int64_t   ld = fused ? a->n : a->ldc;
         DT__GEMM(CblasRowMajor, ta, tb, (int)rows, (int)a->n, (int)a->k, 1, from, (int)a->lda, b, (int)a->ldb, 0, c,
                  (int)ld);
-        if (fused) DT__K(matmul_finish)(a, batch, i, 0, rows, a->n, c, ld);
+        for (int64_t r = 0; r < rows && fused; r++)
+            DT__K(matmul_finish)(a, batch, i + r, 0, 1, a->n, c + r * ld, ld);
     }
 }
 #endif
@@ -7146,7 +7186,7 @@ DT__FN void DT__K(hide)(DT__REAL *row, const DT__K(block) *b, const DT__K(heads)
 /* to(keys,NR) = rows of keys times lanes of queries, keys 0 .. b->end. */
 DT__FN void DT__K(scores)(DT__REAL *to, const DT__REAL *rows, const DT__REAL *lanes, int64_t end, int64_t dim) {
     for (int64_t j = 0; j < end; j += DT__MA)
-        DT__K(attention_tile)(dim, rows + j * dim, DT__MA, lanes, to + j * DT__NR, DT__NR, 1);
+        DT__K(attention_tile)(dim, rows + j * dim, DT__MA, lanes, to + j * DT__NR, DT__NR, 1, NULL, 0);
 }
 
 /* to(dims,NR) = dims of keys times rows of a block's scores. */
@@ -7154,7 +7194,7 @@ DT__FN void DT__K(mix)(DT__REAL *to, const DT__K(heads) *w, const DT__REAL *dims
                        int64_t tk) {
     int64_t keys = end < tk ? end : tk;
     for (int64_t d = 0; d < w->dims; d += DT__MA)
-        DT__K(attention_tile)(keys, dims + d * tk, DT__MA, scores, to + d * DT__NR, DT__NR, 1);
+        DT__K(attention_tile)(keys, dims + d * tk, DT__MA, scores, to + d * DT__NR, DT__NR, 1, NULL, 0);
 }
 
 /* The result of a block, (dims,NR), the other way round: rows of queries, `wide` apart, in place of w->q_rows. */
@@ -7290,7 +7330,7 @@ DT__FN void DT__K(collect)(DT__REAL *sum, const DT__K(heads) *w, const DT__REAL 
     for (int64_t d = 0; d < w->wide; d += DT__NR)
         for (int64_t j = 0; j < end; j += DT__MA)
             DT__K(attention_tile)(DT__NR, w->turned + j, w->keys, rows + d * DT__NR,
-                                  sum + d * w->keys + j * DT__NR, DT__NR, 0);
+                                  sum + d * w->keys + j * DT__NR, DT__NR, 0, NULL, 0);
 }
 
 DT__FN void DT__K(attention_back_block)(const dt_attention_back_args *a, const DT__K(block) *b, const DT__K(heads) *w) {
@@ -7532,6 +7572,7 @@ static const dt__variant DT__K(variant) = { DT__K(fill), DT__K(reduce), DT__K(pe
 #undef DT__SUFFIX
 #undef DT__NV
 #undef DT__NR
+#undef DT__MORE
 #undef DT__V
 #undef DT__ZERO
 #undef DT__LOAD
