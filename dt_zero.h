@@ -136,7 +136,7 @@ typedef struct dt_zero_desc {
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
-    int            tree;            /* 1: gradients are summed over a binary tree of the step's micro-batches, section 5 */
+    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 5 */
     int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does */
     dt_update_fn   update;          /* DT_OWN */
     void          *user;            /* handed to update */
@@ -442,8 +442,8 @@ static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *
        stage 1   reduce-scatter  rank r then has run r of the sum; the rest of its gradient is used up
 
    (arXiv:1910.02054), then over the groups that marks name. Both sum in rank order, so the bits agree. It is started
-   when the unit's gradient is complete, goes on while the backward computes the others (S. Li et al., "PyTorch
-   Distributed", VLDB 2020), and is waited for in dt_zero_step. */
+   when the unit's gradient is complete, goes on while the backward computes the others, and is waited for when all have
+   been started, at the backward's end (S. Li et al., "PyTorch Distributed", VLDB 2020). */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     dt_unit *u = z->unit;
     dt_dtype type = u->grad_dtype;
@@ -542,6 +542,16 @@ static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last)
     return DT_OK;
 }
 
+/* All reductions have been started: when the backward returns, they are over. */
+static dt_status dt__zero_reduce_all(dt_zero *zero) {
+    for (int u = zero->n_units - 1; u >= 0; u--) {
+        dt__zero_unit *z = &zero->units[u];
+        int over = zero->desc.no_overlap && !zero->desc.tree;
+        if (!z->unit->frozen && !over && dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+    }
+    return dt_error(zero->ctx);
+}
+
 /* A unit's gradient of the last micro-batch, or for the tree of any, is complete. Units are reduced in descending
    order, the order in which a backward usually completes them, so that every rank starts the same ones in the same
    order whatever its data did. */
@@ -561,17 +571,8 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
         if (status == DT_OK && zero->desc.no_overlap && !zero->desc.tree) status = dt__zero_reduce_end(zero, z);
         if (status != DT_OK) return;
     }
-    if (zero->next < 0 && !last) zero->next = zero->n_units - 1;
-}
-
-/* In dt_zero_step: all reductions are over. */
-static dt_status dt__zero_reduce_all(dt_zero *zero) {
-    for (int u = zero->n_units - 1; u >= 0; u--) {
-        dt__zero_unit *z = &zero->units[u];
-        int over = zero->desc.no_overlap && !zero->desc.tree;
-        if (!z->unit->frozen && !over && dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
-    }
-    return dt_error(zero->ctx);
+    if (zero->next < 0 && last) dt__zero_reduce_all(zero);
+    else if (zero->next < 0) zero->next = zero->n_units - 1;
 }
 
 // ==== 6. The norm ===================================================================================================
@@ -796,7 +797,6 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
             "micro-batch has not run", (long long)zero->step + 1);
         return info;
     }
-    if (dt__zero_reduce_all(zero) != DT_OK) return info;
     if (zero->step == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
     /* whatever one rank noticed, no rank updates */
     if (dt__zero_norm(zero, &norm) != DT_OK || dt_barrier(zero->mesh.world) != DT_OK) return info;
