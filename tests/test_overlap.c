@@ -16,8 +16,8 @@
 
 // ==== Overlap =======================================================================================================
 
-enum { LAYERS = 20, WIDTH = 16, STEPS = 4 };
-static const double nap_s = 0.01, link_s = 0.005;    /* LAYERS * link_s is half of the backward */
+enum { LAYERS = 20, WIDTH = 16, STEPS = 6 };
+static const double nap_s = 0.01, link_s = 0.004;    /* LAYERS * link_s is 0.4 of the backward */
 
 typedef struct timing {
     int    no_overlap, stage;
