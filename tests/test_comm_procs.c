@@ -445,7 +445,8 @@ static void *own_thread(void *arg) {
         everything(ctx, turned);
         everything(ctx, half);
         everything(ctx, world);
-        CHECK(dt_comm_attach(ctx, d) == NULL && dt_error(ctx) == DT_ERR_ARG && strstr(dt_error_text(ctx), "attached already"));
+        if (o->size == 1)
+            CHECK(!dt_comm_attach(ctx, d) && strstr(dt_error_text(ctx), "attached already"));
         o->status = DT_OK;
     } else if (world) {
         float x[100] = { 0 }, y[100];
