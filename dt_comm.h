@@ -145,10 +145,11 @@ typedef struct dt_run_desc {
    of one thread.
    Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
    of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
-   begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls
-   dt_run from the thread that did; while dt_run runs, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the first failure. After one that a rank cannot be told
-   of within timeout_s, MPI is not ended: the launcher ends such a rank once this process ends with an error. Buffers
-   are memory that MPI can read: the device's too only if the MPI knows the device. */
+   begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls dt_run
+   from the thread that did. While dt_run runs, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the
+   first failure. After one that a rank does not learn of within timeout_s, MPI is not ended: the launcher ends such a
+   rank once this process has ended with an error. Large messages are the device's memory only if the MPI knows the
+   device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 // ==== 2. Groups =====================================================================================================
@@ -3029,12 +3030,17 @@ static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, const v
     if (!comm) return r;
     if (mpi->flies[to] >= DT__MESSAGES) dt__mpi_reap(mpi);
     r->peer = to;
-    r->flies = bytes <= DT_EAGER_BYTES && mpi->flies[to] < DT__MESSAGES && !dt_ctx_kernels(mpi->ctx)->move;
+    r->flies = bytes <= DT_EAGER_BYTES && mpi->flies[to] < DT__MESSAGES;
     if (r->flies && bytes > 0) {
         if (!r->copy)
             r->copy = (char *)dt_alloc(mpi->ctx, DT_MEM_HOST, DT_EAGER_BYTES, "a copy of a small message");
         if (!r->copy) return dt__mpi_put_back(mpi, r), (void *)NULL;
-        memcpy(r->copy, buf, bytes);
+        const dt_kernels *kernels = dt_ctx_kernels(mpi->ctx);
+        void *stream = dt_ctx_stream(mpi->ctx);
+        if (!kernels->move) memcpy(r->copy, buf, bytes);
+        else if (kernels->move(r->copy, buf, bytes, stream) || (kernels->sync && kernels->sync(stream)))
+            r->wrong = "the kernel table cannot copy it";
+        if (r->wrong) return r->flies = 0, r;
         buf = r->copy;
     }
     mpi->flies[to] += r->flies;

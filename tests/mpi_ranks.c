@@ -157,6 +157,26 @@ static void mail(dt_ctx *ctx, const test *t) {
     say(t, "from any", dt_error(ctx), bad);
 }
 
+/* More groups than communicators, all at work at once, which the ranks start in different orders. */
+static void crowd(dt_ctx *ctx, const test *t) {
+    enum { GROUPS = 12 };
+    dt_comm *group[GROUPS];
+    dt_work *work[GROUPS];
+    int32_t  mine[GROUPS], sum[GROUPS];
+    int      bad = 0;
+    for (int g = 0; g < GROUPS; g++) group[g] = dt_comm_split(t->comm, 0, t->me, "crowd");
+    for (int i = 0; i < GROUPS; i++) {
+        int g = t->me % 2 ? GROUPS - 1 - i : i;
+        mine[g] = 1000 * g + t->me;
+        work[g] = dt_all_reduce_start(group[g], &mine[g], &sum[g], 1, DT_I32, DT_SUM);
+    }
+    for (int g = 0; g < GROUPS; g++) {
+        dt_wait(ctx, work[g]);
+        bad += sum[g] != 1000 * g * t->n + t->n * (t->n - 1) / 2;
+    }
+    CHECK_MSG(bad == 0, "%d of %d groups have another's sum", bad, (int)GROUPS);
+}
+
 static dt_status operations(dt_ctx *ctx, void *user) {
     static const char *const names[] = { "auto", "direct", "ring", "doubling", "tree" };
     static const size_t counts[] = { 0, 1, 3, 1000, 5001, 70000 };
@@ -203,6 +223,7 @@ static dt_status operations(dt_ctx *ctx, void *user) {
         CHECK_MSG(sum[0] == like && sum[1] == t.n * (t.n - 1) / 2 && sum[2] == like, "split %d on rank %d: %d %d %d", i,
                   t.me, sum[0], sum[1], sum[2]);
     }
+    crowd(ctx, &t);
     double d[2] = { 0.1 * t.me, 1 };
     dt_sum_doubles(world, d, 2);
     note(&t, d, sizeof d);

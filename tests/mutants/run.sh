@@ -12,7 +12,7 @@
 #       # the second line says what the mistake is
 #
 # For each one the project is copied, the copy patched, that test built and run. Caught: the test builds and fails. A
-# mutant that survives, does not apply or does not compile is a failure of this run. LIMIT: seconds for one (90).
+# mutant that survives, does not apply or does not compile is a failure of this run; a test that ends with 77 cannot run. LIMIT: seconds for one (90).
 # CLEAN=no: do not first run each test without a mistake.
 here=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$here/../.." && pwd)
@@ -53,6 +53,8 @@ mutant() { # mutant PATCH: prints one line, PASS or FAIL
         echo "FAIL $name survives $test: $(sed -n '2s/^# *//p' "$here/$name.patch")"
     elif [ $status = 124 ] || [ $status = 137 ]; then
         echo "PASS $name: $test did not end"
+    elif [ $status = 77 ]; then
+        echo "SKIP $name: $(grep -m 1 '^SKIP' "$d.log" | sed 's/^SKIP *//')"
     else
         echo "PASS $name: $(grep -m 1 '^FAIL' "$d.log" || echo "$test ended with status $status")"
     fi
@@ -90,5 +92,6 @@ wait
 cat "$S"/[12].*.out 2>/dev/null
 passed=$(cat "$S"/[12].*.out 2>/dev/null | grep -c '^PASS')
 failed=$(cat "$S"/[12].*.out 2>/dev/null | grep -c '^FAIL')
-echo "mutants: $passed passed, $failed failed, 0 skipped"
+skipped=$(cat "$S"/[12].*.out 2>/dev/null | grep -c '^SKIP')
+echo "mutants: $passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]
