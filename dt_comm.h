@@ -62,10 +62,10 @@
     22. Trace: code
 
    CONTRACT
-     Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for each
-                rank of each group, of which it touches little until messages use it. Groups belong to the context's
-                world and end with it. Your buffers are read and written only between the call and its return, or
-                between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
+     Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
+                each rank of each group, of which it touches little until messages use it. Groups belong to the
+                context's world and end with it. Your buffers are read and written only between the call and its return,
+                or between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
                 every rank's own memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too;
                 what lies elsewhere is copied through it in windows of DT_WINDOW_BYTES.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
@@ -194,7 +194,8 @@ DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
        send                                    its bytes; receive and barrier nothing
    Scalars (section 6) and dt_comm_split are not counted. Operations that failed are not counted. */
 DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
-/* [local] Seconds that this rank has spent inside operations of section 3 to 6, waiting included. */
+/* [local] Seconds that this rank has spent inside operations of section 3 to 6, waiting included; of those of at most
+   DT_EAGER_BYTES only what is longer than some 2 us, unless there is a trace. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
 /* How a collective goes where no shared memory makes it direct: section 15, with messages and bytes. */
@@ -324,7 +325,8 @@ DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
 /* What the ranks of one run share, for threads (and forks) that the caller starts. */
 typedef struct dt_team dt_team;
-/* [the caller is the supervisor] desc as for dt_run, backend threads or procs. NULL after a failure, which has been logged. */
+/* [the caller is the supervisor] desc as for dt_run, backend threads or procs. NULL after a failure, which has been
+   logged. */
 DT_API dt_team *dt_team_make(dt_run_desc desc);
 /* [local] The context of a rank, with the team's tables; of forked ranks, with its heap in the range. dt_ctx_free ends
    it, after dt_comm_detach. NULL after a failure, which the others learn of. */
@@ -542,6 +544,9 @@ typedef struct dt__world {
     uint32_t       channels;    /* given to groups so far */
     dt_work       *first, *last;    /* started and not waited for, in order of their starts */
     dt_work       *idle;        /* works to use again */
+    void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
+    size_t         copy_bytes;
+    int            copy_lent;
     dt_link        link;
     double         link_free;   /* when the link is, of dt_run_desc.link */
     size_t         bytes[1 + DT_AXES];
@@ -559,6 +564,7 @@ struct dt_comm {
     uint64_t            posted, moved;      /* of these: shown to the group; done with others' memory */
     uint64_t            messages;   /* collectives called so far that go as messages */
     uint64_t            window;     /* windows done with so far */
+    uint64_t            closed_by_all;      /* and by all of the group, at least */
     uint64_t            last_window[DT_MAX_STARTED];    /* of the operation that used this post last */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
@@ -1035,8 +1041,8 @@ static void dt__advance_all(dt__world *world) {
     }
 }
 
-/* Until `work` is over. */
-static dt_status dt__drive(dt__world *world, dt_work *work) {
+/* Until `work` is over. *begin below 0: becomes the time at which it was no longer just about to be. */
+static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double deadline = 0, nap = DT__NAP_MIN;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
@@ -1050,6 +1056,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work) {
             continue;
         }
         double now = host->now(host->user);
+        if (*begin < 0) *begin = now;
         if (turn == 0) deadline = (work->link_until > now ? work->link_until : now) + world->shared->timeout_s;
         /* a stopped process wakes up late */
         if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
@@ -1131,6 +1138,23 @@ static dt__message *dt__free_message(dt__pair *pair) {
     return NULL;
 }
 
+/* Room in the range for a copy of a large message. One buffer, the largest so far, is kept for the next. */
+static void *dt__copy_take(dt__world *world, size_t bytes) {
+    if (world->copy_lent) return dt_alloc(world->ctx, DT_MEM_COMM, bytes, "a copy that others can reach");
+    if (world->copy_bytes < bytes) {
+        dt_free(world->ctx, DT_MEM_COMM, world->copy, world->copy_bytes);
+        world->copy = dt_alloc(world->ctx, DT_MEM_COMM, bytes, "a copy that others can reach");
+        world->copy_bytes = world->copy ? bytes : 0;
+    }
+    world->copy_lent = world->copy != NULL;
+    return world->copy;
+}
+
+static void dt__copy_give(dt__world *world, void *copy, size_t bytes) {
+    if (copy && copy == world->copy) world->copy_lent = 0;
+    else dt_free(world->ctx, DT_MEM_COMM, copy, bytes);
+}
+
 /* Fills the message and shows it. */
 static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message) {
     dt_comm *comm = work->comm;
@@ -1148,7 +1172,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
         status = dt__comm_move(comm, &work->call, copy, part->send, bytes);
         message->data = copy;
     } else if (!dt__reachable(world->shared, part->send)) {
-        part->copy = dt_alloc(world->ctx, DT_MEM_COMM, bytes, "a copy that others can reach");
+        part->copy = dt__copy_take(world, bytes);
         if (!part->copy) return dt_error(world->ctx);
         status = dt__comm_move(comm, &work->call, part->copy, part->send, bytes);
         message->data = part->copy;
@@ -1182,7 +1206,7 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     if (__atomic_load_n(&part->message->state, __ATOMIC_ACQUIRE) != DT__TAKEN)
         return ended ? dt__part_never(work, part) : 0;
     __atomic_store_n(&part->message->state, DT__FREE, __ATOMIC_RELEASE);
-    dt_free(world->ctx, DT_MEM_COMM, part->copy, bytes);
+    dt__copy_give(world, part->copy, bytes);
     part->copy = NULL;
     return 1;
 }
@@ -1248,8 +1272,8 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = comm->group->ranks[from];
-        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group, part->tag,
-                                                 other, me == other && !work->started, &ended);
+        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group,
+                                                 part->tag, other, me == other && !work->started, &ended);
         if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
         over = over && ended && !message;
         if (part->peer != DT_ANY) break;
@@ -1298,7 +1322,7 @@ static int dt__is_there(const dt_work *work, int rank) {
     uint64_t need = work->window;
     if (work->state == DT__NEW) need = comm->last_window[work->call.seq % DT_MAX_STARTED];
     if (work->state == DT__TURNING) need = work->window < 2 ? 0 : work->window - 2;   /* that half showed it */
-    if (work->state == DT__TURNING && work->stage == 1 && work->at == 0) need = work->window - 1;   /* all have summed */
+    if (work->state == DT__TURNING && work->stage == 1 && work->at == 0) need = work->window - 1; /* all have summed */
     return __atomic_load_n(&member->closed, __ATOMIC_ACQUIRE) >= need;
 }
 
@@ -1627,9 +1651,17 @@ static int dt__next_window(dt_work *work) {
 
 /* May this rank use the next post? Its operation before last_window must have moved, and all be done with it. */
 static int dt__may_post(dt_work *work) {
-    const dt_comm *comm = work->comm;
+    dt_comm *comm = work->comm;
     if (comm->posted + 1 != work->call.seq || comm->moved + DT_MAX_STARTED < work->call.seq) return 0;
-    return dt__all_there(work);
+    if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
+    int there = dt__all_there(work);
+    if (there <= 0) return there;
+    comm->closed_by_all = comm->window;     /* looked up again only when it is too little: others write these lines */
+    for (int rank = 0; rank < comm->place.size; rank++) {
+        uint64_t closed = __atomic_load_n(&dt__member_of(comm, rank)->closed, __ATOMIC_ACQUIRE);
+        if (closed < comm->closed_by_all) comm->closed_by_all = closed;
+    }
+    return 1;
 }
 
 /* Moves a collective on through its states. */
@@ -1637,7 +1669,8 @@ static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
     for (;;) {
         if (work->state != DT__NEW && work->state != DT__CLOSING && comm->moved + 1 != work->call.seq) return 0;
-        int there = work->state == DT__NEW ? dt__may_post(work) : dt__all_there(work);
+        int open = work->state == DT__OPENING && !work->staged;    /* memory that can be reached is always open */
+        int there = work->state == DT__NEW ? dt__may_post(work) : open ? 1 : dt__all_there(work);
         if (there <= 0) return there;
         switch (work->state) {
         case DT__NEW:
@@ -1720,8 +1753,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
-   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends (N/2:
-   if N is a power of two):
+   brought may be used. N ranks, S the bytes of the full buffer, L = log2 N rounded up. What the busiest rank sends
+   (N/2: if N is a power of two):
 
                      direct                    ring                      doubling           tree
        all-reduce    2(N-1) msg, 2(N-1)/N S    2(N-1) msg, 2(N-1)/N S    L msg, (N-1) S     L msg, (L-1+N/2) S
@@ -2258,7 +2291,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
     for (int i = 0; i < work->n_parts; i++) {
         dt__part *part = &work->parts[i];
         if (part->request && !part->over) world->transport.cancel(world->transport.user, part->request);
-        dt_free(world->ctx, DT_MEM_COMM, part->copy, part->count * dt_dtype_size(work->call.dtype));
+        dt__copy_give(world, part->copy, part->count * dt_dtype_size(work->call.dtype));
     }
     dt__scratch_free(work);
     work->n_parts = 0;
@@ -2328,11 +2361,12 @@ static dt_status dt__end(dt__world *world, dt_work *work) {
 static dt_status dt__do(dt_comm *comm, dt__call call) {
     if (!comm) return dt__nobody(&call);
     dt__world *world = comm->world;
-    double begin = world->host->now(world->host->user);
+    int timed = world->trace || dt__call_bytes(&call) > DT_EAGER_BYTES; /* to look at the clock costs half a wait */
+    double begin = timed ? world->host->now(world->host->user) : -1;
     dt_work *work = dt__begin(comm, call);
     if (!work) return dt_error(world->ctx);
-    dt__drive(world, work);
-    double end = world->host->now(world->host->user);
+    dt__drive(world, work, &begin);
+    double end = begin >= 0 ? world->host->now(world->host->user) : begin;
     world->seconds += end - begin;
     if (world->trace) dt__trace_op(work, begin, end);
     return dt__end(world, work);
@@ -2371,7 +2405,7 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     if (!world || !work) return dt_error(ctx);
     if (!work->comm) return dt_fail(ctx, DT_ERR_ARG, "dt_wait: this operation has been waited for");
     double begin = world->host->now(world->host->user);
-    if (dt_error(ctx) == DT_OK) dt__drive(world, work);
+    if (dt_error(ctx) == DT_OK) dt__drive(world, work, &begin);
     double end = world->host->now(world->host->user);
     world->seconds += end - begin;
     if (world->trace) dt__trace_wait(work, begin, end);
@@ -3480,6 +3514,7 @@ static void dt__works_free(dt__world *world) {
         dt_free(world->ctx, DT_MEM_HOST, work->parts, (size_t)work->room * sizeof(dt__part));
         dt_free(world->ctx, DT_MEM_HOST, work, sizeof *work);
     }
+    dt_free(world->ctx, DT_MEM_COMM, world->copy, world->copy_bytes);
 }
 
 void dt_comm_detach(dt_ctx *ctx, dt_status status) {

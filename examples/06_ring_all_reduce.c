@@ -100,8 +100,8 @@ int main(int argc, char **argv) {
     printf("%d ranks (%s), %d floats      messages  bytes (of rank 0)\n", RANKS, procs ? "procs" : "threads", COUNT);
     printf("  your ring                       %3zu  %zu\n", r.own.messages, r.own.bytes);
     printf("  the library's ring (DT_RING)    %3zu  %zu\n", r.ring.messages, r.ring.bytes);
-    printf("%d of the default's sums round otherwise: a ring begins share r at rank r+1; the default adds in rank order, "
-           "so that\nneither the number's place nor size, algorithm or backend changes a result.\n", differ);
+    printf("%d of the default's sums round otherwise: a ring begins share r at rank r+1; the default adds in rank "
+           "order, so that\nneither the number's place nor size, algorithm or backend changes a result.\n", differ);
     int ok = status == DT_OK && r.equal_on_all && in_order && close && r.own.messages == 2 * (RANKS - 1);
     printf("%s: the two rings %s on every rank; the default is the sum in rank order%s\n", ok ? "ok" : "WRONG",
         r.equal_on_all ? "are the same, bit for bit," : "differ", in_order ? "" : ": no");

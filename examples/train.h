@@ -170,8 +170,8 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, int repl
     return DT_OK;
 }
 
-/* Forward and backward of all micro-batches. losses: (accum, replicas), each micro-batch's at its place in the step, the
-   other replicas' 0. */
+/* Forward and backward of all micro-batches. losses: (accum, replicas), each micro-batch's at its place in the step,
+   the other replicas' 0. */
 static inline void train_forward_backward(gpt *model, const train_batch *b, int replica, int64_t step,
     double denominator, double *losses) {
     dt_ctx  *ctx = model->ctx;

@@ -25,7 +25,7 @@ int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MP
     return PMPI_Isend(buf, count, type, to, tag, comm, request);
 }
 
-/* ---- every operation ---------------------------------------------------------------------------------------------- */
+/* ---- every operation --------------------------------------------------------------------------------------------- */
 
 static float value(int rank, size_t i) {
     uint32_t h = ((uint32_t)rank * 1000003u + (uint32_t)i) * 2654435761u;
@@ -253,7 +253,7 @@ static int collectives(void) {
     return check_failed != 0;
 }
 
-/* ---- failures ----------------------------------------------------------------------------------------------------- */
+/* ---- failures ---------------------------------------------------------------------------------------------------- */
 
 enum { FINE, ONE_FAILS, RETURNS, LOST, TOO_LONG, TOO_SHORT, TAG, LARGE, RANKS, KINDS };
 static const char *const kinds[] = { "fine", "one fails", "one returns an error", "a message is lost",
@@ -308,7 +308,8 @@ static void one_failure(int kind, int victim, int rank, int size) {
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 20, .report = &report,
         .host = &host, .ranks = kind == RANKS ? size + 1 : size }, failing, &p);
     double took = host.now(host.user) - begin;
-    CHECK_MSG(status == wanted[kind] && took < 10, "%s, %d: rank %d after %.1f s: %s %s", kinds[kind], victim, rank, took,
+    CHECK_MSG(status == wanted[kind] && took < 10, "%s, %d: rank %d after %.1f s: %s %s", kinds[kind], victim, rank,
+              took,
               dt_status_name(status), report.text);
     text[0] = 0;
     if (kind == ONE_FAILS || kind == LARGE) snprintf(text, sizeof text, "rank %d: planted on %d", victim, victim);
@@ -319,7 +320,8 @@ static void one_failure(int kind, int victim, int rank, int size) {
     if (kind == TOO_SHORT) snprintf(text, sizeof text, "rank 0 sends f32 x 10, rank 1 receives f32 x 30");
     if (kind == TAG) snprintf(text, sizeof text, "MPI_TAG_UB");
     if (kind == RANKS) snprintf(text, sizeof text, "%d ranks, but MPI started %d", size + 1, size);
-    CHECK_MSG(strstr(report.text, text) != NULL, "%s, %d: rank %d reports '%s'", kinds[kind], victim, rank, report.text);
+    CHECK_MSG(strstr(report.text, text) != NULL, "%s, %d: rank %d reports '%s'", kinds[kind], victim, rank,
+              report.text);
     int lines = log_lines, all = 0;
     MPI_Allreduce(&lines, &all, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
     if (kind != RANKS) CHECK_MSG(all == (kind != FINE), "%s, %d: %d ranks log an error", kinds[kind], victim, all);
@@ -332,7 +334,8 @@ static int failures(void) {
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     for (int kind = FINE; kind < KINDS; kind++)
         for (int victim = 0; victim < size; victim++) {
-            if ((kind == TOO_LONG || kind == TOO_SHORT || kind == TAG || kind == RANKS || kind == FINE) && victim) continue;
+            if ((kind == TOO_LONG || kind == TOO_SHORT || kind == TAG || kind == RANKS || kind == FINE)
+                && victim) continue;
             one_failure(kind, victim, rank, size);
         }
     one_failure(FINE, 0, rank, size);       /* after all that, all is well again */
@@ -344,7 +347,7 @@ static int failures(void) {
     return all != 0;
 }
 
-/* ---- ranks that do not come --------------------------------------------------------------------------------------- */
+/* ---- ranks that do not come -------------------------------------------------------------------------------------- */
 
 static dt_status sleeper(dt_ctx *ctx, void *user) {
     float x = 1, y;

@@ -811,7 +811,7 @@ static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
 static dt_status leaving_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx), *comm = world;
     int outside = *(const int *)user;
-    size_t count = 3 * 100;
+    size_t count = 3 * 700;   /* more than fits in a post */
     this_rank = dt_comm_rank(world);
     if (outside) comm = dt_comm_split(world, this_rank == 3 ? -1 : 0, 0, "three");
     if (outside && this_rank == 3) {
@@ -839,7 +839,7 @@ static void test_leaving(void) {
         start(&o);
         CHECK_MSG(!seen_garbage, "a rank left while another read its buffer (outside %d)", outside);
         CHECK_MSG(strstr(o.report.text, outside ? "rank 3: outside" :
-                  "rank 2: all-reduce f32 x 300 sum #1 on world: the kernel table 'cpu' answers DT_ERR_DEVICE"),
+                  "rank 2: all-reduce f32 x 2100 sum #1 on world: the kernel table 'cpu' answers DT_ERR_DEVICE"),
                   "%s", o.report.text);
     }
     slow_rank = -1, broken_rank = -1;
@@ -863,13 +863,13 @@ static void sleepy_sleep(void *user, double s) {
 
 static dt_status sleepy_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    float a[400], b[400];
+    static __thread float a[2000], b[2000]; /* more than fits in a post */
     (void)user;
     this_rank = dt_comm_rank(world);
-    for (int i = 0; i < 400; i++) a[i] = 1;
+    for (int i = 0; i < 2000; i++) a[i] = 1;
     while (this_rank != slow_rank && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) dt_host_default()->sleep(NULL, 0);
-    dt_status status = dt_all_reduce(world, a, b, 400, DT_F32, DT_SUM);
-    for (int i = 0; i < 400; i++) a[i] = -1;
+    dt_status status = dt_all_reduce(world, a, b, 2000, DT_F32, DT_SUM);
+    for (int i = 0; i < 2000; i++) a[i] = -1;
     __atomic_add_fetch(&others_left, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&others_left, __ATOMIC_SEQ_CST) < 4) dt_host_default()->sleep(NULL, 0);
     CHECK(status != DT_OK);

@@ -17,7 +17,7 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 32;
 }
 
-/* ---- 1. every operation ------------------------------------------------------------------------------------------- */
+/* ---- 1. every operation ------------------------------------------------------------------------------------------ */
 
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
 static const dt_op redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
@@ -112,7 +112,8 @@ static void area_free(const trial *c, area a) {
 }
 
 /* How many elements rank i has for rank j. */
-static size_t v_count(const trial *c, int i, int j) { return mix(c->number * 4096 + (uint64_t)(i * 64 + j)) % (c->count + 1); }
+static size_t v_count(const trial *c, int i,
+                      int j) { return mix(c->number * 4096 + (uint64_t)(i * 64 + j)) % (c->count + 1); }
 
 static dt_status call(const trial *c, const void *send, void *recv, const size_t *out, const size_t *in) {
     dt_comm *comm = c->comm;
@@ -187,7 +188,8 @@ static size_t wrong_bytes(const trial *c, const unsigned char *recv) {
 }
 
 static void try_one(const trial *c) {
-    size_t size = dt_dtype_size(types[c->t]), share = c->count * size, out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0;
+    size_t size = dt_dtype_size(types[c->t]), share = c->count * size, out[MAX_RANKS], in[MAX_RANKS], sent = 0,
+        came = 0;
     int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm), sums = c->op <= REDUCE_SCATTER;
     int root = me == c->root, rooted_recv = c->op == REDUCE || c->op == GATHER, rooted_send = c->op == SCATTER;
     const unsigned char *mine = data.in[c->t][sums && redops[c->o] == DT_PROD][me];
@@ -309,7 +311,7 @@ static void test_sweep(void) {
     data_free();
 }
 
-/* ---- 2. traffic ---------------------------------------------------------------------------------------------------- */
+/* ---- 2. traffic -------------------------------------------------------------------------------------------------- */
 
 /* Ranks below v in a binomial tree over n, v included; and how many hang directly on it. */
 static size_t tree_below(int v, int n) {

@@ -46,7 +46,7 @@ static int shared_things(void) {
     return n;
 }
 
-/* ---- 1. how ranks end ------------------------------------------------------------------------------------------------ */
+/* ---- 1. how ranks end -------------------------------------------------------------------------------------------- */
 
 enum { KILLS, KILLS_IN_COPY, EXITS, EXITS_0, FAILS, STUCK, KILLS_IN_RECORD, WAYS };
 typedef struct ending { int way, rank; uint64_t seed; } ending;
@@ -67,7 +67,8 @@ static dt_status ending_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), n = dt_comm_size(world);
     size_t count = 20000;
-    float *a = (float *)calloc((size_t)n * count, 4), *b = (float *)dt_alloc(ctx, DT_MEM_COMM, (size_t)n * count * 4, "b");
+    float *a = (float *)calloc((size_t)n * count, 4), *b = (float *)dt_alloc(ctx, DT_MEM_COMM, (size_t)n * count * 4,
+                                                                             "b");
     dt_work *work = NULL;
     for (int round = 0; round < 30 && !dt_error(ctx); round++) {
         if (me == e->rank && round == (int)(e->seed % 20)) {
@@ -122,18 +123,24 @@ static void test_endings(void) {
             start(&o);
             if (way == 0 && i == 0) before = shared_things();   /* the board is there now */
             snprintf(says[0], sizeof says[0], "rank %d", e.rank);
-            if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD) snprintf(says[1], sizeof says[1], ") was ended by signal 9");
+            if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD) snprintf(says[1], sizeof says[1],
+                                                                                         ") was ended by signal 9");
             if (way == EXITS) snprintf(says[1], sizeof says[1], ") exited with status 7 in its rank function");
             if (way == EXITS_0) snprintf(says[1], sizeof says[1], ") exited with status 0 in its rank function");
             if (way == FAILS) snprintf(says[1], sizeof says[1], "by itself");
-            if (way == STUCK) snprintf(says[0], sizeof says[0], " %d did not", e.rank), snprintf(says[1], sizeof says[1], "timeout 0.3 s");
-            int timed_out = way == STUCK && (strstr(o.report.text, "did not send") || strstr(o.report.text, "did not receive") ||
+            if (way == STUCK) snprintf(says[0], sizeof says[0], " %d did not", e.rank), snprintf(says[1],
+                                                                                                 sizeof says[1],
+                                                                                                     "timeout 0.3 s");
+            int timed_out = way == STUCK && (strstr(o.report.text, "did not send") || strstr(o.report.text,
+                                                                                             "did not receive") ||
                             strstr(o.report.text, "did not"));
-            CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) && strstr(o.report.text, says[1]) &&
+            CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) && strstr(o.report.text,
+            says[1]) &&
                       o.took < 20, "way %d, rank %d: %s, %.1f s", way, e.rank, o.report.text, o.took);
             if (way < FAILS) CHECK_MSG(strstr(o.report.text, "(process "), "%s", o.report.text);
             for (int r = 0; r < 4; r++)
-                if (r != e.rank) CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r, dt_status_name(o.error[r]));
+                if (r != e.rank) CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r,
+                                           dt_status_name(o.error[r]));
             CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD);     /* no child is left */
             CHECK_MSG(shared_things() == before, "way %d: %d shared things, %d before", way, shared_things(), before);
         }
@@ -204,7 +211,8 @@ static void test_processes(void) {
     }
     close(out[1]);
     size_t at = 0;
-    for (ssize_t got; at < sizeof text - 1 && (got = read(out[0], text + at, sizeof text - 1 - at)) > 0;) at += (size_t)got;
+    for (ssize_t got; at < sizeof text - 1 && (got = read(out[0], text + at, sizeof text - 1 - at)) > 0;)
+        at += (size_t)got;
     text[at] = 0;
     waitpid(pid, NULL, 0);
     close(out[0]);
@@ -224,7 +232,7 @@ static void test_processes(void) {
     CHECK_MSG(o.status == DT_ERR_PEER && logged == 1, "logged %d: %s", logged, o.report.text);
 }
 
-/* ---- 2. heaps ---------------------------------------------------------------------------------------------------------- */
+/* ---- 2. heaps ---------------------------------------------------------------------------------------------------- */
 
 enum { BLOCKS = 300 };
 static dt_status heap_rank(dt_ctx *ctx, void *user) {
@@ -237,7 +245,8 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
         h = mix(h + 1);
         int i = (int)(h % BLOCKS);
         if (b[i].p) {
-            for (size_t k = 0; k < b[i].bytes; k += k < 300 || k + 300 > b[i].bytes ? 1 : 97) bad += b[i].p[k] != b[i].mark;
+            for (size_t k = 0; k < b[i].bytes; k += k < 300 || k + 300 > b[i].bytes ? 1 : 97)
+                bad += b[i].p[k] != b[i].mark;
             dt_free(ctx, DT_MEM_COMM, b[i].p, b[i].bytes);
             b[i].p = NULL;
         } else {
@@ -274,10 +283,11 @@ static void test_heaps(void) {
     CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "too much"), "%s", o.report.text);
 }
 
-/* ---- 3. attach: own threads, own transport --------------------------------------------------------------------------- */
+/* ---- 3. attach: own threads, own transport ----------------------------------------------------------------------- */
 
 typedef struct packet { struct packet *next; int from, to, tag; uint32_t channel; size_t bytes; char *data; } packet;
-typedef struct request { struct request *next; int over, rank, from, tag; uint32_t channel; void *buf; size_t room, came; } request;
+typedef struct request { struct request *next; int over, rank, from, tag; uint32_t channel; void *buf; size_t room,
+    came; } request;
 typedef struct net {
     pthread_mutex_t lock;
     packet  *packets;
@@ -367,7 +377,8 @@ static void net_fail(void *user, const char *text) {
     pthread_mutex_unlock(&p->n->lock);
 }
 
-typedef struct own { pthread_t thread; dt_team *team; port port; int size, mode, attached; spy *host; dt_status status; char text[512]; } own;
+typedef struct own { pthread_t thread; dt_team *team; port port; int size, mode,
+    attached; spy *host; dt_status status; char text[512]; } own;
 enum { GOOD, ONE_FAILS, REFUSED };
 
 /* Everything, in whole numbers. */
@@ -479,7 +490,8 @@ static double own_run(own *all, int n, int mode, int team, spy *host, net *q) {
     pthread_mutex_init(&q->lock, NULL);
     memset(all, 0, (size_t)n * sizeof *all);
     for (int r = 0; r < n; r++) {
-        all[r].team = t, all[r].port.n = q, all[r].port.rank = r, all[r].size = n, all[r].mode = mode, all[r].host = host;
+        all[r].team = t, all[r].port.n = q, all[r].port.rank = r, all[r].size = n, all[r].mode = mode,
+            all[r].host = host;
         pthread_create(&all[r].thread, NULL, own_thread, &all[r]);
     }
     for (int r = 0; r < n; r++) pthread_join(all[r].thread, NULL);
@@ -498,15 +510,18 @@ static void test_attach(void) {
             memset(&q, 0, sizeof q);
             own_run(all, n, GOOD, team, &host, &q);
             for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
-            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left", team, host.live, q.live);
+            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left", team, host.live,
+                      q.live);
         }
         spy host;
         net q;
         spy_make(&host);
         memset(&q, 0, sizeof q);
         double took = own_run(all, 4, ONE_FAILS, team, &host, &q);
-        for (int r = 0; r < 4; r++) CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team, all[r].text);
-        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s", host.live, q.live, took);
+        for (int r = 0; r < 4; r++) CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
+                                              all[r].text);
+        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s", host.live, q.live,
+                  took);
     }
     for (long k = 1; k < 60; k++) {     /* memory, and then the transport, refuse: all learn of it, nothing is left */
         for (int what = 0; what < 2; what++) {
@@ -520,7 +535,8 @@ static void test_attach(void) {
             int failed = 0;
             for (int r = 0; r < 3; r++) failed += all[r].status != DT_OK;
             CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
-                      "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live, q.live, took, failed, all[0].text);
+                      "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live, q.live, took,
+                          failed, all[0].text);
         }
     }
     dt_attach_desc d;
@@ -549,10 +565,11 @@ static void test_attach(void) {
     desc.ranks = 2;
     desc.host = &host.host;
     dt_team *team = dt_team_make(desc);
-    CHECK(dt_team_ctx(team, 2) == NULL && dt_team_ctx(team, -1) == NULL && dt_team_free(team) == DT_ERR_ARG && host.live == 0);
+    CHECK(dt_team_ctx(team, 2) == NULL && dt_team_ctx(team, -1) == NULL && dt_team_free(team) == DT_ERR_ARG
+          && host.live == 0);
 }
 
-/* ---- 4. a hash over many rounds ---------------------------------------------------------------------------------------- */
+/* ---- 4. a hash over many rounds ---------------------------------------------------------------------------------- */
 
 typedef struct rounds { long n; uint64_t hash[8]; } rounds;
 static dt_status rounds_rank(dt_ctx *ctx, void *user) {

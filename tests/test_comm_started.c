@@ -19,7 +19,7 @@ static void virtual_nothing(void *user, int level, int rank, const char *text) {
 
 static void nap(dt_ctx *ctx, double s) { dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, s); }
 
-/* ---- 1. many at once ----------------------------------------------------------------------------------------------- */
+/* ---- 1. many at once --------------------------------------------------------------------------------------------- */
 
 /* Operation i of a plan, which all ranks derive alike: what it is, on which group, how long. */
 enum { FLIGHT = 30, GROUPS = 3, LONGEST = 9000 };
@@ -176,13 +176,14 @@ static void test_flights(void) {
         quiet.log = virtual_nothing;
         if (seed % 2) o.desc.host = &quiet;
         start(&o);
-        CHECK_MSG(o.status == DT_ERR_NUMERIC && strstr(o.report.text, "in flight") && o.took < 20, "seed %d: %s, %.1f s",
+        CHECK_MSG(o.status == DT_ERR_NUMERIC && strstr(o.report.text, "in flight") && o.took < 20, "seed %d: %s, "
+                  "%.1f s",
                   seed, o.report.text, o.took);
         for (int r = 0; r < 4; r++) CHECK_MSG(o.ended[r] && o.error[r] != DT_OK, "seed %d: rank %d", seed, r);
     }
 }
 
-/* ---- 2. rules ------------------------------------------------------------------------------------------------------ */
+/* ---- 2. rules ---------------------------------------------------------------------------------------------------- */
 
 /* user: 0 never waited for; 1 waited for twice; 2 the context of another: refused */
 static dt_status careless_rank(dt_ctx *ctx, void *user) {
@@ -298,7 +299,8 @@ static dt_status polling_rank(dt_ctx *ctx, void *user) {
     dt_work *work = dt_all_reduce_start(world, &x, &x, 1, DT_F32, DT_SUM);
     double from = seconds();
     while (!dt_test(ctx, work)) nap(ctx, 1e-3);
-    CHECK_MSG(seconds() - from < 0.7 && dt_wait(ctx, work) == DT_ERR_PEER, "dt_test saw it after %.2f s", seconds() - from);
+    CHECK_MSG(seconds() - from < 0.7 && dt_wait(ctx, work) == DT_ERR_PEER, "dt_test saw it after %.2f s",
+              seconds() - from);
     return dt_error(ctx);
 }
 
@@ -348,7 +350,7 @@ static void test_rules(void) {
     CHECK_MSG(o.status == DT_ERR_TIMEOUT && strstr(o.report.text, "ranks 0,1 arrived, 2 did not"), "%s", o.report.text);
 }
 
-/* ---- 3. messages --------------------------------------------------------------------------------------------------- */
+/* ---- 3. messages ------------------------------------------------------------------------------------------------- */
 
 /* An earlier receive that waits for another rank does not hold up a receive from any. */
 static dt_status any_rank(dt_ctx *ctx, void *user) {
@@ -429,7 +431,8 @@ static dt_status self_rank(dt_ctx *ctx, void *user) {
     for (int size = 0; size < 2; size++) {
         size_t count = size ? MANY : 10;
         for (int r = 0; r < n; r++) {
-            for (size_t k = 0; k < count; k++) out[(size_t)r * count + k] = (float)(me * 100 + r), in[(size_t)r * count + k] = -1;
+            for (size_t k = 0; k < count; k++) out[(size_t)r * count + k] = (float)(me * 100 + r),
+                in[(size_t)r * count + k] = -1;
             dt_transfer take = { NULL, in + (size_t)r * count, count, DT_F32, r, 5 };
             dt_transfer give = { out + (size_t)r * count, NULL, count, DT_F32, r, 5 };
             all[r] = take;
@@ -490,7 +493,7 @@ static void test_messages(void) {
     }
 }
 
-/* ---- 4. the simulated link ----------------------------------------------------------------------------------------- */
+/* ---- 4. the simulated link --------------------------------------------------------------------------------------- */
 
 typedef struct link_case { double latency; dt_algorithm algorithm; } link_case;
 
@@ -525,7 +528,8 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     }
     for (int i = 4; i >= 0; i--) dt_wait(ctx, works[i]);
     took = seconds() - from;
-    CHECK_MSG(over == 0 && took >= 5 * c->latency * 0.999 && took < 8 * c->latency + 0.5, "5 started took %.3f s", took);
+    CHECK_MSG(over == 0 && took >= 5 * c->latency * 0.999 && took < 8 * c->latency + 0.5, "5 started took %.3f s",
+              took);
     from = seconds();
     dt_barrier(world);
     if (me == 0) dt_send(world, x, 8, DT_F32, 1, 0);

@@ -409,7 +409,8 @@ static void test_backend(dt_backend backend, int ranks) {
         check_compute(&t, rank, what);
         CHECK_MSG(s.of[rank].loss[0] == s.of[rank].loss[1] && s.of[rank].loss[0] > 0, "%s: loss %.17g without a trace, "
                   "%.17g with one", what, s.of[rank].loss[0], s.of[rank].loss[1]);
-        CHECK_MSG(DT__ASAN || s.of[rank].allocations == 0, "%s: %zu allocations in a step", what, s.of[rank].allocations);
+        CHECK_MSG(DT__ASAN || s.of[rank].allocations == 0, "%s: %zu allocations in a step", what,
+                  s.of[rank].allocations);
         CHECK(s.of[rank].lost == 0 && t.lost[rank] == 0);
     }
     check_arrows(&t, ranks, 0, what);
