@@ -298,6 +298,10 @@ static void test_sweep(void) {
         s.algorithm_set = n == 16 ? 31 : 1 | 1 << DT_TREE;
         run_well_on(1, n, sweep_rank, &s);
     }
+    data_free();
+}
+
+static void test_windows(void) {
     for (int n = 2; n <= 5; n++) {      /* more than several windows of 262,144 bytes, and not a multiple */
         size_t counts[] = { 100003, 250007 };
         sweep s = { 1, 0, 0, n == 3 ? 1 | 8 : 1, 31, counts, 2, 0 };
@@ -518,6 +522,7 @@ static dt_status post_rank(dt_ctx *ctx, void *user) {
 int main(int argc, char **argv) {
     int all = argc < 2;
 #define PART(name) (all || strcmp(argv[1], name) == 0)
+    if (PART("windows")) test_windows();
     if (PART("sweep")) test_sweep();
     if (PART("traffic")) test_traffic();
     if (PART("traffic")) for (int n = 2; n <= 5; n++) run_well(n, logical_rank, NULL);
