@@ -3317,19 +3317,20 @@ static void dt__tcp_cancel(void *user, void *request) {
     dt__tcp_release(t, r);
 }
 
-/* Why nothing more will come of it; 0: it may. */
+/* Why nothing more will come of it; 0: it may. A rank that is gone without a goodbye is missed by somebody, on whom
+   others wait: so it ends the waits of all, as a process that dies does with forks. */
 static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->receives && r->peer == DT_ANY;
     if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text);
     for (int rank = 0; rank < t->size; rank++) {
-        const dt__tcp_peer *peer = &t->peers[rank];
-        if (rank == t->rank || (!any && rank != r->peer)) continue;
-        ended += peer->state == DT__TCP_ENDED;
-        if (peer->state == DT__TCP_LOST) return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost", rank);
-        if (peer->state == DT__TCP_BROKEN)
+        if (t->peers[rank].state == DT__TCP_LOST)
+            return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost", rank);
+        if (t->peers[rank].state == DT__TCP_BROKEN)
             return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost: it sent what is no message", rank);
-        if (ended && !any) return snprintf(why, DT__TCP_TEXT, "rank %d has ended", rank);
+        ended += t->peers[rank].state == DT__TCP_ENDED;
     }
+    if (!any && t->peers[r->peer].state == DT__TCP_ENDED)
+        return snprintf(why, DT__TCP_TEXT, "rank %d has ended", r->peer);
     if (any && t->size > 1 && ended == t->size - 1) return snprintf(why, DT__TCP_TEXT, "all other ranks have ended");
     return 0;
 }

@@ -85,7 +85,9 @@ enum { BUILT, LATER };
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads;procs|tcp|mpi|nccl", "what a rank is") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|tcp;procs|mpi|nccl", "what a rank is") \
+    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "which rank this process is, with --backend tcp [torchrun's RANK]") \
+    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -497,14 +499,40 @@ static gpt_config resolve_model(value *v) {
     return c;
 }
 
+static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0; }
+static int own_rank(const value *v) { return is_tcp(v) ? int_of(v, O_RANK) : 0; }
+
+/* The ranks of --backend tcp were started by hand, or by torchrun, which tells each in its environment who it is. */
+static void resolve_launch(value *v) {
+    static char rendezvous[256];
+    const char *rank = getenv("RANK"), *world = getenv("WORLD_SIZE"), *host = getenv("MASTER_ADDR");
+    const char *port = getenv("MASTER_PORT");
+    if (v[O_BACKEND].from != GIVEN && rank && world && atoi(world) > 1) set(&v[O_BACKEND], O_BACKEND, "tcp", COMPUTED);
+    if (!is_tcp(v)) {
+        if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
+        if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
+        return;
+    }
+    if (!v[O_RANKS].text && world) set(&v[O_RANKS], O_RANKS, world, COMPUTED);
+    if (!v[O_RANK].text && rank) set(&v[O_RANK], O_RANK, rank, COMPUTED);
+    if (!v[O_RANKS].text) refuse("--backend tcp needs --ranks N, or WORLD_SIZE in the environment");
+    if (!v[O_RANK].text) refuse("--backend tcp needs --rank R, or RANK in the environment");
+    if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
+        refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
+    if (v[O_RENDEZVOUS].text || !(host || port)) return;
+    snprintf(rendezvous, sizeof rendezvous, "%s:%s", host ? host : "127.0.0.1", port ? port : "29500");
+    set(&v[O_RENDEZVOUS], O_RENDEZVOUS, rendezvous, COMPUTED);
+}
+
 static dt_mesh_desc resolve_mesh(value *v) {
     static const char *const launchers[3] = { "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE" };
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
-    for (int i = 0; i < 3; i++) /* each process of a launcher would train alone, and they would share one log */
+    resolve_launch(v);
+    for (int i = 0; i < 3 && !is_tcp(v); i++) /* each process of a launcher would train alone, and they would share one log */
         if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
-            refuse("%s=%s: --backend tcp or mpi is not available in this build, so a launcher cannot start the ranks; "
-                "start one process with --ranks", launchers[i], getenv(launchers[i]));
+            refuse("%s=%s: a launcher has started the ranks; each needs --backend tcp, --rank and --ranks, or one "
+                "process alone has --ranks", launchers[i], getenv(launchers[i]));
     if (!v[O_RANKS].text)
         compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
     if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
@@ -743,7 +771,8 @@ static int run(job *j) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
-    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = DT_BACKEND_THREADS,
+    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .backend = is_tcp(j->v) ? DT_BACKEND_TCP : DT_BACKEND_THREADS, .rank = own_rank(j->v),
+        .rendezvous = j->v[O_RENDEZVOUS].text,
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report },
         train, &j->config);
     int64_t later = j->config.stop_at - 1;
@@ -751,11 +780,13 @@ static int run(job *j) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
+    if (status != DT_OK && is_tcp(j->v) && report.rank >= 0 && report.rank != own_rank(j->v)) return 1; /* it says so */
     if (status != DT_OK) {
         fflush(stdout);
         fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
+    if (own_rank(j->v) > 0) return 0;
     if (!j->v[O_QUIET].number && later > 0)
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
             j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
@@ -785,12 +816,12 @@ int main(int argc, char **argv) {
     }
     find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
-    if (v[O_LOG_CSV].text) {
+    if (v[O_LOG_CSV].text && own_rank(v) == 0) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
-    if (!v[O_QUIET].number) print_settings(v, &j.config);
+    if (!v[O_QUIET].number && own_rank(v) == 0) print_settings(v, &j.config);
     int failed = run(&j);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);

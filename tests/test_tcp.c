@@ -73,7 +73,7 @@ typedef struct rank_result {
     dt_report report;
     double    took;
     int       ended, passed, failed;    /* ended: dt_run has returned; checks */
-    int       error_lines;
+    int       error_lines, signal;
     size_t    largest;
     uint64_t  hash;
 } rank_result;
@@ -147,13 +147,14 @@ static void job_start(job *j) {
     j->begun = seconds();
     for (int rank = 0; rank < j->ranks; rank++) {
         if (j->absent >> rank & 1) continue;
-        j->pid[rank] = fork();
-        if (j->pid[rank] == 0) {
+        pid_t pid = fork();
+        if (pid == 0) {
             alarm(90);
             child(j, rank);
             fflush(NULL);
             _exit(0);
         }
+        j->pid[rank] = pid;     /* by the parent alone: the memory is shared */
     }
 }
 
@@ -171,6 +172,7 @@ static void job_wait(job *j) {
             }
             nap(1e-3);
         }
+        j->result[rank].signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
         check_passed += j->result[rank].passed;
         check_failed += j->result[rank].failed;
     }
@@ -186,8 +188,8 @@ static job *run_job(int ranks, rank_fn fn, int what) {
 static void check_well(const job *j) {
     for (int rank = 0; rank < j->ranks; rank++) {
         const rank_result *r = &j->result[rank];
-        CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0, "%d ranks, case %d: rank %d: %s (%d lines)",
-                  j->ranks, j->what, rank, r->ended ? r->report.text : "did not end", r->error_lines);
+        CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0, "%d ranks, case %d: rank %d: %s (%d lines, signal %d)",
+                  j->ranks, j->what, rank, r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
     }
 }
 
