@@ -57,17 +57,18 @@
     17. Scalars and agreement: code
     18. Groups: code
     19. Memory that forked ranks share
-    20. MPI
-    21. Attach and launch: code
-    22. Trace: code
+    20. TCP
+    21. MPI
+    22. Attach and launch: code
+    23. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
                 each rank of each group, of which it touches little until messages use it. Groups belong to the
                 context's world and end with it. Your buffers are read and written only between the call and its return,
-                or between a start and its dt_wait: then, with an error too, no other rank touches them. With forked ranks
-                every rank's own memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too;
-                what lies elsewhere is copied through it in windows of DT_WINDOW_BYTES.
+                or between a start and its dt_wait: then, with an error too, no other rank touches them. Of a forked
+                rank, memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too; what lies
+                elsewhere is copied through it in windows of DT_WINDOW_BYTES.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
@@ -106,7 +107,7 @@ typedef enum dt_backend {
     DT_BACKEND_AUTO = 0,    /* threads */
     DT_BACKEND_THREADS,     /* a rank is a thread of this process */
     DT_BACKEND_PROCS,       /* a rank is a fork of this process */
-    DT_BACKEND_TCP,         /* not in this version, as all below */
+    DT_BACKEND_TCP,         /* the calling process is one rank; others are started elsewhere, and meet over sockets */
     DT_BACKEND_MPI,         /* with DT_USE_MPI: a rank is a process that MPI's launcher started */
     DT_BACKEND_NCCL
 } dt_backend;
@@ -135,6 +136,11 @@ typedef struct dt_run_desc {
     size_t            user_bytes;   /* procs: `user` points to so much: all ranks share one copy of it, which comes back
                                        when dt_run returns. 0: each rank has the fork's private copy */
     dt_link           link;
+    int               rank;         /* tcp: which of the ranks this process is */
+    const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500", an IPv4 address
+                                       in numbers; NULL -> "127.0.0.1:29500". The others listen at free ports of the
+                                       interface by which they reach it. Nothing proves who comes, and nothing is
+                                       encrypted: for this machine, or a network that you trust */
 } dt_run_desc;
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
@@ -143,6 +149,9 @@ typedef struct dt_run_desc {
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
    of one thread.
+   tcp: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has ended
+   waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
+   another rank told it of; DT_OK says that this rank went well, and the others as far as it could learn.
    Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
    of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
    begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls dt_run
@@ -410,12 +419,20 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 #include "dt_tensor.h"
 
+#include <arpa/inet.h>  /* inet_pton, htons */
+#include <errno.h>
+#include <fcntl.h>      /* fcntl */
+#include <netinet/in.h>
+#include <netinet/tcp.h>    /* TCP_NODELAY */
+#include <poll.h>
 #include <pthread.h>    /* pthread_create, pthread_join: in dt_run and nowhere else */
 #include <sched.h>      /* sched_getaffinity */
 #include <signal.h>     /* kill, in dt_run */
 #include <stdarg.h>
 #include <stdio.h>      /* vsnprintf, fflush */
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>    /* struct iovec */
 #include <sys/wait.h>   /* waitpid, in dt_run */
 #include <unistd.h>     /* sysconf, fork, _exit */
 #ifdef DT_USE_MPI
@@ -2918,7 +2935,1029 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 20. MPI =======================================================================================================
+// ==== 20. TCP =======================================================================================================
+
+/* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
+   nothing waits but the rendezvous and the end, and those not longer than timeout_s.
+
+       rank 0                           rank i                                  rank j < i
+       listens at the rendezvous        connects to it, again and again
+                                        listens at a port that is free
+       reads who it is, where it is  <- hello
+       when all are there            -> answer, the table of all addresses
+                                        connects to each j, hello            -> reads who it is
+                                                                             <- answer
+
+   Whoever connects is a guest until a whole hello has come: one that sends something else, or nothing, or hangs up,
+   keeps nobody from coming. Then frames follow, each a header and its bytes:
+
+       data    for a receive that waits they go straight into its buffer; else they are kept until one comes
+       abort   the sender has failed: the text is what each rank's test() answers from there on
+       bye     the sender has ended well: from it nothing more will come, and that is no failure
+
+   Numbers travel in the machine's own byte order; a rank of another order is refused by its version. */
+
+enum {
+    DT__TCP_PORT = 29500,
+    DT__TCP_VERSION = 1,
+    DT__TCP_FRAME = 0x64744631, /* begins each frame */
+    DT__TCP_INPUT = 65536,      /* what short frames are read into */
+    DT__TCP_TURNS = 16,         /* reads of one peer before it is the next one's turn */
+    DT__TCP_GUESTS = 64,
+    DT__TCP_TEXT = 512
+};
+#define DT__TCP_MOST ((uint64_t)1 << 40)    /* bytes of one message: more is no message */
+#define DT__TCP_GUEST_S 2.0                 /* a guest that has not said who it is by then must go */
+#define DT__TCP_FLUSH_S 0.25                /* how long a failure is pushed towards peers whose sockets are full */
+#define DT__TCP_GRACE_S 2.0                 /* how long a rank that failed waits for the others to have read it */
+
+static const char dt__tcp_magic[8] = { 'd', 't', ' ', 't', 'c', 'p', '\r', '\n' };
+
+typedef struct dt__tcp_place { uint32_t address, port; } dt__tcp_place;    /* address in network order */
+
+typedef struct dt__tcp_hello {
+    char          magic[8];
+    uint32_t      version;
+    int32_t       rank, size;
+    dt__tcp_place place;        /* where the sender listens */
+    uint32_t      spare;
+    uint64_t      job;          /* 0 at the rendezvous, which answers it */
+    uint8_t       token[24];    /* zeros: room for a proof that the sender belongs to the job */
+} dt__tcp_hello;
+
+enum { DT__TCP_WELCOME = 0, DT__TCP_REFUSED, DT__TCP_GIVEN_UP };
+typedef struct dt__tcp_answer {
+    char     magic[8];
+    uint32_t refused;           /* or the rendezvous has failed */
+    int32_t  size;
+    uint64_t job;
+    char     text[DT__TCP_TEXT];    /* why */
+} dt__tcp_answer;
+
+enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE };
+typedef struct dt__tcp_frame {
+    uint32_t magic, kind, channel;  /* of an abort the channel is the rank that failed, the tag its status */
+    int32_t  tag;
+    uint64_t bytes;
+} dt__tcp_frame;
+
+typedef struct dt__tcp_request {
+    int           receives, over;
+    int           peer;         /* of a receive DT_ANY until it is known */
+    int           orphan;       /* a send that was cancelled half-way: data is a copy of the transport's own */
+    dt__tcp_frame frame;        /* of a send; of a receive its channel, its tag and what came */
+    const char   *data;
+    char         *into;
+    size_t        room;         /* of into */
+    size_t        at;           /* of a send: how much of frame and data has gone */
+    struct dt__tcp_request *next;   /* sends of a peer; receives nothing has come for; idle ones */
+} dt__tcp_request;
+
+typedef struct dt__tcp_message {    /* came before its receive; its bytes follow it */
+    int              from, whole;
+    dt__tcp_frame    frame;
+    dt__tcp_request *request;       /* has asked for it meanwhile */
+    struct dt__tcp_message *next;
+} dt__tcp_message;
+
+/* OPEN; ENDED: it said so; LOST: it did not; BROKEN: it sent what is no frame. */
+typedef enum dt__tcp_state { DT__TCP_OPEN = 0, DT__TCP_ENDED, DT__TCP_LOST, DT__TCP_BROKEN } dt__tcp_state;
+
+typedef struct dt__tcp_peer {
+    int              fd;            /* -1: none */
+    int              rank, deaf;    /* deaf: nothing can be written to it */
+    dt__tcp_state    state;
+    dt__tcp_place    place;
+    dt__tcp_frame    frame;         /* what comes in now: its header, of which head bytes are here */
+    size_t           head, left;    /* and how many of its bytes are still to come */
+    dt__tcp_request *into;          /* where they go; both NULL: nowhere */
+    dt__tcp_message *message;
+    char             text[DT__TCP_TEXT];    /* of an abort */
+    dt__tcp_request *first, *last;  /* sends, the oldest first */
+    char             control[sizeof(dt__tcp_frame) + DT__TCP_TEXT];    /* goes after them: an abort or a bye */
+    size_t           control_at, control_bytes;
+} dt__tcp_peer;
+
+typedef struct dt__tcp {
+    dt_ctx          *ctx;
+    const dt_host   *host;
+    int              rank, size;
+    double           timeout_s;
+    dt__tcp_place    rendezvous;
+    uint64_t         job;
+    dt__tcp_peer    *peers;         /* (size) */
+    struct pollfd   *polls;         /* (size) */
+    char            *input;         /* (DT__TCP_INPUT) */
+    dt__tcp_request *posted, *idle;     /* receives nothing has come for, the oldest first */
+    dt__tcp_message *kept;          /* unasked for, the oldest first */
+    int              busy, closing;
+    int              live, skipped;     /* requests under way; tests since the sockets were last looked at */
+    dt__tcp_request *probe;         /* whose test looked, and found nothing */
+    int              failed;        /* this rank, or another: */
+    dt_report        first;         /* ... then with its rank and text; of this rank's own failure only the text */
+    char             unread[160];   /* a message that came and that nobody received */
+} dt__tcp;
+
+/* ---- frames that come in ---- */
+
+/* The first failure of another rank. */
+static void dt__tcp_poison(dt__tcp *t, const dt__tcp_peer *peer) {
+    if (t->failed) return;
+    t->failed = 1;
+    t->first.status = peer->frame.tag > 0 ? (dt_status)peer->frame.tag : DT_ERR_PEER;
+    t->first.rank = (int)peer->frame.channel;
+    memcpy(t->first.text, peer->text, sizeof t->first.text - 1);
+    t->first.text[sizeof t->first.text - 1] = 0;
+}
+
+static void dt__tcp_hang_up(dt__tcp_peer *peer, dt__tcp_state state) {
+    if (peer->fd >= 0) close(peer->fd);
+    peer->fd = -1;
+    peer->deaf = 1;
+    if (peer->state == DT__TCP_OPEN) peer->state = state;
+}
+
+static int dt__tcp_matches(const dt__tcp_request *r, int from, const dt__tcp_frame *frame) {
+    return (r->peer == DT_ANY || r->peer == from) && r->frame.channel == frame->channel && r->frame.tag == frame->tag;
+}
+
+/* The oldest receive that waits for it, which no longer waits; NULL: none. */
+static dt__tcp_request *dt__tcp_claim(dt__tcp *t, int from, const dt__tcp_frame *frame) {
+    for (dt__tcp_request **at = &t->posted; *at; at = &(*at)->next) {
+        dt__tcp_request *r = *at;
+        if (!dt__tcp_matches(r, from, frame)) continue;
+        *at = r->next;
+        r->peer = from;
+        r->frame.bytes = frame->bytes;
+        return r;
+    }
+    return NULL;
+}
+
+static size_t dt__tcp_message_bytes(uint64_t bytes) { return sizeof(dt__tcp_message) + (size_t)bytes; }
+
+/* A place to keep it in, the last of the list. NULL: the memory was refused, and the context has failed. */
+static dt__tcp_message *dt__tcp_keep(dt__tcp *t, int from, const dt__tcp_frame *frame) {
+    size_t bytes = dt__tcp_message_bytes(frame->bytes);
+    t->busy++;      /* a refusal calls dt__tcp_fail */
+    dt__tcp_message *m = (dt__tcp_message *)dt_alloc(t->ctx, DT_MEM_HOST, bytes, "a message that came early");
+    t->busy--;
+    if (!m) return NULL;
+    memset(m, 0, sizeof *m);
+    m->from = from;
+    m->frame = *frame;
+    dt__tcp_message **at = &t->kept;
+    while (*at) at = &(*at)->next;
+    return *at = m;
+}
+
+static void dt__tcp_forget(dt__tcp *t, dt__tcp_message *m) {
+    dt__tcp_message **at = &t->kept;
+    while (*at && *at != m) at = &(*at)->next;
+    if (*at) *at = m->next;
+    dt_free(t->ctx, DT_MEM_HOST, m, dt__tcp_message_bytes(m->frame.bytes));
+}
+
+/* A whole message and the receive that asked for it. */
+static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) {
+    size_t bytes = (size_t)m->frame.bytes < r->room ? (size_t)m->frame.bytes : r->room;
+    if (bytes) memcpy(r->into, m + 1, bytes);
+    r->over = 1;
+    dt__tcp_forget(t, m);
+}
+
+/* A header is complete. 0: it is none. */
+static int dt__tcp_begin(dt__tcp *t, dt__tcp_peer *peer) {
+    const dt__tcp_frame *f = &peer->frame;
+    uint64_t most = f->kind == DT__TCP_DATA ? DT__TCP_MOST : f->kind == DT__TCP_ABORT ? DT__TCP_TEXT - 1 : 0;
+    int known = f->kind == DT__TCP_DATA || f->kind == DT__TCP_ABORT || f->kind == DT__TCP_BYE;
+    if (f->magic != DT__TCP_FRAME || !known || f->bytes > most || f->bytes > (size_t)-1 / 2) return 0;
+    if (f->kind == DT__TCP_DATA && f->tag < 0) return 0;
+    if (f->kind == DT__TCP_ABORT && f->channel >= (uint32_t)t->size) return 0;
+    peer->left = (size_t)f->bytes;
+    peer->into = NULL;
+    peer->message = NULL;
+    memset(peer->text, 0, sizeof peer->text);
+    if (f->kind != DT__TCP_DATA) return 1;
+    peer->into = dt__tcp_claim(t, peer->rank, f);
+    if (peer->into || t->failed) return 1;
+    if (t->closing)
+        snprintf(t->unread, sizeof t->unread, "%zu bytes with tag %d from rank %d", peer->left, f->tag, peer->rank);
+    else
+        peer->message = dt__tcp_keep(t, peer->rank, f);
+    return 1;
+}
+
+/* A frame is complete. */
+static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
+    dt__tcp_message *m = peer->message;
+    if (peer->into) peer->into->over = 1;
+    if (m) m->whole = 1;
+    if (m && m->request) dt__tcp_deliver(t, m, m->request);
+    if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
+    if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
+    peer->into = NULL;
+    peer->message = NULL;
+    peer->head = 0;
+}
+
+/* Where the next bytes of the frame go, and how many; NULL: nowhere. */
+static char *dt__tcp_spot(dt__tcp_peer *peer, size_t *room) {
+    size_t done = (size_t)peer->frame.bytes - peer->left;
+    *room = peer->left;
+    if (peer->frame.kind == DT__TCP_ABORT) return peer->text + done;
+    if (peer->message) return (char *)(peer->message + 1) + done;
+    if (!peer->into || done >= peer->into->room) return NULL;
+    if (*room > peer->into->room - done) *room = peer->into->room - done;
+    return peer->into->into + done;
+}
+
+/* n bytes that were read go where they belong. 0: they are no frames. */
+static int dt__tcp_parse(dt__tcp *t, dt__tcp_peer *peer, const char *bytes, size_t n) {
+    while (n > 0) {
+        size_t room = sizeof peer->frame - peer->head, some;
+        char *spot = (char *)&peer->frame + peer->head;
+        int in_head = room > 0;
+        if (!in_head) spot = dt__tcp_spot(peer, &room);
+        some = n < room ? n : room;
+        if (spot) memcpy(spot, bytes, some);
+        bytes += some;
+        n -= some;
+        if (in_head) peer->head += some;
+        else peer->left -= some;
+        if (in_head && peer->head < sizeof peer->frame) return 1;
+        if (in_head && !dt__tcp_begin(t, peer)) return 0;
+        if (peer->left == 0) dt__tcp_finish(t, peer);
+    }
+    return 1;
+}
+
+/* Reads what is there. */
+static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
+    for (int turn = 0; turn < DT__TCP_TURNS && peer->fd >= 0; turn++) {
+        size_t room = 0;
+        char *spot = peer->head == sizeof peer->frame ? dt__tcp_spot(peer, &room) : NULL;
+        int direct = spot && room >= DT__TCP_INPUT;     /* no copy on the way */
+        if (!direct) room = DT__TCP_INPUT;
+        ssize_t n = recv(peer->fd, direct ? spot : t->input, room, 0);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+        if (n <= 0) {
+            dt__tcp_hang_up(peer, DT__TCP_LOST);
+        } else if (direct) {
+            peer->left -= (size_t)n;
+            if (peer->left == 0) dt__tcp_finish(t, peer);
+        } else if (!dt__tcp_parse(t, peer, t->input, (size_t)n)) {
+            dt__tcp_hang_up(peer, DT__TCP_BROKEN);
+        }
+    }
+}
+
+/* ---- frames that go out ---- */
+
+static void dt__tcp_release(dt__tcp *t, dt__tcp_request *r) {
+    if (t->probe == r) t->probe = NULL;
+    if (!r->orphan) t->live--;
+    if (r->orphan) t->host->free(t->host->user, (void *)r->data, (size_t)r->frame.bytes + 1, DT_MEM_HOST);
+    r->next = t->idle;
+    t->idle = r;
+}
+
+static void dt__tcp_unqueue(dt__tcp_peer *peer, const dt__tcp_request *r) {
+    dt__tcp_request *before = NULL, *at = peer->first;
+    for (; at && at != r; at = at->next) before = at;
+    if (!at) return;
+    if (before) before->next = r->next;
+    else peer->first = r->next;
+    if (peer->last == r) peer->last = before;
+}
+
+/* What the socket takes of one piece of head and one of body. Below 0: nothing now, or never (then the peer is deaf:
+   what it sent may still be read). */
+static ssize_t dt__tcp_push(dt__tcp_peer *peer, const void *head, size_t head_bytes, const void *body, size_t bytes) {
+    struct iovec pieces[2];
+    struct msghdr message;
+    ssize_t n;
+    memset(&message, 0, sizeof message);
+    pieces[0].iov_base = (void *)head;
+    pieces[0].iov_len = head_bytes;
+    pieces[1].iov_base = (void *)body;
+    pieces[1].iov_len = bytes;
+    message.msg_iov = head_bytes ? pieces : pieces + 1;
+    message.msg_iovlen = (head_bytes > 0) + (bytes > 0);
+    do n = sendmsg(peer->fd, &message, MSG_NOSIGNAL);
+    while (n < 0 && errno == EINTR);
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) peer->deaf = 1;
+    return n;
+}
+
+/* Writes what the socket takes: sends in their order, then the last word. */
+static void dt__tcp_write(dt__tcp *t, dt__tcp_peer *peer) {
+    const size_t head = sizeof(dt__tcp_frame);
+    while (!peer->deaf && peer->first) {
+        dt__tcp_request *r = peer->first;
+        size_t in_head = r->at < head ? r->at : head, in_data = r->at - in_head;
+        ssize_t n = dt__tcp_push(peer, (char *)&r->frame + in_head, head - in_head, r->data + in_data,
+                                 (size_t)r->frame.bytes - in_data);
+        if (n < 0) return;
+        r->at += (size_t)n;
+        if (r->at < head + (size_t)r->frame.bytes) continue;
+        r->over = 1;
+        dt__tcp_unqueue(peer, r);
+        if (r->orphan) dt__tcp_release(t, r);
+    }
+    while (!peer->deaf && peer->control_at < peer->control_bytes) {
+        ssize_t n = dt__tcp_push(peer, peer->control + peer->control_at, peer->control_bytes - peer->control_at, NULL,
+                                 0);
+        if (n < 0) return;
+        peer->control_at += (size_t)n;
+    }
+}
+
+static int dt__tcp_has_output(const dt__tcp_peer *peer) {
+    return !peer->deaf && (peer->first || peer->control_at < peer->control_bytes);
+}
+
+/* Looks at all sockets once and moves what moves. Returns whether anything did. */
+static int dt__tcp_progress(dt__tcp *t) {
+    if (t->busy) return 0;
+    for (int rank = 0; rank < t->size; rank++) {
+        dt__tcp_peer *peer = &t->peers[rank];
+        t->polls[rank].fd = peer->fd;       /* below 0: poll passes over it */
+        t->polls[rank].events = (short)(POLLIN | (dt__tcp_has_output(peer) ? POLLOUT : 0));
+        t->polls[rank].revents = 0;
+    }
+    if (poll(t->polls, (nfds_t)t->size, 0) <= 0) return 0;
+    for (int rank = 0; rank < t->size; rank++) {
+        if (t->polls[rank].revents & (POLLIN | POLLHUP | POLLERR)) dt__tcp_read(t, &t->peers[rank]);
+        if (t->polls[rank].revents & POLLOUT) dt__tcp_write(t, &t->peers[rank]);
+    }
+    return 1;
+}
+
+/* The last word to a peer. What has not begun to go to it never will. */
+static void dt__tcp_say(dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status status, const char *text) {
+    dt__tcp_frame frame;
+    size_t bytes = strlen(text);
+    memset(&frame, 0, sizeof frame);
+    if (bytes > DT__TCP_TEXT - 1) bytes = DT__TCP_TEXT - 1;
+    frame.magic = DT__TCP_FRAME;
+    frame.kind = kind;
+    frame.channel = (uint32_t)t->rank;
+    frame.tag = (int32_t)status;
+    frame.bytes = bytes;
+    memcpy(peer->control, &frame, sizeof frame);
+    memcpy(peer->control + sizeof frame, text, bytes);
+    peer->control_at = 0;
+    peer->control_bytes = sizeof frame + bytes;
+    if (peer->first && peer->first->at > 0) peer->first->next = NULL;
+    else peer->first = NULL;
+    peer->last = peer->first;
+    dt__tcp_write(t, peer);
+}
+
+/* ---- the five functions ---- */
+
+static dt__tcp_request *dt__tcp_request_make(dt__tcp *t, int peer, uint32_t channel, int tag, size_t bytes) {
+    dt__tcp_request *r = t->idle;
+    if (r) t->idle = r->next;
+    else r = (dt__tcp_request *)dt_alloc(t->ctx, DT_MEM_HOST, sizeof *r, "a request");
+    if (!r) return NULL;
+    memset(r, 0, sizeof *r);
+    r->peer = peer;
+    r->frame.magic = DT__TCP_FRAME;
+    r->frame.kind = DT__TCP_DATA;
+    r->frame.channel = channel;
+    r->frame.tag = (int32_t)tag;
+    r->frame.bytes = bytes;
+    t->live++;
+    return r;
+}
+
+/* To itself: a copy, at once. */
+static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
+    dt__tcp_request *taker = dt__tcp_claim(t, t->rank, &r->frame);
+    dt__tcp_message *m = taker ? NULL : dt__tcp_keep(t, t->rank, &r->frame);
+    char *to = taker ? taker->into : (char *)(m + 1);
+    size_t bytes = (size_t)r->frame.bytes;
+    if (!taker && !m) return;
+    if (taker && bytes > taker->room) bytes = taker->room;
+    if (bytes) memcpy(to, r->data, bytes);
+    if (taker) taker->over = 1;
+    else m->whole = 1;
+    r->over = 1;
+}
+
+static void *dt__tcp_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_request *r = to < 0 || to >= t->size || tag < 0 || bytes > DT__TCP_MOST ? NULL
+                         : dt__tcp_request_make(t, to, channel, tag, bytes);
+    if (!r) return NULL;
+    r->data = (const char *)buf;
+    dt__tcp_peer *peer = &t->peers[to];
+    if (t->failed || peer->state != DT__TCP_OPEN) return r;     /* test tells */
+    if (to == t->rank) {
+        dt__tcp_send_self(t, r);
+        return r;
+    }
+    if (peer->first) peer->last->next = r;
+    else peer->first = r;
+    peer->last = r;
+    dt__tcp_write(t, peer);
+    return r;
+}
+
+static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_request *r = from < DT_ANY || from >= t->size ? NULL : dt__tcp_request_make(t, from, channel, tag, 0);
+    if (!r) return NULL;
+    r->receives = 1;
+    r->into = (char *)buf;
+    r->room = bytes;
+    for (dt__tcp_message *m = t->kept; m; m = m->next) {
+        if (m->request || !dt__tcp_matches(r, m->from, &m->frame)) continue;
+        r->peer = m->from;
+        r->frame.bytes = m->frame.bytes;
+        m->request = r;
+        if (m->whole) dt__tcp_deliver(t, m, r);
+        return r;
+    }
+    dt__tcp_request **at = &t->posted;
+    while (*at) at = &(*at)->next;
+    *at = r;
+    return r;
+}
+
+/* Half of it has gone: the rest must follow, or what comes after it cannot be read. The buffer is the caller's again,
+   so the rest is copied. */
+static void dt__tcp_orphan(dt__tcp *t, dt__tcp_peer *peer, dt__tcp_request *r) {
+    size_t bytes = (size_t)r->frame.bytes, head = sizeof r->frame, gone = r->at > head ? r->at - head : 0;
+    char *copy = (char *)t->host->alloc(t->host->user, bytes + 1, DT_MEM_HOST);
+    if (!copy) {
+        dt__tcp_unqueue(peer, r);
+        dt__tcp_hang_up(peer, DT__TCP_LOST);
+        dt__tcp_release(t, r);
+        return;
+    }
+    if (bytes > gone) memcpy(copy + gone, r->data + gone, bytes - gone);
+    r->data = copy;
+    r->orphan = 1;
+    t->live--;
+    if (t->probe == r) t->probe = NULL;
+}
+
+static void dt__tcp_cancel(void *user, void *request) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_request *r = (dt__tcp_request *)request;
+    dt__tcp_peer *peer = r->peer == DT_ANY ? NULL : &t->peers[r->peer];
+    if (!r->receives && peer->first == r && r->at > 0 && !peer->deaf) {
+        dt__tcp_orphan(t, peer, r);
+        return;
+    }
+    if (!r->receives) dt__tcp_unqueue(peer, r);
+    for (dt__tcp_request **at = &t->posted; *at; at = &(*at)->next) {
+        if (*at != r) continue;
+        *at = r->next;
+        break;
+    }
+    if (peer && peer->into == r) peer->into = NULL;     /* the rest of it goes nowhere */
+    for (dt__tcp_message *m = t->kept; m; m = m->next) {
+        if (m->request != r) continue;
+        if (peer && peer->message == m) peer->message = NULL;
+        dt__tcp_forget(t, m);
+        break;
+    }
+    dt__tcp_release(t, r);
+}
+
+/* Why nothing more will come of it; 0: it may. A rank that is gone without a goodbye is missed by somebody, on whom
+   others wait: so it ends the waits of all, as a process that dies does with forks. */
+static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *why) {
+    int ended = 0, any = r->receives && r->peer == DT_ANY;
+    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text);
+    for (int rank = 0; rank < t->size; rank++) {
+        if (t->peers[rank].state == DT__TCP_LOST)
+            return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost", rank);
+        if (t->peers[rank].state == DT__TCP_BROKEN)
+            return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost: it sent what is no message", rank);
+        ended += t->peers[rank].state == DT__TCP_ENDED;
+    }
+    if (!any && t->peers[r->peer].state == DT__TCP_ENDED)
+        return snprintf(why, DT__TCP_TEXT, "rank %d has ended", r->peer);
+    if (any && t->size > 1 && ended == t->size - 1) return snprintf(why, DT__TCP_TEXT, "all other ranks have ended");
+    return 0;
+}
+
+static int dt__tcp_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_request *r = (dt__tcp_request *)request;
+    /* One look at the sockets is enough for all requests that are tested in turn. */
+    if (!r->over && (!t->probe || t->probe == r || t->skipped++ >= t->live)) {
+        t->skipped = 0;
+        t->probe = dt__tcp_progress(t) ? NULL : r;
+    }
+    if (r->over) {
+        *from = r->peer;
+        *bytes = (size_t)r->frame.bytes;
+        dt__tcp_release(t, r);
+        return 1;
+    }
+    if (!dt__tcp_hopeless(t, r, why)) return 0;
+    dt__tcp_cancel(t, r);
+    return -1;
+}
+
+static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
+static void dt__tcp_nap(const dt__tcp *t, double seconds) { t->host->sleep(t->host->user, seconds); }
+
+static void dt__tcp_fail(void *user, const char *text) {
+    dt__tcp *t = (dt__tcp *)user;
+    int left = 1;
+    if (t->failed) return;      /* they know already */
+    t->failed = 1;
+    t->first.rank = t->rank;
+    snprintf(t->first.text, sizeof t->first.text, "%s", text);
+    for (int rank = 0; rank < t->size; rank++) {
+        if (t->peers[rank].fd >= 0) dt__tcp_say(t, &t->peers[rank], DT__TCP_ABORT, dt_error(t->ctx), text);
+    }
+    for (double until = dt__tcp_now(t) + DT__TCP_FLUSH_S; left && !t->busy && dt__tcp_now(t) < until;) {
+        left = 0;
+        for (int rank = 0; rank < t->size; rank++) left += dt__tcp_has_output(&t->peers[rank]);
+        if (left && !dt__tcp_progress(t)) dt__tcp_nap(t, 1e-3);
+    }
+}
+
+/* ---- sockets ---- */
+
+static dt__phrase dt__tcp_place_text(dt__tcp_place place) {
+    dt__phrase text;
+    uint8_t part[4];
+    memcpy(part, &place.address, sizeof part);
+    snprintf(text.s, sizeof text.s, "%d.%d.%d.%d:%u", part[0], part[1], part[2], part[3], (unsigned)place.port);
+    return text;
+}
+
+/* "127.0.0.1:29500", "localhost:29500", or without the port. Names are not looked up: that may wait for minutes. */
+static int dt__tcp_place_read(const char *text, dt__tcp_place *place) {
+    char host[64] = "127.0.0.1";
+    const char *colon = text ? strchr(text, ':') : NULL;
+    size_t length = text ? (colon ? (size_t)(colon - text) : strlen(text)) : 0;
+    struct in_addr address;
+    place->port = DT__TCP_PORT;
+    if (length >= sizeof host) return 0;
+    if (length > 0) {
+        memcpy(host, text, length);
+        host[length] = 0;
+    }
+    if (inet_pton(AF_INET, strcmp(host, "localhost") == 0 ? "127.0.0.1" : host, &address) != 1) return 0;
+    place->address = (uint32_t)address.s_addr;
+    if (!colon) return 1;
+    place->port = 0;
+    for (const char *digit = colon + 1; *digit; digit++) {
+        if (*digit < '0' || *digit > '9' || place->port > 65535) return 0;
+        place->port = 10 * place->port + (uint32_t)(*digit - '0');
+    }
+    return place->port > 0 && place->port <= 65535;
+}
+
+static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_place place) {
+    struct sockaddr_in at;
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = place.address;
+    at.sin_port = htons((uint16_t)place.port);
+    return at;
+}
+
+/* Whether this end of the connection is set up: it never blocks, does not wait for more to send, and no program that
+   this one starts has it. */
+static int dt__tcp_set_up(int fd) {
+    int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    return fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0;
+}
+
+/* The place on this side of a connection, or of what listens. */
+static dt__tcp_place dt__tcp_own_place(int fd) {
+    struct sockaddr_in at;
+    socklen_t length = sizeof at;
+    dt__tcp_place place = { 0, 0 };
+    memset(&at, 0, sizeof at);
+    if (getsockname(fd, (struct sockaddr *)&at, &length) != 0) return place;
+    place.address = (uint32_t)at.sin_addr.s_addr;
+    place.port = ntohs(at.sin_port);
+    return place;
+}
+
+/* Port 0: any that is free. -1: see errno. */
+static int dt__tcp_listen(dt__tcp_place place, int backlog) {
+    struct sockaddr_in at = dt__tcp_sockaddr(place);
+    int one = 1, fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);     /* the last job's connections may still die */
+    if (dt__tcp_set_up(fd) && bind(fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(fd, backlog) == 0) return fd;
+    int reason = errno;
+    close(fd);
+    errno = reason;
+    return -1;
+}
+
+/* One attempt; -1: see errno. */
+static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
+    struct sockaddr_in at = dt__tcp_sockaddr(place);
+    int fd = socket(AF_INET, SOCK_STREAM, 0), error = 0;
+    socklen_t length = sizeof error;
+    if (fd < 0) return -1;
+    if (!dt__tcp_set_up(fd) || (connect(fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EINPROGRESS)) {
+        error = errno;
+    } else {
+        struct pollfd wait = { fd, POLLOUT, 0 };
+        while (poll(&wait, 1, 0) == 0 && dt__tcp_now(t) < deadline) dt__tcp_nap(t, 2e-4);
+        if (!wait.revents) error = ETIMEDOUT;
+        else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
+    }
+    if (error == 0) return fd;
+    close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Few bytes on a new connection: the socket takes them whole. */
+static int dt__tcp_give(int fd, const void *p, size_t bytes) {
+    return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
+}
+
+/* 1: all came; 0: the other end is gone; -1: not in time. */
+static int dt__tcp_take(dt__tcp *t, int fd, void *p, size_t bytes, double deadline) {
+    for (size_t at = 0; at < bytes;) {
+        ssize_t n = recv(fd, (char *)p + at, bytes - at, 0);
+        if (n > 0) at += (size_t)n;
+        else if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return 0;
+        else if (dt__tcp_now(t) > deadline) return -1;
+        else dt__tcp_nap(t, 2e-4);
+    }
+    return 1;
+}
+
+/* ---- the rendezvous ---- */
+
+typedef struct dt__tcp_guest {
+    int           fd;           /* -1: none */
+    size_t        at;
+    double        until;
+    dt__tcp_hello hello;
+} dt__tcp_guest;
+
+typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
+    int           fd, first;
+    dt__tcp_guest guests[DT__TCP_GUESTS];
+} dt__tcp_door;
+
+static dt__tcp_answer dt__tcp_answer_make(const dt__tcp *t, uint32_t refused, const char *text) {
+    dt__tcp_answer answer;
+    memset(&answer, 0, sizeof answer);
+    memcpy(answer.magic, dt__tcp_magic, sizeof answer.magic);
+    answer.refused = refused;
+    answer.size = t->size;
+    answer.job = t->job;
+    snprintf(answer.text, sizeof answer.text, "%s", text);
+    return answer;
+}
+
+/* A whole hello: a rank that was missing has a seat; any other guest goes, and is told why if it speaks our language.
+   At the rendezvous the answer comes when all are there. */
+static void dt__tcp_admit(dt__tcp *t, const dt__tcp_door *door, dt__tcp_guest *guest) {
+    const dt__tcp_hello *h = &guest->hello;
+    char why[160] = "";
+    int fd = guest->fd;
+    guest->fd = -1;
+    if (memcmp(h->magic, dt__tcp_magic, sizeof h->magic) != 0) {
+        close(fd);
+        return;
+    }
+    if (h->version != DT__TCP_VERSION)
+        snprintf(why, sizeof why, "version %u of the protocol, not %d", h->version, (int)DT__TCP_VERSION);
+    else if (h->size != t->size) snprintf(why, sizeof why, "it is of %d ranks, the job has %d", h->size, t->size);
+    else if (h->rank < door->first || h->rank >= t->size) snprintf(why, sizeof why, "rank %d is none here", h->rank);
+    else if (door->first > 1 && h->job != t->job) snprintf(why, sizeof why, "it is of another job");
+    else if (t->peers[h->rank].fd >= 0) snprintf(why, sizeof why, "rank %d is there already", h->rank);
+    dt__tcp_answer answer = dt__tcp_answer_make(t, why[0] ? DT__TCP_REFUSED : DT__TCP_WELCOME, why);
+    if (!why[0] && (t->rank == 0 || dt__tcp_give(fd, &answer, sizeof answer))) {
+        t->peers[h->rank].fd = fd;
+        t->peers[h->rank].place = h->place;
+        return;
+    }
+    if (why[0]) {
+        dt__tcp_give(fd, &answer, sizeof answer);
+        dt_log(t->ctx, DT_LOG_NOTICE, "rank %d at %s refuses a rank %d: %s", t->rank,
+               dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, h->rank, why);
+    }
+    close(fd);
+}
+
+/* Whoever knocks comes in as far as there is room; the guests say who they are, or go. */
+static void dt__tcp_guests(dt__tcp *t, dt__tcp_door *door) {
+    double now = dt__tcp_now(t);
+    for (int i = 0; i < DT__TCP_GUESTS; i++) {
+        dt__tcp_guest *guest = &door->guests[i];
+        if (guest->fd < 0) {
+            guest->fd = accept(door->fd, NULL, NULL);
+            guest->at = 0;
+            guest->until = now + DT__TCP_GUEST_S;
+            if (guest->fd >= 0 && !dt__tcp_set_up(guest->fd)) guest->until = now - 1;
+        }
+        if (guest->fd < 0) continue;
+        ssize_t n = recv(guest->fd, (char *)&guest->hello + guest->at, sizeof guest->hello - guest->at, MSG_DONTWAIT);
+        int later = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+        if (n > 0) guest->at += (size_t)n;
+        /* what does not begin as a hello need not go on */
+        size_t known = guest->at < sizeof dt__tcp_magic ? guest->at : sizeof dt__tcp_magic;
+        int other = memcmp(guest->hello.magic, dt__tcp_magic, known) != 0;
+        if (guest->at == sizeof guest->hello) {
+            dt__tcp_admit(t, door, guest);
+        } else if (other || (n <= 0 && !later) || now > guest->until) {
+            close(guest->fd);
+            guest->fd = -1;
+        }
+    }
+}
+
+/* A rank that hangs up before the others are there may come again. Nobody has a reason to say anything now. */
+static void dt__tcp_watch_seats(dt__tcp *t) {
+    for (int rank = 1; rank < t->size; rank++) {
+        struct pollfd look = { t->peers[rank].fd, POLLIN, 0 };
+        if (look.fd < 0 || poll(&look, 1, 0) <= 0) continue;
+        close(look.fd);
+        t->peers[rank].fd = -1;
+    }
+}
+
+/* The ranks from `first` on that have no seat, as "2, 5". */
+static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
+    dt__phrase text;
+    size_t at = 0;
+    text.s[0] = 0;
+    *n = 0;
+    for (int rank = first; rank < t->size; rank++) {
+        if (t->peers[rank].fd < 0) dt__append(text.s, sizeof text.s, &at, (*n)++ ? ", %d" : "%d", rank);
+    }
+    return text;
+}
+
+/* Until all ranks from door->first on have come. */
+static dt_status dt__tcp_meet(dt__tcp *t, dt__tcp_door *door, double deadline) {
+    int missing = 1;
+    for (int i = 0; i < DT__TCP_GUESTS; i++) door->guests[i].fd = -1;
+    for (;;) {
+        dt__tcp_guests(t, door);
+        if (t->rank == 0) dt__tcp_watch_seats(t);
+        dt__phrase who = dt__tcp_missing(t, door->first, &missing);
+        if (missing == 0) break;
+        if (dt__tcp_now(t) > deadline) {
+            dt_fail(t->ctx, DT_ERR_TIMEOUT, "timeout %.1f s at %s: of %d ranks rank%s %s did not come", t->timeout_s,
+                    dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, t->size, missing > 1 ? "s" : "", who.s);
+            break;
+        }
+        dt__tcp_nap(t, 5e-4);
+    }
+    for (int i = 0; i < DT__TCP_GUESTS; i++)
+        if (door->guests[i].fd >= 0) close(door->guests[i].fd);
+    return dt_error(t->ctx);
+}
+
+/* Listening failed. */
+static dt_status dt__tcp_no_door(dt__tcp *t, dt__tcp_place place) {
+    int reason = errno;
+    return dt_fail(t->ctx, DT_ERR_COMM, "cannot listen at %s: %s (error %d)", dt__tcp_place_text(place).s,
+                   reason == EADDRINUSE ? "another program does" : reason == EADDRNOTAVAIL
+                   ? "that address is not this machine's" : "the system refuses it", reason);
+}
+
+/* Rank 0: all come here, and each learns where the others are. */
+static dt_status dt__tcp_host_ranks(dt__tcp *t, dt__tcp_place *table) {
+    dt__tcp_door door;
+    door.first = 1;
+    door.fd = dt__tcp_listen(t->rendezvous, t->size + DT__TCP_GUESTS);
+    if (door.fd < 0) return dt__tcp_no_door(t, t->rendezvous);
+    double now = dt__tcp_now(t);
+    memcpy(&t->job, &now, sizeof t->job);       /* tells jobs apart; it is no secret */
+    t->job = (t->job ^ (uint64_t)(uintptr_t)t ^ (uint64_t)t->rendezvous.port << 48) | 1;
+    dt__tcp_meet(t, &door, now + t->timeout_s);
+    close(door.fd);
+    dt__tcp_answer answer = dt__tcp_answer_make(t, dt_error(t->ctx) ? DT__TCP_GIVEN_UP : DT__TCP_WELCOME,
+                                                dt_error_text(t->ctx));
+    for (int rank = 1; rank < t->size; rank++) table[rank] = t->peers[rank].place;
+    for (int rank = 1; rank < t->size; rank++) {
+        dt__tcp_peer *peer = &t->peers[rank];
+        if (peer->fd < 0) continue;
+        if (dt__tcp_give(peer->fd, &answer, sizeof answer) &&
+            (answer.refused || dt__tcp_give(peer->fd, table, (size_t)t->size * sizeof *table))) continue;
+        if (!answer.refused) dt_fail(t->ctx, DT_ERR_PEER, "connection to rank %d was lost at the rendezvous", rank);
+    }
+    return dt_error(t->ctx);
+}
+
+/* Says hello on a new connection. The first time, which is that to the rendezvous, this rank opens its own door, on the
+   same interface. */
+static int dt__tcp_greet(dt__tcp *t, int fd, dt__tcp_door *door) {
+    dt__tcp_hello hello;
+    memset(&hello, 0, sizeof hello);
+    memcpy(hello.magic, dt__tcp_magic, sizeof hello.magic);
+    hello.version = DT__TCP_VERSION;
+    hello.rank = t->rank;
+    hello.size = t->size;
+    hello.job = t->job;
+    if (door->fd < 0) {
+        dt__tcp_place here = dt__tcp_own_place(fd);
+        here.port = 0;
+        door->fd = dt__tcp_listen(here, t->size + DT__TCP_GUESTS);
+        if (door->fd < 0) return dt__tcp_no_door(t, here), 0;
+    }
+    hello.place = dt__tcp_own_place(door->fd);
+    return dt__tcp_give(fd, &hello, sizeof hello);
+}
+
+/* One attempt at a connection to another rank, greeted and answered. 1: there it is; else why not. */
+static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_place place, dt__tcp_door *door, dt__tcp_answer *answer,
+                        double deadline, const char **reason) {
+    int fd = dt__tcp_connect(t, place, deadline), came = 0;
+    *reason = errno == ECONNREFUSED ? "nobody listens there" : "it cannot be reached";
+    if (fd < 0) return 0;
+    /* from here on rank 0 knows better who is missing, and its limit began before */
+    if (dt__tcp_greet(t, fd, door))
+        came = dt__tcp_take(t, fd, answer, sizeof *answer, dt__tcp_now(t) + t->timeout_s + DT__TCP_GUEST_S);
+    *reason = came < 0 ? "there is no answer" : "the connection is closed without an answer";
+    if (came > 0) t->peers[rank].fd = fd;
+    else close(fd);
+    return came > 0;
+}
+
+/* Until there is a connection. Rank 0 may begin later than this one; the others listen before anybody learns where. */
+static dt_status dt__tcp_call(dt__tcp *t, int rank, dt__tcp_place place, dt__tcp_door *door, dt__tcp_answer *answer) {
+    double deadline = dt__tcp_now(t) + t->timeout_s;
+    const char *reason;
+    while (!dt__tcp_dial(t, rank, place, door, answer, deadline, &reason)) {
+        if (dt_error(t->ctx)) return dt_error(t->ctx);
+        if (rank > 0)
+            return dt_fail(t->ctx, DT_ERR_PEER, "connection to rank %d was lost: at %s %s", rank,
+                           dt__tcp_place_text(place).s, reason);
+        if (dt__tcp_now(t) > deadline)
+            return dt_fail(t->ctx, DT_ERR_TIMEOUT, "timeout %.1f s: rank 0 did not come to %s: %s", t->timeout_s,
+                           dt__tcp_place_text(place).s, reason);
+        dt__tcp_nap(t, 1e-2);
+    }
+    answer->text[sizeof answer->text - 1] = 0;
+    int known = memcmp(answer->magic, dt__tcp_magic, sizeof answer->magic) == 0;
+    if (!known || (!answer->refused && answer->size != t->size))
+        return dt_fail(t->ctx, DT_ERR_COMM, "what listens at %s is not rank %d of %d", dt__tcp_place_text(place).s,
+                       rank, t->size);
+    if (answer->refused == DT__TCP_GIVEN_UP) return dt_fail(t->ctx, DT_ERR_PEER, "peer failed first: %s", answer->text);
+    if (answer->refused)
+        return dt_fail(t->ctx, DT_ERR_COMM, "rank %d at %s refuses this rank: %s", rank, dt__tcp_place_text(place).s,
+                       answer->text);
+    return DT_OK;
+}
+
+/* All other ranks: to rank 0, to those before this one, and then those after it come. */
+static dt_status dt__tcp_join(dt__tcp *t, dt__tcp_place *table) {
+    dt__tcp_door door;
+    dt__tcp_answer answer;
+    double deadline = 0;
+    size_t bytes = (size_t)t->size * sizeof *table;
+    door.fd = -1;
+    door.first = t->rank + 1;
+    if (dt__tcp_call(t, 0, t->rendezvous, &door, &answer) == DT_OK) {
+        t->job = answer.job;
+        deadline = dt__tcp_now(t) + t->timeout_s;
+        if (dt__tcp_take(t, t->peers[0].fd, table, bytes, deadline) <= 0)
+            dt_fail(t->ctx, DT_ERR_PEER, "connection to rank 0 was lost at the rendezvous");
+    }
+    for (int rank = 1; rank < t->rank && !dt_error(t->ctx); rank++)
+        dt__tcp_call(t, rank, table[rank], &door, &answer);
+    if (!dt_error(t->ctx)) dt__tcp_meet(t, &door, deadline);
+    if (door.fd >= 0) close(door.fd);
+    return dt_error(t->ctx);
+}
+
+/* ---- beginning and end ---- */
+
+static size_t dt__tcp_bytes(int size) {
+    return sizeof(dt__tcp) + (size_t)size * (sizeof(dt__tcp_peer) + sizeof(struct pollfd)) + DT__TCP_INPUT;
+}
+
+static void dt__tcp_free(dt__tcp *t) {
+    for (int rank = 0; rank < t->size; rank++) {
+        dt__tcp_hang_up(&t->peers[rank], DT__TCP_LOST);
+        while (t->peers[rank].first) {
+            dt__tcp_request *r = t->peers[rank].first;
+            t->peers[rank].first = r->next;
+            dt__tcp_release(t, r);
+        }
+    }
+    while (t->kept) dt__tcp_forget(t, t->kept);
+    while (t->idle) {
+        dt__tcp_request *r = t->idle;
+        t->idle = r->next;
+        dt_free(t->ctx, DT_MEM_HOST, r, sizeof *r);
+    }
+    dt_free(t->ctx, DT_MEM_HOST, t, dt__tcp_bytes(t->size));
+}
+
+/* This rank's end of all connections; NULL with the context failed. */
+static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place rendezvous) {
+    size_t table_bytes = (size_t)desc->ranks * sizeof(dt__tcp_place);
+    dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
+    dt__tcp_place *table = (dt__tcp_place *)dt_alloc(ctx, DT_MEM_HOST, table_bytes, "addresses");
+    if (t) {
+        memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
+        t->ctx = ctx;
+        t->host = dt_ctx_host(ctx);
+        t->rank = desc->rank;
+        t->size = desc->ranks;
+        t->timeout_s = desc->timeout_s;
+        t->rendezvous = rendezvous;
+        t->peers = (dt__tcp_peer *)(void *)(t + 1);
+        t->polls = (struct pollfd *)(void *)(t->peers + t->size);
+        t->input = (char *)(t->polls + t->size);
+        for (int rank = 0; rank < t->size; rank++) t->peers[rank].fd = -1, t->peers[rank].rank = rank;
+    }
+    if (table) {
+        memset(table, 0, table_bytes);
+        if (t->size > 1 && t->rank == 0) dt__tcp_host_ranks(t, table);
+        else if (t->size > 1) dt__tcp_join(t, table);
+    }
+    dt_free(ctx, DT_MEM_HOST, table, table_bytes);
+    if (!t || dt_error(ctx) == DT_OK) return t;
+    dt__tcp_free(t);
+    return NULL;
+}
+
+/* How many peers are still to say their last word, or to be told ours; the first of them in *rank. */
+static int dt__tcp_unfinished(const dt__tcp *t, int *rank) {
+    int left = 0;
+    for (int i = t->size - 1; i >= 0; i--) {
+        const dt__tcp_peer *peer = &t->peers[i];
+        if (i == t->rank || peer->fd < 0 || (peer->state != DT__TCP_OPEN && !dt__tcp_has_output(peer))) continue;
+        left++;
+        *rank = i;
+    }
+    return left;
+}
+
+/* Says goodbye to all and waits for theirs, so that a rank that fails later is known here too, and that nobody loses
+   what it has not read yet. A failure ends the wait soon. */
+static void dt__tcp_goodbye(dt__tcp *t) {
+    double begin = dt__tcp_now(t), nap = 2e-5, until = begin + t->timeout_s;
+    int rank = 0, hurried = 0;
+    t->closing = 1;
+    for (int i = 0; i < t->size; i++) {
+        dt__tcp_peer *peer = &t->peers[i];
+        if (peer->fd >= 0 && peer->control_bytes == 0) dt__tcp_say(t, peer, DT__TCP_BYE, DT_OK, "");
+    }
+    while (dt__tcp_unfinished(t, &rank) > 0 && dt__tcp_now(t) < until) {
+        if (t->failed && !hurried++ && until > dt__tcp_now(t) + DT__TCP_GRACE_S)
+            until = dt__tcp_now(t) + DT__TCP_GRACE_S;
+        if (dt__tcp_progress(t)) continue;
+        dt__tcp_nap(t, nap);
+        nap = nap * 2 < DT__NAP_MAX ? nap * 2 : DT__NAP_MAX;
+    }
+    if (dt__tcp_unfinished(t, &rank) > 0)
+        dt_log(t->ctx, t->failed ? DT_LOG_DETAIL : DT_LOG_NOTICE, "rank %d ends after %.1f s without a goodbye from "
+               "rank %d", t->rank, dt__tcp_now(t) - begin, rank);
+}
+
+/* After the rank's function, the context still there: what went wrong, here or elsewhere. */
+static void dt__tcp_report(dt__tcp *t, dt_report *report) {
+    const dt_host *host = t->host;
+    dt_report own;
+    memset(&own, 0, sizeof own);
+    own.status = dt_error(t->ctx);
+    own.rank = t->rank;
+    snprintf(own.text, sizeof own.text, "%s", dt_error_text(t->ctx));
+    if (t->failed && t->first.status) {     /* another rank's: it has logged it */
+        *report = t->first;
+        return;
+    }
+    for (int rank = 0; rank < t->size && !own.status; rank++) {
+        if (t->peers[rank].state <= DT__TCP_ENDED) continue;
+        own.status = DT_ERR_PEER;
+        snprintf(own.text, sizeof own.text, "rank %d: connection to rank %d was lost before it had ended", t->rank,
+                 rank);
+    }
+    if (t->kept && !t->unread[0])
+        snprintf(t->unread, sizeof t->unread, "%zu bytes with tag %d from rank %d", (size_t)t->kept->frame.bytes,
+                 t->kept->frame.tag, t->kept->from);
+    if (t->unread[0] && !own.status) {
+        own.status = DT_ERR_COMM;
+        snprintf(own.text, sizeof own.text, "rank %d: ended without receiving %s", t->rank, t->unread);
+    }
+    if (own.status && own.status != dt_error(t->ctx)) host->log(host->user, DT_LOG_ERROR, t->rank, own.text);
+    else if (own.status == DT_ERR_PEER) host->log(host->user, DT_LOG_ERROR, t->rank, own.text);
+    *report = own;
+}
+
+
+// ==== 21. MPI =======================================================================================================
 
 /* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 14,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
@@ -3389,7 +4428,7 @@ static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 21. Attach and launch: code ===================================================================================
+// ==== 22. Attach and launch: code ===================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -3768,6 +4807,62 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     dt__run_wait(team, jobs, started);
 }
 
+/* The calling process is one rank. */
+static void dt__run_tcp(const dt_run_desc *desc, dt__tcp_place rendezvous,
+                        dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    dt_ctx_desc made;
+    dt_attach_desc attach;
+    dt_transport transport = { "tcp", NULL, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
+    memset(&made, 0, sizeof made);
+    memset(&attach, 0, sizeof attach);
+    made.seed = desc->seed;
+    made.rank = desc->rank;
+    made.kernels = desc->kernels;
+    made.host = desc->host;
+    made.io = desc->io;
+    dt_ctx *ctx = dt_ctx_make(made);
+    dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous) : NULL;
+    if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
+    if (t) {
+        transport.user = t;
+        attach.rank = desc->rank;
+        attach.size = desc->ranks;
+        attach.transport = &transport;
+        attach.timeout_s = desc->timeout_s;
+        attach.link = desc->link;
+        dt_status status = dt_comm_attach(ctx, attach) ? rank_main(ctx, user) : dt_error(ctx);
+        dt_comm_detach(ctx, status);
+        if (dt_error(ctx)) dt__tcp_fail(t, dt_error_text(ctx));     /* it failed before anybody listened */
+        dt__tcp_goodbye(t);
+        dt__tcp_report(t, desc->report);
+        dt__tcp_free(t);
+    } else if (ctx) {
+        desc->report->status = dt_error(ctx);
+        desc->report->rank = desc->rank;
+        snprintf(desc->report->text, sizeof desc->report->text, "%s", dt_error_text(ctx));
+    }
+    dt_ctx_free(ctx);
+}
+
+/* What tcp needs beyond dt__run_valid. desc has a report. */
+static dt_status dt__begin_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    dt__tcp_place rendezvous;
+    if (desc.ranks == 0) desc.ranks = 1;
+    if (desc.timeout_s == 0) desc.timeout_s = 120;
+    dt_run_desc rest = desc;
+    rest.backend = DT_BACKEND_THREADS;
+    if (!dt__run_valid(&rest)) return desc.report->status;
+    if (desc.rank < 0 || desc.rank >= desc.ranks)
+        dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank %d of %d", desc.rank, desc.ranks);
+    else if (!dt__tcp_place_read(desc.rendezvous, &rendezvous))
+        dt__refuse(&desc, DT_ERR_ARG, "dt_run: rendezvous '%s': not an address in numbers and a port, as "
+                   "127.0.0.1:29500", desc.rendezvous);
+    else if (desc.kernels && desc.kernels->alloc)
+        dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend tcp does not reach the memory of a device");
+    else dt__run_tcp(&desc, rendezvous, rank_main, user);
+    return desc.report->status;
+}
+
 /* ---- ranks that a launcher started: the caller is one, and there is no supervisor ---- */
 
 #ifdef DT_USE_MPI
@@ -3829,6 +4924,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     if (!desc.report) desc.report = &report;
     memset(desc.report, 0, sizeof *desc.report);
     if (!rank_main) dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank_main is NULL");
+    else if (desc.backend == DT_BACKEND_TCP) return dt__begin_tcp(desc, rank_main, user);
 #ifdef DT_USE_MPI
     if (rank_main && desc.backend == DT_BACKEND_MPI) return dt__run_mpi(&desc, rank_main, user);
 #endif
@@ -3854,7 +4950,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 22. Trace: code ===============================================================================================
+// ==== 23. Trace: code ===============================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,
@@ -4572,7 +5668,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
 #endif /* DT_IMPLEMENTATION */
 
 /* HISTORY
-     0.1.0   threads, processes, MPI, transports; collectives blocking and started, messages, groups, faults, trace
+     0.1.0   threads, processes, tcp, MPI, transports; collectives blocking and started, groups, faults, trace
 
    LICENCE: your choice of A or B.
 

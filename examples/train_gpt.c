@@ -34,9 +34,9 @@ enum { HEADING, INT, REAL, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, LATER };
 
 #ifdef DT_USE_MPI
-#define BACKENDS "threads|procs|mpi;tcp|nccl"
+#define BACKENDS "threads|procs|tcp|mpi;nccl"
 #else
-#define BACKENDS "threads|procs;tcp|mpi|nccl"
+#define BACKENDS "threads|procs|tcp;mpi|nccl"
 #endif
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
@@ -91,6 +91,8 @@ enum { BUILT, LATER };
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
+    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [torchrun's RANK]") \
+    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -163,7 +165,7 @@ typedef struct value {
 
 // ==== 2. Parser =====================================================================================================
 
-/* Under --backend mpi this process is one rank of size; else 0 of 0. */
+/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. */
 static struct { int rank, size; } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -532,14 +534,40 @@ static gpt_config resolve_model(value *v) {
     return c;
 }
 
+static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0; }
+
+/* The ranks of --backend tcp were started by hand, or by torchrun, which tells each in its environment who it is. */
+static void resolve_launch(value *v) {
+    static char rendezvous[256];
+    const char *rank = getenv("RANK"), *world = getenv("WORLD_SIZE"), *host = getenv("MASTER_ADDR");
+    const char *port = getenv("MASTER_PORT");
+    if (v[O_BACKEND].from != GIVEN && rank && world && atoi(world) > 1) set(&v[O_BACKEND], O_BACKEND, "tcp", COMPUTED);
+    if (!is_tcp(v)) {
+        if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
+        if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
+        return;
+    }
+    if (!v[O_RANKS].text && world) set(&v[O_RANKS], O_RANKS, world, COMPUTED);
+    if (!v[O_RANK].text && rank) set(&v[O_RANK], O_RANK, rank, COMPUTED);
+    if (!v[O_RANKS].text) refuse("--backend tcp needs --ranks N, or WORLD_SIZE in the environment");
+    if (!v[O_RANK].text) refuse("--backend tcp needs --rank R, or RANK in the environment");
+    if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
+        refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
+    launched.rank = int_of(v, O_RANK);
+    if (v[O_RENDEZVOUS].text || !(host || port)) return;
+    snprintf(rendezvous, sizeof rendezvous, "%s:%s", host ? host : "127.0.0.1", port ? port : "29500");
+    set(&v[O_RENDEZVOUS], O_RENDEZVOUS, rendezvous, COMPUTED);
+}
+
 static dt_mesh_desc resolve_mesh(value *v) {
     static const char *const launchers[3] = { "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE" };
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
-    for (int i = 0; i < 3 && !launched.size; i++) /* each process would train alone, and they would share one log */
+    resolve_launch(v);
+    for (int i = 0; i < 3 && !launched.size && !is_tcp(v); i++) /* each would train alone, and they would share a log */
         if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
-            refuse("%s=%s: --backend tcp or mpi is not available in this build, so a launcher cannot start the ranks; "
-                "start one process with --ranks", launchers[i], getenv(launchers[i]));
+            refuse("%s=%s: a launcher has started the ranks; each needs --backend tcp, --rank and --ranks, or one "
+                "process alone has --ranks", launchers[i], getenv(launchers[i]));
     if (launched.size && v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
         refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text, launched.size);
     if (launched.size) compute(&v[O_RANKS], launched.size);
@@ -845,18 +873,20 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 }
 
 static int run(job *j) {
-    static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS };
+    static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
+        .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 } }, train, &j->config);
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
+    if (status != DT_OK && is_tcp(j->v) && report.rank >= 0 && report.rank != launched.rank) return 1; /* it says so */
     if (status != DT_OK) {
         let_rank_0_speak();
         fflush(stdout);
