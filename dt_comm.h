@@ -267,7 +267,7 @@ DT_API dt_status dt_barrier(dt_comm *comm);
 #define DT_EAGER_BYTES 4096
 DT_API dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag);
 DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag);
-/* [pairwise] From whichever rank's message of that group and tag is there first; *from (may be NULL) becomes its rank. */
+/* [pairwise] From whichever rank's message of that group and tag is there first; *from (may be NULL): its rank. */
 DT_API dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
 // ==== 5. Started operations =========================================================================================

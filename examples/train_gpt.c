@@ -90,13 +90,8 @@ enum { BUILT, LATER };
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-<<<<<<< HEAD
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [torchrun's RANK]") \
-=======
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, "threads|tcp;procs|mpi|nccl", "what a rank is") \
-    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [RANK, of torchrun]") \
->>>>>>> tcp
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
@@ -569,12 +564,7 @@ static dt_mesh_desc resolve_mesh(value *v) {
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
     resolve_launch(v);
-<<<<<<< HEAD
     for (int i = 0; i < 3 && !launched.size && !is_tcp(v); i++) /* each would train alone, and they would share a log */
-=======
-    /* each process of a launcher would train alone, and they would share one log */
-    for (int i = 0; i < 3 && !is_tcp(v); i++)
->>>>>>> tcp
         if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
             refuse("%s=%s: a launcher has started the ranks; each needs --backend tcp, --rank and --ranks, or one "
                 "process alone has --ranks", launchers[i], getenv(launchers[i]));
@@ -887,19 +877,11 @@ static int run(job *j) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
-<<<<<<< HEAD
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 } }, train, &j->config);
-=======
-    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS), .rank = own_rank(j->v),
-        .backend = is_tcp(j->v) ? DT_BACKEND_TCP : DT_BACKEND_THREADS, .rendezvous = j->v[O_RENDEZVOUS].text,
-        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report },
-        train, &j->config);
-    int64_t later = j->config.stop_at - 1;
->>>>>>> tcp
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));

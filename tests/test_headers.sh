@@ -206,16 +206,11 @@ TABLES='malloc calloc realloc free posix_memalign aligned_alloc memalign valloc 
         munmap open open64 openat creat read write writev pread pwrite pread64 pwrite64 fsync fdatasync rename close fstat
         fstat64 __fxstat __fxstat64 stat stat64 lstat lseek lseek64 unlink ftruncate ftruncate64 fopen fopen64 fdopen fclose fread fwrite fputs fputc
         putc fflush getline fgets fseek ftell clock_gettime gettimeofday time clock nanosleep clock_nanosleep sched_yield
-<<<<<<< HEAD
         usleep sleep poll select madvise'
-# pthread_*, fork and friends: only these functions of dt_comm.h, the launcher.
-=======
-        usleep sleep poll select'
 # ... and of these the ones that sockets need too, and what only sockets need: dt__tcp_*.
 SOCKETS='socket bind listen accept connect send recv sendmsg setsockopt getsockopt getsockname poll close fcntl fcntl64
          inet_pton shutdown sendto recvfrom recvmsg getaddrinfo gethostbyname'
-# pthread_* and friends: only these functions of dt_comm.h, the launcher.
->>>>>>> tcp
+# pthread_*, fork and friends: only these functions of dt_comm.h, the launcher.
 LAUNCHER=${LAUNCHER:-dt_run dt__run}
 
 symbols_of() { # symbols_of HEADER: fills $T/sym
@@ -257,18 +252,12 @@ group_symbols() {
     [ -s "$T/refs" ] || echo "objdump shows no references" >"$log"
     awk -v never="$NEVER" 'BEGIN { split(never, a, /[ \n]+/); for (i in a) bad[a[i]] = 1 } $2 in bad && !($1 == ".text.dt__run_processes" && $2 ~ /^(fork|_exit)$/) { print $1 " uses " $2 }' "$T/refs" >>"$log"
     check "symbols: nothing ends the program, prints or touches signals and the environment" "$log" 30
-<<<<<<< HEAD
-    awk -v tables="$TABLES" 'BEGIN { split(tables, a, /[ \n]+/); for (i in a) only[a[i]] = 1 }
-        $1 == ".text.dt__run_processes" && $2 == "fflush" { next }
-        $2 in only && $1 !~ /^\.text\.(unlikely\.)?dt__(host|io)_/ { print $1 " uses " $2 }' "$T/refs" >"$log"
-    check "symbols: memory, files and time only through the default tables" "$log" 30
-=======
     awk -v tables="$TABLES" -v sockets="$SOCKETS" 'BEGIN { split(tables, a, /[ \n]+/); for (i in a) only[a[i]] = 1
             split(sockets, b, /[ \n]+/); for (i in b) net[b[i]] = 1 }
+        $1 == ".text.dt__run_processes" && $2 == "fflush" { next }
         $2 in net && $1 ~ /^\.text\.(unlikely\.)?dt__tcp_/ { next }
         ($2 in only || $2 in net) && $1 !~ /^\.text\.(unlikely\.)?dt__(host|io)_/ { print $1 " uses " $2 }' "$T/refs" >"$log"
     check "symbols: memory, files and time only through the default tables, sockets only in dt__tcp_" "$log" 30
->>>>>>> tcp
     awk -v launcher="$LAUNCHER" 'BEGIN { n = split(launcher, a, / +/) }
         $2 ~ /^(pthread_|thrd_|mtx_|sem_|__pthread|clone$|fork$|waitpid$|kill$)/ { ok = 0
             for (i = 1; i <= n; i++) if ($1 == ".text." a[i] || index($1, ".text." a[i] "_") == 1) ok = 1
