@@ -222,15 +222,15 @@ static dt_status barrier_rank(dt_ctx *ctx, void *user) {
 static dt_status reuse_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), rank = dt_comm_rank(world), bad = 0;
-    float send[512], recv[4 * 512];
+    float send[2048], recv[4 * 2048];
     (void)user;
     for (int round = 0; round < 300; round++) {
-        for (int i = 0; i < 512; i++) send[i] = (float)(rank * 1000 + round);
-        dt_status status = round % 2 ? dt_all_gather(world, send, recv, 512, DT_F32)
-                                     : dt_all_to_all(world, send, recv, 128, DT_F32);
-        for (int i = 0; i < 512; i++) send[i] = -1;
+        for (int i = 0; i < 2048; i++) send[i] = (float)(rank * 1000 + round);
+        dt_status status = round % 2 ? dt_all_gather(world, send, recv, 2048, DT_F32)
+                                     : dt_all_to_all(world, send, recv, 512, DT_F32);
+        for (int i = 0; i < 2048; i++) send[i] = -1;
         if (status) return status;
-        int share = round % 2 ? 512 : 128;
+        int share = round % 2 ? 2048 : 512;
         for (int i = 0; i < n * share; i++) bad += recv[i] != (float)(i / share * 1000 + round);
     }
     CHECK_MSG(bad == 0, "rank %d saw %d changed elements", rank, bad);
@@ -811,7 +811,7 @@ static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
 static dt_status leaving_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx), *comm = world;
     int outside = *(const int *)user;
-    size_t count = 3 * 700;   /* more than fits in a post */
+    size_t count = 3 * 1000;     /* too many for a post */
     this_rank = dt_comm_rank(world);
     if (outside) comm = dt_comm_split(world, this_rank == 3 ? -1 : 0, 0, "three");
     if (outside && this_rank == 3) {
@@ -839,7 +839,7 @@ static void test_leaving(void) {
         start(&o);
         CHECK_MSG(!seen_garbage, "a rank left while another read its buffer (outside %d)", outside);
         CHECK_MSG(strstr(o.report.text, outside ? "rank 3: outside" :
-                  "rank 2: all-reduce f32 x 2100 sum #1 on world: the kernel table 'cpu' answers DT_ERR_DEVICE"),
+                  "rank 2: all-reduce f32 x 3000 sum #1 on world: the kernel table 'cpu' answers DT_ERR_DEVICE"),
                   "%s", o.report.text);
     }
     slow_rank = -1, broken_rank = -1;
@@ -863,13 +863,13 @@ static void sleepy_sleep(void *user, double s) {
 
 static dt_status sleepy_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    static __thread float a[2000], b[2000]; /* more than fits in a post */
+    float a[4000], b[4000];
     (void)user;
     this_rank = dt_comm_rank(world);
-    for (int i = 0; i < 2000; i++) a[i] = 1;
+    for (int i = 0; i < 4000; i++) a[i] = 1;
     while (this_rank != slow_rank && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) dt_host_default()->sleep(NULL, 0);
-    dt_status status = dt_all_reduce(world, a, b, 2000, DT_F32, DT_SUM);
-    for (int i = 0; i < 2000; i++) a[i] = -1;
+    dt_status status = dt_all_reduce(world, a, b, 4000, DT_F32, DT_SUM);
+    for (int i = 0; i < 4000; i++) a[i] = -1;
     __atomic_add_fetch(&others_left, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&others_left, __ATOMIC_SEQ_CST) < 4) dt_host_default()->sleep(NULL, 0);
     CHECK(status != DT_OK);

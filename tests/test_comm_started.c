@@ -503,10 +503,10 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     float x[4 * 64], y[4 * 64];
     dt_comm_set_algorithm(world, c->algorithm);
-    double from = seconds();
+    double from, link_free = world->world->link_free;
     for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM);    /* copies: free */
     for (int i = 0; i < 5; i++) dt_mean(world, 1);
-    CHECK_MSG(seconds() - from < 4 * c->latency, "%.3f s for nothing", seconds() - from);
+    CHECK(world->world->link_free == link_free);
     dt_barrier(world);
     from = seconds();
     for (int i = 0; i < 10; i++) {      /* in place: adding twice would show */
