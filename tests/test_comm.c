@@ -1357,10 +1357,9 @@ static dt_status tables_rank(dt_ctx *ctx, void *user) {
 
 static void test_launch(void) {
     outcome o;
-    static const dt_backend refused[] = { DT_BACKEND_PROCS, DT_BACKEND_TCP, DT_BACKEND_MPI, DT_BACKEND_NCCL,
-                                          (dt_backend)42 };
-    static const char *const names[] = { "procs", "tcp", "mpi", "nccl", "unknown" };
-    for (int i = 0; i < 5; i++) {
+    static const dt_backend refused[] = { DT_BACKEND_PROCS, DT_BACKEND_MPI, DT_BACKEND_NCCL, (dt_backend)42 };
+    static const char *const names[] = { "procs", "mpi", "nccl", "unknown" };
+    for (int i = 0; i < 4; i++) {
         prepare(&o, 2, short_rank, NULL);
         o.desc.backend = refused[i];
         CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, names[i]) && o.report.rank == -1);

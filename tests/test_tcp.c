@@ -189,7 +189,8 @@ static void check_well(const job *j) {
     for (int rank = 0; rank < j->ranks; rank++) {
         const rank_result *r = &j->result[rank];
         CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0,
-                  "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank, r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
+                  "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank,
+                  r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
     }
 }
 
