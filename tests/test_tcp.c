@@ -190,7 +190,7 @@ static void check_well(const job *j) {
         const rank_result *r = &j->result[rank];
         CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0,
                   "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank,
-                   r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
+                  r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
     }
 }
 
