@@ -2788,7 +2788,6 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name) {
     dt_comm *made = group ? dt__comm_make(world, comm->ops, group, place) : NULL;
     int32_t words[2] = { (int32_t)world->channels, 0 };
     uint32_t channel = 0;
-    if (group && !made) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     for (int rank = 0; rank < comm->place.size; rank++)
         channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
@@ -4538,7 +4537,6 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     dt_listen(ctx, &world->listener);
     dt_ctx_attach(ctx, world);
     if (group) world->comm = dt__comm_make(world, desc.team ? &dt__threads_ops : &dt__transport_ops, group, desc.rank);
-    if (group && !world->comm && !desc.team) dt_free(ctx, DT_MEM_HOST, group, dt__listed_bytes(size));
     return world->comm;
 }
 

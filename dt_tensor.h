@@ -6454,14 +6454,16 @@ DT__FN void DT__K(pack)(const DT__K(matmul_plan) *w, DT__REAL *to, int64_t width
 }
 
 /* What tile number `tile` of a group asks for: its part of the next group of A, whose first row is i; every 8 steps of
-   the tile one more line, `apart` bytes further. All at once would keep the tile waiting for as long as packing. */
+   the tile one more line, `apart` bytes further. All at once would keep the tile waiting for as long as packing. Terms
+   that lie whole pages apart are not asked for: they share few sets of a cache and would push each other out. */
 DT__FN const char *DT__K(ask)(const DT__K(matmul_plan) *w, int64_t at, int64_t i, int64_t i1, int64_t terms,
                               int64_t tile, int64_t *apart) {
     const dt_matmul_args *a = w->args;
     int64_t size = (int64_t)dt_dtype_size(a->dtype), row = a->lda * size, last = i1 - 1 - i, line = tile / 8 * 64;
     const char *from = (const char *)a->a + (at + i * (a->trans_a ? 1 : a->lda)) * size;
-    *apart = last < 0 ? 0 : a->trans_a ? row : 8 * size;
-    if (last < 0) return NULL;
+    int pages = a->trans_a && row % 4096 == 0;
+    *apart = last < 0 || pages ? 0 : a->trans_a ? row : 8 * size;
+    if (*apart == 0) return NULL;
     if (last >= DT__GROUP * DT__MR) last = DT__GROUP * DT__MR - 1;
     if (!a->trans_a) return from + (tile < last ? tile : last) * row;
     return from + tile % 8 * (terms / 8) * row + (line < last * size ? line : last * size);
