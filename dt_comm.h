@@ -129,7 +129,8 @@ typedef struct dt_run_desc {
     dt_backend        backend;      /* AUTO -> threads */
     double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
     uint64_t          seed;         /* 0 -> 1 */
-    const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once */
+    const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once. procs: must map; its alloc
+                                       is not asked for the classes that lie in the range */
     const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
     const dt_io      *io;           /* NULL -> dt_io_default() */
     dt_report        *report;       /* not NULL: receives the first failure */
@@ -569,7 +570,7 @@ typedef struct dt__world {
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
     double         seconds;     /* inside operations */
-    struct dt__trace *trace;    /* section 21; NULL: none */
+    struct dt__trace *trace;    /* section 23; NULL: none */
 } dt__world;
 
 struct dt_comm {
@@ -1033,7 +1034,7 @@ static int dt__has_ended(const dt__shared *shared, int rank) {
 static int dt__algorithm_advance(dt_work *work);
 static dt_status dt__late(dt_work *work);
 
-/* The trace, section 21: called only if there is one. */
+/* The trace, section 23: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -1244,8 +1245,7 @@ static dt__message *dt__oldest(dt__pair *pair, const dt__group *group, int tag) 
    may send two while we look: the older into a place we have passed, the newer into one still ahead. Seeing the
    newer makes the older visible, so a second look finds it. *ended: nobody will send it any more. */
 static dt__message *dt__message_there(const dt__shared *shared, dt__pair *pair, const dt__group *group, int tag,
-                                      int from,
-                                      int alone, int *ended) {
+                                      int from, int alone, int *ended) {
     *ended = alone || dt__has_ended(shared, from);
     return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
 }
@@ -1320,8 +1320,7 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
    If any rank's memory cannot be reached, all go on in windows: each such rank copies a window into its staging, which
    has two in turn; the others read it there. An all-reduce is then a reduce-scatter and an all-gather. */
 
-/* What a work waits for: to have a post; for all posts; for its staging; for the window of the others; for all to close
-   */
+/* What a work waits for: to have a post; all posts; its staging; the window of the others; that all close. */
 enum { DT__NEW = 0, DT__MEETING, DT__TURNING, DT__OPENING, DT__CLOSING };
 
 static dt__member *dt__member_of(const dt_comm *comm, int rank) { return &comm->group->members[rank]; }
@@ -1376,8 +1375,8 @@ static int dt__all_there(dt_work *work) {
         if (!dt__has_ended(shared, comm->group->ranks[rank]) || dt__is_there(work, rank)) continue;
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
         dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
-                      comm->group->ranks[rank],
-                      dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name);
+                      comm->group->ranks[rank], dt__pattern_of(work->call.op)->name,
+                      (unsigned long long)work->call.seq, comm->group->name);
         return -1;
     }
     return 0;
@@ -1448,8 +1447,8 @@ static size_t dt__share_count(const dt_work *work, int from, int to) {
 
 static size_t dt__share_first(const dt_work *work, int from, int to) {
     if (work->call.op == DT__ALL_TO_ALL_V) return dt__sum_of(dt__counts_of(work, from), to);
-    if (dt__halves(work)) return dt__chunk_first(work->call.count, work->comm->place.size, work->stage == 0 ? to
-                                                 : from);
+    int chunk = work->stage == 0 ? to : from;
+    if (dt__halves(work)) return dt__chunk_first(work->call.count, work->comm->place.size, chunk);
     return dt__cut(work) ? (size_t)to * work->call.count : 0;
 }
 
@@ -1545,11 +1544,11 @@ static char *dt__recv_of(const dt_work *work, int rank) {
 static dt_status dt__push_piece(dt_work *work, size_t first, size_t count) {
     dt_comm *comm = work->comm;
     int n = comm->place.size, to_all = dt__pattern_of(work->call.op)->all_recv;
-    int main_rank = to_all ? comm->place.rank : work->call.peer;
+    int home = to_all ? comm->place.rank : work->call.peer; /* whose recv the sum is made in */
     size_t size = dt_dtype_size(work->call.dtype), at = first * size;
     for (int rank = 0; rank < n; rank++)
         comm->in[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
-    char *sum = dt__recv_of(work, main_rank) + at;
+    char *sum = dt__recv_of(work, home) + at;
     dt_status status = dt__combine(comm, &work->call, sum, n, count);
     for (int step = 1; step < n && to_all && !status; step++)
         status = dt__comm_move(comm, &work->call, dt__recv_of(work, (comm->place.rank + step) % n) + at, sum,
@@ -4502,7 +4501,7 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc) {
     memset(world->shared, 0, sizeof *world->shared);
     world->shared->ranks = desc->size;
     world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
-    world->shared->spins = DT__SPINS;
+    world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
     return world;
 }
 
@@ -4609,16 +4608,10 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
     else host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
-/* What is wrong with a description, reported; 1: nothing. */
+/* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
 static int dt__run_valid(const dt_run_desc *desc) {
-    int shared = desc->backend == DT_BACKEND_AUTO || desc->backend == DT_BACKEND_THREADS ||
-                 desc->backend == DT_BACKEND_PROCS;
-    if (!shared) dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
-                            dt__backend_name(desc->backend));
-    else if (desc->backend == DT_BACKEND_PROCS && desc->host && !desc->host->map)
-        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend procs needs a host table that maps memory");
-    else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks",
-                                                                        desc->ranks);
+    if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
         dt__refuse(desc, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
     else if (!(desc->link.latency_s >= 0 && desc->link.bytes_per_s >= 0))
@@ -4628,12 +4621,24 @@ static int dt__run_valid(const dt_run_desc *desc) {
     return 0;
 }
 
+/* Can these ranks share memory? */
+static int dt__team_valid(const dt_run_desc *desc) {
+    int procs = desc->backend == DT_BACKEND_PROCS;
+    if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
+        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
+                   dt__backend_name(desc->backend));
+    else if (procs && desc->host && !desc->host->map)
+        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend procs needs a host table that maps memory");
+    else return dt__run_valid(desc);
+    return 0;
+}
+
 dt_team *dt_team_make(dt_run_desc desc) {
     const dt_host *host = desc.host ? desc.host : dt_host_default();
     dt__shared sizes;
     if (desc.ranks == 0) desc.ranks = 1;
     if (desc.timeout_s == 0) desc.timeout_s = 120;
-    if (!dt__run_valid(&desc)) return NULL;
+    if (!dt__team_valid(&desc)) return NULL;
     memset(&sizes, 0, sizeof sizes);
     sizes.ranks = desc.ranks;
     sizes.apart = desc.backend == DT_BACKEND_PROCS;
@@ -4657,22 +4662,28 @@ dt_team *dt_team_make(dt_run_desc desc) {
     return team;
 }
 
+/* The context of a rank. */
+static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *host) {
+    dt_ctx_desc of;
+    memset(&of, 0, sizeof of);
+    of.seed = desc->seed;
+    of.rank = rank;
+    of.kernels = desc->kernels;
+    of.host = host;
+    of.io = desc->io;
+    return dt_ctx_make(of);
+}
+
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
-    dt_ctx_desc desc;
     if (!team || rank < 0 || rank >= team->desc.ranks) {
         if (team) dt__run_fail(team->shared, team->host, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank,
                                team->desc.ranks);
         return NULL;
     }
-    memset(&desc, 0, sizeof desc);
-    desc.seed = team->desc.seed;
-    desc.rank = rank;
-    desc.kernels = team->desc.kernels;
-    desc.host = team->desc.host;
-    desc.io = team->desc.io;
-    if (team->shared->apart && team->host->alloc == dt_host_default()->alloc)
-        desc.host = dt__heap_make(team->shared, team->host, rank);
-    dt_ctx *ctx = dt_ctx_make(desc);
+    const dt_host *host = team->desc.host;
+    if (team->shared->apart) /* whatever the table: windows and copies of messages must lie in the range */
+        host = dt__heap_make(team->shared, team->host, rank);
+    dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx) dt__run_fail(team->shared, team->host, rank, DT_ERR_MEM, "rank %d: no memory for its context", rank);
     return ctx;
 }
@@ -4807,32 +4818,29 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     dt__run_wait(team, jobs, started);
 }
 
-/* The calling process is one rank. */
-static void dt__run_tcp(const dt_run_desc *desc, dt__tcp_place rendezvous,
-                        dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
-    dt_ctx_desc made;
+/* The calling process is one rank, over a transport: runs it. Returns the context's status. */
+static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
+                               dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_attach_desc attach;
-    dt_transport transport = { "tcp", NULL, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
-    memset(&made, 0, sizeof made);
     memset(&attach, 0, sizeof attach);
-    made.seed = desc->seed;
-    made.rank = desc->rank;
-    made.kernels = desc->kernels;
-    made.host = desc->host;
-    made.io = desc->io;
-    dt_ctx *ctx = dt_ctx_make(made);
+    attach.rank = rank;
+    attach.size = size;
+    attach.transport = transport;
+    attach.timeout_s = desc->timeout_s;
+    attach.link = desc->link;
+    dt_comm_detach(ctx, dt_comm_attach(ctx, attach) ? rank_main(ctx, user) : dt_error(ctx));
+    return dt_error(ctx);
+}
+
+static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous,
+                         dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+    dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous) : NULL;
+    dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
-        transport.user = t;
-        attach.rank = desc->rank;
-        attach.size = desc->ranks;
-        attach.transport = &transport;
-        attach.timeout_s = desc->timeout_s;
-        attach.link = desc->link;
-        dt_status status = dt_comm_attach(ctx, attach) ? rank_main(ctx, user) : dt_error(ctx);
-        dt_comm_detach(ctx, status);
-        if (dt_error(ctx)) dt__tcp_fail(t, dt_error_text(ctx));     /* it failed before anybody listened */
+        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, rank_main, user))
+            dt__tcp_fail(t, dt_error_text(ctx));    /* it may have failed before anybody listened */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
         dt__tcp_free(t);
@@ -4844,14 +4852,11 @@ static void dt__run_tcp(const dt_run_desc *desc, dt__tcp_place rendezvous,
     dt_ctx_free(ctx);
 }
 
-/* What tcp needs beyond dt__run_valid. desc has a report. */
-static dt_status dt__begin_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+static dt_status dt__run_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt__tcp_place rendezvous;
     if (desc.ranks == 0) desc.ranks = 1;
     if (desc.timeout_s == 0) desc.timeout_s = 120;
-    dt_run_desc rest = desc;
-    rest.backend = DT_BACKEND_THREADS;
-    if (!dt__run_valid(&rest)) return desc.report->status;
+    if (!dt__run_valid(&desc)) return desc.report->status;
     if (desc.rank < 0 || desc.rank >= desc.ranks)
         dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank %d of %d", desc.rank, desc.ranks);
     else if (!dt__tcp_place_read(desc.rendezvous, &rendezvous))
@@ -4859,7 +4864,7 @@ static dt_status dt__begin_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *
                    "127.0.0.1:29500", desc.rendezvous);
     else if (desc.kernels && desc.kernels->alloc)
         dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend tcp does not reach the memory of a device");
-    else dt__run_tcp(&desc, rendezvous, rank_main, user);
+    else dt__tcp_rank(&desc, rendezvous, rank_main, user);
     return desc.report->status;
 }
 
@@ -4867,49 +4872,24 @@ static dt_status dt__begin_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *
 
 #ifdef DT_USE_MPI
 
-static dt_status dt__mpi_rank(dt__mpi *mpi, const dt_run_desc *desc,
-                              dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
-    dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
-    dt_attach_desc attach;
-    memset(&attach, 0, sizeof attach);
-    attach.rank = mpi->rank;
-    attach.size = mpi->size;
-    attach.transport = &transport;
-    attach.timeout_s = desc->timeout_s;
-    attach.link = desc->link;
-    dt_comm *world = dt_comm_attach(mpi->ctx, attach);
-    if (world && mpi->size > dt__cores()) world->world->shared->spins = 0;
-    dt_status status = world ? rank_main(mpi->ctx, user) : dt_error(mpi->ctx);
-    dt_comm_detach(mpi->ctx, status);
-    status = dt_error(mpi->ctx);
-    if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
-    return status;
-}
-
 static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     const dt_host *host = desc->host ? desc->host : dt_host_default();
     const char *why = NULL;
-    dt_ctx_desc of;
     if (desc->timeout_s == 0) desc->timeout_s = 120;
-    dt_run_desc alike = *desc;
-    alike.backend = DT_BACKEND_THREADS;
-    if (!dt__run_valid(&alike)) return desc->report->status;
+    if (!dt__run_valid(desc)) return desc->report->status;
     dt__mpi *mpi = dt__mpi_open(host, desc->timeout_s, &why);
     if (!mpi) {
         dt__refuse(desc, DT_ERR_COMM, "dt_run: MPI cannot be used: %s", why);
         return desc->report->status;
     }
-    memset(&of, 0, sizeof of);
-    of.seed = desc->seed;
-    of.rank = mpi->rank;
-    of.kernels = desc->kernels;
-    of.host = desc->host;
-    of.io = desc->io;
+    dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
-    if (!wrong) mpi->ctx = dt_ctx_make(of);
-    if (mpi->ctx) dt__mpi_rank(mpi, desc, rank_main, user);
-    else if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
-    else dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", mpi->rank);
+    if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, desc->host);
+    dt_status status = DT_OK;
+    if (mpi->ctx) status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, rank_main, user);
+    if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
+    if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
+    else if (!mpi->ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", mpi->rank);
     if (!mpi->ctx) dt__mpi_tell(mpi, desc->report->status, desc->report->text);
     dt_ctx *ctx = mpi->ctx;
     dt__mpi_close(mpi, desc->report);
@@ -4924,7 +4904,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     if (!desc.report) desc.report = &report;
     memset(desc.report, 0, sizeof *desc.report);
     if (!rank_main) dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank_main is NULL");
-    else if (desc.backend == DT_BACKEND_TCP) return dt__begin_tcp(desc, rank_main, user);
+    else if (desc.backend == DT_BACKEND_TCP) return dt__run_tcp(desc, rank_main, user);
 #ifdef DT_USE_MPI
     if (rank_main && desc.backend == DT_BACKEND_MPI) return dt__run_mpi(&desc, rank_main, user);
 #endif

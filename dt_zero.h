@@ -312,8 +312,9 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
     dt__zero_text       text = { "nothing" };
     size_t              at = 0, room = sizeof text.s;
-    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d, betas %g %g, eps %g, momentum %g, weight decay "
-        "%g, clip %g", z->optimizer, z->stage, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip);
+    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d%s, betas %g %g, eps %g, momentum %g, weight decay "
+        "%g, clip %g", z->optimizer, z->stage, z->tree ? ", tree" : "", z->beta1, z->beta2, z->eps, z->momentum,
+        z->weight_decay, z->clip);
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;

@@ -170,6 +170,30 @@ static dt_status user_rank(dt_ctx *ctx, void *user) {
     return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM;     /* one copy for all */
 }
 
+/* A host table with an alloc of its own: what other ranks must reach lies in the range all the same. */
+static void *own_alloc(void *user, size_t bytes, dt_mem mem) {
+    CHECK_MSG(mem == DT_MEM_HOST || mem == DT_MEM_TEMP || mem == DT_MEM_OPTIM, "class %d", (int)mem);
+    return dt_host_default()->alloc(user, bytes, mem);
+}
+
+static dt_status own_table_rank(dt_ctx *ctx, void *user) {
+    enum { COUNT = 100000 };
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), bad = 0;
+    float *a = (float *)malloc(COUNT * sizeof *a), *b = (float *)malloc(COUNT * sizeof *b);
+    (void)user;
+    for (int i = 0; i < COUNT; i++) a[i] = (float)(me + i % 7);
+    CHECK(dt_all_reduce(world, a, b, COUNT, DT_F32, DT_SUM) == DT_OK);
+    for (int i = 0; i < COUNT; i++) bad += b[i] != (float)(3 + 3 * (i % 7));
+    if (me == 0) CHECK(dt_send(world, a, COUNT, DT_F32, 1, 0) == DT_OK);
+    if (me == 1) CHECK(dt_recv(world, b, COUNT, DT_F32, 0, 0) == DT_OK);
+    for (int i = 0; i < COUNT && me == 1; i++) bad += b[i] != (float)(i % 7);
+    CHECK_MSG(bad == 0, "%d elements", bad);
+    free(a);
+    free(b);
+    return dt_error(ctx);
+}
+
 static void test_processes(void) {
     outcome o;
     for (int k = 0; k < 4; k++) {
@@ -223,6 +247,11 @@ static void test_processes(void) {
     prepare_procs(&o, 2, nothing_rank, NULL);
     o.desc.host = &bare;
     CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, "maps memory"));
+    dt_host own = quiet;
+    own.alloc = own_alloc;
+    prepare_procs(&o, 3, own_table_rank, NULL);
+    o.desc.host = &own;
+    CHECK_MSG(start(&o) == DT_OK, "%s", o.report.text);
     dt_host counting = quiet;
     counting.log = count_log;
     ending e = { KILLS_IN_RECORD, 1, 3 };
