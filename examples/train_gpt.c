@@ -886,11 +886,11 @@ static int run(job *j) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
-    if (status != DT_OK && is_tcp(j->v) && report.rank >= 0 && report.rank != launched.rank) return 1; /* it says so */
-    if (status != DT_OK) {
+    if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone */
+        int told = speaks() || (is_tcp(j->v) && (report.rank < 0 || report.rank == launched.rank));
         let_rank_0_speak();
         fflush(stdout);
-        if (speaks()) fprintf(stderr, "error: %s\n", report.text);
+        if (told) fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
     if (!speaks()) return 0;

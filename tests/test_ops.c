@@ -1512,14 +1512,15 @@ static void no_rows(void) {
     close_good(ctx, &m, "no rows");
 }
 
-/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8 MB. */
+/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8 MB. (OpenMP's
+   threads have a product's scratch each.) */
 static void few_rows(void) {
     meter      m = METER;
     dt_ctx    *ctx = open_ctx(&m);
     dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(256, 4), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
     dt_tensor *x = noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1);
     dt_backward(dt_linear_cross_entropy(x, w, whole(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
-    CHECK_MSG(m.peak[DT_MEM_TEMP] < 1 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
+    CHECK_MSG(m.peak[DT_MEM_TEMP] < 2 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
     close_good(ctx, &m, "few rows");
 }
 
