@@ -487,7 +487,8 @@ typedef struct __attribute__((aligned(128))) dt__post {
     const void *send;
     void       *recv;
     char       *staging;    /* not NULL: others cannot reach send or recv; windows of them are shown here */
-    char        data[72];   /* a small send itself, or all-to-all-v's counts; it goes on to the end of the post */
+    int         kept;       /* send is in data */
+    char        data[64];   /* a small send itself, or all-to-all-v's counts; it goes on to the end of the post */
 } dt__post;
 
 /* How far one rank is in its group. Operations of a group move their data in the order of seq, in one window each or in
@@ -569,6 +570,7 @@ typedef struct dt__world {
     double         link_free;   /* when the link is, of dt_run_desc.link */
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
+    uint64_t       moves;       /* windows and messages moved so far */
     double         seconds;     /* inside operations */
     struct dt__trace *trace;    /* section 23; NULL: none */
 } dt__world;
@@ -590,6 +592,7 @@ struct dt_comm {
     dt_comm            *next;
     size_t              bytes;      /* of this struct with its two arrays */
     const void        **in;         /* (size) where a reduction finds its inputs */
+    void              **out;        /* (size) and puts its result */
     int32_t            *words;      /* (size, 2) what dt_agree and dt_comm_split gather */
 };
 
@@ -807,7 +810,7 @@ struct dt_work {
     int         stage, round;       /* of that */
     size_t      at, run, total;     /* the window: elements at .. at+run of each share; the longest share */
     uint64_t    window;             /* its number on the group */
-    int         in_post;            /* the data are in the posts */
+    int         kept;               /* by how many ranks in their post */
     int         staged;             /* some rank's memory cannot be reached: windows it is */
     struct dt__part *parts;         /* messages of this round */
     int         n_parts, room;
@@ -944,18 +947,20 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
     return DT_OK;
 }
 
-/* out[i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, always. out may be one of the inputs. */
-static dt_status dt__combine(dt_comm *comm, const dt__call *call, void *out, int n, size_t count) {
+/* comm->out[..outs][i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, always. What is summed into may be among
+   the inputs, unless it is far: see dt_reduce_args. */
+static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int n, size_t count, int far) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
     if (!call->host) {
-        dt_reduce_args args = { call->dtype, out, comm->in, n, count, call->redop };
+        dt_reduce_args args = { call->dtype, comm->out[0], comm->in, n, count, call->redop, comm->out + 1, outs - 1,
+                                far };
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
     }
     for (size_t i = 0; i < count; i++) {    /* dt_sum_doubles */
         double sum = ((const double *)comm->in[0])[i];
         for (int rank = 1; rank < n; rank++) sum += ((const double *)comm->in[rank])[i];
-        ((double *)out)[i] = sum;
+        for (int k = 0; k < outs; k++) ((double *)comm->out[k])[i] = sum;
     }
     return DT_OK;
 }
@@ -1011,9 +1016,10 @@ static void dt__scratch_free(dt_work *work) {
 // ==== 11. Waiting, and what moves meanwhile =========================================================================
 
 /* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
-   come and a system call costs more than the wait; then it lets other threads run; then it naps, longer each time.
-   Ranks that outnumber the cores go to the second step at once: whoever spins keeps the awaited rank from running.
-   Each turn it moves everything that this rank has started. */
+   come and a system call costs more than the wait; then it lets other threads run; then it naps, each time for a
+   sixteenth of what it has waited, so that it wakes up little too late. Ranks that outnumber the cores go to the second
+   step at once: whoever spins keeps the awaited rank from running. Each turn it moves everything that this rank has
+   started; whenever that has moved data, the wait begins anew: each step of a long operation is a wait of its own. */
 
 enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
@@ -1062,29 +1068,33 @@ static void dt__advance_all(dt__world *world) {
 /* Until `work` is over. *begin below 0: becomes the time at which it was no longer just about to be. */
 static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
-    double deadline = 0, nap = DT__NAP_MIN;
+    double since = 0, timeout = world->shared->timeout_s;
+    uint64_t seen = world->moves;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
         if (world->first) dt__advance_all(world);
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
         if (done < 0) return dt_error(world->ctx);
         if (dt__aborted(world->shared)) return dt__peer_failed(world);
+        if (seen != world->moves) {
+            seen = world->moves;
+            turn = -world->shared->spins;
+        }
         if (turn < 0) {
             dt__pause();
             continue;
         }
         double now = host->now(host->user);
         if (*begin < 0) *begin = now;
-        if (turn == 0) deadline = (work->link_until > now ? work->link_until : now) + world->shared->timeout_s;
+        if (turn == 0) since = work->link_until > now ? work->link_until : now;
         /* a stopped process wakes up late */
-        if (now > deadline) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
+        if (now > since + timeout) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
         double left = work->link_until - now;
         if (left > 0 || turn < DT__YIELDS) {
             host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
             continue;
         }
-        host->sleep(host->user, nap);
-        nap = nap * 2 < DT__NAP_MAX ? nap * 2 : DT__NAP_MAX;
+        host->sleep(host->user, fmin(fmax((now - since) / 16, DT__NAP_MIN), DT__NAP_MAX));
     }
 }
 
@@ -1312,10 +1322,10 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
        close   it says that it is done, and waits until all are: only now may the buffers change
 
    Cost: two waits for the slowest rank, and each byte moves once. A small send lies in the post, which nobody changes
-   soon: there one wait is enough. A rank's posts are used in turn; before it uses one again all must be done with it,
-   which `closed` tells. Flags that one rank writes and the others read: J. Mellor-Crummey and M. Scott, "Algorithms
-   for scalable synchronization", 1991. Comparing costs some 10 ns a rank; without it ranks that disagree would sum
-   garbage or hang.
+   soon: where all are kept there, one wait is enough. A rank's posts are used in turn; before it uses one again all
+   must be done with it, which `closed` tells. Flags that one rank writes and the others read: J. Mellor-Crummey and
+   M. Scott, "Algorithms for scalable synchronization", 1991. Comparing costs some 10 ns a rank; without it ranks that
+   disagree would sum garbage or hang.
 
    If any rank's memory cannot be reached, all go on in windows: each such rank copies a window into its staging, which
    has two in turn; the others read it there. An all-reduce is then a reduce-scatter and an all-gather. */
@@ -1411,12 +1421,33 @@ static dt_status dt__compare(dt_work *work) {
     return DT_OK;
 }
 
-/* Small sends in host memory go into the post itself. All ranks decide alike. */
-static int dt__in_post(const dt_work *work) {
+/* A sum that all, or the root, want whole is written to them: dt__push. */
+static int dt__pushes(const dt__call *call) { return dt__pattern_of(call->op)->sums && !dt__pattern_of(call->op)->cut; }
+
+/* Sends up to this size lie in the post. Where each rank has a core, a longer one is read in place: the second wait
+   costs less than bytes that are written once more and fetched from another core's cache. Where ranks share cores, a
+   wait costs more than 4 KiB do. */
+#define DT__POST_BYTES 128
+
+/* Does this rank's post hold its data? Also if they are small and lie where others cannot reach them. */
+static int dt__keeps(const dt_work *work) {
+    const dt_comm *comm = work->comm;
     const dt__call *call = &work->call;
-    dt_status (*move)(void *, const void *, size_t, void *) = dt_ctx_kernels(work->comm->world->ctx)->move;
+    const dt__shared *shared = comm->world->shared;
+    dt_status (*move)(void *, const void *, size_t, void *) = dt_ctx_kernels(comm->world->ctx)->move;
+    size_t bytes = dt__send_count(comm, call) * dt_dtype_size(call->dtype);
     if (call->op == DT__ALL_TO_ALL_V || (!call->host && move && move != dt_kernels_cpu()->move)) return 0;
-    return dt__send_count(work->comm, call) * dt_dtype_size(call->dtype) <= DT_EAGER_BYTES;
+    if (bytes > DT_EAGER_BYTES) return 0;
+    if (bytes <= DT__POST_BYTES || shared->spins == 0 || !dt__sends(comm, call)) return 1;
+    return !dt__reachable(shared, call->send) ||
+           (dt__pushes(call) && dt__receives(comm, call) && !dt__reachable(shared, call->recv));
+}
+
+/* If only others keep theirs, nobody pushes, and this rank's buffer is read until all close. As it may sum in place,
+   its sum goes into its post, where there is room, and then into the buffer. */
+static int dt__sums_aside(const dt_work *work) {
+    const dt_comm *comm = work->comm;
+    return work->kept && dt__pushes(&work->call) && !dt__post_of(comm, comm->place.rank, work->call.seq)->kept;
 }
 
 /* ---- where things are: shares, and windows of them ---- */
@@ -1469,7 +1500,6 @@ static size_t dt__in_window(const dt_work *work, size_t count) {
 static const char *dt__source(const dt_work *work, int from) {
     dt__post *post = dt__post_of(work->comm, from, work->call.seq);
     size_t size = dt_dtype_size(work->call.dtype), me = (size_t)work->comm->place.rank;
-    if (work->in_post) return dt__post_data(post) + dt__share_first(work, from, (int)me) * size;
     if (post->staging)
         return post->staging + (work->window & 1) * DT_WINDOW_BYTES + (dt__cut(work) ? me * work->run * size : 0);
     const char *base = (const char *)(work->stage == 1 ? post->recv : post->send);
@@ -1492,6 +1522,7 @@ static dt_status dt__show(dt_work *work) {
     }
     if (status == DT_OK) status = dt__comm_sync(comm->world);
     if (status) return dt__data_failed(comm, &work->call, status);
+    comm->world->moves++;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->opened, work->window, __ATOMIC_RELEASE);
     return DT_OK;
 }
@@ -1516,8 +1547,9 @@ static dt_status dt__pull(dt_work *work) {
     if (!dt__receives(comm, &work->call)) return DT_OK;
     if (dt__sums(work)) {
         for (int rank = 0; rank < n; rank++) comm->in[rank] = dt__source(work, rank);
-        return dt__combine(comm, &work->call, recv + dt__recv_first(work, me) * size, n,
-                           dt__in_window(work, dt__share_count(work, me, me)));
+        comm->out[0] = recv + dt__recv_first(work, me) * size;
+        if (dt__sums_aside(work)) comm->out[0] = dt__post_data(dt__post_of(comm, me, work->call.seq));
+        return dt__combine(comm, &work->call, 1, n, dt__in_window(work, dt__share_count(work, me, me)), 0);
     }
     for (int step = 0; step < n && !status; step++) {
         int from = (me + step) % n;
@@ -1528,46 +1560,36 @@ static dt_status dt__pull(dt_work *work) {
     return status;
 }
 
-/* Large sums that all, or the root, want whole: rank r sums chunk r of all buffers and writes it to them. Each buffer
-   is read once and written once: 2 (N-1)/N S a rank, the least possible. It goes piece by piece, so that a sum is still
-   in the cache when it is written to the others. Direct all-reduce in shared memory: github.com/deepspeedai/DeepSpeed,
+/* Large sums: rank r sums chunk r of all buffers and writes it to them. Each buffer is read once and written once:
+   2 (N-1)/N S a rank, the least possible. Direct all-reduce in shared memory: github.com/deepspeedai/DeepSpeed,
    csrc/cpu/comm/shm.cpp; the bound: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
    workstations", 2009. */
-enum { DT__PIECE_BYTES = 32768 };
 
-static int dt__pushes(const dt__call *call) { return dt__pattern_of(call->op)->sums && !dt__pattern_of(call->op)->cut; }
+/* Do the buffers of all ranks together not fit any cache near a core? And is none summed in place, where the lines to
+   write are at hand? Then writing past the caches is up to twice as fast, and else up to four times as slow. */
+enum { DT__FAR_BYTES = 8 << 20 };
 
-static char *dt__recv_of(const dt_work *work, int rank) {
-    return (char *)dt__post_of(work->comm, rank, work->call.seq)->recv;
-}
-
-static dt_status dt__push_piece(dt_work *work, size_t first, size_t count) {
-    dt_comm *comm = work->comm;
-    int n = comm->place.size, to_all = dt__pattern_of(work->call.op)->all_recv;
-    int home = to_all ? comm->place.rank : work->call.peer; /* whose recv the sum is made in */
-    size_t size = dt_dtype_size(work->call.dtype), at = first * size;
-    for (int rank = 0; rank < n; rank++)
-        comm->in[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
-    char *sum = dt__recv_of(work, home) + at;
-    dt_status status = dt__combine(comm, &work->call, sum, n, count);
-    for (int step = 1; step < n && to_all && !status; step++)
-        status = dt__comm_move(comm, &work->call, dt__recv_of(work, (comm->place.rank + step) % n) + at, sum,
-                               count * size);
-    return status;
+static int dt__is_far(const dt_work *work) {
+    size_t n = (size_t)work->comm->place.size;
+    if (2 * n * dt__call_bytes(&work->call) < DT__FAR_BYTES) return 0;
+    for (size_t rank = 0; rank < n; rank++) {
+        const dt__post *post = dt__post_of(work->comm, (int)rank, work->call.seq);
+        if (post->send == post->recv) return 0;
+    }
+    return 1;
 }
 
 static dt_status dt__push(dt_work *work) {
-    const dt_comm *comm = work->comm;
-    size_t at = dt__chunk_first(work->call.count, comm->place.size, comm->place.rank);
-    size_t end = dt__chunk_first(work->call.count, comm->place.size, comm->place.rank + 1);
-    size_t most = DT__PIECE_BYTES / dt_dtype_size(work->call.dtype);
-    dt_status status = DT_OK;
-    while (at < end && !status) {
-        size_t count = end - at < most ? end - at : most;
-        status = dt__push_piece(work, at, count);
-        at += count;
-    }
-    return status;
+    dt_comm *comm = work->comm;
+    int n = comm->place.size, me = comm->place.rank, to_all = dt__pattern_of(work->call.op)->all_recv;
+    size_t first = dt__chunk_first(work->call.count, n, me), at = first * dt_dtype_size(work->call.dtype);
+    size_t count = dt__chunk_first(work->call.count, n, me + 1) - first;
+    for (int rank = 0; rank < n; rank++)
+        comm->in[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
+    for (int step = 0; step < n; step++)    /* each rank begins with its own, so that not all write to the same */
+        comm->out[step] = (char *)dt__post_of(comm, (me + step) % n, work->call.seq)->recv + at;
+    if (!to_all) comm->out[0] = (char *)dt__post_of(comm, work->call.peer, work->call.seq)->recv + at;
+    return dt__combine(comm, &work->call, to_all ? n : 1, n, count, dt__is_far(work));
 }
 
 /* ---- the steps ---- */
@@ -1598,9 +1620,10 @@ static int dt__post_call(dt_work *work) {
     const dt__call *call = &work->call;
     dt__shared *shared = comm->world->shared;
     dt__post *post = dt__post_of(comm, comm->place.rank, call->seq);
-    int large = !(work->in_post = dt__in_post(work)), apart = 0;
-    if (large && dt__sends(comm, call)) apart = !dt__reachable(shared, call->send);
-    if (large && dt__pushes(call) && dt__receives(comm, call))
+    int apart = 0;
+    post->kept = dt__keeps(work);
+    if (!post->kept && dt__sends(comm, call)) apart = !dt__reachable(shared, call->send);
+    if (!post->kept && dt__pushes(call) && dt__receives(comm, call))
         apart = apart || !dt__reachable(shared, call->recv);
     if (apart && !comm->staging) {
         comm->staging = (char *)dt_alloc(comm->world->ctx, DT_MEM_COMM, 2 * DT_WINDOW_BYTES, "windows for other ranks");
@@ -1608,13 +1631,13 @@ static int dt__post_call(dt_work *work) {
     }
     post->what = dt__what(call);
     post->count = call->count;
-    post->send = call->send;
+    post->send = post->kept ? dt__post_data(post) : call->send;
     post->recv = call->recv;
     post->staging = apart ? comm->staging : NULL;
     dt_status status = dt__comm_sync(comm->world);
     if (call->op == DT__ALL_TO_ALL_V)
         memcpy(dt__post_data(post), call->send_counts, (size_t)comm->place.size * sizeof(size_t));
-    else if (!large && dt__sends(comm, call) && status == DT_OK)
+    else if (post->kept && dt__sends(comm, call) && status == DT_OK)
         memcpy(dt__post_data(post), call->send, dt__send_count(comm, call) * dt_dtype_size(call->dtype));
     if (status) return dt__data_failed(comm, call, status), -1;
     __atomic_store_n(&post->seq, call->seq, __ATOMIC_RELEASE);
@@ -1628,8 +1651,10 @@ static int dt__opened(dt_work *work) {
     work->total = work->call.count;
     if (dt__compare(work) != DT_OK) return -1;
     if (work->call.op == DT__ALL_TO_ALL_V && dt__compare_counts(work) != DT_OK) return -1;
-    for (int rank = 0; rank < comm->place.size; rank++)
+    for (int rank = 0; rank < comm->place.size; rank++) {
         work->staged = work->staged || dt__post_of(comm, rank, work->call.seq)->staging;
+        work->kept += dt__post_of(comm, rank, work->call.seq)->kept;
+    }
     if (dt__halves(work)) work->total = dt__chunk_first(work->call.count, comm->place.size, 1);
     dt__set_window(work);
     work->window = comm->window + 1;
@@ -1639,15 +1664,25 @@ static int dt__opened(dt_work *work) {
 /* Fetches or writes this window's data. 1, or -1 with the context failed. */
 static int dt__move_window(dt_work *work) {
     dt_comm *comm = work->comm;
-    int in_post = work->in_post;
-    int push = !in_post && !work->staged && dt__pushes(&work->call);
+    int in_post = work->kept == comm->place.size, push = !work->kept && !work->staged && dt__pushes(&work->call);
     if (!in_post && !dt__touch_begin(comm->world)) return dt__peer_failed(comm->world), -1;
     dt_status status = push ? dt__push(work) : dt__pull(work);
     if (!in_post) status = dt__touch_end(comm->world, status);
     if (status) return dt__data_failed(comm, &work->call, status), -1;
+    comm->world->moves++;
     comm->window = comm->last_window[work->call.seq % DT_MAX_STARTED] = work->window;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->closed, work->window, __ATOMIC_RELEASE);
     return 1;
+}
+
+/* All have closed. 1, or -1 with the context failed. */
+static int dt__closed(dt_work *work) {
+    dt_comm *comm = work->comm;
+    if (!dt__sums_aside(work) || !dt__receives(comm, &work->call)) return 1;
+    dt_status status = dt__comm_move(comm, &work->call, work->call.recv,
+                                     dt__post_data(dt__post_of(comm, comm->place.rank, work->call.seq)),
+                                     dt__call_bytes(&work->call));
+    return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
 /* 1: there is another window, and work is at it. */
@@ -1708,11 +1743,11 @@ static int dt__shared_collective(dt_work *work) {
                 continue;
             }
             comm->moved = work->call.seq;
-            if (work->in_post) return 1;
+            if (work->kept == comm->place.size) return 1;
             work->state = DT__CLOSING;
             continue;
         default:
-            return 1;
+            return dt__closed(work);
         }
     }
 }
@@ -1819,7 +1854,8 @@ static void dt__keep(dt_work *work, void *dst, const void *src, size_t count) {
 
 /* out = the sum of n inputs, listed in comm->in. */
 static void dt__add_up(dt_work *work, void *out, int n, size_t count) {
-    dt_status status = dt__combine(work->comm, &work->call, out, n, count);
+    work->comm->out[0] = out;
+    dt_status status = dt__combine(work->comm, &work->call, 1, n, count, 0);
     if (status == DT_OK) status = dt__comm_sync(work->comm->world);
     if (status) dt__data_failed(work->comm, &work->call, status);
 }
@@ -2210,6 +2246,7 @@ static int dt__algorithm_advance(dt_work *work) {
             dt__part *part = &work->parts[i];
             int done = part->over ? 1 : work->comm->ops->message(work, part);
             if (done < 0) return -1;
+            work->comm->world->moves += (uint64_t)(done != part->over);
             part->over = done;
             waiting += !done;
         }
@@ -2714,7 +2751,7 @@ static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)si
 /* This rank's end of a group, which goes if that fails; NULL with the context failed. */
 static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
-    size_t bytes = sizeof(dt_comm) + size * (sizeof(void *) + 2 * sizeof(int32_t));
+    size_t bytes = sizeof(dt_comm) + size * (2 * sizeof(void *) + 2 * sizeof(int32_t));
     dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
     if (!comm && !group->members) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
     if (!comm) return NULL;
@@ -2727,7 +2764,8 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     comm->axis = DT_AXIS_NONE;
     comm->bytes = bytes;
     comm->in = (const void **)(void *)(comm + 1);
-    comm->words = (int32_t *)(void *)(comm->in + size);
+    comm->out = (void **)(void *)(comm->in + size);
+    comm->words = (int32_t *)(void *)(comm->out + size);
     comm->next = world->comms;
     world->comms = comm;
     return comm;

@@ -292,7 +292,10 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
         for (int r = 0; r < in.n; r++) in.wide = in.wide && aligned16(in.p[r]);
         LAUNCH(reduce_kernel<T>, a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
     }
-    return launched();
+    dt_status status = launched();
+    for (int k = 0; k < a->n_also && status == DT_OK; k++)
+        status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
+    return status;
 }
 
 static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {

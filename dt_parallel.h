@@ -409,7 +409,7 @@ static dt_status dt__place_run(dt__place_move m, dt_place from, dt_place to, int
     dt_status status = row->move(&m);
     if (status != DT_OK || !accumulate) return status;
     const void    *terms[2] = { sum, m.out };
-    dt_reduce_args a = { m.dtype, sum, terms, 2, out, DT_SUM };
+    dt_reduce_args a = { m.dtype, sum, terms, 2, out, DT_SUM, NULL, 0, 0 };
     return DT__KERNEL(m.ctx, "dt_redistribute", reduce, &a);
 }
 

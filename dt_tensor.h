@@ -216,6 +216,8 @@ typedef struct dt_cast_args { /* out[i] (+)= in[i]; to a narrower type rounded t
 
 typedef struct dt_reduce_args { /* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
     dt_dtype dtype; void *out; const void *const *in; int n; size_t count; dt_op op;
+    void *const *also; int n_also;  /* other places of the same result, which may be inputs too */
+    int far;                        /* the outputs are no inputs and not in a cache: write them past the caches */
 } dt_reduce_args;
 
 typedef struct dt_sum_args { /* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
@@ -1579,7 +1581,7 @@ static dt_status dt__fill(dt_ctx *ctx, dt_dtype dtype, void *out, size_t count, 
 static dt_status dt__accumulate(dt_ctx *ctx, dt_dtype dtype, void *out, const void *in, size_t count, int accumulate) {
     if (!accumulate) return dt__move(ctx, out, in, count * dt_dtype_size(dtype));
     const void *terms[2] = { out, in };
-    dt_reduce_args a = { dtype, out, terms, 2, count, DT_SUM };
+    dt_reduce_args a = { dtype, out, terms, 2, count, DT_SUM, NULL, 0, 0 };
     return DT__KERNEL(ctx, "adding", reduce, &a);
 }
 
@@ -6616,15 +6618,40 @@ DT__FN dt_status DT__K(fill)(const dt_fill_args *a) {
     return DT_OK;
 }
 
-/* Tile after tile of elements through all inputs in order, so that out may be one of them. Each step is rounded to the
-   type computed in (int32_t wraps); DT_AVG divides the finished sum. */
+/* A copy past the caches, which neither reads what it overwrites nor drives out what else is there: fast only with
+   stores of a whole line. Others may see it late: a fence must come before they are told. */
+DT__FN void DT__K(far_copy)(char *dst, const char *src, size_t bytes) {
+    size_t at = 0;
+#if DT__ISA == 2
+    at = (64 - (uintptr_t)dst % 64) % 64;
+    at = at < bytes ? at : bytes;
+    memcpy(dst, src, at);
+    for (; at + 64 <= bytes; at += 64) _mm512_stream_si512((__m512i *)(void *)(dst + at), _mm512_loadu_si512(src + at));
+#endif
+    memcpy(dst + at, src + at, bytes - at);
+}
+
+/* The sums of elements first .. first+n in all places that a reduction has for them. */
+DT__FN void DT__K(spread_sums)(const dt_reduce_args *a, const char *sums, size_t first, size_t n) {
+    size_t size = dt_dtype_size(a->dtype), at = first * size;
+    if (a->far) DT__K(far_copy)((char *)a->out + at, sums, n * size);
+    for (int k = 0; k < a->n_also; k++) {
+        char *out = (char *)a->also[k] + at;
+        if (a->far) DT__K(far_copy)(out, sums, n * size);
+        else memcpy(out, sums, n * size);
+    }
+}
+
+/* Tile after tile of elements through all inputs in order, so that outputs may be among them. Each step is rounded to
+   the type computed in (int32_t wraps); DT_AVG divides the finished sum. */
 DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
     DT__REAL tile[DT__TILE], left[DT__TILE], right[DT__TILE];
+    int      narrow = dt__narrow(a->dtype);
     if (a->n < 1) return DT_ERR_ARG;
     for (size_t at = 0; at < a->count; at += DT__TILE) {
         int64_t n = a->count - at < DT__TILE ? (int64_t)(a->count - at) : DT__TILE;
-        int narrow = dt__narrow(a->dtype);
-        DT__REAL *out = narrow ? tile : (DT__REAL *)a->out + at; /* may be an input: written in the last round only */
+        /* may be an input: written in the last round only */
+        DT__REAL *out = narrow || a->far ? tile : (DT__REAL *)a->out + at;
         const DT__REAL *x = DT__K(get)(a->dtype, a->in[0], (int64_t)at, n, left);
         for (int r = 1; r < a->n; r++) {
             const DT__REAL *in = DT__K(get)(a->dtype, a->in[r], (int64_t)at, n, right);
@@ -6640,8 +6667,13 @@ DT__FN dt_status DT__K(reduce)(const dt_reduce_args *a) {
         }
         if (a->n == 1 && x != out) memcpy(out, x, (size_t)n * sizeof *out);
         if (a->op == DT_AVG) for (int64_t i = 0; i < n; i++) out[i] /= (DT__REAL)a->n;
-        if (narrow) DT__K(give)(a->dtype, a->out, (int64_t)at, n, tile, 0);
+        char *sums = a->far ? (char *)(narrow ? right : tile) : (char *)a->out + at * dt_dtype_size(a->dtype);
+        if (narrow) DT__K(give)(a->dtype, sums, 0, n, tile, 0);
+        DT__K(spread_sums)(a, sums, at, (size_t)n);
     }
+#if DT__ISA == 2
+    if (a->far) _mm_sfence();
+#endif
     return DT_OK;
 }
 

@@ -482,7 +482,7 @@ static dt_status dt__zero_tree_add(dt_zero *zero, dt__zero_unit *z, size_t run, 
     for (; before >> level & 1; level++) {
         void *out = dt__zero_level(z, run, before >> (level + 1) & 1 ? level : level + 1); /* a level that is free */
         const void *terms[2] = { dt__zero_level(z, run, level), sum };
-        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, run, DT_SUM };
+        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, run, DT_SUM, NULL, 0, 0 };
         if (DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
         sum = out;
     }
@@ -496,7 +496,7 @@ static dt_status dt__zero_tree_sum(dt_zero *zero, dt__zero_unit *z, size_t run, 
         void *more = dt__zero_level(z, run, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, run, DT_SUM };
+        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, run, DT_SUM, NULL, 0, 0 };
         if (sum && DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
         sum = more;
     }

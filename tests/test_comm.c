@@ -932,6 +932,7 @@ static dry_count dry;
 static dt_status dry_reduce(const dt_reduce_args *a, void *stream) {
     (void)stream;
     __atomic_add_fetch(&dry.reduced, a->count, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&dry.moved, a->count * dt_dtype_size(a->dtype) * (size_t)a->n_also, __ATOMIC_SEQ_CST);
     return DT_OK;
 }
 static dt_status dry_move(void *dst, const void *src, size_t bytes, void *stream) {

@@ -505,6 +505,10 @@ static dt_status logical_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+static int post_keeps(const dt_comm *comm, const dt_work *work) {
+    return dt__post_of(comm, comm->place.rank, work->call.seq)->kept;
+}
+
 /* A small collective in host memory is in the posts: it waits once. */
 static dt_status post_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -512,11 +516,45 @@ static dt_status post_rank(dt_ctx *ctx, void *user) {
     float x = 1;
     (void)user;
     dt_work *small = dt_all_reduce_start(world, &x, &x, 1, DT_F32, DT_SUM), *large;
-    CHECK(small && small->in_post);
+    CHECK(small && post_keeps(world, small));
     dt_wait(ctx, small);
     large = dt_all_reduce_start(world, big, big, 5000, DT_F32, DT_SUM);
-    CHECK(large && !large->in_post && x == (float)dt_comm_size(world));
+    CHECK(large && !post_keeps(world, large) && x == (float)dt_comm_size(world));
     return dt_wait(ctx, large);
+}
+
+/* Two forks of which `outside` has its buffers where the other cannot reach them: its post keeps the data, the other's
+   need not. */
+static dt_status mixed_rank(dt_ctx *ctx, void *user) {
+    enum { N = 200 };
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), outside = *(const int *)user == me, root;
+    float *range = (float *)dt_alloc(ctx, DT_MEM_COMM, 4 * N * sizeof *range, "buffers"), own[4 * N];
+    float *a = outside ? own : range, *b = a + 2 * N;
+    if (!range) return dt_error(ctx);
+    for (int i = 0; i < 2 * N; i++) a[i] = (float)(1000 * me + i), b[i] = -1;
+    dt_work *work = dt_all_reduce_start(world, a, b, N, DT_F32, DT_SUM);
+    if (work && world->world->shared->spins > 0) CHECK(post_keeps(world, work) == outside);
+    dt_wait(ctx, work);
+    int wrong = 0;
+    for (int i = 0; i < N; i++) wrong += b[i] != (float)(1000 + 2 * i);
+    dt_all_gather(world, a, b, N, DT_F32);
+    for (int i = 0; i < 2 * N; i++) wrong += b[i] != (float)(1000 * (i / N) + i % N);
+    dt_all_to_all(world, a, b, N, DT_F32);
+    for (int i = 0; i < 2 * N; i++) wrong += b[i] != (float)(1000 * (i / N) + me * N + i % N);
+    dt_reduce_scatter(world, a, b, N, DT_F32, DT_SUM);
+    for (int i = 0; i < N; i++) wrong += b[i] != (float)(1000 + 2 * (me * N + i));
+    for (root = 0; root < 2; root++) {
+        for (int i = 0; i < N; i++) b[i] = -1;
+        dt_reduce(world, a, b, N, DT_F32, DT_SUM, root);
+        for (int i = 0; i < N; i++) wrong += b[i] != (me == root ? (float)(1000 + 2 * i) : -1);
+        for (int i = 0; i < N; i++) b[i] = a[i];
+        dt_broadcast(world, b, N, DT_F32, root);
+        for (int i = 0; i < N; i++) wrong += b[i] != (float)(1000 * root + i);
+    }
+    CHECK_MSG(wrong == 0, "rank %d: %d wrong", me, wrong);
+    dt_free(ctx, DT_MEM_COMM, range, 4 * N * sizeof *range);
+    return dt_error(ctx);
 }
 
 int main(int argc, char **argv) {
@@ -527,5 +565,6 @@ int main(int argc, char **argv) {
     if (PART("traffic")) test_traffic();
     if (PART("traffic")) for (int n = 2; n <= 5; n++) run_well(n, logical_rank, NULL);
     if (PART("post")) for (int procs = 0; procs < 2; procs++) run_well_on(procs, 3, post_rank, NULL);
+    for (int outside = 0; PART("post") && outside <= 2; outside++) run_well_on(1, 2, mixed_rank, &outside);
     return check_done("test_comm_ops");
 }

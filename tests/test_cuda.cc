@@ -208,13 +208,15 @@ static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int al
     arrays a;
     push(a, placement, count * (size_t)n, EXACT, dtype); // all inputs, one after another: also a placement of their own
     push(a, placement, count, EXACT, dtype);
+    push(a, placement, count, EXACT, dtype);             // a second place for the result
     compare(dtc_text("reduce %s, op %d, %d x %zu, out is %d", dt_dtype_name(dtype), (int)op, n, count, alias), a,
             [=](const dt_kernels *t, arrays &x) {
                 std::vector<const void *> in((size_t)n + 1);
                 size_t each = count * dt_dtype_size(dtype);
                 for (int r = 0; r < n; r++) in[(size_t)r] = (char *)x[0].data() + (size_t)r * each;
                 void *out = alias < 0 ? x[1].data() : (char *)x[0].data() + (size_t)alias * each;
-                dt_reduce_args args = { dtype, out, in.data(), n, count, op };
+                void *also[2] = { x[2].data(), alias == 0 && n > 1 ? (char *)x[0].data() + each : x[2].data() };
+                dt_reduce_args args = { dtype, out, in.data(), n, count, op, also, 2, alias < 0 };
                 return t->reduce(&args, NULL);
             });
 }
@@ -236,7 +238,7 @@ static void test_reduce() {
     std::vector<float> x(100);
     const void        *in[100];
     for (int r = 0; r < 100; r++) in[r] = &x[(size_t)r];
-    dt_reduce_args args = { DT_F32, &x[70], in, 100, 1, DT_SUM };
+    dt_reduce_args args = { DT_F32, &x[70], in, 100, 1, DT_SUM, NULL, 0, 0 };
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
 }
 
@@ -890,7 +892,7 @@ static void test_several_rounds() {
     }, 1);
     compare("reduce, several rounds", a, [=](const dt_kernels *t, arrays &x) {
         const void    *in[] = { x[0].data(), x[0].data() };
-        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM };
+        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM, NULL, 0, 0 };
         return t->reduce(&args, NULL);
     }, 1);
     compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, 1);

@@ -763,7 +763,8 @@ static void bench_dropout(bench *b) {
         get(y, b->t, turned[i / COLS] * COLS + i % COLS) != 0;
     CHECK_MSG(fabs(both / (ROWS * COLS) - 0.49) < 0.015, "dropout: two keys keep %.3f together", both / (ROWS * COLS));
 }
-/* Every op of reduce on every type; the output is one of the inputs. */
+/* Every op of reduce on every type; the output is one of the inputs. Then the same to three places, of which one is an
+   input; and past the caches, to places at odd addresses. Nothing beside them changes. */
 static void reductions(void) {
     static const dt_dtype type[5] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
     for (int t = 0; t < 5; t++)
@@ -788,15 +789,31 @@ static void reductions(void) {
                 for (int i = 0; i < N && r == INPUTS - 1 && is_narrow(type[t]); i++)
                     want[i] = from16(type[t], to16(type[t], (double)(float)want[i]));
             }
-            dt_reduce_args a = { type[t], data[1], (const void *const *)in, INPUTS, N, (dt_op)op };
-            CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
-            int wrong = 0;
-            for (int i = 0; i < N; i++) wrong += get(data[1], type[t], i) != want[i];
-            CHECK_MSG(wrong == 0, "reduce %d of %s: %d wrong", op, dt_dtype_name(type[t]), wrong);
+            enum { PAD = 40 };
+            static char copy[INPUTS][N * 8], place[INPUTS][PAD + N * 8 + 64];
+            size_t size = dt_dtype_size(type[t]);
+            for (int way = 0; way < 3; way++) {     /* in place; also to others; far */
+                memcpy(copy, data, sizeof data);
+                memset(place, 77, sizeof place);
+                for (int r = 0; r < INPUTS; r++) in[r] = copy[r];
+                void *out[INPUTS] = { copy[1], copy[2], place[0] + PAD };
+                for (int r = 0; r < INPUTS && way == 2; r++) out[r] = place[r] + PAD + size * (size_t)r * 3;
+                dt_reduce_args a = { type[t], out[0], (const void *const *)in, INPUTS, N, (dt_op)op, out + 1,
+                                     way ? 2 : 0, way == 2 };
+                CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
+                int wrong = 0;
+                for (int r = 0; r < (way ? 3 : 1); r++) {
+                    for (int i = 0; i < N; i++) wrong += get(out[r], type[t], i) != want[i];
+                    if (way == 2) wrong += ((char *)out[r])[-1] != 77 || ((char *)out[r])[N * size] != 77;
+                }
+                wrong += memcmp(copy[0], data[0], sizeof data[0]) != 0;
+                wrong += way == 0 && memcmp(copy[2], data[2], sizeof data[2]) != 0;
+                CHECK_MSG(wrong == 0, "reduce %d of %s, way %d: %d wrong", op, dt_dtype_name(type[t]), way, wrong);
+            }
         }
     int32_t big = INT32_MAX, one = 1, sum = 0;
     const void *two[2] = { &big, &one };
-    dt_reduce_args wrap = { DT_I32, &sum, two, 2, 1, DT_SUM };
+    dt_reduce_args wrap = { DT_I32, &sum, two, 2, 1, DT_SUM, NULL, 0, 0 };
     CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_OK && sum == INT32_MIN);
     wrap.n = 0;
     CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_ERR_ARG);
@@ -1222,7 +1239,7 @@ static void nan_elementwise(bench *b) {
     OK(b->v->sum(&sum));
     CHECK(nans(z, b->t, 0, R) == 1 && isnan(get(z, b->t, 1)));
     const void *both[2] = { y, x };
-    dt_reduce_args reduce = { b->t, z, both, 2, N, DT_AVG };
+    dt_reduce_args reduce = { b->t, z, both, 2, N, DT_AVG, NULL, 0, 0 };
     OK(b->v->reduce(&reduce));
     CHECK(nans(z, b->t, 0, N) == 1);
     dt_dropout_args drop = { b->t, z, x, NULL, R, C, 0, 1e-9, 5, 0 };
