@@ -137,6 +137,7 @@ typedef struct dt_run_desc {
     size_t            user_bytes;   /* procs: `user` points to so much: all ranks share one copy of it, which comes back
                                        when dt_run returns. 0: each rank has the fork's private copy */
     dt_link           link;
+    int               node_ranks;   /* mpi: as many neighbouring ranks share memory, 1: none; 0: all on one machine */
     int               rank;         /* tcp: which of the ranks this process is */
     const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500", an IPv4 address
                                        in numbers; NULL -> "127.0.0.1:29500". The others listen at free ports of the
@@ -433,6 +434,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 #include <stdio.h>      /* vsnprintf, fflush */
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/mman.h>   /* memfd_create */
+#include <sys/stat.h>   /* fstat */
 #include <sys/uio.h>    /* struct iovec */
 #include <sys/wait.h>   /* waitpid, in dt_run */
 #include <unistd.h>     /* sysconf, fork, _exit */
@@ -447,6 +450,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
        dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies | user |
        heaps
+
+   Ranks that MPI started have such a range for each machine; messages do not go through it, collectives do: section 21.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -504,7 +509,7 @@ typedef struct dt__group {
     int         size;
     uint32_t    channel;        /* of a transport */
     int        *ranks;          /* (size) world ranks */
-    dt__member *members;        /* (size); NULL over a transport */
+    dt__member *members;        /* (size); NULL: not all share memory */
     char       *posts;          /* (size, DT_MAX_STARTED, post_bytes) */
     size_t      post_bytes;
 } dt__group;
@@ -536,7 +541,7 @@ typedef struct dt__shared {
     int             apart;  /* ranks are processes: they reach each other's memory in this range only */
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
-    dt__rank_state *state;  /* (ranks); NULL over a transport, as all below */
+    dt__rank_state *state;  /* (ranks); NULL where no memory is shared, as all below */
     dt__pair       *pairs;  /* (ranks, ranks, 2): sender, receiver, dt__pair_of */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
@@ -547,6 +552,13 @@ typedef struct dt__shared {
     size_t          bytes;  /* of the range */
 } dt__shared;
 
+/* The part of a transport's ranks that share a range. */
+typedef struct dt__node {
+    dt__shared *shared;
+    int         seat;       /* of this rank in the range */
+    int        *seats;      /* (world size); -1: that rank is elsewhere */
+} dt__node;
+
 typedef struct dt__comm_ops dt__comm_ops;   /* section 10 */
 
 /* One rank's own side of a run; its context knows it as "attached". */
@@ -555,6 +567,8 @@ typedef struct dt__world {
     dt_ctx        *ctx;
     const dt_host *host;
     int            rank;
+    int            seat;        /* its place in the range */
+    const int     *seats;       /* of all ranks; NULL: a seat is a rank */
     int            claimed;     /* this rank's failure is the first: it alone fills the record */
     dt_listener    listener;
     dt_comm       *comms;       /* all of this rank's, the newest first */
@@ -746,7 +760,7 @@ static void dt__quiesce(const dt__world *world) {
 
 /* Returns 1: memory of others may be touched until dt__touch_end; 0: aborted, hands off. */
 static int dt__touch_begin(const dt__world *world) {
-    int *busy = &world->shared->state[world->rank].busy;
+    int *busy = &world->shared->state[world->seat].busy;
     __atomic_store_n(busy, 1, __ATOMIC_SEQ_CST);
     if (!dt__aborted(world->shared)) return 1;
     __atomic_store_n(busy, 0, __ATOMIC_SEQ_CST);
@@ -762,7 +776,7 @@ static dt_status dt__comm_sync(const dt__world *world) {
 /* status: how the copies went. Returns the first error of that and the stream's. */
 static dt_status dt__touch_end(const dt__world *world, dt_status status) {
     dt_status synced = dt__comm_sync(world);
-    __atomic_store_n(&world->shared->state[world->rank].busy, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&world->shared->state[world->seat].busy, 0, __ATOMIC_SEQ_CST);
     return status ? status : synced;
 }
 
@@ -1024,6 +1038,16 @@ static void dt__scratch_free(dt_work *work) {
 enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
+
+/* Cores that this process may use. */
+static int dt__cores(void) {
+#ifdef CPU_COUNT    /* declared with _GNU_SOURCE */
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 ? (int)online : 1;
+}
 
 static void dt__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -1382,11 +1406,12 @@ static int dt__all_there(dt_work *work) {
     }
     if (__atomic_load_n(&shared->ended, __ATOMIC_ACQUIRE) == 0) return 0;
     for (int rank = work->next; rank < comm->place.size; rank++) {
-        if (!dt__has_ended(shared, comm->group->ranks[rank]) || dt__is_there(work, rank)) continue;
+        int of_world = comm->group->ranks[rank], seat = comm->world->seats ? comm->world->seats[of_world] : of_world;
+        if (!dt__has_ended(shared, seat) || dt__is_there(work, rank)) continue;
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
         dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
-                      comm->group->ranks[rank], dt__pattern_of(work->call.op)->name,
-                      (unsigned long long)work->call.seq, comm->group->name);
+                      of_world, dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
+                      comm->group->name);
         return -1;
     }
     return 0;
@@ -2263,6 +2288,7 @@ static int dt__algorithm_advance(dt_work *work) {
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
 static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
+static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective };
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -2396,7 +2422,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
         part->tag = call.tag;
         part->send = work->call.send;
         part->recv = work->call.recv;
-        if (world->trace && !world->shared->state) part->order = dt__trace_number(world, work);
+        if (world->trace && world->transport.send) part->order = dt__trace_number(world, work);
     }
     return work;
 }
@@ -2704,8 +2730,8 @@ dt_status dt_agree(dt_comm *comm, dt_status mine) {
        becomes 2 1 0 2 1 0
 
    All ranks gather (color, key), so each can count who comes before it. In shared memory the first of each new group
-   makes it in the range, and a second gather tells the others where; over a transport each lists it for itself. Cost:
-   two gathers of 8 bytes a rank. */
+   makes it in the range, and a second gather tells the others where; over a transport each lists it for itself, and the
+   first makes what is shared if all are on its node. Cost: two gathers of 8 bytes a rank. */
 
 dt_comm *dt_world(dt_ctx *ctx) {
     dt__world *world = dt__world_of(ctx);
@@ -2753,7 +2779,7 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     size_t size = (size_t)group->size;
     size_t bytes = sizeof(dt_comm) + size * (2 * sizeof(void *) + 2 * sizeof(int32_t));
     dt_comm *comm = (dt_comm *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "dt_comm");
-    if (!comm && !group->members) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
+    if (!comm && world->transport.send) dt_free(world->ctx, DT_MEM_HOST, group, dt__listed_bytes(group->size));
     if (!comm) return NULL;
     memset(comm, 0, bytes);
     comm->place.rank = rank;
@@ -2785,7 +2811,7 @@ static void dt__comms_free(dt__world *world) {
     while (world->comms) {
         dt_comm *comm = world->comms;
         world->comms = comm->next;
-        if (!comm->group->members) dt_free(world->ctx, DT_MEM_HOST, comm->group, dt__listed_bytes(comm->group->size));
+        if (world->transport.send) dt_free(world->ctx, DT_MEM_HOST, comm->group, dt__listed_bytes(comm->group->size));
         dt_free(world->ctx, DT_MEM_COMM, comm->staging, 2 * DT_WINDOW_BYTES);
         dt_free(world->ctx, DT_MEM_HOST, comm, comm->bytes);
     }
@@ -2808,28 +2834,59 @@ static dt__group *dt__split_make(const dt_comm *comm, int color, const char *nam
     dt__world *world = comm->world;
     int size = 0;
     for (int rank = 0; rank < comm->place.size; rank++) size += comm->words[2 * rank] == color;
-    dt__group *group = comm->group->members ? dt__group_make(world->shared, size, name)
-                                            : dt__group_list(world, size, name);
+    dt__group *group = world->transport.send ? dt__group_list(world, size, name)
+                                             : dt__group_make(world->shared, size, name);
     for (int rank = 0; group && rank < comm->place.size; rank++) {
         if (comm->words[2 * rank] == color) group->ranks[dt__split_place(comm, rank)] = comm->group->ranks[rank];
     }
     return group;
 }
 
+/* Where a group is in the room, in lines, and back. */
+static int32_t dt__room_line(const dt__shared *shared, const dt__group *group) {
+    return (int32_t)((size_t)((const char *)group - shared->room) / DT__LINE);
+}
+
+static dt__group *dt__room_group(const dt__shared *shared, int32_t line) {
+    return (dt__group *)(void *)(shared->room + (size_t)line * DT__LINE);
+}
+
+/* Do all ranks of a listed group share this rank's range? */
+static int dt__on_node(const dt__world *world, const dt__group *group) {
+    for (int rank = 0; rank < group->size; rank++)
+        if (!world->seats || world->seats[group->ranks[rank]] < 0) return 0;
+    return 1;
+}
+
+/* A listed group gets what its ranks share. */
+static void dt__group_share(dt__group *group, const dt__group *shared) {
+    group->members = shared->members;
+    group->posts = shared->posts;
+    group->post_bytes = shared->post_bytes;
+}
+
 /* Over a transport. A channel is free if it is above all that any of the ranks has used, which the second gather tells.
-   */
-static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name) {
+   It also tells where the first of a group on one node has made what is shared; if there is no room, messages do. */
+static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name, int first) {
     dt__world *world = comm->world;
     int place = dt__split_place(comm, comm->place.rank);
     dt__group *group = color >= 0 ? dt__split_make(comm, color, name) : NULL;
-    dt_comm *made = group ? dt__comm_make(world, comm->ops, group, place) : NULL;
-    int32_t words[2] = { (int32_t)world->channels, 0 };
+    dt_comm *made = group ? dt__comm_make(world, &dt__transport_ops, group, place) : NULL;
+    int32_t words[2] = { (int32_t)world->channels, -1 };
     uint32_t channel = 0;
+    if (made && place == 0 && dt__on_node(world, group)) {
+        const dt__group *shared = dt__group_make(world->shared, group->size, name);
+        if (shared) words[1] = dt__room_line(world->shared, shared);
+    }
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     for (int rank = 0; rank < comm->place.size; rank++)
         channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
     world->channels = channel + 1;
-    if (made) group->channel = channel;
+    if (!made) return NULL;
+    group->channel = channel;
+    if (comm->words[2 * first + 1] < 0) return made;
+    dt__group_share(group, dt__room_group(world->shared, comm->words[2 * first + 1]));
+    made->ops = &dt__node_ops;
     return made;
 }
 
@@ -2837,16 +2894,16 @@ dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key };
     if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     if (!name) name = "group";
-    if (!comm->group->members) return dt__split_listed(comm, color, name);
     dt__shared *shared = comm->world->shared;
     int place = dt__split_place(comm, comm->place.rank), first = comm->place.rank;
     for (int rank = 0; rank < comm->place.size; rank++) {
         if (comm->words[2 * rank] == words[0] && dt__split_place(comm, rank) == 0) first = rank;
     }
+    if (comm->world->transport.send) return dt__split_listed(comm, color, name, first);
     words[0] = words[1] = 0;        /* where in the room the group is, in lines; -1: no room; else 0 */
     if (color >= 0 && place == 0) {
         dt__group *group = dt__split_make(comm, color, name);
-        words[0] = group ? (int32_t)((size_t)((char *)group - shared->room) / DT__LINE) : -1;
+        words[0] = group ? dt__room_line(shared, group) : -1;
     }
     if (dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     for (int rank = 0; rank < comm->place.size; rank++) {
@@ -2856,8 +2913,7 @@ dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
         return NULL;
     }
     if (color < 0) return NULL;
-    size_t at = (size_t)comm->words[2 * first] * DT__LINE;
-    return dt__comm_make(comm->world, comm->ops, (dt__group *)(void *)(shared->room + at), place);
+    return dt__comm_make(comm->world, comm->ops, dt__room_group(shared, comm->words[2 * first]), place);
 }
 
 // ==== 19. Memory that forked ranks share ============================================================================
@@ -4003,6 +4059,9 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
+   Ranks of one machine share a range as forks do, and groups within it do their collectives there (section 13): MPI is
+   for what leaves the machine, and for sends and receives.
+
    Nothing waits inside MPI: whatever takes time is started and tested, in section 11's loop or in dt__mpi_meet, which
    watch the clock. MPI knows no failed rank, so a rank that fails says so to all others on a communicator for that, to
    which all listen while they wait. At the end all meet there once more: then none is left that could still send. MPI
@@ -4051,6 +4110,9 @@ typedef struct dt__mpi {
     dt_report        first, heard, said;
     MPI_Request      listening, *saying;    /* saying, flies: (size) */
     int             *flies;
+    dt__node         node;      /* shared NULL: this rank shares memory with none */
+    void            *range;
+    size_t           range_bytes;
 } dt__mpi;
 
 static void dt__mpi_why(int error, char *why, size_t bytes) {
@@ -4188,6 +4250,8 @@ static void dt__mpi_tell(dt__mpi *mpi, dt_status status, const char *text) {
     mpi->told = 1;
     dt__mpi_note(&mpi->said, status, mpi->rank, text);
     if (!mpi->first.status) mpi->first = mpi->said;
+    if (mpi->node.shared && dt__claim(mpi->node.shared, mpi->rank))     /* else its context has told its node */
+        dt__publish_failure(mpi->node.shared, mpi->rank, status, text);
     for (int other = 0; other < mpi->size; other++) {
         if (other == mpi->rank) continue;
         MPI_Isend(&mpi->said, (int)sizeof mpi->said, MPI_BYTE, other, 0, mpi->control, &mpi->saying[other]);
@@ -4213,8 +4277,9 @@ static void dt__mpi_look(dt__mpi *mpi) {
     if (MPI_Test(&mpi->listening, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done) return;
     mpi->heard.text[sizeof mpi->heard.text - 1] = 0;
     if (!mpi->first.status) mpi->first = mpi->heard;
-    if (world && dt__claim(world->shared, mpi->heard.rank))
-        dt__publish_failure(world->shared, mpi->heard.rank, mpi->heard.status, mpi->heard.text);
+    dt__shared *shared = world ? world->shared : mpi->node.shared;
+    if (shared && dt__claim(shared, mpi->heard.rank))
+        dt__publish_failure(shared, mpi->heard.rank, mpi->heard.status, mpi->heard.text);
     dt__mpi_listen(mpi);
 }
 
@@ -4331,6 +4396,7 @@ static void dt__mpi_free(dt__mpi *mpi) {
     if (mpi->waste) host->free(host->user, mpi->waste, mpi->waste_bytes, DT_MEM_HOST);
     host->free(host->user, mpi->saying, (size_t)mpi->size * sizeof(MPI_Request), DT_MEM_HOST);
     host->free(host->user, mpi->flies, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    host->free(host->user, mpi->node.seats, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
 }
 
@@ -4361,15 +4427,152 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     return NULL;
 }
 
+/* ---- ranks of one machine ---- */
+
+/* They share a range as forks do, and their collectives are section 13's. Nobody forked them, so the first of a machine
+   makes the range, where no process has anything at its addresses; the others find it through the first's /proc. If one
+   cannot, none does. Messages stay MPI's. */
+
+typedef struct dt__mpi_card {   /* what a rank shows all others, in three turns */
+    uint64_t machine;           /* equal: these can share memory; 0: this rank does not want to */
+    int64_t  pid, fd, device, inode;
+    uint64_t range, shared, bytes;      /* of the range; 0: it could not be made */
+    int64_t  mapped;
+} dt__mpi_card;
+
+static int dt__mpi_show(dt__mpi *mpi, const dt__mpi_card *mine, dt__mpi_card *all) {
+    MPI_Request request;
+    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    int bytes = (int)sizeof *mine;
+    if (MPI_Iallgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, mpi->control, &request) != MPI_SUCCESS) return 0;
+    return dt__mpi_meet(mpi, &request, until, 0);
+}
+
+/* This machine, as far as /proc is concerned, and the part of it that dt_run_desc.node_ranks makes of it. 0: alone. */
+static uint64_t dt__mpi_machine(const dt__mpi *mpi, const dt_run_desc *desc) {
+    char text[512] = "";
+    uint64_t hash = 1469598103934665603u;       /* FNV-1a */
+    if (desc->node_ranks == 1 || (desc->host && !desc->host->map) || (desc->kernels && desc->kernels->alloc)) return 0;
+    if (gethostname(text, 255) != 0) return 0;
+    size_t at = strlen(text) + 1;
+    if (readlink("/proc/self/ns/pid", text + at, sizeof text - at - 1) < 0) return 0;
+    for (size_t i = 0; i < sizeof text; i++) hash = (hash ^ (unsigned char)text[i]) * 1099511628211u;
+    if (desc->node_ranks > 1) hash = (hash ^ (uint64_t)(mpi->rank / desc->node_ranks + 1)) * 1099511628211u;
+    return hash ? hash : 1;
+}
+
+/* The addresses that it tries are far from where programs, libraries, stacks and sanitizers are. */
+static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
+#ifdef MAP_FIXED_NOREPLACE
+    void *want = (void *)(uintptr_t)address;
+    void *p = mmap(want, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, fd, 0);
+    if (p == want) return p;
+    if (p != MAP_FAILED) munmap(p, bytes);
+#else
+    (void)fd, (void)address, (void)bytes;
+#endif
+    return NULL;
+}
+
+/* The first of n: makes the range. */
+static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, dt__mpi_card *card) {
+#ifdef MFD_CLOEXEC
+    static const uint64_t places[] = { 0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000 };
+    size_t machine = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    struct stat is;
+    dt__shared sizes;
+    memset(&sizes, 0, sizeof sizes);
+    sizes.ranks = n;
+    sizes.apart = 1;
+    sizes.timeout_s = desc->timeout_s;
+    sizes.spins = n <= dt__cores() ? DT__SPINS : 0;
+    sizes.first.rank = -1;
+    card->fd = memfd_create("dt", MFD_CLOEXEC);
+    if (card->fd < 0 || fstat((int)card->fd, &is) != 0) return;
+    for (size_t heap = dt__page_up(machine); !mpi->range && heap > (size_t)64 << 20; heap = dt__page_up(heap / 4)) {
+        sizes.heap_bytes = heap;
+        dt__shared_lay(&sizes, NULL, 0);
+        if (ftruncate((int)card->fd, (off_t)sizes.bytes) != 0) continue;
+        for (size_t i = 0; i < sizeof places / sizeof *places && !mpi->range; i++)
+            mpi->range = dt__mpi_map((int)card->fd, places[i], sizes.bytes);
+    }
+    if (!mpi->range) return;
+    mpi->range_bytes = sizes.bytes;
+    mpi->node.shared = dt__shared_lay(&sizes, (char *)mpi->range, 0);
+    dt__group_make(mpi->node.shared, n, "world");
+    card->device = (int64_t)is.st_dev;
+    card->inode = (int64_t)is.st_ino;
+    card->range = (uint64_t)(uintptr_t)mpi->range;
+    card->shared = (uint64_t)(uintptr_t)mpi->node.shared;
+    card->bytes = sizes.bytes;
+#else
+    (void)mpi, (void)desc, (void)n, (void)card;
+#endif
+}
+
+/* Any other: finds it. */
+static void dt__mpi_find_range(dt__mpi *mpi, const dt__mpi_card *first) {
+    char path[64];
+    struct stat is;
+    if (!first->range) return;
+    snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)first->pid, (long long)first->fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return;
+    if (fstat(fd, &is) == 0 && (int64_t)is.st_dev == first->device && (int64_t)is.st_ino == first->inode)
+        mpi->range = dt__mpi_map(fd, first->range, (size_t)first->bytes);
+    close(fd);
+    if (!mpi->range) return;
+    mpi->range_bytes = (size_t)first->bytes;
+    mpi->node.shared = (dt__shared *)(uintptr_t)first->shared;
+}
+
+/* NULL, or what is wrong: that others do not come. */
+static const char *dt__mpi_share_by(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_card *all) {
+    const char *late = "not all its processes came to dt_run within timeout_s";
+    int first = mpi->rank, n = 0, mapped = 1;
+    dt__mpi_card mine;
+    memset(&mine, 0, sizeof mine);
+    mine.fd = -1;
+    mine.pid = (int64_t)getpid();
+    mine.machine = dt__mpi_machine(mpi, desc);
+    if (!dt__mpi_show(mpi, &mine, all)) return late;
+    for (int rank = 0; rank < mpi->size; rank++) {
+        int here = mine.machine != 0 && all[rank].machine == mine.machine;
+        if (rank == mpi->rank) mpi->node.seat = n;
+        mpi->node.seats[rank] = here ? n : -1;
+        if (here && n++ == 0) first = rank;
+    }
+    if (n > 1 && first == mpi->rank) dt__mpi_make_range(mpi, desc, n, &mine);
+    if (!dt__mpi_show(mpi, &mine, all)) return late;
+    if (n > 1 && first != mpi->rank) dt__mpi_find_range(mpi, &all[first]);
+    mine.mapped = mpi->range != NULL;
+    if (!dt__mpi_show(mpi, &mine, all)) return late;
+    if (mine.fd >= 0) close((int)mine.fd);
+    for (int rank = 0; rank < mpi->size; rank++) mapped = mapped && (mpi->node.seats[rank] < 0 || all[rank].mapped);
+    if (!mapped) mpi->node.shared = NULL;
+    return NULL;
+}
+
+static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
+    const dt_host *host = mpi->host;
+    size_t bytes = (size_t)mpi->size * sizeof(dt__mpi_card);
+    dt__mpi_card *all = (dt__mpi_card *)host->alloc(host->user, bytes, DT_MEM_HOST);
+    mpi->node.seats = (int *)host->alloc(host->user, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    if (!all || !mpi->node.seats) return "no memory for it";
+    const char *wrong = dt__mpi_share_by(mpi, desc, all);
+    if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);    /* else MPI may still write into it */
+    return wrong;
+}
+
 /* The launcher's processes become ranks. NULL, and *why. */
-static dt__mpi *dt__mpi_open(const dt_host *host, double timeout_s, const char **why) {
+static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const char **why) {
     int running = 0, over = 0, provided = 0;
     dt__mpi *mpi = (dt__mpi *)host->alloc(host->user, sizeof *mpi, DT_MEM_HOST);
     *why = "no memory for it";
     if (!mpi) return NULL;
     memset(mpi, 0, sizeof *mpi);
     mpi->host = host;
-    mpi->timeout_s = timeout_s;
+    mpi->timeout_s = desc->timeout_s;
     mpi->draining = mpi->listening = MPI_REQUEST_NULL;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
@@ -4382,6 +4585,7 @@ static dt__mpi *dt__mpi_open(const dt_host *host, double timeout_s, const char *
         MPI_Comm_rank(MPI_COMM_WORLD, &mpi->rank);
         MPI_Comm_size(MPI_COMM_WORLD, &mpi->size);
         *why = dt__mpi_make(mpi);
+        if (!*why) *why = dt__mpi_share(mpi, desc);
         if (!*why) return mpi;
     }
     if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);  /* else MPI may still write into it */
@@ -4430,7 +4634,10 @@ static int dt__mpi_settle(dt__mpi *mpi) {
     int settled = mpi->orphans == 0;
     for (int other = 0; other < mpi->size && settled; other++)
         settled = dt__mpi_meet(mpi, &mpi->saying[other], until, 1);
-    while (mpi->flying && settled) settled = dt__mpi_meet(mpi, &mpi->flying->request, until, 1);
+    while (mpi->flying && settled) {
+        settled = dt__mpi_meet(mpi, &mpi->flying->request, until, 1);
+        dt__mpi_reap(mpi);
+    }
     if (settled && mpi->draining != MPI_REQUEST_NULL) settled = dt__mpi_meet(mpi, &mpi->draining, until, 1);
     if (!settled) return 0;
     MPI_Cancel(&mpi->listening);
@@ -4482,16 +4689,6 @@ struct dt_team {
     dt_run_desc    desc;
 };
 
-/* Cores that this process may use. */
-static int dt__cores(void) {
-#ifdef CPU_COUNT    /* declared with _GNU_SOURCE */
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 ? (int)online : 1;
-}
-
 /* A failure outside of any context. */
 DT_PRINTF(5, 6)
 static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_status status, const char *fmt, ...) {
@@ -4516,14 +4713,14 @@ static void dt__on_kernel(dt_ctx *ctx, void *user) {
     if (world->first && dt_error(ctx) == DT_OK) dt__advance_all(world);
 }
 
-/* The world of a rank: over a team's range, or over a transport with a record of its own. */
-static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc) {
+/* The world of a rank: over a team's range, or over a transport with its node's, or with a record of its own. */
+static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
     if (!world) return NULL;
     memset(world, 0, sizeof *world);
     world->ctx = ctx;
     world->host = dt_ctx_host(ctx);
-    world->rank = desc->rank;
+    world->rank = world->seat = desc->rank;
     world->link = desc->team ? desc->team->desc.link : desc->link;
     if (desc->team) {
         world->shared = desc->team->shared;
@@ -4531,6 +4728,12 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc) {
     }
     world->transport = *desc->transport;
     world->channels = 1;
+    if (node) {
+        world->shared = node->shared;
+        world->seat = node->seat;
+        world->seats = node->seats;
+        return world;
+    }
     world->shared = (dt__shared *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world->shared, "the world");
     if (!world->shared) {
         dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
@@ -4544,14 +4747,16 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc) {
 }
 
 /* The group of all ranks. */
-static dt__group *dt__world_group(dt__world *world) {
-    if (!world->transport.send) return (dt__group *)(void *)world->shared->room;
-    dt__group *group = dt__group_list(world, world->shared->ranks, "world");
-    for (int rank = 0; group && rank < world->shared->ranks; rank++) group->ranks[rank] = rank;
+static dt__group *dt__world_group(dt__world *world, int size) {
+    if (!world->transport.send) return dt__room_group(world->shared, 0);
+    dt__group *group = dt__group_list(world, size, "world");
+    for (int rank = 0; group && rank < size; rank++) group->ranks[rank] = rank;
+    if (group && dt__on_node(world, group)) dt__group_share(group, dt__room_group(world->shared, 0));
     return group;
 }
 
-dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
+/* node: of a transport's ranks those that share memory, NULL: none do. */
+static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
     if (!ctx || dt_error(ctx)) return NULL;
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
@@ -4559,10 +4764,10 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
                 "but it is attached already" : "by either a team or a transport");
         return NULL;
     }
-    dt__world *world = dt__world_make(ctx, &desc);
-    dt__group *group = world ? dt__world_group(world) : NULL;
+    dt__world *world = dt__world_make(ctx, &desc, node);
+    dt__group *group = world ? dt__world_group(world, size) : NULL;
     if (!group) {   /* nobody listens to this context yet */
-        dt__shared *shared = desc.team ? desc.team->shared : world ? world->shared : NULL;
+        dt__shared *shared = desc.team ? desc.team->shared : node ? node->shared : world ? world->shared : NULL;
         if (shared && dt__claim(shared, desc.rank))
             dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
         if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
@@ -4573,9 +4778,13 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) {
     world->listener.user = world;
     dt_listen(ctx, &world->listener);
     dt_ctx_attach(ctx, world);
-    if (group) world->comm = dt__comm_make(world, desc.team ? &dt__threads_ops : &dt__transport_ops, group, desc.rank);
+    const dt__comm_ops *ops = desc.team ? &dt__threads_ops : &dt__transport_ops;
+    if (group && !desc.team && group->members) ops = &dt__node_ops;
+    if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
     return world->comm;
 }
+
+dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL); }
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
@@ -4600,7 +4809,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     if (world->first && !dt_error(ctx))
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);
-    if (world->shared->state) dt__set_ended(world->shared, world->rank);
+    if (world->shared->state) dt__set_ended(world->shared, world->seat);
     if (dt_error(ctx)) dt__hands_off(world);
     dt__trace_free(world);
     dt__works_free(world);
@@ -4858,7 +5067,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
 
 /* The calling process is one rank, over a transport: runs it. Returns the context's status. */
 static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
-                               dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+                               const dt__node *node, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_attach_desc attach;
     memset(&attach, 0, sizeof attach);
     attach.rank = rank;
@@ -4866,7 +5075,7 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     attach.transport = transport;
     attach.timeout_s = desc->timeout_s;
     attach.link = desc->link;
-    dt_comm_detach(ctx, dt_comm_attach(ctx, attach) ? rank_main(ctx, user) : dt_error(ctx));
+    dt_comm_detach(ctx, dt__attach(ctx, attach, node) ? rank_main(ctx, user) : dt_error(ctx));
     return dt_error(ctx);
 }
 
@@ -4877,7 +5086,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous,
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
-        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, rank_main, user))
+        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, rank_main, user))
             dt__tcp_fail(t, dt_error_text(ctx));    /* it may have failed before anybody listened */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
@@ -4915,23 +5124,30 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     const char *why = NULL;
     if (desc->timeout_s == 0) desc->timeout_s = 120;
     if (!dt__run_valid(desc)) return desc->report->status;
-    dt__mpi *mpi = dt__mpi_open(host, desc->timeout_s, &why);
+    dt__mpi *mpi = dt__mpi_open(host, desc, &why);
     if (!mpi) {
         dt__refuse(desc, DT_ERR_COMM, "dt_run: MPI cannot be used: %s", why);
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
-    if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, desc->host);
+    const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
+    const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
+    if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
-    if (mpi->ctx) status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, rank_main, user);
+    if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
+        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, rank_main, user);
+    if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
     if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
     else if (!mpi->ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", mpi->rank);
     if (!mpi->ctx) dt__mpi_tell(mpi, desc->report->status, desc->report->text);
     dt_ctx *ctx = mpi->ctx;
+    void *range = mpi->range;
+    size_t range_bytes = mpi->range_bytes;
     dt__mpi_close(mpi, desc->report);
     dt_ctx_free(ctx);
+    if (range) munmap(range, range_bytes);
     return desc->report->status;
 }
 
@@ -5167,7 +5383,7 @@ static void dt__trace_add(const dt_work *work, dt__trace_kind kind, double begin
     const dt__part *part = &work->parts[0];     /* still there, though n_parts is 0 */
     event->a = part->peer >= 0 ? comm->group->ranks[part->peer] : -1;
     event->b = call->tag;
-    event->u.op.seq = part->order + (world->shared->state ? 1 : 0);
+    event->u.op.seq = part->order + (world->transport.send ? 0 : 1);
 }
 
 static void dt__trace_op(dt_work *work, double begin, double end) {
@@ -5307,7 +5523,7 @@ static dt_status dt__trace_do(const dt__trace_out *out, dt__call call) {
 static double dt__trace_offset(const dt__trace_out *out) {
     dt__world *world = out->comm->world;
     double best = 0, offset = 0, at = 0;
-    if (world->shared->state) return 0;
+    if (!world->transport.send) return 0;
     for (int rank = 1; rank < out->comm->place.size; rank++) {
         for (int i = 0; i < 8; i++) {
             double begin = dt__trace_now(world);

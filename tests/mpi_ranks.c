@@ -157,6 +157,23 @@ static void mail(dt_ctx *ctx, const test *t) {
     say(t, "from any", dt_error(ctx), bad);
 }
 
+/* How many ranks share memory, as dt_run_desc has it; 1 unless NODE_RANKS says it. */
+static int node_ranks(void) { return getenv("NODE_RANKS") ? atoi(getenv("NODE_RANKS")) : 1; }
+
+/* A group shares memory if all its ranks are on one node, and only then. */
+static void sharing(dt_ctx *ctx, int me, int n) {
+    dt_comm *world = dt_world(ctx);
+    int node = node_ranks(), all = node == 0 || node >= n;
+    CHECK_MSG((world->ops->collective != NULL) == (node != 1 && all), "the world, %d ranks a node", node);
+    dt_comm *near = dt_comm_split(world, node ? me / node : 0, 0, "near");
+    dt_comm *far = dt_comm_split(world, me % 2, 0, "far");
+    if (dt_comm_size(near) > 1) CHECK_MSG(near->ops->collective != NULL, "rank %d: its node's group", me);
+    if (node == 2 && dt_comm_size(far) > 1) CHECK_MSG(far->ops->collective == NULL, "rank %d: a group apart", me);
+    int32_t one = 1, sum = 0;
+    CHECK(dt_all_reduce(near, &one, &sum, 1, DT_I32, DT_SUM) == DT_OK && sum == dt_comm_size(near));
+    CHECK(dt_all_reduce(far, &one, &sum, 1, DT_I32, DT_SUM) == DT_OK && sum == dt_comm_size(far));
+}
+
 /* More groups than communicators, all at work at once, which the ranks start in different orders. */
 static void crowd(dt_ctx *ctx, const test *t) {
     enum { GROUPS = 12 };
@@ -224,6 +241,7 @@ static dt_status operations(dt_ctx *ctx, void *user) {
                   t.me, sum[0], sum[1], sum[2]);
     }
     crowd(ctx, &t);
+    if (user) sharing(ctx, t.me, t.n);
     double d[2] = { 0.1 * t.me, 1 };
     dt_sum_doubles(world, d, 2);
     note(&t, d, sizeof d);
@@ -245,7 +263,8 @@ static dt_status operations(dt_ctx *ctx, void *user) {
 static int collectives(void) {
     int ended = 0;
     dt_report report;
-    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 60 }, operations, &status);
+    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 60, .node_ranks = node_ranks() },
+        operations, &status);
     MPI_Finalized(&ended);
     CHECK(status == DT_OK && ended);
     CHECK(dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .report = &report }, operations, NULL) == DT_ERR_COMM);
@@ -255,10 +274,10 @@ static int collectives(void) {
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-enum { FINE, ONE_FAILS, RETURNS, LOST, TOO_LONG, TOO_SHORT, TAG, LARGE, RANKS, KINDS };
+enum { FINE, ONE_FAILS, RETURNS, LOST, TOO_LONG, TOO_SHORT, TAG, LARGE, RANKS, ONE_RANKS, ENDS, KINDS };
 static const char *const kinds[] = { "fine", "one fails", "one returns an error", "a message is lost",
     "a message is longer than its receive", "a message is shorter", "a tag above MPI_TAG_UB", "large sends are pending",
-    "another number of ranks" };
+    "another number of ranks", "another number of ranks on one", "one ends before a collective of its node" };
 
 typedef struct plan { int kind, victim; } plan;
 
@@ -284,6 +303,12 @@ static dt_status failing(dt_ctx *ctx, void *user) {
         dt_wait(ctx, in);
         for (int r = 0; r < n; r++) dt_send_start(world, a, MANY, DT_F32, r, 3);     /* nobody receives these */
     }
+    if (p->kind == ENDS) {
+        int      node = node_ranks();
+        dt_comm *near = dt_comm_split(world, node ? me / node : 0, 0, "near");
+        if (me != p->victim) dt_all_reduce(near, a, b, 100, DT_F32, DT_SUM);
+        return free(a), dt_error(ctx);
+    }
     if (p->kind != LOST && p->kind != FINE) dt_all_reduce(world, a, b, MANY, DT_F32, DT_SUM);
     free(a);
     return dt_error(ctx);
@@ -297,7 +322,7 @@ static void counting_log(void *user, int level, int rank, const char *text) {
 
 static void one_failure(int kind, int victim, int rank, int size) {
     static const dt_status wanted[] = { DT_OK, DT_ERR_NUMERIC, DT_ERR_IO, DT_ERR_COMM, DT_ERR_COMM, DT_ERR_COMM,
-        DT_ERR_COMM, DT_ERR_NUMERIC, DT_ERR_ARG };
+        DT_ERR_COMM, DT_ERR_NUMERIC, DT_ERR_ARG, DT_ERR_ARG, DT_ERR_COMM };
     plan      p = { kind, victim };
     char      text[64];
     dt_report report;
@@ -306,7 +331,8 @@ static void one_failure(int kind, int victim, int rank, int size) {
     host.log = counting_log;
     log_lines = 0;
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 20, .report = &report,
-        .host = &host, .ranks = kind == RANKS ? size + 1 : size }, failing, &p);
+        .host = &host, .ranks = kind == RANKS || (kind == ONE_RANKS && rank == victim) ? size + 1 : size,
+        .node_ranks = node_ranks() }, failing, &p);
     double took = host.now(host.user) - begin;
     CHECK_MSG(status == wanted[kind] && took < 10, "%s, %d: rank %d after %.1f s: %s %s", kinds[kind], victim, rank,
               took,
@@ -319,7 +345,8 @@ static void one_failure(int kind, int victim, int rank, int size) {
         "receive f32 x 10 from rank 0" : "rank 0 sends f32 x 30, rank 1 receives f32 x 10"); /* MPICH cannot say more */
     if (kind == TOO_SHORT) snprintf(text, sizeof text, "rank 0 sends f32 x 10, rank 1 receives f32 x 30");
     if (kind == TAG) snprintf(text, sizeof text, "MPI_TAG_UB");
-    if (kind == RANKS) snprintf(text, sizeof text, "%d ranks, but MPI started %d", size + 1, size);
+    if (kind == ENDS) snprintf(text, sizeof text, "rank %d ended without calling all-reduce", victim);
+    if (kind == RANKS || kind == ONE_RANKS) snprintf(text, sizeof text, "%d ranks, but MPI started %d", size + 1, size);
     CHECK_MSG(strstr(report.text, text) != NULL, "%s, %d: rank %d reports '%s'", kinds[kind], victim, rank,
               report.text);
     int lines = log_lines, all = 0;
@@ -336,6 +363,8 @@ static int failures(void) {
         for (int victim = 0; victim < size; victim++) {
             if ((kind == TOO_LONG || kind == TOO_SHORT || kind == TAG || kind == RANKS || kind == FINE)
                 && victim) continue;
+            int node = node_ranks() ? node_ranks() : size, first = victim / node * node;
+            if (kind == ENDS && (node == 1 || (first + 1 == size))) continue;   /* no other on its node */
             one_failure(kind, victim, rank, size);
         }
     one_failure(FINE, 0, rank, size);       /* after all that, all is well again */
@@ -360,8 +389,8 @@ static dt_status sleeper(dt_ctx *ctx, void *user) {
 static int absent(int killed) {
     dt_report report;
     double    begin = dt_host_default()->now(NULL);
-    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 1, .report = &report }, sleeper,
-        &killed);
+    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 1, .report = &report,
+        .node_ranks = node_ranks() }, sleeper, &killed);
     fprintf(stderr, "%s after %.0f s: %s\n", dt_status_name(status), dt_host_default()->now(NULL) - begin, report.text);
     return status == DT_ERR_TIMEOUT ? 3 : 1;
 }

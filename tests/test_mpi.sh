@@ -30,24 +30,31 @@ run() { # run N PROGRAM...: under mpirun; the output is in $D/out
     timeout -k 5 $LONGEST "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
 }
 
+# NODE_RANKS: 1, all goes over MPI; 0, collectives go through the machine's memory; 2, as if every two ranks had a
+# machine of their own.
 ranks() {
     local n begin status
     for n in 2 3 4; do
         "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
-        run $n "$D/$mpi/mpi_ranks" collectives && ! grep -q FAIL "$D/out"
-        report $? "$n ranks: collectives"
-        grep -qxF "$(grep results "$D/threads")" "$D/out"
-        report $? "$n ranks: the bits of threads, $(cat "$D/threads")"
-        run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"
-        report $? "$n ranks: failures"
+        for NODE_RANKS in 1 0 2; do
+            export NODE_RANKS
+            run $n "$D/$mpi/mpi_ranks" collectives && ! grep -q FAIL "$D/out"
+            report $? "$n ranks, NODE_RANKS $NODE_RANKS: collectives"
+            grep -qxF "$(grep results "$D/threads")" "$D/out"
+            report $? "$n ranks, NODE_RANKS $NODE_RANKS: the bits of threads, $(cat "$D/threads")"
+            run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"
+            report $? "$n ranks, NODE_RANKS $NODE_RANKS: failures"
+        done
     done
-    for n in timeout killed; do
+    for n in "timeout 1" "timeout 0" "killed 1" "killed 0"; do
         begin=$SECONDS
-        run 3 "$D/$mpi/mpi_ranks" $n
+        export NODE_RANKS=${n#* }
+        run 3 "$D/$mpi/mpi_ranks" ${n% *}
         status=$?
         [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt 30 ] &&
-            { [ $n = killed ] || grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [01]: timeout 1.0 s in' "$D/out"; }
-        report $? "a rank $n: status $status after $((SECONDS - begin)) s"
+            { [ ${n% *} = killed ] ||
+                grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [01]: timeout 1.0 s in' "$D/out"; }
+        report $? "a rank ${n% *}, NODE_RANKS $NODE_RANKS: status $status after $((SECONDS - begin)) s"
     done
 }
 
