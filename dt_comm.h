@@ -68,7 +68,8 @@
                 context's world and end with it. Your buffers are read and written only between the call and its return,
                 or between a start and its dt_wait: then, with an error too, no other rank touches them. Of a forked
                 rank, memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too; what lies
-                elsewhere is copied through it in windows of DT_WINDOW_BYTES.
+                elsewhere is copied through it in windows of DT_WINDOW_BYTES. Ranks of MPI have such a range for each
+                machine, where its system lets them.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
@@ -159,8 +160,8 @@ typedef struct dt_run_desc {
    begun it; it can be begun once in a process, so a program that calls dt_run twice begins MPI itself, and calls dt_run
    from the thread that did. While dt_run runs, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the
    first failure. After one that a rank does not learn of within timeout_s, MPI is not ended: the launcher ends such a
-   rank once this process has ended with an error. Large messages are the device's memory only if the MPI knows the
-   device. */
+   rank once this process has ended with an error. Groups on one machine do their collectives in its memory: node_ranks.
+   Large messages are the device's memory only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 // ==== 2. Groups =====================================================================================================
