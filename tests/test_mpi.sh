@@ -34,8 +34,8 @@ ranks() {
     local n begin status
     for n in 2 3 4; do
         "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
-        run $n "$D/$mpi/mpi_ranks" collectives && ! grep -q FAIL "$D/out"
-        report $? "$n ranks: collectives"
+        run $n "$D/$mpi/mpi_ranks" cases $n && ! grep -q FAIL "$D/out"
+        report $? "$n ranks: the cases of comm_cases.h"
         grep -qxF "$(grep results "$D/threads")" "$D/out"
         report $? "$n ranks: the bits of threads, $(cat "$D/threads")"
         run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"
