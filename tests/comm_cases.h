@@ -5,9 +5,9 @@
        dt_run(desc, comm_cases, &c);    every rank, with its own copy of c or one for all
        cases_free(&c);
 
-   What a rank is expected to hold is computed naively, and compared bit for bit. Each wrong result is a check of check.h
-   that fails, in the process of its rank; who starts processes adds up their counters. c.hash[rank] is of all that the
-   rank received in memory of its own, which must not depend on how ranks are started.
+   What a rank is expected to hold is computed naively, and compared bit for bit. Each wrong result is a failed check of
+   check.h in the process of its rank; who starts processes adds up their counters. c.hash[rank] is of all that the rank
+   received in memory of its own, which must not depend on how ranks are started.
 
    Ranks differ in one thing, reach_of below; nothing here asks for more. Included after dt_comm.h with its
    implementation. */
@@ -34,7 +34,8 @@ enum { IN_MALLOC, IN_RANGE, IN_BOTH, PLACES };
 
 /* OVER_EAGER: the fewest elements that are more than DT_EAGER_BYTES. */
 #define OVER_EAGER ((size_t)-1)
-enum { LONG = 5003 };   /* too long for what is thought for the short; a quarter as often, because checking it is slow */
+/* Too long for the algorithms of short data. A quarter as often, because checking it is slow. */
+enum { LONG = 5003 };
 
 typedef struct cases {
     int      n, stride;         /* ranks; of the sweep's trials one in so many */
@@ -336,7 +337,8 @@ static void trial_end(trial *c) {
 
 /* Is this one of the trials that a stride leaves? All ranks agree; other ranks, groups and numbers have others. */
 static int chosen(const trial *c, int stride) {
-    return mix(c->number * 64 + (uint64_t)dt_comm_size(c->comm)) % (uint64_t)stride == 0;
+    uint64_t one_in = (uint64_t)stride * (c->count == LONG ? 4 : 1);
+    return mix(c->number * 64 + (uint64_t)dt_comm_size(c->comm)) % one_in == 0;
 }
 
 /* One operation on one count of one type: by every reduction, in place or not, on every root. */
@@ -358,25 +360,29 @@ static void sweep_op(trial *c, int stride) {
     }
 }
 
+/* All operations by one algorithm: those that have it, and by AUTO all. */
+static void sweep_algorithm(trial *c, int stride) {
+    const cases *s = c->all;
+    dt_comm_set_algorithm(c->comm, c->algorithm);
+    for (int k = 0; k < s->n_counts; k++) {
+        for (c->t = 0; c->t < 5; c->t++) {
+            if (!(s->type_set >> c->t & 1)) continue;
+            c->count = count_of(s->counts[k], types[c->t]);
+            for (c->op = 0; c->op < OPS; c->op++) {
+                dt__call call = dt__call_make((dt__op_code)c->op, NULL, NULL, 0, DT_F32);
+                if (!c->algorithm || dt__algorithm_of(&call, c->algorithm)) sweep_op(c, stride);
+            }
+        }
+    }
+}
+
 /* Places are the outermost, so that those of IN_MALLOC have the same numbers everywhere. */
 static void sweep(dt_comm *comm, cases *s, int stride) {
     trial c = trial_make(comm, s);
-    int places = reach_of(comm) == REACH_RANGE ? PLACES : 1;
-    for (c.place = 0; c.place < places; c.place++) {
-        for (int algorithm = 0; algorithm < DT_ALGORITHMS; algorithm++) {
-            if (!(s->algorithm_set >> algorithm & 1)) continue;
-            c.algorithm = (dt_algorithm)algorithm;
-            dt_comm_set_algorithm(comm, c.algorithm);
-            for (int k = 0; k < s->n_counts; k++) {
-                for (c.t = 0; c.t < 5; c.t++) {
-                    if (!(s->type_set >> c.t & 1)) continue;
-                    c.count = count_of(s->counts[k], types[c.t]);
-                    for (c.op = 0; c.op < OPS; c.op++) {
-                        dt__call call = dt__call_make((dt__op_code)c.op, NULL, NULL, 0, DT_F32);
-                        if (!algorithm || dt__algorithm_of(&call, c.algorithm)) sweep_op(&c, c.count != LONG ? stride : 4 * stride);
-                    }
-                }
-            }
+    for (c.place = 0; c.place < (reach_of(comm) == REACH_RANGE ? PLACES : 1); c.place++) {
+        for (int a = 0; a < DT_ALGORITHMS; a++) {
+            c.algorithm = (dt_algorithm)a;
+            if (s->algorithm_set >> a & 1) sweep_algorithm(&c, stride);
         }
     }
     dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
@@ -415,7 +421,8 @@ static void together(dt_comm *comm, cases *s) {
 
 /* all-reduce = reduce + broadcast = reduce-scatter + all-gather, and all-gather = gather + broadcast, bit for bit. */
 static void identity(dt_comm *comm, const cases *s, dt_algorithm algorithm, size_t count, int t, int o) {
-    int n = dt_comm_size(comm), me = dt_comm_rank(comm), root = (int)(count + (size_t)o) % n, ring = algorithm == DT_RING;
+    int n = dt_comm_size(comm), me = dt_comm_rank(comm), root = (int)(count + (size_t)o) % n;
+    int ring = algorithm == DT_RING;
     size_t all = (size_t)n * count, bytes = all * dt_dtype_size(types[t]), share = bytes / (size_t)n;
     dt_dtype type = types[t];
     dt_op op = redops[o];

@@ -199,7 +199,7 @@ static void run_well(int ranks, rank_fn fn, int what) {
     job_free(j);
 }
 
-/* ---- 1. all operations and messages, the bits of threads ---------------------------------------------------------- */
+/* ---- 1. all operations and messages, the bits of threads --------------------------------------------------------- */
 
 static cases all;       /* made before the ranks start */
 
