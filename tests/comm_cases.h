@@ -427,7 +427,7 @@ static void identity(dt_comm *comm, const cases *s, dt_algorithm algorithm, size
     dt_dtype type = types[t];
     dt_op op = redops[o];
     const unsigned char *mine = s->in[t][op == DT_PROD][me];
-    unsigned char *memory = (unsigned char *)malloc(4 * bytes + 1), *a = memory, *b = a + bytes, *c = b + bytes;
+    unsigned char *memory = (unsigned char *)malloc(3 * bytes + 1), *a = memory, *b = a + bytes, *c = b + bytes;
     dt_all_reduce(comm, mine, a, all, type, op);
     dt_reduce(comm, mine, b, all, type, op, root);
     dt_broadcast(comm, b, all, type, root);
