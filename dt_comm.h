@@ -494,7 +494,7 @@ typedef struct __attribute__((aligned(128))) dt__post {
     void       *recv;
     char       *staging;    /* not NULL: others cannot reach send or recv; windows of them are shown here */
     int         kept;       /* send is in data */
-    char        data[64];   /* a small send itself, or all-to-all-v's counts; it goes on to the end of the post */
+    uint64_t    data[8];    /* a small send itself, or all-to-all-v's counts; it goes on to the end of the post */
 } dt__post;
 
 /* How far one rank is in its group. Operations of a group move their data in the order of seq, in one window each or in

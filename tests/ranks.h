@@ -1,15 +1,12 @@
-/* ranks.h - what the tests of dt_comm.h share: a host table that counts, runs whose outcome is kept, data.
+/* ranks.h - what the tests of dt_comm.h share: a host table that counts, runs whose outcome is kept.
 
    Included after dt_comm.h with its implementation. */
 #ifndef RANKS_H
 #define RANKS_H
 
-#include "check.h"
+#include "rank_data.h"
 
-#include <stdlib.h>
 #include <sys/mman.h>
-
-enum { MAX_RANKS = 32 };
 
 /* ---- a host table that counts, and refuses on demand ------------------------------------------------------------ */
 
@@ -117,7 +114,8 @@ static void prepare(outcome *o, int ranks, rank_fn fn, void *user) {
 
 static dt_status start(outcome *o) {
     double from = seconds();
-    int procs = o->desc.backend == DT_BACKEND_PROCS, passed = check_passed, failed = check_failed;
+    int procs = o->desc.backend == DT_BACKEND_PROCS;
+    int passed = procs ? check_passed : 0, failed = procs ? check_failed : 0;   /* runs of threads may run beside it */
     if (procs) {
         if (!shared_board) shared_board = (board *)mmap(NULL, sizeof *shared_board, PROT_READ | PROT_WRITE,
                                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -152,7 +150,6 @@ static void run_well(int ranks, rank_fn fn, void *user) {
     CHECK_MSG(o.host.error_lines == 0, "%d ranks: logged %s", ranks, o.host.line);
 }
 
-
 /* A run of forked ranks, with the default host table: dt_alloc's memory is in the range. */
 __attribute__((unused)) static void prepare_procs(outcome *o, int ranks, rank_fn fn, void *user) {
     prepare(o, ranks, fn, user);
@@ -170,82 +167,6 @@ __attribute__((unused)) static void run_well_on(int procs, int ranks, rank_fn fn
     prepare_procs(&o, ranks, fn, user);
     start(&o);
     CHECK_MSG(o.status == DT_OK, "%d forks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
-}
-
-/* ---- data: what ranks send, and what must come of it ---- */
-
-/* Element i of what rank r sends: such that a float sum in another order has other bits, and an int product fits. */
-static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
-    uint64_t h = ((uint64_t)rank * 1000003u + i) * 0x9E3779B97F4A7C15u;
-    h ^= h >> 29;
-    if (dtype == DT_I32) return (double)(int)(h % 7) - 3;
-    double x = (double)(h % 2000003u) / 1000001.5 - 1;     /* [-1, 1) */
-    return op == DT_PROD ? 1 + x / 8 : x * (h & 1 ? 100 : 1);
-}
-
-/* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the library's. */
-__attribute__((unused)) static double rounded(dt_dtype dtype, float x) {
-    int exponent;
-    double part = frexp((double)x, &exponent);     /* in [1/2, 1) */
-    int digits = dtype == DT_BF16 ? 8 : exponent < -13 ? 11 + exponent + 13 : 11;
-    return ldexp(nearbyint(ldexp(part, digits)), exponent - digits);
-}
-
-__attribute__((unused)) static int narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
-
-/* What a rank really sends: the element as its type holds it. */
-__attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
-    double x = element(rank, i, dtype, op);
-    return narrow(dtype) ? rounded(dtype, (float)x) : dtype == DT_F32 ? (double)(float)x : x;
-}
-
-/* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its exponent. */
-__attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, double x) {
-    float f = (float)x;
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    uint32_t sign = bits >> 16 & 0x8000, small = (uint32_t)ldexp(fabs(x), 24), normal = (bits >> 13) - (112u << 10);
-    if (dtype == DT_BF16) ((uint16_t *)buf)[i] = (uint16_t)(bits >> 16);
-    else if (dtype == DT_F16)
-        ((uint16_t *)buf)[i] = (uint16_t)(sign | (fabs(x) < ldexp(1, -14) ? small : normal & 0x7fff));
-    else if (dtype == DT_F32) ((float *)buf)[i] = f;
-    else if (dtype == DT_F64) ((double *)buf)[i] = x;
-    else ((int32_t *)buf)[i] = (int32_t)x;
-}
-
-__attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_t i) {
-    if (dtype == DT_F32) return ((const float *)buf)[i];
-    if (dtype == DT_F64) return ((const double *)buf)[i];
-    if (dtype == DT_I32) return ((const int32_t *)buf)[i];
-    uint32_t h = ((const uint16_t *)buf)[i], bits = h << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    if (dtype == DT_BF16) return f;
-    int exponent = h >> 10 & 31, part = h & 1023;
-    double x = exponent ? ldexp(1024 + part, exponent - 25) : ldexp(part, -24);
-    return h & 0x8000 ? -x : x;
-}
-
-#define FOLD(T, a, b) \
-    (op == DT_MAX ? ((b) > (a) ? (b) : (a)) : op == DT_MIN ? ((b) < (a) ? (b) : (a)) \
-     : op == DT_PROD ? (T)((a) * (b)) : (T)((a) + (b)))
-
-/* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16 and f16 are reduced
-   as floats and rounded once. */
-__attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
-    double d = held(0, i, dtype, op);
-    float f = (float)d;
-    int32_t k = (int32_t)d;
-    for (int r = 1; r < n; r++) {
-        double dr = held(r, i, dtype, op);
-        float fr = (float)dr;
-        int32_t kr = (int32_t)dr;
-        f = FOLD(float, f, fr);
-        d = FOLD(double, d, dr);
-        k = FOLD(int32_t, k, kr);
-    }
-    if (op == DT_AVG) f /= (float)n, d /= n, k /= n;
-    return narrow(dtype) ? rounded(dtype, f) : dtype == DT_F32 ? (double)f : dtype == DT_F64 ? d : (double)k;
 }
 
 #endif

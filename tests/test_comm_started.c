@@ -7,12 +7,6 @@
 
 #include "ranks.h"
 
-static uint64_t mix(uint64_t x) {
-    x = (x ^ x >> 31) * 0x9E3779B97F4A7C15u;
-    x = (x ^ x >> 29) * 0xBF58476D1CE4E5B9u;
-    return x ^ x >> 32;
-}
-
 static void virtual_nothing(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }

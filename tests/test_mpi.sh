@@ -38,8 +38,8 @@ ranks() {
         "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
         for NODE_RANKS in 1 0 2; do
             export NODE_RANKS
-            run $n "$D/$mpi/mpi_ranks" collectives && ! grep -q FAIL "$D/out"
-            report $? "$n ranks, NODE_RANKS $NODE_RANKS: collectives"
+            run $n "$D/$mpi/mpi_ranks" cases $n && ! grep -q FAIL "$D/out"
+            report $? "$n ranks, NODE_RANKS $NODE_RANKS: the cases of comm_cases.h"
             grep -qxF "$(grep results "$D/threads")" "$D/out"
             report $? "$n ranks, NODE_RANKS $NODE_RANKS: the bits of threads, $(cat "$D/threads")"
             run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"

@@ -1,18 +1,17 @@
-/* test_tcp.c - dt_comm.h over sockets: the same bits as threads, and every way in which a peer can go.
+/* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can go.
 
    Ranks are forks, each a dt_run of its own with backend tcp on a free port of the loopback. What they find lies in
-   memory that all share: their checks, reports and times, and a hash of all that they computed, which must be that of
-   the same function on threads. Every rank must give back all its memory and all its descriptors. */
+   memory that all share: their checks, reports and times, and a hash of all that they received, which must be that of
+   the same cases on threads. Every rank must give back all its memory and all its descriptors. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
 
-#include "check.h"
+#include "comm_cases.h"
 
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 
 enum { MOST = 8 };
@@ -200,232 +199,31 @@ static void run_well(int ranks, rank_fn fn, int what) {
     job_free(j);
 }
 
-/* ---- 1. all operations, the bits of threads ---------------------------------------------------------------------- */
+/* ---- 1. all operations and messages, the bits of threads --------------------------------------------------------- */
 
-static void fold(uint64_t *hash, const void *p, size_t bytes) {
-    const unsigned char *c = (const unsigned char *)p;
-    for (size_t i = 0; i < bytes; i++) *hash = (*hash ^ c[i]) * 1099511628211u;
+static cases all;       /* made before the ranks start */
+
+static dt_status cases_rank(dt_ctx *ctx, void *user) {
+    dt_status status = comm_cases(ctx, &all);
+    int me = dt_ctx_rank(ctx);
+    ((job *)user)->result[me].hash = all.hash[me];
+    return status;
 }
 
-/* Floats such that a sum in another order has other bits. */
-static void fill(float *a, size_t n, int rank, int round) {
-    for (size_t i = 0; i < n; i++) {
-        uint64_t h = ((uint64_t)rank * 1000003u + i + 77777u * (uint64_t)round) * 0x9E3779B97F4A7C15u;
-        a[i] = ((float)(h >> 40) / 8388608 - 1) * (h & 1024 ? 100 : 1);
-    }
-}
-
-typedef struct room { float *send, *recv; size_t count; size_t out[MOST], in[MOST]; int n, me, root; } room;
-
-enum { N_OPS = 10 };
-/* Begins operation op (started) or does it. */
-static dt_work *one_op(dt_comm *comm, int op, int started, room *r) {
-    dt_op sum = r->count % 2 ? DT_SUM : DT_AVG;
-    float *a = r->send, *b = r->recv;
-    size_t c = r->count;
-    switch (op + 100 * started) {
-    case 0: dt_all_reduce(comm, a, b, c, DT_F32, sum); return NULL;
-    case 1: dt_reduce(comm, a, b, c, DT_F32, sum, r->root); return NULL;
-    case 2: dt_reduce_scatter(comm, a, b, c, DT_F32, sum); return NULL;
-    case 3: dt_all_gather(comm, a, b, c, DT_F32); return NULL;
-    case 4: dt_gather(comm, a, b, c, DT_F32, r->root); return NULL;
-    case 5: dt_scatter(comm, a, b, c, DT_F32, r->root); return NULL;
-    case 6: dt_all_to_all(comm, a, b, c, DT_F32); return NULL;
-    case 7: dt_all_to_all_v(comm, a, r->out, b, r->in, DT_F32); return NULL;
-    case 8: dt_broadcast(comm, b, c, DT_F32, r->root); return NULL;
-    case 9: dt_barrier(comm); return NULL;
-    case 100: return dt_all_reduce_start(comm, a, b, c, DT_F32, sum);
-    case 101: return dt_reduce_start(comm, a, b, c, DT_F32, sum, r->root);
-    case 102: return dt_reduce_scatter_start(comm, a, b, c, DT_F32, sum);
-    case 103: return dt_all_gather_start(comm, a, b, c, DT_F32);
-    case 104: return dt_gather_start(comm, a, b, c, DT_F32, r->root);
-    case 105: return dt_scatter_start(comm, a, b, c, DT_F32, r->root);
-    case 106: return dt_all_to_all_start(comm, a, b, c, DT_F32);
-    case 107: return dt_all_to_all_v_start(comm, a, r->out, b, r->in, DT_F32);
-    case 108: return dt_broadcast_start(comm, b, c, DT_F32, r->root);
-    default: return dt_barrier_start(comm);
-    }
-}
-
-static room room_make(dt_comm *comm, size_t count, int round) {
-    room r;
-    r.n = dt_comm_size(comm);
-    r.me = dt_comm_rank(comm);
-    r.count = count;
-    r.root = round % r.n;
-    size_t all = (size_t)r.n * (count + MOST) + 1;
-    r.send = (float *)malloc(all * sizeof(float));
-    r.recv = (float *)malloc(all * sizeof(float));
-    fill(r.send, all, r.me, round);
-    fill(r.recv, all, r.me, round + 1);
-    for (int i = 0; i < r.n; i++) {     /* from i to j: count or less, and a little */
-        r.out[i] = count * (size_t)((r.me + i) % 2) + (size_t)(i % 3);
-        r.in[i] = count * (size_t)((r.me + i) % 2) + (size_t)(r.me % 3);
-    }
-    return r;
-}
-
-static void room_fold(uint64_t *hash, room *r) {
-    fold(hash, r->recv, ((size_t)r->n * (r->count + MOST) + 1) * sizeof(float));
-    free(r->send);
-    free(r->recv);
-}
-
-/* All operations of one group by one algorithm, blocking, and all at once. */
-static void try_all(dt_comm *comm, dt_algorithm algorithm, uint64_t *hash) {
-    static const size_t counts[] = { 0, 1, 3, 1000, 40001 };
-    dt_ctx *ctx = comm->world->ctx;
-    dt_comm_set_algorithm(comm, algorithm);
-    for (int k = 0; k < 5; k++) {
-        room rooms[N_OPS];
-        dt_work *works[N_OPS];
-        for (int op = 0; op < N_OPS; op++) {
-            room r = room_make(comm, counts[k], k + op);
-            one_op(comm, op, 0, &r);
-            room_fold(hash, &r);
-        }
-        for (int op = 0; op < N_OPS; op++) {
-            rooms[op] = room_make(comm, counts[k], k + op);
-            works[op] = one_op(comm, op, 1, &rooms[op]);
-        }
-        for (int op = N_OPS - 1; op >= 0; op--) {
-            dt_wait(ctx, works[op]);
-            room_fold(hash, &rooms[op]);
-        }
-    }
-    dt_comm_set_algorithm(comm, DT_ALGORITHM_AUTO);
-}
-
-static dt_status everything_rank(dt_ctx *ctx, void *user) {
-    job *j = (job *)user;
-    dt_comm *world = dt_world(ctx);
-    int n = dt_comm_size(world), me = dt_comm_rank(world);
-    uint64_t hash = 1469598103934665603u;
-    CHECK(n == j->ranks && dt_ctx_rank(ctx) == me && dt_comm_world_rank(world, n - 1) == n - 1);
-    for (int a = 0; a < DT_ALGORITHMS; a++) try_all(world, (dt_algorithm)a, &hash);
-    double sums[300], whole = me + 1;
-    for (int i = 0; i < 300; i++) sums[i] = 1.0 / (me + i + 1);
-    dt_sum_doubles(world, sums, 300);
-    fold(&hash, sums, sizeof sums);
-    dt_sum_doubles(world, &whole, 1);
-    CHECK(whole == n * (n + 1) / 2);
-    CHECK(dt_mean(world, me) == (n - 1) / 2.0);
-    CHECK(dt_agree(world, me == n - 1 ? DT_ERR_IO : DT_OK) == DT_ERR_IO && dt_error(ctx) == DT_OK);
-    dt_comm *odd = dt_comm_split(world, me % 2, -me, "odd"), *few = dt_comm_split(world, me ? 0 : -1, 0, "few");
-    CHECK(odd && dt_comm_size(odd) == (n + 1 - me % 2) / 2 && (few == NULL) == (me == 0));
-    for (int a = 0; odd && a < DT_ALGORITHMS; a++) try_all(odd, (dt_algorithm)a, &hash);
-    if (few) try_all(few, DT_ALGORITHM_AUTO, &hash);
-    dt_comm *pair = dt_comm_split(odd, 0, 0, "again");
-    if (pair) try_all(pair, DT_DIRECT, &hash);
-    size_t bytes = dt_comm_bytes(ctx, DT_AXIS_NONE);    /* logical, so equal */
-    fold(&hash, &bytes, sizeof bytes);
-    j->result[me].hash = hash;
-    return dt_error(ctx);
-}
-
-static void compare_with_threads(int ranks, rank_fn fn, int what) {
-    job *tcp = run_job(ranks, fn, what), *threads = job_make(ranks, fn, what);
+static void compare_with_threads(cases made) {
+    all = made;
+    job *tcp = run_job(all.n, cases_rank, 0), *threads = job_make(all.n, cases_rank, 0);
     dt_run_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.ranks = ranks;
-    CHECK(dt_run(desc, fn, threads) == DT_OK);
+    desc.ranks = all.n;
+    CHECK(dt_run(desc, cases_rank, threads) == DT_OK);
     check_well(tcp);
-    for (int rank = 0; rank < ranks; rank++)
+    for (int rank = 0; rank < all.n; rank++)
         CHECK_MSG(tcp->result[rank].hash == threads->result[rank].hash && tcp->result[rank].hash,
-                  "%d ranks: rank %d has other bits than on threads", ranks, rank);
+                  "%d ranks: rank %d has other bits than on threads", all.n, rank);
     job_free(tcp);
     job_free(threads);
-}
-
-/* ---- 2. messages ------------------------------------------------------------------------------------------------- */
-
-static void pattern(char *p, size_t n, int from, int tag) {
-    for (size_t i = 0; i < n; i++) p[i] = (char)(i * 31 + (i >> 8) + (size_t)from * 7 + (size_t)tag);
-}
-
-static size_t wrong(const char *p, size_t n, int from, int tag) {
-    size_t bad = 0;
-    for (size_t i = 0; i < n; i++) bad += p[i] != (char)(i * 31 + (i >> 8) + (size_t)from * 7 + (size_t)tag);
-    return bad;
-}
-
-static const size_t sizes[] = { 0, 4, 12, 4096, 4100, 65512, 65536, 65540, 1048576, 16777216 };
-enum { N_SIZES = 10, LARGEST = 16777216 };
-
-/* Round the ring, posted before and after they come, tags in and out of order, all at once in both directions. */
-static dt_status mail_rank(dt_ctx *ctx, void *user) {
-    dt_comm *world = dt_world(ctx);
-    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n, left = (me + n - 1) % n;
-    char *out = (char *)malloc(LARGEST), *in = (char *)malloc(LARGEST);
-    (void)user;
-    for (int k = 0; k < N_SIZES; k++) {
-        for (int early = 0; early < 2; early++) {
-            dt_work *recv = NULL, *send = NULL;
-            pattern(out, sizes[k], me, k);
-            memset(in, 0, sizes[k]);
-            if (early) recv = dt_recv_start(world, in, sizes[k] / 4, DT_F32, left, k);
-            if (early) dt_barrier(world);
-            send = dt_send_start(world, out, sizes[k] / 4, DT_F32, right, k);
-            if (!early) recv = dt_recv_start(world, in, sizes[k] / 4, DT_F32, left, k);
-            dt_wait(ctx, recv);
-            dt_wait(ctx, send);
-            CHECK_MSG(wrong(in, sizes[k], left, k) == 0, "%zu bytes, early %d", sizes[k], early);
-        }
-    }
-    for (int k = 0; k < 6; k++) {       /* in the order of the tags; received in the other */
-        pattern(out, sizes[k], me, k);
-        dt_send(world, out, sizes[k] / 4, DT_F32, right, k);
-    }
-    for (int k = 5; k >= 0; k--) {
-        CHECK(dt_recv(world, in, sizes[k] / 4, DT_F32, left, k) == DT_OK && wrong(in, sizes[k], left, k) == 0);
-    }
-    int32_t x, y;
-    for (x = 0; x < 500; x++) dt_send(world, &x, 1, DT_I32, right, 9);
-    for (x = 0; x < 500; x++) CHECK(dt_recv(world, &y, 1, DT_I32, left, 9) == DT_OK && y == x);
-    x = me + 40;
-    CHECK(dt_send(world, &x, 1, DT_I32, me, 3) == DT_OK && dt_recv(world, &y, 1, DT_I32, me, 3) == DT_OK && y == x);
-    dt_work *own = dt_recv_start(world, &y, 1, DT_I32, me, 4);
-    x = me + 41;
-    CHECK(dt_send(world, &x, 1, DT_I32, me, 4) == DT_OK && dt_wait(ctx, own) == DT_OK && y == x);
-    free(out);
-    free(in);
-    return dt_error(ctx);
-}
-
-static dt_status exchange_rank(dt_ctx *ctx, void *user) {
-    dt_comm *world = dt_world(ctx);
-    int n = dt_comm_size(world), me = dt_comm_rank(world), from;
-    enum { EACH = 300000 };
-    char *memory = (char *)malloc(2 * MOST * EACH);
-    dt_transfer transfers[2 * MOST];
-    int32_t seen = 0, got;
-    (void)user;
-    memset(transfers, 0, sizeof transfers);
-    for (int r = 0; r < n; r++) {
-        dt_transfer *send = &transfers[r], *recv = &transfers[n + (r + me) % n];
-        pattern(memory + r * EACH, EACH, me, r);
-        send->send = memory + r * EACH;
-        recv->recv = memory + (MOST + r) * EACH;
-        send->count = recv->count = EACH / 4;
-        send->dtype = recv->dtype = DT_F32;
-        send->peer = recv->peer = r;
-        send->tag = recv->tag = 5;
-    }
-    CHECK(dt_exchange(world, transfers, 2 * n) == DT_OK);
-    for (int r = 0; r < n; r++) CHECK(wrong(memory + (MOST + r) * EACH, EACH, r, me) == 0);
-    free(memory);
-    for (int round = 0; round < 20; round++) {      /* everybody to rank 0, which takes whoever comes */
-        for (int r = 1; me == 0 && r < n; r++) {
-            CHECK(dt_recv_any(world, &got, 1, DT_I32, round, &from) == DT_OK && got == from && from > 0);
-            seen += got;
-        }
-        if (me > 0) dt_send(world, &me, 1, DT_I32, 0, round);
-    }
-    CHECK(me > 0 || seen == 20 * n * (n - 1) / 2);
-    dt_comm *turned = dt_comm_split(world, 0, -me, "turned");   /* ranks of the group, not of the world */
-    if (me == 0) dt_send(turned, &me, 1, DT_I32, 0, 1);
-    if (me == n - 1) CHECK(dt_recv_any(turned, &got, 1, DT_I32, 1, &from) == DT_OK && from == n - 1 && got == 0);
-    return dt_error(ctx);
+    cases_free(&all);
 }
 
 static dt_status short_rank(dt_ctx *ctx, void *user) {
@@ -775,6 +573,20 @@ static void test_absent(void) {
     job_free(j);
 }
 
+/* A rank's part of the cases that leaves out the long ones. */
+static dt_status exchange_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    exchange(dt_world(ctx));
+    from_any(dt_world(ctx));
+    return dt_error(ctx);
+}
+
+static dt_status mail_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    mail(dt_world(ctx));
+    return dt_error(ctx);
+}
+
 static void test_two_jobs(void) {
     job *a = job_make(3, exchange_rank, 0), *b = job_make(4, mail_rank, 0);
     job_start(a);
@@ -842,9 +654,8 @@ static void test_descriptions(void) {
 
 int main(void) {
     test_descriptions();
-    for (int ranks = 1; ranks <= 5; ranks++) compare_with_threads(ranks, everything_rank, 0);
-    for (int ranks = 2; ranks <= 5; ranks++) run_well(ranks, mail_rank, 0);
-    for (int ranks = 2; ranks <= 5; ranks++) run_well(ranks, exchange_rank, 0);
+    for (int ranks = 1; ranks <= 5; ranks++) compare_with_threads(cases_make(ranks, 2));
+    compare_with_threads(cases_windows(3, 4));
     run_well(3, early_end_rank, 0);
     test_two_jobs();
     test_faults();
