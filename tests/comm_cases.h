@@ -313,9 +313,9 @@ static const unsigned char *trial_input(const trial *c) {
 static void dawdle(const trial *c, uint64_t when) {
     const dt_host *host = dt_ctx_host(c->ctx);
     uint64_t h = mix((c->number * MAX_RANKS + (uint64_t)dt_ctx_rank(c->ctx)) * 4 + when);
-    for (volatile int spin = 0; spin < (int)(h % 512); spin++) {}
+    for (volatile int spin = 0; spin < (int)(h % 128); spin++) {}
     if (h >> 20 & 7) return;
-    host->sleep(host->user, h >> 32 & 31 ? 0 : 1e-4);
+    host->sleep(host->user, h >> 32 & 255 ? 0 : 1e-4);
 }
 
 static void trial_begin(trial *c) {
