@@ -131,7 +131,8 @@ typedef struct dt_run_desc {
     double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
     uint64_t          seed;         /* 0 -> 1 */
     const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once. procs: must map; its alloc
-                                       is not asked for the classes that lie in the range */
+                                       is not asked for the classes that lie in the range. mpi: one that does not map
+                                       shares no memory */
     const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
     const dt_io      *io;           /* NULL -> dt_io_default() */
     dt_report        *report;       /* not NULL: receives the first failure */
@@ -556,8 +557,10 @@ typedef struct dt__shared {
 /* The part of a transport's ranks that share a range. */
 typedef struct dt__node {
     dt__shared *shared;
-    int         seat;       /* of this rank in the range */
+    int         seat;       /* of this rank in the range: its local rank */
     int        *seats;      /* (world size); -1: that rank is elsewhere */
+    void      (*look)(void *user);  /* at failures elsewhere; moves the transport on */
+    void       *user;
 } dt__node;
 
 typedef struct dt__comm_ops dt__comm_ops;   /* section 10 */
@@ -569,7 +572,8 @@ typedef struct dt__world {
     const dt_host *host;
     int            rank;
     int            seat;        /* its place in the range */
-    const int     *seats;       /* of all ranks; NULL: a seat is a rank */
+    const dt__node *node;       /* NULL: a seat is a rank */
+    int            turns;       /* of waits and begun operations */
     int            claimed;     /* this rank's failure is the first: it alone fills the record */
     dt_listener    listener;
     dt_comm       *comms;       /* all of this rank's, the newest first */
@@ -601,6 +605,7 @@ struct dt_comm {
     uint64_t            window;     /* windows done with so far */
     uint64_t            closed_by_all;      /* and by all of the group, at least */
     uint64_t            last_window[DT_MAX_STARTED];    /* of the operation that used this post last */
+    int                 aside[DT_MAX_STARTED];          /* that operation's sum still lies in the post */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
     dt_axis             axis;
@@ -613,6 +618,9 @@ struct dt_comm {
 
 /* The windows in which memory that others cannot reach is shown to them. */
 #define DT_WINDOW_BYTES 262144
+
+/* The place of a world rank in this rank's range; -1: it has none. */
+static int dt__seat_of(const dt__world *world, int rank) { return world->node ? world->node->seats[rank] : rank; }
 
 static dt__world *dt__world_of(const dt_ctx *ctx) { return ctx ? (dt__world *)dt_ctx_attached(ctx) : NULL; }
 
@@ -722,7 +730,8 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
 
    All four accesses are sequentially consistent: either the copier sees the abort word, or the leaver sees the flag.
    The wait for the flags is the one without a time limit: nothing between busy = 1 and 0 waits for anybody, and the
-   supervisor clears the flag of a process that died. */
+   supervisor clears the flag of a process that died. MPI's ranks on one machine have no supervisor: they wait for the
+   flags, and for the record, timeout_s at most. */
 
 static int dt__aborted(const dt__shared *shared) { return __atomic_load_n(&shared->aborted, __ATOMIC_SEQ_CST); }
 
@@ -752,11 +761,27 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
     return 0;
 }
 
+/* One turn of these waits. 0: on a node, which has no supervisor, whoever is waited for has died. */
+static int dt__still(const dt__world *world, double *until) {
+    const dt_host *host = world->host;
+    double now = host->now(host->user);
+    if (*until == 0) *until = now + world->shared->timeout_s;
+    host->sleep(host->user, 0);
+    return !world->node || now < *until;
+}
+
 static void dt__quiesce(const dt__world *world) {
-    for (int rank = 0; world->shared->state && rank < world->shared->ranks; rank++) {
-        while (__atomic_load_n(&world->shared->state[rank].busy, __ATOMIC_SEQ_CST))
-            world->host->sleep(world->host->user, 0);
+    double until = 0;
+    for (int seat = 0; world->shared->state && seat < world->shared->ranks; seat++) {
+        const int *busy = &world->shared->state[seat].busy;
+        while (__atomic_load_n(busy, __ATOMIC_SEQ_CST) && dt__still(world, &until)) {}
     }
+}
+
+/* Somebody has claimed the record, and fills it. */
+static void dt__await_record(const dt__world *world) {
+    double until = 0;
+    while (!dt__aborted(world->shared) && dt__still(world, &until)) {}
 }
 
 /* Returns 1: memory of others may be touched until dt__touch_end; 0: aborted, hands off. */
@@ -783,13 +808,13 @@ static dt_status dt__touch_end(const dt__world *world, dt_status status) {
 
 /* The context has failed. Returns when all buffers are free. */
 static void dt__hands_off(dt__world *world) {
-    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);   /* claimed: being filled */
+    dt__await_record(world);
     dt__quiesce(world);
 }
 
 /* Another rank failed first: this context fails with that rank's text. Returns when all buffers are free. */
 static dt_status dt__peer_failed(dt__world *world) {
-    while (!dt__aborted(world->shared)) world->host->sleep(world->host->user, 0);
+    dt__await_record(world);
     dt_status status = dt_fail(world->ctx, DT_ERR_PEER, "peer failed first: %s", world->shared->first.text);
     dt__quiesce(world);
     return status;
@@ -826,6 +851,7 @@ struct dt_work {
     size_t      at, run, total;     /* the window: elements at .. at+run of each share; the longest share */
     uint64_t    window;             /* its number on the group */
     int         kept;               /* by how many ranks in their post */
+    int         aside;              /* dt__sums_aside */
     int         staged;             /* some rank's memory cannot be reached: windows it is */
     struct dt__part *parts;         /* messages of this round */
     int         n_parts, room;
@@ -1058,8 +1084,15 @@ static void dt__pause(void) {
 #endif
 }
 
-static int dt__has_ended(const dt__shared *shared, int rank) {
-    return shared->state && __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
+static int dt__has_ended(const dt__shared *shared, int seat) {
+    return shared->state && __atomic_load_n(&shared->state[seat].ended, __ATOMIC_ACQUIRE);
+}
+
+/* Ranks that share memory on one node of a transport: what goes on elsewhere is looked at every so many turns of a
+   wait, and operations, for one that is over at once does not wait. */
+enum { DT__LOOK = 16 };
+static void dt__look(dt__world *world) {
+    if (world->node && ++world->turns % DT__LOOK == 0) world->node->look(world->node->user);
 }
 
 static int dt__algorithm_advance(dt_work *work);
@@ -1096,6 +1129,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     double since = 0, timeout = world->shared->timeout_s;
     uint64_t seen = world->moves;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
+        dt__look(world);
         if (world->first) dt__advance_all(world);
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
@@ -1352,8 +1386,8 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
    M. Scott, "Algorithms for scalable synchronization", 1991. Comparing costs some 10 ns a rank; without it ranks that
    disagree would sum garbage or hang.
 
-   If any rank's memory cannot be reached, all go on in windows: each such rank copies a window into its staging, which
-   has two in turn; the others read it there. An all-reduce is then a reduce-scatter and an all-gather. */
+   If large data of any rank cannot be reached, all go on in windows: each such rank copies a window into its staging,
+   which has two in turn; the others read it there. An all-reduce is then a reduce-scatter and an all-gather. */
 
 /* What a work waits for: to have a post; all posts; its staging; the window of the others; that all close. */
 enum { DT__NEW = 0, DT__MEETING, DT__TURNING, DT__OPENING, DT__CLOSING };
@@ -1407,8 +1441,8 @@ static int dt__all_there(dt_work *work) {
     }
     if (__atomic_load_n(&shared->ended, __ATOMIC_ACQUIRE) == 0) return 0;
     for (int rank = work->next; rank < comm->place.size; rank++) {
-        int of_world = comm->group->ranks[rank], seat = comm->world->seats ? comm->world->seats[of_world] : of_world;
-        if (!dt__has_ended(shared, seat) || dt__is_there(work, rank)) continue;
+        int of_world = comm->group->ranks[rank];
+        if (!dt__has_ended(shared, dt__seat_of(comm->world, of_world)) || dt__is_there(work, rank)) continue;
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
         dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
                       of_world, dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
@@ -1470,10 +1504,11 @@ static int dt__keeps(const dt_work *work) {
 }
 
 /* If only others keep theirs, nobody pushes, and this rank's buffer is read until all close. As it may sum in place,
-   its sum goes into its post, where there is room, and then into the buffer. */
+   its sum goes into its post, where there is room, and then into the buffer; until then the post is not used again. */
 static int dt__sums_aside(const dt_work *work) {
     const dt_comm *comm = work->comm;
-    return work->kept && dt__pushes(&work->call) && !dt__post_of(comm, comm->place.rank, work->call.seq)->kept;
+    return work->kept && dt__pushes(&work->call) && dt__receives(comm, &work->call) &&
+           !dt__post_of(comm, comm->place.rank, work->call.seq)->kept;
 }
 
 /* ---- where things are: shares, and windows of them ---- */
@@ -1574,7 +1609,7 @@ static dt_status dt__pull(dt_work *work) {
     if (dt__sums(work)) {
         for (int rank = 0; rank < n; rank++) comm->in[rank] = dt__source(work, rank);
         comm->out[0] = recv + dt__recv_first(work, me) * size;
-        if (dt__sums_aside(work)) comm->out[0] = dt__post_data(dt__post_of(comm, me, work->call.seq));
+        if (work->aside) comm->out[0] = dt__post_data(dt__post_of(comm, me, work->call.seq));
         return dt__combine(comm, &work->call, 1, n, dt__in_window(work, dt__share_count(work, me, me)), 0);
     }
     for (int step = 0; step < n && !status; step++) {
@@ -1612,10 +1647,10 @@ static dt_status dt__push(dt_work *work) {
     size_t count = dt__chunk_first(work->call.count, n, me + 1) - first;
     for (int rank = 0; rank < n; rank++)
         comm->in[rank] = (const char *)dt__post_of(comm, rank, work->call.seq)->send + at;
-    for (int step = 0; step < n; step++)    /* each rank begins with its own, so that not all write to the same */
-        comm->out[step] = (char *)dt__post_of(comm, (me + step) % n, work->call.seq)->recv + at;
-    if (!to_all) comm->out[0] = (char *)dt__post_of(comm, work->call.peer, work->call.seq)->recv + at;
-    return dt__combine(comm, &work->call, to_all ? n : 1, n, count, dt__is_far(work));
+    int home = to_all ? me : work->call.peer;   /* each rank begins with its own, so that not all write to the same */
+    for (int step = 0; step < (to_all ? n : 1); step++)
+        comm->out[step] = (char *)dt__post_of(comm, (home + step) % n, work->call.seq)->recv + at;
+    return dt__combine(comm, &work->call, to_all ? n : 1, n, count, to_all && dt__is_far(work));
 }
 
 /* ---- the steps ---- */
@@ -1681,6 +1716,7 @@ static int dt__opened(dt_work *work) {
         work->staged = work->staged || dt__post_of(comm, rank, work->call.seq)->staging;
         work->kept += dt__post_of(comm, rank, work->call.seq)->kept;
     }
+    work->aside = comm->aside[work->call.seq % DT_MAX_STARTED] = dt__sums_aside(work);
     if (dt__halves(work)) work->total = dt__chunk_first(work->call.count, comm->place.size, 1);
     dt__set_window(work);
     work->window = comm->window + 1;
@@ -1701,13 +1737,13 @@ static int dt__move_window(dt_work *work) {
     return 1;
 }
 
-/* All have closed. 1, or -1 with the context failed. */
+/* All have closed: a sum that was put aside goes into its buffer. 1, or -1 with the context failed. */
 static int dt__closed(dt_work *work) {
     dt_comm *comm = work->comm;
-    if (!dt__sums_aside(work) || !dt__receives(comm, &work->call)) return 1;
-    dt_status status = dt__comm_move(comm, &work->call, work->call.recv,
-                                     dt__post_data(dt__post_of(comm, comm->place.rank, work->call.seq)),
-                                     dt__call_bytes(&work->call));
+    if (!work->aside) return 1;
+    const char *sum = dt__post_data(dt__post_of(comm, comm->place.rank, work->call.seq));
+    dt_status status = dt__comm_move(comm, &work->call, work->call.recv, sum, dt__call_bytes(&work->call));
+    comm->aside[work->call.seq % DT_MAX_STARTED] = 0;
     return status ? dt__data_failed(comm, &work->call, status), -1 : 1;
 }
 
@@ -1730,6 +1766,7 @@ static int dt__next_window(dt_work *work) {
 static int dt__may_post(dt_work *work) {
     dt_comm *comm = work->comm;
     if (comm->posted + 1 != work->call.seq || comm->moved + DT_MAX_STARTED < work->call.seq) return 0;
+    if (comm->aside[work->call.seq % DT_MAX_STARTED]) return 0;
     if (comm->closed_by_all >= comm->last_window[work->call.seq % DT_MAX_STARTED]) return 1;
     int there = dt__all_there(work);
     if (there <= 0) return there;
@@ -2393,6 +2430,7 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
 static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
     if (dt_error(world->ctx)) return NULL;
+    dt__look(world);
     if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
     const char *wrong = dt_dtype_size(call.dtype) ? dt__wrong(comm, &call) : NULL;
     if (dt_dtype_size(call.dtype) == 0)
@@ -2855,7 +2893,7 @@ static dt__group *dt__room_group(const dt__shared *shared, int32_t line) {
 /* Do all ranks of a listed group share this rank's range? */
 static int dt__on_node(const dt__world *world, const dt__group *group) {
     for (int rank = 0; rank < group->size; rank++)
-        if (!world->seats || world->seats[group->ranks[rank]] < 0) return 0;
+        if (!world->node || dt__seat_of(world, group->ranks[rank]) < 0) return 0;
     return 1;
 }
 
@@ -4262,7 +4300,7 @@ static void dt__mpi_tell(dt__mpi *mpi, dt_status status, const char *text) {
 static void dt__mpi_fail(void *user, const char *text) {
     dt__mpi *mpi = (dt__mpi *)user;
     const dt__world *world = dt__world_of(mpi->ctx);
-    dt__mpi_tell(mpi, world && world->shared->first.status ? world->shared->first.status : DT_ERR_PEER, text);
+    dt__mpi_tell(mpi, world && world->shared->first.status ? world->shared->first.status : dt_error(mpi->ctx), text);
 }
 
 static void dt__mpi_listen(dt__mpi *mpi) {
@@ -4283,6 +4321,8 @@ static void dt__mpi_look(dt__mpi *mpi) {
         dt__publish_failure(shared, mpi->heard.rank, mpi->heard.status, mpi->heard.text);
     dt__mpi_listen(mpi);
 }
+
+static void dt__mpi_node_look(void *user) { dt__mpi_look((dt__mpi *)user); }
 
 /* ---- test and cancel ---- */
 
@@ -4435,7 +4475,8 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
    cannot, none does. Messages stay MPI's. */
 
 typedef struct dt__mpi_card {   /* what a rank shows all others, in three turns */
-    uint64_t machine;           /* equal: these can share memory; 0: this rank does not want to */
+    uint64_t machine;           /* which this is, as far as /proc is concerned; 0: this rank shares with none */
+    int64_t  part;              /* of the machine, by dt_run_desc.node_ranks: who has the same shares memory */
     int64_t  pid, fd, device, inode;
     uint64_t range, shared, bytes;      /* of the range; 0: it could not be made */
     int64_t  mapped;
@@ -4449,17 +4490,17 @@ static int dt__mpi_show(dt__mpi *mpi, const dt__mpi_card *mine, dt__mpi_card *al
     return dt__mpi_meet(mpi, &request, until, 0);
 }
 
-/* This machine, as far as /proc is concerned, and the part of it that dt_run_desc.node_ranks makes of it. 0: alone. */
-static uint64_t dt__mpi_machine(const dt__mpi *mpi, const dt_run_desc *desc) {
+/* A number of this machine, this boot of it, and its names of processes. 0: alone. */
+static uint64_t dt__mpi_machine(const dt_run_desc *desc) {
     char text[512] = "";
     uint64_t hash = 1469598103934665603u;       /* FNV-1a */
     if (desc->node_ranks == 1 || (desc->host && !desc->host->map) || (desc->kernels && desc->kernels->alloc)) return 0;
-    if (gethostname(text, 255) != 0) return 0;
-    size_t at = strlen(text) + 1;
-    if (readlink("/proc/self/ns/pid", text + at, sizeof text - at - 1) < 0) return 0;
+    if (gethostname(text, 200) != 0 || readlink("/proc/self/ns/pid", text + 200, 100) < 0) return 0;
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? 0 : read(fd, text + 300, 100);
+    if (fd >= 0) close(fd);
     for (size_t i = 0; i < sizeof text; i++) hash = (hash ^ (unsigned char)text[i]) * 1099511628211u;
-    if (desc->node_ranks > 1) hash = (hash ^ (uint64_t)(mpi->rank / desc->node_ranks + 1)) * 1099511628211u;
-    return hash ? hash : 1;
+    return got <= 0 || hash == 0 ? 1 : hash;
 }
 
 /* The addresses that it tries are far from where programs, libraries, stacks and sanitizers are. */
@@ -4475,8 +4516,9 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
     return NULL;
 }
 
-/* The first of n: makes the range. */
-static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, dt__mpi_card *card) {
+/* The first of n, where `neighbours` ranks share the machine's cores: makes the range. Each rank may be bound to a core
+   of its own, so all cores count. */
+static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_card *card) {
 #ifdef MFD_CLOEXEC
     static const uint64_t places[] = { 0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000 };
     size_t machine = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
@@ -4486,7 +4528,7 @@ static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, dt_
     sizes.ranks = n;
     sizes.apart = 1;
     sizes.timeout_s = desc->timeout_s;
-    sizes.spins = n <= dt__cores() ? DT__SPINS : 0;
+    sizes.spins = neighbours <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? DT__SPINS : 0;
     sizes.first.rank = -1;
     card->fd = memfd_create("dt", MFD_CLOEXEC);
     if (card->fd < 0 || fstat((int)card->fd, &is) != 0) return;
@@ -4507,7 +4549,7 @@ static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, dt_
     card->shared = (uint64_t)(uintptr_t)mpi->node.shared;
     card->bytes = sizes.bytes;
 #else
-    (void)mpi, (void)desc, (void)n, (void)card;
+    (void)mpi, (void)desc, (void)n, (void)neighbours, (void)card;
 #endif
 }
 
@@ -4527,39 +4569,48 @@ static void dt__mpi_find_range(dt__mpi *mpi, const dt__mpi_card *first) {
     mpi->node.shared = (dt__shared *)(uintptr_t)first->shared;
 }
 
-/* NULL, or what is wrong: that others do not come. */
+/* (size + 1) cards, of which the last is this rank's. NULL, or what is wrong: that others do not come. */
 static const char *dt__mpi_share_by(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_card *all) {
     const char *late = "not all its processes came to dt_run within timeout_s";
-    int first = mpi->rank, n = 0, mapped = 1;
-    dt__mpi_card mine;
-    memset(&mine, 0, sizeof mine);
-    mine.fd = -1;
-    mine.pid = (int64_t)getpid();
-    mine.machine = dt__mpi_machine(mpi, desc);
-    if (!dt__mpi_show(mpi, &mine, all)) return late;
+    int first = mpi->rank, n = 0, neighbours = 0, mapped = 1;
+    dt__mpi_card *mine = &all[mpi->size];
+    mine->fd = -1;
+    mine->pid = (int64_t)getpid();
+    mine->machine = dt__mpi_machine(desc);
+    mine->part = desc->node_ranks > 1 ? mpi->rank / desc->node_ranks : 0;
+    if (!dt__mpi_show(mpi, mine, all)) return late;
     for (int rank = 0; rank < mpi->size; rank++) {
-        int here = mine.machine != 0 && all[rank].machine == mine.machine;
+        int near = mine->machine != 0 && all[rank].machine == mine->machine;
+        int here = near && all[rank].part == mine->part;
+        neighbours += near;
         if (rank == mpi->rank) mpi->node.seat = n;
         mpi->node.seats[rank] = here ? n : -1;
         if (here && n++ == 0) first = rank;
     }
-    if (n > 1 && first == mpi->rank) dt__mpi_make_range(mpi, desc, n, &mine);
-    if (!dt__mpi_show(mpi, &mine, all)) return late;
-    if (n > 1 && first != mpi->rank) dt__mpi_find_range(mpi, &all[first]);
-    mine.mapped = mpi->range != NULL;
-    if (!dt__mpi_show(mpi, &mine, all)) return late;
-    if (mine.fd >= 0) close((int)mine.fd);
+    if (n > 1 && first == mpi->rank) dt__mpi_make_range(mpi, desc, n, neighbours, mine);
+    int shown = dt__mpi_show(mpi, mine, all);
+    if (shown && n > 1 && first != mpi->rank) dt__mpi_find_range(mpi, &all[first]);
+    mine->mapped = mpi->range != NULL;
+    shown = shown && dt__mpi_show(mpi, mine, all);
+    if (mine->fd >= 0) close((int)mine->fd);
+    if (!shown) return late;
     for (int rank = 0; rank < mpi->size; rank++) mapped = mapped && (mpi->node.seats[rank] < 0 || all[rank].mapped);
     if (!mapped) mpi->node.shared = NULL;
+    if (!mapped && n > 1 && first == mpi->rank)
+        mpi->host->log(mpi->host->user, DT_LOG_NOTICE, mpi->rank,
+                       "ranks on this machine share no memory: their collectives go over MPI");
     return NULL;
 }
 
 static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     const dt_host *host = mpi->host;
-    size_t bytes = (size_t)mpi->size * sizeof(dt__mpi_card);
+    size_t bytes = ((size_t)mpi->size + 1) * sizeof(dt__mpi_card);
     dt__mpi_card *all = (dt__mpi_card *)host->alloc(host->user, bytes, DT_MEM_HOST);
     mpi->node.seats = (int *)host->alloc(host->user, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    mpi->node.look = dt__mpi_node_look;
+    mpi->node.user = mpi;
     if (!all || !mpi->node.seats) return "no memory for it";
+    memset(all, 0, bytes);
     const char *wrong = dt__mpi_share_by(mpi, desc, all);
     if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);    /* else MPI may still write into it */
     return wrong;
@@ -4648,8 +4699,9 @@ static int dt__mpi_settle(dt__mpi *mpi) {
 }
 
 /* The rank has detached. If another rank cannot be brought to its end, MPI is left as it is: ending it would wait for
-   that rank for ever, and the launcher ends what is left once this process has ended with an error. */
-static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
+   that rank for ever, and the launcher ends what is left once this process has ended with an error. 1: MPI has nothing
+   of this rank's any more. */
+static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_last_meeting(mpi), settled = met && dt__mpi_settle(mpi);
     for (int i = 0; i < DT__MPI_COMMS && settled; i++) MPI_Comm_free(&mpi->comms[i]);
     if (settled) MPI_Comm_free(&mpi->control);
@@ -4660,7 +4712,7 @@ static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     *report = mpi->first;
     if (!settled) {     /* MPI may still read and write these */
         mpi->host->log(mpi->host->user, DT_LOG_NOTICE, mpi->rank, "MPI is not ended: not all ranks came to an end");
-        return;
+        return 0;
     }
     while (mpi->idle) {
         dt__mpi_request *r = mpi->idle;
@@ -4669,6 +4721,7 @@ static void dt__mpi_close(dt__mpi *mpi, dt_report *report) {
         dt_free(mpi->ctx, DT_MEM_HOST, r, sizeof *r);
     }
     dt__mpi_free(mpi);
+    return 1;
 }
 
 #endif /* DT_USE_MPI */
@@ -4703,8 +4756,8 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
     host->log(host->user, DT_LOG_ERROR, rank, text);
 }
 
-static void dt__set_ended(dt__shared *shared, int rank) {
-    __atomic_store_n(&shared->state[rank].ended, 1, __ATOMIC_RELEASE);
+static void dt__set_ended(dt__shared *shared, int seat) {
+    __atomic_store_n(&shared->state[seat].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
 }
 
@@ -4732,7 +4785,7 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const 
     if (node) {
         world->shared = node->shared;
         world->seat = node->seat;
-        world->seats = node->seats;
+        world->node = node;
         return world;
     }
     world->shared = (dt__shared *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world->shared, "the world");
@@ -4862,6 +4915,8 @@ static int dt__run_valid(const dt_run_desc *desc) {
         dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
         dt__refuse(desc, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
+    else if (desc->node_ranks < 0)
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: node_ranks %d", desc->node_ranks);
     else if (!(desc->link.latency_s >= 0 && desc->link.bytes_per_s >= 0))
         dt__refuse(desc, DT_ERR_ARG, "dt_run: link of %g s and %g bytes/s", desc->link.latency_s,
                    desc->link.bytes_per_s);
@@ -5146,9 +5201,9 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     dt_ctx *ctx = mpi->ctx;
     void *range = mpi->range;
     size_t range_bytes = mpi->range_bytes;
-    dt__mpi_close(mpi, desc->report);
+    int closed = dt__mpi_close(mpi, desc->report);
     dt_ctx_free(ctx);
-    if (range) munmap(range, range_bytes);
+    if (closed && range) munmap(range, range_bytes);
     return desc->report->status;
 }
 

@@ -216,8 +216,8 @@ typedef struct dt_cast_args { /* out[i] (+)= in[i]; to a narrower type rounded t
 
 typedef struct dt_reduce_args { /* out[i] = in[0][i] op in[1][i] op ..., in that order; out may be one of the inputs */
     dt_dtype dtype; void *out; const void *const *in; int n; size_t count; dt_op op;
-    void *const *also; int n_also;  /* other places of the same result, which may be inputs too */
-    int far;                        /* the outputs are no inputs and not in a cache: write them past the caches */
+    void *const *also; int n_also;  /* must get the same result; may be inputs too */
+    int far;                        /* hint: outputs are no inputs and in no near cache; non-temporal stores pay */
 } dt_reduce_args;
 
 typedef struct dt_sum_args { /* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
