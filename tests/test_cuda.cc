@@ -208,15 +208,14 @@ static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int al
     arrays a;
     push(a, placement, count * (size_t)n, EXACT, dtype); // all inputs, one after another: also a placement of their own
     push(a, placement, count, EXACT, dtype);
-    push(a, placement, count, EXACT, dtype);             // a second place for the result
     compare(dtc_text("reduce %s, op %d, %d x %zu, out is %d", dt_dtype_name(dtype), (int)op, n, count, alias), a,
             [=](const dt_kernels *t, arrays &x) {
                 std::vector<const void *> in((size_t)n + 1);
                 size_t each = count * dt_dtype_size(dtype);
                 for (int r = 0; r < n; r++) in[(size_t)r] = (char *)x[0].data() + (size_t)r * each;
                 void *out = alias < 0 ? x[1].data() : (char *)x[0].data() + (size_t)alias * each;
-                void *also[2] = { x[2].data(), alias == 0 && n > 1 ? (char *)x[0].data() + each : x[2].data() };
-                dt_reduce_args args = { dtype, out, in.data(), n, count, op, also, 2, alias < 0 };
+                void *also[1] = { (char *)x[0].data() + (size_t)(n > 1 ? n - 1 : 0) * each }; // the last input
+                dt_reduce_args args = { dtype, out, in.data(), n, count, op, also, n > 1, 0 };
                 return t->reduce(&args, NULL);
             });
 }
