@@ -192,8 +192,8 @@ DT_API const char *dt_comm_name(const dt_comm *comm);
 DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
 /* [collective: comm] One new group for each color, its ranks ordered by key, equal keys by rank in comm. color < 0:
    this rank joins none and gets NULL without a failure. name (may be NULL) is for messages; the first 31 bytes are
-   copied. The group lives as long as the world. NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is used up. Under MPI
-   a group for which a machine's range has no room left works over messages, with the same results. */
+   copied. The group lives as long as the world. NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is used up. Under
+   MPI a group for which a machine's range has no room left works over messages, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
 /* [local] From here on bytes that this rank sends in the group count under axis. NULL comm: nothing. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
