@@ -599,7 +599,7 @@ typedef struct rounds { long n; uint64_t hash[8]; } rounds;
 static dt_status rounds_rank(dt_ctx *ctx, void *user) {
     rounds *r = (rounds *)user;
     dt_comm *world = dt_world(ctx);
-    int n = dt_comm_size(world), me = dt_comm_rank(world);
+    int me = dt_comm_rank(world);
     static int32_t mine[4000];
     int32_t *heap = (int32_t *)dt_alloc(ctx, DT_MEM_COMM, sizeof mine, "rounds");
     uint64_t hash = 1, jitter = (uint64_t)me;
@@ -615,7 +615,6 @@ static dt_status rounds_rank(dt_ctx *ctx, void *user) {
         for (size_t i = 0; i < count; i++) hash = hash * 31 + (uint32_t)x[i];
     }
     r->hash[me] = hash;
-    (void)n;
     return dt_error(ctx);
 }
 
