@@ -133,7 +133,111 @@ typedef struct dt_place { int kind, dim; } dt_place;
    Ulysses: arXiv:2309.14509. */
 DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to);
 
-// ==== 3. Order of data ==============================================================================================
+// ==== 3. Tensor and sequence parallelism ============================================================================
+
+/* Layers over a group of T ranks, of which each holds a part of every matrix: M. Shoeybi et al., "Megatron-LM",
+   arXiv:1909.08053. Between dt_tp_enter and dt_row_linear lies a region in which activations are cut like the weights;
+   `outside` says how they lie elsewhere:
+
+       DT_REPLICATE    every rank has all tokens: an all-reduce where a region ends, and one in the backward where it
+                       begins
+       DT_SHARD(1)     (B,T,C) is cut along the tokens: sequence parallelism, V. Korthikanti et al., arXiv:2205.05198.
+                       Where a region begins tokens are gathered, where it ends sums are scattered: the same bytes, and
+                       norms, dropout and residuals keep 1/T of the tokens. What was gathered is not kept but gathered
+                       again in the backward, if this happens in a dt_block.
+
+   Weights are cut by dt_param_desc.cuts: of a column-parallel layer along its outputs (O,I) -> dimension 0, its bias
+   too; of a row-parallel one along its inputs, dimension 1, its bias not at all. A hidden size that T does not divide
+   leaves zeros in the last ranks' boxes, which stay zero through functions with f(0) = 0. Under DT_SHARD(1) parameters
+   that are used outside and not cut (norms, biases of rows, positions) saw a part of the tokens: mark them
+   { tp, DT_PART }. All of these are [collective: comm], and over a group of one the plain layer. */
+
+/* [collective: comm] x, as it lies outside, whole on every rank: for one or more products with cut weights. */
+DT_API dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_place outside);
+/* [collective: comm] act(x w^T + b) with w (O..,I) and b cut along O, or act of a part of it: dt_tp_enter and
+   dt_linear_at. residual and result lie inside. */
+DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, dt_comm *comm,
+    dt_place outside);
+/* [collective: comm] x w^T summed over the group, + b + residual, once: x (..,I) and w (O,I) cut along I. b (may be
+   NULL) is whole on every rank; residual (may be NULL) and the result lie outside. */
+DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
+    dt_place outside);
+/* [collective: comm] Rows of a table (V,C) cut along V: ids (B,T), all of them on every rank -> outside. */
+DT_API dt_tensor *dt_vocab_embedding(dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_place outside);
+/* [collective: comm] dt_cross_entropy_at of logits (..,V') of which each rank has V' columns in rank order. Two numbers a
+   row are gathered, never logits: 16 (T-1) bytes of each row are sent. desc.vocab: all columns that count, 0 -> T V'.
+   labels on every rank; the loss is the same on every rank. */
+DT_API dt_tensor *dt_vocab_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc,
+    dt_comm *comm);
+/* [collective: comm] The same of logits x w^T, a few rows at a time; x lies outside, w (V,C) is cut along V; for a
+   parameter desc.vocab 0 -> V of the full one. */
+DT_API dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
+    dt_loss_desc desc, dt_comm *comm, dt_place outside);
+
+/* How heads of keys and values lie over tp: K heads over T ranks, T dividing K or K dividing T. With more ranks than
+   heads T/K neighbours hold copies of a head, each for queries of its own: cuts { cut, dimension }, and the copies'
+   gradients are parts: marks { copies, DT_PART }. */
+typedef struct dt_kv_groups {
+    dt_comm *cut;       /* ranks with different heads; NULL: all have the same */
+    dt_comm *copies;    /* ranks with this rank's heads; NULL: no other has */
+    int      heads;     /* on this rank */
+} dt_kv_groups;
+/* [collective: tp] DT_ERR_ARG where neither divides the other. */
+DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
+
+/* One axis of a layout: how a tensor lies over a group. */
+typedef struct dt_axis_place { dt_comm *comm; dt_place place; } dt_axis_place;
+/* [collective: all ranks of the n groups] A tensor that exists on one rank, the one which is rank 0 in each group, in
+   host memory there (NULL elsewhere), onto all: this rank's part, until dt_reset. The groups are axes of a mesh: any two
+   meet in one rank. A dimension may be cut by several, the first one first. PARTIAL: rank 0 of the group gets it, the
+   others zeros. DT_ERR_SHAPE where a dimension cannot be cut. */
+DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host, const dt_axis_place *axes,
+    int n);
+
+// ==== 4. Context parallelism ========================================================================================
+
+/* A sequence of T tokens is cut over c ranks, so each has T/c of them through the whole model; only attention needs
+   the others' keys and values. Elements that one rank sends in a layer, and keeps of other ranks' keys and values for
+   the backward; B sequences, H heads, K of keys and values, D numbers each, n = 2 B K D T/c:
+
+       kind         forward                      backward                  keeps
+       RING         (c-1) n                      (c-1) n, and (c-1) n of   0         H. Liu et al., arXiv:2310.01889
+       ZIGZAG       the same                     their gradients (f32+)    0         balanced: see dt_context_token
+       ALLGATHER    (c-1) n                      (c-1) n                   c n       H. Touvron et al., arXiv:2407.21783
+       ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  (c-1) n   S. Jacobs et al., arXiv:2309.14509
+
+   The ring sends keys and values on while it computes with them; softmax over all keys is put together from those of
+   parts by their log-sum-exp. Pairs of parts in which no query sees a key cost nothing. ULYSSES exchanges tokens for
+   heads, so c must divide H, and K or be a multiple of it (then heads are repeated up to c, and count as c). */
+enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
+
+/* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence is
+   2c pieces, of which rank r has r and 2c-1-r: under a causal mask then all ranks have as much to do, where in order
+   the last has 2 - 1/c times the mean. Permute tokens, labels (shifted before), positions and documents alike. */
+DT_API int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i);
+/* [local] Whether so many tokens and heads can be cut over c ranks: DT_ERR_ARG and why not, with legal choices. */
+DT_API dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text,
+    size_t text_bytes);
+
+typedef struct dt_context_desc {
+    int            kind;        /* DT_CP_* */
+    int64_t        batch;       /* B sequences */
+    int64_t        tokens;      /* T of each, over all ranks */
+    const int32_t *positions;   /* host (B,T), those of all ranks' tokens, rank 0's first: place in its document, for the
+                                   causal mask; NULL: dt_context_token */
+    const int32_t *documents;   /* the same of documents packed into a sequence; NULL: one */
+    int            full;        /* 1: no causal mask */
+} dt_context_desc;
+typedef struct dt_context dt_context;   /* what the attentions of one forward share; lives until dt_reset */
+/* [local] Outside of recomputed blocks. comm NULL: plain attention. NULL after a failure. */
+DT_API dt_context *dt_context_make(dt_ctx *ctx, dt_comm *comm, dt_context_desc desc);
+/* [collective: comm] q (B,T/c,H,D), k, v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D): each query over the keys of
+   all ranks. */
+DT_API dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_context *context);
+/* [local] This rank's columns of a host array (B,T) that is in the sequence's own order: local (B,T/c). */
+DT_API void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local);
+
+// ==== 5. Order of data ==============================================================================================
 
 /* Which sequences a replica reads: B = b * a * R sequences a step, the same ones in the same order in every layout. */
 typedef struct dt_order {
@@ -152,7 +256,7 @@ DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, i
    traffic. After a failure this rank's own number. */
 DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
 
-// ==== 4. Text =======================================================================================================
+// ==== 6. Text =======================================================================================================
 
 /* Files read as one string of tokens: bytes, each a token 0..255, or llm.c token shards, known by their magic (20240520
    with 16 bits a token, 20240801 with 32). All files are of one kind. N tokens hold S = floor((N-1)/T) sequences;
@@ -188,7 +292,7 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
 extern "C" {
 #endif
 
-// ==== 5. Implementation: mesh =======================================================================================
+// ==== 7. Implementation: mesh =======================================================================================
 
 dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
@@ -267,7 +371,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
-// ==== 6. Placements: code ===========================================================================================
+// ==== 8. Placements: code ===========================================================================================
 
 /* One move of a dense array over a group: the argument of every row of the table. */
 typedef struct dt__place_move {
@@ -415,22 +519,34 @@ static dt_status dt__place_run(dt__place_move m, dt_place from, dt_place to, int
 
 typedef struct dt__place_saved { dt_comm *comm; dt_place from, to; } dt__place_saved;
 
-/* The gradient of a -> b is moved from the dual of b to the dual of a. */
-static dt_status dt__redistribute_back(dt_node *n) {
-    const dt__place_saved *saved = (const dt__place_saved *)n->saved;
-    dt_tensor     *x = n->in[0];
-    int            accumulate = 0;
+/* x to y. */
+static dt__place_move dt__move_of(const dt_tensor *x, dt_tensor *y, dt_comm *comm) {
     dt__place_move m;
     memset(&m, 0, sizeof m);
     m.ctx = x->ctx;
-    m.comm = saved->comm;
+    m.comm = comm;
     m.dtype = x->dtype;
+    m.in = x->data;
+    m.in_shape = x->shape;
+    m.out = y->data;
+    m.out_shape = y->shape;
+    return m;
+}
+
+/* The gradient of a -> b is moved from the dual of b to the dual of a. */
+static dt_status dt__redistribute_back(dt_node *n) {
+    const dt__place_saved *saved = (const dt__place_saved *)n->saved;
+    int            accumulate = 0;
+    dt__place_move m = dt__move_of(n->out, n->in[0], saved->comm);
     m.in = n->out->grad;
-    m.in_shape = n->out->shape;
-    m.out_shape = x->shape;
     m.out = dt_grad_raw(n, 0, &accumulate);
-    if (!m.out) return dt_error(x->ctx);
+    if (!m.out) return dt_error(n->out->ctx);
     return dt__place_run(m, dt__place_dual(saved->to), dt__place_dual(saved->from), accumulate);
+}
+
+static dt_status dt__redistribute_again(dt_node *n) {
+    const dt__place_saved *saved = (const dt__place_saved *)n->saved;
+    return dt__place_run(dt__move_of(n->in[0], n->out, saved->comm), saved->from, saved->to, 0);
 }
 
 /* The local shape after the move, or nd -1 where it does not exist. */
@@ -446,11 +562,9 @@ static dt_shape dt__place_shape(dt_shape shape, int n, dt_place from, dt_place t
     return shape;
 }
 
-dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to) {
-    dt_ctx *ctx = dt__op("dt_redistribute", x, NULL, NULL);
-    if (!ctx) return NULL;
-    if (dt_comm_size(comm) == 1) return x;
-    if (from.kind == to.kind && (from.kind != DT_PLACE_SHARD || from.dim == to.dim)) return x;
+/* y: x where it is to lie. again: its data are dropped with its block and moved once more for the backward. */
+static dt_tensor *dt__place_new(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to, int again) {
+    dt_ctx *ctx = x->ctx;
     if (!dt__place_find(from, to)) {
         dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_redistribute(%s): no way from %s to %s; go through REPLICATE", x->name,
             dt__place_name(from), dt__place_name(to));
@@ -463,34 +577,664 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place 
             to.dim, dt_comm_size(comm));
         return NULL;
     }
-    int            free_of_copy = dt__place_find(from, to)->move == dt__move_identity;
-    dt_tensor     *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
-    dt__place_move m;
+    int free_of_copy = dt__place_find(from, to)->move == dt__move_identity;
+    ctx->brief += again;
+    dt_tensor *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
+    ctx->brief -= again;
     if (!y) return NULL;
-    memset(&m, 0, sizeof m);
-    m.ctx = ctx;
-    m.comm = comm;
-    m.dtype = x->dtype;
-    m.in = x->data;
-    m.in_shape = x->shape;
-    m.out = y->data;
-    m.out_shape = shape;
-    dt_status status = dt__place_run(m, from, to, 0);
-    if (status != DT_OK) {
-        dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__place_name(from), dt__place_name(to));
-        return NULL;
-    }
-    dt_record_desc   d = dt__desc("dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__place_saved));
+    dt_status status = dt__place_run(dt__move_of(x, y, comm), from, to, 0);
+    if (status == DT_OK) return y;
+    dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__place_name(from), dt__place_name(to));
+    return NULL;
+}
+
+/* d has room for a dt__place_saved. */
+static dt_tensor *dt__place_record(dt_tensor *y, dt_record_desc d, dt_comm *comm, dt_place from, dt_place to) {
     dt__place_saved *saved = (dt__place_saved *)dt_record_saved(y, d);
     if (saved) {
         saved->comm = comm;
         saved->from = from;
         saved->to = to;
+        if (y->brief) y->maker->remake = dt__redistribute_again;
+    }
+    return dt_error(y->ctx) == DT_OK ? y : NULL;
+}
+
+static dt_tensor *dt__redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to, int again) {
+    dt_ctx *ctx = dt__op("dt_redistribute", x, NULL, NULL);
+    if (!ctx) return NULL;
+    if (dt_comm_size(comm) == 1) return x;
+    if (from.kind == to.kind && (from.kind != DT_PLACE_SHARD || from.dim == to.dim)) return x;
+    dt_tensor     *y = dt__place_new(x, comm, from, to, again);
+    dt_record_desc d = dt__desc("dt_redistribute", x, NULL, NULL, dt__redistribute_back, sizeof(dt__place_saved));
+    return y ? dt__place_record(y, d, comm, from, to) : NULL;
+}
+
+dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place to) {
+    return dt__redistribute(x, comm, from, to, 0);
+}
+
+// ==== 9. Tensor and sequence parallelism: code ======================================================================
+
+dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_place outside) {
+    return dt__redistribute(x, comm, outside, DT_COPY, outside.kind == DT_PLACE_SHARD);
+}
+
+dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_linear_desc desc, dt_comm *comm,
+    dt_place outside) {
+    return dt_linear_at(dt_tp_enter(x, comm, outside), w, b, desc);
+}
+
+/* y += b + residual, either of which may be NULL, in one pass. */
+static dt_status dt__row_add(dt_tensor *y, const dt_tensor *b, const dt_tensor *residual) {
+    const dt_tensor *one = b ? b : residual, *other = b && residual ? residual : y;
+    dt_binary_args   a;
+    if (!one) return DT_OK;
+    memset(&a, 0, sizeof a);
+    a.dtype = y->dtype;
+    a.op = DT_ADD;
+    a.out = y->data;
+    a.accumulate = other == residual;
+    a.a = other->data;
+    a.b = one->data;
+    dt__broadcast(other->shape, one->shape, &a.shape, a.stride_a, a.stride_b);
+    return DT__KERNEL(y->ctx, "dt_row_linear", binary, &a);
+}
+
+/* in: the sum not yet taken, the bias, the residual. */
+static dt_status dt__row_back(dt_node *n) {
+    dt_tensor *y = n->out;
+    size_t     bytes = (dt__bytes(y) + 63) / 64 * 64;
+    if (dt_wants(n, 0) && dt__redistribute_back(n) != DT_OK) return dt_error(y->ctx);
+    for (int i = 1; i < 3; i++) {
+        if (!dt_wants(n, i)) continue;
+        char *work = (char *)dt_scratch(y->ctx, 2 * bytes);
+        void *turns[2] = { work, work + bytes };
+        if (!work || dt__sum_to(n, i, y->grad, 1, turns) != DT_OK) return dt_error(y->ctx);
+    }
+    return DT_OK;
+}
+
+dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
+    dt_place outside) {
+    dt_linear_desc plain = { DT_ACT_NONE, residual };
+    if (dt_comm_size(comm) == 1 || !x) return dt_linear_at(x, w, b, plain);
+    x->ctx->brief++;
+    dt_tensor *sum = dt_linear(x, w, NULL);
+    x->ctx->brief--;
+    dt_ctx    *ctx = sum ? dt__op_real("dt_row_linear", sum, b, residual) : NULL;
+    dt_tensor *y = ctx ? dt__place_new(sum, comm, DT_PARTIAL, outside, 0) : NULL;
+    if (!y) return NULL;
+    int64_t out = (int64_t)dt__last(y);
+    if (b && (b->dtype != y->dtype || b->shape.nd != 1 || b->shape.d[0] != out))
+        return dt__mismatch("dt_row_linear", y, b, "the bias has one number for each of its columns");
+    if (residual && (residual->dtype != y->dtype || !dt__same_shape(residual->shape, y->shape)))
+        return dt__mismatch("dt_row_linear", y, residual, "the residual lies outside, as the result");
+    if (dt__row_add(y, b, residual) != DT_OK) return NULL;
+    dt_record_desc d = dt__desc("dt_row_linear", sum, b, residual, dt__row_back, sizeof(dt__place_saved));
+    return dt__place_record(y, d, comm, DT_PARTIAL, outside);
+}
+
+dt_tensor *dt_vocab_embedding(dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_place outside) {
+    if (dt_comm_size(comm) == 1 || !table) return dt_embedding(table, ids);
+    table->ctx->brief++;
+    dt_tensor *rows = dt_embedding(table, ids);
+    table->ctx->brief--;
+    return rows ? dt_redistribute(rows, comm, DT_PARTIAL, outside) : NULL;
+}
+
+static dt_status dt__vocab_gather(void *user, const double *mine, double *each, size_t count) {
+    return dt_all_gather((dt_comm *)user, mine, each, count, DT_F64);
+}
+
+/* Which columns this rank has: `columns` of them, of `all`; parts in rank order. */
+static dt_loss_desc dt__vocab_desc(dt_loss_desc d, dt_comm *comm, int64_t columns, int64_t all) {
+    d.part.parts = dt_comm_size(comm);
+    d.part.first = dt_comm_rank(comm) * columns;
+    d.part.all = all;
+    d.part.gather = dt__vocab_gather;
+    d.part.user = comm;
+    int64_t here = all - d.part.first;
+    d.vocab = here < 0 ? 0 : here < columns ? here : columns;
+    return d;
+}
+
+dt_tensor *dt_vocab_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc,
+    dt_comm *comm) {
+    if (dt_comm_size(comm) == 1 || !logits) return dt_cross_entropy_at(logits, labels, denominator, desc);
+    int64_t columns = (int64_t)dt__last(logits), all = columns * dt_comm_size(comm);
+    if (desc.vocab < 0 || desc.vocab > all) {
+        dt_fail(logits->ctx, DT_ERR_ARG, "dt_vocab_cross_entropy(%s): vocab %lld of %lld columns", logits->name,
+            (long long)desc.vocab, (long long)all);
+        return NULL;
+    }
+    return dt_cross_entropy_at(logits, labels, denominator, dt__vocab_desc(desc, comm, columns, desc.vocab ? desc.vocab
+        : all));
+}
+
+dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
+    dt_loss_desc desc, dt_comm *comm, dt_place outside) {
+    if (dt_comm_size(comm) == 1 || !w || w->shape.nd < 1)
+        return dt_linear_cross_entropy(x, w, labels, denominator, desc);
+    int64_t columns = w->shape.d[0], all = w->param ? w->param->full.d[0] : columns * dt_comm_size(comm);
+    if (desc.vocab < 0 || desc.vocab > all) {
+        dt_fail(w->ctx, DT_ERR_ARG, "dt_vocab_linear_cross_entropy(%s): vocab %lld of %lld columns", w->name,
+            (long long)desc.vocab, (long long)all);
+        return NULL;
+    }
+    desc = dt__vocab_desc(desc, comm, columns, desc.vocab ? desc.vocab : all);
+    return dt_linear_cross_entropy(dt_tp_enter(x, comm, outside), w, labels, denominator, desc);
+}
+
+dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads) {
+    int          ranks = dt_comm_size(tp), me = dt_comm_rank(tp), copies = kv_heads > 0 ? ranks / kv_heads : 0;
+    dt_kv_groups g = { tp, NULL, kv_heads };
+    if (dt_error(ctx) != DT_OK || ranks == 1) return g;
+    if (kv_heads < 1 || (kv_heads % ranks != 0 && ranks % kv_heads != 0)) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_kv_split: %d heads of keys and values over %d ranks: one must divide the other",
+            kv_heads, ranks);
+        return g;
+    }
+    g.heads = copies <= 1 ? kv_heads / ranks : 1;
+    if (copies <= 1) return g;
+    g.cut = kv_heads == 1 ? NULL : dt_comm_split(tp, me % copies, me, "kv heads");
+    g.copies = kv_heads == 1 ? tp : dt_comm_split(tp, me / copies, me, "kv copies");
+    dt_comm_set_axis(g.cut, DT_AXIS_TP);
+    dt_comm_set_axis(g.copies, DT_AXIS_TP);
+    return g;
+}
+
+/* ---- from one rank to all ---- */
+
+/* One axis: rank 0 of comm has `in`; each rank gets its part as `out`. */
+static dt_status dt__distribute_axis(dt__place_move m, dt_place to) {
+    int    me = dt_comm_rank(m.comm), n = dt_comm_size(m.comm);
+    size_t out = (size_t)dt_count(m.out_shape), bytes = out * dt_dtype_size(m.dtype);
+    if (to.kind == DT_PLACE_PARTIAL) return dt__move_keep_first(&m);
+    if (to.kind != DT_PLACE_SHARD) {
+        if (me == 0 && dt__move_identity(&m) != DT_OK) return dt_error(m.ctx);
+        return dt_broadcast(m.comm, m.out, out, m.dtype, 0);
+    }
+    if (me == 0 && out && !(m.scratch = dt_scratch(m.ctx, (size_t)n * bytes))) return dt_error(m.ctx);
+    for (int r = 0; me == 0 && r < n; r++)
+        if (dt__part_out(&m, m.in_shape, to.dim, r, (char *)m.scratch + (size_t)r * bytes, m.in) != DT_OK)
+            return dt_error(m.ctx);
+    return dt_scatter(m.comm, m.scratch, m.out, out, m.dtype, 0);
+}
+
+/* Whether this rank is the first along the axes from `axis` on. */
+static int dt__is_first(const dt_axis_place *axes, int axis, int n) {
+    for (; axis < n; axis++)
+        if (dt_comm_rank(axes[axis].comm) != 0) return 0;
+    return 1;
+}
+
+/* Along the first axis the rank that has it gives to those that are first along all other axes; each of them gives
+   along the second, and so on: every part is sent once. */
+dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host, const dt_axis_place *axes,
+    int n) {
+    dt_tensor *held = NULL;
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (dt__is_first(axes, 0, n)) {
+        if (!host && dt_count(full)) dt_fail(ctx, DT_ERR_ARG, "dt_distribute: the first rank gives no data");
+        held = dt_input(ctx, dtype, full, host);
+    }
+    for (int i = 0; i < n && dt_error(ctx) == DT_OK; i++) {
+        dt__place_move m;
+        memset(&m, 0, sizeof m);
+        m.ctx = ctx;
+        m.comm = axes[i].comm;
+        m.dtype = dtype;
+        m.in_shape = full;
+        full = dt__place_shape(full, dt_comm_size(m.comm), DT_REPLICATE, axes[i].place);
+        if (full.nd < 0) {
+            dt_fail(ctx, DT_ERR_SHAPE, "dt_distribute: %s cannot be cut along dimension %d over the %d ranks of '%s'",
+                dt__shape_text(m.in_shape).s, axes[i].place.dim, dt_comm_size(m.comm), dt_comm_name(m.comm));
+            return NULL;
+        }
+        if (dt_comm_size(m.comm) == 1 || !dt__is_first(axes, i + 1, n)) continue;
+        m.in = held ? held->data : NULL;
+        m.out_shape = full;
+        held = dt_new(ctx, dtype, full);
+        if (!held) return NULL;
+        m.out = held->data;
+        dt_status status = dt__distribute_axis(m, axes[i].place);
+        if (status != DT_OK) dt_fail(ctx, status, "dt_distribute: over '%s'", dt_comm_name(m.comm));
+    }
+    return dt_error(ctx) == DT_OK ? held : NULL;
+}
+
+// ==== 10. Context parallelism: code =================================================================================
+
+int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i) {
+    if (kind != DT_CP_ZIGZAG) return r * (T / c) + i;
+    int64_t piece = T / (2 * c);
+    return i < piece ? r * piece + i : (2 * c - 1 - r) * piece + i - piece;
+}
+
+void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local) {
+    int     c = dt_comm_size(comm), me = dt_comm_rank(comm);
+    int64_t mine = T / c;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t i = 0; i < mine; i++) local[b * mine + i] = whole[b * T + dt_context_token(kind, T, c, me, i)];
+}
+
+dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text,
+    size_t text_bytes) {
+    static const char *const names[] = { "ring", "zigzag", "allgather", "ulysses" };
+    int64_t pieces = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
+    if (kind < DT_CP_RING || kind > DT_CP_ULYSSES) {
+        snprintf(text, text_bytes, "kind %d of context parallelism", kind);
+        return DT_ERR_ARG;
+    }
+    if (c < 2) return DT_OK;
+    if (T < pieces || T % pieces != 0) {
+        int64_t less = T / pieces * pieces, more = less + pieces;
+        snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not give; "
+            "use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
+            (long long)(less ? more : 2 * pieces));
+        return DT_ERR_ARG;
+    }
+    if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0))) return DT_OK;
+    snprintf(text, text_bytes, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of keys "
+        "and values: cp must divide the heads, and divide or be a multiple of the second; use ring, zigzag or allgather",
+        c, (long long)heads, (long long)kv_heads);
+    return DT_ERR_ARG;
+}
+
+/* The tokens of a part of a sequence: what its positions and documents lie between. */
+typedef struct dt__part_span { int32_t first, last, low, high; int in_order; } dt__part_span;
+
+/* A sequence is cut into c * parts parts, rank r's being r * parts and, under ZIGZAG, the one behind it. */
+struct dt_context {
+    dt_ctx         *ctx;
+    dt_comm        *comm;
+    dt_context_desc desc;
+    int             given;          /* positions were */
+    int             parts;          /* of one rank */
+    int64_t         length;         /* tokens of a part */
+    dt_tensor      *positions;      /* (B,T) in the order of the ranks, on the device */
+    dt_tensor      *documents;      /* the same, or NULL */
+    dt_tensor      *mine[2];        /* (B,T/c) of them: this rank's */
+    dt__part_span  *spans;          /* (B, c * parts) */
+};
+
+/* This rank's columns of (B,T). */
+static dt_tensor *dt__context_mine(const dt_context *k, dt_tensor *whole) {
+    int64_t own = k->desc.tokens / dt_comm_size(k->comm);
+    return whole ? dt_slice(whole, 1, dt_comm_rank(k->comm) * own, own) : NULL;
+}
+
+static void dt__context_span(const dt_context *k, const int32_t *positions, const int32_t *documents,
+    dt__part_span *span) {
+    *span = (dt__part_span){ positions[0], positions[0], 0, 0, 1 };
+    if (documents) span->low = span->high = documents[0];
+    for (int64_t i = 1; i < k->length; i++) {
+        if (positions[i] < span->first) span->first = positions[i];
+        if (positions[i] > span->last) span->last = positions[i];
+        if (documents && documents[i] < span->low) span->low = documents[i];
+        if (documents && documents[i] > span->high) span->high = documents[i];
+        span->in_order &= positions[i] == positions[0] + i;
+    }
+}
+
+/* Positions given, or those of dt_context_token. */
+static dt_status dt__context_fill(dt_context *k) {
+    int64_t  B = k->desc.batch, T = k->desc.tokens, own = T / dt_comm_size(k->comm);
+    size_t   bytes = (size_t)(B * T) * sizeof(int32_t);
+    int32_t *at = (int32_t *)dt_alloc(k->ctx, DT_MEM_HOST, bytes, "positions");
+    if (!at) return dt_error(k->ctx);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t i = 0; i < T; i++)
+            at[b * T + i] = k->desc.positions ? k->desc.positions[b * T + i]
+                : (int32_t)dt_context_token(k->desc.kind, T, dt_comm_size(k->comm), (int)(i / own), i % own);
+    for (int64_t p = 0; p < B * T / k->length; p++)
+        dt__context_span(k, at + p * k->length, k->desc.documents ? k->desc.documents + p * k->length : NULL,
+            &k->spans[p]);
+    k->positions = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), at);
+    if (k->desc.documents) k->documents = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), k->desc.documents);
+    dt_free(k->ctx, DT_MEM_HOST, at, bytes);
+    k->mine[0] = dt__context_mine(k, k->positions);
+    k->mine[1] = dt__context_mine(k, k->documents);
+    k->given = k->desc.positions != NULL;
+    k->desc.positions = k->desc.documents = NULL;   /* the caller's memory may go */
+    return dt_error(k->ctx);
+}
+
+dt_context *dt_context_make(dt_ctx *ctx, dt_comm *comm, dt_context_desc d) {
+    char why[300];
+    int  c = dt_comm_size(comm);
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (d.batch < 0 || d.tokens < 1) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_context_make: %lld sequences of %lld tokens", (long long)d.batch,
+            (long long)d.tokens);
+        return NULL;
+    }
+    if (c == 1) d.kind = DT_CP_RING;    /* one part: plain attention */
+    if (dt_context_check(d.kind, d.tokens, c, c, c, why, sizeof why) != DT_OK) {
+        dt_fail(ctx, DT_ERR_SHAPE, "dt_context_make: %s", why);
+        return NULL;
+    }
+    dt_context *k = (dt_context *)dt__meta(ctx, sizeof *k);
+    if (!k) return NULL;
+    k->ctx = ctx;
+    k->comm = comm;
+    k->desc = d;
+    k->parts = d.kind == DT_CP_ZIGZAG ? 2 : 1;
+    k->length = d.tokens / ((int64_t)c * k->parts);
+    k->spans = (dt__part_span *)dt__meta(ctx, (size_t)(d.batch * c * k->parts) * sizeof *k->spans);
+    return k->spans && dt__context_fill(k) == DT_OK ? k : NULL;
+}
+
+/* ---- the ring ---- */
+
+/* What queries of one part see of the keys of another. */
+enum { DT__SEES_NONE, DT__SEES_SOME, DT__SEES_ALL, DT__SEES_BEFORE /* causal, in order, the same part */ };
+
+static int dt__part_sees(const dt_context *k, int64_t sequence, int64_t query, int64_t key) {
+    const dt__part_span *spans = k->spans + sequence * dt_comm_size(k->comm) * k->parts;
+    const dt__part_span *q = &spans[query], *of = &spans[key];
+    int alike = q->low == q->high && of->low == of->high && q->low == of->low;
+    if (q->high < of->low || of->high < q->low || (!k->desc.full && q->last < of->first)) return DT__SEES_NONE;
+    if (alike && (k->desc.full || q->first >= of->last)) return DT__SEES_ALL;
+    return alike && query == key && q->in_order ? DT__SEES_BEFORE : DT__SEES_SOME;
+}
+
+/* One ring attention under way: of the forward if dout is NULL. Arrays are (B,parts,length,..) but lse, which is
+   (B,parts,H,length). */
+typedef struct dt__ring {
+    const dt_context *k;
+    const char       *name;
+    dt_dtype          dtype;
+    int64_t           H, K, D;
+    const char       *q, *out, *dout;
+    char             *result, *lse;     /* result: out of the forward, dq of the backward: of the wide type, as dk, dv */
+    void             *work;
+    size_t            work_bytes;
+} dt__ring;
+
+/* The place of a part in an array with `width` numbers of `size` bytes for each token. */
+static size_t dt__ring_at(const dt__ring *r, int64_t sequence, int64_t part, int64_t width, size_t size) {
+    return (size_t)((sequence * r->k->parts + part) * r->k->length * width) * size;
+}
+
+static dt_sight dt__ring_sight(const dt_context *k, int sees, int64_t sequence, int64_t query, int64_t key) {
+    dt_sight s = { sees == DT__SEES_BEFORE, NULL, NULL, NULL, NULL };
+    if (sees != DT__SEES_SOME) return s;
+    const int32_t *positions = (const int32_t *)k->positions->data + sequence * k->desc.tokens;
+    s.causal = !k->desc.full;
+    s.q_position = positions + query * k->length;
+    s.k_position = positions + key * k->length;
+    if (!k->documents) return s;
+    const int32_t *documents = (const int32_t *)k->documents->data + sequence * k->desc.tokens;
+    s.q_document = documents + query * k->length;
+    s.k_document = documents + key * k->length;
+    return s;
+}
+
+/* This rank's queries over the keys of rank `from`, whose arrays keys and values are. dk, dv: of the wide type, added
+   to; of the backward only. */
+static dt_status dt__ring_step(const dt__ring *r, int from, const char *keys, const char *values, char *dk, char *dv) {
+    const dt_context *k = r->k;
+    dt_ctx           *ctx = k->ctx;
+    size_t            size = dt_dtype_size(r->dtype), wide = dt_dtype_size(dt__wide(r->dtype, 1));
+    for (int64_t i = 0; i < k->desc.batch * k->parts * k->parts; i++) {
+        int64_t s = i / (k->parts * k->parts), qp = i / k->parts % k->parts, kp = i % k->parts;
+        int64_t query = dt_comm_rank(k->comm) * k->parts + qp, key = (int64_t)from * k->parts + kp;
+        int     sees = dt__part_sees(k, s, query, key);
+        if (sees == DT__SEES_NONE) continue;
+        size_t         q_at = dt__ring_at(r, s, qp, r->H * r->D, 1), k_at = dt__ring_at(r, s, kp, r->K * r->D, 1);
+        char          *lse = r->lse + dt__ring_at(r, s, qp, r->H, wide);
+        const char    *q = r->q + q_at * size;
+        double         scale = 1.0 / sqrt((double)r->D);
+        dt_sight       sight = dt__ring_sight(k, sees, s, query, key);
+        if (!r->dout) {
+            dt_attention_args a = { r->dtype, r->result + q_at * wide, lse, q, keys + k_at * size, values + k_at * size,
+                1, k->length, k->length, r->H, r->K, r->D, scale, sight, 1, 1, r->work, r->work_bytes };
+            if (DT__KERNEL(ctx, r->name, attention, &a) != DT_OK) return dt_error(ctx);
+        } else {
+            dt_attention_back_args a = { r->dtype, r->result ? r->result + q_at * wide : NULL,
+                dk ? dk + k_at * wide : NULL, dv ? dv + k_at * wide : NULL, r->dout + q_at * size, r->out + q_at * wide,
+                lse, q, keys + k_at * size, values + k_at * size, 1, k->length, k->length, r->H, r->K, r->D, scale, sight,
+                1, 1, 1, 1, r->work, r->work_bytes };
+            if (DT__KERNEL(ctx, r->name, attention_back, &a) != DT_OK) return dt_error(ctx);
+        }
+    }
+    return DT_OK;
+}
+
+/* Two arrays to the right neighbour, and two from the left. */
+enum { DT__RING_TAG = 31000 };
+typedef struct dt__ring_hop { dt_work *work[4]; } dt__ring_hop;
+
+static dt__ring_hop dt__ring_send(const dt_context *k, const void *a, const void *b, void *to_a, void *to_b,
+    size_t count, dt_dtype dtype, int tag) {
+    int          c = dt_comm_size(k->comm), me = dt_comm_rank(k->comm), right = (me + 1) % c, left = (me + c - 1) % c;
+    dt__ring_hop hop;
+    hop.work[0] = dt_send_start(k->comm, a, count, dtype, right, DT__RING_TAG + tag);
+    hop.work[1] = dt_send_start(k->comm, b, count, dtype, right, DT__RING_TAG + tag + 1);
+    hop.work[2] = dt_recv_start(k->comm, to_a, count, dtype, left, DT__RING_TAG + tag);
+    hop.work[3] = dt_recv_start(k->comm, to_b, count, dtype, left, DT__RING_TAG + tag + 1);
+    return hop;
+}
+
+static dt_status dt__ring_wait(dt_ctx *ctx, dt__ring_hop *hop) {
+    for (int i = 0; i < 4; i++) dt_wait(ctx, hop->work[i]);
+    memset(hop, 0, sizeof *hop);
+    return dt_error(ctx);
+}
+
+/* n arrays of `bytes` each, from one arena; NULL after a failure. */
+static int dt__ring_room(dt_ctx *ctx, dt__arena **room, size_t bytes, int n, char **arrays) {
+    *room = dt__arena_take(ctx, &ctx->brief_pool);
+    bytes = (bytes + 63) / 64 * 64;
+    char *all = *room ? (char *)dt__arena_alloc(ctx, *room, (size_t)n * bytes) : NULL;
+    for (int i = 0; i < n; i++) arrays[i] = all ? all + (size_t)i * bytes : NULL;
+    return all != NULL;
+}
+
+static dt__ring dt__ring_make(const char *name, dt_context *k, const dt_tensor *q, const dt_tensor *keys) {
+    dt__ring r;
+    memset(&r, 0, sizeof r);
+    r.k = k;
+    r.name = name;
+    r.dtype = q->dtype;
+    r.H = q->shape.d[2];
+    r.K = keys->shape.d[2];
+    r.D = q->shape.d[3];
+    r.q = (const char *)q->data;
+    r.work_bytes = dt_attention_work(k->length, r.D, r.dtype);
+    r.work = dt_scratch(k->ctx, r.work_bytes);
+    return r;
+}
+
+/* Step s computes with the keys and values of rank me - s, while they go on to the right. */
+static dt_status dt__ring_forward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values) {
+    dt_ctx      *ctx = r->k->ctx;
+    int          c = dt_comm_size(r->k->comm), me = dt_comm_rank(r->k->comm);
+    const char  *now[2] = { (const char *)keys->data, (const char *)values->data };
+    char        *buf[4];
+    dt__arena   *room = NULL;
+    dt__ring_hop hop;
+    if (!r->work || !dt__ring_room(ctx, &room, dt__bytes(keys), 4, buf)) return dt_error(ctx);
+    for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
+        char **next = &buf[s % 2 * 2];
+        memset(&hop, 0, sizeof hop);
+        if (s < c - 1) hop = dt__ring_send(r->k, now[0], now[1], next[0], next[1], (size_t)dt_count(keys->shape),
+            r->dtype, 0);
+        dt__ring_step(r, (me - s + c) % c, now[0], now[1], NULL, NULL);
+        dt__ring_wait(ctx, &hop);
+        now[0] = next[0];
+        now[1] = next[1];
+    }
+    dt__arena_give(ctx, &ctx->brief_pool, &room);
+    return dt_error(ctx);
+}
+
+/* Keys and values go round again. With them go their gradients: begun by the right neighbour of their owner, added to
+   by each rank in turn, home after c - 1 hops; the owner adds its own. What comes is added when this rank's own part is
+   computed, so that it too is under way meanwhile. */
+static dt_status dt__ring_backward(dt__ring *r, const dt_tensor *keys, const dt_tensor *values, char *dk, char *dv) {
+    dt_ctx      *ctx = r->k->ctx;
+    int          c = dt_comm_size(r->k->comm), me = dt_comm_rank(r->k->comm);
+    size_t       count = (size_t)dt_count(keys->shape);
+    dt_dtype     wide = dt__wide(r->dtype, 1);
+    const char  *now[2] = { (const char *)keys->data, (const char *)values->data };
+    char        *buf[4], *sums[6];
+    dt__arena   *room[2] = { NULL, NULL };
+    dt__ring_hop hop, back;
+    memset(&back, 0, sizeof back);
+    if (!r->work || !dt__ring_room(ctx, &room[0], dt__bytes(keys), 4, buf)) return dt_error(ctx);
+    if (!dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums)) return dt_error(ctx);
+    for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
+        char **next = &buf[s % 2 * 2], **mine = &sums[s % 2 * 2], **came = &sums[4];
+        memset(&hop, 0, sizeof hop);
+        if (s < c - 1) hop = dt__ring_send(r->k, now[0], now[1], next[0], next[1], count, r->dtype, 0);
+        for (int i = 0; i < 2 && s > 0; i++) dt__fill(ctx, wide, mine[i], count, 0);
+        dt__ring_step(r, (me - s + c) % c, now[0], now[1], s ? mine[0] : dk, s ? mine[1] : dv);
+        dt__ring_wait(ctx, &hop);
+        if (s > 1) dt__ring_wait(ctx, &back);
+        for (int i = 0; i < 2 && s > 1; i++) dt__accumulate(ctx, wide, mine[i], came[i], count, 1);
+        if (s > 0) back = dt__ring_send(r->k, mine[0], mine[1], came[0], came[1], count, wide, 2);
+        now[0] = next[0];
+        now[1] = next[1];
+    }
+    dt__ring_wait(ctx, &back);
+    if (dk) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
+    if (dv) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
+    for (int i = 0; i < 2; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
+    return dt_error(ctx);
+}
+
+typedef struct dt__ring_saved { dt_context *k; dt_tensor *lse; } dt__ring_saved;
+
+/* An array of the wide type for tensor t: `own` where t's type is that, else room apart. */
+static char *dt__ring_wide(const dt_tensor *t, void *own, dt__arena **room) {
+    char *apart = NULL;
+    if (!dt__narrow(t->dtype)) return (char *)own;
+    dt__ring_room(t->ctx, room, (size_t)dt_count(t->shape) * sizeof(float), 1, &apart);
+    return apart;
+}
+
+static dt_status dt__ring_back(dt_node *n) {
+    const dt__ring_saved *saved = (const dt__ring_saved *)n->saved;
+    dt_ctx    *ctx = n->out->ctx;
+    dt_dtype   dtype = n->out->dtype, wide = dt__wide(dtype, 1);
+    dt__arena *room[4] = { NULL, NULL, NULL, NULL };
+    char      *grad[3] = { NULL, NULL, NULL }, *sum[3] = { NULL, NULL, NULL };
+    int        accumulate[3] = { 0, 0, 0 };
+    for (int i = 0; i < 3; i++) {
+        size_t count = (size_t)dt_count(n->in[i]->shape);
+        if (!dt_wants(n, i)) continue;
+        grad[i] = (char *)dt_grad_raw(n, i, &accumulate[i]);
+        sum[i] = dt__ring_wide(n->in[i], grad[i], &room[i]);
+        if (sum[i] && (sum[i] != grad[i] || !accumulate[i])) dt__fill(ctx, wide, sum[i], count, 0);
+    }
+    dt__ring     r = dt__ring_make(n->name, saved->k, n->in[0], n->in[1]);
+    char        *out = dt__ring_wide(n->out, n->out->data, &room[3]);
+    dt_cast_args widen = { wide, dtype, out, n->out->data, (size_t)dt_count(n->out->shape), 0 };
+    if (room[3] && out) DT__KERNEL(ctx, n->name, cast, &widen);
+    r.out = out;
+    r.dout = (const char *)n->out->grad;
+    r.lse = (char *)saved->lse->data;
+    r.result = sum[0];
+    if (dt_error(ctx) == DT_OK) dt__ring_backward(&r, n->in[1], n->in[2], sum[1], sum[2]);
+    for (int i = 0; i < 3; i++) {
+        dt_cast_args a = { dtype, wide, grad[i], sum[i], (size_t)dt_count(n->in[i]->shape), accumulate[i] };
+        if (dt_error(ctx) == DT_OK && sum[i] != grad[i]) DT__KERNEL(ctx, n->name, cast, &a);
+    }
+    for (int i = 0; i < 4; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
+    return dt_error(ctx);
+}
+
+static dt_tensor *dt__ring_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
+    const char *op = "dt_context_attention";
+    dt_ctx     *ctx = q->ctx;
+    dt_dtype    wide = dt__wide(q->dtype, 1);
+    dt__arena  *room = NULL;
+    dt_shape    per_part = DT_SHAPE(k->desc.batch, k->parts, q->shape.d[2], k->length);
+    dt_tensor  *y = dt_new(ctx, q->dtype, q->shape), *lse = dt_new(ctx, wide, per_part);
+    if (!y || !lse) return NULL;
+    dt__ring r = dt__ring_make(op, k, q, keys);
+    r.lse = (char *)lse->data;
+    r.result = dt__ring_wide(y, y->data, &room);
+    if (!r.result || dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) != DT_OK) return NULL;
+    if (dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK) dt__ring_forward(&r, keys, values);
+    dt_cast_args a = { q->dtype, wide, y->data, r.result, (size_t)dt_count(y->shape), 0 };
+    if (room && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
+    dt__arena_give(ctx, &ctx->brief_pool, &room);
+    dt__ring_saved *saved = (dt__ring_saved *)dt_record_saved(y, dt__desc(op, q, keys, values, dt__ring_back,
+        sizeof *saved));
+    if (saved) {
+        saved->k = k;
+        saved->lse = lse;
     }
     return dt_error(ctx) == DT_OK ? y : NULL;
 }
 
-// ==== 7. Order of data and text: code ===============================================================================
+/* ---- the other kinds, by dt_redistribute ---- */
+
+static dt_tensor *dt__gathered_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
+    keys = dt_redistribute(keys, k->comm, DT_SHARD(1), DT_COPY);
+    values = dt_redistribute(values, k->comm, DT_SHARD(1), DT_COPY);
+    dt_attn_desc d = { 0, k->desc.full, k->mine[0], k->positions, k->mine[1], k->documents, NULL };
+    return dt_attention(q, keys, values, d);
+}
+
+/* (B,T,K,D) -> (B,T,n,D): each head n/K times. */
+static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
+    int64_t K = x->shape.d[2], D = x->shape.d[3], tokens = x->shape.d[0] * x->shape.d[1];
+    size_t  bytes = (size_t)(tokens * n) * sizeof(int32_t);
+    dt_shape shape = x->shape;
+    shape.d[2] = n;
+    int32_t *from = (int32_t *)dt_alloc(x->ctx, DT_MEM_HOST, bytes, "heads");
+    for (int64_t i = 0; from && i < tokens * n; i++) from[i] = (int32_t)(i / n * K + i % n * K / n);
+    dt_tensor *rows = from ? dt_input(x->ctx, DT_I32, DT_SHAPE(tokens * n), from) : NULL;
+    dt_free(x->ctx, DT_MEM_HOST, from, bytes);
+    x = rows ? dt_gather_rows(dt_reshape(x, DT_SHAPE(tokens * K, D)), rows) : NULL;
+    return x ? dt_reshape(x, shape) : NULL;
+}
+
+static dt_tensor *dt__exchanged_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
+    int c = dt_comm_size(k->comm);
+    if (keys->shape.d[2] < c) {
+        keys = dt__repeat_heads(keys, c);
+        values = dt__repeat_heads(values, c);
+    }
+    q = dt_redistribute(q, k->comm, DT_SHARD(1), DT_SHARD(2));
+    keys = dt_redistribute(keys, k->comm, DT_SHARD(1), DT_SHARD(2));
+    values = dt_redistribute(values, k->comm, DT_SHARD(1), DT_SHARD(2));
+    dt_attn_desc d = { 0, k->desc.full, k->given ? k->positions : NULL, NULL, k->documents, NULL, NULL };
+    dt_tensor   *y = dt_attention(q, keys, values, d);
+    return y ? dt_redistribute(y, k->comm, DT_SHARD(2), DT_SHARD(1)) : NULL;
+}
+
+dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values, dt_context *k) {
+    const char *op = "dt_context_attention";
+    dt_ctx     *ctx = q && keys && values ? dt__op_real(op, q, keys, values) : dt__missing(op, q, keys, values);
+    char        why[300];
+    if (!ctx || !k || !dt__attention_fits(q, keys, values, 0)) return NULL;
+    int c = dt_comm_size(k->comm);
+    if (q->shape.d[0] != k->desc.batch || q->shape.d[1] * c != k->desc.tokens || keys->shape.d[1] != q->shape.d[1]) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s, %s): %s and %s, but the context is of %lld sequences of %lld tokens over %d "
+            "ranks", op, q->name, keys->name, dt__shape_text(q->shape).s, dt__shape_text(keys->shape).s,
+            (long long)k->desc.batch, (long long)k->desc.tokens, c);
+        return NULL;
+    }
+    if (c == 1) {
+        dt_attn_desc d = { 0, k->desc.full, k->given ? k->positions : NULL, NULL, k->documents, NULL, NULL };
+        return dt_attention(q, keys, values, d);
+    }
+    if (dt_context_check(k->desc.kind, k->desc.tokens, c, q->shape.d[2], keys->shape.d[2], why, sizeof why) != DT_OK) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s", op, q->name, why);
+        return NULL;
+    }
+    if (k->desc.kind == DT_CP_ALLGATHER) return dt__gathered_attention(q, keys, values, k);
+    if (k->desc.kind == DT_CP_ULYSSES) return dt__exchanged_attention(q, keys, values, k);
+    return dt__ring_attention(q, keys, values, k);
+}
+
+// ==== 11. Order of data and text: code ===============================================================================
 
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
     if (order.sequences < 1) return -1;

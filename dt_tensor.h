@@ -186,8 +186,8 @@ DT_API int64_t dt_count(dt_shape shape);
 #define DT_KERNELS(X) \
     X(fill) X(init) X(copy) X(permute) X(cast) X(reduce) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) \
     X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) \
-    X(topk) X(spread) X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) \
-    X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(topk) X(spread) X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) \
+    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
@@ -365,12 +365,20 @@ typedef struct dt_cross_entropy_args {
     double  *z_loss;                /* NULL, or receives sum of lse^2 / denominator (arXiv:2204.02311) */
     int      add;                   /* 1: loss and z_loss are added to: chunks of rows */
     void *work; size_t work_bytes;  /* dt_row_work bytes */
-} dt_cross_entropy_args;
+    double  *part;                  /* not NULL: the columns are a part of `all`, from `first` on, of which the first */
+    int64_t  first, all;            /* `vocab`, none too, are no padding. part (rows,2) alone is written: each row's */
+} dt_cross_entropy_args;            /* own lse, and what of its target lies here; 0 and 0 for a label < 0 */
+
+typedef struct dt_cross_entropy_join_args { /* the loss of n parts: parts (n,rows,2), added in that order */
+    dt_dtype dtype; double *loss; void *lse; const double *parts; const int32_t *labels; size_t n, rows;
+    double denominator, *z_loss;    /* lse, loss and z_loss as of cross_entropy */
+} dt_cross_entropy_join_args;
 
 typedef struct dt_cross_entropy_back_args { /* dlogits (+)= factor (softmax (1 + 2 z lse) - target); 0 for label < 0 */
     dt_dtype dtype; void *dlogits; const void *logits, *lse; const int32_t *labels; size_t rows, cols, vocab;
     const double *upstream; double scale, smoothing, z; int accumulate; /* factor = *upstream times scale */
     void *work; size_t work_bytes;  /* dt_row_work bytes; dlogits may be logits */
+    int64_t first, all;             /* all > 0: the columns are a part, as of cross_entropy */
 } dt_cross_entropy_back_args;
 
 typedef struct dt_mse_args { /* *loss = sum of (a - b)^2 / denominator, in runs of 1,024 elements, ascending */
@@ -560,6 +568,9 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
     int             readers;    /* how often ops have taken it as an input, but for dt_no_grad */
+    struct dt__arena *room;     /* of a brief tensor (section 15) while it has data, else NULL */
+    dt_tensor      *brief_next; /* brief tensors of a block */
+    int             brief;
 };
 
 typedef struct dt_init { int kind; double scale; } dt_init;
@@ -772,11 +783,20 @@ typedef struct dt_attn_desc {
    again from lse. arXiv:2205.14135. */
 DT_API dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc desc);
 
+/* Where the columns are one of several parts of a vocabulary, which other ranks hold (dt_parallel.h fills it in). */
+typedef struct dt_loss_part {
+    int     parts;          /* 0: this is the whole */
+    int64_t first, all;     /* index of column 0 here, and columns of all parts, padding not counted */
+    dt_status (*gather)(void *user, const double *mine, double *each, size_t count);    /* each: (parts,count) */
+    void   *user;
+} dt_loss_part;
+
 typedef struct dt_loss_desc {
     int64_t    vocab;       /* columns from here on are padding: not in the sum, no gradient; 0 -> all count */
     double     smoothing;   /* label smoothing, arXiv:1512.00567 */
     double     z_weight;    /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
     dt_tensor **z_loss;     /* not NULL: receives that sum without the weight, f64: it is not in the loss */
+    dt_loss_part part;
 } dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the
    count of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
@@ -804,6 +824,7 @@ struct dt_node {                    /* one recorded op */
     unsigned       want;            /* bit i: the gradient of in[i] is wanted now */
     void          *narrow[DT_MAX_INPUTS]; /* gradients of bf16 and f16 parameters before they are widened */
     dt_backward_fn backward;
+    dt_backward_fn remake;          /* makes the data of a brief output again; NULL: no backward reads them */
     void          *saved;           /* what the op kept for its backward */
     dt_block_state *child;          /* a dt_block call instead of an op */
     dt_node       *prev;
@@ -1370,6 +1391,8 @@ struct dt_ctx {
     dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
+    dt__arena      *brief_pool;             /* data of brief tensors, one each */
+    int             brief;                  /* ops make brief tensors now */
     uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
     int             recomputing;            /* depth of second runs */
     int             blocks;                 /* dt_block calls of this micro-batch */
@@ -2139,6 +2162,7 @@ struct dt_block_state {
     int             no_grad;
     dt_tensor      *y, *out;            /* what fn returned; its copy for the parent, NULL if y was made outside */
     dt_block_state *again;              /* its second run */
+    dt_tensor      *briefs;             /* newest first */
 };
 
 static dt_block_state *dt__block_take(dt_ctx *ctx, int lent) {
@@ -2158,7 +2182,27 @@ static dt_block_state *dt__block_take(dt_ctx *ctx, int lent) {
     b->acts = &b->own;
     b->fn = NULL;
     b->out = NULL;
+    b->briefs = NULL;
     return b;
+}
+
+/* A brief tensor is one that a layout needs only in passing: a sum over ranks before it is taken, or a whole of which
+   this rank keeps a part. Its data lie apart from the block's arena and are given back when the forward of the block
+   ends. If the backward reads them, the op that made them makes them again (remake), and they go once more when the
+   backward of that op is over. Tensors of the root are not dropped: its forward has no end. */
+static void dt__brief_drop(dt_ctx *ctx, dt_tensor *t) {
+    dt__arena_give(ctx, &ctx->brief_pool, &t->room);
+    t->data = NULL;
+}
+
+static void dt__briefs_drop(dt_ctx *ctx, dt_block_state *b) {
+    for (dt_tensor *t = b->briefs; t; t = t->brief_next) dt__brief_drop(ctx, t);
+}
+
+static void *dt__brief_data(dt_ctx *ctx, dt_tensor *t) {
+    if (!t->room) t->room = dt__arena_take(ctx, &ctx->brief_pool);
+    t->data = t->room ? dt__arena_alloc(ctx, t->room, dt__bytes(t)) : NULL;
+    return t->data;
 }
 
 /* The root, made at its first use. */
@@ -2183,11 +2227,13 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
         dt__block_give(ctx, child);
     }
     dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
+    dt__briefs_drop(ctx, b);
     int lent = b->acts != &b->own;
     if (lent) dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
     dt__arena_reset(ctx, &b->own);
     dt__arena_reset(ctx, &b->meta);
     b->newest = NULL;
+    b->briefs = NULL;
     b->sibling = ctx->pool[lent];
     ctx->pool[lent] = b;
 }
@@ -2226,6 +2272,7 @@ static void dt__tape_free(dt_ctx *ctx) {
         }
     dt__arenas_free(ctx, &ctx->grad_pool);
     dt__arenas_free(ctx, &ctx->lent_pool);
+    dt__arenas_free(ctx, &ctx->brief_pool);
 }
 
 static void *dt__meta(dt_ctx *ctx, size_t bytes) {
@@ -2258,6 +2305,12 @@ static dt_tensor *dt__tensor(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const 
 static dt_tensor *dt__new_named(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const char *name) {
     dt_tensor *t = dt__tensor(ctx, dtype, shape, name);
     if (!t) return NULL;
+    if (ctx->brief) {
+        t->brief = 1;
+        t->brief_next = t->block->briefs;
+        t->block->briefs = t;
+        return dt__brief_data(ctx, t) ? t : NULL;
+    }
     t->data = dt__arena_alloc(ctx, t->block->acts, dt__bytes(t));
     return t->data ? t : NULL;
 }
@@ -2269,6 +2322,9 @@ static int dt__gone(const char *op, const dt_tensor *t) {
     const dt_tensor *owner = t;
     while (owner->base) owner = owner->base;
     const dt_block_state *home = owner->block && owner == owner->block->out ? owner->block->parent : owner->block;
+    if (owner->brief && !owner->data)
+        return dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor was whole only inside its dt_block, where this rank "
+            "keeps a part of it", op, t->name) != DT_OK;
     if (!home || home->acts) return 0;
     dt_fail(t->ctx, DT_ERR_ARG, "%s(%s): the tensor was made inside a recomputed dt_block and is gone; use it there, "
         "or return it from the block", op, t->name);
@@ -2442,6 +2498,7 @@ static dt_tensor *dt__block_run(dt_block_state *b, dt_block_fn fn, dt_tensor *x,
     dt__emit(ctx, b, DT_FORWARD, 1);
     dt_tensor *y = fn(x, user);
     dt__emit(ctx, b, DT_FORWARD, 0);
+    if (!ctx->recomputing) dt__briefs_drop(ctx, b); /* else the backward follows at once */
     ctx->current = outer;
     b->trail = ctx->trail;
     ctx->trail = b->trail ? (trail ^ b->trail) * 0x100000001B3u | 1 : trail;
@@ -2459,6 +2516,7 @@ static int dt__made_in(const dt_block_state *b, const dt_tensor *t) {
    same arenas for the same parts. */
 static void dt__block_drop(dt_ctx *ctx, dt_block_state *b) {
     for (dt_block_state *child = b->children; child; child = child->sibling) dt__block_drop(ctx, child);
+    dt__briefs_drop(ctx, b);
     dt__arena_give(ctx, &ctx->lent_pool, &b->acts);
 }
 
@@ -2563,6 +2621,17 @@ static void dt__node_used(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
+/* The data of inputs that were brief. */
+static dt_status dt__remake(dt_ctx *ctx, dt_node *n) {
+    for (int i = 0; i < n->n_in; i++) {
+        dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
+        if (!t || !t->brief || !t->maker || !t->maker->remake) continue;
+        if (!t->data && (!dt__brief_data(ctx, t) || t->maker->remake(t->maker) != DT_OK)) return dt_error(ctx);
+        n->in[i]->data = t->data; /* of a view too */
+    }
+    return DT_OK;
+}
+
 static void dt__block_back(dt_block_state *b, dt_phase phase);
 
 static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
@@ -2579,10 +2648,12 @@ static void dt__node_back(dt_ctx *ctx, dt_node *n, dt_phase phase) {
         if (phase == DT_BACKWARD || is_weight == (phase == DT_BACKWARD_WEIGHT)) n->want |= 1u << i;
     }
     if (n->want) {
-        dt_status status = n->backward(n);
+        dt_status status = dt__remake(ctx, n);
+        if (status == DT_OK) status = n->backward(n);
         if (status == DT_OK) status = dt__widen_grads(ctx, n);
         if (status != DT_OK) dt_fail(ctx, status, "backward of %s", n->name);
     }
+    if (n->out && n->out->brief) dt__brief_drop(ctx, n->out);
     if (phase != DT_BACKWARD_INPUT) dt__node_used(ctx, n);
 }
 
@@ -3804,9 +3875,23 @@ static dt_status dt__loss_kernel(const char *op, const dt_tensor *x, const dt_te
     const dt_cross_entropy_args *a) {
     dt_status status = DT__CALL(x->ctx, cross_entropy, a);
     if (status == DT_ERR_ARG)
-        dt__blame_index(op, x, "label", labels, INT32_MIN, (int64_t)(a->vocab ? a->vocab : a->cols), "the vocabulary",
-            "entries");
+        dt__blame_index(op, x, "label", labels, INT32_MIN, a->part ? a->all : (int64_t)(a->vocab ? a->vocab : a->cols),
+            "the vocabulary", "entries");
     return dt__kernel_done(x->ctx, op, x->name, "cross_entropy", status);
+}
+
+/* Doubles of scratch that parts of a vocabulary want: this rank's, and those of all. */
+static size_t dt__loss_part_room(dt_loss_part part, size_t rows) { return 2 * rows * (size_t)(part.parts + !!part.parts); }
+
+/* mine (rows,2), and behind it room for those of all parts, become the loss. */
+static dt_status dt__loss_join(const char *op, dt_tensor *x, dt_tensor *labels, const dt__loss_parts *p,
+    dt_loss_part part, double denominator, double *mine) {
+    size_t    rows = dt__rows(x);
+    dt_status status = part.gather(part.user, mine, mine + 2 * rows, 2 * rows);
+    dt_cross_entropy_join_args a = { x->dtype, (double *)p->loss->data, p->lse->data, mine + 2 * rows,
+        (const int32_t *)labels->data, (size_t)part.parts, rows, denominator, p->z ? (double *)p->z->data : NULL };
+    if (status != DT_OK) return dt_fail(x->ctx, status, "%s(%s): joining %d parts", op, x->name, part.parts);
+    return DT__OP(op, x, cross_entropy_join, &a);
 }
 
 static dt_status dt__cross_entropy_back(dt_node *n) {
@@ -3816,7 +3901,8 @@ static dt_status dt__cross_entropy_back(dt_node *n) {
     dt_cross_entropy_back_args a = { .dtype = logits->dtype, .dlogits = NULL, .logits = logits->data,
         .lse = saved->lse->data, .labels = (const int32_t *)labels->data, .rows = dt__rows(logits),
         .cols = dt__last(logits), .vocab = (size_t)saved->desc.vocab, .upstream = (const double *)n->out->grad,
-        .scale = saved->scale, .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight };
+        .scale = saved->scale, .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight,
+        .first = saved->desc.part.first, .all = saved->desc.part.all };
     a.dlogits = dt_grad_raw(n, 0, &a.accumulate);
     a.work_bytes = dt_row_work((int64_t)a.cols, a.dtype);
     a.work = dt_scratch(ctx, a.work_bytes);
@@ -3824,7 +3910,8 @@ static dt_status dt__cross_entropy_back(dt_node *n) {
 }
 
 dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator) {
-    dt_loss_desc none = { 0, 0, 0, NULL };
+    dt_loss_desc none;
+    memset(&none, 0, sizeof none);
     return dt_cross_entropy_at(logits, labels, denominator, none);
 }
 
@@ -3838,14 +3925,16 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
     if (!dt__loss_desc_ok(ctx, op, desc, (int64_t)dt__last(logits), denominator)) return NULL;
     if (!dt__loss_begin(op, logits, desc, &p)) return NULL;
     size_t rows = dt__rows(logits), row_work = dt_row_work((int64_t)dt__last(logits), logits->dtype);
-    double *row_loss = (double *)dt_scratch(ctx, (rows + 8) * sizeof *row_loss + row_work);
-    if (!row_loss) return NULL;
+    size_t  room = dt__loss_part_room(desc.part, rows);
+    double *part = (double *)dt_scratch(ctx, (room + rows + 8) * sizeof *part + row_work), *row_loss = part + room;
+    if (!part) return NULL;
     dt_cross_entropy_args a = { .dtype = logits->dtype, .loss = (double *)p.loss->data, .row_loss = row_loss,
         .lse = p.lse->data, .logits = logits->data, .labels = (const int32_t *)labels->data, .rows = rows,
         .cols = dt__last(logits), .vocab = (size_t)desc.vocab, .denominator = denominator,
         .smoothing = desc.smoothing, .z_loss = p.z ? (double *)p.z->data : NULL, .work = row_loss + rows,
-        .work_bytes = row_work };
+        .work_bytes = row_work, .part = room ? part : NULL, .first = desc.part.first, .all = desc.part.all };
     if (dt__loss_kernel(op, logits, labels, &a) != DT_OK) return NULL;
+    if (a.part && dt__loss_join(op, logits, labels, &p, desc.part, denominator, part) != DT_OK) return NULL;
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
@@ -3856,11 +3945,11 @@ static int64_t dt__loss_rows(int64_t vocab) {
     return rows < 64 ? 64 : rows > 4096 ? 4096 : rows;
 }
 
-/* Scratch of one chunk: its logits, row losses, a row, and what its products want. */
-typedef struct dt__loss_work { char *logits; double *row_loss; void *row, *product; size_t row_bytes, product_bytes; }
-    dt__loss_work;
+/* Scratch of one chunk: its logits, row losses, a row, and what its products want. Behind them that of parts. */
+typedef struct dt__loss_work { char *logits; double *row_loss, *part; void *row, *product; size_t row_bytes,
+    product_bytes; } dt__loss_work;
 
-static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, dt__loss_work *k) {
+static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, size_t room, dt__loss_work *k) {
     int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], all = (int64_t)dt__rows(x);
     int64_t rows = all < dt__loss_rows(V) ? all : dt__loss_rows(V); /* no more than there are */
     size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
@@ -3868,8 +3957,10 @@ static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
     k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
     k->product_bytes = a > b ? a > c ? a : c : b > c ? b : c;
-    k->logits = (char *)dt_scratch(ctx, logits + (size_t)rows * sizeof(double) + k->row_bytes + k->product_bytes + 64);
-    k->row_loss = (double *)(k->logits + logits);
+    k->logits = (char *)dt_scratch(ctx, logits + ((size_t)rows + room) * sizeof(double) + k->row_bytes +
+        k->product_bytes + 64);
+    k->part = (double *)(k->logits + logits);
+    k->row_loss = k->part + room;
     k->row = k->row_loss + rows;
     k->product = (char *)k->row + k->row_bytes;
     return k->logits != NULL;
@@ -3894,7 +3985,7 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
     int64_t       all = (int64_t)dt__rows(x), C = (int64_t)dt__last(w), V = w->shape.d[0], most = dt__loss_rows(V);
     size_t        size = dt_dtype_size(x->dtype);
     dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V }, dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
-    if (!dt__loss_work_make(ctx, x, w, &k)) return dt_error(ctx);
+    if (!dt__loss_work_make(ctx, x, w, 0, &k)) return dt_error(ctx);
     if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
     for (int64_t r = 0; r < all || r == 0; r += most) { /* once even if there are no rows: gradients of zero */
@@ -3904,7 +3995,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)V,
             .vocab = (size_t)saved->desc.vocab, .upstream = (const double *)n->out->grad, .scale = saved->scale,
-            .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight, .work = k.row, .work_bytes = k.row_bytes };
+            .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight, .work = k.row, .work_bytes = k.row_bytes,
+            .first = saved->desc.part.first, .all = saved->desc.part.all };
         if (DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK) return dt_error(ctx);
         dt_matmul_args p = dx;
         p.m = rows;
@@ -3935,7 +4027,8 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
     if (labels->dtype != DT_I32 || (size_t)dt_count(labels->shape) != dt__rows(x))
         return dt__mismatch(op, x, labels, "one i32 label a row is needed");
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
-    if (!dt__loss_work_make(ctx, x, w, &k)) return NULL;
+    size_t room = dt__loss_part_room(desc.part, dt__rows(x));
+    if (!dt__loss_work_make(ctx, x, w, room, &k)) return NULL;
     int64_t all = (int64_t)dt__rows(x), most = dt__loss_rows(w->shape.d[0]);
     for (int64_t r = 0; r < all || r == 0; r += most) {
         int64_t rows = all - r < most ? all - r : most;
@@ -3944,9 +4037,11 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
             .lse = (char *)p.lse->data + (size_t)r * dt_dtype_size(p.lse->dtype), .logits = k.logits,
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)w->shape.d[0],
             .vocab = (size_t)desc.vocab, .denominator = denominator, .smoothing = desc.smoothing,
-            .z_loss = p.z ? (double *)p.z->data : NULL, .add = r > 0, .work = k.row, .work_bytes = k.row_bytes };
+            .z_loss = p.z ? (double *)p.z->data : NULL, .add = r > 0, .work = k.row, .work_bytes = k.row_bytes,
+            .part = room ? k.part + 2 * r : NULL, .first = desc.part.first, .all = desc.part.all };
         if (dt__loss_kernel(op, x, labels, &a) != DT_OK) return NULL;
     }
+    if (room && dt__loss_join(op, x, labels, &p, desc.part, denominator, k.part) != DT_OK) return NULL;
     return dt__loss_end(op, x, w, labels, p, denominator, desc, dt__linear_cross_entropy_back);
 }
 
@@ -5892,8 +5987,8 @@ static int dt__runs_next(dt__runs *r, const int64_t *stride_a, const int64_t *st
 #define DT__FLOAT_KERNELS(X) \
     X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
     X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) X(spread) \
-    X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_back) X(mse) X(mse_back) \
-    X(square_sums) X(adamw) X(sgd)
+    X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) X(cross_entropy_back) X(mse) \
+    X(mse_back) X(square_sums) X(adamw) X(sgd)
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 typedef struct dt__variant {
 #define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
@@ -7451,10 +7546,48 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
+/* The same of some of the columns, up to where the parts must meet. */
+DT__FN dt_status DT__K(cross_entropy_part)(const dt_cross_entropy_args *a) {
+    int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
+    for (size_t r = 0; r < a->rows; r++) {
+        const DT__REAL *x = DT__K(get)(a->dtype, a->logits, (int64_t)r * cols, cols, (DT__REAL *)dt__align64(a->work));
+        int64_t label = a->labels[r], here = label - a->first;
+        double  target = 0;
+        if (label >= a->all) return DT_ERR_ARG;
+        if (label >= 0 && here >= 0 && here < vocab) target = (1 - a->smoothing) * (double)x[here];
+        if (label >= 0 && a->smoothing > 0 && vocab > 0)
+            target += a->smoothing * (DT__K(mean_of)(x, vocab) * ((double)vocab / (double)a->all));
+        a->part[2 * r] = label < 0 ? 0 : vocab > 0 ? DT__K(log_sum_exp)(x, vocab) : -INFINITY;
+        a->part[2 * r + 1] = target;
+    }
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(cross_entropy_join)(const dt_cross_entropy_join_args *a) {
+    double total = 0, squares = 0;
+    for (size_t r = 0; r < a->rows; r++) {
+        double lse = 0, target = 0, max = -INFINITY, sum = 0;
+        for (size_t i = 0; i < a->n; i++)
+            max = a->parts[2 * (i * a->rows + r)] > max ? a->parts[2 * (i * a->rows + r)] : max;
+        for (size_t i = 0; i < a->n && a->labels[r] >= 0; i++) {
+            sum += (double)DT__EXP((DT__REAL)(a->parts[2 * (i * a->rows + r)] - max));
+            target += a->parts[2 * (i * a->rows + r) + 1];
+        }
+        if (a->labels[r] >= 0) lse = max + log(sum);
+        ((DT__REAL *)a->lse)[r] = (DT__REAL)lse;
+        total += lse - target;
+        squares += lse * lse;
+    }
+    *a->loss = total / a->denominator;
+    if (a->z_loss) *a->z_loss = squares / a->denominator;
+    return DT_OK;
+}
+
 DT__FN dt_status DT__K(cross_entropy)(const dt_cross_entropy_args *a) {
     double  total = 0, squares = 0, s = a->smoothing;
     int64_t cols = (int64_t)a->cols, vocab = a->vocab ? (int64_t)a->vocab : cols;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
+    if (a->part) return DT__K(cross_entropy_part)(a);
     for (size_t r = 0; r < a->rows; r++) {
         const DT__REAL *x = DT__K(get)(a->dtype, a->logits, (int64_t)r * cols, cols, (DT__REAL *)dt__align64(a->work));
         int64_t label = a->labels[r];
@@ -7476,20 +7609,19 @@ DT__FN dt_status DT__K(cross_entropy)(const dt_cross_entropy_args *a) {
 
 DT__FN dt_status DT__K(cross_entropy_back)(const dt_cross_entropy_back_args *a) {
     DT__REAL factor = (DT__REAL)(*a->upstream * a->scale);
-    int64_t  cols = (int64_t)a->cols, vocab = a->vocab ? (int64_t)a->vocab : cols;
+    int64_t  cols = (int64_t)a->cols, vocab = a->vocab || a->all ? (int64_t)a->vocab : cols;
+    int64_t  all = a->all ? a->all : vocab;
     if (!a->work || a->work_bytes < dt_row_work(cols, a->dtype) || vocab > cols) return DT_ERR_ARG;
     DT__REAL *d = (DT__REAL *)dt__align64(a->work), *buf = d + cols;
-    DT__REAL off = factor * (DT__REAL)(a->smoothing / (double)vocab), on = factor * (DT__REAL)(1 - a->smoothing);
+    DT__REAL off = factor * (DT__REAL)(a->smoothing / (double)all), on = factor * (DT__REAL)(1 - a->smoothing);
     for (int64_t r = 0; r < (int64_t)a->rows; r++) {
         const DT__REAL *x = DT__K(get)(a->dtype, a->logits, r * cols, cols, buf);
         DT__REAL lse = ((const DT__REAL *)a->lse)[r], scale = factor * (1 + (DT__REAL)(2 * a->z) * lse);
-        int64_t label = a->labels[r];
-        if (label >= vocab) return DT_ERR_ARG;
+        int64_t label = a->labels[r], here = label - a->first;
+        if (label >= all) return DT_ERR_ARG;
         memset(d, 0, (size_t)cols * sizeof *d);
-        if (label >= 0) {
-            for (int64_t c = 0; c < vocab; c++) d[c] = scale * DT__EXP(x[c] - lse) - off;
-            d[label] -= on;
-        }
+        for (int64_t c = 0; c < vocab && label >= 0; c++) d[c] = scale * DT__EXP(x[c] - lse) - off;
+        if (label >= 0 && here >= 0 && here < vocab) d[here] -= on;
         DT__K(give)(a->dtype, a->dlogits, r * cols, cols, d, a->accumulate);
     }
     return DT_OK;

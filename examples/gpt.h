@@ -1,6 +1,6 @@
 /* gpt.h - GPT-2 and Llama as a user of dt writes them: public calls only - public domain or MIT, at your choice
 
-   Include it after dt_zero.h (or dt_tensor.h: it needs no more). Everything is static. Files: gpt_files.h.
+   Include it after dt_zero.h (or dt_parallel.h: it needs no more). Everything is static. Files: gpt_files.h.
 
        gpt        model  = gpt_register(ctx, (gpt_config){ .layers = 4, .width = 128, .heads = 4, .kv_heads = 4,
                                                            .ffn = 512, .seq = 128, .vocab = 256, .tied = 1 });
@@ -30,6 +30,21 @@
 
    and with dropout 4C more for `none` and `selective`: both branches before and after it.
 
+   Layouts: with config.tp heads, hidden units and words are cut over its ranks, with config.sp the tokens too between
+   these regions, with config.cp all tokens: ids, labels, positions and documents are then this rank's (dt_parallel.h,
+   sections 3 and 4). Every rank of both groups calls the same functions. One layer then sends, in bytes for each token
+   of B T/cp tokens and of one rank, S being the bytes of C numbers and t the ranks of tp:
+
+       tp              forward 4 (t-1)/t S         backward the same
+       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S: what a region gathers is gathered again, not kept
+
+   and keeps, in place of the table above, for each of B T/cp tokens in `none`
+
+       GPT-2   tp          4C + 4 + (2C + 2KD + 2F + H)/t      KD/t is at least D
+               tp with sp  (4C + 4)/t + (2C + 2KD + 2F + H)/t
+       Llama   tp          4C + 2 + (3C + 3KD + 3F + H)/t
+               tp with sp  (4C + 2)/t + (3C + 3KD + 3F + H)/t
+
    Letters: B sequences, T tokens of each, V vocabulary, C width, H heads, K heads of keys and values, D = C/H, F feed
    forward. Fewer K than H is grouped-query attention, arXiv:2305.13245. */
 #ifndef GPT_H
@@ -58,6 +73,10 @@ typedef struct gpt_config {
     double   theta;     /* of Llama's positions; 0 -> 10000 */
     double   dropout;   /* in [0,1) */
     double   smoothing; /* of labels, in [0,1): arXiv:1512.00567 */
+    dt_comm *tp;        /* heads, hidden units and words are cut over it; NULL: are not, as below */
+    int      sp;        /* 1: outside of what tp cuts, tokens are cut over tp */
+    dt_comm *cp;        /* tokens are cut over it */
+    int      cp_kind;   /* DT_CP_* */
 } gpt_config;
 
 /* Tensors that a model has not are NULL. */
@@ -81,6 +100,7 @@ typedef struct gpt {
     gpt_layer  layer[GPT_MAX_LAYERS];
     dt_tensor *ln_f_gain, *ln_f_bias;           /* (C) */
     dt_tensor *head;                            /* (V,C) */
+    dt_kv_groups kv;                            /* K over tp */
 } gpt;
 
 /* ==== Parameters ================================================================================================== */
@@ -91,34 +111,34 @@ enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };                  /* which mod
 enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH };     /* initial values; gains and biases do not decay */
 typedef struct gpt_row {
     int         where, models;
-    const char *name, *shape;                   /* the shape: a letter for each dimension */
+    const char *name, *shape;                   /* a letter for each dimension; tp cuts the one behind '/', if any */
     int         kind;
     size_t      at;                             /* of its tensor in gpt, or in gpt_layer */
 } gpt_row;
 
 static const gpt_row gpt_rows[] = {
-    { GPT_BEFORE, GPT_BOTH, "wte.weight", "VC", GPT_MATRIX, offsetof(gpt, wte) },
+    { GPT_BEFORE, GPT_BOTH, "wte.weight", "/VC", GPT_MATRIX, offsetof(gpt, wte) },
     { GPT_BEFORE, GPT_ONLY_2, "wpe.weight", "TC", GPT_PLACE, offsetof(gpt, wpe) },
     { GPT_LAYER, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
     { GPT_LAYER, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.q.weight", "HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.q.bias", "HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.k.weight", "KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.k.bias", "KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.v.weight", "KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.v.bias", "KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.proj.weight", "CC", GPT_BRANCH, offsetof(gpt_layer, attn_proj) },
+    { GPT_LAYER, GPT_BOTH, "attn.q.weight", "/HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.q.bias", "/HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.k.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.k.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.v.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
+    { GPT_LAYER, GPT_ONLY_2, "attn.v.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
+    { GPT_LAYER, GPT_BOTH, "attn.proj.weight", "C/C", GPT_BRANCH, offsetof(gpt_layer, attn_proj) },
     { GPT_LAYER, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, attn_proj_bias) },
     { GPT_LAYER, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
     { GPT_LAYER, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
-    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.weight", "FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
-    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.bias", "F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
-    { GPT_LAYER, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
-    { GPT_LAYER, GPT_BOTH, "mlp.proj.weight", "CF", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
+    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
+    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.bias", "/F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
+    { GPT_LAYER, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2/FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
+    { GPT_LAYER, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
     { GPT_LAYER, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
     { GPT_AFTER, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
     { GPT_AFTER, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
-    { GPT_AFTER, GPT_BOTH, "lm_head.weight", "VC", GPT_MATRIX, offsetof(gpt, head) },
+    { GPT_AFTER, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
 };
 enum { GPT_ROWS = sizeof gpt_rows / sizeof *gpt_rows };
 
@@ -142,8 +162,24 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
 
 static inline dt_shape gpt_shape(gpt_config c, const gpt_row *r) {
     dt_shape s = DT_SCALAR;
-    for (; r->shape[s.nd]; s.nd++) s.d[s.nd] = gpt_size(c, r->shape[s.nd]);
+    for (const char *letter = r->shape; *letter; letter++)
+        if (*letter != '/') s.d[s.nd++] = gpt_size(c, *letter);
     return s;
+}
+
+/* How this parameter lies over tp: cut; copies of which each sees the queries of some heads, or some of the tokens; or
+   the same on all. */
+static inline void gpt_cut(const gpt *m, const gpt_row *r, dt_param_desc *d) {
+    const char *cut = strchr(r->shape, '/');
+    if (dt_comm_size(m->config.tp) == 1) return;
+    if (cut && cut[1] == 'K') {
+        d->cuts[0] = (dt_cut){ m->kv.cut, (int)(cut - r->shape) };
+        d->marks[0] = (dt_mark){ m->kv.copies, DT_PART };
+    } else if (cut) {
+        d->cuts[0] = (dt_cut){ m->config.tp, (int)(cut - r->shape) };
+    } else if (m->config.sp) {
+        d->marks[0] = (dt_mark){ m->config.tp, DT_PART };
+    }
 }
 
 /* Where the model keeps this parameter's tensor. */
@@ -173,6 +209,7 @@ static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
     double        branch = 0.02 / sqrt(2.0 * c.layers); /* so that the sum of 2 L branches stays near 1 */
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch) };
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
+    gpt_cut(m, r, &d);
     *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r), init[r->kind], d);
 }
 
@@ -197,7 +234,8 @@ static inline int gpt_config_bad(gpt_config c) {
         !(c.smoothing >= 0 && c.smoothing < 1);
 }
 
-/* Names every parameter; their memory and values come with dt_zero_make. A config that cannot be fails the context. */
+/* Names every parameter; their memory and values come with dt_zero_make. A config that cannot be fails the context.
+   [collective: tp] */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
     gpt  m = { .config = c, .ctx = ctx };
     char scope[32];
@@ -208,6 +246,11 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             c.dropout, c.smoothing);
         return m;
     }
+    if (c.heads % dt_comm_size(c.tp) != 0) {
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d heads over %d ranks of tp", c.heads, dt_comm_size(c.tp));
+        return m;
+    }
+    m.kv = dt_kv_split(ctx, c.tp, c.kv_heads);
     gpt_register_rows(&m, GPT_BEFORE, 0);
     for (int i = 0; i < c.layers; i++) {
         snprintf(scope, sizeof scope, "h.%d.", i);
@@ -223,13 +266,15 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
 
 /* ==== Forward ===================================================================================================== */
 
-/* The tokens of a forward. All tensors are (B,T) i32; those that are NULL take the value in brackets. */
+/* The tokens of a forward: this rank's T/cp of each sequence, in the order of dt_context_token. All tensors are (B,T/cp)
+   i32; those that are NULL take the value in brackets. */
 typedef struct gpt_tokens {
     dt_tensor *ids;
-    dt_tensor *positions;   /* place in the document: what wpe, rope and the causal mask go by [0, 1, .. T-1] */
+    dt_tensor *positions;   /* place in the document: what wpe, rope and the causal mask go by [place in the sequence] */
     dt_tensor *documents;   /* a number for each of several documents packed into a sequence [one document] */
     dt_tensor *index;       /* place among all tokens of the step, over all ranks: dropout goes by it [0 .. B T - 1] */
     uint64_t   step;        /* from 1: dropout differs from step to step; 0: no dropout, as in evaluation */
+    dt_context *context;    /* with cp, of documents and positions [made from B, T and config.cp_kind] */
 } gpt_tokens;
 
 /* Keys and values of the tokens so far: see Generation. */
@@ -248,6 +293,7 @@ typedef struct gpt_pass {
     int        layer;
     gpt_tokens tokens;
     dt_tensor *positions;   /* tokens.positions, or those in its place */
+    dt_place   outside;     /* how activations lie over tp between its regions */
     gpt_cache *cache;       /* NULL in training */
 } gpt_pass;
 
@@ -270,9 +316,13 @@ static inline dt_tensor *gpt_dropout(const gpt_pass *r, dt_tensor *x, int place)
 /* x + dropout(h w^T + b): one product, if nothing is dropped. */
 static inline dt_tensor *gpt_branch(const gpt_pass *r, dt_tensor *x, dt_tensor *h, dt_tensor *w, dt_tensor *b,
     int place) {
-    if (r->model->config.dropout == 0 || r->tokens.step == 0)
-        return dt_linear_at(h, w, b, (dt_linear_desc){ .residual = x });
-    return dt_add(x, gpt_dropout(r, dt_linear(h, w, b), place));
+    dt_comm *tp = r->model->config.tp;
+    if (r->model->config.dropout == 0 || r->tokens.step == 0) return dt_row_linear(h, w, b, x, tp, r->outside);
+    return dt_add(x, gpt_dropout(r, dt_row_linear(h, w, b, NULL, tp, r->outside), place));
+}
+
+static inline dt_tensor *gpt_enter(const gpt_pass *r, dt_tensor *x) {
+    return dt_tp_enter(x, r->model->config.tp, r->outside);
 }
 
 static inline dt_tensor *gpt_norm(const gpt *m, dt_tensor *x, dt_tensor *gain, dt_tensor *bias) {
@@ -295,12 +345,13 @@ static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *mor
     return all;
 }
 
-/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C): what selective recomputation computes again. */
+/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C/tp): what selective recomputation computes again. H and K
+   are this rank's heads, T this rank's tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass   *r = (const gpt_pass *)user;
     const gpt       *m = r->model;
     const gpt_layer *l = &m->layer[r->layer];
-    dt_tensor *n = gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias);
+    dt_tensor *n = gpt_enter(r, gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias));
     dt_tensor *q = dt_linear(n, l->q, l->q_bias);                                               /* (B,T,H,D) */
     dt_tensor *k = dt_linear(n, l->k, l->k_bias);                                               /* (B,T,K,D) */
     dt_tensor *v = dt_linear(n, l->v, l->v_bias);
@@ -313,11 +364,14 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
         v = gpt_cached(r->cache, &r->cache->v[r->layer], v);
     }
     dt_attn_desc sight = { .positions = r->tokens.positions, .documents = r->tokens.documents };
-    dt_tensor   *heads = dt_attention(q, k, v, sight);                                          /* (B,T,H,D) */
-    return heads ? dt_reshape(heads, x->shape) : NULL;
+    dt_tensor   *heads = r->tokens.context ? dt_context_attention(q, k, v, r->tokens.context)
+                                           : dt_attention(q, k, v, sight);                      /* (B,T,H,D) */
+    if (!heads) return NULL;
+    const int64_t *d = heads->shape.d;
+    return dt_reshape(heads, DT_SHAPE(d[0], d[1], d[2] * d[3]));
 }
 
-/* (B,T,C) -> (B,T,F) */
+/* (B,T,C) -> (B,T,F/tp) */
 static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor *n) {
     if (m->config.arch == GPT_LLAMA) return dt_swiglu(dt_linear(n, l->gate_up, NULL));          /* of (B,T,2,F) */
     return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
@@ -332,7 +386,7 @@ static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
                                          : gpt_heads(x, user);
     x = gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * r->layer);
     dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias);
-    return gpt_branch(r, x, gpt_hidden(m, l, n), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * r->layer);
+    return gpt_branch(r, x, gpt_hidden(m, l, gpt_enter(r, n)), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * r->layer);
 }
 
 /* The layers that are recomputed together, from the first one on. */
@@ -344,27 +398,59 @@ static inline dt_tensor *gpt_group_forward(dt_tensor *x, void *user) {
     return x;
 }
 
-/* 0, 1, .. T-1 for each of B sequences */
-static inline dt_tensor *gpt_positions(dt_ctx *ctx, int64_t B, int64_t T) {
-    int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at);
+/* The place of each of this rank's T tokens in its sequence, for each of B sequences; or among the tokens of all B. */
+static inline dt_tensor *gpt_token_places(const gpt *m, int64_t B, int64_t T, int among_all) {
+    int      c = dt_comm_size(m->config.cp);
+    int32_t *at = (int32_t *)malloc((size_t)(B * T) * sizeof *at + 1);
     if (!at) {
-        dt_fail(ctx, DT_ERR_MEM, "gpt_positions: %lld sequences of %lld tokens", (long long)B, (long long)T);
+        dt_fail(m->ctx, DT_ERR_MEM, "gpt_token_places: %lld sequences of %lld tokens", (long long)B, (long long)T);
         return NULL;
     }
-    for (int64_t i = 0; i < B * T; i++) at[i] = (int32_t)(i % T);
-    dt_tensor *positions = dt_input(ctx, DT_I32, DT_SHAPE(B, T), at);
+    for (int64_t i = 0; i < B * T; i++)
+        at[i] = (int32_t)(dt_context_token(m->config.cp_kind, T * c, c, dt_comm_rank(m->config.cp), i % T) +
+            (among_all ? i / T * T * c : 0));
+    dt_tensor *places = dt_input(m->ctx, DT_I32, DT_SHAPE(B, T), at);
     free(at);
-    return positions;
+    return places;
 }
 
-/* All up to the head: tokens (B,T) -> (B,T,C) */
-static inline dt_tensor *gpt_trunk(gpt *m, gpt_tokens t, gpt_cache *cache) {
-    gpt_pass r = { .model = m, .tokens = t, .positions = t.positions, .cache = cache };
-    if (!t.ids) return NULL;
-    if (!r.positions) r.positions = gpt_positions(m->ctx, t.ids->shape.d[0], t.ids->shape.d[1]);
-    dt_tensor *x = dt_embedding(m->wte, t.ids);
-    if (m->config.arch == GPT_GPT2) x = dt_add(x, dt_embedding(m->wpe, r.positions));
-    x = gpt_dropout(&r, x, 0);
+/* Tokens (B,T) -> (B,T,C): a block, so that what tp sums is gone when it has been summed. */
+static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
+    const gpt_pass *r = (const gpt_pass *)user;
+    gpt            *m = r->model;
+    (void)x;
+    x = dt_vocab_embedding(m->wte, r->tokens.ids, m->config.tp, r->outside);
+    if (m->config.arch == GPT_GPT2) {
+        dt_tensor *here = dt_redistribute(r->positions, m->config.tp, DT_REPLICATE, r->outside);
+        x = dt_add(x, dt_embedding(m->wpe, here));
+    }
+    return gpt_dropout(r, x, 0);
+}
+
+/* What the tokens leave open; which of them dropout sees here. */
+static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
+    gpt_pass r = { .model = m, .tokens = t, .positions = t.positions, .outside = DT_REPLICATE, .cache = cache };
+    int64_t  B = t.ids->shape.d[0], T = t.ids->shape.d[1];
+    if (m->config.sp && dt_comm_size(m->config.tp) > 1 && !cache) r.outside = DT_SHARD(1);
+    if (!r.positions) r.positions = gpt_token_places(m, B, T, 0);
+    if (dt_comm_size(m->config.cp) > 1 && (t.documents || t.positions) && !t.context && !cache)
+        dt_fail(m->ctx, DT_ERR_ARG, "gpt: under cp documents and positions come with a context of all ranks' tokens");
+    if (dt_comm_size(m->config.cp) > 1 && !cache && !t.context) {
+        dt_context_desc d = { .kind = m->config.cp_kind, .batch = B, .tokens = T * dt_comm_size(m->config.cp) };
+        r.tokens.context = dt_context_make(m->ctx, m->config.cp, d);
+    }
+    if (m->config.dropout > 0 && t.step) {
+        if (!t.index) r.tokens.index = gpt_token_places(m, B, T, 1);
+        r.tokens.index = dt_redistribute(r.tokens.index, m->config.tp, DT_REPLICATE, r.outside);
+    }
+    return r;
+}
+
+/* All up to the head: tokens (B,T) -> (B,T,C), or its part of T under sp */
+static inline dt_tensor *gpt_trunk(gpt_pass r) {
+    gpt       *m = r.model;
+    int        block = dt_comm_size(m->config.tp) > 1;
+    dt_tensor *x = block ? dt_block(m->ctx, gpt_embed, NULL, &r) : gpt_embed(NULL, &r);
     for (int n; r.layer < m->config.layers; r.layer += n) {
         int group = m->layer[r.layer].group;
         n = group > 1 ? group : 1;
@@ -374,14 +460,29 @@ static inline dt_tensor *gpt_trunk(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias);
 }
 
+/* (..,C) -> (..,V): tp gathers the parts of the vocabulary. */
+static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
+    const gpt *m = r->model;
+    x = dt_linear(gpt_enter(r, x), m->head, NULL);
+    if (!x || dt_comm_size(m->config.tp) == 1) return x;
+    int last = x->shape.nd - 1;
+    return dt_slice(dt_redistribute(x, m->config.tp, DT_SHARD(last), DT_REPLICATE), last, 0, m->config.vocab);
+}
+
 /* tokens (B,T) -> (B,T,V) */
-static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) { return dt_linear(gpt_trunk(m, t, NULL), m->head, NULL); }
+static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
+    if (!t.ids) return NULL;
+    gpt_pass r = gpt_pass_of(m, t, NULL);
+    return gpt_head(&r, gpt_trunk(r));
+}
 
 /* tokens, labels (B,T) i32 -> the sum of cross-entropies over labels >= 0, divided by denominator. The logits are never
    all in memory. */
 static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
-    return dt_linear_cross_entropy(gpt_trunk(m, t, NULL), m->head, labels, denominator, d);
+    if (!t.ids) return NULL;
+    gpt_pass r = gpt_pass_of(m, t, NULL);
+    return dt_vocab_linear_cross_entropy(gpt_trunk(r), m->head, labels, denominator, d, m->config.tp, r.outside);
 }
 
 /* The same of ids (B,T) alone: no dropout, no smoothing. */
@@ -395,6 +496,8 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 /* Keys and values do not depend on later tokens. So those of the tokens so far are kept, and a new token costs one row
    of every product and one query: 2 L seq K D numbers are kept, and nothing is allocated for a token. They are written
    in place, into memory made once; joining tensors instead would copy all of them for every token.
+   [collective: tp] Each rank keeps its heads' keys and values, and draws the same token from the same logits. Ranks of
+   cp need not work together, since each sees all tokens: any one of them can.
    Between gpt_cache_open and gpt_cache_close the context records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;
@@ -408,7 +511,7 @@ static inline void gpt_cache_close(gpt_cache *c) {
 static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     gpt_config g = m->config;
     int64_t    D = g.width / g.heads;
-    size_t     one = (size_t)g.seq * (size_t)(g.kv_heads * D) * dt_dtype_size(g.dtype);
+    size_t     one = (size_t)g.seq * (size_t)(m->kv.heads * D) * dt_dtype_size(g.dtype);
     memset(c, 0, sizeof *c);
     c->model = m;
     c->bytes = 2 * one * (size_t)g.layers;
@@ -438,10 +541,11 @@ static inline dt_tensor *gpt_cache_next(gpt_cache *c, const int32_t *ids, int n)
     }
     gpt_tokens t = { .ids = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), ids) };
     t.positions = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), c->positions + c->have);
-    dt_tensor *x = gpt_trunk(m, t, c);                                                          /* (1,n,C) */
+    if (!t.ids) return NULL;
+    gpt_pass   r = gpt_pass_of(m, t, c);
+    dt_tensor *x = gpt_trunk(r);                                                                /* (1,n,C) */
     c->have += n;
-    x = x ? dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1) : NULL;
-    x = dt_linear(x, m->head, NULL);
+    x = x ? gpt_head(&r, dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1)) : NULL;
     return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
 }
 

@@ -11,7 +11,7 @@
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
-#include "../dt_tensor.h"
+#include "../dt_parallel.h"
 #include "../examples/gpt.h"
 #include "../examples/gpt_files.h"
 #include "check.h"
@@ -416,29 +416,16 @@ static void configs(void) {
 
 // ==== 5. Cut parameters =============================================================================================
 
-/* Which dimension of a parameter is cut as tensor parallelism does; -1: none. */
-static int cut_dim(const gpt_row *r) {
-    if (strchr("HKFV", r->shape[0])) return 0;
-    if (strcmp(r->name, "mlp.gate_up.weight") == 0 || r->kind == GPT_BRANCH) return 1;
-    return -1;
-}
-
 /* Registered and loaded as rank `part` of two; each number is that of the whole model at the same global index. */
 static void cut_load(const char *file, int part) {
     dt_ctx    *a = make_ctx(), *b = make_ctx();
     dt_group   two = { part, 2 };
     gpt_config c = gpt_config_from(a, path_of(golden_folder, file));
-    gpt        whole = gpt_register(a, c), cut = { .config = c, .ctx = b };
+    gpt        whole = gpt_register(a, c);
     int        cuts = 0, wrong = 0;
+    c.tp = (dt_comm *)&two;
+    gpt        cut = gpt_register(b, c);
     gpt_load(&whole, path_of(golden_folder, file));
-    for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        for (int i = 0; gpt_has(c, r) && i < (r->where == GPT_LAYER ? c.layers : 1); i++) {
-            dt_param_desc d = { .dtype = c.dtype };
-            char          name[64];
-            snprintf(name, sizeof name, r->where == GPT_LAYER ? "h.%d.%s" : "%.0d%s", i, r->name);
-            if (cut_dim(r) >= 0) d.cuts[0] = (dt_cut){ (dt_comm *)&two, cut_dim(r) };
-            *gpt_slot(&cut, r, i) = dt_param_at(b, name, gpt_shape(c, r), DT_ZEROS, d);
-        }
     gpt_load(&cut, path_of(golden_folder, file));
     for (int p = 0; p < dt_param_count(b); p++) {
         const dt_tensor *x = dt_param_get(a, p), *y = dt_param_find(b, x->name);

@@ -9,7 +9,7 @@
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
-#include "../dt_tensor.h"
+#include "../dt_parallel.h"
 #include "check.h"
 #include "golden/golden.h"
 #include "meter.h"
