@@ -578,6 +578,7 @@ static dt_tensor *dt__place_new(dt_tensor *x, dt_comm *comm, dt_place from, dt_p
         return NULL;
     }
     int free_of_copy = dt__place_find(from, to)->move == dt__move_identity;
+    again = again && (x->needs_grad || ctx->no_grad); /* else nobody records how to move it again */
     ctx->brief += again;
     dt_tensor *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
     ctx->brief -= again;

@@ -7,7 +7,10 @@
    failing case is shrunk: every field is moved to its simplest value while the case still fails, and one command that
    repeats it is printed.
 
-       test_matrix [--cases N] [--seed S]       N random cases (every value of every field appears, see main)
+   In f64 every factoring of 1 to 12 ranks into dp x tp x cp is a case, and dp 2 x tp 2 x cp 4 with sp; any two values of
+   two fields meet in one, or no draw with both can be (counted by its rule: arithmetic only). Other types follow.
+
+       test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/4 in other types
        test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest value */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -21,8 +24,9 @@
 // ==== Cases =========================================================================================================
 
 typedef struct spec {
-    int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, type;
-    int dp, ep, tp, accum, micro, stage, optimizer, clip, bucket, freeze, split, recompute, steps;
+    int dp, tp, cp;
+    int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
+    int ep, sp, kind, accum, micro, stage, optimizer, clip, bucket, freeze, split, recompute, steps;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
@@ -30,18 +34,21 @@ enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
 enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 
-/* Parser, printer, generator and shrinker all read this table. The first value is the simplest. */
-typedef struct field { const char *name; size_t at; int n; int values[6]; } field;
+/* Parser, printer, generator and shrinker all read this table. The first value is the simplest. heads: of one rank of
+   tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp. */
+typedef struct field { const char *name; size_t at; int n; int values[8]; } field;
 #define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
 #define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
 static const field fields[] = {
-    F(model, MODEL_GPT, MODEL_OWN), F(llama, 0, 1), F(layers, 1, 2, 3), F(heads, 1, 2, 3, 4), F(dim, 1, 2, 3, 5),
-    F(gqa, 0, 1), F(ffn, 1, 4, 7, 16), F(seq, 1, 3, 8), F(vocab, 2, 5, 17, 31), F(tied, 0, 1), F(dropout, 0, 1),
-    F(smoothing, 0, 1), F(ignore, 0, 1), F(type, TYPE_F64, TYPE_F32, TYPE_BF16, TYPE_F16),
-    F(dp, 1, 2, 3, 4, 5, 8), F(ep, 1, 2, 3), F(tp, 1, 2, 3), F(accum, 1, 2, 3), F(micro, 1, 2), F(stage, 0, 1),
-    F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN), F(clip, 0, 1), F(bucket, 0, 64, 4096),
-    F(freeze, 0, 1), F(split, 0, 1), F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3),
-    F(steps, 1, 3),
+    F(dp, 1, 2, 3, 4, 5, 8), F(tp, 1, 2, 3, 4), F(cp, 1, 2, 3, 4), /* the generator draws these three together */
+    F(model, MODEL_GPT, MODEL_OWN), F(llama, 0, 1), F(layers, 1, 2, 3), F(heads, 1, 2, 3, 4),
+    F(dim, 1, 2, 3, 4), F(gqa, 1, 2, 3, 4), F(ffn, 1, 4, 7, 16), F(seq, 1, 2, 3, 8), F(vocab, 2, 5, 17, 31),
+    F(tied, 0, 1), F(dropout, 0, 1), F(smoothing, 0, 1), F(ignore, 0, 1), F(docs, 0, 1),
+    F(type, TYPE_F64, TYPE_F32, TYPE_BF16, TYPE_F16),
+    F(ep, 1, 2, 3), F(sp, 0, 1), F(kind, DT_CP_RING, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES), F(accum, 1, 2, 3),
+    F(micro, 1, 2), F(stage, 0, 1), F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN), F(clip, 0, 1),
+    F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
+    F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 3),
 };
 enum { FIELDS = sizeof fields / sizeof *fields };
 
@@ -77,13 +84,37 @@ static int parse_spec(const char *text, spec *s) {
     return 1;
 }
 
-/* Why a draw is no case: arithmetic, or what a later version brings; NULL if it is one. */
-static const char *refusal(spec s) {
-    if (s.model == MODEL_GPT && s.tp > 1) return "tensor parallel GPT layers are not in this version";
-    if (s.dp * s.ep * s.tp > 16) return "more than 16 ranks";
-    if (s.gqa && s.heads % 2 != 0) return "two query heads share one key head: heads must be even";
-    if (s.model == MODEL_GPT && s.llama && s.dim % 2 != 0) return "positions turn pairs: a head's width must be even";
-    return NULL;
+static int ranks_of(spec s) { return s.dp * s.ep * s.tp * s.cp; }
+static int heads_of(spec s) { return s.heads * s.tp; }
+static int tokens_of(spec s) { return s.seq * s.cp * (s.sp ? s.tp : 1); }
+
+/* The same case on one rank: the sizes of its model stay. */
+static spec alone_of(spec s) {
+    spec a = s;
+    a.micro = s.dp * s.ep * s.accum * s.micro;
+    a.heads = heads_of(s);
+    a.seq = tokens_of(s);
+    a.dp = a.ep = a.tp = a.cp = a.accum = 1;
+    a.stage = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
+    return a;
+}
+
+/* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
+enum { RULES = 7 };
+static const char *const rules[RULES] = { "none", "more than 16 ranks", "keys over tp", "heads shared by keys",
+    "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses" };
+
+static int refusal(spec s) {
+    char why[300];
+    int  kv = heads_of(s) / s.gqa, gpt = s.model == MODEL_GPT;
+    if (ranks_of(s) > 16) return 1;
+    if (heads_of(s) % s.gqa != 0) return 3;
+    if (gpt && kv % s.tp != 0 && s.tp % kv != 0) return 2;
+    if (gpt && s.llama && s.dim % 2 != 0) return 4;
+    int keys = (kv + s.tp - 1) / s.tp, ulysses = s.kind == DT_CP_ULYSSES;
+    if (!ulysses && dt_context_check(s.kind, tokens_of(s), s.cp, 1, 1, why, sizeof why) != DT_OK) return 5;
+    if (ulysses && gpt && dt_context_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK) return 6;
+    return 0;
 }
 
 // ==== Models ========================================================================================================
@@ -92,6 +123,7 @@ typedef struct own_model { /* no GPT: squares and linear layers over real number
     dt_ctx    *ctx;
     int        layers, width, hidden;
     dt_comm   *tp;
+    dt_place   outside;
     dt_tensor *up[3], *up_bias[3], *down[3], *down_bias[3];
 } own_model;
 
@@ -127,20 +159,22 @@ static dt_tensor *square(dt_tensor *x) {
 }
 
 static own_model own_register(dt_ctx *ctx, spec s, dt_comm *tp) {
-    own_model m = { .ctx = ctx, .layers = s.layers, .width = s.heads * s.dim, .hidden = s.ffn, .tp = tp };
+    own_model m = { .ctx = ctx, .layers = s.layers, .width = heads_of(s) * s.dim, .hidden = s.ffn, .tp = tp,
+        .outside = s.sp ? DT_SHARD(1) : DT_REPLICATE };
     dt_param_desc plain = { .dtype = type_of(s) };
     for (int l = 0; l < m.layers; l++) {
         char scope[16];
         int  out = l + 1 < m.layers ? m.width : OUT;
         snprintf(scope, sizeof scope, "l.%d.", l);
         dt_scope(ctx, scope);
-        dt_param_desc row = plain, column = plain;
+        dt_param_desc row = plain, column = plain, bias = plain;
         row.cuts[0].comm = column.cuts[0].comm = tp;
         column.cuts[0].dim = 1;
+        if (s.sp) bias.marks[0] = (dt_mark){ tp, DT_PART };
         m.up[l] = dt_param_at(ctx, "up", DT_SHAPE(m.hidden, m.width), DT_NORMAL(0.8 / sqrt(m.width)), row);
         m.up_bias[l] = dt_param_at(ctx, "up_bias", DT_SHAPE(m.hidden), DT_UNIFORM(0.5), row);
         m.down[l] = dt_param_at(ctx, "down", DT_SHAPE(out, m.hidden), DT_NORMAL(0.8 / sqrt(m.hidden)), column);
-        m.down_bias[l] = dt_param_at(ctx, "down_bias", DT_SHAPE(out), DT_UNIFORM(0.5), plain);
+        m.down_bias[l] = dt_param_at(ctx, "down_bias", DT_SHAPE(out), DT_UNIFORM(0.5), bias);
     }
     dt_scope(ctx, NULL);
     return m;
@@ -148,14 +182,12 @@ static own_model own_register(dt_ctx *ctx, spec s, dt_comm *tp) {
 
 typedef struct own_layer { own_model *model; int l, recompute; } own_layer;
 
-/* Column then row parallel: one all-reduce forward, one backward; the row bias is added once, after the sum. Overhang
-   of a hidden size that tp does not divide is zero weights in and out. */
+/* Column then row parallel. Overhang of a hidden size that tp does not divide is zero weights in and out. */
 static dt_tensor *own_layer_forward(dt_tensor *x, void *user) {
     own_model *m = ((own_layer *)user)->model;
     int        l = ((own_layer *)user)->l;
-    x = dt_redistribute(x, m->tp, DT_REPLICATE, DT_COPY);
-    dt_tensor *h = square(dt_linear(x, m->up[l], m->up_bias[l]));
-    return dt_add(dt_redistribute(dt_linear(h, m->down[l], NULL), m->tp, DT_PARTIAL, DT_REPLICATE), m->down_bias[l]);
+    dt_tensor *h = square(dt_column_linear(x, m->up[l], m->up_bias[l], (dt_linear_desc){ 0 }, m->tp, m->outside));
+    return dt_row_linear(h, m->down[l], m->down_bias[l], NULL, m->tp, m->outside);
 }
 
 /* The layer's user is a local variable, which is gone when a block runs again. */
@@ -191,7 +223,7 @@ static double noise(int64_t a, int64_t b) {
 
 // ==== One training run ==============================================================================================
 
-enum { MAX_STEPS = 3, MAX_VALUES = 40000 };
+enum { MAX_STEPS = 3, MAX_VALUES = 600000 };
 
 /* Where the ranks of one run leave what is compared: full logical tensors, filled box by box. */
 typedef struct result {
@@ -206,7 +238,9 @@ typedef struct result {
 
 /* Copies this rank's box of a parameter into the full tensor. Of equal copies one rank leaves its own. */
 static void leave(const dt_tensor *t, const void *local, dt_dtype dtype, double *full, const dt_mesh *mesh) {
-    if (mesh->replica != 0 || (mesh->at.tp != 0 && !t->param->desc.cuts[0].comm)) return;
+    const dt_param_desc *d = &t->param->desc;
+    int copy = d->cuts[0].comm ? d->marks[0].comm ? dt_comm_rank(d->marks[0].comm) : 0 : mesh->at.tp;
+    if (mesh->replica != 0 || mesh->at.cp != 0 || copy != 0) return;
     dt__box_walk walk = dt__box_begin(t->param->full, t->param->box);
     while (dt__box_next(&walk))
         for (int64_t i = 0; i < walk.run; i++)
@@ -253,32 +287,43 @@ static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
         .bucket_bytes = (size_t)s.bucket, .update = adagrad, .states = 1 };
 }
 
-typedef struct batch { /* of one replica and step: all micro-batches */
-    int32_t *ids, *labels;      /* (accum, micro, seq) */
-    int32_t *index;             /* the same: each token's place among those of the step over all ranks */
-    double  *x, *y;             /* (accum, micro, width), (accum, micro, OUT) */
+typedef struct batch { /* of one replica and step: all micro-batches; (accum, micro, seq) of whole sequences */
+    int32_t *ids, *labels;
+    int32_t *index;             /* each token's place among those of the step over all ranks */
+    int32_t *position, *document;
+    int32_t *cut;               /* (micro, seq) for one of these as this rank of cp has it */
+    double  *x, *y;             /* (accum, micro, seq, width), (accum, micro, seq, OUT) */
     double   labels_in_step;
 } batch;
 
+static void fill_sequence(batch *b, spec s, int64_t at, int64_t q, int64_t k) {
+    int width = heads_of(s) * s.dim, start = 0, document = 0;
+    for (int t = 0; t < tokens_of(s); t++) {
+        int64_t i = at * tokens_of(s) + t;
+        if (s.docs && t > 0 && noise(q, 7000 + t) < -0.5) start = t, document++;
+        b->position[i] = t - start;
+        b->document[i] = document;
+        b->index[i] = (int32_t)(k * tokens_of(s) + t);
+        b->ids[i] = (int32_t)((noise(q, t) + 1) / 2 * s.vocab);
+        b->labels[i] = (int32_t)((noise(q, t + 1) + 1) / 2 * s.vocab);
+        if (s.ignore && noise(q, 5000 + t) < -0.3 + 0.2 * (double)(q % 3)) b->labels[i] = -1;
+        for (int c = 0; c < width; c++) b->x[i * width + c] = noise(q, 10000 + t * 100 + c);
+        for (int c = 0; c < OUT; c++) b->y[i * OUT + c] = noise(q, 20000 + t * 100 + c);
+    }
+    if (s.ignore && q == 0) b->labels[at * tokens_of(s)] = 0; /* not every label of a step is ignored */
+}
+
 static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
-    int      width = s.heads * s.dim;
     dt_order order = { 7, (int64_t)s.dp * s.ep * s.accum * s.micro, s.micro, mesh->replicas };
     for (int j = 0; j < s.accum; j++)
-        for (int i = 0; i < s.micro; i++) {
-            int64_t q = dt_order_sequence(order, step, j, mesh->replica, i), at = (int64_t)j * s.micro + i;
-            int64_t k = ((int64_t)j * mesh->replicas + mesh->replica) * s.micro + i; /* which sequence of the step */
-            for (int t = 0; t < s.seq; t++) {
-                b->index[at * s.seq + t] = (int32_t)(k * s.seq + t);
-                b->ids[at * s.seq + t] = (int32_t)((noise(q, t) + 1) / 2 * s.vocab);
-                b->labels[at * s.seq + t] = (int32_t)((noise(q, t + 1) + 1) / 2 * s.vocab);
-                if (s.ignore && noise(q, 5000 + t) < -0.3 + 0.2 * (double)(q % 3)) b->labels[at * s.seq + t] = -1;
-            }
-            if (s.ignore && q == 0) b->labels[at * s.seq] = 0; /* not every label of a step is ignored */
-            for (int k = 0; k < width; k++) b->x[at * width + k] = noise(q, 10000 + k);
-            for (int k = 0; k < OUT; k++) b->y[at * OUT + k] = noise(q, 20000 + k);
-        }
-    b->labels_in_step = dt_tokens(mesh->data, b->labels, (size_t)(s.accum * s.micro * s.seq));
-    if (b->labels_in_step < 1) b->labels_in_step = 1; /* a step without a label: the loss is zero */
+        for (int i = 0; i < s.micro; i++)
+            fill_sequence(b, s, (int64_t)j * s.micro + i, dt_order_sequence(order, step, j, mesh->replica, i),
+                ((int64_t)j * mesh->replicas + mesh->replica) * s.micro + i);
+    double here = 0; /* this rank's part of the labels, as a program that cuts its data by cp has them */
+    for (int64_t i = 0; i < s.accum * s.micro * tokens_of(s); i++) here += b->labels[i] >= 0;
+    if (mesh->at.cp != 0) here = 0;
+    dt_sum_doubles(mesh->data, &here, 1);
+    b->labels_in_step = here < 1 ? 1 : here; /* a step without a label: the loss is zero */
 }
 
 static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *host) {
@@ -287,18 +332,55 @@ static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *
     return t;
 }
 
-static dt_tensor *forward(dt_ctx *ctx, spec s, gpt *g, own_model *own, const batch *b, int step, int j) {
-    int64_t first = (int64_t)j * s.micro;
-    if (s.model == MODEL_GPT) {
-        dt_shape   shape = DT_SHAPE(s.micro, s.seq);
-        gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + first * s.seq), .step = (uint64_t)step };
-        t.index = dt_input(ctx, DT_I32, shape, b->index + first * s.seq);
-        return gpt_loss_at(g, t, dt_input(ctx, DT_I32, shape, b->labels + first * s.seq), b->labels_in_step);
+/* One number a token of a micro-batch, as this rank of cp has them. */
+static dt_tensor *cut_input(dt_ctx *ctx, spec s, const batch *b, dt_comm *cp, const int32_t *whole) {
+    dt_context_cut(s.kind, s.micro, tokens_of(s), cp, whole, b->cut);
+    return dt_input(ctx, DT_I32, DT_SHAPE(s.micro, tokens_of(s) / dt_comm_size(cp)), b->cut);
+}
+
+/* The same of all ranks, one after the other. */
+static void cut_all(spec s, const int32_t *whole, int32_t *out) {
+    for (int64_t i = 0; i < s.micro * tokens_of(s); i++) {
+        int64_t own = tokens_of(s) / s.cp, t = i % tokens_of(s);
+        out[i] = whole[i / tokens_of(s) * tokens_of(s) + dt_context_token(s.kind, tokens_of(s), s.cp, (int)(t / own), t % own)];
     }
-    dt_tensor *x = real_input(ctx, s, DT_SHAPE(s.micro, own->width), b->x + first * own->width);
-    x = own_forward(x, own, s.recompute);
-    dt_tensor *y = real_input(ctx, s, DT_SHAPE(s.micro, OUT), b->y + first * OUT);
-    return dt_mse(x, y, (double)s.dp * s.ep * s.accum * s.micro * OUT);
+}
+
+static dt_tensor *own_loss(dt_ctx *ctx, spec s, own_model *own, const batch *b, int64_t first, const dt_mesh *mesh) {
+    int64_t    T = tokens_of(s) / s.cp;
+    double    *x = (double *)malloc((size_t)(s.micro * T * (own->width + OUT)) * sizeof *x);
+    double    *y = x + s.micro * T * own->width;
+    for (int64_t i = 0; i < s.micro * T; i++) {
+        int64_t from = (first + i / T) * tokens_of(s) + dt_context_token(s.kind, tokens_of(s), s.cp, mesh->at.cp, i % T);
+        memcpy(x + i * own->width, b->x + from * own->width, (size_t)own->width * sizeof *x);
+        memcpy(y + i * OUT, b->y + from * OUT, OUT * sizeof *y);
+    }
+    dt_tensor *in = real_input(ctx, s, DT_SHAPE(s.micro, T, own->width), x);
+    dt_tensor *out = own_forward(dt_redistribute(in, own->tp, DT_REPLICATE, own->outside), own, s.recompute);
+    out = dt_redistribute(out, own->tp, own->outside, DT_REPLICATE);
+    dt_tensor *loss = dt_mse(out, real_input(ctx, s, DT_SHAPE(s.micro, T, OUT), y),
+        (double)s.dp * s.ep * s.accum * s.micro * tokens_of(s) * OUT);
+    free(x);
+    return loss;
+}
+
+static dt_tensor *forward(dt_ctx *ctx, spec s, gpt *g, own_model *own, const batch *b, int step, int j,
+    const dt_mesh *mesh) {
+    int64_t first = (int64_t)j * s.micro, at = first * tokens_of(s);
+    if (s.model == MODEL_OWN) return own_loss(ctx, s, own, b, first, mesh);
+    gpt_tokens t = { .ids = cut_input(ctx, s, b, mesh->cp, b->ids + at), .step = (uint64_t)step };
+    t.index = cut_input(ctx, s, b, mesh->cp, b->index + at);
+    if (s.docs) {
+        t.positions = cut_input(ctx, s, b, mesh->cp, b->position + at);
+        t.documents = cut_input(ctx, s, b, mesh->cp, b->document + at);
+        int32_t *all = (int32_t *)malloc((size_t)(2 * s.micro * tokens_of(s)) * sizeof *all);
+        cut_all(s, b->position + at, all);
+        cut_all(s, b->document + at, all + s.micro * tokens_of(s));
+        t.context = dt_context_make(ctx, mesh->cp, (dt_context_desc){ .kind = s.kind, .batch = s.micro, .tokens = tokens_of(s),
+            .positions = all, .documents = all + s.micro * tokens_of(s) });
+        free(all);
+    }
+    return gpt_loss_at(g, t, cut_input(ctx, s, b, mesh->cp, b->labels + at), b->labels_in_step);
 }
 
 static void train_step(dt_ctx *ctx, result *r, gpt *g, own_model *own, const dt_mesh *mesh, dt_zero *zero, batch *b,
@@ -308,7 +390,7 @@ static void train_step(dt_ctx *ctx, result *r, gpt *g, own_model *own, const dt_
     fill_batch(b, s, mesh, step);
     for (int j = 0; j < s.accum; j++) {
         dt_micro(ctx, j, s.accum);
-        dt_tensor *l = forward(ctx, s, g, own, b, step, j);
+        dt_tensor *l = forward(ctx, s, g, own, b, step, j, mesh);
         if (s.split) {
             dt_backward_input(l);
             dt_backward_weight(l);
@@ -328,15 +410,16 @@ static void train_step(dt_ctx *ctx, result *r, gpt *g, own_model *own, const dt_
 static dt_status rank_main(dt_ctx *ctx, void *user) {
     result   *r = (result *)user;
     spec      s = r->s;
-    dt_mesh   mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = s.dp, .tp = s.tp, .ep = s.ep });
+    dt_mesh   mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = s.dp, .tp = s.tp, .cp = s.cp, .ep = s.ep });
     gpt       g = { 0 };
     own_model own = { 0 };
-    int        kv_heads = s.gqa ? s.heads / 2 : s.heads;
-    gpt_config config = { .layers = s.layers, .width = s.heads * s.dim, .heads = s.heads, .kv_heads = kv_heads,
-        .ffn = s.ffn, .seq = s.seq, .vocab = s.vocab, .tied = s.tied, .dtype = type_of(s),
+    int        kv_heads = heads_of(s) / s.gqa;
+    gpt_config config = { .layers = s.layers, .width = heads_of(s) * s.dim, .heads = heads_of(s), .kv_heads = kv_heads,
+        .ffn = s.ffn, .seq = tokens_of(s), .vocab = s.vocab, .tied = s.tied, .dtype = type_of(s),
         .recompute = s.recompute < REC_FULL ? s.recompute : GPT_RECOMPUTE_FULL,
         .recompute_every = s.recompute < REC_FULL ? 0 : s.recompute - 1, .arch = s.llama ? GPT_LLAMA : GPT_GPT2,
-        .dropout = s.dropout ? 0.3 : 0, .smoothing = s.smoothing ? 0.2 : 0 };
+        .dropout = s.dropout ? 0.3 : 0, .smoothing = s.smoothing ? 0.2 : 0, .tp = mesh.tp, .sp = s.sp, .cp = mesh.cp,
+        .cp_kind = s.kind };
     if (s.model == MODEL_GPT) g = gpt_register(ctx, config);
     else own = own_register(ctx, s, mesh.tp);
     if (s.freeze && dt_param_count(ctx) > 2) { /* as dt_param_at(.frozen = 1), on a model that has no such option */
@@ -357,18 +440,17 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
         }
     }
     dt_barrier(dt_world(ctx));
-    size_t n = (size_t)(s.accum * s.micro), width = (size_t)(s.heads * s.dim);
-    batch  b = { (int32_t *)calloc(n * (size_t)s.seq, 4), (int32_t *)calloc(n * (size_t)s.seq, 4),
-        (int32_t *)calloc(n * (size_t)s.seq, 4), (double *)calloc(n * width, 8), (double *)calloc(n * OUT, 8), 0 };
+    size_t   n = (size_t)(s.accum * s.micro * tokens_of(s)), width = (size_t)(heads_of(s) * s.dim);
+    int32_t *numbers = (int32_t *)calloc(6 * n, sizeof *numbers);
+    batch    b = { numbers, numbers + n, numbers + 2 * n, numbers + 3 * n, numbers + 4 * n, numbers + 5 * n,
+        (double *)calloc(n * width, 8), (double *)calloc(n * OUT, 8), 0 };
     for (int step = 1; step <= s.steps && dt_error(ctx) == DT_OK; step++) {
         train_step(ctx, r, &g, &own, &mesh, zero, &b, step);
         if (step == 1 && dt_error(ctx) == DT_OK) leave_states(ctx, zero, r, &mesh);
     }
     for (int i = 0; i < dt_param_count(ctx); i++)
         leave(dt_param_get(ctx, i), dt_param_get(ctx, i)->data, type_of(s), r->value + r->first[i], &mesh);
-    free(b.ids);
-    free(b.labels);
-    free(b.index);
+    free(numbers);
     free(b.x);
     free(b.y);
     return dt_error(ctx);
@@ -430,7 +512,7 @@ static void shares(const result *r, double norm, double *scale) {
    because differences grow. With bf16 and f16, gradients of parameters, their sums over micro-batches and ranks, and
    the state are f32, and a row's activations have the same bits in any batch: what comes from them is held to 1e-5 as
    well. Three things are rounded to 16 bits elsewhere than on one rank, each by at most u = 2^-8 or 2^-11: partial sums
-   over tp; the gradient of the positions, an activation that repeats over the batch, which is rounded once a
+   over tp or cp; the gradient of the positions, an activation that repeats over the batch, which is rounded once a
    micro-batch; and a parameter whose master lies so near the middle of two numbers that the last digit of f32 decides.
    Cancellation makes a bound from u alone useless, so these are held to 4 u: random cases differed by 1.1 u at most. */
 static double loose(spec s) { return s.type == TYPE_BF16 ? 4 / 256.0 : 4 / 2048.0; }
@@ -440,7 +522,8 @@ static int has_positions(spec s, int param) { return s.model == MODEL_GPT && par
 static void compare(verdict *v, const result *a, const result *b) {
     spec   s = a->s;
     double tol = s.type ? 1e-5 : 1e-12, scale[128], part[128], clip = 0;
-    int    sums_round = narrow(s) && s.tp > 1, norm_rounds = narrow(s) && (s.tp > 1 || s.model == MODEL_GPT);
+    int    sums_round = narrow(s) && s.tp * s.cp > 1;
+    int    norm_rounds = narrow(s) && (s.tp * s.cp > 1 || s.model == MODEL_GPT);
     for (int i = 0; i < s.steps; i++) {
         double later = narrow(s) ? loose(s) : s.type ? 10 * tol : tol;
         if (!near_value(a->loss[i], b->loss[i], i > 0 ? later : sums_round ? loose(s) : tol, 0))
@@ -483,8 +566,7 @@ static void run_ranks(verdict *v, const char *what, result *r) {
     dt_report report;
     dt_host   host = *dt_host_default();
     host.log = silent;
-    int       ranks = r->s.dp * r->s.ep * r->s.tp;
-    dt_status status = dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &host, .report = &report },
+    dt_status status = dt_run((dt_run_desc){ .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report },
         rank_main, r);
     if (status != DT_OK) blame(v, "%s: %s", what, report.text);
     if (r->optim_bytes != r->optim_formula)
@@ -493,10 +575,7 @@ static void run_ranks(verdict *v, const char *what, result *r) {
 
 static verdict run_case(spec s) {
     verdict v = { 0 };
-    spec    alone = s, other = s;
-    alone.micro = s.dp * s.ep * s.accum * s.micro;
-    alone.dp = alone.ep = alone.tp = alone.accum = 1;
-    alone.stage = alone.split = alone.bucket = alone.recompute = 0;
+    spec    alone = alone_of(s), other = s;
     other.stage = !s.stage;
     result a = result_make(s), b = result_make(alone), c = result_make(other);
     run_ranks(&v, "layout", &a);
@@ -540,15 +619,59 @@ static uint32_t draw(uint64_t seed, uint64_t index) {
     return out[0];
 }
 
-/* Random values; field `must` of the case gets value `value`, so that a few rounds meet every value of every field. */
-static spec random_spec(uint64_t seed, int number, int must, int value) {
-    spec s;
-    for (int i = 0; i < FIELDS; i++) {
-        uint32_t d = draw(seed, (uint64_t)number * FIELDS + (uint64_t)i);
+/* The factorings of 1 to 12 ranks into dp x tp x cp, and the one of 16 that is to be there. */
+typedef struct factoring { int dp, tp, cp; } factoring;
+static factoring factorings[100];
+static int       n_factorings;
+
+static void list_factorings(void) {
+    for (int n = 1; n <= 12; n++)
+        for (int dp = 1; dp <= n; dp++)
+            for (int tp = 1; tp <= n / dp; tp++)
+                if (n % (dp * tp) == 0) factorings[n_factorings++] = (factoring){ dp, tp, n / (dp * tp) };
+    factorings[n_factorings++] = (factoring){ 2, 2, 4 };
+}
+
+enum { FIRST = 3 }; /* the fields behind dp, tp, cp */
+
+/* Random values on the number-th factoring. */
+static spec random_spec(uint64_t seed, int number, int attempt) {
+    spec      s;
+    factoring f = factorings[number % n_factorings];
+    for (int i = FIRST; i < FIELDS; i++) {
+        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)number * FIELDS + (uint64_t)i);
         *value_of(&s, &fields[i]) = fields[i].values[d % (uint32_t)fields[i].n];
     }
-    *value_of(&s, &fields[must]) = fields[must].values[value];
+    s.dp = f.dp;
+    s.tp = f.tp;
+    s.cp = f.cp;
+    if (s.dp * s.tp * s.cp * s.ep > 16 || draw(seed, (uint64_t)(attempt + number * 7919)) % 2) s.ep = 1;
+    if (number % n_factorings == n_factorings - 1) s.sp = 1;
     return s;
+}
+
+/* Of two fields behind dp, tp, cp the values that have met: seen[field][value][field][value]. sp, kind count only where
+   there are ranks for them. */
+static unsigned char seen[FIELDS][8][FIELDS][8];
+
+static int index_of(spec s, int i) {
+    int v = *value_of(&s, &fields[i]), k = 0;
+    if ((strcmp(fields[i].name, "sp") == 0 && s.tp == 1) || (strcmp(fields[i].name, "kind") == 0 && s.cp == 1)) return -1;
+    while (k < fields[i].n && fields[i].values[k] != v) k++;
+    return k < fields[i].n ? k : -1;
+}
+
+/* How many pairs the case would be the first with; or marks them. */
+static int new_pairs(spec s, int mark) {
+    int count = 0;
+    for (int i = FIRST; i < FIELDS; i++)
+        for (int k = i + 1; k < FIELDS; k++) {
+            int a = index_of(s, i), b = index_of(s, k);
+            if (a < 0 || b < 0 || seen[i][a][k][b]) continue;
+            count++;
+            if (mark) seen[i][a][k][b] = 1;
+        }
+    return count;
 }
 
 /* Simplifies field by field as long as the case still fails. */
@@ -578,40 +701,108 @@ static void report_failure(const char *program, spec s, verdict v) {
     printf("  smallest: %s\n  repeat it: %s --case '%s'\n", v.why, program, text);
 }
 
+static int refused[RULES], done;
+
+static int run_and_report(const char *program, uint64_t seed, int number, spec s) {
+    verdict v = run_case(s);
+    CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
+    if (v.failed) report_failure(program, s, v);
+    done++;
+    return !v.failed;
+}
+
+/* Of `tries` draws on that factoring the one that brings most new pairs. 0: none can be. */
+static int choose(uint64_t seed, int number, int type, int tries, spec *best) {
+    int most = -1;
+    for (int attempt = 0; attempt < 4000 && (tries > 0 || most < 0); attempt++) {
+        spec s = random_spec(seed, number, attempt);
+        s.type = type >= 0 ? type : 1 + (int)(draw(seed, (uint64_t)number + 99991) % 3);
+        int rule = refusal(s);
+        if (rule) {
+            refused[rule]++;
+            continue;
+        }
+        int pairs = new_pairs(s, 0);
+        if (pairs > most) most = pairs, *best = s;
+        tries--;
+    }
+    return most >= 0;
+}
+
+/* Two values that have not met: a draw that has both, on any factoring. */
+static int find_pair(uint64_t seed, int i, int a, int k, int b, spec *s) {
+    for (int attempt = 0; attempt < 20000; attempt++) {
+        *s = random_spec(seed + 17, attempt, attempt);
+        s->type = TYPE_F64;
+        *value_of(s, &fields[i]) = fields[i].values[a];
+        *value_of(s, &fields[k]) = fields[k].values[b];
+        if (!refusal(*s) && index_of(*s, i) == a && index_of(*s, k) == b) return 1;
+    }
+    return 0;
+}
+
+static int type_field(int i) { return strcmp(fields[i].name, "type") == 0; }
+
+/* The pairs that are left. */
+static void close_pairs(const char *program, uint64_t seed) {
+    int pairs = 0, never = 0;
+    for (int i = FIRST; i < FIELDS; i++)
+        for (int k = i + 1; k < FIELDS; k++)
+            for (int v = 0; v < fields[i].n * fields[k].n && !type_field(i) && !type_field(k); v++) {
+                spec s;
+                int  a = v / fields[k].n, b = v % fields[k].n;
+                pairs++;
+                if (seen[i][a][k][b]) continue;
+                if (find_pair(seed, i, a, k, b, &s)) {
+                    new_pairs(s, 1);
+                    if (!run_and_report(program, seed, done, s)) return;
+                } else {
+                    never++;
+                    printf("  no case can have %s=%d and %s=%d\n", fields[i].name, fields[i].values[a], fields[k].name,
+                        fields[k].values[b]);
+                }
+            }
+    printf("test_matrix: %d pairs of values, %d of them impossible\n", pairs, never);
+}
+
+static int one_case(const char *text) {
+    spec s;
+    if (!parse_spec(text, &s) || refusal(s)) {
+        printf("no such case: %s\n", text);
+        return 2;
+    }
+    verdict v = run_case(s);
+    printf("%s\n", v.failed ? v.why : "agrees with one rank");
+    return v.failed != 0;
+}
+
 int main(int argc, char **argv) {
-    int      cases = 200, refused[4] = { 0, 0, 0, 0 }, done = 0;
+    int      cases = 160, ok = 1;
     uint64_t seed = 1;
-    double   begin = (double)time(NULL);
+    list_factorings();
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--cases") == 0) cases = atoi(argv[i + 1]);
         if (strcmp(argv[i], "--seed") == 0) seed = strtoull(argv[i + 1], NULL, 10);
-        if (strcmp(argv[i], "--case") == 0) {
-            spec s;
-            if (!parse_spec(argv[i + 1], &s) || refusal(s)) {
-                printf("no such case: %s\n", argv[i + 1]);
-                return 2;
-            }
-            verdict v = run_case(s);
-            printf("%s\n", v.failed ? v.why : "agrees with one rank");
-            return v.failed != 0;
-        }
+        if (strcmp(argv[i], "--case") == 0) return one_case(argv[i + 1]);
     }
-    for (int number = 0, must = 0, value = 0; done < cases; number++) {
-        spec        s = random_spec(seed, number, must, value);
-        const char *why = refusal(s);
-        if (++value == fields[must].n) value = 0, must = (must + 1) % FIELDS;
-        if (why) {
-            refused[why[0] == 't' && why[1] == 'e' ? 0 : why[0] == 'm' ? 1 : why[0] == 't' ? 2 : 3]++;
-            continue;
-        }
-        verdict v = run_case(s);
-        CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
-        if (v.failed) report_failure(argv[0], s, v);
-        if (v.failed && time(NULL) - begin > 600) break;
-        done++;
+    for (int number = 0; number < cases && ok; number++) {
+        spec s;
+        int  found = choose(seed, number, TYPE_F64, 20, &s);
+        CHECK_MSG(found, "no case on factoring %d", number % n_factorings);
+        if (!found) continue;
+        new_pairs(s, 1);
+        ok = run_and_report(argv[0], seed, number, s);
     }
-    printf("test_matrix: %d cases, seed %llu; draws refused: %d tensor parallel GPT (not in this version), %d over "
-           "16 ranks, %d odd heads with shared keys, %d odd Llama heads\n", done, (unsigned long long)seed, refused[0],
-           refused[1], refused[2], refused[3]);
+    if (ok && cases >= n_factorings) close_pairs(argv[0], seed);
+    int in_f64 = done;
+    for (int number = cases; number < cases + cases / 4 && ok; number++) {
+        spec s;
+        if (choose(seed, number, -1, 1, &s)) ok = run_and_report(argv[0], seed, number, s);
+    }
+    printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
+        done - in_f64, n_factorings, (unsigned long long)seed);
+    for (int r = 1; r < RULES; r++)
+        if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
+    printf("\n");
     return check_done("test_matrix");
 }
