@@ -23,29 +23,38 @@
 enum { STEPS = 30, BATCH = 16, SEQ = 64 };
 
 typedef struct row {
-    const char *layout;
-    int         ranks, accum, stage;
-    int         optimizer;          /* DT_ADAMW or DT_SGD */
-    dt_dtype    dtype;
-    int         reference;          /* 1: one rank, with which the rows below are compared */
-    int         arch;               /* GPT_GPT2 or GPT_LLAMA */
+    const char  *layout;
+    dt_mesh_desc mesh;
+    int          stage, accum;
+    int          sp, kind;          /* sequence parallelism; DT_CP_* */
+    int          optimizer;         /* DT_ADAMW or DT_SGD */
+    dt_dtype     dtype;
+    int          arch;              /* GPT_GPT2 or GPT_LLAMA */
+    int          reference;         /* 1: one rank, with which the rows below are compared */
 } row;
 
 static const row rows[] = {
-    { "1 rank", 1, 1, 0, DT_ADAMW, DT_F32, 1, GPT_GPT2 },
-    { "dp 2, ZeRO-0", 2, 1, 0, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 2, ZeRO-1", 2, 1, 1, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 4, ZeRO-0", 4, 1, 0, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 4, ZeRO-1", 4, 1, 1, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 4, ZeRO-1, accum 2", 4, 2, 1, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 8, ZeRO-0", 8, 1, 0, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "dp 8, ZeRO-1", 8, 1, 1, DT_ADAMW, DT_F32, 0, GPT_GPT2 },
-    { "1 rank, SGD", 1, 1, 0, DT_SGD, DT_F32, 1, GPT_GPT2 },
-    { "dp 8, ZeRO-1, SGD", 8, 1, 1, DT_SGD, DT_F32, 0, GPT_GPT2 },
-    { "1 rank, f64", 1, 1, 0, DT_ADAMW, DT_F64, 1, GPT_GPT2 },
-    { "dp 8, ZeRO-1, f64", 8, 1, 1, DT_ADAMW, DT_F64, 0, GPT_GPT2 },
-    { "1 rank, Llama", 1, 1, 0, DT_ADAMW, DT_F32, 1, GPT_LLAMA },
-    { "dp 4, ZeRO-1, Llama", 4, 1, 1, DT_ADAMW, DT_F32, 0, GPT_LLAMA },
+    { "1 rank", { .dp = 1 }, .dtype = DT_F32, .reference = 1 },
+    { "dp 2, ZeRO-0", { .dp = 2 }, .dtype = DT_F32 },
+    { "dp 4, ZeRO-1", { .dp = 4 }, 1, .dtype = DT_F32 },
+    { "dp 4, ZeRO-1, accum 2", { .dp = 4 }, 1, 2, .dtype = DT_F32 },
+    { "dp 8, ZeRO-1", { .dp = 8 }, 1, .dtype = DT_F32 },
+    { "tp 2", { .tp = 2 }, .dtype = DT_F32 },
+    { "tp 4, sp", { .tp = 4 }, .sp = 1, .dtype = DT_F32 },
+    { "cp 2, ring", { .cp = 2 }, .kind = DT_CP_RING, .dtype = DT_F32 },
+    { "cp 4, zigzag", { .cp = 4 }, .kind = DT_CP_ZIGZAG, .dtype = DT_F32 },
+    { "cp 4, Ulysses", { .cp = 4 }, .kind = DT_CP_ULYSSES, .dtype = DT_F32 },
+    { "dp 2 tp 2 cp 2, ZeRO-1", { .dp = 2, .tp = 2, .cp = 2 }, 1, .sp = 1, .kind = DT_CP_ZIGZAG, .dtype = DT_F32 },
+    { "1 rank, SGD", { .dp = 1 }, .optimizer = DT_SGD, .dtype = DT_F32, .reference = 1 },
+    { "dp 8, ZeRO-1, SGD", { .dp = 8 }, 1, .optimizer = DT_SGD, .dtype = DT_F32 },
+    { "dp 2 tp 2 cp 2, SGD", { .dp = 2, .tp = 2, .cp = 2 }, .sp = 1, .optimizer = DT_SGD, .dtype = DT_F32 },
+    { "1 rank, f64", { .dp = 1 }, .dtype = DT_F64, .reference = 1 },
+    { "dp 8, ZeRO-1, f64", { .dp = 8 }, 1, .dtype = DT_F64 },
+    { "dp 2 tp 2 cp 2, f64", { .dp = 2, .tp = 2, .cp = 2 }, 1, .sp = 1, .kind = DT_CP_ZIGZAG, .dtype = DT_F64 },
+    { "1 rank, Llama", { .dp = 1 }, .dtype = DT_F32, .arch = GPT_LLAMA, .reference = 1 },
+    { "dp 4, ZeRO-1, Llama", { .dp = 4 }, 1, .dtype = DT_F32, .arch = GPT_LLAMA },
+    { "tp 4, sp, Llama", { .tp = 4 }, .sp = 1, .dtype = DT_F32, .arch = GPT_LLAMA },
+    { "cp 2, ring, Llama", { .cp = 2 }, .kind = DT_CP_RING, .dtype = DT_F32, .arch = GPT_LLAMA },
 };
 
 /* What one run leaves behind. */
@@ -53,8 +62,7 @@ typedef struct result {
     double  loss[STEPS], norm[STEPS];
     double  seconds;            /* of the steps after the first */
     double  peak;               /* bytes of the fullest rank */
-    double *params;             /* all parameters, in order of registration */
-    int64_t count;
+    double *params;             /* all parameters, in order of registration: ranks are threads, each fills in its own */
 } result;
 
 /* The largest difference to one rank, in units of what it is measured by. */
@@ -69,30 +77,36 @@ static void on_step(dt_ctx *ctx, const train_row *r, void *user) {
     if (r->mem[TRAIN_PEAK] > out->peak) out->peak = r->mem[TRAIN_PEAK];
 }
 
-/* Copies every parameter out as doubles: under ZeRO-0 and ZeRO-1 each rank has them whole. */
+static double number(dt_dtype type, const void *data, int64_t i) {
+    return type == DT_F64 ? ((const double *)data)[i] : (double)((const float *)data)[i];
+}
+
+/* Copies this rank's box of every parameter to its place in the full one, as doubles. Of ranks with the same box each
+   writes the same numbers, so one of them does: the first of tp where there is no cut, and of those that share a head of
+   keys the first of these. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
-    result *out = (result *)user;
-    int64_t total = gpt_count(model->config), at = 0;
-    double *values = (double *)malloc((size_t)total * sizeof *values);
-    if (!values) {
-        dt_fail(ctx, DT_ERR_MEM, "demo: %lld parameters", (long long)total);
-        return;
-    }
-    out->params = values;
-    for (int i = 0; i < dt_param_count(ctx); i++) {
-        const dt_tensor *t = dt_param_get(ctx, i);
-        int64_t          n = dt_count(t->shape);
-        dt_read(t, values + at); /* floats fill the first half, and are widened from the last on */
-        if (t->dtype == DT_F32) {
-            for (int64_t k = n - 1; k >= 0; k--) {
-                float x;
-                memcpy(&x, (const char *)(values + at) + (size_t)k * sizeof x, sizeof x);
-                values[at + k] = (double)x;
+    double *full = ((result *)user)->params;
+    for (int p = 0; p < dt_param_count(ctx); p++) {
+        const dt_tensor     *t = dt_param_get(ctx, p);
+        const dt_param_desc *d = &t->param->desc;
+        const dt_box        *box = &t->param->box;
+        dt_comm             *copies = d->cuts[0].comm ? d->marks[0].comm : model->config.tp;
+        void                *data = malloc(t->param->count * dt_dtype_size(t->dtype));
+        if (data && dt_comm_rank(copies) == 0 && dt_read(t, data) == DT_OK)
+            for (int64_t i = 0; i < dt_count(t->shape); i++) {
+                int64_t left = i, at = 0, stride = 1, inside = 1;
+                for (int k = t->shape.nd - 1; k >= 0; k--) {
+                    int64_t index = left % box->n[k];
+                    left /= box->n[k];
+                    inside &= index < box->inside[k];
+                    at += (box->lo[k] + index) * stride;
+                    stride *= t->param->full.d[k];
+                }
+                if (inside) full[at] = number(t->dtype, data, i);
             }
-        }
-        at += n;
+        free(data);
+        full += dt_count(t->param->full);
     }
-    out->count = at;
 }
 
 static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 : 1e-3; }
@@ -100,22 +114,25 @@ static double learning_rate(const row *r) { return r->optimizer == DT_SGD ? 0.1 
 /* The sizes of a row's model. Llama's are its own: fewer heads of keys, a narrower feed-forward of two matrices. */
 static gpt_config model_of(const row *r) {
     gpt_config c = { .layers = 2, .width = 64, .heads = 4, .kv_heads = 4, .ffn = 256, .seq = SEQ, .vocab = 256,
-        .tied = 1, .dtype = r->dtype, .arch = r->arch };
+        .tied = 1, .dtype = r->dtype, .arch = r->arch, .sp = r->sp, .cp_kind = r->kind };
     if (r->arch == GPT_LLAMA) c.kv_heads = 2, c.ffn = 160;
     return c;
 }
 
 static int run(const row *r, train_config config, result *out) {
+    const dt_mesh_desc m = r->mesh;
+    int tp = m.tp ? m.tp : 1, cp = m.cp ? m.cp : 1, dp = m.dp ? m.dp : 1;
     config.model = model_of(r);
-    config.mesh.dp = r->ranks;
+    config.mesh = m;
     config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .eps = 1e-5,
         .weight_decay = 0.1, .clip = r->optimizer == DT_SGD ? 0 : 1 };
     config.lr = (dt_lr_desc){ learning_rate(r), DT_LR_COSINE, 3, STEPS, 0.1 };
-    config.accum = r->accum;
-    config.micro_batch = BATCH / r->accum / r->ranks;
+    config.accum = r->accum ? r->accum : 1;
+    config.micro_batch = BATCH / config.accum / dp;
     config.user = out;
     memset(out, 0, sizeof *out);
-    return dt_run((dt_run_desc){ .ranks = r->ranks }, train, &config) == DT_OK;
+    out->params = (double *)calloc((size_t)gpt_count(config.model), sizeof *out->params);
+    return out->params && dt_run((dt_run_desc){ .ranks = dp * tp * cp }, train, &config) == DT_OK;
 }
 
 /* The sizes of the parameters, as the registration of a model without memory gives them. */
@@ -161,7 +178,7 @@ static int judge(const row *r, const result *a, const result *b, const int64_t *
     char       text[48] = "-";
     if (!r->reference) snprintf(text, sizeof text, "%.1e %s", most, most == d.loss ? "loss" : most == d.norm ? "norm" :
         "param");
-    printf("%-22s %10.6f %10.6f  %-18s %8.0f %12.0f   %s\n", r->layout, a->loss[0], a->loss[STEPS - 1], text,
+    printf("%-23s %10.6f %10.6f  %-18s %8.0f %12.0f   %s\n", r->layout, a->loss[0], a->loss[STEPS - 1], text,
         (double)BATCH * SEQ * (STEPS - 1) / a->seconds, a->peak, ok ? r->reference ? "reference" : "agrees" : "WRONG");
     fflush(stdout);
     return ok;
@@ -171,7 +188,7 @@ int main(void) {
     enum { ROOM = 64 };
     int64_t      sizes[ROOM];
     train_config config = { .stop_at = STEPS, .on_step = on_step, .at_end = at_end };
-    result one = { .count = 0 }, result_of_row;
+    result one = { .params = NULL }, result_of_row;
     int    wrong = 0, n = (int)(sizeof rows / sizeof *rows), tensors = sizes_of(model_of(&rows[0]), sizes, ROOM);
     if (!tensors || !train_files_find_sources(&config.data)) {
         fputs("error: the project's sources are neither in . nor beside the program\n", stderr);
@@ -179,9 +196,9 @@ int main(void) {
     }
     printf("A GPT of %lld parameters, %d steps of %d sequences of %d bytes, on the project's own sources\n\n",
         (long long)gpt_count(model_of(&rows[0])), STEPS, BATCH, SEQ);
-    printf("%-22s %10s %10s  %-18s %8s %12s\n", "layout", "first loss", "last loss", "differs from one", "tokens/s",
+    printf("%-23s %10s %10s  %-18s %8s %12s\n", "layout", "first loss", "last loss", "differs from one", "tokens/s",
         "peak bytes");
-    printf("%-22s %10s %10s  %-18s %8s %12s\n", "", "", "", "rank by at most", "", "a rank");
+    printf("%-23s %10s %10s  %-18s %8s %12s\n", "", "", "", "rank by at most", "", "a rank");
     for (int i = 0; i < n; i++) {
         if (!run(&rows[i], config, &result_of_row)) return 1;
         if (rows[i].reference) tensors = sizes_of(model_of(&rows[i]), sizes, ROOM);

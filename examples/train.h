@@ -46,7 +46,7 @@ typedef struct train_files {
 } train_files;
 
 typedef struct train_config {
-    gpt_config   model;
+    gpt_config   model;         /* tp and cp are filled in by train */
     dt_mesh_desc mesh;
     dt_zero_desc zero;          /* the mesh is filled in by train */
     dt_lr_desc   lr;
@@ -58,7 +58,8 @@ typedef struct train_config {
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
-    void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0; may be NULL */
+    void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
+                                                                       tp; may be NULL */
     void        *user;
 } train_config;
 
@@ -147,25 +148,38 @@ static inline void train_files_free(train_files *f) {
 
 /* ==== One step ==================================================================================================== */
 
-/* The tokens of one step on one replica: a * b sequences of T. */
+/* The tokens of one step on one rank: its own of T, in each of a * b sequences. */
 typedef struct train_batch {
     dt_order order;
     int      accum;
-    int64_t  T;
-    int32_t *ids, *labels;      /* (a,b,T) */
-    int32_t *index;             /* (a,b,T): place of each token among those of the step, over all replicas */
+    int64_t  T, own;            /* tokens of a sequence; this rank's of them: T / cp */
+    int32_t *ids, *labels;      /* (a,b,own) */
+    int32_t *index;             /* (a,b,own): place of each token among those of the step, over all replicas */
+    int32_t *whole;             /* (3,T): ids, labels and places of one sequence */
     double  *losses;            /* (a,replicas) of the step's micro-batches */
 } train_batch;
 
-static inline dt_status train_batch_read(train_batch *b, dt_text *text, int replica, int64_t step) {
+/* Sequence `sequence` of a text, which is the k-th of the step: this rank's tokens, to place `at`. Labels are those of
+   the whole sequence, shifted before it is cut. */
+static inline dt_status train_sequence_read(train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k,
+    int64_t at) {
+    int32_t  *from[3] = { b->whole, b->whole + b->T, b->whole + 2 * b->T };
+    int32_t  *to[3] = { b->ids + at, b->labels + at, b->index + at };
+    dt_status status = dt_text_read(text, sequence, from[0], from[1]);
+    for (int64_t t = 0; t < b->T; t++) from[2][t] = (int32_t)(k * b->T + t);
+    for (int i = 0; i < 3 && status == DT_OK; i++)
+        dt_context_cut(model->config.cp_kind, 1, b->T, model->config.cp, from[i], to[i]);
+    return status;
+}
+
+static inline dt_status train_batch_read(train_batch *b, dt_text *text, const gpt *model, int replica, int64_t step) {
     for (int j = 0; j < b->accum; j++)
         for (int i = 0; i < b->order.micro_batch; i++) {
-            int64_t at = ((int64_t)j * b->order.micro_batch + i) * b->T;
-            int64_t sequence = dt_order_sequence(b->order, step, j, replica, i);
-            dt_status status = dt_text_read(text, sequence, b->ids + at, b->labels + at);
+            int64_t   k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i; /* of the step's */
+            int64_t   at = ((int64_t)j * b->order.micro_batch + i) * b->own;
+            int64_t   sequence = dt_order_sequence(b->order, step, j, replica, i);
+            dt_status status = train_sequence_read(b, text, model, sequence, k, at);
             if (status != DT_OK) return status;
-            int64_t k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i; /* of the step's */
-            for (int64_t t = 0; t < b->T; t++) b->index[at + t] = (int32_t)(k * b->T + t);
         }
     return DT_OK;
 }
@@ -175,7 +189,7 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, int repl
 static inline void train_forward_backward(gpt *model, const train_batch *b, int replica, int64_t step,
     double denominator, double *losses) {
     dt_ctx  *ctx = model->ctx;
-    dt_shape shape = DT_SHAPE(b->order.micro_batch, b->T);
+    dt_shape shape = DT_SHAPE(b->order.micro_batch, b->own);
     memset(losses, 0, (size_t)(b->accum * b->order.replicas) * sizeof *losses);
     for (int j = 0; j < b->accum; j++) {
         int64_t at = j * dt_count(shape);
@@ -192,15 +206,16 @@ static inline void train_forward_backward(gpt *model, const train_batch *b, int 
 }
 
 /* Mean loss over the first sequences of a text, which the replicas share out one by one. */
-static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, const train_batch *b) {
+static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx  *ctx = model->ctx;
     int64_t  n = dt_text_sequences(text);
     double   loss = 0;
-    dt_shape shape = DT_SHAPE(1, b->T);
+    dt_shape shape = DT_SHAPE(1, b->own);
     if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
     dt_trace_begin(ctx, "validation");
     dt_no_grad(ctx, 1);
-    for (int64_t s = mesh->replica; s < n && dt_text_read(text, s, b->ids, b->labels) == DT_OK; s += mesh->replicas) {
+    for (int64_t s = mesh->replica; s < n && train_sequence_read(b, text, model, s, 0, 0) == DT_OK;
+         s += mesh->replicas) {
         dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
         loss += dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
         dt_reset(ctx);
@@ -230,7 +245,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_ctx   *ctx = model->ctx;
     double    start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
     train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN };
-    size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->T);
+    size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->own);
     size_t    micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     dt_memory_reset_peak(ctx);
@@ -238,7 +253,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     snprintf(mark, sizeof mark, "step %lld", (long long)step);
     dt_trace_begin(ctx, mark);
     dt_trace_begin(ctx, "read data");
-    train_batch_read(b, text, mesh->replica, step);
+    train_batch_read(b, text, model, mesh->replica, step);
     dt_trace_end(ctx);
     train_forward_backward(model, b, mesh->replica, step, dt_tokens(mesh->data, b->labels, labels), b->losses);
     dt_sum_doubles(mesh->data, b->losses, micros);
@@ -265,8 +280,11 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     int64_t T = c->seq ? c->seq : c->model.seq;
-    dt_mesh mesh = dt_mesh_make(ctx, c->mesh);
-    gpt     model = gpt_register(ctx, c->model);
+    dt_mesh    mesh = dt_mesh_make(ctx, c->mesh);
+    gpt_config sizes = c->model;
+    sizes.tp = mesh.tp;
+    sizes.cp = mesh.cp;
+    gpt model = gpt_register(ctx, sizes);
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
 
     if (c->trace) dt_trace_start(ctx, 0);
@@ -276,11 +294,13 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->weights) gpt_load(&model, c->weights);
     dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
 
-    size_t      bytes = (size_t)(c->accum * (int64_t)c->micro_batch * T) * sizeof(int32_t);
-    train_batch b = { .accum = c->accum, .T = T };
+    train_batch b = { .accum = c->accum, .T = T, .own = T / mesh.sizes.cp };
+    size_t      bytes = (size_t)(c->accum * (int64_t)c->micro_batch * b.own) * sizeof(int32_t);
+    size_t      whole = 3 * (size_t)T * sizeof(int32_t);
     b.ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "ids");
     b.labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "labels");
     b.index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "index");
+    b.whole = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, whole, "a sequence");
     size_t micros = (size_t)(c->accum * mesh.replicas) * sizeof(double);
     b.losses = (double *)dt_alloc(ctx, DT_MEM_HOST, micros, "losses");
     if (dt_error(ctx) == DT_OK) {
@@ -294,10 +314,12 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
     }
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
-    if (c->at_end && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->at_end(ctx, &model, c->user);
+    int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
+    if (c->at_end && dt_error(ctx) == DT_OK && first) c->at_end(ctx, &model, c->user);
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
     dt_free(ctx, DT_MEM_HOST, b.index, bytes);
+    dt_free(ctx, DT_MEM_HOST, b.whole, whole);
     dt_free(ctx, DT_MEM_HOST, b.losses, micros);
     return dt_error(ctx);
 }

@@ -97,12 +97,12 @@ enum { BUILT, LATER };
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
     X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
-    X(TP, "tp", INT, LATER, "1", 1, 1024, "N", "tensor parallel") \
-    X(CP, "cp", INT, LATER, "1", 1, 1024, "N", "context parallel") \
+    X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
+    X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
     X(PP, "pp", INT, LATER, "1", 1, 1024, "N", "pipeline parallel") \
     X(EP, "ep", INT, LATER, "1", 1, 1024, "N", "expert parallel") \
-    X(SP, "sp", SWITCH, LATER, "off", 0, 0, "on|off", "sequence parallel") \
-    X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring;zigzag|allgather|ulysses", "with --cp") \
+    X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: with --tp, tokens cut too") \
+    X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "1f1b;naive|afab|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, LATER, "1", 1, MEGA, "v", "with --pp") \
     X(PARTITION, "partition", TEXT, LATER, NULL, 0, 0, "LIST", "with --pp") \
@@ -407,7 +407,12 @@ static void print_refused(void) {
     puts("Sizes are refused by these rules, before any rank starts:");
     puts("  heads divides width                          each head is width/heads wide");
     puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
-    puts("  dp x pp x cp x tp x ep = ranks               tp, cp, pp and ep are 1 in this build");
+    puts("  dp x pp x cp x tp x ep = ranks               pp and ep are 1 in this build");
+    puts("  tp divides heads                             a rank has whole heads; ffn and vocab need not divide");
+    puts("  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are more ranks");
+    puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
+    puts("  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it");
+    puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
     puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
@@ -609,9 +614,33 @@ static dt_zero_desc resolve_optimizer(const value *v) {
         .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
+/* Whether heads and tokens can be cut as the mesh wants. */
+static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
+    char    why[300];
+    int64_t tokens = int_of(v, O_SEQ) / mesh.cp;
+    m->sp = v[O_SP].number != 0;
+    m->cp_kind = int_of(v, O_CP_KIND);
+    if (m->heads % mesh.tp != 0)
+        refuse("--tp %d does not divide --heads %d; use --tp %d", mesh.tp, m->heads,
+            (int)divisor_below(m->heads, mesh.tp));
+    if (m->kv_heads % mesh.tp != 0 && mesh.tp % m->kv_heads != 0)
+        refuse("--tp %d and --kv-heads %d: one must divide the other; use --tp %d", mesh.tp, m->kv_heads,
+            (int)divisor_below(m->kv_heads, mesh.tp));
+    int keys = m->kv_heads < mesh.tp ? 1 : m->kv_heads / mesh.tp;
+    if (dt_context_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why, sizeof why) != DT_OK)
+        refuse("%s", why);
+    if (m->sp && tokens % mesh.tp != 0)
+        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide them; "
+            "use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
+            (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
+    if (v[O_SAVE_MODEL].text && mesh.tp > 1)
+        refuse("--save-model is not available in this build with --tp above 1");
+}
+
 static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT };
     train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
+    resolve_cuts(v, c.mesh, &c.model);
     resolve_batch(v, c.mesh.dp * c.mesh.ep);
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
@@ -759,8 +788,11 @@ static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "*" };
     const gpt_config        *m = &c->model;
     int                      column = 0;
-    printf("dt %d.%d.%d   %s %s   %s ranks   mesh dp%d   zero %s\n", DT_VERSION / 1000, DT_VERSION / 100 % 10,
-        DT_VERSION % 100, v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp, v[O_ZERO].text);
+    printf("dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000, DT_VERSION / 100 % 10, DT_VERSION % 100,
+        v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
+    if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
+    if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
+    printf("   zero %s\n", v[O_ZERO].text);
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
@@ -853,11 +885,12 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
     ids[0] = shards ? model->config.vocab - 1 : '\n';
     if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
-        if (!quiet) puts("---");
-        for (int i = 1; i <= n; i++)
+        int first = dt_ctx_rank(ctx) == 0;     /* all ranks of tp draw the same */
+        if (!quiet && first) puts("---");
+        for (int i = 1; i <= n && first; i++)
             if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
             else putchar(ids[i]);
-        if (!quiet || shards) puts(quiet ? "" : "\n---");
+        if (first && (!quiet || shards)) puts(quiet ? "" : "\n---");
     }
     free(ids);
 }
@@ -867,6 +900,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     int64_t    later = j->config.stop_at - 1;
     if (j->v[O_SAVE_MODEL].text && gpt_save(model, j->v[O_SAVE_MODEL].text, 0) != DT_OK) return;
     generate(ctx, model, j);
+    if (dt_ctx_rank(ctx) != 0) return;
     if (!j->v[O_QUIET].number && later > 0)
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
             j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
