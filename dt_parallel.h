@@ -53,7 +53,7 @@
 
    CONTRACT
      Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as those of ops do. A
-                dt_text is freed by dt_text_close.
+                dt_text is freed by dt_text_close, a dt_sampler by dt_sampler_free; what is left, with the context.
      Errors     As in dt_tensor.h: sticky, NULL in gives NULL out.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
@@ -250,6 +250,49 @@ typedef struct dt_order {
 /* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1):
    ((n-1) B + (j R + r) b + i) mod S; -1 where there are no sequences. */
 DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
+/* [local] How many times the data have been read through when that sequence is read:
+   floor(((n-1) B + (j R + r) b + i) / S); 0 where there are no sequences. */
+DT_API int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i);
+
+/* Which of n samples each of R ranks reads, as PyTorch's DistributedSampler deals them out. An epoch has an order of
+   all samples: 0, 1, .. n-1, or shuffled. It is made a multiple of R long: at its end it begins again, as often as it
+   takes, or with drop_last what is over is left out. Rank r reads entries r, r + R, r + 2R, .. of it, so that every
+   rank reads as many.
+       Shuffled it is the torch.randperm(n) of a CPU generator with seed + epoch, of which 32 bits count: for each place
+   in turn, a number of the Mersenne twister modulo what is left says which sample comes there. From n = 2^32 / 20 on
+   torch draws otherwise; so many samples are not shuffled here. */
+typedef struct dt_sampler dt_sampler;
+#define DT_SAMPLER_SHUFFLED 214748363   /* samples: the most that can be shuffled */
+typedef struct dt_sampler_desc {
+    int64_t  samples;           /* n: at least 1 */
+    int      replicas, rank;    /* R: at least 1; 0 <= r < R */
+    uint64_t seed;              /* the same on every rank */
+    int      shuffle;           /* 1: another order in each epoch */
+    int      drop_last;         /* 1: leave out up to R-1 samples of an epoch; else up to R-1 are read again */
+} dt_sampler_desc;
+
+/* Where a sampler is: what a checkpoint keeps of it, besides what its desc says. */
+typedef struct dt_sampler_state {
+    int64_t epoch;              /* from 0 */
+    int64_t place;              /* how many samples of this epoch the rank has had */
+} dt_sampler_state;
+
+/* [local] A sampler at the start of epoch 0. Shuffled it keeps 4 bytes a sample (class host), else none. NULL after
+   DT_ERR_ARG: a number is outside its range; DT_ERR_MEM. */
+DT_API dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc desc);
+/* [local] NULL is allowed. A sampler that is left when the context ends is freed with it. */
+DT_API void dt_sampler_free(dt_sampler *sampler);
+/* [local] How many samples the rank reads in an epoch: n / R rounded up, or with drop_last down. 0 for NULL. */
+DT_API int64_t dt_sampler_count(const dt_sampler *sampler);
+/* [local] The rank's next sample, 0 .. n-1; -1 when the epoch is over, until it is told another, and for NULL. */
+DT_API int64_t dt_sampler_next(dt_sampler *sampler);
+/* [local] Goes to the start of an epoch. The order of an epoch does not depend on those before. DT_ERR_ARG: below 0. */
+DT_API dt_status dt_sampler_set_epoch(dt_sampler *sampler, int64_t epoch);
+/* [local] Where it is, { 0, 0 } for NULL; and back to there: what is read from then on is what was read from there on.
+   A new order is computed when the first sample of it is asked for. DT_ERR_ARG: an epoch below 0, a place outside
+   0 .. dt_sampler_count. */
+DT_API dt_sampler_state dt_sampler_where(const dt_sampler *sampler);
+DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
 
 /* [collective: comm] The number of labels >= 0 over the ranks of comm: the denominator that makes a loss a mean over
    the whole step in every layout. labels (n) in host memory; give those of all micro-batches at once. Not counted as
@@ -1243,6 +1286,138 @@ int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int repl
     return ((step - 1) % order.sequences * (order.batch % order.sequences) + k) % order.sequences;
 }
 
+int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i) {
+    if (order.sequences < 1) return 0;
+    int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i, S = order.sequences;
+    int64_t times = (step - 1) / S, rest = (step - 1) % S; /* (step - 1) B itself may not fit */
+    return times * order.batch + rest * (order.batch / S) + (rest * (order.batch % S) + k) / S;
+}
+
+/* The Mersenne twister, MT19937: M. Matsumoto, T. Nishimura, ACM TOMACS 8 (1998) 3-30. */
+enum { DT__TWISTER_WORDS = 624, DT__TWISTER_APART = 397 };
+typedef struct dt__twister { uint32_t word[DT__TWISTER_WORDS]; int used; } dt__twister;
+
+static void dt__twister_seed(dt__twister *t, uint32_t seed) {
+    t->word[0] = seed;
+    for (uint32_t i = 1; i < DT__TWISTER_WORDS; i++)
+        t->word[i] = 1812433253u * (t->word[i - 1] ^ (t->word[i - 1] >> 30)) + i;
+    t->used = DT__TWISTER_WORDS;
+}
+
+static uint32_t dt__twister_next(dt__twister *t) {
+    if (t->used == DT__TWISTER_WORDS) { /* all were given out: make as many new ones of them */
+        for (int i = 0; i < DT__TWISTER_WORDS; i++) {
+            uint32_t next = t->word[(i + 1) % DT__TWISTER_WORDS];
+            uint32_t mixed = (t->word[i] & 0x80000000u) | (next & 0x7fffffffu);
+            t->word[i] = t->word[(i + DT__TWISTER_APART) % DT__TWISTER_WORDS] ^ (mixed >> 1) ^
+                         (next & 1 ? 0x9908b0dfu : 0);
+        }
+        t->used = 0;
+    }
+    uint32_t x = t->word[t->used++];
+    x ^= x >> 11;
+    x ^= (x << 7) & 0x9d2c5680u;
+    x ^= (x << 15) & 0xefc60000u;
+    return x ^ (x >> 18);
+}
+
+struct dt_sampler {
+    dt_ctx          *ctx;
+    dt_listener      listener;      /* frees the sampler with the context */
+    dt_sampler_desc  desc;
+    dt_sampler_state state;
+    int32_t         *order;         /* (samples) of epoch `ordered`; NULL without shuffle */
+    int64_t          ordered;       /* -1: no order yet */
+};
+
+static void dt__sampler_release(dt_ctx *ctx, void *user) {
+    dt_sampler *s = (dt_sampler *)user;
+    dt_free(ctx, DT_MEM_HOST, s->order, (size_t)s->desc.samples * sizeof *s->order);
+    dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
+}
+
+void dt_sampler_free(dt_sampler *s) {
+    if (!s) return;
+    dt_unlisten(s->ctx, &s->listener);
+    dt__sampler_release(s->ctx, s);
+}
+
+dt_sampler *dt_sampler_make(dt_ctx *ctx, dt_sampler_desc d) {
+    if (dt_error(ctx) != DT_OK) return NULL;
+    if (d.samples < 1 || d.replicas < 1 || d.rank < 0 || d.rank >= d.replicas) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_sampler_make: %lld samples for rank %d of %d; at least 1 sample and 1 rank are "
+            "needed, and ranks count from 0", (long long)d.samples, d.rank, d.replicas);
+        return NULL;
+    }
+    if (d.shuffle && d.samples > DT_SAMPLER_SHUFFLED) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_sampler_make: %lld samples; at most %d can be shuffled", (long long)d.samples,
+            DT_SAMPLER_SHUFFLED);
+        return NULL;
+    }
+    dt_sampler *s = (dt_sampler *)dt_alloc(ctx, DT_MEM_HOST, sizeof *s, "dt_sampler_make");
+    if (!s) return NULL;
+    memset(s, 0, sizeof *s);
+    s->ctx = ctx;
+    s->desc = d;
+    s->ordered = -1;
+    s->listener.closing = dt__sampler_release;
+    s->listener.user = s;
+    dt_listen(ctx, &s->listener);
+    if (d.shuffle)
+        s->order = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, (size_t)d.samples * sizeof *s->order, "dt_sampler_make");
+    if (dt_error(ctx) == DT_OK) return s;
+    dt_sampler_free(s);
+    return NULL;
+}
+
+int64_t dt_sampler_count(const dt_sampler *s) {
+    if (!s) return 0;
+    return s->desc.samples / s->desc.replicas + (s->desc.samples % s->desc.replicas != 0 && !s->desc.drop_last);
+}
+
+dt_sampler_state dt_sampler_where(const dt_sampler *s) {
+    dt_sampler_state start = { 0, 0 };
+    return s ? s->state : start;
+}
+
+dt_status dt_sampler_seek(dt_sampler *s, dt_sampler_state state) {
+    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
+    if (state.epoch < 0 || state.place < 0 || state.place > dt_sampler_count(s))
+        return dt_fail(s->ctx, DT_ERR_ARG, "dt_sampler_seek: place %lld of %lld in epoch %lld", (long long)state.place,
+            (long long)dt_sampler_count(s), (long long)state.epoch);
+    s->state = state;
+    return DT_OK;
+}
+
+dt_status dt_sampler_set_epoch(dt_sampler *s, int64_t epoch) {
+    dt_sampler_state start = { epoch, 0 };
+    return dt_sampler_seek(s, start);
+}
+
+/* torch.randperm: each place in turn takes one of the samples that no place before it took. */
+static void dt__sampler_shuffle(dt_sampler *s) {
+    dt__twister twister;
+    int64_t     n = s->desc.samples;
+    dt__twister_seed(&twister, (uint32_t)(s->desc.seed + (uint64_t)s->state.epoch));
+    for (int64_t i = 0; i < n; i++) s->order[i] = (int32_t)i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        int64_t other = i + dt__twister_next(&twister) % (n - i);
+        int32_t taken = s->order[other];
+        s->order[other] = s->order[i];
+        s->order[i] = taken;
+    }
+    s->ordered = s->state.epoch;
+}
+
+int64_t dt_sampler_next(dt_sampler *s) {
+    if (!s || dt_error(s->ctx) != DT_OK || s->state.place == dt_sampler_count(s)) return -1;
+    int64_t at = s->state.place++ * s->desc.replicas, left = s->desc.samples - at; /* at least 1 */
+    at = s->desc.rank < left ? at + s->desc.rank : (s->desc.rank - left) % s->desc.samples; /* past the end: again */
+    if (!s->order) return at;
+    if (s->ordered != s->state.epoch) dt__sampler_shuffle(s);
+    return s->order[at];
+}
+
 double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
     double count = 0;
     for (size_t i = 0; i < n; i++) count += labels[i] >= 0;
@@ -1432,7 +1607,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY
-     0.1.0   the mesh, placements, the order of data, text and token shards
+     0.1.0   the mesh, placements, the order of data, the sampler, text and token shards
 
    LICENCE: your choice of A or B.
 

@@ -54,6 +54,7 @@ typedef struct train_config {
     train_files  data, val;     /* val.count 0: no validation */
     int          seq;           /* T; 0 -> the model's longest */
     int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica */
+    int          shuffle;       /* 1: the data's sequences in another order each time through, by the context's seed */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
@@ -151,6 +152,7 @@ static inline void train_files_free(train_files *f) {
 /* The tokens of one step on one rank: its own of T, in each of a * b sequences. */
 typedef struct train_batch {
     dt_order order;
+    dt_sampler *shuffled;       /* of all S sequences, the same on every rank; NULL: in their own order */
     int      accum;
     int64_t  T, own;            /* tokens of a sequence; this rank's of them: T / cp */
     int32_t *ids, *labels;      /* (a,b,own) */
@@ -158,6 +160,14 @@ typedef struct train_batch {
     int32_t *whole;             /* (3,T): ids, labels and places of one sequence */
     double  *losses;            /* (a,replicas) of the step's micro-batches */
 } train_batch;
+
+/* The i-th sequence of a micro-step. The order of data is an endless row, cut into epochs of all sequences. */
+static inline int64_t train_sequence(const train_batch *b, int64_t step, int micro, int replica, int i) {
+    int64_t sequence = dt_order_sequence(b->order, step, micro, replica, i);
+    if (!b->shuffled) return sequence;
+    dt_sampler_seek(b->shuffled, (dt_sampler_state){ dt_order_epoch(b->order, step, micro, replica, i), sequence });
+    return dt_sampler_next(b->shuffled);
+}
 
 /* Sequence `sequence` of a text, which is the k-th of the step: this rank's tokens, to place `at`. Labels are those of
    the whole sequence, shifted before it is cut. */
@@ -177,7 +187,7 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, const gp
         for (int i = 0; i < b->order.micro_batch; i++) {
             int64_t   k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i; /* of the step's */
             int64_t   at = ((int64_t)j * b->order.micro_batch + i) * b->own;
-            int64_t   sequence = dt_order_sequence(b->order, step, j, replica, i);
+            int64_t   sequence = train_sequence(b, step, j, replica, i);
             dt_status status = train_sequence_read(b, text, model, sequence, k, at);
             if (status != DT_OK) return status;
         }
@@ -306,6 +316,9 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (dt_error(ctx) == DT_OK) {
         int64_t batch = (int64_t)c->micro_batch * c->accum * mesh.replicas;
         b.order = (dt_order){ dt_text_sequences(text), batch, c->micro_batch, mesh.replicas };
+        if (c->shuffle)
+            b.shuffled = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = b.order.sequences, .replicas = 1,
+                .seed = dt_ctx_seed(ctx), .shuffle = 1 });
     }
     for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
         train_row row = train_step(c, &model, optimizer, &mesh, text, &b, step);
@@ -316,6 +329,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
     if (c->at_end && dt_error(ctx) == DT_OK && first) c->at_end(ctx, &model, c->user);
+    dt_sampler_free(b.shuffled);
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
     dt_free(ctx, DT_MEM_HOST, b.index, bytes);

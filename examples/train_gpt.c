@@ -46,7 +46,7 @@ enum { BUILT, LATER };
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
     X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "at the end print N sampled bytes, or ids of shards") \
     X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", "start from safetensors (a file or folder) or an llm.c .bin") \
-    X(SHUFFLE, "shuffle", SWITCH, LATER, "off", 0, 0, "on|off", "shuffle sequences") \
+    X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", "another order of the sequences in each epoch") \
     X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "kind of model") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
@@ -74,7 +74,7 @@ enum { BUILT, LATER };
     X(WARMUP, "warmup", INT, BUILT, "0", 0, 1e12, "N", "steps of linear growth to the peak") \
     X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", "the step at which the schedule ends [=steps]") \
     X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
-    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values and of --generate") \
+    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values, --shuffle and --generate") \
     X(BATCH_RAMP, "batch-ramp", TEXT, LATER, NULL, 0, 0, "START:INCR:SAMPLES", "let the batch grow") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd;onebit-adam", "") \
@@ -417,6 +417,7 @@ static void print_refused(void) {
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
     puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
     puts("  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token");
+    printf("  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n", DT_SAMPLER_SHUFFLED);
     puts("  what is given with --model is what it has    seq may be shorter");
     puts("  stop-at <= steps");
 }
@@ -657,6 +658,7 @@ static train_config resolve(value *v) {
     c.accum = int_of(v, O_ACCUM);
     c.stop_at = long_of(v, O_STOP_AT);
     c.eval_every = long_of(v, O_EVAL_EVERY);
+    c.shuffle = v[O_SHUFFLE].number != 0;
     return c;
 }
 
@@ -673,7 +675,7 @@ static int check_file(int id, const char *path) {
     return got == sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Looks through the first `most` sequences of token shards: each id must be below the vocabulary. */
+/* Looks through the first `most` sequences of token shards, as they are read: each id must be below the vocabulary. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
     dt_ctx  *ctx = look();
     int      T = int_of(v, O_SEQ), largest = 0;
@@ -683,8 +685,12 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
     if (files->tokens > T) {
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
-        for (int64_t s = 0; s < most && s < dt_text_sequences(text); s++) {
-            if (dt_text_read(text, s, ids, ids + T) != DT_OK) break;
+        int64_t     S = dt_text_sequences(text);
+        int         shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_SHUFFLED; /* more are refused */
+        dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S, .replicas = 1,
+            .seed = (uint64_t)v[O_SEED].number, .shuffle = shuffle });
+        for (int64_t s = 0; s < most && s < S; s++) {
+            if (dt_text_read(text, dt_sampler_next(order), ids, ids + T) != DT_OK) break;
             for (int i = 0; i < 2 * T; i++) largest = ids[i] > largest ? ids[i] : largest;
         }
     }
@@ -725,6 +731,10 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
         refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its last token); use "
             "--seq %lld or less", name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
             (long long)files->tokens - 1);
+    if (id == O_DATA && v[O_SHUFFLE].number && (files->tokens - 1) / seq > DT_SAMPLER_SHUFFLED)
+        refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use --seq %lld or more",
+            path, (long long)((files->tokens - 1) / seq), (long long)seq, DT_SAMPLER_SHUFFLED,
+            (long long)((files->tokens - 1) / (DT_SAMPLER_SHUFFLED + 1) + 1));
 }
 
 /* The trace is written after the last step: whether it can be is better known before the first. */

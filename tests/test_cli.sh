@@ -54,7 +54,7 @@ try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 for x in "--tp 2" "--cp 2" "--pp 2" "--ep 2" "--sp on" "--zero 2" "--zero 3" \
     "--backend mpi" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
     "--resume x" "--offload-optim cpu" \
-    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000" "--shuffle on"; do
+    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--dry-run" "--mem-limit 1000"; do
     try 2 'is not available in this build' $x
 done
 try 0 '' $tiny --data "$dir/text" --tp 1 --pp 1 --sp off --dropout 0 --recompute none --quiet
@@ -78,6 +78,9 @@ try 2 'arch gpt3: the legal values are gpt2\|llama' --arch gpt3
 try 2 'dtype fp32: the legal values are f32\|bf16\|f16\|f64' --dtype fp32
 try 2 'peak-tflops' --peak-tflops -1
 try 2 'eval-every 2 needs --val' --eval-every 2
+truncate -s 214748365 "$dir/holes" # a file without contents, that takes no room
+try 2 'shuffle on: .* has 214748364 sequences of --seq 1; at most 214748363 .*use --seq 2 or more' --data "$dir/holes" --seq 1 --shuffle on
+try 2 'shuffle .*on\|off' --shuffle yes
 
 # ---- recompute: a word, or full:K with K layers together
 try 2 'recompute selectiv: .*none\|selective\|full\|full:K; use --recompute selective' --recompute selectiv
@@ -221,6 +224,33 @@ try 0 '' $drop --ranks 1 --log-csv "$dir/one.csv"
 try 0 '' $drop --ranks 4 --log-csv "$dir/f.csv"
 awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEGIN{d=a-b;if(d<0)d=-d;exit !(b>4 && d<=1e-12*b)}'
 report $? "4 ranks drop what one rank drops: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
+
+# ---- --shuffle: step n reads entry (n-1)B + k of the orders of epochs 0, 1, .., which are torch's with seed, seed + 1, ..
+# At a rate of 0 nothing is learned: a sequence's loss is a name for it. The orders are torch.randperm(7) of seeds 5 and 6.
+head -c 113 "$dir/text" >"$dir/113"
+named="$tiny --data $dir/113 --seed 5 --lr 0 --dtype f64 --steps 14"
+losses() { tail -n +2 "$1" | cut -d, -f2; }
+try 0 '' $named --batch 1 --log-csv "$dir/f.csv"
+try 0 '' $named --batch 1 --shuffle on --log-csv "$dir/s.csv"
+grep -q -- 'shuffle on\*' "$dir/out"
+report $? "the settings name --shuffle on"
+losses "$dir/f.csv" | head -n 7 >"$dir/names"
+[ "$(sort -u "$dir/names" | wc -l)" = 7 ] && [ "$(losses "$dir/f.csv")" = "$(cat "$dir/names" "$dir/names")" ]
+report $? "without --shuffle 7 sequences in their own order, twice"
+for i in 1 0 4 2 6 5 3 2 4 5 3 0 6 1; do sed -n "$((i + 1))p" "$dir/names"; done >"$dir/want"
+losses "$dir/s.csv" | cmp -s - "$dir/want"
+report $? "with --shuffle on they come in torch's order, another one the second time"
+mixed="$tiny --data $dir/text --shuffle on --dtype f64 --steps 40 --batch 8" # 312 sequences: into the second epoch
+for layout in "--dp 1" "--dp 1 --accum 4" "--dp 2" "--dp 2 --accum 2" "--dp 4" "--dp 4 --accum 2" "--dp 4 --zero 1"; do
+    try 0 '' $mixed $layout --log-csv "$dir/s.csv"
+    [ "$layout" = "--dp 1" ] && cp "$dir/s.csv" "$dir/one.csv"
+    paste -d, <(losses "$dir/one.csv") <(losses "$dir/s.csv") | awk -F, '
+        {d=$1-$2;if(d<0)d=-d;good+=($1>2&&d<=1e-12*$1)} END{exit good!=40||NR!=40}'
+    report $? "--shuffle on with $layout: the losses of one rank"
+done
+token="$tiny --data $dir/shard99 --vocab 61 --seq 12 --steps 1 --batch 1" # 99 is in the 6th of 10, which comes first
+try 0 '' $token
+try 2 'holds token 99, but --vocab is 61; use --vocab 100' $token --shuffle on
 try 0 '' $tiny --data "$dir/text" --val "$dir/text" --eval-every 2 --peak-tflops 1e-3 --log-csv "$dir/v.csv"
 grep -Eq 'tok/s \| mfu [0-9]+\.[0-9]% \| comm' "$dir/out" && [ "$(grep -c '^eval' "$dir/out")" = 2 ]
 report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after steps 2 and 3"
@@ -267,7 +297,7 @@ else
     echo "SKIP test_cli: python3 is not installed: its reader does not see the trace (test_trace reads it with dt's)"
 fi
 try 0 '' --help
-grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --shuffle ' "$dir/out" && ! grep -q '^  --tp' "$dir/out"
+grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --experts ' "$dir/out" && ! grep -q '^  --tp' "$dir/out"
 report $? "--help names the options, those that are not built in a few lines"
 try 0 '' --print-config --width 64 --heads 2
 grep -Eq '"width": *64' "$dir/out"

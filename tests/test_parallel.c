@@ -1,14 +1,18 @@
-/* test_parallel.c - dt_parallel.h: the mesh, every row of the table of placements, the order of data, texts
+/* test_parallel.c - dt_parallel.h: the mesh, every row of the table of placements, the order of data, samplers, texts
 
    Ranks are threads. Placements are checked by their meaning: what the ranks hold before a move is turned into the one
    full tensor it stands for, and so is what they hold after it; both must be the same tensor. Gradients likewise, by
-   the dual placements. Numbers there are small multiples of 1/4, so that sums are exact in f32 and checks are ==. */
+   the dual placements. Numbers there are small multiples of 1/4, so that sums are exact in f32 and checks are ==. The
+   sampler's orders are PyTorch's (golden/make_sampler.py).
+
+   test_parallel [FOLDER]     the stored orders, tests/golden */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
 #include "../dt_parallel.h"
 #include "check.h"
+#include "golden/golden.h"
 #include <errno.h>
 #include <math.h>
 #include <sys/stat.h>
@@ -616,25 +620,32 @@ static void test_order(void) {
     for (int code = 0; code < 3 * 3 * 3 * 9; code++) {
         int      b = 1 + code % 3, a = 1 + code / 3 % 3, R = 1 + code / 9 % 3, right = 1;
         dt_order o = { .sequences = 1 + code / 27 * 3, .batch = (int64_t)b * a * R, .micro_batch = b, .replicas = R };
-        int64_t  next = 0; /* of the endless row 0, 1, .. S-1, 0, 1, .. */
+        int64_t  next = 0, epoch = 0; /* of the endless row 0, 1, .. S-1, 0, 1, .. */
         for (int step = 1; step <= 7; step++)
             for (int j = 0; j < a; j++) /* k = (jR + r)b + i ascends as j, then r, then i do */
                 for (int r = 0; r < R; r++)
                     for (int i = 0; i < b; i++) {
                         right &= dt_order_sequence(o, step, j, r, i) == next;
+                        right &= dt_order_epoch(o, step, j, r, i) == epoch;
                         next = next + 1 == o.sequences ? 0 : next + 1;
+                        epoch += next == 0;
                     }
         CHECK_MSG(right, "order of S %d, B %d, b %d, R %d", (int)o.sequences, (int)o.batch, b, R);
     }
     dt_order far = { .sequences = 4000000007, .batch = 1000003, .micro_batch = 1, .replicas = 1000003 };
     CHECK(dt_order_sequence(far, (int64_t)1 << 40, 0, 1000002, 0) ==
           (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u + 1000002u) % 4000000007u));
+    CHECK(dt_order_epoch(far, (int64_t)1 << 40, 0, 1000002, 0) ==
+          (int64_t)((__extension__(unsigned __int128)((((int64_t)1 << 40) - 1)) * 1000003u + 1000002u) / 4000000007u));
+    far.sequences = 3; /* here step times B does not fit into 64 bits, but the epoch does */
+    far.batch = (int64_t)1 << 31;
+    CHECK(dt_order_epoch(far, ((int64_t)1 << 32) + 1, 0, 0, 0) == 3074457345618258602);
 }
 
 static void order_of_nothing(void) { /* what a text that could not be opened leaves in dt_order */
     volatile int64_t zero = 0; /* or the compiler answers the division itself */
     dt_order         none = { .sequences = zero, .batch = 4, .micro_batch = 1, .replicas = 1 };
-    zero = dt_order_sequence(none, 2, 0, 0, 1);
+    zero = dt_order_sequence(none, 2, 0, 0, 1) + dt_order_epoch(none, 2, 0, 0, 1);
 }
 
 static dt_status tokens_main(dt_ctx *ctx, void *user) {
@@ -649,7 +660,167 @@ static dt_status tokens_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-// ==== 4. Text =======================================================================================================
+// ==== 4. Sampler ====================================================================================================
+
+enum { MOST_READ = 2048 };
+
+/* What the rank of d reads in that epoch, and how many. */
+static int read_epoch(dt_ctx *ctx, dt_sampler_desc d, int64_t epoch, int64_t *out) {
+    dt_sampler *s = dt_sampler_make(ctx, d);
+    int64_t     sample;
+    int         n = 0;
+    CHECK(dt_sampler_set_epoch(s, epoch) == DT_OK);
+    while (n < MOST_READ && (sample = dt_sampler_next(s)) >= 0) out[n++] = sample;
+    CHECK(n == dt_sampler_count(s) && dt_sampler_next(s) == -1);
+    dt_sampler_state at = dt_sampler_where(s);
+    CHECK(at.epoch == epoch && at.place == n); /* having asked once more did not move it */
+    dt_sampler_free(s);
+    return n;
+}
+
+static void test_sampler_torch(const char *stored) {
+    char    file[512], name[24];
+    int64_t numbers = 0, out[MOST_READ];
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+    snprintf(file, sizeof file, "%s/sampler.bin", stored);
+    golden       *g = golden_open(file);
+    const double *c = golden_get(g, "cases", &numbers), *order = golden_get(g, "long", NULL);
+    if (!CHECK_MSG(c && order && numbers >= 6 * 20, "%s cannot be used", file)) return;
+    for (int i = 0; i < numbers / 6; i++, c += 6) {
+        snprintf(name, sizeof name, "case.%d", i);
+        const golden_array *want = golden_find(g, name);
+        if (!CHECK(want && want->nd == 2 && want->shape[0] == c[1])) continue;
+        for (int r = 0; r < (int)c[1]; r++) {
+            dt_sampler_desc d = { (int64_t)c[0], (int)c[1], r, (uint64_t)c[2], (int)c[4], (int)c[5] };
+            int n = read_epoch(ctx, d, (int64_t)c[3], out), right = n == want->shape[1];
+            for (int k = 0; k < n && right; k++) right = out[k] == want->data[r * n + k];
+            CHECK_MSG(right, "%g samples, rank %d of %g, seed %.0f, epoch %g, shuffle %g, drop_last %g: not torch's",
+                c[0], r, c[1], c[2], c[3], c[4], c[5]);
+        }
+    }
+    dt_sampler *s = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = (int64_t)order[0], .replicas = 1,
+        .seed = (uint64_t)order[1], .shuffle = 1 });
+    double      sum = 0, last = -1; /* below 2^53, so exact */
+    for (int64_t k = 0, sample; (sample = dt_sampler_next(s)) >= 0; k++) sum += (double)k * (last = (double)sample);
+    CHECK(sum == order[2] && last == order[3]);
+    golden_free(g);
+    dt_ctx_free(ctx); /* and the last sampler with it */
+}
+
+/* The ranks' samples, dealt back, must be one list: each sample once, then the list's own beginning as often as it
+   takes to be a multiple of the ranks; with drop_last as many different ones as the largest such multiple. */
+static void check_dealt(dt_ctx *ctx, dt_sampler_desc d) {
+    int64_t list[MOST_READ], mine[MOST_READ];
+    int     n = (int)d.samples, R = d.replicas, count = d.drop_last ? n / R : (n + R - 1) / R, seen[64] = { 0 };
+    int     right = 1;
+    for (d.rank = 0; d.rank < R; d.rank++) {
+        right &= read_epoch(ctx, d, 3, mine) == count;
+        for (int k = 0; k < count; k++) list[k * R + d.rank] = mine[k];
+    }
+    for (int k = 0; k < count * R; k++) {
+        right &= list[k] >= 0 && list[k] < n && (d.shuffle || list[k] == k % n);
+        right &= k < n ? right && seen[list[k]]++ == 0 : list[k] == list[k - n];
+    }
+    CHECK_MSG(right, "%d samples over %d ranks, shuffle %d, drop_last %d", n, R, d.shuffle, d.drop_last);
+}
+
+/* From every place, a sampler that is sent there reads what one reads that was never stopped; into the next epoch. */
+static void test_sampler_resume(dt_ctx *ctx) {
+    dt_sampler_desc d = { .samples = 17, .replicas = 3, .rank = 1, .seed = 4, .shuffle = 1 };
+    int64_t         whole[2][MOST_READ], first[MOST_READ];
+    int             n = read_epoch(ctx, d, 6, whole[0]), same = 0;
+    CHECK(n == 6 && read_epoch(ctx, d, 7, whole[1]) == n && read_epoch(ctx, d, 0, first) == n);
+    for (int k = 0; k < n; k++) same += whole[0][k] == whole[1][k];
+    CHECK(same < n);
+    for (int stop = 0; stop <= n; stop++) {
+        dt_sampler *a = dt_sampler_make(ctx, d), *b = dt_sampler_make(ctx, d);
+        CHECK(dt_sampler_next(b) == first[0]); /* it has an order already, and another place */
+        dt_sampler_set_epoch(a, 6);
+        for (int k = 0; k < stop; k++) dt_sampler_next(a);
+        dt_sampler_state at = dt_sampler_where(a);
+        CHECK(at.epoch == 6 && at.place == stop && dt_sampler_seek(b, at) == DT_OK);
+        int right = 1;
+        for (int k = stop; k < n; k++) right &= dt_sampler_next(b) == whole[0][k];
+        right &= dt_sampler_next(b) == -1;
+        dt_sampler_set_epoch(b, 7);
+        for (int k = 0; k < n; k++) right &= dt_sampler_next(b) == whole[1][k];
+        dt_sampler_set_epoch(b, 6); /* back, from a later one */
+        for (int k = 0; k < n; k++) right &= dt_sampler_next(b) == whole[0][k];
+        CHECK_MSG(right, "stopped after %d of %d samples", stop, n);
+        dt_sampler_free(a);
+        dt_sampler_free(b);
+    }
+}
+
+static void check_sampler_refused(dt_sampler_desc d, const char *word) {
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+    CHECK(dt_sampler_make(ctx, d) == NULL && dt_error(ctx) == DT_ERR_ARG);
+    CHECK_MSG(strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
+    d = (dt_sampler_desc){ .samples = 4, .replicas = 1 };
+    CHECK(dt_sampler_make(ctx, d) == NULL); /* sticky */
+    dt_ctx_free(ctx);
+}
+
+static void check_seek_refused(dt_sampler_state to, const char *word) {
+    dt_ctx     *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+    dt_sampler *s = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = 7, .replicas = 2 });
+    CHECK(dt_sampler_next(s) == 0 && dt_sampler_seek(s, to) == DT_ERR_ARG && dt_error(ctx) == DT_ERR_ARG);
+    CHECK_MSG(strstr(dt_error_text(ctx), word), "'%s' is not in '%s'", word, dt_error_text(ctx));
+    CHECK(dt_sampler_where(s).epoch == 0 && dt_sampler_where(s).place == 1);
+    CHECK(dt_sampler_next(s) == -1 && dt_sampler_set_epoch(s, 1) == DT_ERR_ARG);
+    dt_ctx_free(ctx);
+}
+
+static void test_sampler_refused(void) {
+    check_sampler_refused((dt_sampler_desc){ .samples = 0, .replicas = 1 }, "0 samples for rank 0 of 1");
+    check_sampler_refused((dt_sampler_desc){ .samples = -5, .replicas = 1 }, "-5 samples");
+    check_sampler_refused((dt_sampler_desc){ .samples = 5 }, "rank 0 of 0");
+    check_sampler_refused((dt_sampler_desc){ .samples = 5, .replicas = -2, .rank = -3 }, "rank -3 of -2");
+    check_sampler_refused((dt_sampler_desc){ .samples = 5, .replicas = 2, .rank = 2 }, "rank 2 of 2");
+    check_sampler_refused((dt_sampler_desc){ .samples = 5, .replicas = 2, .rank = -1 }, "rank -1 of 2");
+    check_sampler_refused((dt_sampler_desc){ .samples = DT_SAMPLER_SHUFFLED + 1, .replicas = 1, .shuffle = 1 },
+        "214748364 samples; at most 214748363");
+    check_seek_refused((dt_sampler_state){ 0, 5 }, "place 5 of 4 in epoch 0");
+    check_seek_refused((dt_sampler_state){ 2, -1 }, "place -1 of 4 in epoch 2");
+    check_seek_refused((dt_sampler_state){ -1, 0 }, "epoch -1");
+}
+
+/* As many samples as there are numbers, in the order of their numbers: no memory, and nothing overflows. */
+static void test_sampler_endless(dt_ctx *ctx) {
+    for (int r = 0; r < 10; r++) {
+        size_t      before = dt_memory_used(ctx).live[DT_MEM_HOST];
+        dt_sampler *s = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = INT64_MAX, .replicas = 10, .rank = r });
+        int64_t     count = dt_sampler_count(s), tens = INT64_MAX - 7; /* INT64_MAX ends in 7 */
+        CHECK(count == INT64_MAX / 10 + 1 && dt_memory_used(ctx).live[DT_MEM_HOST] < before + 1000);
+        CHECK(dt_sampler_seek(s, (dt_sampler_state){ 1, count - 1 }) == DT_OK);
+        CHECK(dt_sampler_next(s) == (r < 7 ? tens + r : r - 7) && dt_sampler_next(s) == -1);
+        dt_sampler_free(s);
+        CHECK(dt_memory_used(ctx).live[DT_MEM_HOST] == before);
+    }
+}
+
+static void sampler_of_nothing(void) {
+    dt_sampler_state start = { 0, 0 };
+    dt_sampler_free(NULL);
+    if (dt_sampler_count(NULL) != 0 || dt_sampler_next(NULL) != -1 || dt_sampler_where(NULL).place != 0) _exit(1);
+    if (dt_sampler_seek(NULL, start) == DT_OK || dt_sampler_set_epoch(NULL, 0) == DT_OK) _exit(1);
+}
+
+static void test_sampler(const char *stored) {
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
+    test_sampler_torch(stored);
+    for (int code = 0; code < 14 * 9 * 4; code++)
+        check_dealt(ctx, (dt_sampler_desc){ .samples = 1 + code % 14, .replicas = 1 + code / 14 % 9, .seed = 2,
+            .shuffle = code / 126 % 2, .drop_last = code / 252 });
+    check_dealt(ctx, (dt_sampler_desc){ .samples = 3, .replicas = 50, .shuffle = 1 });
+    test_sampler_resume(ctx);
+    test_sampler_endless(ctx);
+    CHECK(dt_error(ctx) == DT_OK);
+    dt_ctx_free(ctx);
+    test_sampler_refused();
+}
+
+// ==== 5. Text =======================================================================================================
 
 static char folder[] = "/tmp/dt_test_parallel_XXXXXX";
 
@@ -859,6 +1030,26 @@ static void test_text_memory(void) {
     CHECK(refused >= 3); /* the text, its files, its window */
 }
 
+/* Whichever allocation is refused, nothing is left; what is not freed is freed with the context. */
+static void test_sampler_memory(void) {
+    int refused = 0;
+    for (int k = 1, done = 0; !done && k < 50; k++) {
+        miser m = { quiet, k, 0 };
+        m.host.user = &m;
+        m.host.alloc = miser_alloc;
+        m.host.free = miser_free;
+        dt_ctx     *ctx = dt_ctx_make((dt_ctx_desc){ .host = &m.host });
+        dt_sampler *s = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = 1000, .replicas = 2, .shuffle = 1 });
+        size_t      bytes = dt_memory_used(ctx).live[DT_MEM_HOST];
+        done = s != NULL;
+        refused += !done;
+        CHECK(done ? bytes > 4000 : dt_error(ctx) == DT_ERR_MEM && dt_sampler_next(s) == -1);
+        dt_ctx_free(ctx);
+        CHECK(m.live == 0);
+    }
+    CHECK(refused == 2); /* the sampler, its order */
+}
+
 static void text_of_nothing(void) { /* a text that could not be opened is asked */
     if (dt_text_tokens(NULL) != 0 || dt_text_sequences(NULL) != 0) _exit(1);
 }
@@ -879,7 +1070,7 @@ static void test_text(void) {
     CHECK(rmdir(folder) == 0);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     quiet = *dt_host_default();
     quiet.log = silent;
     CHECK_MSG(survives(text_of_nothing), "dt_text_tokens or dt_text_sequences of NULL");
@@ -892,6 +1083,9 @@ int main(void) {
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden); /* 5 does not divide */
     test_order();
     CHECK(run(3, tokens_main, NULL).status == DT_OK);
+    CHECK_MSG(survives(sampler_of_nothing), "a sampler that could not be made");
+    test_sampler(argc > 1 ? argv[1] : "tests/golden");
+    test_sampler_memory();
     test_text();
     return check_done("test_parallel");
 }
