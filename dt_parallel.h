@@ -3,11 +3,10 @@
 
    The third of four single-header libraries; dt_tensor.h names them all. It arranges ranks along the axes of a layout
    (data, tensor, context, pipeline, expert), moves a tensor from one placement over a group to another with the right
-   backward, and says which rank reads which sequence.
+   backward, has the layers of tensor, sequence and context parallelism, and says which rank reads which sequence.
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model. Not in this version:
-   layers for tensor and context parallelism, pipeline schedules, expert dispatch. The mesh has their axes already, and
-   dt_redistribute is what they are made of: the tests build tensor-parallel layers from it.
+   pipeline schedules, expert dispatch. The mesh has their axes already.
 
    QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
 
@@ -23,9 +22,9 @@
                (dt_param_desc){ .cuts = { { mesh.tp, 1 } } });
            float one[4] = { 1, 2, 3, 4 };
            dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(1, 4), one);
-           x = dt_redistribute(x, mesh.tp, DT_REPLICATE, DT_COPY);              // Megatron's f
-           dt_tensor *h = dt_gelu(dt_linear(x, w1, NULL));
-           dt_tensor *y = dt_redistribute(dt_linear(h, w2, NULL), mesh.tp, DT_PARTIAL, DT_REPLICATE); // and g
+           dt_linear_desc gelu = { .activation = DT_ACT_GELU };
+           dt_tensor *h = dt_column_linear(x, w1, NULL, gelu, mesh.tp, DT_REPLICATE);   // (1,4) of (1,8)
+           dt_tensor *y = dt_row_linear(h, w2, NULL, NULL, mesh.tp, DT_REPLICATE);      // summed over tp: (1,1)
            double value = dt_item(y);
            if (dt_ctx_rank(ctx) == 0) printf("%g\n", value);
            (void)user;
@@ -45,11 +44,15 @@
    CONTENTS
      1. Mesh
      2. Placements
-     3. Order of data
-     4. Text
-     5. Implementation: mesh
-     6. Placements: code
-     7. Order of data and text: code
+     3. Tensor and sequence parallelism
+     4. Context parallelism
+     5. Order of data
+     6. Text
+     7. Implementation: mesh
+     8. Placements: code
+     9. Tensor and sequence parallelism: code
+    10. Context parallelism: code
+    11. Order of data and text: code
 
    CONTRACT
      Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as those of ops do. A
@@ -164,8 +167,8 @@ DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_ten
     dt_place outside);
 /* [collective: comm] Rows of a table (V,C) cut along V: ids (B,T), all of them on every rank -> outside. */
 DT_API dt_tensor *dt_vocab_embedding(dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_place outside);
-/* [collective: comm] dt_cross_entropy_at of logits (..,V') of which each rank has V' columns in rank order. Two numbers a
-   row are gathered, never logits: 16 (T-1) bytes of each row are sent. desc.vocab: all columns that count, 0 -> T V'.
+/* [collective: comm] dt_cross_entropy_at of logits (..,V') of which each rank has V' columns in rank order. Two numbers
+   a row are gathered, never logits: 16 (T-1) bytes of each row are sent. desc.vocab: all columns that count, 0 -> T V'.
    labels on every rank; the loss is the same on every rank. */
 DT_API dt_tensor *dt_vocab_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc,
     dt_comm *comm);
@@ -188,9 +191,9 @@ DT_API dt_kv_groups dt_kv_split(dt_ctx *ctx, dt_comm *tp, int kv_heads);
 /* One axis of a layout: how a tensor lies over a group. */
 typedef struct dt_axis_place { dt_comm *comm; dt_place place; } dt_axis_place;
 /* [collective: all ranks of the n groups] A tensor that exists on one rank, the one which is rank 0 in each group, in
-   host memory there (NULL elsewhere), onto all: this rank's part, until dt_reset. The groups are axes of a mesh: any two
-   meet in one rank. A dimension may be cut by several, the first one first. PARTIAL: rank 0 of the group gets it, the
-   others zeros. DT_ERR_SHAPE where a dimension cannot be cut. */
+   host memory there (NULL elsewhere), onto all: this rank's part, until dt_reset. The groups are axes of a mesh: any
+   two meet in one rank. A dimension may be cut by several, the first one first. PARTIAL: rank 0 of the group gets it,
+   the others zeros. DT_ERR_SHAPE where a dimension cannot be cut. */
 DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void *host, const dt_axis_place *axes,
     int n);
 
@@ -211,8 +214,8 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
    heads, so c must divide H, and K or be a multiple of it (then heads are repeated up to c, and count as c). */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
-/* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence is
-   2c pieces, of which rank r has r and 2c-1-r: under a causal mask then all ranks have as much to do, where in order
+/* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence
+   is 2c pieces, of which rank r has r and 2c-1-r: under a causal mask then all ranks have as much to do, where in order
    the last has 2 - 1/c times the mean. Permute tokens, labels (shifted before), positions and documents alike. */
 DT_API int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i);
 /* [local] Whether so many tokens and heads can be cut over c ranks: DT_ERR_ARG and why not, with legal choices. */
@@ -223,8 +226,8 @@ typedef struct dt_context_desc {
     int            kind;        /* DT_CP_* */
     int64_t        batch;       /* B sequences */
     int64_t        tokens;      /* T of each, over all ranks */
-    const int32_t *positions;   /* host (B,T), those of all ranks' tokens, rank 0's first: place in its document, for the
-                                   causal mask; NULL: dt_context_token */
+    const int32_t *positions;   /* host (B,T), those of all ranks' tokens, rank 0's first: place in its document, for
+                                   the causal mask; NULL: dt_context_token */
     const int32_t *documents;   /* the same of documents packed into a sequence; NULL: one */
     int            full;        /* 1: no causal mask */
 } dt_context_desc;
@@ -874,14 +877,14 @@ dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv
     if (c < 2) return DT_OK;
     if (T < pieces || T % pieces != 0) {
         int64_t less = T / pieces * pieces, more = less + pieces;
-        snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not give; "
-            "use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
+        snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not "
+            "give; use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
             (long long)(less ? more : 2 * pieces));
         return DT_ERR_ARG;
     }
     if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0))) return DT_OK;
-    snprintf(text, text_bytes, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of keys "
-        "and values: cp must divide the heads, and divide or be a multiple of the second; use ring, zigzag or allgather",
+    snprintf(text, text_bytes, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
+        "keys and values: cp must divide the heads, and divide or be a multiple of the second; use another kind",
         c, (long long)heads, (long long)kv_heads);
     return DT_ERR_ARG;
 }
@@ -992,7 +995,7 @@ typedef struct dt__ring {
     dt_dtype          dtype;
     int64_t           H, K, D;
     const char       *q, *out, *dout;
-    char             *result, *lse;     /* result: out of the forward, dq of the backward: of the wide type, as dk, dv */
+    char             *result, *lse;     /* result: out of the forward, dq of the backward; wide, as dk and dv */
     void             *work;
     size_t            work_bytes;
 } dt__ring;
@@ -1039,8 +1042,8 @@ static dt_status dt__ring_step(const dt__ring *r, int from, const char *keys, co
         } else {
             dt_attention_back_args a = { r->dtype, r->result ? r->result + q_at * wide : NULL,
                 dk ? dk + k_at * wide : NULL, dv ? dv + k_at * wide : NULL, r->dout + q_at * size, r->out + q_at * wide,
-                lse, q, keys + k_at * size, values + k_at * size, 1, k->length, k->length, r->H, r->K, r->D, scale, sight,
-                1, 1, 1, 1, r->work, r->work_bytes };
+                lse, q, keys + k_at * size, values + k_at * size, 1, k->length, k->length, r->H, r->K, r->D, scale,
+                sight, 1, 1, 1, 1, r->work, r->work_bytes };
             if (DT__KERNEL(ctx, r->name, attention_back, &a) != DT_OK) return dt_error(ctx);
         }
     }

@@ -3881,7 +3881,9 @@ static dt_status dt__loss_kernel(const char *op, const dt_tensor *x, const dt_te
 }
 
 /* Doubles of scratch that parts of a vocabulary want: this rank's, and those of all. */
-static size_t dt__loss_part_room(dt_loss_part part, size_t rows) { return 2 * rows * (size_t)(part.parts + !!part.parts); }
+static size_t dt__loss_part_room(dt_loss_part part, size_t rows) {
+    return part.parts ? 2 * rows * (size_t)(part.parts + 1) : 0;
+}
 
 /* mine (rows,2), and behind it room for those of all parts, become the loss. */
 static dt_status dt__loss_join(const char *op, dt_tensor *x, dt_tensor *labels, const dt__loss_parts *p,

@@ -81,9 +81,8 @@ static double number(dt_dtype type, const void *data, int64_t i) {
     return type == DT_F64 ? ((const double *)data)[i] : (double)((const float *)data)[i];
 }
 
-/* Copies this rank's box of every parameter to its place in the full one, as doubles. Of ranks with the same box each
-   writes the same numbers, so one of them does: the first of tp where there is no cut, and of those that share a head of
-   keys the first of these. */
+/* Copies this rank's box of every parameter to its place in the full one, as doubles. Of ranks with the same box one
+   does: the first of tp where there is no cut, and of those that share a head of keys the first of these. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     double *full = ((result *)user)->params;
     for (int p = 0; p < dt_param_count(ctx); p++) {

@@ -36,7 +36,7 @@
    of B T/cp tokens and of one rank, S being the bytes of C numbers and t the ranks of tp:
 
        tp              forward 4 (t-1)/t S         backward the same
-       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S: what a region gathers is gathered again, not kept
+       tp with sp      forward 4 (t-1)/t S         backward 6 (t-1)/t S, as what a region gathers is gathered again
 
    and keeps, in place of the table above, for each of B T/cp tokens in `none`
 
@@ -266,11 +266,11 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
 
 /* ==== Forward ===================================================================================================== */
 
-/* The tokens of a forward: this rank's T/cp of each sequence, in the order of dt_context_token. All tensors are (B,T/cp)
-   i32; those that are NULL take the value in brackets. */
+/* The tokens of a forward: this rank's T/cp of each sequence, in the order of dt_context_token. All tensors are
+   (B,T/cp) i32; those that are NULL take the value in brackets. */
 typedef struct gpt_tokens {
     dt_tensor *ids;
-    dt_tensor *positions;   /* place in the document: what wpe, rope and the causal mask go by [place in the sequence] */
+    dt_tensor *positions;   /* place in the document: wpe, rope and the causal mask go by it [place in the sequence] */
     dt_tensor *documents;   /* a number for each of several documents packed into a sequence [one document] */
     dt_tensor *index;       /* place among all tokens of the step, over all ranks: dropout goes by it [0 .. B T - 1] */
     uint64_t   step;        /* from 1: dropout differs from step to step; 0: no dropout, as in evaluation */
@@ -345,8 +345,8 @@ static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *mor
     return all;
 }
 
-/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C/tp): what selective recomputation computes again. H and K
-   are this rank's heads, T this rank's tokens. */
+/* The first half of a layer up to its heads, (B,T,C) -> (B,T,C/tp): what selective recomputation computes again. H and
+   K are this rank's heads, T this rank's tokens. */
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass   *r = (const gpt_pass *)user;
     const gpt       *m = r->model;

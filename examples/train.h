@@ -171,8 +171,8 @@ static inline int64_t train_sequence(const train_batch *b, int64_t step, int mic
 
 /* Sequence `sequence` of a text, which is the k-th of the step: this rank's tokens, to place `at`. Labels are those of
    the whole sequence, shifted before it is cut. */
-static inline dt_status train_sequence_read(train_batch *b, dt_text *text, const gpt *model, int64_t sequence, int64_t k,
-    int64_t at) {
+static inline dt_status train_sequence_read(train_batch *b, dt_text *text, const gpt *model, int64_t sequence,
+    int64_t k, int64_t at) {
     int32_t  *from[3] = { b->whole, b->whole + b->T, b->whole + 2 * b->T };
     int32_t  *to[3] = { b->ids + at, b->labels + at, b->index + at };
     dt_status status = dt_text_read(text, sequence, from[0], from[1]);

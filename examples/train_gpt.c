@@ -631,8 +631,8 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     if (dt_context_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why, sizeof why) != DT_OK)
         refuse("%s", why);
     if (m->sp && tokens % mesh.tp != 0)
-        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide them; "
-            "use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
+        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide "
+            "them; use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
     if (v[O_SAVE_MODEL].text && mesh.tp > 1)
         refuse("--save-model is not available in this build with --tp above 1");

@@ -7,8 +7,8 @@
    failing case is shrunk: every field is moved to its simplest value while the case still fails, and one command that
    repeats it is printed.
 
-   In f64 every factoring of 1 to 12 ranks into dp x tp x cp is a case, and dp 2 x tp 2 x cp 4 with sp; any two values of
-   two fields meet in one, or no draw with both can be (counted by its rule: arithmetic only). Other types follow.
+   In f64 every factoring of 1 to 12 ranks into dp x tp x cp is a case, and dp 2 x tp 2 x cp 4 with sp; any two values
+   of two fields meet in one, or no draw with both can be (counted by its rule: arithmetic only). Other types follow.
 
        test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/4 in other types
        test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest value */
@@ -113,7 +113,8 @@ static int refusal(spec s) {
     if (gpt && s.llama && s.dim % 2 != 0) return 4;
     int keys = (kv + s.tp - 1) / s.tp, ulysses = s.kind == DT_CP_ULYSSES;
     if (!ulysses && dt_context_check(s.kind, tokens_of(s), s.cp, 1, 1, why, sizeof why) != DT_OK) return 5;
-    if (ulysses && gpt && dt_context_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK) return 6;
+    if (ulysses && gpt && dt_context_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK)
+        return 6;
     return 0;
 }
 
@@ -340,10 +341,9 @@ static dt_tensor *cut_input(dt_ctx *ctx, spec s, const batch *b, dt_comm *cp, co
 
 /* The same of all ranks, one after the other. */
 static void cut_all(spec s, const int32_t *whole, int32_t *out) {
-    for (int64_t i = 0; i < s.micro * tokens_of(s); i++) {
-        int64_t own = tokens_of(s) / s.cp, t = i % tokens_of(s);
-        out[i] = whole[i / tokens_of(s) * tokens_of(s) + dt_context_token(s.kind, tokens_of(s), s.cp, (int)(t / own), t % own)];
-    }
+    int64_t T = tokens_of(s), own = T / s.cp;
+    for (int64_t i = 0; i < s.micro * T; i++)
+        out[i] = whole[i / T * T + dt_context_token(s.kind, T, s.cp, (int)(i % T / own), i % T % own)];
 }
 
 static dt_tensor *own_loss(dt_ctx *ctx, spec s, own_model *own, const batch *b, int64_t first, const dt_mesh *mesh) {
@@ -351,7 +351,8 @@ static dt_tensor *own_loss(dt_ctx *ctx, spec s, own_model *own, const batch *b, 
     double    *x = (double *)malloc((size_t)(s.micro * T * (own->width + OUT)) * sizeof *x);
     double    *y = x + s.micro * T * own->width;
     for (int64_t i = 0; i < s.micro * T; i++) {
-        int64_t from = (first + i / T) * tokens_of(s) + dt_context_token(s.kind, tokens_of(s), s.cp, mesh->at.cp, i % T);
+        int64_t token = dt_context_token(s.kind, tokens_of(s), s.cp, mesh->at.cp, i % T);
+        int64_t from = (first + i / T) * tokens_of(s) + token;
         memcpy(x + i * own->width, b->x + from * own->width, (size_t)own->width * sizeof *x);
         memcpy(y + i * OUT, b->y + from * OUT, OUT * sizeof *y);
     }
@@ -376,8 +377,8 @@ static dt_tensor *forward(dt_ctx *ctx, spec s, gpt *g, own_model *own, const bat
         int32_t *all = (int32_t *)malloc((size_t)(2 * s.micro * tokens_of(s)) * sizeof *all);
         cut_all(s, b->position + at, all);
         cut_all(s, b->document + at, all + s.micro * tokens_of(s));
-        t.context = dt_context_make(ctx, mesh->cp, (dt_context_desc){ .kind = s.kind, .batch = s.micro, .tokens = tokens_of(s),
-            .positions = all, .documents = all + s.micro * tokens_of(s) });
+        t.context = dt_context_make(ctx, mesh->cp, (dt_context_desc){ .kind = s.kind, .batch = s.micro,
+            .tokens = tokens_of(s), .positions = all, .documents = all + s.micro * tokens_of(s) });
         free(all);
     }
     return gpt_loss_at(g, t, cut_input(ctx, s, b, mesh->cp, b->labels + at), b->labels_in_step);
@@ -566,8 +567,8 @@ static void run_ranks(verdict *v, const char *what, result *r) {
     dt_report report;
     dt_host   host = *dt_host_default();
     host.log = silent;
-    dt_status status = dt_run((dt_run_desc){ .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report },
-        rank_main, r);
+    dt_run_desc desc = { .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report };
+    dt_status   status = dt_run(desc, rank_main, r);
     if (status != DT_OK) blame(v, "%s: %s", what, report.text);
     if (r->optim_bytes != r->optim_formula)
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
@@ -656,7 +657,8 @@ static unsigned char seen[FIELDS][8][FIELDS][8];
 
 static int index_of(spec s, int i) {
     int v = *value_of(&s, &fields[i]), k = 0;
-    if ((strcmp(fields[i].name, "sp") == 0 && s.tp == 1) || (strcmp(fields[i].name, "kind") == 0 && s.cp == 1)) return -1;
+    if (strcmp(fields[i].name, "sp") == 0 && s.tp == 1) return -1;
+    if (strcmp(fields[i].name, "kind") == 0 && s.cp == 1) return -1;
     while (k < fields[i].n && fields[i].values[k] != v) k++;
     return k < fields[i].n ? k : -1;
 }
