@@ -48,11 +48,13 @@
      4. Context parallelism
      5. Order of data
      6. Text
-     7. Implementation: mesh
-     8. Placements: code
-     9. Tensor and sequence parallelism: code
-    10. Context parallelism: code
-    11. Order of data and text: code
+     7. Dry runs
+     8. Implementation: mesh
+     9. Placements: code
+    10. Tensor and sequence parallelism: code
+    11. Context parallelism: code
+    12. Order of data and text: code
+    13. Dry runs: code
 
    CONTRACT
      Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as those of ops do. A
@@ -324,6 +326,20 @@ DT_API int64_t dt_text_limit(const dt_text *text);
 /* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming file and token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
+// ==== 7. Dry runs ===================================================================================================
+
+/* A context that computes nothing and has no memory for tensors, but does everything else: the same program then shows
+   what it would need, on any number of ranks (as threads), without a second formula for it. dt_memory_used and
+   dt_comm_bytes count as always; every number read from a tensor is 0. */
+typedef struct dt_dry {
+    double    flops;        /* 2 m n k of each product; attention as if there was no mask */
+    size_t    kernels;      /* calls */
+    uintptr_t next;         /* addresses that were given out, none of which can be read */
+} dt_dry;
+/* [local] As the first call on a context, before it has tensors. dry: (zeroed) yours, read it at any time; it must
+   outlive the context. Not for forked ranks, nor over MPI. */
+DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
+
 #ifdef __cplusplus
 }
 #endif
@@ -338,7 +354,7 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
 extern "C" {
 #endif
 
-// ==== 7. Implementation: mesh =======================================================================================
+// ==== 8. Implementation: mesh =======================================================================================
 
 dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
@@ -417,7 +433,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
-// ==== 8. Placements: code ===========================================================================================
+// ==== 9. Placements: code ===========================================================================================
 
 /* One move of a dense array over a group: the argument of every row of the table. */
 typedef struct dt__place_move {
@@ -661,7 +677,7 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place 
     return dt__redistribute(x, comm, from, to, 0);
 }
 
-// ==== 9. Tensor and sequence parallelism: code ======================================================================
+// ==== 10. Tensor and sequence parallelism: code =====================================================================
 
 dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_place outside) {
     return dt__redistribute(x, comm, outside, DT_COPY, outside.kind == DT_PLACE_SHARD);
@@ -851,7 +867,7 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
     return dt_error(ctx) == DT_OK ? held : NULL;
 }
 
-// ==== 10. Context parallelism: code =================================================================================
+// ==== 11. Context parallelism: code =================================================================================
 
 int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i) {
     if (kind != DT_CP_ZIGZAG) return r * (T / c) + i;
@@ -1281,7 +1297,7 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
     return dt__ring_attention(q, keys, values, k);
 }
 
-// ==== 11. Order of data and text: code ===============================================================================
+// ==== 12. Order of data and text: code ==============================================================================
 
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
     if (order.sequences < 1) return -1;
@@ -1601,6 +1617,87 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
         if (i < t->seq) ids[i] = (int32_t)token;
         if (i > 0) labels[i - 1] = (int32_t)token;
     }
+    return DT_OK;
+}
+
+// ==== 13. Dry runs: code ============================================================================================
+
+/* Addresses that no memory has: the upper half of all. */
+#define DT__DRY_FROM ((uintptr_t)1 << (8 * sizeof(uintptr_t) - 1))
+
+static int dt__is_dry(const void *p) { return (uintptr_t)p >= DT__DRY_FROM; }
+
+static void *dt__dry_alloc(void *user, size_t bytes) {
+    dt_dry   *dry = (dt_dry *)user;
+    uintptr_t p = DT__DRY_FROM + dry->next;
+    dry->next += (bytes + 63) / 64 * 64;
+    return (void *)p;
+}
+
+static void dt__dry_free(void *user, void *p, size_t bytes) {
+    (void)user;
+    (void)p;
+    (void)bytes;
+}
+
+static dt_status dt__dry_move(void *dst, const void *src, size_t bytes, void *stream) {
+    (void)stream;
+    if (dt__is_dry(dst) || bytes == 0) return DT_OK;
+    if (dt__is_dry(src)) memset(dst, 0, bytes);
+    else memmove(dst, src, bytes);
+    return DT_OK;
+}
+
+/* Figures that ranks exchange may lie in real memory: their sums are taken. */
+static dt_status dt__dry_reduce_real(const dt_reduce_args *a) {
+    int dry = dt__is_dry(a->out);
+    for (int i = 0; i < a->n; i++) dry |= dt__is_dry(a->in[i]);
+    for (int i = 0; i < a->n_also; i++) dry |= dt__is_dry(a->also[i]);
+    return dry ? DT_OK : dt_kernels_cpu()->reduce(a, NULL);
+}
+
+static double dt__dry_attention_flops(int64_t batch, int64_t heads, int64_t tq, int64_t tk, int64_t dim) {
+    return 4.0 * (double)batch * (double)heads * (double)tq * (double)tk * (double)dim;
+}
+
+enum {
+#define DT__DRY_ID(k) DT__DRY_##k,
+    DT_KERNELS(DT__DRY_ID)
+#undef DT__DRY_ID
+    DT__DRY_KERNELS
+};
+
+/* Counts a call. Two products forward and five backward make an attention. */
+static dt_status dt__dry_call(dt_dry *dry, int kernel, const void *args) {
+    const dt_matmul_args         *m = (const dt_matmul_args *)args;
+    const dt_attention_args      *a = (const dt_attention_args *)args;
+    const dt_attention_back_args *b = (const dt_attention_back_args *)args;
+    dry->kernels++;
+    if (kernel == DT__DRY_matmul)
+        dry->flops += 2.0 * (double)m->m * (double)m->n * (double)m->k * (double)(m->batch ? m->batch : 1);
+    if (kernel == DT__DRY_attention) dry->flops += dt__dry_attention_flops(a->batch, a->heads, a->tq, a->tk, a->dim);
+    if (kernel == DT__DRY_attention_back)
+        dry->flops += 2.5 * dt__dry_attention_flops(b->batch, b->heads, b->tq, b->tk, b->dim);
+    return kernel == DT__DRY_reduce ? dt__dry_reduce_real((const dt_reduce_args *)args) : DT_OK;
+}
+
+#define DT__DRY_FN(k) \
+    static dt_status dt__dry_##k(const dt_##k##_args *a, void *stream) { \
+        return dt__dry_call((dt_dry *)stream, DT__DRY_##k, a); \
+    }
+DT_KERNELS(DT__DRY_FN)
+#undef DT__DRY_FN
+
+dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
+#define DT__DRY_ENTRY(k) dt__dry_##k,
+    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, DT_KERNELS(DT__DRY_ENTRY) };
+#undef DT__DRY_ENTRY
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!dry || ctx->root || ctx->units || ctx->work)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s", dry ? "the context has tensors already" : "no dt_dry");
+    table.user = dry;
+    ctx->kernels = table;
+    ctx->stream = dry;
     return DT_OK;
 }
 

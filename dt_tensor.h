@@ -2099,7 +2099,8 @@ static void dt__arena_reset(dt_ctx *ctx, dt__arena *a) {
     }
 }
 
-/* An arena from a pool, or a new one for activations. The last one given is the first one taken. */
+/* An arena from a pool, or a new one: for activations, but that of brief tensors for communication. The last one given
+   is the first one taken. */
 static dt__arena *dt__arena_take(dt_ctx *ctx, dt__arena **pool) {
     dt__arena *a = *pool;
     if (a) {
@@ -2108,7 +2109,7 @@ static dt__arena *dt__arena_take(dt_ctx *ctx, dt__arena **pool) {
     }
     a = (dt__arena *)dt__host_zeroed(ctx, sizeof *a, "an arena");
     if (!a) return NULL;
-    a->mem = DT_MEM_ACTS;
+    a->mem = pool == &ctx->brief_pool ? DT_MEM_COMM : DT_MEM_ACTS;
     a->least = DT__LEAST_ACTS;
     return a;
 }

@@ -58,6 +58,7 @@ typedef struct train_config {
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
+    dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
                                                                        tp; may be NULL */
@@ -290,6 +291,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     int64_t T = c->seq ? c->seq : c->model.seq;
+    if (c->dry) dt_dry_begin(ctx, &c->dry[dt_ctx_rank(ctx)]);
     dt_mesh    mesh = dt_mesh_make(ctx, c->mesh);
     gpt_config sizes = c->model;
     sizes.tp = mesh.tp;

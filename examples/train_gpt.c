@@ -130,7 +130,7 @@ enum { BUILT, LATER };
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(CONFIG, "config", TEXT, LATER, NULL, 0, 0, "FILE", "options from a file") \
     X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", "print all options as JSON and end") \
-    X(DRY_RUN, "dry-run", FLAG, LATER, NULL, 0, 0, "", "") \
+    X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", "compute nothing: who is where, what each sends and needs") \
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", "print the rules by which sizes are refused and end") \
     X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this and end")
 
@@ -946,7 +946,80 @@ static int run(job *j) {
     return 1;
 }
 
-// ==== 8. main =======================================================================================================
+// ==== 8. Dry run ====================================================================================================
+
+/* Ranks of one axis that differ from `rank` in that coordinate only: n of them, `stride` apart. */
+static void print_group(int rank, int n, int stride) {
+    char text[64] = "";
+    int  first = rank - rank / stride % n * stride, used = 0;
+    for (int i = 0; i < n && used < 40; i++)
+        used += snprintf(text + used, sizeof text - (size_t)used, "%s%d", i ? " " : "", first + i * stride);
+    printf("  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
+}
+
+enum { MAP_ROWS = 64 };
+
+static void print_map(const train_config *c, int ranks) {
+    static const char *const names[3] = { "tp", "cp", "dp" };
+    const dt_mesh_desc *m = &c->mesh;
+    int                 n[3] = { m->tp, m->cp, m->dp }, stride[3] = { 1, m->tp, m->tp * m->cp };
+    printf("rank  dp cp tp");
+    for (int a = 0; a < 3; a++)
+        if (n[a] > 1) printf("  %s with%-13s", names[a], "");
+    putchar('\n');
+    for (int r = 0; r < ranks && r < MAP_ROWS; r++) {
+        printf("%4d %3d%3d%3d", r, r / stride[2], r / stride[1] % n[1], r % n[0]);
+        for (int a = 0; a < 3; a++)
+            if (n[a] > 1) print_group(r, n[a], stride[a]);
+        putchar('\n');
+    }
+    if (ranks > MAP_ROWS) printf(" ... rank = (dp * %d + cp) * %d + tp\n", m->cp, m->tp);
+}
+
+static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
+    (void)ctx;
+    *(train_row *)user = *row;
+}
+
+/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. Figures are the largest over
+   the ranks. */
+static int dry_run(job *j) {
+    static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
+    static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm", "all at once" };
+    enum { STEPS = 2 };
+    int       ranks = int_of(j->v, O_RANKS);
+    train_row row = { .step = 0 };
+    double    flops = 0;
+    dt_report report = { DT_OK, 0, "" };
+    if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
+    j->config.dry = (dt_dry *)calloc((size_t)ranks, sizeof *j->config.dry);
+    if (!j->config.dry) refuse("--dry-run: out of memory");
+    j->config.weights = j->config.trace = NULL;
+    j->config.stop_at = STEPS;
+    j->config.val.count = 0;
+    j->config.on_step = on_dry_step;
+    j->config.at_end = NULL;
+    j->config.user = &row;
+    dt_host host = *dt_host_default();
+    host.log = quiet_errors;
+    dt_status status = dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = j->v[O_TIMEOUT].number, .host = &host,
+        .report = &report }, train, &j->config);
+    for (int r = 0; r < ranks; r++) flops = fmax(flops, j->config.dry[r].flops / STEPS);
+    free(j->config.dry);
+    if (status != DT_OK) {
+        fprintf(stderr, "error: %s\n", report.text);
+        return 1;
+    }
+    print_map(&j->config, ranks);
+    printf("\none rank in one step, the largest over the ranks\n  sends, bytes ");
+    for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], row.bytes[a]);
+    printf("\n  needs, bytes ");
+    for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], row.mem[m]);
+    printf("\n  computes      %.4g GFLOP in products\n", flops / 1e9);
+    return 0;
+}
+
+// ==== 9. main =======================================================================================================
 
 /* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
 static void join(const value *v, int *argc, char ***argv) {
@@ -989,14 +1062,14 @@ int main(int argc, char **argv) {
     find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (speaks()) check_outputs(v, &j.config);
-    if (v[O_LOG_CSV].text && speaks()) {
+    if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
     if (v[O_TRACE].text && speaks()) check_trace(v[O_TRACE].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
-    int failed = run(&j);
+    int failed = v[O_DRY_RUN].number ? dry_run(&j) : run(&j);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
     return leave(failed);
