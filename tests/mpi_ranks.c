@@ -43,7 +43,7 @@ static cases short_ones, long_ones;     /* processes: each has its own; threads 
 static int   under_mpi;
 
 static void all_make(int ranks) {
-    short_ones = cases_make(ranks, 1);
+    short_ones = cases_make(ranks, ranks > 4 ? 3 : 1);    /* the cores are few */
     long_ones = cases_windows(ranks, ranks > 4 ? 12 : 4);
 }
 

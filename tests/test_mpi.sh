@@ -35,7 +35,7 @@ run() { # run N PROGRAM...: under mpirun; the output is in $D/out
 # machine of their own: what is summed leaves one as little as can be. 5 ranks: the last machine has one.
 ranks() {
     local n begin status
-    for n in "4 2" "5 2" "3 1" "3 0" "2 1" "4 0" "6 2" "6 3"; do
+    for n in "4 2" "5 2" "3 1" "3 0" "2 1" "6 2" "6 3"; do
         export NODE_RANKS=${n#* }
         n=${n% *}
         "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
