@@ -225,7 +225,8 @@ typedef enum dt_algorithm {
    them; the others as before. For learning and for tests: all have the same result, and but for DT_RING's sums the same
    bits. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
-/* [local] Messages and bytes that this rank really sent so far as messages: what algorithms cost. */
+/* [local] Messages and bytes that this rank really sent so far as messages: what algorithms cost. Those through its
+   machine's memory count too. */
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
@@ -454,7 +455,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
        dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies | user |
        heaps
 
-   Ranks that MPI started have such a range for each machine; messages do not go through it, collectives do: section 21.
+   Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
+   machines the messages that do not leave one; sends and receives do not: section 21.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -510,7 +512,7 @@ typedef struct __attribute__((aligned(128))) dt__member {
 typedef struct dt__group {
     char        name[DT__NAME_BYTES];
     int         size;
-    uint32_t    channel;        /* of a transport */
+    uint32_t    channel;        /* which group a message belongs to */
     int        *ranks;          /* (size) world ranks */
     dt__member *members;        /* (size); NULL: not all share memory */
     char       *posts;          /* (size, DT_MAX_STARTED, post_bytes) */
@@ -526,11 +528,14 @@ typedef struct __attribute__((aligned(64))) dt__message {
     size_t      count;
     const void *data;       /* the eager copy, or the sender's own buffer */
     uint64_t    order;      /* the oldest of those that match is taken first */
-    dt__group  *group;
+    uint32_t    channel;    /* of the group */
+    dt__group  *group;      /* as its sender knows it */
+    struct dt__message *next;   /* of dt__pair.more */
 } dt__message;
 
 typedef struct __attribute__((aligned(64))) dt__pair {  /* from one rank to one other */
     uint64_t    sent, begun;    /* messages posted; and sends begun: both the sender's */
+    dt__message *more;          /* places besides these; the list only grows */
     dt__message message[DT__MESSAGES];
 } dt__pair;
 
@@ -560,6 +565,7 @@ typedef struct dt__node {
     dt__shared *shared;
     int         seat;       /* of this rank in the range: its local rank */
     int        *seats;      /* (world size); -1: that rank is elsewhere */
+    int        *homes;      /* (world size) the first rank of its machine */
     void      (*look)(void *user);  /* at failures elsewhere; moves the transport on */
     void       *user;
 } dt__node;
@@ -609,6 +615,7 @@ struct dt_comm {
     int                 aside[DT_MAX_STARTED];          /* that operation's sum still lies in the post */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
+    int                 rails;      /* ranks on each machine, if these lie one after another: section 15; else 0 */
     dt_axis             axis;
     dt_comm            *next;
     size_t              bytes;      /* of this struct with its two arrays */
@@ -704,6 +711,7 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
     dt__group *group = (dt__group *)(void *)p;
     memset(group, 0, sizeof *group);
     group->size = size;
+    group->channel = (uint32_t)(at / DT__LINE);
     group->post_bytes = dt__post_bytes(size);
     p += dt__line_up(sizeof(dt__group));
     group->ranks = (int *)(void *)p;
@@ -1218,12 +1226,29 @@ static int dt__part_differs(dt_work *work, const dt__part *part, int from, dt_dt
     return -1;
 }
 
-/* A free message of the pair; NULL: none now. */
-static dt__message *dt__free_message(dt__pair *pair) {
-    for (int i = 0; i < DT__MESSAGES; i++) {
-        if (__atomic_load_n(&pair->message[i].state, __ATOMIC_ACQUIRE) == DT__FREE) return &pair->message[i];
-    }
-    return NULL;
+/* The place after this one; the first for NULL. */
+static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
+    dt__message *last = pair->message + DT__MESSAGES - 1;
+    if (!message) return pair->message;
+    if (message >= pair->message && message < last) return message + 1;
+    return __atomic_load_n(message == last ? &pair->more : &message->next, __ATOMIC_ACQUIRE);
+}
+
+/* A free message of the pair; NULL: none now. On a node there is always one for a collective: others may be under way
+   that the receiver has not begun, and will not before it has this one. */
+static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag) {
+    dt__message *message = NULL;
+    dt__shared *shared = world->shared;
+    while ((message = dt__next_message(pair, message)))
+        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
+    if (tag >= 0 || !world->node) return NULL;
+    size_t at = __atomic_fetch_add(&shared->room_used, DT__LINE, __ATOMIC_RELAXED);
+    if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) return NULL;
+    message = (dt__message *)(void *)(shared->room + at);
+    memset(message, 0, sizeof *message);
+    message->next = pair->more;
+    __atomic_store_n(&pair->more, message, __ATOMIC_RELEASE);
+    return message;
 }
 
 /* Room in the range for a copy of a large message. One buffer, the largest so far, is kept for the next. */
@@ -1250,16 +1275,17 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     dt_status status = DT_OK;
     message->tag = part->tag;
-    message->eager = bytes <= DT_EAGER_BYTES;
+    message->eager = bytes <= DT_EAGER_BYTES && message >= pair->message && message < pair->message + DT__MESSAGES;
     message->dtype = work->call.dtype;
     message->count = part->count;
+    message->channel = comm->group->channel;
     message->group = comm->group;
     message->data = part->send;
     if (message->eager) {
         char *copy = dt__eager_of(world->shared, pair, (int)(message - pair->message));
         status = dt__comm_move(comm, &work->call, copy, part->send, bytes);
         message->data = copy;
-    } else if (!dt__reachable(world->shared, part->send)) {
+    } else if (bytes > 0 && !dt__reachable(world->shared, part->send)) {
         part->copy = dt__copy_take(world, bytes);
         if (!part->copy) return dt_error(world->ctx);
         status = dt__comm_move(comm, &work->call, part->copy, part->send, bytes);
@@ -1274,9 +1300,10 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
 
 static int dt__shared_send(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
-    int other = work->comm->group->ranks[part->peer], alone = other == world->rank && !work->started;
+    int other = dt__seat_of(world, work->comm->group->ranks[part->peer]);
+    int alone = other == world->seat && !work->started;
     int ended = alone || dt__has_ended(world->shared, other);      /* read before the messages: see dt__message_there */
-    dt__pair *pair = dt__pair_of(world->shared, world->rank, other, part->tag);
+    dt__pair *pair = dt__pair_of(world->shared, world->seat, other, part->tag);
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     if (part->state == 0) {     /* begun */
         part->order = pair->begun++;
@@ -1284,7 +1311,7 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     }
     if (part->state == 1) {     /* its turn, and a place */
         if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
-        dt__message *message = pair->sent == part->order ? dt__free_message(pair) : NULL;
+        dt__message *message = pair->sent == part->order ? dt__free_message(world, pair, part->tag) : NULL;
         if (!message) return ended ? dt__part_never(work, part) : 0;
         if (dt__message_post(work, part, pair, message) != DT_OK) return -1;
         if (message->eager) return 1;
@@ -1301,11 +1328,10 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
 
 /* The oldest message of this group and tag that is posted, or NULL. */
 static dt__message *dt__oldest(dt__pair *pair, const dt__group *group, int tag) {
-    dt__message *oldest = NULL;
-    for (int i = 0; i < DT__MESSAGES; i++) {
-        dt__message *message = &pair->message[i];
+    dt__message *oldest = NULL, *message = NULL;
+    while ((message = dt__next_message(pair, message))) {
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED) continue;
-        if (message->tag != tag || message->group != group) continue;
+        if (message->tag != tag || message->channel != group->channel) continue;
         if (!oldest || message->order < oldest->order) oldest = message;
     }
     return oldest;
@@ -1355,10 +1381,10 @@ static int dt__shared_take(dt_work *work, dt__part *part, dt__message *message, 
 static int dt__shared_recv(dt_work *work, dt__part *part) {
     const dt_comm *comm = work->comm;
     dt__shared *shared = comm->world->shared;
-    int me = comm->world->rank, n = comm->place.size, over = 1;
+    int me = comm->world->seat, n = comm->place.size, over = 1;
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
-        int other = comm->group->ranks[from];
+        int other = dt__seat_of(comm->world, comm->group->ranks[from]);
         dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group,
                                                  part->tag, other, me == other && !work->started, &ended);
         if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
@@ -1819,7 +1845,8 @@ static int dt__shared_collective(dt_work *work) {
 // ==== 14. Messages over a transport =================================================================================
 
 /* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
-   section 4, one for those that collectives are made of, so that neither is mistaken for the other. */
+   section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
+   the latter go through the memory that they share, as in section 12. */
 
 static int dt__transport_begin(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
@@ -1848,6 +1875,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     size_t size = dt_dtype_size(work->call.dtype), bytes = part->count * size;
     char why[512] = "";
     int from = DT_ANY;
+    if (part->tag < 0 && world->node && dt__seat_of(world, work->comm->group->ranks[part->peer]) >= 0)
+        return dt__shared_message(work, part);
     if (!part->request && dt__transport_begin(work, part) < 0) return -1;
     int done = world->transport.test(world->transport.user, part->request, &from, &bytes, why);
     if (done == 0) return 0;
@@ -1883,7 +1912,15 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
        barrier                                                           L msg, 0
 
    A sum in rank order needs all its terms in one place: they are sent unsummed and added there. Only the ring adds on
-   the way, beginning for each share at another rank. P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
+   the way, beginning for each share at another rank.
+
+   Of a group that spans machines the messages between ranks of one go through its memory (section 14). Where these are
+   neighbours, k on each of M machines, a ring crosses each border once, so of a large all-gather (N-1)/N S leave a
+   machine. Of a direct all-reduce 2k(N-k)/N S do, and so large sums go by rails:
+
+       all-reduce    2kP msg, 2 S, in P pieces; 2 S leave a machine, S the first and the last
+
+   P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
    algorithms", 2009 (ring); J. Bruck et al., "Efficient algorithms for all-to-all communications", 1997 (doubling); R.
    Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005 (which one
    when). */
@@ -2173,6 +2210,84 @@ static int dt__hand_out_chunks(dt_work *work) {
 
 static int dt__ring_broadcast(dt_work *work) { return dt__one_then(work, dt__hand_out_chunks, dt__ring_spread); }
 
+/* ---- rails: M machines of k ranks, which are neighbours in the group ---- */
+
+/* The buffer is cut into a chunk for each of the k, and the j-th ranks of all machines are the rail on which the sum of
+   chunk j goes up, from machine to machine, and down again, in pieces. In round t a rank of machine m
+
+       gets its machine's terms of piece t, and the sum of piece t over machines 0 .. m-1 from below
+       sends up that of piece t-1 over machines 0 .. m, which it has just added in rank order: on the last it is the sum
+       gets the sum of piece t-d from above, d = 2(M-1-m)
+       has the sum of piece t-d-1, which it gives to the others on its machine and sends down
+
+   so round t of machine m goes with round t-1 of the one above, all links are busy both ways, and the whole takes some
+   2 M rounds more than there are pieces. A piece on its way lies in recv, where its sum will be. */
+
+#ifndef DT__RAIL_BYTES      /* the most of a piece: it stays in a cache, and a round costs less than its bytes */
+#define DT__RAIL_BYTES DT_WINDOW_BYTES
+#endif
+
+static size_t dt__rail_pieces(const dt_work *work) {
+    size_t longest = dt__chunk_first(work->call.count, work->comm->rails, 1) * dt_dtype_size(work->call.dtype);
+    return (longest + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
+}
+
+/* The first element of piece p of chunk i. */
+static size_t dt__rail_first(const dt_work *work, int i, int p) {
+    size_t first = dt__chunk_first(work->call.count, work->comm->rails, i);
+    size_t count = dt__chunk_first(work->call.count, work->comm->rails, i + 1) - first;
+    return first + dt__chunk_first(count, (int)dt__rail_pieces(work), p);
+}
+
+/* A message with piece p of chunk i of buf, if there is one. */
+static void dt__rail_part(dt_work *work, dt__op_code op, int peer, const void *buf, int i, int p) {
+    if (p < 0 || p >= (int)dt__rail_pieces(work)) return;
+    size_t first = dt__rail_first(work, i, p);
+    dt__part *part = dt__add_part(work, op, peer, dt__rail_first(work, i, p + 1) - first);
+    if (op == DT__SEND) part->send = dt__element(work, buf, first);
+    else part->recv = dt__element(work, buf, first);
+}
+
+/* Where the scratch has this machine's j-th rank's terms; in this rank's own place what came from below. */
+static void *dt__rail_terms(const dt_work *work, int j) {
+    return dt__element(work, work->scratch, (size_t)j * (work->scratch_count / (size_t)work->comm->rails));
+}
+
+static void dt__rail_add(dt_work *work, int p) {
+    dt_comm *comm = work->comm;
+    int k = comm->rails, seat = comm->place.rank % k, n = 0;
+    size_t first = dt__rail_first(work, seat, p), count = dt__rail_first(work, seat, p + 1) - first;
+    if (comm->place.rank >= k) comm->in[n++] = dt__rail_terms(work, seat);
+    for (int j = 0; j < k; j++)
+        comm->in[n++] = j == seat ? dt__element(work, work->call.send, first) : dt__rail_terms(work, j);
+    dt__add_up(work, dt__element(work, work->call.recv, first), n, count);
+}
+
+static int dt__rails_all_reduce(dt_work *work) {
+    int k = work->comm->rails, me = work->comm->place.rank, seat = me % k, first = me - seat, t = work->round;
+    int above = work->comm->place.size / k - 1 - me / k, down = t - 2 * above - 1, pieces = (int)dt__rail_pieces(work);
+    if (t == 0 && !dt__scratch(work, (size_t)k * dt__rail_first(work, 0, 1))) return 0;
+    if (t > 0 && t <= pieces) dt__rail_add(work, t - 1);
+    if (down == pieces) return 0;
+    size_t mine = t < pieces ? dt__rail_first(work, seat, t + 1) - dt__rail_first(work, seat, t) : 0;
+    for (int step = 1; step < k; step++) {
+        int to = (seat + step) % k, from = (seat + k - step) % k;
+        dt__rail_part(work, DT__SEND, first + to, work->call.send, to, t);
+        if (mine > 0) dt__of(work, first + from, dt__rail_terms(work, from), mine);
+        dt__rail_part(work, DT__SEND, first + to, work->call.recv, seat, down);
+        dt__rail_part(work, DT__RECV, first + from, work->call.recv, from, down);
+    }
+    if (first > 0) {
+        if (mine > 0) dt__of(work, me - k, dt__rail_terms(work, seat), mine);
+        dt__rail_part(work, DT__SEND, me - k, work->call.recv, seat, down);
+    }
+    if (above > 0) {
+        dt__rail_part(work, DT__SEND, me + k, work->call.recv, seat, t - 1);
+        dt__rail_part(work, DT__RECV, me + k, work->call.recv, seat, down + 1);
+    }
+    return 1;
+}
+
 /* ---- binomial trees: ranks are counted from the root, v; the subtree of v is v, v+1, ... below v + its lowest bit
    ---- */
 
@@ -2282,9 +2397,17 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
     return dt__is_to_one(call->op) ? NULL : table[call->op][algorithm];
 }
 
+/* Large sums of a group with rails. A sum on its way has the type of its terms, so none of those that are rounded, or
+   divided, once at the end. */
+static int dt__by_rails(const dt_comm *comm, const dt__call *call) {
+    return comm->rails > 0 && call->op == DT__ALL_REDUCE && call->redop != DT_AVG && !dt__narrow(call->dtype) &&
+           dt__call_bytes(call) >= (size_t)comm->rails * DT__RAIL_BYTES;
+}
+
 /* Without shared memory: few messages while they are short, few bytes when they are long. Never DT_RING's sums. */
 static dt__round_fn dt__algorithm_by_size(const dt_comm *comm, const dt__call *call) {
     size_t all = dt__call_bytes(call) * (size_t)comm->place.size;
+    if (dt__by_rails(comm, call)) return dt__rails_all_reduce;
     dt_algorithm few = all <= 32768 ? DT_DOUBLING : DT_DIRECT;
     if (call->op == DT__ALL_GATHER && all > 32768) few = DT_RING;
     if (dt__is_rooted(call->op)) few = all <= 32768 ? DT_TREE : call->op == DT__BROADCAST ? DT_RING : DT_DIRECT;
@@ -2814,6 +2937,19 @@ double dt_comm_seconds(const dt_ctx *ctx) {
 /* A group over a transport: each rank's own list. */
 static size_t dt__listed_bytes(int size) { return sizeof(dt__group) + (size_t)size * sizeof(int); }
 
+/* Has a group rails? How many of its ranks each machine has, if those of one follow each other, there are as many on
+   each, and several; else 0. */
+static int dt__rails(const dt__world *world, const dt__group *group) {
+    int k = 0, n = group->size;
+    if (!world->node) return 0;
+    const int *homes = world->node->homes;
+    while (k < n && homes[group->ranks[k]] == homes[group->ranks[0]]) k++;
+    if (k < 2 || k == n || n % k) return 0;
+    for (int rank = 0; rank < n; rank++)
+        if (homes[group->ranks[rank]] != homes[group->ranks[rank / k * k]]) return 0;
+    return k;
+}
+
 /* This rank's end of a group, which goes if that fails; NULL with the context failed. */
 static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__group *group, int rank) {
     size_t size = (size_t)group->size;
@@ -2827,6 +2963,7 @@ static dt_comm *dt__comm_make(dt__world *world, const dt__comm_ops *ops, dt__gro
     comm->world = world;
     comm->ops = ops;
     comm->group = group;
+    comm->rails = dt__rails(world, group);
     comm->axis = DT_AXIS_NONE;
     comm->bytes = bytes;
     comm->in = (const void **)(void *)(comm + 1);
@@ -4099,8 +4236,9 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
-   Ranks of one machine share a range as forks do, and groups within it do their collectives there (section 13): MPI is
-   for what leaves the machine, and for sends and receives.
+   Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 13), and of
+   other groups' collectives the messages within it go there (12): MPI is for what leaves the machine, and for sends and
+   receives.
 
    Nothing waits inside MPI: whatever takes time is started and tested, in section 11's loop or in dt__mpi_meet, which
    watch the clock. MPI knows no failed rank, so a rank that fails says so to all others on a communicator for that, to
@@ -4438,7 +4576,7 @@ static void dt__mpi_free(dt__mpi *mpi) {
     if (mpi->waste) host->free(host->user, mpi->waste, mpi->waste_bytes, DT_MEM_HOST);
     host->free(host->user, mpi->saying, (size_t)mpi->size * sizeof(MPI_Request), DT_MEM_HOST);
     host->free(host->user, mpi->flies, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
-    host->free(host->user, mpi->node.seats, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    host->free(host->user, mpi->node.seats, 2 * (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
 }
 
@@ -4473,14 +4611,15 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* They share a range as forks do, and their collectives are section 13's. Nobody forked them, so the first of a machine
    makes the range, where no process has anything at its addresses; the others find it through the first's /proc. If one
-   cannot, none does. Messages stay MPI's. */
+   cannot, none does. Sends and receives stay MPI's. */
 
-typedef struct dt__mpi_card {   /* what a rank shows all others, in three turns */
+typedef struct dt__mpi_card {   /* what a rank shows all others, in four turns */
     uint64_t machine;           /* which this is, as far as /proc is concerned; 0: this rank shares with none */
     int64_t  part;              /* of the machine, by dt_run_desc.node_ranks: who has the same shares memory */
     int64_t  pid, fd, device, inode;
     uint64_t range, shared, bytes;      /* of the range; 0: it could not be made */
     int64_t  mapped;
+    int64_t  home;              /* the first of those that share memory with this rank */
 } dt__mpi_card;
 
 static int dt__mpi_show(dt__mpi *mpi, const dt__mpi_card *mine, dt__mpi_card *all) {
@@ -4597,6 +4736,9 @@ static const char *dt__mpi_share_by(dt__mpi *mpi, const dt_run_desc *desc, dt__m
     if (!shown) return late;
     for (int rank = 0; rank < mpi->size; rank++) mapped = mapped && (mpi->node.seats[rank] < 0 || all[rank].mapped);
     if (!mapped) mpi->node.shared = NULL;
+    mine->home = mapped ? first : mpi->rank;
+    if (!dt__mpi_show(mpi, mine, all)) return late;
+    for (int rank = 0; rank < mpi->size; rank++) mpi->node.homes[rank] = (int)all[rank].home;
     if (!mapped && n > 1 && first == mpi->rank)
         mpi->host->log(mpi->host->user, DT_LOG_NOTICE, mpi->rank,
                        "ranks on this machine share no memory: their collectives go over MPI");
@@ -4607,10 +4749,11 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     const dt_host *host = mpi->host;
     size_t bytes = ((size_t)mpi->size + 1) * sizeof(dt__mpi_card);
     dt__mpi_card *all = (dt__mpi_card *)host->alloc(host->user, bytes, DT_MEM_HOST);
-    mpi->node.seats = (int *)host->alloc(host->user, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
+    mpi->node.seats = (int *)host->alloc(host->user, 2 * (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
     mpi->node.look = dt__mpi_node_look;
     mpi->node.user = mpi;
     if (!all || !mpi->node.seats) return "no memory for it";
+    mpi->node.homes = mpi->node.seats + mpi->size;
     memset(all, 0, bytes);
     const char *wrong = dt__mpi_share_by(mpi, desc, all);
     if (!wrong) host->free(host->user, all, bytes, DT_MEM_HOST);    /* else MPI may still write into it */

@@ -737,6 +737,17 @@ static dt_algorithm taken(const dt_comm *comm, int op, dt_algorithm wanted, size
     return DT_ALGORITHM_AUTO;
 }
 
+/* What this rank sends by rails, in messages and elements: its terms and its sum to its neighbours, its chunk up and
+   down. */
+static dt_traffic rails_formula(const dt_comm *comm, size_t count) {
+    int n = comm->place.size, me = comm->place.rank, k = comm->rails;
+    size_t near = (size_t)k - 1, far = (size_t)((me >= k) + (me < n - k));
+    size_t mine = dt__chunk_first(count, k, me % k + 1) - dt__chunk_first(count, k, me % k);
+    size_t pieces = (4 * dt__chunk_first(count, k, 1) + DT__RAIL_BYTES - 1) / DT__RAIL_BYTES;
+    dt_traffic t = { (2 * near + far) * pieces, count - mine + (near + far) * mine };
+    return t;
+}
+
 /* The most messages, and bytes, that one rank sent, as doubles: an all-reduce makes them the busiest rank's. */
 typedef struct busiest { double messages[OPS][DT_ALGORITHMS], bytes[OPS][DT_ALGORITHMS]; } busiest;
 
@@ -750,6 +761,8 @@ static void traffic_of(dt_comm *world, int op, dt_algorithm a, int root, size_t 
     call_now(&c, memory, memory + 4 * (size_t)n * count + 4);
     free(memory);
     dt_traffic now = dt_comm_traffic(ctx), want = formula(op, taken(world, op, a, count), n, me, root, count);
+    dt__call call = dt__call_make((dt__op_code)op, NULL, NULL, count, DT_F32);
+    if (a == DT_ALGORITHM_AUTO && dt__by_rails(world, &call)) want = rails_formula(world, count);
     now.messages -= before.messages;
     now.bytes -= before.bytes;
     CHECK_MSG(c.status == DT_OK && now.messages == want.messages && now.bytes == 4 * want.bytes,

@@ -5,7 +5,8 @@
        mpirun -np 4 mpi_ranks failures        the program begins MPI; runs that fail follow each other
        mpirun -np 4 mpi_ranks timeout|killed  a rank that does not come, or dies
 
-   MPI_Isend is this program's: it counts what MPI is given. A line for each check that failed, status 0 if none did. */
+   MPI_Isend is this program's: it counts what MPI is given, and what of it a collective sends to a rank of the same
+   machine. A line for each check that failed, status 0 if none did. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -14,13 +15,25 @@
 
 #include <signal.h>
 
-static long long isends, isend_bytes;
+static long long isends, isend_bytes, isends_near;
+
+/* How many ranks share memory, as dt_run_desc has it; 1 unless NODE_RANKS says it. */
+static int node_ranks(void) { return getenv("NODE_RANKS") ? atoi(getenv("NODE_RANKS")) : 1; }
+
+/* Is this rank's machine that rank's, and does the tag say that a collective sends it? Section 21: classes of tags. */
+static int is_near(int to, int tag) {
+    int me, there, *most = NULL, node = node_ranks();
+    MPI_Comm_rank(MPI_COMM_WORLD, &me);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &there);
+    return (node == 0 || to / node == me / node) && tag / (int)(((int64_t)*most + 1) / (2 * DT__MPI_SHARES)) % 2 == 1;
+}
 
 int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
     MPI_Count size = 0;
     PMPI_Type_size_x(type, &size);
     isends++;
     isend_bytes += count * size;
+    isends_near += is_near(to, tag);
     return PMPI_Isend(buf, count, type, to, tag, comm, request);
 }
 
@@ -30,8 +43,8 @@ static cases short_ones, long_ones;     /* processes: each has its own; threads 
 static int   under_mpi;
 
 static void all_make(int ranks) {
-    short_ones = cases_make(ranks, 1);
-    long_ones = cases_windows(ranks, 4);
+    short_ones = cases_make(ranks, ranks > 4 ? 3 : 1);    /* the cores are few */
+    long_ones = cases_windows(ranks, ranks > 4 ? 12 : 4);
 }
 
 static void all_free(void) {
@@ -39,8 +52,49 @@ static void all_free(void) {
     cases_free(&long_ones);
 }
 
-/* How many ranks share memory, as dt_run_desc has it; 1 unless NODE_RANKS says it. */
-static int node_ranks(void) { return getenv("NODE_RANKS") ? atoi(getenv("NODE_RANKS")) : 1; }
+/* A large sum sends 2 S over each border between machines of equally many ranks, a chunk for each; in the group's
+   order, which may be another than the world's. */
+static void leaving(dt_ctx *ctx, int me, int n) {
+    enum { MANY = 1 << 18 };
+    int node = node_ranks(), bad = 0;
+    dt_comm *turned = dt_comm_split(dt_world(ctx), 0, -me, "turned");
+    if (node < 2 || node >= n || n % node) return;
+    float *a = (float *)malloc(2 * MANY * sizeof *a), *sum = a + MANY;
+    for (int i = 0; i < MANY; i++) a[i] = 1.0f / (float)(me + 1 + i % 1000);
+    long long before = isend_bytes, chunk = 4 * (long long)(dt__chunk_first(MANY, node, (n - 1 - me) % node + 1) -
+                                                            dt__chunk_first(MANY, node, (n - 1 - me) % node));
+    CHECK(dt_all_reduce(turned, a, sum, MANY, DT_F32, DT_SUM) == DT_OK);
+    long long bytes = isend_bytes - before, want = chunk * ((me >= node) + (me < n - node));
+    CHECK_MSG(bytes == want, "rank %d: %lld bytes of an all-reduce leave its machine, not %lld", me, bytes, want);
+    for (int i = 0; i < MANY; i++) {
+        float in_order = 1.0f / (float)(n + i % 1000);
+        for (int r = n - 2; r >= 0; r--) in_order += 1.0f / (float)(r + 1 + i % 1000);
+        bad += sum[i] != in_order;
+    }
+    CHECK_MSG(bad == 0, "rank %d: %d of a turned group's sums are in another order", me, bad);
+    double all = (double)bytes;
+    dt_sum_doubles(dt_world(ctx), &all, 1);
+    CHECK_MSG(all == 2.0 * (n / node - 1) * sizeof *a * MANY, "%.0f bytes of an all-reduce leave machines", all);
+    free(a);
+}
+
+/* Rank 0 begins many operations, of several rounds each, and the others one after another. */
+static void ahead(dt_ctx *ctx, int me, int n) {
+    enum { OPS_AHEAD = 20, EACH = 3000 };
+    float *a = (float *)malloc((size_t)(OPS_AHEAD * n + 1) * EACH * sizeof *a), *mine = a + OPS_AHEAD * n * EACH;
+    dt_work *works[OPS_AHEAD] = { NULL };
+    int bad = 0;
+    for (int i = 0; i < EACH; i++) mine[i] = (float)me;
+    for (int k = 0; k < OPS_AHEAD; k++) {
+        float *all = a + k * n * EACH;
+        if (me > 0) dt_all_gather(dt_world(ctx), mine, all, EACH, DT_F32);
+        else works[k] = dt_all_gather_start(dt_world(ctx), mine, all, EACH, DT_F32);
+    }
+    for (int k = 0; k < OPS_AHEAD && me == 0; k++) dt_wait(ctx, works[k]);
+    for (int i = 0; i < OPS_AHEAD * n * EACH; i++) bad += a[i] != (float)(i / EACH % n);
+    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "rank %d: %d of what was gathered is wrong", me, bad);
+    free(a);
+}
 
 /* A group shares memory if all its ranks are on one node, and only then. */
 static void sharing(dt_ctx *ctx, int me, int n) {
@@ -70,10 +124,17 @@ static dt_status cases_rank(dt_ctx *ctx, void *user) {
     dt_traffic traffic = dt_comm_traffic(ctx);
     (void)user;
     if (under_mpi) {
-        CHECK_MSG((long long)traffic.messages == isends && (long long)traffic.bytes == isend_bytes && isends > 0,
+        int alone = node_ranks() == 1 || (node_ranks() > 1 && me == n - 1 && me % node_ranks() == 0);
+        int equal = (long long)traffic.messages == isends && (long long)traffic.bytes == isend_bytes;
+        int fewer = (long long)traffic.messages > isends && (long long)traffic.bytes > isend_bytes;
+        CHECK_MSG((alone ? equal : fewer) && isends > 0,
                   "rank %d counts %zu messages of %zu bytes, MPI was given %lld of %lld", me, traffic.messages,
                   traffic.bytes, isends, isend_bytes);
         sharing(ctx, me, n);
+        leaving(ctx, me, n);
+        ahead(ctx, me, n);
+        CHECK_MSG(isends_near == 0, "rank %d: %lld messages of collectives to its machine go over MPI", me,
+                  isends_near);
     }
     double checks[2] = { check_passed, check_failed };
     mine[0] = short_ones.hash[me], mine[1] = long_ones.hash[me];
@@ -110,11 +171,12 @@ static int cases_over_threads(int ranks) {
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-enum { FINE, ONE_FAILS, RETURNS, LOST, TOO_LONG, TOO_SHORT, TAG, LARGE, RANKS, ONE_RANKS, ENDS, ELSEWHERE, KINDS };
+enum { FINE, ONE_FAILS, RETURNS, LOST, TOO_LONG, TOO_SHORT, TAG, LARGE, RANKS, ONE_RANKS, ENDS, ELSEWHERE, MIDDLE,
+       KINDS };
 static const char *const kinds[] = { "fine", "one fails", "one returns an error", "a message is lost",
     "a message is longer than its receive", "a message is shorter", "a tag above MPI_TAG_UB", "large sends are pending",
     "another number of ranks", "another number of ranks on one", "one ends before a collective of its node",
-    "one fails while others only sum on their node" };
+    "one fails while others only sum on their node", "one fails in the middle of a large sum" };
 
 typedef struct plan { int kind, victim; } plan;
 
@@ -152,6 +214,12 @@ static dt_status failing(dt_ctx *ctx, void *user) {
         for (int i = 0; i < 10000000 && me < 2 && !dt_error(ctx); i++) dt_all_reduce(near, a, b, 1, DT_F32, DT_SUM);
         return free(a), dt_error(ctx);
     }
+    if (p->kind == MIDDLE && me == p->victim) {
+        dt_work *work = dt_all_reduce_start(world, a, b, MANY, DT_F32, DT_SUM);
+        for (int i = 0; i < 100; i++) dt_test(ctx, work);
+        dt_fail(ctx, DT_ERR_NUMERIC, "planted on %d", me);
+        dt_wait(ctx, work);
+    }
     if (p->kind != LOST && p->kind != FINE) dt_all_reduce(world, a, b, MANY, DT_F32, DT_SUM);
     free(a);
     return dt_error(ctx);
@@ -165,7 +233,7 @@ static void counting_log(void *user, int level, int rank, const char *text) {
 
 static void one_failure(int kind, int victim, int rank, int size) {
     static const dt_status wanted[] = { DT_OK, DT_ERR_NUMERIC, DT_ERR_IO, DT_ERR_COMM, DT_ERR_COMM, DT_ERR_COMM,
-        DT_ERR_COMM, DT_ERR_NUMERIC, DT_ERR_ARG, DT_ERR_ARG, DT_ERR_COMM, DT_ERR_NUMERIC };
+        DT_ERR_COMM, DT_ERR_NUMERIC, DT_ERR_ARG, DT_ERR_ARG, DT_ERR_COMM, DT_ERR_NUMERIC, DT_ERR_NUMERIC };
     plan      p = { kind, victim };
     char      text[64];
     dt_report report;
@@ -181,7 +249,7 @@ static void one_failure(int kind, int victim, int rank, int size) {
               took,
               dt_status_name(status), report.text);
     text[0] = 0;
-    if (kind == ONE_FAILS || kind == LARGE || kind == ELSEWHERE)
+    if (kind == ONE_FAILS || kind == LARGE || kind == ELSEWHERE || kind == MIDDLE)
         snprintf(text, sizeof text, "rank %d: planted on %d", victim, victim);
     if (kind == RETURNS) snprintf(text, sizeof text, "rank %d: rank function returned", victim);
     if (kind == LOST) snprintf(text, sizeof text, "rank %d: ended without receiving", (victim + 1) % size);
@@ -224,11 +292,12 @@ static int failures(void) {
 /* ---- ranks that do not come -------------------------------------------------------------------------------------- */
 
 static dt_status sleeper(dt_ctx *ctx, void *user) {
-    float x = 1, y;
+    enum { MANY = 100000 };
+    static float x[MANY], y[MANY];
     int   last = dt_comm_rank(dt_world(ctx)) == dt_comm_size(dt_world(ctx)) - 1;
     if (last && *(int *)user) raise(SIGKILL);
     if (last) dt_host_default()->sleep(NULL, 600);
-    return dt_all_reduce(dt_world(ctx), &x, &y, 1, DT_F32, DT_SUM);
+    return dt_all_reduce(dt_world(ctx), x, y, MANY, DT_F32, DT_SUM);
 }
 
 static int absent(int killed) {

@@ -382,7 +382,7 @@ static void on_trap(int number) {
         dt__message *message = &trap.pair->message[i * DT__MESSAGES / 2];
         message->order = (uint64_t)i;
         message->tag = 5;
-        message->group = trap.group;
+        message->channel = trap.group->channel;
         __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
     }
 }
