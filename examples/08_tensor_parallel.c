@@ -4,7 +4,7 @@
    rows r F/T .. of `up`, so it has that part of the F numbers, and the same columns of `down`, so it has one of T
    numbers whose sum is the result. Between the two nothing is sent. Where the region ends the sums are taken, one
    all-reduce; on the way back the gradients of its input are summed, another one. Each rank keeps 1/T of both matrices.
-   The program of one rank stands beside the parallel one. The lines that differ end in "// tp"; each names a group.
+   The program of one rank stands beside the parallel one. Twelve lines differ; they end in "tp", and name their group.
    Predict before you run: the bytes a rank sends on tp in a step, with 2 ranks and with 4. Does dp change them?
    Run: cc -O3 examples/08_tensor_parallel.c -o 08_tensor_parallel -lm -lpthread && ./08_tensor_parallel */
 #define DT_IMPLEMENTATION
