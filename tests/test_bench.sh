@@ -21,7 +21,7 @@ bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and t
     columns=$(tr -cd , <<<"$header" | wc -c)
     $MAKE -s "$B/$program" >"$dir/out" 2>&1
     report $? "$program builds"
-    timeout 60 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    timeout 120 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
     report $? "$program $*: status 0"
     grep -v '^#' "$dir/out" >"$dir/csv"
     [ "$(head -n 1 "$dir/csv")" = "$header" ]
