@@ -4,7 +4,7 @@
 
    The model is gpt-4x256: 4 layers, width 256, 8 heads, 256 tokens, bytes as vocabulary, AdamW, clip 1, in f32. Every
    layout trains the same 8 sequences a step, so that ratio_to_1 says what a layout gains or costs with the same work,
-   on the cores there are. More ranks than cores cannot gain: they show what cutting costs.
+   on the cores there are. With more ranks than cores it shows what cutting costs, not what it gains.
 
    All layouts run in this process, one after the other, in rounds. Each takes three steps a round, of which the first,
    which allocates, does not count; the best step of all rounds counts. So a minute in which the machine is busy hits
