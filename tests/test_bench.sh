@@ -21,7 +21,7 @@ bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and t
     columns=$(tr -cd , <<<"$header" | wc -c)
     $MAKE -s "$B/$program" >"$dir/out" 2>&1
     report $? "$program builds"
-    timeout 60 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    timeout 120 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
     report $? "$program $*: status 0"
     grep -v '^#' "$dir/out" >"$dir/csv"
     [ "$(head -n 1 "$dir/csv")" = "$header" ]
@@ -75,7 +75,18 @@ grep -q '^# peer: Open MPI (mpicc and mpirun) is not installed at no/such/folder
     [ "$(cut -d, -f1-4,7-9 "$dir/rows" | xargs)" = \
       "all-reduce,procs,4,64,none,nan,nan all-reduce,procs,4,4096,none,nan,nan" ]
 report $? "bench_comm without Open MPI says so and measures dt"
-for p in bench_gemm bench_train bench_comm; do
+layouts="layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,mem_comm,\
+mem_peak,bytes_dp,bytes_tp,bytes_cp"
+figures=$(for n in 1 2 4 8; do echo "best_tokens_per_s_$n best_ratio_$n least_peak_share_$n"; done | xargs)
+for backend in threads procs; do
+    bench bench_layouts "$layouts" 27 "$figures loss_difference" --quick --backend "$backend"
+    awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
+        ($3 * $5 > 1 && $17 <= 0) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+    report $? "bench_layouts over $backend: rates are positive, and bytes go along the axes there are"
+    awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
+    report $? "bench_layouts over $backend: every layout has the loss of one rank"
+done
+for p in bench_gemm bench_train bench_comm bench_layouts; do
     "$B/$p" --quik >"$dir/out" 2>&1
     [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
     report $? "$p refuses an option it does not know"

@@ -1,0 +1,197 @@
+/* bench_layouts.c - tokens a second and memory of one GPT under many layouts - public domain or MIT, at your choice
+
+       make build/bench_layouts && build/bench_layouts [--quick] [--rounds N] [--backend threads|procs]
+
+   The model is gpt-4x256: 4 layers, width 256, 8 heads, 256 tokens, bytes as vocabulary, AdamW, clip 1, in f32. Every
+   layout trains the same 8 sequences a step, so that ratio_to_1 says what a layout gains or costs with the same work,
+   on the cores there are. With more ranks than cores it shows what cutting costs, not what it gains.
+
+   All layouts run in this process, one after the other, in rounds. Each takes three steps a round, of which the first,
+   which allocates, does not count; the best step of all rounds counts. So a minute in which the machine is busy hits
+   all layouts alike, and one quiet moment for each is enough.
+
+   Memory is the largest of any rank, as train.h has it: params, grads and optim at a step's end, acts, comm and peak
+   at their highest in a step, all of the third step: by then arenas have their final sizes. bytes_* are what one rank
+   sends along an axis in a step. Both are counts: they do not depend on the machine. */
+#define _GNU_SOURCE
+#define DT_IMPLEMENTATION
+#include "../../dt_zero.h"
+
+#include "../../examples/gpt.h"
+#include "../../examples/train.h"
+
+#include "bench.h"
+
+typedef struct layout {
+    const char *name;           /* without spaces and commas */
+    int         dp, tp, cp;
+    int         kind;           /* DT_CP_*, where cp is not 1 */
+    int         sp, zero;
+} layout;
+
+static const layout layouts[] = {
+    { "one", 1, 1, 1, 0, 0, 0 },
+    { "dp2", 2, 1, 1, 0, 0, 0 },
+    { "dp2-zero1", 2, 1, 1, 0, 0, 1 },
+    { "tp2", 1, 2, 1, 0, 0, 0 },
+    { "tp2-sp", 1, 2, 1, 0, 1, 0 },
+    { "cp2-ring", 1, 1, 2, DT_CP_RING, 0, 0 },
+    { "cp2-zigzag", 1, 1, 2, DT_CP_ZIGZAG, 0, 0 },
+    { "cp2-allgather", 1, 1, 2, DT_CP_ALLGATHER, 0, 0 },
+    { "cp2-ulysses", 1, 1, 2, DT_CP_ULYSSES, 0, 0 },
+    { "dp4", 4, 1, 1, 0, 0, 0 },
+    { "dp4-zero1", 4, 1, 1, 0, 0, 1 },
+    { "tp4", 1, 4, 1, 0, 0, 0 },
+    { "tp4-sp", 1, 4, 1, 0, 1, 0 },
+    { "cp4-ring", 1, 1, 4, DT_CP_RING, 0, 0 },
+    { "cp4-zigzag", 1, 1, 4, DT_CP_ZIGZAG, 0, 0 },
+    { "cp4-allgather", 1, 1, 4, DT_CP_ALLGATHER, 0, 0 },
+    { "cp4-ulysses", 1, 1, 4, DT_CP_ULYSSES, 0, 0 },
+    { "dp2-tp2", 2, 2, 1, 0, 0, 1 },
+    { "dp8", 8, 1, 1, 0, 0, 0 },
+    { "dp8-zero1", 8, 1, 1, 0, 0, 1 },
+    { "tp8", 1, 8, 1, 0, 0, 0 },
+    { "tp8-sp", 1, 8, 1, 0, 1, 0 },
+    { "cp8-ring", 1, 1, 8, DT_CP_RING, 0, 0 },
+    { "cp8-zigzag", 1, 1, 8, DT_CP_ZIGZAG, 0, 0 },
+    { "cp8-allgather", 1, 1, 8, DT_CP_ALLGATHER, 0, 0 },
+    { "cp8-ulysses", 1, 1, 8, DT_CP_ULYSSES, 0, 0 },
+    { "dp2-tp2-cp2", 2, 2, 2, DT_CP_ZIGZAG, 1, 1 },
+};
+enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 8, STEPS = 3 };
+
+typedef struct settings {
+    int        quick, rounds;
+    dt_backend backend;
+} settings;
+
+/* What one layout has shown so far. It is handed to all ranks of a run, which share it whatever they are. */
+typedef struct result {
+    train_config config;
+    double       ms;                /* the best step; infinite before there is one */
+    double       mem[TRAIN_MEMS], bytes[DT_AXES], loss;     /* of the last step */
+} result;
+
+static settings parse(int argc, char **argv) {
+    settings    s = { 0, 3, DT_BACKEND_THREADS };
+    const char *v;
+    for (int i = 1; i < argc; i++) {
+        int good = 1;
+        if (strcmp(argv[i], "--quick") == 0) s.quick = 1, s.rounds = 1;
+        else if ((v = bench_option(argc, argv, &i, "--rounds"))) good = (s.rounds = atoi(v)) > 0 && s.rounds <= 1000;
+        else if ((v = bench_option(argc, argv, &i, "--backend"))) {
+            s.backend = strcmp(v, "procs") == 0 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
+            good = strcmp(v, "procs") == 0 || strcmp(v, "threads") == 0;
+        } else good = 0;
+        if (!good) {
+            fprintf(stderr, "error: %s: the options are --quick --rounds N --backend threads|procs\n",
+                argv[i < argc ? i : argc - 1]);
+            exit(2);
+        }
+    }
+    return s;
+}
+
+static gpt_config model_of(const settings *s) {
+    if (s->quick)
+        return (gpt_config){ .layers = 1, .width = 64, .heads = 8, .kv_heads = 8, .ffn = 256, .seq = 64, .vocab = 256,
+            .tied = 1, .dtype = DT_F32 };
+    return (gpt_config){ .layers = 4, .width = 256, .heads = 8, .kv_heads = 8, .ffn = 1024, .seq = 256, .vocab = 256,
+        .tied = 1, .dtype = DT_F32 };
+}
+
+static int ranks_of(const layout *l) { return l->dp * l->tp * l->cp; }
+
+static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
+    result *r = (result *)user;
+    (void)ctx;
+    if (row->step > 1) r->ms = fmin(r->ms, row->ms);
+    r->loss = row->loss;
+    memcpy(r->mem, row->mem, sizeof r->mem);
+    memcpy(r->bytes, row->bytes, sizeof r->bytes);
+}
+
+/* What every rank runs. The result is reached through `user`, of which all ranks have one copy. */
+static dt_status run_rank(dt_ctx *ctx, void *user) {
+    train_config config = ((result *)user)->config;
+    config.user = user;
+    return train(ctx, &config);
+}
+
+static result result_make(const settings *s, const layout *l, train_files data) {
+    result r = { .ms = INFINITY };
+    r.config.data = data;
+    r.config.model = model_of(s);
+    r.config.model.sp = l->sp;
+    r.config.model.cp_kind = l->kind;
+    r.config.mesh = (dt_mesh_desc){ .dp = l->dp, .tp = l->tp, .cp = l->cp };
+    r.config.zero = (dt_zero_desc){ .stage = l->zero, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .clip = 1 };
+    r.config.lr = (dt_lr_desc){ 3e-4, DT_LR_CONSTANT, 0, 1, 1 };
+    r.config.micro_batch = BATCH / l->dp;
+    r.config.accum = 1;
+    r.config.stop_at = STEPS;
+    r.config.on_step = on_step;
+    return r;
+}
+
+static double rate(const settings *s, const result *r) { return BATCH * model_of(s).seq / (r->ms / 1000); }
+
+static void print_row(const settings *s, const layout *l, const result *r, const result *one) {
+    static const char *const kinds[] = { "ring", "zigzag", "allgather", "ulysses" };
+    printf("%s,%d,%d,%d,%d,%s,%s,%d,%.1f,%.3f", l->name, ranks_of(l), l->dp, l->tp, l->cp,
+        l->cp > 1 ? kinds[l->kind] : "none", l->sp ? "on" : "off", l->zero, rate(s, r), rate(s, r) / rate(s, one));
+    for (int m = 0; m < TRAIN_MEMS; m++) printf(",%.0f", r->mem[m]);
+    printf(",%.0f,%.0f,%.0f\n", r->bytes[DT_AXIS_DP], r->bytes[DT_AXIS_TP], r->bytes[DT_AXIS_CP]);
+}
+
+/* The largest relative difference of a last loss to one rank's: layouts that compute something else are no layouts. */
+static double loss_difference(const result *results) {
+    double most = 0;
+    for (int i = 1; i < LAYOUTS; i++) most = fmax(most, fabs(results[i].loss / results[0].loss - 1));
+    return most;
+}
+
+static void print_summary(const settings *s, const result *results) {
+    for (int ranks = 1; ranks <= 8; ranks *= 2) {
+        double fastest = 0, smallest = INFINITY;
+        for (int i = 0; i < LAYOUTS; i++) {
+            if (ranks_of(&layouts[i]) != ranks) continue;
+            fastest = fmax(fastest, rate(s, &results[i]));
+            smallest = fmin(smallest, results[i].mem[TRAIN_PEAK]);
+        }
+        printf("summary,best_tokens_per_s_%d,%.4g\n", ranks, fastest);
+        printf("summary,best_ratio_%d,%.4g\n", ranks, fastest / rate(s, &results[0]));
+        printf("summary,least_peak_share_%d,%.4g\n", ranks, smallest / results[0].mem[TRAIN_PEAK]);
+    }
+    printf("summary,loss_difference,%.4g\n", loss_difference(results));
+}
+
+int main(int argc, char **argv) {
+    static result results[LAYOUTS];
+    settings      s = parse(argc, argv);
+    train_files   data = { .count = 0 };
+    int           failed = 0;
+    if (!train_files_find_sources(&data)) {
+        fputs("error: the project's sources are neither in . nor beside the program\n", stderr);
+        return 2;
+    }
+    gpt_config model = model_of(&s);
+    bench_print_machine();
+    printf("# gpt-%dx%d of %lld parameters, %d sequences of %d tokens a step, ranks are %s, best step of %d rounds\n",
+        model.layers, model.width, (long long)gpt_count(model), BATCH, model.seq,
+        s.backend == DT_BACKEND_PROCS ? "procs" : "threads", s.rounds);
+    fflush(stdout);     /* forked ranks must not have it in their buffers */
+    for (int i = 0; i < LAYOUTS; i++) results[i] = result_make(&s, &layouts[i], data);
+    for (int round = 0; round < s.rounds && !failed; round++)
+        for (int i = 0; i < LAYOUTS && !failed; i++)
+            failed = dt_run((dt_run_desc){ .ranks = ranks_of(&layouts[i]), .backend = s.backend,
+                .user_bytes = sizeof results[i] }, run_rank, &results[i]) != DT_OK;
+    if (!failed) {
+        printf("layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,"
+            "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp\n");
+        for (int i = 0; i < LAYOUTS; i++) print_row(&s, &layouts[i], &results[i], &results[0]);
+        print_summary(&s, results);
+    }
+    train_files_free(&data);
+    return failed;
+}
