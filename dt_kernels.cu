@@ -1143,7 +1143,7 @@ KERNEL __launch_bounds__(BLOCK) loss_total_kernel(dt_cross_entropy_args a) {
 
 static dt_status cuda_cross_entropy(const dt_cross_entropy_args *args, void *stream) {
     dt_cross_entropy_args a = *args;
-    if (a.dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a.dtype != DT_F32 || a.part) return DT_ERR_UNSUPPORTED;
     if (a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
@@ -1172,7 +1172,7 @@ KERNEL __launch_bounds__(BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_
 
 static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
     dt_cross_entropy_back_args a = *args;
-    if (a.dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a.dtype != DT_F32 || a.all > 0) return DT_ERR_UNSUPPORTED;
     if (a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
@@ -1309,6 +1309,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .attention = NULL,
         .attention_back = NULL,
         .cross_entropy = cuda_cross_entropy,
+        .cross_entropy_join = NULL,
         .cross_entropy_back = cuda_cross_entropy_back,
         .mse = NULL,
         .mse_back = NULL,
