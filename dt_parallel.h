@@ -830,7 +830,7 @@ dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv
     }
     if (c < 2) return DT_OK;
     if (T < pieces || T % pieces != 0) {
-        int64_t less = T / pieces * pieces, more = less + pieces;
+        int64_t less = T < pieces ? 0 : T / pieces * pieces, more = less + pieces;
         snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not give; "
             "use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
             (long long)(less ? more : 2 * pieces));

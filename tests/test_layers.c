@@ -361,8 +361,414 @@ static void test_brief(void) {
     run_well(4, brief_values_main, NULL);
 }
 
+/* ==== 3. Vocabularies ===============================================================================================
+
+   Logits come as they are, or as x w^T. Columns behind the vocabulary, those by which T does not divide it and those
+   that desc.vocab leaves out, hold 1e4. */
+
+enum { V_ROWS = 12, V_C = 3, V_MOST = 16 };
+enum { V_LOGITS = 0, V_LINEAR, V_LINEAR_SHARD, V_KINDS };
+enum { V_PLAIN = 0, V_HUGE, V_IGNORED, V_ALL_IGNORED, V_DATA };
+typedef struct vocab_case { int vocab, padding, kind, data, smooth, z; dt_dtype dtype; } vocab_case;
+typedef struct vocab_values { double loss, z_loss, dx[V_ROWS * V_C], dw[V_MOST * V_C], dlogits[V_ROWS * V_MOST]; } vocab_values;
+typedef struct vocab_world { vocab_case c; vocab_values one, got[4]; } vocab_world;
+
+static dt_tensor *vocab_labels(dt_ctx *ctx, vocab_case c) {
+    int32_t labels[V_ROWS];
+    for (int r = 0; r < V_ROWS; r++) {
+        labels[r] = (int32_t)((noise(4, r) + 1) / 2 * c.vocab);
+        if (c.data == V_ALL_IGNORED || (c.data == V_IGNORED && r % 3 == 1)) labels[r] = r % 2 ? -1 : -100;
+    }
+    return dt_input(ctx, DT_I32, DT_SHAPE(2, V_ROWS / 2), labels);
+}
+
+/* Column v of row r in a table with `columns`, all of which but c.vocab are padding. */
+static double vocab_number(vocab_case c, int tensor, int64_t r, int64_t v) {
+    double x = noise(tensor, r * V_MOST + v);
+    if (v >= c.vocab) return 1e4;
+    return c.data == V_HUGE && (r + v) % 3 == 0 ? (v % 2 ? 1e4 : -1e4) : x;
+}
+
+/* (rows, columns) of which this rank has `mine` from `first` on; by_row: columns are the last dimension. */
+static dt_tensor *vocab_input(dt_ctx *ctx, vocab_case c, int64_t rows, int64_t mine, int64_t first, int by_row) {
+    char      *host = (char *)zeros((size_t)(rows * mine) * 8);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < mine; v++)
+            put_value(host, c.dtype, (size_t)(by_row ? r * mine + v : v * rows + r), vocab_number(c, 6, r, first + v));
+    dt_tensor *t = dt_input(ctx, c.dtype, by_row ? DT_SHAPE(2, rows / 2, mine) : DT_SHAPE(mine, rows), host);
+    free(host);
+    return dt_require_grad(t);
+}
+
+/* The same of one rank (comm NULL) and of several. V: columns of all ranks. */
+static void vocab_run(dt_ctx *ctx, vocab_case c, dt_comm *comm, vocab_values *got) {
+    int          n = dt_comm_size(comm), me = dt_comm_rank(comm);
+    int64_t      all = c.vocab + c.padding, mine = (all + n - 1) / n, first = me * mine;
+    dt_tensor   *labels = vocab_labels(ctx, c), *z = NULL, *x = NULL, *w, *loss;
+    dt_loss_desc d = { .vocab = mine * n == c.vocab ? 0 : c.vocab, .smoothing = c.smooth ? 0.2 : 0,
+        .z_weight = c.z ? 0.01 : 0, .z_loss = c.z ? &z : NULL };
+    size_t       row_bytes = 16 * (size_t)(n - 1) * V_ROWS, before = dt_comm_bytes(ctx, DT_AXIS_TP);
+    int          dim = c.kind == V_LINEAR_SHARD && n > 1 ? 1 : -1;
+    dt_place     outside = DT_REPLICATE;
+    dt_shape     x_shape = DT_SHAPE(2, V_ROWS / 2, V_C);
+    if (dim == 1) outside = DT_SHARD(1);
+    if (c.kind == V_LOGITS) {
+        w = vocab_input(ctx, c, V_ROWS, mine, first, 1);
+        loss = comm ? dt_vocab_cross_entropy(w, labels, 7, d, comm) : dt_cross_entropy_at(w, labels, 7, d);
+    } else {
+        x = dt_require_grad(noise_part(ctx, c.dtype, x_shape, dim, comm, 8));
+        w = vocab_input(ctx, c, V_C, mine, first, 0);
+        loss = comm ? dt_vocab_linear_cross_entropy(x, w, labels, 7, d, comm, outside)
+                    : dt_linear_cross_entropy(x, w, labels, 7, d);
+        if (dim == 1) row_bytes += (size_t)(n - 1) * V_ROWS / (size_t)n * V_C * dt_dtype_size(c.dtype);
+    }
+    CHECK_MSG(dt_comm_bytes(ctx, DT_AXIS_TP) - before == row_bytes, "%zu bytes, not %zu",
+        dt_comm_bytes(ctx, DT_AXIS_TP) - before, row_bytes);
+    before = dt_comm_bytes(ctx, DT_AXIS_TP);
+    got->loss = dt_item(loss);
+    got->z_loss = c.z ? dt_item(z) : 0;
+    dt_backward(loss);
+    if (c.kind == V_LOGITS) CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) == before);
+    if (x) leave_part(x, x->grad, x_shape, dim, comm, got->dx);
+    for (int64_t v = 0; w && w->grad && v < mine; v++)
+        for (int64_t r = 0; r < (x ? V_C : V_ROWS); r++) {
+            double g = get(w->grad, c.dtype, (size_t)(x ? v * V_C + r : r * mine + v));
+            if (first + v >= c.vocab) CHECK_MSG(g == 0, "padded column %d has gradient %g", (int)(first + v), g);
+            else if (x) got->dw[(first + v) * V_C + r] = g;
+            else got->dlogits[r * V_MOST + first + v] = g;
+        }
+    dt_reset(ctx);
+}
+
+static void vocab_compare(const vocab_world *w, int ranks) {
+    vocab_case    c = w->c;
+    vocab_values  sum = w->got[0];
+    char          text[200];
+    const double *one[4] = { &w->one.loss, w->one.dx, w->one.dw, w->one.dlogits };
+    double       *all[4] = { &sum.loss, sum.dx, sum.dw, sum.dlogits };
+    const size_t  count[4] = { 2, V_ROWS * V_C, V_MOST * V_C, V_ROWS * V_MOST };
+    for (int r = 1; r < ranks; r++) {
+        CHECK(w->got[r].loss == w->got[0].loss && w->got[r].z_loss == w->got[0].z_loss);
+        if (c.kind == V_LINEAR) CHECK(memcmp(w->got[r].dx, w->got[0].dx, sizeof sum.dx) == 0);
+        for (int i = 0; i < V_ROWS * V_C && c.kind == V_LINEAR_SHARD; i++) sum.dx[i] += w->got[r].dx[i];
+        for (int i = 0; i < V_MOST * V_C; i++) sum.dw[i] += w->got[r].dw[i];
+        for (int i = 0; i < V_ROWS * V_MOST; i++) sum.dlogits[i] += w->got[r].dlogits[i];
+    }
+    for (int t = 0; t < 4; t++) {
+        const char *bad = unequal(all[t], one[t], count[t], c.dtype == DT_F64 ? 1e-12 : 1e-5, text, sizeof text);
+        CHECK_MSG(!bad, "%d ranks, vocabulary %d + %d, kind %d, data %d, smooth %d, z %d, %s: %s of %d", ranks, c.vocab,
+            c.padding, c.kind, c.data, c.smooth, c.z, dt_dtype_name(c.dtype), bad, t);
+    }
+    if (c.data == V_ALL_IGNORED) CHECK(sum.loss == 0 && sum.z_loss == 0);
+}
+
+static dt_status vocab_main(dt_ctx *ctx, void *user) {
+    static const int sizes[][2] = { { 7, 0 }, { 2, 0 }, { 1, 0 }, { 12, 0 }, { 9, 4 } };
+    vocab_world *w = (vocab_world *)user;
+    dt_mesh      mesh = all_over(ctx, 't');
+    int          ranks = dt_comm_size(mesh.tp), me = dt_comm_rank(mesh.tp);
+    for (int i = 0; i < 5 * V_KINDS * V_DATA * 8 && dt_error(ctx) == DT_OK; i++) {
+        const int *size = sizes[i % 5];
+        int        rest = i / 5, data = rest / V_KINDS % V_DATA, bits = rest / V_KINDS / V_DATA;
+        vocab_case c = { size[0], size[1], rest % V_KINDS, data, bits & 1, bits >> 1 & 1, bits >> 2 ? DT_F32 : DT_F64 };
+        memset(&w->got[me], 0, sizeof w->got[me]);
+        if (me == 0) memset(&w->one, 0, sizeof w->one);
+        if (me == 0) w->c = c;
+        if (me == 0) vocab_run(ctx, c, NULL, &w->one);
+        vocab_run(ctx, c, mesh.tp, &w->got[me]);
+        dt_barrier(mesh.tp);
+        if (me == 0) vocab_compare(w, ranks);
+        dt_barrier(mesh.tp);
+    }
+    return dt_error(ctx);
+}
+
+/* A parameter (V,C) cut along V as embedding and head; rows behind V hold 1e4. */
+enum { E_V = 9, E_N = 12 };
+typedef struct tied_values { double y[E_N * E_N * V_C], dw[E_V * V_C], loss; } tied_values;
+typedef struct tied_world { tied_values one, got[4]; } tied_world;
+
+static void tied_run(dt_ctx *ctx, dt_tensor *w, dt_comm *tp, int dim, tied_values *got) {
+    int32_t  ids[E_N * E_N], labels[E_N * E_N];
+    dt_shape shape = DT_SHAPE(E_N, E_N), whole = DT_SHAPE(E_N, E_N, V_C);
+    dt_place outside = DT_REPLICATE;
+    size_t   before = dt_comm_bytes(ctx, DT_AXIS_TP), n = (size_t)dt_comm_size(tp), Y = E_N * E_N * V_C * 8 / n * (n - 1);
+    if (dim >= 0) outside = DT_SHARD(dim);
+    for (int i = 0; i < E_N * E_N; i++) {
+        ids[i] = (int32_t)((noise(11, i) + 1) / 2 * E_V);
+        labels[i] = i % 5 ? (int32_t)((noise(12, i) + 1) / 2 * E_V) : -1;
+    }
+    dt_tensor *id = dt_input(ctx, DT_I32, shape, ids), *label = dt_input(ctx, DT_I32, shape, labels);
+    dt_tensor *y = tp ? dt_vocab_embedding(w, id, tp, outside) : dt_embedding(w, id);
+    CHECK(dt_comm_bytes(ctx, DT_AXIS_TP) - before == (dim < 0 ? 2 * Y : Y));
+    if (!y) return;
+    leave_part(y, y->data, whole, dim, tp, got->y);
+    dt_loss_desc d = { .smoothing = 0.1 };
+    dt_tensor   *loss = tp ? dt_vocab_linear_cross_entropy(y, w, label, 100, d, tp, outside)
+                           : dt_linear_cross_entropy(y, w, label, 100, d);
+    got->loss = dt_item(loss);
+    dt_backward(loss);
+    leave_param(w, got->dw);
+}
+
+static dt_status tied_main(dt_ctx *ctx, void *user) {
+    tied_world *all = (tied_world *)user;
+    dt_mesh     mesh = all_over(ctx, 't');
+    int         n = dt_comm_size(mesh.tp), me = dt_comm_rank(mesh.tp);
+    char        text[200];
+    dt_tensor  *w = dt_param_at(ctx, "w", DT_SHAPE(E_V, V_C), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64,
+        .cuts = { { mesh.tp, 0 } } });
+    dt_units_make(ctx, (dt_units_desc){ 0, 0 });
+    for (int64_t i = w->param->box.inside[0] * V_C; i < dt_count(w->shape); i++) ((double *)w->data)[i] = 1e4;
+    for (int dim = -1; dim < (n > 1 ? 2 : 0); dim++) {
+        tied_values *got = n > 1 ? &all->got[me] : &all->one;
+        memset(got, 0, sizeof *got);
+        tied_run(ctx, w, mesh.tp, dim, got);
+        for (int64_t i = w->param->box.inside[0] * V_C; w->grad && i < dt_count(w->shape); i++)
+            CHECK(((double *)w->grad)[i] == 0);
+        dt_barrier(mesh.tp);
+        tied_values sum = all->got[0];
+        for (int r = 1; r < n; r++) {
+            for (int i = 0; i < E_N * E_N * V_C && dim >= 0; i++) sum.y[i] += all->got[r].y[i];
+            for (int i = 0; i < E_V * V_C; i++) sum.dw[i] += all->got[r].dw[i];
+        }
+        const char *bad = n == 1 ? NULL : unequal(sum.y, all->one.y, E_N * E_N * V_C, 1e-12, text, sizeof text);
+        if (!bad && n > 1) bad = unequal(sum.dw, all->one.dw, E_V * V_C + 1, 1e-12, text, sizeof text);
+        CHECK_MSG(!bad, "embedding and head over %d, outside %d: %s", n, dim, bad);
+        dt_barrier(mesh.tp);
+        dt_reset(ctx);
+        dt_clear_grads(ctx);
+    }
+    return dt_error(ctx);
+}
+
+typedef struct bad_label { int linear, label; const char *words; } bad_label;
+
+static dt_status bad_label_main(dt_ctx *ctx, void *user) {
+    const bad_label *b = (const bad_label *)user;
+    int32_t          labels[4] = { 0, 1, -1, b->label };
+    dt_loss_desc     d = { .vocab = 7 };
+    dt_tensor       *x = noise_part(ctx, DT_F64, DT_SHAPE(4, 4), -1, NULL, 1);
+    dt_tensor       *w = noise_part(ctx, DT_F64, DT_SHAPE(4, 4), -1, NULL, 2), *at = dt_input(ctx, DT_I32, DT_SHAPE(4), labels);
+    if (b->linear) CHECK(!dt_vocab_linear_cross_entropy(x, w, at, 3, d, dt_world(ctx), DT_REPLICATE));
+    else CHECK(!dt_vocab_cross_entropy(x, at, 3, d, dt_world(ctx)));
+    return dt_error(ctx);
+}
+
+static void test_vocab(void) {
+    vocab_world *w = (vocab_world *)zeros(sizeof *w);
+    tied_world  *t = (tied_world *)zeros(sizeof *t);
+    for (int ranks = 2; ranks <= 4; ranks++) run_well(ranks, vocab_main, w);
+    for (int ranks = 1; ranks <= 4; ranks++) run_well(ranks, tied_main, t);
+    for (int i = 0; i < 4; i++) {
+        bad_label b = { i % 2, i < 2 ? 7 : 1 << 30, i < 2 ? "label 7 at place 3; the vocabulary has 7" : "label 1073741824" };
+        outcome   o;
+        run(&o, 2, bad_label_main, &b);
+        CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, b.words), "label %d: %s", b.label, o.report.text);
+    }
+    free(w);
+    free(t);
+}
+
+// ==== 4. Heads of keys and values ===================================================================================
+
+/* All K that go over these ranks, by counting: rank r holds heads r K/n ..., and those with the same are neighbours. */
+static dt_status kv_main(dt_ctx *ctx, void *user) {
+    dt_comm *tp = dt_world(ctx);
+    int      n = dt_comm_size(tp), me = dt_comm_rank(tp);
+    (void)user;
+    for (int K = 1; K <= 16; K++) {
+        if (K % n != 0 && n % K != 0) continue;
+        dt_kv_groups g = dt_kv_split(ctx, tp, K);
+        int          cuts = K < n ? K : n, copies = n / cuts, right = 1;
+        CHECK_MSG(g.heads == K / cuts, "%d heads over %d: %d here", K, n, g.heads);
+        CHECK(dt_comm_size(g.cut) == cuts && dt_comm_size(g.copies) == copies);
+        CHECK((g.cut == NULL || n == 1) == (cuts == 1) && (g.copies == NULL) == (copies == 1));
+        for (int i = 0; i < cuts && cuts > 1; i++)
+            right &= dt_comm_world_rank(g.cut, i) == i * copies + me % copies;
+        for (int i = 0; i < copies && copies > 1; i++)
+            right &= dt_comm_world_rank(g.copies, i) == me / copies * copies + i;
+        CHECK_MSG(right && dt_comm_rank(g.cut) == (cuts > 1 ? me / copies : 0), "%d heads over %d: other groups", K, n);
+    }
+    return dt_error(ctx);
+}
+
+static dt_status bad_kv_main(dt_ctx *ctx, void *user) {
+    dt_kv_groups g = dt_kv_split(ctx, dt_world(ctx), *(int *)user);
+    CHECK(!g.copies && dt_error(ctx) != DT_OK);
+    return dt_error(ctx);
+}
+
+static void test_kv(void) {
+    for (int ranks = 1; ranks <= 8; ranks++) run_well(ranks, kv_main, NULL);
+    static const int bad[][2] = { { 2, 3 }, { 4, 3 }, { 4, 6 }, { 3, 2 }, { 2, 0 }, { 2, -2 } };
+    for (int i = 0; i < 6; i++) {
+        int     K = bad[i][1];
+        char    words[80];
+        outcome o;
+        snprintf(words, sizeof words, "%d heads of keys and values over %d ranks: one must divide", K, bad[i][0]);
+        run(&o, bad[i][0], bad_kv_main, &K);
+        CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, words), "%s: %s", words, o.report.text);
+    }
+}
+
+// ==== 5. From one rank to all =======================================================================================
+
+/* Which places a rank over 2 x 3 x 2 gives of a tensor (12,6,8): by the definition, axis after axis. */
+typedef struct spread_case { int n, at[3]; dt_dtype dtype; } spread_case;
+static const dt_place spread_places[] = { { DT_PLACE_SHARD, 0 }, { DT_PLACE_SHARD, 1 }, { DT_PLACE_SHARD, 2 },
+    { DT_PLACE_REPLICATE, 0 }, { DT_PLACE_PARTIAL, 0 }, { DT_PLACE_COPY, 0 } };
+
+static void spread_run(dt_ctx *ctx, const dt_mesh *mesh, spread_case c) {
+    dt_comm      *comms[3] = { mesh->dp, mesh->cp, mesh->tp };
+    dt_axis_place axes[3];
+    dt_shape      full = DT_SHAPE(12, 6, 8);
+    int64_t       lo[3] = { 0, 0, 0 }, n[3] = { 12, 6, 8 };
+    int           first = 1, zero = 0, wrong = 0, fits = 1;
+    for (int i = 0; i < c.n; i++) {
+        int size = dt_comm_size(comms[i]), me = dt_comm_rank(comms[i]), dim = spread_places[c.at[i]].dim;
+        axes[i].comm = comms[i];
+        axes[i].place = spread_places[c.at[i]];
+        first &= me == 0;
+        zero |= axes[i].place.kind == DT_PLACE_PARTIAL && me != 0;
+        if (axes[i].place.kind != DT_PLACE_SHARD) continue;
+        fits &= n[dim] % size == 0;
+        n[dim] /= size;
+        lo[dim] += me * n[dim];
+    }
+    if (!fits) return;
+    char *host = (char *)zeros(12 * 6 * 8 * 8);
+    for (size_t i = 0; i < 12 * 6 * 8; i++) put(host, c.dtype, i, (double)i + 1);
+    dt_tensor *t = dt_distribute(ctx, c.dtype, full, first ? host : NULL, axes, c.n);
+    free(host);
+    if (!CHECK(t && t->dtype == c.dtype && t->shape.nd == 3)) return;
+    for (int d = 0; d < 3; d++) wrong += t->shape.d[d] != n[d];
+    for (int64_t i = 0; i < dt_count(t->shape) && !wrong; i++) {
+        int64_t at = (lo[0] + i / (n[1] * n[2])) * 48 + (lo[1] + i / n[2] % n[1]) * 8 + lo[2] + i % n[2];
+        wrong += get(t->data, c.dtype, (size_t)i) != (zero ? 0 : (double)at + 1);
+    }
+    CHECK_MSG(!wrong, "%d axes, %d %d %d: %d values differ", c.n, c.at[0], c.at[1], c.at[2], wrong);
+    dt_reset(ctx);
+}
+
+static dt_status spread_main(dt_ctx *ctx, void *user) {
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 2, .cp = 3, .tp = 2 });
+    (void)user;
+    for (int i = 0; i < 216 && dt_error(ctx) == DT_OK; i++)
+        for (int n = i < 6 ? 1 : i < 36 ? 2 : 3; n <= 3; n++)
+            spread_run(ctx, &mesh, (spread_case){ n, { i % 6, i / 6 % 6, i / 36 }, i % 2 ? DT_I32 : DT_F64 });
+    dt_tensor *own = dt_distribute(ctx, DT_I32, DT_SHAPE(2), (int32_t[]){ 3, 4 }, NULL, 0); /* no group: one rank */
+    CHECK(own && ((int32_t *)own->data)[1] == 4);
+    dt_tensor *none = dt_distribute(ctx, DT_F32, DT_SHAPE(0, 4), NULL, (dt_axis_place[]){ { mesh.tp, DT_SHARD(0) } }, 1);
+    CHECK(none && none->shape.d[0] == 0);
+    return dt_error(ctx);
+}
+
+typedef struct bad_spread { dt_place place; int none; dt_status status; const char *words; } bad_spread;
+
+static dt_status bad_spread_main(dt_ctx *ctx, void *user) {
+    const bad_spread *b = (const bad_spread *)user;
+    dt_mesh           mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 2, .tp = 2 });
+    float             host[15] = { 0 };
+    dt_axis_place     axes[] = { { mesh.dp, DT_REPLICATE }, { mesh.tp, b->place } };
+    CHECK(!dt_distribute(ctx, DT_F32, DT_SHAPE(5, 3), dt_ctx_rank(ctx) || b->none ? NULL : host, axes, 2));
+    CHECK(dt_error(ctx) != DT_OK);
+    CHECK(!dt_distribute(ctx, DT_F32, DT_SHAPE(5, 3), host, axes, 2)); /* sticky */
+    return dt_error(ctx);
+}
+
+static void test_distribute(void) {
+    const bad_spread list[] = {
+        { DT_SHARD(0), 0, DT_ERR_SHAPE, "(5,3) cannot be cut along dimension 0 over the 2 ranks of 'tp'" },
+        { DT_SHARD(1), 0, DT_ERR_SHAPE, "dimension 1" },
+        { DT_SHARD(2), 0, DT_ERR_SHAPE, "dimension 2" },
+        { DT_SHARD(-1), 0, DT_ERR_SHAPE, "dimension -1" },
+        { DT_REPLICATE, 1, DT_ERR_ARG, "the first rank gives no data" },
+        { DT_PARTIAL, 1, DT_ERR_ARG, "the first rank gives no data" },
+    };
+    run_well(12, spread_main, NULL);
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        outcome o;
+        run(&o, 4, bad_spread_main, (void *)(uintptr_t)&list[i]);
+        CHECK_MSG(o.status == list[i].status && strstr(o.report.text, list[i].words) && o.took < 20, "%s: %s",
+            list[i].words, o.report.text);
+        for (int r = 0; r < 4; r++) CHECK(o.error[r] != DT_OK);
+    }
+}
+
+// ==== 6. Which tokens a rank of cp has ==============================================================================
+
+static dt_status cut_main(dt_ctx *ctx, void *user) {
+    int     c = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx)), wrong = 0;
+    int32_t whole[3 * 48], local[3 * 48];
+    (void)user;
+    for (int i = 0; i < 3 * 48; i++) whole[i] = i;
+    for (int kind = DT_CP_RING; kind <= DT_CP_ULYSSES; kind++) {
+        dt_context_cut(kind, 3, 48, dt_world(ctx), whole, local);
+        for (int b = 0; b < 3; b++)
+            for (int i = 0; i < 48 / c; i++) {
+                int piece = 48 / (2 * c), at = me * (48 / c) + i;
+                if (kind == DT_CP_ZIGZAG) at = i < piece ? me * piece + i : (2 * c - 1 - me) * piece + i - piece;
+                wrong += local[b * (48 / c) + i] != b * 48 + at;
+            }
+    }
+    CHECK_MSG(wrong == 0, "dt_context_cut over %d: %d tokens differ", c, wrong);
+    return dt_error(ctx);
+}
+
+/* The numbers that a refusal offers must be accepted. */
+static void check_choices(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads) {
+    char      text[300] = "", small[8], ignored[300];
+    long long choice[2];
+    dt_status status = dt_context_check(kind, T, c, heads, kv_heads, text, sizeof text);
+    int64_t   pieces = kind == DT_CP_ZIGZAG ? 2 * c : c;
+    int       whole = c < 2 || (T >= pieces && T % pieces == 0);
+    int       shared = kind != DT_CP_ULYSSES || c < 2 || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0));
+    CHECK_MSG(status == (whole && shared ? DT_OK : DT_ERR_ARG), "kind %d, %d tokens over %d, heads %d, %d: %s", kind,
+        (int)T, c, (int)heads, (int)kv_heads, text);
+    if (status == DT_OK) return;
+    dt_context_check(kind, T, c, heads, kv_heads, small, sizeof small);
+    CHECK(strlen(small) < sizeof small);
+    const char *use = strstr(text, "use ");
+    if (whole) {
+        CHECK(use && strstr(text, "ring") && strstr(text, "zigzag") && strstr(text, "allgather"));
+    } else if (CHECK_MSG(use && sscanf(use, "use %lld or %lld", &choice[0], &choice[1]) == 2, "no choice: %s", text)) {
+        for (int i = 0; i < 2; i++)
+            CHECK_MSG(choice[i] > 0 && dt_context_check(kind, choice[i], c, c, c, ignored, sizeof ignored) == DT_OK,
+                "%s: %lld is refused too", text, choice[i]);
+    }
+}
+
+static void test_tokens(void) {
+    char text[300];
+    for (int kind = DT_CP_RING; kind <= DT_CP_ULYSSES; kind++)
+        for (int c = 1; c <= 8; c++) {
+            for (int T = 2 * c; T <= 8 * c; T += 2 * c) {
+                int seen[64] = { 0 }, once = 1;
+                for (int r = 0; r < c; r++)
+                    for (int i = 0; i < T / c; i++) {
+                        int64_t t = dt_context_token(kind, T, c, r, i);
+                        if (t >= 0 && t < T) seen[t]++;
+                        once &= i == 0 || t > dt_context_token(kind, T, c, r, i - 1); /* ascending on a rank */
+                    }
+                for (int t = 0; t < T; t++) once &= seen[t] == 1;
+                CHECK_MSG(once, "kind %d: %d tokens over %d are no permutation", kind, T, c);
+            }
+            for (int T = -9; T <= 20; T++)
+                for (int h = 1; h <= 8; h++) check_choices(kind, T, c, h, h > 4 ? 2 : h % 3 + 1);
+        }
+    CHECK(dt_context_check(-1, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind -1"));
+    CHECK(dt_context_check(4, 8, 2, 2, 2, text, sizeof text) == DT_ERR_ARG && strstr(text, "kind 4"));
+    CHECK(dt_context_check(DT_CP_ULYSSES, 8, 2, 2, 0, text, sizeof text) == DT_OK || strstr(text, "heads"));
+    for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cut_main, NULL);
+}
+
 int main(void) {
     test_layers();
     test_brief();
+    test_vocab();
+    test_kv();
+    test_distribute();
+    test_tokens();
     return check_done("test_layers");
 }
