@@ -379,7 +379,7 @@ static dt_tensor *vocab_labels(dt_ctx *ctx, vocab_case c) {
         labels[r] = (int32_t)((noise(4, r) + 1) / 2 * c.vocab);
         if (c.data == V_ALL_IGNORED || (c.data == V_IGNORED && r % 3 == 1)) labels[r] = r % 2 ? -1 : -100;
     }
-    return dt_input(ctx, DT_I32, DT_SHAPE(2, V_ROWS / 2), labels);
+    return dt_input(ctx, DT_I32, DT_SHAPE(1, V_ROWS), labels);
 }
 
 /* Column v of row r in a table with `columns`, all of which but c.vocab are padding. */
@@ -395,7 +395,7 @@ static dt_tensor *vocab_input(dt_ctx *ctx, vocab_case c, int64_t rows, int64_t m
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < mine; v++)
             put_value(host, c.dtype, (size_t)(by_row ? r * mine + v : v * rows + r), vocab_number(c, 6, r, first + v));
-    dt_tensor *t = dt_input(ctx, c.dtype, by_row ? DT_SHAPE(2, rows / 2, mine) : DT_SHAPE(mine, rows), host);
+    dt_tensor *t = dt_input(ctx, c.dtype, by_row ? DT_SHAPE(1, rows, mine) : DT_SHAPE(mine, rows), host);
     free(host);
     return dt_require_grad(t);
 }
@@ -410,7 +410,7 @@ static void vocab_run(dt_ctx *ctx, vocab_case c, dt_comm *comm, vocab_values *go
     size_t       row_bytes = 16 * (size_t)(n - 1) * V_ROWS, before = dt_comm_bytes(ctx, DT_AXIS_TP);
     int          dim = c.kind == V_LINEAR_SHARD && n > 1 ? 1 : -1;
     dt_place     outside = DT_REPLICATE;
-    dt_shape     x_shape = DT_SHAPE(2, V_ROWS / 2, V_C);
+    dt_shape     x_shape = DT_SHAPE(1, V_ROWS, V_C);
     if (dim == 1) outside = DT_SHARD(1);
     if (c.kind == V_LOGITS) {
         w = vocab_input(ctx, c, V_ROWS, mine, first, 1);
@@ -684,7 +684,7 @@ static void test_distribute(void) {
         { DT_SHARD(2), 0, DT_ERR_SHAPE, "dimension 2" },
         { DT_SHARD(-1), 0, DT_ERR_SHAPE, "dimension -1" },
         { DT_REPLICATE, 1, DT_ERR_ARG, "the first rank gives no data" },
-        { DT_PARTIAL, 1, DT_ERR_ARG, "the first rank gives no data" },
+        { DT_COPY, 1, DT_ERR_ARG, "the first rank gives no data" },
     };
     run_well(12, spread_main, NULL);
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
