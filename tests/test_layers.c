@@ -763,6 +763,193 @@ static void test_tokens(void) {
     for (int c = 1; c <= 8; c += c > 2 ? 5 : 1) run_well(c, cut_main, NULL);
 }
 
+// ==== 7. Attention over the tokens of all ranks =====================================================================
+
+enum { C_KINDS = 4, C_MOST = 3 * 48 * 8 * 4 };
+static const char *const kind_names[C_KINDS] = { "ring", "zigzag", "allgather", "ulysses" };
+
+/* Documents packed into a sequence: none; of some tokens each, positions beginning again; the same but for positions,
+   which go on; one for each rank's tokens in order, so that no rank sees another's; every other token, so that parts
+   see each other but tokens in them do not; one sequence, positions of which are not those of the tokens. */
+enum { PACKED_NOT = 0, PACKED, PACKED_GO_ON, PACKED_APART, PACKED_MIXED, PACKED_STRETCHED, PACKINGS };
+typedef struct context_case { int kind, B, T, H, K, D, full, packing, wrap, same, dtype; } context_case;
+typedef struct context_values { double v[4][C_MOST]; } context_values;      /* out, dq, dk, dv */
+typedef struct context_world { context_case c; int runs; context_values one, got; } context_world;
+typedef struct context_rank { dt_tensor *k, *v; dt_context *context; dt_attn_desc alone; int plain; } context_rank;
+
+static dt_dtype context_type(const context_case *c) {
+    return c->dtype == 0 ? DT_F64 : c->dtype == 1 ? DT_F32 : DT_BF16;
+}
+
+/* Position and document of token t of sequence b; ranks: those whose tokens are documents apart. */
+static void place_of(context_case c, int ranks, int b, int t, int32_t *position, int32_t *document) {
+    int start = 0, number = 0;
+    for (int i = 1; i <= t && c.packing != PACKED_STRETCHED; i++)
+        if (c.packing == PACKED_APART ? i % (c.T / ranks) == 0 : noise(40 + b, i) < -0.6) start = i, number++;
+    if (c.packing == PACKED_MIXED) start = 0, number = t % 2;
+    *position = c.packing == PACKED_STRETCHED ? 3 * t : c.packing == PACKED_GO_ON ? t : t - start;
+    *document = number * 5 - 3;
+}
+
+static dt_tensor *context_block(dt_tensor *q, void *user) {
+    context_rank *r = (context_rank *)user;
+    return r->plain ? dt_attention(q, r->k, r->v, r->alone) : dt_context_attention(q, r->k, r->v, r->context);
+}
+
+/* This rank's tokens of noise (B,T,heads,D). */
+static dt_tensor *context_input(dt_ctx *ctx, context_case c, dt_comm *comm, int heads, int tensor) {
+    int        n = dt_comm_size(comm), own = c.T / n, row = heads * c.D;
+    dt_dtype   dtype = context_type(&c);
+    char      *host = (char *)zeros((size_t)(c.B * own * row) * dt_dtype_size(dtype));
+    for (int i = 0; i < c.B * own * row; i++) {
+        int64_t t = dt_context_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
+        put_value(host, dtype, (size_t)i, noise(tensor, (i / row / own * c.T + t) * row + i % row));
+    }
+    dt_tensor *x = dt_input(ctx, dtype, DT_SHAPE(c.B, own, heads, c.D), host);
+    free(host);
+    return dt_require_grad(x);
+}
+
+static void context_leave(context_case c, dt_comm *comm, const dt_tensor *t, const void *from, double *full) {
+    int n = dt_comm_size(comm), own = c.T / n, row = (int)(t->shape.d[2] * t->shape.d[3]);
+    for (int i = 0; from && i < c.B * own * row; i++) {
+        int64_t at = dt_context_token(c.kind, c.T, n, dt_comm_rank(comm), i / row % own);
+        full[(i / row / own * c.T + at) * row + i % row] = get(from, t->dtype, (size_t)i);
+    }
+}
+
+/* What dt_context_make and dt_attention are told. */
+static void context_sight(dt_ctx *ctx, context_case c, dt_comm *comm, context_rank *r, int ranks) {
+    int32_t at[2][3 * 48], whole[2][3 * 48];
+    int     n = dt_comm_size(comm), own = c.T / n;
+    for (int i = 0; i < c.B * c.T; i++) place_of(c, ranks, i / c.T, i % c.T, &whole[0][i], &whole[1][i]);
+    for (int i = 0; i < c.B * c.T; i++)
+        for (int k = 0; k < 2; k++)
+            at[k][i] = whole[k][i / c.T * c.T + dt_context_token(c.kind, c.T, n, i % c.T / own, i % own)];
+    int positions = c.packing != PACKED_NOT, documents = positions && c.packing != PACKED_STRETCHED;
+    if (!r->plain) {
+        r->context = dt_context_make(ctx, comm, (dt_context_desc){ .kind = c.kind, .batch = c.B, .tokens = c.T,
+            .positions = positions ? at[0] : NULL, .documents = documents ? at[1] : NULL, .full = c.full });
+        memset(at, 0x55, sizeof at); /* it has its own */
+        return;
+    }
+    r->alone = (dt_attn_desc){ .full = c.full };
+    if (positions) r->alone.positions = dt_input(ctx, DT_I32, DT_SHAPE(c.B, c.T), whole[0]);
+    if (documents) r->alone.documents = dt_input(ctx, DT_I32, DT_SHAPE(c.B, c.T), whole[1]);
+}
+
+/* The table of dt_parallel.h, section 4. */
+static void context_bytes(context_case c, size_t ranks, size_t *forward, size_t *backward) {
+    size_t size = dt_dtype_size(context_type(&c)), wide = size < 4 ? 4 : size;
+    size_t own = (size_t)(c.B * c.D * c.T) / ranks, n = 2 * own * (size_t)c.K;
+    size_t K = (size_t)c.K < ranks ? ranks : (size_t)c.K;
+    *forward = (ranks - 1) * n * size;
+    *backward = *forward + (ranks - 1) * n * wide;
+    if (c.kind == DT_CP_ALLGATHER) *backward = *forward;
+    if (c.kind == DT_CP_ULYSSES) *forward = *backward = (ranks - 1) * own * (2 * (size_t)c.H + 2 * K) / ranks * size;
+    if (c.wrap == RECOMPUTED) *backward += *forward;
+}
+
+static void context_run(dt_ctx *ctx, context_case c, dt_comm *comm, context_values *got, int ranks, int plain) {
+    context_rank r = { .plain = plain };
+    int          own = c.T / dt_comm_size(comm);
+    int64_t      place[C_MOST];
+    size_t       before, between, forward, backward;
+    context_sight(ctx, c, comm, &r, ranks);
+    dt_tensor *q = context_input(ctx, c, comm, c.H, 1);
+    r.k = c.same ? q : context_input(ctx, c, comm, c.K, 2);
+    r.v = c.same ? q : context_input(ctx, c, comm, c.K, 3);
+    before = dt_comm_bytes(ctx, DT_AXIS_CP);
+    dt_tensor *y = c.wrap == ROOT || r.plain ? context_block(q, &r)
+        : dt_block_at(ctx, context_block, q, &r, (dt_block_desc){ .recompute = c.wrap == RECOMPUTED });
+    if (!y) return;
+    between = dt_comm_bytes(ctx, DT_AXIS_CP);
+    for (int i = 0; i < c.B * own * c.H * c.D; i++) {
+        int row = c.H * c.D;
+        int64_t t = dt_context_token(c.kind, c.T, dt_comm_size(comm), dt_comm_rank(comm), i / row % own);
+        place[i] = (i / row / own * c.T + t) * row + i % row;
+    }
+    dt_tensor *loss = weigh(y, 4, place);
+    if (ranks % 2) dt_backward(loss);
+    else dt_backward_input(loss), dt_backward_weight(loss);
+    if (comm) {
+        context_bytes(c, (size_t)ranks, &forward, &backward);
+        CHECK_MSG(between - before == forward && dt_comm_bytes(ctx, DT_AXIS_CP) - between == backward,
+            "%s over %d, %s, wrap %d: %zu and %zu bytes, table %zu and %zu", kind_names[c.kind], ranks,
+            dt_dtype_name(q->dtype), c.wrap, between - before, dt_comm_bytes(ctx, DT_AXIS_CP) - between, forward,
+            backward);
+    }
+    context_leave(c, comm, y, y->data, got->v[0]);
+    context_leave(c, comm, q, q->grad, got->v[1]);
+    context_leave(c, comm, r.k, r.k->grad, got->v[2]);
+    context_leave(c, comm, r.v, r.v->grad, got->v[3]);
+    dt_reset(ctx);
+}
+
+/* f32: sums in another order, 1e-5. bf16: each result is rounded once (2^-9), gathered and repeated heads' gradients
+   once a rank more: 2^-6 of the largest covers both. */
+static void context_compare(const context_world *w, int ranks) {
+    static const double      tol[] = { 1e-12, 1e-5, 1.0 / 64 };
+    static const char *const names[] = { "out", "dq", "dk", "dv" };
+    context_case             c = w->c;
+    char                     text[200];
+    for (int t = 0; t < 4; t++) {
+        size_t      n = (size_t)(c.B * c.T * (t < 2 ? c.H : c.K) * c.D);
+        const char *bad = unequal(w->got.v[t], w->one.v[t], n, tol[c.dtype], text, sizeof text);
+        CHECK_MSG(!bad, "%s over %d, (%d,%d,%d/%d,%d) %s, full %d, packing %d, wrap %d, same %d: %s %s",
+            kind_names[c.kind], ranks, c.B, c.T, c.H, c.K, c.D, dt_dtype_name(context_type(&c)), c.full, c.packing, c.wrap,
+            c.same, names[t], bad);
+    }
+}
+
+/* The i-th case for so many ranks, or none. */
+static int context_case_of(int i, int ranks, context_case *c) {
+    c->kind = i % 4;
+    c->packing = i / 4 % PACKINGS;
+    c->full = i / 24 % 2;
+    c->dtype = i / 48 % 8 < 6 ? 0 : i / 48 % 8 - 5;
+    c->B = i / 48 % 3 == 2 ? 3 : 1;
+    c->wrap = i / 48 % 5 < 3 ? i / 48 % 5 : ROOT;
+    c->same = i / 48 % 7 == 6;
+    c->H = ranks == 1 ? 2 : ranks == 2 ? 4 : ranks == 3 ? 6 : ranks;
+    c->K = i / 48 % 4 == 0 ? 1 : i / 48 % 4 == 1 ? c->H : c->H / 2;
+    c->D = 1 + i / 96 % 4;
+    c->T = (ranks == 3 ? 6 : 16) * (1 + (i / 48 % 8 == 1));
+    if (c->same) c->K = c->H;
+    if (ranks == 8 && 0x7a >> i / 48 & 1) return 0; /* the slowest: some of them */
+    return c->kind != DT_CP_ULYSSES || c->K % ranks == 0 || ranks % c->K == 0;
+}
+
+static dt_status context_main(dt_ctx *ctx, void *user) {
+    context_world *w = (context_world *)user;
+    dt_mesh        mesh = all_over(ctx, 'c');
+    int            ranks = dt_comm_size(dt_world(ctx)), me = dt_comm_rank(dt_world(ctx));
+    for (int i = 0; i < 48 * 8 && dt_error(ctx) == DT_OK; i++) {
+        context_case c;
+        if (!context_case_of(i, ranks, &c)) continue;
+        if (me == 0) {
+            w->c = c;
+            w->runs++;
+            memset(&w->one, 0, sizeof w->one);
+            memset(&w->got, 0, sizeof w->got);
+            context_run(ctx, c, NULL, &w->one, ranks, 1);
+        }
+        dt_barrier(mesh.cp);
+        context_run(ctx, c, mesh.cp, &w->got, ranks, 0);
+        dt_barrier(mesh.cp);
+        if (me == 0) context_compare(w, ranks);
+        dt_barrier(mesh.cp);
+    }
+    return dt_error(ctx);
+}
+
+static void test_context(void) {
+    context_world *w = (context_world *)zeros(sizeof *w);
+    static const int ranks[] = { 1, 2, 3, 4, 8 };
+    for (int i = 0; i < 5; i++) run_well(ranks[i], context_main, w);
+    free(w);
+}
+
 int main(void) {
     test_layers();
     test_brief();
@@ -770,5 +957,6 @@ int main(void) {
     test_kv();
     test_distribute();
     test_tokens();
+    test_context();
     return check_done("test_layers");
 }
