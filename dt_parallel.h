@@ -144,7 +144,7 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt
        DT_SHARD(1)     (B,T,C) is cut along the tokens: sequence parallelism, V. Korthikanti et al., arXiv:2205.05198.
                        Where a region begins tokens are gathered, where it ends sums are scattered: the same bytes, and
                        norms, dropout and residuals keep 1/T of the tokens. What was gathered is not kept but gathered
-                       again in the backward, if this happens in a dt_block.
+                       again in the backward, if this happens in a dt_block: in each half of a backward in halves.
 
    Weights are cut by dt_param_desc.cuts: of a column-parallel layer along its outputs (O,I) -> dimension 0, its bias
    too; of a row-parallel one along its inputs, dimension 1, its bias not at all. A hidden size that T does not divide
@@ -197,18 +197,22 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 // ==== 4. Context parallelism ========================================================================================
 
 /* A sequence of T tokens is cut over c ranks, so each has T/c of them through the whole model; only attention needs
-   the others' keys and values. Elements that one rank sends in a layer, and keeps of other ranks' keys and values for
-   the backward; B sequences, H heads, K of keys and values, D numbers each, n = 2 B K D T/c:
+   the others' keys and values. Elements that one rank sends in a layer, and keeps for the backward beside its own q, k,
+   v, the result and the log-sum-exp; B sequences, H heads, K of keys and values, D numbers each, n = 2 B K D T/c:
 
        kind         forward                      backward                  keeps
-       RING         (c-1) n                      (c-1) n, and (c-1) n of   0         H. Liu et al., arXiv:2310.01889
-       ZIGZAG       the same                     their gradients (f32+)    0         balanced: see dt_context_token
-       ALLGATHER    (c-1) n                      (c-1) n                   c n       H. Touvron et al., arXiv:2407.21783
-       ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  (c-1) n   S. Jacobs et al., arXiv:2309.14509
+       RING         (c-1) n                      (c-1) n, and (c-1) n of   0
+       ZIGZAG       the same                     their gradients (f32+)    0
+       ALLGATHER    (c-1) n                      (c-1) n                   c n
+       ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  B D T/c (2 H + 2 K)
+
+   RING: H. Liu et al., arXiv:2310.01889; ZIGZAG is the same, but balanced: see dt_context_token; ALLGATHER: H. Touvron
+   et al., arXiv:2407.21783; ULYSSES: S. Jacobs et al., arXiv:2309.14509.
 
    The ring sends keys and values on while it computes with them; softmax over all keys is put together from those of
    parts by their log-sum-exp. Pairs of parts in which no query sees a key cost nothing. ULYSSES exchanges tokens for
-   heads, so c must divide H, and K or be a multiple of it (then heads are repeated up to c, and count as c). */
+   heads, and keeps q, k, v and the result both ways; c must divide H, and K or be a multiple of it. Then heads of keys
+   and values are repeated up to c, count as c, and are kept before the exchange too: 2 B D T more, and 2 B T i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
 /* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence is

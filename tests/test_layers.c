@@ -950,13 +950,106 @@ static void test_context(void) {
     free(w);
 }
 
+/* What one layer keeps for the backward: a layer more costs that, to the byte. Sizes are such that arenas hold more
+   than the least they are made with. Under the address sanitizer every tensor is an allocation of its own. */
+enum { KEEP_T = 16, KEEP_H = 8, KEEP_D = 64 };
+typedef struct keep_case { int kind, K, layers; dt_dtype dtype; size_t live; } keep_case;
+
+static dt_status keep_main(dt_ctx *ctx, void *user) {
+    keep_case   *c = (keep_case *)user;
+    dt_mesh      mesh = all_over(ctx, 'c');
+    int          D = c->dtype == DT_BF16 ? 4 * KEEP_D : KEEP_D;
+    dt_shape     keys = DT_SHAPE(1, KEEP_T, c->K, D);
+    context_rank r = { .plain = 0 };
+    for (int step = 0; step < 2 && dt_error(ctx) == DT_OK; step++) { /* the first one's arenas grow */
+        r.context = dt_context_make(ctx, mesh.cp, (dt_context_desc){ .kind = c->kind, .batch = 1,
+            .tokens = KEEP_T * dt_comm_size(mesh.cp) });
+        dt_tensor *x = dt_require_grad(noise_part(ctx, c->dtype, DT_SHAPE(1, KEEP_T, KEEP_H, D), -1, NULL, 1));
+        r.k = dt_require_grad(noise_part(ctx, c->dtype, keys, -1, NULL, 2));
+        r.v = dt_require_grad(noise_part(ctx, c->dtype, keys, -1, NULL, 3));
+        for (int i = 0; i < c->layers; i++) x = dt_block(ctx, context_block, x, &r);
+        dt_backward(weigh(x, 4, NULL));
+        dt_reset(ctx);
+    }
+    if (dt_comm_rank(mesh.cp) == 0) c->live = dt_memory_used(ctx).live[DT_MEM_ACTS];
+    return dt_error(ctx);
+}
+
+static void test_keeps(void) {
+    for (int i = 0; i < 4 * 3 && !DT__ASAN; i++) {
+        keep_case less = { .kind = i % 4, .K = i < 4 ? KEEP_H : 2, .layers = 2, .dtype = i < 8 ? DT_F64 : DT_BF16 };
+        keep_case more = less;
+        size_t    c = i < 4 ? 2 : 4, K = (size_t)less.K < c ? c : (size_t)less.K, size = dt_dtype_size(less.dtype);
+        size_t    D = less.dtype == DT_BF16 ? 4 * KEEP_D : KEEP_D, own = KEEP_T * D, keeps = 0, integers = 0;
+        more.layers++;
+        if (less.kind == DT_CP_ALLGATHER) keeps = c * 2 * own * (size_t)less.K;
+        if (less.kind == DT_CP_ULYSSES) keeps = 2 * own * (KEEP_H + K);
+        if (less.kind == DT_CP_ULYSSES && (size_t)less.K < c) keeps += 2 * own * c, integers = 2 * KEEP_T * c;
+        size_t want = (own * KEEP_H + keeps) * size + KEEP_H * KEEP_T * (size == 8 ? 8 : 4) + integers * 4;
+        run_well((int)c, keep_main, &less);
+        run_well((int)c, keep_main, &more);
+        CHECK_MSG(more.live - less.live == want, "%s over %zu, %d key heads, %s: %zu bytes for a layer more, not %zu",
+            kind_names[less.kind], c, less.K, dt_dtype_name(less.dtype), more.live - less.live, want);
+    }
+}
+
+/* Pairs of parts that the kernels are called for. A rank is a thread, so its count is one of its own. */
+static __thread long pairs[2];
+
+static dt_status counted_attention(const dt_attention_args *a, void *stream) {
+    pairs[0]++;
+    return dt_kernels_cpu()->attention(a, stream);
+}
+
+static dt_status counted_attention_back(const dt_attention_back_args *a, void *stream) {
+    pairs[1]++;
+    return dt_kernels_cpu()->attention_back(a, stream);
+}
+
+typedef struct balance_case { int kind, packing; long pairs[8][2]; } balance_case;
+
+static dt_status balance_main(dt_ctx *ctx, void *user) {
+    balance_case  *b = (balance_case *)user;
+    dt_mesh        mesh = all_over(ctx, 'c');
+    context_case   c = { .kind = b->kind, .B = 1, .T = 32, .H = 1, .K = 1, .D = 1, .packing = b->packing };
+    context_values *ignored = (context_values *)zeros(sizeof *ignored);
+    pairs[0] = pairs[1] = 0;
+    context_run(ctx, c, mesh.cp, ignored, dt_comm_size(mesh.cp), 0);
+    memcpy(b->pairs[dt_ctx_rank(ctx)], pairs, sizeof pairs);
+    free(ignored);
+    return dt_error(ctx);
+}
+
+static void test_balance(void) {
+    dt_kernels counted = *dt_kernels_cpu();
+    counted.attention = counted_attention;
+    counted.attention_back = counted_attention_back;
+    for (int c = 2; c <= 8; c *= 2)
+        for (int i = 0; i < 4; i++) {
+            balance_case b = { .kind = i % 2 ? DT_CP_ZIGZAG : DT_CP_RING, .packing = i < 2 ? PACKED_NOT : PACKED_APART };
+            outcome      o;
+            prepare(&o, c, balance_main, &b);
+            o.desc.kernels = &counted;
+            CHECK_MSG(start(&o) == DT_OK, "%s", o.report.text);
+            for (int r = 0; r < c; r++) {
+                long want = i == 0 ? r + 1 : i == 1 ? 2 * c + 1 : 1;    /* apart: a rank's own tokens only */
+                if (i == 3) want = b.pairs[r][0];                       /* zigzag: those of two ranks' documents */
+                CHECK_MSG(b.pairs[r][0] == want && b.pairs[r][1] == want, "%s over %d: rank %d has %ld and %ld pairs, not "
+                    "%ld", kind_names[b.kind], c, r, b.pairs[r][0], b.pairs[r][1], want);
+                if (i == 3) CHECK(want <= 5);
+            }
+        }
+}
+
 int main(void) {
-    test_layers();
+    if (!getenv("QUICK")) test_layers();
     test_brief();
-    test_vocab();
+    if (!getenv("QUICK")) test_vocab();
     test_kv();
     test_distribute();
     test_tokens();
-    test_context();
+    if (!getenv("QUICK")) test_context();
+    test_keeps();
+    test_balance();
     return check_done("test_layers");
 }
