@@ -1035,6 +1035,7 @@ static int dt__ring_room(dt_ctx *ctx, dt__arena **room, size_t bytes, int n, cha
     bytes = (bytes + 63) / 64 * 64;
     char *all = *room ? (char *)dt__arena_alloc(ctx, *room, (size_t)n * bytes) : NULL;
     for (int i = 0; i < n; i++) arrays[i] = all ? all + (size_t)i * bytes : NULL;
+    if (!all) dt__arena_give(ctx, &ctx->brief_pool, room);
     return all != NULL;
 }
 
@@ -1090,7 +1091,7 @@ static dt_status dt__ring_backward(dt__ring *r, const dt_tensor *keys, const dt_
     dt__ring_hop hop, back;
     memset(&back, 0, sizeof back);
     if (!r->work || !dt__ring_room(ctx, &room[0], dt__bytes(keys), 4, buf)) return dt_error(ctx);
-    if (!dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums)) return dt_error(ctx);
+    dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
         char **next = &buf[s % 2 * 2], **mine = &sums[s % 2 * 2], **came = &sums[4];
         memset(&hop, 0, sizeof hop);
@@ -1105,8 +1106,8 @@ static dt_status dt__ring_backward(dt__ring *r, const dt_tensor *keys, const dt_
         now[1] = next[1];
     }
     dt__ring_wait(ctx, &back);
-    if (dk) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
-    if (dv) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
+    if (dk && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
+    if (dv && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
     for (int i = 0; i < 2; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
     return dt_error(ctx);
 }
@@ -1163,8 +1164,8 @@ static dt_tensor *dt__ring_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *v
     dt__ring r = dt__ring_make(op, k, q, keys);
     r.lse = (char *)lse->data;
     r.result = dt__ring_wide(y, y->data, &room);
-    if (!r.result || dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) != DT_OK) return NULL;
-    if (dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK) dt__ring_forward(&r, keys, values);
+    if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
+        dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK) dt__ring_forward(&r, keys, values);
     dt_cast_args a = { q->dtype, wide, y->data, r.result, (size_t)dt_count(y->shape), 0 };
     if (room && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
     dt__arena_give(ctx, &ctx->brief_pool, &room);
@@ -1218,6 +1219,7 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
     const char *op = "dt_context_attention";
     dt_ctx     *ctx = q && keys && values ? dt__op_real(op, q, keys, values) : dt__missing(op, q, keys, values);
     char        why[300];
+    if (ctx && !k) dt_fail(ctx, DT_ERR_ARG, "%s(%s): the context is NULL", op, q->name);
     if (!ctx || !k || !dt__attention_fits(q, keys, values, 0)) return NULL;
     int c = dt_comm_size(k->comm);
     if (q->shape.d[0] != k->desc.batch || q->shape.d[1] * c != k->desc.tokens || keys->shape.d[1] != q->shape.d[1]) {

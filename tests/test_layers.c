@@ -872,7 +872,7 @@ static void context_run(dt_ctx *ctx, context_case c, dt_comm *comm, context_valu
     dt_tensor *loss = weigh(y, 4, place);
     if (ranks % 2) dt_backward(loss);
     else dt_backward_input(loss), dt_backward_weight(loss);
-    if (comm) {
+    if (comm && dt_error(ctx) == DT_OK) {
         context_bytes(c, (size_t)ranks, &forward, &backward);
         CHECK_MSG(between - before == forward && dt_comm_bytes(ctx, DT_AXIS_CP) - between == backward,
             "%s over %d, %s, wrap %d: %zu and %zu bytes, table %zu and %zu", kind_names[c.kind], ranks,
@@ -1041,6 +1041,319 @@ static void test_balance(void) {
         }
 }
 
+/* ==== 8. gpt.h ====================================================================================================== */
+
+typedef struct gpt_case {
+    gpt_config c;
+    int        tp, cp, B, recompute, zero;
+    size_t     live, forward[DT_AXES], backward[DT_AXES], step[DT_AXES], units, marked;
+    double     loss;
+    int32_t    text[40];
+} gpt_case;
+
+/* F and V are not divisible by 2, C and the tokens are by all that is sent. */
+static gpt_config gpt_of(int arch, int layers, int heads, int kv_heads) {
+    return (gpt_config){ .layers = layers, .width = 24, .heads = heads, .kv_heads = kv_heads, .ffn = 40, .seq = 16,
+        .vocab = 37, .tied = arch == GPT_GPT2, .dtype = DT_F64, .arch = arch };
+}
+
+static gpt gpt_make(dt_ctx *ctx, gpt_case *g, dt_mesh *mesh) {
+    *mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = g->tp, .cp = g->cp });
+    gpt_config c = g->c;
+    c.tp = mesh->tp;
+    c.cp = mesh->cp;
+    return gpt_register(ctx, c);
+}
+
+/* Ids (B,seq) and their successors as this rank of cp has them. */
+static dt_tensor *gpt_ids(dt_ctx *ctx, const gpt_case *g, dt_comm *cp, int shift) {
+    int32_t whole[8 * 16], local[8 * 16];
+    for (int i = 0; i < g->B * g->c.seq; i++) whole[i] = (int32_t)((noise(20, i + shift) + 1) / 2 * g->c.vocab);
+    dt_context_cut(g->c.cp_kind, g->B, g->c.seq, cp, whole, local);
+    return dt_input(ctx, DT_I32, DT_SHAPE(g->B, g->c.seq / dt_comm_size(cp)), local);
+}
+
+static void axis_bytes(dt_ctx *ctx, size_t bytes[DT_AXES]) {
+    for (int a = 0; a < DT_AXES; a++) bytes[a] = dt_comm_bytes(ctx, (dt_axis)a);
+}
+
+/* Bytes of activations after some steps, and those that the last step sent. */
+static dt_status gpt_step_main(dt_ctx *ctx, void *user) {
+    gpt_case *g = (gpt_case *)user, mine = *g;
+    dt_mesh   mesh;
+    gpt       m = gpt_make(ctx, &mine, &mesh);
+    size_t    at[4][DT_AXES];
+    dt_zero  *zero = g->zero ? dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh, .optimizer = DT_SGD }) : NULL;
+    for (int step = 1; step <= 3 && dt_error(ctx) == DT_OK; step++) {
+        axis_bytes(ctx, at[0]);
+        dt_tensor *loss = gpt_loss(&m, gpt_ids(ctx, g, mesh.cp, 0), gpt_ids(ctx, g, mesh.cp, 1), g->B * g->c.seq);
+        axis_bytes(ctx, at[1]);
+        dt_backward(loss);
+        axis_bytes(ctx, at[2]);
+        mine.loss = dt_item(loss);
+        dt_reset(ctx);
+        if (zero) dt_zero_step(zero, 0.01);
+        axis_bytes(ctx, at[3]);
+    }
+    mine.live = dt_memory_used(ctx).live[DT_MEM_ACTS];
+    for (int a = 0; a < DT_AXES; a++) {
+        mine.forward[a] = at[1][a] - at[0][a];
+        mine.backward[a] = at[2][a] - at[1][a];
+        mine.step[a] = at[3][a] - at[2][a];
+    }
+    mine.units = mine.marked = 0;
+    for (int u = 0; u < dt_unit_count(ctx); u++) {
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        mine.units += unit->padded * 8;
+        for (int k = 0; k < 2; k++)
+            if (dt_comm_size(dt_param_get(ctx, unit->first_param)->param->desc.marks[k].comm) > 1)
+                mine.marked += unit->padded * 8;
+    }
+    if (dt_ctx_rank(ctx) == 0) *g = mine;
+    return dt_error(ctx);
+}
+
+/* A layer more costs what gpt.h says, to the byte. B is such that arenas hold more than the least. */
+static void test_gpt_keeps(void) {
+    for (int i = 0; i < 2 * 2 * 3 && !DT__ASAN; i++) {
+        int        arch = i % 2, sp = i / 2 % 2, few = i / 4;  /* K: 4, 2, 1 over 2 ranks */
+        gpt_config c = gpt_of(arch, 2, 4, few ? few == 1 ? 2 : 1 : 4);
+        c.sp = sp;
+        gpt_case less = { .c = c, .tp = 2, .cp = 1, .B = 8 }, more;
+        more = less;
+        more.c.layers++;
+        run_well(2, gpt_step_main, &less);
+        run_well(2, gpt_step_main, &more);
+        int C = c.width, D = C / c.heads, KD = (c.kv_heads < 2 ? 2 : c.kv_heads) * D, F = c.ffn, H = c.heads, t = 2;
+        int whole = arch ? 4 * C + 2 : 4 * C + 4, cut = arch ? 3 * C + 3 * KD + 3 * F + H : 2 * C + 2 * KD + 2 * F + H;
+        size_t want = (size_t)(less.B * c.seq) * (size_t)(whole * t / (sp ? t : 1) + cut) / (size_t)t * 8;
+        CHECK_MSG(more.live - less.live == want, "model %d, sp %d, %d key heads: a layer keeps %zu bytes, formula %zu", arch,
+            sp, c.kv_heads, more.live - less.live, want);
+    }
+}
+
+/* A whole step. S: bytes of the activations (B,T/cp,C) of all ranks of tp; g = (t-1)/t. Beside the layers, the embedding
+   sums tokens, the loss begins a region and gathers two numbers a row; what it gathers under sp it keeps. */
+static void test_gpt_bytes(void) {
+    for (int i = 0; i < 2 * 4 * 4; i++) {
+        gpt_config c = gpt_of(i % 2, 3, 4, i / 8 % 2 ? 2 : 4);
+        int        how = i / 2 % 4, kind = i / 8, tp = how == 3 ? 1 : how == 2 ? 4 : 2, cp = how == 3 ? 2 : 1;
+        c.sp = how > 0 && how < 3;
+        c.cp_kind = kind;
+        gpt_case g = { .c = c, .tp = tp, .cp = cp, .B = 2, .zero = 1 };
+        run_well(tp * cp, gpt_step_main, &g);
+        size_t t = (size_t)tp, rows = (size_t)(g.B * c.seq / cp), S = rows * (size_t)c.width * 8 / t * (t - 1), L = 3;
+        size_t losses = 16 * (t - 1) * rows;
+        size_t forward = c.sp ? (4 * L + 2) * S + losses : (4 * L + 2) * S + losses;
+        size_t backward = c.sp ? (6 * L + 2) * S : (4 * L + 2) * S, around[2] = { 0, 0 };
+        if (cp > 1) {
+            context_case attention = { .kind = kind, .B = g.B, .T = c.seq, .H = c.heads, .K = c.kv_heads,
+                .D = c.width / c.heads };
+            context_bytes(attention, (size_t)cp, &around[0], &around[1]);
+        }
+        CHECK_MSG(g.forward[DT_AXIS_TP] == forward && g.backward[DT_AXIS_TP] == backward, "model %d, tp %d, sp %d: %zu and "
+            "%zu bytes over tp, formula %zu and %zu", c.arch, tp, c.sp, g.forward[DT_AXIS_TP], g.backward[DT_AXIS_TP],
+            forward, backward);
+        CHECK_MSG(g.forward[DT_AXIS_CP] == L * around[0] && g.backward[DT_AXIS_CP] == L * around[1], "model %d, %s over "
+            "%d: %zu and %zu bytes, formula %zu and %zu", c.arch, kind_names[kind], cp, g.forward[DT_AXIS_CP],
+            g.backward[DT_AXIS_CP], L * around[0], L * around[1]);
+        size_t n = (size_t)cp, sums = 2 * g.units / n * (n - 1) + (t > 1 ? 2 * g.marked * (t - 1) / t : 0);
+        if (t == 4 && c.kv_heads == 2) sums = g.backward[DT_AXIS_DP] + g.step[DT_AXIS_DP]; /* groups of two sizes */
+        CHECK_MSG(g.forward[DT_AXIS_DP] == 0 && g.backward[DT_AXIS_DP] + g.step[DT_AXIS_DP] == sums, "model %d, tp %d, sp "
+            "%d, cp %d: %zu bytes of gradients, formula %zu", c.arch, tp, c.sp, cp, g.backward[DT_AXIS_DP] +
+            g.step[DT_AXIS_DP], sums);
+        CHECK(g.step[DT_AXIS_TP] == 0 && g.step[DT_AXIS_CP] == 0);
+    }
+}
+
+/* Continues a text that outgrows the context; the loss of an evaluation. */
+static dt_status gpt_text_main(dt_ctx *ctx, void *user) {
+    gpt_case *g = (gpt_case *)user, mine = *g;
+    dt_mesh   mesh;
+    gpt       m = gpt_make(ctx, &mine, &mesh);
+    for (int i = 0; i < 5; i++) mine.text[i] = 3 * i + 1;
+    gpt_generate(&m, mine.text, 5, 24, (gpt_sampling){ .temperature = 0, .seed = 3 });
+    memcpy(mine.text + 24, mine.text, 5 * sizeof *mine.text);
+    gpt_generate(&m, mine.text + 24, 5, 16, (gpt_sampling){ .temperature = 0.8, .top_k = 20, .seed = 5 });
+    dt_no_grad(ctx, 1);
+    mine.loss = dt_item(gpt_loss(&m, gpt_ids(ctx, g, mesh.cp, 0), gpt_ids(ctx, g, mesh.cp, 1), g->B * g->c.seq));
+    dt_sum_doubles(mesh.data, &mine.loss, 1);
+    dt_no_grad(ctx, 0);
+    dt_reset(ctx);
+    for (int r = 0; r < dt_comm_size(mesh.world); r++) { /* every rank has the same */
+        if (r == dt_ctx_rank(ctx) && r > 0)
+            CHECK(memcmp(mine.text, g->text, sizeof mine.text) == 0 && mine.loss == g->loss);
+        if (r == dt_ctx_rank(ctx) && r == 0) *g = mine;
+        dt_barrier(mesh.world);
+    }
+    return dt_error(ctx);
+}
+
+static void test_gpt_text(void) {
+    static const struct { int tp, sp, cp, kind, kv; } hows[] = { { 2, 0, 1, 0, 4 }, { 4, 0, 1, 0, 2 }, { 2, 1, 1, 0, 1 },
+        { 4, 1, 1, 0, 4 }, { 1, 0, 2, DT_CP_RING, 2 }, { 1, 0, 4, DT_CP_ZIGZAG, 4 }, { 2, 1, 2, DT_CP_ULYSSES, 2 },
+        { 2, 0, 2, DT_CP_ALLGATHER, 1 } };
+    for (int i = 0; i < 2 * 8; i++) {
+        gpt_config c = gpt_of(i % 2, 2, 4, hows[i / 2].kv);
+        c.cp_kind = hows[i / 2].kind;
+        gpt_case one = { .c = c, .tp = 1, .cp = 1, .B = 2 }, g = one;
+        g.c.sp = hows[i / 2].sp;
+        g.tp = hows[i / 2].tp;
+        g.cp = hows[i / 2].cp;
+        run_well(1, gpt_text_main, &one);
+        run_well(g.tp * g.cp, gpt_text_main, &g);
+        CHECK_MSG(memcmp(g.text, one.text, sizeof g.text) == 0, "model %d, layout %d: another text", i % 2, i / 2);
+        CHECK_MSG(fabs(g.loss - one.loss) <= 1e-12 * one.loss, "model %d, layout %d: evaluation %.17g, one rank %.17g", i % 2,
+            i / 2, g.loss, one.loss);
+    }
+}
+
+// ==== 9. What is refused ============================================================================================
+
+typedef struct bad_call { const char *words; dt_status status; } bad_call;
+static const bad_call bad_calls[] = {
+    { "another input is NULL", DT_ERR_ARG },                        /* 0: column, x */
+    { "another input is NULL", DT_ERR_ARG },                        /* 1: column, w */
+    { "another input is NULL", DT_ERR_ARG },                        /* 2: row, x */
+    { "another input is NULL", DT_ERR_ARG },                        /* 3: row, w */
+    { "the bias has one number", DT_ERR_SHAPE },                    /* 4: row, bias */
+    { "the residual lies outside", DT_ERR_SHAPE },                  /* 5: row, residual */
+    { "last dimensions must agree", DT_ERR_SHAPE },                 /* 6: column, w */
+    { "last dimensions must agree", DT_ERR_SHAPE },                 /* 7: row, w */
+    { "not divisible", DT_ERR_SHAPE },                              /* 8: row, tokens over sp */
+    { "another input is NULL", DT_ERR_ARG },                        /* 9: embedding, table */
+    { "another input is NULL", DT_ERR_ARG },                        /* 10: embedding, ids */
+    { "another input is NULL", DT_ERR_ARG },                        /* 11: cross-entropy, labels */
+    { "another input is NULL", DT_ERR_ARG },                        /* 12: cross-entropy, logits */
+    { "another input is NULL", DT_ERR_ARG },                        /* 13: linear cross-entropy, x */
+    { "another input is NULL", DT_ERR_ARG },                        /* 14: linear cross-entropy, w */
+    { "vocab 9 of 8 columns", DT_ERR_ARG },                         /* 15: cross-entropy */
+    { "vocab -1 of 8 columns", DT_ERR_ARG },                        /* 16: linear cross-entropy */
+    { "one i32 label a row", DT_ERR_SHAPE },                        /* 17: cross-entropy, labels */
+    { "the context is NULL", DT_ERR_ARG },                          /* 18: attention, context */
+    { "another input is NULL", DT_ERR_ARG },                        /* 19: attention, v */
+    { "the context is of 1 sequences of 8 tokens", DT_ERR_SHAPE },  /* 20: attention, tokens */
+    { "the context is of 2 sequences", DT_ERR_SHAPE },              /* 21: attention, batch */
+    { "k and v must have one type and shape", DT_ERR_SHAPE },       /* 22: attention, v */
+    { "H a multiple of K", DT_ERR_SHAPE },                          /* 23: attention, heads */
+    { "exchanges tokens for heads", DT_ERR_SHAPE },                 /* 24: attention, ulysses */
+    { "2 sequences of 0 tokens", DT_ERR_ARG },                      /* 25: context */
+    { "use 4 or 8", DT_ERR_SHAPE },                                 /* 26: context, zigzag */
+    { "kind 7", DT_ERR_SHAPE },                                     /* 27: context */
+    { "-1 sequences", DT_ERR_ARG },                                 /* 28: context */
+    { "not for integers", DT_ERR_SHAPE },                           /* 29: attention */
+    { "5 heads over 2 ranks of tp", DT_ERR_ARG },                   /* 30: gpt */
+    { "of all ranks' tokens", DT_ERR_ARG },                         /* 31: gpt, positions under cp */
+};
+
+static dt_tensor *bad_attention(dt_ctx *ctx, int which, dt_comm *comm) {
+    dt_shape        s = DT_SHAPE(1, 4, 2, 2), v = s, k = s;
+    dt_context_desc d = { .batch = 1, .tokens = 8 };
+    dt_dtype        type = which == 29 ? DT_I32 : DT_F64;
+    if (which == 20) s.d[1] = k.d[1] = v.d[1] = 3;
+    if (which == 21 || which == 25) d.batch = 2;
+    if (which == 22) v.d[2] = 1;
+    if (which == 23) s.d[2] = 3;
+    if (which == 24) d.kind = DT_CP_ULYSSES, s.d[2] = k.d[2] = v.d[2] = 3;
+    if (which == 25) d.tokens = 0;
+    if (which == 26) d.kind = DT_CP_ZIGZAG, d.tokens = 6;
+    if (which == 27) d.kind = 7;
+    if (which == 28) d.batch = -1;
+    dt_context *c = dt_context_make(ctx, comm, d);
+    dt_tensor  *q = dt_input(ctx, type, s, NULL), *vs = which == 19 ? NULL : dt_input(ctx, type, v, NULL);
+    return dt_context_attention(q, dt_input(ctx, type, k, NULL), vs, which == 18 ? NULL : c);
+}
+
+static dt_tensor *bad_gpt(dt_ctx *ctx, int which, dt_comm *comm) {
+    gpt_config c = gpt_of(0, 1, which == 30 ? 5 : 4, which == 30 ? 5 : 4);
+    int32_t    ids[4] = { 0, 1, 2, 3 };
+    if (which == 30) c.width = 25, c.tp = comm;
+    else c.cp = comm;
+    gpt        m = gpt_register(ctx, c);
+    dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(1, 4), ids);
+    return gpt_loss_at(&m, (gpt_tokens){ .ids = id, .positions = id }, id, 4);
+}
+
+static dt_status bad_call_main(dt_ctx *ctx, void *user) {
+    int          i = *(int *)user;
+    dt_comm     *comm = dt_world(ctx);
+    dt_place     all = DT_REPLICATE, sp = DT_SHARD(1);
+    dt_linear_desc plain = { .activation = DT_ACT_NONE };
+    dt_loss_desc none = { .vocab = i == 15 ? 9 : i == 16 ? -1 : 0 };
+    int32_t      numbers[4] = { 0, 1, 2, 3 };
+    dt_tensor   *x = noise_part(ctx, DT_F64, DT_SHAPE(1, 3, 4), -1, NULL, 1);
+    dt_tensor   *w = noise_part(ctx, DT_F64, DT_SHAPE(4, 4), -1, NULL, 2);
+    dt_tensor   *odd = noise_part(ctx, DT_F64, DT_SHAPE(4, 3), -1, NULL, 3);
+    dt_tensor   *ids = dt_input(ctx, DT_I32, DT_SHAPE(3), numbers), *four = dt_input(ctx, DT_I32, DT_SHAPE(4), numbers);
+    dt_tensor   *y = NULL;
+    if (i == 0 || i == 1 || i == 6) y = dt_column_linear(i ? x : NULL, i == 6 ? odd : i ? NULL : w, NULL, plain, comm, all);
+    else if (i < 9) y = dt_row_linear(i == 2 ? NULL : x, i == 3 ? NULL : i == 7 ? odd : w, i == 4 ? odd : NULL,
+        i == 5 ? odd : NULL, comm, i == 8 ? sp : all);
+    else if (i < 11) y = dt_vocab_embedding(i == 9 ? NULL : w, i == 10 ? NULL : ids, comm, all);
+    else if (i < 13 || i == 15 || i == 17)
+        y = dt_vocab_cross_entropy(i == 12 ? NULL : x, i == 11 ? NULL : i == 17 ? four : ids, 3, none, comm);
+    else if (i < 18) y = dt_vocab_linear_cross_entropy(i == 13 ? NULL : x, i == 14 ? NULL : w, ids, 3, none, comm, all);
+    else y = i < 30 ? bad_attention(ctx, i, comm) : bad_gpt(ctx, i, comm);
+    CHECK_MSG(!y && dt_error(ctx) != DT_OK, "bad call %d is accepted", i);
+    CHECK(!dt_column_linear(x, w, NULL, plain, comm, all) && !dt_row_linear(x, w, NULL, NULL, comm, all)); /* sticky */
+    return dt_error(ctx);
+}
+
+/* No sequences, and rows of none, are no failure. */
+static dt_status nothing_main(dt_ctx *ctx, void *user) {
+    dt_mesh mesh = all_over(ctx, 'c');
+    (void)user;
+    for (int kind = 0; kind < C_KINDS; kind++) {
+        context_rank r = { .context = dt_context_make(ctx, mesh.cp, (dt_context_desc){ .kind = kind, .tokens = 8 }) };
+        dt_tensor   *q = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(0, 4, 2, 2), NULL));
+        dt_tensor   *y = dt_context_attention(q, q, q, r.context);
+        CHECK_MSG(y && dt_count(y->shape) == 0, "%s of no sequences", kind_names[kind]);
+        dt_backward(weigh(y, 1, NULL));
+        dt_reset(ctx);
+    }
+    return dt_error(ctx);
+}
+
+/* Memory is refused at each of the allocations in turn: an error, and nothing is left. */
+static dt_status refused_main(dt_ctx *ctx, void *user) {
+    dt_mesh      mesh = all_over(ctx, 'c');
+    context_case c = { .B = 1, .T = 8, .H = 2, .K = 1, .D = 2 };
+    layer_rank   k = { .c = { .bias = 1, .x_grad = 1, .outside = 1, .wrap = BLOCK }, .tp = mesh.cp, .outside = DT_SHARD(1) };
+    context_values *ignored = (context_values *)zeros(sizeof *ignored);
+    (void)user;
+    for (int i = 0; i < 2 * C_KINDS && dt_error(ctx) == DT_OK; i++) {
+        c.kind = i % C_KINDS;
+        c.dtype = i / C_KINDS ? 2 : 0;
+        context_run(ctx, c, mesh.cp, ignored, 2, 0);
+    }
+    for (int p = 0; p < 4; p++) k.p[p] = noise_part(ctx, DT_F64, p == 0 ? DT_SHAPE(4, LC) : p == 1 ? DT_SHAPE(4) :
+        p == 2 ? DT_SHAPE(LO, 4) : DT_SHAPE(LO), -1, NULL, p);
+    dt_tensor *x = dt_require_grad(noise_part(ctx, DT_F64, DT_SHAPE(1, 2, LC), -1, NULL, 9));
+    dt_backward(weigh(dt_block(ctx, layer_forward, x, &k), 3, NULL));
+    free(ignored);
+    return dt_error(ctx);
+}
+
+static void test_refused(void) {
+    for (int i = 0; i < (int)(sizeof bad_calls / sizeof *bad_calls); i++) {
+        outcome o;
+        run(&o, 2, bad_call_main, &i);
+        CHECK_MSG(o.status == bad_calls[i].status && strstr(o.report.text, bad_calls[i].words), "bad call %d: %s", i,
+            o.report.text);
+    }
+    run_well(2, nothing_main, NULL);
+    long calls = 1;
+    for (long at = 0; at <= calls; at += at < 20 ? 1 : 3) {
+        outcome o;
+        prepare(&o, 2, refused_main, NULL);
+        o.host.refuse_at = at;
+        start(&o);      /* checks that nothing is left */
+        if (at == 0) calls = o.host.calls;
+        CHECK_MSG(o.status == (at ? DT_ERR_MEM : DT_OK), "allocation %ld of %ld refused: %s %s", at, calls,
+            dt_status_name(o.status), o.report.text);
+    }
+}
+
 int main(void) {
     if (!getenv("QUICK")) test_layers();
     test_brief();
@@ -1049,7 +1362,11 @@ int main(void) {
     test_distribute();
     test_tokens();
     if (!getenv("QUICK")) test_context();
-    test_keeps();
+    if (!getenv("QUICK")) test_keeps();
     test_balance();
+    test_gpt_keeps();
+    test_gpt_bytes();
+    test_gpt_text();
+    test_refused();
     return check_done("test_layers");
 }
