@@ -149,7 +149,7 @@ DT_API dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt
        DT_SHARD(1)     (B,T,C) is cut along the tokens: sequence parallelism, V. Korthikanti et al., arXiv:2205.05198.
                        Where a region begins tokens are gathered, where it ends sums are scattered: the same bytes, and
                        norms, dropout and residuals keep 1/T of the tokens. What was gathered is not kept but gathered
-                       again in the backward, if this happens in a dt_block.
+                       again in the backward, if this happens in a dt_block: in each half of a backward in halves.
 
    Weights are cut by dt_param_desc.cuts: of a column-parallel layer along its outputs (O,I) -> dimension 0, its bias
    too; of a row-parallel one along its inputs, dimension 1, its bias not at all. A hidden size that T does not divide
@@ -202,18 +202,22 @@ DT_API dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, cons
 // ==== 4. Context parallelism ========================================================================================
 
 /* A sequence of T tokens is cut over c ranks, so each has T/c of them through the whole model; only attention needs
-   the others' keys and values. Elements that one rank sends in a layer, and keeps of other ranks' keys and values for
-   the backward; B sequences, H heads, K of keys and values, D numbers each, n = 2 B K D T/c:
+   the others' keys and values. Elements that one rank sends in a layer, and keeps for the backward beside its own q, k,
+   v, the result and the log-sum-exp; B sequences, H heads, K of keys and values, D numbers each, n = 2 B K D T/c:
 
        kind         forward                      backward                  keeps
-       RING         (c-1) n                      (c-1) n, and (c-1) n of   0         H. Liu et al., arXiv:2310.01889
-       ZIGZAG       the same                     their gradients (f32+)    0         balanced: see dt_context_token
-       ALLGATHER    (c-1) n                      (c-1) n                   c n       H. Touvron et al., arXiv:2407.21783
-       ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  (c-1) n   S. Jacobs et al., arXiv:2309.14509
+       RING         (c-1) n                      (c-1) n, and (c-1) n of   0
+       ZIGZAG       the same                     their gradients (f32+)    0
+       ALLGATHER    (c-1) n                      (c-1) n                   c n
+       ULYSSES      (c-1)/c B D T/c (2 H + 2 K)  the same                  B D T/c (2 H + 2 K)
+
+   RING: H. Liu et al., arXiv:2310.01889; ZIGZAG is the same, but balanced: see dt_context_token; ALLGATHER: H. Touvron
+   et al., arXiv:2407.21783; ULYSSES: S. Jacobs et al., arXiv:2309.14509.
 
    The ring sends keys and values on while it computes with them; softmax over all keys is put together from those of
    parts by their log-sum-exp. Pairs of parts in which no query sees a key cost nothing. ULYSSES exchanges tokens for
-   heads, so c must divide H, and K or be a multiple of it (then heads are repeated up to c, and count as c). */
+   heads, and keeps q, k, v and the result both ways; c must divide H, and K or be a multiple of it. Then heads of keys
+   and values are repeated up to c, count as c, and are kept before the exchange too: 2 B D T more, and 2 B T i32. */
 enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
 /* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence
@@ -892,7 +896,7 @@ dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv
     }
     if (c < 2) return DT_OK;
     if (T < pieces || T % pieces != 0) {
-        int64_t less = T / pieces * pieces, more = less + pieces;
+        int64_t less = T < pieces ? 0 : T / pieces * pieces, more = less + pieces;
         snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not "
             "give; use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
             (long long)(less ? more : 2 * pieces));
@@ -1093,6 +1097,7 @@ static int dt__ring_room(dt_ctx *ctx, dt__arena **room, size_t bytes, int n, cha
     bytes = (bytes + 63) / 64 * 64;
     char *all = *room ? (char *)dt__arena_alloc(ctx, *room, (size_t)n * bytes) : NULL;
     for (int i = 0; i < n; i++) arrays[i] = all ? all + (size_t)i * bytes : NULL;
+    if (!all) dt__arena_give(ctx, &ctx->brief_pool, room);
     return all != NULL;
 }
 
@@ -1148,7 +1153,7 @@ static dt_status dt__ring_backward(dt__ring *r, const dt_tensor *keys, const dt_
     dt__ring_hop hop, back;
     memset(&back, 0, sizeof back);
     if (!r->work || !dt__ring_room(ctx, &room[0], dt__bytes(keys), 4, buf)) return dt_error(ctx);
-    if (!dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums)) return dt_error(ctx);
+    dt__ring_room(ctx, &room[1], count * dt_dtype_size(wide), 6, sums);
     for (int s = 0; s < c && dt_error(ctx) == DT_OK; s++) {
         char **next = &buf[s % 2 * 2], **mine = &sums[s % 2 * 2], **came = &sums[4];
         memset(&hop, 0, sizeof hop);
@@ -1163,8 +1168,8 @@ static dt_status dt__ring_backward(dt__ring *r, const dt_tensor *keys, const dt_
         now[1] = next[1];
     }
     dt__ring_wait(ctx, &back);
-    if (dk) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
-    if (dv) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
+    if (dk && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dk, sums[4], count, 1);
+    if (dv && dt_error(ctx) == DT_OK) dt__accumulate(ctx, wide, dv, sums[5], count, 1);
     for (int i = 0; i < 2; i++) dt__arena_give(ctx, &ctx->brief_pool, &room[i]);
     return dt_error(ctx);
 }
@@ -1221,8 +1226,8 @@ static dt_tensor *dt__ring_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *v
     dt__ring r = dt__ring_make(op, k, q, keys);
     r.lse = (char *)lse->data;
     r.result = dt__ring_wide(y, y->data, &room);
-    if (!r.result || dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) != DT_OK) return NULL;
-    if (dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK) dt__ring_forward(&r, keys, values);
+    if (r.result && dt__fill(ctx, wide, r.result, (size_t)dt_count(y->shape), 0) == DT_OK &&
+        dt__fill(ctx, wide, r.lse, (size_t)dt_count(per_part), -INFINITY) == DT_OK) dt__ring_forward(&r, keys, values);
     dt_cast_args a = { q->dtype, wide, y->data, r.result, (size_t)dt_count(y->shape), 0 };
     if (room && dt_error(ctx) == DT_OK) DT__KERNEL(ctx, op, cast, &a);
     dt__arena_give(ctx, &ctx->brief_pool, &room);
@@ -1276,6 +1281,7 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
     const char *op = "dt_context_attention";
     dt_ctx     *ctx = q && keys && values ? dt__op_real(op, q, keys, values) : dt__missing(op, q, keys, values);
     char        why[300];
+    if (ctx && !k) dt_fail(ctx, DT_ERR_ARG, "%s(%s): the context is NULL", op, q->name);
     if (!ctx || !k || !dt__attention_fits(q, keys, values, 0)) return NULL;
     int c = dt_comm_size(k->comm);
     if (q->shape.d[0] != k->desc.batch || q->shape.d[1] * c != k->desc.tokens || keys->shape.d[1] != q->shape.d[1]) {

@@ -845,7 +845,8 @@ typedef struct dt_record_desc {
 } dt_record_desc;
 /* [local] A tensor of undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] The same data as x (no copy) with a gradient of its own: the output of an op that is the identity forward. */
+/* [local] The same data as x (no copy, but of what dt_tp_enter has gathered: that goes before what is made of it) with a
+   gradient of its own: the output of an op that is the identity forward. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
 /* [local] Records an op with inputs desc.in and output out; keeps nothing if no input needs a gradient. Returns out. */
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
@@ -2622,12 +2623,13 @@ static void dt__node_used(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* The data of inputs that were brief. */
+/* The data of inputs that were brief; what they were made of may have been brief too. */
 static dt_status dt__remake(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
         dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
         if (!t || !t->brief || !t->maker || !t->maker->remake) continue;
-        if (!t->data && (!dt__brief_data(ctx, t) || t->maker->remake(t->maker) != DT_OK)) return dt_error(ctx);
+        if (!t->data && (dt__remake(ctx, t->maker) != DT_OK || !dt__brief_data(ctx, t) ||
+            t->maker->remake(t->maker) != DT_OK)) return dt_error(ctx);
         n->in[i]->data = t->data; /* of a view too */
     }
     return DT_OK;
@@ -3419,8 +3421,11 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx    *ctx = dt__op("dt_alias", x, NULL, NULL);
-    dt_tensor *y = ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
-    if (y) y->data = x->data;
+    int        copied = ctx && dt__owner(x)->brief;
+    dt_tensor *y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
+        : ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
+    if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
+    if (y && !copied) y->data = x->data;
     return y;
 }
 
