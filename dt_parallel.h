@@ -904,7 +904,8 @@ dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv
     }
     if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0))) return DT_OK;
     snprintf(text, text_bytes, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
-        "keys and values: cp must divide the heads, and divide or be a multiple of the second; use another kind",
+        "keys and values: cp must divide the heads, and divide or be a multiple of the second; use ring, zigzag or "
+        "allgather",
         c, (long long)heads, (long long)kv_heads);
     return DT_ERR_ARG;
 }
