@@ -21,7 +21,8 @@ ladder() {
 }
 
 built() { # built NAME: the program, or why there is none
-    if [ "$1" = demo ]; then $MAKE -s "$B/demo" && cp "$B/demo" "$D/demo"; else [ -e "$D/$1" ] || { cat "$D/$1.log"; false; }; fi
+    [ "$1" != demo ] || { $MAKE -s "$B/demo" && cp "$B/demo" "$D"; return; }
+    [ -e "$D/$1" ] || { cat "$D/$1.log"; false; }
 }
 
 run() { # run NAME LIMIT_S ARGS...

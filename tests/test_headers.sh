@@ -170,11 +170,18 @@ group_compile() {
       echo "int main(void) { return one_use(); }"; } >"$T/each.c"
     job "gcc: all headers one after another, twice, in one file" build_and_run "$T/each" gcc -O0 -Wall -Wextra -Werror -I"$ROOT" "$T/each.c"
     wait
-    for ((i = 0; i < ${#twos[@]}; i += 4)); do job "${twos[i]}" two_files "${twos[i + 1]}" "${twos[i + 2]}" ${twos[i + 3]}; done
+    for ((i = 0; i < ${#twos[@]}; i += 4)); do
+        job "${twos[i]}" two_files "${twos[i + 1]}" "${twos[i + 2]}" ${twos[i + 3]}
+    done
     collect
 }
 
 # ---- other compilers ------------------------------------------------------------------------------------------------
+
+on_aarch64() { # on_aarch64 DIR OPTIMISE EMULATOR
+    aarch64-linux-gnu-gcc -std=c11 $2 -static -Wall -Wextra -Wpedantic -Werror -I"$ROOT" "$1/both.c" "$1/main.c" \
+        -o "$1/both" -lm -lpthread && { [ -z "$3" ] || timeout 100 $3 "$1/both"; }
+}
 
 group_others() {
     local h d q optimise kernels cuda="-DDT_NO_CUDA"
@@ -192,7 +199,8 @@ group_others() {
                 d=$T/nvcc.$x.$h
                 write_programs "$h" "$d" $x
                 job "nvcc .$x $h: declarations, then implementation" build_and_run "$d/both" \
-                    nvcc -O0 $cuda -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings -I"$ROOT" "$d/both.$x" "$d/main.$x" $kernels
+                    nvcc -O0 $cuda -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings \
+                    -I"$ROOT" "$d/both.$x" "$d/main.$x" $kernels
             done
         done
         collect
@@ -202,12 +210,11 @@ group_others() {
     if have aarch64-linux-gnu-gcc; then
         q=; for q in qemu-aarch64 qemu-aarch64-static; do have $q && break; q=; done
         [ -n "$q" ] || skip "running for aarch64" "qemu-user is not installed; it is only compiled"
-        for h in $HEADERS; do
+        for h in $(tac -s ' ' <<<"$HEADERS "); do
             d=$T/aarch64.$h optimise=-O0
             [ $h != ${HEADERS##* } ] || optimise=-O2    # the last contains the others
             write_programs "$h" "$d" c
-            job "aarch64 $h: declarations, then implementation" sh -c "aarch64-linux-gnu-gcc -std=c11 $optimise -static -Wall -Wextra \
-                -Wpedantic -Werror -I'$ROOT' '$d/both.c' '$d/main.c' -o '$d/both' -lm -lpthread && { [ -z '$q' ] || timeout 100 $q '$d/both'; }"
+            job "aarch64 $h: declarations, then implementation" on_aarch64 "$d" $optimise $q
         done
         collect
     else
@@ -420,7 +427,7 @@ run_example() { # run_example DIR COMMAND: the command builds train.c to a.out i
 
 group_examples() {
     local h d line i
-    for h in $HEADERS; do
+    for h in $(tac -s ' ' <<<"$HEADERS "); do   # the last first: it takes longest
         d=$T/example.$h
         mkdir -p "$d"
         awk '/^   QUICK EXAMPLE/ { on = 1; next } on && /^   [A-Z]/ { exit } on { sub(/^       /, ""); print }' "$h" >"$d/train.c"
@@ -436,7 +443,8 @@ group_examples() {
         if [ "$h" = "${HEADERS##* }" ] && have nvcc && [ -e dt_kernels.cu ]; then
             cp -r "$d" "$d.nvcc"
             cp dt_kernels.cu "$d.nvcc"
-            job "examples $h: QUICK EXAMPLE by '$line'" run_example "$d.nvcc" "$(sed 's/ -O3 / -O0 /' <<<"${line:-false}")"
+            line=${line/ -O3 / -O0 }
+            job "examples $h: QUICK EXAMPLE by '$line'" run_example "$d.nvcc" "${line:-false}"
         fi
     done
     have nvcc && [ -e dt_kernels.cu ] || skip "examples: build lines of nvcc" "nvcc or dt_kernels.cu is not there"
