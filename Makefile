@@ -47,6 +47,7 @@ KERNELS = $(B)/dt_kernels.o
 else
 COMPILE = $(CC) $(CFLAGS)
 TESTING = $(CC) $(TFLAGS)
+UNUSED  = -Wno-unused-function
 endif
 
 WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
@@ -55,6 +56,16 @@ EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+
+# The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
+# and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
+# what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
+IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
+OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
+WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
+SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
+$(SHARING): $(B)/tests_kernels.o
+$(SHARING): OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
 
@@ -106,11 +117,17 @@ $(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
 $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	@mkdir -p $(B)/fuzz
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
-$(B)/%: examples/%.c $(HEADERS) $(KERNELS) $(B)/words
-	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
-$(B)/%: tests/bench/%.c $(HEADERS) $(KERNELS) $(B)/words
-	$(COMPILE) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
+	$(COMPILE) -DKERNELS -I. -c $< -o $@
+$(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
+	$(TESTING) -DKERNELS -I. -c $< -o $@
+$(B)/implementation.o: tests/implementation.c $(HEADERS) $(B)/words
+	$(COMPILE) $(UNUSED) -I. -c $< -o $@
+$(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
+	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
+$(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
+	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
-	$(TESTING) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
-	$(CXX) $(CXXFLAGS) -I. $< -o $@ $(LDLIBS)
+	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)

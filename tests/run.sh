@@ -57,19 +57,26 @@ fail() { # fail NAME WHY [LOG]
 launcher=
 case $B in *tsan*) setarch -R true 2>/dev/null && launcher="setarch -R" ;; esac
 
-run_one() { # run_one NAME COMMAND...
-    local name=$1 log status begin=$SECONDS sum
+R=$(mktemp -d)
+trap 'rm -rf "$R"' EXIT
+
+start() { # start NAME COMMAND...: leaves $R/NAME.log and $R/NAME.end, its status and seconds
+    local name=$1 begin=$SECONDS
     shift
-    log=$(mktemp)
-    timeout -k 5 "$LIMIT" $launcher "$@" >"$log" 2>&1 </dev/null
-    status=$?
+    timeout -k 5 "$LIMIT" $launcher "$@" >"$R/$name.log" 2>&1 </dev/null
+    echo "$? $((SECONDS - begin))" >"$R/$name.end"
+}
+
+judge() { # judge NAME: counts what start left
+    local name=$1 log=$R/$1.log status took sum
+    read -r status took <"$R/$name.end"
     sum=$(tail -n 1 "$log")
     grep -E '^(FAIL|SKIP)' "$log"
     if [ $status = 124 ] || [ $status = 137 ]; then
         fail "$name" "not done after $LIMIT s" "$log"
     elif [[ $sum =~ ^[A-Za-z0-9_.]+:\ ([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
         passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) skipped=$((skipped + BASH_REMATCH[3]))
-        echo "$sum  ($((SECONDS - begin)) s)"
+        echo "$sum  ($took s)"
         if [ "${BASH_REMATCH[2]}" = 0 ] && [ $status != 0 ]; then fail "$name" "no check failed, but status $status" "$log"; fi
         if [ "${BASH_REMATCH[2]}" != 0 ] && [ $status = 0 ]; then fail "$name" "checks failed, but status 0"; fi
         if [ "${BASH_REMATCH[1]}" = 0 ] && [ "${BASH_REMATCH[2]}" = 0 ] && [ "${BASH_REMATCH[3]}" = 0 ]; then
@@ -79,14 +86,44 @@ run_one() { # run_one NAME COMMAND...
     else
         fail "$name" "ended with status $status and without a summary" "$log"
     fi
-    rm -f "$log"
 }
 
-run_program() { # run_program NAME: build/NAME, after make has had its say
-    local log
-    log=$(mktemp)
-    if $MAKE -s "$B/$1" >"$log" 2>&1; then run_one "$1" "$B/$1"; else fail "$1" "does not build" "$log"; fi
-    rm -f "$log"
+run_one() { start "$@"; judge "$1"; }
+
+# Of these each keeps one processor busy, waits for nobody and does not look at the clock: as many at a time as there
+# are processors, the longest first. All others have the machine for themselves.
+together="test_cuda test_cli.sh test_kernels test_tensor test_gpt test_ops test_files test_cuda_shim test_fuzz"
+
+command_of() { # command_of NAME: sets command
+    case $1 in
+    mutants) command="env CLEAN=no bash tests/mutants/run.sh" ;;
+    *.sh) command="bash tests/$1" ;;
+    *) command="$B/$1" ;;
+    esac
+}
+
+buildable() { # buildable NAME: a script, or a program after make has had its say
+    case $1 in *.sh | mutants) return 0 ;; esac
+    $MAKE -s "$B/$1" >"$R/build.log" 2>&1 || { fail "$1" "does not build" "$R/build.log"; false; }
+}
+
+run_all() { # run_all NAME...
+    local name command beside=()
+    for name in $together; do
+        [[ " $* " == *" $name "* ]] && buildable "$name" || continue
+        command_of "$name"
+        while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
+        start "$name" $command &
+        beside+=("$name")
+    done
+    wait
+    for name in "${beside[@]}"; do judge "$name"; done
+    for name; do
+        [[ " $together " == *" $name "* ]] && continue
+        buildable "$name" || continue
+        command_of "$name"
+        run_one "$name" $command
+    done
 }
 
 # ---- all tests ----------------------------------------------------------------------------------------------------
@@ -113,10 +150,7 @@ also=()
 [ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm")
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
-for p in "${programs[@]}"; do run_program "$p"; done
-for s in "${scripts[@]}"; do
-    if [ "$s" = mutants ]; then CLEAN=no run_one mutants bash tests/mutants/run.sh; else run_one "$s" bash "tests/$s"; fi
-done
+run_all "${programs[@]}" "${scripts[@]}"
 
 [ ${#skips[@]} = 0 ] || { echo "skipped:"; printf '    %s\n' "${skips[@]}"; }
 named=${#skips[@]}

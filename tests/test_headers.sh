@@ -10,7 +10,8 @@
 #   symbols    no writable data, no foreign names, all that is declared is defined and no more, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, examples' use of dt__
 #   guards     headers of different releases refuse each other; -ffast-math is refused
-#   examples   the QUICK EXAMPLE of each header and the programs in README.md, by the build line they name (-O1 for -O3)
+#   examples   the QUICK EXAMPLE of each header and the programs in README.md, by the build line they name (the last
+#              header's to the letter, the others with -O0 for -O3)
 #   planted    plants violations of all that in a copy and expects each to be found (part of make mutants)
 self=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 cd "$(dirname "$0")/.." || exit 1
@@ -105,13 +106,13 @@ write_programs() { # write_programs HEADER DIR EXT
     mkdir -p "$d"
     echo "#include \"$h\"" >"$d/decl.$x"
     { echo "$gnu"; echo "#include \"$h\""; echo "#define DT_IMPLEMENTATION"; echo "#include \"$h\""
-      use_text "$h" one; echo "int main(void) { return one_use(); }"; } >"$d/both.$x"
-    { echo "$gnu"; echo "#define DT_IMPLEMENTATION"; echo "#include \"$h\""; } >"$d/impl.$x"
-    { echo "#include \"$h\""; use_text "$h" one; echo "int main(void) { return one_use(); }"; } >"$d/use.$x"
+      use_text "$h" one; } >"$d/both.$x"
+    echo "int one_use(void); int main(void) { return one_use(); }" >"$d/main.$x"
+    { echo "#include \"$h\""; use_text "$h" two
+      echo "int one_use(void); int main(void) { return one_use() | two_use(); }"; } >"$d/use.$x"
     { echo "$gnu"; echo "#define DT_STATIC"; echo "#define DT_IMPLEMENTATION"; echo "#include \"$h\""
       use_text "$h" a; } >"$d/a.$x"
-    { echo "$gnu"; echo "#define DT_STATIC"; echo "#define DT_IMPLEMENTATION"; echo "#include \"$h\""
-      use_text "$h" b; echo "int a_use(void); int main(void) { return a_use() | b_use(); }"; } >"$d/b.$x"
+    echo "int a_use(void); int b_use(void); int main(void) { return a_use() | b_use(); }" >"$d/ab.$x"
 }
 
 build_and_run() { # build_and_run EXE COMPILE... : compiles, links, runs
@@ -120,17 +121,33 @@ build_and_run() { # build_and_run EXE COMPILE... : compiles, links, runs
     "$@" -o "$exe" -lm -lpthread && timeout 60 "$exe"
 }
 
-# DT_STATIC leaves nothing behind that another file could see.
-static_twice() { # static_twice DIR EXT COMPILE...
+# The object is kept: with another file that uses the header it makes the next program.
+declared_then_implemented() { # declared_then_implemented DIR EXT COMPILE...
     local d=$1 x=$2
     shift 2
-    "$@" -c "$d/a.$x" -o "$d/a.o" && "$@" -c "$d/b.$x" -o "$d/b.o" && "$@" "$d/a.o" "$d/b.o" -o "$d/ab" -lm -lpthread || return
+    "$@" -c "$d/both.$x" -o "$d/both.o" && build_and_run "$d/both" "$@" "$d/both.o" "$d/main.$x"
+}
+
+two_files() { # two_files DIR EXT COMPILE...
+    local d=$1 x=$2
+    shift 2
+    [ -e "$d/both.o" ] || { echo "the implementation does not compile"; return 1; }
+    build_and_run "$d/two" "$@" "$d/both.o" "$d/use.$x"
+}
+
+# DT_STATIC leaves nothing behind that another file could see. The other file is the same one, with b_use for a_use.
+static_twice() { # static_twice DIR EXT COMPILE...
+    local d=$1 x=$2 use
+    shift 2
+    "$@" -c "$d/a.$x" -o "$d/a.o" || return
     if nm -g --defined-only "$d/a.o" | grep -w 'dt_[A-Za-z0-9_]*'; then echo "visible in spite of DT_STATIC"; return 1; fi
-    timeout 60 "$d/ab"
+    use=$(nm -g --defined-only "$d/a.o" | awk '/a_use/ { print $3 }')
+    objcopy --redefine-sym "$use=${use/a_use/b_use}" "$d/a.o" "$d/b.o" &&
+        build_and_run "$d/ab" "$@" "$d/a.o" "$d/b.o" "$d/ab.$x"
 }
 
 group_compile() {
-    local config cc std x h d flags
+    local config cc std x h d flags i twos=()
     for config in $CONFIGS; do
         cc=${config%%:*} std=${config##*:}
         if ! have "$cc"; then skip "compile with $cc" "$cc is not installed"; continue; fi
@@ -140,10 +157,10 @@ group_compile() {
             d=$T/$cc.$std.$h
             write_programs "$h" "$d" $x
             job "$cc $std $h: declarations" $cc $flags -c "$d/decl.$x" -o "$d/decl.o"
-            job "$cc $std $h: declarations, then implementation" build_and_run "$d/both" $cc $flags "$d/both.$x"
+            job "$cc $std $h: declarations, then implementation" declared_then_implemented "$d" $x $cc $flags
             [ "${std#gnu}" = "$std" ] || continue       # the rest does not depend on gnu or strict
-            job "$cc $std $h: implementation and use in two files" build_and_run "$d/two" $cc $flags "$d/impl.$x" "$d/use.$x"
             job "$cc $std $h: DT_STATIC in two files" static_twice "$d" $x $cc $flags
+            twos+=("$cc $std $h: implementation and use in two files" "$d" $x "$cc $flags")
         done
     done
     # the implementation asked for at every include, in both orders
@@ -152,13 +169,22 @@ group_compile() {
       for h in $HEADERS; do echo "#include \"$h\""; done; use_text "${HEADERS##* }" one
       echo "int main(void) { return one_use(); }"; } >"$T/each.c"
     job "gcc: all headers one after another, twice, in one file" build_and_run "$T/each" gcc -O0 -Wall -Wextra -Werror -I"$ROOT" "$T/each.c"
+    wait
+    for ((i = 0; i < ${#twos[@]}; i += 4)); do
+        job "${twos[i]}" two_files "${twos[i + 1]}" "${twos[i + 2]}" ${twos[i + 3]}
+    done
     collect
 }
 
 # ---- other compilers ------------------------------------------------------------------------------------------------
 
+on_aarch64() { # on_aarch64 DIR OPTIMISE EMULATOR
+    aarch64-linux-gnu-gcc -std=c11 $2 -static -Wall -Wextra -Wpedantic -Werror -I"$ROOT" "$1/both.c" "$1/main.c" \
+        -o "$1/both" -lm -lpthread && { [ -z "$3" ] || timeout 100 $3 "$1/both"; }
+}
+
 group_others() {
-    local h d q kernels cuda="-DDT_NO_CUDA"
+    local h d q optimise kernels cuda="-DDT_NO_CUDA"
     h=${HEADERS##* }
     if have nvcc; then
         if [ -e dt_kernels.cu ]; then
@@ -173,7 +199,8 @@ group_others() {
                 d=$T/nvcc.$x.$h
                 write_programs "$h" "$d" $x
                 job "nvcc .$x $h: declarations, then implementation" build_and_run "$d/both" \
-                    nvcc -O0 $cuda -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings -I"$ROOT" "$d/both.$x" $kernels
+                    nvcc -O0 $cuda -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings \
+                    -I"$ROOT" "$d/both.$x" "$d/main.$x" $kernels
             done
         done
         collect
@@ -183,11 +210,11 @@ group_others() {
     if have aarch64-linux-gnu-gcc; then
         q=; for q in qemu-aarch64 qemu-aarch64-static; do have $q && break; q=; done
         [ -n "$q" ] || skip "running for aarch64" "qemu-user is not installed; it is only compiled"
-        for h in $HEADERS; do
-            d=$T/aarch64.$h
+        for h in $(tac -s ' ' <<<"$HEADERS "); do
+            d=$T/aarch64.$h optimise=-O0
+            [ $h != ${HEADERS##* } ] || optimise=-O2    # the last contains the others
             write_programs "$h" "$d" c
-            job "aarch64 $h: declarations, then implementation" sh -c "aarch64-linux-gnu-gcc -std=c11 -O2 -static -Wall -Wextra \
-                -Wpedantic -Werror -I'$ROOT' '$d/both.c' -o '$d/both' -lm -lpthread && { [ -z '$q' ] || timeout 100 $q '$d/both'; }"
+            job "aarch64 $h: declarations, then implementation" on_aarch64 "$d" $optimise $q
         done
         collect
     else
@@ -217,7 +244,8 @@ symbols_of() { # symbols_of HEADER: fills $T/sym
     local h=$1
     printf '#define _GNU_SOURCE\n#define DT_IMPLEMENTATION\n#include "%s"\n' "$h" >"$T/sym.c"
     gcc -O2 -fno-pie -Wall -Wextra -Werror -I"$ROOT" -c "$T/sym.c" -o "$T/sym.o" &
-    gcc -O2 -fPIC -I"$ROOT" -c "$T/sym.c" -o "$T/sympic.o" &
+    # unoptimised: what gcc would find to be constant or unused still counts as writable
+    gcc -O0 -fPIC -I"$ROOT" -c "$T/sym.c" -o "$T/sympic.o" &
     gcc -O1 -fno-inline -fno-builtin -ffunction-sections -fdata-sections -fno-pie -I"$ROOT" -c "$T/sym.c" -o "$T/symrel.o" &
     wait
 }
@@ -400,12 +428,13 @@ run_example() { # run_example DIR COMMAND: the command builds train.c to a.out i
 
 group_examples() {
     local h d line i
-    for h in $HEADERS; do
+    for h in $(tac -s ' ' <<<"$HEADERS "); do   # the last first: it takes longest
         d=$T/example.$h
         mkdir -p "$d"
         awk '/^   QUICK EXAMPLE/ { on = 1; next } on && /^   [A-Z]/ { exit } on { sub(/^       /, ""); print }' "$h" >"$d/train.c"
         grep -q 'int main' "$d/train.c" || echo '#error "no program under QUICK EXAMPLE"' >"$d/train.c"
         line=$(build_line "$h" cc)
+        [ "$h" = "${HEADERS##* }" ] || line=${line/ -O3 / -O0 }
         cp dt_*.h "$d"
         job "examples $h: QUICK EXAMPLE by its build line '$line'" run_example "$d" "${line:-false}"
         job "examples $h: QUICK EXAMPLE as C11, no warnings" gcc -std=c11 -D_GNU_SOURCE -Wall -Wextra -Wpedantic -Werror -I"$ROOT" -fsyntax-only "$d/train.c"
@@ -415,6 +444,7 @@ group_examples() {
         if [ "$h" = "${HEADERS##* }" ] && have nvcc && [ -e dt_kernels.cu ]; then
             cp -r "$d" "$d.nvcc"
             cp dt_kernels.cu "$d.nvcc"
+            line=${line/ -O3 / -O0 }
             job "examples $h: QUICK EXAMPLE by '$line'" run_example "$d.nvcc" "${line:-false}"
         fi
     done
@@ -429,7 +459,7 @@ group_examples() {
             mkdir -p "$d"
             cp "$f" "$d/train.c"
             cp dt_*.h "$d"
-            job "examples README.md: program $i" run_example "$d" "cc -O1 train.c -lm -lpthread"
+            job "examples README.md: program $i" run_example "$d" "cc -O0 train.c -lm -lpthread"
         done
         [ $i -gt 0 ] || job "examples README.md: has a program" false
     else

@@ -41,7 +41,7 @@ mutant() { # mutant PATCH: prints one line, PASS or FAIL
     case $test in
         *.sh) set -- bash "tests/$test" $args ;;
         *)
-            if ! $MAKE -s "build/$test" >"$d.log" 2>&1; then
+            if ! $MAKE -s SHARE=no "build/$test" >"$d.log" 2>&1; then
                 echo "FAIL $name: $test does not build"; tail -n 6 "$d.log" | sed 's/^/    /'
                 return
             fi
@@ -82,7 +82,7 @@ fi
 # The tests must pass without a mistake, or everything would count as caught: one run of each test that is named.
 [ "$CLEAN" = no ] || for t in $(for p in "${patches[@]}"; do sed -n '1s/^# test: *\([A-Za-z0-9_]*\) *$/\1/p' "$p"; done | sort -u); do
     while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
-    ( cd "$ROOT" && $MAKE -s B="$S/clean.$t" "$S/clean.$t/$t" >"$S/clean.$t.log" 2>&1 &&
+    ( cd "$ROOT" && $MAKE -s SHARE=no B="$S/clean.$t" "$S/clean.$t/$t" >"$S/clean.$t.log" 2>&1 &&
         timeout -k 5 "$LIMIT" "$S/clean.$t/$t" >"$S/clean.$t.log" 2>&1 </dev/null || echo "FAIL $t fails without a mistake" >"$S/1.$t.out" ) &
 done
 for p in "${patches[@]}"; do
