@@ -147,7 +147,7 @@ else
 fi
 also=()
 # what the scripts need, while there is something to build
-[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm")
+[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm" "$B/bench_layouts")
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
 run_all "${programs[@]}" "${scripts[@]}"
