@@ -845,7 +845,7 @@ typedef struct dt_record_desc {
 } dt_record_desc;
 /* [local] A tensor of undefined contents in the current block's arena. */
 DT_API dt_tensor *dt_new(dt_ctx *ctx, dt_dtype dtype, dt_shape shape);
-/* [local] The same data as x (no copy, but of what dt_tp_enter has gathered: that goes before what is made of it) with a
+/* [local] The same data as x (no copy, but of what dt_tp_enter has gathered: it goes before what is made of it) with a
    gradient of its own: the output of an op that is the identity forward. */
 DT_API dt_tensor *dt_alias(dt_tensor *x);
 /* [local] Records an op with inputs desc.in and output out; keeps nothing if no input needs a gradient. Returns out. */
