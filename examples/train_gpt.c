@@ -24,6 +24,9 @@
 #include "train.h"
 
 #include <stdarg.h>
+#ifdef DT_USE_MPI
+#include <mpi.h>
+#endif
 
 // ==== 1. Options: the table =========================================================================================
 
