@@ -1243,7 +1243,10 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag) 
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
     if (tag >= 0 || !world->node) return NULL;
     size_t at = __atomic_fetch_add(&shared->room_used, DT__LINE, __ATOMIC_RELAXED);
-    if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) return NULL;
+    if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) {
+        dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
+        return NULL;
+    }
     message = (dt__message *)(void *)(shared->room + at);
     memset(message, 0, sizeof *message);
     message->next = pair->more;

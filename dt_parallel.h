@@ -167,7 +167,7 @@ DT_API dt_tensor *dt_column_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_
    NULL) is whole on every rank; residual (may be NULL) and the result lie outside. */
 DT_API dt_tensor *dt_row_linear(dt_tensor *x, dt_tensor *w, dt_tensor *b, dt_tensor *residual, dt_comm *comm,
     dt_place outside);
-/* [collective: comm] Rows of a table (V,C) cut along V: ids (B,T), all of them on every rank -> outside. */
+/* [collective: comm] Rows of a parameter (V,C) cut along V: ids (B,T), all of them on every rank -> outside. */
 DT_API dt_tensor *dt_vocab_embedding(dt_tensor *table, dt_tensor *ids, dt_comm *comm, dt_place outside);
 /* [collective: comm] dt_cross_entropy_at of logits (..,V') of which each rank has V' columns in rank order. Two numbers
    a row are gathered, never logits: 16 (T-1) bytes of each row are sent. desc.vocab: all columns that count, 0 -> T V'.
@@ -238,7 +238,8 @@ typedef struct dt_context_desc {
     int            full;        /* 1: no causal mask */
 } dt_context_desc;
 typedef struct dt_context dt_context;   /* what the attentions of one forward share; lives until dt_reset */
-/* [local] Outside of recomputed blocks. comm NULL: plain attention. NULL after a failure. */
+/* [local] Outside of recomputed blocks. comm NULL: plain attention. A ring's messages on comm have the tags 1020 to
+   1023. NULL after a failure. */
 DT_API dt_context *dt_context_make(dt_ctx *ctx, dt_comm *comm, dt_context_desc desc);
 /* [collective: comm] q (B,T/c,H,D), k, v (B,T/c,K,D) of this rank's tokens -> (B,T/c,H,D): each query over the keys of
    all ranks. */
@@ -336,7 +337,8 @@ DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int
    what it would need, on any number of ranks (as threads), without a second formula for it. dt_memory_used and
    dt_comm_bytes count as always; every number read from a tensor is 0. */
 typedef struct dt_dry {
-    double    flops;        /* 2 m n k of each product; attention as if there was no mask */
+    double    flops;        /* 2 m n k of each product; attention as if there was no mask, but parts that dt_context
+                               leaves out */
     size_t    kernels;      /* calls */
     uintptr_t next;         /* addresses that were given out, none of which can be read */
 } dt_dry;
@@ -644,12 +646,12 @@ static dt_tensor *dt__place_new(dt_tensor *x, dt_comm *comm, dt_place from, dt_p
         return NULL;
     }
     int free_of_copy = dt__place_find(from, to)->move == dt__move_identity;
-    again = again && (x->needs_grad || ctx->no_grad); /* else nobody records how to move it again */
+    again = again && x->needs_grad && !ctx->no_grad; /* else nobody records how to move it again */
     ctx->brief += again;
     dt_tensor *y = free_of_copy ? dt_alias(x) : dt_new(ctx, x->dtype, shape);
     ctx->brief -= again;
     if (!y) return NULL;
-    dt_status status = dt__place_run(dt__move_of(x, y, comm), from, to, 0);
+    dt_status status = free_of_copy ? DT_OK : dt__place_run(dt__move_of(x, y, comm), from, to, 0);
     if (status == DT_OK) return y;
     dt_fail(ctx, status, "dt_redistribute(%s): %s to %s", x->name, dt__place_name(from), dt__place_name(to));
     return NULL;
@@ -783,7 +785,9 @@ dt_tensor *dt_vocab_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *
     dt_loss_desc desc, dt_comm *comm, dt_place outside) {
     if (dt_comm_size(comm) == 1 || !w || w->shape.nd < 1)
         return dt_linear_cross_entropy(x, w, labels, denominator, desc);
-    int64_t columns = w->shape.d[0], all = w->param ? w->param->full.d[0] : columns * dt_comm_size(comm);
+    const dt_param_info *p = dt__owner(w)->param;  /* of a view too */
+    int64_t columns = w->shape.d[0];
+    int64_t all = p && p->full.nd == w->shape.nd ? p->full.d[0] : columns * dt_comm_size(comm);
     if (desc.vocab < 0 || desc.vocab > all) {
         dt_fail(w->ctx, DT_ERR_ARG, "dt_vocab_linear_cross_entropy(%s): vocab %lld of %lld columns", w->name,
             (long long)desc.vocab, (long long)all);
@@ -923,7 +927,7 @@ struct dt_context {
     int64_t         length;         /* tokens of a part */
     dt_tensor      *positions;      /* (B,T) in the order of the ranks, on the device */
     dt_tensor      *documents;      /* the same, or NULL */
-    dt_tensor      *mine[2];        /* (B,T/c) of them: this rank's */
+    dt_tensor      *mine[2];        /* (B,T/c) of them: this rank's, for ALLGATHER */
     dt__part_span  *spans;          /* (B, c * parts) */
 };
 
@@ -950,7 +954,7 @@ static void dt__context_span(const dt_context *k, const int32_t *positions, cons
 static dt_status dt__context_fill(dt_context *k) {
     int64_t  B = k->desc.batch, T = k->desc.tokens, own = T / dt_comm_size(k->comm);
     size_t   bytes = (size_t)(B * T) * sizeof(int32_t);
-    int32_t *at = (int32_t *)dt_alloc(k->ctx, DT_MEM_HOST, bytes, "positions");
+    int32_t *at = (int32_t *)dt_alloc(k->ctx, DT_MEM_HOST, bytes + 1, "positions");  /* never none */
     if (!at) return dt_error(k->ctx);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = 0; i < T; i++)
@@ -961,9 +965,11 @@ static dt_status dt__context_fill(dt_context *k) {
             &k->spans[p]);
     k->positions = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), at);
     if (k->desc.documents) k->documents = dt_input(k->ctx, DT_I32, DT_SHAPE(B, T), k->desc.documents);
-    dt_free(k->ctx, DT_MEM_HOST, at, bytes);
-    k->mine[0] = dt__context_mine(k, k->positions);
-    k->mine[1] = dt__context_mine(k, k->documents);
+    dt_free(k->ctx, DT_MEM_HOST, at, bytes + 1);
+    if (k->desc.kind == DT_CP_ALLGATHER) {
+        k->mine[0] = dt__context_mine(k, k->positions);
+        k->mine[1] = dt__context_mine(k, k->documents);
+    }
     k->given = k->desc.positions != NULL;
     k->desc.positions = k->desc.documents = NULL;   /* the caller's memory may go */
     return dt_error(k->ctx);
@@ -1072,7 +1078,7 @@ static dt_status dt__ring_step(const dt__ring *r, int from, const char *keys, co
 }
 
 /* Two arrays to the right neighbour, and two from the left. */
-enum { DT__RING_TAG = 31000 };
+enum { DT__RING_TAG = 1020 };   /* below what every MPI allows */
 typedef struct dt__ring_hop { dt_work *work[4]; } dt__ring_hop;
 
 static dt__ring_hop dt__ring_send(const dt_context *k, const void *a, const void *b, void *to_a, void *to_b,
@@ -1256,10 +1262,10 @@ static dt_tensor *dt__repeat_heads(dt_tensor *x, int64_t n) {
     size_t  bytes = (size_t)(tokens * n) * sizeof(int32_t);
     dt_shape shape = x->shape;
     shape.d[2] = n;
-    int32_t *from = (int32_t *)dt_alloc(x->ctx, DT_MEM_HOST, bytes, "heads");
+    int32_t *from = (int32_t *)dt_alloc(x->ctx, DT_MEM_HOST, bytes + 1, "heads");
     for (int64_t i = 0; from && i < tokens * n; i++) from[i] = (int32_t)(i / n * K + i % n * K / n);
     dt_tensor *rows = from ? dt_input(x->ctx, DT_I32, DT_SHAPE(tokens * n), from) : NULL;
-    dt_free(x->ctx, DT_MEM_HOST, from, bytes);
+    dt_free(x->ctx, DT_MEM_HOST, from, bytes + 1);
     x = rows ? dt_gather_rows(dt_reshape(x, DT_SHAPE(tokens * K, D)), rows) : NULL;
     return x ? dt_reshape(x, shape) : NULL;
 }

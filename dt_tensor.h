@@ -2623,15 +2623,21 @@ static void dt__node_used(dt_ctx *ctx, const dt_node *n) {
     }
 }
 
-/* The data of inputs that were brief; what they were made of may have been brief too. */
+/* The data of x, if it was brief: first those of what it was made of. */
+static dt_status dt__remake_one(dt_ctx *ctx, dt_tensor *x) {
+    dt_tensor *t = x ? dt__owner(x) : NULL;
+    dt_node   *n = t && t->brief ? t->maker : NULL;
+    if (!n || !n->remake) return DT_OK;
+    for (int i = 0; i < n->n_in && !t->data; i++)
+        if (dt__remake_one(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+    if (!t->data && (!dt__brief_data(ctx, t) || n->remake(n) != DT_OK)) return dt_error(ctx);
+    x->data = t->data; /* of a view too */
+    return DT_OK;
+}
+
 static dt_status dt__remake(dt_ctx *ctx, dt_node *n) {
-    for (int i = 0; i < n->n_in; i++) {
-        dt_tensor *t = n->in[i] ? dt__owner(n->in[i]) : NULL;
-        if (!t || !t->brief || !t->maker || !t->maker->remake) continue;
-        if (!t->data && (dt__remake(ctx, t->maker) != DT_OK || !dt__brief_data(ctx, t) ||
-            t->maker->remake(t->maker) != DT_OK)) return dt_error(ctx);
-        n->in[i]->data = t->data; /* of a view too */
-    }
+    for (int i = 0; i < n->n_in; i++)
+        if (dt__remake_one(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
     return DT_OK;
 }
 
@@ -2695,7 +2701,7 @@ static void dt__block_again(dt_block_state *b) {
     ctx->blocks = b->index;
     ctx->no_grad = b->no_grad;
     ctx->recomputing++;
-    dt_tensor *y = dt__block_run(again, b->fn, b->x, b->user);
+    dt_tensor *y = dt__remake_one(ctx, b->x) == DT_OK ? dt__block_run(again, b->fn, b->x, b->user) : NULL;
     ctx->recomputing--;
     ctx->no_grad = no_grad;
     ctx->blocks = blocks;
@@ -3847,6 +3853,11 @@ static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
 
 static int dt__loss_desc_ok(dt_ctx *ctx, const char *op, dt_loss_desc d, int64_t columns, double denominator) {
     if (!dt__denominator(ctx, op, denominator)) return 0;
+    const dt_loss_part *p = &d.part;
+    if (p->parts != 0 && (p->parts < 0 || !p->gather || p->first < 0 || p->all < 1))
+        dt_fail(ctx, DT_ERR_ARG, "%s: %d parts of a vocabulary of %lld, this from %lld on%s", op, p->parts,
+            (long long)p->all, (long long)p->first, p->gather ? "" : ", and no gather");
+    if (dt_error(ctx) != DT_OK) return 0;
     if (d.vocab >= 0 && d.vocab <= columns && d.smoothing >= 0 && d.smoothing < 1 && d.z_weight >= 0) return 1;
     dt_fail(ctx, DT_ERR_ARG, "%s: vocab %lld of %lld columns, smoothing %g in [0,1), z_weight %g", op,
         (long long)d.vocab, (long long)columns, d.smoothing, d.z_weight);

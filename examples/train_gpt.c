@@ -999,7 +999,7 @@ static int dry_run(job *j) {
     if (!j->config.dry) refuse("--dry-run: out of memory");
     j->config.weights = j->config.trace = NULL;
     j->config.stop_at = STEPS;
-    j->config.val.count = 0;
+    train_files_free(&j->config.val);
     j->config.on_step = on_dry_step;
     j->config.at_end = NULL;
     j->config.user = &row;

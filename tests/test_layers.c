@@ -277,7 +277,7 @@ static void test_layers(void) {
    A whole that a block has gathered is gone when the block's forward has ended. Who uses it later hears of it; what is
    made of it inside, over one group more or under another name, has its data where the backward reads them. */
 
-enum { BRIEF_USED = 0, BRIEF_VIEW, BRIEF_READ, BRIEF_RETURNED, BRIEF_RETURNED_AGAIN, BRIEF_NO_GRAD, BRIEF_CASES };
+enum { BRIEF_USED = 0, BRIEF_VIEW, BRIEF_READ, BRIEF_RETURNED, BRIEF_RETURNED_AGAIN, BRIEF_CASES };
 typedef struct brief_case { int kind, seen; dt_comm *comm[2]; dt_tensor *kept, *w; int parts; } brief_case;
 
 static dt_tensor *brief_block(dt_tensor *x, void *user) {
@@ -291,7 +291,6 @@ static dt_status brief_main(dt_ctx *ctx, void *user) {
     brief_case b = { .kind = ((brief_case *)user)->kind };
     double     host[16];
     b.comm[0] = dt_world(ctx);
-    if (b.kind == BRIEF_NO_GRAD) dt_no_grad(ctx, 1);
     dt_tensor *x = dt_require_grad(noise_part(ctx, DT_F64, DT_SHAPE(2, 4, 2), 1, dt_world(ctx), 1));
     dt_block_desc how = { .recompute = b.kind == BRIEF_RETURNED_AGAIN };
     dt_tensor    *y = dt_block_at(ctx, brief_block, x, &b, how);
@@ -322,16 +321,34 @@ static dt_tensor *brief_viewed(dt_tensor *x, void *user) {
     return n ? dt_linear(dt_reshape(dt_reshape(n, DT_SHAPE(n->shape.d[0] * 2)), n->shape), b->w, NULL) : NULL;
 }
 
+/* What came before is not trained: nobody records how the whole was made. */
+static dt_tensor *brief_frozen(dt_tensor *x, void *user) {
+    brief_case *b = (brief_case *)user;
+    dt_no_grad(x->ctx, 1);
+    dt_tensor *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
+    dt_no_grad(x->ctx, 0);
+    return dt_linear(n, b->w, NULL);
+}
+
+static dt_tensor *brief_inner(dt_tensor *n, void *user) { return dt_linear(n, ((brief_case *)user)->w, NULL); }
+
+/* The whole goes into a block that is run again. */
+static dt_tensor *brief_recomputed(dt_tensor *x, void *user) {
+    brief_case *b = (brief_case *)user;
+    dt_tensor  *n = dt_tp_enter(x, b->comm[0], DT_SHARD(0));
+    return n ? dt_block_at(n->ctx, brief_inner, n, b, (dt_block_desc){ .recompute = 1 }) : NULL;
+}
+
 /* dw of w (3,2) with loss weigh(x w^T) is the same whether or not wholes are dropped: without a block none are. The
    blocks behind take what was given back, so a pointer to it would read theirs. */
 static dt_status brief_values_main(dt_ctx *ctx, void *user) {
-    static const dt_block_fn fns[] = { brief_twice, brief_renamed, brief_viewed };
+    static const dt_block_fn fns[] = { brief_twice, brief_renamed, brief_viewed, brief_frozen, brief_recomputed };
     dt_mesh    mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2, .cp = 2 });
     brief_case b = { .comm = { mesh.tp, mesh.cp } };
     double     dw[3][6];
     (void)user;
     b.w = dt_param_at(ctx, "w", DT_SHAPE(3, 2), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
-    for (int f = 0; f < 3 && dt_error(ctx) == DT_OK; f++) {
+    for (int f = 0; f < (int)(sizeof fns / sizeof *fns) && dt_error(ctx) == DT_OK; f++) {
         for (int how = 0; how < 3; how++) {
             dt_tensor *x = dt_require_grad(noise_part(ctx, DT_F64, DT_SHAPE(4, 2), -1, NULL, dt_ctx_rank(ctx)));
             dt_tensor *y = how ? dt_block(ctx, fns[f], x, &b) : fns[f](x, &b);
@@ -560,7 +577,38 @@ static dt_status bad_label_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* A view of a cut parameter has its padding too. */
+static dt_status vocab_view_main(dt_ctx *ctx, void *user) {
+    static const int32_t labels[2] = { 2, 0 };
+    dt_mesh       mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .tp = 2 });
+    dt_param_desc cut = { .cuts = { { mesh.tp, 0 } }, .dtype = DT_F64 };
+    dt_tensor    *w = dt_param_at(ctx, "w", DT_SHAPE(3, 4), DT_NORMAL(1), cut);
+    dt_tensor    *x = noise_part(ctx, DT_F64, DT_SHAPE(2, 4), -1, NULL, 1);
+    double        loss[2];
+    (void)user;
+    for (int view = 0; view < 2; view++) {
+        dt_tensor *head = view ? dt_reshape(w, w->shape) : w;
+        loss[view] = dt_item(dt_vocab_linear_cross_entropy(x, head, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 1,
+            (dt_loss_desc){ 0 }, mesh.tp, DT_REPLICATE));
+    }
+    CHECK_MSG(loss[0] == loss[1], "a view of w: %.17g, w %.17g", loss[1], loss[0]);
+    return dt_error(ctx);
+}
+
+static dt_status bad_part_main(dt_ctx *ctx, void *user) {
+    static const int32_t labels[2] = { 1, 0 };
+    dt_loss_desc d = { .part = { .parts = 2, .all = 4 } };
+    (void)user;
+    dt_tensor *x = noise_part(ctx, DT_F64, DT_SHAPE(2, 2), -1, NULL, 1);
+    CHECK(dt_cross_entropy_at(x, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 1, d) == NULL);
+    return dt_error(ctx);
+}
+
 static void test_vocab(void) {
+    outcome bad;
+    run(&bad, 1, bad_part_main, NULL);
+    CHECK_MSG(bad.status == DT_ERR_ARG && strstr(bad.report.text, "no gather"), "%s", bad.report.text);
+    run_well(2, vocab_view_main, NULL);
     vocab_world *w = (vocab_world *)zeros(sizeof *w);
     tied_world  *t = (tied_world *)zeros(sizeof *t);
     for (int ranks = 2; ranks <= 4; ranks++) run_well(ranks, vocab_main, w);
