@@ -1234,8 +1234,9 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->more : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* A free message of the pair; NULL: none now. On a node there is always one for a collective: others may be under way
-   that the receiver has not begun, and will not before it has this one. */
+/* A free message of the pair; NULL: none now. On a node one is made for a collective that finds none: others may be
+   under way that the receiver has not begun, and will not before it has this one. Without room for it the rank fails,
+   as it would wait for ever. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
@@ -1923,8 +1924,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
 
        all-reduce    2kP msg, 2 S, in P pieces; 2 S leave a machine, S the first and the last
 
-   P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
-   algorithms", 2009 (ring); J. Bruck et al., "Efficient algorithms for all-to-all communications", 1997 (doubling); R.
+   P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009 (ring); J. Bruck et al., "Efficient algorithms for all-to-all communications", 1997 (doubling); R.
    Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005 (which one
    when). */
 

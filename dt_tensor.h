@@ -568,7 +568,7 @@ struct dt_tensor {              /* read it, print it, index it; ops write it */
     dt_block_state *block;      /* the block whose arena holds it */
     struct dt_node *maker;      /* the recorded op that made it, if any */
     int             readers;    /* how often ops have taken it as an input, but for dt_no_grad */
-    struct dt__arena *room;     /* of a brief tensor (section 15) while it has data, else NULL */
+    struct dt__arena *room;     /* of a brief tensor (section 16) while it has data, else NULL */
     dt_tensor      *brief_next; /* brief tensors of a block */
     int             brief;
 };
@@ -796,7 +796,7 @@ typedef struct dt_loss_desc {
     double     smoothing;   /* label smoothing, arXiv:1512.00567 */
     double     z_weight;    /* adds the gradient of z_weight * sum of lse^2 / denominator (arXiv:2204.02311) */
     dt_tensor **z_loss;     /* not NULL: receives that sum without the weight, f64: it is not in the loss */
-    dt_loss_part part;
+    dt_loss_part part;      /* vocab is then of the columns here, and 0: none count */
 } dt_loss_desc;
 /* logits (..,V), labels (..) i32 -> f64 scalar in nats: the sum over labels >= 0, divided by denominator. Give the
    count of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
@@ -7565,7 +7565,7 @@ DT__FN double DT__K(mean_of)(const DT__REAL *x, int64_t n) {
     return total / (double)n;
 }
 
-/* The same of some of the columns, up to where the parts must meet. */
+/* cross_entropy of some of the columns, up to where the parts must meet. */
 DT__FN dt_status DT__K(cross_entropy_part)(const dt_cross_entropy_args *a) {
     int64_t cols = (int64_t)a->cols, vocab = (int64_t)a->vocab;
     for (size_t r = 0; r < a->rows; r++) {

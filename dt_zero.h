@@ -354,7 +354,7 @@ static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut
     size_t bytes = t ? t->param->count * dt_dtype_size(t->dtype) : 0;
     for (int c = 0; t && c < 3; c++)
         if (t->param->desc.cuts[c].comm && !cut) bytes = 0;
-    if (t && dt__is_dry(t->data)) bytes = 0;
+    if (t && dt__is_dry(t->data)) bytes = 0; /* all zeros, of models that no machine could read through */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
         if (dt__move(zero->ctx, piece, (char *)t->data + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
