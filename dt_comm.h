@@ -1924,9 +1924,9 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
 
        all-reduce    2kP msg, 2 S, in P pieces; 2 S leave a machine, S the first and the last
 
-   P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009 (ring); J. Bruck et al., "Efficient algorithms for all-to-all communications", 1997 (doubling); R.
-   Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005 (which one
-   when). */
+   P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms", 2009 (ring); J. Bruck et al., "Efficient
+   algorithms for all-to-all communications", 1997 (doubling); R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
+   collective communication operations in MPICH", 2005 (which one when). */
 
 static dt__part *dt__add_part(dt_work *work, dt__op_code op, int peer, size_t count) {
     dt__part *part = &work->parts[work->n_parts++];
