@@ -81,19 +81,40 @@ static timing overlap_run(dt_backend backend, int stage, int no_overlap, double 
     return t;
 }
 
+/* The fastest of both. */
+static timing fastest(timing a, timing b) {
+    b.step_s = fmin(a.step_s, b.step_s);
+    b.backward_s = fmin(a.backward_s, b.backward_s);
+    return b;
+}
+
+/* What the three runs must show. ZeRO-1 gathers parameters, which has nothing to hide behind. */
+static int is_hidden(timing none, timing on) {
+    return on.step_s <= 1.05 * (none.step_s + on.stage * LAYERS * link_s);
+}
+static int is_added(timing none, timing off) {
+    double traffic = LAYERS * link_s;
+    return fabs(off.step_s - off.stage * traffic - none.step_s - traffic) <= 0.2 * traffic;
+}
+
+/* A machine that others use can make any run slower, none faster: the fastest of some rounds counts. */
 static void test_overlap(void) {
+    enum { ROUNDS = 8 };
     for (int k = 0; k < 4; k++) {
         dt_backend backend = k & 1 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
-        int stage = k >> 1;
-        timing none = overlap_run(backend, stage, 0, 0), on = overlap_run(backend, stage, 0, link_s);
-        timing off = overlap_run(backend, stage, 1, link_s);
-        double gathers = stage * LAYERS * link_s;   /* of ZeRO-1's parameters: nothing to hide behind */
-        printf("overlap, stage %d, %s: step %.1f ms without a link, %.1f with, %.1f one after the other\n", stage,
-               k & 1 ? "procs" : "threads", 1e3 * none.step_s, 1e3 * on.step_s, 1e3 * off.step_s);
+        int stage = k >> 1, round = 0;
+        timing none, on, off;
+        do {
+            timing a = overlap_run(backend, stage, 0, 0), b = overlap_run(backend, stage, 0, link_s);
+            timing c = overlap_run(backend, stage, 1, link_s);
+            none = round ? fastest(none, a) : a, on = round ? fastest(on, b) : b, off = round ? fastest(off, c) : c;
+        } while (++round < ROUNDS && !(is_hidden(none, on) && is_added(none, off)));
+        printf("overlap, stage %d, %s: step %.1f ms without a link, %.1f with, %.1f one after the other, %d rounds\n",
+               stage, k & 1 ? "procs" : "threads", 1e3 * none.step_s, 1e3 * on.step_s, 1e3 * off.step_s, round);
         CHECK_MSG(none.backward_s > LAYERS * nap_s, "%g s", none.backward_s);
-        CHECK_MSG(on.step_s <= 1.05 * (none.step_s + gathers), "%g s, %g s without a link", on.step_s, none.step_s);
-        CHECK_MSG(fabs(off.step_s - gathers - none.step_s - LAYERS * link_s) <= 0.2 * LAYERS * link_s,
-                  "%g s, %g s without a link, %d times %g s", off.step_s, none.step_s, (int)LAYERS, link_s);
+        CHECK_MSG(is_hidden(none, on), "%g s, %g s without a link", on.step_s, none.step_s);
+        CHECK_MSG(is_added(none, off), "%g s, %g s without a link, %d times %g s", off.step_s, none.step_s, (int)LAYERS,
+                  link_s);
         CHECK(none.weight == on.weight && none.weight == off.weight && isfinite(on.weight));
     }
 }
