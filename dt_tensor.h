@@ -634,6 +634,10 @@ DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const vo
 /* [local] Copies elements between a tensor and host memory. Waits for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
+/* [local] Where t's values are now: what your own op reads instead of t->data where t may be a parameter, whose values
+   ZeRO-3 gathers for it ([collective: the parameter's data group]) and frees when the block ends. NULL after a failure.
+   The same holds for dt_read and dt_write of a parameter. */
+DT_API void *dt_data(dt_tensor *t);
 /* [local] A scalar's value. NaN if t is NULL or its context has failed. Waits for the stream. */
 DT_API double dt_item(const dt_tensor *t);
 
@@ -646,7 +650,9 @@ struct dt_unit {
     dt_dtype dtype, grad_dtype; /* gradients of bf16 and f16 are f32 */
     int      frozen;
     size_t   count, padded;     /* elements */
-    void    *data;              /* (padded) values, class params */
+    void    *data;              /* (padded) values. Of a cut unit: only while it is gathered, class comm, else NULL */
+    void    *kept;              /* (run) those this rank keeps, class params: data itself, or its run of a cut unit */
+    size_t   first, run;        /* which those are */
     void    *grad;              /* (padded) sum over the finished micro-batches, class grads; made when first needed */
     void    *passing;           /* where this micro-batch's gradient goes while it is incomplete; may be grad */
     int      filled;            /* grad holds at least one micro-batch */
@@ -656,6 +662,8 @@ struct dt_unit {
 typedef struct dt_units_desc {
     size_t bucket_bytes;        /* 0 -> 25 MiB */
     size_t pad;                 /* units are padded to a multiple of this many elements; 0 -> 1 */
+    int    parts, part;         /* this rank keeps part of so many equal runs of each unit's values; 0 -> all of it */
+    int    hand_over;           /* 1: grad is not made: grad_ready finds each micro-batch's gradient in passing */
 } dt_units_desc;
 
 /* [local] Gives every registered parameter storage and its initial values. Called by dt_zero_make, or with defaults at
@@ -677,11 +685,16 @@ typedef struct dt_event {
 typedef struct dt_listener {
     void (*enter)(dt_ctx *ctx, const dt_event *event, void *user);
     void (*leave)(dt_ctx *ctx, const dt_event *event, void *user);
-    void (*grad_ready)(dt_ctx *ctx, dt_unit *unit, int last, void *user);   /* unit->grad holds this micro-batch too */
+    /* unit->grad holds this micro-batch too; or unit->passing holds it alone: who takes it sets passing to NULL */
+    void (*grad_ready)(dt_ctx *ctx, dt_unit *unit, int last, void *user);
     int  (*failed)(dt_ctx *ctx, dt_status status, const char *text, void *user);  /* 1: another rank has logged it */
     void (*closing)(dt_ctx *ctx, void *user);   /* dt_ctx_free begins: give back what you took from the context */
     void *user;
     void (*kernel_done)(dt_ctx *ctx, void *user);   /* after each kernel of an op: what is under way may move on */
+    void (*gather)(dt_ctx *ctx, dt_unit *unit, void *user); /* a cut unit is about to be read: make its data whole */
+    /* What was whole for one access only may go; what its owner wrote into the whole has to be kept. */
+    void (*release)(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user);
+    void (*reset)(dt_ctx *ctx, void *user);         /* dt_reset has freed the tensors */
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -885,6 +898,9 @@ DT_API dt_status dt_backward(dt_tensor *loss);
 /* [local] The same in two halves: gradients of activations first, of parameters later. Bits as dt_backward. */
 DT_API dt_status dt_backward_input(dt_tensor *loss);
 DT_API dt_status dt_backward_weight(dt_tensor *loss);
+/* [local] What the gradient of a loss begins with, 1 at first: all gradients are so many times larger, which keeps
+   those of f16 in its range (arXiv:1710.03740). dt_zero.h sets it and divides it out again. */
+DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
 /* [local] Frees every tensor but parameters. Call after each micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
 /* [local] An input gets a gradient too (t->grad after the backward, until dt_reset). Call before its first use. */
@@ -1356,7 +1372,7 @@ typedef struct dt__arena {
     struct dt__arena *next;     /* in a pool of arenas */
 } dt__arena;
 
-/* A buffer for a unit's passing gradient, kept for reuse. */
+/* A buffer for a unit's passing gradient or gathered values, kept for reuse. */
 typedef struct dt__spare {
     void  *data;
     size_t bytes;
@@ -1385,10 +1401,12 @@ struct dt_ctx {
     int          scope;
     dt_unit     *units;
     int          n_units;
+    int          hand_over;                 /* of dt_units_desc */
     dt__spare   *spares;
     int          n_spares, spare_room;
 
     dt_block_state *root, *current;
+    dt_block_state *inside;                 /* the innermost block that a listener saw enter */
     dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
@@ -1399,6 +1417,7 @@ struct dt_ctx {
     int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
+    double          loss_scale;
 };
 
 /* Moves the counters: the only place that does. */
@@ -1500,6 +1519,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->rank = desc.rank;
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
+    ctx->loss_scale = 1;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
 #ifdef DT_USE_CUDA
     if (!desc.kernels && desc.rank == 0) dt__cuda_notice(ctx);
@@ -1889,26 +1909,54 @@ static void dt__units_plan(dt_ctx *ctx, size_t bucket_bytes) {
     }
 }
 
-static dt_status dt__param_values(dt_ctx *ctx, dt_tensor *t) {
+/* Initial values of those elements of a parameter that lie in the kept run of its unit, which is zero before. */
+static dt_status dt__param_values(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
-    if (p->init.kind < 2) {
-        if (p->init.kind == 1) dt__fill(ctx, t->dtype, t->data, p->count, p->init.scale);
-        dt__zero_overhang(ctx, p, t->dtype, t->data);
-        return ctx->status;
-    }
-    uint64_t     key = dt__stream_key(ctx->seed, t->name);
-    dt__box_walk walk = dt__box_begin(p->full, p->box);
-    while (dt__box_next(&walk)) {
-        dt_init_args a = { t->dtype, (char *)t->data + (size_t)walk.local * dt_dtype_size(t->dtype), (size_t)walk.run,
-            p->init.kind == 2, p->init.scale, key, (uint64_t)walk.global };
-        if (DT__KERNEL(ctx, t->name, init, &a) != DT_OK) break;
+    const dt_unit       *unit = p->unit;
+    size_t               size = dt_dtype_size(t->dtype), end = unit->first + unit->run;
+    uint64_t             key = dt__stream_key(ctx->seed, t->name);
+    dt__box_walk         walk = dt__box_begin(p->full, p->box);
+    while (p->init.kind > 0 && dt__box_next(&walk)) {
+        size_t at = p->offset + (size_t)walk.local, stop = at + (size_t)walk.run;
+        size_t from = at > unit->first ? at : unit->first, to = stop < end ? stop : end;
+        if (from >= to) continue;
+        dt_init_args a = { t->dtype, (char *)unit->kept + (from - unit->first) * size, to - from, p->init.kind == 2,
+            p->init.scale, key, (uint64_t)walk.global + (from - at) };
+        if (p->init.kind == 1) dt__fill(ctx, t->dtype, a.out, a.count, a.scale);
+        else DT__KERNEL(ctx, t->name, init, &a);
+        if (ctx->status != DT_OK) break;
     }
     return ctx->status;
 }
 
+/* Where the values of a unit's parameters are: its data, or nowhere. */
+static void dt__unit_place(dt_ctx *ctx, dt_unit *unit, void *data) {
+    unit->data = data;
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        dt_tensor *t = ctx->params[i];
+        t->data = data ? (char *)data + t->param->offset * dt_dtype_size(unit->dtype) : NULL;
+    }
+}
+
+/* No rank ever holds more than its run, not even of the initial values. */
+static dt_status dt__unit_storage(dt_ctx *ctx, dt_unit *unit, const dt_units_desc *desc) {
+    size_t pad = desc->pad ? desc->pad : 1, parts = desc->parts > 1 ? (size_t)desc->parts : 1;
+    unit->padded = (unit->count + pad - 1) / pad * pad;
+    if (unit->padded % parts != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %d runs of units padded to %zu elements", (int)parts, pad);
+    unit->run = unit->padded / parts;
+    unit->first = parts > 1 ? (size_t)desc->part * unit->run : 0;
+    size_t bytes = unit->run * dt_dtype_size(unit->dtype);
+    unit->kept = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
+    if (!unit->kept || dt__fill(ctx, unit->dtype, unit->kept, unit->run, 0) != DT_OK) return ctx->status;
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++)
+        if (dt__param_values(ctx, ctx->params[i]) != DT_OK) return ctx->status;
+    if (parts == 1) dt__unit_place(ctx, unit, unit->kept);
+    return ctx->status;
+}
+
 dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
-    size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20;
-    size_t pad = desc.pad ? desc.pad : 1, open = 0;
+    size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0;
     if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
     if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: parameters have their storage already; call "
         "dt_zero_make once and before the first use of a parameter");
@@ -1923,19 +1971,9 @@ dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
         ctx->n_units = 0;
         return ctx->status;
     }
+    ctx->hand_over = desc.hand_over;
     dt__units_plan(ctx, bucket_bytes);
-    for (int u = 0; u < ctx->n_units; u++) {
-        dt_unit *unit = &ctx->units[u];
-        unit->padded = (unit->count + pad - 1) / pad * pad;
-        unit->data = dt_alloc(ctx, DT_MEM_PARAMS, unit->padded * dt_dtype_size(unit->dtype), "parameters");
-        if (!unit->data) return ctx->status;
-        dt__fill(ctx, unit->dtype, unit->data, unit->padded, 0);
-        for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
-            dt_tensor *t = ctx->params[i];
-            t->data = (char *)unit->data + t->param->offset * dt_dtype_size(unit->dtype);
-            if (dt__param_values(ctx, t) != DT_OK) return ctx->status;
-        }
-    }
+    for (int u = 0; u < ctx->n_units && ctx->status == DT_OK; u++) dt__unit_storage(ctx, &ctx->units[u], &desc);
     return ctx->status;
 }
 
@@ -1948,19 +1986,24 @@ void dt_clear_grads(dt_ctx *ctx) {
     for (int u = 0; u < dt_unit_count(ctx); u++) ctx->units[u].filled = 0;
 }
 
-/* A buffer for a micro-batch's gradient of one unit while the unit's sum holds earlier micro-batches. */
+/* A buffer for what a unit has in passing: a micro-batch's gradient, gathered values. The smallest that is large
+   enough. */
 static void *dt__spare_take(dt_ctx *ctx, size_t bytes) {
-    for (int i = 0; i < ctx->n_spares; i++)
-        if (!ctx->spares[i].busy && ctx->spares[i].bytes >= bytes) {
-            ctx->spares[i].busy = 1;
-            return ctx->spares[i].data;
-        }
+    dt__spare *best = NULL;
+    for (int i = 0; i < ctx->n_spares; i++) {
+        dt__spare *s = &ctx->spares[i];
+        if (!s->busy && s->bytes >= bytes && (!best || s->bytes < best->bytes)) best = s;
+    }
+    if (best) {
+        best->busy = 1;
+        return best->data;
+    }
     dt__spare *grown = (dt__spare *)dt__grow(ctx, ctx->spares, ctx->n_spares, &ctx->spare_room, sizeof *grown,
-        "passing gradients");
+        "passing units");
     if (!grown) return NULL;
     ctx->spares = grown;
     dt__spare *s = &ctx->spares[ctx->n_spares];
-    s->data = dt_alloc(ctx, DT_MEM_COMM, bytes, "a passing gradient");
+    s->data = dt_alloc(ctx, DT_MEM_COMM, bytes, "a gathered unit or a passing gradient");
     if (!s->data) return NULL;
     s->bytes = bytes;
     s->busy = 1;
@@ -1974,7 +2017,7 @@ static void dt__spare_give(dt_ctx *ctx, void *data) {
 }
 
 static dt_status dt__unit_grad(dt_ctx *ctx, dt_unit *unit) {
-    if (unit->grad) return DT_OK;
+    if (unit->grad || ctx->hand_over) return ctx->status;
     size_t size = dt_dtype_size(unit->grad_dtype);
     unit->grad = dt_alloc(ctx, DT_MEM_GRADS, unit->padded * size, "gradients");
     if (!unit->grad) return ctx->status;
@@ -1983,19 +2026,30 @@ static dt_status dt__unit_grad(dt_ctx *ctx, dt_unit *unit) {
     return dt__fill(ctx, unit->grad_dtype, unit->grad, unit->padded, 0);
 }
 
+/* Opens a unit's gradient of this micro-batch. Handed over, it has its padding too, which is zero. */
+static void *dt__unit_passing(dt_ctx *ctx, dt_unit *unit) {
+    size_t size = dt_dtype_size(unit->grad_dtype), padding = unit->padded - unit->count;
+    if (dt__unit_grad(ctx, unit) != DT_OK) return NULL;
+    if (!ctx->hand_over) return unit->passing = unit->filled ? dt__spare_take(ctx, unit->count * size) : unit->grad;
+    unit->passing = dt__spare_take(ctx, unit->padded * size);
+    if (unit->passing) dt__fill(ctx, unit->grad_dtype, (char *)unit->passing + unit->count * size, padding, 0);
+    return unit->passing;
+}
+
 /* Where an op puts a parameter's gradient of this micro-batch. The first micro-batch goes straight to the sum, later
    ones through a buffer, so that each is complete before it is added. */
 static void *dt__param_grad(dt_ctx *ctx, dt_tensor *t, int *accumulate) {
     dt_param_info *p = t->param;
     dt_unit       *unit = p->unit;
-    if (!unit->passing) {
-        if (dt__unit_grad(ctx, unit) != DT_OK) return NULL;
-        unit->passing = unit->filled ? dt__spare_take(ctx, unit->count * dt_dtype_size(unit->grad_dtype)) : unit->grad;
-        if (!unit->passing) return NULL;
-    }
+    if (!unit->passing && !dt__unit_passing(ctx, unit)) return NULL;
     *accumulate = p->written;
     p->written = 1;
     return (char *)unit->passing + p->offset * dt_dtype_size(unit->grad_dtype);
+}
+
+static void dt__passing_close(dt_ctx *ctx, dt_unit *unit) {
+    if (unit->passing != unit->grad) dt__spare_give(ctx, unit->passing);
+    unit->passing = NULL;
 }
 
 enum { DT__COMPLETE = -1 };
@@ -2005,6 +2059,7 @@ static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
     size_t size = dt_dtype_size(unit->grad_dtype);
     unit->pending = DT__COMPLETE;
     if (ctx->status != DT_OK || dt__unit_grad(ctx, unit) != DT_OK) return;
+    if (ctx->hand_over && !unit->passing && !dt__unit_passing(ctx, unit)) return;
     void *passing = unit->passing ? unit->passing : unit->filled ? NULL : unit->grad;
     for (int i = unit->first_param; passing && i < unit->first_param + unit->params; i++) {
         dt_param_info *p = ctx->params[i]->param;
@@ -2013,21 +2068,20 @@ static void dt__unit_complete(dt_ctx *ctx, dt_unit *unit) {
         else dt__zero_overhang(ctx, p, unit->grad_dtype, g);
         p->written = 0;
     }
-    if (passing && passing != unit->grad) {
+    if (passing && passing != unit->grad && !ctx->hand_over)
         dt__accumulate(ctx, unit->grad_dtype, unit->grad, passing, unit->count, 1);
-        dt__spare_give(ctx, passing);
-    }
-    unit->passing = NULL;
+    if (!ctx->hand_over) dt__passing_close(ctx, unit);
     if (ctx->status != DT_OK) return; /* nobody may take half a gradient for a whole one */
     unit->filled = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->grad_ready) l->grad_ready(ctx, unit, ctx->micro == ctx->micro_count - 1, l->user);
+    dt__passing_close(ctx, unit);
 }
 
 static void dt__params_free(dt_ctx *ctx) {
     for (int u = 0; u < ctx->n_units; u++) {
         dt_unit *unit = &ctx->units[u];
-        dt_free(ctx, DT_MEM_PARAMS, unit->data, unit->padded * dt_dtype_size(unit->dtype));
+        dt_free(ctx, DT_MEM_PARAMS, unit->kept, unit->run * dt_dtype_size(unit->dtype));
         dt_free(ctx, DT_MEM_GRADS, unit->grad, unit->padded * dt_dtype_size(unit->grad_dtype));
     }
     dt_free(ctx, DT_MEM_HOST, ctx->units, (size_t)ctx->n_units * sizeof *ctx->units);
@@ -2216,8 +2270,39 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
 
 /* Storage for parameters that no optimizer asked for. */
 static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0 };
+    dt_units_desc defaults = { 0, 0, 0, 0, 0 };
     return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
+}
+
+/* The values of a parameter that is read now: storage is made, a cut unit is gathered. A view follows. */
+static dt_status dt__present(dt_tensor *x) {
+    dt_tensor *t = dt__owner(x);
+    dt_ctx    *ctx = t->ctx;
+    if (t->param && dt__storage(ctx) != DT_OK) return ctx->status;
+    if (t->param && !t->data)
+        for (dt_listener *l = ctx->listeners; l; l = l->next)
+            if (l->gather) l->gather(ctx, t->param->unit, l->user);
+    if (t->param && !t->data) return dt_fail(ctx, DT_ERR_ARG, "%s: its values are cut over ranks, and nobody gathers "
+        "them: dt_zero_free has run", t->name);
+    x->data = t->data;
+    return ctx->status;
+}
+
+static void dt__unit_release(dt_ctx *ctx, dt_unit *unit, int written, int unused) {
+    for (dt_listener *l = ctx->listeners; l && (written || unused); l = l->next)
+        if (l->release) l->release(ctx, unit, written, unused, l->user);
+}
+
+/* Reads or writes a parameter as a whole outside of any op: what was gathered for it alone is released at once. */
+static dt_status dt__access(dt_tensor *t, void *host, const void *from) {
+    dt_ctx  *ctx = t->ctx;
+    dt_unit *unit = t->param ? t->param->unit : NULL;
+    int      gathered = unit && !unit->data;
+    if (t->param && dt__present(t) != DT_OK) return ctx->status;
+    dt__move(ctx, from ? t->data : host, from ? from : t->data, dt__bytes(t));
+    if (ctx->status == DT_OK) dt__sync(ctx);
+    if (unit) dt__unit_release(ctx, unit, from != NULL, gathered);
+    return ctx->status;
 }
 
 /* Gives back a block and all below it. Children were pushed newest first, so the pool ends with the first child on top
@@ -2253,8 +2338,11 @@ void dt_reset(dt_ctx *ctx) {
     root->done = 0;
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
+    ctx->inside = NULL;
     ctx->blocks = 0;
     ctx->trail = 0;
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->reset) l->reset(ctx, l->user);
 }
 
 static void dt__tape_free(dt_ctx *ctx) {
@@ -2472,10 +2560,12 @@ void *dt_grad(dt_node *node, int i) {
 
 static void dt__emit(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int entering) {
     dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1 };
+    ctx->inside = (dt_block_state *)b;
     for (dt_listener *l = ctx->listeners; l; l = l->next) {
         if (entering && l->enter) l->enter(ctx, &event, l->user);
         if (!entering && l->leave) l->leave(ctx, &event, l->user);
     }
+    if (!entering) ctx->inside = b->parent;
 }
 
 /* A new block below parent. */
@@ -2635,9 +2725,12 @@ static dt_status dt__remake_one(dt_ctx *ctx, dt_tensor *x) {
     return DT_OK;
 }
 
+/* All that the backward of a node reads. */
 static dt_status dt__remake(dt_ctx *ctx, dt_node *n) {
-    for (int i = 0; i < n->n_in; i++)
+    for (int i = 0; i < n->n_in; i++) {
         if (dt__remake_one(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+        if (n->in[i] && dt__owner(n->in[i])->param && dt__present(n->in[i]) != DT_OK) return dt_error(ctx);
+    }
     return DT_OK;
 }
 
@@ -2728,7 +2821,11 @@ static dt_status dt__seed(dt_tensor *loss) {
     dt_ctx    *ctx = loss->ctx;
     dt_tensor *t = dt__owner(loss);
     t->grad = dt__grad_room(ctx, t->needs_grad == DT__KEPT ? ctx->root : t->block, dt__bytes(t));
-    return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, 1.0) : ctx->status;
+    return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, ctx->loss_scale) : ctx->status;
+}
+
+void dt_loss_scale(dt_ctx *ctx, double scale) {
+    if (ctx) ctx->loss_scale = scale;
 }
 
 /* A parameter has no tape behind it, an open block is not on the tape yet, and a half runs once, in its turn. */
@@ -2785,19 +2882,20 @@ dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *hos
 dt_status dt_read(const dt_tensor *t, void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!host && dt__bytes(t)) return dt_fail(t->ctx, DT_ERR_ARG, "dt_read(%s): host memory is NULL", t->name);
-    if (!t->data && t->param) dt__storage(t->ctx);
     if (dt__gone("dt_read", t)) return t->ctx->status;
-    if (t->ctx->status == DT_OK) dt__move(t->ctx, host, t->data, dt__bytes(t));
-    return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
+    return dt__access((dt_tensor *)t, host, NULL);
 }
 
 dt_status dt_write(dt_tensor *t, const void *host) {
     if (!t || t->ctx->status != DT_OK) return t ? t->ctx->status : DT_ERR_ARG;
     if (!host && dt__bytes(t)) return dt_fail(t->ctx, DT_ERR_ARG, "dt_write(%s): host memory is NULL", t->name);
-    if (!t->data && t->param) dt__storage(t->ctx);
     if (dt__gone("dt_write", t)) return t->ctx->status;
-    if (t->ctx->status == DT_OK) dt__move(t->ctx, t->data, host, dt__bytes(t));
-    return t->ctx->status == DT_OK ? dt__sync(t->ctx) : t->ctx->status;
+    return dt__access(t, NULL, host);
+}
+
+void *dt_data(dt_tensor *t) {
+    if (!t || t->ctx->status != DT_OK || dt__gone("dt_data", t)) return NULL;
+    return dt__present(t) == DT_OK ? t->data : NULL;
 }
 
 double dt_item(const dt_tensor *t) {
@@ -2819,8 +2917,7 @@ static dt_ctx *dt__op(const char *op, dt_tensor *a, dt_tensor *b, dt_tensor *c) 
             return NULL;
         }
         if (dt__gone(op, all[i])) return NULL;
-        if (dt__owner(all[i])->param && !dt__owner(all[i])->data && dt__storage(ctx) != DT_OK) return NULL;
-        if (all[i]->base) all[i]->data = dt__owner(all[i])->data;
+        if (dt__present(all[i]) != DT_OK) return NULL;
     }
     return ctx;
 }
@@ -3427,7 +3524,8 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx    *ctx = dt__op("dt_alias", x, NULL, NULL);
-    int        copied = ctx && dt__owner(x)->brief;
+    dt_tensor *owner = ctx ? dt__owner(x) : NULL; /* data that go before what is made of them are copied */
+    int        copied = ctx && (owner->brief || (owner->param && owner->param->unit->run < owner->param->unit->padded));
     dt_tensor *y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
         : ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
@@ -4099,7 +4197,8 @@ static dt_status dt__side_loss_back(dt_node *n) {
     void *ds = dt_grad_raw(n, 0, &accumulate);
     if (!ds) return dt_error(s->ctx);
     void *weight = dt_scratch(s->ctx, sizeof(double)); /* one element of either type */
-    if (!weight || dt__fill(s->ctx, s->dtype, weight, 1, saved->scale) != DT_OK) return dt_error(s->ctx);
+    if (!weight || dt__fill(s->ctx, s->dtype, weight, 1, saved->scale * s->ctx->loss_scale) != DT_OK)
+        return dt_error(s->ctx);
     return dt__accumulate(s->ctx, s->dtype, ds, weight, 1, accumulate);
 }
 
@@ -5530,7 +5629,8 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
             return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): it is cut, %s of %s; save it from a single rank", what,
                 param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
     if (dt__storage(ctx) != DT_OK) return ctx->status;
-    if (!param->data) return dt_fail(ctx, DT_ERR_ARG, "%s(%s): this rank does not hold its values", what, param->name);
+    int gathered = !param->data;
+    if (dt__present(param) != DT_OK) return ctx->status;
     for (int i = 0; i < n; i++) {
         if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
         if (r.transposed && (r.columns != last || p->full.nd == 0))
@@ -5540,6 +5640,7 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
         if ((r.transposed ? dt__rect_tiles(w, &r) : dt__rect_runs(w, &r)) != DT_OK) return ctx->status;
         r.at += r.rows;
     }
+    dt__unit_release(ctx, p->unit, !writing, gathered);
     return r.at == dt_count(p->full) / r.columns ? DT_OK : dt_fail(ctx, DT_ERR_ARG, "%s(%s): the parts are %lld of "
         "%lld rows", what, param->name, (long long)r.at, (long long)(dt_count(p->full) / r.columns));
 }

@@ -55,9 +55,11 @@
      3. Implementation: learning rate
      4. Units, groups and runs
      5. The reducer
-     6. The norm
-     7. The update
-     8. Making, stepping, freeing
+     6. Values on demand
+     7. The norm
+     8. The loss scale
+     9. The update
+    10. Making, stepping, freeing
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -125,9 +127,23 @@ typedef struct dt_flat {
 /* Your own update, called for each run that this rank owns. Element i may depend on element i only. */
 typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
 
+/* A loss scale that finds its own size (P. Micikevicius et al., arXiv:1710.03740). A step whose gradients are not
+   finite is skipped: nothing changes but the scale. */
+typedef struct dt_scale_desc {
+    double init;            /* 0 -> 65,536 */
+    double growth, backoff; /* 0 -> 2, 0.5: factors after `interval` good steps in a row, and after a skipped one */
+    int    interval;        /* 0 -> 2,000 */
+    int    hysteresis;      /* so many skipped steps since it last grew make it smaller; 0 -> 1 */
+    double least;           /* 0 -> 1 */
+} dt_scale_desc;
+#define DT_SCALE_DYNAMIC (-1.0)
+enum { DT_MAX_SKIPS = 20 };     /* so many skipped steps in a row are a failure */
+
 enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_OWN };
 typedef struct dt_zero_desc {
-    int            stage;           /* 0: everything whole; 1: optimizer state cut over the data group */
+    int            stage;           /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
+    int            shard_group;     /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
+    int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 6 */
     const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
     int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_OWN */
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
@@ -135,9 +151,13 @@ typedef struct dt_zero_desc {
     double         momentum;        /* SGD; 0: none, and no state */
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
+    double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
+    dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
     int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 5 */
-    int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does */
+    int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does, and gathered
+                                       when it is needed, not before */
+    int            poison;          /* 1: stage 3 fills what it frees with NaN, so that a late reader shows */
     dt_update_fn   update;          /* DT_OWN */
     void          *user;            /* handed to update */
     int            states;          /* DT_OWN: arrays of state an element has, 0 to 2 */
@@ -146,9 +166,15 @@ typedef struct dt_zero_desc {
 typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
-    int64_t step;           /* the one just done, from 1 */
-    double  grad_norm;      /* 2-norm before clipping, every logical element once; NaN after a failure */
+    int64_t step;           /* the last one done, from 1 */
+    double  grad_norm;      /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure */
     double  clip_scale;     /* what the gradients were multiplied with */
+    int     skipped;        /* 1: gradients were not finite, under a loss scale: no parameter, no state and no step
+                               count changed, on any rank. Run the same micro-batches again, or go on to others */
+    double  loss_scale;     /* of the gradients just used; 1: none */
+    int     bad_rank;       /* of a step that was not made: world rank with the first gradient at fault, -1: none */
+    const dt_tensor *bad_param;     /* whose, and which element of its local part */
+    size_t  bad_element;
 } dt_step_info;
 
 /* [collective: world] After the last dt_param: gives parameters their storage and values, and makes the optimizer
@@ -160,6 +186,9 @@ DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
 /* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter: host receives as many
    elements of dt_grad_dtype(param) as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
+/* [collective: the parameter's data group] The step's gradient of a whole local parameter, summed over all ranks and
+   unscaled: between the last backward of a step and dt_zero_step. host as above. */
+DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
 /* [local] Gives the state back before the context ends. NULL is allowed. */
@@ -193,51 +222,120 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 4. Units, groups and runs =====================================================================================
 
-/* What this layer knows of a unit. `data` is the group whose ranks hold copies and saw different samples. Its N ranks
-   cut the padded unit into N equal runs; rank r owns run r at stage 1, and all of it at stage 0. */
+/* What this layer knows of a unit. `data` is the group whose ranks saw different samples of the same parameters. It
+   falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold
+   copies of the same run:
+
+       data group 0 1 2 3 4 5, shard groups of 2:   {0 1} {2 3} {4 5}   copies of run 0: {0 2 4}, of run 1: {1 3 5}
+
+   At stage 0 every rank works on the whole unit, else on its run. */
 typedef struct dt__zero_unit {
     dt_unit *unit;
-    dt_comm *data;
-    size_t   first, count;      /* the elements this rank updates */
+    dt_comm *data, *shard, *copies;
+    size_t   first, count;      /* the elements this rank sums and updates */
     void    *state[2];          /* (count) each, of the gradient's type */
     void    *master;            /* (count) the parameter in f32 where it is bf16 or f16, else NULL */
-    int      ready, reduced;    /* in this step */
+    void    *grad;              /* stages 2, 3: (count) of the step's gradient, made by the first backward */
+    int      ready, filled;     /* in this micro-batch; grad holds earlier ones */
+    int      over;              /* in this step */
+    void    *passing;           /* stages 2, 3: a micro-batch's gradient on its way */
     dt_work *work;              /* its reduction, under way */
+    void    *whole;             /* stage 3: where its values are, or will be */
+    dt_work *gather;            /* under way */
+    int      holder;            /* stage 3: the block that has it gathered, 0 outside of blocks */
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
 } dt__zero_unit;
 
+/* The order in which a micro-batch gathers units, as the last one did it. */
+typedef struct dt__zero_gathered { int unit, block; } dt__zero_gathered;
+typedef struct dt__zero_plan {
+    dt__zero_gathered *items;
+    int                n, room, at;
+} dt__zero_plan;
+
 struct dt_zero {
     dt_ctx        *ctx;
     dt_zero_desc   desc;
     dt_mesh        mesh;
+    dt_comm       *shard, *copies;
     dt_listener    listener;
     dt__zero_unit *units;       /* (n_units) */
     int            n_units;
     int            next;        /* the unit to reduce next: they go in descending order */
+    int            oldest;      /* the first whose reduction is under way */
     int            states;
+    dt__zero_plan  plans[2];    /* of the forward, of the backward */
+    int            backward;    /* which one is followed */
     void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
     size_t         leaves_bytes;
     double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
     size_t         n_sums;
     double        *totals;      /* (n_units) the same of each unit */
     int64_t        step;
+    double         scale;       /* of the loss */
+    int            good, patience;  /* steps since the scale changed; skips until it falls */
+    int            skips;       /* in a row */
+    double         history[DT_MAX_SKIPS];   /* the scales of those */
 };
 
 /* Bytes of an element of gradients and state. */
 static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->grad_dtype); }
 
-/* An element of gradients or state, and one of the values. */
+/* An element of gradients or state. */
 static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_size(z);
 }
 
-static void *dt__zero_value(const dt__zero_unit *z, size_t element) {
-    return (char *)z->unit->data + element * dt_dtype_size(z->unit->dtype);
+/* The values of this rank's run, and its gradient. */
+static void *dt__zero_values(const dt__zero_unit *z) {
+    return (char *)z->unit->kept + (z->first - z->unit->first) * dt_dtype_size(z->unit->dtype);
+}
+static void *dt__zero_run_grad(const dt__zero_unit *z) {
+    return z->grad ? z->grad : dt__zero_at(z, z->unit->grad, z->first);
 }
 
 static int dt__zero_has_master(const dt_unit *unit) { return unit->dtype != unit->grad_dtype && !unit->frozen; }
+
+/* The groups in which units are cut, and in which runs have copies. */
+static dt_status dt__zero_groups(dt_zero *zero) {
+    dt_comm *data = zero->mesh.data;
+    int      ranks = dt_comm_size(data), n = zero->desc.shard_group ? zero->desc.shard_group : ranks;
+    if (n < 1 || ranks % n != 0)
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_make: shard groups of %d ranks in a data group of %d: the size "
+            "must divide it", n, ranks);
+    zero->shard = data;
+    if (zero->desc.stage == 0 || n == ranks) return DT_OK;
+    int rank = dt_comm_rank(data);
+    zero->shard = n == 1 ? NULL : dt_comm_split(data, rank / n, rank, "shard");
+    zero->copies = dt_comm_split(data, rank % n, rank, "copies");
+    dt_comm_set_axis(zero->shard, DT_AXIS_DP);
+    dt_comm_set_axis(zero->copies, DT_AXIS_DP);
+    return dt_error(zero->ctx);
+}
+
+static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
+    dt_ctx        *ctx = zero->ctx;
+    dt__zero_unit *z = &zero->units[u];
+    z->unit = dt_unit_get(ctx, u);
+    z->data = zero->mesh.data;
+    z->shard = zero->shard;
+    z->copies = zero->copies;
+    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(z->shard) : 1;
+    z->count = z->unit->padded / parts;
+    z->first = parts > 1 ? (size_t)dt_comm_rank(z->shard) * z->count : 0;
+    z->sums = zero->n_sums;
+    zero->n_sums += z->unit->padded / DT_RUN;
+    for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
+        z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
+        if (!z->state[s]) return dt_error(ctx);
+        if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
+    }
+    if (dt__zero_has_master(z->unit))
+        z->master = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "master parameters");
+    return dt_error(ctx);
+}
 
 static dt_status dt__zero_units_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
@@ -246,24 +344,8 @@ static dt_status dt__zero_units_make(dt_zero *zero) {
     zero->units = (dt__zero_unit *)dt_alloc(ctx, DT_MEM_HOST, bytes, "dt_zero_make");
     if (!zero->units) return dt_error(ctx);
     memset(zero->units, 0, bytes);
-    for (int u = 0; u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        z->unit = dt_unit_get(ctx, u);
-        z->data = zero->mesh.data;
-        size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(z->data) : 1;
-        z->count = z->unit->padded / parts;
-        z->first = parts > 1 ? (size_t)dt_comm_rank(z->data) * z->count : 0;
-        z->sums = zero->n_sums;
-        zero->n_sums += z->unit->padded / DT_RUN;
-        for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
-            z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
-            if (!z->state[s]) return dt_error(ctx);
-            if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
-        }
-        if (!dt__zero_has_master(z->unit)) continue;
-        z->master = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "master parameters");
-        if (!z->master) return dt_error(ctx);
-    }
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__zero_unit_make(zero, u) != DT_OK) return dt_error(ctx);
     zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
     size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
     zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, totals, "sums of the norm");
@@ -312,9 +394,9 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
     dt__zero_text       text = { "nothing" };
     size_t              at = 0, room = sizeof text.s;
-    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d%s, betas %g %g, eps %g, momentum %g, weight decay "
-        "%g, clip %g", z->optimizer, z->stage, z->tree ? ", tree" : "", z->beta1, z->beta2, z->eps, z->momentum,
-        z->weight_decay, z->clip);
+    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, loss scale %g, betas %g %g, eps %g, momentum "
+        "%g, weight decay %g, clip %g", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
+        z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip);
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
@@ -351,13 +433,19 @@ static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut
         h = dt__zero_digest(h, text.s, strlen(text.s));
         return t ? dt__zero_digest(h, t->name, strlen(t->name)) : h;
     }
-    size_t bytes = t ? t->param->count * dt_dtype_size(t->dtype) : 0;
-    for (int c = 0; t && c < 3; c++)
-        if (t->param->desc.cuts[c].comm && !cut) bytes = 0;
-    if (t && dt__is_dry(t->data)) bytes = 0; /* all zeros, of models that no machine could read through */
+    if (!t) return h;
+    const dt_param_info *p = t->param;
+    const dt_unit       *unit = p->unit;
+    size_t size = dt_dtype_size(t->dtype), begin = p->offset > unit->first ? p->offset : unit->first;
+    size_t end = p->offset + p->count < unit->first + unit->run ? p->offset + p->count : unit->first + unit->run;
+    size_t bytes = begin < end ? (end - begin) * size : 0;
+    const char *from = (const char *)unit->kept + (begin - unit->first) * size; /* what is kept of it */
+    for (int c = 0; c < 3; c++)
+        if (p->desc.cuts[c].comm && !cut) bytes = 0;
+    if (dt__is_dry(unit->kept)) bytes = 0; /* all zeros, of models that no machine could read through */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-        if (dt__move(zero->ctx, piece, (char *)t->data + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
+        if (dt__move(zero->ctx, piece, from + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
         h = dt__zero_digest(h, piece, n);
     }
     return h;
@@ -405,7 +493,8 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
     enum { ROOM = sizeof(dt__zero_text) };
     dt_ctx *ctx = zero->ctx;
     for (int tp = 0; tp < 2; tp++) {
-        dt_comm *comm = tp ? zero->mesh.tp : zero->mesh.data;
+        int      cut = zero->desc.stage == 3 && dt_comm_size(zero->shard) > 1; /* then only these hold copies */
+        dt_comm *comm = tp ? zero->mesh.tp : values && cut ? zero->copies : zero->mesh.data;
         double   both[2 * ROOM];
         char     text[2 * ROOM];
         int      item = 0, rank = 0;
@@ -438,31 +527,84 @@ static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *
     return status;
 }
 
-/* Sums a unit's gradient over every group along which it is a part:
+/* Stages 2 and 3 reduce the gradient of every micro-batch, and so does the tree; else their sum is reduced, once. */
+static int dt__zero_keeps_run(const dt_zero *zero) { return zero->desc.stage >= 2; }
+static int dt__zero_reduces_each(const dt_zero *zero) { return dt__zero_keeps_run(zero) || zero->desc.tree; }
 
-       stage 0   all-reduce      every rank then has the whole sum
-       stage 1   reduce-scatter  rank r then has run r of the sum; the rest of its gradient is used up
+/* Sums a unit's gradient over the data group (arXiv:1910.02054), with N ranks in a shard group, S bytes of gradients
+   and a micro-batches in a step:
 
-   (arXiv:1910.02054), then over the groups that marks name. Both sum in rank order, so the bits agree. It is started
-   when the unit's gradient is complete, goes on while the backward computes the others, and is waited for when all have
-   been started, at the backward's end (S. Li et al., "PyTorch Distributed", VLDB 2020). */
+                                                          a step sends, times (N-1)/N
+       stage 0      all-reduce      the whole sum         2 S                              all of it stays
+       stage 1      reduce-scatter  run r on rank r       S, and S for the new parameters  the rest is used up
+       stages 2, 3  the same for each micro-batch         a S, and the parameters          only run r stays
+
+   Then over the ranks that hold copies of the run, and over the groups that marks name: once a step. All sums are in
+   rank order, so the bits of stages 0 and 1 agree, and those of 2 and 3. A reduction is started when the unit's
+   gradient is complete and goes on while the backward computes the others (S. Li et al., "PyTorch Distributed",
+   VLDB 2020). Stages 0 and 1 wait for all at the backward's end. Stages 2 and 3 let few be under way, for each holds a
+   whole unit's gradient. */
 static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     dt_unit *u = z->unit;
     dt_dtype type = u->grad_dtype;
-    z->reduced = 1;
-    z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, u->grad, u->grad, u->padded, type, DT_SUM)
-        : dt_reduce_scatter_start(z->data, u->grad, dt__zero_at(z, u->grad, z->first), z->count, type, DT_SUM);
+    void    *whole = z->passing ? z->passing : u->grad;
+    z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
+        : dt_reduce_scatter_start(z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
+    return dt_error(zero->ctx);
+}
+
+/* Stages 2 and 3: room for what a rank keeps of a unit's gradient. */
+static dt_status dt__zero_grad_room(dt_zero *zero, dt__zero_unit *z) {
+    if (!z->grad) z->grad = dt_alloc(zero->ctx, DT_MEM_GRADS, z->count * dt__zero_size(z), "gradients");
     return dt_error(zero->ctx);
 }
 
 static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
-    const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
-    for (int i = 0; status == DT_OK && i < 2; i++)
-        if (marks[i].comm && marks[i].kind == DT_PART)
-            status = dt__zero_sum_mark(z, marks[i].comm, dt__zero_at(z, z->unit->grad, z->first));
+    if (status != DT_OK || !z->passing) return status;
+    if (dt__zero_grad_room(zero, z) != DT_OK) return dt_error(zero->ctx);
+    const void *run = dt__zero_at(z, z->passing, z->first);
+    status = dt__accumulate(zero->ctx, z->unit->grad_dtype, z->grad, run, z->count, z->filled);
+    dt__spare_give(zero->ctx, z->passing);
+    z->passing = NULL;
+    z->filled = 1;
     return status;
+}
+
+/* Ends the oldest reductions until at most `most` are under way. */
+static dt_status dt__zero_reduce_until(dt_zero *zero, int most) {
+    int under_way = 0;
+    for (int u = zero->oldest; u > zero->next; u--) under_way += !zero->units[u].unit->frozen;
+    for (; zero->oldest > zero->next && under_way > most; zero->oldest--) {
+        dt__zero_unit *z = &zero->units[zero->oldest];
+        if (z->unit->frozen) continue;
+        if (dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+        under_way--;
+    }
+    return dt_error(zero->ctx);
+}
+
+/* The sums beyond the shard group, of the step's last micro-batch. */
+static dt_status dt__zero_reduce_rest(dt_zero *zero) {
+    for (int u = zero->n_units - 1; u >= 0 && !zero->desc.tree; u--) { /* the tree has added them */
+        dt__zero_unit *z = &zero->units[u];
+        if (z->unit->frozen || !z->copies) continue;
+        void *run = dt__zero_run_grad(z);
+        z->work = dt_all_reduce_start(z->copies, run, run, z->count, z->unit->grad_dtype, DT_SUM);
+    }
+    for (int u = zero->n_units - 1; u >= 0; u--) {
+        dt__zero_unit *z = &zero->units[u];
+        if (z->unit->frozen) continue;
+        const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
+        if (dt_wait(zero->ctx, z->work) != DT_OK) return dt_error(zero->ctx);
+        z->work = NULL;
+        z->over = 1;
+        for (int i = 0; i < 2; i++)
+            if (marks[i].comm && marks[i].kind == DT_PART &&
+                dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z)) != DT_OK) return dt_error(zero->ctx);
+    }
+    return dt_error(zero->ctx);
 }
 
 /* The tree. Leaf m is the gradient of micro-batch m of the step; leaf j * N + r is rank r's j-th. Leaves are added as
@@ -471,42 +613,52 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
        leaves  0 1 2 3 4 5      after leaf 5:  level 2: (0+1)+(2+3)   level 1: 4+5      the sum: level 2 + level 1
 
    Which leaves meet when depends on m alone, so the bits are the same however the batch is split over ranks and
-   accumulation. For that the leaves of a run must meet unsummed, at the rank that owns it: an all-to-all of the
-   gradient for each micro-batch, and floor(log2 M) + 1 buffers of a run for M micro-batches. */
-static void *dt__zero_level(const dt__zero_unit *z, size_t run, int level) {
-    return dt__zero_at(z, z->levels, (size_t)level * run);
+   accumulation. For that the leaves of a piece must meet unsummed, at one rank: a unit is cut into N pieces, N the
+   ranks of the data group, and each micro-batch's gradient goes through an all-to-all. For M micro-batches a rank has
+   floor(log2 M) + 1 buffers of a piece. The pieces of a run belong to the ranks that will hold copies of it. */
+static size_t dt__zero_piece(const dt__zero_unit *z, int rank) {
+    int n = dt_comm_size(z->shard), copies = dt_comm_size(z->copies);
+    return copies > 1 ? (size_t)(rank % n * copies + rank / n) : (size_t)rank;
 }
 
-static dt_status dt__zero_tree_add(dt_zero *zero, dt__zero_unit *z, size_t run, const void *leaf, size_t before) {
+static void *dt__zero_level(const dt__zero_unit *z, size_t piece, int level) {
+    return dt__zero_at(z, z->levels, (size_t)level * piece);
+}
+
+static dt_status dt__zero_tree_add(dt_zero *zero, dt__zero_unit *z, size_t piece, const void *leaf, size_t before) {
     const void *sum = leaf;
     int level = 0;
     for (; before >> level & 1; level++) {
-        void *out = dt__zero_level(z, run, before >> (level + 1) & 1 ? level : level + 1); /* a level that is free */
-        const void *terms[2] = { dt__zero_level(z, run, level), sum };
-        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, run, DT_SUM, NULL, 0, 0 };
+        void *out = dt__zero_level(z, piece, before >> (level + 1) & 1 ? level : level + 1); /* a level that is free */
+        const void *terms[2] = { dt__zero_level(z, piece, level), sum };
+        dt_reduce_args a = { z->unit->grad_dtype, out, terms, 2, piece, DT_SUM, NULL, 0, 0 };
         if (DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
         sum = out;
     }
-    return level > 0 ? DT_OK : dt__move(zero->ctx, dt__zero_level(z, run, 0), leaf, run * dt__zero_size(z));
+    return level > 0 ? DT_OK : dt__move(zero->ctx, dt__zero_level(z, piece, 0), leaf, piece * dt__zero_size(z));
 }
 
-/* What is left in the levels, the smallest first, becomes the sum, in this rank's run of the gradient. */
-static dt_status dt__zero_tree_sum(dt_zero *zero, dt__zero_unit *z, size_t run, size_t leaves) {
-    void *mine = dt__zero_at(z, z->unit->grad, (size_t)dt_comm_rank(z->data) * run), *sum = NULL;
+/* What is left in the levels, the smallest first, becomes the sum: each rank's piece, then the whole run of it. */
+static dt_status dt__zero_tree_sum(dt_zero *zero, dt__zero_unit *z, size_t piece, size_t leaves) {
+    if (dt__zero_keeps_run(zero) && dt__zero_grad_room(zero, z) != DT_OK) return dt_error(zero->ctx);
+    char *run = (char *)dt__zero_run_grad(z), *sum = NULL;
+    void *mine = run + (dt__zero_piece(z, dt_comm_rank(z->data)) * piece - z->first) * dt__zero_size(z);
     for (int level = 0; leaves >> level; level++) {
-        void *more = dt__zero_level(z, run, level);
+        void *more = dt__zero_level(z, piece, level);
         if (!(leaves >> level & 1)) continue;
         const void *terms[2] = { more, sum };
-        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, run, DT_SUM, NULL, 0, 0 };
+        dt_reduce_args a = { z->unit->grad_dtype, more, terms, 2, piece, DT_SUM, NULL, 0, 0 };
         if (sum && DT__KERNEL(zero->ctx, "the tree of gradients", reduce, &a) != DT_OK) return dt_error(zero->ctx);
-        sum = more;
+        sum = (char *)more;
     }
-    if (dt__move(zero->ctx, mine, sum, run * dt__zero_size(z)) != DT_OK) return dt_error(zero->ctx);
-    return zero->desc.stage > 0 ? DT_OK : dt_all_gather(z->data, mine, z->unit->grad, run, z->unit->grad_dtype);
+    z->filled = 1;
+    if (dt__move(zero->ctx, mine, sum, piece * dt__zero_size(z)) != DT_OK) return dt_error(zero->ctx);
+    if (zero->desc.stage > 0 && !z->copies) return DT_OK;
+    return dt_all_gather(zero->desc.stage == 0 ? z->data : z->copies, mine, run, piece, z->unit->grad_dtype);
 }
 
 /* The levels of a unit and the leaves of the largest, made in the first step. */
-static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t run, size_t leaves) {
+static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t piece, size_t leaves) {
     size_t n_levels = 0, most = 0;
     while (leaves >> n_levels) n_levels++;
     for (int u = 0; u < zero->n_units; u++) {
@@ -517,7 +669,7 @@ static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t run,
         zero->leaves = dt_alloc(zero->ctx, DT_MEM_COMM, most, "the tree's leaves");
         zero->leaves_bytes = most;
     }
-    size_t bytes = n_levels * run * dt__zero_size(z);
+    size_t bytes = n_levels * piece * dt__zero_size(z);
     if (z->levels_bytes == bytes) return dt_error(zero->ctx);
     dt_free(zero->ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     z->levels = dt_alloc(zero->ctx, DT_MEM_GRADS, bytes, "the tree's levels");
@@ -525,63 +677,201 @@ static dt_status dt__zero_tree_room(dt_zero *zero, dt__zero_unit *z, size_t run,
     return dt_error(zero->ctx);
 }
 
-/* A micro-batch's gradient of a unit, on all ranks: its leaves go into the tree, and the next begins from zero. */
-static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last) {
-    dt_unit *u = z->unit;
-    size_t ranks = (size_t)dt_comm_size(z->data), run = u->padded / ranks, micro = (size_t)zero->ctx->micro;
-    if (dt__zero_tree_room(zero, z, run, ranks * (size_t)zero->ctx->micro_count) != DT_OK) return dt_error(zero->ctx);
-    const void *leaves = ranks > 1 ? zero->leaves : u->grad;
-    if (ranks > 1 && dt_all_to_all(z->data, u->grad, zero->leaves, run, u->grad_dtype) != DT_OK)
-        return dt_error(zero->ctx);
-    for (size_t r = 0; r < ranks; r++) {
-        const void *leaf = (const char *)leaves + r * run * dt__zero_size(z);
-        if (dt__zero_tree_add(zero, z, run, leaf, micro * ranks + r) != DT_OK) return dt_error(zero->ctx);
-    }
-    z->ready = 0;
-    z->reduced = last;
-    if (last) return dt__zero_tree_sum(zero, z, run, ranks * (micro + 1));
-    u->filled = 0;
-    return DT_OK;
-}
-
-/* All reductions have been started: when the backward returns, they are over. */
-static dt_status dt__zero_reduce_all(dt_zero *zero) {
-    for (int u = zero->n_units - 1; u >= 0; u--) {
-        dt__zero_unit *z = &zero->units[u];
-        int over = zero->desc.no_overlap && !zero->desc.tree;
-        if (!z->unit->frozen && !over && dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
-    }
+/* zero->leaves = each rank's piece of mine, from all ranks. */
+static dt_status dt__zero_tree_exchange(dt_zero *zero, dt__zero_unit *z, const char *whole, size_t piece) {
+    size_t bytes = piece * dt__zero_size(z);
+    int    ranks = dt_comm_size(z->data);
+    char  *sorted = z->copies ? (char *)dt__spare_take(zero->ctx, (size_t)ranks * bytes) : NULL;
+    for (int r = 0; sorted && r < ranks; r++)
+        dt__move(zero->ctx, sorted + (size_t)r * bytes, whole + dt__zero_piece(z, r) * bytes, bytes);
+    if (dt_error(zero->ctx) == DT_OK)
+        dt_all_to_all(z->data, sorted ? sorted : whole, zero->leaves, piece, z->unit->grad_dtype);
+    if (sorted) dt__spare_give(zero->ctx, sorted);
     return dt_error(zero->ctx);
 }
 
-/* A unit's gradient of the last micro-batch, or for the tree of any, is complete. Units are reduced in descending
-   order, the order in which a backward usually completes them, so that every rank starts the same ones in the same
-   order whatever its data did. */
+/* A micro-batch's gradient of a unit, on all ranks: its leaves go into the tree, and the next begins from zero. */
+static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last) {
+    char  *whole = (char *)(z->passing ? z->passing : z->unit->grad);
+    size_t ranks = (size_t)dt_comm_size(z->data), piece = z->unit->padded / ranks, micro = (size_t)zero->ctx->micro;
+    if (dt__zero_tree_room(zero, z, piece, ranks * (size_t)zero->ctx->micro_count) != DT_OK) return dt_error(zero->ctx);
+    const char *leaves = ranks > 1 ? (const char *)zero->leaves : whole;
+    if (ranks > 1 && dt__zero_tree_exchange(zero, z, whole, piece) != DT_OK) return dt_error(zero->ctx);
+    for (size_t r = 0; r < ranks; r++) {
+        const char *leaf = leaves + r * piece * dt__zero_size(z);
+        if (dt__zero_tree_add(zero, z, piece, leaf, micro * ranks + r) != DT_OK) return dt_error(zero->ctx);
+    }
+    if (z->passing) dt__spare_give(zero->ctx, z->passing);
+    z->passing = NULL;
+    if (last) return dt__zero_tree_sum(zero, z, piece, ranks * (micro + 1));
+    z->unit->filled = 0;
+    return DT_OK;
+}
+
+static void dt__zero_reduce_again(dt_zero *zero) {
+    zero->next = zero->oldest = zero->n_units - 1;
+    for (int u = 0; u < zero->n_units; u++) zero->units[u].ready = 0;
+}
+
+static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z);
+
+/* A unit's gradient of a micro-batch is complete. Units are reduced in descending order, the order in which a backward
+   usually completes them, so that every rank starts the same ones in the same order whatever its data did. */
 static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
-    dt_zero *zero = (dt_zero *)user;
-    if (zero->units[unit->index].reduced) {
+    enum { UNDER_WAY = 2 };
+    dt_zero       *zero = (dt_zero *)user;
+    dt__zero_unit *ready = &zero->units[unit->index];
+    int            tree = zero->desc.tree, most = dt__zero_keeps_run(zero) ? UNDER_WAY : zero->n_units;
+    if (ready->over || ready->ready) {
         dt_fail(ctx, DT_ERR_ARG, "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
             "dt_micro(ctx, i, n) before each of n micro-batches");
         return;
     }
-    if (!last && !zero->desc.tree) return;
-    zero->units[unit->index].ready = 1;
+    if (!zero->desc.keep_gathered && ready->holder == 0) dt__zero_drop(zero, ready); /* nobody reads its values again */
+    if (!last && !dt__zero_reduces_each(zero)) return;
+    ready->ready = 1;
+    if (dt__zero_keeps_run(zero)) {
+        ready->passing = unit->passing;
+        unit->passing = NULL;
+    }
     while (zero->next >= 0 && (zero->units[zero->next].ready || zero->units[zero->next].unit->frozen)) {
         dt__zero_unit *z = &zero->units[zero->next--];
         if (z->unit->frozen) continue;
-        dt_status status = zero->desc.tree ? dt__zero_reduce_tree(zero, z, last) : dt__zero_reduce_start(zero, z);
-        if (status == DT_OK && zero->desc.no_overlap && !zero->desc.tree) status = dt__zero_reduce_end(zero, z);
+        dt_status status = tree ? dt__zero_reduce_tree(zero, z, last) : dt__zero_reduce_start(zero, z);
+        if (status == DT_OK && !tree) status = dt__zero_reduce_until(zero, zero->desc.no_overlap ? 0 : most);
         if (status != DT_OK) return;
     }
-    if (zero->next < 0 && last) dt__zero_reduce_all(zero);
-    else if (zero->next < 0) zero->next = zero->n_units - 1;
+    if (zero->next >= 0 || (!tree && dt__zero_reduce_until(zero, 0) != DT_OK)) return;
+    if (last) dt__zero_reduce_rest(zero);
+    else dt__zero_reduce_again(zero);
 }
 
-// ==== 6. The norm ===================================================================================================
+// ==== 6. Values on demand ===========================================================================================
 
-/* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the data group.
-   A run's sum is computed by exactly one rank (at stage 0 by each for itself), and x + 0 is x: every stage gets the
-   same bits. */
+/* Stage 3. A rank keeps its run of each unit. The first op that reads a parameter has its unit gathered, for the block
+   in which it runs; when the block ends the unit is freed. So a micro-batch gathers each unit once in the forward and
+   once in the backward, which a recomputed block's second run shares: with S bytes of values, a micro-batches send
+   2 a S (N-1)/N. What is read outside of blocks is held to the end of the forward, and in the backward until its
+   gradient is complete. keep_gathered holds every unit until the update: S (N-1)/N a step, and S bytes of memory.
+
+       enter block 2      gather its units, or wait for them     start to gather those of block 3
+       leave block 2      free them
+
+   The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
+   under way before it begins. Ranks that run the same ops start the same gathers in the same order; a rank that ran
+   others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
+static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
+    const dt_unit *u = z->unit;
+    z->whole = dt__spare_take(zero->ctx, u->padded * dt_dtype_size(u->dtype));
+    if (z->whole) z->gather = dt_all_gather_start(z->shard, u->kept, z->whole, u->run, u->dtype);
+    return dt_error(zero->ctx);
+}
+
+/* Frees the whole values of a unit, or waits for those under way and frees them. */
+static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z) {
+    const dt_unit *u = z->unit;
+    if (!z->whole || dt_wait(zero->ctx, z->gather) != DT_OK) return;
+    z->gather = NULL;
+    if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->whole, u->padded, NAN);
+    dt__unit_place(zero->ctx, z->unit, NULL);
+    dt__spare_give(zero->ctx, z->whole);
+    z->whole = NULL;
+}
+
+/* Frees what a block holds; block -1: everything. */
+static void dt__zero_drop_held(dt_zero *zero, int block) {
+    for (int u = 0; u < zero->n_units; u++)
+        if (block < 0 || (zero->units[u].holder == block && zero->units[u].unit->data))
+            dt__zero_drop(zero, &zero->units[u]);
+}
+
+/* What is still under way was not needed after all. */
+static void dt__zero_plan_end(dt_zero *zero) {
+    zero->plans[zero->backward].at = 0;
+    for (int u = 0; u < zero->n_units; u++)
+        if (zero->units[u].gather) dt__zero_drop(zero, &zero->units[u]);
+}
+
+/* Notes that a block needs a unit, which is where the plan goes on. 0: out of memory. */
+static int dt__zero_plan_note(dt_zero *zero, dt__zero_plan *plan, int unit, int block) {
+    if (plan->at < plan->n && plan->items[plan->at].unit != unit) plan->n = plan->at; /* this time it is another one */
+    if (plan->at == plan->n) {
+        dt__zero_gathered *grown = (dt__zero_gathered *)dt__grow(zero->ctx, plan->items, plan->n, &plan->room,
+            sizeof *grown, "the order of gathers");
+        if (!grown) return 0;
+        plan->items = grown;
+        plan->n++;
+    }
+    plan->items[plan->at].unit = unit;
+    plan->items[plan->at++].block = block;
+    return 1;
+}
+
+/* Starts the rest of this block's gathers and those of the next one. */
+static dt_status dt__zero_prefetch(dt_zero *zero, const dt__zero_plan *plan, int block) {
+    int others = 0;
+    for (int i = plan->at; i < plan->n; i++) {
+        dt__zero_unit *z = &zero->units[plan->items[i].unit];
+        others += plan->items[i].block != block;
+        block = plan->items[i].block;
+        if (others > 1) break;
+        if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) break;
+    }
+    return dt_error(zero->ctx);
+}
+
+static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
+    dt_zero       *zero = (dt_zero *)user;
+    dt__zero_unit *z = &zero->units[unit->index];
+    dt__zero_plan *plan = &zero->plans[zero->backward];
+    z->holder = ctx->inside ? ctx->inside->index : 0;
+    if (!dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
+    if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) return;
+    if (dt_wait(ctx, z->gather) != DT_OK) return;
+    z->gather = NULL;
+    dt__unit_place(ctx, unit, z->whole);
+    if (!zero->desc.no_overlap) dt__zero_prefetch(zero, plan, z->holder);
+}
+
+static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
+    dt_zero       *zero = (dt_zero *)user;
+    dt__zero_unit *z = &zero->units[unit->index];
+    size_t         size = dt_dtype_size(unit->dtype);
+    if (!z->whole || dt_error(ctx) != DT_OK) return;
+    if (written) dt__move(ctx, unit->kept, (const char *)z->whole + unit->first * size, unit->run * size);
+    if (unused) dt__zero_drop(zero, z);
+}
+
+static void dt__zero_enter(dt_ctx *ctx, const dt_event *event, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    if (event->phase == DT_FORWARD || event->block != 0 || dt_error(ctx) != DT_OK) return;
+    dt__zero_plan_end(zero); /* the forward has ended */
+    if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
+    zero->backward = 1;
+}
+
+static void dt__zero_leave(dt_ctx *ctx, const dt_event *event, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    if (dt_error(ctx) != DT_OK) return;
+    int goes_back = event->phase == DT_FORWARD && dt_recomputing(ctx); /* at once, through the same block */
+    if (!zero->desc.keep_gathered && !goes_back) dt__zero_drop_held(zero, event->block);
+    if (event->phase == DT_FORWARD || event->block != 0) return;
+    dt__zero_plan_end(zero);
+    zero->backward = 0;
+}
+
+static void dt__zero_reset(dt_ctx *ctx, void *user) {
+    dt_zero *zero = (dt_zero *)user;
+    if (dt_error(ctx) != DT_OK) return;
+    dt__zero_plan_end(zero);
+    if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
+}
+
+// ==== 7. The norm ===================================================================================================
+
+/* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the shard
+   group. A run's sum is computed by exactly one rank of it (at stage 0 by each for itself), and x + 0 is x: every stage
+   gets the same bits. */
 static dt_status dt__zero_square_sums(dt_zero *zero) {
     memset(zero->sums, 0, zero->n_sums * sizeof *zero->sums);
     for (int u = 0; u < zero->n_units; u++) {
@@ -590,13 +880,13 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
         size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
         double *work = (double *)dt_scratch(zero->ctx, bytes);
         if (!work) return dt_error(zero->ctx);
-        dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_at(z, z->unit->grad, z->first), z->count };
+        dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_run_grad(z), z->count };
         if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
         if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
             dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     }
     if (zero->desc.stage == 0) return DT_OK;
-    return dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums);
+    return dt_sum_doubles(zero->shard, zero->sums, zero->n_sums);
 }
 
 /* Adds up the units' values over the groups that cut them, so that each logical element counts once: whole copies are
@@ -612,42 +902,7 @@ static dt_status dt__zero_sum_cuts(dt_zero *zero) {
     return DT_OK;
 }
 
-/* Fails naming the first element of run `run` of a unit that is not finite, or the run's first if only the sum of their
-   squares is not. */
-static dt_status dt__zero_blame(dt_zero *zero, const dt_unit *unit, size_t run, double norm) {
-    double copy[DT_RUN]; /* of either type */
-    size_t size = dt_dtype_size(unit->grad_dtype), bad = 0;
-    if (dt__move(zero->ctx, copy, (char *)unit->grad + run * DT_RUN * size, DT_RUN * size) != DT_OK ||
-        dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
-    while (bad < DT_RUN && isfinite(unit->dtype == DT_F64 ? copy[bad] : (double)((const float *)(void *)copy)[bad]))
-        bad++;
-    int overflow = bad == DT_RUN;
-    if (overflow) bad = 0;
-    const dt_tensor *t = dt_param_get(zero->ctx, unit->first_param);
-    for (int p = 1; p < unit->params; p++) {
-        const dt_tensor *later = dt_param_get(zero->ctx, unit->first_param + p);
-        if (later->param->offset <= run * DT_RUN + bad) t = later;
-    }
-    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; the first gradient %s is element "
-        "%zu of %s", (long long)zero->step + 1, norm, overflow ? "whose square is too large" : "that is not finite",
-        run * DT_RUN + bad - t->param->offset, t->name);
-}
-
-/* The norm is not finite. A rank that holds the first run at fault says where; the others learn it from that rank. */
-static dt_status dt__zero_not_finite(dt_zero *zero, double norm) {
-    for (int u = 0; u < zero->n_units; u++)
-        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) {
-            const dt__zero_unit *z = &zero->units[u];
-            if (isfinite(zero->sums[z->sums + i])) continue;
-            if (i >= z->first / DT_RUN && i < (z->first + z->count) / DT_RUN)
-                return dt__zero_blame(zero, z->unit, i, norm);
-            return dt_barrier(zero->mesh.data);
-        }
-    if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx);
-    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g: the sum of all squares is too large",
-        (long long)zero->step + 1, norm);
-}
-
+/* The 2-norm of the gradients as they are, scaled; infinite or NaN if some element is. */
 static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__zero_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
@@ -660,10 +915,165 @@ static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     for (int u = 0; u < zero->n_units; u++) total += zero->totals[u];
     if (dt_sum_doubles(zero->mesh.pp, &total, 1) != DT_OK) return dt_error(zero->ctx);
     *norm = sqrt(total);
-    return isfinite(*norm) ? DT_OK : dt__zero_not_finite(zero, *norm);
+    return DT_OK;
 }
 
-// ==== 7. The update =================================================================================================
+/* The first gradient that is not finite, or of which only the square is not. */
+typedef struct dt__zero_fault {
+    int    rank;            /* world rank, -1: none, only the sum of all squares is too large */
+    int    param;           /* index */
+    double element, value;  /* of its local part */
+} dt__zero_fault;
+
+static double dt__zero_number(dt_dtype type, const void *p) {
+    double d;
+    float  f;
+    if (type == DT_F64) return memcpy(&d, p, sizeof d), d;
+    return memcpy(&f, p, sizeof f), (double)f;
+}
+
+/* In run `run` of a unit, which this rank owns. */
+static dt_status dt__zero_look(dt_zero *zero, const dt__zero_unit *z, size_t run, dt__zero_fault *fault) {
+    char   copy[DT_RUN * sizeof(double)];
+    size_t size = dt__zero_size(z), bad = 0, at = run * DT_RUN;
+    char  *from = (char *)dt__zero_run_grad(z) + (at - z->first) * size;
+    if (dt__move(zero->ctx, copy, from, DT_RUN * size) != DT_OK || dt__sync(zero->ctx) != DT_OK)
+        return dt_error(zero->ctx);
+    while (bad < DT_RUN && isfinite(dt__zero_number(z->unit->grad_dtype, copy + bad * size))) bad++;
+    for (size_t i = 0, most = 0; bad == DT_RUN && i <= DT_RUN; i++) { /* all finite: the largest */
+        if (i == DT_RUN) bad = most;
+        else if (fabs(dt__zero_number(z->unit->grad_dtype, copy + i * size)) >
+            fabs(dt__zero_number(z->unit->grad_dtype, copy + most * size))) most = i;
+    }
+    const dt_tensor *t = dt_param_get(zero->ctx, z->unit->first_param);
+    for (int p = 1; p < z->unit->params; p++) {
+        const dt_tensor *later = dt_param_get(zero->ctx, z->unit->first_param + p);
+        if (later->param->offset <= at + bad) t = later;
+    }
+    fault->rank = dt_ctx_rank(zero->ctx);
+    fault->param = t->param->index;
+    fault->element = (double)(at + bad - t->param->offset);
+    fault->value = dt__zero_number(z->unit->grad_dtype, copy + bad * size);
+    return DT_OK;
+}
+
+/* What the first rank that has one found, on every rank. */
+static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
+    enum { EACH = 4 };
+    dt_comm *world = zero->mesh.world;
+    size_t   ranks = (size_t)dt_comm_size(world), rank = (size_t)dt_comm_rank(world), bytes = EACH * ranks * 8;
+    memset(fault, 0, sizeof *fault);
+    fault->rank = -1;
+    for (int u = 0; u < zero->n_units && fault->rank < 0; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        size_t i = z->first / DT_RUN, end = (z->first + z->count) / DT_RUN;
+        while (i < end && isfinite(zero->sums[z->sums + i])) i++;
+        if (i < end && !z->unit->frozen && dt__zero_look(zero, z, i, fault) != DT_OK) return dt_error(zero->ctx);
+    }
+    double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
+    if (!all) return dt_error(zero->ctx);
+    memset(all, 0, bytes);
+    double code = isnan(fault->value) ? 1 : isfinite(fault->value) ? 4 : fault->value > 0 ? 2 : 3; /* sums of them */
+    double mine[EACH] = { fault->rank + 1.0, (double)fault->param, fault->element, code };
+    memcpy(all + EACH * rank, mine, sizeof mine);
+    dt_sum_doubles(world, all, EACH * ranks);
+    size_t first = 0;
+    while (first < ranks && all[EACH * first] == 0) first++;
+    const double *found = all + EACH * first;
+    if (first < ranks) {
+        fault->rank = (int)found[0] - 1;
+        fault->param = (int)found[1];
+        fault->element = found[2];
+        fault->value = found[3] == 1 ? NAN : found[3] == 4 ? 0 : found[3] == 2 ? HUGE_VAL : -HUGE_VAL;
+    }
+    dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
+    return dt_error(zero->ctx);
+}
+
+typedef struct dt__zero_line { char s[200]; } dt__zero_line;
+
+static dt__zero_line dt__zero_fault_text(const dt_zero *zero, const dt__zero_fault *fault) {
+    dt__zero_line line;
+    if (fault->rank < 0) snprintf(line.s, sizeof line.s, "the sum of all squares is too large");
+    else snprintf(line.s, sizeof line.s, "the first gradient %s is element %.0f of %.80s on rank %d",
+        isnan(fault->value)      ? "that is not finite, a NaN,"
+        : isinf(fault->value)    ? fault->value > 0 ? "that is not finite, an Inf," : "that is not finite, a -Inf,"
+                                 : "whose square is too large",
+        fault->element, dt_param_get(zero->ctx, fault->param)->name, fault->rank);
+    return line;
+}
+
+/* The norm is not finite, and no loss scale could be at fault. The rank that has the element says so; the others learn
+   it from that rank. */
+static dt_status dt__zero_not_finite(dt_zero *zero, const dt__zero_fault *fault, double norm) {
+    if (fault->rank >= 0 && fault->rank != dt_ctx_rank(zero->ctx)) return dt_barrier(zero->mesh.world);
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld: the gradient norm is %g; %s", (long long)zero->step + 1, norm,
+        dt__zero_fault_text(zero, fault).s);
+}
+
+// ==== 8. The loss scale =============================================================================================
+
+static void dt__scale_set(dt_zero *zero, double scale) {
+    zero->scale = scale;
+    zero->good = 0;
+    dt_loss_scale(zero->ctx, scale);
+}
+
+static int dt__scale_is_dynamic(const dt_zero *zero) { return zero->desc.loss_scale == DT_SCALE_DYNAMIC; }
+
+static void dt__scale_begin(dt_zero *zero) {
+    dt_scale_desc *d = &zero->desc.scale;
+    for (int i = 0; zero->desc.loss_scale == 0 && i < dt_param_count(zero->ctx); i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        if (t->dtype == DT_F16 && t->needs_grad) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
+    }
+    if (d->init == 0) d->init = 65536;
+    if (d->growth == 0) d->growth = 2;
+    if (d->backoff == 0) d->backoff = 0.5;
+    if (d->interval == 0) d->interval = 2000;
+    if (d->hysteresis == 0) d->hysteresis = 1;
+    if (d->least == 0) d->least = 1;
+    zero->patience = d->hysteresis;
+    dt__scale_set(zero, dt__scale_is_dynamic(zero) ? d->init : zero->desc.loss_scale > 0 ? zero->desc.loss_scale : 1);
+}
+
+static void dt__scale_good(dt_zero *zero) {
+    const dt_scale_desc *d = &zero->desc.scale;
+    zero->skips = 0;
+    if (++zero->good < d->interval || !dt__scale_is_dynamic(zero)) return;
+    zero->patience = d->hysteresis;
+    dt__scale_set(zero, zero->scale * d->growth);
+}
+
+/* A step whose gradients are not finite: every rank comes here with the same numbers, so all scales stay alike. */
+static dt_status dt__scale_skip(dt_zero *zero, const dt__zero_fault *fault) {
+    const dt_scale_desc *d = &zero->desc.scale;
+    double before = zero->scale, lower = zero->scale * d->backoff;
+    char   history[16 * DT_MAX_SKIPS + 1] = "";
+    zero->history[zero->skips++] = before;
+    zero->good = 0;
+    if (zero->patience > 1) zero->patience--;
+    else if (dt__scale_is_dynamic(zero)) dt__scale_set(zero, lower > d->least ? lower : d->least);
+    int speaks = fault->rank < 0 ? dt_ctx_rank(zero->ctx) == 0 : dt_ctx_rank(zero->ctx) == fault->rank;
+    if (speaks) dt_log(zero->ctx, DT_LOG_NOTICE, "step %lld skipped: %s; loss scale %g -> %g",
+        (long long)zero->step + 1, dt__zero_fault_text(zero, fault).s, before, zero->scale);
+    if (zero->skips < DT_MAX_SKIPS) return DT_OK;
+    for (int i = 0, at = 0; i < DT_MAX_SKIPS; i++)
+        at += snprintf(history + at, sizeof history - (size_t)at, " %.6g", zero->history[i]);
+    if (!speaks) return dt_barrier(zero->mesh.world);
+    return dt_fail(zero->ctx, DT_ERR_NUMERIC, "step %lld was skipped %d times in a row, with loss scales%s: no scale "
+        "helps; %s", (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__zero_fault_text(zero, fault).s);
+}
+
+// ==== 9. The update =================================================================================================
+
+/* Consecutive elements of this rank's run, and where they are. */
+typedef struct dt__zero_span {
+    size_t first, count;    /* elements of the unit */
+    void  *grad, *state[2];
+    void  *master;          /* NULL: the values are what is updated */
+    void  *values;
+} dt__zero_span;
 
 /* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
 static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
@@ -685,42 +1095,70 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
     return DT__KERNEL(zero->ctx, f->tensor->name, adamw, &a);
 }
 
-/* Updates the part of each parameter that lies in this rank's run of the unit. */
-static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, double grad_scale) {
+/* Updates the part of each parameter that lies in the span. */
+static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt__zero_span *s, double lr,
+    double grad_scale) {
     const dt_unit *u = z->unit;
-    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, dt__zero_value(z, z->first), z->count, 0 };
-    /* masters begin at the first step, so that values that were loaded or set before it count */
-    if (z->master && zero->step == 0 && DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
-        return dt_error(zero->ctx);
+    size_t         size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype), end = s->first + s->count;
     for (int i = u->first_param; i < u->first_param + u->params; i++) {
         const dt_tensor     *t = dt_param_get(zero->ctx, i);
         const dt_param_info *p = t->param;
-        size_t begin = p->offset > z->first ? p->offset : z->first;
-        size_t end = p->offset + p->count < z->first + z->count ? p->offset + p->count : z->first + z->count;
-        if (begin >= end) continue;
+        size_t from = p->offset > s->first ? p->offset : s->first;
+        size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->first;
+        if (from >= to) continue;
         int     decays = p->full.nd >= 2 && !p->desc.no_decay;
-        void   *value = dt__zero_value(z, begin);
-        void   *updated = z->master ? dt__zero_at(z, z->master, begin - z->first) : value;
-        dt_flat f = { zero->ctx, t, begin - p->offset, end - begin, updated, dt__zero_at(z, u->grad, begin),
-            { NULL, NULL }, lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale,
-            decays ? zero->desc.weight_decay : 0, zero->step + 1 };
-        for (int s = 0; s < zero->states; s++) f.state[s] = dt__zero_at(z, z->state[s], begin - z->first);
-        if (dt__zero_update_run(zero, &f, z->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
+        char   *value = (char *)s->values + at * narrow_size;
+        void   *updated = s->master ? (char *)s->master + at * size : value;
+        dt_flat f = { zero->ctx, t, from - p->offset, to - from, updated, (char *)s->grad + at * size, { NULL, NULL },
+            lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale, decays ? zero->desc.weight_decay : 0,
+            zero->step + 1 };
+        for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
+        if (dt__zero_update_run(zero, &f, s->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
     }
-    if (zero->desc.stage == 0) return DT_OK;
-    return dt_all_gather(z->data, dt__zero_value(z, z->first), u->data, z->count, u->dtype);
+    return DT_OK;
 }
 
-// ==== 8. Making, stepping, freeing ==================================================================================
+/* Updates this rank's run of a unit. */
+static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, double grad_scale) {
+    const dt_unit *u = z->unit;
+    dt__zero_span  run = { z->first, z->count, dt__zero_run_grad(z), { z->state[0], z->state[1] }, z->master,
+        dt__zero_values(z) };
+    dt_cast_args widen = { u->grad_dtype, u->dtype, z->master, run.values, z->count, 0 };
+    /* masters begin at the first step, so that values that were loaded or set before it count */
+    if (z->master && zero->step == 0 && DT__KERNEL(zero->ctx, "master parameters", cast, &widen) != DT_OK)
+        return dt_error(zero->ctx);
+    return dt__zero_update_span(zero, z, &run, lr, grad_scale);
+}
+
+/* Every rank's run to every rank, one unit while the next is updated. */
+static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
+    for (int u = 0; u <= zero->n_units; u++) {
+        dt__zero_unit *z = u < zero->n_units ? &zero->units[u] : NULL, *before = u > 0 ? &zero->units[u - 1] : NULL;
+        if (z && !z->unit->frozen && dt__zero_update(zero, z, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
+        if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
+        if (before) before->work = NULL;
+        if (!z || z->unit->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
+        z->work = dt_all_gather_start(z->shard, dt__zero_values(z), z->unit->data, z->count, z->unit->dtype);
+    }
+    return dt_error(zero->ctx);
+}
+
+// ==== 10. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
-        for (int s = 0; s < 2 && z->unit; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], z->count * dt__zero_size(z));
-        if (z->unit) dt_free(ctx, DT_MEM_OPTIM, z->master, z->count * dt__zero_size(z));
+        if (!z->unit) continue;
+        size_t bytes = z->count * dt__zero_size(z);
+        if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
+        for (int s = 0; s < 2; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], bytes);
+        dt_free(ctx, DT_MEM_OPTIM, z->master, bytes);
+        dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
+    for (int i = 0; i < 2; i++)
+        dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(ctx, DT_MEM_HOST, zero->totals, (size_t)zero->n_units * sizeof *zero->totals);
@@ -729,9 +1167,9 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
 }
 
 static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
-    if (d->stage < 0 || d->stage > 3) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 or 1", d->stage);
-    if (d->stage > 1) return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: stage %d is not available in this "
-        "version; use 0 or 1", d->stage);
+    const dt_scale_desc *s = &d->scale;
+    if (d->stage < 0 || d->stage > 3)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: stage %d; use 0 to 3", d->stage);
     if (d->optimizer < DT_ADAMW || d->optimizer > DT_OWN)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: optimizer %d", d->optimizer);
     if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
@@ -742,12 +1180,44 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
             "%g: betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
             d->weight_decay);
+    if (!((d->loss_scale >= 0 && d->loss_scale < HUGE_VAL) || d->loss_scale == DT_SCALE_DYNAMIC))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: loss scale %g", d->loss_scale);
+    if (!(s->init >= 0 && s->init < HUGE_VAL && (s->growth == 0 || s->growth >= 1) && s->backoff >= 0 &&
+            s->backoff <= 1 && s->interval >= 0 && s->hysteresis >= 0 && s->least >= 0))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: a dynamic loss scale from %g, growing by %g after %d steps, "
+            "falling by %g after %d, at least %g", s->init, s->growth, s->interval, s->backoff, s->hysteresis,
+            s->least);
     return DT_OK;
 }
 
 static int dt__zero_states(const dt_zero_desc *d) {
     if (d->optimizer == DT_OWN) return d->states;
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
+}
+
+static dt_units_desc dt__zero_units_desc(const dt_zero *zero) {
+    dt_units_desc d = { zero->desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->shard), 0, 0,
+        dt__zero_keeps_run(zero) };
+    if (zero->desc.tree) d.pad = (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data);
+    if (zero->desc.stage < 3) return d;
+    d.parts = dt_comm_size(zero->shard);
+    d.part = dt_comm_rank(zero->shard);
+    return d;
+}
+
+static void dt__zero_listen(dt_zero *zero) {
+    dt_listener *l = &zero->listener;
+    l->grad_ready = dt__zero_grad_ready;
+    l->closing = dt__zero_release;
+    l->user = zero;
+    if (zero->desc.stage == 3) {
+        l->enter = dt__zero_enter;
+        l->leave = dt__zero_leave;
+        l->gather = dt__zero_gather;
+        l->release = dt__zero_gathered_unused;
+        l->reset = dt__zero_reset;
+    }
+    dt_listen(zero->ctx, l);
 }
 
 dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
@@ -757,21 +1227,18 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (!zero) return NULL;
     memset(zero, 0, sizeof *zero);
     zero->ctx = ctx;
-    zero->listener.grad_ready = dt__zero_grad_ready;
-    zero->listener.closing = dt__zero_release;
-    zero->listener.user = zero;
-    dt_listen(ctx, &zero->listener);
     if (desc.beta1 == 0) desc.beta1 = 0.9;
     if (desc.beta2 == 0) desc.beta2 = 0.999;
     if (desc.eps == 0) desc.eps = 1e-8;
     zero->desc = desc;
     zero->states = dt__zero_states(&desc);
+    dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* the copy is what counts */
-    dt_units_desc units = { desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data) };
-    if (dt_error(ctx) == DT_OK && dt__zero_check_params(zero) == DT_OK && dt_units_make(ctx, units) == DT_OK)
-        dt__zero_units_make(zero);
-    zero->next = zero->n_units - 1;
+    if (dt_error(ctx) == DT_OK && dt__zero_groups(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
+        dt_units_make(ctx, dt__zero_units_desc(zero)) == DT_OK) dt__zero_units_make(zero);
+    if (dt_error(ctx) == DT_OK) dt__zero_reduce_again(zero);
+    if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world); /* all ranks have their state, or none goes on */
     if (dt_error(ctx) == DT_OK) return zero;
@@ -781,15 +1248,26 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
 
 void dt_zero_free(dt_zero *zero) {
     if (!zero) return;
+    dt_loss_scale(zero->ctx, 1);
     dt_unlisten(zero->ctx, &zero->listener);
     dt__zero_release(zero->ctx, zero);
 }
 
+/* The gradients' sums begin anew. */
+static void dt__zero_step_end(dt_zero *zero) {
+    for (int u = 0; u < zero->n_units; u++) zero->units[u].over = zero->units[u].filled = 0;
+    if (zero->desc.keep_gathered) dt__zero_drop_held(zero, -1);
+    dt__zero_reduce_again(zero);
+    dt_clear_grads(zero->ctx);
+}
+
 dt_step_info dt_zero_step(dt_zero *zero, double lr) {
-    dt_step_info info = { 0, NAN, 1 };
-    double       norm = 0;
+    dt_step_info   info = { 0, NAN, 1, 0, 1, -1, NULL, 0 };
+    dt__zero_fault fault;
+    double         norm = 0;
     if (!zero || dt_error(zero->ctx) != DT_OK) return info;
     info.step = zero->step;
+    info.loss_scale = zero->scale;
     if (!(lr >= 0 && lr < HUGE_VAL)) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1, lr);
         return info;
@@ -799,34 +1277,48 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
             "micro-batch has not run", (long long)zero->step + 1);
         return info;
     }
-    if (zero->step == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
-    /* whatever one rank noticed, no rank updates */
-    if (dt__zero_norm(zero, &norm) != DT_OK || dt_barrier(zero->mesh.world) != DT_OK) return info;
-    if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);
-    for (int u = 0; u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        if (!z->unit->frozen && dt__zero_update(zero, z, lr, info.clip_scale) != DT_OK) return info;
-        z->ready = z->reduced = 0;
+    if (zero->step == 0 && zero->skips == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
+    if (dt__zero_norm(zero, &norm) != DT_OK) return info;
+    double bad = !isfinite(norm); /* whatever one rank noticed, no rank updates */
+    if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
+    if (bad > 0) {
+        if (dt__zero_find(zero, &fault) != DT_OK) return info;
+        info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &fault) == DT_OK;
+        if (zero->desc.loss_scale == 0) dt__zero_not_finite(zero, &fault, norm);
+        info.bad_rank = fault.rank;
+        info.bad_param = fault.rank < 0 ? NULL : dt_param_get(zero->ctx, fault.param);
+        info.bad_element = (size_t)fault.element;
+        if (info.skipped) dt__zero_step_end(zero);
+        return info;
     }
-    zero->next = zero->n_units - 1;
-    dt_clear_grads(zero->ctx);
+    norm /= zero->scale;
+    if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);
+    if (dt__zero_update_all(zero, lr, info.clip_scale / zero->scale) != DT_OK) return info;
+    dt__scale_good(zero);
+    dt__zero_step_end(zero);
     info.step = ++zero->step;
     info.grad_norm = norm;
     return info;
 }
 
-dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
-    if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
-    if (which < 0 || which >= zero->states || !param || !param->param || !param->param->unit || param->ctx != zero->ctx)
-        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
-    const dt__zero_unit *z = &zero->units[param->param->unit->index];
-    if (z->unit->frozen) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: %s is frozen", param->name);
+/* The unit of a parameter whose state or gradient is asked for. */
+static dt__zero_unit *dt__zero_unit_of(dt_zero *zero, const char *what, const dt_tensor *param) {
+    dt_unit *unit = param && param->param && param->ctx == zero->ctx ? param->param->unit : NULL;
+    if (unit && !unit->frozen) return &zero->units[unit->index];
+    dt_fail(zero->ctx, DT_ERR_ARG, "%s: %s is %s", what, param && param->name ? param->name : "NULL",
+        unit ? "frozen" : "no parameter of this context");
+    return NULL;
+}
+
+/* A parameter's part of an array of which this rank has its run, from all ranks, to host memory. */
+static dt_status dt__zero_collect(dt_zero *zero, const dt__zero_unit *z, const void *run, const dt_tensor *param,
+    void *host) {
     size_t size = dt__zero_size(z), bytes = z->unit->padded * size;
-    void  *whole = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "dt_zero_state");
+    void  *whole = dt_alloc(zero->ctx, DT_MEM_TEMP, bytes, "collecting a parameter's state");
     if (!whole) return dt_error(zero->ctx);
-    dt__move(zero->ctx, dt__zero_at(z, whole, z->first), z->state[which], z->count * size);
+    dt__move(zero->ctx, dt__zero_at(z, whole, z->first), run, z->count * size);
     if (zero->desc.stage >= 1)
-        dt_all_gather(z->data, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->grad_dtype);
+        dt_all_gather(z->shard, dt__zero_at(z, whole, z->first), whole, z->count, z->unit->grad_dtype);
     if (dt_error(zero->ctx) == DT_OK)
         dt__move(zero->ctx, host, dt__zero_at(z, whole, param->param->offset), param->param->count * size);
     dt__sync(zero->ctx);
@@ -834,9 +1326,30 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     return dt_error(zero->ctx);
 }
 
+dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
+    if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
+    if (which < 0 || which >= zero->states)
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
+    const dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
+    return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+}
+
+dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
+    if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
+    if (zero->next >= 0) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
+        (long long)zero->step + 1);
+    const dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
+    if (!z || dt__zero_collect(zero, z, dt__zero_run_grad(z), param, host) != DT_OK) return dt_error(zero->ctx);
+    for (size_t i = 0; i < param->param->count && zero->scale != 1; i++) {
+        if (z->unit->grad_dtype == DT_F64) ((double *)host)[i] /= zero->scale;
+        else ((float *)host)[i] = (float)(((float *)host)[i] / zero->scale);
+    }
+    return DT_OK;
+}
+
 size_t dt_zero_state_bytes(const dt_zero *zero) {
     if (!zero) return 0;
-    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->mesh.data) : 1, bytes = 0;
+    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;
         size_t         arrays = (size_t)(zero->states + dt__zero_has_master(unit));

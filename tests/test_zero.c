@@ -248,7 +248,7 @@ static dt_status gpt_main(dt_ctx *ctx, void *user) {
 
 static void run_all_ways(const expected *e) {
     static const int ways[][3] = { { 1, 2, 0 }, { 1, 4, 0 }, { 1, 1, 1 }, { 2, 2, 0 }, { 2, 2, 1 }, { 2, 1, 0 },
-        { 2, 1, 1 }, { 4, 1, 0 }, { 4, 1, 1 } };
+        { 2, 1, 1 }, { 4, 1, 0 }, { 4, 1, 1 }, { 2, 2, 2 }, { 4, 1, 2 }, { 2, 2, 3 }, { 4, 1, 3 } };
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         gpt_run   r = { e, ways[i][0], ways[i][1], ways[i][2] };
         dt_report report = run(r.dp, gpt_main, &r);
@@ -408,6 +408,7 @@ typedef struct world_run {
     int          nan_step, nan_rank;                        /* from 1; -1: none */
     const struct by_hand *states;                           /* not NULL: the state at the end is looked at */
     const char  *nan_param;                                 /* its last element; NULL: that of each */
+    int          only_kept;                                 /* of leave_bits */
     double       nan_value;                                 /* not NaN: a number whose square is too large */
     double       norm[MAX_RANKS][MAX_STEPS], scale[MAX_RANKS][MAX_STEPS];
     unsigned char *bits[MAX_RANKS];                         /* all parameters, each in MAX_ELEMENTS * 8 bytes */
@@ -506,21 +507,33 @@ static void register_set(dt_ctx *ctx, const world_run *w, const dt_mesh *mesh) {
 }
 
 static void write_start(dt_ctx *ctx) {
+    static const double zeros[MAX_ELEMENTS];
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *t = dt_param_get(ctx, i);
-        for (int64_t k = 0; t->data && k < (int64_t)t->param->count; k++) {
+        double     host[MAX_ELEMENTS];
+        memcpy(host, zeros, sizeof host);
+        for (int64_t k = 0; k < (int64_t)t->param->count; k++) {
             int64_t e = global_of(t, k);
-            if (e >= 0) put_at(t->data, t->dtype, k, start_value(i, e));
+            if (e >= 0) put_at(host, t->dtype, k, start_value(i, e));
         }
+        dt_write(t, host);
     }
 }
 
+/* Whole parameters; of a cut one after a failure, and where only those are compared, what this rank keeps. */
 static void leave_bits(dt_ctx *ctx, world_run *w) {
     int me = dt_ctx_rank(ctx);
     for (int i = 0; w->bits[me] && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
-        size_t bytes = t->param->count * dt_dtype_size(t->dtype);
-        if (t->data) memcpy(w->bits[me] + (size_t)i * MAX_ELEMENTS * 8, t->data, bytes);
+        const dt_unit   *unit = t->param->unit;
+        unsigned char   *to = w->bits[me] + (size_t)i * MAX_ELEMENTS * 8;
+        size_t           size = dt_dtype_size(t->dtype);
+        for (size_t k = 0; unit && (w->only_kept || dt_error(ctx) != DT_OK) && k < t->param->count; k++) {
+            size_t at = t->param->offset + k;
+            if (at >= unit->first && at < unit->first + unit->run)
+                memcpy(to + k * size, (const char *)unit->kept + (at - unit->first) * size, size);
+        }
+        if (unit && !w->only_kept && dt_error(ctx) == DT_OK) dt_read(t, to);
     }
 }
 
@@ -551,6 +564,8 @@ static dt_status world_main(dt_ctx *ctx, void *user) {
     register_set(ctx, w, &mesh);
     dt_zero_desc d = w->zero;
     d.mesh = &mesh;
+    d.poison = 1;
+    if (w->dtype == DT_F16 && d.loss_scale == 0) d.loss_scale = 1;
     dt_zero *zero = dt_zero_make(ctx, d);
     write_start(ctx);
     for (int step = 1; step <= w->steps && dt_error(ctx) == DT_OK; step++) world_step(ctx, w, &mesh, zero, step);
@@ -719,30 +734,42 @@ static int same_bits(const world_run *a, const world_run *b) {
     return same;
 }
 
-/* Runs a case as stages 0 and 1, twice, forwards and backwards: by hand, and all with the same bits. */
+/* Runs a case at all stages, forwards and backwards, whole and in shard groups: by hand, and with the same bits where
+   these are promised: stages 0 and 1, 2 and 3, and all of them with one micro-batch or the tree. */
 static void run_world(const char *name, world_run like) {
-    world_run a[4];
+    enum { STAGES = 4, WAYS = 4 };
+    world_run a[WAYS][STAGES];
+    int       data = like.mesh.dp * like.mesh.ep * like.mesh.cp;
     by_hand  *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
     if (h) do_by_hand(&like, h);
-    for (int k = 0; k < 4; k++) {
-        a[k] = world_make(like.set, like.params, like.mesh, like.zero);
-        a[k].dtype = like.dtype;
-        a[k].states = h;
-        a[k].accum = like.accum;
-        a[k].zero.stage = k & 1;
-        a[k].reversed = k >= 2;
-        dt_report report = run(a[k].ranks, world_main, &a[k]);
-        CHECK_MSG(report.status == DT_OK, "%s, stage %d: %s", name, k & 1, report.text);
-        if (k == 0) check_by_hand(&a[k], name);
-        CHECK_MSG(same_bits(&a[0], &a[k]), "%s: run %d has other bits than run 0", name, k);
-    }
+    for (int way = 0; way < WAYS; way++) /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree */
+        for (int stage = 0; stage < STAGES; stage++) {
+            world_run *w = &a[way][stage];
+            *w = world_make(like.set, like.params, like.mesh, like.zero);
+            w->dtype = like.dtype;
+            w->states = h;
+            w->accum = like.accum;
+            w->zero.stage = stage;
+            w->reversed = way == 1;
+            w->zero.tree = way == 3;
+            w->zero.keep_gathered = way == 1;
+            w->zero.no_overlap = way == 2 && stage == 2;
+            w->zero.shard_group = way == 2 && data > 1 ? data % 2 ? 1 : data / 2 : way == 3 && data % 2 == 0 ? 2 : 0;
+            dt_report report = run(w->ranks, world_main, w);
+            CHECK_MSG(report.status == DT_OK, "%s, way %d, stage %d: %s", name, way, stage, report.text);
+            if (way != 1) check_by_hand(w, name);
+            const world_run *like0 = &a[way == 1 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
+            if (way == 2) like0 = &a[2][stage < 2 ? stage : 2]; /* stage 0 has no shard groups */
+            CHECK_MSG(same_bits(like0, w), "%s, way %d: stage %d has other bits than stage %d", name, way, stage,
+                like0->zero.stage);
+        }
     world_run again = world_make(like.set, like.params, like.mesh, like.zero);
     again.dtype = like.dtype;
     again.accum = like.accum;
     CHECK(run(again.ranks, world_main, &again).status == DT_OK);
-    CHECK_MSG(same_bits(&a[0], &again), "%s: the same run again has other bits", name);
+    CHECK_MSG(same_bits(&a[0][0], &again), "%s: the same run again has other bits", name);
     world_free(&again);
-    for (int k = 0; k < 4; k++) world_free(&a[k]);
+    for (int i = 0; i < WAYS * STAGES; i++) world_free(&a[i / STAGES][i % STAGES]);
     world_free(&like);
     free(h);
 }
@@ -796,7 +823,9 @@ typedef struct plan { int units; size_t padded[MAX_PARAMS], trained, all; } plan
 static plan plan_of(const world_run *w) {
     plan   u = { .units = 0 };
     size_t size = dt_dtype_size(w->dtype), bucket = w->zero.bucket_bytes ? w->zero.bucket_bytes : (size_t)25 << 20;
-    size_t n = (size_t)(w->mesh.dp * w->mesh.ep * w->mesh.cp) * 1024, open = 0;
+    int    data = w->mesh.dp * w->mesh.ep * w->mesh.cp;
+    size_t n = (size_t)(w->zero.shard_group && w->zero.stage ? w->zero.shard_group : data) * 1024;
+    size_t open = 0;
     for (int i = 0; i < w->params; i++) {
         const made *p = &w->set[i], *q = &w->set[i > 0 ? i - 1 : 0];
         size_t      count = (size_t)made_count(p);
@@ -822,42 +851,54 @@ static size_t state_of(const world_run *w) {
     return (w->zero.optimizer == DT_SGD ? (w->zero.momentum > 0 ? size : 0) : 2 * size) + master;
 }
 
+/* The formulas, with n ranks in a shard group and a micro-batches. The op that makes these gradients reads no values in
+   its forward, so that stage 3 gathers once in each backward, or once a step where it keeps what it has gathered. */
 static dt_status memory_main(dt_ctx *ctx, void *user) {
     world_run *w = (world_run *)user;
     dt_mesh    mesh = dt_mesh_make(ctx, w->mesh);
     plan       u = plan_of(w);
-    size_t     size = dt_dtype_size(w->dtype), parts = w->zero.stage ? (size_t)w->mesh.dp : 1, N = (size_t)w->mesh.dp;
+    int        stage = w->zero.stage, keep = w->zero.keep_gathered;
+    size_t     size = dt_dtype_size(w->dtype), N = (size_t)w->mesh.dp, a = (size_t)w->accum;
+    size_t     n = stage == 0 ? N : w->zero.shard_group ? (size_t)w->zero.shard_group : N, copies = N / n;
+    size_t     parts = stage ? n : 1, kept = stage == 3 ? n : 1, summed = stage >= 2 ? n : 1;
     size_t     wide = narrow(w->dtype) ? 4 : size; /* of a gradient, which is reduced so; values are gathered as such */
-    size_t     optim = state_of(w) * u.trained / parts, back = w->zero.stage ? size : wide;
-    size_t     step_bytes = (N - 1) * (u.trained * wide / N) + (N - 1) * (u.trained * back / N);
+    size_t     optim = state_of(w) * u.trained / parts, G = u.trained * wide, V = u.trained * size, E = u.all * size;
+    size_t     grads = stage == 0 ? 2 * (G / N) * (N - 1) : (stage >= 2 ? a : 1) * (G / n) * (n - 1);
+    if (stage) grads += 2 * (copies - 1) * (G / n / copies);
+    size_t values = stage == 0 ? 0 : stage < 3 ? (V / n) * (n - 1) : (keep ? 1 : a) * (V / n) * (n - 1);
     register_set(ctx, w, &mesh);
     CHECK(spy_bytes[DT_MEM_PARAMS] == 0); /* registering takes no memory */
     dt_zero_desc d = w->zero;
     d.mesh = w->ranks == 1 || d.stage == 0 ? &mesh : NULL; /* NULL: the world is data parallel */
+    if (w->dtype == DT_F16) d.loss_scale = 1;
     dt_zero *zero = dt_zero_make(ctx, d);
     if (!zero) return dt_error(ctx);
+    CHECK(dt_memory_used(ctx).peak[DT_MEM_PARAMS] == E / kept); /* not even the initial values were whole */
     write_start(ctx);
+    dt_reset(ctx);
     CHECK_MSG(dt_unit_count(ctx) == u.units, "%d units, by the rule %d", dt_unit_count(ctx), u.units);
     CHECK(spy_bytes[DT_MEM_GRADS] == 0);
     for (int step = 1; step <= 3; step++) {
         size_t before[DT_AXES];
-        for (int a = 0; a < DT_AXES; a++) before[a] = dt_comm_bytes(ctx, (dt_axis)a);
+        for (int i = 0; i < DT_AXES; i++) before[i] = dt_comm_bytes(ctx, (dt_axis)i);
         world_step(ctx, w, &mesh, zero, step);
-        for (int a = 0; a < DT_AXES; a++)
-            CHECK_MSG(dt_comm_bytes(ctx, (dt_axis)a) - before[a] == (a == DT_AXIS_DP ? step_bytes : 0),
-                "stage %d, axis %d: %zu bytes, by the formula %zu", w->zero.stage, a, dt_comm_bytes(ctx, (dt_axis)a) -
-                before[a], a == DT_AXIS_DP ? step_bytes : 0);
+        for (int i = 0; i < DT_AXES; i++)
+            CHECK_MSG(dt_comm_bytes(ctx, (dt_axis)i) - before[i] == (i == DT_AXIS_DP ? grads + values : 0),
+                "stage %d, dp %zu in groups of %zu, %zu micro-batches, axis %d: %zu bytes, by the formula %zu", stage,
+                N, n, a, i, dt_comm_bytes(ctx, (dt_axis)i) - before[i], i == DT_AXIS_DP ? grads + values : 0);
         dt_memory m = dt_memory_used(ctx);
         CHECK_MSG(m.live[DT_MEM_OPTIM] == optim && m.peak[DT_MEM_OPTIM] == optim && spy_bytes[DT_MEM_OPTIM] == optim &&
             dt_zero_state_bytes(zero) == optim, "stage %d, dp %d: %zu bytes of state, the table saw %zu, formula %zu",
-            w->zero.stage, w->ranks, m.live[DT_MEM_OPTIM], spy_bytes[DT_MEM_OPTIM], optim);
-        CHECK(m.live[DT_MEM_PARAMS] == u.all * size && spy_bytes[DT_MEM_PARAMS] == u.all * size);
-        CHECK(m.live[DT_MEM_GRADS] == u.trained * wide && spy_bytes[DT_MEM_GRADS] == u.trained * wide);
+            stage, w->ranks, m.live[DT_MEM_OPTIM], spy_bytes[DT_MEM_OPTIM], optim);
+        CHECK(m.peak[DT_MEM_PARAMS] == E / kept && spy_bytes[DT_MEM_PARAMS] == E / kept);
+        CHECK_MSG(m.live[DT_MEM_GRADS] == G / summed && spy_bytes[DT_MEM_GRADS] == G / summed && m.peak[DT_MEM_GRADS] ==
+            G / summed, "stage %d, dp %d: %zu bytes of gradients, formula %zu", stage, w->ranks, m.live[DT_MEM_GRADS],
+            G / summed);
         for (int c = 0; c < DT_MEM_CLASSES; c++) CHECK(m.live[c] == spy_bytes[c]);
     }
     dt_zero_free(zero);
     CHECK(spy_bytes[DT_MEM_OPTIM] == 0 && dt_memory_used(ctx).live[DT_MEM_OPTIM] == 0);
-    CHECK(spy_bytes[DT_MEM_PARAMS] == u.all * size); /* parameters stay */
+    CHECK(spy_bytes[DT_MEM_PARAMS] == E / kept); /* parameters stay */
     dt_reset(ctx);
     return dt_error(ctx);
 }
@@ -865,13 +906,15 @@ static dt_status memory_main(dt_ctx *ctx, void *user) {
 static void test_memory(void) {
     static const dt_zero_desc optimizers[] = { { .optimizer = DT_ADAMW }, { .optimizer = DT_ADAM, .bucket_bytes = 64 },
         { .optimizer = DT_SGD, .momentum = 0.9, .bucket_bytes = 5000 }, { .optimizer = DT_SGD, .bucket_bytes = 8192 } };
-    static const int ranks[] = { 1, 2, 3, 8 };
+    static const int ranks[] = { 1, 2, 3, 4, 8 };
     static const dt_dtype types[] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
-    for (int code = 0; code < 4 * 4 * 2 * 4; code++) {
-        world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = ranks[code % 4] }, optimizers[code / 4 % 4]);
-        w.zero.stage = code / 16 % 2;
-        w.dtype = types[code / 32];
-        w.accum = 1 + code % 2;
+    for (int code = 0; code < 5 * 4 * 4 * 4; code++) {
+        world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = ranks[code % 5] }, optimizers[code / 5 % 4]);
+        w.zero.stage = code / 20 % 4;
+        w.dtype = types[code / 80];
+        w.accum = 1 + code % 3;
+        w.zero.keep_gathered = w.zero.stage == 3 && code % 2;
+        if (ranks[code % 5] % 4 == 0 && code % 7 < 3) w.zero.shard_group = code % 7 == 2 ? 1 : 2;
         dt_report report = run(w.ranks, memory_main, &w);
         CHECK_MSG(report.status == DT_OK, "memory: %s", report.text);
         world_free(&w);
@@ -887,26 +930,28 @@ static dt_status part_bytes_main(dt_ctx *ctx, void *user) {
     d.mesh = &mesh;
     dt_zero *zero = dt_zero_make(ctx, d);
     if (!zero) return dt_error(ctx);
-    size_t padded = 0, parts = 0, N = 2; /* dp 2 x tp 2 */
+    size_t padded = 0, all = 0, parts = 0, N = 2, stage = (size_t)w->zero.stage; /* dp 2 x tp 2 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
         const dt_unit *unit = dt_unit_get(ctx, u);
         size_t         bytes = unit->padded * dt_dtype_size(unit->dtype);
         padded += bytes;
-        if (w->set[unit->first_param].over_tp == PART) parts += w->zero.stage ? bytes / N : bytes;
+        all += bytes;
+        if (w->set[unit->first_param].over_tp == PART) parts += stage ? bytes / N : bytes;
     }
+    padded += stage == 3 ? all : padded; /* values: gathered by the backward, or after the update, or gradients again */
     for (int step = 1; step <= 2; step++) {
         size_t dp = dt_comm_bytes(ctx, DT_AXIS_DP), tp = dt_comm_bytes(ctx, DT_AXIS_TP);
         world_step(ctx, w, &mesh, zero, step);
         dp = dt_comm_bytes(ctx, DT_AXIS_DP) - dp;
         tp = dt_comm_bytes(ctx, DT_AXIS_TP) - tp;
-        CHECK_MSG(dp == 2 * (N - 1) * padded / N + 2 * (N - 1) * parts / N && tp == 0,
+        CHECK_MSG(dp == (N - 1) * padded / N + 2 * (N - 1) * parts / N && tp == 0,
             "stage %d: %zu bytes as dp, %zu as tp", w->zero.stage, dp, tp);
     }
     return dt_error(ctx);
 }
 
 static void test_part_bytes(void) {
-    for (int stage = 0; stage < 2; stage++) {
+    for (int stage = 0; stage < 4; stage++) {
         world_run w = world_make(OVER_TP, (dt_mesh_desc){ .dp = 2, .tp = 2 }, (dt_zero_desc){ .stage = stage });
         CHECK(run(w.ranks, part_bytes_main, &w).status == DT_OK);
         world_free(&w);
@@ -927,8 +972,12 @@ static dt_status own_update(const dt_flat *f, void *user) {
     int         me = dt_ctx_rank(f->ctx), right = 1;
     if (me == o->refuse_rank && f->step == 2) return DT_ERR_DEVICE;
     CHECK(f->count > 0 && f->first + f->count <= p->count); /* none of the padding */
-    CHECK((f->param == (char *)f->tensor->data + f->first * size) == !narrow(o->w.dtype));
-    CHECK(f->grad == (char *)f->tensor->grad + f->first * size && dt_grad_dtype(f->tensor) == type);
+    const dt_unit *u = p->unit;
+    size_t      narrow_size = dt_dtype_size(o->w.dtype), at = p->offset + f->first;
+    const char *kept = (const char *)u->kept + (at - u->first) * narrow_size;
+    CHECK((f->param == kept) == !narrow(o->w.dtype) && dt_grad_dtype(f->tensor) == type);
+    if (o->w.zero.stage < 2) CHECK(f->grad == (char *)f->tensor->grad + f->first * size);
+    else CHECK(f->tensor->grad == NULL);
     CHECK(f->lr == LR * (double)f->step * (m->lr_scale ? m->lr_scale : 1));
     CHECK(f->weight_decay == (m->d1 && !m->no_decay ? 0.25 : 0) && !m->frozen);
     CHECK((f->state[0] != NULL) == (o->w.zero.states >= 1) && (f->state[1] != NULL) == (o->w.zero.states >= 2));
@@ -937,7 +986,7 @@ static dt_status own_update(const dt_flat *f, void *user) {
         double off = fabs(g - hand_gradient(&o->w, p->index, (int64_t)(f->first + i), (int)f->step));
         right &= off <= (type == DT_F64 ? 1e-12 : 4e-6);
         if (narrow(o->w.dtype)) /* the parameter is its master, rounded, and nothing more */
-            right &= stored(o->w.dtype, x) == at_of(f->tensor->data, o->w.dtype, (int64_t)(f->first + i));
+            right &= stored(o->w.dtype, x) == at_of(kept, o->w.dtype, (int64_t)i);
         for (int s = 0; s < o->w.zero.states; s++) { /* zero at first, and kept */
             right &= at_of(f->state[s], type, (int64_t)i) == (double)(f->step - 1) * (s + 1);
             put_at(f->state[s], type, (int64_t)i, (double)f->step * (s + 1));
@@ -949,7 +998,7 @@ static dt_status own_update(const dt_flat *f, void *user) {
     return DT_OK;
 }
 
-/* Once a step for each element: on every rank at stage 0, on one of them at stage 1. */
+/* Once a step for each element: on every rank at stage 0, else on one of them. */
 static void check_hits(const own_run *o) {
     int right = 1;
     for (int p = 0; p < o->w.params; p++)
@@ -959,7 +1008,7 @@ static void check_hits(const own_run *o) {
                 sum += o->hits[r][p][e];
                 if (o->w.zero.stage == 0) right &= o->hits[r][p][e] == owed;
             }
-            if (o->w.zero.stage == 1) right &= sum == owed;
+            if (o->w.zero.stage > 0) right &= sum == owed;
         }
     CHECK_MSG(right, "stage %d: an element was updated more or less than once a step", o->w.zero.stage);
 }
@@ -968,14 +1017,14 @@ static void test_own_update(void) {
     own_run *o = (own_run *)malloc(sizeof *o);
     if (!CHECK(o != NULL)) return;
     static const dt_dtype types[] = { DT_F64, DT_BF16, DT_F16 };
-    for (int code = 0; code < 3 * 2 * 2 * 3; code++) {
-        dt_zero_desc d = { .stage = code / 3 % 2, .optimizer = DT_OWN, .weight_decay = 0.25, .clip = 3,
-            .bucket_bytes = code / 6 % 2 ? 64 : 0, .update = own_update, .user = o, .states = code % 3 };
+    for (int code = 0; code < 3 * 4 * 2 * 3; code++) {
+        dt_zero_desc d = { .stage = code / 3 % 4, .optimizer = DT_OWN, .weight_decay = 0.25, .clip = 3,
+            .bucket_bytes = code / 12 % 2 ? 64 : 0, .update = own_update, .user = o, .states = code % 3 };
         memset(o, 0, sizeof *o);
         o->refuse_rank = -1;
         o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 3 }, d);
-        o->w.dtype = types[code / 12];
-        o->w.accum = 1 + code / 12;
+        o->w.dtype = types[code / 24];
+        o->w.accum = 1 + code / 24;
         dt_report report = run(3, world_main, &o->w);
         CHECK_MSG(report.status == DT_OK, "own update: %s", report.text);
         check_hits(o);
@@ -984,7 +1033,7 @@ static void test_own_update(void) {
         o->w.zero.optimizer = DT_OWN;
         world_free(&o->w);
     }
-    for (int stage = 0; stage < 2; stage++) { /* one rank's update refuses */
+    for (int stage = 0; stage < 4; stage++) { /* one rank's update refuses */
         memset(o, 0, sizeof *o);
         o->w = world_make(MIXED, (dt_mesh_desc){ .dp = 2 }, (dt_zero_desc){ .stage = stage, .optimizer = DT_OWN,
             .weight_decay = 0.25, .update = own_update, .user = o });
@@ -1006,6 +1055,7 @@ static void check_unchanged(const world_run *w, int steps, const char *name) {
     before.steps = steps;
     before.accum = w->accum;
     before.dtype = w->dtype;
+    before.only_kept = 1;
     CHECK(run(before.ranks, world_main, &before).status == DT_OK);
     for (int r = 0; r < w->ranks; r++)
         CHECK_MSG(memcmp(before.bits[r], w->bits[r], (size_t)w->params * MAX_ELEMENTS * 8) == 0,
@@ -1021,6 +1071,7 @@ static void check_nan(const made *set, int params, dt_mesh_desc mesh, int stage,
     w.nan_rank = rank;
     w.nan_param = param;
     w.accum = 2;
+    w.only_kept = 1;
     snprintf(name, sizeof name, "NaN in %s on rank %d of dp %d x tp %d at stage %d, step %d", param, rank, w.mesh.dp,
         w.mesh.tp, stage, step);
     dt_report report = run(w.ranks, world_main, &w);
@@ -1045,6 +1096,7 @@ static void check_overflow(const made *set, int params, int ranks, int stage, co
     w.nan_rank = 0;
     w.nan_param = param;
     w.nan_value = value;
+    w.only_kept = 1;
     dt_report report = run(w.ranks, world_main, &w);
     CHECK_MSG(report.status == DT_ERR_NUMERIC && strstr(report.text, param ? param : "inf"),
         "norm of %g at stage %d, dp %d: %s '%s'",
@@ -1055,12 +1107,12 @@ static void check_overflow(const made *set, int params, int ranks, int stage, co
 }
 
 static void test_nan(void) {
-    for (int code = 0; code < 4; code++) {
-        check_overflow(MIXED, 1 + code / 2, code % 2, "a.big", 1e200);
-        check_overflow(MIXED, 1 + code / 2, code % 2, "b.run", INFINITY);
-        check_overflow(MANY_RUNS, 1 + code / 2, code % 2, NULL, 1.2e154); /* each in a run of its own */
+    for (int code = 0; code < 8; code++) {
+        check_overflow(MIXED, 1 + code / 4, code % 4, "a.big", 1e200);
+        check_overflow(MIXED, 1 + code / 4, code % 4, "b.run", INFINITY);
+        check_overflow(MANY_RUNS, 1 + code / 4, code % 4, NULL, 1.2e154); /* each in a run of its own */
     }
-    for (int stage = 0; stage < 2; stage++) {
+    for (int stage = 0; stage < 4; stage++) {
         check_nan(MIXED, (dt_mesh_desc){ .dp = 1 }, stage, 2, 0, "a.after");
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 2, 1, "a.first"); /* first and bias share a unit and a run */
         check_nan(MIXED, (dt_mesh_desc){ .dp = 2 }, stage, 1, 0, "a.bias");
@@ -1074,7 +1126,7 @@ static void test_nan(void) {
 }
 
 /* Calls in the wrong order, wrong values. */
-enum { BAD_STAGE_2 = 0, BAD_STAGE_3, BAD_STAGE_4, BAD_STAGE_MINUS, BAD_OPTIMIZER, BAD_NO_UPDATE, BAD_STATES, BAD_BETA,
+enum { BAD_SHARDS = 0, BAD_SCALE, BAD_STAGE_4, BAD_STAGE_MINUS, BAD_OPTIMIZER, BAD_NO_UPDATE, BAD_STATES, BAD_BETA,
     BAD_NAN_EPS, BAD_MOMENTUM, BAD_CLIP, BAD_NO_PARAMS, BAD_TWICE, BAD_LATE_PARAM, BAD_USED, BAD_NO_BACKWARD,
     BAD_HALF_BACKWARD, BAD_SECOND_BACKWARD, BAD_SECOND_STEP, BAD_STATE, BAD_FROZEN_STATE, BAD_CUT_DP, BAD_CUT_WORLD,
     BAD_MARK_DP, BAD_SAME_DP, BAD_KINDS };
@@ -1082,8 +1134,8 @@ enum { BAD_STAGE_2 = 0, BAD_STAGE_3, BAD_STAGE_4, BAD_STAGE_MINUS, BAD_OPTIMIZER
 typedef struct bad_use { int kind; dt_status status; const char *words[2]; } bad_use;
 
 static const bad_use bad_uses[] = {
-    { BAD_STAGE_2, DT_ERR_UNSUPPORTED, { "stage 2", "use 0 or 1" } },
-    { BAD_STAGE_3, DT_ERR_UNSUPPORTED, { "stage 3", "" } }, { BAD_STAGE_4, DT_ERR_ARG, { "stage 4", "" } },
+    { BAD_SHARDS, DT_ERR_ARG, { "shard groups of 3", "data group of 2" } },
+    { BAD_SCALE, DT_ERR_ARG, { "loss scale -2", "" } }, { BAD_STAGE_4, DT_ERR_ARG, { "stage 4", "" } },
     { BAD_STAGE_MINUS, DT_ERR_ARG, { "stage -1", "" } }, { BAD_OPTIMIZER, DT_ERR_ARG, { "optimizer 9", "" } },
     { BAD_NO_UPDATE, DT_ERR_ARG, { "DT_OWN", "update" } }, { BAD_STATES, DT_ERR_ARG, { "DT_OWN", "got 3" } },
     { BAD_BETA, DT_ERR_ARG, { "beta1 1", "" } }, { BAD_NAN_EPS, DT_ERR_ARG, { "eps", "nan" } },
@@ -1101,8 +1153,8 @@ static const bad_use bad_uses[] = {
 
 static dt_zero_desc bad_desc(int kind) {
     dt_zero_desc d = { .stage = 1 };
-    if (kind == BAD_STAGE_2) d.stage = 2;
-    if (kind == BAD_STAGE_3) d.stage = 3;
+    if (kind == BAD_SHARDS) d.shard_group = 3;
+    if (kind == BAD_SCALE) d.loss_scale = -2;
     if (kind == BAD_STAGE_4) d.stage = 4;
     if (kind == BAD_STAGE_MINUS) d.stage = -1;
     if (kind == BAD_OPTIMIZER) d.optimizer = 9;
@@ -1243,7 +1295,7 @@ static void test_unlike(void) {
 static void test_alone(void) {
     dt_host quiet = *dt_host_default();
     quiet.log = silent;
-    for (int stage = 0; stage < 2; stage++) {
+    for (int stage = 0; stage < 4; stage++) {
         dt_ctx    *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet });
         float      x[3] = { 1, 2, -1 }, y = 3, state[3];
         dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_ONES);
@@ -1289,12 +1341,12 @@ static dt_status late_main(dt_ctx *ctx, void *user) {
         write_start(ctx);
         dt_backward(pull(ctx, &w, &mesh, 1, 0));
         dt_barrier(mesh.dp);
-        memcpy(l->before[me], dt_param_get(ctx, 0)->data, sizeof l->before[me]);
+        memcpy(l->before[me], dt_unit_get(ctx, 0)->kept, sizeof l->before[me]);
         if (me == 1) dt_fail(ctx, DT_ERR_DEVICE, "pulled the plug");
         dt_step_info info = dt_zero_step(zero, 0.1);
         CHECK_MSG(isnan(info.grad_norm) && info.step == 0, "stage %d: rank %d took a step that rank 1 did not",
             l->stage, me);
-        memcpy(l->after[me], dt_param_get(ctx, 0)->data, sizeof l->after[me]);
+        memcpy(l->after[me], dt_unit_get(ctx, 0)->kept, sizeof l->after[me]);
         CHECK_MSG(memcmp(l->before[me], l->after[me], sizeof l->before[me]) == 0, "rank %d changed a parameter", me);
         if (me == 0) dt_zero_free(zero); /* after a failure too */
     }
@@ -1304,8 +1356,8 @@ static dt_status late_main(dt_ctx *ctx, void *user) {
 }
 
 static void test_late_failure(void) {
-    for (int code = 0; code < 4; code++) {
-        late_run  l = { .stage = code & 1, .at_make = code >> 1 };
+    for (int code = 0; code < 8; code++) {
+        late_run  l = { .stage = code & 3, .at_make = code >> 2 };
         dt_report report = run(2, late_main, &l);
         CHECK_MSG(report.status == DT_ERR_DEVICE && report.rank == 1 && strstr(report.text, "plug"), "%s", report.text);
         CHECK(l.status[0] == DT_ERR_PEER && l.status[1] == DT_ERR_DEVICE);
@@ -1332,7 +1384,7 @@ static dt_status memory_fault_main(dt_ctx *ctx, void *user) {
 }
 
 static void test_refused_memory(void) {
-    for (int code = 0; code < 4; code++) {
+    for (int code = 0; code < 8; code++) {
         int refused = 0, done = 0, rank = code & 1;
         for (int k = 1; k < 1000 && !done; k++) {
             world_run w = world_make(MIXED, (dt_mesh_desc){ .dp = 2 }, (dt_zero_desc){ .stage = code >> 1, .clip = 1,
