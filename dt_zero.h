@@ -52,12 +52,14 @@
    CONTENTS
      1. Learning rate
      2. Training state
-     3. Implementation: learning rate
-     4. Units, groups and runs
-     5. The reducer
-     6. The norm
-     7. The update
-     8. Making, stepping, freeing
+     3. Account
+     4. Implementation: learning rate
+     5. Units, groups and runs
+     6. The reducer
+     7. The norm
+     8. The update
+     9. Making, stepping, freeing
+     10. Account: code
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -136,7 +138,7 @@ typedef struct dt_zero_desc {
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
-    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 5 */
+    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 6 */
     int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does */
     dt_update_fn   update;          /* DT_OWN */
     void          *user;            /* handed to update */
@@ -165,6 +167,35 @@ DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
 /* [local] Gives the state back before the context ends. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
+// ==== 3. Account ====================================================================================================
+
+/* What a rank holds and sends for its parameters, before there is a program: the formulas of S. Rajbhandari et al.,
+   "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share the data, a micro-batches in a step;
+   values, grads and state: bytes of an element. A step sends, each times (N-1)/N:
+
+       stage   holds                          sends
+       0       (values + grads + state) E     2 grads E                all-reduce
+       1       (values + grads + state/N) E   (grads + values) E       reduce-scatter, and all-gather after the update
+       2       (values + (grads + state)/N) E (a grads + values) E     the same, but gradients in each micro-batch
+       3       (values + grads + state)/N E   a (grads + 2 values) E   gathered in each forward and each backward
+       3 kept  the same                       (a grads + values) E     gathered once a step
+
+   Not in it: what is gathered or summed at the moment, activations, frozen parameters, the padding of units to a
+   multiple of N * 1,024 elements (with E as the sum of dt_unit.padded the bytes are exact). A dry run (dt_parallel.h)
+   counts all of it. */
+typedef struct dt_zero_formula_desc {
+    double elements;                /* E: of one rank's cut, if other axes cut parameters */
+    int    stage;                   /* 0 to 3 */
+    int    ranks;                   /* N; 0 -> 1 */
+    int    micros;                  /* a; 0 -> 1 */
+    int    kept;                    /* stage 3: 1: gathered once a step */
+    double values, grads, state;    /* Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with an f32 master 2, 4, 12; the
+                                       paper's 16-bit gradients 2, 2, 12. All 0 -> 4, 4, 8 */
+} dt_zero_formula_desc;
+typedef struct dt_zero_bytes { double params, grads, optim, total, sent; } dt_zero_bytes; /* a rank's; sent in a step */
+/* [local] Bytes by these formulas; all NaN for a stage that is none or a negative number. */
+DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
+
 #ifdef __cplusplus
 }
 #endif
@@ -179,7 +210,7 @@ DT_API void dt_zero_free(dt_zero *zero);
 extern "C" {
 #endif
 
-// ==== 3. Implementation: learning rate ==============================================================================
+// ==== 4. Implementation: learning rate ==============================================================================
 
 double dt_lr(dt_lr_desc d, int64_t step) {
     if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
@@ -191,7 +222,7 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     return lowest + left * (d.peak - lowest);
 }
 
-// ==== 4. Units, groups and runs =====================================================================================
+// ==== 5. Units, groups and runs =====================================================================================
 
 /* What this layer knows of a unit. `data` is the group whose ranks hold copies and saw different samples. Its N ranks
    cut the padded unit into N equal runs; rank r owns run r at stage 1, and all of it at stage 0. */
@@ -427,7 +458,7 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
     return DT_OK;
 }
 
-// ==== 5. The reducer ================================================================================================
+// ==== 6. The reducer ================================================================================================
 
 /* Gradients count as dp, whatever axis a group belongs to. */
 static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run) {
@@ -577,7 +608,7 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
     else if (zero->next < 0) zero->next = zero->n_units - 1;
 }
 
-// ==== 6. The norm ===================================================================================================
+// ==== 7. The norm ===================================================================================================
 
 /* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the data group.
    A run's sum is computed by exactly one rank (at stage 0 by each for itself), and x + 0 is x: every stage gets the
@@ -663,7 +694,7 @@ static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     return isfinite(*norm) ? DT_OK : dt__zero_not_finite(zero, *norm);
 }
 
-// ==== 7. The update =================================================================================================
+// ==== 8. The update =================================================================================================
 
 /* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
 static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
@@ -711,7 +742,7 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
     return dt_all_gather(z->data, dt__zero_value(z, z->first), u->data, z->count, u->dtype);
 }
 
-// ==== 8. Making, stepping, freeing ==================================================================================
+// ==== 9. Making, stepping, freeing ==================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
@@ -843,6 +874,24 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
         if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
     }
     return bytes;
+}
+
+// ==== 10. Account: code =============================================================================================
+
+dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
+    dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
+    if (d.stage < 0 || d.stage > 3 || d.ranks < 0 || d.micros < 0 || !(d.elements >= 0 && d.values >= 0 &&
+            d.grads >= 0 && d.state >= 0)) return none;
+    if (d.values == 0 && d.grads == 0 && d.state == 0) d.values = d.grads = 4, d.state = 8;
+    double n = d.ranks ? d.ranks : 1, a = d.micros ? d.micros : 1;
+    double reduced = d.stage >= 2 ? a : 1;                  /* times a gradient is scattered */
+    double gathered = d.stage == 3 && !d.kept ? 2 * a : 1;  /* times a value is gathered */
+    b.params = d.values * d.elements / (d.stage >= 3 ? n : 1);
+    b.grads = d.grads * d.elements / (d.stage >= 2 ? n : 1);
+    b.optim = d.state * d.elements / (d.stage >= 1 ? n : 1);
+    b.total = b.params + b.grads + b.optim;
+    b.sent = (d.stage == 0 ? 2 * d.grads : reduced * d.grads + gathered * d.values) * d.elements * (n - 1) / n;
+    return b;
 }
 
 #ifdef __cplusplus
