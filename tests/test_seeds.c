@@ -143,9 +143,10 @@ static void test_highest_stage(void) {
 }
 
 static dt_zero_formula_desc formula_of(const state_case *c, int ranks) {
-    int narrow = c->dtype == DT_BF16 || c->dtype == DT_F16;
-    return (dt_zero_formula_desc){ .elements = c->elements, .stage = c->stage, .ranks = ranks, .micros = c->micros,
-        .values = narrow ? 2 : 4, .grads = 4, .state = narrow ? 12 : 8 };
+    dt_zero_formula_desc d = { .elements = c->elements, .stage = c->stage, .ranks = ranks, .micros = c->micros };
+    if (c->dtype == DT_BF16 || c->dtype == DT_F16) d.values = 2, d.grads = 4, d.state = 12;
+    if (c->dtype == DT_F64) d.values = d.grads = 8, d.state = 16;
+    return d; /* f32 is what it takes unless told */
 }
 
 /* Counts a case and compares it with the formula: memory to the byte, and traffic where there were steps. */
@@ -211,10 +212,11 @@ static void test_zero_factors(void) {
 /* Traffic of a whole step, counted, with the norm, the update and the gathers. E: 8 x 1,024^2 elements, no padding. */
 static void test_zero_traffic(void) {
     for (int stage = 0; stage <= HIGHEST_STAGE; stage++)
-        for (int i = 0; i < 2 * 2 * 2; i++) {
+        for (int i = 0; i < 2 * 2 * 4; i++) {
+            static const dt_dtype types[4] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
             int        ranks = i % 2 ? 8 : 2, micros = i / 2 % 2 ? 3 : 1;
             state_case c = { .width = 1024, .layers = 8, .stage = stage, .micros = micros, .steps = 1,
-                .dtype = i / 4 ? DT_BF16 : DT_F32 };
+                .dtype = types[i / 4] };
             count_state(&c, ranks);
             equals("no padding", c.elements, 8 * 1048576.0);
         }
