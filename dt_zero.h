@@ -52,14 +52,16 @@
    CONTENTS
      1. Learning rate
      2. Training state
-     3. Implementation: learning rate
-     4. Units, groups and runs
-     5. The reducer
-     6. Values on demand
-     7. The norm
-     8. The loss scale
-     9. The update
-    10. Making, stepping, freeing
+     3. Account
+     4. Implementation: learning rate
+     5. Units, groups and runs
+     6. The reducer
+     7. Values on demand
+     8. The norm
+     9. The loss scale
+    10. The update
+    11. Making, stepping, freeing
+    12. Account: code
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -143,7 +145,7 @@ enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_OWN };
 typedef struct dt_zero_desc {
     int            stage;           /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
     int            shard_group;     /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
-    int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 6 */
+    int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 7 */
     const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
     int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_OWN */
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
@@ -154,7 +156,7 @@ typedef struct dt_zero_desc {
     double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
-    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 5 */
+    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 6 */
     int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does, and gathered
                                        when it is needed, not before */
     int            poison;          /* 1: stage 3 fills what it frees with NaN, so that a late reader shows */
@@ -194,6 +196,35 @@ DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
 /* [local] Gives the state back before the context ends. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
+// ==== 3. Account ====================================================================================================
+
+/* What a rank holds and sends for its parameters, before there is a program: the formulas of S. Rajbhandari et al.,
+   "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share the data, a micro-batches in a step;
+   values, grads and state: bytes of an element. A step sends, each times (N-1)/N:
+
+       stage   holds                          sends
+       0       (values + grads + state) E     2 grads E                all-reduce
+       1       (values + grads + state/N) E   (grads + values) E       reduce-scatter, and all-gather after the update
+       2       (values + (grads + state)/N) E (a grads + values) E     the same, but gradients in each micro-batch
+       3       (values + grads + state)/N E   a (grads + 2 values) E   gathered in each forward and each backward
+       3 kept  the same                       (a grads + values) E     gathered once a step
+
+   Not in it: what is gathered or summed at the moment, activations, frozen parameters, the padding of units to a
+   multiple of N * 1,024 elements (with E as the sum of dt_unit.padded the bytes are exact). A dry run (dt_parallel.h)
+   counts all of it. */
+typedef struct dt_zero_formula_desc {
+    double elements;                /* E: of one rank's cut, if other axes cut parameters */
+    int    stage;                   /* 0 to 3 */
+    int    ranks;                   /* N; 0 -> 1 */
+    int    micros;                  /* a; 0 -> 1 */
+    int    kept;                    /* stage 3: 1: gathered once a step */
+    double values, grads, state;    /* Adam: f32 4, 4, 8; f64 8, 8, 16; bf16 and f16 with an f32 master 2, 4, 12; the
+                                       paper's 16-bit gradients 2, 2, 12. All 0 -> 4, 4, 8 */
+} dt_zero_formula_desc;
+typedef struct dt_zero_bytes { double params, grads, optim, total, sent; } dt_zero_bytes; /* a rank's; sent in a step */
+/* [local] Bytes by these formulas; all NaN for a stage that is none or a negative number. */
+DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
+
 #ifdef __cplusplus
 }
 #endif
@@ -208,7 +239,7 @@ DT_API void dt_zero_free(dt_zero *zero);
 extern "C" {
 #endif
 
-// ==== 3. Implementation: learning rate ==============================================================================
+// ==== 4. Implementation: learning rate ==============================================================================
 
 double dt_lr(dt_lr_desc d, int64_t step) {
     if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
@@ -220,7 +251,7 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     return lowest + left * (d.peak - lowest);
 }
 
-// ==== 4. Units, groups and runs =====================================================================================
+// ==== 5. Units, groups and runs =====================================================================================
 
 /* What this layer knows of a unit. `data` is the group whose ranks saw different samples of the same parameters. It
    falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold
@@ -516,7 +547,7 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
     return DT_OK;
 }
 
-// ==== 5. The reducer ================================================================================================
+// ==== 6. The reducer ================================================================================================
 
 /* Gradients count as dp, whatever axis a group belongs to. */
 static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run) {
@@ -746,7 +777,7 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
     else dt__zero_reduce_again(zero);
 }
 
-// ==== 6. Values on demand ===========================================================================================
+// ==== 7. Values on demand ===========================================================================================
 
 /* Stage 3. A rank keeps its run of each unit. The first op that reads a parameter has its unit gathered, for the block
    in which it runs; when the block ends the unit is freed. So a micro-batch gathers each unit once in the forward and
@@ -867,7 +898,7 @@ static void dt__zero_reset(dt_ctx *ctx, void *user) {
     if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
 }
 
-// ==== 7. The norm ===================================================================================================
+// ==== 8. The norm ===================================================================================================
 
 /* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the shard
    group. A run's sum is computed by exactly one rank of it (at stage 0 by each for itself), and x + 0 is x: every stage
@@ -1011,7 +1042,7 @@ static dt_status dt__zero_not_finite(dt_zero *zero, const dt__zero_fault *fault,
         dt__zero_fault_text(zero, fault).s);
 }
 
-// ==== 8. The loss scale =============================================================================================
+// ==== 9. The loss scale =============================================================================================
 
 static void dt__scale_set(dt_zero *zero, double scale) {
     zero->scale = scale;
@@ -1065,7 +1096,7 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__zero_fault *fault) {
         "helps; %s", (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__zero_fault_text(zero, fault).s);
 }
 
-// ==== 9. The update =================================================================================================
+// ==== 10. The update ================================================================================================
 
 /* Consecutive elements of this rank's run, and where they are. */
 typedef struct dt__zero_span {
@@ -1143,7 +1174,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     return dt_error(zero->ctx);
 }
 
-// ==== 10. Making, stepping, freeing =================================================================================
+// ==== 11. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
@@ -1356,6 +1387,24 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
         if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
     }
     return bytes;
+}
+
+// ==== 12. Account: code =============================================================================================
+
+dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
+    dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
+    if (d.stage < 0 || d.stage > 3 || d.ranks < 0 || d.micros < 0 || !(d.elements >= 0 && d.values >= 0 &&
+            d.grads >= 0 && d.state >= 0)) return none;
+    if (d.values == 0 && d.grads == 0 && d.state == 0) d.values = d.grads = 4, d.state = 8;
+    double n = d.ranks ? d.ranks : 1, a = d.micros ? d.micros : 1;
+    double reduced = d.stage >= 2 ? a : 1;                  /* times a gradient is scattered */
+    double gathered = d.stage == 3 && !d.kept ? 2 * a : 1;  /* times a value is gathered */
+    b.params = d.values * d.elements / (d.stage >= 3 ? n : 1);
+    b.grads = d.grads * d.elements / (d.stage >= 2 ? n : 1);
+    b.optim = d.state * d.elements / (d.stage >= 1 ? n : 1);
+    b.total = b.params + b.grads + b.optim;
+    b.sent = (d.stage == 0 ? 2 * d.grads : reduced * d.grads + gathered * d.values) * d.elements * (n - 1) / n;
+    return b;
 }
 
 #ifdef __cplusplus

@@ -56,7 +56,7 @@ static model model_make(dt_ctx *ctx) {
     m.centers = dt_param_at(ctx, "centers", DT_SHAPE(J, 1), DT_UNIFORM(3.0), (dt_param_desc){ .dtype = DT_F64 });
     m.weights = dt_param_at(ctx, "weights", DT_SHAPE(1, J), DT_NORMAL(0.1), (dt_param_desc){ .dtype = DT_F64 });
     m.bias = dt_param_at(ctx, "bias", DT_SHAPE(1), DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
-    dt_units_make(ctx, (dt_units_desc){ 0, 0 });    /* values now: our own op is the first to read them */
+    dt_units_make(ctx, (dt_units_desc){ 0 });    /* values now: our own op is the first to read them */
     return m;
 }
 

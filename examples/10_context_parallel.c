@@ -60,7 +60,7 @@ static dt_status run(dt_ctx *ctx, void *user) {                 /* every rank ru
     layer      l = layer_make(ctx);
     int        t = T / mesh.sizes.cp;
     float      mine[B * T * C], slopes[B * T * C];
-    if (dt_units_make(ctx, (dt_units_desc){ 0, 0 }) != DT_OK) return dt_error(ctx);
+    if (dt_units_make(ctx, (dt_units_desc){ 0 }) != DT_OK) return dt_error(ctx);
     for (int i = 0; i < B * t * C; i++) {                       /* token i / C of this rank is which of the sequence? */
         int64_t token = dt_context_token(j->kind, T, mesh.sizes.cp, mesh.at.cp, i / C % t);
         uint32_t place = (uint32_t)((i / C / t * T + token) * C + i % C);

@@ -539,7 +539,7 @@ static dt_status tied_main(dt_ctx *ctx, void *user) {
     char        text[200];
     dt_tensor  *w = dt_param_at(ctx, "w", DT_SHAPE(E_V, V_C), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64,
         .cuts = { { mesh.tp, 0 } } });
-    dt_units_make(ctx, (dt_units_desc){ 0, 0 });
+    dt_units_make(ctx, (dt_units_desc){ 0 });
     for (int64_t i = w->param->box.inside[0] * V_C; i < dt_count(w->shape); i++) ((double *)w->data)[i] = 1e4;
     for (int dim = -1; dim < (n > 1 ? 2 : 0); dim++) {
         tied_values *got = n > 1 ? &all->got[me] : &all->one;

@@ -856,8 +856,8 @@ static void e_late(scene *s) {
     dt_param(s->ctx, "the_late", DT_SHAPE(2), DT_ZEROS);
 }
 static void e_units_twice(scene *s) {
-    dt_units_make(s->ctx, (dt_units_desc){ 0, 0 });
-    dt_units_make(s->ctx, (dt_units_desc){ 0, 0 });
+    dt_units_make(s->ctx, (dt_units_desc){ 0 });
+    dt_units_make(s->ctx, (dt_units_desc){ 0 });
 }
 static void e_taken(scene *s) { dt_param(s->ctx, "the_w", DT_SHAPE(2), DT_ZEROS); }
 static void e_taken_scope(scene *s) {
@@ -1222,7 +1222,7 @@ static int h_own_op_first(void) { /* an own op is the first use of a parameter: 
 static int h_no_context(void) { /* dt_ctx_make answered NULL: a loop without checks must come to its end */
     dt_param(NULL, "w", DT_SHAPE(1), DT_ZEROS);
     dt_scope(NULL, "s");
-    dt_units_make(NULL, (dt_units_desc){ 0, 0 });
+    dt_units_make(NULL, (dt_units_desc){ 0 });
     dt_micro(NULL, 0, 1);
     dt_backward(dt_input(NULL, DT_F32, DT_SHAPE(1), NULL));
     dt_block(NULL, toy_block, NULL, NULL);
