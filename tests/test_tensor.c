@@ -367,7 +367,8 @@ static void on_closing(dt_ctx *ctx, void *user) {
     ((heard *)user)->closed++;
 }
 
-#define LISTENER(h) { on_enter, on_leave, on_ready, on_failed, on_closing, (h), NULL }
+#define LISTENER(h) { .enter = on_enter, .leave = on_leave, .grad_ready = on_ready, .failed = on_failed, \
+    .closing = on_closing, .user = (h) }
 
 /* units: 0 table, 1 and 2 the blocks' weights, 3 head, 4 a and b together, 5 never used, 6 frozen */
 typedef struct toy { dt_tensor *table, *w[2], *head, *a, *b, *unused, *frozen; } toy;
