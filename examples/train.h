@@ -32,6 +32,7 @@ typedef struct train_row {
     double  ms, tokens_per_s;   /* by rank 0's clock */
     double  comm;               /* the share of that time which rank 0 spent between ranks, waiting included */
     double  val_loss;           /* NaN in a step after which none was taken */
+    int     skipped;            /* 1: gradients were not finite under a loss scale, and nothing changed */
     double  mem[TRAIN_MEMS];
     double  bytes[DT_AXES];     /* sent by one rank along each axis in this step, largest over the ranks */
 } train_row;
@@ -61,7 +62,7 @@ typedef struct train_config {
     dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
-                                                                       tp; may be NULL */
+                                                                       tp, at ZeRO-3 on all ranks; may be NULL */
     void        *user;
 } train_config;
 
@@ -216,7 +217,8 @@ static inline void train_forward_backward(gpt *model, const train_batch *b, int 
     }
 }
 
-/* Mean loss over the first sequences of a text, which the replicas share out one by one. */
+/* Mean loss over the first sequences of a text, which the replicas share out one by one. All of them run as many
+   forwards, for at ZeRO-3 they gather values together: where one has no sequence left, its last one is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx  *ctx = model->ctx;
     int64_t  n = dt_text_sequences(text);
@@ -225,10 +227,12 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
     dt_trace_begin(ctx, "validation");
     dt_no_grad(ctx, 1);
-    for (int64_t s = mesh->replica; s < n && train_sequence_read(b, text, model, s, 0, 0) == DT_OK;
-         s += mesh->replicas) {
+    for (int64_t first = 0; first < n; first += mesh->replicas) {
+        int64_t s = first + mesh->replica;
+        if (train_sequence_read(b, text, model, s < n ? s : 0, 0, 0) != DT_OK) break;
         dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
-        loss += dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
+        double one = dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
+        if (s < n) loss += one;
         dt_reset(ctx);
     }
     dt_no_grad(ctx, 0);
@@ -250,7 +254,9 @@ static inline void train_account(dt_ctx *ctx, const size_t *sent_before, train_r
 
 static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }
 
-/* One whole step on every rank: read, forward and backward, update, measure. */
+/* One whole step on every rank: read, forward and backward, update, measure. A skipped one changed nothing but the
+   loss scale: it is to be run again, with the same number and sequences, and a run that skips ends as one that began
+   with the smaller scale. */
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
     dt_text *text, train_batch *b, int64_t step) {
     dt_ctx   *ctx = model->ctx;
@@ -274,7 +280,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
             isnan(row.loss) ? "NaN" : "infinite", step > 1 ? "; a smaller learning rate may help" : c->weights ?
             " before any update: are all weights of the file finite?" : " before any update");
     dt_trace_begin(ctx, "optimizer");
-    row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
+    dt_step_info info = dt_zero_step(optimizer, row.lr);
+    row.grad_norm = info.grad_norm;
+    row.skipped = info.skipped;
     dt_trace_end(ctx);
     train_account(ctx, sent, &row);
     dt_trace_end(ctx);
@@ -324,13 +332,14 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     }
     for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
         train_row row = train_step(c, &model, optimizer, &mesh, text, &b, step);
+        while (row.skipped && dt_error(ctx) == DT_OK) row = train_step(c, &model, optimizer, &mesh, text, &b, step);
         if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
             row.val_loss = train_eval(&model, &mesh, val, &b);
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
     }
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
-    if (c->at_end && dt_error(ctx) == DT_OK && first) c->at_end(ctx, &model, c->user);
+    if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
     dt_sampler_free(b.shuffled);
     dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
     dt_free(ctx, DT_MEM_HOST, b.labels, bytes);

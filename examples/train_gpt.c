@@ -90,7 +90,7 @@ enum { BUILT, LATER };
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
     X(FREEZE_STEPS, "freeze-steps", INT, LATER, NULL, 0, 1e12, "N", "warmup of onebit-adam") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
-    X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
+    X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", "bad steps are run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
@@ -109,8 +109,9 @@ enum { BUILT, LATER };
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "1f1b;naive|afab|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, LATER, "1", 1, MEGA, "v", "with --pp") \
     X(PARTITION, "partition", TEXT, LATER, NULL, 0, 0, "LIST", "with --pp") \
-    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1;2|3", "what the data ranks share out: 1, optimizer state") \
-    X(SHARD_GROUP, "shard-group", INT, LATER, NULL, 1, 1024, "N", "") \
+    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
+    X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
+    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
     X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
@@ -416,6 +417,7 @@ static void print_refused(void) {
     puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
     puts("  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it");
     puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
+    puts("  shard-group divides dp x cp, with zero 1 to 3  and zero3-keep is for zero 3");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
     puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
@@ -618,6 +620,28 @@ static dt_zero_desc resolve_optimizer(const value *v) {
         .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
+/* The loss scale, and who shares what out with whom. */
+static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
+    int   ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
+    char *end = NULL;
+    if (!v[O_LOSS_SCALE].text && strcmp(v[O_DTYPE].text, "f16") == 0)
+        set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
+    const char *text = v[O_LOSS_SCALE].text;
+    int         dynamic = text && strcmp(text, "dynamic") == 0;
+    if (text) z->loss_scale = dynamic ? DT_SCALE_DYNAMIC : strtod(text, &end);
+    if (text && !dynamic && (*end || !(z->loss_scale > 0 && z->loss_scale < HUGE_VAL)))
+        refuse("--loss-scale %s: not dynamic, nor a number above 0", text);
+    z->keep_gathered = v[O_ZERO3_KEEP].number != 0;
+    if (z->keep_gathered && z->stage < 3)
+        refuse("--zero3-keep on needs --zero 3: with --zero %d nothing is gathered for a use", z->stage);
+    z->shard_group = group;
+    if (group && z->stage == 0)
+        refuse("--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
+    if (group && ranks % group != 0)
+        refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); use --shard-group %d",
+            group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)divisor_below(ranks, group));
+}
+
 /* Whether heads and tokens can be cut as the mesh wants. */
 static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     char    why[300];
@@ -645,6 +669,7 @@ static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT };
     train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
     resolve_cuts(v, c.mesh, &c.model);
+    resolve_zero(v, c.mesh, &c.zero);
     resolve_batch(v, c.mesh.dp * c.mesh.ep);
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
@@ -805,7 +830,9 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
-    printf("   zero %s\n", v[O_ZERO].text);
+    printf("   zero %s", v[O_ZERO].text);
+    if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
+    putchar('\n');
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
@@ -894,11 +921,11 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
         return;
     }
-    int          shards = j->config.data.shards;
+    int          shards = j->config.data.shards;   /* all ranks draw the same */
     gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
     ids[0] = shards ? model->config.vocab - 1 : '\n';
     if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
-        int first = dt_ctx_rank(ctx) == 0;     /* all ranks of tp draw the same */
+        int first = dt_ctx_rank(ctx) == 0;
         if (!quiet && first) puts("---");
         for (int i = 1; i <= n && first; i++)
             if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
@@ -911,7 +938,10 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     int64_t    later = j->config.stop_at - 1;
-    if (j->v[O_SAVE_MODEL].text && gpt_save(model, j->v[O_SAVE_MODEL].text, 0) != DT_OK) return;
+    int        saves = dt_ctx_rank(ctx) == 0;
+    if (j->v[O_SAVE_MODEL].text && saves) gpt_save(model, j->v[O_SAVE_MODEL].text, 0);
+    if (j->v[O_SAVE_MODEL].text && !saves) gpt_save_along(model);
+    if (dt_error(ctx) != DT_OK) return;
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
     if (!j->v[O_QUIET].number && later > 0)
