@@ -480,6 +480,7 @@ typedef struct dt_io {
     int     (*rename)(void *user, const char *from, const char *to);
     int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
     int     (*remove)(void *user, const char *path);            /* a file */
+    int     (*forget)(void *user, int fd, int64_t bytes, int64_t offset);   /* to disk, and out of memory; or NULL */
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -663,6 +664,7 @@ typedef struct dt_units_desc {
     size_t bucket_bytes;        /* 0 -> 25 MiB */
     size_t pad;                 /* units are padded to a multiple of this many elements; 0 -> 1 */
     int    parts, part;         /* this rank keeps part of so many equal runs of each unit's values; 0 -> all of it */
+    int    elsewhere;           /* 1: nor are these kept: a listener's release takes them, its gather has them */
     int    hand_over;           /* 1: grad is not made: grad_ready finds each micro-batch's gradient in passing */
 } dt_units_desc;
 
@@ -1348,10 +1350,24 @@ static int dt__io_remove(void *user, const char *path) {
     return unlink(path);
 }
 
+static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
+    (void)user;
+#if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
+    int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0 && fsync(fd) != 0) return -1;
+    posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
+    return 0;
+#else
+    (void)bytes;
+    (void)offset;
+    return fsync(fd);
+#endif
+}
+
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
@@ -1938,29 +1954,35 @@ static void dt__unit_place(dt_ctx *ctx, dt_unit *unit, void *data) {
     }
 }
 
+static void dt__unit_release(dt_ctx *ctx, dt_unit *unit, int written, int unused) {
+    for (dt_listener *l = ctx->listeners; l && (written || unused); l = l->next)
+        if (l->release) l->release(ctx, unit, written, unused, l->user);
+}
+
 /* No rank ever holds more than its run, not even of the initial values. */
 static dt_status dt__unit_storage(dt_ctx *ctx, dt_unit *unit, const dt_units_desc *desc) {
-    size_t pad = desc->pad ? desc->pad : 1, parts = desc->parts > 1 ? (size_t)desc->parts : 1;
-    unit->padded = (unit->count + pad - 1) / pad * pad;
-    if (unit->padded % parts != 0)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %d runs of units padded to %zu elements", (int)parts, pad);
-    unit->run = unit->padded / parts;
-    unit->first = parts > 1 ? (size_t)desc->part * unit->run : 0;
     size_t bytes = unit->run * dt_dtype_size(unit->dtype);
     unit->kept = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
     if (!unit->kept || dt__fill(ctx, unit->dtype, unit->kept, unit->run, 0) != DT_OK) return ctx->status;
     for (int i = unit->first_param; i < unit->first_param + unit->params; i++)
         if (dt__param_values(ctx, ctx->params[i]) != DT_OK) return ctx->status;
-    if (parts == 1) dt__unit_place(ctx, unit, unit->kept);
+    if (unit->run == unit->padded && !desc->elsewhere) dt__unit_place(ctx, unit, unit->kept);
+    if (!desc->elsewhere) return ctx->status;
+    dt__unit_release(ctx, unit, 1, 1);
+    dt_free(ctx, DT_MEM_PARAMS, unit->kept, bytes);
+    unit->kept = NULL;
     return ctx->status;
 }
 
 dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0;
+    size_t pad = desc.pad ? desc.pad : 1, parts = desc.parts > 1 ? (size_t)desc.parts : 1;
     if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
     if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: parameters have their storage already; call "
         "dt_zero_make once and before the first use of a parameter");
     if (ctx->n_params == 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: no parameters were registered");
+    if (pad % parts != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %zu runs of units padded to %zu elements",
+        parts, pad);
     for (int i = 0; i < ctx->n_params; i++) {
         int begins = dt__begins_unit(ctx, i, open, bucket_bytes);
         open = (begins ? 0 : open) + ctx->params[i]->param->count;
@@ -1973,6 +1995,12 @@ dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     }
     ctx->hand_over = desc.hand_over;
     dt__units_plan(ctx, bucket_bytes);
+    for (int u = 0; u < ctx->n_units; u++) {
+        dt_unit *unit = &ctx->units[u];
+        unit->padded = (unit->count + pad - 1) / pad * pad;
+        unit->run = unit->padded / parts;
+        unit->first = parts > 1 ? (size_t)desc.part * unit->run : 0;
+    }
     for (int u = 0; u < ctx->n_units && ctx->status == DT_OK; u++) dt__unit_storage(ctx, &ctx->units[u], &desc);
     return ctx->status;
 }
@@ -2270,7 +2298,7 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
 
 /* Storage for parameters that no optimizer asked for. */
 static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0, 0, 0, 0 };
+    dt_units_desc defaults = { 0, 0, 0, 0, 0, 0 };
     return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
 }
 
@@ -2286,11 +2314,6 @@ static dt_status dt__present(dt_tensor *x) {
         "them: dt_zero_free has run", t->name);
     x->data = t->data;
     return ctx->status;
-}
-
-static void dt__unit_release(dt_ctx *ctx, dt_unit *unit, int written, int unused) {
-    for (dt_listener *l = ctx->listeners; l && (written || unused); l = l->next)
-        if (l->release) l->release(ctx, unit, written, unused, l->user);
 }
 
 /* Reads or writes a parameter as a whole outside of any op: what was gathered for it alone is released at once. */
@@ -3525,7 +3548,7 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx    *ctx = dt__op("dt_alias", x, NULL, NULL);
     dt_tensor *owner = ctx ? dt__owner(x) : NULL; /* data that go before what is made of them are copied */
-    int        copied = ctx && (owner->brief || (owner->param && owner->param->unit->run < owner->param->unit->padded));
+    int        copied = ctx && (owner->brief || (owner->param && owner->param->unit->data != owner->param->unit->kept));
     dt_tensor *y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
         : ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;

@@ -60,8 +60,9 @@
      8. The norm
      9. The loss scale
     10. The update
-    11. Making, stepping, freeing
-    12. Account: code
+    11. Offload
+    12. Making, stepping, freeing
+    13. Account: code
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -153,6 +154,10 @@ typedef struct dt_zero_desc {
     double         momentum;        /* SGD; 0: none, and no state */
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
+    const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
+                                       where the update then runs; else a folder: in a file there: section 11 */
+    const char    *offload_params;  /* stage 3: this rank's run of the values, likewise */
+    size_t         offload_chunk;   /* elements that are read, updated and written at a time; 0 -> 131,072 */
     double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
@@ -253,6 +258,30 @@ double dt_lr(dt_lr_desc d, int64_t step) {
 
 // ==== 5. Units, groups and runs =====================================================================================
 
+/* Offload, section 11: one transfer to or from the disk. The thread that makes it owns it while it is busy. */
+typedef struct dt__disk_job {
+    int         write, busy;
+    void       *at;
+    size_t      bytes;
+    int64_t     offset;
+    const char *what;
+    int64_t     done;               /* bytes that went, fewer than `bytes` after a failure */
+    int         error;              /* errno of it */
+    struct dt__disk_job *next;
+} dt__disk_job;
+
+enum { DT__STATE_0 = 0, DT__STATE_1, DT__MASTER, DT__VALUES, DT__GRAD, DT__ARRAYS, DT__SETS = 3 };
+
+/* Buffers of one chunk, and the transfers from and to them. */
+typedef struct dt__disk_set {
+    int          unit;
+    size_t       first, count;      /* elements of the unit */
+    void        *buf[DT__ARRAYS];
+    dt__disk_job job[DT__ARRAYS];
+} dt__disk_set;
+
+typedef struct dt__disk dt__disk;
+
 /* What this layer knows of a unit. `data` is the group whose ranks saw different samples of the same parameters. It
    falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold
    copies of the same run:
@@ -273,6 +302,8 @@ typedef struct dt__zero_unit {
     dt_work *work;              /* its reduction, under way */
     void    *whole;             /* stage 3: where its values are, or will be */
     dt_work *gather;            /* under way */
+    void    *host_values;       /* (count) this rank's run, where it lies in host memory */
+    dt__disk_job read;          /* of its run from the disk */
     int      holder;            /* stage 3: the block that has it gathered, 0 outside of blocks */
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
@@ -297,6 +328,8 @@ struct dt_zero {
     int            next;        /* the unit to reduce next: they go in descending order */
     int            oldest;      /* the first whose reduction is under way */
     int            states;
+    const dt_kernels *table;    /* of the update */
+    void          *stream;
     dt__zero_plan  plans[2];    /* of the forward, of the backward */
     int            backward;    /* which one is followed */
     void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
@@ -305,6 +338,10 @@ struct dt_zero {
     size_t         n_sums;
     double        *totals;      /* (n_units) the same of each unit */
     int64_t        step;
+    dt__disk      *disk;        /* of offload to a folder */
+    size_t         disk_bytes;
+    dt__disk_set  *sets;        /* (DT__SETS) chunks of the update of what is offloaded */
+    size_t         chunk, chunk_bytes;
     double         scale;       /* of the loss */
     int            good, patience;  /* steps since the scale changed; skips until it falls */
     int            skips;       /* in a row */
@@ -319,8 +356,9 @@ static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_size(z);
 }
 
-/* The values of this rank's run, and its gradient. */
+/* The values of this rank's run, if they are in memory, and its gradient. */
 static void *dt__zero_values(const dt__zero_unit *z) {
+    if (z->host_values) return z->host_values;
     return (char *)z->unit->kept + (z->first - z->unit->first) * dt_dtype_size(z->unit->dtype);
 }
 static void *dt__zero_run_grad(const dt__zero_unit *z) {
@@ -346,6 +384,15 @@ static dt_status dt__zero_groups(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
+static int       dt__on_disk(const char *place);
+static int       dt__in_host(const char *place);
+static dt_status dt__disk_open(dt_zero *zero);
+static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job);
+static dt_status dt__chunks_make(dt_zero *zero);
+static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run);
+static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z);
+static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes);
+
 static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     dt_ctx        *ctx = zero->ctx;
     dt__zero_unit *z = &zero->units[u];
@@ -358,29 +405,37 @@ static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     z->first = parts > 1 ? (size_t)dt_comm_rank(z->shard) * z->count : 0;
     z->sums = zero->n_sums;
     zero->n_sums += z->unit->padded / DT_RUN;
-    for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
-        z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
+    dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
+    size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_size(z);
+    for (int s = 0; s < zero->states && !z->unit->frozen && bytes; s++) {
+        z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
-        if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
+        if (mem == DT_MEM_HOST) memset(z->state[s], 0, bytes);
+        else if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
     }
-    if (dt__zero_has_master(z->unit))
-        z->master = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "master parameters");
+    if (dt__zero_has_master(z->unit) && bytes) z->master = dt_alloc(ctx, mem, bytes, "master parameters");
     return dt_error(ctx);
+}
+
+/* What is known of units, all zero; made once their number is known. */
+static dt_status dt__zero_units_alloc(dt_zero *zero) {
+    if (zero->units) return DT_OK;
+    zero->n_units = dt_unit_count(zero->ctx);
+    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
+    zero->units = (dt__zero_unit *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "dt_zero_make");
+    if (zero->units) memset(zero->units, 0, bytes);
+    return dt_error(zero->ctx);
 }
 
 static dt_status dt__zero_units_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
-    zero->n_units = dt_unit_count(ctx);
-    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
-    zero->units = (dt__zero_unit *)dt_alloc(ctx, DT_MEM_HOST, bytes, "dt_zero_make");
-    if (!zero->units) return dt_error(ctx);
-    memset(zero->units, 0, bytes);
+    if (dt__zero_units_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(ctx);
     for (int u = 0; u < zero->n_units; u++)
         if (dt__zero_unit_make(zero, u) != DT_OK) return dt_error(ctx);
     zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
     size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
     zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, totals, "sums of the norm");
-    return dt_error(ctx);
+    return dt_error(ctx) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
 /* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
@@ -455,7 +510,7 @@ static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
 }
 
 /* Of what an item is, or of the values a parameter holds; of a cut one's only where the group holds copies of it. */
-static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut) {
+static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int cut) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     char             piece[4096];
     uint64_t         h = 1;
@@ -470,13 +525,13 @@ static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut
     size_t size = dt_dtype_size(t->dtype), begin = p->offset > unit->first ? p->offset : unit->first;
     size_t end = p->offset + p->count < unit->first + unit->run ? p->offset + p->count : unit->first + unit->run;
     size_t bytes = begin < end ? (end - begin) * size : 0;
-    const char *from = (const char *)unit->kept + (begin - unit->first) * size; /* what is kept of it */
+    size_t first = (begin - unit->first) * size; /* what is kept of it */
     for (int c = 0; c < 3; c++)
         if (p->desc.cuts[c].comm && !cut) bytes = 0;
-    if (dt__is_dry(unit->kept)) bytes = 0; /* all zeros, of models that no machine could read through */
+    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-        if (dt__move(zero->ctx, piece, from + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
+        if (dt__values_peek(zero, unit, first + at, piece, n) != DT_OK) break;
         h = dt__zero_digest(h, piece, n);
     }
     return h;
@@ -793,15 +848,17 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
    others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
-    z->whole = dt__spare_take(zero->ctx, u->padded * dt_dtype_size(u->dtype));
-    if (z->whole) z->gather = dt_all_gather_start(z->shard, u->kept, z->whole, u->run, u->dtype);
+    if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
+        return dt_error(zero->ctx);
+    const void *mine = u->kept ? u->kept : (char *)z->whole + u->first * dt_dtype_size(u->dtype);
+    z->gather = dt_all_gather_start(z->shard, mine, z->whole, u->run, u->dtype);
     return dt_error(zero->ctx);
 }
 
 /* Frees the whole values of a unit, or waits for those under way and frees them. */
 static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
-    if (!z->whole || dt_wait(zero->ctx, z->gather) != DT_OK) return;
+    if (!z->whole || dt__disk_wait(zero, &z->read) != DT_OK || dt_wait(zero->ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->whole, u->padded, NAN);
     dt__unit_place(zero->ctx, z->unit, NULL);
@@ -820,7 +877,7 @@ static void dt__zero_drop_held(dt_zero *zero, int block) {
 static void dt__zero_plan_end(dt_zero *zero) {
     zero->plans[zero->backward].at = 0;
     for (int u = 0; u < zero->n_units; u++)
-        if (zero->units[u].gather) dt__zero_drop(zero, &zero->units[u]);
+        if (zero->units[u].whole && !zero->units[u].unit->data) dt__zero_drop(zero, &zero->units[u]);
 }
 
 /* Notes that a block needs a unit, which is where the plan goes on. 0: out of memory. */
@@ -838,15 +895,17 @@ static int dt__zero_plan_note(dt_zero *zero, dt__zero_plan *plan, int unit, int 
     return 1;
 }
 
-/* Starts the rest of this block's gathers and those of the next one. */
+/* Starts the rest of this block's gathers and those of the next one; what lies on disk is read one block earlier. */
 static dt_status dt__zero_prefetch(dt_zero *zero, const dt__zero_plan *plan, int block) {
     int others = 0;
     for (int i = plan->at; i < plan->n; i++) {
         dt__zero_unit *z = &zero->units[plan->items[i].unit];
         others += plan->items[i].block != block;
         block = plan->items[i].block;
-        if (others > 1) break;
-        if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) break;
+        if (others > 2 || (others == 2 && !zero->disk)) break;
+        if (others == 2 && !z->whole && !z->unit->kept) dt__values_read_start(zero, z);
+        if (others < 2 && !z->gather && !z->unit->data) dt__zero_gather_start(zero, z);
+        if (dt_error(zero->ctx) != DT_OK) break;
     }
     return dt_error(zero->ctx);
 }
@@ -857,7 +916,7 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     dt__zero_plan *plan = &zero->plans[zero->backward];
     z->holder = ctx->inside ? ctx->inside->index : 0;
     if (!dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
-    if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) return;
+    if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
     if (dt_wait(ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     dt__unit_place(ctx, unit, z->whole);
@@ -865,12 +924,12 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
 }
 
 static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
-    dt_zero       *zero = (dt_zero *)user;
+    dt_zero *zero = (dt_zero *)user;
+    if (dt_error(ctx) != DT_OK || unit->data == unit->kept || dt__zero_units_alloc(zero) != DT_OK) return;
     dt__zero_unit *z = &zero->units[unit->index];
-    size_t         size = dt_dtype_size(unit->dtype);
-    if (!z->whole || dt_error(ctx) != DT_OK) return;
-    if (written) dt__move(ctx, unit->kept, (const char *)z->whole + unit->first * size, unit->run * size);
-    if (unused) dt__zero_drop(zero, z);
+    void          *run = z->whole ? (char *)z->whole + unit->first * dt_dtype_size(unit->dtype) : unit->kept;
+    if (written) dt__values_store(zero, z, unit, run);
+    if (unused && z->whole) dt__zero_drop(zero, z);
 }
 
 static void dt__zero_enter(dt_ctx *ctx, const dt_event *event, void *user) {
@@ -1106,6 +1165,10 @@ typedef struct dt__zero_span {
     void  *values;
 } dt__zero_span;
 
+/* The update runs where the state is: on the device, or on the CPU where it is offloaded from one. */
+#define DT__UPDATE(zero, what, k, args) dt__kernel_done((zero)->ctx, (what), NULL, #k, \
+    (zero)->table->k ? (zero)->table->k((args), (zero)->stream) : DT_ERR_UNSUPPORTED)
+
 /* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
 static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
@@ -1114,16 +1177,16 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
         dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
         dt_status    status = d->update(f, d->user);
         if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
-        return narrow ? DT__KERNEL(zero->ctx, f->tensor->name, cast, &a) : DT_OK;
+        return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
     }
     if (d->optimizer == DT_SGD) {
         dt_sgd_args a = { type, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum, f->weight_decay,
             f->grad_scale, f->step, f->tensor->dtype, narrow };
-        return DT__KERNEL(zero->ctx, f->tensor->name, sgd, &a);
+        return DT__UPDATE(zero, f->tensor->name, sgd, &a);
     }
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
         f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
-    return DT__KERNEL(zero->ctx, f->tensor->name, adamw, &a);
+    return DT__UPDATE(zero, f->tensor->name, adamw, &a);
 }
 
 /* Updates the part of each parameter that lies in the span. */
@@ -1138,7 +1201,7 @@ static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt_
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->first;
         if (from >= to) continue;
         int     decays = p->full.nd >= 2 && !p->desc.no_decay;
-        char   *value = (char *)s->values + at * narrow_size;
+        char   *value = s->values ? (char *)s->values + at * narrow_size : NULL; /* NULL: only the master is updated */
         void   *updated = s->master ? (char *)s->master + at * size : value;
         dt_flat f = { zero->ctx, t, from - p->offset, to - from, updated, (char *)s->grad + at * size, { NULL, NULL },
             lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale, decays ? zero->desc.weight_decay : 0,
@@ -1161,11 +1224,17 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
     return dt__zero_update_span(zero, z, &run, lr, grad_scale);
 }
 
-/* Every rank's run to every rank, one unit while the next is updated. */
+static int       dt__streams(const dt_zero *zero);
+static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
+
+/* All units; then every rank's run to every rank, one unit while the next is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
+    int streams = dt__streams(zero);
+    if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_units; u++) {
         dt__zero_unit *z = u < zero->n_units ? &zero->units[u] : NULL, *before = u > 0 ? &zero->units[u - 1] : NULL;
-        if (z && !z->unit->frozen && dt__zero_update(zero, z, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
+        if (z && !z->unit->frozen && !streams && dt__zero_update(zero, z, lr, grad_scale) != DT_OK)
+            return dt_error(zero->ctx);
         if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
         if (before) before->work = NULL;
         if (!z || z->unit->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
@@ -1174,20 +1243,373 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     return dt_error(zero->ctx);
 }
 
-// ==== 11. Making, stepping, freeing =================================================================================
+// ==== 11. Offload ===================================================================================================
+
+/* Optimizer state, and at stage 3 the values, in host memory or in a file (S. Rajbhandari et al., "ZeRO-Infinity",
+   arXiv:2104.07857). The update then goes on in host memory, a chunk of a rank's run at a time, with three sets of
+   buffers:
+
+       reading chunk k + 1        updating chunk k        writing chunk k - 1
+
+   A file is read and written by a thread of its own, which is what asks for offload to disk asks for; it calls the io
+   table and nothing else. It has two slots. A step reads one and writes the other; only when every rank has written
+   all of its chunks do the slots change places, so a step that fails on one rank leaves the state of all as it was. For
+   the same reason values in memory are not touched before: what a chunk becomes goes where its gradient was, which
+   nobody needs any more, and is copied from there when all is well. What was written leaves the page cache. The file
+   loses its name as soon as it is open: whatever ends the program, it is gone with it. */
+
+struct dt__disk {
+    dt_io           io;
+    char           *path;
+    int             fd, slot;
+    int64_t         slot_bytes;
+    pthread_t       thread;
+    int             runs, stop, lost;
+    pthread_mutex_t lock;
+    pthread_cond_t  more;
+    dt__disk_job   *first, *last;
+};
+
+static void dt__disk_do(const dt_io *io, int fd, dt__disk_job *job) {
+    for (job->done = 0, job->error = 0; job->done < (int64_t)job->bytes;) {
+        char   *at = (char *)job->at + job->done;
+        size_t  left = job->bytes - (size_t)job->done;
+        int64_t offset = job->offset + job->done;
+        errno = 0;
+        int64_t n = job->write ? io->pwrite(io->user, fd, at, left, offset) : io->pread(io->user, fd, at, left, offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || n > (int64_t)left) {
+            job->error = n < 0 ? errno : 0;
+            return;
+        }
+        job->done += n;
+    }
+    errno = 0;
+    if (!io->forget || io->forget(io->user, fd, (int64_t)job->bytes, job->offset) == 0) return;
+    job->error = errno;
+    job->done = 0;
+}
+
+static void *dt__disk_thread(void *arg) {
+    dt__disk *d = (dt__disk *)arg;
+    pthread_mutex_lock(&d->lock);
+    while (!d->stop) {
+        dt__disk_job *job = d->first;
+        if (!job) {
+            pthread_cond_wait(&d->more, &d->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&d->lock);
+        dt__disk_do(&d->io, d->fd, job);
+        pthread_mutex_lock(&d->lock);
+        d->first = job->next;
+        if (!d->first) d->last = NULL;
+        __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
+    const char *what) {
+    dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL };
+    *job = fresh;
+    pthread_mutex_lock(&d->lock);
+    if (d->last) d->last->next = job;
+    else d->first = job;
+    d->last = job;
+    pthread_cond_signal(&d->more);
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Until a transfer is over, if one was started. A disk that gives no answer within the run's limit fails. */
+static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
+    const dt__disk  *d = zero->disk;
+    const dt_host   *host = dt_ctx_host(zero->ctx);
+    const dt__world *world = dt__world_of(zero->ctx);
+    double begin = host->now(host->user), limit = world ? world->shared->timeout_s : 120, nap = 1e-5;
+    if (!job->what) return dt_error(zero->ctx);
+    while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
+        if (host->now(host->user) - begin > limit) {
+            zero->disk->lost = 1;
+            return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: no answer from the disk within %g s", d->path, limit);
+        }
+        host->sleep(host->user, nap);
+        nap = nap < 1e-3 ? 2 * nap : nap;
+    }
+    const char *what = job->what;
+    job->what = NULL;
+    if (job->done == (int64_t)job->bytes) return DT_OK;
+    return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path, job->write ? "writing" : "reading",
+        what, (long long)job->done, job->bytes, job->error ? strerror(job->error)
+        : job->write ? "the device took no more" : "the file has become shorter");
+}
+
+static int dt__on_disk(const char *place) { return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0; }
+static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
+static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
+static int dt__streams(const dt_zero *zero) {
+    return zero->disk || dt__in_host(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_params);
+}
+
+/* Bytes of an array of a unit in the file; 0: it is not there. */
+static size_t dt__disk_bytes(const dt_zero *zero, const dt_unit *unit, int array) {
+    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, count = unit->padded / parts;
+    int    state = dt__on_disk(zero->desc.offload_optim) && !unit->frozen;
+    if (array == DT__VALUES) return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(unit->dtype) : 0;
+    if (array == DT__MASTER) return state && dt__zero_has_master(unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
+    return state && array < zero->states ? count * dt_dtype_size(unit->grad_dtype) : 0;
+}
+
+/* Where an array of unit u begins in its slot; of unit n_units: how long a slot is. */
+static int64_t dt__disk_at(const dt_zero *zero, int u, int array) {
+    size_t at = 0;
+    for (int i = 0; i <= u && i < dt_unit_count(zero->ctx); i++)
+        for (int a = 0; a < (i < u ? (int)DT__GRAD : array); a++)
+            at += dt__disk_bytes(zero, dt_unit_get(zero->ctx, i), a);
+    return (int64_t)at;
+}
+
+/* The same in the file. What no step writes stays in the first slot. */
+static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
+    if (dt_unit_get(zero->ctx, u)->frozen) slot = 0;
+    return slot * zero->disk->slot_bytes + dt__disk_at(zero, u, array);
+}
+
+static dt_status dt__disk_open(dt_zero *zero) {
+    dt_ctx     *ctx = zero->ctx;
+    const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params, *folder = dt__on_disk(o) ? o : p;
+    if (!dt__on_disk(folder) || dt__is_dry_run(zero)) return DT_OK;
+    size_t    bytes = sizeof(dt__disk) + strlen(folder) + 40;
+    dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, bytes, "offload");
+    if (!d) return dt_error(ctx);
+    memset(d, 0, bytes);
+    d->path = (char *)(d + 1);
+    d->io = *dt_ctx_io(ctx);
+    d->fd = -1;
+    zero->disk = d;
+    zero->disk_bytes = bytes;
+    snprintf(d->path, bytes - sizeof *d, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx));
+    d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
+    d->fd = dt__file_open(ctx, d->path, 1, 2 * d->slot_bytes); /* zeros: what state begins with */
+    if (d->fd < 0) return dt_error(ctx);
+    if (d->io.remove(d->io.user, d->path) != 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", d->path, dt__io_reason());
+    pthread_mutex_init(&d->lock, NULL);
+    pthread_cond_init(&d->more, NULL);
+    d->runs = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
+    return d->runs ? DT_OK : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
+}
+
+/* A thread that the disk does not let go is left behind, with the memory it may still write to. */
+static void dt__disk_close(dt_zero *zero) {
+    dt_ctx   *ctx = zero->ctx;
+    dt__disk *d = zero->disk;
+    if (d && d->lost) return;
+    if (d && d->runs) {
+        pthread_mutex_lock(&d->lock);
+        d->stop = 1;
+        pthread_cond_signal(&d->more);
+        pthread_mutex_unlock(&d->lock);
+        pthread_join(d->thread, NULL);
+        pthread_mutex_destroy(&d->lock);
+        pthread_cond_destroy(&d->more);
+    }
+    for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
+        dt_free(ctx, DT_MEM_HOST, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
+    dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
+    if (d && d->fd >= 0) d->io.close(d->io.user, d->fd);
+    dt_free(ctx, DT_MEM_HOST, d, zero->disk_bytes);
+    zero->sets = NULL;
+    zero->disk = NULL;
+}
+
+/* Buffers for the chunks of the update. */
+static dt_status dt__chunks_make(dt_zero *zero) {
+    size_t element = 4;
+    if (!dt__streams(zero) || dt__is_dry_run(zero)) return DT_OK;
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__zero_size(&zero->units[u]) > element) element = dt__zero_size(&zero->units[u]);
+    zero->chunk = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
+    zero->chunk_bytes = zero->chunk * element;
+    zero->sets = (dt__disk_set *)dt_alloc(zero->ctx, DT_MEM_HOST, DT__SETS * sizeof *zero->sets, "offload");
+    if (!zero->sets) return dt_error(zero->ctx);
+    memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
+    for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
+        int needed = i % DT__ARRAYS == DT__GRAD ? zero->ctx->kernels.alloc != NULL
+            : i % DT__ARRAYS == DT__VALUES || dt__on_disk(zero->desc.offload_optim);
+        void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
+        if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
+        if (needed && !*buf) return dt_error(zero->ctx);
+    }
+    return DT_OK;
+}
+
+/* ---- values that are elsewhere ---- */
+
+/* From here on this rank's run of the values is what lies at `run`. */
+static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run) {
+    size_t bytes = unit->run * dt_dtype_size(unit->dtype);
+    if (dt__on_disk(zero->desc.offload_params)) {
+        if (dt__is_dry_run(zero) || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(zero->ctx);
+        int64_t offset = dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot);
+        dt__disk_start(zero->disk, &z->read, 1, run, bytes, offset, "values");
+        return dt__disk_wait(zero, &z->read);
+    }
+    if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
+    if (!z->host_values) z->host_values = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "parameters in host memory");
+    return z->host_values ? dt__move(zero->ctx, z->host_values, run, bytes) : dt_error(zero->ctx);
+}
+
+/* Room for the whole values of a unit, and this rank's run begins to be read into its place. */
+static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z) {
+    const dt_unit *u = z->unit;
+    size_t         size = dt_dtype_size(u->dtype);
+    z->whole = dt__spare_take(zero->ctx, u->padded * size);
+    char *mine = z->whole ? (char *)z->whole + u->first * size : NULL;
+    if (mine && z->host_values) return dt__move(zero->ctx, mine, z->host_values, u->run * size);
+    if (mine && zero->disk && !u->kept) dt__disk_start(zero->disk, &z->read, 0, mine, u->run * size,
+        dt__disk_offset(zero, u->index, DT__VALUES, zero->disk->slot), "values");
+    return dt_error(zero->ctx);
+}
+
+/* Some bytes of this rank's run, to host memory. */
+static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes) {
+    dt__zero_unit *z = &zero->units[unit->index];
+    const char    *from = z->host_values ? (const char *)z->host_values : (const char *)unit->kept;
+    if (from) return dt__move(zero->ctx, host, from + at, bytes) == DT_OK ? dt__sync(zero->ctx) : dt_error(zero->ctx);
+    dt__disk_start(zero->disk, &z->read, 0, host, bytes,
+        dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot) + (int64_t)at, "values");
+    return dt__disk_wait(zero, &z->read);
+}
+
+/* ---- the update ---- */
+
+/* s becomes the chunk after `before`; 0: that was the last. */
+static int dt__chunk_after(const dt_zero *zero, dt__disk_set *s, const dt__disk_set *before) {
+    int    u = before ? before->unit : 0;
+    size_t first = before ? before->first + before->count : zero->units[0].first;
+    while (zero->units[u].unit->frozen || first == zero->units[u].first + zero->units[u].count) {
+        if (++u == zero->n_units) return 0;
+        first = zero->units[u].first;
+    }
+    size_t left = zero->units[u].first + zero->units[u].count - first;
+    s->unit = u;
+    s->first = first;
+    s->count = left < zero->chunk ? left : zero->chunk;
+    return 1;
+}
+
+static dt_status dt__chunk_wait(dt_zero *zero, dt__disk_set *s) {
+    for (int a = 0; a < DT__GRAD; a++)
+        if (dt__disk_wait(zero, &s->job[a]) != DT_OK) return dt_error(zero->ctx);
+    return DT_OK;
+}
+
+/* Starts what a chunk has in the file, in one direction. A master is made from the values by the first step, and is
+   what counts from then on. */
+static void dt__chunk_move(dt_zero *zero, dt__disk_set *s, int write) {
+    static const char *const names[] = { "optimizer state", "optimizer state", "master parameters", "values" };
+    const dt__zero_unit *z = &zero->units[s->unit];
+    int master = dt__zero_has_master(z->unit);
+    for (int a = 0; a < DT__GRAD && zero->disk; a++) {
+        size_t size = a == DT__VALUES ? dt_dtype_size(z->unit->dtype) : dt__zero_size(z);
+        int    unread = (a == DT__MASTER && zero->step == 0) || (a == DT__VALUES && master && zero->step > 0);
+        if (dt__disk_bytes(zero, z->unit, a) == 0 || (!write && unread)) continue;
+        int64_t offset = dt__disk_offset(zero, s->unit, a, zero->disk->slot ^ write);
+        offset += (int64_t)((s->first - z->first) * size);
+        dt__disk_start(zero->disk, &s->job[a], write, s->buf[a], s->count * size, offset, names[a]);
+    }
+}
+
+/* One chunk, in host memory. */
+static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, double grad_scale) {
+    dt_ctx        *ctx = zero->ctx;
+    dt__zero_unit *z = &zero->units[s->unit];
+    const dt_unit *u = z->unit;
+    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype), at = s->first - z->first, bytes = s->count * size;
+    int    master = dt__zero_has_master(u), on_disk = dt__disk_bytes(zero, u, DT__VALUES) > 0;
+    char  *grad = (char *)dt__zero_run_grad(z) + at * size;
+    dt__zero_span span = { s->first, s->count, grad, { NULL, NULL }, NULL, NULL };
+    for (int a = 0; a <= DT__MASTER; a++) {
+        char *whole = (char *)(a == DT__MASTER ? z->master : z->state[a]);
+        void *here = whole ? whole + at * size : dt__disk_bytes(zero, u, a) ? s->buf[a] : NULL;
+        if (a == DT__MASTER) span.master = here;
+        else span.state[a] = here;
+    }
+    if (!on_disk && (!master || zero->step == 0))
+        dt__move(ctx, s->buf[DT__VALUES], (char *)dt__zero_values(z) + at * narrow, s->count * narrow);
+    if (s->buf[DT__GRAD]) dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
+    if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
+    dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__VALUES], s->count, 0 };
+    if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
+        return dt_error(ctx);
+    span.values = on_disk || !master ? s->buf[DT__VALUES] : NULL;
+    if (dt__zero_update_span(zero, z, &span, lr, grad_scale) != DT_OK || on_disk) return dt_error(ctx);
+    if (dt__move(ctx, grad, master ? span.master : s->buf[DT__VALUES], bytes) != DT_OK) return dt_error(ctx);
+    return dt__sync(ctx); /* the buffer is used again */
+}
+
+/* The new values, which lie where the gradient was, become the values. */
+static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
+    dt_ctx        *ctx = zero->ctx;
+    const dt_unit *u = z->unit;
+    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype);
+    if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
+    for (size_t at = 0, n; at < z->count; at += n) {
+        char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
+        void *host = z->host_values ? zero->sets[0].buf[DT__GRAD] : NULL; /* values in host memory, gradients not */
+        n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
+        if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
+        dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
+        dt_status status = size == narrow ? dt__move(ctx, to, a.in, n * size)
+            : z->host_values ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
+        if (status != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale) {
+    if (dt__is_dry_run(zero)) return DT_OK;
+    dt__disk_set *now = &zero->sets[0];
+    int           more = dt__chunk_after(zero, now, NULL);
+    if (more) dt__chunk_move(zero, now, 0);
+    for (int k = 1; more; k++) {
+        dt__disk_set *next = &zero->sets[k % DT__SETS];
+        if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx); /* what it wrote is in the file */
+        more = dt__chunk_after(zero, next, now);
+        if (more) dt__chunk_move(zero, next, 0);
+        if (dt__chunk_wait(zero, now) != DT_OK || dt__chunk_update(zero, now, lr, grad_scale) != DT_OK)
+            return dt_error(zero->ctx);
+        dt__chunk_move(zero, now, 1);
+        now = next;
+    }
+    for (int s = 0; s < DT__SETS; s++)
+        if (dt__chunk_wait(zero, &zero->sets[s]) != DT_OK) return dt_error(zero->ctx);
+    if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx); /* all ranks have written all */
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__offload_commit(zero, &zero->units[u]) != DT_OK) return dt_error(zero->ctx);
+    if (zero->disk) zero->disk->slot ^= 1;
+    return DT_OK;
+}
+
+// ==== 12. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        dt_free(ctx, DT_MEM_HOST, z->host_values, unit->run * dt_dtype_size(unit->dtype));
         if (!z->unit) continue;
         size_t bytes = z->count * dt__zero_size(z);
+        dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
         if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
-        for (int s = 0; s < 2; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], bytes);
-        dt_free(ctx, DT_MEM_OPTIM, z->master, bytes);
+        for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
+        dt_free(ctx, mem, z->master, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
+    dt__disk_close(zero);
     for (int i = 0; i < 2; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
@@ -1211,6 +1633,16 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
             "%g: betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
             d->weight_decay);
+    int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc, host = dt__in_host(d->offload_optim);
+    int values = dt__in_host(d->offload_params) || dt__on_disk(d->offload_params);
+    if (values && d->stage != 3)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload_params needs stage 3, got stage %d", d->stage);
+    if (on_device && (dt__on_disk(d->offload_params) || (values && !host && !dt__on_disk(d->offload_optim))))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: values of a device can be offloaded to host memory, "
+            "together with the optimizer state");
+    if (dt__on_disk(d->offload_optim) && dt__on_disk(d->offload_params) &&
+        strcmp(d->offload_optim, d->offload_params) != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %s "
+            "and to %s: one folder is needed", d->offload_optim, d->offload_params);
     if (!((d->loss_scale >= 0 && d->loss_scale < HUGE_VAL) || d->loss_scale == DT_SCALE_DYNAMIC))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: loss scale %g", d->loss_scale);
     if (!(s->init >= 0 && s->init < HUGE_VAL && (s->growth == 0 || s->growth >= 1) && s->backoff >= 0 &&
@@ -1227,8 +1659,9 @@ static int dt__zero_states(const dt_zero_desc *d) {
 }
 
 static dt_units_desc dt__zero_units_desc(const dt_zero *zero) {
+    const char   *values = zero->desc.offload_params;
     dt_units_desc d = { zero->desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->shard), 0, 0,
-        dt__zero_keeps_run(zero) };
+        dt__on_disk(values) || dt__in_host(values), dt__zero_keeps_run(zero) };
     if (zero->desc.tree) d.pad = (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data);
     if (zero->desc.stage < 3) return d;
     d.parts = dt_comm_size(zero->shard);
@@ -1263,6 +1696,12 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (desc.eps == 0) desc.eps = 1e-8;
     zero->desc = desc;
     zero->states = dt__zero_states(&desc);
+    zero->table = &ctx->kernels;
+    zero->stream = ctx->stream;
+    if (dt__streams(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
+        zero->table = dt_kernels_cpu();
+        zero->stream = NULL;
+    }
     dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* the copy is what counts */
@@ -1361,8 +1800,16 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (which < 0 || which >= zero->states)
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
-    const dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
-    return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+    dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
+    size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__STATE_0 + which) : 0;
+    if (!z || !bytes) return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+    void *run = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
+    if (!run) return dt_error(zero->ctx);
+    dt__disk_start(zero->disk, &z->read, 0, run, bytes,
+        dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which, zero->disk->slot), "optimizer state");
+    if (dt__disk_wait(zero, &z->read) == DT_OK) dt__zero_collect(zero, z, run, param, host);
+    dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
+    return dt_error(zero->ctx);
 }
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
@@ -1379,7 +1826,7 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
 }
 
 size_t dt_zero_state_bytes(const dt_zero *zero) {
-    if (!zero) return 0;
+    if (!zero || dt__on_disk(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_optim)) return 0;
     size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;
@@ -1389,7 +1836,7 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     return bytes;
 }
 
-// ==== 12. Account: code =============================================================================================
+// ==== 13. Account: code =============================================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;

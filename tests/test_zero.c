@@ -734,15 +734,18 @@ static int same_bits(const world_run *a, const world_run *b) {
     return same;
 }
 
+static char folder[64]; /* of offload */
+
 /* Runs a case at all stages, forwards and backwards, whole and in shard groups: by hand, and with the same bits where
    these are promised: stages 0 and 1, 2 and 3, and all of them with one micro-batch or the tree. */
 static void run_world(const char *name, world_run like) {
-    enum { STAGES = 4, WAYS = 4 };
+    enum { STAGES = 4, WAYS = 6 };
     world_run a[WAYS][STAGES];
     int       data = like.mesh.dp * like.mesh.ep * like.mesh.cp;
     by_hand  *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
     if (h) do_by_hand(&like, h);
-    for (int way = 0; way < WAYS; way++) /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree */
+    /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree; 4, 5: offload, to host memory, to disk */
+    for (int way = 0; way < WAYS; way++)
         for (int stage = 0; stage < STAGES; stage++) {
             world_run *w = &a[way][stage];
             *w = world_make(like.set, like.params, like.mesh, like.zero);
@@ -755,10 +758,13 @@ static void run_world(const char *name, world_run like) {
             w->zero.keep_gathered = way == 1;
             w->zero.no_overlap = way == 2 && stage == 2;
             w->zero.shard_group = way == 2 && data > 1 ? data % 2 ? 1 : data / 2 : way == 3 && data % 2 == 0 ? 2 : 0;
+            w->zero.offload_optim = way == 4 ? "cpu" : way == 5 ? folder : NULL;
+            w->zero.offload_params = stage == 3 ? w->zero.offload_optim : NULL;
+            w->zero.offload_chunk = way == 5 ? 700 + 500 * (size_t)stage : 0;
             dt_report report = run(w->ranks, world_main, w);
             CHECK_MSG(report.status == DT_OK, "%s, way %d, stage %d: %s", name, way, stage, report.text);
             if (way != 1) check_by_hand(w, name);
-            const world_run *like0 = &a[way == 1 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
+            const world_run *like0 = &a[way == 1 || way > 3 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
             if (way == 2) like0 = &a[2][stage < 2 ? stage : 2]; /* stage 0 has no shard groups */
             CHECK_MSG(same_bits(like0, w), "%s, way %d: stage %d has other bits than stage %d", name, way, stage,
                 like0->zero.stage);
@@ -1421,12 +1427,14 @@ static int survives(void (*fn)(void)) {
 }
 
 int main(int argc, char **argv) {
-    const char *folder = argc > 1 ? argv[1] : "tests/golden";
+    const char *vectors = argc > 1 ? argv[1] : "tests/golden";
+    snprintf(folder, sizeof folder, "/tmp/dt_test_zero.XXXXXX");
+    if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_zero");
     CHECK_MSG(survives(state_of_nothing), "dt_zero_state_bytes of NULL");
     test_lr();
-    test_golden(folder, "gpt2_tied.bin");
-    test_golden(folder, "gpt2_untied.bin");
-    test_golden(folder, "gpt2_sgd.bin");
+    test_golden(vectors, "gpt2_tied.bin");
+    test_golden(vectors, "gpt2_untied.bin");
+    test_golden(vectors, "gpt2_sgd.bin");
     test_serial_all();
     test_by_hand();
     test_memory();
@@ -1438,5 +1446,6 @@ int main(int argc, char **argv) {
     test_alone();
     test_late_failure();
     test_refused_memory();
+    CHECK(rmdir(folder) == 0); /* nothing was left in it */
     return check_done("test_zero");
 }
