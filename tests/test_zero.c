@@ -153,7 +153,7 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     const expected *e = r->e;
     dt_ctx         *ctx = g->ctx;
     int             accum = G_SEQUENCES / r->dp / r->b, T = e->tokens;
-    dt_order        order = { 1000, G_SEQUENCES, r->b, r->dp };
+    dt_order        order = { 1000, G_SEQUENCES, r->b, r->dp, 0 };
     int32_t         ids[G_SEQUENCES * G_TOKENS], labels[G_SEQUENCES * G_TOKENS];
     double          counted = 0;
     *loss = 0;
