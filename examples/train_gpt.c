@@ -1114,8 +1114,8 @@ static int dry_run(job *j) {
     for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], f.row.bytes[a]);
     printf("\n  needs, bytes ");
     for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], f.row.mem[m]);
-    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, which needs most: live at the end, peak of the "
-        "whole run\n", f.flops / 1e9, f.rank);
+    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, the largest: live at the end, peak of the whole "
+        "run\n", f.flops / 1e9, f.rank);
     print_memory(stdout, &f.need);
     return 0;
 }
@@ -1134,9 +1134,10 @@ typedef struct advice {
 /* How the command line would say in what c differs from the job's own settings. */
 static void setting_text(const job *j, const train_config *c, char *text, size_t room) {
     const train_config *now = &j->config;
-    char zero[24] = "", micro[40] = "";
+    char zero[24] = "", micro[64] = "";
     if (c->zero.stage != now->zero.stage) snprintf(zero, sizeof zero, " --zero %d", c->zero.stage);
-    if (c->micro_batch != now->micro_batch) snprintf(micro, sizeof micro, " --micro-batch %d", c->micro_batch);
+    if (c->micro_batch != now->micro_batch) snprintf(micro, sizeof micro, " --micro-batch %d --accum %d",
+        c->micro_batch, c->accum);
     snprintf(text, room, "%s%s%s%s%s", zero, c->model.recompute != now->model.recompute ? " --recompute full" : "",
         micro, c->offload_optim != now->offload_optim ? " --offload-optim DIR" : "",
         c->offload_params != now->offload_params ? " --offload-params DIR" : "");
