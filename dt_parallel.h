@@ -1352,9 +1352,13 @@ dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t 
     if (r.samples == 0) return DT_OK;
     snprintf(name, sizeof name, "batch ramp %lld:%lld:%lld to %lld", (long long)r.start, (long long)r.incr,
         (long long)r.samples, (long long)r.batch);
-    if (r.start < 1 || r.incr < 1 || r.samples < 0 || grows < 0 || unit < 1 || r.batch % unit != 0) {
-        snprintf(text, room, "%s in micro-batches of %lld over all replicas: it goes by 1 or more, from 1 or more, to a "
-            "multiple of that", name, (long long)unit);
+    if (unit < 1 || r.batch < 1 || r.batch % unit != 0) {
+        snprintf(text, room, "%s: that is no multiple of %lld, the micro-batch of all replicas", name, (long long)unit);
+        return DT_ERR_ARG;
+    }
+    if (r.start < 1 || r.incr < 1 || r.samples < 0 || grows < 0) {
+        snprintf(text, room, "%s: it goes by 1 or more from 1 to the batch, over 1 or more; use %lld:%lld:%lld", name,
+            (long long)unit, (long long)unit, (long long)(r.samples > 0 ? r.samples : r.batch));
         return DT_ERR_ARG;
     }
     int64_t most = INT64_MAX / (grows / r.incr + 1); /* so that dt_batch_ramp_size can count */

@@ -69,7 +69,7 @@ typedef struct train_config {
     const char  *weights;       /* a file of initial values for gpt_load; NULL: random ones */
     train_files  data, val;     /* val.count 0: no validation */
     int          seq;           /* T; 0 -> the model's longest */
-    int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica, under a ramp at most */
+    int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica, or fewer at first */
     int          shuffle;       /* 1: the data's sequences in another order each time through, by the context's seed */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */

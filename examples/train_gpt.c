@@ -81,7 +81,7 @@ enum { BUILT, LATER };
     X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", "the step at which the schedule ends [=steps]") \
     X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
     X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values, --shuffle and --generate") \
-    X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", "grow to --batch over SAMPLES sequences") \
+    X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", "grow to --batch over so many samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd;onebit-adam", "") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", "of matrices, not of biases and gains") \
@@ -882,7 +882,8 @@ typedef struct job {
 } job;
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
-                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,batch";
+                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
+                                      "batch";
 
 /* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
@@ -1114,8 +1115,8 @@ static int dry_run(job *j) {
     for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], f.row.bytes[a]);
     printf("\n  needs, bytes ");
     for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], f.row.mem[m]);
-    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, the largest: live at the end, peak of the whole "
-        "run\n", f.flops / 1e9, f.rank);
+    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, the largest: live at the end, peak of the "
+        "whole run\n", f.flops / 1e9, f.rank);
     print_memory(stdout, &f.need);
     return 0;
 }
