@@ -503,6 +503,7 @@ typedef struct dt_ctx_desc {
     const dt_host    *host;     /* NULL -> dt_host_default() */
     const dt_io      *io;       /* NULL -> dt_io_default() */
     void             *stream;   /* handed to every kernel */
+    size_t            mem_limit;    /* bytes that may be live, over all classes; 0: no limit */
 } dt_ctx_desc;
 
 /* [local] NULL when the host table refuses the memory. dt_run makes one for each rank; alone, make it yourself. */
@@ -543,7 +544,8 @@ DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
 /* [local] bytes of class mem, from the device table for tensor classes and from the host table for DT_MEM_HOST.
-   bytes 0 gives NULL without an error; a refusal fails the context (DT_ERR_MEM, naming what and how much). */
+   bytes 0 gives NULL without an error; a refusal, by a table or because mem_limit would be exceeded, fails the context
+   (DT_ERR_MEM, naming what and how much), and the log hook gets a notice: live bytes and peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
@@ -1406,6 +1408,7 @@ struct dt_ctx {
     dt_status    status;
     char         text[512];
     dt_memory    memory;
+    size_t       mem_limit;
     void        *work;
     size_t       work_bytes;
     dt_listener *listeners;
@@ -1455,12 +1458,19 @@ static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_H
 
 void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
+    const dt_memory *m = &ctx->memory;
+    char             limit[48] = "", table[512] = "";
     if (bytes == 0 || ctx->status != DT_OK) return NULL;
-    void *p = dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
-                                      : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
+    void *p = over ? NULL : dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
+                                                    : ctx->kernels.alloc(ctx->kernels.user, bytes);
     if (!p) {
-        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use", what, bytes,
-            classes[mem], ctx->memory.live_total);
+        if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
+        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
+            classes[mem], m->live_total, limit);
+        for (int i = 0, at = 0; i < DT_MEM_CLASSES; i++)
+            at += snprintf(table + at, sizeof table - (size_t)at, " %s %zu (%zu)", classes[i], m->live[i], m->peak[i]);
+        dt_log(ctx, DT_LOG_NOTICE, "rank %d: live bytes (and peak):%s", ctx->rank, table);
         return NULL;
     }
     dt__account(ctx, mem, bytes, +1);
@@ -1536,6 +1546,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
     ctx->loss_scale = 1;
+    ctx->mem_limit = desc.mem_limit;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
 #ifdef DT_USE_CUDA
     if (!desc.kernels && desc.rank == 0) dt__cuda_notice(ctx);

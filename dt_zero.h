@@ -99,16 +99,18 @@ extern "C" {
 
 // ==== 1. Learning rate ==============================================================================================
 
-enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT };
+enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double  peak;
     int     kind;       /* DT_LR_* after the warmup */
     int64_t warmup;     /* steps; step n <= warmup has peak * n / warmup */
     int64_t steps;      /* the step at which min_ratio * peak is reached; stays there */
     double  min_ratio;
+    int64_t decay;      /* DT_LR_WSD: the last steps, in which it falls; 0 -> 20% of steps, rounded up */
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine. */
+/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine; DT_LR_WSD stays at the peak and then
+   falls as 1 - sqrt(done), done going from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =============================================================================================
@@ -246,13 +248,22 @@ extern "C" {
 
 // ==== 4. Implementation: learning rate ==============================================================================
 
+/* The last step at the peak of a warmup that is followed by a stable phase and a decay. */
+static int64_t dt__lr_stable(dt_lr_desc d) {
+    int64_t last = d.steps - (d.decay > 0 ? d.decay : d.steps / 5 + (d.steps % 5 != 0));
+    return last > d.warmup ? last : d.warmup;
+}
+
 double dt_lr(dt_lr_desc d, int64_t step) {
     if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
     if (d.kind == DT_LR_CONSTANT) return d.peak;
     double lowest = d.min_ratio * d.peak;
     if (step >= d.steps) return lowest;
-    double done = (double)(step - d.warmup) / (double)(d.steps - d.warmup);
+    int64_t from = d.kind == DT_LR_WSD ? dt__lr_stable(d) : d.warmup;
+    if (step <= from) return d.peak;
+    double done = (double)(step - from) / (double)(d.steps - from);
     double left = d.kind == DT_LR_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    if (d.kind == DT_LR_WSD) left = 1 - sqrt(done);
     return lowest + left * (d.peak - lowest);
 }
 
