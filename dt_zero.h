@@ -212,7 +212,8 @@ typedef struct dt__zero_unit {
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
-    void    *errors[2];         /* 1-bit Adam: (padded) this rank's as a worker, (padded / N) as the server of run r */
+    void    *errors[2];         /* 1-bit Adam: this rank's as a worker, and as the server of run r */
+    size_t   error_bytes[2];
 } dt__zero_unit;
 
 struct dt_zero {
@@ -935,7 +936,8 @@ static dt_status dt__onebit_make(dt_zero *zero) {
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
         for (int e = 0; e < 2 && !z->unit->frozen; e++) {
             size_t count = e ? z->unit->padded / N : z->unit->padded;
-            z->errors[e] = dt_alloc(zero->ctx, DT_MEM_OPTIM, count * dt__zero_size(z), "errors of 1-bit Adam");
+            z->error_bytes[e] = count * dt__zero_size(z); /* groups may be gone when it is given back */
+            z->errors[e] = dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
             if (!z->errors[e]) return dt_error(zero->ctx);
             if (dt__fill(zero->ctx, z->unit->grad_dtype, z->errors[e], count, 0) != DT_OK) return dt_error(zero->ctx);
         }
@@ -945,13 +947,9 @@ static dt_status dt__onebit_make(dt_zero *zero) {
 }
 
 static void dt__onebit_free(dt_zero *zero) {
-    for (int u = 0; zero->units && u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        if (!z->unit) continue;
-        size_t bytes = z->unit->padded * dt__zero_size(z);
-        dt_free(zero->ctx, DT_MEM_OPTIM, z->errors[0], bytes);
-        dt_free(zero->ctx, DT_MEM_OPTIM, z->errors[1], bytes / (size_t)dt_comm_size(z->data));
-    }
+    for (int u = 0; zero->units && u < zero->n_units; u++)
+        for (int e = 0; e < 2; e++)
+            dt_free(zero->ctx, DT_MEM_OPTIM, zero->units[u].errors[e], zero->units[u].error_bytes[e]);
     dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
 }
 

@@ -629,8 +629,9 @@ static dt_zero_desc resolve_optimizer(value *v) {
     resolve_onebit(v);
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
         .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
-        .momentum = v[O_MOMENTUM].number, .freeze_steps = int_of(v, O_FREEZE_STEPS), .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number,
-        .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
+        .momentum = v[O_MOMENTUM].number, .freeze_steps = int_of(v, O_FREEZE_STEPS),
+        .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number, .tree = int_of(v, O_REDUCE),
+        .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
 /* Whether heads and tokens can be cut as the mesh wants. */

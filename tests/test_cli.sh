@@ -54,7 +54,7 @@ try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 for x in "--pp 2" "--ep 2" "--zero 2" "--zero 3" \
     "--backend mpi" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
     "--resume x" "--offload-optim cpu" \
-    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--mem-limit 1000" \
+    "--lr-schedule wsd" "--config x" "--mem-limit 1000" \
     "--tp 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
