@@ -186,7 +186,8 @@ static void leave(dt_ctx *ctx, const job *j, dt_zero *zero, left *l) {
         for (size_t k = 0; k < n; k++) l->x[0][i][k] = dt__number(t->dtype, t->data, k);
         const dt__zero_unit *z = &zero->units[t->param->unit->index];
         for (int s = 0; s < 2 && !z->unit->frozen; s++) {
-            if (dt_error(ctx) != DT_OK || dt_zero_state(zero, s, t, host) != DT_OK) /* after a failure: as it lies there */
+            /* after a failure: as it lies there */
+            if (dt_error(ctx) != DT_OK || dt_zero_state(zero, s, t, host) != DT_OK)
                 memcpy(host, (char *)z->state[s] + t->param->offset * size, n * size);
             for (size_t k = 0; k < n; k++) l->x[1 + s][i][k] = dt__number(dt_grad_dtype(t), host, k);
         }
