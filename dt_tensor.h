@@ -187,7 +187,8 @@ DT_API int64_t dt_count(dt_shape shape);
     X(fill) X(init) X(copy) X(permute) X(cast) X(reduce) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) \
     X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) \
     X(topk) X(spread) X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) \
-    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) \
+    X(sign_unpack)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
@@ -398,7 +399,7 @@ typedef struct dt_square_sums_args { /* out[i] = sum of in[j]^2 over run i of DT
 typedef struct dt_adamw_args { /* one step over a flat run; arXiv:1711.05101; coupled: arXiv:1412.6980 with L2 */
     dt_dtype dtype; void *param; const void *grad; void *m, *v; size_t count;   /* all of T, which is f32 or f64 */
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    int64_t step;                   /* from 1: bias correction 1 - beta^step */
+    int64_t step;                   /* from 1: bias correction 1 - beta^step, which of INT64_MAX is none */
     int     coupled;                /* 0: decay apart from the moments (AdamW); 1: added to the gradient (Adam) */
     dt_dtype narrow_dtype; void *narrow; /* receives param rounded to bf16 or f16: param is then the master; or NULL */
 } dt_adamw_args;
@@ -408,6 +409,27 @@ typedef struct dt_sgd_args { /* b = momentum b + g; p -= lr b; g includes weight
     double lr, momentum, weight_decay, grad_scale; int64_t step;
     dt_dtype narrow_dtype; void *narrow; /* as of adamw */
 } dt_sgd_args;
+
+/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step is three kernels' work: each rank's momentum, its exchange as
+   signs, the update. A message is `count` signs, bit i % 8 of byte i / 8 being 1 where number i is not negative, and
+   then their scale, a double. An element whose v is 0 never had a gradient, or is padding: it counts nowhere, and its
+   number, error and mean are 0. */
+typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale */
+    dt_dtype dtype; void *m; const void *grad; size_t count; double beta1, grad_scale;  /* T is f32 or f64, as below */
+} dt_momentum_args;
+
+typedef struct dt_frozen_adam_args { /* p -= lr (m / (sqrt(v) + eps) + weight_decay p); m and v stay as they are */
+    dt_dtype dtype; void *param; const void *m, *v; size_t count; double lr, eps, weight_decay;
+    dt_dtype narrow_dtype; void *narrow; /* as of adamw */
+} dt_frozen_adam_args;
+
+typedef struct dt_sign_pack_args { /* out: (parts) messages of count / parts signs of x + error; count / parts in 8s */
+    dt_dtype dtype; void *out; const void *x; void *error; const void *v; size_t count, parts;
+} dt_sign_pack_args;        /* one scale for all, |x + error| / sqrt(their number); error: what the messages leave */
+
+typedef struct dt_sign_unpack_args { /* out[i] = mean of number i of n messages of `count` signs, added in order */
+    dt_dtype dtype; void *out; const void *in, *v; size_t count, n;
+} dt_sign_unpack_args;
 
 /* A device: where tensor memory comes from, and its kernels. Copy one and change an entry to replace a kernel. A NULL
    kernel is answered with DT_ERR_UNSUPPORTED and the kernel's name. */
@@ -6142,7 +6164,7 @@ static int dt__runs_next(dt__runs *r, const int64_t *stride_a, const int64_t *st
     X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
     X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) X(spread) \
     X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) X(cross_entropy_back) X(mse) \
-    X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(mse_back) X(square_sums) X(adamw) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) X(sign_unpack)
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 typedef struct dt__variant {
 #define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
@@ -7867,6 +7889,74 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
         param[i] -= lr * buffer[i];
     }
     DT__K(give)(a->narrow_dtype, a->narrow, 0, (int64_t)a->count, param, 0);
+    return DT_OK;
+}
+DT__FN dt_status DT__K(momentum)(const dt_momentum_args *a) {
+    DT__REAL *m = (DT__REAL *)a->m, beta1 = (DT__REAL)a->beta1, rest = (DT__REAL)((1 - a->beta1) * a->grad_scale);
+    const DT__REAL *grad = (const DT__REAL *)a->grad;
+    for (size_t i = 0; i < a->count; i++) m[i] = beta1 * m[i] + rest * grad[i];
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
+    DT__REAL *param = (DT__REAL *)a->param, lr = (DT__REAL)a->lr, eps = (DT__REAL)a->eps;
+    DT__REAL  keep = (DT__REAL)(1 - a->lr * a->weight_decay);
+    const DT__REAL *m = (const DT__REAL *)a->m, *v = (const DT__REAL *)a->v;
+    for (size_t at = 0; at < a->count; at += DT__TILE) {
+        DT__REAL root[DT__TILE] = { 0 };
+        size_t   n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
+        memcpy(root, v + at, n * sizeof *root);
+        DT__K(square_roots)(root);
+        for (size_t i = 0; i < n; i++) param[at + i] = keep * param[at + i] - lr * m[at + i] / (root[i] + eps);
+        DT__K(give)(a->narrow_dtype, a->narrow, (int64_t)at, (int64_t)n, param + at, 0);
+    }
+    return DT_OK;
+}
+
+/* The first pass leaves x + error in error, from which the second takes what is sent. */
+DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
+    DT__REAL *error = (DT__REAL *)a->error;
+    const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
+    double squares = 0, numbers = 0;
+    if (a->parts < 1 || a->count % (8 * a->parts) != 0) return DT_ERR_ARG;
+    for (size_t run = 0; run < a->count; run += DT_RUN) {
+        int64_t n = a->count - run < DT_RUN ? (int64_t)(a->count - run) : DT_RUN;
+        double  sum;
+        for (int64_t i = 0; i < n; i++) error[i + run] = v[i + run] != 0 ? x[i + run] + error[i + run] : 0;
+        DT__SUM(double, sum, n, (double)error[j + run] * (double)error[j + run]);
+        squares += sum;
+        for (int64_t i = 0; i < n; i++) numbers += v[i + run] != 0;
+    }
+    DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
+    double   sent = (double)scale;
+    size_t   part = a->count / a->parts / 8; /* bytes of a message's signs */
+    for (size_t byte = 0; byte < a->count / 8; byte++) {
+        unsigned bits = 0;
+        for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
+            bits |= (unsigned)(error[i] >= 0) << (i - 8 * byte);
+            if (v[i] != 0) error[i] -= error[i] >= 0 ? scale : -scale;
+        }
+        ((unsigned char *)a->out)[byte + byte / part * sizeof sent] = (unsigned char)bits;
+    }
+    for (size_t p = 0; p < a->parts; p++)
+        memcpy((char *)a->out + p * (part + sizeof sent) + part, &sent, sizeof sent);
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
+    DT__REAL *out = (DT__REAL *)a->out;
+    const DT__REAL *v = (const DT__REAL *)a->v;
+    double sent;
+    size_t bytes = a->count / 8;
+    if (a->n < 1 || a->count % 8 != 0) return DT_ERR_ARG;
+    memset(out, 0, a->count * sizeof *out);
+    for (size_t k = 0; k < a->n; k++) {
+        const unsigned char *signs = (const unsigned char *)a->in + k * (bytes + sizeof sent);
+        memcpy(&sent, signs + bytes, sizeof sent);
+        DT__REAL scale = (DT__REAL)sent;
+        for (size_t i = 0; i < a->count; i++) out[i] += signs[i / 8] >> i % 8 & 1 ? scale : -scale;
+    }
+    for (size_t i = 0; i < a->count; i++) out[i] = v[i] != 0 ? out[i] / (DT__REAL)a->n : 0;
     return DT_OK;
 }
 #undef DT__SUM

@@ -61,8 +61,9 @@
      9. The loss scale
     10. The update
     11. Offload
-    12. Making, stepping, freeing
-    13. Account: code
+    12. 1-bit Adam
+    13. Making, stepping, freeing
+    14. Account: code
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -144,16 +145,18 @@ typedef struct dt_scale_desc {
 #define DT_SCALE_DYNAMIC (-1.0)
 enum { DT_MAX_SKIPS = 20 };     /* so many skipped steps in a row are a failure */
 
-enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_OWN };
+enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OWN };
 typedef struct dt_zero_desc {
     int            stage;           /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
     int            shard_group;     /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
     int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 7 */
     const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
-    int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_OWN */
+    int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD,
+                                       DT_ONEBIT_ADAM (arXiv:2102.02888; section 12), DT_OWN */
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
     double         eps;             /* 0 -> 1e-8 */
     double         momentum;        /* SGD; 0: none, and no state */
+    int            freeze_steps;    /* 1-bit Adam: steps of Adam before its second moment is frozen, 1 or more */
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
@@ -176,7 +179,9 @@ typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
     int64_t step;           /* the last one done, from 1 */
-    double  grad_norm;      /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure */
+    double  grad_norm;      /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure. 1-bit
+                               Adam does not sum gradients once v is frozen: then an upper bound, the root of the mean
+                               over the N data ranks of |N g|^2, g being a rank's own gradient */
     double  clip_scale;     /* what the gradients were multiplied with */
     int     skipped;        /* 1: gradients were not finite, under a loss scale: no parameter, no state and no step
                                count changed, on any rank. Run the same micro-batches again, or go on to others */
@@ -319,6 +324,8 @@ typedef struct dt__zero_unit {
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
+    void    *errors[2];         /* 1-bit Adam: this rank's as a worker, and as the server of run r */
+    size_t   error_bytes[2];
 } dt__zero_unit;
 
 /* The order in which a micro-batch gathers units, as the last one did it. */
@@ -348,6 +355,8 @@ struct dt_zero {
     double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
     size_t         n_sums;
     double        *totals;      /* (n_units) the same of each unit */
+    void          *messages;    /* 1-bit Adam: signs that leave this rank, then signs that reach it */
+    size_t         messages_bytes;
     int64_t        step;
     dt__disk      *disk;        /* of offload to a folder */
     size_t         disk_bytes;
@@ -358,6 +367,16 @@ struct dt_zero {
     int            skips;       /* in a row */
     double         history[DT_MAX_SKIPS];   /* the scales of those */
 };
+
+/* Section 12. */
+static int       dt__onebit_frozen(const dt_zero *zero);
+static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
+static dt_status dt__onebit_make(dt_zero *zero);
+static void      dt__onebit_free(dt_zero *zero);
+static size_t    dt__onebit_bytes(const dt_zero *zero, const dt_unit *unit);
+static dt_status dt__onebit_sums(dt_zero *zero);
+static int       dt__onebit_at_fault(dt_zero *zero, const dt_unit *unit, size_t run);
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale);
 
 /* Bytes of an element of gradients and state. */
 static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->grad_dtype); }
@@ -483,7 +502,7 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
 
 /* What must be alike on every rank. Item 0 is the optimizer, item i parameter i - 1. cut: which part of it this rank
    has belongs to it. */
-typedef struct dt__zero_text { char s[176]; } dt__zero_text;
+typedef struct dt__zero_text { char s[208]; } dt__zero_text;
 
 static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
@@ -491,9 +510,9 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
     dt__zero_text       text = { "nothing" };
     size_t              at = 0, room = sizeof text.s;
-    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, loss scale %g, betas %g %g, eps %g, momentum "
-        "%g, weight decay %g, clip %g", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
-        z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip);
+    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
+        "decay %g, clip %g, freeze %d", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "",
+        z->loss_scale, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps);
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
@@ -645,6 +664,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     dt_unit *u = z->unit;
     dt_dtype type = u->grad_dtype;
     void    *whole = z->passing ? z->passing : u->grad;
+    if (dt__onebit_frozen(zero)) return dt_error(zero->ctx); /* ranks exchange the momentum instead */
     z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
         : dt_reduce_scatter_start(z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
     return dt_error(zero->ctx);
@@ -986,6 +1006,7 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
         if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
             dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     }
+    if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
     return dt_sum_doubles(zero->shard, zero->sums, zero->n_sums);
 }
@@ -1068,7 +1089,8 @@ static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
     for (int u = 0; u < zero->n_units && fault->rank < 0; u++) {
         const dt__zero_unit *z = &zero->units[u];
         size_t i = z->first / DT_RUN, end = (z->first + z->count) / DT_RUN;
-        while (i < end && isfinite(zero->sums[z->sums + i])) i++;
+        while (i < end && (isfinite(zero->sums[z->sums + i]) ||
+            (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->unit, i)))) i++;
         if (i < end && !z->unit->frozen && dt__zero_look(zero, z, i, fault) != DT_OK) return dt_error(zero->ctx);
     }
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
@@ -1195,8 +1217,14 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
             f->grad_scale, f->step, f->tensor->dtype, narrow };
         return DT__UPDATE(zero, f->tensor->name, sgd, &a);
     }
+    if (dt__onebit_frozen(zero)) {
+        dt_frozen_adam_args a = { type, f->param, f->state[0], f->state[1], f->count, f->lr, d->eps, f->weight_decay,
+            f->tensor->dtype, narrow };
+        return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
+    }
+    int64_t       step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step; /* no bias correction */
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
-        f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
+        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
     return DT__UPDATE(zero, f->tensor->name, adamw, &a);
 }
 
@@ -1244,6 +1272,8 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_units; u++) {
         dt__zero_unit *z = u < zero->n_units ? &zero->units[u] : NULL, *before = u > 0 ? &zero->units[u - 1] : NULL;
+        int signs = z && !z->unit->frozen && dt__onebit_frozen(zero);
+        if (signs && dt__onebit_momentum(zero, z, grad_scale) != DT_OK) return dt_error(zero->ctx);
         if (z && !z->unit->frozen && !streams && dt__zero_update(zero, z, lr, grad_scale) != DT_OK)
             return dt_error(zero->ctx);
         if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
@@ -1603,7 +1633,131 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     return DT_OK;
 }
 
-// ==== 12. Making, stepping, freeing =================================================================================
+// ==== 12. 1-bit Adam ================================================================================================
+
+/* H. Tang et al., arXiv:2102.02888. Steps up to freeze_steps are Adam's, but without bias correction. Then the second
+   moment v stays as it is, and what N ranks exchange of a unit is not its gradient but its first moment, as signs:
+
+       rank r              m = beta1 m + (1 - beta1) N g, with its own gradient g. dt's gradients are parts of a sum,
+                           the paper's are averaged: hence N
+       worker              x = m + its error; a sign for each element and one scale |x| / sqrt(n) are sent, and what
+                           they leave of x is the error of its next step
+       all-to-all          rank r receives run r of all: (N-1)/N of n bits
+       server              rank r: x = their mean + its error; signs and one scale of run r, and what they leave
+       all-gather          everybody receives all runs: (N-1)/N of n bits; that is m from now on, with equal bits
+       update              p -= lr (m / (sqrt(v) + eps) + weight_decay p)
+
+   So a step sends 2 (N-1)/N of n/8 bytes and 8 for each scale, where the sum of f32 gradients takes 32 times the first.
+   An element whose v is 0 never had a gradient; no step of Adam would have moved it, but any scale divided by eps
+   would: it stays, and counts nowhere. Padding is of that kind. */
+static int dt__onebit_frozen(const dt_zero *zero) {
+    return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
+}
+
+static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
+    const dt_kernels *k = dt_ctx_kernels(ctx);
+    if (d->stage != 0)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM at stage %d: each rank needs its whole "
+            "momentum, so it is for stage 0", d->stage);
+    if (dt__on_disk(d->offload_optim) || dt__in_host(d->offload_optim))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM exchanges its momentum, which therefore "
+            "is not offloaded");
+    if (d->tree)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM does not sum gradients once its second "
+            "moment is frozen, so there is no tree of them: .tree must be 0");
+    if (d->freeze_steps < 1)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
+            "or more", d->freeze_steps);
+    if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack) /* better now than after the freeze */
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have",
+            k->name);
+    return DT_OK;
+}
+
+/* Bytes of a message about one run of a unit, and of both errors. */
+static size_t dt__onebit_message(const dt_zero *zero, const dt_unit *unit) {
+    return unit->padded / (size_t)dt_comm_size(zero->mesh.data) / 8 + sizeof(double);
+}
+
+static size_t dt__onebit_bytes(const dt_zero *zero, const dt_unit *unit) {
+    size_t run = unit->padded / (size_t)dt_comm_size(zero->mesh.data);
+    return unit->frozen ? 0 : (unit->padded + run) * dt_dtype_size(unit->grad_dtype);
+}
+
+static dt_status dt__onebit_make(dt_zero *zero) {
+    size_t N = (size_t)dt_comm_size(zero->mesh.data);
+    for (int u = 0; u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        size_t         bytes = 2 * N * dt__onebit_message(zero, z->unit);
+        zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
+        for (int e = 0; e < 2 && !z->unit->frozen; e++) {
+            size_t count = e ? z->unit->padded / N : z->unit->padded;
+            z->error_bytes[e] = count * dt__zero_size(z); /* groups may be gone when it is given back */
+            z->errors[e] = dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
+            if (!z->errors[e]) return dt_error(zero->ctx);
+            if (dt__fill(zero->ctx, z->unit->grad_dtype, z->errors[e], count, 0) != DT_OK) return dt_error(zero->ctx);
+        }
+    }
+    zero->messages = dt_alloc(zero->ctx, DT_MEM_COMM, zero->messages_bytes, "messages of 1-bit Adam");
+    return dt_error(zero->ctx);
+}
+
+static void dt__onebit_free(dt_zero *zero) {
+    for (int u = 0; zero->units && u < zero->n_units; u++)
+        for (int e = 0; e < 2; e++)
+            dt_free(zero->ctx, DT_MEM_OPTIM, zero->units[u].errors[e], zero->units[u].error_bytes[e]);
+    dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
+}
+
+/* The sums of squares of |N g|^2, their mean over the N data ranks; by Cauchy-Schwarz that of the sum is not above. */
+static dt_status dt__onebit_sums(dt_zero *zero) {
+    if (dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums) != DT_OK) return dt_error(zero->ctx);
+    for (size_t i = 0; i < zero->n_sums; i++) zero->sums[i] *= dt_comm_size(zero->mesh.data);
+    return DT_OK;
+}
+
+/* Whether it is this rank's own gradient that makes the sum of squares of a run not finite. */
+static int dt__onebit_at_fault(dt_zero *zero, const dt_unit *unit, size_t run) {
+    double copy[DT_RUN], squares = 0; /* of either type */
+    size_t bytes = DT_RUN * dt_dtype_size(unit->grad_dtype);
+    if (dt__move(zero->ctx, copy, (char *)unit->grad + run * bytes, bytes) != DT_OK || dt__sync(zero->ctx) != DT_OK)
+        return 0;
+    for (size_t i = 0; i < DT_RUN; i++) {
+        double x = dt__number(unit->grad_dtype, copy, i);
+        squares += x * x;
+    }
+    return !isfinite(squares);
+}
+
+/* A unit's momentum after this rank's gradient, exchanged. The server's mean takes the place of the gradient, which has
+   been used up. */
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale) {
+    dt_ctx  *ctx = zero->ctx;
+    dt_unit *u = z->unit;
+    dt_dtype type = u->grad_dtype;
+    size_t   N = (size_t)dt_comm_size(z->data), r = (size_t)dt_comm_rank(z->data), run = u->padded / N;
+    size_t   bytes = dt__onebit_message(zero, u), words = bytes / sizeof(int32_t);
+    char    *out = (char *)zero->messages, *in = out + N * bytes;
+    void    *m = z->state[0], *v = z->state[1], *mean = dt__zero_at(z, u->grad, r * run);
+    dt_momentum_args    local = { type, m, u->grad, u->padded, zero->desc.beta1, (double)N * grad_scale };
+    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N };
+    dt_sign_unpack_args served = { type, mean, in, dt__zero_at(z, v, r * run), run, N };
+    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1 };
+    if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
+        dt_all_to_all(z->data, out, in, words, DT_I32) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &served) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_pack, &server) != DT_OK ||
+        dt_all_gather(z->data, out + r * bytes, out, words, DT_I32) != DT_OK) return dt_error(ctx);
+    for (size_t k = 0; k < N; k++) {
+        dt_sign_unpack_args all = { type, dt__zero_at(z, m, k * run), out + k * bytes, dt__zero_at(z, v, k * run), run,
+            1 };
+        if (DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &all) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+// ==== 13. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
@@ -1621,6 +1775,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
+    dt__onebit_free(zero);
     for (int i = 0; i < 2; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
@@ -1639,6 +1794,7 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: DT_OWN needs an update function and 0 to 2 states, got %d",
             d->states);
+    if (d->optimizer == DT_ONEBIT_ADAM && dt__onebit_check(ctx, d) != DT_OK) return dt_error(ctx);
     if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 && d->clip >= 0 &&
             d->momentum >= 0 && d->weight_decay >= 0))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
@@ -1718,6 +1874,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     zero->desc.mesh = NULL; /* the copy is what counts */
     if (dt_error(ctx) == DT_OK && dt__zero_groups(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
         dt_units_make(ctx, dt__zero_units_desc(zero)) == DT_OK) dt__zero_units_make(zero);
+    if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_reduce_again(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
@@ -1843,11 +2000,12 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
         const dt_unit *unit = zero->units[u].unit;
         size_t         arrays = (size_t)(zero->states + dt__zero_has_master(unit));
         if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
+        if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_bytes(zero, unit);
     }
     return bytes;
 }
 
-// ==== 13. Account: code =============================================================================================
+// ==== 14. Account: code =============================================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
@@ -1871,7 +2029,8 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 #endif /* DT_ZERO_IMPL */
 
 /* HISTORY
-     0.1.0   AdamW, Adam, SGD, an own update; ZeRO 0 and 1; clipping; learning rates
+     0.1.0   AdamW, Adam, SGD, 1-bit Adam, an own update; ZeRO 0 to 3; offload; loss scaling; clipping; learning
+             rates; formulas
 
    LICENCE: your choice of A or B.
 

@@ -83,7 +83,7 @@ enum { BUILT, LATER };
     X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values, --shuffle and --generate") \
     X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", "grow to --batch over so many samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd;onebit-adam", "") \
+    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", "of matrices, not of biases and gains") \
     X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "largest gradient norm; 0: none") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
@@ -91,7 +91,7 @@ enum { BUILT, LATER };
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
     X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
-    X(FREEZE_STEPS, "freeze-steps", INT, LATER, NULL, 0, 1e12, "N", "warmup of onebit-adam") \
+    X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", "steps of onebit-adam that are Adam's [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -655,12 +655,28 @@ static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
 /* dt reads 0 as "the default"; a number this small is 0 in effect. */
 static double nearly(double x) { return x == 0 ? 1e-300 : x; }
 
-static dt_zero_desc resolve_optimizer(const value *v) {
-    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD };
+/* 1-bit Adam exchanges no gradients that could be shared out or summed in a tree. */
+static void resolve_onebit(value *v) {
+    int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
+    if (!onebit && v[O_FREEZE_STEPS].text)
+        refuse("--freeze-steps %s is for --optimizer onebit-adam, not for %s", v[O_FREEZE_STEPS].text,
+            v[O_OPTIMIZER].text);
+    if (!onebit) return;
+    if (int_of(v, O_ZERO) != 0)
+        refuse("--optimizer onebit-adam: each rank needs its whole state; use --zero 0, not %s", v[O_ZERO].text);
+    if (int_of(v, O_REDUCE) != 0)
+        refuse("--optimizer onebit-adam sums no gradients after its --freeze-steps; use --reduce fixed");
+    if (!v[O_FREEZE_STEPS].text) compute(&v[O_FREEZE_STEPS], (long_of(v, O_STEPS) + 3) / 4);
+}
+
+static dt_zero_desc resolve_optimizer(value *v) {
+    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM };
+    resolve_onebit(v);
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
         .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
-        .momentum = v[O_MOMENTUM].number, .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number,
-        .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
+        .momentum = v[O_MOMENTUM].number, .freeze_steps = int_of(v, O_FREEZE_STEPS),
+        .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number, .tree = int_of(v, O_REDUCE),
+        .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
 /* Whether heads and tokens can be cut as the mesh wants. */

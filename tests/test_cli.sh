@@ -54,7 +54,7 @@ try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 for x in "--pp 2" "--ep 2" "--zero 2" "--zero 3" \
     "--backend mpi" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
     "--resume x" "--offload-optim cpu" \
-    "--optimizer onebit-adam" "--config x" "--loss-scale dynamic" "--shard-group 2" "--offload-params x" \
+    "--config x" "--loss-scale dynamic" "--shard-group 2" "--offload-params x" \
     "--tp 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
@@ -304,6 +304,21 @@ grep -Eq 'tok/s \| mfu [0-9]+\.[0-9]% \| comm' "$dir/out" && [ "$(grep -c '^eval
 report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after steps 2 and 3"
 awk -F, 'NR==1{for(i=1;i<=NF;i++){if($i=="mfu")m=i;if($i=="val_loss")v=i}} NR>1{good+=($m>0)+(($v>0)==(NR>2))} END{exit good!=6}' "$dir/v.csv"
 report $? "val_loss and mfu are columns"
+# ---- 1-bit Adam: what it refuses; near Adam's loss with a fraction of its bytes
+try 2 'whole state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
+try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
+try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
+try 2 'freeze-steps 3 is for --optimizer onebit-adam, not for adamw' --freeze-steps 3
+for x in adam onebit-adam; do
+    try 0 '' --data dt_zero.h --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
+        --optimizer $x --log-csv "$dir/$x.csv"
+done
+# the default is to freeze after a quarter of the steps: row 31 is the last with whole gradients
+paste -d, <(cut -d, -f2,13 "$dir/adam.csv") <(cut -d, -f2,13 "$dir/onebit-adam.csv") | awk -F, 'NR > 101 { a += $1; b += $3 }
+    NR > 1 && (NR <= 31 ? $4 != $2 : 15 * $4 > $2 || $4 == 0) { bad++ }
+    END { print b / a; exit !(NR == 121 && !bad && b < 1.03 * a && b > 0.97 * a) }' >"$dir/err"
+report $? "1-bit Adam's loss is within 3% of Adam's, of whose bytes it sends less than 1/15"
+
 # ---- the trace: as python's own reader sees it
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --trace "$dir/t.json" --log-csv "$dir/t.csv"
 grep -q "^trace   $dir/t.json" "$dir/out"
