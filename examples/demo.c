@@ -39,12 +39,15 @@ static const row rows[] = {
     { "dp 4, ZeRO-1", { .dp = 4 }, 1, .dtype = DT_F32 },
     { "dp 4, ZeRO-1, accum 2", { .dp = 4 }, 1, 2, .dtype = DT_F32 },
     { "dp 8, ZeRO-1", { .dp = 8 }, 1, .dtype = DT_F32 },
+    { "dp 4, ZeRO-2, accum 2", { .dp = 4 }, 2, 2, .dtype = DT_F32 },
+    { "dp 4, ZeRO-3", { .dp = 4 }, 3, .dtype = DT_F32 },
     { "tp 2", { .tp = 2 }, .dtype = DT_F32 },
     { "tp 4, sp", { .tp = 4 }, .sp = 1, .dtype = DT_F32 },
     { "cp 2, ring", { .cp = 2 }, .kind = DT_CP_RING, .dtype = DT_F32 },
     { "cp 4, zigzag", { .cp = 4 }, .kind = DT_CP_ZIGZAG, .dtype = DT_F32 },
     { "cp 4, Ulysses", { .cp = 4 }, .kind = DT_CP_ULYSSES, .dtype = DT_F32 },
     { "dp 2 tp 2 cp 2, ZeRO-1", { .dp = 2, .tp = 2, .cp = 2 }, 1, .sp = 1, .kind = DT_CP_ZIGZAG, .dtype = DT_F32 },
+    { "dp 2 tp 2 cp 2, ZeRO-3", { .dp = 2, .tp = 2, .cp = 2 }, 3, .kind = DT_CP_RING, .dtype = DT_F32 },
     { "1 rank, SGD", { .dp = 1 }, .optimizer = DT_SGD, .dtype = DT_F32, .reference = 1 },
     { "dp 8, ZeRO-1, SGD", { .dp = 8 }, 1, .optimizer = DT_SGD, .dtype = DT_F32 },
     { "dp 2 tp 2 cp 2, SGD", { .dp = 2, .tp = 2, .cp = 2 }, .sp = 1, .optimizer = DT_SGD, .dtype = DT_F32 },
@@ -82,7 +85,8 @@ static double number(dt_dtype type, const void *data, int64_t i) {
 }
 
 /* Copies this rank's box of every parameter to its place in the full one, as doubles. Of ranks with the same box one
-   does: the first of tp where there is no cut, and of those that share a head of keys the first of these. */
+   does: the first of tp where there is no cut, and of those that share a head of keys the first of these. At ZeRO-3
+   all ranks are here, because they read together. */
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     double *full = ((result *)user)->params;
     for (int p = 0; p < dt_param_count(ctx); p++) {
@@ -91,7 +95,8 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
         const dt_box        *box = &t->param->box;
         dt_comm             *copies = d->cuts[0].comm ? d->marks[0].comm : model->config.tp;
         void                *data = malloc(t->param->count * dt_dtype_size(t->dtype));
-        if (data && dt_comm_rank(copies) == 0 && dt_read(t, data) == DT_OK)
+        int                  first = dt_ctx_rank(ctx) < dt_comm_size(model->config.tp);
+        if (data && dt_read(t, data) == DT_OK && first && dt_comm_rank(copies) == 0)
             for (int64_t i = 0; i < dt_count(t->shape); i++) {
                 int64_t left = i, at = 0, stride = 1, inside = 1;
                 for (int k = t->shape.nd - 1; k >= 0; k--) {

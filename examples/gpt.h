@@ -446,10 +446,11 @@ static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* All up to the head: tokens (B,T) -> (B,T,C), or its part of T under sp */
+/* All up to the head: tokens (B,T) -> (B,T,C), or its part of T under sp. The embedding is a block where that frees
+   something at its end: partial rows under tp, at ZeRO-3 a table that the head does not read again. */
 static inline dt_tensor *gpt_trunk(gpt_pass r) {
     gpt       *m = r.model;
-    int        block = dt_comm_size(m->config.tp) > 1;
+    int        block = dt_comm_size(m->config.tp) > 1 || !m->config.tied;
     dt_tensor *x = block ? dt_block(m->ctx, gpt_embed, NULL, &r) : gpt_embed(NULL, &r);
     for (int n; r.layer < m->config.layers; r.layer += n) {
         int group = m->layer[r.layer].group;

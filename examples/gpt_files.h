@@ -395,8 +395,24 @@ static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, gpt_place *
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
+static inline void gpt_read_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+    (void)p, (void)w, (void)user;
+    dt_tensor *t = *gpt_slot(m, r, layer);
+    size_t     bytes = (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype);
+    void      *host = dt_alloc(m->ctx, DT_MEM_HOST, bytes, "saving");
+    if (host) dt_read(t, host);
+    dt_free(m->ctx, DT_MEM_HOST, host, bytes);
+}
+
+/* What the other ranks call while one runs gpt_save, where ZeRO-3 has cut the values over all of them. */
+static inline dt_status gpt_save_along(gpt *m) {
+    gpt_kind kind = { .prefix = "" };
+    gpt_each(m, kind, NULL, gpt_read_one, NULL);
+    return dt_error(m->ctx);
+}
+
 /* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and config.json. The
-   folder must be there. From one rank that holds all parameters whole. */
+   folder must be there. From one rank that holds all parameters whole, or at ZeRO-3 gathers them with the others. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char     name[4096];
     gpt_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };

@@ -32,6 +32,7 @@ typedef struct train_row {
     double  ms, tokens_per_s;   /* by rank 0's clock */
     double  comm;               /* the share of that time which rank 0 spent between ranks, waiting included */
     double  val_loss;           /* NaN in a step after which none was taken */
+    int     skipped;            /* 1: gradients were not finite under a loss scale, and nothing changed */
     double  mem[TRAIN_MEMS];
     double  bytes[DT_AXES];     /* sent by one rank along each axis in this step, largest over the ranks */
     int64_t batch;              /* sequences of this step */
@@ -63,9 +64,6 @@ typedef struct train_config {
     dt_zero_desc zero;          /* the mesh is filled in by train */
     dt_lr_desc   lr;
     dt_batch_ramp ramp;         /* samples 0: none; its batch is filled in by train */
-    double       loss_scale;    /* 0: none; -1: dynamic */
-    int          shard_group;   /* 0: the whole data group */
-    const char  *offload_optim, *offload_params;    /* NULL: none; "cpu", or a folder */
     const char  *weights;       /* a file of initial values for gpt_load; NULL: random ones */
     train_files  data, val;     /* val.count 0: no validation */
     int          seq;           /* T; 0 -> the model's longest */
@@ -78,7 +76,7 @@ typedef struct train_config {
     train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
-                                                                       tp; may be NULL */
+                                                                       tp, at ZeRO-3 on all ranks; may be NULL */
     void        *user;
 } train_config;
 
@@ -234,7 +232,8 @@ static inline void train_forward_backward(gpt *model, const train_batch *b, int 
     }
 }
 
-/* Mean loss over the first sequences of a text, which the replicas share out one by one. */
+/* Mean loss over the first sequences of a text, which the replicas share out one by one. All of them run as many
+   forwards, for at ZeRO-3 they gather values together: where one has no sequence left, its last one is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
     dt_ctx  *ctx = model->ctx;
     int64_t  n = dt_text_sequences(text);
@@ -243,10 +242,12 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
     dt_trace_begin(ctx, "validation");
     dt_no_grad(ctx, 1);
-    for (int64_t s = mesh->replica; s < n && train_sequence_read(b, text, model, s, 0, 0) == DT_OK;
-         s += mesh->replicas) {
+    for (int64_t first = 0; first < n; first += mesh->replicas) {
+        int64_t s = first + mesh->replica;
+        if (train_sequence_read(b, text, model, s < n ? s : 0, 0, 0) != DT_OK) break;
         dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
-        loss += dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
+        double one = dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
+        if (s < n) loss += one;
         dt_reset(ctx);
     }
     dt_no_grad(ctx, 0);
@@ -291,7 +292,7 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     dt_dtype    dtype = c->model.dtype;
     int         is_adam = c->zero.optimizer != DT_SGD, kept = dtype == DT_BF16 || dtype == DT_F16 ? DT_F32 : dtype;
     int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype, levels = 0;
-    n->shared = c->shard_group ? c->shard_group : dt_comm_size(mesh->data);
+    n->shared = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
     n->bytes[0] = (int)dt_dtype_size(dtype);
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)kept);
     n->bytes[2] = n->bytes[1] * (states + master);
@@ -308,7 +309,9 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
 
 static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }
 
-/* One whole step on every rank: read, forward and backward, update, measure. */
+/* One whole step on every rank: read, forward and backward, update, measure. A skipped one changed nothing but the
+   loss scale: it is to be run again, with the same number and sequences, and a run that skips ends as one that began
+   with the smaller scale. */
 static inline train_row train_step(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
     dt_text *text, train_batch *b, int64_t step) {
     dt_ctx   *ctx = model->ctx;
@@ -333,7 +336,9 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
             isnan(row.loss) ? "NaN" : "infinite", step > 1 ? "; a smaller learning rate may help" : c->weights ?
             " before any update: are all weights of the file finite?" : " before any update");
     dt_trace_begin(ctx, "optimizer");
-    row.grad_norm = dt_zero_step(optimizer, row.lr).grad_norm;
+    dt_step_info info = dt_zero_step(optimizer, row.lr);
+    row.grad_norm = info.grad_norm;
+    row.skipped = info.skipped;
     dt_trace_end(ctx);
     train_account(ctx, sent, &row);
     dt_trace_end(ctx);
@@ -345,14 +350,6 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 }
 
 /* ==== The loop ==================================================================================================== */
-
-/* Refuses what the config asks for and nothing here can do yet. */
-static inline void train_check(dt_ctx *ctx, const train_config *c) {
-    if (c->offload_optim || c->offload_params)
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "offload is not available in this version");
-    if (c->shard_group || c->loss_scale != 0)
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "shard groups and loss scaling are not available in this version");
-}
 
 /* Room for the largest step. */
 static inline void train_batch_make(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, dt_text *text,
@@ -398,6 +395,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
         train_batch_next(b, ramp);
         train_row row = train_step(c, model, optimizer, mesh, text, b, step);
+        while (row.skipped && dt_error(ctx) == DT_OK) row = train_step(c, model, optimizer, mesh, text, b, step);
         if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
             row.val_loss = train_eval(model, mesh, val, b);
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
@@ -411,7 +409,6 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     int64_t T = c->seq ? c->seq : c->model.seq;
     dt_listen(ctx, &listener);
     if (c->dry) dt_dry_begin(ctx, &c->dry[dt_ctx_rank(ctx)]);
-    train_check(ctx, c);
     dt_mesh    mesh = dt_mesh_make(ctx, c->mesh);
     gpt_config sizes = c->model;
     sizes.tp = mesh.tp;
@@ -432,7 +429,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
-    if (c->at_end && dt_error(ctx) == DT_OK && first) c->at_end(ctx, &model, c->user);
+    if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {
         train_peaks(ctx, c);
         train_formula(ctx, c, &mesh);

@@ -93,7 +93,7 @@ enum { BUILT, LATER };
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
     X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", "steps of onebit-adam that are Adam's [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
-    X(LOSS_SCALE, "loss-scale", TEXT, LATER, NULL, 0, 0, "dynamic|X", "") \
+    X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", "bad steps are run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
@@ -112,10 +112,11 @@ enum { BUILT, LATER };
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "1f1b;naive|afab|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, LATER, "1", 1, MEGA, "v", "with --pp") \
     X(PARTITION, "partition", TEXT, LATER, NULL, 0, 0, "LIST", "with --pp") \
-    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1;2|3", "what the data ranks share out: 1, optimizer state") \
-    X(SHARD_GROUP, "shard-group", INT, LATER, NULL, 1, 1024, "N", "") \
-    X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
-    X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
+    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
+    X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
+    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
+    X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where optimizer state lies") \
+    X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where values lie, --zero 3") \
     X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", "of one rank, at most; also 300K, 64M, 2G") \
     X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of a layer, or K together") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", "tree: the same bits for every dp x accum") \
@@ -423,6 +424,7 @@ static void print_refused(void) {
     puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
     puts("  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it");
     puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
+    puts("  shard-group divides dp x cp, with zero 1 to 3  and zero3-keep is for zero 3");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
     puts("  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START");
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
@@ -679,6 +681,38 @@ static dt_zero_desc resolve_optimizer(value *v) {
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
+/* The loss scale, and who shares what out with whom. */
+static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
+    int   ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
+    char *end = NULL;
+    if (!v[O_LOSS_SCALE].text && strcmp(v[O_DTYPE].text, "f16") == 0)
+        set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
+    const char *text = v[O_LOSS_SCALE].text;
+    int         dynamic = text && strcmp(text, "dynamic") == 0;
+    if (text) z->loss_scale = dynamic ? DT_SCALE_DYNAMIC : strtod(text, &end);
+    if (text && !dynamic && (*end || !(z->loss_scale > 0 && z->loss_scale < HUGE_VAL)))
+        refuse("--loss-scale %s: not dynamic, nor a number above 0", text);
+    z->keep_gathered = v[O_ZERO3_KEEP].number != 0;
+    if (z->keep_gathered && z->stage < 3)
+        refuse("--zero3-keep on needs --zero 3: with --zero %d nothing is gathered for a use", z->stage);
+    z->shard_group = group;
+    if (group && z->stage == 0)
+        refuse("--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
+    const char *optim = v[O_OFFLOAD_OPTIM].text, *params = v[O_OFFLOAD_PARAMS].text;
+    z->offload_optim = strcmp(optim, "none") == 0 ? NULL : optim;
+    z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
+    if (z->offload_params && z->stage < 3)
+        refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values", params, z->stage);
+    if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
+        refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use --offload-optim none");
+    if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 && strcmp(optim, "cpu") != 0 &&
+        strcmp(params, "cpu") != 0)
+        refuse("--offload-optim %s and --offload-params %s: one folder is needed", optim, params);
+    if (group && ranks % group != 0)
+        refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); use --shard-group %d",
+            group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)divisor_below(ranks, group));
+}
+
 /* Whether heads and tokens can be cut as the mesh wants. */
 static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     char    why[300];
@@ -706,6 +740,7 @@ static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
     train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
     resolve_cuts(v, c.mesh, &c.model);
+    resolve_zero(v, c.mesh, &c.zero);
     c.ramp = read_ramp(v, c.mesh.dp * c.mesh.ep);
     resolve_batch(v, c.mesh.dp * c.mesh.ep);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
@@ -868,7 +903,9 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
-    printf("   zero %s\n", v[O_ZERO].text);
+    printf("   zero %s", v[O_ZERO].text);
+    if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
+    putchar('\n');
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
@@ -958,11 +995,11 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
         dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
         return;
     }
-    int          shards = j->config.data.shards;
+    int          shards = j->config.data.shards;   /* all ranks draw the same */
     gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
     ids[0] = shards ? model->config.vocab - 1 : '\n';
     if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
-        int first = dt_ctx_rank(ctx) == 0;     /* all ranks of tp draw the same */
+        int first = dt_ctx_rank(ctx) == 0;
         if (!quiet && first) puts("---");
         for (int i = 1; i <= n && first; i++)
             if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
@@ -975,7 +1012,10 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     int64_t    later = j->config.stop_at - 1;
-    if (j->v[O_SAVE_MODEL].text && gpt_save(model, j->v[O_SAVE_MODEL].text, 0) != DT_OK) return;
+    int        saves = dt_ctx_rank(ctx) == 0;
+    if (j->v[O_SAVE_MODEL].text && saves) gpt_save(model, j->v[O_SAVE_MODEL].text, 0);
+    if (j->v[O_SAVE_MODEL].text && !saves) gpt_save_along(model);
+    if (dt_error(ctx) != DT_OK) return;
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
     if (!j->v[O_QUIET].number && later > 0)
@@ -1156,8 +1196,8 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
     if (c->micro_batch != now->micro_batch) snprintf(micro, sizeof micro, " --micro-batch %d --accum %d",
         c->micro_batch, c->accum);
     snprintf(text, room, "%s%s%s%s%s", zero, c->model.recompute != now->model.recompute ? " --recompute full" : "",
-        micro, c->offload_optim != now->offload_optim ? " --offload-optim DIR" : "",
-        c->offload_params != now->offload_params ? " --offload-params DIR" : "");
+        micro, c->zero.offload_optim != now->zero.offload_optim ? " --offload-optim DIR" : "",
+        c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
 /* Runs a setting dry, and prints it if it fits. What this build cannot do is passed over. */
@@ -1196,9 +1236,9 @@ static void try_settings(advice *a) {
         c.model.recompute = GPT_RECOMPUTE_FULL;
         if (smaller > 1 || now->model.recompute != GPT_RECOMPUTE_FULL) try_setting(a, c);
     }
-    c.offload_optim = "."; /* a dry run writes nothing */
+    c.zero.offload_optim = "."; /* a dry run writes nothing */
     try_setting(a, c);
-    c.offload_params = ".";
+    c.zero.offload_params = ".";
     try_setting(a, c);
 }
 

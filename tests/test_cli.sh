@@ -51,10 +51,9 @@ try 2 'unknown option --no-quiet' --no-quiet
 try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
 # ---- parts of later versions say so, with their defaults they are harmless
-for x in "--pp 2" "--ep 2" "--zero 2" "--zero 3" \
+for x in "--pp 2" "--ep 2" \
     "--backend mpi" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
-    "--resume x" "--offload-optim cpu" \
-    "--config x" "--loss-scale dynamic" "--shard-group 2" "--offload-params x" \
+    "--resume x" "--config x" \
     "--tp 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
@@ -88,6 +87,13 @@ try 2 'eval-every 2 needs --val' --eval-every 2
 truncate -s 214748365 "$dir/holes" # a file without contents, that takes no room
 try 2 'shuffle on: .* has 214748364 sequences of --seq 1; at most 214748363 .*use --seq 2 or more' --data "$dir/holes" --seq 1 --shuffle on
 try 2 'shuffle .*on\|off' --shuffle yes
+
+# ---- what the data ranks share out, and loss scales
+try 2 'shard-group 3 does not divide the 4 ranks .*dp 2 x cp 2.*use --shard-group 2$' --dp 2 --cp 2 --zero 2 --shard-group 3
+try 2 'shard-group 2 needs --zero 1, 2 or 3' --dp 2 --shard-group 2
+try 2 'zero3-keep on needs --zero 3' --dp 2 --zero 2 --zero3-keep on
+try 2 'zero 4: the legal values are 0\|1\|2\|3' --zero 4
+for x in 0 -1 nan inf 1e999 many 2x ''; do try 2 'loss-scale' --loss-scale "$x"; done
 
 # ---- recompute: a word, or full:K with K layers together
 try 2 'recompute selectiv: .*none\|selective\|full\|full:K; use --recompute selective' --recompute selectiv
@@ -194,6 +200,50 @@ awk -v a="$(column loss "$dir/f.csv")" -v b="$(column loss "$dir/one.csv")" 'BEG
 report $? "2 ranks with ZeRO-1 have one rank's first loss: $(column loss "$dir/f.csv") and $(column loss "$dir/one.csv")"
 awk -v a="$(column mem_optim "$dir/f.csv")" -v b="$(column mem_optim "$dir/one.csv")" 'BEGIN{exit !(a > 0 && a < 0.7 * b)}'
 report $? "ZeRO-1 over 2 ranks halves the optimizer state but for padding"
+# ---- the account: S. Rajbhandari et al., arXiv:1910.02054, to the byte, with each unit padded to N x 1,024 elements
+# The units of this model: wte and wpe; the layer; ln_f. V, G, O: bytes of an element's value, gradient and Adam's state
+# (16 bits: f32 gradients and an f32 master). A step sends at stages 0 and 1 2 Psi, at 2 a + 1, at 3 3a, or kept a + 1,
+# times (N-1)/N; in bytes gradients count G and values V.
+bad=0 n=0
+for N in 1 2 3 4 8; do for stage in 0 1 2 3 4; do for d in "f32 4 4 8" "bf16 2 4 12" "f64 8 8 16"; do
+    set -- $d
+    a=1 keep=off s=$stage n=$((n + 1))
+    [ $((n % 2)) = 0 ] && a=$((N == 8 ? 3 : 2))
+    [ $stage = 4 ] && s=3 keep=on
+    timeout 60 "$B/train_gpt" --layers 1 --width 16 --heads 2 --seq 16 --batch 24 --steps 2 --data "$dir/text" --quiet \
+        --dtype $1 --ranks $N --zero $s --zero3-keep $keep --accum $a --log-csv "$dir/z.csv" >"$dir/err" 2>&1 || bad=1
+    awk -F, -v N=$N -v s=$s -v keep=$keep -v a=$a -v V=$2 -v G=$3 -v O=$4 '
+        function padded(e, p) { p = N * 1024; return int((e + p - 1) / p) * p }
+        NR == 3 { E = padded(4352) + padded(3280) + padded(32)
+            sent = s == 0 ? 2 * G : s == 1 ? G + V : s == 2 || keep == "on" ? a * G + V : a * (G + 2 * V)
+            good = $7 == V * E / (s > 2 ? N : 1) && $8 == G * E / (s > 1 ? N : 1) && $9 == O * E / (s > 0 ? N : 1) &&
+                $13 == sent * E * (N - 1) / N
+            if (!good) print "N " N " stage " s " keep " keep " a " a ": " $7, $8, $9, $13 " of E " E }
+        END { exit !good }' "$dir/z.csv" || { bad=1; echo "  differs: $1"; }
+done; done; done
+report "$bad" "$n runs at 1, 2, 3, 4 and 8 ranks: mem_params, mem_grads, mem_optim and bytes_dp are the formula's"
+try 0 '' $tiny --data "$dir/text" --ranks 4 --zero 3 --shard-group 2 --val "$dir/text" --generate 9 --log-csv "$dir/z.csv"
+cp "$dir/out" "$dir/z.txt"
+grep -q '   zero 3 in groups of 2$' "$dir/out"
+report $? "the settings name the shard groups"
+try 0 '' $tiny --data "$dir/text" --ranks 1 --val "$dir/text" --generate 9 --log-csv "$dir/one.csv"
+[ "$(sed -n '/^---$/,/^---$/p' "$dir/z.txt")" = "$(sed -n '/^---$/,/^---$/p' "$dir/out")" ]
+report $? "ZeRO-3 generates what one rank generates"
+paste -d, <(cut -d, -f18 "$dir/z.csv") <(cut -d, -f18 "$dir/one.csv") | awk -F, 'NR==4{d=$1-$2;if(d<0)d=-d;exit !($1>4&&d<=1e-5*$1)}'
+report $? "and has its validation loss, with 64 sequences over 4 ranks"
+try 0 '' $tiny --data "$dir/text" --ranks 3 --batch 3 --zero 3 --val "$dir/text"
+report $? "64 sequences over 3 ranks: one rank of ZeRO-3 has fewer"
+# A first scale that is too large: the same steps again with half of it, until all gradients are finite
+scale="$tiny --data $dir/text --dtype f16 --ranks 2 --zero 2"
+try 0 '' $scale --loss-scale 1024 --log-csv "$dir/fixed.csv"
+grep -q 'loss-scale 1024\*' "$dir/out" && ! grep -q skipped "$dir/err"
+report $? "--loss-scale 1024 skips nothing"
+try 0 '' $scale --log-csv "$dir/dynamic.csv"
+grep -q 'loss-scale dynamic=' "$dir/out"
+report $? "f16 has a dynamic scale"
+try 1 'skipped 20 times in a row, with loss scales 1e\+30' $scale --loss-scale 1e30 --log-csv "$dir/skips.csv"
+[ "$(wc -l <"$dir/skips.csv")" = 1 ] && ! grep -q '^step' "$dir/out"
+report $? "a skipped step is no row and no line"
 WORLD_SIZE=4 timeout 60 "$B/train_gpt" $tiny --data "$dir/text" >"$dir/out" 2>"$dir/err"
 [ $? = 2 ] && grep -q 'WORLD_SIZE=4' "$dir/err"
 report $? "a launcher's ranks are refused, not ignored"
@@ -205,11 +255,11 @@ cut -d, -f1-3 "$dir/again.csv" | cmp -s - "$dir/first"
 report $? "the same run again: the same losses and norms to the last digit"
 # 4 sequences are the whole text, so that the first loss of what was saved is the next one of the run that saved it
 head -c 65 "$dir/text" >"$dir/65"
-for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1"; do
+for kind in "gpt2 --tie on" "gpt2 --tie off" "llama --kv-heads 1" "gpt2 --tie off --zero 3"; do
     small="--layers 2 --width 16 --heads 2 --seq 16 --batch 4 --lr-schedule constant --data $dir/65 --arch $kind"
     rm -rf "$dir/saved"
-    try 0 '' $small --ranks 2 --zero 1 --steps 3 --save-model "$dir/saved"
-    try 0 '' $small --ranks 2 --zero 1 --steps 4 --log-csv "$dir/four.csv"
+    try 0 '' --zero 1 $small --ranks 2 --steps 3 --save-model "$dir/saved"
+    try 0 '' --zero 1 $small --ranks 2 --steps 4 --log-csv "$dir/four.csv"
     try 0 '' --model "$dir/saved" --data "$dir/65" --batch 4 --steps 1 --ranks 2 --zero 1 --log-csv "$dir/one.csv"
     [ "$(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)" = "$(sed -n 5p "$dir/four.csv" | cut -d, -f2-3)" ]
     report $? "$kind: what --save-model wrote goes on where it was: $(sed -n 2p "$dir/one.csv" | cut -d, -f2-3)"

@@ -1,11 +1,12 @@
 /* test_matrix.c - every layout against one rank: random models and layouts, a comparison, a shrinker
 
    Each case draws a model, a batch and a layout from the table of fields below, trains it for a few steps on the ranks
-   of the layout and on one rank with the whole batch, and compares losses, gradient norms, optimizer state after the
-   first step and parameters after the last by the rule of DESIGN.md: |a-b| <= tol * max(|b|, s), 2-norms of a tensor.
-   Stage 0 and stage 1, the two halves of the backward and the whole, recomputing and not, must agree bit for bit. A
-   failing case is shrunk: every field is moved to its simplest value while the case still fails, and one command that
-   repeats it is printed.
+   of the layout and on one rank with the whole batch, and compares losses, gradient norms, gradients and optimizer
+   state of the first step and parameters after the last by the rule of DESIGN.md: |a-b| <= tol * max(|b|, s), 2-norms
+   of a tensor. What a stage frees is filled with NaN. These must agree bit for bit: ZeRO 0 and 1, 2 and 3; all stages
+   with one micro-batch or the tree; units reduced and gathered ahead of time or not, kept gathered or not; the two
+   halves of the backward and the whole; recomputing and not. A failing case is shrunk: every field is moved to its
+   simplest value while the case still fails, and one command that repeats it is printed.
 
    In f64 every factoring of 1 to 12 ranks into dp x tp x cp is a case, and dp 2 x tp 2 x cp 4 with sp; any two values
    of two fields meet in one, or no draw with both can be (counted by its rule: arithmetic only). Other types follow.
@@ -26,7 +27,8 @@
 typedef struct spec {
     int dp, tp, cp;
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
-    int ep, sp, kind, accum, micro, stage, optimizer, clip, bucket, freeze, split, recompute, steps;
+    int ep, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree;
+    int optimizer, clip, bucket, freeze, split, recompute, steps;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
@@ -35,7 +37,8 @@ enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
 enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest. heads: of one rank of
-   tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp. */
+   tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp; shard: ranks of a
+   shard group, 0: all. */
 typedef struct field { const char *name; size_t at; int n; int values[8]; } field;
 #define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
 #define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
@@ -46,7 +49,8 @@ static const field fields[] = {
     F(tied, 0, 1), F(dropout, 0, 1), F(smoothing, 0, 1), F(ignore, 0, 1), F(docs, 0, 1),
     F(type, TYPE_F64, TYPE_F32, TYPE_BF16, TYPE_F16),
     F(ep, 1, 2, 3), F(sp, 0, 1), F(kind, DT_CP_RING, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES), F(accum, 1, 2, 3),
-    F(micro, 1, 2), F(stage, 0, 1), F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN), F(clip, 0, 1),
+    F(micro, 1, 2), F(stage, 0, 1, 2, 3), F(shard, 0, 1, 2, 3), F(keep, 0, 1), F(no_overlap, 0, 1), F(tree, 0, 1),
+    F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN), F(clip, 0, 1),
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 3),
 };
@@ -95,14 +99,15 @@ static spec alone_of(spec s) {
     a.heads = heads_of(s);
     a.seq = tokens_of(s);
     a.dp = a.ep = a.tp = a.cp = a.accum = 1;
-    a.stage = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
+    a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
     return a;
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 7 };
+enum { RULES = 9 };
 static const char *const rules[RULES] = { "none", "more than 16 ranks", "keys over tp", "heads shared by keys",
-    "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses" };
+    "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
+    "data group by shard groups", "kept gathered below stage 3" };
 
 static int refusal(spec s) {
     char why[300];
@@ -115,6 +120,8 @@ static int refusal(spec s) {
     if (!ulysses && dt_context_check(s.kind, tokens_of(s), s.cp, 1, 1, why, sizeof why) != DT_OK) return 5;
     if (ulysses && gpt && dt_context_check(s.kind, tokens_of(s), s.cp, s.heads, keys, why, sizeof why) != DT_OK)
         return 6;
+    if (s.shard > 0 && (s.stage == 0 || s.dp * s.ep * s.cp % s.shard != 0)) return 7;
+    if (s.keep && s.stage < 3) return 8;
     return 0;
 }
 
@@ -232,7 +239,7 @@ typedef struct result {
     double  loss[MAX_STEPS], norm[MAX_STEPS];
     int     params;
     size_t  first[128], count[128];     /* places of the parameters in the arrays */
-    double *value, *state[2];           /* (MAX_VALUES) parameters at the end; optimizer state after step 1 */
+    double *value, *grad, *state[2];    /* (MAX_VALUES) parameters at the end; of step 1 gradients, optimizer state */
     int     states;
     size_t  optim_bytes, optim_formula; /* of rank 0 */
 } result;
@@ -246,6 +253,27 @@ static void leave(const dt_tensor *t, const void *local, dt_dtype dtype, double 
     while (dt__box_next(&walk))
         for (int64_t i = 0; i < walk.run; i++)
             full[walk.global + i] = dt__number(dtype, local, (size_t)(walk.local + i));
+}
+
+/* Gradients of a step whose backward is over, before its update. */
+static void leave_grads(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh) {
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        if (t->param->desc.frozen) continue;
+        void *host = malloc(t->param->count * sizeof(double));
+        if (dt_zero_grad(zero, t, host) == DT_OK) leave(t, host, dt_grad_dtype(t), r->grad + r->first[i], mesh);
+        free(host);
+    }
+}
+
+/* Parameters; at stage 3 all ranks of the data group read them together. */
+static void leave_values(dt_ctx *ctx, result *r, const dt_mesh *mesh) {
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        void      *host = malloc(t->param->count * sizeof(double));
+        if (dt_read(t, host) == DT_OK) leave(t, host, t->dtype, r->value + r->first[i], mesh);
+        free(host);
+    }
 }
 
 static void leave_states(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh) {
@@ -283,8 +311,10 @@ static dt_status adagrad(const dt_flat *f, void *user) {
    of a step, which says nothing of a layout. */
 static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OWN };
-    return (dt_zero_desc){ .stage = s.stage, .mesh = mesh, .optimizer = kinds[s.optimizer], .beta1 = 0.9, .beta2 = 0.95,
-        .eps = 1e-5, .momentum = s.optimizer == OPT_MOMENTUM ? 0.9 : 0, .weight_decay = 0.1, .clip = s.clip ? 0.3 : 0,
+    return (dt_zero_desc){ .stage = s.stage, .shard_group = s.shard, .keep_gathered = s.keep,
+        .no_overlap = s.no_overlap, .tree = s.tree, .poison = 1, .loss_scale = s.type == TYPE_F16 ? 1 : 0,
+        .mesh = mesh, .optimizer = kinds[s.optimizer], .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-5,
+        .momentum = s.optimizer == OPT_MOMENTUM ? 0.9 : 0, .weight_decay = 0.1, .clip = s.clip ? 0.3 : 0,
         .bucket_bytes = (size_t)s.bucket, .update = adagrad, .states = 1 };
 }
 
@@ -402,6 +432,7 @@ static void train_step(dt_ctx *ctx, result *r, gpt *g, own_model *own, const dt_
         dt_reset(ctx);
     }
     dt_sum_doubles(mesh->data, &loss, 1);
+    if (step == 1) leave_grads(ctx, zero, r, mesh);
     dt_step_info info = dt_zero_step(zero, 0.01);
     if (dt_ctx_rank(ctx) != 0) return;
     r->loss[step - 1] = loss;
@@ -449,8 +480,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
         train_step(ctx, r, &g, &own, &mesh, zero, &b, step);
         if (step == 1 && dt_error(ctx) == DT_OK) leave_states(ctx, zero, r, &mesh);
     }
-    for (int i = 0; i < dt_param_count(ctx); i++)
-        leave(dt_param_get(ctx, i), dt_param_get(ctx, i)->data, type_of(s), r->value + r->first[i], &mesh);
+    leave_values(ctx, r, &mesh);
     free(numbers);
     free(b.x);
     free(b.y);
@@ -462,12 +492,14 @@ static result result_make(spec s) {
     memset(&r, 0, sizeof r);
     r.s = s;
     r.value = (double *)calloc(MAX_VALUES, 8);
+    r.grad = (double *)calloc(MAX_VALUES, 8);
     for (int i = 0; i < 2; i++) r.state[i] = (double *)calloc(MAX_VALUES, 8);
     return r;
 }
 
 static void result_free(result *r) {
     free(r->value);
+    free(r->grad);
     free(r->state[0]);
     free(r->state[1]);
 }
@@ -536,6 +568,8 @@ static void compare(verdict *v, const result *a, const result *b) {
         clip = fabs(a->norm[0] - b->norm[0]) / b->norm[0];
     for (int i = 0; i < a->params; i++)
         part[i] = 2 * clip + (sums_round || (narrow(s) && has_positions(s, i)) ? loose(s) : tol);
+    shares(a, s.type ? fmax(b->norm[0], 1e-3) : b->norm[0], scale);
+    compare_array(v, "gradient of step 1", a, a->grad, b->grad, part, scale);
     double norm = b->norm[0] * (s.clip && b->norm[0] > 0.3 ? 0.3 / b->norm[0] : 1); /* as the optimizer sees it */
     for (int k = 0; k < a->states; k++) {
         double order = k == 1 || s.optimizer == OPT_OWN ? norm * norm : norm; /* second moments are squares */
@@ -549,10 +583,17 @@ static void compare(verdict *v, const result *a, const result *b) {
 }
 
 static void compare_bits(verdict *v, const char *what, const result *a, const result *b) {
+    size_t all = MAX_VALUES * sizeof(double);
     if (memcmp(a->loss, b->loss, sizeof a->loss) || memcmp(a->norm, b->norm, sizeof a->norm) ||
-        memcmp(a->value, b->value, MAX_VALUES * 8) || memcmp(a->state[0], b->state[0], MAX_VALUES * 8) ||
-        memcmp(a->state[1], b->state[1], MAX_VALUES * 8))
+        memcmp(a->value, b->value, all) || memcmp(a->grad, b->grad, all) ||
+        memcmp(a->state[0], b->state[0], all) || memcmp(a->state[1], b->state[1], all))
         blame(v, "%s: bits differ", what);
+}
+
+static void compare_stages(verdict *v, const result *a, const result *b) {
+    char what[80];
+    snprintf(what, sizeof what, "stages %d and %d", a->s.stage, b->s.stage);
+    compare_bits(v, what, a, b);
 }
 
 /* Failures are reported by the case, once. */
@@ -574,16 +615,29 @@ static void run_ranks(verdict *v, const char *what, result *r) {
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
 }
 
+/* Another stage that owes the same bits, and the other way of overlapping and of keeping. With one micro-batch all
+   stages sum alike, and in shard groups those that have these; with the tree any sum is the same. */
+static spec partner_of(spec s) {
+    spec p = s;
+    int  turn = (s.seq + s.heads + s.layers + s.vocab + s.dp) % 3; /* to reach every pair of stages */
+    if (s.tree || (s.accum == 1 && !s.shard)) p.stage = (s.stage + 1 + turn) % 4;
+    else if (s.accum == 1) p.stage = 1 + (s.stage + turn % 2) % 3;
+    else if (!s.shard || s.stage > 1) p.stage = s.stage ^ 1;
+    if (p.stage == 0 || (s.tree && turn)) p.shard = 0;
+    p.no_overlap = !s.no_overlap;
+    p.keep = p.stage == 3 && !s.keep;
+    return p;
+}
+
 static verdict run_case(spec s) {
     verdict v = { 0 };
-    spec    alone = alone_of(s), other = s;
-    other.stage = !s.stage;
+    spec    alone = alone_of(s), other = partner_of(s);
     result a = result_make(s), b = result_make(alone), c = result_make(other);
     run_ranks(&v, "layout", &a);
     run_ranks(&v, "one rank", &b);
     if (!v.failed) compare(&v, &a, &b);
-    if (!v.failed) run_ranks(&v, "the other stage", &c);
-    if (!v.failed) compare_bits(&v, "stages 0 and 1", &a, &c);
+    if (!v.failed) run_ranks(&v, "another stage", &c);
+    if (!v.failed) compare_stages(&v, &a, &c);
     if (!v.failed && narrow(s)) { /* masters and rounding have no order of their own */
         result_free(&c);
         c = result_make(s);
@@ -633,7 +687,13 @@ static void list_factorings(void) {
     factorings[n_factorings++] = (factoring){ 2, 2, 4 };
 }
 
-enum { FIRST = 3 }; /* the fields behind dp, tp, cp */
+/* Scores of attention in one run, which take most of the time. */
+static double work_of(spec s) {
+    double tokens = tokens_of(s), sequences = s.dp * s.ep * s.accum * s.micro;
+    return s.model == MODEL_GPT ? tokens * tokens * sequences * heads_of(s) * s.layers * s.steps : 0;
+}
+
+enum { FIRST = 3, MOST_WORK = 100000 }; /* the fields behind dp, tp, cp */
 
 /* Random values on the number-th factoring. */
 static spec random_spec(uint64_t seed, int number, int attempt) {
@@ -648,6 +708,9 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     if (s.dp * s.tp * s.cp * s.ep > 16 || draw(seed, (uint64_t)(attempt + number * 7919)) % 2) s.ep = 1;
     if (number % n_factorings == n_factorings - 1) s.sp = 1;
+    if (work_of(s) > MOST_WORK) s.steps = 1;
+    if (work_of(s) > MOST_WORK) s.layers = 1;
+    if (work_of(s) > MOST_WORK) s.accum = s.micro = 1;
     return s;
 }
 

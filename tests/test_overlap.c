@@ -5,7 +5,8 @@
    last layer has nothing left to hide behind: it is one of LAYERS.
 
    The tree must give the same bits for every split of the batch over ranks and accumulation, over threads and forks, at
-   stages 0 and 1; and without it at least one split must give others, or the comparison could not fail. */
+   every stage and in shard groups; without it at least one split must give others, or the comparison could not fail.
+   And it must be the plain sum but for rounding, or a wrong tree could be wrong everywhere alike. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -125,6 +126,8 @@ enum { T = 8, TREE_STEPS = 3, MOST = 4096 };
 
 typedef struct tree_run {
     int    micros, accum, stage, tree;  /* micros = accum * ranks */
+    int    shard, keep;
+    double norm[TREE_STEPS];
     int    count;
     float  left[MOST];                  /* all parameters after the steps */
 } tree_run;
@@ -134,8 +137,8 @@ static dt_status tree_rank(dt_ctx *ctx, void *user) {
     gpt model = gpt_register(ctx, (gpt_config){ .layers = 1, .width = 16, .heads = 2, .kv_heads = 2,
         .ffn = 32, .seq = T, .vocab = 19, .norm_eps = 1e-5, .tied = 1 });
     int rank = dt_comm_rank(dt_world(ctx)), ranks = dt_comm_size(dt_world(ctx)), at = 0;
-    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = t->stage, .tree = t->tree, .clip = 0.5,
-        .bucket_bytes = 4096 });
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = t->stage, .shard_group = t->shard,
+        .keep_gathered = t->keep, .clip = 0.5, .bucket_bytes = 4096, .tree = t->tree, .poison = 1 });
     for (int step = 0; step < TREE_STEPS; step++) {
         for (int j = 0; j < t->accum; j++) {
             int32_t ids[T], labels[T];
@@ -149,20 +152,23 @@ static dt_status tree_rank(dt_ctx *ctx, void *user) {
                                  dt_input(ctx, DT_I32, DT_SHAPE(1, T), labels), (double)t->micros * T));
             dt_reset(ctx);
         }
-        dt_zero_step(zero, 0.01);
+        double norm = dt_zero_step(zero, 0.01).grad_norm;
+        if (rank == 0) t->norm[step] = norm;
     }
-    for (int i = 0; i < dt_param_count(ctx) && rank == 0 && dt_error(ctx) == DT_OK; i++) {
+    for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
         const dt_tensor *p = dt_param_get(ctx, i);
-        int n = (int)dt_count(p->shape);
-        if (CHECK_MSG(at + n <= MOST, "%d", at + n)) memcpy(t->left + at, p->data, (size_t)n * sizeof(float));
+        int   n = (int)dt_count(p->shape);
+        float host[MOST];
+        if (CHECK_MSG(at + n <= MOST, "%d", at + n) && dt_read(p, host) == DT_OK && rank == 0)
+            memcpy(t->left + at, host, (size_t)n * sizeof(float));
         at += n;
     }
     if (rank == 0) t->count = at;
     return dt_error(ctx);
 }
 
-static tree_run tree_of(int micros, int ranks, int stage, int tree, dt_backend backend) {
-    tree_run t = { micros, micros / ranks, stage, tree, 0, { 0 } };
+static tree_run tree_of(tree_run t, int ranks, dt_backend backend) {
+    t.accum = t.micros / ranks;
     CHECK(dt_run((dt_run_desc){ .ranks = ranks, .backend = backend, .timeout_s = 20, .user_bytes = sizeof t },
                  tree_rank, &t) == DT_OK);
     CHECK(t.count > 1000);
@@ -170,22 +176,47 @@ static tree_run tree_of(int micros, int ranks, int stage, int tree, dt_backend b
 }
 
 static int same(const tree_run *a, const tree_run *b) {
-    return a->count == b->count && memcmp(a->left, b->left, (size_t)a->count * sizeof(float)) == 0;
+    return a->count == b->count && memcmp(a->norm, b->norm, sizeof a->norm) == 0 &&
+        memcmp(a->left, b->left, (size_t)a->count * sizeof(float)) == 0;
+}
+
+/* Norms and parameters, but for the rounding of f32. */
+static void check_near(const tree_run *a, const tree_run *b) {
+    double apart = 0, size = 0;
+    for (int i = 0; i < TREE_STEPS; i++)
+        CHECK_MSG(fabs(a->norm[i] - b->norm[i]) <= 1e-4 * b->norm[i], "%d micro-batches, step %d: norm %g, %g by the "
+            "plain sum", a->micros, i + 1, a->norm[i], b->norm[i]);
+    for (int i = 0; i < a->count; i++) {
+        apart += (a->left[i] - b->left[i]) * (a->left[i] - b->left[i]);
+        size += b->left[i] * b->left[i];
+    }
+    CHECK_MSG(sqrt(apart) <= 1e-3 * sqrt(size), "%d micro-batches: %g apart of %g", a->micros, sqrt(apart), sqrt(size));
+}
+
+/* The tree on `ranks` ranks in every stage, whole and in shard groups of each size; stage 3 keeps in every other. */
+static void check_split(const tree_run *one, int micros, int ranks) {
+    int code = 0;
+    for (int stage = 0; stage < 4; stage++)
+        for (int shard = 0; shard < ranks; shard++) {
+            if (shard && (stage == 0 || ranks % shard != 0)) continue;
+            tree_run like = { .micros = micros, .stage = stage, .tree = 1, .shard = shard, .keep = code++ % 2 };
+            tree_run t = tree_of(like, ranks, code % 3 ? DT_BACKEND_THREADS : DT_BACKEND_PROCS);
+            CHECK_MSG(same(&t, one), "%d micro-batches, %d ranks in groups of %d, stage %d", micros, ranks, shard,
+                stage);
+        }
 }
 
 static void test_tree(void) {
     static const int batches[] = { 1, 6, 8, 12 };
     for (int b = 0; b < 4; b++) {
         int micros = batches[b], others = 0;
-        tree_run one = tree_of(micros, 1, 0, 1, DT_BACKEND_THREADS);
-        tree_run plain = tree_of(micros, 1, 0, 0, DT_BACKEND_THREADS);
+        tree_run one = tree_of((tree_run){ .micros = micros, .tree = 1 }, 1, DT_BACKEND_THREADS);
+        tree_run plain = tree_of((tree_run){ .micros = micros }, 1, DT_BACKEND_THREADS);
+        check_near(&one, &plain);
         for (int ranks = 1; ranks <= micros; ranks++) {
             if (micros % ranks) continue;
-            for (int k = 0; k < 3; k++) {
-                tree_run t = tree_of(micros, ranks, k & 1, 1, k < 2 ? DT_BACKEND_THREADS : DT_BACKEND_PROCS);
-                CHECK_MSG(same(&t, &one), "%d micro-batches, %d ranks, stage %d", micros, ranks, k & 1);
-            }
-            tree_run fixed = tree_of(micros, ranks, 0, 0, DT_BACKEND_THREADS);
+            check_split(&one, micros, ranks);
+            tree_run fixed = tree_of((tree_run){ .micros = micros }, ranks, DT_BACKEND_THREADS);
             others += !same(&fixed, &plain);
         }
         CHECK_MSG(others > 0 || micros == 1, "%d micro-batches: no split gives other bits without the tree", micros);
