@@ -145,6 +145,7 @@ typedef struct dt_run_desc {
                                        in numbers; NULL -> "127.0.0.1:29500". The others listen at free ports of the
                                        interface by which they reach it. Nothing proves who comes, and nothing is
                                        encrypted: for this machine, or a network that you trust */
+    size_t            mem_limit;    /* bytes that one rank may have live, over all classes of dt_memory; 0: no limit */
 } dt_run_desc;
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
@@ -5121,6 +5122,7 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     of.kernels = desc->kernels;
     of.host = host;
     of.io = desc->io;
+    of.mem_limit = desc->mem_limit;
     return dt_ctx_make(of);
 }
 

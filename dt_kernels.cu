@@ -1316,6 +1316,10 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .square_sums = cuda_square_sums,
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
+        .momentum = NULL,
+        .frozen_adam = NULL,
+        .sign_pack = NULL,
+        .sign_unpack = NULL,
     };
     return &table;
 }

@@ -255,14 +255,33 @@ typedef struct dt_order {
     int64_t batch;          /* B: of one step over all replicas */
     int     micro_batch;    /* b: of one forward of one replica */
     int     replicas;       /* R */
+    int64_t before;         /* sequences that were read before step 1 */
 } dt_order;
 
 /* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1):
-   ((n-1) B + (j R + r) b + i) mod S; -1 where there are no sequences. */
+   (before + (n-1) B + (j R + r) b + i) mod S; -1 where there are no sequences. */
 DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
 /* [local] How many times the data have been read through when that sequence is read:
-   floor(((n-1) B + (j R + r) b + i) / S); 0 where there are no sequences. */
+   floor((before + (n-1) B + (j R + r) b + i) / S); 0 where there are no sequences. */
 DT_API int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i);
+
+/* A batch that grows over the first `samples` sequences of a run, as small batches learn more from each sequence while
+   the gradient still says much (S. McCandlish et al., arXiv:1812.06162; T. Brown et al., arXiv:2005.14165): from
+   `start` by `incr`, K = (batch - start) / incr times, after equal shares of `samples`, up to `batch`. */
+typedef struct dt_batch_ramp {
+    int64_t start, incr;    /* sequences */
+    int64_t samples;        /* sequences after which all steps have batch; 0: all have from the first on */
+    int64_t batch;
+} dt_batch_ramp;
+
+/* [local] Whether it is one, with every size a multiple of unit = micro-batch x replicas: else DT_ERR_ARG and a text
+   with the numbers and a legal choice. A ramp of samples 0 is one. */
+DT_API dt_status dt_batch_ramp_check(dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
+/* [local] Sequences of a step before which `consumed` ones were read: start + floor(consumed K / samples) incr, and
+   batch from `samples` on. Of a ramp that dt_batch_ramp_check accepts. */
+DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
+/* [local] Sequences that all steps before step n (from 1) read: dt_order's `before` of step n. */
+DT_API int64_t dt_batch_ramp_before(dt_batch_ramp ramp, int64_t step);
 
 /* Which of n samples each of R ranks reads, as PyTorch's DistributedSampler deals them out. An epoch has an order of
    all samples: 0, 1, .. n-1, or shuffled. It is made a multiple of R long: at its end it begins again, as often as it
@@ -1315,6 +1334,7 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
     if (order.sequences < 1) return -1;
     int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i;
+    k += order.before % order.sequences;
     return ((step - 1) % order.sequences * (order.batch % order.sequences) + k) % order.sequences;
 }
 
@@ -1322,7 +1342,57 @@ int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica
     if (order.sequences < 1) return 0;
     int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i, S = order.sequences;
     int64_t times = (step - 1) / S, rest = (step - 1) % S; /* (step - 1) B itself may not fit */
+    k += order.before;
     return times * order.batch + rest * (order.batch / S) + (rest * (order.batch % S) + k) / S;
+}
+
+dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t room) {
+    char    name[96];
+    int64_t grows = r.batch - r.start;
+    if (r.samples == 0) return DT_OK;
+    snprintf(name, sizeof name, "batch ramp %lld:%lld:%lld to %lld", (long long)r.start, (long long)r.incr,
+        (long long)r.samples, (long long)r.batch);
+    if (unit < 1 || r.batch < 1 || r.batch % unit != 0) {
+        snprintf(text, room, "%s: that is no multiple of %lld, the micro-batch of all replicas", name, (long long)unit);
+        return DT_ERR_ARG;
+    }
+    if (r.start < 1 || r.incr < 1 || r.samples < 0 || grows < 0) {
+        snprintf(text, room, "%s: it goes by 1 or more from 1 to the batch, over 1 or more; use %lld:%lld:%lld", name,
+            (long long)unit, (long long)unit, (long long)(r.samples > 0 ? r.samples : r.batch));
+        return DT_ERR_ARG;
+    }
+    int64_t most = INT64_MAX / (grows / r.incr + 1); /* so that dt_batch_ramp_size can count */
+    if (r.samples > most) {
+        snprintf(text, room, "%s: too many sequences; use %lld or less", name, (long long)most);
+        return DT_ERR_ARG;
+    }
+    if (grows % r.incr == 0 && r.start % unit == 0 && (r.incr % unit == 0 || grows == 0)) return DT_OK;
+    int64_t wrong = r.start % unit != 0 ? r.start : r.start + r.incr;
+    int64_t first = (r.start + unit - 1) / unit * unit, left = (r.batch - first) / unit; /* units to grow by */
+    int64_t by = r.incr / unit > 1 ? r.incr / unit : 1;
+    while (left > 0 && left % by != 0) by--;
+    if (grows % r.incr != 0)
+        snprintf(text, room, "%s: steps of %lld do not lead from %lld to %lld", name, (long long)r.incr,
+            (long long)r.start, (long long)r.batch);
+    else
+        snprintf(text, room, "%s: a batch of %lld is no multiple of %lld, the micro-batch of all replicas", name,
+            (long long)wrong, (long long)unit);
+    size_t at = strlen(text);
+    snprintf(text + at, room - at, "; use %lld:%lld:%lld", (long long)first, (long long)(by * unit),
+        (long long)r.samples);
+    return DT_ERR_ARG;
+}
+
+int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
+    if (consumed >= r.samples) return r.batch;
+    int64_t times = (r.batch - r.start) / r.incr;
+    return r.start + consumed * times / r.samples * r.incr;
+}
+
+int64_t dt_batch_ramp_before(dt_batch_ramp r, int64_t step) {
+    int64_t consumed = 0, left = step - 1;
+    for (; left > 0 && consumed < r.samples; left--) consumed += dt_batch_ramp_size(r, consumed);
+    return left > 0 ? consumed + left * r.batch : consumed;
 }
 
 /* The Mersenne twister, MT19937: M. Matsumoto, T. Nishimura, ACM TOMACS 8 (1998) 3-30. */

@@ -187,7 +187,8 @@ DT_API int64_t dt_count(dt_shape shape);
     X(fill) X(init) X(copy) X(permute) X(cast) X(reduce) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) \
     X(glu_back) X(softmax) X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) \
     X(topk) X(spread) X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) \
-    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(cross_entropy_back) X(mse) X(mse_back) X(square_sums) X(adamw) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) \
+    X(sign_unpack)
 
 typedef struct dt_fill_args { /* out[i] = value */
     dt_dtype dtype; void *out; size_t count; double value;
@@ -398,7 +399,7 @@ typedef struct dt_square_sums_args { /* out[i] = sum of in[j]^2 over run i of DT
 typedef struct dt_adamw_args { /* one step over a flat run; arXiv:1711.05101; coupled: arXiv:1412.6980 with L2 */
     dt_dtype dtype; void *param; const void *grad; void *m, *v; size_t count;   /* all of T, which is f32 or f64 */
     double lr, beta1, beta2, eps, weight_decay, grad_scale; /* the gradient is grad * grad_scale */
-    int64_t step;                   /* from 1: bias correction 1 - beta^step */
+    int64_t step;                   /* from 1: bias correction 1 - beta^step, which of INT64_MAX is none */
     int     coupled;                /* 0: decay apart from the moments (AdamW); 1: added to the gradient (Adam) */
     dt_dtype narrow_dtype; void *narrow; /* receives param rounded to bf16 or f16: param is then the master; or NULL */
 } dt_adamw_args;
@@ -408,6 +409,27 @@ typedef struct dt_sgd_args { /* b = momentum b + g; p -= lr b; g includes weight
     double lr, momentum, weight_decay, grad_scale; int64_t step;
     dt_dtype narrow_dtype; void *narrow; /* as of adamw */
 } dt_sgd_args;
+
+/* 1-bit Adam, arXiv:2102.02888. Once v is frozen, a step is three kernels' work: each rank's momentum, its exchange as
+   signs, the update. A message is `count` signs, bit i % 8 of byte i / 8 being 1 where number i is not negative, and
+   then their scale, a double. An element whose v is 0 never had a gradient, or is padding: it counts nowhere, and its
+   number, error and mean are 0. */
+typedef struct dt_momentum_args { /* m = beta1 m + (1 - beta1) grad grad_scale */
+    dt_dtype dtype; void *m; const void *grad; size_t count; double beta1, grad_scale;  /* T is f32 or f64, as below */
+} dt_momentum_args;
+
+typedef struct dt_frozen_adam_args { /* p -= lr (m / (sqrt(v) + eps) + weight_decay p); m and v stay as they are */
+    dt_dtype dtype; void *param; const void *m, *v; size_t count; double lr, eps, weight_decay;
+    dt_dtype narrow_dtype; void *narrow; /* as of adamw */
+} dt_frozen_adam_args;
+
+typedef struct dt_sign_pack_args { /* out: (parts) messages of count / parts signs of x + error; count / parts in 8s */
+    dt_dtype dtype; void *out; const void *x; void *error; const void *v; size_t count, parts;
+} dt_sign_pack_args;        /* one scale for all, |x + error| / sqrt(their number); error: what the messages leave */
+
+typedef struct dt_sign_unpack_args { /* out[i] = mean of number i of n messages of `count` signs, added in order */
+    dt_dtype dtype; void *out; const void *in, *v; size_t count, n;
+} dt_sign_unpack_args;
 
 /* A device: where tensor memory comes from, and its kernels. Copy one and change an entry to replace a kernel. A NULL
    kernel is answered with DT_ERR_UNSUPPORTED and the kernel's name. */
@@ -480,6 +502,7 @@ typedef struct dt_io {
     int     (*rename)(void *user, const char *from, const char *to);
     int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
     int     (*remove)(void *user, const char *path);            /* a file */
+    int     (*forget)(void *user, int fd, int64_t bytes, int64_t offset);   /* to disk, and out of memory; or NULL */
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -502,6 +525,7 @@ typedef struct dt_ctx_desc {
     const dt_host    *host;     /* NULL -> dt_host_default() */
     const dt_io      *io;       /* NULL -> dt_io_default() */
     void             *stream;   /* handed to every kernel */
+    size_t            mem_limit;    /* bytes that may be live, over all classes; 0: no limit */
 } dt_ctx_desc;
 
 /* [local] NULL when the host table refuses the memory. dt_run makes one for each rank; alone, make it yourself. */
@@ -542,7 +566,8 @@ DT_API dt_memory dt_memory_used(const dt_ctx *ctx);
 DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 
 /* [local] bytes of class mem, from the device table for tensor classes and from the host table for DT_MEM_HOST.
-   bytes 0 gives NULL without an error; a refusal fails the context (DT_ERR_MEM, naming what and how much). */
+   bytes 0 gives NULL without an error; a refusal, by a table or because mem_limit would be exceeded, fails the context
+   (DT_ERR_MEM, naming what and how much), and the log hook gets a notice: live bytes and peak of each class. */
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
@@ -663,6 +688,7 @@ typedef struct dt_units_desc {
     size_t bucket_bytes;        /* 0 -> 25 MiB */
     size_t pad;                 /* units are padded to a multiple of this many elements; 0 -> 1 */
     int    parts, part;         /* this rank keeps part of so many equal runs of each unit's values; 0 -> all of it */
+    int    elsewhere;           /* 1: nor are these kept: a listener's release takes them, its gather has them */
     int    hand_over;           /* 1: grad is not made: grad_ready finds each micro-batch's gradient in passing */
 } dt_units_desc;
 
@@ -1348,10 +1374,24 @@ static int dt__io_remove(void *user, const char *path) {
     return unlink(path);
 }
 
+static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
+    (void)user;
+#if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
+    int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0 && fsync(fd) != 0) return -1;
+    posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
+    return 0;
+#else
+    (void)bytes;
+    (void)offset;
+    return fsync(fd);
+#endif
+}
+
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
@@ -1390,6 +1430,7 @@ struct dt_ctx {
     dt_status    status;
     char         text[512];
     dt_memory    memory;
+    size_t       mem_limit;
     void        *work;
     size_t       work_bytes;
     dt_listener *listeners;
@@ -1439,12 +1480,19 @@ static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_H
 
 void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
+    const dt_memory *m = &ctx->memory;
+    char             limit[48] = "", table[512] = "";
     if (bytes == 0 || ctx->status != DT_OK) return NULL;
-    void *p = dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
-                                      : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
+    void *p = over ? NULL : dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
+                                                    : ctx->kernels.alloc(ctx->kernels.user, bytes);
     if (!p) {
-        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use", what, bytes,
-            classes[mem], ctx->memory.live_total);
+        if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
+        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
+            classes[mem], m->live_total, limit);
+        for (int i = 0, at = 0; i < DT_MEM_CLASSES; i++)
+            at += snprintf(table + at, sizeof table - (size_t)at, " %s %zu (%zu)", classes[i], m->live[i], m->peak[i]);
+        dt_log(ctx, DT_LOG_NOTICE, "rank %d: live bytes (and peak):%s", ctx->rank, table);
         return NULL;
     }
     dt__account(ctx, mem, bytes, +1);
@@ -1520,6 +1568,7 @@ dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
     ctx->loss_scale = 1;
+    ctx->mem_limit = desc.mem_limit;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
 #ifdef DT_USE_CUDA
     if (!desc.kernels && desc.rank == 0) dt__cuda_notice(ctx);
@@ -1938,29 +1987,35 @@ static void dt__unit_place(dt_ctx *ctx, dt_unit *unit, void *data) {
     }
 }
 
+static void dt__unit_release(dt_ctx *ctx, dt_unit *unit, int written, int unused) {
+    for (dt_listener *l = ctx->listeners; l && (written || unused); l = l->next)
+        if (l->release) l->release(ctx, unit, written, unused, l->user);
+}
+
 /* No rank ever holds more than its run, not even of the initial values. */
 static dt_status dt__unit_storage(dt_ctx *ctx, dt_unit *unit, const dt_units_desc *desc) {
-    size_t pad = desc->pad ? desc->pad : 1, parts = desc->parts > 1 ? (size_t)desc->parts : 1;
-    unit->padded = (unit->count + pad - 1) / pad * pad;
-    if (unit->padded % parts != 0)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %d runs of units padded to %zu elements", (int)parts, pad);
-    unit->run = unit->padded / parts;
-    unit->first = parts > 1 ? (size_t)desc->part * unit->run : 0;
     size_t bytes = unit->run * dt_dtype_size(unit->dtype);
     unit->kept = dt_alloc(ctx, DT_MEM_PARAMS, bytes, "parameters");
     if (!unit->kept || dt__fill(ctx, unit->dtype, unit->kept, unit->run, 0) != DT_OK) return ctx->status;
     for (int i = unit->first_param; i < unit->first_param + unit->params; i++)
         if (dt__param_values(ctx, ctx->params[i]) != DT_OK) return ctx->status;
-    if (parts == 1) dt__unit_place(ctx, unit, unit->kept);
+    if (unit->run == unit->padded && !desc->elsewhere) dt__unit_place(ctx, unit, unit->kept);
+    if (!desc->elsewhere) return ctx->status;
+    dt__unit_release(ctx, unit, 1, 1);
+    dt_free(ctx, DT_MEM_PARAMS, unit->kept, bytes);
+    unit->kept = NULL;
     return ctx->status;
 }
 
 dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0;
+    size_t pad = desc.pad ? desc.pad : 1, parts = desc.parts > 1 ? (size_t)desc.parts : 1;
     if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
     if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: parameters have their storage already; call "
         "dt_zero_make once and before the first use of a parameter");
     if (ctx->n_params == 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: no parameters were registered");
+    if (pad % parts != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %zu runs of units padded to %zu elements",
+        parts, pad);
     for (int i = 0; i < ctx->n_params; i++) {
         int begins = dt__begins_unit(ctx, i, open, bucket_bytes);
         open = (begins ? 0 : open) + ctx->params[i]->param->count;
@@ -1973,6 +2028,12 @@ dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     }
     ctx->hand_over = desc.hand_over;
     dt__units_plan(ctx, bucket_bytes);
+    for (int u = 0; u < ctx->n_units; u++) {
+        dt_unit *unit = &ctx->units[u];
+        unit->padded = (unit->count + pad - 1) / pad * pad;
+        unit->run = unit->padded / parts;
+        unit->first = parts > 1 ? (size_t)desc.part * unit->run : 0;
+    }
     for (int u = 0; u < ctx->n_units && ctx->status == DT_OK; u++) dt__unit_storage(ctx, &ctx->units[u], &desc);
     return ctx->status;
 }
@@ -2270,7 +2331,7 @@ static dt_block_state *dt__root(dt_ctx *ctx) {
 
 /* Storage for parameters that no optimizer asked for. */
 static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0, 0, 0, 0 };
+    dt_units_desc defaults = { 0, 0, 0, 0, 0, 0 };
     return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
 }
 
@@ -2286,11 +2347,6 @@ static dt_status dt__present(dt_tensor *x) {
         "them: dt_zero_free has run", t->name);
     x->data = t->data;
     return ctx->status;
-}
-
-static void dt__unit_release(dt_ctx *ctx, dt_unit *unit, int written, int unused) {
-    for (dt_listener *l = ctx->listeners; l && (written || unused); l = l->next)
-        if (l->release) l->release(ctx, unit, written, unused, l->user);
 }
 
 /* Reads or writes a parameter as a whole outside of any op: what was gathered for it alone is released at once. */
@@ -3525,7 +3581,7 @@ static dt_tensor *dt__view(dt_tensor *x, dt_shape shape, const char *name) {
 dt_tensor *dt_alias(dt_tensor *x) {
     dt_ctx    *ctx = dt__op("dt_alias", x, NULL, NULL);
     dt_tensor *owner = ctx ? dt__owner(x) : NULL; /* data that go before what is made of them are copied */
-    int        copied = ctx && (owner->brief || (owner->param && owner->param->unit->run < owner->param->unit->padded));
+    int        copied = ctx && (owner->brief || (owner->param && owner->param->unit->data != owner->param->unit->kept));
     dt_tensor *y = copied ? dt__new_named(ctx, x->dtype, x->shape, x->name)
         : ctx ? dt__tensor(ctx, x->dtype, x->shape, x->name) : NULL;
     if (y && copied && dt__move(ctx, y->data, x->data, dt__bytes(x)) != DT_OK) return NULL;
@@ -6108,7 +6164,7 @@ static int dt__runs_next(dt__runs *r, const int64_t *stride_a, const int64_t *st
     X(init) X(sum) X(max) X(binary) X(unary) X(unary_back) X(glu) X(glu_back) X(softmax) \
     X(softmax_back) X(norm) X(norm_back) X(rope) X(dropout) X(embedding) X(embedding_back) X(topk) X(spread) \
     X(matmul) X(attention) X(attention_back) X(cross_entropy) X(cross_entropy_join) X(cross_entropy_back) X(mse) \
-    X(mse_back) X(square_sums) X(adamw) X(sgd)
+    X(mse_back) X(square_sums) X(adamw) X(sgd) X(momentum) X(frozen_adam) X(sign_pack) X(sign_unpack)
 #define DT__VARIANT_KERNELS(X) X(fill) X(reduce) X(permute) DT__FLOAT_KERNELS(X)
 typedef struct dt__variant {
 #define DT__VARIANT_ENTRY(k) dt_status (*k)(const dt_##k##_args *a);
@@ -7833,6 +7889,74 @@ DT__FN dt_status DT__K(sgd)(const dt_sgd_args *a) {
         param[i] -= lr * buffer[i];
     }
     DT__K(give)(a->narrow_dtype, a->narrow, 0, (int64_t)a->count, param, 0);
+    return DT_OK;
+}
+DT__FN dt_status DT__K(momentum)(const dt_momentum_args *a) {
+    DT__REAL *m = (DT__REAL *)a->m, beta1 = (DT__REAL)a->beta1, rest = (DT__REAL)((1 - a->beta1) * a->grad_scale);
+    const DT__REAL *grad = (const DT__REAL *)a->grad;
+    for (size_t i = 0; i < a->count; i++) m[i] = beta1 * m[i] + rest * grad[i];
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(frozen_adam)(const dt_frozen_adam_args *a) {
+    DT__REAL *param = (DT__REAL *)a->param, lr = (DT__REAL)a->lr, eps = (DT__REAL)a->eps;
+    DT__REAL  keep = (DT__REAL)(1 - a->lr * a->weight_decay);
+    const DT__REAL *m = (const DT__REAL *)a->m, *v = (const DT__REAL *)a->v;
+    for (size_t at = 0; at < a->count; at += DT__TILE) {
+        DT__REAL root[DT__TILE] = { 0 };
+        size_t   n = a->count - at < DT__TILE ? a->count - at : DT__TILE;
+        memcpy(root, v + at, n * sizeof *root);
+        DT__K(square_roots)(root);
+        for (size_t i = 0; i < n; i++) param[at + i] = keep * param[at + i] - lr * m[at + i] / (root[i] + eps);
+        DT__K(give)(a->narrow_dtype, a->narrow, (int64_t)at, (int64_t)n, param + at, 0);
+    }
+    return DT_OK;
+}
+
+/* The first pass leaves x + error in error, from which the second takes what is sent. */
+DT__FN dt_status DT__K(sign_pack)(const dt_sign_pack_args *a) {
+    DT__REAL *error = (DT__REAL *)a->error;
+    const DT__REAL *x = (const DT__REAL *)a->x, *v = (const DT__REAL *)a->v;
+    double squares = 0, numbers = 0;
+    if (a->parts < 1 || a->count % (8 * a->parts) != 0) return DT_ERR_ARG;
+    for (size_t run = 0; run < a->count; run += DT_RUN) {
+        int64_t n = a->count - run < DT_RUN ? (int64_t)(a->count - run) : DT_RUN;
+        double  sum;
+        for (int64_t i = 0; i < n; i++) error[i + run] = v[i + run] != 0 ? x[i + run] + error[i + run] : 0;
+        DT__SUM(double, sum, n, (double)error[j + run] * (double)error[j + run]);
+        squares += sum;
+        for (int64_t i = 0; i < n; i++) numbers += v[i + run] != 0;
+    }
+    DT__REAL scale = (DT__REAL)(numbers > 0 ? sqrt(squares / numbers) : 0);
+    double   sent = (double)scale;
+    size_t   part = a->count / a->parts / 8; /* bytes of a message's signs */
+    for (size_t byte = 0; byte < a->count / 8; byte++) {
+        unsigned bits = 0;
+        for (size_t i = 8 * byte; i < 8 * byte + 8; i++) {
+            bits |= (unsigned)(error[i] >= 0) << (i - 8 * byte);
+            if (v[i] != 0) error[i] -= error[i] >= 0 ? scale : -scale;
+        }
+        ((unsigned char *)a->out)[byte + byte / part * sizeof sent] = (unsigned char)bits;
+    }
+    for (size_t p = 0; p < a->parts; p++)
+        memcpy((char *)a->out + p * (part + sizeof sent) + part, &sent, sizeof sent);
+    return DT_OK;
+}
+
+DT__FN dt_status DT__K(sign_unpack)(const dt_sign_unpack_args *a) {
+    DT__REAL *out = (DT__REAL *)a->out;
+    const DT__REAL *v = (const DT__REAL *)a->v;
+    double sent;
+    size_t bytes = a->count / 8;
+    if (a->n < 1 || a->count % 8 != 0) return DT_ERR_ARG;
+    memset(out, 0, a->count * sizeof *out);
+    for (size_t k = 0; k < a->n; k++) {
+        const unsigned char *signs = (const unsigned char *)a->in + k * (bytes + sizeof sent);
+        memcpy(&sent, signs + bytes, sizeof sent);
+        DT__REAL scale = (DT__REAL)sent;
+        for (size_t i = 0; i < a->count; i++) out[i] += signs[i / 8] >> i % 8 & 1 ? scale : -scale;
+    }
+    for (size_t i = 0; i < a->count; i++) out[i] = v[i] != 0 ? out[i] / (DT__REAL)a->n : 0;
     return DT_OK;
 }
 #undef DT__SUM

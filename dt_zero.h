@@ -60,8 +60,10 @@
      8. The norm
      9. The loss scale
     10. The update
-    11. Making, stepping, freeing
-    12. Account: code
+    11. Offload
+    12. 1-bit Adam
+    13. Making, stepping, freeing
+    14. Account: code
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -98,16 +100,18 @@ extern "C" {
 
 // ==== 1. Learning rate ==============================================================================================
 
-enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT };
+enum { DT_LR_COSINE = 0, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
 typedef struct dt_lr_desc {
     double  peak;
     int     kind;       /* DT_LR_* after the warmup */
     int64_t warmup;     /* steps; step n <= warmup has peak * n / warmup */
     int64_t steps;      /* the step at which min_ratio * peak is reached; stays there */
     double  min_ratio;
+    int64_t decay;      /* DT_LR_WSD: the last steps, in which it falls; 0 -> 20% of steps, rounded up */
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine. */
+/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine; DT_LR_WSD stays at the peak and then
+   falls as 1 - sqrt(done), done going from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =============================================================================================
@@ -141,18 +145,24 @@ typedef struct dt_scale_desc {
 #define DT_SCALE_DYNAMIC (-1.0)
 enum { DT_MAX_SKIPS = 20 };     /* so many skipped steps in a row are a failure */
 
-enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_OWN };
+enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OWN };
 typedef struct dt_zero_desc {
     int            stage;           /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
     int            shard_group;     /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
     int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 7 */
     const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
-    int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD, DT_OWN */
+    int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD,
+                                       DT_ONEBIT_ADAM (arXiv:2102.02888; section 12), DT_OWN */
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
     double         eps;             /* 0 -> 1e-8 */
     double         momentum;        /* SGD; 0: none, and no state */
+    int            freeze_steps;    /* 1-bit Adam: steps of Adam before its second moment is frozen, 1 or more */
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
+    const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
+                                       where the update then runs; else a folder: in a file there: section 11 */
+    const char    *offload_params;  /* stage 3: this rank's run of the values, likewise */
+    size_t         offload_chunk;   /* elements that are read, updated and written at a time; 0 -> 131,072 */
     double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
@@ -169,7 +179,9 @@ typedef struct dt_zero dt_zero;
 
 typedef struct dt_step_info {
     int64_t step;           /* the last one done, from 1 */
-    double  grad_norm;      /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure */
+    double  grad_norm;      /* 2-norm before clipping, every logical element once, unscaled; NaN after a failure. 1-bit
+                               Adam does not sum gradients once v is frozen: then an upper bound, the root of the mean
+                               over the N data ranks of |N g|^2, g being a rank's own gradient */
     double  clip_scale;     /* what the gradients were multiplied with */
     int     skipped;        /* 1: gradients were not finite, under a loss scale: no parameter, no state and no step
                                count changed, on any rank. Run the same micro-batches again, or go on to others */
@@ -241,17 +253,50 @@ extern "C" {
 
 // ==== 4. Implementation: learning rate ==============================================================================
 
+/* The last step at the peak of a warmup that is followed by a stable phase and a decay. */
+static int64_t dt__lr_stable(dt_lr_desc d) {
+    int64_t last = d.steps - (d.decay > 0 ? d.decay : d.steps / 5 + (d.steps % 5 != 0));
+    return last > d.warmup ? last : d.warmup;
+}
+
 double dt_lr(dt_lr_desc d, int64_t step) {
     if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
     if (d.kind == DT_LR_CONSTANT) return d.peak;
     double lowest = d.min_ratio * d.peak;
     if (step >= d.steps) return lowest;
-    double done = (double)(step - d.warmup) / (double)(d.steps - d.warmup);
+    int64_t from = d.kind == DT_LR_WSD ? dt__lr_stable(d) : d.warmup;
+    if (step <= from) return d.peak;
+    double done = (double)(step - from) / (double)(d.steps - from);
     double left = d.kind == DT_LR_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    if (d.kind == DT_LR_WSD) left = 1 - sqrt(done);
     return lowest + left * (d.peak - lowest);
 }
 
 // ==== 5. Units, groups and runs =====================================================================================
+
+/* Offload, section 11: one transfer to or from the disk. The thread that makes it owns it while it is busy. */
+typedef struct dt__disk_job {
+    int         write, busy;
+    void       *at;
+    size_t      bytes;
+    int64_t     offset;
+    const char *what;
+    int64_t     done;               /* bytes that went, fewer than `bytes` after a failure */
+    int         error;              /* errno of it */
+    struct dt__disk_job *next;
+} dt__disk_job;
+
+enum { DT__STATE_0 = 0, DT__STATE_1, DT__MASTER, DT__VALUES, DT__GRAD, DT__ARRAYS, DT__SETS = 3 };
+
+/* Buffers of one chunk, and the transfers from and to them. */
+typedef struct dt__disk_set {
+    int          unit;
+    size_t       first, count;      /* elements of the unit */
+    void        *buf[DT__ARRAYS];
+    dt__disk_job job[DT__ARRAYS];
+} dt__disk_set;
+
+typedef struct dt__disk dt__disk;
 
 /* What this layer knows of a unit. `data` is the group whose ranks saw different samples of the same parameters. It
    falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold
@@ -273,10 +318,14 @@ typedef struct dt__zero_unit {
     dt_work *work;              /* its reduction, under way */
     void    *whole;             /* stage 3: where its values are, or will be */
     dt_work *gather;            /* under way */
+    void    *host_values;       /* (count) this rank's run, where it lies in host memory */
+    dt__disk_job read;          /* of its run from the disk */
     int      holder;            /* stage 3: the block that has it gathered, 0 outside of blocks */
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
+    void    *errors[2];         /* 1-bit Adam: this rank's as a worker, and as the server of run r */
+    size_t   error_bytes[2];
 } dt__zero_unit;
 
 /* The order in which a micro-batch gathers units, as the last one did it. */
@@ -297,6 +346,8 @@ struct dt_zero {
     int            next;        /* the unit to reduce next: they go in descending order */
     int            oldest;      /* the first whose reduction is under way */
     int            states;
+    const dt_kernels *table;    /* of the update */
+    void          *stream;
     dt__zero_plan  plans[2];    /* of the forward, of the backward */
     int            backward;    /* which one is followed */
     void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
@@ -304,12 +355,28 @@ struct dt_zero {
     double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
     size_t         n_sums;
     double        *totals;      /* (n_units) the same of each unit */
+    void          *messages;    /* 1-bit Adam: signs that leave this rank, then signs that reach it */
+    size_t         messages_bytes;
     int64_t        step;
+    dt__disk      *disk;        /* of offload to a folder */
+    size_t         disk_bytes;
+    dt__disk_set  *sets;        /* (DT__SETS) chunks of the update of what is offloaded */
+    size_t         chunk, chunk_bytes;
     double         scale;       /* of the loss */
     int            good, patience;  /* steps since the scale changed; skips until it falls */
     int            skips;       /* in a row */
     double         history[DT_MAX_SKIPS];   /* the scales of those */
 };
+
+/* Section 12. */
+static int       dt__onebit_frozen(const dt_zero *zero);
+static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
+static dt_status dt__onebit_make(dt_zero *zero);
+static void      dt__onebit_free(dt_zero *zero);
+static size_t    dt__onebit_bytes(const dt_zero *zero, const dt_unit *unit);
+static dt_status dt__onebit_sums(dt_zero *zero);
+static int       dt__onebit_at_fault(dt_zero *zero, const dt_unit *unit, size_t run);
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale);
 
 /* Bytes of an element of gradients and state. */
 static size_t dt__zero_size(const dt__zero_unit *z) { return dt_dtype_size(z->unit->grad_dtype); }
@@ -319,8 +386,9 @@ static void *dt__zero_at(const dt__zero_unit *z, void *array, size_t element) {
     return (char *)array + element * dt__zero_size(z);
 }
 
-/* The values of this rank's run, and its gradient. */
+/* The values of this rank's run, if they are in memory, and its gradient. */
 static void *dt__zero_values(const dt__zero_unit *z) {
+    if (z->host_values) return z->host_values;
     return (char *)z->unit->kept + (z->first - z->unit->first) * dt_dtype_size(z->unit->dtype);
 }
 static void *dt__zero_run_grad(const dt__zero_unit *z) {
@@ -346,6 +414,15 @@ static dt_status dt__zero_groups(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
+static int       dt__on_disk(const char *place);
+static int       dt__in_host(const char *place);
+static dt_status dt__disk_open(dt_zero *zero);
+static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job);
+static dt_status dt__chunks_make(dt_zero *zero);
+static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run);
+static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z);
+static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes);
+
 static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     dt_ctx        *ctx = zero->ctx;
     dt__zero_unit *z = &zero->units[u];
@@ -358,29 +435,37 @@ static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     z->first = parts > 1 ? (size_t)dt_comm_rank(z->shard) * z->count : 0;
     z->sums = zero->n_sums;
     zero->n_sums += z->unit->padded / DT_RUN;
-    for (int s = 0; s < zero->states && !z->unit->frozen; s++) {
-        z->state[s] = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "optimizer state");
+    dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
+    size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_size(z);
+    for (int s = 0; s < zero->states && !z->unit->frozen && bytes; s++) {
+        z->state[s] = dt_alloc(ctx, mem, bytes, "optimizer state");
         if (!z->state[s]) return dt_error(ctx);
-        if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
+        if (mem == DT_MEM_HOST) memset(z->state[s], 0, bytes);
+        else if (dt__fill(ctx, z->unit->grad_dtype, z->state[s], z->count, 0) != DT_OK) return dt_error(ctx);
     }
-    if (dt__zero_has_master(z->unit))
-        z->master = dt_alloc(ctx, DT_MEM_OPTIM, z->count * dt__zero_size(z), "master parameters");
+    if (dt__zero_has_master(z->unit) && bytes) z->master = dt_alloc(ctx, mem, bytes, "master parameters");
     return dt_error(ctx);
+}
+
+/* What is known of units, all zero; made once their number is known. */
+static dt_status dt__zero_units_alloc(dt_zero *zero) {
+    if (zero->units) return DT_OK;
+    zero->n_units = dt_unit_count(zero->ctx);
+    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
+    zero->units = (dt__zero_unit *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "dt_zero_make");
+    if (zero->units) memset(zero->units, 0, bytes);
+    return dt_error(zero->ctx);
 }
 
 static dt_status dt__zero_units_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
-    zero->n_units = dt_unit_count(ctx);
-    size_t bytes = (size_t)zero->n_units * sizeof *zero->units;
-    zero->units = (dt__zero_unit *)dt_alloc(ctx, DT_MEM_HOST, bytes, "dt_zero_make");
-    if (!zero->units) return dt_error(ctx);
-    memset(zero->units, 0, bytes);
+    if (dt__zero_units_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(ctx);
     for (int u = 0; u < zero->n_units; u++)
         if (dt__zero_unit_make(zero, u) != DT_OK) return dt_error(ctx);
     zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
     size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
     zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, totals, "sums of the norm");
-    return dt_error(ctx);
+    return dt_error(ctx) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
 /* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
@@ -417,7 +502,7 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
 
 /* What must be alike on every rank. Item 0 is the optimizer, item i parameter i - 1. cut: which part of it this rank
    has belongs to it. */
-typedef struct dt__zero_text { char s[176]; } dt__zero_text;
+typedef struct dt__zero_text { char s[208]; } dt__zero_text;
 
 static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
@@ -425,9 +510,9 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
     dt__zero_text       text = { "nothing" };
     size_t              at = 0, room = sizeof text.s;
-    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, loss scale %g, betas %g %g, eps %g, momentum "
-        "%g, weight decay %g, clip %g", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "", z->loss_scale,
-        z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip);
+    if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
+        "decay %g, clip %g, freeze %d", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "",
+        z->loss_scale, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps);
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
@@ -455,7 +540,7 @@ static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
 }
 
 /* Of what an item is, or of the values a parameter holds; of a cut one's only where the group holds copies of it. */
-static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut) {
+static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int cut) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     char             piece[4096];
     uint64_t         h = 1;
@@ -470,13 +555,13 @@ static uint64_t dt__zero_item(const dt_zero *zero, int item, int values, int cut
     size_t size = dt_dtype_size(t->dtype), begin = p->offset > unit->first ? p->offset : unit->first;
     size_t end = p->offset + p->count < unit->first + unit->run ? p->offset + p->count : unit->first + unit->run;
     size_t bytes = begin < end ? (end - begin) * size : 0;
-    const char *from = (const char *)unit->kept + (begin - unit->first) * size; /* what is kept of it */
+    size_t first = (begin - unit->first) * size; /* what is kept of it */
     for (int c = 0; c < 3; c++)
         if (p->desc.cuts[c].comm && !cut) bytes = 0;
-    if (dt__is_dry(unit->kept)) bytes = 0; /* all zeros, of models that no machine could read through */
+    if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-        if (dt__move(zero->ctx, piece, from + at, n) != DT_OK || dt__sync(zero->ctx) != DT_OK) break;
+        if (dt__values_peek(zero, unit, first + at, piece, n) != DT_OK) break;
         h = dt__zero_digest(h, piece, n);
     }
     return h;
@@ -579,6 +664,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     dt_unit *u = z->unit;
     dt_dtype type = u->grad_dtype;
     void    *whole = z->passing ? z->passing : u->grad;
+    if (dt__onebit_frozen(zero)) return dt_error(zero->ctx); /* ranks exchange the momentum instead */
     z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
         : dt_reduce_scatter_start(z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
     return dt_error(zero->ctx);
@@ -793,15 +879,17 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
    others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
-    z->whole = dt__spare_take(zero->ctx, u->padded * dt_dtype_size(u->dtype));
-    if (z->whole) z->gather = dt_all_gather_start(z->shard, u->kept, z->whole, u->run, u->dtype);
+    if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
+        return dt_error(zero->ctx);
+    const void *mine = u->kept ? u->kept : (char *)z->whole + u->first * dt_dtype_size(u->dtype);
+    z->gather = dt_all_gather_start(z->shard, mine, z->whole, u->run, u->dtype);
     return dt_error(zero->ctx);
 }
 
 /* Frees the whole values of a unit, or waits for those under way and frees them. */
 static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
-    if (!z->whole || dt_wait(zero->ctx, z->gather) != DT_OK) return;
+    if (!z->whole || dt__disk_wait(zero, &z->read) != DT_OK || dt_wait(zero->ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     if (zero->desc.poison) dt__fill(zero->ctx, u->dtype, z->whole, u->padded, NAN);
     dt__unit_place(zero->ctx, z->unit, NULL);
@@ -820,7 +908,7 @@ static void dt__zero_drop_held(dt_zero *zero, int block) {
 static void dt__zero_plan_end(dt_zero *zero) {
     zero->plans[zero->backward].at = 0;
     for (int u = 0; u < zero->n_units; u++)
-        if (zero->units[u].gather) dt__zero_drop(zero, &zero->units[u]);
+        if (zero->units[u].whole && !zero->units[u].unit->data) dt__zero_drop(zero, &zero->units[u]);
 }
 
 /* Notes that a block needs a unit, which is where the plan goes on. 0: out of memory. */
@@ -838,15 +926,17 @@ static int dt__zero_plan_note(dt_zero *zero, dt__zero_plan *plan, int unit, int 
     return 1;
 }
 
-/* Starts the rest of this block's gathers and those of the next one. */
+/* Starts the rest of this block's gathers and those of the next one; what lies on disk is read one block earlier. */
 static dt_status dt__zero_prefetch(dt_zero *zero, const dt__zero_plan *plan, int block) {
     int others = 0;
     for (int i = plan->at; i < plan->n; i++) {
         dt__zero_unit *z = &zero->units[plan->items[i].unit];
         others += plan->items[i].block != block;
         block = plan->items[i].block;
-        if (others > 1) break;
-        if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) break;
+        if (others > 2 || (others == 2 && !zero->disk)) break;
+        if (others == 2 && !z->whole && !z->unit->kept) dt__values_read_start(zero, z);
+        if (others < 2 && !z->gather && !z->unit->data) dt__zero_gather_start(zero, z);
+        if (dt_error(zero->ctx) != DT_OK) break;
     }
     return dt_error(zero->ctx);
 }
@@ -857,7 +947,7 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     dt__zero_plan *plan = &zero->plans[zero->backward];
     z->holder = ctx->inside ? ctx->inside->index : 0;
     if (!dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
-    if (!z->whole && dt__zero_gather_start(zero, z) != DT_OK) return;
+    if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
     if (dt_wait(ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     dt__unit_place(ctx, unit, z->whole);
@@ -865,12 +955,12 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
 }
 
 static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
-    dt_zero       *zero = (dt_zero *)user;
+    dt_zero *zero = (dt_zero *)user;
+    if (dt_error(ctx) != DT_OK || unit->data == unit->kept || dt__zero_units_alloc(zero) != DT_OK) return;
     dt__zero_unit *z = &zero->units[unit->index];
-    size_t         size = dt_dtype_size(unit->dtype);
-    if (!z->whole || dt_error(ctx) != DT_OK) return;
-    if (written) dt__move(ctx, unit->kept, (const char *)z->whole + unit->first * size, unit->run * size);
-    if (unused) dt__zero_drop(zero, z);
+    void          *run = z->whole ? (char *)z->whole + unit->first * dt_dtype_size(unit->dtype) : unit->kept;
+    if (written) dt__values_store(zero, z, unit, run);
+    if (unused && z->whole) dt__zero_drop(zero, z);
 }
 
 static void dt__zero_enter(dt_ctx *ctx, const dt_event *event, void *user) {
@@ -916,6 +1006,7 @@ static dt_status dt__zero_square_sums(dt_zero *zero) {
         if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
             dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     }
+    if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
     return dt_sum_doubles(zero->shard, zero->sums, zero->n_sums);
 }
@@ -998,7 +1089,8 @@ static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
     for (int u = 0; u < zero->n_units && fault->rank < 0; u++) {
         const dt__zero_unit *z = &zero->units[u];
         size_t i = z->first / DT_RUN, end = (z->first + z->count) / DT_RUN;
-        while (i < end && isfinite(zero->sums[z->sums + i])) i++;
+        while (i < end && (isfinite(zero->sums[z->sums + i]) ||
+            (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->unit, i)))) i++;
         if (i < end && !z->unit->frozen && dt__zero_look(zero, z, i, fault) != DT_OK) return dt_error(zero->ctx);
     }
     double *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the first bad gradient");
@@ -1106,6 +1198,10 @@ typedef struct dt__zero_span {
     void  *values;
 } dt__zero_span;
 
+/* The update runs where the state is: on the device, or on the CPU where it is offloaded from one. */
+#define DT__UPDATE(zero, what, k, args) dt__kernel_done((zero)->ctx, (what), NULL, #k, \
+    (zero)->table->k ? (zero)->table->k((args), (zero)->stream) : DT_ERR_UNSUPPORTED)
+
 /* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
 static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
@@ -1114,16 +1210,22 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
         dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
         dt_status    status = d->update(f, d->user);
         if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
-        return narrow ? DT__KERNEL(zero->ctx, f->tensor->name, cast, &a) : DT_OK;
+        return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
     }
     if (d->optimizer == DT_SGD) {
         dt_sgd_args a = { type, f->param, f->grad, f->state[0], f->count, f->lr, d->momentum, f->weight_decay,
             f->grad_scale, f->step, f->tensor->dtype, narrow };
-        return DT__KERNEL(zero->ctx, f->tensor->name, sgd, &a);
+        return DT__UPDATE(zero, f->tensor->name, sgd, &a);
     }
+    if (dt__onebit_frozen(zero)) {
+        dt_frozen_adam_args a = { type, f->param, f->state[0], f->state[1], f->count, f->lr, d->eps, f->weight_decay,
+            f->tensor->dtype, narrow };
+        return DT__UPDATE(zero, f->tensor->name, frozen_adam, &a);
+    }
+    int64_t       step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step; /* no bias correction */
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
-        f->weight_decay, f->grad_scale, f->step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
-    return DT__KERNEL(zero->ctx, f->tensor->name, adamw, &a);
+        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
+    return DT__UPDATE(zero, f->tensor->name, adamw, &a);
 }
 
 /* Updates the part of each parameter that lies in the span. */
@@ -1138,7 +1240,7 @@ static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt_
         size_t to = p->offset + p->count < end ? p->offset + p->count : end, at = from - s->first;
         if (from >= to) continue;
         int     decays = p->full.nd >= 2 && !p->desc.no_decay;
-        char   *value = (char *)s->values + at * narrow_size;
+        char   *value = s->values ? (char *)s->values + at * narrow_size : NULL; /* NULL: only the master is updated */
         void   *updated = s->master ? (char *)s->master + at * size : value;
         dt_flat f = { zero->ctx, t, from - p->offset, to - from, updated, (char *)s->grad + at * size, { NULL, NULL },
             lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale, decays ? zero->desc.weight_decay : 0,
@@ -1161,11 +1263,19 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
     return dt__zero_update_span(zero, z, &run, lr, grad_scale);
 }
 
-/* Every rank's run to every rank, one unit while the next is updated. */
+static int       dt__streams(const dt_zero *zero);
+static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
+
+/* All units; then every rank's run to every rank, one unit while the next is updated. */
 static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale) {
+    int streams = dt__streams(zero);
+    if (streams && dt__offload_update(zero, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
     for (int u = 0; u <= zero->n_units; u++) {
         dt__zero_unit *z = u < zero->n_units ? &zero->units[u] : NULL, *before = u > 0 ? &zero->units[u - 1] : NULL;
-        if (z && !z->unit->frozen && dt__zero_update(zero, z, lr, grad_scale) != DT_OK) return dt_error(zero->ctx);
+        int signs = z && !z->unit->frozen && dt__onebit_frozen(zero);
+        if (signs && dt__onebit_momentum(zero, z, grad_scale) != DT_OK) return dt_error(zero->ctx);
+        if (z && !z->unit->frozen && !streams && dt__zero_update(zero, z, lr, grad_scale) != DT_OK)
+            return dt_error(zero->ctx);
         if (before && dt_wait(zero->ctx, before->work) != DT_OK) return dt_error(zero->ctx);
         if (before) before->work = NULL;
         if (!z || z->unit->frozen || (zero->desc.stage != 1 && zero->desc.stage != 2)) continue;
@@ -1174,20 +1284,498 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     return dt_error(zero->ctx);
 }
 
-// ==== 11. Making, stepping, freeing =================================================================================
+// ==== 11. Offload ===================================================================================================
+
+/* Optimizer state, and at stage 3 the values, in host memory or in a file (S. Rajbhandari et al., "ZeRO-Infinity",
+   arXiv:2104.07857). The update then goes on in host memory, a chunk of a rank's run at a time, with three sets of
+   buffers:
+
+       reading chunk k + 1        updating chunk k        writing chunk k - 1
+
+   A file is read and written by a thread of its own, which is what asks for offload to disk asks for; it calls the io
+   table and nothing else. It has two slots. A step reads one and writes the other; only when every rank has written
+   all of its chunks do the slots change places, so a step that fails on one rank leaves the state of all as it was. For
+   the same reason values in memory are not touched before: what a chunk becomes goes where its gradient was, which
+   nobody needs any more, and is copied from there when all is well. What was written leaves the page cache. The file
+   loses its name as soon as it is open: whatever ends the program, it is gone with it. */
+
+struct dt__disk {
+    dt_io           io;
+    char           *path;
+    int             fd, slot;
+    int64_t         slot_bytes;
+    pthread_t       thread;
+    int             runs, stop, lost;
+    pthread_mutex_t lock;
+    pthread_cond_t  more;
+    dt__disk_job   *first, *last;
+};
+
+static void dt__disk_do(const dt_io *io, int fd, dt__disk_job *job) {
+    for (job->done = 0, job->error = 0; job->done < (int64_t)job->bytes;) {
+        char   *at = (char *)job->at + job->done;
+        size_t  left = job->bytes - (size_t)job->done;
+        int64_t offset = job->offset + job->done;
+        errno = 0;
+        int64_t n = job->write ? io->pwrite(io->user, fd, at, left, offset) : io->pread(io->user, fd, at, left, offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || n > (int64_t)left) {
+            job->error = n < 0 ? errno : 0;
+            return;
+        }
+        job->done += n;
+    }
+    errno = 0;
+    if (!io->forget || io->forget(io->user, fd, (int64_t)job->bytes, job->offset) == 0) return;
+    job->error = errno;
+    job->done = 0;
+}
+
+static void *dt__disk_thread(void *arg) {
+    dt__disk *d = (dt__disk *)arg;
+    pthread_mutex_lock(&d->lock);
+    while (!d->stop) {
+        dt__disk_job *job = d->first;
+        if (!job) {
+            pthread_cond_wait(&d->more, &d->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&d->lock);
+        dt__disk_do(&d->io, d->fd, job);
+        pthread_mutex_lock(&d->lock);
+        d->first = job->next;
+        if (!d->first) d->last = NULL;
+        __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
+    const char *what) {
+    dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL };
+    *job = fresh;
+    pthread_mutex_lock(&d->lock);
+    if (d->last) d->last->next = job;
+    else d->first = job;
+    d->last = job;
+    pthread_cond_signal(&d->more);
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Until a transfer is over, if one was started. A disk that gives no answer within the run's limit fails. */
+static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
+    const dt__disk  *d = zero->disk;
+    const dt_host   *host = dt_ctx_host(zero->ctx);
+    const dt__world *world = dt__world_of(zero->ctx);
+    double begin = host->now(host->user), limit = world ? world->shared->timeout_s : 120, nap = 1e-5;
+    if (!job->what) return dt_error(zero->ctx);
+    while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
+        if (host->now(host->user) - begin > limit) {
+            zero->disk->lost = 1;
+            return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: no answer from the disk within %g s", d->path, limit);
+        }
+        host->sleep(host->user, nap);
+        nap = nap < 1e-3 ? 2 * nap : nap;
+    }
+    const char *what = job->what;
+    job->what = NULL;
+    if (job->done == (int64_t)job->bytes) return DT_OK;
+    return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path, job->write ? "writing" : "reading",
+        what, (long long)job->done, job->bytes, job->error ? strerror(job->error)
+        : job->write ? "the device took no more" : "the file has become shorter");
+}
+
+static int dt__on_disk(const char *place) { return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0; }
+static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
+static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
+static int dt__streams(const dt_zero *zero) {
+    return zero->disk || dt__in_host(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_params);
+}
+
+/* Bytes of an array of a unit in the file; 0: it is not there. */
+static size_t dt__disk_bytes(const dt_zero *zero, const dt_unit *unit, int array) {
+    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, count = unit->padded / parts;
+    int    state = dt__on_disk(zero->desc.offload_optim) && !unit->frozen;
+    if (array == DT__VALUES) return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(unit->dtype) : 0;
+    if (array == DT__MASTER) return state && dt__zero_has_master(unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
+    return state && array < zero->states ? count * dt_dtype_size(unit->grad_dtype) : 0;
+}
+
+/* Where an array of unit u begins in its slot; of unit n_units: how long a slot is. */
+static int64_t dt__disk_at(const dt_zero *zero, int u, int array) {
+    size_t at = 0;
+    for (int i = 0; i <= u && i < dt_unit_count(zero->ctx); i++)
+        for (int a = 0; a < (i < u ? (int)DT__GRAD : array); a++)
+            at += dt__disk_bytes(zero, dt_unit_get(zero->ctx, i), a);
+    return (int64_t)at;
+}
+
+/* The same in the file. What no step writes stays in the first slot. */
+static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
+    if (dt_unit_get(zero->ctx, u)->frozen) slot = 0;
+    return slot * zero->disk->slot_bytes + dt__disk_at(zero, u, array);
+}
+
+static dt_status dt__disk_open(dt_zero *zero) {
+    dt_ctx     *ctx = zero->ctx;
+    const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params, *folder = dt__on_disk(o) ? o : p;
+    if (!dt__on_disk(folder) || dt__is_dry_run(zero)) return DT_OK;
+    size_t    bytes = sizeof(dt__disk) + strlen(folder) + 40;
+    dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, bytes, "offload");
+    if (!d) return dt_error(ctx);
+    memset(d, 0, bytes);
+    d->path = (char *)(d + 1);
+    d->io = *dt_ctx_io(ctx);
+    d->fd = -1;
+    zero->disk = d;
+    zero->disk_bytes = bytes;
+    snprintf(d->path, bytes - sizeof *d, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx));
+    d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
+    d->fd = dt__file_open(ctx, d->path, 1, 2 * d->slot_bytes); /* zeros: what state begins with */
+    if (d->fd < 0) return dt_error(ctx);
+    if (d->io.remove(d->io.user, d->path) != 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", d->path, dt__io_reason());
+    pthread_mutex_init(&d->lock, NULL);
+    pthread_cond_init(&d->more, NULL);
+    d->runs = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
+    return d->runs ? DT_OK : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
+}
+
+/* A thread that the disk does not let go is left behind, with the memory it may still write to. */
+static void dt__disk_close(dt_zero *zero) {
+    dt_ctx   *ctx = zero->ctx;
+    dt__disk *d = zero->disk;
+    if (d && d->lost) return;
+    if (d && d->runs) {
+        pthread_mutex_lock(&d->lock);
+        d->stop = 1;
+        pthread_cond_signal(&d->more);
+        pthread_mutex_unlock(&d->lock);
+        pthread_join(d->thread, NULL);
+        pthread_mutex_destroy(&d->lock);
+        pthread_cond_destroy(&d->more);
+    }
+    for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
+        dt_free(ctx, DT_MEM_HOST, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
+    dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
+    if (d && d->fd >= 0) d->io.close(d->io.user, d->fd);
+    dt_free(ctx, DT_MEM_HOST, d, zero->disk_bytes);
+    zero->sets = NULL;
+    zero->disk = NULL;
+}
+
+/* Buffers for the chunks of the update. */
+static dt_status dt__chunks_make(dt_zero *zero) {
+    size_t element = 4;
+    if (!dt__streams(zero) || dt__is_dry_run(zero)) return DT_OK;
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__zero_size(&zero->units[u]) > element) element = dt__zero_size(&zero->units[u]);
+    zero->chunk = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
+    zero->chunk_bytes = zero->chunk * element;
+    zero->sets = (dt__disk_set *)dt_alloc(zero->ctx, DT_MEM_HOST, DT__SETS * sizeof *zero->sets, "offload");
+    if (!zero->sets) return dt_error(zero->ctx);
+    memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
+    for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
+        int needed = i % DT__ARRAYS == DT__GRAD ? zero->ctx->kernels.alloc != NULL
+            : i % DT__ARRAYS == DT__VALUES || dt__on_disk(zero->desc.offload_optim);
+        void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
+        if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
+        if (needed && !*buf) return dt_error(zero->ctx);
+    }
+    return DT_OK;
+}
+
+/* ---- values that are elsewhere ---- */
+
+/* From here on this rank's run of the values is what lies at `run`. */
+static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run) {
+    size_t bytes = unit->run * dt_dtype_size(unit->dtype);
+    if (dt__on_disk(zero->desc.offload_params)) {
+        if (dt__is_dry_run(zero) || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(zero->ctx);
+        int64_t offset = dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot);
+        dt__disk_start(zero->disk, &z->read, 1, run, bytes, offset, "values");
+        return dt__disk_wait(zero, &z->read);
+    }
+    if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
+    if (!z->host_values) z->host_values = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "parameters in host memory");
+    return z->host_values ? dt__move(zero->ctx, z->host_values, run, bytes) : dt_error(zero->ctx);
+}
+
+/* Room for the whole values of a unit, and this rank's run begins to be read into its place. */
+static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z) {
+    const dt_unit *u = z->unit;
+    size_t         size = dt_dtype_size(u->dtype);
+    z->whole = dt__spare_take(zero->ctx, u->padded * size);
+    char *mine = z->whole ? (char *)z->whole + u->first * size : NULL;
+    if (mine && z->host_values) return dt__move(zero->ctx, mine, z->host_values, u->run * size);
+    if (mine && zero->disk && !u->kept) dt__disk_start(zero->disk, &z->read, 0, mine, u->run * size,
+        dt__disk_offset(zero, u->index, DT__VALUES, zero->disk->slot), "values");
+    return dt_error(zero->ctx);
+}
+
+/* Some bytes of this rank's run, to host memory. */
+static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes) {
+    dt__zero_unit *z = &zero->units[unit->index];
+    const char    *from = z->host_values ? (const char *)z->host_values : (const char *)unit->kept;
+    if (from) return dt__move(zero->ctx, host, from + at, bytes) == DT_OK ? dt__sync(zero->ctx) : dt_error(zero->ctx);
+    dt__disk_start(zero->disk, &z->read, 0, host, bytes,
+        dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot) + (int64_t)at, "values");
+    return dt__disk_wait(zero, &z->read);
+}
+
+/* ---- the update ---- */
+
+/* s becomes the chunk after `before`; 0: that was the last. */
+static int dt__chunk_after(const dt_zero *zero, dt__disk_set *s, const dt__disk_set *before) {
+    int    u = before ? before->unit : 0;
+    size_t first = before ? before->first + before->count : zero->units[0].first;
+    while (zero->units[u].unit->frozen || first == zero->units[u].first + zero->units[u].count) {
+        if (++u == zero->n_units) return 0;
+        first = zero->units[u].first;
+    }
+    size_t left = zero->units[u].first + zero->units[u].count - first;
+    s->unit = u;
+    s->first = first;
+    s->count = left < zero->chunk ? left : zero->chunk;
+    return 1;
+}
+
+static dt_status dt__chunk_wait(dt_zero *zero, dt__disk_set *s) {
+    for (int a = 0; a < DT__GRAD; a++)
+        if (dt__disk_wait(zero, &s->job[a]) != DT_OK) return dt_error(zero->ctx);
+    return DT_OK;
+}
+
+/* Starts what a chunk has in the file, in one direction. A master is made from the values by the first step, and is
+   what counts from then on. */
+static void dt__chunk_move(dt_zero *zero, dt__disk_set *s, int write) {
+    static const char *const names[] = { "optimizer state", "optimizer state", "master parameters", "values" };
+    const dt__zero_unit *z = &zero->units[s->unit];
+    int master = dt__zero_has_master(z->unit);
+    for (int a = 0; a < DT__GRAD && zero->disk; a++) {
+        size_t size = a == DT__VALUES ? dt_dtype_size(z->unit->dtype) : dt__zero_size(z);
+        int    unread = (a == DT__MASTER && zero->step == 0) || (a == DT__VALUES && master && zero->step > 0);
+        if (dt__disk_bytes(zero, z->unit, a) == 0 || (!write && unread)) continue;
+        int64_t offset = dt__disk_offset(zero, s->unit, a, zero->disk->slot ^ write);
+        offset += (int64_t)((s->first - z->first) * size);
+        dt__disk_start(zero->disk, &s->job[a], write, s->buf[a], s->count * size, offset, names[a]);
+    }
+}
+
+/* One chunk, in host memory. */
+static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, double grad_scale) {
+    dt_ctx        *ctx = zero->ctx;
+    dt__zero_unit *z = &zero->units[s->unit];
+    const dt_unit *u = z->unit;
+    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype), at = s->first - z->first, bytes = s->count * size;
+    int    master = dt__zero_has_master(u), on_disk = dt__disk_bytes(zero, u, DT__VALUES) > 0;
+    char  *grad = (char *)dt__zero_run_grad(z) + at * size;
+    dt__zero_span span = { s->first, s->count, grad, { NULL, NULL }, NULL, NULL };
+    for (int a = 0; a <= DT__MASTER; a++) {
+        char *whole = (char *)(a == DT__MASTER ? z->master : z->state[a]);
+        void *here = whole ? whole + at * size : dt__disk_bytes(zero, u, a) ? s->buf[a] : NULL;
+        if (a == DT__MASTER) span.master = here;
+        else span.state[a] = here;
+    }
+    if (!on_disk && (!master || zero->step == 0))
+        dt__move(ctx, s->buf[DT__VALUES], (char *)dt__zero_values(z) + at * narrow, s->count * narrow);
+    if (s->buf[DT__GRAD]) dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
+    if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
+    dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__VALUES], s->count, 0 };
+    if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
+        return dt_error(ctx);
+    span.values = on_disk || !master ? s->buf[DT__VALUES] : NULL;
+    if (dt__zero_update_span(zero, z, &span, lr, grad_scale) != DT_OK || on_disk) return dt_error(ctx);
+    if (dt__move(ctx, grad, master ? span.master : s->buf[DT__VALUES], bytes) != DT_OK) return dt_error(ctx);
+    return dt__sync(ctx); /* the buffer is used again */
+}
+
+/* The new values, which lie where the gradient was, become the values. */
+static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
+    dt_ctx        *ctx = zero->ctx;
+    const dt_unit *u = z->unit;
+    size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype);
+    if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
+    for (size_t at = 0, n; at < z->count; at += n) {
+        char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
+        void *host = z->host_values ? zero->sets[0].buf[DT__GRAD] : NULL; /* values in host memory, gradients not */
+        n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
+        if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
+        dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
+        dt_status status = size == narrow ? dt__move(ctx, to, a.in, n * size)
+            : z->host_values ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
+        if (status != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale) {
+    if (dt__is_dry_run(zero)) return DT_OK;
+    dt__disk_set *now = &zero->sets[0];
+    int           more = dt__chunk_after(zero, now, NULL);
+    if (more) dt__chunk_move(zero, now, 0);
+    for (int k = 1; more; k++) {
+        dt__disk_set *next = &zero->sets[k % DT__SETS];
+        if (dt__chunk_wait(zero, next) != DT_OK) return dt_error(zero->ctx); /* what it wrote is in the file */
+        more = dt__chunk_after(zero, next, now);
+        if (more) dt__chunk_move(zero, next, 0);
+        if (dt__chunk_wait(zero, now) != DT_OK || dt__chunk_update(zero, now, lr, grad_scale) != DT_OK)
+            return dt_error(zero->ctx);
+        dt__chunk_move(zero, now, 1);
+        now = next;
+    }
+    for (int s = 0; s < DT__SETS; s++)
+        if (dt__chunk_wait(zero, &zero->sets[s]) != DT_OK) return dt_error(zero->ctx);
+    if (dt_barrier(zero->mesh.world) != DT_OK) return dt_error(zero->ctx); /* all ranks have written all */
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__offload_commit(zero, &zero->units[u]) != DT_OK) return dt_error(zero->ctx);
+    if (zero->disk) zero->disk->slot ^= 1;
+    return DT_OK;
+}
+
+// ==== 12. 1-bit Adam ================================================================================================
+
+/* H. Tang et al., arXiv:2102.02888. Steps up to freeze_steps are Adam's, but without bias correction. Then the second
+   moment v stays as it is, and what N ranks exchange of a unit is not its gradient but its first moment, as signs:
+
+       rank r              m = beta1 m + (1 - beta1) N g, with its own gradient g. dt's gradients are parts of a sum,
+                           the paper's are averaged: hence N
+       worker              x = m + its error; a sign for each element and one scale |x| / sqrt(n) are sent, and what
+                           they leave of x is the error of its next step
+       all-to-all          rank r receives run r of all: (N-1)/N of n bits
+       server              rank r: x = their mean + its error; signs and one scale of run r, and what they leave
+       all-gather          everybody receives all runs: (N-1)/N of n bits; that is m from now on, with equal bits
+       update              p -= lr (m / (sqrt(v) + eps) + weight_decay p)
+
+   So a step sends 2 (N-1)/N of n/8 bytes and 8 for each scale, where the sum of f32 gradients takes 32 times the first.
+   An element whose v is 0 never had a gradient; no step of Adam would have moved it, but any scale divided by eps
+   would: it stays, and counts nowhere. Padding is of that kind. */
+static int dt__onebit_frozen(const dt_zero *zero) {
+    return zero->desc.optimizer == DT_ONEBIT_ADAM && zero->step >= zero->desc.freeze_steps;
+}
+
+static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
+    const dt_kernels *k = dt_ctx_kernels(ctx);
+    if (d->stage != 0)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM at stage %d: each rank needs its whole "
+            "momentum, so it is for stage 0", d->stage);
+    if (dt__on_disk(d->offload_optim) || dt__in_host(d->offload_optim))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM exchanges its momentum, which therefore "
+            "is not offloaded");
+    if (d->tree)
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM does not sum gradients once its second "
+            "moment is frozen, so there is no tree of them: .tree must be 0");
+    if (d->freeze_steps < 1)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: DT_ONEBIT_ADAM with %d freeze_steps; its second moment needs 1 "
+            "or more", d->freeze_steps);
+    if (!k->momentum || !k->frozen_adam || !k->sign_pack || !k->sign_unpack) /* better now than after the freeze */
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: DT_ONEBIT_ADAM needs kernels that %s does not have",
+            k->name);
+    return DT_OK;
+}
+
+/* Bytes of a message about one run of a unit, and of both errors. */
+static size_t dt__onebit_message(const dt_zero *zero, const dt_unit *unit) {
+    return unit->padded / (size_t)dt_comm_size(zero->mesh.data) / 8 + sizeof(double);
+}
+
+static size_t dt__onebit_bytes(const dt_zero *zero, const dt_unit *unit) {
+    size_t run = unit->padded / (size_t)dt_comm_size(zero->mesh.data);
+    return unit->frozen ? 0 : (unit->padded + run) * dt_dtype_size(unit->grad_dtype);
+}
+
+static dt_status dt__onebit_make(dt_zero *zero) {
+    size_t N = (size_t)dt_comm_size(zero->mesh.data);
+    for (int u = 0; u < zero->n_units; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        size_t         bytes = 2 * N * dt__onebit_message(zero, z->unit);
+        zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
+        for (int e = 0; e < 2 && !z->unit->frozen; e++) {
+            size_t count = e ? z->unit->padded / N : z->unit->padded;
+            z->error_bytes[e] = count * dt__zero_size(z); /* groups may be gone when it is given back */
+            z->errors[e] = dt_alloc(zero->ctx, DT_MEM_OPTIM, z->error_bytes[e], "errors of 1-bit Adam");
+            if (!z->errors[e]) return dt_error(zero->ctx);
+            if (dt__fill(zero->ctx, z->unit->grad_dtype, z->errors[e], count, 0) != DT_OK) return dt_error(zero->ctx);
+        }
+    }
+    zero->messages = dt_alloc(zero->ctx, DT_MEM_COMM, zero->messages_bytes, "messages of 1-bit Adam");
+    return dt_error(zero->ctx);
+}
+
+static void dt__onebit_free(dt_zero *zero) {
+    for (int u = 0; zero->units && u < zero->n_units; u++)
+        for (int e = 0; e < 2; e++)
+            dt_free(zero->ctx, DT_MEM_OPTIM, zero->units[u].errors[e], zero->units[u].error_bytes[e]);
+    dt_free(zero->ctx, DT_MEM_COMM, zero->messages, zero->messages_bytes);
+}
+
+/* The sums of squares of |N g|^2, their mean over the N data ranks; by Cauchy-Schwarz that of the sum is not above. */
+static dt_status dt__onebit_sums(dt_zero *zero) {
+    if (dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums) != DT_OK) return dt_error(zero->ctx);
+    for (size_t i = 0; i < zero->n_sums; i++) zero->sums[i] *= dt_comm_size(zero->mesh.data);
+    return DT_OK;
+}
+
+/* Whether it is this rank's own gradient that makes the sum of squares of a run not finite. */
+static int dt__onebit_at_fault(dt_zero *zero, const dt_unit *unit, size_t run) {
+    double copy[DT_RUN], squares = 0; /* of either type */
+    size_t bytes = DT_RUN * dt_dtype_size(unit->grad_dtype);
+    if (dt__move(zero->ctx, copy, (char *)unit->grad + run * bytes, bytes) != DT_OK || dt__sync(zero->ctx) != DT_OK)
+        return 0;
+    for (size_t i = 0; i < DT_RUN; i++) {
+        double x = dt__number(unit->grad_dtype, copy, i);
+        squares += x * x;
+    }
+    return !isfinite(squares);
+}
+
+/* A unit's momentum after this rank's gradient, exchanged. The server's mean takes the place of the gradient, which has
+   been used up. */
+static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale) {
+    dt_ctx  *ctx = zero->ctx;
+    dt_unit *u = z->unit;
+    dt_dtype type = u->grad_dtype;
+    size_t   N = (size_t)dt_comm_size(z->data), r = (size_t)dt_comm_rank(z->data), run = u->padded / N;
+    size_t   bytes = dt__onebit_message(zero, u), words = bytes / sizeof(int32_t);
+    char    *out = (char *)zero->messages, *in = out + N * bytes;
+    void    *m = z->state[0], *v = z->state[1], *mean = dt__zero_at(z, u->grad, r * run);
+    dt_momentum_args    local = { type, m, u->grad, u->padded, zero->desc.beta1, (double)N * grad_scale };
+    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N };
+    dt_sign_unpack_args served = { type, mean, in, dt__zero_at(z, v, r * run), run, N };
+    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1 };
+    if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
+        dt_all_to_all(z->data, out, in, words, DT_I32) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &served) != DT_OK ||
+        DT__KERNEL(ctx, "1-bit Adam", sign_pack, &server) != DT_OK ||
+        dt_all_gather(z->data, out + r * bytes, out, words, DT_I32) != DT_OK) return dt_error(ctx);
+    for (size_t k = 0; k < N; k++) {
+        dt_sign_unpack_args all = { type, dt__zero_at(z, m, k * run), out + k * bytes, dt__zero_at(z, v, k * run), run,
+            1 };
+        if (DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &all) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+// ==== 13. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        dt_free(ctx, DT_MEM_HOST, z->host_values, unit->run * dt_dtype_size(unit->dtype));
         if (!z->unit) continue;
         size_t bytes = z->count * dt__zero_size(z);
+        dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
         if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
-        for (int s = 0; s < 2; s++) dt_free(ctx, DT_MEM_OPTIM, z->state[s], bytes);
-        dt_free(ctx, DT_MEM_OPTIM, z->master, bytes);
+        for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
+        dt_free(ctx, mem, z->master, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
+    dt__disk_close(zero);
+    dt__onebit_free(zero);
     for (int i = 0; i < 2; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
@@ -1206,11 +1794,22 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
     if (d->optimizer == DT_OWN && (!d->update || d->states < 0 || d->states > 2))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: DT_OWN needs an update function and 0 to 2 states, got %d",
             d->states);
+    if (d->optimizer == DT_ONEBIT_ADAM && dt__onebit_check(ctx, d) != DT_OK) return dt_error(ctx);
     if (!(d->beta1 < 1 && d->beta1 >= 0 && d->beta2 < 1 && d->beta2 >= 0 && d->eps >= 0 && d->clip >= 0 &&
             d->momentum >= 0 && d->weight_decay >= 0))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
             "%g: betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
             d->weight_decay);
+    int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc, host = dt__in_host(d->offload_optim);
+    int values = dt__in_host(d->offload_params) || dt__on_disk(d->offload_params);
+    if (values && d->stage != 3)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload_params needs stage 3, got stage %d", d->stage);
+    if (on_device && (dt__on_disk(d->offload_params) || (values && !host && !dt__on_disk(d->offload_optim))))
+        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: values of a device can be offloaded to host memory, "
+            "together with the optimizer state");
+    if (dt__on_disk(d->offload_optim) && dt__on_disk(d->offload_params) &&
+        strcmp(d->offload_optim, d->offload_params) != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %s "
+            "and to %s: one folder is needed", d->offload_optim, d->offload_params);
     if (!((d->loss_scale >= 0 && d->loss_scale < HUGE_VAL) || d->loss_scale == DT_SCALE_DYNAMIC))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: loss scale %g", d->loss_scale);
     if (!(s->init >= 0 && s->init < HUGE_VAL && (s->growth == 0 || s->growth >= 1) && s->backoff >= 0 &&
@@ -1227,8 +1826,9 @@ static int dt__zero_states(const dt_zero_desc *d) {
 }
 
 static dt_units_desc dt__zero_units_desc(const dt_zero *zero) {
+    const char   *values = zero->desc.offload_params;
     dt_units_desc d = { zero->desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->shard), 0, 0,
-        dt__zero_keeps_run(zero) };
+        dt__on_disk(values) || dt__in_host(values), dt__zero_keeps_run(zero) };
     if (zero->desc.tree) d.pad = (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data);
     if (zero->desc.stage < 3) return d;
     d.parts = dt_comm_size(zero->shard);
@@ -1263,11 +1863,18 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     if (desc.eps == 0) desc.eps = 1e-8;
     zero->desc = desc;
     zero->states = dt__zero_states(&desc);
+    zero->table = &ctx->kernels;
+    zero->stream = ctx->stream;
+    if (dt__streams(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
+        zero->table = dt_kernels_cpu();
+        zero->stream = NULL;
+    }
     dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* the copy is what counts */
     if (dt_error(ctx) == DT_OK && dt__zero_groups(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
         dt_units_make(ctx, dt__zero_units_desc(zero)) == DT_OK) dt__zero_units_make(zero);
+    if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_reduce_again(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
@@ -1361,8 +1968,16 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (which < 0 || which >= zero->states)
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
-    const dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
-    return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+    dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
+    size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__STATE_0 + which) : 0;
+    if (!z || !bytes) return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+    void *run = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
+    if (!run) return dt_error(zero->ctx);
+    dt__disk_start(zero->disk, &z->read, 0, run, bytes,
+        dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which, zero->disk->slot), "optimizer state");
+    if (dt__disk_wait(zero, &z->read) == DT_OK) dt__zero_collect(zero, z, run, param, host);
+    dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
+    return dt_error(zero->ctx);
 }
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
@@ -1379,17 +1994,18 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
 }
 
 size_t dt_zero_state_bytes(const dt_zero *zero) {
-    if (!zero) return 0;
+    if (!zero || dt__on_disk(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_optim)) return 0;
     size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;
         size_t         arrays = (size_t)(zero->states + dt__zero_has_master(unit));
         if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
+        if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_bytes(zero, unit);
     }
     return bytes;
 }
 
-// ==== 12. Account: code =============================================================================================
+// ==== 14. Account: code =============================================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
@@ -1413,7 +2029,8 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
 #endif /* DT_ZERO_IMPL */
 
 /* HISTORY
-     0.1.0   AdamW, Adam, SGD, an own update; ZeRO 0 and 1; clipping; learning rates
+     0.1.0   AdamW, Adam, SGD, 1-bit Adam, an own update; ZeRO 0 to 3; offload; loss scaling; clipping; learning
+             rates; formulas
 
    LICENCE: your choice of A or B.
 

@@ -130,7 +130,7 @@ static int run(const row *r, train_config config, result *out) {
     config.mesh = m;
     config.zero = (dt_zero_desc){ .stage = r->stage, .optimizer = r->optimizer, .beta2 = 0.95, .eps = 1e-5,
         .weight_decay = 0.1, .clip = r->optimizer == DT_SGD ? 0 : 1 };
-    config.lr = (dt_lr_desc){ learning_rate(r), DT_LR_COSINE, 3, STEPS, 0.1 };
+    config.lr = (dt_lr_desc){ learning_rate(r), DT_LR_COSINE, 3, STEPS, 0.1, 0 };
     config.accum = r->accum ? r->accum : 1;
     config.micro_batch = BATCH / config.accum / dp;
     config.user = out;

@@ -35,7 +35,19 @@ typedef struct train_row {
     int     skipped;            /* 1: gradients were not finite under a loss scale, and nothing changed */
     double  mem[TRAIN_MEMS];
     double  bytes[DT_AXES];     /* sent by one rank along each axis in this step, largest over the ranks */
+    int64_t batch;              /* sequences of this step */
 } train_row;
+
+/* What one rank needs, counted, and what a formula says of it (S. Rajbhandari et al., arXiv:1910.02054: with Psi
+   parameters and N ranks that share them, each class whole is Psi x its bytes, and cut Psi x bytes / N). */
+typedef struct train_need {
+    dt_memory memory;           /* live: at the run's end, or at its first failure; peaks: of all the run until then */
+    int64_t   psi, padded;      /* this rank's parameters; with each unit padded to a multiple of N * DT_RUN */
+    int       shared;           /* N */
+    int       bytes[3];         /* of one parameter in params, grads, optim */
+    int       parts[3];         /* 1, or N where each rank has a part */
+    double    formula[3];       /* padded x bytes / parts, and of the tree its levels */
+} train_need;
 
 /* Files read as one text, in this order. */
 typedef struct train_files {
@@ -51,15 +63,17 @@ typedef struct train_config {
     dt_mesh_desc mesh;
     dt_zero_desc zero;          /* the mesh is filled in by train */
     dt_lr_desc   lr;
+    dt_batch_ramp ramp;         /* samples 0: none; its batch is filled in by train */
     const char  *weights;       /* a file of initial values for gpt_load; NULL: random ones */
     train_files  data, val;     /* val.count 0: no validation */
     int          seq;           /* T; 0 -> the model's longest */
-    int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica */
+    int          micro_batch, accum;    /* b and a: a step takes b * a sequences on each replica, or fewer at first */
     int          shuffle;       /* 1: the data's sequences in another order each time through, by the context's seed */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
     dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
+    train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
                                                                        tp, at ZeRO-3 on all ranks; may be NULL */
@@ -155,7 +169,7 @@ static inline void train_files_free(train_files *f) {
 typedef struct train_batch {
     dt_order order;
     dt_sampler *shuffled;       /* of all S sequences, the same on every rank; NULL: in their own order */
-    int      accum;
+    int      accum;             /* of this step; what lies at the pointers has room for the largest */
     int64_t  T, own;            /* tokens of a sequence; this rank's of them: T / cp */
     int32_t *ids, *labels;      /* (a,b,own) */
     int32_t *index;             /* (a,b,own): place of each token among those of the step, over all replicas */
@@ -163,11 +177,12 @@ typedef struct train_batch {
     double  *losses;            /* (a,replicas) of the step's micro-batches */
 } train_batch;
 
-/* The i-th sequence of a micro-step. The order of data is an endless row, cut into epochs of all sequences. */
-static inline int64_t train_sequence(const train_batch *b, int64_t step, int micro, int replica, int i) {
-    int64_t sequence = dt_order_sequence(b->order, step, micro, replica, i);
+/* The i-th sequence of a micro-step. The order of data is an endless row, cut into epochs of all sequences; b->order
+   tells where in it the step begins. */
+static inline int64_t train_sequence(const train_batch *b, int micro, int replica, int i) {
+    int64_t sequence = dt_order_sequence(b->order, 1, micro, replica, i);
     if (!b->shuffled) return sequence;
-    dt_sampler_seek(b->shuffled, (dt_sampler_state){ dt_order_epoch(b->order, step, micro, replica, i), sequence });
+    dt_sampler_seek(b->shuffled, (dt_sampler_state){ dt_order_epoch(b->order, 1, micro, replica, i), sequence });
     return dt_sampler_next(b->shuffled);
 }
 
@@ -184,12 +199,12 @@ static inline dt_status train_sequence_read(train_batch *b, dt_text *text, const
     return status;
 }
 
-static inline dt_status train_batch_read(train_batch *b, dt_text *text, const gpt *model, int replica, int64_t step) {
+static inline dt_status train_batch_read(train_batch *b, dt_text *text, const gpt *model, int replica) {
     for (int j = 0; j < b->accum; j++)
         for (int i = 0; i < b->order.micro_batch; i++) {
             int64_t   k = ((int64_t)j * b->order.replicas + replica) * b->order.micro_batch + i; /* of the step's */
             int64_t   at = ((int64_t)j * b->order.micro_batch + i) * b->own;
-            int64_t   sequence = train_sequence(b, step, j, replica, i);
+            int64_t   sequence = train_sequence(b, j, replica, i);
             dt_status status = train_sequence_read(b, text, model, sequence, k, at);
             if (status != DT_OK) return status;
         }
@@ -252,6 +267,46 @@ static inline void train_account(dt_ctx *ctx, const size_t *sent_before, train_r
     memcpy(row->bytes, all + TRAIN_MEMS, sizeof row->bytes);
 }
 
+/* Before peaks begin again, and at the end: the largest so far are kept. */
+static inline void train_peaks(dt_ctx *ctx, const train_config *c) {
+    if (!c->need) return;
+    dt_memory now = dt_memory_used(ctx), *kept = &c->need[dt_ctx_rank(ctx)].memory;
+    for (int i = 0; i < DT_MEM_CLASSES; i++) {
+        kept->live[i] = now.live[i];
+        if (now.peak[i] > kept->peak[i]) kept->peak[i] = now.peak[i];
+    }
+    kept->live_total = now.live_total;
+    if (now.peak_total > kept->peak_total) kept->peak_total = now.peak_total;
+}
+
+/* The first failure: what is live then is what matters, not what is left at the run's end. */
+static inline int train_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
+    (void)status, (void)text;
+    train_peaks(ctx, (const train_config *)user);
+    return 0;
+}
+
+/* The formula's side of a train_need. */
+static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh) {
+    train_need *n = &c->need[dt_ctx_rank(ctx)];
+    dt_dtype    dtype = c->model.dtype;
+    int         is_adam = c->zero.optimizer != DT_SGD, kept = dtype == DT_BF16 || dtype == DT_F16 ? DT_F32 : dtype;
+    int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype, levels = 0;
+    n->shared = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    n->bytes[0] = (int)dt_dtype_size(dtype);
+    n->bytes[1] = (int)dt_dtype_size((dt_dtype)kept);
+    n->bytes[2] = n->bytes[1] * (states + master);
+    for (int i = 0; i < 3; i++) n->parts[i] = c->zero.stage >= 3 - i ? n->shared : 1; /* optim from 1, params from 3 */
+    for (int u = 0; u < dt_unit_count(ctx); u++) {
+        int64_t count = (int64_t)dt_unit_get(ctx, u)->count, whole = (int64_t)n->shared * DT_RUN;
+        n->psi += count;
+        n->padded += (count + whole - 1) / whole * whole;
+    }
+    for (int i = 0; i < 3; i++) n->formula[i] = (double)n->padded * n->bytes[i] / n->parts[i];
+    for (int leaves = c->zero.tree ? c->accum * dt_comm_size(mesh->data) : 0; leaves >> levels; levels++) {}
+    n->formula[1] += (double)n->padded * n->bytes[1] / dt_comm_size(mesh->data) * levels;
+}
+
 static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }
 
 /* One whole step on every rank: read, forward and backward, update, measure. A skipped one changed nothing but the
@@ -261,16 +316,17 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_text *text, train_batch *b, int64_t step) {
     dt_ctx   *ctx = model->ctx;
     double    start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
-    train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN };
+    train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN, .batch = b->order.batch };
     size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->own);
     size_t    micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
+    train_peaks(ctx, c);
     dt_memory_reset_peak(ctx);
     char mark[32];
     snprintf(mark, sizeof mark, "step %lld", (long long)step);
     dt_trace_begin(ctx, mark);
     dt_trace_begin(ctx, "read data");
-    train_batch_read(b, text, model, mesh->replica, step);
+    train_batch_read(b, text, model, mesh->replica);
     dt_trace_end(ctx);
     train_forward_backward(model, b, mesh->replica, step, dt_tokens(mesh->data, b->labels, labels), b->losses);
     dt_sum_doubles(mesh->data, b->losses, micros);
@@ -295,57 +351,91 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 
 /* ==== The loop ==================================================================================================== */
 
+/* Room for the largest step. */
+static inline void train_batch_make(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, dt_text *text,
+    train_batch *b) {
+    size_t tokens = (size_t)(c->accum * (int64_t)c->micro_batch * b->own) * sizeof(int32_t);
+    b->ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "ids");
+    b->labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "labels");
+    b->index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "index");
+    b->whole = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 3 * (size_t)b->T * sizeof(int32_t), "a sequence");
+    size_t losses = (size_t)(c->accum * mesh->replicas) * sizeof(double);
+    b->losses = (double *)dt_alloc(ctx, DT_MEM_HOST, losses, "losses");
+    if (dt_error(ctx) != DT_OK) return;
+    b->order = (dt_order){ .sequences = dt_text_sequences(text), .micro_batch = c->micro_batch,
+        .replicas = mesh->replicas };
+    if (c->shuffle)
+        b->shuffled = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = b->order.sequences, .replicas = 1,
+            .seed = dt_ctx_seed(ctx), .shuffle = 1 });
+}
+
+static inline void train_batch_free(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
+    size_t tokens = (size_t)(c->accum * (int64_t)c->micro_batch * b->own) * sizeof(int32_t);
+    dt_sampler_free(b->shuffled);
+    dt_free(ctx, DT_MEM_HOST, b->ids, tokens);
+    dt_free(ctx, DT_MEM_HOST, b->labels, tokens);
+    dt_free(ctx, DT_MEM_HOST, b->index, tokens);
+    dt_free(ctx, DT_MEM_HOST, b->whole, 3 * (size_t)b->T * sizeof(int32_t));
+    dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
+}
+
+/* How many sequences the next step takes, and after which. */
+static inline void train_batch_next(train_batch *b, dt_batch_ramp ramp) {
+    b->order.before += b->order.batch; /* of the step before */
+    b->order.batch = dt_batch_ramp_size(ramp, b->order.before);
+    b->accum = (int)(b->order.batch / ((int64_t)b->order.micro_batch * b->order.replicas));
+}
+
+/* The steps of a run, after everything has been made. */
+static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
+    dt_text *text, dt_text *val, train_batch *b) {
+    dt_ctx       *ctx = model->ctx;
+    dt_batch_ramp ramp = c->ramp;
+    ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
+    for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
+        train_batch_next(b, ramp);
+        train_row row = train_step(c, model, optimizer, mesh, text, b, step);
+        while (row.skipped && dt_error(ctx) == DT_OK) row = train_step(c, model, optimizer, mesh, text, b, step);
+        if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
+            row.val_loss = train_eval(model, mesh, val, b);
+        if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
+    }
+}
+
 /* What every rank runs. user: a train_config. */
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
+    dt_listener listener = { .failed = train_failed, .user = user };
     int64_t T = c->seq ? c->seq : c->model.seq;
+    dt_listen(ctx, &listener);
     if (c->dry) dt_dry_begin(ctx, &c->dry[dt_ctx_rank(ctx)]);
     dt_mesh    mesh = dt_mesh_make(ctx, c->mesh);
     gpt_config sizes = c->model;
     sizes.tp = mesh.tp;
     sizes.cp = mesh.cp;
     gpt model = gpt_register(ctx, sizes);
-    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
-
+    if (dt_error(ctx) != DT_OK) {
+        dt_unlisten(ctx, &listener);
+        return dt_error(ctx);
+    }
     if (c->trace) dt_trace_start(ctx, 0);
     dt_zero_desc desc = c->zero;
     desc.mesh = &mesh;
-    dt_zero *optimizer = dt_zero_make(ctx, desc);
+    dt_zero    *optimizer = dt_zero_make(ctx, desc);
+    train_batch b = { .T = T, .own = T / mesh.sizes.cp };
     if (c->weights) gpt_load(&model, c->weights);
     dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
-
-    train_batch b = { .accum = c->accum, .T = T, .own = T / mesh.sizes.cp };
-    size_t      bytes = (size_t)(c->accum * (int64_t)c->micro_batch * b.own) * sizeof(int32_t);
-    size_t      whole = 3 * (size_t)T * sizeof(int32_t);
-    b.ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "ids");
-    b.labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "labels");
-    b.index = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "index");
-    b.whole = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, whole, "a sequence");
-    size_t micros = (size_t)(c->accum * mesh.replicas) * sizeof(double);
-    b.losses = (double *)dt_alloc(ctx, DT_MEM_HOST, micros, "losses");
-    if (dt_error(ctx) == DT_OK) {
-        int64_t batch = (int64_t)c->micro_batch * c->accum * mesh.replicas;
-        b.order = (dt_order){ dt_text_sequences(text), batch, c->micro_batch, mesh.replicas };
-        if (c->shuffle)
-            b.shuffled = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = b.order.sequences, .replicas = 1,
-                .seed = dt_ctx_seed(ctx), .shuffle = 1 });
-    }
-    for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
-        train_row row = train_step(c, &model, optimizer, &mesh, text, &b, step);
-        while (row.skipped && dt_error(ctx) == DT_OK) row = train_step(c, &model, optimizer, &mesh, text, &b, step);
-        if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
-            row.val_loss = train_eval(&model, &mesh, val, &b);
-        if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
-    }
+    train_batch_make(ctx, c, &mesh, text, &b);
+    if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
     if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
-    dt_sampler_free(b.shuffled);
-    dt_free(ctx, DT_MEM_HOST, b.ids, bytes);
-    dt_free(ctx, DT_MEM_HOST, b.labels, bytes);
-    dt_free(ctx, DT_MEM_HOST, b.index, bytes);
-    dt_free(ctx, DT_MEM_HOST, b.whole, whole);
-    dt_free(ctx, DT_MEM_HOST, b.losses, micros);
+    if (c->need && dt_error(ctx) == DT_OK) {
+        train_peaks(ctx, c);
+        train_formula(ctx, c, &mesh);
+    }
+    train_batch_free(ctx, c, &mesh, &b);
+    dt_unlisten(ctx, &listener);
     return dt_error(ctx);
 }
 

@@ -14,7 +14,9 @@
      5. Data
      6. Settings block
      7. Output of a run
-     8. main
+     8. Dry run
+     9. Memory limit
+     10. main
  */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
@@ -31,9 +33,10 @@
 // ==== 1. Options: the table =========================================================================================
 
 /* A row: id, name, kind, BUILT or LATER (only its default is accepted), default (NULL: none, or computed), lo, hi, what
-   the value is, help. INT and REAL: a number from lo to hi. WORD: one of those words; what stands after ';' is not
-   built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG: no value. */
-enum { HEADING, INT, REAL, WORD, TEXT, SWITCH, FLAG };
+   the value is, help. INT and REAL: a number from lo to hi; SIZE: also with K, M or G after it, for 2^10, 2^20, 2^30.
+   WORD: one of those words; what stands after ';' is not built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG:
+   no value. */
+enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, LATER };
 
 #ifdef DT_USE_MPI
@@ -73,14 +76,14 @@ enum { BUILT, LATER };
     X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
     X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", "end earlier, under the same schedule [=steps]") \
     X(LR, "lr", REAL, BUILT, "1e-3", 0, 1e3, "X", "peak learning rate") \
-    X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant;wsd", "after the warmup") \
+    X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant|wsd", "after the warmup") \
     X(WARMUP, "warmup", INT, BUILT, "0", 0, 1e12, "N", "steps of linear growth to the peak") \
     X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", "the step at which the schedule ends [=steps]") \
     X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
     X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values, --shuffle and --generate") \
-    X(BATCH_RAMP, "batch-ramp", TEXT, LATER, NULL, 0, 0, "START:INCR:SAMPLES", "let the batch grow") \
+    X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", "grow to --batch over so many samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd;onebit-adam", "") \
+    X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
     X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", "of matrices, not of biases and gains") \
     X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "largest gradient norm; 0: none") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
@@ -88,7 +91,7 @@ enum { BUILT, LATER };
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
     X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
     X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
-    X(FREEZE_STEPS, "freeze-steps", INT, LATER, NULL, 0, 1e12, "N", "warmup of onebit-adam") \
+    X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", "steps of onebit-adam that are Adam's [steps/4]") \
     X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", "bad steps are run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
@@ -112,9 +115,9 @@ enum { BUILT, LATER };
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
     X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
-    X(OFFLOAD_OPTIM, "offload-optim", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
-    X(OFFLOAD_PARAMS, "offload-params", TEXT, LATER, "none", 0, 0, "none|cpu|DIR", "") \
-    X(MEM_LIMIT, "mem-limit", INT, LATER, NULL, 1, 9e15, "BYTES", "") \
+    X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where optimizer state lies") \
+    X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where values lie, --zero 3") \
+    X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", "of one rank, at most; also 300K, 64M, 2G") \
     X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of a layer, or K together") \
     X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", "tree: the same bits for every dp x accum") \
     X(OVERLAP, "overlap", SWITCH, BUILT, "on", 0, 0, "on|off", "sum gradients while the backward goes on") \
@@ -162,7 +165,7 @@ static const option table[N_OPTIONS] = {
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
     const char *text;       /* as given or preset; NULL: no value */
-    double      number;     /* of INT and REAL; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
+    double      number;     /* of INT, REAL and SIZE; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
     int         from;       /* DEFAULT, COMPUTED, GIVEN */
     char        own[32];    /* text of a computed number */
 } value;
@@ -231,10 +234,14 @@ static void parse_number(int id, value *v, const char *text) {
     int   plain = (first >= '0' && first <= '9') || (first == '.' && o->kind == REAL);
     for (const char *c = text; *c; c++) plain = plain && *c != 'x' && *c != 'X';
     errno = 0;
-    double x = !plain ? 0 : o->kind == INT ? (double)strtoll(text, &end, 10) : strtod(text, &end);
-    if (!plain || *end || !isfinite(x) || (errno == ERANGE && o->kind == INT) || x < o->lo || x > o->hi)
-        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''", o->kind == INT ? "a whole number" :
-            "a number", o->lo, o->hi);
+    double x = !plain ? 0 : o->kind != REAL ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (plain && o->kind == SIZE && *end && strchr("KMG", *end)) {
+        x *= *end == 'K' ? 0x1p10 : *end == 'M' ? 0x1p20 : 0x1p30;
+        end++;
+    }
+    if (!plain || *end || !isfinite(x) || (errno == ERANGE && o->kind != REAL) || x < o->lo || x > o->hi)
+        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''", o->kind == REAL ? "a number" :
+            "a whole number", o->lo, o->hi);
     v->number = x;
 }
 
@@ -268,7 +275,7 @@ static void parse_word(int id, value *v, const char *text) {
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
     value         preset = { 0 };
-    if (o->kind == INT || o->kind == REAL) parse_number(id, v, text);
+    if (o->kind == INT || o->kind == REAL || o->kind == SIZE) parse_number(id, v, text);
     if (o->kind == WORD) parse_word(id, v, text);
     if (o->kind == SWITCH || o->kind == FLAG) {
         v->number = strcmp(text, "on") == 0 || strcmp(text, "true") == 0;
@@ -399,7 +406,7 @@ static void print_config(const value *v) {
         first = 0;
         if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", stdout);
         else if (!v[i].text) fputs("null", stdout);
-        else if (o->kind == INT) printf("%lld", (long long)v[i].number);
+        else if (o->kind == INT || o->kind == SIZE) printf("%lld", (long long)v[i].number);
         else if (o->kind == REAL) print_json_number(v[i].number);
         else if (i == O_ZERO) fputs(v[i].text, stdout);
         else print_json_string(v[i].text);
@@ -419,6 +426,7 @@ static void print_refused(void) {
     puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
     puts("  shard-group divides dp x cp, with zero 1 to 3  and zero3-keep is for zero 3");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
+    puts("  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START");
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
     puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
     puts("  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token");
@@ -609,15 +617,68 @@ static void resolve_batch(value *v, int replicas) {
     if (!b) compute(&v[O_MICRO_BATCH], B / (long_of(v, O_ACCUM) * R));
 }
 
+static int64_t greatest_divisor(int64_t a, int64_t b) {
+    while (b) {
+        int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* START:INCR:SAMPLES. Without --micro-batch and --accum it also says the micro-batch: the largest that divides all. */
+static dt_batch_ramp read_ramp(value *v, int replicas) {
+    const char   *text = v[O_BATCH_RAMP].text;
+    dt_batch_ramp ramp = { 0, 0, 0, 0 };
+    int64_t      *parts[3] = { &ramp.start, &ramp.incr, &ramp.samples };
+    if (!text) return ramp;
+    for (int i = 0; i < 3; i++) {
+        char *end = NULL;
+        errno = 0;
+        *parts[i] = *text >= '0' && *text <= '9' ? strtoll(text, &end, 10) : 0;
+        if (*parts[i] < 1 || errno == ERANGE || *end != (i < 2 ? ':' : 0))
+            refuse("--batch-ramp %s: not START:INCR:SAMPLES, three whole numbers from 1", v[O_BATCH_RAMP].text);
+        text = end + 1;
+    }
+    int64_t all = greatest_divisor(greatest_divisor(ramp.start, ramp.incr), long_of(v, O_BATCH));
+    if (!v[O_MICRO_BATCH].text && !v[O_ACCUM].text)
+        compute(&v[O_MICRO_BATCH], all % replicas == 0 && all <= table[O_MICRO_BATCH].hi ? all / replicas : 1);
+    return ramp;
+}
+
+static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
+    char why[400];
+    ramp->batch = long_of(v, O_BATCH);
+    if (dt_batch_ramp_check(*ramp, long_of(v, O_MICRO_BATCH) * replicas, why, sizeof why) == DT_OK) return;
+    refuse("--batch-ramp with --batch %lld, --micro-batch %lld and %d replicas: %s", (long long)ramp->batch,
+        (long long)long_of(v, O_MICRO_BATCH), replicas, why);
+}
+
 /* dt reads 0 as "the default"; a number this small is 0 in effect. */
 static double nearly(double x) { return x == 0 ? 1e-300 : x; }
 
-static dt_zero_desc resolve_optimizer(const value *v) {
-    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD };
+/* 1-bit Adam exchanges no gradients that could be shared out or summed in a tree. */
+static void resolve_onebit(value *v) {
+    int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
+    if (!onebit && v[O_FREEZE_STEPS].text)
+        refuse("--freeze-steps %s is for --optimizer onebit-adam, not for %s", v[O_FREEZE_STEPS].text,
+            v[O_OPTIMIZER].text);
+    if (!onebit) return;
+    if (int_of(v, O_ZERO) != 0)
+        refuse("--optimizer onebit-adam: each rank needs its whole state; use --zero 0, not %s", v[O_ZERO].text);
+    if (int_of(v, O_REDUCE) != 0)
+        refuse("--optimizer onebit-adam sums no gradients after its --freeze-steps; use --reduce fixed");
+    if (!v[O_FREEZE_STEPS].text) compute(&v[O_FREEZE_STEPS], (long_of(v, O_STEPS) + 3) / 4);
+}
+
+static dt_zero_desc resolve_optimizer(value *v) {
+    static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM };
+    resolve_onebit(v);
     return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
         .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
-        .momentum = v[O_MOMENTUM].number, .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number,
-        .tree = int_of(v, O_REDUCE), .no_overlap = !int_of(v, O_OVERLAP) };
+        .momentum = v[O_MOMENTUM].number, .freeze_steps = int_of(v, O_FREEZE_STEPS),
+        .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number, .tree = int_of(v, O_REDUCE),
+        .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
 /* The loss scale, and who shares what out with whom. */
@@ -637,6 +698,16 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     z->shard_group = group;
     if (group && z->stage == 0)
         refuse("--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
+    const char *optim = v[O_OFFLOAD_OPTIM].text, *params = v[O_OFFLOAD_PARAMS].text;
+    z->offload_optim = strcmp(optim, "none") == 0 ? NULL : optim;
+    z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
+    if (z->offload_params && z->stage < 3)
+        refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values", params, z->stage);
+    if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
+        refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use --offload-optim none");
+    if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 && strcmp(optim, "cpu") != 0 &&
+        strcmp(params, "cpu") != 0)
+        refuse("--offload-optim %s and --offload-params %s: one folder is needed", optim, params);
     if (group && ranks % group != 0)
         refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); use --shard-group %d",
             group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)divisor_below(ranks, group));
@@ -666,11 +737,13 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
 }
 
 static train_config resolve(value *v) {
-    static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT };
+    static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
     train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
     resolve_cuts(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
+    c.ramp = read_ramp(v, c.mesh.dp * c.mesh.ep);
     resolve_batch(v, c.mesh.dp * c.mesh.ep);
+    check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
@@ -678,7 +751,7 @@ static train_config resolve(value *v) {
             (long long)v[O_STEPS].number, (long long)v[O_STEPS].number);
     if (v[O_EVAL_EVERY].number && !v[O_VAL].text) refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
-        long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number };
+        long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number, 0 };
     c.weights = v[O_MODEL].text;
     c.trace = v[O_TRACE].text;
     c.seq = int_of(v, O_SEQ);
@@ -858,11 +931,12 @@ typedef struct job {
     const value  *v;
     train_config  config;
     FILE         *csv;
-    double        ms;           /* sum over the steps after the first */
+    double        ms, tokens;   /* sums over the steps after the first */
 } job;
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
-                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu";
+                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
+                                      "batch";
 
 /* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
@@ -881,7 +955,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (isfinite(row->val_loss)) fprintf(j->csv, "%.17g", row->val_loss);
     fputc(',', j->csv);
     if (mfu(j, row) > 0) fprintf(j->csv, "%.6g", mfu(j, row));
-    fputc('\n', j->csv);
+    fprintf(j->csv, ",%lld\n", (long long)row->batch);
     errno = 0;
     if (fflush(j->csv) != 0 || ferror(j->csv))
         dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -897,7 +971,7 @@ static void print_time(double seconds) {
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job    *j = (job *)user;
     int64_t left = j->config.stop_at - row->step;
-    if (row->step > 1) j->ms += row->ms;
+    if (row->step > 1) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
     if (j->csv) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
     printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
@@ -946,7 +1020,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     if (dt_ctx_rank(ctx) != 0) return;
     if (!j->v[O_QUIET].number && later > 0)
         printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
-            j->v[O_BATCH].number * j->config.seq * (double)later / (j->ms / 1000), (long long)later);
+            j->tokens / (j->ms / 1000), (long long)later);
 }
 
 static int run(job *j) {
@@ -958,7 +1032,8 @@ static int run(job *j) {
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
-        .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 } }, train, &j->config);
+        .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
+        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number }, train, &j->config);
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -1014,45 +1089,180 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
     *(train_row *)user = *row;
 }
 
-/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. Figures are the largest over
-   the ranks. */
+/* What a dry run tells; figures of the row are the largest over the ranks. */
+typedef struct dry_figures {
+    train_row  row;
+    train_need need;            /* of the rank that failed, or needs most */
+    int        rank;            /* that one */
+    double     flops;           /* of a step, the largest over the ranks */
+    dt_report  report;
+} dry_figures;
+
+static void no_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. limit: bytes, or 0. */
+static dry_figures dry(const job *j, train_config c, double limit) {
+    enum { STEPS = 2 };
+    int         ranks = int_of(j->v, O_RANKS);
+    dry_figures f = { .rank = 0 };
+    dt_dry     *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
+    train_need *need = (train_need *)calloc((size_t)ranks, sizeof *need);
+    if (!counts || !need) refuse("a dry run: out of memory");
+    c.dry = counts;
+    c.need = need;
+    c.weights = c.trace = NULL;
+    c.stop_at = STEPS;
+    c.ramp.samples = 0; /* the largest batch */
+    memset(&c.val, 0, sizeof c.val);
+    c.on_step = on_dry_step;
+    c.at_end = NULL;
+    c.user = &f.row;
+    dt_host host = *dt_host_default();
+    host.log = no_log;
+    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = j->v[O_TIMEOUT].number, .host = &host, .report = &f.report,
+        .mem_limit = (size_t)limit }, train, &c);
+    for (int r = 0; r < ranks; r++) {
+        f.flops = fmax(f.flops, counts[r].flops / STEPS);
+        if (need[r].memory.peak_total > need[f.rank].memory.peak_total) f.rank = r;
+    }
+    if (f.report.status != DT_OK && f.report.rank >= 0) f.rank = f.report.rank;
+    f.need = need[f.rank];
+    free(counts);
+    free(need);
+    return f;
+}
+
+static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host",
+    "temp" };
+
+/* What a rank has of each class, and beside it what it should have by the formula. */
+static void print_memory(FILE *to, const train_need *n) {
+    const dt_memory *m = &n->memory;
+    fprintf(to, "  %-12s%16s%16s", "class", "live", "peak");
+    if (n->shared) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
+        (long long)n->psi, (long long)n->shared, DT_RUN, (long long)n->padded);
+    fputc('\n', to);
+    for (int i = 0; i < DT_MEM_CLASSES; i++) {
+        fprintf(to, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
+        if (n->shared && i <= DT_MEM_OPTIM) {
+            double cut = (double)n->padded * n->bytes[i] / n->parts[i];
+            fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+            if (n->parts[i] > 1) fprintf(to, " / %d", n->parts[i]);
+            if (n->formula[i] > cut) fprintf(to, " + %.0f for the tree's levels", n->formula[i] - cut);
+        }
+        fputc('\n', to);
+    }
+    fprintf(to, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
+}
+
 static int dry_run(job *j) {
     static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm", "all at once" };
-    enum { STEPS = 2 };
-    int       ranks = int_of(j->v, O_RANKS);
-    train_row row = { .step = 0 };
-    double    flops = 0;
-    dt_report report = { DT_OK, 0, "" };
     if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
-    j->config.dry = (dt_dry *)calloc((size_t)ranks, sizeof *j->config.dry);
-    if (!j->config.dry) refuse("--dry-run: out of memory");
-    j->config.weights = j->config.trace = NULL;
-    j->config.stop_at = STEPS;
-    train_files_free(&j->config.val);
-    j->config.on_step = on_dry_step;
-    j->config.at_end = NULL;
-    j->config.user = &row;
-    dt_host host = *dt_host_default();
-    host.log = quiet_errors;
-    dt_status status = dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = j->v[O_TIMEOUT].number, .host = &host,
-        .report = &report }, train, &j->config);
-    for (int r = 0; r < ranks; r++) flops = fmax(flops, j->config.dry[r].flops / STEPS);
-    free(j->config.dry);
-    if (status != DT_OK) {
-        fprintf(stderr, "error: %s\n", report.text);
+    dry_figures f = dry(j, j->config, 0);
+    if (f.report.status != DT_OK) {
+        fprintf(stderr, "error: %s\n", f.report.text);
         return 1;
     }
-    print_map(&j->config, ranks);
+    print_map(&j->config, int_of(j->v, O_RANKS));
     printf("\none rank in one step, the largest over the ranks\n  sends, bytes ");
-    for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], row.bytes[a]);
+    for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], f.row.bytes[a]);
     printf("\n  needs, bytes ");
-    for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], row.mem[m]);
-    printf("\n  computes      %.4g GFLOP in products\n", flops / 1e9);
+    for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], f.row.mem[m]);
+    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, the largest: live at the end, peak of the "
+        "whole run\n", f.flops / 1e9, f.rank);
+    print_memory(stdout, &f.need);
     return 0;
 }
 
-// ==== 9. main =======================================================================================================
+// ==== 9. Memory limit ===============================================================================================
+
+/* What other settings would need. */
+typedef struct advice {
+    const job *j;
+    double     limit, least;    /* bytes; least: of what was tried and does not fit */
+    char       least_text[128];
+    int        tried, fit;
+    int        stage;           /* the highest of ZeRO that this build can do */
+} advice;
+
+/* How the command line would say in what c differs from the job's own settings. */
+static void setting_text(const job *j, const train_config *c, char *text, size_t room) {
+    const train_config *now = &j->config;
+    char zero[24] = "", micro[64] = "";
+    if (c->zero.stage != now->zero.stage) snprintf(zero, sizeof zero, " --zero %d", c->zero.stage);
+    if (c->micro_batch != now->micro_batch) snprintf(micro, sizeof micro, " --micro-batch %d --accum %d",
+        c->micro_batch, c->accum);
+    snprintf(text, room, "%s%s%s%s%s", zero, c->model.recompute != now->model.recompute ? " --recompute full" : "",
+        micro, c->zero.offload_optim != now->zero.offload_optim ? " --offload-optim DIR" : "",
+        c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
+}
+
+/* Runs a setting dry, and prints it if it fits. What this build cannot do is passed over. */
+static void try_setting(advice *a, train_config c) {
+    char        text[128];
+    dry_figures f = dry(a->j, c, 0);
+    double      peak = (double)f.need.memory.peak_total;
+    if (f.report.status != DT_OK) return;
+    a->tried++;
+    if (c.zero.stage > a->stage) a->stage = c.zero.stage;
+    setting_text(a->j, &c, text, sizeof text);
+    if (peak <= a->limit) {
+        fprintf(stderr, "  %.0f bytes a rank with%s\n", peak, text);
+        a->fit++;
+    } else if (a->tried - a->fit == 1 || peak < a->least) {
+        a->least = peak;
+        memcpy(a->least_text, text, sizeof text);
+    }
+}
+
+/* The least change first: sharing out more, computing again, smaller micro-batches, the disk. At most 12 are tried. */
+static void try_settings(advice *a) {
+    const train_config *now = &a->j->config;
+    train_config        c = *now;
+    int                 smaller = (int)divisor_below(now->micro_batch, now->micro_batch / 2);
+    for (c.zero.stage = now->zero.stage + 1; c.zero.stage <= 3; c.zero.stage++) try_setting(a, c);
+    c.model.recompute = GPT_RECOMPUTE_FULL;
+    for (c.zero.stage = now->zero.stage; c.zero.stage <= a->stage; c.zero.stage++)
+        if (now->model.recompute != GPT_RECOMPUTE_FULL) try_setting(a, c);
+    c.zero.stage = a->stage;
+    for (; smaller < c.micro_batch; smaller = 1) {
+        c.accum = (int)((int64_t)now->accum * now->micro_batch / smaller);
+        c.micro_batch = smaller;
+        c.model.recompute = now->model.recompute;
+        if (smaller == 1) try_setting(a, c);
+        c.model.recompute = GPT_RECOMPUTE_FULL;
+        if (smaller > 1 || now->model.recompute != GPT_RECOMPUTE_FULL) try_setting(a, c);
+    }
+    c.zero.offload_optim = "."; /* a dry run writes nothing */
+    try_setting(a, c);
+    c.zero.offload_params = ".";
+    try_setting(a, c);
+}
+
+/* --mem-limit: two steps are run dry with the limit before any rank starts. */
+static void check_limit(const job *j) {
+    const char *text = j->v[O_MEM_LIMIT].text;
+    advice      a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
+    dry_figures f = dry(j, j->config, a.limit);
+    if (f.report.status != DT_ERR_MEM) return; /* it fits, or fails for a reason that the run itself will tell */
+    if (!speaks()) refuse("--mem-limit %s: %s", text, f.report.text);
+    fflush(stdout);
+    fprintf(stderr, "error: --mem-limit %s: %s\nbytes of rank %d then\n", text, f.report.text, f.rank);
+    print_memory(stderr, &f.need);
+    f = dry(j, j->config, 0);
+    fprintf(stderr, "These settings need %zu bytes a rank. The same with one of these changes would fit:\n",
+        f.need.memory.peak_total);
+    try_settings(&a);
+    if (a.fit == 0) fprintf(stderr, "  none of %d that were tried\n", a.tried);
+    if (a.fit == 0 && a.tried > 0)
+        fprintf(stderr, "The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
+    exit(2);
+}
+
+// ==== 10. main ======================================================================================================
 
 /* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
 static void join(const value *v, int *argc, char ***argv) {
@@ -1092,9 +1302,10 @@ int main(int argc, char **argv) {
         if (speaks()) print_config(v);
         return leave(0);
     }
-    find_text(v, O_DATA, &j.config.data, j.config.stop_at * long_of(v, O_BATCH));
+    find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (speaks()) check_outputs(v, &j.config);
+    if (v[O_MEM_LIMIT].text) check_limit(&j);
     if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {
         j.csv = fopen(v[O_LOG_CSV].text, "w");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));

@@ -53,8 +53,7 @@ try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 # ---- parts of later versions say so, with their defaults they are harmless
 for x in "--pp 2" "--ep 2" \
     "--backend mpi" "--backend nccl" "--device cuda" "--experts 4" "--save x" \
-    "--resume x" "--offload-optim cpu" \
-    "--lr-schedule wsd" "--optimizer onebit-adam" "--config x" "--mem-limit 1000" \
+    "--resume x" "--config x" \
     "--tp 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
@@ -105,6 +104,22 @@ try 2 'use --recompute full:6' --layers 6 --recompute full:999999999999999999999
 try 2 'use --recompute full:2' --layers 6 --recompute full:2x
 try 2 'use --recompute full$' --recompute full:
 try 2 'use --recompute selective$' --recompute selective:2
+
+# ---- a batch that grows
+try 2 'batch-ramp 4:4: not START:INCR:SAMPLES' --batch-ramp 4:4
+try 2 'not START:INCR:SAMPLES' --batch-ramp 4:4:0
+try 2 'not START:INCR:SAMPLES' --batch-ramp 4:-4:9
+try 2 'not START:INCR:SAMPLES' --batch-ramp 4:4:9x
+try 2 'not START:INCR:SAMPLES' --batch-ramp 99999999999999999999:4:9
+try 2 'batch 16.* 20:4:9 to 16' --batch-ramp 20:4:9
+try 2 'steps of 5 do not lead from 4 to 16; use 4:4:9' --batch-ramp 4:5:9
+try 2 'batch 16, --micro-batch 1 and 4 replicas: .*batch of 6 .*multiple of 4, .*use 8:4:9' --batch-ramp 6:2:9 --dp 4
+try 2 'batch of 4 is no multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --micro-batch 4 --dp 2
+try 2 'batch of 4 is no multiple of 8, .*use 8:8:9' --batch-ramp 4:4:9 --accum 2
+try 0 '' --print-config --batch-ramp 8:8:9 --accum 2
+try 0 '' --print-config --batch-ramp 8:4:9 --dp 2
+grep -q '"micro-batch": 2' "$dir/out" && grep -q '"accum": 4' "$dir/out"
+report $? "without --micro-batch it is the largest by which all batches divide"
 
 # ---- files
 try 2 'no/such/file' --data no/such/file
@@ -306,6 +321,31 @@ for layout in "--dp 1" "--dp 1 --accum 4" "--dp 2" "--dp 2 --accum 2" "--dp 4" "
         {d=$1-$2;if(d<0)d=-d;good+=($1>2&&d<=1e-12*$1)} END{exit good!=40||NR!=40}'
     report $? "--shuffle on with $layout: the losses of one rank"
 done
+# ---- --batch-ramp: after 0 1 2 3 5 7 10 sequences steps take 1 1 1 2 2 3 3: each loss is the mean of its sequences' names
+try 0 '' $named --steps 7 --batch 3 --batch-ramp 1:1:6 --log-csv "$dir/r.csv"
+awk -F, 'NR==FNR{name[n++]=$1; next} FNR>1{b=$NF; sum=0; for(i=0;i<b;i++)sum+=name[at++%7]; d=$2-sum/b; if(d<0)d=-d
+    sizes=sizes b; good+=d<=1e-14*$2} END{exit good!=7||sizes!="1112233"}' "$dir/names" "$dir/r.csv"
+report $? "a step under --batch-ramp takes the sequences after those of all earlier steps: $(cut -d, -f2,20 "$dir/r.csv" | tr '\n' ' ')"
+try 0 '' $named --steps 7 --batch 3 --batch-ramp 1:1:6 --shuffle on --log-csv "$dir/r.csv"
+losses "$dir/s.csv" >"$dir/shuffled"
+awk -F, 'NR==FNR{name[n++]=$1; next} FNR>1{b=$NF; sum=0; for(i=0;i<b;i++)sum+=name[at++]; d=$2-sum/b; if(d<0)d=-d
+    good+=d<=1e-14*$2} END{exit good!=7}' <(for i in 1 0 4 2 6 5 3 2 4 5 3 0 6 1; do sed -n "$((i + 1))p" "$dir/names"; done) "$dir/r.csv"
+report $? "and with --shuffle on those of torch's orders"
+ramp="$tiny --data $dir/text --dtype f64 --steps 12 --batch 16 --batch-ramp 4:4:40"
+for layout in "--dp 1" "--dp 1 --micro-batch 2" "--dp 2" "--dp 2 --micro-batch 1 --zero 1" "--dp 4" "--dp 4 --reduce tree" "--dp 2 --tp 2"; do
+    try 0 '' $ramp $layout --log-csv "$dir/r.csv"
+    [ "$layout" = "--dp 1" ] && cp "$dir/r.csv" "$dir/one.csv"
+    [ "$(cut -d, -f20 "$dir/r.csv" | tr '\n' ' ')" = "batch 4 4 4 4 8 8 12 16 16 16 16 16 " ] && \
+        paste -d, <(cut -d, -f2,3 "$dir/one.csv") <(cut -d, -f2,3 "$dir/r.csv") | awk -F, '
+        NR>1{d=$1-$3;e=$2-$4;if(d<0)d=-d;if(e<0)e=-e;good+=($1>2&&d<=1e-12*$1&&e<=1e-11*$2)} END{exit good!=12}'
+    report $? "--batch-ramp with $layout: the losses and norms of one rank, batches $(cut -d, -f20 "$dir/r.csv" | tr '\n' ' ')"
+done
+shard "$dir/later" $(seq 0 60) 99 $(seq 0 60) # 99 is in the 6th sequence of 12
+try 0 '' --layers 1 --width 16 --heads 2 --vocab 61 --seq 12 --data "$dir/later" --steps 3 --batch 3 --batch-ramp 1:1:6
+try 2 'holds token 99' --layers 1 --width 16 --heads 2 --vocab 61 --seq 12 --data "$dir/later" --steps 4 --batch 3 --batch-ramp 1:1:2
+try 0 '' $tiny --data "$dir/text" --lr-schedule wsd --steps 10 --log-csv "$dir/w.csv"
+[ "$(cut -d, -f4 "$dir/w.csv" | tail -n 3 | sed 's/\(......\).*/\1/' | tr '\n' ' ')" = "0.001 0.0003 0.0001 " ]
+report $? "--lr-schedule wsd stays and then falls: $(cut -d, -f4 "$dir/w.csv" | tr '\n' ' ')"
 token="$tiny --data $dir/shard99 --vocab 61 --seq 12 --steps 1 --batch 1" # 99 is in the 6th of 10, which comes first
 try 0 '' $token
 try 2 'holds token 99, but --vocab is 61; use --vocab 100' $token --shuffle on
@@ -314,6 +354,21 @@ grep -Eq 'tok/s \| mfu [0-9]+\.[0-9]% \| comm' "$dir/out" && [ "$(grep -c '^eval
 report $? "--peak-tflops shows the mfu, --eval-every 2 the validation loss after steps 2 and 3"
 awk -F, 'NR==1{for(i=1;i<=NF;i++){if($i=="mfu")m=i;if($i=="val_loss")v=i}} NR>1{good+=($m>0)+(($v>0)==(NR>2))} END{exit good!=6}' "$dir/v.csv"
 report $? "val_loss and mfu are columns"
+# ---- 1-bit Adam: what it refuses; near Adam's loss with a fraction of its bytes
+try 2 'whole state; use --zero 0, not 1$' --optimizer onebit-adam --zero 1 --ranks 2
+try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
+try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
+try 2 'freeze-steps 3 is for --optimizer onebit-adam, not for adamw' --freeze-steps 3
+for x in adam onebit-adam; do
+    try 0 '' --data dt_zero.h --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
+        --optimizer $x --log-csv "$dir/$x.csv"
+done
+# the default is to freeze after a quarter of the steps: row 31 is the last with whole gradients
+paste -d, <(cut -d, -f2,13 "$dir/adam.csv") <(cut -d, -f2,13 "$dir/onebit-adam.csv") | awk -F, 'NR > 101 { a += $1; b += $3 }
+    NR > 1 && (NR <= 31 ? $4 != $2 : 15 * $4 > $2 || $4 == 0) { bad++ }
+    END { print b / a; exit !(NR == 121 && !bad && b < 1.03 * a && b > 0.97 * a) }' >"$dir/err"
+report $? "1-bit Adam's loss is within 3% of Adam's, of whose bytes it sends less than 1/15"
+
 # ---- the trace: as python's own reader sees it
 try 0 '' $tiny --layers 2 --data "$dir/text" --ranks 2 --zero 1 --recompute full --trace "$dir/t.json" --log-csv "$dir/t.csv"
 grep -q "^trace   $dir/t.json" "$dir/out"
@@ -383,6 +438,56 @@ for x in "--ranks 1" "--dp 2 --tp 2 --cp 2 --cp-kind zigzag --sp on --zero 1" "-
 done
 grep -q '^   5  1  2  1  4 5' "$dir/dry" || grep -q '^   5   0  2  1  4 5  *1 3 5' "$dir/dry"
 report $? "--dry-run names the groups of rank 5"
+# ---- memory: the formula beside the count, and a limit
+formula() { awk '$1=="params"||$1=="grads"||$1=="optim"{n++; good+=($2==$4)} END{exit good!=3||n!=3}' "$1"; }
+figure() { awk -v c="$1" -v f="$2" '$1==c{print $f; exit}' "$dir/dry"; }
+needs="--layers 2 --width 40 --heads 4 --seq 32 --batch 24 --data $dir/text --steps 3"
+for x in "--dp 1" "--dp 2 --zero 1" "--dp 3 --zero 1" "--dp 4 --zero 1 --dtype bf16" "--dp 8 --zero 1 --dtype f64" "--dp 4 --dtype f16" \
+    "--dp 2 --tp 2 --cp 2 --zero 1" "--dp 2 --optimizer sgd" "--dp 2 --zero 1 --optimizer sgd --momentum 0.9 --dtype bf16" \
+    "--dp 4 --zero 1 --reduce tree --accum 3"; do
+    timeout 60 "$B/train_gpt" $needs $x --dry-run >"$dir/dry" 2>&1
+    formula <(sed -n '/live at the end/,$p' "$dir/dry")
+    report $? "--dry-run $x: params, grads, optim are those of the formula: $(sed -n '/live at the end/,$p' "$dir/dry" | grep -E '^  (params|grads|optim)' | tr -s ' ' | tr '\n' ' ')"
+done
+timeout 60 "$B/train_gpt" $needs --dp 4 --zero 1 --dry-run | sed -n '/live at the end/,$p' >"$dir/dry"
+P=$((288 * 40 + 2 * (12 * 40 * 40 + 13 * 40) + 2 * 40)) # wte and wpe (256 + 32) x 40, 2 layers, the last norm
+[ "$(grep -o 'P = [0-9]*' "$dir/dry")" = "P = $P" ] && [ "$(figure optim 4)" -gt $((8 * P / 4)) ] && [ "$(figure optim 4)" -lt $((8 * P / 4 + 60000)) ]
+report $? "the formula's parameters are $P, its optimizer state is a quarter of 8 P: $(grep -o 'P = [0-9]*' "$dir/dry"), $(figure optim 4)"
+all=$(sed -n 's/^  all at once *[0-9]* *\([0-9]*\)$/\1/p' "$dir/dry")
+try 0 '' $needs --dp 4 --zero 1 --mem-limit "$all"
+[ ! -s "$dir/err" ] && [ "$(grep -c '^step' "$dir/out")" = 3 ] && [ "$(grep -cv '^step\|^average\|^dt \|^model\|^batch\|^data\|^options\|^  \|^$' "$dir/out")" = 0 ]
+report $? "a limit of exactly what is needed, $all bytes: the run says nothing more"
+echo kept >"$dir/kept.csv"
+try 2 "mem-limit $((all - 1)): rank [0-3]: .*: [0-9]+ bytes of class [a-z]+ were refused; [0-9]+ bytes are in use of a limit of $((all - 1))" \
+    $needs --dp 4 --zero 1 --mem-limit $((all - 1)) --log-csv "$dir/kept.csv"
+[ ! -s "$dir/out" ] && [ "$(cat "$dir/kept.csv")" = kept ] && grep -q "These settings need $all bytes a rank" "$dir/err" && \
+    [ "$(grep -cE '^  (params|grads|optim|acts|comm|host|temp|all at once) +[0-9]+ +[0-9]+$' "$dir/err")" = 8 ]
+report $? "one byte less: refused before anything is written, with the table of classes"
+try 2 '' $needs --dp 4 --mem-limit 1500K
+cp "$dir/err" "$dir/advice"
+n=0
+sed -n 's/^  \([0-9]*\) bytes a rank with \(.*\)$/\1 \2/p' "$dir/advice" >"$dir/settings"
+while read -r bytes settings; do
+    n=$((n + 1))
+    timeout 60 "$B/train_gpt" $needs --dp 4 $settings --mem-limit "$bytes" >/dev/null 2>"$dir/err"
+    [ $? = 0 ] && [ "$bytes" -le $((1500 * 1024)) ]
+    report $? "the advice $settings runs in its $bytes bytes"
+    ! timeout 60 "$B/train_gpt" $needs --dp 4 $settings --mem-limit $((bytes - 1)) >/dev/null 2>&1
+    report $? "and not in one byte less"
+done <"$dir/settings"
+[ "$n" -ge 2 ] && [ "$n" -le 12 ] && head -n 1 "$dir/settings" | grep -q '^[0-9]* --zero 1'
+report $? "at least two other settings fit, the first of them by ZeRO alone: $(tr '\n' ';' <"$dir/settings")"
+try 2 'bytes of class params were refused' $needs --mem-limit 64K
+grep -q 'none of [0-9]* that were tried' "$dir/err" && grep -q 'The least that was tried needs [0-9]* bytes a rank, with --zero' "$dir/err"
+report $? "where nothing fits the least is named"
+try 1 'rank [0-9]+: .* of a limit of' $needs --dp 4 --zero 1 --mem-limit "$all" --generate 2000
+try 0 '' --print-config --mem-limit 3M
+grep -q '"mem-limit": 3145728' "$dir/out"
+report $? "--mem-limit 3M is 3145728 bytes"
+try 2 'mem-limit 3T: not a whole number' --mem-limit 3T
+try 2 'mem-limit 3MB: not a whole number' --mem-limit 3MB
+try 2 'mem-limit 0' --mem-limit 0
+try 2 'mem-limit 99999999999G' --mem-limit 99999999999G
 try 2 'one process' --dry-run --backend tcp --rank 0 --ranks 2
 try 0 '' --list-refused
 report $? "--list-refused"

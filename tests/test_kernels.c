@@ -717,6 +717,57 @@ static void bench_updates(bench *b) {
     }
 }
 
+/* The kernels of 1-bit Adam: `many` numbers in 3 messages, some of which have no second moment, then 2 of them read. */
+static void bench_signs(bench *b) {
+    enum { PART = 1096, MANY = 3 * PART, BYTES = PART / 8 + 8 };
+    if (is_narrow(b->t)) return;
+    void   *x = array(b, MANY), *error = array(b, MANY), *v = array(b, MANY), *copy = array_of(b, DT_BF16, MANY, 1);
+    void   *mean = array(b, PART), *m = array(b, MANY), *p = array(b, MANY);
+    double *left = before(b, error, b->t, MANY), *read = doubles(b, PART), squares = 0, numbers = 0, scale, sent;
+    double *wm = before(b, m, b->t, MANY), *wp = before(b, p, b->t, MANY);
+    unsigned char *out = (unsigned char *)keep(b, room(3 * BYTES));
+    for (int i = 0; i < MANY; i++) {
+        put(v, b->t, i, i % 7 == 3 ? 0 : fabs(get(v, b->t, i)) + 0.01);
+        if (i == 5) put(x, b->t, i, -left[i]); /* 0 has the sign of 1 */
+        left[i] = i % 7 == 3 ? 0 : get(x, b->t, i) + left[i];
+        squares += left[i] * left[i];
+        numbers += i % 7 != 3;
+        wm[i] = 0.9 * wm[i] + 0.1 * 4 * get(x, b->t, i);
+        wp[i] = wp[i] - 0.3 * (wm[i] / (sqrt(get(v, b->t, i)) + 0.25) + 0.1 * wp[i]);
+    }
+    scale = sqrt(squares / numbers);
+    dt_sign_pack_args   pack = { b->t, out, x, error, v, MANY, 3 };
+    dt_sign_unpack_args unpack = { b->t, mean, out + BYTES, v, PART, 2 };
+    OK(b->v->sign_pack(&pack));
+    OK(b->v->sign_unpack(&unpack));
+    int wrong = 0;
+    for (int i = 0; i < MANY; i++) {
+        const unsigned char *message = out + i / PART * BYTES;
+        double sign = left[i] >= 0 ? 1 : -1;
+        wrong += (message[i % PART / 8] >> i % 8 & 1) != (sign > 0);
+        if (i >= PART && i % PART % 7 != 3) read[i % PART] += sign * scale / 2; /* v is that of the first part */
+        if (i % 7 != 3) left[i] -= sign * scale;
+    }
+    for (int k = 0; k < 3; k++) {
+        memcpy(&sent, out + k * BYTES + PART / 8, 8);
+        CHECK_MSG(fabs(sent - scale) <= 1e-6 * scale, "scale %g, not %g", sent, scale);
+    }
+    CHECK_MSG(wrong == 0, "%d of %d signs", wrong, MANY);
+    same(b, "what signs leave", error, b->t, left, MANY, 1);
+    same(b, "mean of signs", mean, b->t, read, PART, 1);
+    dt_momentum_args    momentum = { b->t, m, x, MANY, 0.9, 4 };
+    dt_frozen_adam_args update = { b->t, p, m, v, MANY, 0.3, 0.25, 0.1, DT_BF16, copy };
+    OK(b->v->momentum(&momentum));
+    OK(b->v->frozen_adam(&update));
+    same(b, "momentum", m, b->t, wm, MANY, 1);
+    same(b, "frozen update", p, b->t, wp, MANY, 1);
+    for (int i = 0; i < MANY; i++) wrong += ((uint16_t *)copy)[i] != to16(DT_BF16, get(p, b->t, i));
+    CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+    pack.parts = 5;
+    unpack.n = 0;
+    CHECK(b->v->sign_pack(&pack) == DT_ERR_ARG && b->v->sign_unpack(&unpack) == DT_ERR_ARG);
+}
+
 /* What is kept, in which proportion, whoever holds which part. */
 static void bench_dropout(bench *b) {
     enum { ROWS = 101, COLS = 203 };
@@ -1019,7 +1070,8 @@ static void all_attention(bench *b) {
 /* All kernels whose bits are promised to be every set's; the hash of what they wrote. */
 static uint64_t bench_all(bench *b) {
     static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu, bench_sum,
-        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_dropout };
+        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_signs,
+        bench_dropout };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         group[i](b);
         while (b->n_all > 0) free(b->all[--b->n_all]);

@@ -345,7 +345,7 @@ static void fill_sequence(batch *b, spec s, int64_t at, int64_t q, int64_t k) {
 }
 
 static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
-    dt_order order = { 7, (int64_t)s.dp * s.ep * s.accum * s.micro, s.micro, mesh->replicas };
+    dt_order order = { 7, (int64_t)s.dp * s.ep * s.accum * s.micro, s.micro, mesh->replicas, 0 };
     for (int j = 0; j < s.accum; j++)
         for (int i = 0; i < s.micro; i++)
             fill_sequence(b, s, (int64_t)j * s.micro + i, dt_order_sequence(order, step, j, mesh->replica, i),

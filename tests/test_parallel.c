@@ -619,8 +619,9 @@ static void test_net(int ranks, int sequence, int hidden) {
 static void test_order(void) {
     for (int code = 0; code < 3 * 3 * 3 * 9; code++) {
         int      b = 1 + code % 3, a = 1 + code / 3 % 3, R = 1 + code / 9 % 3, right = 1;
-        dt_order o = { .sequences = 1 + code / 27 * 3, .batch = (int64_t)b * a * R, .micro_batch = b, .replicas = R };
-        int64_t  next = 0, epoch = 0; /* of the endless row 0, 1, .. S-1, 0, 1, .. */
+        dt_order o = { .sequences = 1 + code / 27 * 3, .batch = (int64_t)b * a * R, .micro_batch = b, .replicas = R,
+            .before = code % 5 * 7 };
+        int64_t  next = o.before % o.sequences, epoch = o.before / o.sequences; /* of the row 0, 1, .. S-1, 0, 1, .. */
         for (int step = 1; step <= 7; step++)
             for (int j = 0; j < a; j++) /* k = (jR + r)b + i ascends as j, then r, then i do */
                 for (int r = 0; r < R; r++)
@@ -640,6 +641,110 @@ static void test_order(void) {
     far.sequences = 3; /* here step times B does not fit into 64 bits, but the epoch does */
     far.batch = (int64_t)1 << 31;
     CHECK(dt_order_epoch(far, ((int64_t)1 << 32) + 1, 0, 0, 0) == 3074457345618258602);
+    far.before = (int64_t)1 << 62;
+    CHECK(dt_order_sequence(far, 1, 0, 1, 0) == 2 && dt_order_epoch(far, 1, 0, 1, 0) == 1537228672809129301);
+}
+
+/* Megatron-LM's rule, in floating point as there. */
+static int64_t plain_ramp(dt_batch_ramp r, int64_t consumed) {
+    double share = (double)r.samples / ((double)(r.batch - r.start) / (double)r.incr);
+    return consumed >= r.samples ? r.batch : r.start + (int64_t)((double)consumed / share) * r.incr;
+}
+
+/* BLOOM's: 192 to 2048 by 16 over 9,765,625 samples, a share of which is 84,186.42. */
+static void test_ramp_bloom(void) {
+    dt_batch_ramp r = { 192, 16, 9765625, 2048 };
+    char          why[400];
+    int64_t       consumed = 0, step = 1, wrong = 0;
+    CHECK(dt_batch_ramp_check(r, 16, why, sizeof why) == DT_OK && dt_batch_ramp_check(r, 32, why, sizeof why) != DT_OK);
+    CHECK(dt_batch_ramp_size(r, 0) == 192 && dt_batch_ramp_size(r, 84186) == 192);
+    CHECK(dt_batch_ramp_size(r, 84187) == 208 && dt_batch_ramp_size(r, 168372) == 208);
+    CHECK(dt_batch_ramp_size(r, 168373) == 224 && dt_batch_ramp_size(r, 9765624) == 2032);
+    CHECK(dt_batch_ramp_size(r, 9765625) == 2048 && dt_batch_ramp_size(r, (int64_t)1 << 60) == 2048);
+    for (; dt_batch_ramp_size(r, consumed) < 2048; step++) {
+        wrong += dt_batch_ramp_size(r, consumed) != plain_ramp(r, consumed);
+        if (step % 1000 == 1) wrong += dt_batch_ramp_before(r, step) != consumed;
+        consumed += dt_batch_ramp_size(r, consumed);
+    }
+    CHECK_MSG(wrong == 0 && step == 12659 && consumed == 9765808, "BLOOM's ramp is over after %lld steps "
+        "and %lld samples, %lld times it is wrong", (long long)step - 1, (long long)consumed, (long long)wrong);
+    CHECK(dt_batch_ramp_before(r, step + 10) == consumed + 10 * 2048);
+}
+
+/* All small ramps: accepted is what has only sizes that divide, and what is proposed instead is such a one. */
+static void test_ramp_small(void) {
+    int accepted = 0, proposed = 0;
+    for (int code = 0; code < 8 * 5 * 12 * 4; code++) {
+        dt_batch_ramp r = { 1 + code % 8, 1 + code / 8 % 5, 7, 1 + code / 40 % 12 };
+        int64_t       unit = 1 + code / 480, size = r.start, good = r.batch >= r.start;
+        char          why[400] = "";
+        for (; good && size < r.batch; size += r.incr) good = size % unit == 0;
+        good = good && size == r.batch && size % unit == 0;
+        CHECK_MSG((dt_batch_ramp_check(r, unit, why, sizeof why) == DT_OK) == good, "a ramp %d:%d:7 to %d in units of "
+            "%d: %s", (int)r.start, (int)r.incr, (int)r.batch, (int)unit, why);
+        accepted += (int)good;
+        for (int64_t c = 0; good && c < 10; c++) {
+            int64_t times = (r.batch - r.start) / r.incr; /* shares that are over: k / times of samples <= c */
+            while (times > 0 && times * 7 > c * ((r.batch - r.start) / r.incr)) times--;
+            if (c >= 7) times = (r.batch - r.start) / r.incr;
+            CHECK(dt_batch_ramp_size(r, c) == r.start + times * r.incr);
+        }
+        long long   start, incr, samples;
+        const char *use = strstr(why, "; use ");
+        if (good || r.batch % unit != 0 || !CHECK(use != NULL)) continue;
+        if (!CHECK(sscanf(use, "; use %lld:%lld:%lld", &start, &incr, &samples) == 3)) continue;
+        dt_batch_ramp other = { start, incr, samples, r.batch };
+        proposed++;
+        CHECK_MSG(samples == 7 && dt_batch_ramp_check(other, unit, why, sizeof why) == DT_OK, "proposed: %s", why);
+    }
+    CHECK_MSG(accepted > 100 && proposed > 100, "%d ramps accepted, %d others proposed", accepted, proposed);
+}
+
+static void test_ramp(void) {
+    static const struct { dt_batch_ramp r; const char *text; } rows[] = {
+        { { 0, 4, 9, 16 }, "0:4:9 to 16.*use 4:4:9" }, { { 4, 0, 9, 16 }, "4:0:9" }, { { 4, -4, 9, 16 }, "4:-4:9" },
+        { { 4, 4, -9, 16 }, "4:4:-9.*use 4:4:16" }, { { 20, 4, 9, 16 }, "20:4:9" }, { { 4, 4, 9, 18 }, "to 18" },
+        { { 4, 8, 9, 16 }, "steps of 8 do not lead from 4 to 16; use 4:4:9" },
+        { { 6, 2, 9, 16 }, "a batch of 6 is no multiple of 4, .*use 8:4:9" },
+        { { 4, 6, 9, 16 }, "a batch of 10 is no multiple of 4, .*use 4:4:9" },
+        { { 4, 4, INT64_MAX, 16 }, "use 2305843009213693951 or less" } };
+    char why[400];
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char *text = rows[i].text, *star = strstr(text, ".*");
+        char        head[64];
+        snprintf(head, sizeof head, "%.*s", star ? (int)(star - text) : 63, text);
+        CHECK(dt_batch_ramp_check(rows[i].r, 4, why, sizeof why) == DT_ERR_ARG);
+        CHECK_MSG(strstr(why, head) && (!star || strstr(why, star + 2)), "ramp %d: %s", (int)i, why);
+    }
+    dt_batch_ramp none = { 0, 0, 0, 12 };
+    CHECK(dt_batch_ramp_check(none, 5, why, sizeof why) == DT_OK);
+    CHECK(dt_batch_ramp_size(none, 0) == 12);
+    CHECK(dt_batch_ramp_before(none, 1) == 0 && dt_batch_ramp_before(none, 9) == 96);
+    test_ramp_bloom();
+    test_ramp_small();
+}
+
+/* Three ranks that may have a megabyte each. */
+static dt_status limited_main(dt_ctx *ctx, void *user) {
+    size_t more = dt_ctx_rank(ctx) == *(int *)user;
+    dt_barrier(dt_world(ctx));
+    size_t bytes = ((size_t)1 << 20) - dt_memory_used(ctx).live_total;
+    void  *p = dt_alloc(ctx, DT_MEM_TEMP, bytes + more, "a trial");
+    CHECK((p == NULL) == more);
+    dt_free(ctx, DT_MEM_TEMP, p, bytes + more);
+    dt_barrier(dt_world(ctx));
+    return dt_error(ctx);
+}
+
+static void test_limit(void) {
+    for (int culprit = -1; culprit < 3; culprit++) {
+        dt_report report;
+        dt_run((dt_run_desc){ .ranks = 3, .timeout_s = 60, .host = &quiet, .report = &report, .mem_limit = 1 << 20 },
+            limited_main, &culprit);
+        CHECK_MSG(report.status == (culprit < 0 ? DT_OK : DT_ERR_MEM) && (culprit < 0 || (report.rank == culprit &&
+            strstr(report.text, "of class temp were refused") && strstr(report.text, "of a limit of 1048576"))),
+            "a limit that rank %d exceeds: %s", culprit, report.text);
+    }
 }
 
 static void order_of_nothing(void) { /* what a text that could not be opened leaves in dt_order */
@@ -1082,6 +1187,8 @@ int main(int argc, char **argv) {
         for (int sequence = 0; sequence < 2; sequence++)
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden); /* 5 does not divide */
     test_order();
+    test_ramp();
+    test_limit();
     CHECK(run(3, tokens_main, NULL).status == DT_OK);
     CHECK_MSG(survives(sampler_of_nothing), "a sampler that could not be made");
     test_sampler(argc > 1 ? argv[1] : "tests/golden");

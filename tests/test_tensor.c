@@ -697,12 +697,92 @@ static void memory_refused(gpt_config config) {
     CHECK(cases > 40);
 }
 
+/* What a context with a limit says when it refuses, and what the meter had live then. */
+typedef struct limit_log { meter m; size_t live[DT_MEM_CLASSES]; char table[700]; } limit_log;
+
+static void limit_hook(void *user, int level, int rank, const char *text) {
+    limit_log *l = (limit_log *)user;
+    meter_log(user, level, rank, text);
+    if (level != DT_LOG_NOTICE) return;
+    snprintf(l->table, sizeof l->table, "%s", text);
+    memcpy(l->live, l->m.live, sizeof l->live);
+}
+
+static dt_ctx *limited_ctx(limit_log *l, size_t limit) {
+    dt_host host = *dt_host_default();
+    memset(l, 0, sizeof *l);
+    l->m = METER;
+    host.user = l;
+    host.alloc = meter_alloc;
+    host.free = meter_free;
+    host.log = limit_hook;
+    return dt_ctx_make((dt_ctx_desc){ .seed = 7, .rank = 3, .host = &host, .mem_limit = limit });
+}
+
+/* The refusal's text and table against the meter. */
+static void check_refusal(dt_ctx *ctx, const limit_log *l, size_t limit) {
+    size_t      bytes = 0, used = 0, of = 0, live[7] = { 0 }, peak[7] = { 0 }, sum = 0;
+    char        name[16] = "";
+    const char *at = strstr(l->m.text, " bytes of class ");
+    CHECK_MSG(dt_error(ctx) == DT_ERR_MEM && l->m.errors == 1 && at, "a limit of %zu: %s", limit, l->m.text);
+    while (at && at > l->m.text && at[-1] >= '0' && at[-1] <= '9') at--;
+    CHECK_MSG(at && sscanf(at, "%zu bytes of class %15s were refused; %zu bytes are in use of a limit of %zu", &bytes,
+        name, &used, &of) == 4 && of == limit && used + bytes > limit, "a limit of %zu: %s", limit, l->m.text);
+    int read = sscanf(l->table, "rank 3: live bytes (and peak): params %zu (%zu) grads %zu (%zu) optim %zu (%zu) acts "
+        "%zu (%zu) comm %zu (%zu) host %zu (%zu) temp %zu (%zu)", &live[0], &peak[0], &live[1], &peak[1], &live[2],
+        &peak[2], &live[3], &peak[3], &live[4], &peak[4], &live[5], &peak[5], &live[6], &peak[6]);
+    CHECK_MSG(read == 14, "a limit of %zu: %s", limit, l->table);
+    for (int i = 0; i < 7; i++) {
+        CHECK(live[i] == l->live[i] && peak[i] == l->m.peak[i]);
+        sum += live[i];
+    }
+    CHECK(sum == used);
+}
+
+/* Refused is what would exceed the limit, and nothing else. */
+static void memory_limit(gpt_config config) {
+    limit_log l;
+    size_t    most = 0, idle = 0;
+    for (int k = -1; k <= 18; k++) { /* no limit; then sixteenths of what it takes, all of it, one byte less or more */
+        size_t  limit = k < 0 ? 0 : k <= 16 ? most * (size_t)k / 16 + (k == 0) : most + (k == 17 ? 1 : -(size_t)1);
+        double  value = 0;
+        dt_ctx *ctx = limited_ctx(&l, limit);
+        if (k < 0) idle = l.m.live_total;
+        program p = program_make(ctx, config);
+        for (int step = 0; step < P_STEPS; step++) value += program_step(ctx, &p, step);
+        if (k < 0) most = l.m.peak_total;
+        CHECK_MSG((dt_error(ctx) == DT_OK) == (limit == 0 || limit >= most), "a limit of %zu where %zu bytes are "
+            "needed: %s", limit, most, dt_error_text(ctx));
+        if (dt_error(ctx) == DT_OK) {
+            CHECK(isfinite(value) && l.m.peak_total == most && !l.table[0]);
+        } else {
+            CHECK(isnan(value) && l.m.peak_total <= (limit > idle ? limit : idle));
+            check_refusal(ctx, &l, limit);
+        }
+        close_ctx(ctx, &l.m, "a limit");
+    }
+    for (int way = 0; way < 3; way++) { /* to the byte; what is given back counts no more; no sum wraps around */
+        dt_ctx *ctx = limited_ctx(&l, idle + 1000);
+        void   *p = NULL;
+        for (int i = 0; i < 3; i++) {
+            p = dt_alloc(ctx, (dt_mem)i, 1000, "a trial");
+            CHECK(p != NULL);
+            if (i < 2) dt_free(ctx, (dt_mem)i, p, 1000);
+        }
+        CHECK(dt_alloc(ctx, DT_MEM_TEMP, way == 0 ? 1 : way == 1 ? SIZE_MAX : SIZE_MAX - 1000, "too much") == NULL);
+        CHECK(dt_error(ctx) == DT_ERR_MEM && strstr(dt_error_text(ctx), "too much") != NULL);
+        dt_free(ctx, DT_MEM_OPTIM, p, 1000);
+        close_ctx(ctx, &l.m, "a small limit");
+    }
+}
+
 static void test_memory(void) {
     for (int recompute = GPT_RECOMPUTE_NONE; recompute <= GPT_RECOMPUTE_FULL; recompute++) {
         gpt_config config = small_gpt;
         config.recompute = recompute;
         memory_account(config);
         memory_refused(config);
+        memory_limit(config);
     }
     steady_state();
 }
@@ -1283,7 +1363,8 @@ static void test_misuse(void) {
 
 /* Each kernel taken out of a copied table in turn: the program stops at it, naming it. */
 static void missing_kernels(void) {
-    static const char *const unused[] = { "copy", "square_sums", "adamw", "sgd", "cross_entropy_join" };
+    static const char *const unused[] = { "copy", "square_sums", "adamw", "sgd", "cross_entropy_join", "momentum",
+        "frozen_adam", "sign_pack", "sign_unpack" };
 #define TAKE_OUT(k) \
     do { \
         dt_kernels table = *dt_kernels_cpu(); \
@@ -1293,7 +1374,7 @@ static void missing_kernels(void) {
         table.name = "holed"; \
         table.k = NULL; \
         snprintf(name, sizeof name, "kernel %s on holed", #k); \
-        for (int i = 0; i < 5; i++) used &= strcmp(unused[i], #k) != 0; \
+        for (size_t i = 0; i < sizeof unused / sizeof *unused; i++) used &= strcmp(unused[i], #k) != 0; \
         dt_ctx *ctx = open_with(&m, &table, 7); \
         program p = program_make(ctx, small_gpt); \
         for (int step = 0; step < P_STEPS; step++) program_step(ctx, &p, step); \

@@ -82,6 +82,60 @@ static void check_lr(dt_lr_desc d, int64_t step, double expected) {
         dt_lr(d, step), expected);
 }
 
+/* Up, along, and down by a root: 0.8 - 0.6 sqrt(done). */
+static void test_lr_stable(void) {
+    dt_lr_desc d = { .peak = 0.8, .kind = DT_LR_WSD, .warmup = 4, .steps = 20, .min_ratio = 0.25 };
+    check_lr(d, 3, 0.6);
+    for (int step = 4; step <= 16; step++) check_lr(d, step, 0.8); /* 4 of 20 steps are left */
+    check_lr(d, 17, 0.5);
+    check_lr(d, 18, 0.8 - 0.6 * 0.70710678118654752);
+    check_lr(d, 19, 0.8 - 0.6 * 0.86602540378443865);
+    check_lr(d, 20, 0.2);
+    check_lr(d, 1000, 0.2);
+    d.decay = 9;
+    check_lr(d, 11, 0.8);
+    check_lr(d, 12, 0.6);
+    check_lr(d, 15, 0.4);
+    check_lr(d, 20, 0.2);
+    d.decay = 100; /* more than there are after the warmup: all of those */
+    check_lr(d, 4, 0.8);
+    check_lr(d, 5, 0.65);
+    check_lr(d, 8, 0.5);
+    d = (dt_lr_desc){ .peak = 1, .kind = DT_LR_WSD, .steps = 7 }; /* 20% of 7 steps are 2 */
+    check_lr(d, 1, 1);
+    check_lr(d, 5, 1);
+    check_lr(d, 6, 1 - 0.70710678118654752);
+    check_lr(d, 7, 0);
+}
+
+/* The same in other words. */
+static double plain_lr(dt_lr_desc d, int64_t step) {
+    double  low = d.peak * d.min_ratio;
+    int64_t falling = d.kind != DT_LR_WSD ? d.steps : d.decay ? d.decay : (int64_t)ceil(0.2 * (double)d.steps);
+    int64_t from = d.steps - falling > d.warmup ? d.steps - falling : d.warmup;
+    if (step <= d.warmup) return (double)step / (double)d.warmup * d.peak;
+    if (d.kind == DT_LR_CONSTANT) return d.peak;
+    if (step >= d.steps) return low;
+    if (step <= from) return d.peak;
+    double x = (double)(step - from) / (double)(d.steps - from), half = cos(1.57079632679489662 * x);
+    if (d.kind == DT_LR_COSINE) return low + (d.peak - low) * half * half;
+    return d.kind == DT_LR_LINEAR ? low * x + d.peak * (1 - x) : d.peak - (d.peak - low) * sqrt(x);
+}
+
+/* Warmups of 0 and 1 step, as long as the schedule, and longer; decays of 1 step, of all and of more. */
+static void test_lr_edges(void) {
+    int wrong = 0;
+    for (int code = 0; code < 4 * 13 * 12 * 6 * 2; code++) {
+        dt_lr_desc d = { .peak = 0.7, .kind = code % 4, .warmup = code / 4 % 13, .steps = 1 + code / 52 % 12,
+            .min_ratio = code / 3744 * 0.1, .decay = (int[]){ 0, 1, 2, 5, 12, 40 }[code / 624 % 6] };
+        for (int64_t step = 1; step <= 15; step++)
+            if (!(fabs(dt_lr(d, step) - plain_lr(d, step)) <= 1e-15) && wrong++ < 5)
+                CHECK_MSG(0, "lr of kind %d, warmup %d, steps %d, decay %d at step %d: %.17g, not %.17g", d.kind,
+                    (int)d.warmup, (int)d.steps, (int)d.decay, (int)step, dt_lr(d, step), plain_lr(d, step));
+    }
+    CHECK(wrong == 0);
+}
+
 static void test_lr(void) {
     dt_lr_desc d = { .peak = 0.8, .kind = DT_LR_COSINE, .warmup = 4, .steps = 12, .min_ratio = 0.25 };
     for (int kind = DT_LR_COSINE; kind <= DT_LR_CONSTANT; kind++) { /* a straight line to the peak */
@@ -119,6 +173,8 @@ static void test_lr(void) {
     check_lr(d, 7, 0.875);
     check_lr(d, 8, 1);
     check_lr(d, 9, 0.5);
+    test_lr_stable();
+    test_lr_edges();
 }
 
 // ==== 2. GPT against PyTorch and the serial model ===================================================================
@@ -153,7 +209,7 @@ static dt_step_info gpt_step(const gpt_run *r, gpt *g, dt_zero *zero, int step, 
     const expected *e = r->e;
     dt_ctx         *ctx = g->ctx;
     int             accum = G_SEQUENCES / r->dp / r->b, T = e->tokens;
-    dt_order        order = { 1000, G_SEQUENCES, r->b, r->dp };
+    dt_order        order = { 1000, G_SEQUENCES, r->b, r->dp, 0 };
     int32_t         ids[G_SEQUENCES * G_TOKENS], labels[G_SEQUENCES * G_TOKENS];
     double          counted = 0;
     *loss = 0;
@@ -734,15 +790,18 @@ static int same_bits(const world_run *a, const world_run *b) {
     return same;
 }
 
+static char folder[64]; /* of offload */
+
 /* Runs a case at all stages, forwards and backwards, whole and in shard groups: by hand, and with the same bits where
    these are promised: stages 0 and 1, 2 and 3, and all of them with one micro-batch or the tree. */
 static void run_world(const char *name, world_run like) {
-    enum { STAGES = 4, WAYS = 4 };
+    enum { STAGES = 4, WAYS = 6 };
     world_run a[WAYS][STAGES];
     int       data = like.mesh.dp * like.mesh.ep * like.mesh.cp;
     by_hand  *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
     if (h) do_by_hand(&like, h);
-    for (int way = 0; way < WAYS; way++) /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree */
+    /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree; 4, 5: offload, to host memory, to disk */
+    for (int way = 0; way < WAYS; way++)
         for (int stage = 0; stage < STAGES; stage++) {
             world_run *w = &a[way][stage];
             *w = world_make(like.set, like.params, like.mesh, like.zero);
@@ -755,10 +814,13 @@ static void run_world(const char *name, world_run like) {
             w->zero.keep_gathered = way == 1;
             w->zero.no_overlap = way == 2 && stage == 2;
             w->zero.shard_group = way == 2 && data > 1 ? data % 2 ? 1 : data / 2 : way == 3 && data % 2 == 0 ? 2 : 0;
+            w->zero.offload_optim = way == 4 ? "cpu" : way == 5 ? folder : NULL;
+            w->zero.offload_params = stage == 3 ? w->zero.offload_optim : NULL;
+            w->zero.offload_chunk = way == 5 ? 700 + 500 * (size_t)stage : 0;
             dt_report report = run(w->ranks, world_main, w);
             CHECK_MSG(report.status == DT_OK, "%s, way %d, stage %d: %s", name, way, stage, report.text);
             if (way != 1) check_by_hand(w, name);
-            const world_run *like0 = &a[way == 1 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
+            const world_run *like0 = &a[way == 1 || way > 3 ? 0 : way][w->accum == 1 || way == 3 ? 0 : stage / 2 * 2];
             if (way == 2) like0 = &a[2][stage < 2 ? stage : 2]; /* stage 0 has no shard groups */
             CHECK_MSG(same_bits(like0, w), "%s, way %d: stage %d has other bits than stage %d", name, way, stage,
                 like0->zero.stage);
@@ -1421,12 +1483,14 @@ static int survives(void (*fn)(void)) {
 }
 
 int main(int argc, char **argv) {
-    const char *folder = argc > 1 ? argv[1] : "tests/golden";
+    const char *vectors = argc > 1 ? argv[1] : "tests/golden";
+    snprintf(folder, sizeof folder, "/tmp/dt_test_zero.XXXXXX");
+    if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_zero");
     CHECK_MSG(survives(state_of_nothing), "dt_zero_state_bytes of NULL");
     test_lr();
-    test_golden(folder, "gpt2_tied.bin");
-    test_golden(folder, "gpt2_untied.bin");
-    test_golden(folder, "gpt2_sgd.bin");
+    test_golden(vectors, "gpt2_tied.bin");
+    test_golden(vectors, "gpt2_untied.bin");
+    test_golden(vectors, "gpt2_sgd.bin");
     test_serial_all();
     test_by_hand();
     test_memory();
@@ -1438,5 +1502,6 @@ int main(int argc, char **argv) {
     test_alone();
     test_late_failure();
     test_refused_memory();
+    CHECK(rmdir(folder) == 0); /* nothing was left in it */
     return check_done("test_zero");
 }
