@@ -1354,6 +1354,7 @@ static void *dt__disk_thread(void *arg) {
 static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
     const char *what) {
     dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL };
+    if (!d->runs) return; /* a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
     if (d->last) d->last->next = job;
@@ -1420,7 +1421,7 @@ static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) 
 static dt_status dt__disk_open(dt_zero *zero) {
     dt_ctx     *ctx = zero->ctx;
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params, *folder = dt__on_disk(o) ? o : p;
-    if (!dt__on_disk(folder) || dt__is_dry_run(zero)) return DT_OK;
+    if (!dt__on_disk(folder)) return DT_OK;
     size_t    bytes = sizeof(dt__disk) + strlen(folder) + 40;
     dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, bytes, "offload");
     if (!d) return dt_error(ctx);
@@ -1432,6 +1433,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     zero->disk_bytes = bytes;
     snprintf(d->path, bytes - sizeof *d, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx));
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
+    if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
     d->fd = dt__file_open(ctx, d->path, 1, 2 * d->slot_bytes); /* zeros: what state begins with */
     if (d->fd < 0) return dt_error(ctx);
     if (d->io.remove(d->io.user, d->path) != 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", d->path, dt__io_reason());
@@ -1467,7 +1469,7 @@ static void dt__disk_close(dt_zero *zero) {
 /* Buffers for the chunks of the update. */
 static dt_status dt__chunks_make(dt_zero *zero) {
     size_t element = 4;
-    if (!dt__streams(zero) || dt__is_dry_run(zero)) return DT_OK;
+    if (!dt__streams(zero)) return DT_OK;
     for (int u = 0; u < zero->n_units; u++)
         if (dt__zero_size(&zero->units[u]) > element) element = dt__zero_size(&zero->units[u]);
     zero->chunk = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
@@ -1476,7 +1478,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
     if (!zero->sets) return dt_error(zero->ctx);
     memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
     for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
-        int needed = i % DT__ARRAYS == DT__GRAD ? zero->ctx->kernels.alloc != NULL
+        int needed = i % DT__ARRAYS == DT__GRAD ? zero->table != &zero->ctx->kernels
             : i % DT__ARRAYS == DT__VALUES || dt__on_disk(zero->desc.offload_optim);
         void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
         if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
@@ -1491,7 +1493,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
 static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run) {
     size_t bytes = unit->run * dt_dtype_size(unit->dtype);
     if (dt__on_disk(zero->desc.offload_params)) {
-        if (dt__is_dry_run(zero) || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(zero->ctx);
+        if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(zero->ctx);
         int64_t offset = dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot);
         dt__disk_start(zero->disk, &z->read, 1, run, bytes, offset, "values");
         return dt__disk_wait(zero, &z->read);
