@@ -1,14 +1,15 @@
-/* dt_zero.h - v0.1.0 - training state: optimizers, gradient reduction, ZeRO, clipping - public domain or MIT, see the
-   end of the file
+/* dt_zero.h - v0.1.0 - training state: optimizers, ZeRO 0 to 3, precision, offload - public domain or MIT, see the end of
+   the file
 
    The top of four single-header libraries; include this one and you have all. It owns what a training step needs beside
-   the model: gradients summed over every axis that saw a part of the data, optimizer state whole or cut over the ranks
-   (ZeRO stage 1), the update, the learning rate.
+   the model: gradients summed over every axis that saw a part of the data; optimizer state, gradients and values whole
+   or cut over the ranks (ZeRO); the update, in f32 masters for 16-bit parameters; the loss scale; the learning rate;
+   state and values in host memory or on disk.
 
-   DOES NOT: know the model, scale the loss (dt_tokens gives the denominator), reset the tape. Not in this version, and
-   refused with DT_ERR_UNSUPPORTED: ZeRO stages 2 and 3, offload, loss scaling, checkpoints.
+   DOES NOT: know the model, divide the loss (dt_tokens gives the denominator), reset the tape. Not in this version:
+   checkpoints.
 
-   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state cut over them)
+   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state and gradients cut over them: ZeRO-2)
 
        #define DT_IMPLEMENTATION
        #include "dt_zero.h"
@@ -20,7 +21,7 @@
            dt_comm   *world = dt_world(ctx);
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, IN), DT_NORMAL(0.1));
            dt_tensor *b = dt_param(ctx, "b", DT_SHAPE(1), DT_ZEROS);
-           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
+           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 2 });
            for (int step = 1; step <= STEPS; step++) {
                float x[B * IN], y[B];
                int seed = step * 31 + dt_comm_rank(world) * 13;
@@ -67,22 +68,27 @@
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
-                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N
-                the number of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0
-                and 4 + 4 + 8/N at stage 1. bf16 and f16 have f32 gradients, and state with an f32 master of the
-                parameter in it, which is what the update changes: 2 + 4 + 12 and 2 + 4 + 12/N.
-     Types      f32, f64, bf16 and f16. The f32 masters of bf16 and f16 are taken from the values that the first step
-                finds; a value written later lasts until the next step, which rounds the master over it. Nothing is
-                scaled in this version: what leaves f16's range on the way back (above 65,504) fails the step as not
-                finite, and what is below 6e-8 is lost. bf16 has the range of f32.
-     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
-                changes no parameter. Ranks that hold copies must register the same parameters in the same order with
+                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to n * 1,024 elements, n
+                the ranks of a shard group. Bytes an element, values + gradients + state of Adam:
+                                    stage 0       stage 1         stage 2           stage 3
+                    f32             4 + 4 + 8     4 + 4 + 8/n     4 + (4 + 8)/n     (4 + 4 + 8)/n
+                    bf16, f16       2 + 4 + 12    2 + 4 + 12/n    2 + (4 + 12)/n    (2 + 4 + 12)/n
+                and beside them, in class comm, what is gathered or on its way: at stage 2 the gradients of three units,
+                at stage 3 also the values of a block and of the next one. 1-bit Adam has errors: 4 + 4/N more. At stage
+                3 a parameter's `data` is NULL but in the block that uses it: read it with dt_read or dt_data.
+     Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is what
+                the update changes. It is taken from the values that the first step finds; a value written later lasts
+                until the next step, which rounds the master over it. Losses are scaled where a parameter is f16, whose
+                range ends at 65,504 and 6e-8; bf16 has that of f32.
+     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on every rank under a loss
+                scale, else it fails every rank (DT_ERR_NUMERIC); it changes nothing. Ranks that hold copies must register the same parameters in the same order with
                 the same flags and the same optimizer (compared by dt_zero_make) and start from the same values
                 (compared by the first dt_zero_step, by digests that count as no traffic): else every rank fails
                 (DT_ERR_COMM).
-     Threads    As in dt_comm.h.
+     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
-                stages 0 and 1 give the same bits.
+                stages 0 and 1 give the same bits, stages 2 and 3 do, and all four with one micro-batch or with `tree`.
+                Offload, overlap and keep_gathered change no bit. Shard groups are summed group by group.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
