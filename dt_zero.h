@@ -1,5 +1,5 @@
-/* dt_zero.h - v0.1.0 - training state: optimizers, ZeRO 0 to 3, precision, offload - public domain or MIT, see the end of
-   the file
+/* dt_zero.h - v0.1.0 - training state: optimizers, ZeRO 0 to 3, precision, offload - public domain or MIT, see the end
+   of the file
 
    The top of four single-header libraries; include this one and you have all. It owns what a training step needs beside
    the model: gradients summed over every axis that saw a part of the data; optimizer state, gradients and values whole
@@ -76,15 +76,15 @@
                 and beside them, in class comm, what is gathered or on its way: at stage 2 the gradients of three units,
                 at stage 3 also the values of a block and of the next one. 1-bit Adam has errors: 4 + 4/N more. At stage
                 3 a parameter's `data` is NULL but in the block that uses it: read it with dt_read or dt_data.
-     Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is what
-                the update changes. It is taken from the values that the first step finds; a value written later lasts
+     Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is
+                what the update changes. It is taken from the values that the first step finds; a value written later lasts
                 until the next step, which rounds the master over it. Losses are scaled where a parameter is f16, whose
                 range ends at 65,504 and 6e-8; bf16 has that of f32.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on every rank under a loss
-                scale, else it fails every rank (DT_ERR_NUMERIC); it changes nothing. Ranks that hold copies must register the same parameters in the same order with
-                the same flags and the same optimizer (compared by dt_zero_make) and start from the same values
-                (compared by the first dt_zero_step, by digests that count as no traffic): else every rank fails
-                (DT_ERR_COMM).
+                scale, else it fails every rank (DT_ERR_NUMERIC); it changes nothing. Ranks that hold copies must
+                register the same parameters in the same order with the same flags and the same optimizer (compared by
+                dt_zero_make) and start from the same values (compared by the first dt_zero_step, by digests that count
+                as no traffic): else every rank fails (DT_ERR_COMM).
      Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
                 stages 0 and 1 give the same bits, stages 2 and 3 do, and all four with one micro-batch or with `tree`.
