@@ -77,7 +77,7 @@
                 at stage 3 also the values of a block and of the next one. 1-bit Adam has errors: 4 + 4/N more. At stage
                 3 a parameter's `data` is NULL but in the block that uses it: read it with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is
-                what the update changes. It is taken from the values that the first step finds; a value written later lasts
+                what the update changes. It is taken from what the first step finds; a value written later lasts
                 until the next step, which rounds the master over it. Losses are scaled where a parameter is f16, whose
                 range ends at 65,504 and 6e-8; bf16 has that of f32.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on every rank under a loss
