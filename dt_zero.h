@@ -881,8 +881,9 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
        leave block 2      free them
 
    The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
-   under way before it begins. Ranks that run the same ops start the same gathers in the same order; a rank that ran
-   others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
+   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops start
+   the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls. (FSDP,
+   Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
     if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
@@ -952,12 +953,12 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     dt__zero_unit *z = &zero->units[unit->index];
     dt__zero_plan *plan = &zero->plans[zero->backward];
     z->holder = ctx->inside ? ctx->inside->index : 0;
-    if (!dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
+    if (!ctx->aside && !dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
     if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
     if (dt_wait(ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     dt__unit_place(ctx, unit, z->whole);
-    if (!zero->desc.no_overlap) dt__zero_prefetch(zero, plan, z->holder);
+    if (!zero->desc.no_overlap && !ctx->aside) dt__zero_prefetch(zero, plan, z->holder);
 }
 
 static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
