@@ -16,8 +16,8 @@
 
 // ==== 1. The model and the plant ====================================================================================
 
-enum { WIDTH = 24, HIDDEN = 40, OUT = 8, ROWS = 4, PARAMS = 4, STEPS = 4, BAD_STEP = 2, MAX_RANKS = 8 };
-enum { ROOM = 256 << 10 };           /* bytes that a rank keeps */
+enum { WIDTH = 24, HIDDEN = 200, OUT = 8, ROWS = 4, PARAMS = 4, STEPS = 4, BAD_STEP = 2, MAX_RANKS = 8 };
+enum { ROOM = 512 << 10 };           /* bytes that a rank keeps */
 
 /* A run: what it is, and what its ranks leave. */
 typedef struct run {
@@ -191,14 +191,18 @@ static size_t part_of(const run *r, int param) {
     return param < 3 ? whole[param] / (size_t)r->tp : whole[param];
 }
 
-/* The first rank that has the planted element in what it sums: of its data group, or of the shard group's run. Units
-   are a scope's parameters that are cut alike, and those of this model have one run of 1,024 elements for each rank. */
+/* The first rank that has the planted element in what it sums: at stage 0 the first of all that share the data, else
+   the one of the first shard group, whose n consecutive ranks have a run each. Units are a scope's parameters that are
+   cut alike, padded to a multiple of n (of the tree: of all ranks') x 1,024; in.b is cut as in.w is, out.b is not. */
 static int owner(const run *r) {
-    int    tp_rank = r->rank % r->tp, n = r->zero.shard_group ? r->zero.shard_group : r->dp;
-    size_t at = r->element + (r->param == 1 ? part_of(r, 0) : r->param == 3 && r->tp == 1 ? part_of(r, 2) : 0);
-    if (r->zero.stage == 0) n = 1;
-    CHECK(at / 1024 < (size_t)n || n == 1);
-    return (n == 1 ? 0 : (int)(at / 1024)) * r->tp + tp_rank;
+    size_t n = (size_t)(r->zero.shard_group ? r->zero.shard_group : r->dp);
+    size_t pad = 1024 * (r->zero.tree ? (size_t)r->dp : n), at = r->element, count = part_of(r, r->param);
+    if (r->param < 2 || r->tp == 1) { /* two parameters share the unit */
+        at += r->param % 2 ? part_of(r, r->param - 1) : 0;
+        count = part_of(r, r->param) + part_of(r, r->param ^ 1);
+    }
+    size_t run_of = (count + pad - 1) / pad * pad / n;
+    return (r->zero.stage == 0 ? 0 : (int)(at / run_of)) * r->tp + r->rank % r->tp;
 }
 
 static run random_run(uint32_t number) {
@@ -281,6 +285,10 @@ static void test_scales(void) {
         r.skips = 4;
         memset(r.heard, 0, sizeof r.heard);
         CHECK(start(&r) == DT_OK && r.heard[0] == 4 && r.scale[1] == 8 && r.scale[3] == 8);
+        r = steady(stage);      /* growing, it has patience again */
+        r.zero.scale = (dt_scale_desc){ .init = 64, .interval = 1, .hysteresis = 2 };
+        r.skips = 1;
+        CHECK(start(&r) == DT_OK && r.scale[1] == 128 && r.scale[2] == 256);
         r = steady(stage);      /* a fixed one stays */
         r.zero.loss_scale = 256;
         r.skips = 3;
