@@ -1399,7 +1399,9 @@ static void *dt__disk_thread(void *arg) {
         if (!d->first) d->last = NULL;
         __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
     }
+    int lost = d->lost;
     pthread_mutex_unlock(&d->lock);
+    if (lost) d->io.close(d->io.user, d->fd);
     return NULL;
 }
 
@@ -1417,12 +1419,13 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Until a transfer is over, if one was started. A disk that gives no answer within the run's limit fails. */
+/* Until a transfer is over, if one was started. A disk that gives no answer fails, a little before the ranks that wait
+   for this one give it up: the text is to name the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk        *d = zero->disk;
     const dt_host   *host = dt_ctx_host(zero->ctx);
     const dt__world *world = dt__world_of(zero->ctx);
-    double begin = host->now(host->user), limit = world ? world->shared->timeout_s : 120, nap = 1e-5;
+    double begin = host->now(host->user), limit = 0.8 * (world ? world->shared->timeout_s : 120), nap = 1e-5;
     if (!job->what || d->lost) return dt_error(zero->ctx);
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
         if (host->now(host->user) - begin > limit) {
@@ -1504,8 +1507,8 @@ static dt_status dt__disk_open(dt_zero *zero) {
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
     int64_t bytes = dt__disk_offset(zero, dt_unit_count(ctx), DT__GRAD, 0);
     if (snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx)) >= (int)sizeof d->path)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %s: a path of at most %zu bytes is needed", folder,
-            sizeof d->path - 1);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %.60s...: a path of at most %zu bytes is "
+            "needed", folder, sizeof d->path - 1);
     if (dt__is_dry_run(zero)) return DT_OK;
     /* without its name before it has any contents: of two runs that take the same name at once, one fails here */
     errno = 0;
@@ -1524,7 +1527,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     return d->runs ? DT_OK : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* A thread that the disk does not let go is left behind, with its own buffer and the file. */
+/* A thread that the disk does not let go is left behind with what it uses: *d, and the file, which it closes. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx   *ctx = zero->ctx;
     dt__disk *d = zero->disk;
