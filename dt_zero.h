@@ -1,14 +1,15 @@
-/* dt_zero.h - v0.1.0 - training state: optimizers, gradient reduction, ZeRO, clipping - public domain or MIT, see the
-   end of the file
+/* dt_zero.h - v0.1.0 - training state: optimizers, ZeRO 0 to 3, precision, offload - public domain or MIT, see the end
+   of the file
 
    The top of four single-header libraries; include this one and you have all. It owns what a training step needs beside
-   the model: gradients summed over every axis that saw a part of the data, optimizer state whole or cut over the ranks
-   (ZeRO stage 1), the update, the learning rate.
+   the model: gradients summed over every axis that saw a part of the data; optimizer state, gradients and values whole
+   or cut over the ranks (ZeRO); the update, in f32 masters for 16-bit parameters; the loss scale; the learning rate;
+   state and values in host memory or on disk.
 
-   DOES NOT: know the model, scale the loss (dt_tokens gives the denominator), reset the tape. Not in this version, and
-   refused with DT_ERR_UNSUPPORTED: ZeRO stages 2 and 3, offload, loss scaling, checkpoints.
+   DOES NOT: know the model, divide the loss (dt_tokens gives the denominator), reset the tape. Not in this version:
+   checkpoints.
 
-   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state cut over them)
+   QUICK EXAMPLE (data parallel over 4 ranks, optimizer state and gradients cut over them: ZeRO-2)
 
        #define DT_IMPLEMENTATION
        #include "dt_zero.h"
@@ -20,7 +21,7 @@
            dt_comm   *world = dt_world(ctx);
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, IN), DT_NORMAL(0.1));
            dt_tensor *b = dt_param(ctx, "b", DT_SHAPE(1), DT_ZEROS);
-           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
+           dt_zero   *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = 2 });
            for (int step = 1; step <= STEPS; step++) {
                float x[B * IN], y[B];
                int seed = step * 31 + dt_comm_rank(world) * 13;
@@ -67,22 +68,27 @@
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
-                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to N * 1,024 elements, N
-                the number of ranks that share its data: f32 with Adam is 4 + 4 + 8 bytes an element at stage 0
-                and 4 + 4 + 8/N at stage 1. bf16 and f16 have f32 gradients, and state with an f32 master of the
-                parameter in it, which is what the update changes: 2 + 4 + 12 and 2 + 4 + 12/N.
-     Types      f32, f64, bf16 and f16. The f32 masters of bf16 and f16 are taken from the values that the first step
-                finds; a value written later lasts until the next step, which rounds the master over it. Nothing is
-                scaled in this version: what leaves f16's range on the way back (above 65,504) fails the step as not
-                finite, and what is below 6e-8 is lost. bf16 has the range of f32.
-     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite fails every rank (DT_ERR_NUMERIC) and
-                changes no parameter. Ranks that hold copies must register the same parameters in the same order with
-                the same flags and the same optimizer (compared by dt_zero_make) and start from the same values
-                (compared by the first dt_zero_step, by digests that count as no traffic): else every rank fails
-                (DT_ERR_COMM).
-     Threads    As in dt_comm.h.
+                backward, parameters and optimizer state by dt_zero_make. Every unit is padded to n * 1,024 elements, n
+                the ranks of a shard group. Bytes an element, values + gradients + state of Adam:
+                                    stage 0       stage 1         stage 2           stage 3
+                    f32             4 + 4 + 8     4 + 4 + 8/n     4 + (4 + 8)/n     (4 + 4 + 8)/n
+                    bf16, f16       2 + 4 + 12    2 + 4 + 12/n    2 + (4 + 12)/n    (2 + 4 + 12)/n
+                and beside them, in class comm, what is gathered or on its way: at stage 2 the gradients of three units,
+                at stage 3 also the values of a block and of the next one. 1-bit Adam has errors: 4 + 4/N more. At stage
+                3 a parameter's `data` is NULL but in the block that uses it: read it with dt_read or dt_data.
+     Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is
+                what the update changes. It is taken from the values that the first step finds; a value written later lasts
+                until the next step, which rounds the master over it. Losses are scaled where a parameter is f16, whose
+                range ends at 65,504 and 6e-8; bf16 has that of f32.
+     Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on every rank under a loss
+                scale, else it fails every rank (DT_ERR_NUMERIC); it changes nothing. Ranks that hold copies must
+                register the same parameters in the same order with the same flags and the same optimizer (compared by
+                dt_zero_make) and start from the same values (compared by the first dt_zero_step, by digests that count
+                as no traffic): else every rank fails (DT_ERR_COMM).
+     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
-                stages 0 and 1 give the same bits.
+                stages 0 and 1 give the same bits, stages 2 and 3 do, and all four with one micro-batch or with `tree`.
+                Offload, overlap and keep_gathered change no bit. Shard groups are summed group by group.
      Tags       [local], [collective: group]. */
 
 #ifndef DT_ZERO_H
@@ -1405,11 +1411,10 @@ static void *dt__disk_thread(void *arg) {
     return NULL;
 }
 
-/* A dry run moves nothing. */
 static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
     const char *what) {
     dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL };
-    if (!d->runs) return;
+    if (!d->runs) return; /* a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
     if (d->last) d->last->next = job;
@@ -1509,7 +1514,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx)) >= (int)sizeof d->path)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %.60s...: a path of at most %zu bytes is "
             "needed", folder, sizeof d->path - 1);
-    if (dt__is_dry_run(zero)) return DT_OK;
+    if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
     /* without its name before it has any contents: of two runs that take the same name at once, one fails here */
     errno = 0;
     d->fd = d->io.open(d->io.user, d->path, 1);
@@ -1569,7 +1574,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
     if (!zero->sets) return dt_error(zero->ctx);
     memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
     for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
-        int a = i % DT__ARRAYS, on_device = zero->ctx->kernels.alloc && !dt__is_dry_run(zero);
+        int a = i % DT__ARRAYS, on_device = zero->table != &zero->ctx->kernels;
         int needed = a == DT__VALUES || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
             (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
         void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
