@@ -1448,6 +1448,7 @@ struct dt_ctx {
 
     dt_block_state *root, *current;
     dt_block_state *inside;                 /* the innermost block that a listener saw enter */
+    int             aside;                  /* what is gathered now is for one access outside of any op */
     dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
@@ -2349,12 +2350,19 @@ static dt_status dt__present(dt_tensor *x) {
     return ctx->status;
 }
 
+static dt_status dt__present_aside(dt_tensor *t) {
+    t->ctx->aside = 1;
+    dt_status status = dt__present(t);
+    t->ctx->aside = 0;
+    return status;
+}
+
 /* Reads or writes a parameter as a whole outside of any op: what was gathered for it alone is released at once. */
 static dt_status dt__access(dt_tensor *t, void *host, const void *from) {
     dt_ctx  *ctx = t->ctx;
     dt_unit *unit = t->param ? t->param->unit : NULL;
     int      gathered = unit && !unit->data;
-    if (t->param && dt__present(t) != DT_OK) return ctx->status;
+    if (t->param && dt__present_aside(t) != DT_OK) return ctx->status;
     dt__move(ctx, from ? t->data : host, from ? from : t->data, dt__bytes(t));
     if (ctx->status == DT_OK) dt__sync(ctx);
     if (unit) dt__unit_release(ctx, unit, from != NULL, gathered);
@@ -5686,7 +5694,7 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
                 param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
     if (dt__storage(ctx) != DT_OK) return ctx->status;
     int gathered = !param->data;
-    if (dt__present(param) != DT_OK) return ctx->status;
+    if (dt__present_aside(param) != DT_OK) return ctx->status;
     for (int i = 0; i < n; i++) {
         if (dt__rect_make(w, &parts[i], &r) != DT_OK) return ctx->status;
         if (r.transposed && (r.columns != last || p->full.nd == 0))

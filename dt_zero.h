@@ -77,7 +77,7 @@
                 at stage 3 also the values of a block and of the next one. 1-bit Adam has errors: 4 + 4/N more. At stage
                 3 a parameter's `data` is NULL but in the block that uses it: read it with dt_read or dt_data.
      Types      f32, f64, bf16 and f16. bf16 and f16 have gradients in f32, and an f32 master in the state, which is
-                what the update changes. It is taken from the values that the first step finds; a value written later lasts
+                what the update changes. It is taken from what the first step finds; a value written later lasts
                 until the next step, which rounds the master over it. Losses are scaled where a parameter is f16, whose
                 range ends at 65,504 and 6e-8; bf16 has that of f32.
      Errors     As in dt_tensor.h: sticky. A gradient norm that is not finite skips the step on every rank under a loss
@@ -900,8 +900,9 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
        leave block 2      free them
 
    The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
-   under way before it begins. Ranks that run the same ops start the same gathers in the same order; a rank that ran
-   others would be found by dt_comm.h's comparison of calls. (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
+   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops start
+   the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls. (FSDP,
+   Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
     if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
@@ -971,12 +972,12 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     dt__zero_unit *z = &zero->units[unit->index];
     dt__zero_plan *plan = &zero->plans[zero->backward];
     z->holder = ctx->inside ? ctx->inside->index : 0;
-    if (!dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
+    if (!ctx->aside && !dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
     if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
     if (dt_wait(ctx, z->gather) != DT_OK) return;
     z->gather = NULL;
     dt__unit_place(ctx, unit, z->whole);
-    if (!zero->desc.no_overlap) dt__zero_prefetch(zero, plan, z->holder);
+    if (!zero->desc.no_overlap && !ctx->aside) dt__zero_prefetch(zero, plan, z->holder);
 }
 
 static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {

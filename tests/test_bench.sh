@@ -79,7 +79,7 @@ layouts="layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,m
 mem_peak,bytes_dp,bytes_tp,bytes_cp"
 figures=$(for n in 1 2 4 8; do echo "best_tokens_per_s_$n best_ratio_$n least_peak_share_$n"; done | xargs)
 for backend in threads procs; do
-    bench bench_layouts "$layouts" 27 "$figures loss_difference" --quick --backend "$backend"
+    bench bench_layouts "$layouts" 29 "$figures loss_difference" --quick --backend "$backend"
     awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
         ($3 * $5 > 1 && $17 <= 0) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
     report $? "bench_layouts over $backend: rates are positive, and bytes go along the axes there are"

@@ -90,11 +90,11 @@ END
     bad |= dt_run((dt_run_desc){ .ranks = 2 }, $2_rank, &sum) != DT_OK || sum != 3;
 END
     [ $level -ge 3 ] && cat <<END
-    dt_order order = { 10, 4, 2, 2 };
+    dt_order order = { 10, 4, 2, 2, 0 };
     bad |= dt_order_sequence(order, 1, 0, 1, 0) != 2;
 END
     [ $level -ge 4 ] && cat <<END
-    dt_lr_desc lr = { 2, DT_LR_CONSTANT, 0, 1, 0 };
+    dt_lr_desc lr = { 2, DT_LR_CONSTANT, 0, 1, 0, 0 };
     bad |= dt_lr(lr, 1) != 2;
 END
     echo "    return bad;"
@@ -157,6 +157,8 @@ group_compile() {
             d=$T/$cc.$std.$h
             write_programs "$h" "$d" $x
             job "$cc $std $h: declarations" $cc $flags -c "$d/decl.$x" -o "$d/decl.o"
+            # the last header holds the others, whose implementations need not meet every compiler twice
+            [ "$h" = "${HEADERS##* }" ] || [[ $cc:$std == gcc:c11 || $cc:$std == clang++:c++17 ]] || continue
             job "$cc $std $h: declarations, then implementation" declared_then_implemented "$d" $x $cc $flags
             [ "${std#gnu}" = "$std" ] || continue       # the rest does not depend on gnu or strict
             job "$cc $std $h: DT_STATIC in two files" static_twice "$d" $x $cc $flags

@@ -547,30 +547,33 @@ static void shares(const result *r, double norm, double *scale) {
    well. Three things are rounded to 16 bits elsewhere than on one rank, each by at most u = 2^-8 or 2^-11: partial sums
    over tp or cp; the gradient of the positions, an activation that repeats over the batch, which is rounded once a
    micro-batch; and a parameter whose master lies so near the middle of two numbers that the last digit of f32 decides.
-   Cancellation makes a bound from u alone useless, so these are held to 4 u: random cases differed by 1.1 u at most. */
-static double loose(spec s) { return s.type == TYPE_BF16 ? 4 / 256.0 : 4 / 2048.0; }
+   Cancellation makes a bound from u alone useless, so these are held to 8 u, of a norm below 0.2 to 8 u of 0.2: such a
+   gradient is what is left of terms that cancel. Random cases differed by 4.3 u at most, with tp 9. */
+static double loose(spec s) { return s.type == TYPE_BF16 ? 8 / 256.0 : 8 / 2048.0; }
 
 static int has_positions(spec s, int param) { return s.model == MODEL_GPT && param == 1; }
 
 static void compare(verdict *v, const result *a, const result *b) {
     spec   s = a->s;
-    double tol = s.type ? 1e-5 : 1e-12, scale[128], part[128], clip = 0;
+    double tol = s.type ? 1e-5 : 1e-12, scale[128], part[128] = { 0 }, clip = 0;
     int    sums_round = narrow(s) && s.tp * s.cp > 1;
+    double least = narrow(s) ? 0.2 : s.type ? 1e-3 : 0; /* of a norm that is measured by itself */
     int    norm_rounds = narrow(s) && (s.tp * s.cp > 1 || s.model == MODEL_GPT);
     for (int i = 0; i < s.steps; i++) {
         double later = narrow(s) ? loose(s) : s.type ? 10 * tol : tol;
         if (!near_value(a->loss[i], b->loss[i], i > 0 ? later : sums_round ? loose(s) : tol, 0))
             blame(v, "loss of step %d: %.17g, one rank %.17g", i + 1, a->loss[i], b->loss[i]);
-        if (!near_value(a->norm[i], b->norm[i], i > 0 ? later : norm_rounds ? loose(s) : tol, s.type ? 1e-3 : 0))
+        if (!near_value(a->norm[i], b->norm[i], i > 0 ? later : norm_rounds ? loose(s) : tol, least))
             blame(v, "norm of step %d: %.17g, one rank %.17g", i + 1, a->norm[i], b->norm[i]);
     }
     if (narrow(s) && s.clip && b->norm[0] > 0) /* the norm scales every gradient */
         clip = fabs(a->norm[0] - b->norm[0]) / b->norm[0];
     for (int i = 0; i < a->params; i++)
         part[i] = 2 * clip + (sums_round || (narrow(s) && has_positions(s, i)) ? loose(s) : tol);
-    shares(a, s.type ? fmax(b->norm[0], 1e-3) : b->norm[0], scale);
+    shares(a, fmax(b->norm[0], least), scale);
     compare_array(v, "gradient of step 1", a, a->grad, b->grad, part, scale);
-    double norm = b->norm[0] * (s.clip && b->norm[0] > 0.3 ? 0.3 / b->norm[0] : 1); /* as the optimizer sees it */
+    double norm = fmax(b->norm[0], narrow(s) ? least : 0); /* as the optimizer sees it */
+    if (s.clip && norm > 0.3) norm = 0.3;
     for (int k = 0; k < a->states; k++) {
         double order = k == 1 || s.optimizer == OPT_OWN ? norm * norm : norm; /* second moments are squares */
         shares(a, s.type ? fmax(order, 1e-4) : order, scale);

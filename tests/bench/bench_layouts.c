@@ -12,7 +12,13 @@
 
    Memory is the largest of any rank, as train.h has it: params, grads and optim at a step's end, acts, comm and peak
    at their highest in a step, all of the third step: by then arenas have their final sizes. bytes_* are what one rank
-   sends along an axis in a step. Both are counts: they do not depend on the machine. */
+   sends along an axis in a step. Both are counts: they do not depend on the machine.
+
+       build/bench_layouts --pairs N [--quick] [--backend threads|procs] [--stage K]
+
+   What a stage of ZeRO costs: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and at once after it at stage K (1, 2,
+   3 and 3 with values kept gathered; --stage: only K), in N pairs; every other pair begins with K. One run is three
+   steps, of which the best after the first counts. The summary is the lower quartile of the pairs' ratios. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../../dt_zero.h"
@@ -33,6 +39,8 @@ static const layout layouts[] = {
     { "one", 1, 1, 1, 0, 0, 0 },
     { "dp2", 2, 1, 1, 0, 0, 0 },
     { "dp2-zero1", 2, 1, 1, 0, 0, 1 },
+    { "dp2-zero2", 2, 1, 1, 0, 0, 2 },
+    { "dp2-zero3", 2, 1, 1, 0, 0, 3 },
     { "tp2", 1, 2, 1, 0, 0, 0 },
     { "tp2-sp", 1, 2, 1, 0, 1, 0 },
     { "cp2-ring", 1, 1, 2, DT_CP_RING, 0, 0 },
@@ -62,6 +70,7 @@ enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 8, STEPS = 3 };
 
 typedef struct settings {
     int        quick, rounds;
+    int        pairs, stage;    /* pairs 0: the table of layouts; stage -1: all */
     dt_backend backend;
 } settings;
 
@@ -73,19 +82,21 @@ typedef struct result {
 } result;
 
 static settings parse(int argc, char **argv) {
-    settings    s = { 0, 3, DT_BACKEND_THREADS };
+    settings    s = { 0, 3, 0, -1, DT_BACKEND_THREADS };
     const char *v;
     for (int i = 1; i < argc; i++) {
         int good = 1;
         if (strcmp(argv[i], "--quick") == 0) s.quick = 1, s.rounds = 1;
         else if ((v = bench_option(argc, argv, &i, "--rounds"))) good = (s.rounds = atoi(v)) > 0 && s.rounds <= 1000;
+        else if ((v = bench_option(argc, argv, &i, "--pairs"))) good = (s.pairs = atoi(v)) > 0 && s.pairs <= 1000;
+        else if ((v = bench_option(argc, argv, &i, "--stage"))) good = (s.stage = atoi(v)) >= 1 && s.stage <= 3;
         else if ((v = bench_option(argc, argv, &i, "--backend"))) {
             s.backend = strcmp(v, "procs") == 0 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
             good = strcmp(v, "procs") == 0 || strcmp(v, "threads") == 0;
         } else good = 0;
         if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --rounds N --backend threads|procs\n",
-                argv[i < argc ? i : argc - 1]);
+            fprintf(stderr, "error: %s: the options are --quick --rounds N --backend threads|procs --pairs N "
+                "--stage 1|2|3\n", argv[i < argc ? i : argc - 1]);
             exit(2);
         }
     }
@@ -126,7 +137,7 @@ static result result_make(const settings *s, const layout *l, train_files data) 
     r.config.model.cp_kind = l->kind;
     r.config.mesh = (dt_mesh_desc){ .dp = l->dp, .tp = l->tp, .cp = l->cp };
     r.config.zero = (dt_zero_desc){ .stage = l->zero, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .clip = 1 };
-    r.config.lr = (dt_lr_desc){ 3e-4, DT_LR_CONSTANT, 0, 1, 1 };
+    r.config.lr = (dt_lr_desc){ .peak = 3e-4, .kind = DT_LR_CONSTANT, .steps = 1, .min_ratio = 1 };
     r.config.micro_batch = BATCH / l->dp;
     r.config.accum = 1;
     r.config.stop_at = STEPS;
@@ -166,6 +177,51 @@ static void print_summary(const settings *s, const result *results) {
     printf("summary,loss_difference,%.4g\n", loss_difference(results));
 }
 
+/* ==== Pairs of stages ============================================================================================= */
+
+static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0 }, { "zero1", 2, 1, 1, 0, 0, 1 },
+    { "zero2", 2, 1, 1, 0, 0, 2 }, { "zero3", 2, 1, 1, 0, 0, 3 }, { "zero3-kept", 2, 1, 1, 0, 0, 3 } };
+enum { STAGES = sizeof stage_layouts / sizeof *stage_layouts };
+
+/* Milliseconds of the best step; 0 after a failure. */
+static double stage_run(const settings *s, int which, train_files data) {
+    result r = result_make(s, &stage_layouts[which], data);
+    if (!s->quick)
+        r.config.model = (gpt_config){ .layers = 6, .width = 384, .heads = 6, .kv_heads = 6, .ffn = 1536, .seq = 256,
+            .vocab = 256, .tied = 1, .dtype = DT_F32 };
+    r.config.micro_batch = 8;
+    r.config.zero.keep_gathered = which == STAGES - 1;
+    dt_status status = dt_run((dt_run_desc){ .ranks = 2, .backend = s->backend, .user_bytes = sizeof r }, run_rank, &r);
+    return status == DT_OK ? r.ms : 0;
+}
+
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+static int bench_pairs(const settings *s, train_files data) {
+    static double ratios[STAGES][1000];
+    printf("layout,pair,ms_zero0,ms,ratio\n");
+    fflush(stdout);
+    for (int pair = 0; pair < s->pairs; pair++)
+        for (int k = 1; k < STAGES; k++) {
+            if (s->stage > 0 && stage_layouts[k].zero != s->stage) continue;
+            double first = stage_run(s, pair % 2 ? k : 0, data), second = stage_run(s, pair % 2 ? 0 : k, data);
+            double zero = pair % 2 ? second : first, ms = pair % 2 ? first : second;
+            if (first <= 0 || second <= 0) return 1;
+            ratios[k][pair] = ms / zero;
+            printf("%s,%d,%.2f,%.2f,%.4f\n", stage_layouts[k].name, pair + 1, zero, ms, ms / zero);
+            fflush(stdout);
+        }
+    for (int k = 1; k < STAGES; k++) {
+        if (s->stage > 0 && stage_layouts[k].zero != s->stage) continue;
+        qsort(ratios[k], (size_t)s->pairs, sizeof **ratios, ascending);
+        printf("summary,%s_lower_quartile,%.4f\n", stage_layouts[k].name, ratios[k][s->pairs / 4]);
+    }
+    return 0;
+}
+
 int main(int argc, char **argv) {
     static result results[LAYOUTS];
     settings      s = parse(argc, argv);
@@ -177,6 +233,12 @@ int main(int argc, char **argv) {
     }
     gpt_config model = model_of(&s);
     bench_print_machine();
+    if (s.pairs) {
+        fflush(stdout);
+        failed = bench_pairs(&s, data);
+        train_files_free(&data);
+        return failed;
+    }
     printf("# gpt-%dx%d of %lld parameters, %d sequences of %d tokens a step, ranks are %s, best step of %d rounds\n",
         model.layers, model.width, (long long)gpt_count(model), BATCH, model.seq,
         s.backend == DT_BACKEND_PROCS ? "procs" : "threads", s.rounds);
