@@ -167,7 +167,8 @@ typedef struct dt_zero_desc {
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
                                        where the update then runs; else a folder: in a file there: section 11 */
-    const char    *offload_params;  /* stage 3: this rank's run of the values, likewise */
+    const char    *offload_params;  /* stage 3: this rank's run of the values, likewise. Both in one folder: and this
+                                       rank's run of the gradients, unless they are summed over a tree */
     size_t         offload_chunk;   /* elements that are read, updated and written at a time; 0 -> 131,072 */
     double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
@@ -326,6 +327,7 @@ typedef struct dt__zero_unit {
     dt_work *gather;            /* under way */
     void    *host_values;       /* (count) this rank's run, where it lies in host memory */
     dt__disk_job read;          /* of its run from the disk */
+    dt__disk_job grad_job;      /* of its gradient, where that lies on disk and `grad` only passes */
     int      holder;            /* stage 3: the block that has it gathered, 0 outside of blocks */
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
@@ -365,7 +367,7 @@ struct dt_zero {
     size_t         messages_bytes;
     int64_t        step;
     dt__disk      *disk;        /* of offload to a folder */
-    size_t         disk_bytes;
+    int            storing;     /* the unit whose gradient is being written, -1: none */
     dt__disk_set  *sets;        /* (DT__SETS) chunks of the update of what is offloaded */
     size_t         chunk, chunk_bytes;
     double         scale;       /* of the loss */
@@ -428,6 +430,11 @@ static dt_status dt__chunks_make(dt_zero *zero);
 static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit, void *run);
 static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z);
 static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes);
+static int       dt__grads_on_disk(const dt_zero *zero);
+static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z);
+static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z);
+static dt_status dt__grads_settle(dt_zero *zero);
+static dt_status dt__grads_peek(dt_zero *zero, dt__zero_unit *z, size_t element, void *host, size_t count);
 
 static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     dt_ctx        *ctx = zero->ctx;
@@ -673,7 +680,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     if (dt__onebit_frozen(zero)) return dt_error(zero->ctx); /* ranks exchange the momentum instead */
     z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
         : dt_reduce_scatter_start(z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
-    return dt_error(zero->ctx);
+    return dt__grads_on_disk(zero) ? dt__grads_begin(zero, z) : dt_error(zero->ctx);
 }
 
 /* Stages 2 and 3: room for what a rank keeps of a unit's gradient. */
@@ -686,13 +693,14 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
     if (status != DT_OK || !z->passing) return status;
-    if (dt__zero_grad_room(zero, z) != DT_OK) return dt_error(zero->ctx);
+    if ((dt__grads_on_disk(zero) ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)
+        return dt_error(zero->ctx);
     const void *run = dt__zero_at(z, z->passing, z->first);
     status = dt__accumulate(zero->ctx, z->unit->grad_dtype, z->grad, run, z->count, z->filled);
     dt__spare_give(zero->ctx, z->passing);
     z->passing = NULL;
     z->filled = 1;
-    return status;
+    return status == DT_OK && dt__grads_on_disk(zero) ? dt__grads_end(zero, z) : status;
 }
 
 /* Ends the oldest reductions until at most `most` are under way. */
@@ -708,24 +716,34 @@ static dt_status dt__zero_reduce_until(dt_zero *zero, int most) {
     return dt_error(zero->ctx);
 }
 
-/* The sums beyond the shard group, of the step's last micro-batch. */
+static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z);
+
+/* The sums of a unit's run beyond its shard group: over the copies, and over the groups that marks name. */
+static void dt__zero_copies_start(dt__zero_unit *z) {
+    void *run = dt__zero_run_grad(z);
+    if (z->copies) z->work = dt_all_reduce_start(z->copies, run, run, z->count, z->unit->grad_dtype, DT_SUM);
+}
+
+static dt_status dt__zero_copies_end(dt_zero *zero, dt__zero_unit *z) {
+    const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
+    if (dt_wait(zero->ctx, z->work) != DT_OK) return dt_error(zero->ctx);
+    z->work = NULL;
+    for (int i = 0; i < 2; i++)
+        if (marks[i].comm && marks[i].kind == DT_PART &&
+            dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z)) != DT_OK) return dt_error(zero->ctx);
+    return DT_OK;
+}
+
+/* Those of the step's last micro-batch; on disk, each run had them before it was written. */
 static dt_status dt__zero_reduce_rest(dt_zero *zero) {
-    for (int u = zero->n_units - 1; u >= 0 && !zero->desc.tree; u--) { /* the tree has added them */
-        dt__zero_unit *z = &zero->units[u];
-        if (z->unit->frozen || !z->copies) continue;
-        void *run = dt__zero_run_grad(z);
-        z->work = dt_all_reduce_start(z->copies, run, run, z->count, z->unit->grad_dtype, DT_SUM);
-    }
+    int rest = !dt__grads_on_disk(zero);
+    for (int u = zero->n_units - 1; u >= 0 && rest && !zero->desc.tree; u--) /* the tree has added the copies */
+        if (!zero->units[u].unit->frozen) dt__zero_copies_start(&zero->units[u]);
     for (int u = zero->n_units - 1; u >= 0; u--) {
         dt__zero_unit *z = &zero->units[u];
         if (z->unit->frozen) continue;
-        const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
-        if (dt_wait(zero->ctx, z->work) != DT_OK) return dt_error(zero->ctx);
-        z->work = NULL;
+        if (rest && dt__zero_copies_end(zero, z) != DT_OK) return dt_error(zero->ctx);
         z->over = 1;
-        for (int i = 0; i < 2; i++)
-            if (marks[i].comm && marks[i].kind == DT_PART &&
-                dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z)) != DT_OK) return dt_error(zero->ctx);
     }
     return dt_error(zero->ctx);
 }
@@ -865,6 +883,7 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
         if (status != DT_OK) return;
     }
     if (zero->next >= 0 || (!tree && dt__zero_reduce_until(zero, 0) != DT_OK)) return;
+    if (dt__grads_settle(zero) != DT_OK) return;
     if (last) dt__zero_reduce_rest(zero);
     else dt__zero_reduce_again(zero);
 }
@@ -1000,18 +1019,24 @@ static void dt__zero_reset(dt_ctx *ctx, void *user) {
 /* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the shard
    group. A run's sum is computed by exactly one rank of it (at stage 0 by each for itself), and x + 0 is x: every stage
    gets the same bits. */
+static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
+    double *sums = zero->sums + z->sums;
+    memset(sums, 0, z->unit->padded / DT_RUN * sizeof *sums);
+    if (z->unit->frozen) return DT_OK;
+    size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
+    double *work = (double *)dt_scratch(zero->ctx, bytes);
+    if (!work) return dt_error(zero->ctx);
+    dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_run_grad(z), z->count };
+    if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
+    if (dt__move(zero->ctx, sums + z->first / DT_RUN, work, bytes) != DT_OK) return dt_error(zero->ctx);
+    return dt__sync(zero->ctx);
+}
+
 static dt_status dt__zero_square_sums(dt_zero *zero) {
-    memset(zero->sums, 0, zero->n_sums * sizeof *zero->sums);
-    for (int u = 0; u < zero->n_units; u++) {
-        dt__zero_unit *z = &zero->units[u];
-        if (z->unit->frozen) continue;
-        size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
-        double *work = (double *)dt_scratch(zero->ctx, bytes);
-        if (!work) return dt_error(zero->ctx);
-        dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_run_grad(z), z->count };
-        if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
-        if (dt__move(zero->ctx, zero->sums + z->sums + z->first / DT_RUN, work, bytes) != DT_OK ||
-            dt__sync(zero->ctx) != DT_OK) return dt_error(zero->ctx);
+    for (int u = 0; u < zero->n_units; u++) { /* of gradients on disk they were made before these were written */
+        const dt__zero_unit *z = &zero->units[u];
+        if ((z->unit->frozen || !dt__grads_on_disk(zero)) && dt__zero_unit_sums(zero, z) != DT_OK)
+            return dt_error(zero->ctx);
     }
     if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
@@ -1062,12 +1087,10 @@ static double dt__zero_number(dt_dtype type, const void *p) {
 }
 
 /* In run `run` of a unit, which this rank owns. */
-static dt_status dt__zero_look(dt_zero *zero, const dt__zero_unit *z, size_t run, dt__zero_fault *fault) {
+static dt_status dt__zero_look(dt_zero *zero, dt__zero_unit *z, size_t run, dt__zero_fault *fault) {
     char   copy[DT_RUN * sizeof(double)];
     size_t size = dt__zero_size(z), bad = 0, at = run * DT_RUN;
-    char  *from = (char *)dt__zero_run_grad(z) + (at - z->first) * size;
-    if (dt__move(zero->ctx, copy, from, DT_RUN * size) != DT_OK || dt__sync(zero->ctx) != DT_OK)
-        return dt_error(zero->ctx);
+    if (dt__grads_peek(zero, z, at - z->first, copy, DT_RUN) != DT_OK) return dt_error(zero->ctx);
     while (bad < DT_RUN && isfinite(dt__zero_number(z->unit->grad_dtype, copy + bad * size))) bad++;
     for (size_t i = 0, most = 0; bad == DT_RUN && i <= DT_RUN; i++) { /* all finite: the largest */
         if (i == DT_RUN) bad = most;
@@ -1094,7 +1117,7 @@ static dt_status dt__zero_find(dt_zero *zero, dt__zero_fault *fault) {
     memset(fault, 0, sizeof *fault);
     fault->rank = -1;
     for (int u = 0; u < zero->n_units && fault->rank < 0; u++) {
-        const dt__zero_unit *z = &zero->units[u];
+        dt__zero_unit *z = &zero->units[u];
         size_t i = z->first / DT_RUN, end = (z->first + z->count) / DT_RUN;
         while (i < end && (isfinite(zero->sums[z->sums + i]) ||
             (dt__onebit_frozen(zero) && !dt__onebit_at_fault(zero, z->unit, i)))) i++;
@@ -1300,15 +1323,22 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
        reading chunk k + 1        updating chunk k        writing chunk k - 1
 
    A file is read and written by a thread of its own, which is what asks for offload to disk asks for; it calls the io
-   table and nothing else. It has two slots. A step reads one and writes the other; only when every rank has written
-   all of its chunks do the slots change places, so a step that fails on one rank leaves the state of all as it was. For
+   table and nothing else, and copies by a buffer of its own, so that one that the disk never lets go touches nobody's
+   memory. The file has two slots. A step reads one and writes the other; only when every rank has written all of its
+   chunks do the slots change places, so a step that fails on one rank leaves what the files of all hold as it was. For
    the same reason values in memory are not touched before: what a chunk becomes goes where its gradient was, which
-   nobody needs any more, and is copied from there when all is well. What was written leaves the page cache. The file
-   loses its name as soon as it is open: whatever ends the program, it is gone with it. */
+   nobody needs any more, and is copied from there when all is well.
+
+   With both state and values in the file, gradients need not wait in memory to be replaced: a unit's run is written
+   behind the two slots when its micro-batch has been reduced, read again to add the next one's, and read with its chunk.
+
+   What was written leaves the page cache. The file loses its name as soon as it is open: whatever ends the program, it
+   is gone with it. */
+
+enum { DT__DISK_PIECE = 1 << 16, DT__DISK_PATH = 1024 };
 
 struct dt__disk {
     dt_io           io;
-    char           *path;
     int             fd, slot;
     int64_t         slot_bytes;
     pthread_t       thread;
@@ -1316,26 +1346,49 @@ struct dt__disk {
     pthread_mutex_t lock;
     pthread_cond_t  more;
     dt__disk_job   *first, *last;
+    char            path[DT__DISK_PATH];
+    char            piece[DT__DISK_PIECE];
 };
 
-static void dt__disk_do(const dt_io *io, int fd, dt__disk_job *job) {
-    for (job->done = 0, job->error = 0; job->done < (int64_t)job->bytes;) {
-        char   *at = (char *)job->at + job->done;
-        size_t  left = job->bytes - (size_t)job->done;
-        int64_t offset = job->offset + job->done;
+/* One piece at most, from or to d->piece: bytes that went, or -1 and *error, 0 where the table gave no reason. */
+static int64_t dt__disk_piece(dt__disk *d, int write, size_t bytes, int64_t offset, int *error) {
+    const dt_io *io = &d->io;
+    for (;;) {
         errno = 0;
-        int64_t n = job->write ? io->pwrite(io->user, fd, at, left, offset) : io->pread(io->user, fd, at, left, offset);
+        int64_t n = write ? io->pwrite(io->user, d->fd, d->piece, bytes, offset)
+                          : io->pread(io->user, d->fd, d->piece, bytes, offset);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0 || n > (int64_t)left) {
-            job->error = n < 0 ? errno : 0;
-            return;
-        }
-        job->done += n;
+        *error = n < 0 ? errno : 0;
+        return n > 0 && n <= (int64_t)bytes ? n : -1;
     }
-    errno = 0;
-    if (!io->forget || io->forget(io->user, fd, (int64_t)job->bytes, job->offset) == 0) return;
-    job->error = errno;
-    job->done = 0;
+}
+
+/* Called and left with the lock. Once the disk is lost, the job and what it is about are nobody's. */
+static void dt__disk_do(dt__disk *d, dt__disk_job *job) {
+    const dt__disk_job mine = *job;
+    int64_t done = 0, n = 0, total = (int64_t)mine.bytes;
+    int     error = 0;
+    while (!d->lost && n >= 0 && done < total) {
+        size_t left = mine.bytes - (size_t)done, bytes = left < DT__DISK_PIECE ? left : (size_t)DT__DISK_PIECE;
+        if (mine.write) memcpy(d->piece, (char *)mine.at + done, bytes);
+        pthread_mutex_unlock(&d->lock);
+        n = dt__disk_piece(d, mine.write, bytes, mine.offset + done, &error);
+        pthread_mutex_lock(&d->lock);
+        if (d->lost || n < 0) break;
+        if (!mine.write) memcpy((char *)mine.at + done, d->piece, (size_t)n);
+        done += n;
+    }
+    if (done == total && d->io.forget && !d->lost) {
+        pthread_mutex_unlock(&d->lock);
+        errno = 0;
+        n = d->io.forget(d->io.user, d->fd, total, mine.offset);
+        error = n == 0 ? 0 : errno;
+        pthread_mutex_lock(&d->lock);
+        if (n != 0) done = 0;
+    }
+    if (d->lost) return;
+    job->done = done;
+    job->error = error;
 }
 
 static void *dt__disk_thread(void *arg) {
@@ -1347,14 +1400,15 @@ static void *dt__disk_thread(void *arg) {
             pthread_cond_wait(&d->more, &d->lock);
             continue;
         }
-        pthread_mutex_unlock(&d->lock);
-        dt__disk_do(&d->io, d->fd, job);
-        pthread_mutex_lock(&d->lock);
+        dt__disk_do(d, job);
+        if (d->lost) break;
         d->first = job->next;
         if (!d->first) d->last = NULL;
         __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
     }
+    int lost = d->lost;
     pthread_mutex_unlock(&d->lock);
+    if (lost) d->io.close(d->io.user, d->fd);
     return NULL;
 }
 
@@ -1371,17 +1425,21 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Until a transfer is over, if one was started. A disk that gives no answer within the run's limit fails. */
+/* Until a transfer is over, if one was started. A disk that gives no answer fails, a little before the ranks that wait
+   for this one give it up: the text is to name the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
-    const dt__disk  *d = zero->disk;
+    dt__disk        *d = zero->disk;
     const dt_host   *host = dt_ctx_host(zero->ctx);
     const dt__world *world = dt__world_of(zero->ctx);
-    double begin = host->now(host->user), limit = world ? world->shared->timeout_s : 120, nap = 1e-5;
-    if (!job->what) return dt_error(zero->ctx);
+    double begin = host->now(host->user), limit = 0.8 * (world ? world->shared->timeout_s : 120), nap = 1e-5;
+    if (!job->what || d->lost) return dt_error(zero->ctx);
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
         if (host->now(host->user) - begin > limit) {
-            zero->disk->lost = 1;
-            return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: no answer from the disk within %g s", d->path, limit);
+            pthread_mutex_lock(&d->lock);
+            d->lost = 1;
+            pthread_mutex_unlock(&d->lock);
+            return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: %s %s: no answer from the disk within %g s", d->path,
+                job->write ? "writing" : "reading", job->what, limit);
         }
         host->sleep(host->user, nap);
         nap = nap < 1e-3 ? 2 * nap : nap;
@@ -1394,17 +1452,31 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
         : job->write ? "the device took no more" : "the file has become shorter");
 }
 
+/* A transfer at once, after the one that the job was used for. */
+static dt_status dt__disk_now(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
+    const char *what) {
+    if (dt__disk_wait(zero, job) != DT_OK) return dt_error(zero->ctx);
+    dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
+    return dt__disk_wait(zero, job);
+}
+
 static int dt__on_disk(const char *place) { return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0; }
 static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__streams(const dt_zero *zero) {
-    return zero->disk || dt__in_host(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_params);
+    const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params;
+    return dt__on_disk(o) || dt__on_disk(p) || dt__in_host(o) || dt__in_host(p);
+}
+static int dt__grads_on_disk(const dt_zero *zero) {
+    return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) && !zero->desc.tree;
 }
 
 /* Bytes of an array of a unit in the file; 0: it is not there. */
 static size_t dt__disk_bytes(const dt_zero *zero, const dt_unit *unit, int array) {
     size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, count = unit->padded / parts;
     int    state = dt__on_disk(zero->desc.offload_optim) && !unit->frozen;
+    if (array == DT__GRAD)
+        return dt__grads_on_disk(zero) && !unit->frozen ? count * dt_dtype_size(unit->grad_dtype) : 0;
     if (array == DT__VALUES) return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(unit->dtype) : 0;
     if (array == DT__MASTER) return state && dt__zero_has_master(unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
     return state && array < zero->states ? count * dt_dtype_size(unit->grad_dtype) : 0;
@@ -1419,43 +1491,55 @@ static int64_t dt__disk_at(const dt_zero *zero, int u, int array) {
     return (int64_t)at;
 }
 
-/* The same in the file. What no step writes stays in the first slot. */
+/* The same in the file. What no step writes stays in the first slot; gradients lie behind both. */
 static int64_t dt__disk_offset(const dt_zero *zero, int u, int array, int slot) {
-    if (dt_unit_get(zero->ctx, u)->frozen) slot = 0;
-    return slot * zero->disk->slot_bytes + dt__disk_at(zero, u, array);
+    const dt_unit *unit = dt_unit_get(zero->ctx, u);
+    int64_t        at = 2 * zero->disk->slot_bytes;
+    if (array != DT__GRAD) return (unit && unit->frozen ? 0 : slot) * (at / 2) + dt__disk_at(zero, u, array);
+    for (int i = 0; i < u; i++) at += (int64_t)dt__disk_bytes(zero, dt_unit_get(zero->ctx, i), DT__GRAD);
+    return at;
 }
 
 static dt_status dt__disk_open(dt_zero *zero) {
     dt_ctx     *ctx = zero->ctx;
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params, *folder = dt__on_disk(o) ? o : p;
     if (!dt__on_disk(folder)) return DT_OK;
-    size_t    bytes = sizeof(dt__disk) + strlen(folder) + 40;
-    dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, bytes, "offload");
+    dt__disk *d = (dt__disk *)dt_alloc(ctx, DT_MEM_HOST, sizeof *d, "offload");
     if (!d) return dt_error(ctx);
-    memset(d, 0, bytes);
-    d->path = (char *)(d + 1);
+    memset(d, 0, sizeof *d - sizeof d->piece);
     d->io = *dt_ctx_io(ctx);
     d->fd = -1;
     zero->disk = d;
-    zero->disk_bytes = bytes;
-    snprintf(d->path, bytes - sizeof *d, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx));
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
+    int64_t bytes = dt__disk_offset(zero, dt_unit_count(ctx), DT__GRAD, 0);
+    if (snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx)) >= (int)sizeof d->path)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %.60s...: a path of at most %zu bytes is "
+            "needed", folder, sizeof d->path - 1);
     if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
-    d->fd = dt__file_open(ctx, d->path, 1, 2 * d->slot_bytes); /* zeros: what state begins with */
-    if (d->fd < 0) return dt_error(ctx);
-    if (d->io.remove(d->io.user, d->path) != 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", d->path, dt__io_reason());
+    /* without its name before it has any contents: of two runs that take the same name at once, one fails here */
+    errno = 0;
+    d->fd = d->io.open(d->io.user, d->path, 1);
+    if (d->fd < 0) return dt_fail(ctx, DT_ERR_IO, "%s: open: %s", d->path, dt__io_reason());
+    errno = 0;
+    if (d->io.remove(d->io.user, d->path) != 0)
+        return dt_fail(ctx, DT_ERR_IO, "%s: remove: %s", d->path, dt__io_reason());
+    errno = 0; /* zeros are what state begins with */
+    if (d->io.resize(d->io.user, d->fd, 0) != 0 || d->io.resize(d->io.user, d->fd, bytes) != 0)
+        return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path, (long long)bytes,
+            dt__io_reason());
     pthread_mutex_init(&d->lock, NULL);
     pthread_cond_init(&d->more, NULL);
     d->runs = pthread_create(&d->thread, NULL, dt__disk_thread, d) == 0;
     return d->runs ? DT_OK : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
-/* A thread that the disk does not let go is left behind, with the memory it may still write to. */
+/* A thread that the disk does not let go is left behind with what it uses: *d, and the file, which it closes. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx   *ctx = zero->ctx;
     dt__disk *d = zero->disk;
-    if (d && d->lost) return;
-    if (d && d->runs) {
+    int       lost = d && d->lost;
+    if (lost) pthread_detach(d->thread);
+    else if (d && d->runs) {
         pthread_mutex_lock(&d->lock);
         d->stop = 1;
         pthread_cond_signal(&d->more);
@@ -1467,26 +1551,33 @@ static void dt__disk_close(dt_zero *zero) {
     for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
         dt_free(ctx, DT_MEM_HOST, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
-    if (d && d->fd >= 0) d->io.close(d->io.user, d->fd);
-    dt_free(ctx, DT_MEM_HOST, d, zero->disk_bytes);
+    if (d && !lost && d->fd >= 0) d->io.close(d->io.user, d->fd);
+    if (!lost) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
     zero->sets = NULL;
     zero->disk = NULL;
 }
 
 /* Buffers for the chunks of the update. */
 static dt_status dt__chunks_make(dt_zero *zero) {
-    size_t element = 4;
+    size_t element = 4, longest = 1;
+    int    masters = 0, on_disk = dt__on_disk(zero->desc.offload_optim);
     if (!dt__streams(zero)) return DT_OK;
-    for (int u = 0; u < zero->n_units; u++)
-        if (dt__zero_size(&zero->units[u]) > element) element = dt__zero_size(&zero->units[u]);
+    for (int u = 0; u < zero->n_units; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        if (dt__zero_size(z) > element) element = dt__zero_size(z);
+        if (z->count > longest) longest = z->count;
+        masters |= dt__zero_has_master(z->unit);
+    }
     zero->chunk = zero->desc.offload_chunk ? zero->desc.offload_chunk : (size_t)1 << 17;
+    if (zero->chunk > longest) zero->chunk = longest;
     zero->chunk_bytes = zero->chunk * element;
     zero->sets = (dt__disk_set *)dt_alloc(zero->ctx, DT_MEM_HOST, DT__SETS * sizeof *zero->sets, "offload");
     if (!zero->sets) return dt_error(zero->ctx);
     memset(zero->sets, 0, DT__SETS * sizeof *zero->sets);
     for (int i = 0; i < DT__SETS * DT__ARRAYS; i++) {
-        int needed = i % DT__ARRAYS == DT__GRAD ? zero->table != &zero->ctx->kernels
-            : i % DT__ARRAYS == DT__VALUES || dt__on_disk(zero->desc.offload_optim);
+        int a = i % DT__ARRAYS, on_device = zero->table != &zero->ctx->kernels;
+        int needed = a == DT__VALUES || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
+            (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
         void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
         if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
         if (needed && !*buf) return dt_error(zero->ctx);
@@ -1501,9 +1592,8 @@ static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit
     size_t bytes = unit->run * dt_dtype_size(unit->dtype);
     if (dt__on_disk(zero->desc.offload_params)) {
         if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(zero->ctx);
-        int64_t offset = dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot);
-        dt__disk_start(zero->disk, &z->read, 1, run, bytes, offset, "values");
-        return dt__disk_wait(zero, &z->read);
+        return dt__disk_now(zero, &z->read, 1, run, bytes,
+            dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot), "values");
     }
     if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
     if (!z->host_values) z->host_values = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "parameters in host memory");
@@ -1527,9 +1617,53 @@ static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, 
     dt__zero_unit *z = &zero->units[unit->index];
     const char    *from = z->host_values ? (const char *)z->host_values : (const char *)unit->kept;
     if (from) return dt__move(zero->ctx, host, from + at, bytes) == DT_OK ? dt__sync(zero->ctx) : dt_error(zero->ctx);
-    dt__disk_start(zero->disk, &z->read, 0, host, bytes,
+    return dt__disk_now(zero, &z->read, 0, host, bytes,
         dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot) + (int64_t)at, "values");
-    return dt__disk_wait(zero, &z->read);
+}
+
+/* ---- gradients on disk ---- */
+
+/* Room for a unit's run, into which what earlier micro-batches left begins to be read. */
+static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z) {
+    size_t bytes = z->count * dt__zero_size(z);
+    z->grad = dt__spare_take(zero->ctx, bytes);
+    if (z->grad && z->filled) dt__disk_start(zero->disk, &z->grad_job, 0, z->grad, bytes,
+        dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
+    return dt_error(zero->ctx);
+}
+
+/* The unit being written, if there is one, gives its room back. */
+static dt_status dt__grads_settle(dt_zero *zero) {
+    if (!dt__grads_on_disk(zero) || zero->storing < 0) return dt_error(zero->ctx);
+    dt__zero_unit *z = &zero->units[zero->storing];
+    if (dt__disk_wait(zero, &z->grad_job) != DT_OK) return dt_error(zero->ctx);
+    dt__spare_give(zero->ctx, z->grad);
+    z->grad = NULL;
+    zero->storing = -1;
+    return DT_OK;
+}
+
+/* A micro-batch has been added: the run is written while the next unit is reduced. After the last one it is first
+   summed over its copies, and over marks, and its squares go into the norm. */
+static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z) {
+    int last = zero->ctx->micro == zero->ctx->micro_count - 1;
+    if (last) dt__zero_copies_start(z);
+    if (last && (dt__zero_copies_end(zero, z) != DT_OK || dt__zero_unit_sums(zero, z) != DT_OK))
+        return dt_error(zero->ctx);
+    if (dt__grads_settle(zero) != DT_OK) return dt_error(zero->ctx);
+    dt__disk_start(zero->disk, &z->grad_job, 1, z->grad, z->count * dt__zero_size(z),
+        dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
+    zero->storing = z->unit->index;
+    return dt_error(zero->ctx);
+}
+
+/* Elements of this rank's run of the step's gradient, to host memory. */
+static dt_status dt__grads_peek(dt_zero *zero, dt__zero_unit *z, size_t element, void *host, size_t count) {
+    size_t bytes = count * dt__zero_size(z), at = element * dt__zero_size(z);
+    if (dt__grads_on_disk(zero)) return dt__disk_now(zero, &z->grad_job, 0, host, bytes,
+        dt__disk_offset(zero, z->unit->index, DT__GRAD, 0) + (int64_t)at, "gradients");
+    if (dt__move(zero->ctx, host, (char *)dt__zero_run_grad(z) + at, bytes) != DT_OK) return dt_error(zero->ctx);
+    return dt__sync(zero->ctx);
 }
 
 /* ---- the update ---- */
@@ -1550,7 +1684,7 @@ static int dt__chunk_after(const dt_zero *zero, dt__disk_set *s, const dt__disk_
 }
 
 static dt_status dt__chunk_wait(dt_zero *zero, dt__disk_set *s) {
-    for (int a = 0; a < DT__GRAD; a++)
+    for (int a = 0; a < DT__ARRAYS; a++)
         if (dt__disk_wait(zero, &s->job[a]) != DT_OK) return dt_error(zero->ctx);
     return DT_OK;
 }
@@ -1558,13 +1692,14 @@ static dt_status dt__chunk_wait(dt_zero *zero, dt__disk_set *s) {
 /* Starts what a chunk has in the file, in one direction. A master is made from the values by the first step, and is
    what counts from then on. */
 static void dt__chunk_move(dt_zero *zero, dt__disk_set *s, int write) {
-    static const char *const names[] = { "optimizer state", "optimizer state", "master parameters", "values" };
+    static const char *const names[] = { "optimizer state", "optimizer state", "master parameters", "values",
+        "gradients" };
     const dt__zero_unit *z = &zero->units[s->unit];
     int master = dt__zero_has_master(z->unit);
-    for (int a = 0; a < DT__GRAD && zero->disk; a++) {
+    for (int a = 0; a < DT__ARRAYS && zero->disk; a++) {
         size_t size = a == DT__VALUES ? dt_dtype_size(z->unit->dtype) : dt__zero_size(z);
         int    unread = (a == DT__MASTER && zero->step == 0) || (a == DT__VALUES && master && zero->step > 0);
-        if (dt__disk_bytes(zero, z->unit, a) == 0 || (!write && unread)) continue;
+        if (dt__disk_bytes(zero, z->unit, a) == 0 || (write ? a == DT__GRAD : unread)) continue;
         int64_t offset = dt__disk_offset(zero, s->unit, a, zero->disk->slot ^ write);
         offset += (int64_t)((s->first - z->first) * size);
         dt__disk_start(zero->disk, &s->job[a], write, s->buf[a], s->count * size, offset, names[a]);
@@ -1578,7 +1713,7 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, dou
     const dt_unit *u = z->unit;
     size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype), at = s->first - z->first, bytes = s->count * size;
     int    master = dt__zero_has_master(u), on_disk = dt__disk_bytes(zero, u, DT__VALUES) > 0;
-    char  *grad = (char *)dt__zero_run_grad(z) + at * size;
+    char  *grad = (char *)(dt__grads_on_disk(zero) ? s->buf[DT__GRAD] : dt__zero_at(z, dt__zero_run_grad(z), at));
     dt__zero_span span = { s->first, s->count, grad, { NULL, NULL }, NULL, NULL };
     for (int a = 0; a <= DT__MASTER; a++) {
         char *whole = (char *)(a == DT__MASTER ? z->master : z->state[a]);
@@ -1588,7 +1723,7 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, dou
     }
     if (!on_disk && (!master || zero->step == 0))
         dt__move(ctx, s->buf[DT__VALUES], (char *)dt__zero_values(z) + at * narrow, s->count * narrow);
-    if (s->buf[DT__GRAD]) dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
+    if (s->buf[DT__GRAD] && grad != s->buf[DT__GRAD]) dt__move(ctx, span.grad = s->buf[DT__GRAD], grad, bytes);
     if (dt__sync(ctx) != DT_OK) return dt_error(ctx);
     dt_cast_args widen = { u->grad_dtype, u->dtype, span.master, s->buf[DT__VALUES], s->count, 0 };
     if (master && zero->step == 0 && DT__UPDATE(zero, "master parameters", cast, &widen) != DT_OK)
@@ -1780,7 +1915,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
-        dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
+        if (!dt__grads_on_disk(zero)) dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
@@ -1874,6 +2009,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     zero->states = dt__zero_states(&desc);
     zero->table = &ctx->kernels;
     zero->stream = ctx->stream;
+    zero->storing = -1;
     if (dt__streams(zero) && ctx->kernels.alloc && !dt__is_dry_run(zero)) {
         zero->table = dt_kernels_cpu();
         zero->stream = NULL;
@@ -1982,9 +2118,8 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
     if (!z || !bytes) return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
     void *run = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
     if (!run) return dt_error(zero->ctx);
-    dt__disk_start(zero->disk, &z->read, 0, run, bytes,
-        dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which, zero->disk->slot), "optimizer state");
-    if (dt__disk_wait(zero, &z->read) == DT_OK) dt__zero_collect(zero, z, run, param, host);
+    if (dt__disk_now(zero, &z->read, 0, run, bytes, dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which,
+        zero->disk->slot), "optimizer state") == DT_OK) dt__zero_collect(zero, z, run, param, host);
     dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
     return dt_error(zero->ctx);
 }
@@ -1993,8 +2128,13 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (zero->next >= 0) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
         (long long)zero->step + 1);
-    const dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
-    if (!z || dt__zero_collect(zero, z, dt__zero_run_grad(z), param, host) != DT_OK) return dt_error(zero->ctx);
+    dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
+    size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__GRAD) : 0;
+    void          *run = bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
+    if (z && run && dt__grads_peek(zero, z, 0, run, z->count) == DT_OK) dt__zero_collect(zero, z, run, param, host);
+    if (z && !bytes) dt__zero_collect(zero, z, dt__zero_run_grad(z), param, host);
+    dt_free(zero->ctx, DT_MEM_HOST, run, bytes);
+    if (dt_error(zero->ctx) != DT_OK) return dt_error(zero->ctx);
     for (size_t i = 0; i < param->param->count && zero->scale != 1; i++) {
         if (z->unit->grad_dtype == DT_F64) ((double *)host)[i] /= zero->scale;
         else ((float *)host)[i] = (float)(((float *)host)[i] / zero->scale);

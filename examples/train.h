@@ -296,6 +296,10 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     n->bytes[0] = (int)dt_dtype_size(dtype);
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)kept);
     n->bytes[2] = n->bytes[1] * (states + master);
+    const char *optim = c->zero.offload_optim, *params = c->zero.offload_params;
+    if (optim) n->bytes[2] = 0; /* what is offloaded is in none of the three classes */
+    if (params) n->bytes[0] = 0;
+    if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree) n->bytes[1] = 0;
     for (int i = 0; i < 3; i++) n->parts[i] = c->zero.stage >= 3 - i ? n->shared : 1; /* optim from 1, params from 3 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
         int64_t count = (int64_t)dt_unit_get(ctx, u)->count, whole = (int64_t)n->shared * DT_RUN;
