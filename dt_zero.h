@@ -881,9 +881,9 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
        leave block 2      free them
 
    The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
-   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops start
-   the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls. (FSDP,
-   Y. Zhao et al., arXiv:2304.11277.) */
+   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops
+   start the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls.
+   (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
     if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
