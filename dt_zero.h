@@ -900,9 +900,9 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
        leave block 2      free them
 
    The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
-   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops start
-   the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls. (FSDP,
-   Y. Zhao et al., arXiv:2304.11277.) */
+   under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops
+   start the same gathers in the same order; a rank that ran others would be found by dt_comm.h's comparison of calls.
+   (FSDP, Y. Zhao et al., arXiv:2304.11277.) */
 static dt_status dt__zero_gather_start(dt_zero *zero, dt__zero_unit *z) {
     const dt_unit *u = z->unit;
     if ((!z->whole && dt__values_read_start(zero, z) != DT_OK) || dt__disk_wait(zero, &z->read) != DT_OK)
@@ -1330,7 +1330,8 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    nobody needs any more, and is copied from there when all is well.
 
    With both state and values in the file, gradients need not wait in memory to be replaced: a unit's run is written
-   behind the two slots when its micro-batch has been reduced, read again to add the next one's, and read with its chunk.
+   behind the two slots when its micro-batch has been reduced, read again to add the next one's, and read with its
+   chunk.
 
    What was written leaves the page cache. The file loses its name as soon as it is open: whatever ends the program, it
    is gone with it. */

@@ -14,7 +14,7 @@
 
 #include <sys/mman.h>
 
-enum { LAYERS = 3, WIDTH = 1500, ROWS = 4, MAX_RANKS = 4 };
+enum { LAYERS = 8, WIDTH = 920, ROWS = 4, MAX_RANKS = 4 };
 static const double near_bytes = 2 << 20;
 
 /* Resident bytes of a process. */
@@ -51,7 +51,8 @@ static const char *const figures[FIGURES] = { "params", "optim", "grads", "all i
 typedef struct account {
     int    stage, keep, ranks;
     double seen[MAX_RANKS][FIGURES], counted[MAX_RANKS][FIGURES];
-    size_t padded;      /* elements */
+    size_t padded, largest;     /* elements of all units, and of the largest */
+    double comm;        /* bytes: the peak of what was gathered and reduced, on rank 0 */
 } account;
 
 static void leave(account *a, dt_ctx *ctx, int what, double seen, double by_dt) {
@@ -59,12 +60,14 @@ static void leave(account *a, dt_ctx *ctx, int what, double seen, double by_dt) 
     a->counted[dt_ctx_rank(ctx)][what] = by_dt;
 }
 
+static dt_tensor *layer(dt_tensor *x, void *user) { return dt_linear(x, *(dt_tensor **)user, NULL); }
+
 static void train_once(dt_ctx *ctx, dt_zero *zero, dt_tensor **w) {
     static const float zeros[ROWS * WIDTH];
     float input[ROWS * WIDTH];
     for (int i = 0; i < ROWS * WIDTH; i++) input[i] = (float)((i + dt_ctx_rank(ctx)) % 13) / 13;
     dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(ROWS, WIDTH), input);
-    for (int i = 0; i < LAYERS; i++) x = dt_linear(x, w[i], NULL);
+    for (int i = 0; i < LAYERS; i++) x = dt_block(ctx, layer, x, &w[i]);
     dt_backward(dt_mse(x, dt_input(ctx, DT_F32, DT_SHAPE(ROWS, WIDTH), zeros), ROWS * WIDTH));
     dt_reset(ctx);
     dt_zero_step(zero, 1e-4);
@@ -97,7 +100,12 @@ static dt_status account_main(dt_ctx *ctx, void *user) {
         (double)m.live[DT_MEM_GRADS]);
     leave(a, ctx, HEAP, after.heap - before.heap, now.heap - start.heap);
     leave(a, ctx, ASIDE, after.aside - before.aside, now.aside - start.aside);
-    for (int u = 0; u < dt_unit_count(ctx) && dt_ctx_rank(ctx) == 0; u++) a->padded += dt_unit_get(ctx, u)->padded;
+    for (int u = 0; u < dt_unit_count(ctx) && dt_ctx_rank(ctx) == 0; u++) {
+        size_t padded = dt_unit_get(ctx, u)->padded;
+        a->padded += padded;
+        if (padded > a->largest) a->largest = padded;
+    }
+    if (dt_ctx_rank(ctx) == 0) a->comm = (double)m.peak[DT_MEM_COMM];
     return dt_error(ctx);
 }
 
@@ -118,6 +126,10 @@ int main(void) {
                     "ranks, rank %d, %s: %.0f bytes counted, formula %.0f", a.stage, a.ranks, r, figures[i],
                     a.counted[r][i], i > GRADS ? 0 : formula[i]);
             }
+        /* values of a block and of the next; gradients of one unit and of two under way. Kept, all values stay */
+        double most = a.stage < 2 ? 0 : a.stage == 2 ? 3 : a.keep ? LAYERS + 3 : 5;
+        CHECK_MSG(a.comm <= most * 4 * (double)a.largest + (1 << 20), "stage %d: %.0f bytes pass, %.2f units", a.stage,
+            a.comm, a.comm / 4 / (double)a.largest);
         printf("account, stage %d, %d ranks: params %.2f MiB resident, grads %.2f, optim %.2f, all %.2f; counted "
             "%.2f\n", a.stage, a.ranks, a.seen[0][PARAMS] / 1048576, a.seen[0][GRADS] / 1048576,
             a.seen[0][OPTIM] / 1048576, (a.seen[0][HEAP] + a.seen[0][ASIDE]) / 1048576,

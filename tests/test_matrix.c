@@ -27,12 +27,13 @@
 typedef struct spec {
     int dp, tp, cp;
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
-    int ep, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree;
+    int ep, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
     int optimizer, clip, bucket, freeze, split, recompute, steps;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
+enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
 enum { OPT_ADAMW = 0, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN };
 
@@ -50,6 +51,7 @@ static const field fields[] = {
     F(type, TYPE_F64, TYPE_F32, TYPE_BF16, TYPE_F16),
     F(ep, 1, 2, 3), F(sp, 0, 1), F(kind, DT_CP_RING, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES), F(accum, 1, 2, 3),
     F(micro, 1, 2), F(stage, 0, 1, 2, 3), F(shard, 0, 1, 2, 3), F(keep, 0, 1), F(no_overlap, 0, 1), F(tree, 0, 1),
+    F(offload, OFF_NONE, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK),
     F(optimizer, OPT_ADAMW, OPT_ADAM, OPT_SGD, OPT_MOMENTUM, OPT_OWN), F(clip, 0, 1),
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 3),
@@ -99,15 +101,16 @@ static spec alone_of(spec s) {
     a.heads = heads_of(s);
     a.seq = tokens_of(s);
     a.dp = a.ep = a.tp = a.cp = a.accum = 1;
-    a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
+    a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = a.offload = 0;
     return a;
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 9 };
+enum { RULES = 10 };
 static const char *const rules[RULES] = { "none", "more than 16 ranks", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
-    "data group by shard groups", "kept gathered below stage 3" };
+    "data group by shard groups", "kept gathered below stage 3",
+    "values offloaded below stage 3" };
 
 static int refusal(spec s) {
     char why[300];
@@ -122,6 +125,7 @@ static int refusal(spec s) {
         return 6;
     if (s.shard > 0 && (s.stage == 0 || s.dp * s.ep * s.cp % s.shard != 0)) return 7;
     if (s.keep && s.stage < 3) return 8;
+    if (s.offload >= OFF_ALL && s.stage < 3) return 9;
     return 0;
 }
 
@@ -307,11 +311,15 @@ static dt_status adagrad(const dt_flat *f, void *user) {
     return DT_OK;
 }
 
+static char folder[64]; /* of offload */
+
 /* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow 1e-18 up to 1e-10
    of a step, which says nothing of a layout. */
 static dt_zero_desc optimizer_of(spec s, const dt_mesh *mesh) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_SGD, DT_OWN };
+    const char *place = s.offload == OFF_NONE ? NULL : s.offload == OFF_STATE || s.offload == OFF_ALL ? "cpu" : folder;
     return (dt_zero_desc){ .stage = s.stage, .shard_group = s.shard, .keep_gathered = s.keep,
+        .offload_optim = place, .offload_params = s.offload >= OFF_ALL ? place : NULL, .offload_chunk = 777,
         .no_overlap = s.no_overlap, .tree = s.tree, .poison = 1, .loss_scale = s.type == TYPE_F16 ? 1 : 0,
         .mesh = mesh, .optimizer = kinds[s.optimizer], .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-5,
         .momentum = s.optimizer == OPT_MOMENTUM ? 0.9 : 0, .weight_decay = 0.1, .clip = s.clip ? 0.3 : 0,
@@ -629,6 +637,8 @@ static spec partner_of(spec s) {
     if (p.stage == 0 || (s.tree && turn)) p.shard = 0;
     p.no_overlap = !s.no_overlap;
     p.keep = p.stage == 3 && !s.keep;
+    p.offload = s.offload ? OFF_NONE : 1 + turn + (turn == 2 && p.stage == 3);
+    if (p.offload >= OFF_ALL && p.stage < 3) p.offload = OFF_STATE_DISK;
     return p;
 }
 
@@ -848,6 +858,8 @@ int main(int argc, char **argv) {
     int      cases = 160, ok = 1;
     uint64_t seed = 1;
     list_factorings();
+    snprintf(folder, sizeof folder, "/tmp/dt_test_matrix.XXXXXX");
+    if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_matrix");
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--cases") == 0) cases = atoi(argv[i + 1]);
         if (strcmp(argv[i], "--seed") == 0) seed = strtoull(argv[i + 1], NULL, 10);
@@ -872,5 +884,6 @@ int main(int argc, char **argv) {
     for (int r = 1; r < RULES; r++)
         if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
     printf("\n");
+    CHECK(rmdir(folder) == 0); /* nothing was left in it */
     return check_done("test_matrix");
 }

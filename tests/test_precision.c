@@ -16,14 +16,15 @@
 
 // ==== 1. The model and the plant ====================================================================================
 
-enum { WIDTH = 24, HIDDEN = 40, OUT = 8, ROWS = 4, PARAMS = 4, STEPS = 4, BAD_STEP = 2, MAX_RANKS = 8 };
-enum { ROOM = 256 << 10 };           /* bytes that a rank keeps */
+enum { WIDTH = 24, HIDDEN = 200, OUT = 8, ROWS = 4, PARAMS = 4, STEPS = 4, BAD_STEP = 2, MAX_RANKS = 8 };
+enum { ROOM = 512 << 10 };           /* bytes that a rank keeps */
 
 /* A run: what it is, and what its ranks leave. */
 typedef struct run {
     int          dp, tp, accum, skips;      /* skips: attempts of step BAD_STEP that are spoilt; -1: every one */
     dt_dtype     dtype;
     dt_zero_desc zero;
+    int          again;                     /* the same of the step after it */
     int          rank, micro, param;        /* where the fault is planted */
     size_t       element;                   /* of that rank's part */
     double       value;
@@ -136,7 +137,7 @@ static void note_skip(dt_ctx *ctx, run *r, const dt_zero *zero, dt_step_info inf
 static dt_status rank_main(dt_ctx *ctx, void *user) {
     static __thread unsigned char before[ROOM];
     run    *r = (run *)user;
-    int     me = dt_ctx_rank(ctx), spoilt = r->skips;
+    int     me = dt_ctx_rank(ctx), spoilt[STEPS + 1] = { 0, 0, r->skips, r->again };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = r->dp, .tp = r->tp });
     dt_zero_desc d = r->zero;
     register_model(ctx, r, mesh.tp);
@@ -144,12 +145,12 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
     d.poison = 1;
     dt_zero *zero = dt_zero_make(ctx, d);
     for (int step = 1; step <= STEPS && dt_error(ctx) == DT_OK;) {
-        int spoil = step == BAD_STEP && spoilt != 0;
+        int spoil = spoilt[step] != 0;
         if (step == BAD_STEP && r->lower != 0 && zero->scale != r->lower) dt__scale_set(zero, r->lower);
         r->bytes[me] = keep(zero, before);
         dt_step_info info = attempt(ctx, r, &mesh, zero, step, spoil);
         if (info.skipped || dt_error(ctx) != DT_OK) note_skip(ctx, r, zero, info, before);
-        if (info.skipped && spoilt > 0) spoilt--;
+        if (info.skipped && spoilt[step] > 0) spoilt[step]--;
         if (dt_error(ctx) != DT_OK || info.skipped) continue;
         CHECK_MSG(info.step == step && !spoil, "step %d of %d", (int)info.step, step);
         if (me == 0) r->scale[step - 1] = info.loss_scale, r->norm[step - 1] = info.grad_norm;
@@ -191,14 +192,18 @@ static size_t part_of(const run *r, int param) {
     return param < 3 ? whole[param] / (size_t)r->tp : whole[param];
 }
 
-/* The first rank that has the planted element in what it sums: of its data group, or of the shard group's run. Units
-   are a scope's parameters that are cut alike, and those of this model have one run of 1,024 elements for each rank. */
+/* The first rank that has the planted element in what it sums: at stage 0 the first of all that share the data, else
+   the one of the first shard group, whose n consecutive ranks have a run each. Units are a scope's parameters that are
+   cut alike, padded to a multiple of n (of the tree: of all ranks') x 1,024; in.b is cut as in.w is, out.b is not. */
 static int owner(const run *r) {
-    int    tp_rank = r->rank % r->tp, n = r->zero.shard_group ? r->zero.shard_group : r->dp;
-    size_t at = r->element + (r->param == 1 ? part_of(r, 0) : r->param == 3 && r->tp == 1 ? part_of(r, 2) : 0);
-    if (r->zero.stage == 0) n = 1;
-    CHECK(at / 1024 < (size_t)n || n == 1);
-    return (n == 1 ? 0 : (int)(at / 1024)) * r->tp + tp_rank;
+    size_t n = (size_t)(r->zero.shard_group ? r->zero.shard_group : r->dp);
+    size_t pad = 1024 * (r->zero.tree ? (size_t)r->dp : n), at = r->element, count = part_of(r, r->param);
+    if (r->param < 2 || r->tp == 1) { /* two parameters share the unit */
+        at += r->param % 2 ? part_of(r, r->param - 1) : 0;
+        count = part_of(r, r->param) + part_of(r, r->param ^ 1);
+    }
+    size_t run_of = (count + pad - 1) / pad * pad / n;
+    return (r->zero.stage == 0 ? 0 : (int)(at / run_of)) * r->tp + r->rank % r->tp;
 }
 
 static run random_run(uint32_t number) {
@@ -281,6 +286,14 @@ static void test_scales(void) {
         r.skips = 4;
         memset(r.heard, 0, sizeof r.heard);
         CHECK(start(&r) == DT_OK && r.heard[0] == 4 && r.scale[1] == 8 && r.scale[3] == 8);
+        r = steady(stage);      /* growing, it has patience again */
+        r.zero.scale = (dt_scale_desc){ .init = 64, .interval = 1, .hysteresis = 2 };
+        r.skips = r.again = 1;
+        CHECK(start(&r) == DT_OK && r.scale[1] == 128 && r.scale[2] == 256);
+        r = steady(stage);      /* a skipped step that leaves the scale begins the count again, too */
+        r.zero.scale = (dt_scale_desc){ .init = 64, .interval = 2, .hysteresis = 3 };
+        r.skips = 1;
+        CHECK(start(&r) == DT_OK && r.scale[1] == 64 && r.scale[2] == 64 && r.scale[3] == 128);
         r = steady(stage);      /* a fixed one stays */
         r.zero.loss_scale = 256;
         r.skips = 3;
@@ -304,6 +317,10 @@ static void test_no_scale_helps(void) {
         for (int k = 0; k < 2; k++)
             CHECK_MSG(r.heard[k] == 20 && r.changed[k] == 0, "rank %d: %d, %d", k, r.heard[k], r.changed[k]);
     }
+    r = steady(1);              /* a good step begins the count again */
+    r.skips = r.again = DT_MAX_SKIPS - 1;
+    r.zero.loss_scale = 8;
+    CHECK_MSG(start(&r) == DT_OK && r.heard[0] == 2 * (DT_MAX_SKIPS - 1), "%d: %s", r.heard[0], r.text);
     r = steady(2);              /* without a scale the first one is an error */
     r.dtype = DT_BF16;
     r.zero.loss_scale = 0;
