@@ -1380,6 +1380,7 @@ static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
     int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
     if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0 && fsync(fd) != 0) return -1;
     posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* what is read ahead unasked would stay */
     return 0;
 #else
     (void)bytes;

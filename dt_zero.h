@@ -1336,7 +1336,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    What was written leaves the page cache. The file loses its name as soon as it is open: whatever ends the program, it
    is gone with it. */
 
-enum { DT__DISK_PIECE = 1 << 16, DT__DISK_PATH = 1024 };
+enum { DT__DISK_PIECE = 1 << 18, DT__DISK_PATH = 1024 };
 
 struct dt__disk {
     dt_io           io;

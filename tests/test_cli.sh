@@ -480,6 +480,8 @@ done <"$dir/settings"
 [ "$n" -ge 2 ] && [ "$n" -le 12 ] && head -n 1 "$dir/settings" | grep -q '^[0-9]* --zero [123] '
 report $? "at least two other settings fit: $(tr '\n' ';' <"$dir/settings")"
 try 2 'bytes of class params were refused' $needs --mem-limit 64K
+grep -q 'none of [0-9]* that were tried' "$dir/err" && grep -q 'The least that was tried needs [0-9]* bytes a rank, with --zero' "$dir/err"
+report $? "where nothing fits the least is named"
 deep="--layers 8 --width 64 --heads 4 --seq 32 --batch 4 --data $dir/text --steps 2 --dp 4 --mem-limit 5200K"
 try 2 'These settings need [0-9]* bytes a rank' $deep
 grep -q '^  [0-9]* bytes a rank with --zero 3' "$dir/err"
@@ -494,8 +496,6 @@ try 0 '' $deep --offload-optim "$dir/disk" --offload-params "$dir/disk" --mem-li
 timeout 60 "$B/train_gpt" $deep --log-csv "$dir/memory.csv" >/dev/null 2>&1
 cut -d, -f1-3 "$dir/disk.csv" | cmp -s - <(cut -d, -f1-3 "$dir/memory.csv") && rmdir "$dir/disk"
 report $? "a state of $state bytes a rank trains in a tenth of that, as in memory, and leaves nothing on the disk"
-grep -q 'none of [0-9]* that were tried' "$dir/err" && grep -q 'The least that was tried needs [0-9]* bytes a rank, with --zero' "$dir/err"
-report $? "where nothing fits the least is named"
 try 1 'rank [0-9]+: .* of a limit of' $needs --dp 4 --zero 1 --mem-limit "$all" --generate 2000
 try 0 '' --print-config --mem-limit 3M
 grep -q '"mem-limit": 3145728' "$dir/out"

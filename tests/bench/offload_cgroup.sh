@@ -6,7 +6,8 @@
 # Trains a model whose state on each rank is more than ten times --mem-limit, with state, values and gradients in files,
 # in a control group whose limit is RANKS x --mem-limit + ALLOWANCE. The group counts every page: those of the ranks,
 # and those of the files in the page cache. The allowance is for the program itself, the supervisor, stacks, libraries
-# and page tables. Then the same without offload, which must not fit. Needs root and the memory controller, v1 or v2; the
+# and page tables. Before that in a group without a limit, whose peak says what the page cache takes where it may; after
+# it without offload, which must not fit. Needs root and the memory controller, v1 or v2; the
 # group is its own and removed. Ends with 77 where it cannot run.
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 B=${B:-$ROOT/build} RANKS=2 ALLOWANCE=$((24 << 20))
@@ -32,7 +33,7 @@ needs() { "$B/train_gpt" $SETTINGS "$@" --dry-run | awk '/all at once +[0-9]+ +[
 inside() { # inside NAME ARGS...: in a group of its own
     local g=${group}_$1
     shift
-    mkdir "$g" 2>/dev/null && echo "$total" >"$g/$limit" || skip "no control group can be made"
+    mkdir "$g" 2>/dev/null && echo "$bytes" >"$g/$limit" || skip "no control group can be made"
     [ ! -f "$g/memory.swap.max" ] || echo 0 >"$g/memory.swap.max"
     [ ! -f "$g/memory.swappiness" ] || echo 0 >"$g/memory.swappiness"
     [ -f "$g/$peak" ] || peak=memory.current
@@ -47,12 +48,16 @@ read -r _ small < <(needs --offload-optim "$dir" --offload-params "$dir")
 small=$((small + (1 << 19))) # two windows, by which forked ranks show each other what is not in shared memory
 total=$((RANKS * small + ALLOWANCE))
 echo "# a rank: state $state bytes, all $all; with offload --mem-limit $small; the group: $RANKS x that + $ALLOWANCE"
+bytes=$((64 << 30))
+inside free --offload-optim "$dir" --offload-params "$dir" --mem-limit "$small"
+free=$used bytes=$total
 inside disk --offload-optim "$dir" --offload-params "$dir" --mem-limit "$small"
 failed=$status disk=$used
 tail -n 1 "$dir/out" "$dir/err" | sed 's/^/#   /'
 inside memory
 [ "$status" != 0 ] || failed=1
 echo "summary,state_of_a_rank_over_limit,$(awk "BEGIN{printf \"%.1f\", $state / $small}")"
+echo "summary,group_peak_bytes_without_limit,$free"
 echo "summary,group_limit_bytes,$total"
 echo "summary,group_peak_bytes,$disk"
 echo "summary,with_offload,$([ "$failed" = 0 ] && echo trained || echo failed)"
