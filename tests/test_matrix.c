@@ -101,7 +101,8 @@ static spec alone_of(spec s) {
     a.heads = heads_of(s);
     a.seq = tokens_of(s);
     a.dp = a.ep = a.tp = a.cp = a.accum = 1;
-    a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = a.offload = 0;
+    a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
+    a.offload = OFF_NONE;
     return a;
 }
 

@@ -800,7 +800,7 @@ static void run_world(const char *name, world_run like) {
     int       data = like.mesh.dp * like.mesh.ep * like.mesh.cp;
     by_hand  *h = like.mesh.tp == 1 && like.mesh.pp == 1 ? (by_hand *)malloc(sizeof *h) : NULL;
     if (h) do_by_hand(&like, h);
-    /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree; 4, 5: offload, to host memory, to disk */
+    /* 0, 1: forwards, backwards; 2: shard groups of half the ranks; 3: a tree; 4, 5: offload to memory, to disk */
     for (int way = 0; way < WAYS; way++)
         for (int stage = 0; stage < STAGES; stage++) {
             world_run *w = &a[way][stage];
