@@ -5008,6 +5008,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     dt__world *world = dt__world_of(ctx);
     if (!world) return;
     if (status && !dt_error(ctx)) dt_fail(ctx, status, "rank function returned %s", dt_status_name(status));
+    if (!dt_error(ctx)) dt__tell_reset(ctx);
     if (world->first && !dt_error(ctx))
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);

@@ -1391,7 +1391,17 @@ int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
 
 int64_t dt_batch_ramp_before(dt_batch_ramp r, int64_t step) {
     int64_t consumed = 0, left = step - 1;
-    for (; left > 0 && consumed < r.samples; left--) consumed += dt_batch_ramp_size(r, consumed);
+    while (left > 0 && consumed < r.samples) { /* all steps of one size at once */
+        int64_t size = dt_batch_ramp_size(r, consumed), few = 0, many = (r.samples - consumed + size - 1) / size;
+        while (few + 1 < many) { /* `few` more steps still end where this size goes on, `many` may not */
+            int64_t middle = few + (many - few) / 2;
+            if (dt_batch_ramp_size(r, consumed + middle * size) == size) few = middle;
+            else many = middle;
+        }
+        int64_t steps = few + 1 < left ? few + 1 : left;
+        consumed += steps * size;
+        left -= steps;
+    }
     return left > 0 ? consumed + left * r.batch : consumed;
 }
 

@@ -491,9 +491,10 @@ typedef struct dt_host {
 } dt_host;
 
 /* Files. Every call answers -1 on failure, with a reason in errno where the default table is used. */
+enum { DT_IO_NEW = 2 };
 typedef struct dt_io {
     void   *user;
-    int     (*open)(void *user, const char *path, int write);   /* a descriptor */
+    int     (*open)(void *user, const char *path, int write);   /* a descriptor; DT_IO_NEW: of a new file */
     int     (*close)(void *user, int fd);
     int64_t (*size)(void *user, int fd);
     int64_t (*pread)(void *user, int fd, void *buf, size_t bytes, int64_t offset);
@@ -582,7 +583,8 @@ typedef struct dt_block_state dt_block_state;
 struct dt_tensor {              /* read it, print it, index it; ops write it */
     void          *data;        /* device memory, dense, row-major; for a parameter NULL until it has storage */
     void          *grad;        /* as data, but f32 for a bf16 or f16 parameter. Of parameters and dt_require_grad
-                                   tensors: set by dt_backward. Of others: valid inside their block's backward only */
+                                   tensors: set by dt_backward, but NULL for parameters at ZeRO 2 and 3, which keep a
+                                   part (dt_zero_grad). Of others: valid inside their block's backward only */
     dt_shape       shape;       /* local: what this rank holds */
     dt_dtype       dtype;
     const char    *name;        /* a parameter's name, else the op that made it */
@@ -656,7 +658,8 @@ DT_API dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]);
 
 /* [local] A copy of host data as a tensor without gradient, until dt_reset. host NULL: contents undefined. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
-/* [local] Copies elements between a tensor and host memory. Waits for the stream. */
+/* [local; of a parameter at ZeRO-3 collective: its data group] Copies elements between a tensor and host memory. Waits
+   for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
 /* [local] Where t's values are now: what your own op reads instead of t->data where t may be a parameter, whose values
@@ -871,9 +874,9 @@ struct dt_node {                    /* one recorded op */
 
 /* YOUR OWN OP. Make the output, compute it, then record how to go back:
        dt_tensor *out = dt_new(x->ctx, x->dtype, x->shape);
-       ...fill out->data...
+       ...fill out->data from dt_data(x): of a parameter at ZeRO-3, x->data may be NULL...
        return dt_record(out, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
-   and in square_back add to each gradient that is wanted:
+   and in square_back, where all inputs have their data, add to each gradient that is wanted:
        if (dt_wants(node, 0)) { float *dx = dt_grad(node, 0), *dy = node->out->grad; ... dx[i] += ... } */
 typedef struct dt_record_desc {
     const char    *name;              /* not copied: it must live until dt_reset */
@@ -1325,6 +1328,7 @@ static void dt__host_discard(void *user, void *p, size_t bytes) {
 static int dt__io_open(void *user, const char *path, int for_writing) {
     (void)user;
     int flags = for_writing ? O_RDWR | O_CREAT | O_CLOEXEC : O_RDONLY | O_CLOEXEC;
+    if (for_writing == DT_IO_NEW) return open(path, flags | O_EXCL | O_NOFOLLOW, 0600);
     return open(path, flags, 0666);
 }
 
@@ -1378,7 +1382,11 @@ static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
     (void)user;
 #if defined(__linux__) && defined(POSIX_FADV_DONTNEED)
     int how = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-    if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0 && fsync(fd) != 0) return -1;
+    if (sync_file_range(fd, (off_t)offset, (off_t)bytes, how) != 0) { /* an error of the disk is told once: fsync is for
+                                                                         files that have no ranges */
+        if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) return -1;
+        if (fsync(fd) != 0) return -1;
+    }
     posix_fadvise(fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); /* what is read ahead unasked would stay */
     return 0;
@@ -2360,10 +2368,11 @@ static dt_status dt__present_aside(dt_tensor *t) {
 
 /* Reads or writes a parameter as a whole outside of any op: what was gathered for it alone is released at once. */
 static dt_status dt__access(dt_tensor *t, void *host, const void *from) {
-    dt_ctx  *ctx = t->ctx;
-    dt_unit *unit = t->param ? t->param->unit : NULL;
-    int      gathered = unit && !unit->data;
-    if (t->param && dt__present_aside(t) != DT_OK) return ctx->status;
+    dt_ctx        *ctx = t->ctx;
+    dt_param_info *param = dt__owner(t)->param; /* of a view too */
+    int            gathered = param && !dt__owner(t)->data;
+    if (param && dt__present_aside(t) != DT_OK) return ctx->status;
+    dt_unit *unit = param ? param->unit : NULL;
     dt__move(ctx, from ? t->data : host, from ? from : t->data, dt__bytes(t));
     if (ctx->status == DT_OK) dt__sync(ctx);
     if (unit) dt__unit_release(ctx, unit, from != NULL, gathered);
@@ -2390,6 +2399,12 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
     ctx->pool[lent] = b;
 }
 
+/* What listeners have started for the next op ends. */
+static void dt__tell_reset(dt_ctx *ctx) {
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->reset) l->reset(ctx, l->user);
+}
+
 void dt_reset(dt_ctx *ctx) {
     if (!ctx || !ctx->root) return;
     if (ctx->current != ctx->root) {
@@ -2406,8 +2421,7 @@ void dt_reset(dt_ctx *ctx) {
     ctx->inside = NULL;
     ctx->blocks = 0;
     ctx->trail = 0;
-    for (dt_listener *l = ctx->listeners; l; l = l->next)
-        if (l->reset) l->reset(ctx, l->user);
+    dt__tell_reset(ctx);
 }
 
 static void dt__tape_free(dt_ctx *ctx) {

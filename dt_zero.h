@@ -162,7 +162,8 @@ typedef struct dt_zero_desc {
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
     double         eps;             /* 0 -> 1e-8 */
     double         momentum;        /* SGD; 0: none, and no state */
-    int            freeze_steps;    /* 1-bit Adam: steps of Adam before its second moment is frozen, 1 or more */
+    int            freeze_steps;    /* 1-bit Adam, which is for stage 0 without tree and offload: steps of Adam before
+                                       its second moment is frozen: beyond the warmup, and some 1/(1 - beta2) or more */
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
@@ -194,7 +195,7 @@ typedef struct dt_step_info {
                                count changed, on any rank. Run the same micro-batches again, or go on to others */
     double  loss_scale;     /* of the gradients just used; 1: none */
     int     bad_rank;       /* of a step that was not made: world rank with the first gradient at fault, -1: none */
-    const dt_tensor *bad_param;     /* whose, and which element of its local part */
+    const dt_tensor *bad_param;     /* whose, and which element of that rank's part of it */
     size_t  bad_element;
 } dt_step_info;
 
@@ -204,15 +205,20 @@ DT_API dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc);
 /* [collective: world] After the backward of the step's last micro-batch: the norm, clipping, the update, and whole
    parameters on every rank again. The gradients' sums begin anew. */
 DT_API dt_step_info dt_zero_step(dt_zero *zero, double lr);
-/* [collective: the parameter's data group] State array `which` (0, 1) of a whole local parameter: host receives as many
+enum { DT_STATE_MASTER = 2 };
+/* [collective: the parameter's data group] State array `which` (0, 1, or after the first step DT_STATE_MASTER, the f32
+   master of a 16-bit parameter) of a whole local parameter: host receives as many
    elements of dt_grad_dtype(param) as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
 /* [collective: the parameter's data group] The step's gradient of a whole local parameter, summed over all ranks and
-   unscaled: between the last backward of a step and dt_zero_step. host as above. */
+   unscaled: between the last backward of a step and dt_zero_step. host as above. DT_ERR_UNSUPPORTED once 1-bit Adam has
+   frozen its second moment: it sums no more gradients. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
-/* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. */
+/* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. 0 where it is
+   offloaded: host memory counts as DT_MEM_HOST, a file as nothing. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local] Gives the state back before the context ends. NULL is allowed. */
+/* [local] Gives the state back before the context ends; after stage 3 parameters cannot be read any more. NULL is
+   allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Account ====================================================================================================
@@ -228,7 +234,8 @@ DT_API void dt_zero_free(dt_zero *zero);
        3       (values + grads + state)/N E   a (grads + 2 values) E   gathered in each forward and each backward
        3 kept  the same                       (a grads + values) E     gathered once a step
 
-   Not in it: what is gathered or summed at the moment, activations, frozen parameters, the padding of units to a
+   Not in it: the tree's levels and its traffic, sums over copies of shard groups, a second gather of a backward in two
+   halves, offload; what is gathered or summed at the moment, activations, frozen parameters, the padding of units to a
    multiple of N * 1,024 elements (with E as the sum of dt_unit.padded the bytes are exact). A dry run (dt_parallel.h)
    counts all of it. */
 typedef struct dt_zero_formula_desc {
@@ -356,7 +363,7 @@ struct dt_zero {
     int            states;
     const dt_kernels *table;    /* of the update */
     void          *stream;
-    dt__zero_plan  plans[2];    /* of the forward, of the backward */
+    dt__zero_plan  plans[3];    /* of the forward, of the backward, of the weight half of one in two halves */
     int            backward;    /* which one is followed */
     void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
     size_t         leaves_bytes;
@@ -422,6 +429,7 @@ static dt_status dt__zero_groups(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
+static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int       dt__on_disk(const char *place);
 static int       dt__in_host(const char *place);
 static dt_status dt__disk_open(dt_zero *zero);
@@ -517,15 +525,31 @@ static dt_status dt__zero_check_params(dt_zero *zero) {
    has belongs to it. */
 typedef struct dt__zero_text { char s[208]; } dt__zero_text;
 
+static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
+        h = (h ^ word) * 0x9E3779B97F4A7C15u;
+        h ^= h >> 29;
+    }
+    return h;
+}
+
 static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     static const char *const inits[] = { "zeros", "ones", "normal", "uniform" };
     const dt_zero_desc *z = &zero->desc;
     const dt_tensor    *t = dt_param_get(zero->ctx, item - 1);
     dt__zero_text       text = { "nothing" };
     size_t              at = 0, room = sizeof text.s;
+    const dt_scale_desc *c = &z->scale;
+    double   more[] = { c->init, c->growth, c->backoff, (double)c->interval, (double)c->hysteresis, c->least,
+        (double)z->keep_gathered, (double)z->no_overlap, (double)z->states, (double)!z->offload_optim,
+        (double)!z->offload_params };
+    uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to be named */
     if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
-        "decay %g, clip %g, freeze %d", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "",
-        z->loss_scale, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps);
+        "decay %g, clip %g, freeze %d, others #%06x", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "",
+        z->loss_scale, z->beta1, z->beta2, z->eps, z->momentum, z->weight_decay, z->clip, z->freeze_steps,
+        (unsigned)others);
     if (!t) return text;
     const dt_param_info *p = t->param;
     const dt_param_desc *d = &p->desc;
@@ -540,16 +564,6 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
         if (d->marks[m].comm) at += (size_t)snprintf(text.s + at, room - at, ", mark %d/%d", d->marks[m].kind,
             dt_comm_size(d->marks[m].comm));
     return text;
-}
-
-static uint64_t dt__zero_digest(uint64_t h, const void *data, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
-        h = (h ^ word) * 0x9E3779B97F4A7C15u;
-        h ^= h >> 29;
-    }
-    return h;
 }
 
 /* Of what an item is, or of the values a parameter holds; of a cut one's only where the group holds copies of it. */
@@ -850,7 +864,9 @@ static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last)
 }
 
 static void dt__zero_reduce_again(dt_zero *zero) {
-    zero->next = zero->oldest = zero->n_units - 1;
+    zero->next = zero->n_units - 1;
+    while (zero->next >= 0 && zero->units[zero->next].unit->frozen) zero->next--; /* -1: nothing is trained */
+    zero->oldest = zero->next;
     for (int u = 0; u < zero->n_units; u++) zero->units[u].ready = 0;
 }
 
@@ -893,11 +909,12 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
 /* Stage 3. A rank keeps its run of each unit. The first op that reads a parameter has its unit gathered, for the block
    in which it runs; when the block ends the unit is freed. So a micro-batch gathers each unit once in the forward and
    once in the backward, which a recomputed block's second run shares: with S bytes of values, a micro-batches send
-   2 a S (N-1)/N. What is read outside of blocks is held to the end of the forward, and in the backward until its
-   gradient is complete. keep_gathered holds every unit until the update: S (N-1)/N a step, and S bytes of memory.
+   2 a S (N-1)/N; a backward in two halves gathers in each of them. What is read outside of blocks is held to the end of
+   the forward, and in the backward until its gradient is complete. keep_gathered holds every unit until the update:
+   S (N-1)/N a step, and S bytes of memory.
 
-       enter block 2      gather its units, or wait for them     start to gather those of block 3
-       leave block 2      free them
+       first read in block 2   gather the unit, or wait for it     start to gather the others, and those of block 3
+       leave block 2           free them
 
    The order in which units are gathered is remembered from the micro-batch before: that is how a block's units are
    under way before it begins; what dt_read and the like gather aside is no part of it. Ranks that run the same ops
@@ -980,7 +997,7 @@ static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     if (!zero->desc.no_overlap && !ctx->aside) dt__zero_prefetch(zero, plan, z->holder);
 }
 
-static void dt__zero_gathered_unused(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
+static void dt__zero_release_unit(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user) {
     dt_zero *zero = (dt_zero *)user;
     if (dt_error(ctx) != DT_OK || unit->data == unit->kept || dt__zero_units_alloc(zero) != DT_OK) return;
     dt__zero_unit *z = &zero->units[unit->index];
@@ -994,7 +1011,7 @@ static void dt__zero_enter(dt_ctx *ctx, const dt_event *event, void *user) {
     if (event->phase == DT_FORWARD || event->block != 0 || dt_error(ctx) != DT_OK) return;
     dt__zero_plan_end(zero); /* the forward has ended */
     if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
-    zero->backward = 1;
+    zero->backward = event->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
 }
 
 static void dt__zero_leave(dt_ctx *ctx, const dt_event *event, void *user) {
@@ -1079,23 +1096,16 @@ typedef struct dt__zero_fault {
     double element, value;  /* of its local part */
 } dt__zero_fault;
 
-static double dt__zero_number(dt_dtype type, const void *p) {
-    double d;
-    float  f;
-    if (type == DT_F64) return memcpy(&d, p, sizeof d), d;
-    return memcpy(&f, p, sizeof f), (double)f;
-}
-
 /* In run `run` of a unit, which this rank owns. */
 static dt_status dt__zero_look(dt_zero *zero, dt__zero_unit *z, size_t run, dt__zero_fault *fault) {
-    char   copy[DT_RUN * sizeof(double)];
-    size_t size = dt__zero_size(z), bad = 0, at = run * DT_RUN;
+    double copy[DT_RUN]; /* of either type */
+    size_t bad = 0, at = run * DT_RUN;
     if (dt__grads_peek(zero, z, at - z->first, copy, DT_RUN) != DT_OK) return dt_error(zero->ctx);
-    while (bad < DT_RUN && isfinite(dt__zero_number(z->unit->grad_dtype, copy + bad * size))) bad++;
+    while (bad < DT_RUN && isfinite(dt__number(z->unit->grad_dtype, copy, bad))) bad++;
     for (size_t i = 0, most = 0; bad == DT_RUN && i <= DT_RUN; i++) { /* all finite: the largest */
         if (i == DT_RUN) bad = most;
-        else if (fabs(dt__zero_number(z->unit->grad_dtype, copy + i * size)) >
-            fabs(dt__zero_number(z->unit->grad_dtype, copy + most * size))) most = i;
+        else if (fabs(dt__number(z->unit->grad_dtype, copy, i)) >
+            fabs(dt__number(z->unit->grad_dtype, copy, most))) most = i;
     }
     const dt_tensor *t = dt_param_get(zero->ctx, z->unit->first_param);
     for (int p = 1; p < z->unit->params; p++) {
@@ -1105,7 +1115,7 @@ static dt_status dt__zero_look(dt_zero *zero, dt__zero_unit *z, size_t run, dt__
     fault->rank = dt_ctx_rank(zero->ctx);
     fault->param = t->param->index;
     fault->element = (double)(at + bad - t->param->offset);
-    fault->value = dt__zero_number(z->unit->grad_dtype, copy + bad * size);
+    fault->value = dt__number(z->unit->grad_dtype, copy, bad);
     return DT_OK;
 }
 
@@ -1238,6 +1248,7 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
     dt_dtype            type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OWN) {
         dt_cast_args a = { f->tensor->dtype, type, narrow, f->param, f->count, 0 };
+        if (dt__is_dry_run(zero)) return DT_OK;
         dt_status    status = d->update(f, d->user);
         if (status != DT_OK) return dt_fail(zero->ctx, status, "the update of %s", f->tensor->name);
         return narrow ? DT__UPDATE(zero, f->tensor->name, cast, &a) : DT_OK;
@@ -1333,10 +1344,13 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
    behind the two slots when its micro-batch has been reduced, read again to add the next one's, and read with its
    chunk.
 
+   State in host memory is updated at once: beside values on disk, a failed step leaves the values as they were, and the
+   state is of no more use.
+
    What was written leaves the page cache. The file loses its name as soon as it is open: whatever ends the program, it
    is gone with it. */
 
-enum { DT__DISK_PIECE = 1 << 18, DT__DISK_PATH = 1024 };
+enum { DT__DISK_PIECE = 1 << 18, DT__DISK_PATH = 1024, DT__DISK_NAMES = 1000 };
 
 struct dt__disk {
     dt_io           io;
@@ -1463,7 +1477,6 @@ static dt_status dt__disk_now(dt_zero *zero, dt__disk_job *job, int write, void 
 
 static int dt__on_disk(const char *place) { return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0; }
 static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
-static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int dt__streams(const dt_zero *zero) {
     const char *o = zero->desc.offload_optim, *p = zero->desc.offload_params;
     return dt__on_disk(o) || dt__on_disk(p) || dt__in_host(o) || dt__in_host(p);
@@ -1513,17 +1526,20 @@ static dt_status dt__disk_open(dt_zero *zero) {
     zero->disk = d;
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
     int64_t bytes = dt__disk_offset(zero, dt_unit_count(ctx), DT__GRAD, 0);
-    if (snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx)) >= (int)sizeof d->path)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %.60s...: a path of at most %zu bytes is "
-            "needed", folder, sizeof d->path - 1);
-    if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
-    /* without its name before it has any contents: of two runs that take the same name at once, one fails here */
-    errno = 0;
-    d->fd = d->io.open(d->io.user, d->path, 1);
-    if (d->fd < 0) return dt_fail(ctx, DT_ERR_IO, "%s: open: %s", d->path, dt__io_reason());
+    for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) { /* a name that nobody has, and not for long */
+        int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder, dt_ctx_rank(ctx), other)
+                      : snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.offload", folder, dt_ctx_rank(ctx));
+        if (n >= (int)sizeof d->path) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %.60s...: a path of at "
+            "most %zu bytes is needed", folder, sizeof d->path - 1);
+        if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
+        errno = 0;
+        d->fd = d->io.open(d->io.user, d->path, DT_IO_NEW);
+        if (d->fd < 0 && errno != EEXIST) break;
+    }
+    if (d->fd < 0) return dt_fail(ctx, DT_ERR_IO, "dt_zero_make: offload to %s: open: %s", d->path, dt__io_reason());
     errno = 0;
     if (d->io.remove(d->io.user, d->path) != 0)
-        return dt_fail(ctx, DT_ERR_IO, "%s: remove: %s", d->path, dt__io_reason());
+        return dt_fail(ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
     errno = 0; /* zeros are what state begins with */
     if (d->io.resize(d->io.user, d->fd, 0) != 0 || d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path, (long long)bytes,
@@ -1921,7 +1937,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
     }
     dt__disk_close(zero);
     dt__onebit_free(zero);
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 3; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
@@ -1947,6 +1963,8 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
             d->weight_decay);
     int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc, host = dt__in_host(d->offload_optim);
     int values = dt__in_host(d->offload_params) || dt__on_disk(d->offload_params);
+    if ((d->offload_optim && !*d->offload_optim) || (d->offload_params && !*d->offload_params))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to a folder without a name");
     if (values && d->stage != 3)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload_params needs stage 3, got stage %d", d->stage);
     if (on_device && (dt__on_disk(d->offload_params) || (values && !host && !dt__on_disk(d->offload_optim))))
@@ -1990,7 +2008,7 @@ static void dt__zero_listen(dt_zero *zero) {
         l->enter = dt__zero_enter;
         l->leave = dt__zero_leave;
         l->gather = dt__zero_gather;
-        l->release = dt__zero_gathered_unused;
+        l->release = dt__zero_release_unit;
         l->reset = dt__zero_reset;
     }
     dt_listen(zero->ctx, l);
@@ -2033,6 +2051,7 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
 void dt_zero_free(dt_zero *zero) {
     if (!zero) return;
     dt_loss_scale(zero->ctx, 1);
+    zero->ctx->hand_over = 0;
     dt_unlisten(zero->ctx, &zero->listener);
     dt__zero_release(zero->ctx, zero);
 }
@@ -2040,7 +2059,6 @@ void dt_zero_free(dt_zero *zero) {
 /* The gradients' sums begin anew. */
 static void dt__zero_step_end(dt_zero *zero) {
     for (int u = 0; u < zero->n_units; u++) zero->units[u].over = zero->units[u].filled = 0;
-    if (zero->desc.keep_gathered) dt__zero_drop_held(zero, -1);
     dt__zero_reduce_again(zero);
     dt_clear_grads(zero->ctx);
 }
@@ -2076,6 +2094,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         return info;
     }
     norm /= zero->scale;
+    dt__zero_drop_held(zero, -1); /* what is gathered is about to be the values of before */
     if (zero->desc.clip > 0 && zero->desc.clip / (norm + 1e-6) < 1) info.clip_scale = zero->desc.clip / (norm + 1e-6);
     if (dt__zero_update_all(zero, lr, info.clip_scale / zero->scale) != DT_OK) return info;
     dt__scale_good(zero);
@@ -2112,11 +2131,13 @@ static dt_status dt__zero_collect(dt_zero *zero, const dt__zero_unit *z, const v
 
 dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
-    if (which < 0 || which >= zero->states)
+    int master = which == DT_STATE_MASTER && param && dt_grad_dtype(param) != param->dtype && zero->step > 0;
+    if (which < 0 || (which >= zero->states && !master))
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
     dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
     size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__STATE_0 + which) : 0;
-    if (!z || !bytes) return z ? dt__zero_collect(zero, z, z->state[which], param, host) : dt_error(zero->ctx);
+    if (!z || !bytes) return z ? dt__zero_collect(zero, z, master ? z->master : z->state[which], param, host)
+        : dt_error(zero->ctx);
     void *run = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's state");
     if (!run) return dt_error(zero->ctx);
     if (dt__disk_now(zero, &z->read, 0, run, bytes, dt__disk_offset(zero, z->unit->index, DT__STATE_0 + which,
@@ -2129,6 +2150,8 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     if (zero->next >= 0) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
         (long long)zero->step + 1);
+    if (dt__onebit_frozen(zero))
+        return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
     dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
     size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__GRAD) : 0;
     void          *run = bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;

@@ -39,7 +39,7 @@ static dt_tensor *bumps(dt_tensor *x, dt_tensor *c) {
     int64_t    rows = x->shape.d[0], n = x->shape.d[1], count = c->shape.d[0];
     dt_tensor *out = dt_new(x->ctx, DT_F64, DT_SHAPE(rows, count));
     if (!out) return NULL;
-    const double *xs = (const double *)x->data, *cs = (const double *)c->data;
+    const double *xs = (const double *)dt_data(x), *cs = (const double *)dt_data(c);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < count; j++) {
             double square = 0;

@@ -302,9 +302,8 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree) n->bytes[1] = 0;
     for (int i = 0; i < 3; i++) n->parts[i] = c->zero.stage >= 3 - i ? n->shared : 1; /* optim from 1, params from 3 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
-        int64_t count = (int64_t)dt_unit_get(ctx, u)->count, whole = (int64_t)n->shared * DT_RUN;
-        n->psi += count;
-        n->padded += (count + whole - 1) / whole * whole;
+        n->psi += (int64_t)dt_unit_get(ctx, u)->count;
+        n->padded += (int64_t)dt_unit_get(ctx, u)->padded;
     }
     for (int i = 0; i < 3; i++) n->formula[i] = (double)n->padded * n->bytes[i] / n->parts[i];
     for (int leaves = c->zero.tree ? c->accum * dt_comm_size(mesh->data) : 0; leaves >> levels; levels++) {}
@@ -399,7 +398,12 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
         train_batch_next(b, ramp);
         train_row row = train_step(c, model, optimizer, mesh, text, b, step);
-        while (row.skipped && dt_error(ctx) == DT_OK) row = train_step(c, model, optimizer, mesh, text, b, step);
+        while (row.skipped && dt_error(ctx) == DT_OK) {
+            if (c->zero.loss_scale > 0)
+                dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: gradients are not finite under a loss scale of %g, which is "
+                    "fixed: use a smaller one, or a dynamic one", (long long)step, c->zero.loss_scale);
+            row = train_step(c, model, optimizer, mesh, text, b, step);
+        }
         if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
             row.val_loss = train_eval(model, mesh, val, b);
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);

@@ -25,6 +25,7 @@
 #include "gpt.h"
 #include "train.h"
 
+#include <sys/stat.h>
 #include <stdarg.h>
 #ifdef DT_USE_MPI
 #include <mpi.h>
@@ -701,6 +702,14 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     const char *optim = v[O_OFFLOAD_OPTIM].text, *params = v[O_OFFLOAD_PARAMS].text;
     z->offload_optim = strcmp(optim, "none") == 0 ? NULL : optim;
     z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
+    const char *places[] = { z->offload_optim, z->offload_params };
+    for (int i = 0; i < 2; i++) {
+        struct stat found;
+        int folder = places[i] && strcmp(places[i], "cpu") != 0 && !v[O_DRY_RUN].number;
+        if (folder && (stat(places[i], &found) != 0 || !S_ISDIR(found.st_mode)))
+            refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none", i ? "params" : "optim",
+                places[i]);
+    }
     if (z->offload_params && z->stage < 3)
         refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values", params, z->stage);
     if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
@@ -1253,7 +1262,7 @@ static void check_limit(const job *j) {
     fprintf(stderr, "error: --mem-limit %s: %s\nbytes of rank %d then\n", text, f.report.text, f.rank);
     print_memory(stderr, &f.need);
     f = dry(j, j->config, 0);
-    fprintf(stderr, "These settings need %zu bytes a rank. The same with one of these changes would fit:\n",
+    fprintf(stderr, "These settings need %zu bytes a rank. With the options of one of these lines they would fit:\n",
         f.need.memory.peak_total);
     try_settings(&a);
     if (a.fit == 0) fprintf(stderr, "  none of %d that were tried\n", a.tried);
