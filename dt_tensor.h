@@ -658,8 +658,8 @@ DT_API dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]);
 
 /* [local] A copy of host data as a tensor without gradient, until dt_reset. host NULL: contents undefined. */
 DT_API dt_tensor *dt_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, const void *host);
-/* [local; of a parameter at ZeRO-3 collective: its data group] Copies elements between a tensor and host memory. Waits
-   for the stream. */
+/* [local], of a parameter at ZeRO-3 [collective: its data group]. Copies elements between a tensor and host memory.
+   Waits for the stream. */
 DT_API dt_status dt_read(const dt_tensor *t, void *host);
 DT_API dt_status dt_write(dt_tensor *t, const void *host);
 /* [local] Where t's values are now: what your own op reads instead of t->data where t may be a parameter, whose values

@@ -687,7 +687,7 @@ static void test_sums(void) { run_well(8, 0, sums_main, NULL); }
 
 /* Tokens of a step: sequences that all replicas read, each once. */
 static double tokens_of(int64_t batch, int micro, int replicas, int64_t T) {
-    dt_order order = { 4 * batch, batch, micro, replicas };
+    dt_order order = { 4 * batch, batch, micro, replicas, 0 };
     char    *seen = (char *)calloc((size_t)(4 * batch), 1);
     double   n = 0;
     for (int j = 0; j < batch / micro / replicas; j++)
@@ -713,7 +713,7 @@ static void test_batches(void) {
 
 /* 003: warm-up over 0.1% to 0.5% of the training to a largest rate of 5e-5 to 1e-4, then cosine to 10% of it. */
 static void test_rates(void) {
-    dt_lr_desc d = { 1e-4, DT_LR_COSINE, 500, 100000, 0.1 };
+    dt_lr_desc d = { 1e-4, DT_LR_COSINE, 500, 100000, 0.1, 0 };
     says("003: half of the warm-up", dt_lr(d, 250), 5e-5, 1e-18);
     says("003: the largest rate, after 0.5%", dt_lr(d, 500), 1e-4, 1e-18);
     says("half of the cosine", dt_lr(d, (500 + 100000) / 2), 5.5e-5, 1e-18);
