@@ -76,7 +76,7 @@ demo: $(B)/demo
 	$(B)/demo
 
 test:
-	@B=$(B) SAMPLE=6 tests/run.sh
+	@B=$(B) SAMPLE=4 tests/run.sh
 
 mutants:
 	@tests/mutants/run.sh && tests/test_headers.sh planted

@@ -1192,7 +1192,7 @@ static int dry_run(job *j) {
 typedef struct advice {
     const job *j;
     double     limit, least;    /* bytes; least: of what was tried and does not fit */
-    char       least_text[128];
+    char       least_text[256];
     int        tried, fit;
     int        stage;           /* the highest of ZeRO that this build can do */
 } advice;
@@ -1211,7 +1211,7 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
 
 /* Runs a setting dry, and prints it if it fits. What this build cannot do is passed over. */
 static void try_setting(advice *a, train_config c) {
-    char        text[128];
+    char        text[256];
     dry_figures f = dry(a->j, c, 0);
     double      peak = (double)f.need.memory.peak_total;
     if (f.report.status != DT_OK) return;
