@@ -217,8 +217,8 @@ DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host)
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. 0 where it is
    offloaded: host memory counts as DT_MEM_HOST, a file as nothing. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
-/* [local] Gives the state back before the context ends; after stage 3 parameters cannot be read any more. NULL is
-   allowed. */
+/* [local], at stage 3 [collective: world]. Gives the state back before the context ends; after stage 3 parameters
+   cannot be read any more. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
 // ==== 3. Account ====================================================================================================
@@ -429,9 +429,11 @@ static dt_status dt__zero_groups(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
+/* Of offload, section 11, and of dry runs. */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int       dt__on_disk(const char *place);
 static int       dt__in_host(const char *place);
+static int       dt__streams(const dt_zero *zero);
 static dt_status dt__disk_open(dt_zero *zero);
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job);
 static dt_status dt__chunks_make(dt_zero *zero);
@@ -543,8 +545,8 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     size_t              at = 0, room = sizeof text.s;
     const dt_scale_desc *c = &z->scale;
     double   more[] = { c->init, c->growth, c->backoff, (double)c->interval, (double)c->hysteresis, c->least,
-        (double)z->keep_gathered, (double)z->no_overlap, (double)z->states, (double)!z->offload_optim,
-        (double)!z->offload_params };
+        (double)z->keep_gathered, (double)z->no_overlap, (double)z->states,
+        (double)dt__streams(zero), (double)(dt__on_disk(z->offload_params) || dt__in_host(z->offload_params)) };
     uint64_t others = dt__zero_digest(1, more, sizeof more) & 0xffffff; /* too many to be named */
     if (item == 0) snprintf(text.s, room, "optimizer %d of stage %d/%d%s, scale %g, betas %g %g, eps %g, momentum %g, "
         "decay %g, clip %g, freeze %d, others #%06x", z->optimizer, z->stage, z->shard_group, z->tree ? ", tree" : "",
@@ -1033,9 +1035,7 @@ static void dt__zero_reset(dt_ctx *ctx, void *user) {
 
 // ==== 8. The norm ===================================================================================================
 
-/* Sums of squares of each run of 1,024 elements: those this rank owns, zero elsewhere, then summed over the shard
-   group. A run's sum is computed by exactly one rank of it (at stage 0 by each for itself), and x + 0 is x: every stage
-   gets the same bits. */
+/* Sums of squares of each run of 1,024 elements of a unit: those this rank owns, zero elsewhere. */
 static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
     double *sums = zero->sums + z->sums;
     memset(sums, 0, z->unit->padded / DT_RUN * sizeof *sums);
@@ -1049,6 +1049,8 @@ static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
     return dt__sync(zero->ctx);
 }
 
+/* Those of all units, summed over the shard group. A run's sum is computed by exactly one rank of it (at stage 0 by
+   each for itself), and x + 0 is x: every stage gets the same bits. */
 static dt_status dt__zero_square_sums(dt_zero *zero) {
     for (int u = 0; u < zero->n_units; u++) { /* of gradients on disk they were made before these were written */
         const dt__zero_unit *z = &zero->units[u];
@@ -1304,7 +1306,6 @@ static dt_status dt__zero_update(dt_zero *zero, dt__zero_unit *z, double lr, dou
     return dt__zero_update_span(zero, z, &run, lr, grad_scale);
 }
 
-static int       dt__streams(const dt_zero *zero);
 static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale);
 
 /* All units; then every rank's run to every rank, one unit while the next is updated. */
@@ -1356,8 +1357,9 @@ struct dt__disk {
     dt_io           io;
     int             fd, slot;
     int64_t         slot_bytes;
+    double          limit_s;        /* for a transfer; a little less than ranks wait for each other */
     pthread_t       thread;
-    int             runs, stop, lost;
+    int             runs, stop, lost, ended;    /* the last two by the lock: who sees the other first decides */
     pthread_mutex_t lock;
     pthread_cond_t  more;
     dt__disk_job   *first, *last;
@@ -1422,6 +1424,7 @@ static void *dt__disk_thread(void *arg) {
         __atomic_store_n(&job->busy, 0, __ATOMIC_RELEASE);
     }
     int lost = d->lost;
+    d->ended = 1;
     pthread_mutex_unlock(&d->lock);
     if (lost) d->io.close(d->io.user, d->fd);
     return NULL;
@@ -1440,19 +1443,23 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     pthread_mutex_unlock(&d->lock);
 }
 
+/* From here on a thread that has not ended is on its own. */
+static void dt__disk_lose(dt__disk *d) {
+    pthread_mutex_lock(&d->lock);
+    d->lost = !d->ended;
+    pthread_mutex_unlock(&d->lock);
+}
+
 /* Until a transfer is over, if one was started. A disk that gives no answer fails, a little before the ranks that wait
    for this one give it up: the text is to name the disk. */
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
-    dt__disk        *d = zero->disk;
-    const dt_host   *host = dt_ctx_host(zero->ctx);
-    const dt__world *world = dt__world_of(zero->ctx);
-    double begin = host->now(host->user), limit = 0.8 * (world ? world->shared->timeout_s : 120), nap = 1e-5;
+    dt__disk      *d = zero->disk;
+    const dt_host *host = dt_ctx_host(zero->ctx);
+    double begin = host->now(host->user), limit = d->limit_s, nap = 1e-5;
     if (!job->what || d->lost) return dt_error(zero->ctx);
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
         if (host->now(host->user) - begin > limit) {
-            pthread_mutex_lock(&d->lock);
-            d->lost = 1;
-            pthread_mutex_unlock(&d->lock);
+            dt__disk_lose(d);
             return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: %s %s: no answer from the disk within %g s", d->path,
                 job->write ? "writing" : "reading", job->what, limit);
         }
@@ -1525,6 +1532,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     d->fd = -1;
     zero->disk = d;
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
+    d->limit_s = 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120); /* the world may end before */
     int64_t bytes = dt__disk_offset(zero, dt_unit_count(ctx), DT__GRAD, 0);
     for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) { /* a name that nobody has, and not for long */
         int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder, dt_ctx_rank(ctx), other)
@@ -1550,18 +1558,33 @@ static dt_status dt__disk_open(dt_zero *zero) {
     return d->runs ? DT_OK : dt_fail(ctx, DT_ERR_MEM, "%s: no thread to read and write it", d->path);
 }
 
+/* Asks the thread to end, and waits for it as long as for a transfer: 1 if it has ended. */
+static int dt__disk_stop(dt_zero *zero) {
+    dt__disk      *d = zero->disk;
+    const dt_host *host = dt_ctx_host(zero->ctx);
+    double begin = host->now(host->user), nap = 1e-5;
+    for (int ended = 0; !ended && !d->lost;) {
+        pthread_mutex_lock(&d->lock);
+        d->stop = 1;
+        ended = d->ended;
+        pthread_cond_signal(&d->more);
+        pthread_mutex_unlock(&d->lock);
+        if (ended) break;
+        if (host->now(host->user) - begin > d->limit_s) dt__disk_lose(d);
+        host->sleep(host->user, nap);
+        nap = nap < 1e-3 ? 2 * nap : nap;
+    }
+    if (d->lost) pthread_detach(d->thread);
+    else pthread_join(d->thread, NULL);
+    return !d->lost;
+}
+
 /* A thread that the disk does not let go is left behind with what it uses: *d, and the file, which it closes. */
 static void dt__disk_close(dt_zero *zero) {
     dt_ctx   *ctx = zero->ctx;
     dt__disk *d = zero->disk;
-    int       lost = d && d->lost;
-    if (lost) pthread_detach(d->thread);
-    else if (d && d->runs) {
-        pthread_mutex_lock(&d->lock);
-        d->stop = 1;
-        pthread_cond_signal(&d->more);
-        pthread_mutex_unlock(&d->lock);
-        pthread_join(d->thread, NULL);
+    int       lost = d && d->runs && !dt__disk_stop(zero);
+    if (d && d->runs && !lost) {
         pthread_mutex_destroy(&d->lock);
         pthread_cond_destroy(&d->more);
     }

@@ -665,8 +665,36 @@ static void test_no_folder(void) {
 
 // ==== (c) No answer =================================================================================================
 
-/* A transfer that does not return ends the run in time. Its thread goes on when the disk lets it, and touches nothing:
-   all that the run had has been given back by then, but the thread's own block. */
+/* Rank 1 fails for a reason of its own while a read of its values is under way that does not return. */
+static dt_status leaving_main(dt_ctx *ctx, void *user) {
+    job         *j = (job *)user;
+    fake        *disk = j->disk;
+    seen        *s = &j->rank[dt_ctx_rank(ctx)];
+    dt_zero_desc d = j->zero;
+    side_params(ctx, j->dtype);
+    dt_zero *zero = dt_zero_make(ctx, d);
+    if (dt_ctx_rank(ctx) == 1 && zero) {
+        pthread_mutex_lock(&disk->lock);
+        disk->at = disk->file[1].calls[PREAD] + 1;
+        pthread_mutex_unlock(&disk->lock);
+        dt__values_read_start(zero, &zero->units[0]);
+        for (int blocked = 0, k = 0; !blocked && CHECK(k < 1000); k++) {
+            dt_host_default()->sleep(NULL, 0.001);
+            pthread_mutex_lock(&disk->lock);
+            blocked = disk->blocked;
+            pthread_mutex_unlock(&disk->lock);
+        }
+        dt_fail(ctx, DT_ERR_TIMEOUT, "dt-rank-1.offload: no answer from the disk, says the test");
+    }
+    dt_barrier(dt_world(ctx));
+    s->status = dt_error(ctx);
+    snprintf(s->text, sizeof s->text, "%s", dt_error_text(ctx));
+    return dt_error(ctx);
+}
+
+/* A transfer that does not return ends the run in time, whether its rank waits for it or leaves (at 0). Its thread goes
+   on when the disk lets it, and touches nothing: all that the run had has been given back by then, but the thread's own
+   block. */
 static void test_no_answer(int op, long at) {
     fake     *disk = (fake *)malloc(sizeof *disk);
     counting *c = (counting *)malloc(sizeof *c);
@@ -679,7 +707,7 @@ static void test_no_answer(int op, long at) {
     disk->blocks = 1;
     double begin = dt_host_default()->now(NULL);
     dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 1, .host = &c->host, .io = &disk->io, .report = &report },
-        offload_main, &j);
+        at ? offload_main : leaving_main, &j);
     double took = dt_host_default()->now(NULL) - begin;
     CHECK_MSG(took < 10, "%.1f s", took);
     CHECK_MSG(report.status == DT_ERR_TIMEOUT && (report.rank == 1 || strstr(report.text, "rank 1")), "%s",
@@ -867,6 +895,7 @@ int main(void) {
     test_spoiled();
     test_no_folder();
     for (int k = 0; k < 4; k++) test_no_answer(k % 2 ? PREAD : PWRITE, k < 2 ? 3 : 12);
+    test_no_answer(PREAD, 0);
     test_runs_ahead(0);
     test_runs_ahead(1);
     test_device();
