@@ -719,6 +719,8 @@ static void test_ramp(void) {
     dt_batch_ramp none = { 0, 0, 0, 12 };
     CHECK(dt_batch_ramp_check(none, 5, why, sizeof why) == DT_OK);
     CHECK(dt_batch_ramp_size(none, 0) == 12);
+    dt_batch_ramp long_one = { 4, 4, (int64_t)4e18, 8 }; /* two sizes, 7.5e17 steps: not walked one by one */
+    CHECK(dt_batch_ramp_before(long_one, (int64_t)1e12 + 1) == (int64_t)4e12);
     CHECK(dt_batch_ramp_before(none, 1) == 0 && dt_batch_ramp_before(none, 9) == 96);
     test_ramp_bloom();
     test_ramp_small();

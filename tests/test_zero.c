@@ -1482,6 +1482,157 @@ static int survives(void (*fn)(void)) {
     return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+// ==== 7. Use that is rare ===========================================================================================
+
+typedef struct rare_run { int what, stage; double seen[2][4]; int updates; dt_dry dry[2]; } rare_run;
+enum { RARE_VIEW = 0, RARE_BETWEEN, RARE_SETTING, RARE_KEEP, RARE_FROZEN, RARE_PREFETCH, RARE_FREEZE, RARE_DRY,
+    RARE_MASTER, RARE_KINDS };
+
+static dt_tensor *rare_layer(dt_tensor *x, void *user) { return dt_linear(x, (dt_tensor *)user, NULL); }
+
+static dt_status rare_update(const dt_flat *f, void *user) {
+    (void)f;
+    __atomic_add_fetch(&((rare_run *)user)->updates, 1, __ATOMIC_RELAXED);
+    return DT_OK;
+}
+
+/* Of one layer (8,8) on its own sample. */
+static dt_tensor *rare_loss(dt_ctx *ctx, dt_tensor *w, double scale) {
+    float x[8], y[8];
+    for (int i = 0; i < 8; i++) x[i] = (float)((i * 3 + dt_ctx_rank(ctx)) % 5 * scale), y[i] = 1;
+    dt_tensor *in = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(1, 8), x), w->dtype);
+    return dt_mse(dt_linear(in, w, NULL), dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(1, 8), y), w->dtype), 16);
+}
+
+static dt_zero_desc rare_desc(rare_run *r, int rank) {
+    dt_zero_desc d = { .stage = r->stage, .bucket_bytes = 256, .poison = 1 };
+    if (r->what == RARE_SETTING) d.loss_scale = DT_SCALE_DYNAMIC, d.scale.init = rank ? 1024 : 65536;
+    if (r->what == RARE_KEEP) d.keep_gathered = rank;
+    if (r->what == RARE_FREEZE) d.optimizer = DT_ONEBIT_ADAM, d.freeze_steps = 1;
+    if (r->what == RARE_DRY) d.optimizer = DT_OWN, d.update = rare_update, d.user = r;
+    if (r->what == RARE_MASTER && r->stage > 1) d.offload_optim = folder;
+    return d;
+}
+
+static void rare_use(dt_ctx *ctx, rare_run *r, dt_zero *zero, dt_tensor *w, double *seen) {
+    float h[64], back[64];
+    if (r->what == RARE_VIEW) { /* a view of what is cut is read and written like the whole */
+        dt_tensor *view = dt_reshape(w, DT_SHAPE(64));
+        dt_backward(rare_loss(ctx, w, 1));
+        CHECK(dt_read(view, h) == DT_OK && dt_read(w, back) == DT_OK && memcmp(h, back, sizeof h) == 0);
+        for (int i = 0; i < 64; i++) h[i] = (float)i;
+        CHECK(dt_write(view, h) == DT_OK);
+        dt_reset(ctx);
+        CHECK(dt_read(w, back) == DT_OK && memcmp(h, back, sizeof h) == 0);
+    } else if (r->what == RARE_BETWEEN) { /* values that are gathered when the step comes are those of before */
+        dt_backward(rare_loss(ctx, w, 1));
+        dt_no_grad(ctx, 1);
+        rare_loss(ctx, w, 1);
+        dt_no_grad(ctx, 0);
+        dt_zero_step(zero, 0.1);
+        CHECK(dt_read(w, h) == DT_OK);
+        for (int i = 0; i < 4; i++) seen[i] = h[i];
+        dt_reset(ctx);
+    } else if (r->what == RARE_FREEZE) {
+        for (int step = 0; step < 2; step++) {
+            dt_backward(rare_loss(ctx, w, 1));
+            CHECK_MSG(dt_zero_grad(zero, w, h) == (step ? DT_ERR_UNSUPPORTED : DT_OK), "step %d", step);
+            if (step == 0) seen[0] = h[3];
+            dt_zero_step(zero, 0.01);
+            dt_reset(ctx);
+        }
+    } else if (r->what == RARE_MASTER) { /* the parameter is its master, rounded */
+        uint16_t narrowed[64];
+        for (int step = 0; step < 3; step++) {
+            dt_backward(rare_loss(ctx, w, 1));
+            dt_zero_step(zero, 1e-3);
+            dt_reset(ctx);
+        }
+        CHECK(dt_zero_state(zero, DT_STATE_MASTER, w, h) == DT_OK && dt_read(w, narrowed) == DT_OK);
+        int between = 0, right = 1;
+        for (int i = 0; i < 64; i++) {
+            double x = at_of(narrowed, DT_BF16, i);
+            right &= stored(DT_BF16, h[i]) == x;
+            between += (double)h[i] != x;
+        }
+        CHECK(right && between > 32);
+    } else { /* frozen, or a dry run: a step is made */
+        if (r->what == RARE_DRY) dt_backward(rare_loss(ctx, w, 1));
+        dt_step_info info = dt_zero_step(zero, 0.1);
+        CHECK_MSG(info.step == 1, "rare use %d at stage %d: %s", r->what, r->stage, dt_error_text(ctx));
+    }
+}
+
+/* The last forward is shorter than the one before, and nothing is reset: what was started for it is no failure. */
+static void rare_prefetch(dt_ctx *ctx, dt_tensor *const *w) {
+    float x[8] = { 1 };
+    for (int pass = 0; pass < 2; pass++) {
+        dt_tensor *t = dt_input(ctx, DT_F32, DT_SHAPE(1, 8), x);
+        for (int i = 0; i < (pass ? 1 : 3); i++) t = dt_block(ctx, rare_layer, t, w[i]);
+        if (!pass) dt_reset(ctx);
+    }
+}
+
+static dt_status rare_main(dt_ctx *ctx, void *user) {
+    rare_run     *r = (rare_run *)user;
+    int           me = dt_ctx_rank(ctx);
+    dt_param_desc p = { .frozen = r->what == RARE_FROZEN, .dtype = r->what == RARE_MASTER ? DT_BF16 : DT_F32 };
+    dt_tensor    *w[3];
+    if (r->what == RARE_DRY) dt_dry_begin(ctx, &r->dry[me]);
+    for (int i = 0; i < (r->what == RARE_PREFETCH ? 3 : 1); i++) {
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        w[i] = dt_param_at(ctx, name, DT_SHAPE(8, 8), DT_NORMAL(0.1), p);
+    }
+    dt_zero *zero = dt_zero_make(ctx, rare_desc(r, me));
+    if (zero && r->what == RARE_PREFETCH) rare_prefetch(ctx, w);
+    else if (zero) rare_use(ctx, r, zero, w[0], r->seen[me]);
+    return dt_error(ctx);
+}
+
+static void test_rare(void) {
+    for (int code = 0; code < RARE_KINDS * 4; code++) {
+        rare_run  r = { .what = code / 4, .stage = code % 4 }, whole = { .what = code / 4, .stage = 0 };
+        int       differs = r.what == RARE_SETTING || (r.what == RARE_KEEP && r.stage == 3);
+        dt_status right = differs ? DT_ERR_COMM : r.what == RARE_FREEZE ? DT_ERR_UNSUPPORTED : DT_OK;
+        if ((r.what == RARE_FREEZE && r.stage) || (r.what == RARE_KEEP && r.stage < 3)) continue;
+        dt_report report = run(2, rare_main, &r);
+        CHECK_MSG(report.status == right, "rare use %d at stage %d: %s %s", r.what, r.stage,
+            dt_status_name(report.status), report.text);
+        CHECK(r.updates == 0);
+        if (r.what == RARE_FREEZE) CHECK(r.seen[0][0] == r.seen[1][0] && r.seen[0][0] != 0);
+        if (r.what != RARE_BETWEEN) continue;
+        run(2, rare_main, &whole);
+        CHECK_MSG(memcmp(r.seen, whole.seen, sizeof r.seen) == 0 && r.seen[0][0] != 0, "stage %d reads %g after the "
+            "step, stage 0 %g", r.stage, r.seen[0][0], whole.seen[0][0]);
+    }
+}
+
+/* Files of others in the folder stay, and links are not followed. */
+static void test_folder(void) {
+    char path[3][100];
+    snprintf(path[0], sizeof path[0], "%s/dt-rank-0.offload", folder);
+    snprintf(path[1], sizeof path[1], "%s/dt-rank-1.offload", folder);
+    snprintf(path[2], sizeof path[2], "%s/mine", folder);
+    for (int i = 0; i < 3; i += 2) {
+        FILE *f = fopen(path[i], "w");
+        if (CHECK(f != NULL)) fputs("precious", f), fclose(f);
+    }
+    CHECK(symlink(path[2], path[1]) == 0);
+    rare_run r = { .what = RARE_MASTER, .stage = 3 };
+    CHECK(run(2, rare_main, &r).status == DT_OK);
+    for (int i = 0; i < 3; i++) {
+        char  text[16] = "";
+        FILE *f = fopen(path[i], "r");
+        if (CHECK(f != NULL)) CHECK(fgets(text, sizeof text, f) && strcmp(text, "precious") == 0), fclose(f);
+    }
+    for (int i = 0; i < 3; i++) CHECK(unlink(path[i]) == 0);
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ 0 });
+    dt_param(ctx, "w", DT_SHAPE(2), DT_ONES);
+    CHECK(dt_zero_make(ctx, (dt_zero_desc){ .offload_optim = "" }) == NULL && dt_error(ctx) == DT_ERR_ARG);
+    dt_ctx_free(ctx);
+}
+
 int main(int argc, char **argv) {
     const char *vectors = argc > 1 ? argv[1] : "tests/golden";
     snprintf(folder, sizeof folder, "/tmp/dt_test_zero.XXXXXX");
@@ -1502,6 +1653,8 @@ int main(int argc, char **argv) {
     test_alone();
     test_late_failure();
     test_refused_memory();
+    test_rare();
+    test_folder();
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
     return check_done("test_zero");
 }
