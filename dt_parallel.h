@@ -1398,7 +1398,7 @@ int64_t dt_batch_ramp_before(dt_batch_ramp r, int64_t step) {
             if (dt_batch_ramp_size(r, consumed + middle * size) == size) few = middle;
             else many = middle;
         }
-        int64_t steps = few + 1 < left ? few + 1 : left;
+        int64_t steps = many < left ? many : left;
         consumed += steps * size;
         left -= steps;
     }
