@@ -2,7 +2,7 @@
 #
 #   make          train_gpt, demo and the ladder of examples, into build/
 #   make demo     builds and runs the demonstration: every layout against one rank
-#   make test     everything, but a sample of 6 of the planted mistakes; last line "N passed, N failed, N skipped"
+#   make test     everything, but a sample of 4 of the planted mistakes; last line "N passed, N failed, N skipped"
 #                 (DEPS=no: install nothing)
 #   make mutants  all planted mistakes: each must make its test fail
 #   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed

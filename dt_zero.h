@@ -1455,13 +1455,13 @@ static void dt__disk_lose(dt__disk *d) {
 static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk      *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
-    double begin = host->now(host->user), limit = d->limit_s, nap = 1e-5;
     if (!job->what || d->lost) return dt_error(zero->ctx);
+    double begin = host->now(host->user), nap = 1e-5;
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
-        if (host->now(host->user) - begin > limit) {
+        if (host->now(host->user) - begin > d->limit_s) {
             dt__disk_lose(d);
             return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: %s %s: no answer from the disk within %g s", d->path,
-                job->write ? "writing" : "reading", job->what, limit);
+                job->write ? "writing" : "reading", job->what, d->limit_s);
         }
         host->sleep(host->user, nap);
         nap = nap < 1e-3 ? 2 * nap : nap;

@@ -515,8 +515,8 @@ static void test_load(void) {
     char  path[120], head[120] = "", names[2][16] = { "memory", "disk" };
     float big[TALL * SIDE];
     snprintf(path, sizeof path, "%s/big.safetensors", folder);
-    int n = snprintf(head + 8, sizeof head - 8, "{\"side.big\":{\"dtype\":\"F32\",\"shape\":[%d,%d],\"data_offsets\":[0,"
-        "%zu]}}", TALL, SIDE, sizeof big);
+    int n = snprintf(head + 8, sizeof head - 8, "{\"side.big\":{\"dtype\":\"F32\",\"shape\":[%d,%d],"
+        "\"data_offsets\":[0,%zu]}}", TALL, SIDE, sizeof big);
     head[0] = (char)n;
     for (int i = 0; i < TALL * SIDE; i++) big[i] = (float)(i * 37 % 101) / 64 - 0.7f;
     FILE *file = fopen(path, "wb");
@@ -582,8 +582,9 @@ static void check_text(const char *text, const fake *f) {
     CHECK_MSG(named && strstr(text, ", byte ") && strstr(text, " of "), "%s", text);
     if (f->op == PREAD) CHECK_MSG(strstr(text, ": reading "), "%s", text);
     if (f->op == PWRITE) CHECK_MSG(strstr(text, ": writing "), "%s", text);
-    CHECK_MSG(f->how == NOTHING ? strstr(text, f->op == PREAD ? "become shorter" : f->op == PWRITE ? "took no more" : "")
-        : strstr(text, strerror(f->how == HALF_THEN_FAILS && f->op != FORGET ? ENOSPC : EIO)), "%d: %s", f->how, text);
+    const char *nothing = f->op == PREAD ? "become shorter" : f->op == PWRITE ? "took no more" : "";
+    const char *reason = strerror(f->how == HALF_THEN_FAILS && f->op != FORGET ? ENOSPC : EIO);
+    CHECK_MSG(strstr(text, f->how == NOTHING ? nothing : reason), "%d: %s", f->how, text);
     if (f->op < FORGET) CHECK_MSG((strstr(text, ", byte 0 of ") == NULL) == (f->how == HALF_THEN_FAILS), "%s", text);
 }
 

@@ -206,25 +206,27 @@ static int owner(const run *r) {
     return (r->zero.stage == 0 ? 0 : (int)(at / run_of)) * r->tp + r->rank % r->tp;
 }
 
-static run random_run(uint32_t number) {
+static void random_run(run *r, uint32_t number) {
     static const double values[3] = { NAN, INFINITY, -INFINITY };
-    run      r = { .dp = 1 << draw(number * 16, 3), .tp = 1 + (int)draw(number * 16 + 1, 2), .skips = 1 };
     uint32_t at = number * 16;
-    r.accum = 1 + (int)draw(at + 2, 3);
-    r.dtype = draw(at + 3, 2) ? DT_BF16 : DT_F16;
-    r.zero.stage = (int)number % 4;
-    if (r.zero.stage && r.dp == 4 && draw(at + 4, 2)) r.zero.shard_group = 2;
-    r.zero.keep_gathered = r.zero.stage == 3 && draw(at + 5, 2);
-    r.zero.clip = draw(at + 6, 2) ? 0.1 : 0;
-    r.zero.tree = draw(at + 7, 4) == 0;
-    r.zero.loss_scale = DT_SCALE_DYNAMIC;
-    r.zero.scale.init = 1024;
-    r.rank = (int)draw(at + 8, (uint32_t)(r.dp * r.tp));
-    r.micro = (int)draw(at + 9, (uint32_t)r.accum);
-    r.param = (int)draw(at + 10, PARAMS);
-    r.element = draw(at + 11, (uint32_t)part_of(&r, r.param));
-    r.value = values[draw(at + 12, 3)];
-    return r;
+    memset(r, 0, sizeof *r);
+    r->dp = 1 << draw(at, 3);
+    r->tp = 1 + (int)draw(at + 1, 2);
+    r->skips = 1;
+    r->accum = 1 + (int)draw(at + 2, 3);
+    r->dtype = draw(at + 3, 2) ? DT_BF16 : DT_F16;
+    r->zero.stage = (int)number % 4;
+    if (r->zero.stage && r->dp == 4 && draw(at + 4, 2)) r->zero.shard_group = 2;
+    r->zero.keep_gathered = r->zero.stage == 3 && draw(at + 5, 2);
+    r->zero.clip = draw(at + 6, 2) ? 0.1 : 0;
+    r->zero.tree = draw(at + 7, 4) == 0;
+    r->zero.loss_scale = DT_SCALE_DYNAMIC;
+    r->zero.scale.init = 1024;
+    r->rank = (int)draw(at + 8, (uint32_t)(r->dp * r->tp));
+    r->micro = (int)draw(at + 9, (uint32_t)r->accum);
+    r->param = (int)draw(at + 10, PARAMS);
+    r->element = draw(at + 11, (uint32_t)part_of(r, r->param));
+    r->value = values[draw(at + 12, 3)];
 }
 
 static void check_verdicts(const run *r, uint32_t number) {
@@ -247,7 +249,7 @@ static void test_faults(void) {
     enum { CASES = 100 };
     static run r, clean;
     for (uint32_t number = 0; number < CASES; number++) {
-        r = random_run(number);
+        random_run(&r, number);
         clean = r;
         clean.skips = 0;
         clean.lower = 512;
