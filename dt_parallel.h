@@ -46,15 +46,21 @@
      2. Placements
      3. Tensor and sequence parallelism
      4. Context parallelism
-     5. Order of data
-     6. Text
-     7. Dry runs
-     8. Implementation: mesh
-     9. Placements: code
-    10. Tensor and sequence parallelism: code
-    11. Context parallelism: code
-    12. Order of data and text: code
-    13. Dry runs: code
+     5. Expert parallelism
+     6. Schedules
+     7. Pipeline parallelism
+     8. Order of data
+     9. Text
+    10. Dry runs
+    11. Implementation: mesh
+    12. Placements: code
+    13. Tensor and sequence parallelism: code
+    14. Context parallelism: code
+    15. Expert parallelism: code
+    16. Schedules: code
+    17. Pipeline parallelism: code
+    18. Order of data and text: code
+    19. Dry runs: code
 
    CONTRACT
      Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as those of ops do. A
@@ -247,7 +253,13 @@ DT_API dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v,
 /* [local] This rank's columns of a host array (B,T) that is in the sequence's own order: local (B,T/c). */
 DT_API void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local);
 
-// ==== 5. Order of data ==============================================================================================
+// ==== 5. Expert parallelism =========================================================================================
+
+// ==== 6. Schedules ==================================================================================================
+
+// ==== 7. Pipeline parallelism =======================================================================================
+
+// ==== 8. Order of data ==============================================================================================
 
 /* Which sequences a replica reads: B = b * a * R sequences a step, the same ones in the same order in every layout. */
 typedef struct dt_order {
@@ -328,7 +340,7 @@ DT_API dt_status dt_sampler_seek(dt_sampler *sampler, dt_sampler_state state);
    traffic. After a failure this rank's own number. */
 DT_API double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n);
 
-// ==== 6. Text =======================================================================================================
+// ==== 9. Text =======================================================================================================
 
 /* Files read as one string of tokens: bytes, each a token 0..255, or llm.c token shards, known by their magic (20240520
    with 16 bits a token, 20240801 with 32). All files are of one kind. N tokens hold S = floor((N-1)/T) sequences;
@@ -350,7 +362,7 @@ DT_API int64_t dt_text_limit(const dt_text *text);
 /* [local] ids (seq) and labels (seq) of one sequence. DT_ERR_ARG outside the text; DT_ERR_IO naming file and token. */
 DT_API dt_status dt_text_read(dt_text *text, int64_t sequence, int32_t *ids, int32_t *labels);
 
-// ==== 7. Dry runs ===================================================================================================
+// ==== 10. Dry runs ==================================================================================================
 
 /* A context that computes nothing and has no memory for tensors, but does everything else: the same program then shows
    what it would need, on any number of ranks (as threads), without a second formula for it. dt_memory_used and
@@ -379,7 +391,7 @@ DT_API dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry);
 extern "C" {
 #endif
 
-// ==== 8. Implementation: mesh =======================================================================================
+// ==== 11. Implementation: mesh ======================================================================================
 
 dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
@@ -458,7 +470,7 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     return dt_error(ctx) == DT_OK ? mesh : none;
 }
 
-// ==== 9. Placements: code ===========================================================================================
+// ==== 12. Placements: code ==========================================================================================
 
 /* One move of a dense array over a group: the argument of every row of the table. */
 typedef struct dt__place_move {
@@ -702,7 +714,7 @@ dt_tensor *dt_redistribute(dt_tensor *x, dt_comm *comm, dt_place from, dt_place 
     return dt__redistribute(x, comm, from, to, 0);
 }
 
-// ==== 10. Tensor and sequence parallelism: code =====================================================================
+// ==== 13. Tensor and sequence parallelism: code =====================================================================
 
 dt_tensor *dt_tp_enter(dt_tensor *x, dt_comm *comm, dt_place outside) {
     return dt__redistribute(x, comm, outside, DT_COPY, outside.kind == DT_PLACE_SHARD);
@@ -894,7 +906,7 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
     return dt_error(ctx) == DT_OK ? held : NULL;
 }
 
-// ==== 11. Context parallelism: code =================================================================================
+// ==== 14. Context parallelism: code =================================================================================
 
 int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i) {
     if (kind != DT_CP_ZIGZAG) return r * (T / c) + i;
@@ -1329,7 +1341,13 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
     return dt__ring_attention(q, keys, values, k);
 }
 
-// ==== 12. Order of data and text: code ==============================================================================
+// ==== 15. Expert parallelism: code ==================================================================================
+
+// ==== 16. Schedules: code ===========================================================================================
+
+// ==== 17. Pipeline parallelism: code ================================================================================
+
+// ==== 18. Order of data and text: code ==============================================================================
 
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
     if (order.sequences < 1) return -1;
@@ -1713,7 +1731,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
     return DT_OK;
 }
 
-// ==== 13. Dry runs: code ============================================================================================
+// ==== 19. Dry runs: code ============================================================================================
 
 /* Addresses that no memory has: the upper half of all. */
 #define DT__DRY_FROM ((uintptr_t)1 << (8 * sizeof(uintptr_t) - 1))
