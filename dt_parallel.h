@@ -99,6 +99,7 @@ typedef struct dt_mesh_desc {
 typedef struct dt_mesh {
     dt_comm *world, *dp, *tp, *cp, *pp, *ep;
     dt_comm *data;              /* dp x ep x cp: the copies of a dense parameter, each with a part of the data */
+    dt_comm *experts;           /* dp x cp: those of a parameter that is cut over ep, as experts are */
     dt_mesh_desc sizes;         /* resolved */
     dt_mesh_desc at;            /* this rank's coordinates */
     int replica, replicas;      /* dp_rank*EP + ep_rank of R = DP*EP: the batch is cut over these */
@@ -465,6 +466,9 @@ dt_mesh dt_mesh_make(dt_ctx *ctx, dt_mesh_desc desc) {
     int copies = desc.dp * desc.ep * desc.cp;
     int offset = mesh.at.dp * dp_stride + mesh.at.ep * ep_stride + mesh.at.cp * cp_stride;
     mesh.data = copies == desc.dp ? mesh.dp : dt__mesh_axis(world, copies, offset, offset, "data", DT_AXIS_DP);
+    offset -= mesh.at.ep * ep_stride;
+    mesh.experts = desc.ep == 1 ? mesh.data : desc.cp == 1 ? mesh.dp
+        : dt__mesh_axis(world, desc.dp * desc.cp, offset, offset, "experts", DT_AXIS_DP);
     mesh.replica = mesh.at.dp * desc.ep + mesh.at.ep;
     mesh.replicas = desc.dp * desc.ep;
     return dt_error(ctx) == DT_OK ? mesh : none;

@@ -635,7 +635,8 @@ struct dt_param_info {          /* what a parameter is beyond its tensor; read-o
     dt_box        box;
     dt_init       init;
     dt_param_desc desc;
-    int           scope;        /* dt_scope calls before it */
+    int           scope;        /* dt_scope and dt_stage calls before it */
+    int           stage;        /* of dt_stage */
     dt_unit      *unit;         /* NULL before storage is made */
     size_t        offset, count; /* elements: place in the unit, local size */
     int           written;      /* this micro-batch's gradient has been started */
@@ -649,6 +650,9 @@ DT_API dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_i
 /* [local] Names of parameters registered from here on begin with prefix ("h.0."), and no unit crosses this point.
    NULL ends it. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
+/* [local] Parameters registered from here on belong to stage `stage` >= 0 of a pipeline, and no unit crosses this point.
+   A rank may have several stages; each has a tape of its own (section 8). Default 0. */
+DT_API void dt_stage(dt_ctx *ctx, int stage);
 /* [local] Parameters in order of registration; NULL out of range. */
 DT_API int        dt_param_count(const dt_ctx *ctx);
 DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
@@ -677,6 +681,7 @@ struct dt_unit {
     int      index, first_param, params;
     dt_dtype dtype, grad_dtype; /* gradients of bf16 and f16 are f32 */
     int      frozen;
+    int      stage;             /* of dt_stage */
     size_t   count, padded;     /* elements */
     void    *data;              /* (padded) values. Of a cut unit: only while it is gathered, class comm, else NULL */
     void    *kept;              /* (run) those this rank keeps, class params: data itself, or its run of a cut unit */
@@ -690,9 +695,13 @@ struct dt_unit {
 typedef struct dt_units_desc {
     size_t bucket_bytes;        /* 0 -> 25 MiB */
     size_t pad;                 /* units are padded to a multiple of this many elements; 0 -> 1 */
-    int    parts, part;         /* this rank keeps part of so many equal runs of each unit's values; 0 -> all of it */
-    int    elsewhere;           /* 1: nor are these kept: a listener's release takes them, its gather has them */
+    int    elsewhere;           /* 1: values that a rank keeps of a cut unit are not kept here: a listener's release
+                                   takes them, its gather has them */
     int    hand_over;           /* 1: grad is not made: grad_ready finds each micro-batch's gradient in passing */
+    /* If not NULL: the padding of each unit (*pad), and that this rank keeps run `part` of `parts` equal ones of its
+       values; as they come they are pad above and 0 of 1. */
+    void (*cut)(const dt_unit *unit, size_t *pad, int *parts, int *part, void *user);
+    void  *user;
 } dt_units_desc;
 
 /* [local] Gives every registered parameter storage and its initial values. Called by dt_zero_make, or with defaults at
@@ -708,6 +717,7 @@ typedef struct dt_event {
     dt_phase phase;
     int      block;             /* 0: the whole micro-batch; else order of the dt_block call in it, from 1 */
     int      micro, last;       /* as told by dt_micro */
+    int      stage;             /* as told by dt_tape */
 } dt_event;
 
 /* How an upper layer attaches to this one. Each entry may be NULL. The struct is yours and must outlive its use. */
@@ -927,11 +937,19 @@ DT_API dt_status dt_backward(dt_tensor *loss);
 /* [local] The same in two halves: gradients of activations first, of parameters later. Bits as dt_backward. */
 DT_API dt_status dt_backward_input(dt_tensor *loss);
 DT_API dt_status dt_backward_weight(dt_tensor *loss);
+/* [local] The same in any phase of DT_BACKWARD and its two halves, from any tensor y: grad, of y's shape and type, is
+   the gradient of the loss, loss scale included, with respect to y; it is used up. NULL for a scalar: 1, scaled. If y
+   needs no gradient, all of this tape's parameters have a gradient of zero. */
+DT_API dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase);
 /* [local] What the gradient of a loss begins with, 1 at first: all gradients are so many times larger, which keeps
    those of f16 in its range (arXiv:1710.03740). dt_zero.h sets it and divides it out again. */
 DT_API void dt_loss_scale(dt_ctx *ctx, double scale);
-/* [local] Frees every tensor but parameters. Call after each micro-batch. */
+/* [local] Frees every tensor of the current tape, which is all but parameters. Call after each micro-batch. */
 DT_API void dt_reset(dt_ctx *ctx);
+/* [local] Several micro-batches may be alive at once, as a pipeline has them: ops, the backward and dt_reset work on
+   the tape named last, which keeps its memory, and in a backward only units of `stage` get a gradient. Tapes are
+   numbered from 0, as small as may be; default 0, stage 0. Not inside a block, nor another stage before dt_reset. */
+DT_API void dt_tape(dt_ctx *ctx, int tape, int stage);
 /* [local] An input gets a gradient too (t->grad after the backward, until dt_reset). Call before its first use. */
 DT_API dt_tensor *dt_require_grad(dt_tensor *t);
 /* [local] on 1: ops record nothing (evaluation, generation); 0: they do again. */
@@ -1448,24 +1466,24 @@ struct dt_ctx {
     int          n_params, param_room;
     char        *scope_prefix;
     size_t       scope_bytes;
-    int          scope;
+    int          scope, stage;
     dt_unit     *units;
     int          n_units;
     int          hand_over;                 /* of dt_units_desc */
     dt__spare   *spares;
     int          n_spares, spare_room;
 
-    dt_block_state *root, *current;
+    dt_block_state **tapes;                 /* (tape_room) roots, NULL where there is none yet */
+    int             tape_room;
+    dt_block_state *root, *current;         /* root: of the tape in use */
     dt_block_state *inside;                 /* the innermost block that a listener saw enter */
     int             aside;                  /* what is gathered now is for one access outside of any op */
-    dt_block_state *pool[2];                /* blocks that a reset gave back, with their arenas: own, lent */
     dt__arena      *grad_pool;
     dt__arena      *lent_pool;              /* data of recomputed blocks: what one gives back the next one takes */
     dt__arena      *brief_pool;             /* data of brief tensors, one each */
     int             brief;                  /* ops make brief tensors now */
     uint64_t        trail;                  /* digest of what the open block has recorded so far; 0: nothing */
     int             recomputing;            /* depth of second runs */
-    int             blocks;                 /* dt_block calls of this micro-batch */
     int             micro, micro_count;
     int             no_grad;
     double          loss_scale;
@@ -1840,6 +1858,16 @@ void dt_scope(dt_ctx *ctx, const char *prefix) {
     ctx->scope_bytes = bytes;
 }
 
+void dt_stage(dt_ctx *ctx, int stage) {
+    if (!ctx || ctx->status != DT_OK) return;
+    if (stage < 0) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_stage: %d", stage);
+        return;
+    }
+    ctx->stage = stage;
+    ctx->scope++;
+}
+
 /* A tensor, its info and its name in one piece of memory. */
 typedef struct dt__param_memory {
     dt_tensor     tensor;
@@ -1908,6 +1936,7 @@ dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_init ini
     p->init = init;
     p->desc = desc;
     p->scope = ctx->scope;
+    p->stage = ctx->stage;
     t->shape.nd = full.nd;
     for (int i = 0; i < full.nd; i++) t->shape.d[i] = p->box.n[i];
     p->count = (size_t)dt_count(t->shape);
@@ -1960,6 +1989,7 @@ static void dt__units_plan(dt_ctx *ctx, size_t bucket_bytes) {
             unit->dtype = ctx->params[i]->dtype;
             unit->grad_dtype = dt__wide(unit->dtype, 1);
             unit->frozen = p->desc.frozen != 0;
+            unit->stage = p->stage;
         }
         p->unit = &ctx->units[u];
         p->offset = p->unit->count;
@@ -2017,15 +2047,25 @@ static dt_status dt__unit_storage(dt_ctx *ctx, dt_unit *unit, const dt_units_des
     return ctx->status;
 }
 
+/* How much padding a unit has, and which run of it this rank keeps. */
+static dt_status dt__unit_cut(dt_ctx *ctx, dt_unit *unit, const dt_units_desc *desc) {
+    size_t pad = desc->pad ? desc->pad : 1;
+    int    parts = 1, part = 0;
+    if (desc->cut) desc->cut(unit, &pad, &parts, &part, desc->user);
+    if (parts < 1 || part < 0 || part >= parts || pad % (size_t)parts != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: run %d of %d of units padded to %zu elements", part, parts, pad);
+    unit->padded = (unit->count + pad - 1) / pad * pad;
+    unit->run = unit->padded / (size_t)parts;
+    unit->first = (size_t)part * unit->run;
+    return DT_OK;
+}
+
 dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     size_t bucket_bytes = desc.bucket_bytes ? desc.bucket_bytes : (size_t)25 << 20, open = 0;
-    size_t pad = desc.pad ? desc.pad : 1, parts = desc.parts > 1 ? (size_t)desc.parts : 1;
     if (!ctx || ctx->status != DT_OK) return dt_error(ctx);
     if (ctx->units) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: parameters have their storage already; call "
         "dt_zero_make once and before the first use of a parameter");
     if (ctx->n_params == 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: no parameters were registered");
-    if (pad % parts != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: %zu runs of units padded to %zu elements",
-        parts, pad);
     for (int i = 0; i < ctx->n_params; i++) {
         int begins = dt__begins_unit(ctx, i, open, bucket_bytes);
         open = (begins ? 0 : open) + ctx->params[i]->param->count;
@@ -2038,12 +2078,7 @@ dt_status dt_units_make(dt_ctx *ctx, dt_units_desc desc) {
     }
     ctx->hand_over = desc.hand_over;
     dt__units_plan(ctx, bucket_bytes);
-    for (int u = 0; u < ctx->n_units; u++) {
-        dt_unit *unit = &ctx->units[u];
-        unit->padded = (unit->count + pad - 1) / pad * pad;
-        unit->run = unit->padded / parts;
-        unit->first = parts > 1 ? (size_t)desc.part * unit->run : 0;
-    }
+    for (int u = 0; u < ctx->n_units && ctx->status == DT_OK; u++) dt__unit_cut(ctx, &ctx->units[u], &desc);
     for (int u = 0; u < ctx->n_units && ctx->status == DT_OK; u++) dt__unit_storage(ctx, &ctx->units[u], &desc);
     return ctx->status;
 }
@@ -2260,9 +2295,9 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
 
 // ==== 16. Tape and blocks: code =====================================================================================
 
-/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch;
-   dt_block makes children. A block keeps its arenas when a reset returns it to the pool, so the k-th block of every
-   step finds memory of its own size.
+/* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch,
+   a tape; dt_block makes children. A block keeps its arenas when a reset returns it to the pool of its tape, so the k-th
+   block of every step finds memory of its own size.
 
    A recomputed block, and every block inside one, is lent an arena for its data and gives it back when it is dropped:
    a step lends the same few arenas over and over. Lent blocks have a pool of their own, or a plain block would find the
@@ -2280,8 +2315,11 @@ struct dt_block_state {
     dt__arena       own;
     dt__arena       meta;               /* tensors and nodes themselves: host memory */
     dt__arena      *grads;              /* gradients of its tensors, from their first use to its backward's end */
-    int            *uses;               /* root only, (n_params): recorded uses whose backward has not run */
-    int             done;               /* root only: 1: the input half of its backward has run, 2: all of it */
+    int            *uses;               /* root only, as to stage: (n_params): recorded uses still to go back through */
+    int             done;               /* 1: the input half of its backward has run, 2: all of it */
+    int             blocks;             /* dt_block calls of this micro-batch */
+    dt_block_state *pool[2];            /* blocks that a reset gave back, with their arenas: own, lent */
+    int             stage;
     uint64_t        trail;              /* digest of what it recorded, blocks inside included; 0: nothing */
     dt_block_fn     fn;                 /* of a recomputed block, else NULL: what to run again, on what */
     dt_tensor      *x;
@@ -2293,9 +2331,9 @@ struct dt_block_state {
 };
 
 static dt_block_state *dt__block_take(dt_ctx *ctx, int lent) {
-    dt_block_state *b = ctx->pool[lent];
+    dt_block_state *b = ctx->root ? ctx->root->pool[lent] : NULL;
     if (b) {
-        ctx->pool[lent] = b->sibling;
+        ctx->root->pool[lent] = b->sibling;
     } else {
         b = (dt_block_state *)dt__host_zeroed(ctx, sizeof *b, "a block");
         if (!b) return NULL;
@@ -2332,16 +2370,15 @@ static void *dt__brief_data(dt_ctx *ctx, dt_tensor *t) {
     return t->data;
 }
 
-/* The root, made at its first use. */
+/* The root of tape 0 if none was named, made at its first use. */
 static dt_block_state *dt__root(dt_ctx *ctx) {
-    if (ctx->root) return ctx->root;
-    ctx->root = ctx->current = dt__block_take(ctx, 0);
+    if (!ctx->root) dt_tape(ctx, 0, 0);
     return ctx->root;
 }
 
 /* Storage for parameters that no optimizer asked for. */
 static dt_status dt__storage(dt_ctx *ctx) {
-    dt_units_desc defaults = { 0, 0, 0, 0, 0, 0 };
+    dt_units_desc defaults = { 0, 0, 0, 0, NULL, NULL };
     return ctx->units ? DT_OK : dt_units_make(ctx, defaults);
 }
 
@@ -2395,8 +2432,14 @@ static void dt__block_give(dt_ctx *ctx, dt_block_state *b) {
     dt__arena_reset(ctx, &b->meta);
     b->newest = NULL;
     b->briefs = NULL;
-    b->sibling = ctx->pool[lent];
-    ctx->pool[lent] = b;
+    b->sibling = ctx->root->pool[lent];
+    ctx->root->pool[lent] = b;
+}
+
+static void dt__block_free(dt_ctx *ctx, dt_block_state *b) {
+    dt__arena_free(ctx, &b->own);
+    dt__arena_free(ctx, &b->meta);
+    dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
 }
 
 /* What listeners have started for the next op ends. */
@@ -2413,32 +2456,71 @@ void dt_reset(dt_ctx *ctx) {
     }
     dt_block_state *root = ctx->root;
     dt__block_give(ctx, root);
-    ctx->pool[0] = root->sibling; /* the root stays the root */
+    root->pool[0] = root->sibling; /* the root stays the root */
     root->sibling = NULL;
-    root->done = 0;
+    root->done = root->blocks = 0;
     if (root->uses) memset(root->uses, 0, (size_t)ctx->n_params * sizeof *root->uses);
     ctx->current = root;
     ctx->inside = NULL;
-    ctx->blocks = 0;
     ctx->trail = 0;
     dt__tell_reset(ctx);
 }
 
-static void dt__tape_free(dt_ctx *ctx) {
-    dt_reset(ctx);
-    if (ctx->root) {
-        dt_free(ctx, DT_MEM_HOST, ctx->root->uses, (size_t)ctx->n_params * sizeof *ctx->root->uses);
-        ctx->root->sibling = ctx->pool[0];
-        ctx->pool[0] = ctx->root;
+/* Room for tape number `tape`. */
+static dt_status dt__tape_room(dt_ctx *ctx, int tape) {
+    while (ctx->tape_room <= tape) {
+        dt_block_state **grown = (dt_block_state **)dt__grow(ctx, ctx->tapes, ctx->tape_room, &ctx->tape_room,
+            sizeof *grown, "tapes");
+        if (!grown) return ctx->status;
+        ctx->tapes = grown;
     }
-    for (int lent = 0; lent < 2; lent++)
-        while (ctx->pool[lent]) {
-            dt_block_state *b = ctx->pool[lent];
-            ctx->pool[lent] = b->sibling;
-            dt__arena_free(ctx, &b->own);
-            dt__arena_free(ctx, &b->meta);
-            dt_free(ctx, DT_MEM_HOST, b, sizeof *b);
-        }
+    return DT_OK;
+}
+
+void dt_tape(dt_ctx *ctx, int tape, int stage) {
+    if (!ctx || ctx->status != DT_OK) return;
+    if (tape < 0 || stage < 0 || ctx->current != ctx->root) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_tape: tape %d of stage %d%s", tape, stage,
+            ctx->current != ctx->root ? " inside a dt_block" : "");
+        return;
+    }
+    if (dt__tape_room(ctx, tape) != DT_OK) return;
+    dt_block_state *root = ctx->tapes[tape];
+    if (!root) {
+        ctx->root = NULL; /* a new tape has a pool of its own */
+        root = dt__block_take(ctx, 0);
+        if (!root) return;
+        ctx->tapes[tape] = root;
+    }
+    if (root->stage != stage && root->newest) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_tape: tape %d holds ops of stage %d; dt_reset comes before it is stage %d's", tape,
+            root->stage, stage);
+        return;
+    }
+    int same = ctx->root == root;
+    root->stage = stage;
+    ctx->root = ctx->current = root;
+    ctx->inside = NULL;
+    if (!same) dt__tell_reset(ctx); /* what listeners have under way is another tape's */
+}
+
+static void dt__tape_free(dt_ctx *ctx) {
+    for (int t = 0; t < ctx->tape_room; t++) {
+        dt_block_state *root = ctx->tapes[t];
+        if (!root) continue;
+        ctx->root = ctx->current = root;
+        dt_reset(ctx);
+        dt_free(ctx, DT_MEM_HOST, root->uses, (size_t)ctx->n_params * sizeof *root->uses);
+        for (int lent = 0; lent < 2; lent++)
+            while (root->pool[lent]) {
+                dt_block_state *b = root->pool[lent];
+                root->pool[lent] = b->sibling;
+                dt__block_free(ctx, b);
+            }
+        dt__block_free(ctx, root);
+    }
+    ctx->root = ctx->current = NULL;
+    dt_free(ctx, DT_MEM_HOST, ctx->tapes, (size_t)ctx->tape_room * sizeof *ctx->tapes);
     dt__arenas_free(ctx, &ctx->grad_pool);
     dt__arenas_free(ctx, &ctx->lent_pool);
     dt__arenas_free(ctx, &ctx->brief_pool);
@@ -2512,8 +2594,11 @@ static void dt__trail(dt_ctx *ctx, const char *name, dt_tensor *const *in, int n
 }
 
 /* Counts one use of a parameter in this micro-batch. Its storage exists, so no parameter can be added any more. */
-static int dt__use(dt_ctx *ctx, const dt_param_info *p) {
-    int **uses = &ctx->root->uses;
+static int dt__use(dt_ctx *ctx, const dt_tensor *t) {
+    const dt_param_info *p = t->param;
+    int                **uses = &ctx->root->uses;
+    if (p->stage != ctx->root->stage) return dt_fail(ctx, DT_ERR_ARG, "%s belongs to stage %d and is used on a tape of "
+        "stage %d: register a copy there", t->name, p->stage, ctx->root->stage) == DT_OK;
     if (!*uses) *uses = (int *)dt__host_zeroed(ctx, (size_t)ctx->n_params * sizeof **uses, "the tape");
     if (*uses) (*uses)[p->index]++;
     return *uses != NULL;
@@ -2557,7 +2642,7 @@ static dt_node *dt__record(dt_tensor *out, dt_ctx *ctx, const dt_record_desc *d)
         node->in[i] = d->in[i];
         dt_tensor *owner = d->in[i] ? dt__owner(d->in[i]) : NULL;
         int counts = owner && owner->param && owner->needs_grad && !ctx->recomputing; /* the first run has counted */
-        if (counts && !dt__use(ctx, owner->param)) return NULL;
+        if (counts && !dt__use(ctx, owner)) return NULL;
     }
     dt__trail(ctx, d->name, node->in, n);
     node->prev = ctx->current->newest;
@@ -2638,7 +2723,7 @@ void *dt_grad(dt_node *node, int i) {
 }
 
 static void dt__emit(dt_ctx *ctx, const dt_block_state *b, dt_phase phase, int entering) {
-    dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1 };
+    dt_event event = { phase, b->index, ctx->micro, ctx->micro == ctx->micro_count - 1, ctx->root->stage };
     ctx->inside = (dt_block_state *)b;
     for (dt_listener *l = ctx->listeners; l; l = l->next) {
         if (entering && l->enter) l->enter(ctx, &event, l->user);
@@ -2718,7 +2803,7 @@ dt_tensor *dt_block_at(dt_ctx *ctx, dt_block_fn fn, dt_tensor *x, void *user, dt
     if (!fn) return NULL;
     dt_block_state *parent = ctx->current;
     int             lent = desc.recompute || parent->acts != &parent->own;
-    dt_block_state *b = dt__block_open(ctx, parent, ++ctx->blocks, lent);
+    dt_block_state *b = dt__block_open(ctx, parent, ++ctx->root->blocks, lent);
     if (!b) return NULL;
     if (desc.user_bytes && user) {
         void *copy = dt__arena_alloc(ctx, &b->meta, desc.user_bytes);
@@ -2865,18 +2950,18 @@ static int dt__block_repeats(const dt_block_state *b, dt_tensor *y) {
    already, its blocks have their numbers already; the gradient of the output passes to what the function returns. */
 static void dt__block_again(dt_block_state *b) {
     dt_ctx         *ctx = b->ctx;
-    int             blocks = ctx->blocks, no_grad = ctx->no_grad;
+    int             blocks = ctx->root->blocks, no_grad = ctx->no_grad;
     dt_block_state *again = b->again = dt__block_open(ctx, b->parent, b->index, 1);
     if (!again) return;
     again->grads = b->grads;
     b->grads = NULL;
-    ctx->blocks = b->index;
+    ctx->root->blocks = b->index;
     ctx->no_grad = b->no_grad;
     ctx->recomputing++;
     dt_tensor *y = dt__remake_one(ctx, b->x) == DT_OK ? dt__block_run(again, b->fn, b->x, b->user) : NULL;
     ctx->recomputing--;
     ctx->no_grad = no_grad;
-    ctx->blocks = blocks;
+    ctx->root->blocks = blocks;
     if (ctx->status != DT_OK || !dt__block_repeats(b, y) || !b->out) return;
     dt__owner(y)->grad = b->out->grad;
     if (b->out->needs_grad == DT__KEPT) dt__owner(y)->needs_grad = DT__KEPT; /* nobody may use it up */
@@ -2896,9 +2981,14 @@ static void dt__block_back(dt_block_state *b, dt_phase phase) {
     if (phase != DT_BACKWARD_INPUT && b != ctx->root) dt__arena_give(ctx, &ctx->grad_pool, &b->grads);
 }
 
-static dt_status dt__seed(dt_tensor *loss) {
-    dt_ctx    *ctx = loss->ctx;
-    dt_tensor *t = dt__owner(loss);
+/* The gradient that the backward begins with: grad, or a one. */
+static dt_status dt__seed(dt_tensor *y, dt_tensor *grad) {
+    dt_ctx    *ctx = y->ctx;
+    dt_tensor *t = dt__owner(y);
+    if (grad) {
+        t->grad = grad->data;
+        return DT_OK;
+    }
     t->grad = dt__grad_room(ctx, t->needs_grad == DT__KEPT ? ctx->root : t->block, dt__bytes(t));
     return t->grad ? dt__fill(ctx, t->dtype, t->grad, 1, ctx->loss_scale) : ctx->status;
 }
@@ -2921,34 +3011,48 @@ static dt_status dt__backward_turn(dt_tensor *loss, dt_phase phase) {
     return DT_OK;
 }
 
-static dt_status dt__backward(dt_tensor *loss, dt_phase phase) {
-    if (!loss || loss->ctx->status != DT_OK) return loss ? loss->ctx->status : DT_ERR_ARG;
-    dt_ctx *ctx = loss->ctx;
-    if (dt_count(loss->shape) != 1 || loss->dtype == DT_I32)
-        return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", loss->name, dt_dtype_name(loss->dtype),
-            dt__shape_text(loss->shape).s);
-    if (dt__gone("dt_backward", loss)) return ctx->status;
-    if (!loss->needs_grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", loss->name,
+static dt_status dt__backward_check(dt_tensor *y, const dt_tensor *grad, dt_phase phase) {
+    dt_ctx *ctx = y->ctx;
+    if (phase < DT_BACKWARD || phase > DT_BACKWARD_WEIGHT)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_backward_at(%s): phase %d", y->name, (int)phase);
+    if (!grad && (dt_count(y->shape) != 1 || y->dtype == DT_I32))
+        return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward(%s): %s %s is no scalar", y->name, dt_dtype_name(y->dtype),
+            dt__shape_text(y->shape).s);
+    if (grad && (grad->dtype != y->dtype || !dt__same_shape(grad->shape, y->shape)))
+        return dt_fail(ctx, DT_ERR_SHAPE, "dt_backward_at(%s): %s %s has a gradient %s", y->name,
+            dt_dtype_name(y->dtype), dt__shape_text(y->shape).s, dt__tensor_text(grad).s);
+    if (dt__gone("dt_backward", y)) return ctx->status;
+    if (!y->needs_grad && !grad) return dt_fail(ctx, DT_ERR_ARG, "dt_backward(%s): no parameter leads to it%s", y->name,
         ctx->no_grad ? " (dt_no_grad is on)" : "");
-    if (dt__backward_turn(loss, phase) != DT_OK) return ctx->status;
-    if (phase != DT_BACKWARD_WEIGHT && dt__seed(loss) != DT_OK) return ctx->status;
+    return dt__backward_turn(y, phase);
+}
+
+dt_status dt_backward_at(dt_tensor *y, dt_tensor *grad, dt_phase phase) {
+    if (!y || y->ctx->status != DT_OK) return y ? y->ctx->status : DT_ERR_ARG;
+    dt_ctx *ctx = y->ctx;
+    if (dt__backward_check(y, grad, phase) != DT_OK) return ctx->status;
+    if (phase != DT_BACKWARD_WEIGHT && y->needs_grad && dt__seed(y, grad) != DT_OK) return ctx->status;
     if (phase == DT_BACKWARD_INPUT) {
         dt__block_back(ctx->root, phase);
         return ctx->status;
     }
-    for (int u = 0; u < ctx->n_units; u++) ctx->units[u].pending = 0;
+    for (int u = 0; u < ctx->n_units; u++)
+        if (ctx->units[u].stage == ctx->root->stage) ctx->units[u].pending = 0;
     for (int i = 0; i < ctx->n_params && ctx->root->uses; i++)
         if (ctx->root->uses[i] > 0) ctx->params[i]->param->unit->pending++;
     dt__block_back(ctx->root, phase);
-    /* units that this micro-batch did not reach are complete too: their gradient is zero */
-    for (int u = ctx->n_units - 1; u >= 0 && ctx->status == DT_OK; u--)
-        if (ctx->units[u].pending != DT__COMPLETE && !ctx->units[u].frozen) dt__unit_complete(ctx, &ctx->units[u]);
+    /* units of this stage that the micro-batch did not reach are complete too: their gradient is zero */
+    for (int u = ctx->n_units - 1; u >= 0 && ctx->status == DT_OK; u--) {
+        dt_unit *unit = &ctx->units[u];
+        if (unit->stage == ctx->root->stage && unit->pending != DT__COMPLETE && !unit->frozen)
+            dt__unit_complete(ctx, unit);
+    }
     return ctx->status;
 }
 
-dt_status dt_backward(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD); }
-dt_status dt_backward_input(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_INPUT); }
-dt_status dt_backward_weight(dt_tensor *loss) { return dt__backward(loss, DT_BACKWARD_WEIGHT); }
+dt_status dt_backward(dt_tensor *loss) { return dt_backward_at(loss, NULL, DT_BACKWARD); }
+dt_status dt_backward_input(dt_tensor *loss) { return dt_backward_at(loss, NULL, DT_BACKWARD_INPUT); }
+dt_status dt_backward_weight(dt_tensor *loss) { return dt_backward_at(loss, NULL, DT_BACKWARD_WEIGHT); }
 
 // ==== 17. Ops: code =================================================================================================
 

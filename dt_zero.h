@@ -195,7 +195,7 @@ typedef struct dt_step_info {
                                count changed, on any rank. Run the same micro-batches again, or go on to others */
     double  loss_scale;     /* of the gradients just used; 1: none */
     int     bad_rank;       /* of a step that was not made: world rank with the first gradient at fault, -1: none */
-    const dt_tensor *bad_param;     /* whose, and which element of that rank's part of it */
+    const dt_tensor *bad_param;     /* whose, NULL on other stages of a pipeline, and which element of its part */
     size_t  bad_element;
 } dt_step_info;
 
@@ -312,13 +312,18 @@ typedef struct dt__disk_set {
 
 typedef struct dt__disk dt__disk;
 
-/* What this layer knows of a unit. `data` is the group whose ranks saw different samples of the same parameters. It
-   falls into shard groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold
-   copies of the same run:
+/* The groups of a unit. `data` is that whose ranks saw different samples of the same parameters. It falls into shard
+   groups, whose n ranks cut the padded unit into n equal runs; ranks at the same place of each hold copies of the same
+   run:
 
        data group 0 1 2 3 4 5, shard groups of 2:   {0 1} {2 3} {4 5}   copies of run 0: {0 2 4}, of run 1: {1 3 5}
 
-   At stage 0 every rank works on the whole unit, else on its run. */
+   At stage 0 every rank works on the whole unit, else on its run. There are two kinds: units whose parameters are whole
+   on every rank of ep, dense ones, and those which ep cuts, experts. Their data groups are dp x ep x cp and dp x cp. */
+typedef struct dt__zero_groups { dt_comm *data, *shard, *copies; } dt__zero_groups;
+enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
+
+/* What this layer knows of a unit. */
 typedef struct dt__zero_unit {
     dt_unit *unit;
     dt_comm *data, *shard, *copies;
@@ -339,6 +344,7 @@ typedef struct dt__zero_unit {
     void    *levels;            /* of the tree: partial sums of this rank's run, (n_levels, run) */
     size_t   levels_bytes;
     size_t   sums;              /* place of its runs' sums of squares in zero->sums */
+    size_t   place;             /* its own among the units of all pipeline stages, in the order of one rank */
     void    *errors[2];         /* 1-bit Adam: this rank's as a worker, and as the server of run r */
     size_t   error_bytes[2];
 } dt__zero_unit;
@@ -354,22 +360,26 @@ struct dt_zero {
     dt_ctx        *ctx;
     dt_zero_desc   desc;
     dt_mesh        mesh;
-    dt_comm       *shard, *copies;
+    dt__zero_groups groups[DT__KINDS];
     dt_listener    listener;
     dt__zero_unit *units;       /* (n_units) */
     int            n_units;
-    int            next;        /* the unit to reduce next: they go in descending order */
+    int            turn;        /* the pipeline stage whose micro-batch is being reduced, -1: none */
+    int            next;        /* its unit to reduce next: they go in descending order; -1: none is left */
     int            oldest;      /* the first whose reduction is under way */
     int            states;
     const dt_kernels *table;    /* of the update */
     void          *stream;
-    dt__zero_plan  plans[3];    /* of the forward, of the backward, of the weight half of one in two halves */
-    int            backward;    /* which one is followed */
+    int            tied;        /* 1: the step's gradients have been summed over pipeline stages too */
+    dt__zero_plan *plans;       /* (n_stages,3): of the forward, of the backward, of the weight half of one in two */
+    int            n_stages;    /* of this rank's last stage, and one more */
+    int            backward;    /* which of the three is followed */
     void          *leaves;      /* of the tree: this rank's run of a unit from all ranks */
     size_t         leaves_bytes;
-    double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements */
-    size_t         n_sums;
-    double        *totals;      /* (n_units) the same of each unit */
+    double        *sums;        /* (n_sums) of squares, one for each run of DT_RUN elements; those of experts last */
+    size_t         n_sums, n_dense;
+    double        *totals;      /* (n_places) the same of each unit */
+    size_t         n_places;    /* units of all pipeline stages */
     void          *messages;    /* 1-bit Adam: signs that leave this rank, then signs that reach it */
     size_t         messages_bytes;
     int64_t        step;
@@ -412,20 +422,70 @@ static void *dt__zero_run_grad(const dt__zero_unit *z) {
 
 static int dt__zero_has_master(const dt_unit *unit) { return unit->dtype != unit->grad_dtype && !unit->frozen; }
 
-/* The groups in which units are cut, and in which runs have copies. */
-static dt_status dt__zero_groups(dt_zero *zero) {
-    dt_comm *data = zero->mesh.data;
-    int      ranks = dt_comm_size(data), n = zero->desc.shard_group ? zero->desc.shard_group : ranks;
-    if (n < 1 || ranks % n != 0)
+/* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
+   coordinates, because the caller may have made the group in another way than dt_mesh_make did. */
+static int dt__zero_has_copies(const dt_zero *zero, const dt_comm *comm) {
+    const dt_mesh *m = &zero->mesh;
+    int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp, found = 0;
+    for (int i = 0; comm && i < dt_comm_size(comm); i++) {
+        int rank = dt_comm_world_rank(comm, i);
+        int copy = rank % m->sizes.tp == m->at.tp && rank / stage == m->at.pp;
+        found |= copy && rank != dt_comm_world_rank(comm, dt_comm_rank(comm));
+    }
+    return found;
+}
+
+static const dt_param_desc *dt__unit_desc(const dt_zero *zero, const dt_unit *unit) {
+    return &dt_param_get(zero->ctx, unit->first_param)->param->desc; /* all parameters of a unit are cut alike */
+}
+
+static int dt__is_expert(const dt_zero *zero, const dt_param_desc *d) {
+    for (int c = 0; c < 3; c++)
+        if (dt__zero_has_copies(zero, d->cuts[c].comm)) return 1;
+    return 0;
+}
+
+static const dt__zero_groups *dt__groups_of(const dt_zero *zero, const dt_unit *unit) {
+    return &zero->groups[dt__is_expert(zero, dt__unit_desc(zero, unit)) ? DT__EXPERTS : DT__DENSE];
+}
+
+/* How many ranks cut a unit. */
+static int dt__zero_parts(const dt_zero *zero, const dt_unit *unit) {
+    return zero->desc.stage >= 1 ? dt_comm_size(dt__groups_of(zero, unit)->shard) : 1;
+}
+
+/* The group along which stages of a pipeline hold copies of a unit, as of an embedding that is the head too. */
+static dt_comm *dt__zero_tied(const dt_zero *zero, const dt_unit *unit) {
+    const dt_mesh *m = &zero->mesh;
+    const dt_mark *marks = dt__unit_desc(zero, unit)->marks;
+    int            stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp;
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; marks[k].comm && marks[k].kind == DT_PART && i < dt_comm_size(marks[k].comm); i++)
+            if (dt_comm_world_rank(marks[k].comm, i) / stage != m->at.pp) return marks[k].comm;
+    return NULL;
+}
+
+/* The groups in which units are cut, and in which runs have copies: shard groups of as many ranks as wished, or where
+   that does not divide the experts' group, of the largest smaller number that does. */
+static dt_status dt__zero_groups_make(dt_zero *zero) {
+    dt_comm *data[DT__KINDS] = { zero->mesh.data, zero->mesh.experts };
+    int      ranks = dt_comm_size(data[0]), wish = zero->desc.shard_group ? zero->desc.shard_group : ranks;
+    if (wish < 1 || ranks % wish != 0)
         return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_make: shard groups of %d ranks in a data group of %d: the size "
-            "must divide it", n, ranks);
-    zero->shard = data;
-    if (zero->desc.stage == 0 || n == ranks) return DT_OK;
-    int rank = dt_comm_rank(data);
-    zero->shard = n == 1 ? NULL : dt_comm_split(data, rank / n, rank, "shard");
-    zero->copies = dt_comm_split(data, rank % n, rank, "copies");
-    dt_comm_set_axis(zero->shard, DT_AXIS_DP);
-    dt_comm_set_axis(zero->copies, DT_AXIS_DP);
+            "must divide it", wish, ranks);
+    for (int k = 0; k < DT__KINDS; k++) {
+        dt__zero_groups *g = &zero->groups[k];
+        int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
+        if (k == DT__EXPERTS && data[k] == data[0]) *g = zero->groups[0];
+        if (k == DT__EXPERTS && data[k] == data[0]) continue;
+        g->data = g->shard = data[k];
+        while (n % wish != 0 || wish > n) wish--;
+        if (zero->desc.stage == 0 || wish == n || !zero->desc.shard_group) continue;
+        g->shard = wish == 1 ? NULL : dt_comm_split(data[k], rank / wish, rank, "shard");
+        g->copies = dt_comm_split(data[k], rank % wish, rank, "copies");
+        dt_comm_set_axis(g->shard, DT_AXIS_DP);
+        dt_comm_set_axis(g->copies, DT_AXIS_DP);
+    }
     return dt_error(zero->ctx);
 }
 
@@ -441,6 +501,7 @@ static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit
 static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z);
 static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, void *host, size_t bytes);
 static int       dt__grads_on_disk(const dt_zero *zero);
+static int       dt__grad_on_disk(const dt_zero *zero, const dt_unit *unit);
 static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z);
 static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z);
 static dt_status dt__grads_settle(dt_zero *zero);
@@ -450,14 +511,13 @@ static dt_status dt__zero_unit_make(dt_zero *zero, int u) {
     dt_ctx        *ctx = zero->ctx;
     dt__zero_unit *z = &zero->units[u];
     z->unit = dt_unit_get(ctx, u);
-    z->data = zero->mesh.data;
-    z->shard = zero->shard;
-    z->copies = zero->copies;
-    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(z->shard) : 1;
+    const dt__zero_groups *groups = dt__groups_of(zero, z->unit);
+    z->data = groups->data;
+    z->shard = groups->shard;
+    z->copies = groups->copies;
+    size_t parts = (size_t)dt__zero_parts(zero, z->unit);
     z->count = z->unit->padded / parts;
     z->first = parts > 1 ? (size_t)dt_comm_rank(z->shard) * z->count : 0;
-    z->sums = zero->n_sums;
-    zero->n_sums += z->unit->padded / DT_RUN;
     dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
     size_t bytes = dt__on_disk(zero->desc.offload_optim) ? 0 : z->count * dt__zero_size(z);
     for (int s = 0; s < zero->states && !z->unit->frozen && bytes; s++) {
@@ -480,40 +540,73 @@ static dt_status dt__zero_units_alloc(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
+static dt_status dt__zero_share(dt_comm *comm, double *all, double mine);
+
+/* Places of units among those of all stages of the pipeline: first by stage, then as they were registered. */
+static dt_status dt__zero_places(dt_zero *zero) {
+    dt_comm *pp = zero->mesh.pp;
+    size_t   ranks = (size_t)dt_comm_size(pp), stages = 1;
+    double  *all = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *all, "stages");
+    if (all && dt__zero_share(pp, all, zero->n_stages) == DT_OK)
+        for (size_t r = 0; r < ranks; r++) stages = (size_t)all[r] > stages ? (size_t)all[r] : stages;
+    dt_free(zero->ctx, DT_MEM_HOST, all, ranks * sizeof *all);
+    double *units = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, stages * sizeof *units, "units of each stage");
+    if (!units) return dt_error(zero->ctx);
+    memset(units, 0, stages * sizeof *units);
+    for (int u = 0; u < zero->n_units; u++) zero->units[u].place = (size_t)units[zero->units[u].unit->stage]++;
+    dt_sum_doubles(pp, units, stages);
+    for (size_t s = 0, first = 0; s < stages && dt_error(zero->ctx) == DT_OK; s++) {
+        for (int u = 0; u < zero->n_units; u++)
+            if ((size_t)zero->units[u].unit->stage == s) zero->units[u].place += first;
+        first += (size_t)units[s];
+        zero->n_places = first;
+    }
+    dt_free(zero->ctx, DT_MEM_HOST, units, stages * sizeof *units);
+    return dt_error(zero->ctx);
+}
+
+/* Room for the sums of the norm, and the places in it. */
+static dt_status dt__zero_sums_make(dt_zero *zero) {
+    dt_ctx *ctx = zero->ctx;
+    for (int kind = 0; kind < DT__KINDS; kind++) {
+        for (int u = 0; u < zero->n_units; u++) {
+            dt__zero_unit *z = &zero->units[u];
+            if (dt__is_expert(zero, dt__unit_desc(zero, z->unit)) != kind) continue;
+            z->sums = zero->n_sums;
+            zero->n_sums += z->unit->padded / DT_RUN;
+        }
+        if (kind == DT__DENSE) zero->n_dense = zero->n_sums;
+    }
+    if (dt__zero_places(zero) != DT_OK) return dt_error(ctx);
+    zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
+    zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_places * sizeof *zero->totals, "sums of the norm");
+    return dt_error(ctx);
+}
+
+/* Sums n of zero->sums over the group that holds them: of dense units, and of experts. */
+static dt_status dt__zero_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
+    if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
+    if (zero->n_sums == zero->n_dense) return DT_OK;
+    return dt_sum_doubles(experts, zero->sums + zero->n_dense, zero->n_sums - zero->n_dense);
+}
+
 static dt_status dt__zero_units_make(dt_zero *zero) {
     dt_ctx *ctx = zero->ctx;
     if (dt__zero_units_alloc(zero) != DT_OK || (!zero->disk && dt__disk_open(zero) != DT_OK)) return dt_error(ctx);
     for (int u = 0; u < zero->n_units; u++)
         if (dt__zero_unit_make(zero, u) != DT_OK) return dt_error(ctx);
-    zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
-    size_t totals = (size_t)zero->n_units * sizeof *zero->totals;
-    zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, totals, "sums of the norm");
-    return dt_error(ctx) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
+    return dt__zero_sums_make(zero) == DT_OK ? dt__chunks_make(zero) : dt_error(ctx);
 }
 
-/* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
-   coordinates, because the caller may have made the group in another way than dt_mesh_make did. */
-static int dt__zero_has_copies(const dt_zero *zero, const dt_comm *comm) {
-    const dt_mesh *m = &zero->mesh;
-    int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp, found = 0;
-    for (int i = 0; comm && i < dt_comm_size(comm); i++) {
-        int rank = dt_comm_world_rank(comm, i);
-        int copy = rank % m->sizes.tp == m->at.tp && rank / stage == m->at.pp;
-        found |= copy && rank != dt_comm_world_rank(comm, dt_comm_rank(comm));
-    }
-    return found;
-}
-
-/* A cut along an axis that holds copies needs a smaller data group (experts, in a later version); a mark along one
-   would sum twice. */
+/* Only ep may cut among ranks that hold copies; a mark along such an axis would sum twice. */
 static dt_status dt__zero_check_params(dt_zero *zero) {
     for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor     *t = dt_param_get(zero->ctx, i);
         const dt_param_desc *d = &t->param->desc;
         for (int c = 0; c < 3; c++)
-            if (dt__zero_has_copies(zero, d->cuts[c].comm))
+            if (d->cuts[c].comm != zero->mesh.ep && dt__zero_has_copies(zero, d->cuts[c].comm))
                 return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: %s is cut over '%s', whose ranks are data "
-                    "parallel: not in this version; is .mesh the mesh that made the group?", t->name,
+                    "parallel: only ep of the mesh can cut there; is .mesh the mesh that made the group?", t->name,
                     dt_comm_name(d->cuts[c].comm));
         for (int k = 0; k < 2; k++)
             if (dt__zero_has_copies(zero, d->marks[k].comm))
@@ -568,13 +661,15 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
     return text;
 }
 
-/* Of what an item is, or of the values a parameter holds; of a cut one's only where the group holds copies of it. */
-static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int cut) {
+/* Of what an item is, or of the values a parameter holds. kind: the group is the data group of dense units or of
+   experts, and looks at these; DT__KINDS: it is tp, where values are compared of what nothing cuts. */
+static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     char             piece[4096];
     uint64_t         h = 1;
+    if (kind < DT__KINDS && (t ? dt__is_expert(zero, &t->param->desc) : DT__DENSE) != kind) return h;
     if (!values) {
-        dt__zero_text text = dt__zero_describe(zero, item, cut);
+        dt__zero_text text = dt__zero_describe(zero, item, kind < DT__KINDS);
         h = dt__zero_digest(h, text.s, strlen(text.s));
         return t ? dt__zero_digest(h, t->name, strlen(t->name)) : h;
     }
@@ -586,7 +681,7 @@ static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int cut) {
     size_t bytes = begin < end ? (end - begin) * size : 0;
     size_t first = (begin - unit->first) * size; /* what is kept of it */
     for (int c = 0; c < 3; c++)
-        if (p->desc.cuts[c].comm && !cut) bytes = 0;
+        if (p->desc.cuts[c].comm && kind == DT__KINDS) bytes = 0;
     if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
@@ -605,7 +700,7 @@ static dt_status dt__zero_share(dt_comm *comm, double *all, double mine) {
 
 /* Compares all items with those of the group's rank 0, by digests that are summed as halves, which is exact and counts
    as no traffic. 0: they differ, *item is the first that does and *rank the first rank it does on. */
-static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int cut, int *item, int *rank) {
+static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int kind, int *item, int *rank) {
     dt_ctx *ctx = zero->ctx;
     size_t  ranks = (size_t)dt_comm_size(comm), most = 0, first = 0;
     if (ranks == 1) return 1;
@@ -615,7 +710,7 @@ static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int cut, int
     if (most) theirs = (double *)dt_alloc(ctx, DT_MEM_HOST, 4 * most * sizeof *theirs, "comparing ranks");
     double *mine = theirs ? theirs + 2 * most : NULL;
     for (size_t i = 0; theirs && i < most; i++) {
-        uint64_t h = dt__zero_item(zero, (int)i, values, cut);
+        uint64_t h = dt__zero_item(zero, (int)i, values, kind);
         mine[2 * i] = (double)(h >> 32);
         mine[2 * i + 1] = (double)(h & 0xffffffff);
         for (int k = 0; k < 2; k++) theirs[2 * i + k] = dt_comm_rank(comm) == 0 ? mine[2 * i + k] : 0;
@@ -632,18 +727,24 @@ static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int cut, int
     return *item == (int)most;
 }
 
+/* The ranks that hold copies of the values of a kind of units: at stage 3 of this rank's run of them. */
+static dt_comm *dt__zero_copy_group(const dt_zero *zero, int kind) {
+    const dt__zero_groups *g = &zero->groups[kind];
+    return zero->desc.stage == 3 && dt_comm_size(g->shard) > 1 ? g->copies : g->data;
+}
+
 /* Ranks that registered other parameters, or start from other values, would train on without a sign: copies over the
-   data group must be alike, and what is not cut over tp. Once each, before the first step. */
+   data groups must be alike, and what is not cut over tp. Once each, before the first step. */
 static dt_status dt__zero_compare(dt_zero *zero, int values) {
     enum { ROOM = sizeof(dt__zero_text) };
     dt_ctx *ctx = zero->ctx;
-    for (int tp = 0; tp < 2; tp++) {
-        int      cut = zero->desc.stage == 3 && dt_comm_size(zero->shard) > 1; /* then only these hold copies */
-        dt_comm *comm = tp ? zero->mesh.tp : values && cut ? zero->copies : zero->mesh.data;
+    for (int kind = 0; kind <= DT__KINDS; kind++) {
+        int      tp = kind == DT__KINDS;
+        dt_comm *comm = tp ? zero->mesh.tp : values ? dt__zero_copy_group(zero, kind) : zero->groups[kind].data;
         double   both[2 * ROOM];
         char     text[2 * ROOM];
         int      item = 0, rank = 0;
-        int      alike = dt__zero_alike(zero, comm, values, !tp, &item, &rank);
+        int      alike = dt__zero_alike(zero, comm, values, kind, &item, &rank);
         if (dt_error(ctx) != DT_OK) return dt_error(ctx);
         if (alike) continue;
         int zeroth = dt_comm_world_rank(comm, 0), other = dt_comm_world_rank(comm, rank);
@@ -663,10 +764,10 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
 
 // ==== 6. The reducer ================================================================================================
 
-/* Gradients count as dp, whatever axis a group belongs to. */
-static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run) {
+/* Gradients count as dp, whatever axis a group belongs to, but for those of tied parameters, which count as pp. */
+static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run, dt_axis counted) {
     dt_axis axis = comm->axis;
-    dt_comm_set_axis(comm, DT_AXIS_DP);
+    dt_comm_set_axis(comm, counted);
     dt_status status = dt_all_reduce(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
     return status;
@@ -696,7 +797,7 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
     if (dt__onebit_frozen(zero)) return dt_error(zero->ctx); /* ranks exchange the momentum instead */
     z->work = zero->desc.stage == 0 ? dt_all_reduce_start(z->data, whole, whole, u->padded, type, DT_SUM)
         : dt_reduce_scatter_start(z->shard, whole, dt__zero_at(z, whole, z->first), z->count, type, DT_SUM);
-    return dt__grads_on_disk(zero) ? dt__grads_begin(zero, z) : dt_error(zero->ctx);
+    return dt__grad_on_disk(zero, u) ? dt__grads_begin(zero, z) : dt_error(zero->ctx);
 }
 
 /* Stages 2 and 3: room for what a rank keeps of a unit's gradient. */
@@ -709,23 +810,30 @@ static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
     if (status != DT_OK || !z->passing) return status;
-    if ((dt__grads_on_disk(zero) ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)
+    int on_disk = dt__grad_on_disk(zero, z->unit);
+    if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)
         return dt_error(zero->ctx);
     const void *run = dt__zero_at(z, z->passing, z->first);
     status = dt__accumulate(zero->ctx, z->unit->grad_dtype, z->grad, run, z->count, z->filled);
     dt__spare_give(zero->ctx, z->passing);
     z->passing = NULL;
     z->filled = 1;
-    return status == DT_OK && dt__grads_on_disk(zero) ? dt__grads_end(zero, z) : status;
+    return status == DT_OK && on_disk ? dt__grads_end(zero, z) : status;
+}
+
+/* Whether unit u has a gradient in the micro-batch that is being reduced. */
+static int dt__zero_has_turn(const dt_zero *zero, int u) {
+    const dt_unit *unit = zero->units[u].unit;
+    return !unit->frozen && unit->stage == zero->turn;
 }
 
 /* Ends the oldest reductions until at most `most` are under way. */
 static dt_status dt__zero_reduce_until(dt_zero *zero, int most) {
     int under_way = 0;
-    for (int u = zero->oldest; u > zero->next; u--) under_way += !zero->units[u].unit->frozen;
+    for (int u = zero->oldest; u > zero->next; u--) under_way += dt__zero_has_turn(zero, u);
     for (; zero->oldest > zero->next && under_way > most; zero->oldest--) {
         dt__zero_unit *z = &zero->units[zero->oldest];
-        if (z->unit->frozen) continue;
+        if (!dt__zero_has_turn(zero, zero->oldest)) continue;
         if (dt__zero_reduce_end(zero, z) != DT_OK) return dt_error(zero->ctx);
         under_way--;
     }
@@ -741,24 +849,37 @@ static void dt__zero_copies_start(dt__zero_unit *z) {
 }
 
 static dt_status dt__zero_copies_end(dt_zero *zero, dt__zero_unit *z) {
-    const dt_mark *marks = dt_param_get(zero->ctx, z->unit->first_param)->param->desc.marks;
+    const dt_mark *marks = dt__unit_desc(zero, z->unit)->marks;
+    const dt_comm *tied = dt__zero_tied(zero, z->unit);
     if (dt_wait(zero->ctx, z->work) != DT_OK) return dt_error(zero->ctx);
     z->work = NULL;
     for (int i = 0; i < 2; i++)
-        if (marks[i].comm && marks[i].kind == DT_PART &&
-            dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z)) != DT_OK) return dt_error(zero->ctx);
+        if (marks[i].comm && marks[i].comm != tied && marks[i].kind == DT_PART &&
+            dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z), DT_AXIS_DP) != DT_OK) return dt_error(zero->ctx);
     return DT_OK;
+}
+
+/* Once all stages of a pipeline have the sums of their own micro-batches, those of tied parameters are added up. Not
+   before: a stage that waited for another in the midst of the step might keep it waiting. */
+static dt_status dt__zero_sum_tied(dt_zero *zero) {
+    for (int u = 0; u < zero->n_units && !zero->tied; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        dt_comm       *tied = z->unit->frozen ? NULL : dt__zero_tied(zero, z->unit);
+        if (tied && dt__zero_sum_mark(z, tied, dt__zero_run_grad(z), DT_AXIS_PP) != DT_OK) return dt_error(zero->ctx);
+    }
+    zero->tied = 1;
+    return dt_error(zero->ctx);
 }
 
 /* Those of the step's last micro-batch; on disk, each run had them before it was written. */
 static dt_status dt__zero_reduce_rest(dt_zero *zero) {
-    int rest = !dt__grads_on_disk(zero);
-    for (int u = zero->n_units - 1; u >= 0 && rest && !zero->desc.tree; u--) /* the tree has added the copies */
-        if (!zero->units[u].unit->frozen) dt__zero_copies_start(&zero->units[u]);
+    for (int u = zero->n_units - 1; u >= 0 && !zero->desc.tree; u--) /* the tree has added the copies */
+        if (dt__zero_has_turn(zero, u) && !dt__grad_on_disk(zero, zero->units[u].unit))
+            dt__zero_copies_start(&zero->units[u]);
     for (int u = zero->n_units - 1; u >= 0; u--) {
         dt__zero_unit *z = &zero->units[u];
-        if (z->unit->frozen) continue;
-        if (rest && dt__zero_copies_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+        if (!dt__zero_has_turn(zero, u)) continue;
+        if (!dt__grad_on_disk(zero, z->unit) && dt__zero_copies_end(zero, z) != DT_OK) return dt_error(zero->ctx);
         z->over = 1;
     }
     return dt_error(zero->ctx);
@@ -865,11 +986,14 @@ static dt_status dt__zero_reduce_tree(dt_zero *zero, dt__zero_unit *z, int last)
     return DT_OK;
 }
 
-static void dt__zero_reduce_again(dt_zero *zero) {
+/* A micro-batch of a stage begins to be reduced. */
+static void dt__zero_reduce_begin(dt_zero *zero, int stage) {
+    zero->turn = stage;
     zero->next = zero->n_units - 1;
-    while (zero->next >= 0 && zero->units[zero->next].unit->frozen) zero->next--; /* -1: nothing is trained */
+    while (zero->next >= 0 && !dt__zero_has_turn(zero, zero->next)) zero->next--;
     zero->oldest = zero->next;
-    for (int u = 0; u < zero->n_units; u++) zero->units[u].ready = 0;
+    for (int u = 0; u < zero->n_units; u++)
+        if (dt__zero_has_turn(zero, u)) zero->units[u].ready = 0;
 }
 
 static void dt__zero_drop(dt_zero *zero, dt__zero_unit *z);
@@ -881,21 +1005,22 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
     dt_zero       *zero = (dt_zero *)user;
     dt__zero_unit *ready = &zero->units[unit->index];
     int            tree = zero->desc.tree, most = dt__zero_keeps_run(zero) ? UNDER_WAY : zero->n_units;
-    if (ready->over || ready->ready) {
+    if (ready->over || (ready->ready && zero->turn == unit->stage)) {
         dt_fail(ctx, DT_ERR_ARG, "a gradient came after the step's last micro-batch: call dt_zero_step after it, and "
             "dt_micro(ctx, i, n) before each of n micro-batches");
         return;
     }
     if (!zero->desc.keep_gathered && ready->holder == 0) dt__zero_drop(zero, ready); /* nobody reads its values again */
     if (!last && !dt__zero_reduces_each(zero)) return;
+    if (zero->turn != unit->stage) dt__zero_reduce_begin(zero, unit->stage);
     ready->ready = 1;
     if (dt__zero_keeps_run(zero)) {
         ready->passing = unit->passing;
         unit->passing = NULL;
     }
-    while (zero->next >= 0 && (zero->units[zero->next].ready || zero->units[zero->next].unit->frozen)) {
-        dt__zero_unit *z = &zero->units[zero->next--];
-        if (z->unit->frozen) continue;
+    while (zero->next >= 0 && (zero->units[zero->next].ready || !dt__zero_has_turn(zero, zero->next))) {
+        dt__zero_unit *z = &zero->units[zero->next];
+        if (!dt__zero_has_turn(zero, zero->next--)) continue;
         dt_status status = tree ? dt__zero_reduce_tree(zero, z, last) : dt__zero_reduce_start(zero, z);
         if (status == DT_OK && !tree) status = dt__zero_reduce_until(zero, zero->desc.no_overlap ? 0 : most);
         if (status != DT_OK) return;
@@ -903,7 +1028,7 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
     if (zero->next >= 0 || (!tree && dt__zero_reduce_until(zero, 0) != DT_OK)) return;
     if (dt__grads_settle(zero) != DT_OK) return;
     if (last) dt__zero_reduce_rest(zero);
-    else dt__zero_reduce_again(zero);
+    zero->turn = -1;
 }
 
 // ==== 7. Values on demand ===========================================================================================
@@ -951,7 +1076,7 @@ static void dt__zero_drop_held(dt_zero *zero, int block) {
 
 /* What is still under way was not needed after all. */
 static void dt__zero_plan_end(dt_zero *zero) {
-    zero->plans[zero->backward].at = 0;
+    for (int i = 0; i < 3 * zero->n_stages; i++) zero->plans[i].at = 0;
     for (int u = 0; u < zero->n_units; u++)
         if (zero->units[u].whole && !zero->units[u].unit->data) dt__zero_drop(zero, &zero->units[u]);
 }
@@ -989,7 +1114,7 @@ static dt_status dt__zero_prefetch(dt_zero *zero, const dt__zero_plan *plan, int
 static void dt__zero_gather(dt_ctx *ctx, dt_unit *unit, void *user) {
     dt_zero       *zero = (dt_zero *)user;
     dt__zero_unit *z = &zero->units[unit->index];
-    dt__zero_plan *plan = &zero->plans[zero->backward];
+    dt__zero_plan *plan = &zero->plans[3 * unit->stage + zero->backward];
     z->holder = ctx->inside ? ctx->inside->index : 0;
     if (!ctx->aside && !dt__zero_plan_note(zero, plan, unit->index, z->holder)) return;
     if (!z->gather && dt__zero_gather_start(zero, z) != DT_OK) return;
@@ -1054,39 +1179,43 @@ static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
 static dt_status dt__zero_square_sums(dt_zero *zero) {
     for (int u = 0; u < zero->n_units; u++) { /* of gradients on disk they were made before these were written */
         const dt__zero_unit *z = &zero->units[u];
-        if ((z->unit->frozen || !dt__grads_on_disk(zero)) && dt__zero_unit_sums(zero, z) != DT_OK)
+        if (!dt__grad_on_disk(zero, z->unit) && dt__zero_unit_sums(zero, z) != DT_OK)
             return dt_error(zero->ctx);
     }
     if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
-    return dt_sum_doubles(zero->shard, zero->sums, zero->n_sums);
+    return dt__zero_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
 }
 
 /* Adds up the units' values over the groups that cut them, so that each logical element counts once: whole copies are
-   not summed over tp, boxes are. One call for each unit and cut, in the same order on every rank. */
+   not summed over tp, boxes are, and of tied copies one counts. One call for each unit and cut, in the same order on
+   every rank. */
 static dt_status dt__zero_sum_cuts(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++) { /* all parameters of a unit are cut alike */
-        const dt_tensor *t = dt_param_get(zero->ctx, zero->units[u].unit->first_param);
+    for (int u = 0; u < zero->n_units; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        double              *total = &zero->totals[z->place];
         for (int c = 0; c < 3; c++) {
-            dt_comm *comm = t->param->desc.cuts[c].comm;
-            if (comm && dt_sum_doubles(comm, &zero->totals[u], 1) != DT_OK) return dt_error(zero->ctx);
+            dt_comm *comm = dt__unit_desc(zero, z->unit)->cuts[c].comm;
+            if (comm && dt_sum_doubles(comm, total, 1) != DT_OK) return dt_error(zero->ctx);
         }
+        if (dt_comm_rank(dt__zero_tied(zero, z->unit)) > 0) *total = 0;
     }
     return DT_OK;
 }
 
-/* The 2-norm of the gradients as they are, scaled; infinite or NaN if some element is. */
+/* The 2-norm of the gradients as they are, scaled; infinite or NaN if some element is. Every unit's part comes from the
+   one stage that has it, and is added in its place: as many stages as there are, the bits are those of one. */
 static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__zero_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
+    memset(zero->totals, 0, zero->n_places * sizeof *zero->totals);
     for (int u = 0; u < zero->n_units; u++) {
-        const double *sums = zero->sums + zero->units[u].sums;
-        zero->totals[u] = 0;
-        for (size_t i = 0; i < zero->units[u].unit->padded / DT_RUN; i++) zero->totals[u] += sums[i];
+        const dt__zero_unit *z = &zero->units[u];
+        for (size_t i = 0; i < z->unit->padded / DT_RUN; i++) zero->totals[z->place] += zero->sums[z->sums + i];
     }
     if (dt__zero_sum_cuts(zero) != DT_OK) return dt_error(zero->ctx);
-    for (int u = 0; u < zero->n_units; u++) total += zero->totals[u];
-    if (dt_sum_doubles(zero->mesh.pp, &total, 1) != DT_OK) return dt_error(zero->ctx);
+    if (dt_sum_doubles(zero->mesh.pp, zero->totals, zero->n_places) != DT_OK) return dt_error(zero->ctx);
+    for (size_t i = 0; i < zero->n_places; i++) total += zero->totals[i];
     *norm = sqrt(total);
     return DT_OK;
 }
@@ -1491,13 +1620,17 @@ static int dt__streams(const dt_zero *zero) {
 static int dt__grads_on_disk(const dt_zero *zero) {
     return dt__on_disk(zero->desc.offload_optim) && dt__on_disk(zero->desc.offload_params) && !zero->desc.tree;
 }
+/* One that another pipeline stage adds to at the step's end stays in memory until then. */
+static int dt__grad_on_disk(const dt_zero *zero, const dt_unit *unit) {
+    return dt__grads_on_disk(zero) && !unit->frozen && !dt__zero_tied(zero, unit);
+}
 
 /* Bytes of an array of a unit in the file; 0: it is not there. */
 static size_t dt__disk_bytes(const dt_zero *zero, const dt_unit *unit, int array) {
-    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, count = unit->padded / parts;
+    size_t count = unit->padded / (size_t)dt__zero_parts(zero, unit);
     int    state = dt__on_disk(zero->desc.offload_optim) && !unit->frozen;
     if (array == DT__GRAD)
-        return dt__grads_on_disk(zero) && !unit->frozen ? count * dt_dtype_size(unit->grad_dtype) : 0;
+        return dt__grad_on_disk(zero, unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
     if (array == DT__VALUES) return dt__on_disk(zero->desc.offload_params) ? count * dt_dtype_size(unit->dtype) : 0;
     if (array == DT__MASTER) return state && dt__zero_has_master(unit) ? count * dt_dtype_size(unit->grad_dtype) : 0;
     return state && array < zero->states ? count * dt_dtype_size(unit->grad_dtype) : 0;
@@ -1700,7 +1833,7 @@ static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z) {
 /* Elements of this rank's run of the step's gradient, to host memory. */
 static dt_status dt__grads_peek(dt_zero *zero, dt__zero_unit *z, size_t element, void *host, size_t count) {
     size_t bytes = count * dt__zero_size(z), at = element * dt__zero_size(z);
-    if (dt__grads_on_disk(zero)) return dt__disk_now(zero, &z->grad_job, 0, host, bytes,
+    if (dt__grad_on_disk(zero, z->unit)) return dt__disk_now(zero, &z->grad_job, 0, host, bytes,
         dt__disk_offset(zero, z->unit->index, DT__GRAD, 0) + (int64_t)at, "gradients");
     if (dt__move(zero->ctx, host, (char *)dt__zero_run_grad(z) + at, bytes) != DT_OK) return dt_error(zero->ctx);
     return dt__sync(zero->ctx);
@@ -1753,7 +1886,7 @@ static dt_status dt__chunk_update(dt_zero *zero, dt__disk_set *s, double lr, dou
     const dt_unit *u = z->unit;
     size_t size = dt__zero_size(z), narrow = dt_dtype_size(u->dtype), at = s->first - z->first, bytes = s->count * size;
     int    master = dt__zero_has_master(u), on_disk = dt__disk_bytes(zero, u, DT__VALUES) > 0;
-    char  *grad = (char *)(dt__grads_on_disk(zero) ? s->buf[DT__GRAD] : dt__zero_at(z, dt__zero_run_grad(z), at));
+    char  *grad = (char *)(dt__grad_on_disk(zero, u) ? s->buf[DT__GRAD] : dt__zero_at(z, dt__zero_run_grad(z), at));
     dt__zero_span span = { s->first, s->count, grad, { NULL, NULL }, NULL, NULL };
     for (int a = 0; a <= DT__MASTER; a++) {
         char *whole = (char *)(a == DT__MASTER ? z->master : z->state[a]);
@@ -1860,19 +1993,18 @@ static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d) {
 
 /* Bytes of a message about one run of a unit, and of both errors. */
 static size_t dt__onebit_message(const dt_zero *zero, const dt_unit *unit) {
-    return unit->padded / (size_t)dt_comm_size(zero->mesh.data) / 8 + sizeof(double);
+    return unit->padded / (size_t)dt_comm_size(dt__groups_of(zero, unit)->data) / 8 + sizeof(double);
 }
 
 static size_t dt__onebit_bytes(const dt_zero *zero, const dt_unit *unit) {
-    size_t run = unit->padded / (size_t)dt_comm_size(zero->mesh.data);
+    size_t run = unit->padded / (size_t)dt_comm_size(dt__groups_of(zero, unit)->data);
     return unit->frozen ? 0 : (unit->padded + run) * dt_dtype_size(unit->grad_dtype);
 }
 
 static dt_status dt__onebit_make(dt_zero *zero) {
-    size_t N = (size_t)dt_comm_size(zero->mesh.data);
     for (int u = 0; u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
-        size_t         bytes = 2 * N * dt__onebit_message(zero, z->unit);
+        size_t         N = (size_t)dt_comm_size(z->data), bytes = 2 * N * dt__onebit_message(zero, z->unit);
         zero->messages_bytes = bytes > zero->messages_bytes ? bytes : zero->messages_bytes;
         for (int e = 0; e < 2 && !z->unit->frozen; e++) {
             size_t count = e ? z->unit->padded / N : z->unit->padded;
@@ -1895,8 +2027,9 @@ static void dt__onebit_free(dt_zero *zero) {
 
 /* The sums of squares of |N g|^2, their mean over the N data ranks; by Cauchy-Schwarz that of the sum is not above. */
 static dt_status dt__onebit_sums(dt_zero *zero) {
-    if (dt_sum_doubles(zero->mesh.data, zero->sums, zero->n_sums) != DT_OK) return dt_error(zero->ctx);
-    for (size_t i = 0; i < zero->n_sums; i++) zero->sums[i] *= dt_comm_size(zero->mesh.data);
+    if (dt__zero_sum_kinds(zero, zero->mesh.data, zero->mesh.experts) != DT_OK) return dt_error(zero->ctx);
+    for (size_t i = 0; i < zero->n_sums; i++)
+        zero->sums[i] *= dt_comm_size(i < zero->n_dense ? zero->mesh.data : zero->mesh.experts);
     return DT_OK;
 }
 
@@ -1955,16 +2088,17 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
-        if (!dt__grads_on_disk(zero)) dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
+        if (!dt__grad_on_disk(zero, unit)) dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
     dt__onebit_free(zero);
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; zero->plans && i < 3 * zero->n_stages; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
+    dt_free(ctx, DT_MEM_HOST, zero->plans, 3 * (size_t)zero->n_stages * sizeof *zero->plans);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
-    dt_free(ctx, DT_MEM_HOST, zero->totals, (size_t)zero->n_units * sizeof *zero->totals);
+    dt_free(ctx, DT_MEM_HOST, zero->totals, zero->n_places * sizeof *zero->totals);
     dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
     dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);
 }
@@ -2011,15 +2145,33 @@ static int dt__zero_states(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-static dt_units_desc dt__zero_units_desc(const dt_zero *zero) {
+/* A unit is padded to whole runs of DT_RUN elements on every rank of its shard group, or in the tree of its data group. */
+static void dt__zero_cut(const dt_unit *unit, size_t *pad, int *parts, int *part, void *user) {
+    const dt_zero         *zero = (const dt_zero *)user;
+    const dt__zero_groups *g = dt__groups_of(zero, unit);
+    *pad = (size_t)DT_RUN * (size_t)dt_comm_size(zero->desc.tree ? g->data : g->shard);
+    if (zero->desc.stage < 3) return;
+    *parts = dt_comm_size(g->shard);
+    *part = dt_comm_rank(g->shard);
+}
+
+static dt_units_desc dt__zero_units_desc(dt_zero *zero) {
     const char   *values = zero->desc.offload_params;
-    dt_units_desc d = { zero->desc.bucket_bytes, (size_t)DT_RUN * (size_t)dt_comm_size(zero->shard), 0, 0,
-        dt__on_disk(values) || dt__in_host(values), dt__zero_keeps_run(zero) };
-    if (zero->desc.tree) d.pad = (size_t)DT_RUN * (size_t)dt_comm_size(zero->mesh.data);
-    if (zero->desc.stage < 3) return d;
-    d.parts = dt_comm_size(zero->shard);
-    d.part = dt_comm_rank(zero->shard);
+    dt_units_desc d = { zero->desc.bucket_bytes, 0, dt__on_disk(values) || dt__in_host(values),
+        dt__zero_keeps_run(zero), dt__zero_cut, zero };
     return d;
+}
+
+/* Plans for the gathers of each stage that this rank has parameters of. */
+static dt_status dt__zero_plans_make(dt_zero *zero) {
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
+        int stage = dt_param_get(zero->ctx, i)->param->stage;
+        zero->n_stages = stage >= zero->n_stages ? stage + 1 : zero->n_stages;
+    }
+    size_t bytes = 3 * (size_t)zero->n_stages * sizeof *zero->plans;
+    zero->plans = (dt__zero_plan *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "the order of gathers");
+    if (zero->plans) memset(zero->plans, 0, bytes);
+    return dt_error(zero->ctx);
 }
 
 static void dt__zero_listen(dt_zero *zero) {
@@ -2059,10 +2211,11 @@ dt_zero *dt_zero_make(dt_ctx *ctx, dt_zero_desc desc) {
     dt__zero_listen(zero);
     zero->mesh = desc.mesh ? *desc.mesh : dt_mesh_make(ctx, all);
     zero->desc.mesh = NULL; /* the copy is what counts */
-    if (dt_error(ctx) == DT_OK && dt__zero_groups(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
+    zero->turn = zero->next = -1;
+    if (dt_error(ctx) == DT_OK && dt__zero_groups_make(zero) == DT_OK && dt__zero_check_params(zero) == DT_OK &&
+        dt__zero_plans_make(zero) == DT_OK &&
         dt_units_make(ctx, dt__zero_units_desc(zero)) == DT_OK) dt__zero_units_make(zero);
     if (dt_error(ctx) == DT_OK && desc.optimizer == DT_ONEBIT_ADAM) dt__onebit_make(zero);
-    if (dt_error(ctx) == DT_OK) dt__zero_reduce_again(zero);
     if (dt_error(ctx) == DT_OK) dt__scale_begin(zero);
     if (dt_error(ctx) == DT_OK) dt__zero_compare(zero, 0);
     if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world); /* all ranks have their state, or none goes on */
@@ -2082,8 +2235,16 @@ void dt_zero_free(dt_zero *zero) {
 /* The gradients' sums begin anew. */
 static void dt__zero_step_end(dt_zero *zero) {
     for (int u = 0; u < zero->n_units; u++) zero->units[u].over = zero->units[u].filled = 0;
-    dt__zero_reduce_again(zero);
+    zero->turn = -1;
+    zero->tied = 0;
     dt_clear_grads(zero->ctx);
+}
+
+/* Whether all gradients of the step are there. */
+static int dt__zero_is_over(const dt_zero *zero) {
+    for (int u = 0; u < zero->n_units; u++)
+        if (!zero->units[u].unit->frozen && !zero->units[u].over) return 0;
+    return 1;
 }
 
 dt_step_info dt_zero_step(dt_zero *zero, double lr) {
@@ -2097,13 +2258,13 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld: learning rate %g", (long long)zero->step + 1, lr);
         return info;
     }
-    if (zero->next >= 0) {
+    if (!dt__zero_is_over(zero)) {
         dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_step: step %lld has no complete gradient: dt_backward of its last "
             "micro-batch has not run", (long long)zero->step + 1);
         return info;
     }
     if (zero->step == 0 && zero->skips == 0 && dt__zero_compare(zero, 1) != DT_OK) return info;
-    if (dt__zero_norm(zero, &norm) != DT_OK) return info;
+    if (dt__zero_sum_tied(zero) != DT_OK || dt__zero_norm(zero, &norm) != DT_OK) return info;
     double bad = !isfinite(norm); /* whatever one rank noticed, no rank updates */
     if (dt_sum_doubles(zero->mesh.world, &bad, 1) != DT_OK) return info;
     if (bad > 0) {
@@ -2111,7 +2272,10 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &fault) == DT_OK;
         if (zero->desc.loss_scale == 0) dt__zero_not_finite(zero, &fault, norm);
         info.bad_rank = fault.rank;
-        info.bad_param = fault.rank < 0 ? NULL : dt_param_get(zero->ctx, fault.param);
+        const dt_mesh *m = &zero->mesh;
+        int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp;
+        int here = fault.rank >= 0 && fault.rank / stage == m->at.pp; /* other stages have other parameters */
+        info.bad_param = here ? dt_param_get(zero->ctx, fault.param) : NULL;
         info.bad_element = (size_t)fault.element;
         if (info.skipped) dt__zero_step_end(zero);
         return info;
@@ -2171,10 +2335,11 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
-    if (zero->next >= 0) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
+    if (!dt__zero_is_over(zero)) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
         (long long)zero->step + 1);
     if (dt__onebit_frozen(zero))
         return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
+    if (dt__zero_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);
     dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_grad", param);
     size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__GRAD) : 0;
     void          *run = bytes ? dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "collecting a parameter's gradient") : NULL;
@@ -2191,11 +2356,11 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
 
 size_t dt_zero_state_bytes(const dt_zero *zero) {
     if (!zero || dt__on_disk(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_optim)) return 0;
-    size_t parts = zero->desc.stage >= 1 ? (size_t)dt_comm_size(zero->shard) : 1, bytes = 0;
+    size_t bytes = 0;
     for (int u = 0; u < zero->n_units; u++) {
         const dt_unit *unit = zero->units[u].unit;
         size_t         arrays = (size_t)(zero->states + dt__zero_has_master(unit));
-        if (!unit->frozen) bytes += unit->padded / parts * arrays * dt_dtype_size(unit->grad_dtype);
+        if (!unit->frozen) bytes += zero->units[u].count * arrays * dt_dtype_size(unit->grad_dtype);
         if (zero->desc.optimizer == DT_ONEBIT_ADAM) bytes += dt__onebit_bytes(zero, unit);
     }
     return bytes;
