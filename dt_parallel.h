@@ -3,10 +3,11 @@
 
    The third of four single-header libraries; dt_tensor.h names them all. It arranges ranks along the axes of a layout
    (data, tensor, context, pipeline, expert), moves a tensor from one placement over a group to another with the right
-   backward, has the layers of tensor, sequence and context parallelism, and says which rank reads which sequence.
+   backward, has the layers of tensor, sequence and context parallelism, makes, checks, simulates and draws schedules of
+   pipelines, and says which rank reads which sequence.
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model. Not in this version:
-   pipeline schedules, expert dispatch. The mesh has their axes already.
+   pipelines that run, expert dispatch. The mesh has their axes already.
 
    QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
 
@@ -64,7 +65,8 @@
 
    CONTRACT
      Memory     A mesh is a value; its groups belong to the world. Tensors live until dt_reset as those of ops do. A
-                dt_text is freed by dt_text_close, a dt_sampler by dt_sampler_free; what is left, with the context.
+                dt_text is freed by dt_text_close, a dt_sampler by dt_sampler_free, a dt_schedule by dt_schedule_free;
+                what is left, with the context.
      Errors     As in dt_tensor.h: sticky, NULL in gives NULL out.
      Threads    As in dt_comm.h.
      Order      Sums over a group run in rank order.
@@ -257,6 +259,146 @@ DT_API void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const 
 // ==== 5. Expert parallelism =========================================================================================
 
 // ==== 6. Schedules ==================================================================================================
+
+/* A pipeline cuts a model in depth into S stages. Each of p ranks holds v of them, its chunks, and a step has m
+   micro-batches. A schedule says what each rank computes in which order: for each stage and micro-batch the forward F
+   once, and once the backward, whole (B) or in two halves: the gradient of the stage's input (I), which the stage
+   before waits for, and later those of its parameters (W).
+       It is data. A generator writes computations down, nothing else; the lowering adds who sends to whom, and slots;
+   one checker, one simulator, one drawer and one executor (section 7) serve all. Rank r has, where a backward takes
+   two forwards (I and W one each) and messages no time:
+
+       kind          bubble: idle / work   micro-batches it holds   after
+       NAIVE         p - 1                 1                        one at a time, through all stages and back
+       AFAB          (p - 1) / m           m                        Y. Huang et al., arXiv:1811.06965
+       1F1B          (p - 1) / m           min(p - r, m)            D. Narayanan et al., arXiv:2006.09503
+       INTERLEAVED   (p - 1) / (v m)       of chunks, min(w, v m)   D. Narayanan et al., arXiv:2104.04473
+       ZB            (p - 1) / (3 m)       min(p, m)                P. Qi et al., ZB-H1, arXiv:2401.10241
+
+   INTERLEAVED: p divides m, w = 2 (p - r - 1) + (v - 1) G + 1 with G = p. Micro-batches go through a chunk in groups of
+   G, as A. Grattafiori et al., arXiv:2407.21783 have it: any m is served, by a G of p to m with m % G = 0 or >= p, and
+   G = m where m < p. ZB: p at most m.
+       A slot holds a micro-batch in a chunk: all that its backward needs, from F to B or W. A gradient that is sent
+   stays in its slot until its receiver begins to use it, so an F that takes the slot over may have to wait for that. A
+   rank has as many slots as it takes that nobody waits, were all stages alike. That is what the rank holds, but of
+   INTERLEAVED, whose chunks wait for each other: where p divides m the first ranks have one more, else some more. */
+enum { DT_SCHEDULE_NAIVE = 0, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB,
+       DT_SCHEDULES };
+
+/* One computation of one rank, with the message before it and the one after it. */
+typedef struct dt_action {
+    dt_phase phase;             /* DT_FORWARD, DT_BACKWARD, or DT_BACKWARD_INPUT and later DT_BACKWARD_WEIGHT */
+    int      micro, chunk;
+    int      stage;             /* which one the rank's chunk is; made by the lowering, as all below */
+    int      slot;              /* of this rank: taken by F, given back after B or W; -1: a backward without its F */
+    int      from, to;          /* whose message it begins with, who gets its result; -1: nobody (at the ends, and W) */
+} dt_action;                    /* either may be this rank itself */
+
+typedef struct dt_schedule dt_schedule;
+/* Calls dt_schedule_add for every computation; those of a rank in the rank's order. */
+typedef void (*dt_schedule_fn)(dt_schedule *schedule, void *user);
+/* The stage that is the rank's chunk; each of ranks x chunks stages once. */
+typedef int (*dt_stage_fn)(int rank, int chunk, void *user);
+
+typedef struct dt_schedule_desc {
+    int            kind;        /* DT_SCHEDULE_* */
+    int            ranks;       /* p: at least 1 */
+    int            micros;      /* m: at least 1 */
+    int            chunks;      /* v of each rank: 0 -> 1, but 2 if INTERLEAVED; other kinds have 1 */
+    int            group;       /* G of INTERLEAVED: 0 -> the least that is allowed */
+    dt_schedule_fn generate;    /* not NULL: your own, in place of kind */
+    dt_stage_fn    stage_of;    /* NULL: chunk * ranks + rank */
+    void          *user;        /* of both */
+    const char    *name;        /* NULL: the kind's; copied */
+    int            tight;       /* 1: no more slots than the rank holds micro-batches, though ranks wait for one then;
+                                   those of INTERLEAVED for ever, which is refused */
+    int            unchecked;   /* 1: a wrong one is made too; simulating and drawing show where it stops */
+} dt_schedule_desc;
+
+/* [local] Generates, lowers and checks. NULL after DT_ERR_ARG: a number is outside its range, or the schedule is wrong,
+   with dt_schedule_check's text; DT_ERR_MEM. */
+DT_API dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc);
+/* [local] NULL is allowed. A schedule that is left when the context ends is freed with it. */
+DT_API void dt_schedule_free(dt_schedule *schedule);
+/* [local] From a generator: the rank's next computation. DT_ERR_ARG fails the context: no such phase, rank, micro-batch
+   or chunk, or no generator is running. */
+DT_API dt_status dt_schedule_add(dt_schedule *schedule, int rank, dt_phase phase, int micro, int chunk);
+
+/* [local] What it is made of; 0 for NULL. Generators may ask too. */
+DT_API int dt_schedule_ranks(const dt_schedule *schedule);
+DT_API int dt_schedule_chunks(const dt_schedule *schedule);     /* of each rank */
+DT_API int dt_schedule_stages(const dt_schedule *schedule);     /* ranks x chunks */
+DT_API int dt_schedule_micros(const dt_schedule *schedule);
+DT_API int dt_schedule_group(const dt_schedule *schedule);      /* G; 0 if not INTERLEAVED */
+DT_API const char *dt_schedule_name(const dt_schedule *schedule);
+/* [local] The stage that is the rank's chunk; the rank that holds the stage. -1 out of range. */
+DT_API int dt_schedule_stage_of(const dt_schedule *schedule, int rank, int chunk);
+DT_API int dt_schedule_rank_of(const dt_schedule *schedule, int stage);
+/* [local] The rank's actions in its order, and how many. 0 and NULL out of range. */
+DT_API const dt_action *dt_schedule_actions(const dt_schedule *schedule, int rank);
+DT_API int dt_schedule_count(const dt_schedule *schedule, int rank);
+/* [local] Where the rank's actions begin among all actions, rank 0's first; of rank p: the number of all. */
+DT_API int dt_schedule_first(const dt_schedule *schedule, int rank);
+/* [local] The most micro-batches that the rank holds at a time, of all its chunks, and its slots. 0 out of range. */
+DT_API int dt_schedule_live(const dt_schedule *schedule, int rank);
+DT_API int dt_schedule_slots(const dt_schedule *schedule, int rank);
+
+typedef struct dt_schedule_facts {
+    int actions;    /* of all ranks */
+    int messages;   /* from a rank to another */
+    int live;       /* the largest of the ranks' */
+    int slots;      /* the largest of the ranks' */
+    int cycle;      /* ranks that wait for each other in a circle; 0: no deadlock */
+} dt_schedule_facts;
+/* [local] Whether it is right: DT_OK, or DT_ERR_ARG and what is wrong first, in text; the context does not fail. Each
+   computation comes once; no rank waits for ever, where every rank keeps its order, F waits for the F of the stage
+   before, B and I for that of the stage after, and F for its slot; and each chunk adds gradients, which B and W do, in
+   the ascending order of micro-batches. facts may be NULL. */
+DT_API dt_status dt_schedule_check(const dt_schedule *schedule, dt_schedule_facts *facts, char *text,
+    size_t text_bytes);
+
+/* Seconds of one micro-batch in one stage; B takes input + weight. */
+typedef struct dt_schedule_costs {
+    double        forward, input, weight;   /* F, I, W, the same in all stages */
+    const double *stages;       /* (stages,3) forward, input, weight of each; NULL: as above */
+    double        message;      /* from the end of an action to where another rank can begin with its result */
+} dt_schedule_costs;
+typedef struct dt_span { double begin, end; } dt_span;          /* seconds; begin > end: it did not happen */
+/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG fails the context if
+   a cost is negative or not finite. Of an unchecked schedule that stops it is DT_ERR_ARG too, but fails nothing: what
+   never begins has the span { 0, -1 }. */
+DT_API dt_status dt_schedule_simulate(const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
+
+typedef struct dt_schedule_bubble {
+    double makespan;    /* from the first begin to the last end, of all ranks */
+    double work;        /* computing: of the rank, or of the busiest one */
+    double of_work;     /* (makespan - work) / work: "of ideal" */
+    double of_total;    /* (makespan - work) / makespan: what share of the time is lost */
+} dt_schedule_bubble;
+/* [local] Of a rank, or of the whole for rank -1: from spans that were simulated or measured. Zeros where there is no
+   such rank or no work. */
+DT_API dt_schedule_bubble dt_schedule_idle(const dt_schedule *schedule, const dt_span *spans, int rank);
+
+/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each other, none empty, so that
+   the dearest is as cheap as can be: part i is items first[i] to first[i+1] - 1; first (stages + 1). Of several such
+   cuts it takes an even one, with rather less in the first parts, which hold the most micro-batches. DT_ERR_ARG and
+   why not, in text: fewer items than stages, a cost that is negative or not finite. Sums run in the order of items. */
+DT_API dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
+
+/* What is drawn: a schedule and when its actions ran, simulated or measured. */
+typedef struct dt_timeline {
+    const char        *title;       /* UTF-8; NULL: the schedule's name */
+    const dt_schedule *schedule;
+    const dt_span     *spans;       /* (dt_schedule_first of p) */
+} dt_timeline;
+/* [local] Writes a drawing (SVG) of n timelines, one below the other, to one scale: a row for each rank, boxes coloured
+   by phase and lighter by chunk with the micro-batch's number, the bubble in the title. Written as by dt_file_write. */
+DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
+/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a digit, a backward (and
+   I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of time, 0 -> 72. DT_ERR_ARG
+   if text is too small: p (columns + 12) + 1 bytes are enough where p < 1000. */
+DT_API dt_status dt_schedule_text(const dt_schedule *schedule, const dt_span *spans, int columns, char *text,
+    size_t text_bytes);
 
 // ==== 7. Pipeline parallelism =======================================================================================
 
@@ -1349,6 +1491,893 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
 
 // ==== 16. Schedules: code ===========================================================================================
 
+/* What a rank computes, in its order. */
+typedef struct dt__program {
+    dt_action *action;
+    int        count, room;
+    int        first;           /* of its actions, among those of all ranks */
+    int        live, slots;
+} dt__program;
+
+struct dt_schedule {
+    dt_ctx           *ctx;
+    dt_listener       listener;     /* frees the schedule with the context */
+    dt_schedule_desc  desc;         /* resolved; name is NULL */
+    char              name[48];
+    int               open;         /* a generator runs */
+    int               stages, total;
+    dt__program      *program;      /* (ranks) */
+    int              *stage;        /* (ranks,chunks) which stage it is */
+    int              *home;         /* (stages) rank * chunks + chunk */
+    int              *place;        /* (stages,micros,3) where the stage's rank has F, B or I, W; -1: nowhere */
+    int              *before;       /* (total) of an F: the rank's F that had the slot before it; -1: none */
+    dt_span          *span;         /* (total) for whoever needs it */
+    int              *at, *seen;    /* (ranks) likewise */
+};
+
+enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES };     /* B: of I too */
+
+static int dt__role(dt_phase phase) {
+    return phase == DT_FORWARD ? DT__ROLE_F : phase == DT_BACKWARD_WEIGHT ? DT__ROLE_W : DT__ROLE_B;
+}
+
+static int *dt__place_at(const dt_schedule *s, int stage, int micro, int role) {
+    return &s->place[((size_t)stage * (size_t)s->desc.micros + (size_t)micro) * DT__ROLES + (size_t)role];
+}
+
+int dt_schedule_ranks(const dt_schedule *s) { return s ? s->desc.ranks : 0; }
+int dt_schedule_chunks(const dt_schedule *s) { return s ? s->desc.chunks : 0; }
+int dt_schedule_stages(const dt_schedule *s) { return s ? s->stages : 0; }
+int dt_schedule_micros(const dt_schedule *s) { return s ? s->desc.micros : 0; }
+int dt_schedule_group(const dt_schedule *s) { return s ? s->desc.group : 0; }
+const char *dt_schedule_name(const dt_schedule *s) { return s ? s->name : ""; }
+
+static const dt__program *dt__program_of(const dt_schedule *s, int rank) {
+    return s && rank >= 0 && rank < s->desc.ranks ? &s->program[rank] : NULL;
+}
+
+int dt_schedule_stage_of(const dt_schedule *s, int rank, int chunk) {
+    return dt__program_of(s, rank) && chunk >= 0 && chunk < s->desc.chunks ? s->stage[rank * s->desc.chunks + chunk] : -1;
+}
+
+int dt_schedule_rank_of(const dt_schedule *s, int stage) {
+    return s && stage >= 0 && stage < s->stages ? s->home[stage] / s->desc.chunks : -1;
+}
+
+const dt_action *dt_schedule_actions(const dt_schedule *s, int rank) {
+    return dt__program_of(s, rank) ? s->program[rank].action : NULL;
+}
+
+int dt_schedule_count(const dt_schedule *s, int rank) { return dt__program_of(s, rank) ? s->program[rank].count : 0; }
+int dt_schedule_live(const dt_schedule *s, int rank) { return dt__program_of(s, rank) ? s->program[rank].live : 0; }
+int dt_schedule_slots(const dt_schedule *s, int rank) { return dt__program_of(s, rank) ? s->program[rank].slots : 0; }
+
+int dt_schedule_first(const dt_schedule *s, int rank) {
+    return dt__program_of(s, rank) ? s->program[rank].first : s && rank == s->desc.ranks ? s->total : 0;
+}
+
+/* ---- generators ---- */
+
+dt_status dt_schedule_add(dt_schedule *s, int rank, dt_phase phase, int micro, int chunk) {
+    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
+    if (!s->open) return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add: only a generator may add");
+    if (phase < DT_FORWARD || phase > DT_BACKWARD_WEIGHT || rank < 0 || rank >= s->desc.ranks || micro < 0 ||
+        micro >= s->desc.micros || chunk < 0 || chunk >= s->desc.chunks)
+        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): phase %d of micro-batch %d of %d in chunk %d of %d of "
+            "rank %d of %d", s->name, (int)phase, micro, s->desc.micros, chunk, s->desc.chunks, rank, s->desc.ranks);
+    dt__program *p = &s->program[rank];
+    int          most = 4 * s->desc.chunks * s->desc.micros; /* more than any right one has */
+    if (p->count >= most)
+        return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_add(%s): rank %d has %d actions already", s->name, rank, most);
+    dt_action *grown = (dt_action *)dt__grow(s->ctx, p->action, p->count, &p->room, sizeof *grown, "a schedule");
+    if (!grown) return dt_error(s->ctx);
+    p->action = grown;
+    dt_action *a = &p->action[p->count++];
+    a->phase = phase;
+    a->micro = micro;
+    a->chunk = chunk;
+    return DT_OK;
+}
+
+static void dt__generate_naive(dt_schedule *s, void *user) {
+    (void)user;
+    for (int r = 0; r < s->desc.ranks; r++)
+        for (int j = 0; j < s->desc.micros; j++) {
+            dt_schedule_add(s, r, DT_FORWARD, j, 0);
+            dt_schedule_add(s, r, DT_BACKWARD, j, 0);
+        }
+}
+
+static void dt__generate_afab(dt_schedule *s, void *user) {
+    (void)user;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        for (int j = 0; j < s->desc.micros; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
+        for (int j = 0; j < s->desc.micros; j++) dt_schedule_add(s, r, DT_BACKWARD, j, 0);
+    }
+}
+
+/* As many forwards first as lie between a rank's forward and its backward; then one of each in turn. */
+static void dt__generate_1f1b(dt_schedule *s, void *user) {
+    int p = s->desc.ranks, m = s->desc.micros;
+    (void)user;
+    for (int r = 0; r < p; r++) {
+        int ahead = p - r - 1 < m ? p - r - 1 : m;
+        for (int j = 0; j < ahead; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
+        for (int j = 0; j < m; j++) {
+            if (j + ahead < m) dt_schedule_add(s, r, DT_FORWARD, j + ahead, 0);
+            dt_schedule_add(s, r, DT_BACKWARD, j, 0);
+        }
+    }
+}
+
+/* A rank's k-th forward: a group of G micro-batches through its first chunk, the group through the next, ... then the
+   next group. Backwards take the chunks the other way round. */
+static void dt__interleaved_add(dt_schedule *s, int r, int k, dt_phase phase) {
+    int v = s->desc.chunks, start = k / (s->desc.group * v) * s->desc.group, left = s->desc.micros - start;
+    int size = left < s->desc.group ? left : s->desc.group, chunk = (k - start * v) / size;
+    dt_schedule_add(s, r, phase, start + (k - start * v) % size, phase == DT_FORWARD ? chunk : v - 1 - chunk);
+}
+
+static void dt__generate_interleaved(dt_schedule *s, void *user) {
+    int p = s->desc.ranks, all = s->desc.micros * s->desc.chunks;
+    (void)user;
+    for (int r = 0; r < p; r++) {
+        int ahead = 2 * (p - r - 1) + (s->desc.chunks - 1) * s->desc.group;
+        if (ahead > all) ahead = all;
+        for (int k = 0; k < ahead; k++) dt__interleaved_add(s, r, k, DT_FORWARD);
+        for (int k = 0; k < all; k++) {
+            if (k + ahead < all) dt__interleaved_add(s, r, k + ahead, DT_FORWARD);
+            dt__interleaved_add(s, r, k, DT_BACKWARD);
+        }
+    }
+}
+
+/* 1F1B, but the stage before waits for I only. Rank r puts W off by r micro-batches: where 1F1B's rank would wait. */
+static void dt__generate_zb(dt_schedule *s, void *user) {
+    int p = s->desc.ranks, m = s->desc.micros;
+    (void)user;
+    for (int r = 0; r < p; r++) {
+        int ahead = p - r < m ? p - r : m;
+        for (int j = 0; j < ahead; j++) dt_schedule_add(s, r, DT_FORWARD, j, 0);
+        for (int j = 0; j < m + r; j++) {
+            if (j < m) dt_schedule_add(s, r, DT_BACKWARD_INPUT, j, 0);
+            if (j >= r) dt_schedule_add(s, r, DT_BACKWARD_WEIGHT, j - r, 0);
+            if (j + ahead < m) dt_schedule_add(s, r, DT_FORWARD, j + ahead, 0);
+        }
+    }
+}
+
+static const struct { const char *name; dt_schedule_fn generate; } dt__schedule_kinds[DT_SCHEDULES] = {
+    { "naive", dt__generate_naive },
+    { "AFAB", dt__generate_afab },
+    { "1F1B", dt__generate_1f1b },
+    { "interleaved", dt__generate_interleaved },
+    { "zero-bubble", dt__generate_zb },
+};
+
+/* ---- what an action waits for ---- */
+
+enum { DT__NEED_OWN = 0, DT__NEED_MESSAGE, DT__NEED_SLOT };
+typedef struct dt__need { int rank, at, kind; } dt__need;       /* the rank's at-th action; -1: there is none */
+
+static dt__need dt__need_of(const dt_schedule *s, int stage, int micro, int role, int kind) {
+    dt__need need = { s->home[stage] / s->desc.chunks, *dt__place_at(s, stage, micro, role), kind };
+    return need;
+}
+
+/* Beside its rank's turn. A slot is waited for until its message's receiver begins, all else until it has ended. */
+static int dt__needs(const dt_schedule *s, int rank, int at, dt__need out[2]) {
+    const dt_action *a = &s->program[rank].action[at];
+    int              n = 0, role = dt__role(a->phase), before = s->before[s->program[rank].first + at];
+    if (role == DT__ROLE_F && a->stage > 0)
+        out[n++] = dt__need_of(s, a->stage - 1, a->micro, DT__ROLE_F, DT__NEED_MESSAGE);
+    if (role != DT__ROLE_F) out[n++] = dt__need_of(s, a->stage, a->micro, role - 1, DT__NEED_OWN);
+    if (role == DT__ROLE_B && a->stage + 1 < s->stages)
+        out[n++] = dt__need_of(s, a->stage + 1, a->micro, DT__ROLE_B, DT__NEED_MESSAGE);
+    if (role == DT__ROLE_F && before >= 0) {
+        const dt_action *b = &s->program[rank].action[before];
+        if (b->stage > 0) out[n++] = dt__need_of(s, b->stage - 1, b->micro, DT__ROLE_B, DT__NEED_SLOT);
+    }
+    return n;
+}
+
+static double dt__cost_of(const dt_schedule_costs *c, const dt_action *a) {
+    const double *stage = c->stages ? c->stages + (size_t)a->stage * 3 : NULL;
+    double        forward = stage ? stage[0] : c->forward, input = stage ? stage[1] : c->input;
+    double        weight = stage ? stage[2] : c->weight;
+    if (a->phase == DT_FORWARD) return forward;
+    return a->phase == DT_BACKWARD ? input + weight : a->phase == DT_BACKWARD_INPUT ? input : weight;
+}
+
+/* When the action can begin, or -1 while what it waits for has not happened. */
+static double dt__begin_of(const dt_schedule *s, const dt_schedule_costs *c, const dt_span *spans, int rank, int at) {
+    dt__need need[2];
+    double   begin = at > 0 ? spans[s->program[rank].first + at - 1].end : 0;
+    int      n = dt__needs(s, rank, at, need);
+    for (int i = 0; i < n; i++) {
+        if (need[i].at < 0) return -1;
+        dt_span span = spans[s->program[need[i].rank].first + need[i].at];
+        if (span.end < span.begin) return -1;
+        double then = need[i].kind == DT__NEED_SLOT ? span.begin : span.end;
+        if (need[i].kind == DT__NEED_MESSAGE && need[i].rank != rank) then += c->message;
+        if (then > begin) begin = then;
+    }
+    return begin;
+}
+
+/* Every rank goes as far as it can, again and again: when nobody moves, all is done or stands for ever. s->at is where
+   each rank is then. 1: all is done. */
+static int dt__schedule_run(const dt_schedule *s, const dt_schedule_costs *c, dt_span *spans) {
+    dt_span never = { 0, -1 };
+    int     done = 0, moved = 1;
+    for (int i = 0; i < s->total; i++) spans[i] = never;
+    memset(s->at, 0, (size_t)s->desc.ranks * sizeof *s->at);
+    while (moved) {
+        moved = 0;
+        for (int r = 0; r < s->desc.ranks; r++)
+            for (const dt__program *p = &s->program[r]; s->at[r] < p->count; s->at[r]++, moved++) {
+                double begin = dt__begin_of(s, c, spans, r, s->at[r]);
+                if (begin < 0) break;
+                spans[p->first + s->at[r]].begin = begin;
+                spans[p->first + s->at[r]].end = begin + dt__cost_of(c, &p->action[s->at[r]]);
+            }
+        done += moved;
+    }
+    return done == s->total;
+}
+
+/* ---- the lowering ---- */
+
+static void dt__schedule_places(dt_schedule *s) {
+    size_t places = (size_t)s->stages * (size_t)s->desc.micros * DT__ROLES;
+    for (size_t i = 0; i < places; i++) s->place[i] = -1;
+    for (int r = 0; r < s->desc.ranks; r++)
+        for (int i = 0; i < s->program[r].count; i++) {
+            dt_action *a = &s->program[r].action[i];
+            int        role = dt__role(a->phase);
+            a->stage = s->stage[r * s->desc.chunks + a->chunk];
+            int back = dt_schedule_rank_of(s, a->stage - 1), on = dt_schedule_rank_of(s, a->stage + 1);
+            a->from = role == DT__ROLE_F ? back : role == DT__ROLE_B ? on : -1;
+            a->to = role == DT__ROLE_F ? on : role == DT__ROLE_B ? back : -1;
+            int *place = dt__place_at(s, a->stage, a->micro, role);
+            if (*place < 0) *place = i;
+        }
+}
+
+/* A slot and since when it is free. */
+typedef struct dt__slot { double free; int tenant; } dt__slot;
+
+/* When the slot that the rank's F `at` takes is free again: after B or W, and when the receiver of its gradient begins.
+   s->span has the times. With `timed` 0 they are places in each rank's order, and tell nothing of another rank. */
+static double dt__slot_free(const dt_schedule *s, int rank, int at, int timed) {
+    const dt_action *a = &s->program[rank].action[at];
+    int              weight = *dt__place_at(s, a->stage, a->micro, DT__ROLE_W), last = weight;
+    if (last < 0) last = *dt__place_at(s, a->stage, a->micro, DT__ROLE_B);
+    if (last < at) return INFINITY; /* no backward, or before its F: a wrong schedule */
+    double time = s->span[s->program[rank].first + last].end;
+    int    to = dt_schedule_rank_of(s, a->stage - 1);
+    int    taken = a->stage > 0 ? *dt__place_at(s, a->stage - 1, a->micro, DT__ROLE_B) : -1;
+    if (taken < 0 || (!timed && to != rank)) return time;
+    double begins = s->span[s->program[to].first + taken].begin;
+    return begins > time ? begins : time;
+}
+
+/* An F takes the slot that has been free longest, or a new one if none is free when it begins: of intervals of time,
+   that needs no more slots than the most that are in use at once. */
+static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+    dt__program *p = &s->program[rank];
+    p->slots = 0;
+    for (int i = 0; i < p->count; i++) {
+        dt_action *a = &p->action[i];
+        a->slot = -1;
+        if (a->phase != DT_FORWARD) continue;
+        int best = p->slots;
+        for (int k = 0; k < p->slots; k++)
+            if (slot[k].free <= s->span[p->first + i].begin && (best == p->slots || slot[k].free < slot[best].free))
+                best = k;
+        s->before[p->first + i] = best < p->slots ? slot[best].tenant : -1;
+        if (best == p->slots) p->slots++;
+        a->slot = best;
+        slot[best].tenant = i;
+        slot[best].free = dt__slot_free(s, rank, i, timed);
+    }
+    int live = 0;
+    for (int i = 0; i < p->count; i++) {
+        dt_action *a = &p->action[i];
+        int        forward = *dt__place_at(s, a->stage, a->micro, DT__ROLE_F);
+        if (a->phase != DT_FORWARD && forward >= 0) a->slot = p->action[forward].slot;
+        live += (a->phase == DT_FORWARD) - (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT);
+        if (live > p->live) p->live = live;
+    }
+}
+
+/* Slots by the times of a run in which stages are alike and nobody waits for slots; where that cannot be run, or memory
+   counts more, by each rank's own order. */
+static dt_status dt__schedule_lower(dt_schedule *s) {
+    dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
+    int               most = 0, timed;
+    s->total = 0;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        s->program[r].first = s->total;
+        s->total += s->program[r].count;
+        if (s->program[r].count > most) most = s->program[r].count;
+    }
+    size_t total = (size_t)s->total, slots = (size_t)most * sizeof(dt__slot);
+    s->before = (int *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->before, "a schedule");
+    s->span = (dt_span *)dt_alloc(s->ctx, DT_MEM_HOST, total * sizeof *s->span, "a schedule");
+    dt__slot *slot = (dt__slot *)dt_alloc(s->ctx, DT_MEM_HOST, slots, "a schedule");
+    if (dt_error(s->ctx) == DT_OK) {
+        for (size_t i = 0; i < total; i++) s->before[i] = -1;
+        dt__schedule_places(s);
+        timed = dt__schedule_run(s, &even, s->span) && !s->desc.tight;
+        for (int r = 0; r < s->desc.ranks && !timed; r++)
+            for (int i = 0; i < s->program[r].count; i++) {
+                s->span[s->program[r].first + i].begin = i;
+                s->span[s->program[r].first + i].end = i + 1;
+            }
+        for (int r = 0; r < s->desc.ranks; r++) dt__schedule_slots(s, r, timed, slot);
+    }
+    dt_free(s->ctx, DT_MEM_HOST, slot, slots);
+    return dt_error(s->ctx);
+}
+
+/* ---- the checker ---- */
+
+/* Text that is put together piece by piece; what does not fit is left out. */
+typedef struct dt__saying { char *text; size_t bytes, used; } dt__saying;
+
+static void DT_PRINTF(2, 3) dt__say(dt__saying *t, const char *fmt, ...) {
+    va_list args;
+    if (t->used + 1 >= t->bytes) return;
+    va_start(args, fmt);
+    int n = vsnprintf(t->text + t->used, t->bytes - t->used, fmt, args);
+    va_end(args);
+    if (n > 0) t->used += (size_t)n < t->bytes - t->used ? (size_t)n : t->bytes - t->used - 1;
+}
+
+static dt__text dt__action_text(const dt_schedule *s, dt_phase phase, int micro, int chunk) {
+    static const char *const names[] = { "?", "F", "B", "I", "W" };
+    dt__text t;
+    if (s->desc.chunks == 1) snprintf(t.s, sizeof t.s, "%s(micro %d)", names[phase], micro);
+    else snprintf(t.s, sizeof t.s, "%s(micro %d, chunk %d)", names[phase], micro, chunk);
+    return t;
+}
+
+static dt__text dt__action_at(const dt_schedule *s, int rank, int at) {
+    const dt_action *a = &s->program[rank].action[at];
+    return dt__action_text(s, a->phase, a->micro, a->chunk);
+}
+
+/* Each computation once. */
+static dt_status dt__check_complete(const dt_schedule *s, dt__saying *t) {
+    for (int r = 0; r < s->desc.ranks; r++)
+        for (int i = 0; i < s->program[r].count; i++) {
+            const dt_action *a = &s->program[r].action[i];
+            if (*dt__place_at(s, a->stage, a->micro, dt__role(a->phase)) == i) continue;
+            dt__say(t, "rank %d: %s comes a second time, as its action %d", r, dt__action_at(s, r, i).s, i);
+            return DT_ERR_ARG;
+        }
+    for (int stage = 0; stage < s->stages; stage++)
+        for (int j = 0; j < s->desc.micros; j++) {
+            int      r = dt_schedule_rank_of(s, stage), chunk = s->home[stage] % s->desc.chunks;
+            int      back = *dt__place_at(s, stage, j, DT__ROLE_B), weight = *dt__place_at(s, stage, j, DT__ROLE_W);
+            int      whole = back >= 0 && s->program[r].action[back].phase == DT_BACKWARD;
+            dt_phase missing = DT_FORWARD;
+            if (*dt__place_at(s, stage, j, DT__ROLE_F) >= 0) {
+                if (back >= 0 && whole == (weight < 0)) continue;
+                missing = back >= 0 ? DT_BACKWARD_WEIGHT : weight >= 0 ? DT_BACKWARD_INPUT : DT_BACKWARD;
+            }
+            if (missing == DT_BACKWARD_WEIGHT && whole)
+                dt__say(t, "rank %d: %s comes beside %s, which is the whole backward", r,
+                    dt__action_text(s, missing, j, chunk).s, dt__action_at(s, r, back).s);
+            else dt__say(t, "rank %d: %s is missing", r, dt__action_text(s, missing, j, chunk).s);
+            return DT_ERR_ARG;
+        }
+    return DT_OK;
+}
+
+/* What the rank, which stands, waits for: one of several. */
+static dt__need dt__waits_for(const dt_schedule *s, int rank) {
+    dt__need need[2], none = { -1, -1, DT__NEED_OWN };
+    int      n = dt__needs(s, rank, s->at[rank], need);
+    for (int i = 0; i < n; i++) {
+        dt_span span = s->span[s->program[need[i].rank].first + need[i].at];
+        if (span.end < span.begin) return need[i];
+    }
+    return none;
+}
+
+/* After a run that stopped: who stands waits for one who stands, so that going from each to the one it waits for ends
+   in a circle. Returns its length. */
+static int dt__check_cycle(const dt_schedule *s, dt__saying *t) {
+    int r = 0, first, n = 0;
+    memset(s->seen, 0, (size_t)s->desc.ranks * sizeof *s->seen);
+    while (s->at[r] == s->program[r].count) r++;
+    while (!s->seen[r]) {
+        s->seen[r] = 1;
+        r = dt__waits_for(s, r).rank;
+    }
+    first = r;
+    dt__say(t, "deadlock: ");
+    do {
+        dt__need need = dt__waits_for(s, r);
+        int      front = s->at[need.rank];
+        dt__say(t, "%srank %d waits at %s ", n++ ? "; " : "", r, dt__action_at(s, r, s->at[r]).s);
+        if (need.kind == DT__NEED_SLOT) {
+            dt__say(t, "for its slot %d, until rank %d begins %s", s->program[r].action[s->at[r]].slot, need.rank,
+                dt__action_at(s, need.rank, need.at).s);
+        } else {
+            dt__say(t, "for %s", dt__action_at(s, need.rank, need.at).s);
+            if (need.rank != r) dt__say(t, " of rank %d", need.rank);
+        }
+        if (need.at != front) dt__say(t, ", which stands behind %s", dt__action_at(s, need.rank, front).s);
+        r = need.rank;
+    } while (r != first);
+    return n;
+}
+
+/* Gradients of a chunk are added by B and W. */
+static dt_status dt__check_order(const dt_schedule *s, dt__saying *t) {
+    for (int r = 0; r < s->desc.ranks; r++)
+        for (int chunk = 0; chunk < s->desc.chunks; chunk++) {
+            const dt_action *last = NULL;
+            for (int i = 0; i < s->program[r].count; i++) {
+                const dt_action *a = &s->program[r].action[i];
+                if (a->chunk != chunk || (a->phase != DT_BACKWARD && a->phase != DT_BACKWARD_WEIGHT)) continue;
+                if (last && a->micro < last->micro) {
+                    dt__say(t, "rank %d: %s comes after %s, but gradients are added in ascending order", r,
+                        dt__action_at(s, r, i).s, dt__action_text(s, last->phase, last->micro, chunk).s);
+                    return DT_ERR_ARG;
+                }
+                last = a;
+            }
+        }
+    return DT_OK;
+}
+
+dt_status dt_schedule_check(const dt_schedule *s, dt_schedule_facts *facts, char *text, size_t text_bytes) {
+    dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
+    dt_schedule_facts f;
+    dt__saying        t = { text, text_bytes, 0 };
+    memset(&f, 0, sizeof f);
+    if (text_bytes > 0) text[0] = 0;
+    if (facts) *facts = f;
+    if (!s) {
+        dt__say(&t, "no schedule");
+        return DT_ERR_ARG;
+    }
+    for (int r = 0; r < s->desc.ranks; r++) {
+        const dt__program *p = &s->program[r];
+        f.actions += p->count;
+        if (p->live > f.live) f.live = p->live;
+        if (p->slots > f.slots) f.slots = p->slots;
+        for (int i = 0; i < p->count; i++) f.messages += p->action[i].to >= 0 && p->action[i].to != r;
+    }
+    dt_status status = dt__check_complete(s, &t);
+    if (status == DT_OK && !dt__schedule_run(s, &even, s->span)) {
+        f.cycle = dt__check_cycle(s, &t);
+        status = DT_ERR_ARG;
+    }
+    if (status == DT_OK) status = dt__check_order(s, &t);
+    if (facts) *facts = f;
+    return status;
+}
+
+/* ---- making one ---- */
+
+static void dt__schedule_release(dt_ctx *ctx, void *user) {
+    dt_schedule *s = (dt_schedule *)user;
+    size_t       ranks = (size_t)s->desc.ranks, stages = (size_t)s->stages;
+    for (int r = 0; r < s->desc.ranks && s->program; r++)
+        dt_free(ctx, DT_MEM_HOST, s->program[r].action, (size_t)s->program[r].room * sizeof(dt_action));
+    dt_free(ctx, DT_MEM_HOST, s->program, ranks * sizeof *s->program);
+    dt_free(ctx, DT_MEM_HOST, s->stage, stages * sizeof *s->stage);
+    dt_free(ctx, DT_MEM_HOST, s->home, stages * sizeof *s->home);
+    dt_free(ctx, DT_MEM_HOST, s->place, stages * (size_t)s->desc.micros * DT__ROLES * sizeof *s->place);
+    dt_free(ctx, DT_MEM_HOST, s->before, (size_t)s->total * sizeof *s->before);
+    dt_free(ctx, DT_MEM_HOST, s->span, (size_t)s->total * sizeof *s->span);
+    dt_free(ctx, DT_MEM_HOST, s->at, ranks * sizeof *s->at);
+    dt_free(ctx, DT_MEM_HOST, s->seen, ranks * sizeof *s->seen);
+    dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
+}
+
+void dt_schedule_free(dt_schedule *s) {
+    if (!s) return;
+    dt_unlisten(s->ctx, &s->listener);
+    dt__schedule_release(s->ctx, s);
+}
+
+/* Whether groups of G serve m micro-batches: also the last, smaller group fills all ranks. */
+static int dt__group_fits(int p, int m, int g) {
+    if (m < p) return g == m;
+    return g >= p && g <= m && (m % g == 0 || m % g >= p);
+}
+
+/* Resolves what is 0. */
+static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
+    int     interleaved = d->kind == DT_SCHEDULE_INTERLEAVED && !d->generate;
+    int64_t most = 1 << 26; /* computations that can be listed */
+    if (!d->generate && (d->kind < 0 || d->kind >= DT_SCHEDULES))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: there is no kind %d of schedule", d->kind);
+    if (d->chunks == 0) d->chunks = interleaved ? 2 : 1;
+    if (d->ranks < 1 || d->micros < 1 || d->chunks < 1 || (int64_t)d->ranks * d->chunks > most ||
+        (int64_t)d->ranks * d->chunks * d->micros > most)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d micro-batches through %d chunks of each of %d ranks; use "
+            "at least 1 of each, and no more than %lld in all", d->micros, d->chunks, d->ranks, (long long)most);
+    if (!interleaved && !d->generate && d->chunks > 1)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %d chunks; only interleaved has several",
+            dt__schedule_kinds[d->kind].name, d->chunks);
+    if (!interleaved && d->group != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: groups of %d; only interleaved has groups", d->group);
+    int least = d->micros < d->ranks ? d->micros : d->ranks; /* m itself always fits */
+    while (interleaved && !dt__group_fits(d->ranks, d->micros, least)) least++;
+    if (interleaved && d->group == 0) d->group = least;
+    if (interleaved && !dt__group_fits(d->ranks, d->micros, d->group))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for %d "
+            "ranks so that each fills them; use %d or %d", d->group, d->micros, d->ranks, least, d->micros);
+    return DT_OK;
+}
+
+/* Which stage each chunk is, and where each stage is. */
+static dt_status dt__schedule_map(dt_schedule *s) {
+    for (int i = 0; i < s->stages; i++) s->home[i] = -1;
+    for (int i = 0; i < s->stages; i++) {
+        int r = i / s->desc.chunks, chunk = i % s->desc.chunks;
+        int stage = s->desc.stage_of ? s->desc.stage_of(r, chunk, s->desc.user) : chunk * s->desc.ranks + r;
+        if (stage < 0 || stage >= s->stages)
+            return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_make(%s): chunk %d of rank %d is stage %d of %d", s->name,
+                chunk, r, stage, s->stages);
+        if (s->home[stage] >= 0)
+            return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_make(%s): stage %d is chunk %d of rank %d and chunk %d of "
+                "rank %d", s->name, stage, s->home[stage] % s->desc.chunks, s->home[stage] / s->desc.chunks, chunk, r);
+        s->home[stage] = i;
+        s->stage[i] = stage;
+    }
+    return DT_OK;
+}
+
+static dt_schedule *dt__schedule_new(dt_ctx *ctx, dt_schedule_desc d) {
+    size_t       ranks = (size_t)d.ranks, stages = ranks * (size_t)d.chunks;
+    dt_schedule *s = (dt_schedule *)dt__host_zeroed(ctx, sizeof *s, "a schedule");
+    if (!s) return NULL;
+    s->ctx = ctx;
+    s->desc = d;
+    s->desc.name = NULL;
+    s->stages = (int)stages;
+    snprintf(s->name, sizeof s->name, "%.47s",
+        dt__name_text(d.name ? d.name : d.generate ? "a schedule of one's own" : dt__schedule_kinds[d.kind].name).s);
+    s->listener.closing = dt__schedule_release;
+    s->listener.user = s;
+    dt_listen(ctx, &s->listener);
+    s->program = (dt__program *)dt__host_zeroed(ctx, ranks * sizeof *s->program, "a schedule");
+    s->stage = (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->stage, "a schedule");
+    s->home = (int *)dt_alloc(ctx, DT_MEM_HOST, stages * sizeof *s->home, "a schedule");
+    s->place = (int *)dt_alloc(ctx, DT_MEM_HOST, stages * (size_t)d.micros * DT__ROLES * sizeof *s->place,
+        "a schedule");
+    s->at = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->at, "a schedule");
+    s->seen = (int *)dt_alloc(ctx, DT_MEM_HOST, ranks * sizeof *s->seen, "a schedule");
+    return s;
+}
+
+dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc) {
+    char why[400];
+    if (dt_error(ctx) != DT_OK || dt__schedule_resolve(ctx, &desc) != DT_OK) return NULL;
+    dt_schedule *s = dt__schedule_new(ctx, desc);
+    if (!s) return NULL;
+    if (dt_error(ctx) == DT_OK && dt__schedule_map(s) == DT_OK) {
+        s->open = 1;
+        if (desc.generate) desc.generate(s, desc.user);
+        else dt__schedule_kinds[desc.kind].generate(s, NULL);
+        s->open = 0;
+    }
+    if (dt_error(ctx) == DT_OK && dt__schedule_lower(s) == DT_OK && !desc.unchecked &&
+        dt_schedule_check(s, NULL, why, sizeof why) != DT_OK)
+        dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %s", s->name, why);
+    if (dt_error(ctx) == DT_OK) return s;
+    dt_schedule_free(s);
+    return NULL;
+}
+
+/* ---- the simulator ---- */
+
+static int dt__seconds_ok(double x) { return x >= 0 && isfinite(x); }
+
+dt_status dt_schedule_simulate(const dt_schedule *s, dt_schedule_costs c, dt_span *spans) {
+    if (!s || dt_error(s->ctx) != DT_OK) return s ? dt_error(s->ctx) : DT_ERR_ARG;
+    int ok = dt__seconds_ok(c.message);
+    if (!c.stages) ok &= dt__seconds_ok(c.forward) & dt__seconds_ok(c.input) & dt__seconds_ok(c.weight);
+    for (int i = 0; c.stages && i < 3 * s->stages; i++) ok &= dt__seconds_ok(c.stages[i]);
+    if (!ok) return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): a cost is negative or not finite", s->name);
+    return dt__schedule_run(s, &c, spans) ? DT_OK : DT_ERR_ARG;
+}
+
+dt_schedule_bubble dt_schedule_idle(const dt_schedule *s, const dt_span *spans, int rank) {
+    dt_schedule_bubble b = { 0, 0, 0, 0 };
+    double             begin = INFINITY, end = -INFINITY;
+    if (!s || rank < -1 || rank >= s->desc.ranks) return b;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        double work = 0;
+        for (int i = s->program[r].first; i < s->program[r].first + s->program[r].count; i++) {
+            if (spans[i].end < spans[i].begin) continue;
+            work += spans[i].end - spans[i].begin;
+            if (spans[i].begin < begin) begin = spans[i].begin;
+            if (spans[i].end > end) end = spans[i].end;
+        }
+        if (r == rank || (rank < 0 && work > b.work)) b.work = work;
+    }
+    if (!(b.work > 0)) b.work = 0;
+    if (b.work == 0) return b;
+    b.makespan = end - begin;
+    b.of_work = (b.makespan - b.work) / b.work;
+    b.of_total = (b.makespan - b.work) / b.makespan;
+    return b;
+}
+
+/* ---- cutting a model into stages ---- */
+
+/* How many parts of at most `most` each the items, none dearer, need from the first on. *next: the least above `most`
+   with which a part could take one more. */
+static int dt__cut_parts(const double *costs, int n, double most, double *next) {
+    int    parts = 1;
+    double sum = 0;
+    for (int i = 0; i < n; i++) {
+        double more = sum + costs[i];
+        if (more > most) {
+            if (more < *next) *next = more;
+            parts++;
+            more = costs[i];
+        }
+        sum = more;
+    }
+    return parts;
+}
+
+/* Whether the items can be cut into `parts` parts, none empty, of at most `most`: a cut into fewer can be cut on. */
+static int dt__cut_fits(const double *costs, int n, int parts, double most) {
+    double next = INFINITY;
+    return n >= parts && dt__cut_parts(costs, n, most, &next) <= parts;
+}
+
+dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char *text, size_t text_bytes) {
+    double most = 0, left = 0;
+    if (text_bytes > 0) text[0] = 0;
+    if (n < 1 || stages < 1 || n < stages) {
+        snprintf(text, text_bytes, "%d items for %d stages: each stage needs at least 1; use %d stages or fewer", n,
+            stages, n > 1 ? n : 1);
+        return DT_ERR_ARG;
+    }
+    for (int i = 0; i < n; i++) {
+        left += costs[i];
+        if (costs[i] > most) most = costs[i];
+        if (dt__seconds_ok(costs[i]) && dt__seconds_ok(left)) continue;
+        snprintf(text, text_bytes, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
+        return DT_ERR_ARG;
+    }
+    double mean = left / stages * (1 - 1e-9); /* no cut is cheaper, however sums are rounded */
+    if (mean > most) most = mean;
+    while (!dt__cut_fits(costs, n, stages, most)) { /* nothing between a bound and the next one changes a part */
+        double next = INFINITY;
+        dt__cut_parts(costs, n, most, &next);
+        most = next;
+    }
+    for (int part = 0, i = 0; part < stages; part++) {
+        int    rest = stages - part - 1;
+        double share = left / (rest + 1), sum = 0;
+        first[part] = i;
+        do { /* no more than its share of what is left, but what the others cannot take */
+            sum += costs[i];
+            left -= costs[i++];
+        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) || (sum + costs[i] <= share && sum + costs[i] <= most && n - i > rest)));
+    }
+    first[stages] = n;
+    return DT_OK;
+}
+
+/* ---- drawings ---- */
+
+dt_status dt_schedule_text(const dt_schedule *s, const dt_span *spans, int columns, char *text, size_t text_bytes) {
+    dt__saying t = { text, text_bytes, 0 };
+    double     begin = INFINITY, end = -INFINITY;
+    if (text_bytes > 0) text[0] = 0;
+    if (columns == 0) columns = 72;
+    for (int i = 0; s && i < s->total; i++) {
+        if (spans[i].end < spans[i].begin) continue;
+        if (spans[i].begin < begin) begin = spans[i].begin;
+        if (spans[i].end > end) end = spans[i].end;
+    }
+    if (!s || columns < 1 || text_bytes < 1) return DT_ERR_ARG;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        int i = s->program[r].first, after = i + s->program[r].count;
+        dt__say(&t, "rank %2d |", r);
+        for (int c = 0; c < columns; c++) {
+            double time = begin + (c + 0.5) / columns * (end - begin);
+            while (i < after && spans[i].end <= time) i++; /* what never happened too */
+            const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].first] : NULL;
+            int              role = a ? dt__role(a->phase) : DT__ROLE_F;
+            int              letter = role == DT__ROLE_F ? '0' : role == DT__ROLE_B ? 'a' : 'A';
+            dt__say(&t, "%c", a && spans[i].begin <= time ? letter + a->micro % 10 : '.');
+        }
+        dt__say(&t, "|\n");
+    }
+    return t.used + 1 < t.bytes ? DT_OK : DT_ERR_ARG;
+}
+
+/* A drawing while it is written. Lengths are in pixels. */
+typedef struct dt__svg { dt_json_out out; double scale, begin; } dt__svg;   /* scale: pixels of a second */
+enum { DT__SVG_LEFT = 64, DT__SVG_ROW = 22, DT__SVG_TITLE = 30, DT__SVG_GAP = 16, DT__SVG_ROWS = 10000 };
+
+static void DT_PRINTF(2, 3) dt__svg_put(dt__svg *g, const char *fmt, ...) {
+    char    text[512];
+    va_list args;
+    va_start(args, fmt);
+    int n = vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    if (n > 0) dt__json_write(&g->out, text, (size_t)n < sizeof text ? (size_t)n : sizeof text - 1);
+}
+
+/* With so many decimals, and a point in every locale. */
+static dt__text dt__fixed(double x, int decimals) {
+    dt__text  t;
+    long long unit = 1;
+    for (int i = 0; i < decimals; i++) unit *= 10;
+    long long n = x * (double)unit < 9e15 ? (long long)(x * (double)unit + 0.5) : (long long)9e15;
+    if (decimals == 0) snprintf(t.s, sizeof t.s, "%lld", n);
+    else snprintf(t.s, sizeof t.s, "%lld.%0*lld", n / unit, decimals, n % unit);
+    return t;
+}
+
+static dt__text dt__seconds_text(double x) {
+    const char *unit = x >= 1 ? "s" : x >= 1e-3 ? "ms" : "us";
+    double      n = x >= 1 ? x : x >= 1e-3 ? x * 1e3 : x * 1e6;
+    dt__text    t = dt__fixed(n, n >= 100 ? 0 : n >= 10 ? 1 : 2);
+    size_t      used = strlen(t.s);
+    snprintf(t.s + used, sizeof t.s - used, " %s", unit);
+    return t;
+}
+
+/* Text that may hold anything as text of XML. */
+static void dt__svg_escaped(dt__svg *g, const char *s) {
+    for (; *s; s++) {
+        unsigned char c = (unsigned char)*s;
+        if (c == '<') dt__svg_put(g, "&lt;");
+        else if (c == '>') dt__svg_put(g, "&gt;");
+        else if (c == '&') dt__svg_put(g, "&amp;");
+        else dt__json_write(&g->out, c < 0x20 || c == 0x7f ? " " : s, 1);
+    }
+}
+
+/* The colour of a phase, lighter in later chunks. */
+static unsigned dt__svg_colour(const dt_schedule *s, dt_phase phase, int chunk) {
+    static const unsigned char base[5][3] = { { 0, 0, 0 }, { 88, 148, 222 }, { 96, 176, 104 }, { 72, 186, 178 },
+        { 232, 164, 72 } };
+    unsigned colour = 0;
+    double   light = s->desc.chunks > 1 ? 0.62 * chunk / (s->desc.chunks - 1) : 0;
+    for (int i = 0; i < 3; i++) colour = colour * 256 + (unsigned)(base[phase][i] + light * (255 - base[phase][i]));
+    return colour;
+}
+
+static void dt__svg_box(dt__svg *g, const dt_schedule *s, int rank, int at, dt_span span, int y) {
+    const dt_action *a = &s->program[rank].action[at];
+    double           x = DT__SVG_LEFT + (span.begin - g->begin) * g->scale, wide = (span.end - span.begin) * g->scale;
+    char             number[16];
+    int              digits = snprintf(number, sizeof number, "%d", a->micro);
+    dt__svg_put(g, "<g><title>rank %d: %s, stage %d: ", rank, dt__action_at(s, rank, at).s, a->stage);
+    dt__svg_put(g, "%s from %s on</title>", dt__seconds_text(span.end - span.begin).s,
+        dt__seconds_text(span.begin - g->begin).s);
+    dt__svg_put(g, "<rect class=\"a\" x=\"%s\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#%06x\"/>",
+        dt__fixed(x, 2).s, y, dt__fixed(wide, 2).s, DT__SVG_ROW - 2, dt__svg_colour(s, a->phase, a->chunk));
+    if (wide >= 6.2 * digits + 1)
+        dt__svg_put(g, "<text x=\"%s\" y=\"%d\" text-anchor=\"middle\">%s</text>", dt__fixed(x + wide / 2, 2).s, y + 14,
+            number);
+    dt__svg_put(g, "</g>\n");
+}
+
+static void dt__svg_line(dt__svg *g, const dt_timeline *line, int y, double wide) {
+    const dt_schedule *s = line->schedule;
+    dt_schedule_bubble all = dt_schedule_idle(s, line->spans, -1);
+    dt__svg_put(g, "<text class=\"t\" x=\"8\" y=\"%d\">", y + 18);
+    dt__svg_escaped(g, line->title ? line->title : s->name);
+    dt__svg_put(g, ": %s, bubble %s %% of the work, %s %% of the time</text>\n", dt__seconds_text(all.makespan).s,
+        dt__fixed(100 * all.of_work, 1).s, dt__fixed(100 * all.of_total, 1).s);
+    g->begin = INFINITY;
+    for (int i = 0; i < s->total; i++)
+        if (line->spans[i].end >= line->spans[i].begin && line->spans[i].begin < g->begin)
+            g->begin = line->spans[i].begin;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        int top = y + DT__SVG_TITLE + r * DT__SVG_ROW;
+        dt__svg_put(g, "<text x=\"8\" y=\"%d\">rank %d</text>\n", top + 14, r);
+        dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"%s\" height=\"%d\" fill=\"#eeeeee\"/>\n", DT__SVG_LEFT, top,
+            dt__fixed(wide, 2).s, DT__SVG_ROW - 2);
+        for (int i = 0; i < s->program[r].count; i++) {
+            dt_span span = line->spans[s->program[r].first + i];
+            if (span.end >= span.begin) dt__svg_box(g, s, r, i, span, top);
+        }
+    }
+}
+
+/* The phases that occur, with their colours in each chunk of the schedule that has most. */
+static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
+    static const char *const names[] = { "", "forward", "backward", "backward of the input", "backward of the weights" };
+    const dt_schedule *most = lines[0].schedule;
+    int                used[5] = { 0, 0, 0, 0, 0 }, x = DT__SVG_LEFT;
+    for (int i = 0; i < n; i++) {
+        const dt_schedule *s = lines[i].schedule;
+        if (s->desc.chunks > most->desc.chunks) most = s;
+        for (int r = 0; r < s->desc.ranks; r++)
+            for (int k = 0; k < s->program[r].count; k++) used[s->program[r].action[k].phase] = 1;
+    }
+    int shades = most->desc.chunks < 8 ? most->desc.chunks : 8;
+    for (int phase = DT_FORWARD; phase <= DT_BACKWARD_WEIGHT; phase++) {
+        if (!used[phase]) continue;
+        for (int i = 0; i < shades; i++, x += 14)
+            dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n", x, y,
+                dt__svg_colour(most, (dt_phase)phase, i * (most->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
+        dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
+        x += 22 + 7 * (int)strlen(names[phase]);
+    }
+    if (most->desc.chunks > 1)
+        dt__svg_put(g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
+}
+
+/* Pixels of a second: a forward has room for its number, but the drawing does not get endless. */
+static double dt__svg_scale(const dt_timeline *lines, int n, double *longest) {
+    double short_one = INFINITY;
+    *longest = 0;
+    for (int i = 0; i < n; i++) {
+        const dt_schedule *s = lines[i].schedule;
+        double             sum = 0, count = 0, makespan = dt_schedule_idle(s, lines[i].spans, -1).makespan;
+        if (makespan > *longest) *longest = makespan;
+        for (int r = 0; r < s->desc.ranks; r++)
+            for (int k = 0; k < s->program[r].count; k++) {
+                dt_span span = lines[i].spans[s->program[r].first + k];
+                if (s->program[r].action[k].phase != DT_FORWARD || span.end < span.begin) continue;
+                sum += span.end - span.begin;
+                count++;
+            }
+        if (sum > 0 && sum / count < short_one) short_one = sum / count;
+    }
+    if (*longest == 0) return 0;
+    double wide = 16 / short_one * *longest;
+    if (!(wide > 900)) wide = 900;
+    return (wide < 6000 ? wide : 6000) / *longest;
+}
+
+dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n) {
+    dt__svg g;
+    double  longest;
+    int     high = DT__SVG_GAP, y = 8, rows = 0;
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!path || !lines || n < 1)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg: %s", path ? "no timelines" : "no path");
+    for (int i = 0; i < n; i++) {
+        const char *title = lines[i].title ? lines[i].title : "";
+        if (!lines[i].schedule || !lines[i].spans || dt__utf8_bad(title, strlen(title)) < strlen(title))
+            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title that "
+                "is not UTF-8", path, i);
+        if (lines[i].schedule->desc.ranks > DT__SVG_ROWS - rows || i == DT__SVG_ROWS)
+            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_ROWS);
+        rows += lines[i].schedule->desc.ranks;
+        high += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
+    }
+    memset(&g, 0, sizeof g);
+    g.out.ctx = ctx;
+    g.scale = dt__svg_scale(lines, n, &longest);
+    double wide = longest > 0 ? longest * g.scale : 900;
+    dt__svg_put(&g, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%s\" height=\"%d\" font-family=\"sans-serif\" "
+        "font-size=\"11\">\n", dt__fixed(DT__SVG_LEFT + wide + 16, 0).s, high + 24);
+    dt__svg_put(&g, "<style>.t { font-size: 14px; font-weight: bold } .a { stroke: #ffffff; stroke-width: 0.7 }"
+        "</style>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#ffffff\"/>\n");
+    for (int i = 0; i < n; i++) {
+        dt__svg_line(&g, &lines[i], y, wide);
+        y += DT__SVG_TITLE + lines[i].schedule->desc.ranks * DT__SVG_ROW + DT__SVG_GAP;
+    }
+    dt__svg_legend(&g, lines, n, y);
+    dt__svg_put(&g, "</svg>\n");
+    if (dt_error(ctx) == DT_OK) dt_file_write(ctx, path, g.out.text, g.out.used);
+    dt_json_drop(&g.out);
+    return dt_error(ctx);
+}
+
 // ==== 17. Pipeline parallelism: code ================================================================================
 
 // ==== 18. Order of data and text: code ==============================================================================
@@ -1822,7 +2851,7 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY
-     0.1.0   the mesh, placements, the order of data, the sampler, text and token shards
+     0.1.0   the mesh, placements, schedules, the order of data, the sampler, text and token shards
 
    LICENCE: your choice of A or B.
 
