@@ -402,6 +402,46 @@ DT_API dt_status dt_schedule_text(const dt_schedule *schedule, const dt_span *sp
 
 // ==== 7. Pipeline parallelism =======================================================================================
 
+/* Runs a schedule (section 6): each rank computes its actions in their order, takes a stage's input from the rank that
+   has the stage before, and the gradient of its output from the one that has the stage after. A micro-batch lives on a
+   tape (dt_tape) of its own, slot s on tape s + 1, from its forward to its backward; tape 0 stays the caller's.
+   Messages are the tensors themselves, none is copied: they are under way while other actions compute.
+
+       static dt_tensor *run(dt_tensor *x, int stage, int micro, void *user) {
+           if (stage == 0) x = dt_input(...micro-batch `micro`...);
+           x = ...the layers of this stage...;
+           return stage < last ? x : dt_mse(x, ..., B);         // the whole step's denominator: losses add up
+       }
+
+   Parameters of a stage are registered after dt_stage(ctx, stage), on the rank that has it. One that several stages use
+   (an embedding that is the head too) is registered by each of them, marked { group of their ranks, DT_PART }:
+   dt_zero_step sums its gradient over them. A stage's input and output are one tensor each, of any shape that stays the
+   same during a run; the ranks of tensor, context and expert parallelism run the same schedule side by side. */
+
+/* The layers of one stage: x is NULL for the first one, else what the stage before returned for this micro-batch. The
+   last one returns the loss, a scalar. Called inside a block. */
+typedef dt_tensor *(*dt_stage_run_fn)(dt_tensor *x, int stage, int micro, void *user);
+
+typedef struct dt_pipe_desc {
+    const dt_schedule *schedule;
+    dt_comm           *comm;    /* the pipeline: its rank r is the schedule's; NULL: one rank */
+    dt_stage_run_fn    run;
+    void              *user;    /* handed to run */
+    int                forward_micros;  /* not 0: only the forwards of so many micro-batches, as for evaluation */
+    const dt_schedule_costs *pace;      /* NULL: as fast as it goes; else each action lasts so long, or longer: to watch
+                                           a schedule on a model that is too small */
+    dt_span           *spans;   /* receives when each action of this rank computed, by its clock; (dt_schedule_count) or
+                                   NULL */
+} dt_pipe_desc;
+
+/* [collective: comm] All micro-batches of a step, forward and backward; then dt_zero_step. Errors besides those of
+   `run`: DT_ERR_ARG where the schedule is for another number of ranks; DT_ERR_SHAPE where a stage's output changes its
+   shape from one micro-batch to the next. Sends 2 messages for each micro-batch and edge between stages. */
+DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
+/* [collective: comm] Spans of all ranks' actions (dt_schedule_first of p) from those of each, beginning at 0: for
+   dt_schedule_idle and dt_schedule_svg. Clocks of different machines may differ. */
+DT_API dt_status dt_pipe_spans(dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all);
+
 // ==== 8. Order of data ==============================================================================================
 
 /* Which sequences a replica reads: B = b * a * R sequences a step, the same ones in the same order in every layout. */
@@ -2379,6 +2419,275 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 }
 
 // ==== 17. Pipeline parallelism: code ================================================================================
+
+/* A micro-batch in a stage, on the tape of its slot. */
+typedef struct dt__pipe_slot {
+    dt_tensor *x, *y, *dy;      /* the stage's input and output, the gradient of the output */
+    dt_work   *takes;           /* x or dy, under way to this rank */
+    dt_work   *gives[2];        /* y and the gradient of x, under way to others */
+    int        stage;           /* whose ops its tape holds */
+    int        open;            /* its backward is still to come */
+    int        ready;           /* the next action's message has been asked for */
+} dt__pipe_slot;
+
+/* What a message between two stages looks like, as its first one says. */
+typedef struct dt__pipe_edge { int32_t known, dtype, nd, d[DT_MAX_DIMS]; } dt__pipe_edge;
+
+typedef struct dt__pipe {
+    dt_ctx         *ctx;
+    dt_pipe_desc    desc;
+    int             rank, micros, stages, n_slots;
+    dt__pipe_slot  *slots;
+    dt__pipe_edge  *edges;      /* (stages) of each stage's output */
+} dt__pipe;
+
+/* Messages of one pair of ranks are told apart by what they are. */
+static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
+    return 2 * (stage * p->micros + micro) + backward;
+}
+
+/* A shape, to or from another rank: no traffic of the model, so it counts nowhere. */
+static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, int gives) {
+    dt_comm  *comm = p->desc.comm;
+    dt_axis   axis = comm->axis;
+    dt_ctx   *ctx = p->ctx;
+    size_t    words = sizeof *edge / sizeof(int32_t);
+    int       tag = 2 * p->stages * p->micros + stage;
+    dt_tensor *t = dt_input(ctx, DT_I32, DT_SHAPE((int64_t)words), gives ? edge : NULL); /* where the device can read */
+    if (!t) return dt_error(ctx);
+    dt_comm_set_axis(comm, DT_AXIS_NONE);
+    dt_status status = gives ? dt_send(comm, t->data, words, DT_I32, peer, tag)
+                             : dt_recv(comm, t->data, words, DT_I32, peer, tag);
+    dt_comm_set_axis(comm, axis);
+    return status == DT_OK && !gives ? dt_read(t, edge) : status;
+}
+
+/* A tensor on the current tape for a message as this edge has them. */
+static dt_tensor *dt__pipe_room(const dt__pipe *p, const dt__pipe_edge *edge) {
+    dt_shape shape = DT_SCALAR;
+    shape.nd = edge->nd;
+    for (int i = 0; i < edge->nd && i < DT_MAX_DIMS; i++) shape.d[i] = edge->d[i];
+    return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
+}
+
+/* The slot in which this rank has a micro-batch in one of its own stages. */
+static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
+    const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
+    int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
+    while (i < n - 1 && !(a[i].phase == DT_FORWARD && a[i].stage == stage && a[i].micro == micro)) i++;
+    return &p->slots[p->desc.forward_micros ? stage % p->n_slots : a[i].slot];
+}
+
+/* The last micro-batch of a slot has left it. */
+static dt_status dt__pipe_clear(dt__pipe *p, int s) {
+    dt__pipe_slot *slot = &p->slots[s];
+    dt_tape(p->ctx, s + 1, slot->stage);
+    dt_wait(p->ctx, slot->takes);
+    for (int i = 0; i < 2; i++) dt_wait(p->ctx, slot->gives[i]);
+    memset(slot, 0, sizeof *slot);
+    dt_reset(p->ctx);
+    return dt_error(p->ctx);
+}
+
+/* The input of a stage, or the gradient of its output, begins to arrive. */
+static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
+    dt_ctx        *ctx = p->ctx;
+    dt__pipe_slot *slot = &p->slots[a->slot];
+    int            forward = a->phase == DT_FORWARD, stage = forward ? a->stage - 1 : a->stage;
+    if (slot->ready) return DT_OK;
+    if (forward && dt__pipe_clear(p, a->slot) != DT_OK) return dt_error(ctx);
+    dt_tape(ctx, a->slot + 1, a->stage);
+    slot->stage = a->stage;
+    slot->ready = 1;
+    if (a->from < 0) return dt_error(ctx);
+    dt__pipe_edge *edge = &p->edges[stage];
+    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, 0) != DT_OK) return dt_error(ctx);
+    dt_tensor *t = dt__pipe_room(p, edge);
+    if (!t) return dt_error(ctx);
+    if (forward) slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
+    else slot->dy = t;
+    if (a->from == p->rank) { /* the stage next to it is this rank's too */
+        const dt__pipe_slot *other = dt__pipe_find(p, forward ? a->stage - 1 : a->stage + 1, a->micro);
+        const void          *data = forward ? other->y->data : other->x->grad;
+        if (!data) return dt__fill(ctx, t->dtype, t->data, (size_t)dt_count(t->shape), 0);
+        return dt__move(ctx, t->data, data, dt__bytes(t));
+    }
+    slot->takes = dt_recv_start(p->desc.comm, t->data, (size_t)dt_count(t->shape), t->dtype, a->from,
+        dt__pipe_tag(p, stage, a->micro, !forward));
+    return dt_error(ctx);
+}
+
+/* Before an action computes, the message of the one after it is asked for, if there is room for it already. */
+static dt_status dt__pipe_take_early(dt__pipe *p, const dt_action *a, const dt_action *next) {
+    dt__pipe_slot *slot = &p->slots[next->slot];
+    int forward = next->phase == DT_FORWARD;
+    if (next->from < 0 || next->from == p->rank || next->slot == a->slot || slot->open == forward) return DT_OK;
+    for (int i = 0; i < 2 && forward; i++)
+        if (slot->gives[i] && !dt_test(p->ctx, slot->gives[i])) return dt_error(p->ctx);
+    if (forward && !p->edges[next->stage - 1].known) return DT_OK; /* it would wait for the shape */
+    return dt__pipe_take(p, next);
+}
+
+/* A result begins to leave. */
+static dt_work *dt__pipe_give(dt__pipe *p, const dt_action *a, const void *data, const dt_tensor *like) {
+    int forward = a->phase == DT_FORWARD, stage = forward ? a->stage : a->stage - 1;
+    if (a->to == p->rank) return NULL;
+    return dt_send_start(p->desc.comm, data, (size_t)dt_count(like->shape), like->dtype, a->to,
+        dt__pipe_tag(p, stage, a->micro, !forward));
+}
+
+typedef struct dt__pipe_call { const dt__pipe *pipe; const dt_action *action; } dt__pipe_call;
+
+static dt_tensor *dt__pipe_stage(dt_tensor *x, void *user) {
+    const dt__pipe_call *c = (const dt__pipe_call *)user;
+    return c->pipe->desc.run(x, c->action->stage, c->action->micro, c->pipe->desc.user);
+}
+
+/* What a stage returned, before it leaves: the shape that the first micro-batch had. */
+static dt_status dt__pipe_output(dt__pipe *p, const dt_action *a, const dt_tensor *y) {
+    dt__pipe_edge *edge = &p->edges[a->stage], now;
+    memset(&now, 0, sizeof now);
+    now.known = 1;
+    now.dtype = (int32_t)y->dtype;
+    now.nd = y->shape.nd;
+    for (int i = 0; i < now.nd; i++) {
+        now.d[i] = (int32_t)y->shape.d[i];
+        if (now.d[i] != y->shape.d[i])
+            return dt_fail(p->ctx, DT_ERR_SHAPE, "dt_pipe_run: stage %d returned %s", a->stage, dt__tensor_text(y).s);
+    }
+    if (edge->known) return memcmp(edge, &now, sizeof now) == 0 ? DT_OK : dt_fail(p->ctx, DT_ERR_SHAPE, "dt_pipe_run: "
+        "stage %d returned %s for micro-batch %d, and another shape or type before", a->stage, dt__tensor_text(y).s,
+        a->micro);
+    *edge = now;
+    return a->to < 0 || a->to == p->rank ? DT_OK : dt__pipe_tell(p, edge, a->stage, a->to, 1);
+}
+
+static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {
+    dt__pipe_call call = { p, a };
+    slot->open = 1;
+    slot->y = dt_block(p->ctx, dt__pipe_stage, slot->x, &call);
+    return slot->y ? dt__pipe_output(p, a, slot->y) : dt_error(p->ctx);
+}
+
+/* The gradient of a stage's input; zeros, if nothing leads from it to the loss. */
+static void *dt__pipe_input_grad(dt__pipe *p, dt__pipe_slot *slot) {
+    if (slot->x->grad) return slot->x->grad;
+    dt_tensor *none = dt_new(p->ctx, slot->x->dtype, slot->x->shape);
+    if (none) dt__fill(p->ctx, none->dtype, none->data, (size_t)dt_count(none->shape), 0);
+    return none ? none->data : NULL;
+}
+
+/* Waits until an action has lasted as long as it was told to. */
+static void dt__pipe_wait_pace(const dt__pipe *p, const dt_action *a, double begin) {
+    const dt_host           *host = dt_ctx_host(p->ctx);
+    const dt_schedule_costs *c = p->desc.pace;
+    if (!c) return;
+    double each[3] = { c->forward, c->input, c->weight };
+    for (int i = 0; i < 3 && c->stages; i++) each[i] = c->stages[3 * a->stage + i];
+    double least = a->phase == DT_FORWARD ? each[0] : a->phase == DT_BACKWARD ? each[1] + each[2]
+        : a->phase == DT_BACKWARD_INPUT ? each[1] : each[2];
+    double left = begin + least - host->now(host->user);
+    if (left > 0) host->sleep(host->user, left);
+}
+
+/* One action: its message, its computation, the message that its result is. */
+static dt_status dt__pipe_act(dt__pipe *p, const dt_action *a, const dt_action *next, dt_span *span) {
+    dt_ctx        *ctx = p->ctx;
+    const dt_host *host = dt_ctx_host(ctx);
+    dt__pipe_slot *slot = &p->slots[a->slot];
+    if (dt__pipe_take(p, a) != DT_OK) return dt_error(ctx);
+    if (next && dt__pipe_take_early(p, a, next) != DT_OK) return dt_error(ctx);
+    dt_wait(ctx, slot->takes);
+    slot->takes = NULL;
+    slot->ready = 0;
+    dt_tape(ctx, a->slot + 1, a->stage);
+    dt_micro(ctx, a->micro, p->micros);
+    double begin = host->now(host->user);
+    if ((a->phase == DT_FORWARD ? dt__pipe_forward(p, a, slot) : dt_backward_at(slot->y, slot->dy, a->phase)) != DT_OK)
+        return dt_error(ctx);
+    dt__pipe_wait_pace(p, a, begin);
+    if (span) span->begin = begin, span->end = host->now(host->user);
+    if (a->to >= 0 && a->phase == DT_FORWARD) slot->gives[0] = dt__pipe_give(p, a, slot->y->data, slot->y);
+    if (a->to >= 0 && a->phase != DT_FORWARD) {
+        void *grad = dt__pipe_input_grad(p, slot);
+        if (grad) slot->gives[1] = dt__pipe_give(p, a, grad, slot->x);
+    }
+    if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) slot->open = 0;
+    return dt_error(ctx);
+}
+
+static void dt__pipe_actions(dt__pipe *p) {
+    const dt_schedule *s = p->desc.schedule;
+    const dt_action   *a = dt_schedule_actions(s, p->rank);
+    int                n = dt_schedule_count(s, p->rank);
+    dt_span           *spans = p->desc.spans;
+    for (int i = 0; i < n; i++)
+        if (dt__pipe_act(p, &a[i], i + 1 < n ? &a[i + 1] : NULL, spans ? &spans[i] : NULL) != DT_OK) return;
+}
+
+/* Forwards only, a micro-batch through all of this rank's stages before the next one begins. */
+static void dt__pipe_forwards(dt__pipe *p) {
+    const dt_schedule *s = p->desc.schedule;
+    for (int micro = 0; micro < p->micros; micro++)
+        for (int stage = 0; stage < p->stages; stage++) {
+            dt_action a = { DT_FORWARD, micro, 0, stage, stage % p->n_slots, -1, -1 };
+            if (dt_schedule_rank_of(s, stage) != p->rank) continue;
+            if (stage > 0) a.from = dt_schedule_rank_of(s, stage - 1);
+            if (stage + 1 < p->stages) a.to = dt_schedule_rank_of(s, stage + 1);
+            if (dt__pipe_act(p, &a, NULL, NULL) != DT_OK) return;
+        }
+}
+
+static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!d->schedule || !d->run || d->forward_micros < 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: a schedule and a function that runs a stage are needed");
+    if (dt_schedule_ranks(d->schedule) != dt_comm_size(d->comm))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: schedule '%s' is for %d ranks, and '%s' has %d",
+            dt_schedule_name(d->schedule), dt_schedule_ranks(d->schedule), dt_comm_name(d->comm),
+            dt_comm_size(d->comm));
+    char why[400];
+    if (d->schedule->desc.unchecked && dt_schedule_check(d->schedule, NULL, why, sizeof why) != DT_OK)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: %s", why);
+    return DT_OK;
+}
+
+dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
+    if (!ctx || dt__pipe_check(ctx, &desc) != DT_OK) return ctx ? dt_error(ctx) : DT_ERR_ARG;
+    dt__pipe p = { ctx, desc, dt_comm_rank(desc.comm), desc.forward_micros, dt_schedule_stages(desc.schedule), 0, NULL,
+        NULL };
+    int no_grad = ctx->no_grad;
+    if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
+    p.n_slots = desc.forward_micros ? p.stages : dt_schedule_slots(desc.schedule, p.rank);
+    size_t slots = (size_t)p.n_slots * sizeof *p.slots, edges = (size_t)p.stages * sizeof *p.edges;
+    p.slots = (dt__pipe_slot *)dt_alloc(ctx, DT_MEM_HOST, slots, "dt_pipe_run");
+    p.edges = (dt__pipe_edge *)dt_alloc(ctx, DT_MEM_HOST, edges, "dt_pipe_run");
+    if (p.slots && p.edges) {
+        memset(p.slots, 0, slots);
+        memset(p.edges, 0, edges);
+        if (desc.forward_micros) ctx->no_grad = 1;
+        if (desc.forward_micros) dt__pipe_forwards(&p);
+        else dt__pipe_actions(&p);
+        for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s); /* after a failure too: works are to be waited for */
+        ctx->no_grad = no_grad;
+        dt_tape(ctx, 0, 0);
+        dt_micro(ctx, 0, 1);
+    }
+    dt_free(ctx, DT_MEM_HOST, p.slots, slots);
+    dt_free(ctx, DT_MEM_HOST, p.edges, edges);
+    return dt_error(ctx);
+}
+
+dt_status dt_pipe_spans(dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all) {
+    int    n = dt_schedule_first(schedule, dt_schedule_ranks(schedule)), rank = dt_comm_rank(comm);
+    double first = HUGE_VAL;
+    memset(all, 0, (size_t)n * sizeof *all);
+    memcpy(all + dt_schedule_first(schedule, rank), mine, (size_t)dt_schedule_count(schedule, rank) * sizeof *mine);
+    dt_status status = dt_sum_doubles(comm, (double *)all, 2 * (size_t)n);
+    for (int i = 0; i < n; i++) first = all[i].begin < first ? all[i].begin : first;
+    for (int i = 0; i < n; i++) all[i].begin -= first, all[i].end -= first;
+    return status;
+}
 
 // ==== 18. Order of data and text: code ==============================================================================
 
