@@ -2446,20 +2446,14 @@ static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* A shape, to or from another rank: no traffic of the model, so it counts nowhere. */
+/* A shape, to or from another rank: from host memory, no traffic of the model, so it counts nowhere. */
 static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, int gives) {
-    dt_comm  *comm = p->desc.comm;
-    dt_axis   axis = comm->axis;
-    dt_ctx   *ctx = p->ctx;
-    size_t    words = sizeof *edge / sizeof(int32_t);
-    int       tag = 2 * p->stages * p->micros + stage;
-    dt_tensor *t = dt_input(ctx, DT_I32, DT_SHAPE((int64_t)words), gives ? edge : NULL); /* where the device can read */
-    if (!t) return dt_error(ctx);
-    dt_comm_set_axis(comm, DT_AXIS_NONE);
-    dt_status status = gives ? dt_send(comm, t->data, words, DT_I32, peer, tag)
-                             : dt_recv(comm, t->data, words, DT_I32, peer, tag);
-    dt_comm_set_axis(comm, axis);
-    return status == DT_OK && !gives ? dt_read(t, edge) : status;
+    int      tag = 2 * p->stages * p->micros + stage;
+    size_t   words = sizeof *edge / sizeof(int32_t);
+    dt__call call = dt__mail_call(gives ? DT__SEND : DT__RECV, gives ? edge : NULL, gives ? NULL : edge, words, DT_I32,
+        peer, tag);
+    call.host = 1;
+    return dt__do(p->desc.comm, call);
 }
 
 /* A tensor on the current tape for a message as this edge has them. */

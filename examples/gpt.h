@@ -56,7 +56,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GPT_MAX_LAYERS = 192 };
+enum { GPT_MAX_LAYERS = 192, GPT_MAX_STAGES = 2 * GPT_MAX_LAYERS + 2 };
 enum { GPT_RECOMPUTE_NONE = 0, GPT_RECOMPUTE_SELECTIVE, GPT_RECOMPUTE_FULL };
 enum { GPT_GPT2 = 0, GPT_LLAMA };
 
@@ -77,6 +77,10 @@ typedef struct gpt_config {
     int      sp;        /* 1: outside of what tp cuts, tokens are cut over tp */
     dt_comm *cp;        /* tokens are cut over it */
     int      cp_kind;   /* DT_CP_* */
+    dt_comm *pp;        /* the model is cut in depth: stage s lies on rank s % p of it */
+    int      stages;    /* 0 -> 1 */
+    const int *cut;     /* (stages + 1) at which item each stage begins: item 0 is the embedding, 1 + 2i and 2 + 2i the
+                           attention and the MLP of layer i, 2 layers + 1 the head; NULL: one stage. Not copied */
 } gpt_config;
 
 /* Tensors that a model has not are NULL. */
@@ -89,8 +93,6 @@ typedef struct gpt_layer {
     dt_tensor *fc, *fc_bias;                    /* (F,C), (F) */
     dt_tensor *gate_up;                         /* (2,F,C) */
     dt_tensor *mlp_proj, *mlp_proj_bias;        /* (C,F), (C) */
-    int        selective;                       /* attention is recomputed */
-    int        group;                           /* layers of the recomputed block that begins here; 0: none does */
 } gpt_layer;
 
 typedef struct gpt {
@@ -101,12 +103,13 @@ typedef struct gpt {
     dt_tensor *ln_f_gain, *ln_f_bias;           /* (C) */
     dt_tensor *head;                            /* (V,C) */
     dt_kv_groups kv;                            /* K over tp */
+    dt_comm   *tied;                            /* the first and the last rank of pp, if both have wte and share it */
 } gpt;
 
 /* ==== Parameters ================================================================================================== */
 
 /* Every parameter once, in the order of registration. */
-enum { GPT_BEFORE, GPT_LAYER, GPT_AFTER };                          /* the layers; a layer's names begin with "h.N." */
+enum { GPT_BEFORE, GPT_ATTENTION, GPT_MLP, GPT_AFTER };             /* a layer's names begin with "h.N." */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };                  /* which models have it, a bit each */
 enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH };     /* initial values; gains and biases do not decay */
 typedef struct gpt_row {
@@ -119,23 +122,23 @@ typedef struct gpt_row {
 static const gpt_row gpt_rows[] = {
     { GPT_BEFORE, GPT_BOTH, "wte.weight", "/VC", GPT_MATRIX, offsetof(gpt, wte) },
     { GPT_BEFORE, GPT_ONLY_2, "wpe.weight", "TC", GPT_PLACE, offsetof(gpt, wpe) },
-    { GPT_LAYER, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
-    { GPT_LAYER, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.q.weight", "/HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.q.bias", "/HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.k.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.k.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.v.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.v.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
-    { GPT_LAYER, GPT_BOTH, "attn.proj.weight", "C/C", GPT_BRANCH, offsetof(gpt_layer, attn_proj) },
-    { GPT_LAYER, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, attn_proj_bias) },
-    { GPT_LAYER, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
-    { GPT_LAYER, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
-    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
-    { GPT_LAYER, GPT_ONLY_2, "mlp.fc.bias", "/F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
-    { GPT_LAYER, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2/FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
-    { GPT_LAYER, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
-    { GPT_LAYER, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
+    { GPT_ATTENTION, GPT_BOTH, "ln_1.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_1_gain) },
+    { GPT_ATTENTION, GPT_ONLY_2, "ln_1.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_1_bias) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.q.weight", "/HDC", GPT_MATRIX, offsetof(gpt_layer, q) },
+    { GPT_ATTENTION, GPT_ONLY_2, "attn.q.bias", "/HD", GPT_BIAS, offsetof(gpt_layer, q_bias) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.k.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, k) },
+    { GPT_ATTENTION, GPT_ONLY_2, "attn.k.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, k_bias) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.v.weight", "/KDC", GPT_MATRIX, offsetof(gpt_layer, v) },
+    { GPT_ATTENTION, GPT_ONLY_2, "attn.v.bias", "/KD", GPT_BIAS, offsetof(gpt_layer, v_bias) },
+    { GPT_ATTENTION, GPT_BOTH, "attn.proj.weight", "C/C", GPT_BRANCH, offsetof(gpt_layer, attn_proj) },
+    { GPT_ATTENTION, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, attn_proj_bias) },
+    { GPT_MLP, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
+    { GPT_MLP, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
+    { GPT_MLP, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
+    { GPT_MLP, GPT_ONLY_2, "mlp.fc.bias", "/F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
+    { GPT_MLP, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2/FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
+    { GPT_MLP, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
+    { GPT_MLP, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
     { GPT_AFTER, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
     { GPT_AFTER, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
     { GPT_AFTER, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
@@ -182,9 +185,13 @@ static inline void gpt_cut(const gpt *m, const gpt_row *r, dt_param_desc *d) {
     }
 }
 
+static inline int gpt_is_table(const gpt_row *r) { return r->at == offsetof(gpt, wte) && r->where == GPT_BEFORE; }
+
+static inline int gpt_in_layer(const gpt_row *r) { return r->where == GPT_ATTENTION || r->where == GPT_MLP; }
+
 /* Where the model keeps this parameter's tensor. */
 static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
-    char *base = r->where == GPT_LAYER ? (char *)&m->layer[layer] : (char *)m;
+    char *base = gpt_in_layer(r) ? (char *)&m->layer[layer] : (char *)m;
     return (dt_tensor **)(void *)(base + r->at);
 }
 
@@ -192,7 +199,7 @@ static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
 static inline int64_t gpt_count(gpt_config c) {
     int64_t sum = 0;
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        if (gpt_has(c, r)) sum += dt_count(gpt_shape(c, r)) * (r->where == GPT_LAYER ? c.layers : 1);
+        if (gpt_has(c, r)) sum += dt_count(gpt_shape(c, r)) * (gpt_in_layer(r) ? c.layers : 1);
     return sum;
 }
 
@@ -210,6 +217,7 @@ static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch) };
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
     gpt_cut(m, r, &d);
+    if (gpt_is_table(r)) d.marks[1] = (dt_mark){ m->tied, DT_PART };
     *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r), init[r->kind], d);
 }
 
@@ -218,11 +226,44 @@ static inline void gpt_register_rows(gpt *m, int where, int layer) {
         if (r->where == where && gpt_has(m->config, r)) gpt_register_row(m, r, layer);
 }
 
-/* Whether a recomputed block begins at layer i, and how much it holds. */
-static inline void gpt_plan_recompute(gpt_layer *l, int i, gpt_config c) {
-    int every = c.recompute_every > 0 ? c.recompute_every : 1, left = c.layers - i;
-    l->selective = c.recompute == GPT_RECOMPUTE_SELECTIVE;
-    if (c.recompute == GPT_RECOMPUTE_FULL && i % every == 0) l->group = left < every ? left : every;
+/* ---- stages of a pipeline ---- */
+
+static inline int gpt_items(gpt_config c) { return 2 * c.layers + 2; }
+static inline int gpt_stages(gpt_config c) { return c.cut ? c.stages : 1; }
+/* The items of a stage: from the first one's to the next one's first. */
+static inline int gpt_stage_first(gpt_config c, int stage) { return c.cut ? c.cut[stage] : stage * gpt_items(c); }
+static inline int gpt_stage_is_mine(const gpt *m, int stage) {
+    return stage % dt_comm_size(m->config.pp) == dt_comm_rank(m->config.pp);
+}
+
+/* The head's own copy of the embedding, where they are of different ranks: the same values, the gradients parts. */
+static inline void gpt_register_tied(gpt *m) {
+    dt_tensor *first = m->wte;
+    gpt_register_row(m, gpt_rows, 0);
+    m->head = m->wte;
+    m->wte = first;
+}
+
+static inline void gpt_register_item(gpt *m, int item) {
+    char scope[32];
+    int  layer = (item - 1) / 2, last = item == gpt_items(m->config) - 1;
+    if (item == 0) gpt_register_rows(m, GPT_BEFORE, 0);
+    if (item > 0 && !last) {
+        snprintf(scope, sizeof scope, "h.%d.", layer);
+        dt_scope(m->ctx, scope);
+        gpt_register_rows(m, item % 2 ? GPT_ATTENTION : GPT_MLP, layer);
+        dt_scope(m->ctx, NULL);
+    }
+    if (last) gpt_register_rows(m, GPT_AFTER, 0);
+    if (last && m->config.tied && gpt_stages(m->config) > 1) gpt_register_tied(m);
+    else if (last && m->config.tied) m->head = m->wte;
+}
+
+static inline int gpt_cut_bad(gpt_config c) {
+    int stages = gpt_stages(c), bad = 0;
+    if (!c.cut) return c.stages > 1;
+    for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++) bad |= c.cut[i] >= c.cut[i + 1];
+    return bad || stages < 1 || stages > GPT_MAX_STAGES || c.cut[0] != 0 || c.cut[stages] != gpt_items(c);
 }
 
 static inline int gpt_config_bad(gpt_config c) {
@@ -234,11 +275,11 @@ static inline int gpt_config_bad(gpt_config c) {
         !(c.smoothing >= 0 && c.smoothing < 1);
 }
 
-/* Names every parameter; their memory and values come with dt_zero_make. A config that cannot be fails the context.
-   [collective: tp] */
+/* Names every parameter of this rank's stages; their memory and values come with dt_zero_make. A config that cannot be
+   fails the context. [collective: tp and pp] */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
-    gpt  m = { .config = c, .ctx = ctx };
-    char scope[32];
+    gpt m = { .config = c, .ctx = ctx };
+    int p = dt_comm_size(c.pp), rank = dt_comm_rank(c.pp);
     if (gpt_config_bad(c)) {
         dt_fail(ctx, DT_ERR_ARG, "gpt_register: layers %d, width %d, heads %d, kv_heads %d, ffn %d, seq %d, vocab %d, "
             "recompute %d every %d, arch %d, norm_eps %g, theta %g, dropout %g, smoothing %g", c.layers, c.width,
@@ -246,21 +287,26 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             c.dropout, c.smoothing);
         return m;
     }
+    if (gpt_cut_bad(c) || gpt_stages(c) % p != 0) {
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d stages over %d ranks of pp, or cuts that are not in order",
+            c.stages, p);
+        return m;
+    }
     if (c.heads % dt_comm_size(c.tp) != 0) {
         dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d heads over %d ranks of tp", c.heads, dt_comm_size(c.tp));
         return m;
     }
     m.kv = dt_kv_split(ctx, c.tp, c.kv_heads);
-    gpt_register_rows(&m, GPT_BEFORE, 0);
-    for (int i = 0; i < c.layers; i++) {
-        snprintf(scope, sizeof scope, "h.%d.", i);
-        dt_scope(ctx, scope);
-        gpt_register_rows(&m, GPT_LAYER, i);
-        gpt_plan_recompute(&m.layer[i], i, c);
-        dt_scope(ctx, NULL);
+    if (c.tied && p > 1) {
+        m.tied = dt_comm_split(c.pp, rank == 0 || rank == p - 1 ? 0 : -1, rank, "tied");
+        dt_comm_set_axis(m.tied, DT_AXIS_PP);
     }
-    gpt_register_rows(&m, GPT_AFTER, 0);
-    if (c.tied) m.head = m.wte;
+    for (int stage = 0; stage < gpt_stages(c); stage++) {
+        if (!gpt_stage_is_mine(&m, stage)) continue;
+        dt_stage(ctx, stage);
+        for (int i = gpt_stage_first(c, stage); i < gpt_stage_first(c, stage + 1); i++) gpt_register_item(&m, i);
+    }
+    dt_stage(ctx, 0);
     return m;
 }
 
@@ -280,6 +326,7 @@ typedef struct gpt_tokens {
 /* Keys and values of the tokens so far: see Generation. */
 typedef struct gpt_cache {
     gpt      *model;
+    dt_schedule *schedule;                              /* of the stages, if there are several */
     int       have;                                     /* tokens held, of at most config.seq */
     dt_tensor k[GPT_MAX_LAYERS], v[GPT_MAX_LAYERS];     /* (1,have,K,D): the first rows of (1,seq,K,D) */
     void     *data;
@@ -290,12 +337,14 @@ typedef struct gpt_cache {
 /* What the blocks of one forward are told. */
 typedef struct gpt_pass {
     gpt       *model;
-    int        layer;
+    int        item, end;   /* the items to run: see gpt_config.cut */
     gpt_tokens tokens;
     dt_tensor *positions;   /* tokens.positions, or those in its place */
     dt_place   outside;     /* how activations lie over tp between its regions */
     gpt_cache *cache;       /* NULL in training */
 } gpt_pass;
+
+static inline int gpt_layer_at(const gpt_pass *r) { return (r->item - 1) / 2; }
 
 /* splitmix64's mixer */
 static inline uint64_t gpt_mix(uint64_t z) {
@@ -350,7 +399,7 @@ static inline dt_tensor *gpt_cached(gpt_cache *c, dt_tensor *all, dt_tensor *mor
 static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
     const gpt_pass   *r = (const gpt_pass *)user;
     const gpt       *m = r->model;
-    const gpt_layer *l = &m->layer[r->layer];
+    const gpt_layer *l = &m->layer[gpt_layer_at(r)];
     dt_tensor *n = gpt_enter(r, gpt_norm(m, x, l->ln_1_gain, l->ln_1_bias));
     dt_tensor *q = dt_linear(n, l->q, l->q_bias);                                               /* (B,T,H,D) */
     dt_tensor *k = dt_linear(n, l->k, l->k_bias);                                               /* (B,T,K,D) */
@@ -360,8 +409,8 @@ static inline dt_tensor *gpt_heads(dt_tensor *x, void *user) {
         k = dt_rope(k, r->positions, (dt_rope_desc){ .theta = m->config.theta });
     }
     if (r->cache) {
-        k = gpt_cached(r->cache, &r->cache->k[r->layer], k);                                    /* (1,have+T,K,D) */
-        v = gpt_cached(r->cache, &r->cache->v[r->layer], v);
+        k = gpt_cached(r->cache, &r->cache->k[gpt_layer_at(r)], k);                             /* (1,have+T,K,D) */
+        v = gpt_cached(r->cache, &r->cache->v[gpt_layer_at(r)], v);
     }
     dt_attn_desc sight = { .positions = r->tokens.positions, .documents = r->tokens.documents };
     dt_tensor   *heads = r->tokens.context ? dt_context_attention(q, k, v, r->tokens.context)
@@ -377,24 +426,41 @@ static inline dt_tensor *gpt_hidden(const gpt *m, const gpt_layer *l, dt_tensor 
     return dt_linear_at(n, l->fc, l->fc_bias, (dt_linear_desc){ .activation = DT_ACT_GELU });
 }
 
-/* One layer, (B,T,C) -> (B,T,C): a block. */
-static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
-    const gpt_pass   *r = (const gpt_pass *)user;
+/* The first half of a layer, (B,T,C) -> (B,T,C). */
+static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) {
     const gpt       *m = r->model;
-    const gpt_layer *l = &m->layer[r->layer];
-    dt_tensor *heads = x && l->selective ? dt_block_at(x->ctx, gpt_heads, x, user, (dt_block_desc){ .recompute = 1 })
-                                         : gpt_heads(x, user);
-    x = gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * r->layer);
-    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias);
-    return gpt_branch(r, x, gpt_hidden(m, l, gpt_enter(r, n)), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * r->layer);
+    const gpt_layer *l = &m->layer[gpt_layer_at(r)];
+    int              again = m->config.recompute == GPT_RECOMPUTE_SELECTIVE;
+    dt_tensor *heads = x && again ? dt_block_at(x->ctx, gpt_heads, x, (void *)r, (dt_block_desc){ .recompute = 1 })
+                                  : gpt_heads(x, (void *)r);
+    return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * gpt_layer_at(r));
 }
 
-/* The layers that are recomputed together, from the first one on. */
-static inline dt_tensor *gpt_group_forward(dt_tensor *x, void *user) {
+/* The second half. */
+static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
+    const gpt       *m = r->model;
+    const gpt_layer *l = &m->layer[gpt_layer_at(r)];
+    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias);
+    return gpt_branch(r, x, gpt_hidden(m, l, gpt_enter(r, n)), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * gpt_layer_at(r));
+}
+
+/* One layer, or the half of it that lies in this stage: a block. */
+static inline dt_tensor *gpt_layer_forward(dt_tensor *x, void *user) {
+    gpt_pass *r = (gpt_pass *)user, mlp = *r;
+    if (r->item % 2 == 0) return gpt_mlp_forward(r, x);
+    x = gpt_attention_forward(r, x);
+    mlp.item++;
+    return mlp.item < r->end ? gpt_mlp_forward(&mlp, x) : x;
+}
+
+/* The layers of items item .. end - 1, each a block. */
+static inline dt_tensor *gpt_layers_forward(dt_tensor *x, void *user) {
     gpt_pass r = *(const gpt_pass *)user;
-    int     end = r.layer + r.model->layer[r.layer].group;
-    for (; x && r.layer < end; r.layer++)
+    int      end = r.end;
+    for (; x && r.item < end; r.item = r.end) {
+        r.end = 2 * gpt_layer_at(&r) + 3 < end ? 2 * gpt_layer_at(&r) + 3 : end;
         x = dt_block_at(x->ctx, gpt_layer_forward, x, &r, (dt_block_desc){ .user_bytes = sizeof r });
+    }
     return x;
 }
 
@@ -429,7 +495,8 @@ static inline dt_tensor *gpt_embed(dt_tensor *x, void *user) {
 
 /* What the tokens leave open; which of them dropout sees here. */
 static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
-    gpt_pass r = { .model = m, .tokens = t, .positions = t.positions, .outside = DT_REPLICATE, .cache = cache };
+    gpt_pass r = { .model = m, .end = gpt_items(m->config), .tokens = t, .positions = t.positions,
+        .outside = DT_REPLICATE, .cache = cache };
     int64_t  B = t.ids->shape.d[0], T = t.ids->shape.d[1];
     if (m->config.sp && dt_comm_size(m->config.tp) > 1 && !cache) r.outside = DT_SHARD(1);
     if (!r.positions) r.positions = gpt_token_places(m, B, T, 0);
@@ -446,19 +513,25 @@ static inline gpt_pass gpt_pass_of(gpt *m, gpt_tokens t, gpt_cache *cache) {
     return r;
 }
 
-/* All up to the head: tokens (B,T) -> (B,T,C), or its part of T under sp. The embedding is a block where that frees
-   something at its end: partial rows under tp, at ZeRO-3 a table that the head does not read again. */
-static inline dt_tensor *gpt_trunk(gpt_pass r) {
-    gpt       *m = r.model;
-    int        block = dt_comm_size(m->config.tp) > 1 || !m->config.tied;
-    dt_tensor *x = block ? dt_block(m->ctx, gpt_embed, NULL, &r) : gpt_embed(NULL, &r);
-    for (int n; r.layer < m->config.layers; r.layer += n) {
-        int group = m->layer[r.layer].group;
-        n = group > 1 ? group : 1;
-        x = dt_block_at(m->ctx, n > 1 ? gpt_group_forward : gpt_layer_forward, x, &r,
-            (dt_block_desc){ .recompute = group > 0, .user_bytes = sizeof r });
+/* Items item .. end - 1 before the head: x, NULL before item 0, -> (B,T,C), or its part of T under sp. The embedding is
+   a block where that frees something at its end: partial rows under tp, at ZeRO-3 a table that the head does not read
+   again. Of full:k, layers ik .. ik + k - 1 are recomputed together, or those of them that this stage has. */
+static inline dt_tensor *gpt_trunk(gpt_pass r, dt_tensor *x) {
+    gpt *m = r.model;
+    int  block = dt_comm_size(m->config.tp) > 1 || !m->config.tied || gpt_stages(m->config) > 1;
+    int  full = m->config.recompute == GPT_RECOMPUTE_FULL, every = m->config.recompute_every;
+    int  last = gpt_items(m->config) - 1, end = r.end < last ? r.end : last, head = r.end > last;
+    if (every < 1) every = 1;
+    if (r.item == 0) x = block ? dt_block(m->ctx, gpt_embed, NULL, &r) : gpt_embed(NULL, &r);
+    if (r.item == 0) r.item++;
+    for (; x && r.item < end; r.item = r.end) {
+        int next = 2 * ((full ? gpt_layer_at(&r) / every * every + every : gpt_layer_at(&r) + 1)) + 1;
+        r.end = next < end ? next : end;
+        int several = gpt_layer_at(&r) != (r.end - 2) / 2;
+        x = dt_block_at(m->ctx, several ? gpt_layers_forward : gpt_layer_forward, x, &r,
+            (dt_block_desc){ .recompute = full, .user_bytes = sizeof r });
     }
-    return gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias);
+    return head ? gpt_norm(m, x, m->ln_f_gain, m->ln_f_bias) : x;
 }
 
 /* (..,C) -> (..,V): tp gathers the parts of the vocabulary. */
@@ -470,20 +543,31 @@ static inline dt_tensor *gpt_head(const gpt_pass *r, dt_tensor *x) {
     return dt_slice(dt_redistribute(x, m->config.tp, DT_SHARD(last), DT_REPLICATE), last, 0, m->config.vocab);
 }
 
-/* tokens (B,T) -> (B,T,V) */
+/* tokens (B,T) -> (B,T,V); the whole model on this rank. */
 static inline dt_tensor *gpt_logits_at(gpt *m, gpt_tokens t) {
     if (!t.ids) return NULL;
     gpt_pass r = gpt_pass_of(m, t, NULL);
-    return gpt_head(&r, gpt_trunk(r));
+    return gpt_head(&r, gpt_trunk(r, NULL));
 }
 
-/* tokens, labels (B,T) i32 -> the sum of cross-entropies over labels >= 0, divided by denominator. The logits are never
-   all in memory. */
-static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
+/* One stage of a pipeline: x, NULL at stage 0, what the stage before returned -> what the next one takes; of the last
+   stage the loss: tokens, labels (B,T) i32 -> the sum of cross-entropies over labels >= 0, divided by denominator. The
+   logits are never all in memory. */
+static inline dt_tensor *gpt_stage_at(gpt *m, int stage, dt_tensor *x, gpt_tokens t, dt_tensor *labels,
+    double denominator) {
     dt_loss_desc d = { .smoothing = t.step ? m->config.smoothing : 0 };
     if (!t.ids) return NULL;
     gpt_pass r = gpt_pass_of(m, t, NULL);
-    return dt_vocab_linear_cross_entropy(gpt_trunk(r), m->head, labels, denominator, d, m->config.tp, r.outside);
+    r.item = gpt_stage_first(m->config, stage);
+    r.end = gpt_stage_first(m->config, stage + 1);
+    x = gpt_trunk(r, x);
+    if (stage + 1 < gpt_stages(m->config)) return x;
+    return dt_vocab_linear_cross_entropy(x, m->head, labels, denominator, d, m->config.tp, r.outside);
+}
+
+/* The loss of a model that is one stage. */
+static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
+    return gpt_stage_at(m, 0, NULL, t, labels, denominator);
 }
 
 /* The same of ids (B,T) alone: no dropout, no smoothing. */
@@ -497,13 +581,14 @@ static inline dt_tensor *gpt_loss(gpt *m, dt_tensor *ids, dt_tensor *labels, dou
 /* Keys and values do not depend on later tokens. So those of the tokens so far are kept, and a new token costs one row
    of every product and one query: 2 L seq K D numbers are kept, and nothing is allocated for a token. They are written
    in place, into memory made once; joining tensors instead would copy all of them for every token.
-   [collective: tp] Each rank keeps its heads' keys and values, and draws the same token from the same logits. Ranks of
-   cp need not work together, since each sees all tokens: any one of them can.
+   [collective: tp, pp] Each rank keeps the keys and values of its heads and layers, and all learn the token that is
+   drawn. Ranks of cp need not work together, since each sees all tokens: any one of them can.
    Between gpt_cache_open and gpt_cache_close the context records nothing. */
 static inline void gpt_cache_close(gpt_cache *c) {
     dt_ctx *ctx = c->model->ctx;
     dt_free(ctx, DT_MEM_ACTS, c->data, c->bytes);
     dt_free(ctx, DT_MEM_HOST, c->positions, (size_t)c->model->config.seq * sizeof(int32_t));
+    dt_schedule_free(c->schedule);
     dt_no_grad(ctx, 0);
     c->data = NULL;
     c->positions = NULL;
@@ -515,7 +600,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     size_t     one = (size_t)g.seq * (size_t)(m->kv.heads * D) * dt_dtype_size(g.dtype);
     memset(c, 0, sizeof *c);
     c->model = m;
-    c->bytes = 2 * one * (size_t)g.layers;
+    for (int i = 0; i < g.layers; i++) c->bytes += m->layer[i].q ? 2 * one : 0; /* of those that this rank has */
     dt_no_grad(m->ctx, 1);
     c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
     c->positions = (int32_t *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)g.seq * sizeof(int32_t), "positions");
@@ -524,30 +609,46 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
         return dt_error(m->ctx);
     }
     for (int t = 0; t < g.seq; t++) c->positions[t] = t;
+    char *at = (char *)c->data;
     for (int i = 0; i < 2 * g.layers; i++) {
         dt_tensor *t = i % 2 ? &c->v[i / 2] : &c->k[i / 2];
-        *t = (dt_tensor){ .data = (char *)c->data + (size_t)i * one, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
+        if (!m->layer[i / 2].q) continue;
+        *t = (dt_tensor){ .data = at, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
+        at += one;
     }
+    if (gpt_stages(g) > 1)
+        c->schedule = dt_schedule_make(m->ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .micros = 1,
+            .ranks = dt_comm_size(g.pp), .chunks = gpt_stages(g) / dt_comm_size(g.pp) });
     dt_scratch(m->ctx, dt_attention_work(g.seq, D, g.dtype)); /* scratch for the longest, so that it never grows */
     return dt_error(m->ctx);
 }
 
-/* Appends n tokens, for which there must be room, and gives the logits (V) after the last of them, until dt_reset. */
-static inline dt_tensor *gpt_cache_next(gpt_cache *c, const int32_t *ids, int n) {
+/* Appends n tokens, for which there must be room, to what one stage has: x, NULL at stage 0, -> what the next stage
+   takes, or of the last one the logits (V) after the last token. */
+static inline dt_tensor *gpt_cache_stage(gpt_cache *c, int stage, dt_tensor *x, const int32_t *ids, int n) {
     gpt    *m = c->model;
     int64_t C = m->config.width;
     if (n < 1 || n > m->config.seq - c->have) {
-        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_next: %d tokens behind %d of %d", n, c->have, m->config.seq);
+        dt_fail(m->ctx, DT_ERR_ARG, "gpt_cache_stage: %d tokens behind %d of %d", n, c->have, m->config.seq);
         return NULL;
     }
     gpt_tokens t = { .ids = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), ids) };
     t.positions = dt_input(m->ctx, DT_I32, DT_SHAPE(1, n), c->positions + c->have);
     if (!t.ids) return NULL;
-    gpt_pass   r = gpt_pass_of(m, t, c);
-    dt_tensor *x = gpt_trunk(r);                                                                /* (1,n,C) */
-    c->have += n;
-    x = x ? gpt_head(&r, dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1)) : NULL;
+    gpt_pass r = gpt_pass_of(m, t, c);
+    r.item = gpt_stage_first(m->config, stage);
+    r.end = gpt_stage_first(m->config, stage + 1);
+    x = gpt_trunk(r, x);                                                                        /* (1,n,C) */
+    if (!x || stage + 1 < gpt_stages(m->config)) return x;
+    x = gpt_head(&r, dt_slice(dt_reshape(x, DT_SHAPE(n, C)), 0, n - 1, 1));
     return x ? dt_reshape(x, DT_SHAPE(m->config.vocab)) : NULL;
+}
+
+/* The same of a model that is one stage: the logits, until dt_reset. */
+static inline dt_tensor *gpt_cache_next(gpt_cache *c, const int32_t *ids, int n) {
+    dt_tensor *x = gpt_cache_stage(c, 0, NULL, ids, n);
+    c->have += n;
+    return x;
 }
 
 /* What is drawn: an id below `limit` (0: any), of the top_k likeliest (0: of all; of equal ones all), from
@@ -591,26 +692,60 @@ static inline int gpt_restart(gpt_cache *c) {
     return c->model->config.seq / 2 > 0 ? c->model->config.seq / 2 : 1;
 }
 
+/* One token to be drawn. */
+typedef struct gpt_draw {
+    gpt_cache     *cache;
+    const int32_t *ids;
+    int            n;           /* tokens that the cache has not seen */
+    float         *logits;      /* (2,V): room */
+    gpt_sampling   s;
+    double         at, token;   /* a point in [0,1); what was drawn, on the rank that has the last stage, else 0 */
+} gpt_draw;
+
+static inline dt_tensor *gpt_draw_stage(dt_tensor *x, int stage, int micro, void *user) {
+    gpt_draw *d = (gpt_draw *)user;
+    gpt      *m = d->cache->model;
+    int       V = m->config.vocab, limit = d->s.limit > 0 && d->s.limit < V ? d->s.limit : V;
+    (void)micro;
+    x = gpt_cache_stage(d->cache, stage, x, d->ids, d->n);
+    if (stage + 1 < gpt_stages(m->config)) return x;
+    x = dt_cast(x, DT_F32);
+    if (x && dt_read(x, d->logits) == DT_OK) d->token = gpt_sample(d->logits, limit, d->s, d->at, d->logits + V);
+    return x;
+}
+
+/* Through all stages, on all of their ranks. */
+static inline int32_t gpt_draw_token(gpt_draw *d) {
+    gpt *m = d->cache->model;
+    d->token = 0;
+    if (d->cache->schedule)
+        dt_pipe_run(m->ctx, (dt_pipe_desc){ .schedule = d->cache->schedule, .comm = m->config.pp,
+            .run = gpt_draw_stage, .user = d, .forward_micros = 1 });
+    else gpt_draw_stage(NULL, 0, 0, d);
+    d->cache->have += d->n;
+    dt_sum_doubles(m->config.pp, &d->token, 1);
+    dt_reset(m->ctx);
+    return (int32_t)d->token;
+}
+
 /* Continues ids, of which `have` >= 1 are given, to `want`. Beyond seq tokens the model sees the last seq/2 to seq. */
 static inline dt_status gpt_generate(gpt *m, int32_t *ids, int have, int want, gpt_sampling s) {
-    int        V = m->config.vocab, limit = s.limit > 0 && s.limit < V ? s.limit : V;
-    size_t     bytes = 2 * (size_t)V * sizeof(float);
+    size_t     bytes = 2 * (size_t)m->config.vocab * sizeof(float);
     gpt_cache *c = (gpt_cache *)dt_alloc(m->ctx, DT_MEM_HOST, sizeof *c, "gpt_generate");
-    float     *logits = (float *)dt_alloc(m->ctx, DT_MEM_HOST, bytes, "gpt_generate");
+    gpt_draw   d = { .cache = c, .logits = (float *)dt_alloc(m->ctx, DT_MEM_HOST, bytes, "gpt_generate"), .s = s };
     if (have < 1) dt_fail(m->ctx, DT_ERR_ARG, "gpt_generate: %d tokens are given; at least one is needed", have);
-    if (c && logits && have > 0 && gpt_cache_open(c, m) == DT_OK) {
-        int fresh = have < m->config.seq ? have : m->config.seq; /* tokens that the cache has not seen */
-        for (int at = have; at < want && dt_error(m->ctx) == DT_OK; at++, fresh = 1) {
-            if (c->have + fresh > m->config.seq) fresh = gpt_restart(c);
-            dt_tensor *out = dt_cast(gpt_cache_next(c, ids + at - fresh, fresh), DT_F32);
-            if (!out || dt_read(out, logits) != DT_OK) break;
-            double u = (double)(gpt_mix(gpt_mix(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
-            ids[at] = gpt_sample(logits, limit, s, u, logits + V);
-            dt_reset(m->ctx);
+    if (c && d.logits && have > 0 && gpt_cache_open(c, m) == DT_OK) {
+        d.n = have < m->config.seq ? have : m->config.seq;
+        for (int at = have; at < want && dt_error(m->ctx) == DT_OK; at++, d.n = 1) {
+            if (c->have + d.n > m->config.seq) d.n = gpt_restart(c);
+            d.ids = ids + at - d.n;
+            d.at = (double)(gpt_mix(gpt_mix(s.seed) + (uint64_t)at) >> 11) / 9007199254740992.0;
+            int32_t token = gpt_draw_token(&d);
+            if (dt_error(m->ctx) == DT_OK) ids[at] = token;
         }
         gpt_cache_close(c);
     }
-    dt_free(m->ctx, DT_MEM_HOST, logits, bytes);
+    dt_free(m->ctx, DT_MEM_HOST, d.logits, bytes);
     dt_free(m->ctx, DT_MEM_HOST, c, sizeof *c);
     return dt_error(m->ctx);
 }

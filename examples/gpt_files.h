@@ -80,7 +80,7 @@ static inline const gpt_name *gpt_name_of(const gpt_row *r) {
 static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_row *r, int layer, const char *name,
     const char *prefix) {
     int head = strcmp(r->name, "lm_head.weight") == 0;
-    if (r->where == GPT_LAYER)
+    if (gpt_in_layer(r))
         snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h", layer, name);
     else snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
@@ -99,15 +99,15 @@ static inline gpt_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, 
     int64_t         rows = dt_count(s) / p.columns / p.n;
     dt_weight_part *part = &p.part[0];
     if (kind.llmc.version) {
-        int64_t groups = flat ? 1 : thirds, layers = r->where == GPT_LAYER ? m->config.layers : 1;
+        int64_t groups = flat ? 1 : thirds, layers = gpt_in_layer(r) ? m->config.layers : 1;
         snprintf(p.name[0], sizeof p.name[0], "%s", n->llmc);
         part->file_rows = strcmp(n->llmc, "wte") == 0 ? kind.llmc.padded_vocab : layers * groups * rows;
-        part->row = r->where == GPT_LAYER ? (layer * groups + (flat ? 0 : before)) * rows : 0;
+        part->row = gpt_in_layer(r) ? (layer * groups + (flat ? 0 : before)) * rows : 0;
         if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
     } else {
         gpt_full_name(p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
         if (p.n == 2) gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->second, kind.prefix);
-        part->transposed = !llama && !flat && r->where == GPT_LAYER;
+        part->transposed = !llama && !flat && gpt_in_layer(r);
         int64_t wide = part->transposed ? rows : p.columns;
         p.shape = flat ? DT_SHAPE(thirds * wide) : part->transposed ? DT_SHAPE(p.columns, thirds * wide) :
             DT_SHAPE(rows, p.columns);
@@ -327,7 +327,7 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
 typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user);
 static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        for (int i = 0; gpt_has(m->config, r) && i < (r->where == GPT_LAYER ? m->config.layers : 1); i++) {
+        for (int i = 0; gpt_has(m->config, r) && i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
             gpt_place p = gpt_place_of(m, r, i, kind);
             gpt_aim(&p);
             if (dt_error(m->ctx) == DT_OK) fn(m, r, i, &p, w, user);
@@ -340,7 +340,10 @@ static inline void gpt_load_one(gpt *m, const gpt_row *r, int layer, gpt_place *
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
     }
-    dt_weights_load(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
+    dt_tensor *own = *gpt_slot(m, r, layer); /* NULL: another stage of the pipeline has it */
+    if (own) dt_weights_load(w, own, p->columns, p->part, p->n);
+    if (gpt_is_table(r) && m->config.tied && m->head && m->head != own)
+        dt_weights_load(w, m->head, p->columns, p->part, p->n);
 }
 
 static inline int gpt_is_ignored(const gpt *m, const char *name) {

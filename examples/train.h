@@ -31,6 +31,7 @@ typedef struct train_row {
     double  lr;
     double  ms, tokens_per_s;   /* by rank 0's clock */
     double  comm;               /* the share of that time which rank 0 spent between ranks, waiting included */
+    double  bubble;             /* of a pipeline: the share of the micro-batches' time in which its ranks were idle */
     double  val_loss;           /* NaN in a step after which none was taken */
     int     skipped;            /* 1: gradients were not finite under a loss scale, and nothing changed */
     double  mem[TRAIN_MEMS];
@@ -59,8 +60,11 @@ typedef struct train_files {
 } train_files;
 
 typedef struct train_config {
-    gpt_config   model;         /* tp and cp are filled in by train */
+    gpt_config   model;         /* tp, cp, pp and the stages are filled in by train */
     dt_mesh_desc mesh;
+    int          schedule, chunks;  /* with mesh.pp: DT_SCHEDULE_*; stages of each rank, 0 -> 1 */
+    int          cut[GPT_MAX_STAGES + 1];   /* gpt_config.cut of pp x chunks stages */
+    int          by_cost;           /* 1: cut is found by timing the parts of the model, before the first step */
     dt_zero_desc zero;          /* the mesh is filled in by train */
     dt_lr_desc   lr;
     dt_batch_ramp ramp;         /* samples 0: none; its batch is filled in by train */
@@ -76,7 +80,8 @@ typedef struct train_config {
     train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
-                                                                       tp, at ZeRO-3 on all ranks; may be NULL */
+                                                                       tp, pp and ep, at ZeRO-3 on all ranks; may be
+                                                                       NULL */
     void        *user;
 } train_config;
 
@@ -175,6 +180,9 @@ typedef struct train_batch {
     int32_t *index;             /* (a,b,own): place of each token among those of the step, over all replicas */
     int32_t *whole;             /* (3,T): ids, labels and places of one sequence */
     double  *losses;            /* (a,replicas) of the step's micro-batches */
+    dt_schedule *schedule;      /* of `accum` micro-batches */
+    dt_span *spans;             /* when this rank's actions ran, then when all ranks' did */
+    size_t   spans_bytes;
 } train_batch;
 
 /* The i-th sequence of a micro-step. The order of data is an endless row, cut into epochs of all sequences; b->order
@@ -211,49 +219,76 @@ static inline dt_status train_batch_read(train_batch *b, dt_text *text, const gp
     return DT_OK;
 }
 
-/* Forward and backward of all micro-batches. losses: (accum, replicas), each micro-batch's at its place in the step,
-   the other replicas' 0. */
-static inline void train_forward_backward(gpt *model, const train_batch *b, int replica, int64_t step,
-    double denominator, double *losses) {
-    dt_ctx  *ctx = model->ctx;
-    dt_shape shape = DT_SHAPE(b->order.micro_batch, b->own);
-    memset(losses, 0, (size_t)(b->accum * b->order.replicas) * sizeof *losses);
-    for (int j = 0; j < b->accum; j++) {
-        int64_t at = j * dt_count(shape);
-        dt_micro(ctx, j, b->accum);
-        gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .step = (uint64_t)step };
-        if (model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
-        dt_trace_begin(ctx, "forward");
-        dt_tensor *mine = gpt_loss_at(model, t, dt_input(ctx, DT_I32, shape, b->labels + at), denominator);
-        dt_trace_end(ctx);
-        dt_backward(mine);
-        losses[j * b->order.replicas + replica] = dt_item(mine);
-        dt_reset(ctx);
-    }
+/* What the stages of one pass are told. */
+typedef struct train_pass {
+    gpt           *model;
+    const dt_mesh *mesh;
+    train_batch   *b;
+    int64_t        step;
+    double         denominator;
+    dt_text       *text;        /* of a validation, whose micro-batch is one sequence; NULL: a step of training */
+    int64_t        sequences;
+    double         loss;        /* of the validation */
+} train_pass;
+
+static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *user) {
+    train_pass  *p = (train_pass *)user;
+    train_batch *b = p->b;
+    dt_ctx      *ctx = p->model->ctx;
+    dt_shape     shape = DT_SHAPE(b->order.micro_batch, b->own);
+    int64_t      at = micro * dt_count(shape);
+    dt_trace_begin(ctx, "forward");
+    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .step = (uint64_t)p->step };
+    if (p->model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
+    x = gpt_stage_at(p->model, stage, x, t, dt_input(ctx, DT_I32, shape, b->labels + at), p->denominator);
+    if (stage + 1 == gpt_stages(p->model->config)) b->losses[micro * b->order.replicas + p->mesh->replica] = dt_item(x);
+    dt_trace_end(ctx);
+    return x;
+}
+
+/* Forward and backward of all micro-batches. b->losses: (accum, replicas), each micro-batch's at its place in the step,
+   on every rank. The share of the time in which the ranks of this pipeline were idle. */
+static inline double train_forward_backward(gpt *model, const dt_mesh *mesh, train_batch *b, int64_t step) {
+    size_t     micros = (size_t)(b->accum * b->order.replicas);
+    dt_span   *all = b->spans + dt_schedule_count(b->schedule, mesh->at.pp);
+    train_pass pass = { .model = model, .mesh = mesh, .b = b, .step = step };
+    pass.denominator = dt_tokens(mesh->data, b->labels, (size_t)(b->accum * b->order.micro_batch * b->own));
+    memset(b->losses, 0, micros * sizeof *b->losses);
+    dt_pipe_run(model->ctx, (dt_pipe_desc){ .schedule = b->schedule, .comm = mesh->pp, .run = train_stage,
+        .user = &pass, .spans = b->spans });
+    dt_sum_doubles(mesh->data, b->losses, micros);
+    dt_sum_doubles(mesh->pp, b->losses, micros);
+    if (mesh->sizes.pp == 1 || dt_pipe_spans(mesh->pp, b->schedule, b->spans, all) != DT_OK) return 0;
+    return dt_schedule_idle(b->schedule, all, -1).of_total;
+}
+
+static inline dt_tensor *train_eval_stage(dt_tensor *x, int stage, int micro, void *user) {
+    train_pass *p = (train_pass *)user;
+    dt_ctx     *ctx = p->model->ctx;
+    dt_shape    shape = DT_SHAPE(1, p->b->own);
+    int64_t     s = (int64_t)micro * p->mesh->replicas + p->mesh->replica;
+    if (train_sequence_read(p->b, p->text, p->model, s < p->sequences ? s : 0, 0, 0) != DT_OK) return NULL;
+    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, p->b->ids) };
+    x = gpt_stage_at(p->model, stage, x, t, dt_input(ctx, DT_I32, shape, p->b->labels), p->denominator);
+    if (stage + 1 == gpt_stages(p->model->config) && s < p->sequences) p->loss += dt_item(x);
+    return x;
 }
 
 /* Mean loss over the first sequences of a text, which the replicas share out one by one. All of them run as many
    forwards, for at ZeRO-3 they gather values together: where one has no sequence left, its last one is not counted. */
 static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, train_batch *b) {
-    dt_ctx  *ctx = model->ctx;
-    int64_t  n = dt_text_sequences(text);
-    double   loss = 0;
-    dt_shape shape = DT_SHAPE(1, b->own);
-    if (n > TRAIN_EVAL_SEQUENCES) n = TRAIN_EVAL_SEQUENCES;
+    dt_ctx    *ctx = model->ctx;
+    int64_t    n = dt_text_sequences(text);
+    train_pass pass = { .model = model, .mesh = mesh, .b = b, .text = text };
+    pass.sequences = n < TRAIN_EVAL_SEQUENCES ? n : TRAIN_EVAL_SEQUENCES;
+    pass.denominator = (double)(pass.sequences * b->T);
     dt_trace_begin(ctx, "validation");
-    dt_no_grad(ctx, 1);
-    for (int64_t first = 0; first < n; first += mesh->replicas) {
-        int64_t s = first + mesh->replica;
-        if (train_sequence_read(b, text, model, s < n ? s : 0, 0, 0) != DT_OK) break;
-        dt_tensor *ids = dt_input(ctx, DT_I32, shape, b->ids);
-        double one = dt_item(gpt_loss(model, ids, dt_input(ctx, DT_I32, shape, b->labels), (double)(n * b->T)));
-        if (s < n) loss += one;
-        dt_reset(ctx);
-    }
-    dt_no_grad(ctx, 0);
-    dt_sum_doubles(mesh->data, &loss, 1);
+    dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = b->schedule, .comm = mesh->pp, .run = train_eval_stage, .user = &pass,
+        .forward_micros = (int)((pass.sequences + mesh->replicas - 1) / mesh->replicas) });
+    dt_sum_doubles(mesh->data, &pass.loss, 1);
+    dt_sum_doubles(mesh->pp, &pass.loss, 1);
     dt_trace_end(ctx);
-    return loss;
+    return pass.loss;
 }
 
 /* Memory and traffic of the step, the largest over all ranks. */
@@ -320,8 +355,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_ctx   *ctx = model->ctx;
     double    start = train_now(ctx), in_comm = dt_comm_seconds(ctx);
     train_row row = { .step = step, .lr = dt_lr(c->lr, step), .val_loss = NAN, .batch = b->order.batch };
-    size_t    sent[DT_AXES], labels = (size_t)(b->accum * b->order.micro_batch * b->own);
-    size_t    micros = (size_t)(b->accum * b->order.replicas);
+    size_t    sent[DT_AXES], micros = (size_t)(b->accum * b->order.replicas);
     for (int a = 0; a < DT_AXES; a++) sent[a] = dt_comm_bytes(ctx, (dt_axis)a);
     train_peaks(ctx, c);
     dt_memory_reset_peak(ctx);
@@ -331,8 +365,7 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     dt_trace_begin(ctx, "read data");
     train_batch_read(b, text, model, mesh->replica);
     dt_trace_end(ctx);
-    train_forward_backward(model, b, mesh->replica, step, dt_tokens(mesh->data, b->labels, labels), b->losses);
-    dt_sum_doubles(mesh->data, b->losses, micros);
+    row.bubble = train_forward_backward(model, mesh, b, step);
     for (size_t m = 0; m < micros; m++) row.loss += b->losses[m]; /* in one order, however the batch is split */
     if (dt_error(ctx) == DT_OK && !isfinite(row.loss))
         dt_fail(ctx, DT_ERR_NUMERIC, "step %lld: the loss is %s%s", (long long)step,
@@ -350,6 +383,63 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
     row.comm = seconds > 0 ? (dt_comm_seconds(ctx) - in_comm) / seconds : 0;
     row.tokens_per_s = (double)b->order.batch * (double)b->T / (row.ms / 1000);
     return row;
+}
+
+/* ==== Stages by cost ============================================================================================== */
+
+/* Cuts the model so that the slowest stage is as fast as can be: rank 0 times embedding, attention, MLP and head, each a
+   stage of a model of one layer, and tells the others. */
+enum { TRAIN_PARTS = 4, TRAIN_TIMINGS = 3 };
+typedef struct train_timing { gpt *model; dt_shape shape; int32_t *ids; } train_timing;
+
+static inline dt_tensor *train_timing_stage(dt_tensor *x, int stage, int micro, void *user) {
+    train_timing *t = (train_timing *)user;
+    dt_ctx       *ctx = t->model->ctx;
+    dt_tensor    *ids = dt_input(ctx, DT_I32, t->shape, t->ids);
+    (void)micro;
+    return gpt_stage_at(t->model, stage, x, (gpt_tokens){ .ids = ids }, ids, (double)dt_count(t->shape));
+}
+
+static inline dt_status train_time_parts(dt_ctx *ctx, gpt_config sizes, dt_shape tokens, double *seconds) {
+    static const int cut[TRAIN_PARTS + 1] = { 0, 1, 2, 3, 4 };
+    dt_span      spans[2 * TRAIN_PARTS];
+    sizes.layers = 1;
+    sizes.tied = 0; /* on one rank the copies would have one name */
+    sizes.tp = sizes.cp = sizes.pp = NULL;
+    sizes.stages = TRAIN_PARTS;
+    sizes.cut = cut;
+    gpt          model = gpt_register(ctx, sizes);
+    size_t       bytes = (size_t)dt_count(tokens) * sizeof(int32_t);
+    train_timing timing = { &model, tokens, (int32_t *)dt_alloc(ctx, DT_MEM_HOST, bytes, "timing") };
+    if (timing.ids) memset(timing.ids, 0, bytes);
+    dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 1, .micros = 1,
+        .chunks = TRAIN_PARTS });
+    for (int i = 0; i < TRAIN_TIMINGS && dt_error(ctx) == DT_OK; i++) {
+        dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s, .run = train_timing_stage, .user = &timing, .spans = spans });
+        const dt_action *a = dt_schedule_actions(s, 0);
+        double           now[TRAIN_PARTS] = { 0 };
+        for (int k = 0; k < dt_schedule_count(s, 0); k++) now[a[k].stage] += spans[k].end - spans[k].begin;
+        for (int k = 0; k < TRAIN_PARTS; k++) seconds[k] = i == 0 || now[k] < seconds[k] ? now[k] : seconds[k];
+    }
+    dt_free(ctx, DT_MEM_HOST, timing.ids, bytes);
+    return dt_error(ctx);
+}
+
+/* [collective: world] cut: (stages + 1) */
+static inline void train_cut_by_cost(dt_ctx *ctx, gpt_config sizes, dt_shape tokens, int *cut) {
+    double  seconds[TRAIN_PARTS] = { 0 }, costs[2 * GPT_MAX_LAYERS + 2];
+    char    why[300];
+    int     items = gpt_items(sizes);
+    if (dt_ctx_rank(ctx) == 0) {
+        dt_ctx *alone = dt_ctx_make((dt_ctx_desc){ .host = dt_ctx_host(ctx) });
+        if (!alone || train_time_parts(alone, sizes, tokens, seconds) != DT_OK)
+            dt_fail(ctx, DT_ERR_MEM, "timing the parts of the model: %s", alone ? dt_error_text(alone) : "no memory");
+        dt_ctx_free(alone);
+    }
+    dt_sum_doubles(dt_world(ctx), seconds, TRAIN_PARTS);
+    for (int i = 0; i < items; i++) costs[i] = seconds[i == 0 ? 0 : i == items - 1 ? 3 : 2 - i % 2];
+    if (dt_error(ctx) == DT_OK && dt_stage_cut(costs, items, sizes.stages, cut, why, sizeof why) != DT_OK)
+        dt_fail(ctx, DT_ERR_ARG, "%s", why);
 }
 
 /* ==== The loop ==================================================================================================== */
@@ -375,6 +465,8 @@ static inline void train_batch_make(dt_ctx *ctx, const train_config *c, const dt
 static inline void train_batch_free(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
     size_t tokens = (size_t)(c->accum * (int64_t)c->micro_batch * b->own) * sizeof(int32_t);
     dt_sampler_free(b->shuffled);
+    dt_schedule_free(b->schedule);
+    dt_free(ctx, DT_MEM_HOST, b->spans, b->spans_bytes);
     dt_free(ctx, DT_MEM_HOST, b->ids, tokens);
     dt_free(ctx, DT_MEM_HOST, b->labels, tokens);
     dt_free(ctx, DT_MEM_HOST, b->index, tokens);
@@ -382,11 +474,25 @@ static inline void train_batch_free(dt_ctx *ctx, const train_config *c, const dt
     dt_free(ctx, DT_MEM_HOST, b->losses, (size_t)(c->accum * mesh->replicas) * sizeof(double));
 }
 
+/* A schedule for so many micro-batches, if the one that is there is for others. */
+static inline void train_batch_schedule(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b) {
+    if (dt_schedule_micros(b->schedule) == b->accum) return;
+    dt_schedule_free(b->schedule);
+    dt_free(ctx, DT_MEM_HOST, b->spans, b->spans_bytes);
+    b->schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule, .ranks = mesh->sizes.pp,
+        .micros = b->accum, .chunks = c->chunks });
+    int actions = dt_schedule_count(b->schedule, mesh->at.pp) + dt_schedule_first(b->schedule, mesh->sizes.pp);
+    b->spans_bytes = (size_t)actions * sizeof *b->spans;
+    b->spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, b->spans_bytes, "times of a schedule");
+}
+
 /* How many sequences the next step takes, and after which. */
-static inline void train_batch_next(train_batch *b, dt_batch_ramp ramp) {
+static inline void train_batch_next(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, train_batch *b,
+    dt_batch_ramp ramp) {
     b->order.before += b->order.batch; /* of the step before */
     b->order.batch = dt_batch_ramp_size(ramp, b->order.before);
     b->accum = (int)(b->order.batch / ((int64_t)b->order.micro_batch * b->order.replicas));
+    train_batch_schedule(ctx, c, mesh, b);
 }
 
 /* The steps of a run, after everything has been made. */
@@ -396,7 +502,8 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     dt_batch_ramp ramp = c->ramp;
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
     for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
-        train_batch_next(b, ramp);
+        train_batch_next(ctx, c, mesh, b, ramp);
+        if (dt_error(ctx) != DT_OK) break;
         train_row row = train_step(c, model, optimizer, mesh, text, b, step);
         while (row.skipped && dt_error(ctx) == DT_OK) {
             if (c->zero.loss_scale > 0)
@@ -414,6 +521,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
 static inline dt_status train(dt_ctx *ctx, void *user) {
     const train_config *c = (const train_config *)user;
     dt_listener listener = { .failed = train_failed, .user = user };
+    int     cut[GPT_MAX_STAGES + 1];
     int64_t T = c->seq ? c->seq : c->model.seq;
     dt_listen(ctx, &listener);
     if (c->dry) dt_dry_begin(ctx, &c->dry[dt_ctx_rank(ctx)]);
@@ -421,6 +529,11 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     gpt_config sizes = c->model;
     sizes.tp = mesh.tp;
     sizes.cp = mesh.cp;
+    sizes.pp = mesh.pp;
+    sizes.stages = mesh.sizes.pp * (c->chunks ? c->chunks : 1);
+    memcpy(cut, c->cut, sizeof cut);
+    if (c->by_cost && !c->dry) train_cut_by_cost(ctx, sizes, DT_SHAPE(c->micro_batch, T / mesh.sizes.cp), cut);
+    sizes.cut = sizes.stages > 1 ? cut : NULL;
     gpt model = gpt_register(ctx, sizes);
     if (dt_error(ctx) != DT_OK) {
         dt_unlisten(ctx, &listener);
@@ -436,7 +549,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch_make(ctx, c, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
-    int first = mesh.replica == 0 && mesh.at.cp == 0 && mesh.at.pp == 0;
+    int first = mesh.at.dp == 0 && mesh.at.cp == 0;
     if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {
         train_peaks(ctx, c);

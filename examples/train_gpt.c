@@ -106,13 +106,13 @@ enum { BUILT, LATER };
     X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
     X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
-    X(PP, "pp", INT, LATER, "1", 1, 1024, "N", "pipeline parallel") \
+    X(PP, "pp", INT, BUILT, "1", 1, 1024, "N", "pipeline parallel") \
     X(EP, "ep", INT, LATER, "1", 1, 1024, "N", "expert parallel") \
     X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: with --tp, tokens cut too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
-    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "1f1b;naive|afab|interleaved|zb", "with --pp") \
-    X(CHUNKS, "chunks", INT, LATER, "1", 1, MEGA, "v", "with --pp") \
-    X(PARTITION, "partition", TEXT, LATER, NULL, 0, 0, "LIST", "with --pp") \
+    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
+    X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
+    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage, as 3,5; cost: timed") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
     X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
@@ -419,7 +419,10 @@ static void print_refused(void) {
     puts("Sizes are refused by these rules, before any rank starts:");
     puts("  heads divides width                          each head is width/heads wide");
     puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
-    puts("  dp x pp x cp x tp x ep = ranks               pp and ep are 1 in this build");
+    puts("  dp x pp x cp x tp x ep = ranks               ep is 1 in this build");
+    puts("  pp x chunks <= 2 layers + 2                  stages are cut between half layers, embedding and head");
+    puts("  chunks is 1, but with schedule interleaved   and then pp is 2 or more");
+    puts("  partition has pp x chunks numbers            with the sum 2 layers");
     puts("  tp divides heads                             a rank has whole heads; ffn and vocab need not divide");
     puts("  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are more ranks");
     puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
@@ -446,6 +449,12 @@ static int64_t divisor_below(int64_t n, int64_t most) {
     int64_t d = most < n ? most : n;
     while (d > 1 && n % d != 0) d--;
     return d < 1 ? 1 : d;
+}
+
+/* The smallest divisor of n that is not below `least`; n if none is. */
+static int64_t divisor_above(int64_t n, int64_t least) {
+    while (least < n && n % least != 0) least++;
+    return least < n ? least : n;
 }
 
 /* A word, or "full:" and how many layers are recomputed together. */
@@ -599,7 +608,7 @@ static dt_mesh_desc resolve_mesh(value *v) {
 }
 
 /* B = b a R: two of them give the third, three must agree. */
-static void resolve_batch(value *v, int replicas) {
+static void resolve_batch(value *v, int replicas, int pp) {
     int64_t     B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM), R = replicas;
     const char *preset = v[O_BATCH].from == GIVEN ? "" : " (its default)";
     if (b && a && v[O_BATCH].from == GIVEN && B != b * a * R)
@@ -614,7 +623,9 @@ static void resolve_batch(value *v, int replicas) {
     if (B % unit != 0)
         refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B, preset,
             (long long)R, (long long)(B / unit + 1) * unit);
-    if (!a) compute(&v[O_ACCUM], b ? B / (b * R) : 1);
+    if (!a && !b && pp > 1) a = divisor_above(B / R, pp); /* a pipeline wants as many micro-batches as ranks */
+    if (a) compute(&v[O_ACCUM], a);
+    else compute(&v[O_ACCUM], b ? B / (b * R) : 1);
     if (!b) compute(&v[O_MICRO_BATCH], B / (long_of(v, O_ACCUM) * R));
 }
 
@@ -741,8 +752,59 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
         refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide "
             "them; use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
-    if (v[O_SAVE_MODEL].text && mesh.tp > 1)
-        refuse("--save-model is not available in this build with --tp above 1");
+    if (v[O_SAVE_MODEL].text && (mesh.tp > 1 || mesh.pp > 1))
+        refuse("--save-model is not available in this build with --tp or --pp above 1");
+}
+
+/* A list of half layers, one number for each stage: the first has the embedding too, the last the head. */
+static void read_partition(const value *v, train_config *c, int stages) {
+    const char *at = v[O_PARTITION].text, *list = at;
+    int64_t     sum = 0, halves = 2 * c->model.layers;
+    int         n = 0;
+    char       *end;
+    for (; *at; n++) {
+        long long count = strtoll(at, &end, 10);
+        int       ends = n == 0 || n == stages - 1; /* these have something else */
+        if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > halves)
+            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for each "
+                "but the first and the last", list, stages);
+        sum += count;
+        if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
+        at = *end ? end + 1 : end;
+    }
+    if (n != stages || sum != halves)
+        refuse("--partition %s: %d numbers with the sum %lld; --pp %d x --chunks %d stages and --layers %d need %d "
+            "numbers with the sum %lld", list, n, (long long)sum, c->mesh.pp, c->chunks, c->model.layers, stages,
+            (long long)halves);
+}
+
+/* Stages of the pipeline, and what each has. */
+static void resolve_pipeline(value *v, train_config *c) {
+    static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
+        DT_SCHEDULE_ZB };
+    int  items = 2 * c->model.layers + 2, stages;
+    char why[300];
+    c->schedule = kinds[int_of(v, O_SCHEDULE)];
+    int interleaved = c->schedule == DT_SCHEDULE_INTERLEAVED && c->mesh.pp > 1;
+    if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved ? 2 : 1);
+    c->chunks = int_of(v, O_CHUNKS);
+    if (c->chunks > 1 && c->mesh.pp == 1)
+        refuse("--chunks %d cuts a rank's part of a pipeline; use --pp 2 or more with it", c->chunks);
+    if (c->chunks > 1 && !interleaved)
+        refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved", c->chunks,
+            v[O_SCHEDULE].text);
+    if ((int64_t)c->mesh.pp * c->chunks > items)
+        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, attentions, "
+            "MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
+    stages = c->mesh.pp * c->chunks;
+    c->by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
+    if (strcmp(v[O_PARTITION].text, "even") != 0 && strcmp(v[O_PARTITION].text, "cost") != 0) {
+        read_partition(v, c, stages);
+        return;
+    }
+    double same[2 * GPT_MAX_LAYERS + 2];
+    for (int i = 0; i < items; i++) same[i] = 1;
+    if (dt_stage_cut(same, items, stages, c->cut, why, sizeof why) != DT_OK) refuse("%s", why);
 }
 
 static train_config resolve(value *v) {
@@ -751,7 +813,8 @@ static train_config resolve(value *v) {
     resolve_cuts(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
     c.ramp = read_ramp(v, c.mesh.dp * c.mesh.ep);
-    resolve_batch(v, c.mesh.dp * c.mesh.ep);
+    resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
+    resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
@@ -904,6 +967,17 @@ static void check_outputs(const value *v, const train_config *c) {
 
 // ==== 6. Settings block =============================================================================================
 
+/* "0.5 + 3.5 layers": the embedding and the head are not counted. */
+static void print_stages(const train_config *c) {
+    int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
+    printf("stages  ");
+    for (int s = 0; s < stages && !c->by_cost; s++) {
+        int halves = c->cut[s + 1] - c->cut[s] - (s == 0) - (c->cut[s + 1] == items);
+        printf("%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0, s == stages - 1 ? ", head" : "");
+    }
+    puts(c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
+}
+
 static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "*" };
     const gpt_config        *m = &c->model;
@@ -912,11 +986,14 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
+    if (c->mesh.pp > 1) printf(" x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
+    if (c->chunks > 1) printf(" of %d chunks", c->chunks);
     printf("   zero %s", v[O_ZERO].text);
     if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
     putchar('\n');
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
+    if (c->mesh.pp > 1) print_stages(c);
     printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
         c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * c->seq);
     printf("data    %s   %d file%s   %lld %s   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
@@ -945,7 +1022,7 @@ typedef struct job {
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
                                       "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
-                                      "batch";
+                                      "batch,bubble";
 
 /* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
@@ -964,7 +1041,7 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (isfinite(row->val_loss)) fprintf(j->csv, "%.17g", row->val_loss);
     fputc(',', j->csv);
     if (mfu(j, row) > 0) fprintf(j->csv, "%.6g", mfu(j, row));
-    fprintf(j->csv, ",%lld\n", (long long)row->batch);
+    fprintf(j->csv, ",%lld,%.6g\n", (long long)row->batch, row->bubble);
     errno = 0;
     if (fflush(j->csv) != 0 || ferror(j->csv))
         dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -986,7 +1063,8 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
         j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
     if (mfu(j, row) > 0) printf(" | mfu %.1f%%", 100 * mfu(j, row));
-    printf(" | comm %.0f%% | bubble 0%% | mem %.1f MiB | eta ", 100 * row->comm, row->mem[TRAIN_PEAK] / 1048576);
+    printf(" | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm, 100 * row->bubble,
+        row->mem[TRAIN_PEAK] / 1048576);
     print_time((double)left * (row->step > 1 ? j->ms / (double)(row->step - 1) : row->ms) / 1000);
     putchar('\n');
     if (isfinite(row->val_loss))
@@ -1077,20 +1155,26 @@ static void print_group(int rank, int n, int stride) {
 enum { MAP_ROWS = 64 };
 
 static void print_map(const train_config *c, int ranks) {
-    static const char *const names[3] = { "tp", "cp", "dp" };
+    static const char *const names[5] = { "tp", "cp", "ep", "dp", "pp" };
     const dt_mesh_desc *m = &c->mesh;
-    int                 n[3] = { m->tp, m->cp, m->dp }, stride[3] = { 1, m->tp, m->tp * m->cp };
-    printf("rank  dp cp tp");
-    for (int a = 0; a < 3; a++)
+    int n[5] = { m->tp, m->cp, m->ep, m->dp, m->pp }, stride[5] = { 1 };
+    for (int a = 1; a < 5; a++) stride[a] = stride[a - 1] * n[a - 1];
+    printf("rank ");
+    for (int a = 4; a >= 0; a--)
+        if (n[a] > 1 || (a != 2 && a != 4)) printf(" %s", names[a]);
+    for (int a = 0; a < 5; a++)
         if (n[a] > 1) printf("  %s with%-13s", names[a], "");
     putchar('\n');
     for (int r = 0; r < ranks && r < MAP_ROWS; r++) {
-        printf("%4d %3d%3d%3d", r, r / stride[2], r / stride[1] % n[1], r % n[0]);
-        for (int a = 0; a < 3; a++)
+        printf("%4d ", r);
+        for (int a = 4; a >= 0; a--)
+            if (n[a] > 1 || (a != 2 && a != 4)) printf("%3d", r / stride[a] % n[a]);
+        for (int a = 0; a < 5; a++)
             if (n[a] > 1) print_group(r, n[a], stride[a]);
         putchar('\n');
     }
-    if (ranks > MAP_ROWS) printf(" ... rank = (dp * %d + cp) * %d + tp\n", m->cp, m->tp);
+    if (ranks > MAP_ROWS)
+        printf(" ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep, m->cp, m->tp);
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
