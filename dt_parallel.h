@@ -363,9 +363,9 @@ typedef struct dt_schedule_costs {
     double        message;      /* from the end of an action to where another rank can begin with its result */
 } dt_schedule_costs;
 typedef struct dt_span { double begin, end; } dt_span;          /* seconds; begin > end: it did not happen */
-/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG fails the context if
-   a cost is negative or not finite. Of an unchecked schedule that stops it is DT_ERR_ARG too, but fails nothing: what
-   never begins has the span { 0, -1 }. */
+/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG fails the context
+   if a cost is negative or not finite. Of an unchecked schedule that stops it is DT_ERR_ARG too, but fails nothing:
+   what never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
@@ -378,10 +378,10 @@ typedef struct dt_schedule_bubble {
    such rank or no work. */
 DT_API dt_schedule_bubble dt_schedule_idle(const dt_schedule *schedule, const dt_span *spans, int rank);
 
-/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each other, none empty, so that
-   the dearest is as cheap as can be: part i is items first[i] to first[i+1] - 1; first (stages + 1). Of several such
-   cuts it takes an even one, with rather less in the first parts, which hold the most micro-batches. DT_ERR_ARG and
-   why not, in text: fewer items than stages, a cost that is negative or not finite. Sums run in the order of items. */
+/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each other, none empty, so
+   that the dearest is as cheap as can be: part i is items first[i] to first[i+1] - 1; first (stages + 1). Of several
+   such cuts it takes an even one, with rather less in the first parts, which hold the most micro-batches. DT_ERR_ARG
+   and why not, in text: fewer items than stages, a cost that is negative or not finite. */
 DT_API dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
 /* What is drawn: a schedule and when its actions ran, simulated or measured. */
@@ -393,9 +393,9 @@ typedef struct dt_timeline {
 /* [local] Writes a drawing (SVG) of n timelines, one below the other, to one scale: a row for each rank, boxes coloured
    by phase and lighter by chunk with the micro-batch's number, the bubble in the title. Written as by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
-/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a digit, a backward (and
-   I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of time, 0 -> 72. DT_ERR_ARG
-   if text is too small: p (columns + 12) + 1 bytes are enough where p < 1000. */
+/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a digit, a backward
+   (and I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of time, 0 -> 72.
+   DT_ERR_ARG if text is too small: p (columns + 12) + 1 bytes are enough where p < 1000. */
 DT_API dt_status dt_schedule_text(const dt_schedule *schedule, const dt_span *spans, int columns, char *text,
     size_t text_bytes);
 
@@ -1533,7 +1533,8 @@ static const dt__program *dt__program_of(const dt_schedule *s, int rank) {
 }
 
 int dt_schedule_stage_of(const dt_schedule *s, int rank, int chunk) {
-    return dt__program_of(s, rank) && chunk >= 0 && chunk < s->desc.chunks ? s->stage[rank * s->desc.chunks + chunk] : -1;
+    if (!dt__program_of(s, rank) || chunk < 0 || chunk >= s->desc.chunks) return -1;
+    return s->stage[rank * s->desc.chunks + chunk];
 }
 
 int dt_schedule_rank_of(const dt_schedule *s, int stage) {
@@ -2009,8 +2010,8 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     while (interleaved && !dt__group_fits(d->ranks, d->micros, least)) least++;
     if (interleaved && d->group == 0) d->group = least;
     if (interleaved && !dt__group_fits(d->ranks, d->micros, d->group))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for %d "
-            "ranks so that each fills them; use %d or %d", d->group, d->micros, d->ranks, least, d->micros);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for "
+            "%d ranks so that each fills them; use %d or %d", d->group, d->micros, d->ranks, least, d->micros);
     return DT_OK;
 }
 
@@ -2163,7 +2164,8 @@ dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char 
         do { /* no more than its share of what is left, but what the others cannot take */
             sum += costs[i];
             left -= costs[i++];
-        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) || (sum + costs[i] <= share && sum + costs[i] <= most && n - i > rest)));
+        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) ||
+                           (n - i > rest && sum + costs[i] <= share && sum + costs[i] <= most)));
     }
     first[stages] = n;
     return DT_OK;
@@ -2293,7 +2295,7 @@ static void dt__svg_line(dt__svg *g, const dt_timeline *line, int y, double wide
 
 /* The phases that occur, with their colours in each chunk of the schedule that has most. */
 static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
-    static const char *const names[] = { "", "forward", "backward", "backward of the input", "backward of the weights" };
+    static const char *const names[] = { "", "forward", "backward", "backward of inputs", "backward of weights" };
     const dt_schedule *most = lines[0].schedule;
     int                used[5] = { 0, 0, 0, 0, 0 }, x = DT__SVG_LEFT;
     for (int i = 0; i < n; i++) {
@@ -2309,7 +2311,7 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n", x, y,
                 dt__svg_colour(most, (dt_phase)phase, i * (most->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
-        x += 22 + 7 * (int)strlen(names[phase]);
+        x += 22 + 6 * (int)strlen(names[phase]);
     }
     if (most->desc.chunks > 1)
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
@@ -2348,8 +2350,8 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     for (int i = 0; i < n; i++) {
         const char *title = lines[i].title ? lines[i].title : "";
         if (!lines[i].schedule || !lines[i].spans || dt__utf8_bad(title, strlen(title)) < strlen(title))
-            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title that "
-                "is not UTF-8", path, i);
+            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title "
+                "that is not UTF-8", path, i);
         if (lines[i].schedule->desc.ranks > DT__SVG_ROWS - rows || i == DT__SVG_ROWS)
             return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_ROWS);
         rows += lines[i].schedule->desc.ranks;
