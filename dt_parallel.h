@@ -311,6 +311,7 @@ typedef struct dt_schedule_desc {
     const char    *name;        /* NULL: the kind's; copied */
     int            tight;       /* 1: no more slots than the rank holds micro-batches, though ranks wait for one then;
                                    those of INTERLEAVED for ever, which is refused */
+    int            spare;       /* slots more than that on each rank, so that messages may take time; 0: none */
     int            unchecked;   /* 1: a wrong one is made too; simulating and drawing show where it stops */
 } dt_schedule_desc;
 
@@ -1759,11 +1760,14 @@ static double dt__slot_free(const dt_schedule *s, int rank, int at, int timed) {
     return begins > time ? begins : time;
 }
 
-/* An F takes the slot that has been free longest, or a new one if none is free when it begins: of intervals of time,
-   that needs no more slots than the most that are in use at once. */
-static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+/* An F takes the slot that has been free longest, or one more than the p->slots there are if none is free when it
+   begins: of intervals of time, that needs no more slots than the most that are in use at once. */
+static void dt__take_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
-    p->slots = 0;
+    for (int k = 0; k < p->slots; k++) {
+        slot[k].free = -INFINITY;
+        slot[k].tenant = -1;
+    }
     for (int i = 0; i < p->count; i++) {
         dt_action *a = &p->action[i];
         a->slot = -1;
@@ -1778,7 +1782,17 @@ static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *sl
         slot[best].tenant = i;
         slot[best].free = dt__slot_free(s, rank, i, timed);
     }
-    int live = 0;
+}
+
+static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+    dt__program *p = &s->program[rank];
+    int          live = 0, forwards = 0;
+    for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
+    dt__take_slots(s, rank, timed, slot); /* from none: as few as it takes */
+    if (s->desc.spare > 0) {
+        p->slots = s->desc.spare < forwards - p->slots ? p->slots + s->desc.spare : forwards;
+        dt__take_slots(s, rank, timed, slot);
+    }
     for (int i = 0; i < p->count; i++) {
         dt_action *a = &p->action[i];
         int        forward = *dt__place_at(s, a->stage, a->micro, DT__ROLE_F);
@@ -2004,6 +2018,7 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     if (!interleaved && !d->generate && d->chunks > 1)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %d chunks; only interleaved has several",
             dt__schedule_kinds[d->kind].name, d->chunks);
+    if (d->spare < 0) return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d spare slots", d->spare);
     if (!interleaved && d->group != 0)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: groups of %d; only interleaved has groups", d->group);
     int least = d->micros < d->ranks ? d->micros : d->ranks; /* m itself always fits */

@@ -152,7 +152,8 @@ static int machine_slot_free(machine *m, int rank, int slot, int time) {
 static int machine_may_begin(machine *m, int rank, const dt_action *a, int stage, int time) {
     int own = m->ended[stage][a->micro][DT_FORWARD];
     if (a->phase == DT_FORWARD) {
-        if (stage > 0 && !machine_arrived(m, time, m->ended[stage - 1][a->micro][DT_FORWARD], stage - 1, stage)) return 0;
+        int sent = stage > 0 ? m->ended[stage - 1][a->micro][DT_FORWARD] : 0;
+        if (stage > 0 && !machine_arrived(m, time, sent, stage - 1, stage)) return 0;
         return machine_slot_free(m, rank, a->slot, time);
     }
     if (a->phase == DT_BACKWARD_WEIGHT) {
@@ -257,6 +258,19 @@ static void expect_times(machine *m, const dt_schedule *s) {
     }
 }
 
+/* The machine's makespan with a slot for everything, so that nobody waits for one. s has other slots from then on. */
+static int makespan_with_plenty(const machine *m, dt_schedule *s) {
+    static machine plenty;
+    static dt_span out[MOST];
+    plenty = *m;
+    for (int r = 0; r < m->ranks; r++)
+        for (int i = 0; i < dt_schedule_count(s, r); i++) {
+            dt_action *a = (dt_action *)(uintptr_t)&dt_schedule_actions(s, r)[i];
+            a->slot = a->micro * dt_schedule_chunks(s) + a->chunk;
+        }
+    return machine_run(&plenty, s, out) ? plenty.makespan : -1;
+}
+
 // ==== 1. What generators write ======================================================================================
 
 static void test_orders(void) {
@@ -276,7 +290,8 @@ static void test_orders(void) {
     expect_list(s, 0, "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0");
     expect_list(s, 1, "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0");
     CHECK(dt_schedule_chunks(s) == 2 && dt_schedule_stages(s) == 4 && dt_schedule_group(s) == 2);
-    s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 5, .group = 3 });
+    s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 5,
+        .group = 3 });
     expect_list(s, 1, "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 B3.1 B4.1 B3.0 "
         "B4.0");
     s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 3, .micros = 4 });
@@ -305,7 +320,8 @@ static void test_lowering(void) {
         "messages, %d held", facts.actions, facts.messages, facts.live);
     CHECK(dt_schedule_stage_of(s, 1, 1) == 3 && dt_schedule_rank_of(s, 3) == 1 && dt_schedule_rank_of(s, 2) == 0);
     CHECK(dt_schedule_first(s, 0) == 0 && dt_schedule_first(s, 1) == 8 && dt_schedule_first(s, 2) == 16);
-    CHECK(dt_schedule_stage_of(s, 2, 0) == -1 && dt_schedule_stage_of(s, 0, 2) == -1 && dt_schedule_rank_of(s, 4) == -1);
+    CHECK(dt_schedule_stage_of(s, 2, 0) == -1 && dt_schedule_stage_of(s, 0, 2) == -1);
+    CHECK(dt_schedule_rank_of(s, 4) == -1);
     CHECK(!dt_schedule_actions(s, 2) && !dt_schedule_actions(s, -1) && dt_schedule_count(s, 2) == 0);
     CHECK(dt_schedule_live(s, 2) == 0 && dt_schedule_slots(s, -1) == 0 && dt_schedule_rank_of(s, -1) == -1);
     CHECK(dt_schedule_ranks(NULL) == 0 && dt_schedule_count(NULL, 0) == 0 && *dt_schedule_name(NULL) == 0);
@@ -358,8 +374,8 @@ static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
     dt_schedule_bubble b = dt_schedule_idle(s, spans, -1);
     CHECK(b.work == 3.0 * m * v);
     if (f.bottom)
-        CHECK_MSG((b.makespan - b.work) * (double)f.bottom == (double)f.top * b.work, "%s p %d m %d v %d: %g idle of %g",
-            dt_schedule_name(s), p, m, v, b.makespan - b.work, b.work);
+        CHECK_MSG((b.makespan - b.work) * (double)f.bottom == (double)f.top * b.work, "%s p %d m %d v %d: %g idle of "
+            "%g", dt_schedule_name(s), p, m, v, b.makespan - b.work, b.work);
     for (int r = 0; r < p && f.bottom; r++) { /* all have as much to do */
         dt_schedule_bubble own = dt_schedule_idle(s, spans, r);
         CHECK(own.of_work == b.of_work && own.of_total == b.of_total && own.work == b.work);
@@ -396,33 +412,63 @@ static void test_figures(void) {
     CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
 }
 
+/* Spare slots: as many as are asked for, where there are micro-batches for them; with one, messages may take time
+   without anybody waiting for a slot. */
+static void test_spare(void) {
+    static machine m;
+    for (int kind = 0; kind < DT_SCHEDULES; kind++)
+        for (int spare = 0; spare < 4; spare++) {
+            dt_ctx           *ctx = new_ctx();
+            dt_schedule_desc  d = { .kind = kind, .ranks = 4, .micros = 8 };
+            dt_schedule      *least = dt_schedule_make(ctx, d);
+            d.spare = spare;
+            dt_schedule      *s = dt_schedule_make(ctx, d);
+            int               v = dt_schedule_chunks(s);
+            for (int r = 0; r < 4; r++) {
+                int want = dt_schedule_slots(least, r) + spare;
+                CHECK(dt_schedule_slots(s, r) == (want < 8 * v ? want : 8 * v));
+                CHECK(dt_schedule_live(s, r) == dt_schedule_live(least, r));
+            }
+            machine_make(&m, 4, v, 8, 10, 10, 10, 2);
+            expect_times(&m, s);
+            int least_time = makespan_with_plenty(&m, s), waits = m.makespan > least_time;
+            CHECK_MSG(spare == 0 || !waits, "%s, %d spare: %d, not %d", dt_schedule_name(s), spare, m.makespan,
+                least_time);
+            if (spare == 0) CHECK(waits == (kind == DT_SCHEDULE_1F1B || kind == DT_SCHEDULE_INTERLEAVED));
+            dt_ctx_free(ctx);
+        }
+}
+
 // ==== 3. Wrong ones =================================================================================================
 
 static void test_planted(void) {
     const char *right[] = { "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2" };
     expect_text(2, 3, 1, right, 0, "");
     const char *swapped[] = { "F0 B0 F1 F2 B1 B2", "F0 F1 B0 B1 F2 B2" };       /* rank 0 as on the last stage */
-    expect_text(2, 3, 1, swapped, 2, "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which stands behind "
-        "F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which stands behind B(micro 0)");
+    expect_text(2, 3, 1, swapped, 2, "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which stands "
+        "behind F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which stands behind B(micro 0)");
     const char *ahead[] = { "F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1" };     /* rank 0 only waits for the circle */
     expect_text(3, 2, 1, ahead, 2, "deadlock: rank 1 waits at B(micro 0) for B(micro 0) of rank 2, which stands behind "
         "F(micro 1); rank 2 waits at F(micro 1) for F(micro 1) of rank 1, which stands behind B(micro 0)");
     const char *three[] = { "F0.1 F0.0 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
-    expect_text(3, 1, 2, three, 3, "deadlock: rank 0 waits at F(micro 0, chunk 1) for F(micro 0, chunk 0) of rank 2; rank "
-        "2 waits at F(micro 0, chunk 0) for F(micro 0, chunk 0) of rank 1; rank 1 waits at F(micro 0, chunk 0) for "
-        "F(micro 0, chunk 0) of rank 0, which stands behind F(micro 0, chunk 1)");
+    expect_text(3, 1, 2, three, 3, "deadlock: rank 0 waits at F(micro 0, chunk 1) for F(micro 0, chunk 0) of rank 2; "
+        "rank 2 waits at F(micro 0, chunk 0) for F(micro 0, chunk 0) of rank 1; rank 1 waits at F(micro 0, chunk 0) "
+        "for F(micro 0, chunk 0) of rank 0, which stands behind F(micro 0, chunk 1)");
     const char *alone[] = { "F0 F1 B0 B1", "B0 F0 F1 B1" };
-    expect_text(2, 2, 1, alone, 1, "deadlock: rank 1 waits at B(micro 0) for F(micro 0), which stands behind B(micro 0)");
+    expect_text(2, 2, 1, alone, 1, "deadlock: rank 1 waits at B(micro 0) for F(micro 0), which stands behind "
+        "B(micro 0)");
     const char *weight[] = { "F0 W0 I0" };
-    expect_text(1, 1, 1, weight, 1, "deadlock: rank 0 waits at W(micro 0) for I(micro 0), which stands behind W(micro 0)");
+    expect_text(1, 1, 1, weight, 1, "deadlock: rank 0 waits at W(micro 0) for I(micro 0), which stands behind "
+        "W(micro 0)");
     const char *chunks[] = { "F0.0 B0.1 F0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
-    expect_text(2, 1, 2, chunks, 1, "deadlock: rank 0 waits at B(micro 0, chunk 1) for F(micro 0, chunk 1), which stands "
-        "behind B(micro 0, chunk 1)");
+    expect_text(2, 1, 2, chunks, 1, "deadlock: rank 0 waits at B(micro 0, chunk 1) for F(micro 0, chunk 1), which "
+        "stands behind B(micro 0, chunk 1)");
     const char *late[] = { "F0 F1 B1 B0" };
-    expect_text(1, 2, 1, late, 0, "rank 0: B(micro 0) comes after B(micro 1), but gradients are added in ascending order");
-    const char *late_weight[] = { "F0 F1 I0 I1 W1 W0" };
-    expect_text(1, 2, 1, late_weight, 0, "rank 0: W(micro 0) comes after W(micro 1), but gradients are added in ascending "
+    expect_text(1, 2, 1, late, 0, "rank 0: B(micro 0) comes after B(micro 1), but gradients are added in ascending "
         "order");
+    const char *late_weight[] = { "F0 F1 I0 I1 W1 W0" };
+    expect_text(1, 2, 1, late_weight, 0, "rank 0: W(micro 0) comes after W(micro 1), but gradients are added in "
+        "ascending order");
     const char *inputs[] = { "F0 F1 I1 I0 W0 W1" };     /* only what adds gradients is ordered */
     expect_text(1, 2, 1, inputs, 0, "");
     const char *mixed[] = { "F0 F1 I0 W0 B1" };
@@ -453,10 +499,11 @@ static void test_slots_wait(void) {
     dt_ctx           *ctx = new_ctx();
     dt_schedule      *s = dt_schedule_make(ctx, d);
     CHECK(dt_schedule_check(s, &facts, text, sizeof text) == DT_ERR_ARG && facts.cycle == 2);
-    CHECK_MSG(strcmp(text, "deadlock: rank 0 waits at F(micro 3, chunk 0) for its slot 2, until rank 1 begins B(micro 0, "
-        "chunk 0), which stands behind F(micro 2, chunk 0); rank 1 waits at F(micro 2, chunk 0) for its slot 2, until "
-        "rank 0 begins B(micro 1, chunk 1), which stands behind F(micro 3, chunk 0)") == 0, "%s", text);
-    CHECK(dt_schedule_check(s, NULL, brief, sizeof brief) == DT_ERR_ARG && strcmp(brief, "deadlock: rank 0 waits ") == 0);
+    CHECK_MSG(strcmp(text, "deadlock: rank 0 waits at F(micro 3, chunk 0) for its slot 2, until rank 1 begins B(micro "
+        "0, chunk 0), which stands behind F(micro 2, chunk 0); rank 1 waits at F(micro 2, chunk 0) for its slot 2, "
+        "until rank 0 begins B(micro 1, chunk 1), which stands behind F(micro 3, chunk 0)") == 0, "%s", text);
+    CHECK(dt_schedule_check(s, NULL, brief, sizeof brief) == DT_ERR_ARG);
+    CHECK(strcmp(brief, "deadlock: rank 0 waits ") == 0);
     CHECK(dt_schedule_live(s, 0) == dt_schedule_slots(s, 0) && dt_schedule_live(s, 1) == dt_schedule_slots(s, 1));
     CHECK(dt_schedule_check(NULL, &facts, text, sizeof text) == DT_ERR_ARG && strcmp(text, "no schedule") == 0);
     CHECK(dt_error(ctx) == DT_OK);
@@ -585,17 +632,10 @@ static void test_any(void) {
         } else {
             expect_times(&m, s);
             double makespan = dt_schedule_idle(s, spans, -1).makespan;
-            if (!tight) { /* nobody waited for a slot: with one for everything it takes as long */
-                static machine plenty;
-                dt_schedule   *wide = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks, .micros = micros,
+            if (!tight) {
+                dt_schedule *wide = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks, .micros = micros,
                     .chunks = chunks, .generate = generate_programs, .user = &p, .unchecked = 1 });
-                plenty = m;
-                for (int r = 0; r < ranks && wide; r++)
-                    for (int i = 0; i < dt_schedule_count(wide, r); i++) {
-                        dt_action *a = (dt_action *)(uintptr_t)&dt_schedule_actions(wide, r)[i];
-                        a->slot = a->micro * chunks + a->chunk;
-                    }
-                CHECK(machine_run(&plenty, wide, out) && plenty.makespan == makespan);
+                CHECK(makespan_with_plenty(&m, wide) == makespan);
             }
             int f = 1 + below(3), i = 1 + below(3), w = 1 + below(3);
             machine_make(&m, ranks, chunks, micros, f, i, w, below(3));
@@ -722,18 +762,20 @@ static void test_refused(void) {
     d.kind = -1;
     expect_refused(d, "rank 0: dt_schedule_make: there is no kind -1 of schedule");
     d = (dt_schedule_desc){ .ranks = 0, .micros = 3 };
-    expect_refused(d, "rank 0: dt_schedule_make: 3 micro-batches through 1 chunks of each of 0 ranks; use at least 1 of "
-        "each, and no more than 67108864 in all");
+    expect_refused(d, "rank 0: dt_schedule_make: 3 micro-batches through 1 chunks of each of 0 ranks; use at least 1 "
+        "of each, and no more than 67108864 in all");
     d = (dt_schedule_desc){ .ranks = 1 << 20, .micros = 1 << 20 };
-    expect_refused(d, "rank 0: dt_schedule_make: 1048576 micro-batches through 1 chunks of each of 1048576 ranks; use at "
-        "least 1 of each, and no more than 67108864 in all");
+    expect_refused(d, "rank 0: dt_schedule_make: 1048576 micro-batches through 1 chunks of each of 1048576 ranks; use "
+        "at least 1 of each, and no more than 67108864 in all");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 3, .chunks = 2 };
     expect_refused(d, "rank 0: dt_schedule_make(1F1B): 2 chunks; only interleaved has several");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .spare = -1 };
+    expect_refused(d, "rank 0: dt_schedule_make: -1 spare slots");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .group = 2 };
     expect_refused(d, "rank 0: dt_schedule_make: groups of 2; only interleaved has groups");
     d = (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4, .micros = 17, .group = 4 };
-    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not cut 17 micro-batches for 4 ranks so that "
-        "each fills them; use 6 or 17");
+    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not cut 17 micro-batches for 4 ranks so "
+        "that each fills them; use 6 or 17");
     d = (dt_schedule_desc){ .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_vee, .stage_of = same_stage };
     expect_refused(d, "rank 0: dt_schedule_make(a schedule of one's own): stage 1 is chunk 1 of rank 0 and chunk 0 of "
         "rank 1");
@@ -742,8 +784,8 @@ static void test_refused(void) {
     int bad[5][4] = { { 2, 1, 0, 0 }, { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 1, 3, 0 }, { 0, 1, 0, 1 } };
     for (int i = 0; i < 5; i++) {
         char want[200];
-        snprintf(want, sizeof want, "rank 0: dt_schedule_add(x): phase %d of micro-batch %d of 3 in chunk %d of 1 of rank "
-            "%d of 2", bad[i][1], bad[i][2], bad[i][3], bad[i][0]);
+        snprintf(want, sizeof want, "rank 0: dt_schedule_add(x): phase %d of micro-batch %d of 3 in chunk %d of 1 of "
+            "rank %d of 2", bad[i][1], bad[i][2], bad[i][3], bad[i][0]);
         expect_refused((dt_schedule_desc){ .ranks = 2, .micros = 3, .generate = generate_bad, .user = bad[i],
             .name = "x" }, want);
     }
@@ -798,10 +840,17 @@ static void test_simulate(void) {
     double             first[8] = { 0, 2, 2, 4, 12, 16, 21.5, 25.5 }, last[8] = { 2.5, 7.5, 7.5, 11.5, 12, 17, 17, 21 };
     CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK);
     expect_spans(s, 0, 4, first);   /* F0 F1 B0 B1 */
-    expect_spans(s, 1, 4, last);    /* F0 B0 F1 B1: F1 waits until rank 0 has begun B0, and with it freed the one slot */
+    expect_spans(s, 1, 4, last);    /* F0 B0 F1 B1: F1 waits for its one slot until rank 0 has begun B0 */
     dt_schedule_bubble b = dt_schedule_idle(s, spans, -1), own = dt_schedule_idle(s, spans, 0);
     CHECK(b.makespan == 25.5 && b.work == 18 && b.of_work == 7.5 / 18 && b.of_total == 7.5 / 25.5);
     CHECK(own.makespan == 25.5 && own.work == 12 && own.of_work == 13.5 / 12 && own.of_total == 13.5 / 25.5);
+    double       freed[8] = { 0, 2, 2, 4, 12, 16, 21, 25 }, sooner[8] = { 2.5, 7.5, 7.5, 11.5, 11.5, 16.5, 16.5, 20.5 };
+    dt_schedule *spare = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 2,
+        .spare = 1 });
+    CHECK(dt_schedule_simulate(spare, costs, spans) == DT_OK);
+    expect_spans(spare, 0, 4, freed);
+    expect_spans(spare, 1, 4, sooner);
+    CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK);
     for (int i = 0; i < 8; i++) { /* as measured: from another moment on */
         spans[i].begin += 100;
         spans[i].end += 100;
@@ -896,7 +945,8 @@ static void test_cut(void) {
     double model[6] = { 3, 4, 4, 4, 4, 9 };     /* embedding, layers, head */
     CHECK(dt_stage_cut(model, 6, 3, first, text, sizeof text) == DT_OK && first[1] == 3 && first[2] == 5);
     CHECK(dt_stage_cut(even_costs, 3, 4, first, text, sizeof text) == DT_ERR_ARG);
-    CHECK_MSG(strcmp(text, "3 items for 4 stages: each stage needs at least 1; use 3 stages or fewer") == 0, "%s", text);
+    CHECK_MSG(strcmp(text, "3 items for 4 stages: each stage needs at least 1; use 3 stages or fewer") == 0, "%s",
+        text);
     CHECK(dt_stage_cut(even_costs, 0, 1, first, text, sizeof text) == DT_ERR_ARG);
     CHECK(dt_stage_cut(even_costs, 3, 0, first, text, sizeof text) == DT_ERR_ARG);
     even_costs[1] = -2;
@@ -989,7 +1039,8 @@ static void test_svg(void) {
     memset(&fs, 0, sizeof fs);
     dt_ctx      *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet, .io = &io });
     dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4,
-        .micros = 8 }), *z = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 4, .micros = 8 });
+        .micros = 8 });
+    dt_schedule *z = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 4, .micros = 8 });
     dt_span     *other = spans + MOST / 2;
     dt_schedule_simulate(s, (dt_schedule_costs){ 0.5, 0.5, 0.5, NULL, 0 }, spans);
     dt_schedule_simulate(z, even, other);
@@ -1077,6 +1128,7 @@ int main(void) {
     test_orders();
     test_lowering();
     test_figures();
+    test_spare();
     test_planted();
     test_slots_wait();
     test_any();
