@@ -312,6 +312,7 @@ typedef struct dt_schedule_desc {
     const char    *name;        /* NULL: the kind's; copied */
     int            tight;       /* 1: no more slots than the rank holds micro-batches, though ranks wait for one then;
                                    those of INTERLEAVED for ever, which is refused */
+    int            spare;       /* slots more than that on each rank, so that messages may take time; 0: none */
     int            unchecked;   /* 1: a wrong one is made too; simulating and drawing show where it stops */
 } dt_schedule_desc;
 
@@ -364,9 +365,9 @@ typedef struct dt_schedule_costs {
     double        message;      /* from the end of an action to where another rank can begin with its result */
 } dt_schedule_costs;
 typedef struct dt_span { double begin, end; } dt_span;          /* seconds; begin > end: it did not happen */
-/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG fails the context if
-   a cost is negative or not finite. Of an unchecked schedule that stops it is DT_ERR_ARG too, but fails nothing: what
-   never begins has the span { 0, -1 }. */
+/* [local] When each action begins and ends: spans (dt_schedule_first of p), from time 0. DT_ERR_ARG fails the context
+   if a cost is negative or not finite. Of an unchecked schedule that stops it is DT_ERR_ARG too, but fails nothing:
+   what never begins has the span { 0, -1 }. */
 DT_API dt_status dt_schedule_simulate(const dt_schedule *schedule, dt_schedule_costs costs, dt_span *spans);
 
 typedef struct dt_schedule_bubble {
@@ -379,10 +380,10 @@ typedef struct dt_schedule_bubble {
    such rank or no work. */
 DT_API dt_schedule_bubble dt_schedule_idle(const dt_schedule *schedule, const dt_span *spans, int rank);
 
-/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each other, none empty, so that
-   the dearest is as cheap as can be: part i is items first[i] to first[i+1] - 1; first (stages + 1). Of several such
-   cuts it takes an even one, with rather less in the first parts, which hold the most micro-batches. DT_ERR_ARG and
-   why not, in text: fewer items than stages, a cost that is negative or not finite. Sums run in the order of items. */
+/* [local] Cuts n items in a row (layers) with costs >= 0 into `stages` parts that follow each other, none empty, so
+   that the dearest is as cheap as can be: part i is items first[i] to first[i+1] - 1; first (stages + 1). Of several
+   such cuts it takes an even one, with rather less in the first parts, which hold the most micro-batches. DT_ERR_ARG
+   and why not, in text: fewer items than stages, a cost that is negative or not finite. */
 DT_API dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char *text, size_t text_bytes);
 
 /* What is drawn: a schedule and when its actions ran, simulated or measured. */
@@ -394,9 +395,9 @@ typedef struct dt_timeline {
 /* [local] Writes a drawing (SVG) of n timelines, one below the other, to one scale: a row for each rank, boxes coloured
    by phase and lighter by chunk with the micro-batch's number, the bubble in the title. Written as by dt_file_write. */
 DT_API dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *lines, int n);
-/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a digit, a backward (and
-   I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of time, 0 -> 72. DT_ERR_ARG
-   if text is too small: p (columns + 12) + 1 bytes are enough where p < 1000. */
+/* [local] The same for a terminal, a line for each rank: "rank  0 |0123....abcd|". A forward is a digit, a backward
+   (and I) a letter, from a on, W a capital letter; micro-batch 10 is 0, a or A again. columns: of time, 0 -> 72.
+   DT_ERR_ARG if text is too small: p (columns + 12) + 1 bytes are enough where p < 1000. */
 DT_API dt_status dt_schedule_text(const dt_schedule *schedule, const dt_span *spans, int columns, char *text,
     size_t text_bytes);
 
@@ -1577,7 +1578,8 @@ static const dt__program *dt__program_of(const dt_schedule *s, int rank) {
 }
 
 int dt_schedule_stage_of(const dt_schedule *s, int rank, int chunk) {
-    return dt__program_of(s, rank) && chunk >= 0 && chunk < s->desc.chunks ? s->stage[rank * s->desc.chunks + chunk] : -1;
+    if (!dt__program_of(s, rank) || chunk < 0 || chunk >= s->desc.chunks) return -1;
+    return s->stage[rank * s->desc.chunks + chunk];
 }
 
 int dt_schedule_rank_of(const dt_schedule *s, int stage) {
@@ -1802,11 +1804,14 @@ static double dt__slot_free(const dt_schedule *s, int rank, int at, int timed) {
     return begins > time ? begins : time;
 }
 
-/* An F takes the slot that has been free longest, or a new one if none is free when it begins: of intervals of time,
-   that needs no more slots than the most that are in use at once. */
-static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+/* An F takes the slot that has been free longest, or one more than the p->slots there are if none is free when it
+   begins: of intervals of time, that needs no more slots than the most that are in use at once. */
+static void dt__take_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
     dt__program *p = &s->program[rank];
-    p->slots = 0;
+    for (int k = 0; k < p->slots; k++) {
+        slot[k].free = -INFINITY;
+        slot[k].tenant = -1;
+    }
     for (int i = 0; i < p->count; i++) {
         dt_action *a = &p->action[i];
         a->slot = -1;
@@ -1821,7 +1826,17 @@ static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *sl
         slot[best].tenant = i;
         slot[best].free = dt__slot_free(s, rank, i, timed);
     }
-    int live = 0;
+}
+
+static void dt__schedule_slots(dt_schedule *s, int rank, int timed, dt__slot *slot) {
+    dt__program *p = &s->program[rank];
+    int          live = 0, forwards = 0;
+    for (int i = 0; i < p->count; i++) forwards += p->action[i].phase == DT_FORWARD;
+    dt__take_slots(s, rank, timed, slot); /* from none: as few as it takes */
+    if (s->desc.spare > 0) {
+        p->slots = s->desc.spare < forwards - p->slots ? p->slots + s->desc.spare : forwards;
+        dt__take_slots(s, rank, timed, slot);
+    }
     for (int i = 0; i < p->count; i++) {
         dt_action *a = &p->action[i];
         int        forward = *dt__place_at(s, a->stage, a->micro, DT__ROLE_F);
@@ -2047,14 +2062,15 @@ static dt_status dt__schedule_resolve(dt_ctx *ctx, dt_schedule_desc *d) {
     if (!interleaved && !d->generate && d->chunks > 1)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %d chunks; only interleaved has several",
             dt__schedule_kinds[d->kind].name, d->chunks);
+    if (d->spare < 0) return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: %d spare slots", d->spare);
     if (!interleaved && d->group != 0)
         return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make: groups of %d; only interleaved has groups", d->group);
     int least = d->micros < d->ranks ? d->micros : d->ranks; /* m itself always fits */
     while (interleaved && !dt__group_fits(d->ranks, d->micros, least)) least++;
     if (interleaved && d->group == 0) d->group = least;
     if (interleaved && !dt__group_fits(d->ranks, d->micros, d->group))
-        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for %d "
-            "ranks so that each fills them; use %d or %d", d->group, d->micros, d->ranks, least, d->micros);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(interleaved): groups of %d do not cut %d micro-batches for "
+            "%d ranks so that each fills them; use %d or %d", d->group, d->micros, d->ranks, least, d->micros);
     return DT_OK;
 }
 
@@ -2207,7 +2223,8 @@ dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char 
         do { /* no more than its share of what is left, but what the others cannot take */
             sum += costs[i];
             left -= costs[i++];
-        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) || (sum + costs[i] <= share && sum + costs[i] <= most && n - i > rest)));
+        } while (i < n && (!dt__cut_fits(costs + i, n - i, rest, most) ||
+                           (n - i > rest && sum + costs[i] <= share && sum + costs[i] <= most)));
     }
     first[stages] = n;
     return DT_OK;
@@ -2337,7 +2354,7 @@ static void dt__svg_line(dt__svg *g, const dt_timeline *line, int y, double wide
 
 /* The phases that occur, with their colours in each chunk of the schedule that has most. */
 static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
-    static const char *const names[] = { "", "forward", "backward", "backward of the input", "backward of the weights" };
+    static const char *const names[] = { "", "forward", "backward", "backward of inputs", "backward of weights" };
     const dt_schedule *most = lines[0].schedule;
     int                used[5] = { 0, 0, 0, 0, 0 }, x = DT__SVG_LEFT;
     for (int i = 0; i < n; i++) {
@@ -2353,7 +2370,7 @@ static void dt__svg_legend(dt__svg *g, const dt_timeline *lines, int n, int y) {
             dt__svg_put(g, "<rect x=\"%d\" y=\"%d\" width=\"14\" height=\"14\" fill=\"#%06x\"/>\n", x, y,
                 dt__svg_colour(most, (dt_phase)phase, i * (most->desc.chunks - 1) / (shades > 1 ? shades - 1 : 1)));
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">%s</text>\n", x + 6, y + 11, names[phase]);
-        x += 22 + 7 * (int)strlen(names[phase]);
+        x += 22 + 6 * (int)strlen(names[phase]);
     }
     if (most->desc.chunks > 1)
         dt__svg_put(g, "<text x=\"%d\" y=\"%d\">lighter: a later chunk of the rank</text>\n", x, y + 11);
@@ -2392,8 +2409,8 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
     for (int i = 0; i < n; i++) {
         const char *title = lines[i].title ? lines[i].title : "";
         if (!lines[i].schedule || !lines[i].spans || dt__utf8_bad(title, strlen(title)) < strlen(title))
-            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title that "
-                "is not UTF-8", path, i);
+            return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): timeline %d has no schedule, no times or a title "
+                "that is not UTF-8", path, i);
         if (lines[i].schedule->desc.ranks > DT__SVG_ROWS - rows || i == DT__SVG_ROWS)
             return dt_fail(ctx, DT_ERR_ARG, "dt_schedule_svg(%s): more than %d rows", path, DT__SVG_ROWS);
         rows += lines[i].schedule->desc.ranks;
