@@ -285,9 +285,9 @@ typedef struct dt_route_counts {
 typedef struct dt_route_desc {
     int            k;           /* experts of a token: 0 -> 1; at most E */
     double         capacity;    /* 0: nothing is dropped. Else a sequence of T tokens has room in each expert for
-                                   ceil(capacity k T / E) choices: all first choices are served before all second ones, and of
-                                   these the tokens in the order of the sequence. A choice without room is dropped: the
-                                   token has nothing from that expert, and the weights of its others stay */
+                                   ceil(capacity k T / E) choices: all first choices are served before all second ones,
+                                   and of these the tokens in the order of the sequence. A choice without room is
+                                   dropped: the token has nothing from that expert, the weights of its others stay */
     double         balance;     /* weight of the mean over sequences of E sum over e of f P, f the part of the choices
                                    that fell on e, dropped ones too, P its mean probability; arXiv:2101.03961 */
     double         z;           /* weight of the mean over tokens of log(sum of e^logits)^2; arXiv:2202.08906 */

@@ -206,14 +206,16 @@ static int tokens_of(const job *j, const dt_mesh *m, token *out, int *B, int *ow
     return n;
 }
 
-/* A gradient summed over the groups whose ranks saw other tokens, into its place of the whole. */
-static void keep_grad(dt_ctx *ctx, dt_tensor *p, dt_comm *a, dt_comm *b, dt_comm *c, double *out) {
+/* A gradient summed over the groups whose ranks saw other tokens, into its place of the whole: by the first of those
+   ranks, unless `copy` says that another one has the same. */
+static void keep_grad(dt_ctx *ctx, dt_tensor *p, dt_comm *a, dt_comm *b, dt_comm *c, int copy, double *out) {
     int64_t  n = dt_count(p->shape);
     dt_comm *groups[3] = { a, b, c };
+    int      first = dt_comm_rank(a) + dt_comm_rank(b) + dt_comm_rank(c) + copy == 0;
     double  *sum = (double *)calloc((size_t)n, sizeof *sum);
     if (p->grad) values_of(dt_grad_dtype(p), p->grad, n, sum);
     for (int i = 0; i < 3; i++) dt_all_reduce(groups[i], sum, sum, (size_t)n, DT_F64, DT_SUM);
-    for (int64_t i = 0; i < n && dt_error(ctx) == DT_OK; i++) out[global_of(p->param, i)] = sum[i];
+    for (int64_t i = 0; i < n && first && dt_error(ctx) == DT_OK; i++) out[global_of(p->param, i)] = sum[i];
     free(sum);
 }
 
@@ -292,7 +294,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     int      B = 0, own = 0;
     if (j->dry) dt_dry_begin(ctx, &j->dries[dt_ctx_rank(ctx)]);
     layer    l = layer_make(ctx, j);
-    int      n = tokens_of(j, &l.mesh, at, &B, &own);
+    int      n = tokens_of(j, &l.mesh, at, &B, &own), copy = !j->sp && l.mesh.at.tp > 0; /* another rank has the same */
     double  *x = (double *)calloc(3 * N_X, sizeof *x), *dy = x + N_X, *got = dy + N_X, experts[E];
     int32_t *places = (int32_t *)calloc(S * T, sizeof *places);
     for (int i = 0; i < n; i++) {
@@ -319,21 +321,21 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
             continue;
         }
         values_of(j->dtype, in->grad, n * C, got);
-        for (int i = 0; i < n * C; i++) j->out->dx[(at[i / C].s * T + at[i / C].t) * C + i % C] = got[i];
+        for (int i = 0; i < n * C && !copy; i++) j->out->dx[(at[i / C].s * T + at[i / C].t) * C + i % C] = got[i];
     }
     const dt_routing *r = dt_error(ctx) == DT_OK && !j->dry ? l.routing : NULL;
-    for (int i = 0; r && i < n * (int)r->k; i++) { /* those of this rank, of those inside */
+    for (int i = 0; r && !copy && i < n * (int)r->k; i++) { /* those of this rank, of those inside */
         int t = i / (int)r->k, from = j->sp ? l.mesh.at.tp * own : 0;
         int inside = t / own * (int)r->tokens + from + t % own;
         j->out->chosen[(at[t].s * T + at[t].t) * MOST_K + i % r->k] = r->choices[inside * r->k + i % r->k];
     }
     dt_comm *cp = l.mesh.cp, *sp = j->sp ? l.mesh.tp : NULL;
     if (r) {
-        keep_grad(ctx, l.w, l.mesh.ep, cp, sp, j->out->dw);
-        keep_grad(ctx, l.w1, cp, NULL, NULL, j->out->dw1);
-        keep_grad(ctx, l.b1, cp, NULL, NULL, j->out->db1);
-        keep_grad(ctx, l.w2, cp, NULL, NULL, j->out->dw2);
-        keep_grad(ctx, l.b2, cp, l.mesh.tp, NULL, j->out->db2);
+        keep_grad(ctx, l.w, l.mesh.ep, cp, sp, copy, j->out->dw);
+        keep_grad(ctx, l.w1, cp, NULL, NULL, 0, j->out->dw1);
+        keep_grad(ctx, l.b1, cp, NULL, NULL, 0, j->out->db1);
+        keep_grad(ctx, l.w2, cp, NULL, NULL, 0, j->out->dw2);
+        keep_grad(ctx, l.b2, cp, l.mesh.tp, NULL, 0, j->out->db2);
     }
     if (r && l.bias && dt_ctx_rank(ctx) == 0) {
         char host[E * 8];
@@ -346,7 +348,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
         l.counts = NULL;
         dt_tensor *y = layer_forward(tensor_of(ctx, j->dtype, DT_SHAPE(B, own, C), x), &l);
         if (y) values_of(j->dtype, y->data, n * C, got);
-        for (int i = 0; y && i < n * C; i++) j->out->y[(at[i / C].s * T + at[i / C].t) * C + i % C] = got[i];
+        for (int i = 0; y && !copy && i < n * C; i++) j->out->y[(at[i / C].s * T + at[i / C].t) * C + i % C] = got[i];
         dt_no_grad(ctx, 0);
     }
     free(x);
@@ -354,6 +356,7 @@ static dt_status layer_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* For the main thread. */
 static const char *job_text(const job *j) {
     static char text[200];
     snprintf(text, sizeof text, "ep %d tp %d%s cp %d kind %d, k %d, capacity %g%s%s%s%s, %s", j->ep, j->tp,
