@@ -258,6 +258,91 @@ DT_API void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const 
 
 // ==== 5. Expert parallelism =========================================================================================
 
+/* A mixture of experts: E small networks, of which each token uses k (N. Shazeer et al., arXiv:1701.06538; D. Lepikhin
+   et al., arXiv:2006.16668), each of ep ranks holding E/ep of them. x lies `outside` (section 3); a layer is
+
+       dt_routing *r = dt_route(x, w, desc);                                which experts, and by how much
+       dt_tensor  *h = dt_dispatch(dt_tp_enter(x, tp, outside), r, ep);     tokens to the ranks of their experts
+       h = dt_expert_linear(h, r, w1, b1, gelu);                            each expert's product with its rows
+       h = dt_expert_linear(h, r, w2, b2, last);
+       dt_tensor  *y = dt_redistribute(dt_combine(h, r), tp, DT_PARTIAL, outside);      back, weighted, added up
+
+   Rank q of ep has experts q E/ep .. : parameters are (E,..) with the cut { ep, 0 }. Their hidden size may be cut over
+   tp as in section 3: w1 (E,F,C) and b1 (E,F) along 1, w2 (E,C,F) along 2; then the sum over tp is taken once, of
+   tokens rather than of their k rows each. b2 (E,C) is added by rank 0 of tp alone, so its gradient is zero on the
+   others: mark it { tp, DT_PART }. Under DT_SHARD(1) mark the router's weight so too. Elements of T type sent by a rank
+   over ep: the width of each row that goes to another one; as many in combine, and in each one's backward.
+
+   What belongs to a sequence (room of experts, balance) is decided from the choices of all its tokens, on whatever
+   ranks they lie: no layout drops another token or counts otherwise. Choices and counts are exchanged in host memory
+   and not counted as traffic; each layer waits once for the device, since they are numbers that steer the program. */
+
+/* What a router has counted. Each number is added to, not while a block is run again, and is this rank's part: of the
+   tokens that its router saw. Sum over the ranks that saw others: the mesh's data, and tp under DT_SHARD(1). */
+typedef struct dt_route_counts {
+    double *experts;            /* yours, (E): choices that fell on each, with those that are dropped; or NULL */
+    double  choices, dropped;   /* k for each token; of these, those without room */
+    double  balance, z;         /* the side losses that are asked for, without their weights */
+} dt_route_counts;
+
+typedef struct dt_route_desc {
+    int            k;           /* experts of a token: 0 -> 1; at most E */
+    double         capacity;    /* 0: nothing is dropped. Else a sequence of T tokens has room in each expert for
+                                   ceil(capacity k T / E) choices: all first choices are served before all second ones,
+                                   and of these the tokens in the order of the sequence. A choice without room is
+                                   dropped: the token has nothing from that expert, the weights of its others stay */
+    double         balance;     /* weight of the mean over sequences of E sum over e of f P, f the part of the choices
+                                   that fell on e, dropped ones too, P its mean probability; arXiv:2101.03961 */
+    double         z;           /* weight of the mean over tokens of log(sum of e^logits)^2; arXiv:2202.08906 */
+    int64_t        sequences;   /* of the whole step, over all ranks: what the means are over, if there is a weight */
+    dt_tensor     *bias;        /* (E), f32, of an f64 model f64, no gradient: added to probabilities to choose by, not
+                                   to those that weigh; arXiv:2408.15664, see dt_route_balance. NULL: none */
+    dt_comm       *tp;          /* how x lies: over tp outside, DT_REPLICATE or DT_SHARD(1), */
+    dt_place       outside;
+    dt_comm       *cp;          /* and each sequence over cp (NULL: whole), as dt_context_token says for the kind, */
+    int            kind;
+    const int32_t *places;      /* or, host (B,T') of x's tokens, where each is in its sequence of T: 0 .. T-1 */
+    dt_route_counts *counts;    /* NULL: nobody counts */
+} dt_route_desc;
+
+/* Who goes where. Read it; it lives until dt_reset. */
+typedef struct dt_routing {
+    int64_t    batch, tokens;   /* B sequences, of which this rank's experts get T tokens each: all of tp's */
+    int64_t    experts, k;
+    dt_tensor *gates;           /* (B,T,k) f32, of an f64 model f64: weights of the choices, COPY over tp */
+    int32_t   *choices;         /* (B,T,k) host: the expert, best first; -1: dropped */
+    int64_t    rows;            /* from dt_dispatch on: rows of this rank's experts, */
+    int64_t    held, *counts;   /* and of each of the experts held, (held) host, in this order */
+    struct dt__exchange *exchange;
+} dt_routing;
+
+/* [collective: desc.tp, desc.cp] The router: x (B,T',C), w (E,C), both computed with in f32 (f64). The k largest of
+   softmax(x w^T), ties to the lowest expert, which is the weight of a token's one expert (arXiv:2101.03961), or with
+   k > 1, divided by the sum of the k, of several (arXiv:2401.04088); its gradient reaches x and w. The side losses are
+   attached (dt_loss): each rank attaches the part of its own tokens. NULL after DT_ERR_SHAPE or DT_ERR_ARG, naming what
+   does not fit. In a dry run choice j of token t of a sequence is expert (k t + j) mod E. */
+DT_API dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc desc);
+/* [collective: ep] x (B,T,C), inside: rows (R,C) for this rank's experts, ordered by expert, then source rank, then
+   token. R may be 0. DT_ERR_SHAPE where ep does not divide E or x is not what was routed. */
+DT_API dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *routing, dt_comm *ep);
+
+typedef struct dt_expert_desc {
+    int      activation;        /* DT_ACT_*, but not AFFINE; 0: none */
+    dt_comm *partial;           /* w's inputs are cut over this group: its rank 0 alone adds b. NULL: they are not */
+} dt_expert_desc;
+/* [local] x (R,I), w (held,O..,I), b (held,O..) or NULL -> (R,O..): act(x w^T + b), each row with the matrix of its
+   expert, so that an expert's gradient is a sum over its rows in their order. (held,2,F,I) and dt_swiglu are gated
+   ones. An expert without rows has a gradient of zero. */
+DT_API dt_tensor *dt_expert_linear(dt_tensor *x, const dt_routing *routing, dt_tensor *w, dt_tensor *b,
+    dt_expert_desc desc);
+/* [collective: ep] rows (R,O) back to where they came from -> (B,T,O): the sum of a token's rows times its gates, best
+   first, in f32 (f64), rounded once. A token whose choices are all dropped gets 0. */
+DT_API dt_tensor *dt_combine(dt_tensor *rows, dt_routing *routing);
+/* [collective: the n groups; of a parameter at ZeRO-3 also its data group] Balance without a loss, after a step: counts
+   (E) of the step's choices are summed over the groups, in place, then bias_e += rate sign(mean - counts_e). The groups
+   are axes of a mesh: any two meet in one rank. bias (E): a frozen parameter of f32 or f64, or any tensor of these. */
+DT_API dt_status dt_route_balance(dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n);
+
 // ==== 6. Schedules ==================================================================================================
 
 /* A pipeline cuts a model in depth into S stages. Each of p ranks holds v of them, its chunks, and a step has m
@@ -1529,6 +1614,819 @@ dt_tensor *dt_context_attention(dt_tensor *q, dt_tensor *keys, dt_tensor *values
 }
 
 // ==== 15. Expert parallelism: code ==================================================================================
+
+static int dt__is_dry(const void *p);
+
+/* Integers that steer a program, (n) of each rank in host memory, onto all: not counted, as dt_agree's. */
+static dt_status dt__gather_ints(dt_comm *comm, const int32_t *mine, int32_t *all, size_t n) {
+    dt__call call = dt__call_make(DT__AGREE, mine, all, n, DT_I32);
+    call.host = 1;
+    return dt__do(comm, call);
+}
+
+/* ---- the router: choices of whole sequences ---- */
+
+/* A router under way. Arrays of tokens are (B,tokens,k): those of x; those inside the region of tp; those of whole
+   sequences, rank after rank of cp. */
+typedef struct dt__router {
+    dt_ctx        *ctx;
+    dt_route_desc  d;
+    int64_t        B, own, inside, whole, E, k;
+    dt_comm       *sp;          /* tp, if it cuts the tokens */
+    int32_t       *chosen;      /* by x's tokens */
+    int32_t       *served;      /* the same of whole sequences, -1 where there was no room */
+    int64_t       *fell;        /* (B,E): how many choices of each whole sequence fell on each expert */
+} dt__router;
+
+/* (B,t,width) of each rank, joined along the tokens in rank order: (B,N t,width). NULL after a failure. */
+static int32_t *dt__join_tokens(const dt__router *r, dt_comm *comm, int32_t *mine, int64_t t, int64_t width) {
+    int64_t N = dt_comm_size(comm), run = t * width, count = r->B * run;
+    if (N == 1) return mine;
+    int32_t *all = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *all);
+    int32_t *out = (int32_t *)dt__meta(r->ctx, (size_t)(N * count) * sizeof *out);
+    if (!all || !out || dt__gather_ints(comm, mine, all, (size_t)count) != DT_OK) return NULL;
+    for (int64_t i = 0; i < N * r->B; i++) { /* rank i / B, its sequence i % B */
+        int64_t to = (i % r->B * N + i / r->B) * run;
+        if (run > 0) memcpy(out + to, all + i * run, (size_t)run * sizeof *out);
+    }
+    return out;
+}
+
+/* The place in its sequence of a token of x, where no places are given. */
+static int64_t dt__own_place(const dt__router *r, int64_t i) {
+    int64_t at = (r->sp ? dt_comm_rank(r->sp) : 0) * r->own + i;
+    return dt_context_token(r->d.kind, r->whole, dt_comm_size(r->d.cp), dt_comm_rank(r->d.cp), at);
+}
+
+/* at (B,whole): which token of a whole sequence has each place. */
+static dt_status dt__route_places(const dt__router *r, int32_t *at) {
+    int32_t *places = NULL;
+    int64_t  T = r->whole;
+    if (r->d.places) {
+        int32_t *mine = (int32_t *)dt__meta(r->ctx, (size_t)(r->B * r->own) * sizeof *mine);
+        if (mine) memcpy(mine, r->d.places, (size_t)(r->B * r->own) * sizeof *mine);
+        if (mine) mine = dt__join_tokens(r, r->sp, mine, r->own, 1);
+        if (mine) places = dt__join_tokens(r, r->d.cp, mine, r->inside, 1);
+        if (!places) return dt_error(r->ctx);
+    }
+    for (int64_t i = 0; i < r->B * T; i++) at[i] = -1;
+    for (int64_t i = 0; i < r->B * T; i++) {
+        int64_t place = places ? places[i]
+            : dt_context_token(r->d.kind, T, dt_comm_size(r->d.cp), (int)(i % T / r->inside), i % T % r->inside);
+        if (place < 0 || place >= T || at[i / T * T + place] >= 0)
+            return dt_fail(r->ctx, DT_ERR_ARG, "dt_route: place %lld of token %lld in sequence %lld; each of 0 to %lld "
+                "is of one token", (long long)place, (long long)(i % T), (long long)(i / T), (long long)T - 1);
+        at[i / T * T + place] = (int32_t)(i % T);
+    }
+    return DT_OK;
+}
+
+/* Room of an expert in a sequence. What is over by rounding alone makes no more of it. */
+static int64_t dt__route_room(const dt__router *r) {
+    double room = ceil(r->d.capacity * (double)(r->k * r->whole) / (double)r->E - 1e-9);
+    return room < 1 ? 1 : room < (double)r->whole ? (int64_t)room : r->whole;
+}
+
+/* One sequence: first choices before second ones, each in the order of places. room (E): what is left of it. */
+static void dt__route_serve(const dt__router *r, int32_t *choices, const int32_t *at, int64_t *room) {
+    int64_t most = dt__route_room(r);
+    for (int64_t e = 0; e < r->E; e++) room[e] = most;
+    for (int64_t i = 0; i < r->k * r->whole; i++) {
+        int32_t *c = &choices[at[i % r->whole] * r->k + i / r->whole];
+        if (room[*c] > 0) room[*c]--;
+        else *c = -1;
+    }
+}
+
+/* Joins the choices of whole sequences, where they are needed; then counts, then drops. */
+static dt_status dt__route_sequences(dt__router *r) {
+    dt_ctx  *ctx = r->ctx;
+    int32_t *inside = dt__join_tokens(r, r->sp, r->chosen, r->own, r->k), *all = inside, *at;
+    int      whole = r->d.capacity > 0 || r->d.balance > 0;
+    r->served = inside;
+    if (!inside || !whole) return dt_error(ctx);
+    all = dt__join_tokens(r, r->d.cp, inside, r->inside, r->k);
+    size_t count = (size_t)(r->B * r->whole * r->k);
+    r->fell = (int64_t *)dt__meta(ctx, (size_t)(r->B * r->E) * sizeof *r->fell);
+    r->served = (int32_t *)dt__meta(ctx, count * sizeof *r->served);
+    at = (int32_t *)dt__meta(ctx, (size_t)(r->B * r->whole) * sizeof *at);
+    int64_t *room = (int64_t *)dt__meta(ctx, (size_t)r->E * sizeof *room);
+    if (!all || !r->fell || !r->served || !at || !room) return dt_error(ctx);
+    if (count > 0) memcpy(r->served, all, count * sizeof *all);
+    for (size_t i = 0; i < count; i++) r->fell[(int64_t)i / (r->whole * r->k) * r->E + all[i]]++;
+    if (r->d.capacity > 0 && dt__route_places(r, at) != DT_OK) return dt_error(ctx);
+    for (int64_t b = 0; b < r->B && r->d.capacity > 0; b++)
+        dt__route_serve(r, r->served + b * r->whole * r->k, at + b * r->whole, room);
+    int64_t run = r->inside * r->k, first = dt_comm_rank(r->d.cp) * run; /* of each sequence, this rank of cp's */
+    for (int64_t b = 0; b < r->B && run > 0; b++)
+        memmove(r->served + b * run, r->served + b * r->whole * r->k + first, (size_t)run * sizeof *r->served);
+    return DT_OK;
+}
+
+/* ---- the router: probabilities, choices, gates ---- */
+
+static dt_status dt__cast_again(dt_node *n) {
+    dt_tensor   *x = n->in[0], *y = n->out;
+    dt_cast_args a = { y->dtype, x->dtype, y->data, x->data, (size_t)dt_count(x->shape), 0 };
+    return DT__KERNEL(x->ctx, n->name, cast, &a);
+}
+
+/* x in the type that it is computed with. A copy of activations goes with its block, and is made again. */
+static dt_tensor *dt__widened(dt_tensor *x, int brief) {
+    dt_ctx *ctx = x->ctx;
+    if (!dt__narrow(x->dtype)) return x;
+    brief = brief && x->needs_grad && !ctx->no_grad; /* else nobody records how to make it again */
+    ctx->brief += brief;
+    dt_tensor *y = dt_cast(x, DT_F32);
+    ctx->brief -= brief;
+    if (y && brief && y->maker) y->maker->remake = dt__cast_again;
+    return y;
+}
+
+/* The k best of each token. Numbers of a dry run are 0: there the choices are spread evenly. */
+static dt_status dt__route_choose(dt__router *r, dt_tensor *probability) {
+    dt_ctx    *ctx = r->ctx;
+    dt_tensor *index = NULL;
+    int        no_grad = ctx->no_grad;
+    int64_t    n = r->B * r->own;
+    r->chosen = (int32_t *)dt__meta(ctx, (size_t)(n * r->k) * sizeof *r->chosen);
+    if (!r->chosen) return dt_error(ctx);
+    ctx->no_grad = 1;
+    if (r->d.bias) probability = dt_add(probability, r->d.bias);
+    if (probability) dt_topk(probability, (int)r->k, &index);
+    ctx->no_grad = no_grad;
+    if (dt_error(ctx) != DT_OK || dt_read(index, r->chosen) != DT_OK) return dt_error(ctx);
+    for (int64_t i = 0; i < n * r->k && dt__is_dry(index->data); i++) {
+        int64_t t = i / r->k, place = r->d.places ? r->d.places[t] : dt__own_place(r, t % r->own);
+        r->chosen[i] = (int32_t)((place * r->k + i % r->k) % r->E);
+    }
+    for (int64_t i = 0; i < n * r->k; i++)
+        if (r->chosen[i] < 0 || r->chosen[i] >= r->E)
+            return dt_fail(ctx, DT_ERR_NUMERIC, "dt_route: token %lld has no %lld largest of %lld probabilities",
+                (long long)(i / r->k), (long long)r->k, (long long)r->E);
+    return DT_OK;
+}
+
+/* (B,T',k): the probabilities of the choices; of several, divided by their sum. With a bias all may be 0. */
+static dt_tensor *dt__route_gates(const dt__router *r, dt_tensor *probability) {
+    int64_t  n = r->B * r->own;
+    int32_t *place = (int32_t *)dt__meta(r->ctx, (size_t)(n * r->k) * sizeof *place);
+    if (!place) return NULL;
+    for (int64_t i = 0; i < n * r->k; i++) place[i] = (int32_t)(i / r->k * r->E) + r->chosen[i];
+    dt_tensor *at = dt_input(r->ctx, DT_I32, DT_SHAPE(r->B, r->own, r->k), place);
+    dt_tensor *one = at ? dt_gather_rows(dt_reshape(probability, DT_SHAPE(n * r->E, 1)), at) : NULL;
+    dt_tensor *gates = one ? dt_reshape(one, DT_SHAPE(r->B, r->own, r->k)) : NULL;
+    if (!gates || r->k == 1) return gates;
+    dt_tensor *sum = dt_reshape(dt_sum_over(gates, 2), DT_SHAPE(r->B, r->own, 1));
+    if (sum && r->d.bias) sum = dt_affine(sum, 1, 1e-20);
+    return sum ? dt_div(gates, sum) : NULL;
+}
+
+/* ---- the router: side losses, counts ---- */
+
+/* This rank's part of the mean over sequences of E sum over e of f P: sum of P times E f / (T sequences). */
+static dt_tensor *dt__route_balance(const dt__router *r, dt_tensor *probability) {
+    dt_dtype dtype = probability->dtype;
+    void    *factor = dt__meta(r->ctx, (size_t)(r->B * r->E) * dt_dtype_size(dtype));
+    double   T = (double)r->whole, all = (double)r->k * T * T * (double)r->d.sequences;
+    if (!factor) return NULL;
+    for (int64_t i = 0; i < r->B * r->E; i++)
+        dt__set_number(dtype, factor, (size_t)i, (double)r->E * (double)r->fell[i] / all);
+    dt_tensor *factors = dt_input(r->ctx, dtype, DT_SHAPE(r->B, r->E), factor);
+    dt_tensor *sum = factors ? dt_sum_over(probability, 1) : NULL;
+    return sum ? dt_sum_over(dt_mul(sum, factors), DT_ALL) : NULL;
+}
+
+/* This rank's part of the mean over tokens of the square of log(sum of e^logits). */
+static dt_tensor *dt__route_z(const dt__router *r, dt_tensor *logits) {
+    dt_shape   rows = DT_SHAPE(r->B, r->own, 1);
+    dt_tensor *zero = dt_new(r->ctx, logits->dtype, rows), *most = dt_max_over(logits, 2);
+    if (!zero || !most || dt__fill(r->ctx, zero->dtype, zero->data, (size_t)dt_count(rows), 0) != DT_OK) return NULL;
+    most = dt_reshape(most, rows);
+    dt_tensor *rest = most ? dt_sum_over(dt_exp(dt_sub(logits, most)), 2) : NULL;
+    dt_tensor *lse = rest ? dt_add(dt_reshape(dt_ln(rest), rows), most) : NULL;
+    return lse ? dt_mse(lse, zero, (double)r->d.sequences * (double)r->whole) : NULL;
+}
+
+/* Attaches a side loss; *sum counts it. */
+static dt_status dt__route_attach(const dt__router *r, dt_tensor *x, dt_tensor *loss, double weight, double *sum) {
+    if (loss && dt_loss(x, loss, weight) && sum) *sum += dt_item(loss);
+    return dt_error(r->ctx);
+}
+
+static dt_status dt__route_losses(const dt__router *r, dt_tensor *x, dt_tensor *logits, dt_tensor *probability) {
+    dt_route_counts *count = dt_recomputing(r->ctx) ? NULL : r->d.counts;
+    if (r->d.balance > 0) dt__route_attach(r, x, dt__route_balance(r, probability), r->d.balance,
+        count ? &count->balance : NULL);
+    if (r->d.z > 0) dt__route_attach(r, x, dt__route_z(r, logits), r->d.z, count ? &count->z : NULL);
+    return dt_error(r->ctx);
+}
+
+/* Of x's own tokens, which inside are those of this rank of sp. */
+static void dt__route_count(const dt__router *r) {
+    dt_route_counts *count = r->d.counts;
+    int64_t          run = r->own * r->k, first = (r->sp ? dt_comm_rank(r->sp) : 0) * run;
+    if (!count || dt_recomputing(r->ctx)) return;
+    count->choices += (double)(r->B * run);
+    for (int64_t i = 0; i < r->B * run; i++) {
+        if (count->experts) count->experts[r->chosen[i]]++;
+        count->dropped += r->served[i / run * r->inside * r->k + first + i % run] < 0;
+    }
+}
+
+/* What does not fit, or NULL. One rule a line. */
+static const char *dt__route_wrong(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
+    const dt_route_desc *d = &r->d;
+    const dt_tensor     *bias = d->bias;
+    if (x->shape.nd != 3 || w->shape.nd != 2 || x->shape.d[2] != w->shape.d[1])
+        return "x (B,T,C) and w (E,C) are needed";
+    if (dt__wide(x->dtype, 1) != dt__wide(w->dtype, 1) || w->dtype == DT_I32) return "types do not go together";
+    if (r->k < 1 || r->k > r->E) return "k must be 1 to E";
+    if (!(d->capacity >= 0 && d->capacity < HUGE_VAL)) return "the capacity must be 0 or more";
+    if (!(d->balance >= 0 && d->balance < HUGE_VAL && d->z >= 0 && d->z < HUGE_VAL))
+        return "weights must be 0 or more";
+    if ((d->balance > 0 || d->z > 0) && d->sequences < 1) return "side losses need the step's number of sequences";
+    if (bias && (dt_count(bias->shape) != r->E || bias->dtype != dt__wide(x->dtype, 1) || bias->needs_grad))
+        return "the bias must be (E), f32 (f64 of f64), and frozen";
+    if (d->outside.kind != DT_PLACE_REPLICATE && (d->outside.kind != DT_PLACE_SHARD || d->outside.dim != 1))
+        return "outside must be DT_REPLICATE or DT_SHARD(1)";
+    if (r->B * r->whole > INT32_MAX / (r->E > 0 ? r->E : 1)) return "too many tokens at once";
+    return NULL;
+}
+
+static dt_status dt__route_check(const dt__router *r, const dt_tensor *x, const dt_tensor *w) {
+    char        text[300];
+    const char *why = dt__route_wrong(r, x, w);
+    if (why)
+        return dt_fail(r->ctx, DT_ERR_SHAPE, "dt_route(%s, %s): %s %s and %s %s, k %lld, capacity %g, balance %g, "
+            "z %g, %lld sequences: %s", x->name, w->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s,
+            dt_dtype_name(w->dtype), dt__shape_text(w->shape).s, (long long)r->k, r->d.capacity, r->d.balance, r->d.z,
+            (long long)r->d.sequences, why);
+    int c = dt_comm_size(r->d.cp);
+    if (dt_context_check(r->d.kind, r->whole, c, c, c, text, sizeof text) == DT_OK) return DT_OK;
+    return dt_fail(r->ctx, DT_ERR_SHAPE, "dt_route(%s): %s", x->name, text);
+}
+
+static dt__router dt__router_of(const dt_tensor *x, const dt_tensor *w, dt_route_desc d) {
+    dt__router r;
+    memset(&r, 0, sizeof r);
+    r.ctx = x->ctx;
+    r.d = d;
+    if (dt_comm_size(d.cp) == 1) r.d.kind = DT_CP_RING; /* whole sequences are in order */
+    r.sp = d.outside.kind == DT_PLACE_SHARD && dt_comm_size(d.tp) > 1 ? d.tp : NULL;
+    r.B = x->shape.d[0];
+    r.own = x->shape.nd > 1 ? x->shape.d[1] : 0;
+    r.inside = r.own * dt_comm_size(r.sp);
+    r.whole = r.inside * dt_comm_size(d.cp);
+    r.E = w->shape.d[0];
+    r.k = d.k ? d.k : 1;
+    return r;
+}
+
+/* What the region sees: its tokens' choices and gates. */
+static dt_routing *dt__route_enter(const dt__router *r, dt_tensor *gates) {
+    dt_routing *out = (dt_routing *)dt__meta(r->ctx, sizeof *out);
+    gates = dt_redistribute(gates, r->d.tp, r->sp ? DT_SHARD(1) : DT_REPLICATE, DT_COPY);
+    if (!out || !gates) return NULL;
+    out->batch = r->B;
+    out->tokens = r->inside;
+    out->experts = r->E;
+    out->k = r->k;
+    out->gates = gates;
+    out->choices = r->served;
+    return out;
+}
+
+dt_routing *dt_route(dt_tensor *x, dt_tensor *w, dt_route_desc d) {
+    const char *op = "dt_route";
+    dt_ctx     *ctx = x && w ? dt__op_real(op, x, w, d.bias) : dt__missing(op, x, w, d.bias);
+    if (!ctx) return NULL;
+    if (x->shape.nd < 1 || w->shape.nd < 1) {
+        dt__mismatch(op, x, w, "x (B,T,C) and w (E,C) are needed");
+        return NULL;
+    }
+    dt__router r = dt__router_of(x, w, d);
+    if (dt__route_check(&r, x, w) != DT_OK) return NULL;
+    dt_tensor *wide = dt__widened(x, 1), *router = dt__widened(w, 0);
+    dt_tensor *logits = wide && router ? dt_linear(wide, router, NULL) : NULL;      /* (B,T',E) */
+    dt_tensor *probability = logits ? dt_softmax(logits) : NULL;
+    if (!probability || dt__route_choose(&r, probability) != DT_OK) return NULL;
+    dt_tensor *gates = dt__route_gates(&r, probability);
+    if (!gates || dt__route_sequences(&r) != DT_OK) return NULL;
+    if (dt__route_losses(&r, x, logits, probability) != DT_OK) return NULL;
+    dt__route_count(&r);
+    return dt__route_enter(&r, gates);
+}
+
+dt_status dt_route_balance(dt_tensor *bias, double *counts, double rate, dt_comm *const *groups, int n) {
+    double total = 0, value[1];
+    if (!bias || dt_error(bias->ctx) != DT_OK) return bias ? dt_error(bias->ctx) : DT_ERR_ARG;
+    dt_ctx *ctx = bias->ctx;
+    size_t  E = (size_t)dt_count(bias->shape), bytes = E * sizeof value;
+    if (!counts || (bias->dtype != DT_F32 && bias->dtype != DT_F64) || !(rate >= 0 && rate < HUGE_VAL))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_route_balance(%s): %s bias, %s, rate %g; use f32 or f64, counts of each "
+            "expert, and a rate of 0 or more", bias->name, dt_dtype_name(bias->dtype), counts ? "counts" : "no counts",
+            rate);
+    for (int g = 0; g < n; g++)
+        if (dt_sum_doubles(groups[g], counts, E) != DT_OK) return dt_error(ctx);
+    void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "the bias of a router");
+    for (size_t e = 0; e < E; e++) total += counts[e];
+    if (host && dt_read(bias, host) == DT_OK) {
+        for (size_t e = 0; e < E; e++) { /* mean - count has the sign of total - E count, which is exact */
+            double more = total - (double)E * counts[e], sign = (double)((more > 0) - (more < 0));
+            dt__set_number(bias->dtype, host, e, dt__number(bias->dtype, host, e) + rate * sign);
+        }
+        dt_write(bias, host);
+    }
+    dt_free(ctx, DT_MEM_HOST, host, bytes);
+    return dt_error(ctx);
+}
+
+/* ---- dispatch and combine: one exchange, there and back ---- */
+
+/* Rows are the choices that were not dropped. A sender has them ordered by expert, then token; so what one rank sends
+   to another is one run, and what it receives is ordered by source rank, then expert, then token. */
+typedef struct dt__exchange {
+    dt_comm   *ep;
+    int        ranks;
+    int64_t    tokens, k, sent, received;
+    size_t    *to, *from;           /* (ranks) rows to and from each, */
+    size_t    *send, *recv;         /* and the same in elements, of the exchange that runs */
+    dt_tensor *token, *choice;      /* (sent) i32: row i's token, and token k + j for the j-th choice */
+    dt_tensor *row;                 /* (k,tokens) i32: where the j-th choice of a token is among those sent, or -1 */
+    dt_tensor *regroup, *ungroup;   /* (received) i32: experts' row i among those received; and the other way round */
+} dt__exchange;
+
+/* Row i of out is row at[i] of in (held,width), or zeros for -1. */
+static dt_status dt__rows_get(const char *op, dt_dtype dtype, void *out, const void *in, int64_t held,
+    const dt_tensor *at, int64_t first, int64_t rows, int64_t width) {
+    dt_embedding_args a = { dtype, out, in, (const int32_t *)at->data + first, (size_t)rows, (size_t)width, 0, held,
+        held, 1 };
+    return rows * width > 0 ? DT__KERNEL(at->ctx, op, embedding, &a) : DT_OK;
+}
+
+/* Row at[i] of out (held,width) (+)= row i of in, i ascending. work: 4 held width bytes where dtype is bf16 or f16. */
+static dt_status dt__rows_add(const char *op, dt_dtype dtype, void *out, int64_t held, const void *in,
+    const dt_tensor *at, int64_t width, int accumulate, void *work) {
+    size_t work_bytes = dt__narrow(dtype) ? (size_t)(held * width) * sizeof(float) : 0;
+    dt_embedding_back_args a = { dtype, out, in, (const int32_t *)at->data, (size_t)dt_count(at->shape), (size_t)width,
+        0, held, accumulate, 0, work_bytes ? work : NULL, work_bytes, 1 };
+    return held * width > 0 ? DT__KERNEL(at->ctx, op, embedding_back, &a) : DT_OK;
+}
+
+/* out (rows,width) (+)= in times one number for each row, `step` apart; for step 0 times an array of the same size. */
+static dt_status dt__rows_times(dt_ctx *ctx, const char *op, dt_dtype dtype, void *out, const void *in,
+    const void *factor, int64_t step, int64_t rows, int64_t width, int accumulate) {
+    dt_binary_args a;
+    memset(&a, 0, sizeof a);
+    a.dtype = dtype;
+    a.op = DT_MUL;
+    a.out = out;
+    a.a = in;
+    a.b = factor;
+    a.shape = DT_SHAPE(rows, width);
+    a.stride_a[0] = width;
+    a.stride_a[1] = 1;
+    a.stride_b[0] = step ? step : width;
+    a.stride_b[1] = step == 0;
+    a.accumulate = accumulate;
+    return rows * width > 0 ? DT__KERNEL(ctx, op, binary, &a) : DT_OK;
+}
+
+/* in as the wide type: itself, or in `room`. */
+static const void *dt__rows_wide(dt_ctx *ctx, const char *op, dt_dtype dtype, const void *in, void *room,
+    int64_t count) {
+    dt_cast_args a = { DT_F32, dtype, room, in, (size_t)count, 0 };
+    if (!dt__narrow(dtype)) return in;
+    DT__KERNEL(ctx, op, cast, &a);
+    return room;
+}
+
+/* Rows to the ranks of their experts, or home. */
+static dt_status dt__rows_move(const dt__exchange *e, int home, const void *in, void *out, int64_t width,
+    dt_dtype dtype) {
+    for (int r = 0; r < e->ranks; r++) {
+        e->send[r] = (home ? e->from : e->to)[r] * (size_t)width;
+        e->recv[r] = (home ? e->to : e->from)[r] * (size_t)width;
+    }
+    return dt_all_to_all_v(e->ep, in, e->send, out, e->recv, dtype);
+}
+
+/* Pieces of one scratch, of a multiple of 64 bytes each; 0 after a failure. */
+static int dt__carve(dt_ctx *ctx, const size_t *bytes, char **piece, int n) {
+    size_t all = 64, at = 0;
+    for (int i = 0; i < n; i++) all += (bytes[i] + 63) / 64 * 64;
+    char *p = (char *)dt_scratch(ctx, all);
+    for (int i = 0; i < n; i++) {
+        piece[i] = p ? p + at : NULL;
+        at += (bytes[i] + 63) / 64 * 64;
+    }
+    return p != NULL;
+}
+
+/* An index on the device. */
+static dt_tensor *dt__exchange_index(dt_ctx *ctx, const int32_t *host, int64_t n) {
+    return dt_input(ctx, DT_I32, DT_SHAPE(n), host);
+}
+
+/* Which rows this rank sends. count (E): how many go to each expert. */
+static dt_status dt__exchange_send(dt__exchange *e, const dt_routing *r, int32_t *count, dt_ctx *ctx) {
+    int64_t  all = e->tokens * e->k;
+    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(3 * all + r->experts + 1) * sizeof *work);
+    if (!work) return dt_error(ctx);
+    int32_t *token = work, *choice = token + all, *row = choice + all, *next = row + all;
+    for (int64_t i = 0; i < all; i++)
+        if (r->choices[i] >= 0) count[r->choices[i]]++;
+    for (int64_t x = 0; x < r->experts; x++) {
+        next[x + 1] = next[x] + count[x];
+        e->to[x / r->held] += (size_t)count[x];
+    }
+    e->sent = next[r->experts];
+    for (int64_t i = 0; i < all; i++) {
+        int32_t *at = &row[i % e->k * e->tokens + i / e->k];
+        *at = r->choices[i] < 0 ? -1 : next[r->choices[i]]++;
+        if (*at < 0) continue;
+        token[*at] = (int32_t)(i / e->k);
+        choice[*at] = (int32_t)i;
+    }
+    e->token = dt__exchange_index(ctx, token, e->sent);
+    e->choice = dt__exchange_index(ctx, choice, e->sent);
+    e->row = dt__exchange_index(ctx, row, all);
+    return dt_error(ctx);
+}
+
+/* Which rows it receives. all (ranks,E): the counts of all ranks. */
+static dt_status dt__exchange_receive(dt__exchange *e, dt_routing *r, const int32_t *all, dt_ctx *ctx) {
+    int64_t first = dt_comm_rank(e->ep) * r->held, at = 0;
+    for (int64_t i = 0; i < e->ranks * r->held; i++) {
+        int32_t n = all[i / r->held * r->experts + first + i % r->held];
+        e->from[i / r->held] += (size_t)n;
+        r->counts[i % r->held] += n;
+        e->received += n;
+    }
+    r->rows = e->received;
+    if (e->received > INT32_MAX)
+        return dt_fail(ctx, DT_ERR_SHAPE, "dt_dispatch: %lld rows for one rank", (long long)e->received);
+    if (e->ranks == 1) return DT_OK;
+    int32_t *work = (int32_t *)dt__meta(ctx, (size_t)(2 * e->received) * sizeof *work);
+    int64_t *place = (int64_t *)dt__meta(ctx, (size_t)r->held * sizeof *place); /* of an expert's next row */
+    if (!work || !place) return dt_error(ctx);
+    int32_t *regroup = work, *ungroup = work + e->received;
+    for (int64_t x = 1; x < r->held; x++) place[x] = place[x - 1] + r->counts[x - 1];
+    for (int64_t i = 0; i < e->ranks * r->held; i++) /* in the order in which they arrive */
+        for (int32_t n = all[i / r->held * r->experts + first + i % r->held]; n > 0; n--, at++) {
+            int64_t to = place[i % r->held]++;
+            regroup[to] = (int32_t)at;
+            ungroup[at] = (int32_t)to;
+        }
+    e->regroup = dt__exchange_index(ctx, regroup, e->received);
+    e->ungroup = dt__exchange_index(ctx, ungroup, e->received);
+    return dt_error(ctx);
+}
+
+/* r->exchange. [collective: ep] */
+static dt_status dt__exchange_make(dt_ctx *ctx, dt_routing *r, dt_comm *ep) {
+    size_t        N = (size_t)dt_comm_size(ep), E = (size_t)r->experts;
+    dt__exchange *e = (dt__exchange *)dt__meta(ctx, sizeof *e);
+    r->held = r->experts / (int64_t)N;
+    r->counts = (int64_t *)dt__meta(ctx, (size_t)r->held * sizeof *r->counts);
+    int32_t *count = (int32_t *)dt__meta(ctx, (N + 1) * E * sizeof *count);
+    size_t  *rows = (size_t *)dt__meta(ctx, 4 * N * sizeof *rows);
+    if (!e || !r->counts || !count || !rows) return dt_error(ctx);
+    e->ep = ep;
+    e->ranks = (int)N;
+    e->tokens = r->batch * r->tokens;
+    e->k = r->k;
+    e->to = rows;
+    e->from = rows + N;
+    e->send = rows + 2 * N;
+    e->recv = rows + 3 * N;
+    r->exchange = e;
+    if (dt__exchange_send(e, r, count, ctx) != DT_OK) return dt_error(ctx);
+    dt_status status = dt__gather_ints(ep, count, count + E, E);
+    return status == DT_OK ? dt__exchange_receive(e, r, count + E, ctx) : dt_error(ctx);
+}
+
+typedef struct dt__exchange_saved { const dt__exchange *e; dt_tensor *home; } dt__exchange_saved;
+
+/* dx: the sum of its rows' gradients, which come home. */
+static dt_status dt__dispatch_back(dt_node *n) {
+    const dt__exchange *e = ((const dt__exchange_saved *)n->saved)->e;
+    dt_tensor *x = n->in[0], *y = n->out;
+    dt_ctx    *ctx = y->ctx;
+    int64_t    C = (int64_t)dt__last(x);
+    size_t     size = dt_dtype_size(x->dtype), wide = dt__narrow(x->dtype) ? sizeof(float) : 0;
+    int        accumulate = 0, far = e->ranks > 1;
+    size_t     bytes[3] = { (size_t)(e->tokens * C) * wide, far ? (size_t)(e->received * C) * size : 0,
+        far ? (size_t)(e->sent * C) * size : 0 };
+    char      *piece[3];
+    void      *dx = dt_grad_raw(n, 0, &accumulate), *home = y->grad;
+    if (!dx || !dt__carve(ctx, bytes, piece, 3)) return dt_error(ctx);
+    if (far) {
+        if (dt__rows_get(n->name, x->dtype, piece[1], y->grad, e->received, e->ungroup, 0, e->received, C) != DT_OK)
+            return dt_error(ctx);
+        home = piece[2];
+        dt_status status = dt__rows_move(e, 1, piece[1], home, C, x->dtype);
+        if (status != DT_OK) return status;
+    }
+    return dt__rows_add(n->name, x->dtype, dx, e->tokens, home, e->token, C, accumulate, piece[0]);
+}
+
+/* Rows of x onto those of y. */
+static dt_status dt__dispatch_rows(const dt__exchange *e, const dt_tensor *x, dt_tensor *y) {
+    const char *op = "dt_dispatch";
+    int64_t     C = (int64_t)dt__last(x);
+    size_t      size = dt_dtype_size(x->dtype), bytes[2] = { (size_t)(e->sent * C) * size,
+        (size_t)(e->received * C) * size };
+    char       *piece[2];
+    if (e->ranks == 1) return dt__rows_get(op, x->dtype, y->data, x->data, e->tokens, e->token, 0, e->sent, C);
+    if (!dt__carve(x->ctx, bytes, piece, 2)) return dt_error(x->ctx);
+    dt_status status = dt__rows_get(op, x->dtype, piece[0], x->data, e->tokens, e->token, 0, e->sent, C);
+    if (status == DT_OK) status = dt__rows_move(e, 0, piece[0], piece[1], C, x->dtype);
+    return status == DT_OK ? dt__rows_get(op, x->dtype, y->data, piece[1], e->received, e->regroup, 0, e->received, C)
+        : status;
+}
+
+/* The context, if the routing is one and an op may run on x. */
+static dt_ctx *dt__routed(const char *op, dt_tensor *x, const dt_routing *r, dt_tensor *a, dt_tensor *b) {
+    dt_ctx *ctx = x ? dt__op_real(op, x, a, b) : dt__missing(op, r ? r->gates : NULL, a, b);
+    if (!ctx || r) return ctx;
+    dt_fail(ctx, DT_ERR_ARG, "%s(%s): the routing is NULL", op, x->name);
+    return NULL;
+}
+
+dt_tensor *dt_dispatch(dt_tensor *x, dt_routing *r, dt_comm *ep) {
+    const char *op = "dt_dispatch";
+    dt_ctx     *ctx = dt__routed(op, x, r, NULL, NULL);
+    int         N = dt_comm_size(ep);
+    if (!ctx) return NULL;
+    if (x->shape.nd != 3 || x->shape.d[0] != r->batch || x->shape.d[1] != r->tokens) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s, but %lld sequences of %lld tokens were routed", op, x->name,
+            dt__shape_text(x->shape).s, (long long)r->batch, (long long)r->tokens);
+        return NULL;
+    }
+    if (r->experts % N != 0) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %lld experts over ep %d; use a multiple of %d", op, x->name,
+            (long long)r->experts, N, N);
+        return NULL;
+    }
+    if (dt__exchange_make(ctx, r, ep) != DT_OK) return NULL;
+    dt_tensor *y = dt__new_named(ctx, x->dtype, DT_SHAPE(r->rows, x->shape.d[2]), op);
+    if (!y || dt__dispatch_rows(r->exchange, x, y) != DT_OK) return NULL;
+    dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__dispatch_back,
+        sizeof *saved));
+    if (saved) {
+        saved->e = r->exchange;
+        y->maker->blind = 1; /* what dt_tp_enter has gathered need not be gathered again */
+    }
+    return dt_error(ctx) == DT_OK ? y : NULL;
+}
+
+/* Of row i, the j-th choice of token t: its gradient is gate (t,j) times dy of t, that of the gate dy times the row. */
+static dt_status dt__combine_back(dt_node *n) {
+    const dt__exchange_saved *saved = (const dt__exchange_saved *)n->saved;
+    const dt__exchange *e = saved->e;
+    dt_tensor  *rows = n->in[0], *gates = n->in[1], *y = n->out;
+    dt_ctx     *ctx = y->ctx;
+    const char *op = n->name;
+    dt_dtype    dtype = y->dtype, wide = gates->dtype;
+    int64_t     O = (int64_t)dt__last(y), choices = e->tokens * e->k;
+    size_t      size = dt_dtype_size(dtype), real = dt_dtype_size(wide), sent = (size_t)(e->sent * O);
+    size_t      received = (size_t)(e->received * O), bytes[7] = { sent * size, sent * real, sent * real, sent * real,
+        received * size, (size_t)e->sent * real, received * size };
+    char       *dy, *product, *room[2], *piece[7];
+    int         accumulate = 0;
+    if (!dt__carve(ctx, bytes, piece, 7)) return dt_error(ctx);
+    dy = piece[0];
+    product = piece[1];
+    room[0] = piece[2];
+    room[1] = piece[3];
+    dt__rows_get(op, dtype, dy, y->grad, e->tokens, e->token, 0, e->sent, O);
+    const void *dyw = dt__rows_wide(ctx, op, dtype, dy, room[0], e->sent * O);
+    if (dt_wants(n, 1)) {
+        const void *home = saved->home ? saved->home->data : rows->data;
+        home = dt__rows_wide(ctx, op, dtype, home, room[1], e->sent * O);
+        dt__rows_times(ctx, op, wide, product, dyw, home, 0, e->sent, O, 0);
+        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0 };
+        void       *dgates = dt_grad_raw(n, 1, &accumulate);
+        if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
+            dt__rows_add(op, wide, dgates, choices, piece[5], e->choice, 1, accumulate, NULL) != DT_OK)
+            return dt_error(ctx);
+    }
+    if (!dt_wants(n, 0)) return dt_error(ctx);
+    dt__rows_get(op, wide, piece[5], gates->data, choices, e->choice, 0, e->sent, 1);
+    dt__rows_times(ctx, op, wide, product, dyw, piece[5], 1, e->sent, O, 0);
+    dt_cast_args narrow = { dtype, wide, dy, product, sent, 0 };
+    if (wide != dtype) DT__KERNEL(ctx, op, cast, &narrow);
+    const void *out = wide != dtype ? dy : product;
+    void       *drows = dt_grad_raw(n, 0, &accumulate);
+    if (!drows || dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (e->ranks > 1) {
+        void     *to = accumulate ? piece[6] : drows;
+        dt_status status = dt__rows_move(e, 0, out, piece[4], O, dtype);
+        if (status != DT_OK) return status;
+        status = dt__rows_get(op, dtype, to, piece[4], e->received, e->regroup, 0, e->received, O);
+        return accumulate && status == DT_OK ? dt__accumulate(ctx, dtype, drows, to, received, 1) : status;
+    }
+    return dt__accumulate(ctx, dtype, drows, out, sent, accumulate);
+}
+
+/* Home again: (received,O) of rows to (sent,O). */
+static dt_status dt__combine_home(const dt__exchange *e, const dt_tensor *rows, dt_tensor *home) {
+    const char *op = "dt_combine";
+    int64_t     O = (int64_t)dt__last(rows);
+    void       *work = dt_scratch(rows->ctx, dt__bytes(rows) + 64);
+    if (!work) return dt_error(rows->ctx);
+    dt_status status = dt__rows_get(op, rows->dtype, work, rows->data, e->received, e->ungroup, 0, e->received, O);
+    return status == DT_OK ? dt__rows_move(e, 1, work, home->data, O, rows->dtype) : status;
+}
+
+/* y = the sum over j of gate j times the row of choice j, of home (sent,O). */
+static dt_status dt__combine_sum(const dt__exchange *e, const void *home, const dt_tensor *gates, dt_tensor *y) {
+    const char *op = "dt_combine";
+    dt_ctx     *ctx = y->ctx;
+    int64_t     O = (int64_t)dt__last(y), n = e->tokens;
+    size_t      count = (size_t)(n * O), real = dt_dtype_size(gates->dtype), other = dt__narrow(y->dtype) ? real : 0;
+    size_t      bytes[3] = { count * dt_dtype_size(y->dtype), count * other, count * other };
+    char       *piece[3];
+    if (!dt__carve(ctx, bytes, piece, 3)) return dt_error(ctx);
+    void *sum = other ? piece[2] : y->data;
+    for (int64_t j = 0; j < e->k; j++) {
+        const char *gate = (const char *)gates->data + (size_t)j * real;
+        if (dt__rows_get(op, y->dtype, piece[0], home, e->sent, e->row, j * n, n, O) != DT_OK) return dt_error(ctx);
+        const void *term = dt__rows_wide(ctx, op, y->dtype, piece[0], piece[1], n * O);
+        if (dt__rows_times(ctx, op, gates->dtype, sum, term, gate, e->k, n, O, j > 0) != DT_OK) return dt_error(ctx);
+    }
+    dt_cast_args a = { y->dtype, gates->dtype, y->data, sum, count, 0 };
+    return other ? DT__KERNEL(ctx, op, cast, &a) : DT_OK;
+}
+
+dt_tensor *dt_combine(dt_tensor *rows, dt_routing *r) {
+    const char *op = "dt_combine";
+    dt_ctx     *ctx = dt__routed(op, rows, r, r ? r->gates : NULL, NULL);
+    if (!ctx) return NULL;
+    dt__exchange *e = r->exchange;
+    if (!e || rows->shape.nd != 2 || rows->shape.d[0] != r->rows || dt__wide(rows->dtype, 1) != r->gates->dtype) {
+        dt_fail(ctx, DT_ERR_SHAPE, "%s(%s): %s %s, but %lld rows (R,O) for gates in %s were dispatched", op, rows->name,
+            dt_dtype_name(rows->dtype), dt__shape_text(rows->shape).s, e ? (long long)r->rows : 0,
+            dt_dtype_name(r->gates->dtype));
+        return NULL;
+    }
+    int64_t    O = rows->shape.d[1];
+    dt_tensor *home = e->ranks > 1 ? dt__new_named(ctx, rows->dtype, DT_SHAPE(e->sent, O), op) : NULL;
+    dt_tensor *y = dt__new_named(ctx, rows->dtype, DT_SHAPE(r->batch, r->tokens, O), op);
+    if (!y || (e->ranks > 1 && (!home || dt__combine_home(e, rows, home) != DT_OK))) return NULL;
+    if (dt__combine_sum(e, home ? home->data : rows->data, r->gates, y) != DT_OK) return NULL;
+    dt__exchange_saved *saved = (dt__exchange_saved *)dt_record_saved(y, dt__desc(op, rows, r->gates, NULL,
+        dt__combine_back, sizeof *saved));
+    if (saved) {
+        saved->e = e;
+        saved->home = home;
+    }
+    return dt_error(ctx) == DT_OK ? y : NULL;
+}
+
+/* ---- the product of each expert with its rows ---- */
+
+typedef struct dt__expert_saved {
+    dt__linear_saved  linear;       /* first: what turns the gradient back through the activation reads it */
+    const dt_routing *routing;
+    int               adds;         /* this rank adds the bias */
+} dt__expert_saved;
+
+/* The sizes of one expert's product: w (held,out,in). */
+typedef struct dt__expert_sizes { int64_t in, out; size_t size, w_bytes; } dt__expert_sizes;
+
+static dt__expert_sizes dt__expert_of(const dt_tensor *w) {
+    dt__expert_sizes s = { (int64_t)dt__last(w), (int64_t)dt__rows(w) / w->shape.d[0], dt_dtype_size(w->dtype), 0 };
+    s.w_bytes = (size_t)(s.in * s.out) * s.size;
+    return s;
+}
+
+/* The gradients of one expert's matrix and bias, from its rows: d (rows,out), x (rows,in). Without rows they are 0. */
+static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows, const char *d, const char *x,
+    dt_matmul_args dw, dt_sum_args db) {
+    dt_ctx *ctx = n->out->ctx;
+    size_t  w_size = dt_dtype_size(dt__wide(dw.dtype, dw.wide)), b_size = dt_dtype_size(dt__wide(db.dtype, db.wide));
+    int     adds = ((const dt__expert_saved *)n->saved)->adds;
+    if (dw.c) {
+        dw.c = (char *)dw.c + (size_t)(expert * dw.m * dw.n) * w_size;
+        dw.a = d;
+        dw.b = x;
+        dw.k = rows;
+        if (rows > 0) dt__matmul(ctx, n->name, NULL, dw);
+        else if (!dw.accumulate) dt__fill(ctx, dt__wide(dw.dtype, dw.wide), dw.c, (size_t)(dw.m * dw.n), 0);
+    }
+    if (db.out) {
+        db.out = (char *)db.out + (size_t)expert * db.inner * b_size;
+        db.in = d;
+        db.n = (size_t)rows;
+        if (rows > 0 && adds) DT__KERNEL(ctx, n->name, sum, &db);
+        else if (!db.accumulate) dt__fill(ctx, dt__wide(db.dtype, db.wide), db.out, db.inner, 0);
+    }
+    return dt_error(ctx);
+}
+
+static dt_status dt__expert_back(dt_node *n) {
+    const dt_routing *r = ((const dt__expert_saved *)n->saved)->routing;
+    dt_tensor        *x = n->in[0], *w = n->in[1];
+    dt_ctx           *ctx = x->ctx;
+    dt__expert_sizes  s = dt__expert_of(w);
+    dt_matmul_args    dx, dw;
+    dt_sum_args       db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0 };
+    const char       *d = (const char *)dt__linear_turn(n);
+    memset(&dx, 0, sizeof dx);
+    memset(&dw, 0, sizeof dw);
+    dx.dtype = dw.dtype = x->dtype;
+    dx.n = dw.n = s.in;
+    dx.k = dw.m = s.out;
+    dw.trans_a = 1;
+    if (!d || (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide)))) return dt_error(ctx);
+    if (dt_wants(n, 1) && !(dw.c = dt__grad_wide(n, 1, &dw.accumulate, &dw.wide))) return dt_error(ctx);
+    if (dt_wants(n, 2) && !(db.out = dt__grad_wide(n, 2, &db.accumulate, &db.wide))) return dt_error(ctx);
+    int64_t at = 0;
+    for (int64_t e = 0; e < r->held; at += r->counts[e++]) {
+        dt_matmul_args a = dx;
+        const char    *rows = d + (size_t)(at * s.out) * s.size;
+        a.m = r->counts[e];
+        a.a = rows;
+        a.b = (const char *)w->data + (size_t)e * s.w_bytes;
+        if (a.c) a.c = (char *)a.c + (size_t)(at * s.in) * dt_dtype_size(dt__wide(x->dtype, dx.wide));
+        if (a.c && dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
+        const char *in = (const char *)x->data + (size_t)(at * s.in) * s.size;
+        if (dt__expert_weight_back(n, e, a.m, rows, in, dw, db) != DT_OK) return dt_error(ctx);
+    }
+    return DT_OK;
+}
+
+/* Whether the inputs fit; *shape is the result's. */
+static int dt__expert_fits(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b, dt_expert_desc d,
+    dt_shape *shape) {
+    const char *op = "dt_expert_linear", *why = NULL;
+    dt_tensor  *other = w;
+    if (!r->exchange) why = "dt_dispatch comes first";
+    else if (x->dtype != w->dtype || (b && b->dtype != w->dtype)) why = "types differ";
+    else if (w->shape.nd < 3 || x->shape.nd != 2 || dt__last(x) != dt__last(w))
+        why = "x (R,I) and w (experts,O..,I) are needed";
+    else if (w->shape.d[0] != r->held) why = "w has not as many experts as this rank";
+    else if (x->shape.d[0] != r->rows) why = "x has not as many rows as were dispatched";
+    else if (b && (b->shape.d[0] != r->held || (size_t)dt_count(b->shape) != dt__rows(w)))
+        why = "the bias must have w's shape less its last dimension", x = w, other = b;
+    if (why) {
+        dt_fail(x->ctx, DT_ERR_SHAPE, "%s(%s, %s): %s %s and %s %s, %lld rows of %lld experts: %s", op, x->name,
+            other->name, dt_dtype_name(x->dtype), dt__shape_text(x->shape).s, dt_dtype_name(other->dtype),
+            dt__shape_text(other->shape).s, (long long)r->rows, (long long)r->held, why);
+        return 0;
+    }
+    if (d.activation < 0 || d.activation >= DT_ACT_AFFINE) {
+        dt_fail(x->ctx, DT_ERR_ARG, "%s(%s): activation %d", op, w->name, d.activation);
+        return 0;
+    }
+    *shape = w->shape;
+    shape->nd--;
+    shape->d[0] = r->rows;
+    return 1;
+}
+
+dt_tensor *dt_expert_linear(dt_tensor *x, const dt_routing *r, dt_tensor *w, dt_tensor *b, dt_expert_desc d) {
+    const char *op = "dt_expert_linear";
+    dt_ctx     *ctx = w ? dt__routed(op, x, r, w, b) : dt__missing(op, x, w, b);
+    dt_shape    shape;
+    if (!ctx || !dt__expert_fits(x, r, w, b, d, &shape)) return NULL;
+    int        keep = d.activation && !ctx->no_grad && (x->needs_grad || w->needs_grad || (b && b->needs_grad));
+    int        adds = b && dt_comm_rank(d.partial) == 0;
+    dt_tensor *y = dt__new_named(ctx, x->dtype, shape, op);
+    dt_tensor *before = keep ? dt__new_named(ctx, x->dtype, shape, "before") : NULL;
+    if (!y || (keep && !before)) return NULL;
+    dt__expert_sizes s = dt__expert_of(w);
+    int64_t          at = 0;
+    for (int64_t e = 0; e < r->held; at += r->counts[e++]) {
+        dt_matmul_args a;
+        size_t         out = (size_t)(at * s.out) * s.size;
+        memset(&a, 0, sizeof a);
+        a.dtype = x->dtype;
+        a.c = (char *)y->data + out;
+        a.a = (const char *)x->data + (size_t)(at * s.in) * s.size;
+        a.b = (const char *)w->data + (size_t)e * s.w_bytes;
+        a.m = r->counts[e];
+        a.n = s.out;
+        a.k = s.in;
+        a.trans_b = 1;
+        a.bias = adds ? (const char *)b->data + (size_t)(e * s.out) * s.size : NULL;
+        a.activation = d.activation;
+        a.before = before ? (char *)before->data + out : NULL;
+        if (dt__matmul(ctx, op, w->name, a) != DT_OK) return NULL;
+    }
+    dt__expert_saved *saved = (dt__expert_saved *)dt_record_saved(y, dt__desc(op, x, w, b, dt__expert_back,
+        sizeof *saved));
+    if (saved) {
+        saved->linear.activation = d.activation;
+        saved->linear.before = before;
+        saved->routing = r;
+        saved->adds = adds;
+    }
+    return dt_error(ctx) == DT_OK ? y : NULL;
+}
 
 // ==== 16. Schedules: code ===========================================================================================
 

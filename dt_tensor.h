@@ -874,6 +874,7 @@ struct dt_node {                    /* one recorded op */
     dt_tensor     *in[DT_MAX_INPUTS];
     int            n_in;
     unsigned       want;            /* bit i: the gradient of in[i] is wanted now */
+    unsigned       blind;           /* bit i: the backward does not read the data of in[i] */
     void          *narrow[DT_MAX_INPUTS]; /* gradients of bf16 and f16 parameters before they are widened */
     dt_backward_fn backward;
     dt_backward_fn remake;          /* makes the data of a brief output again; NULL: no backward reads them */
@@ -2892,7 +2893,7 @@ static dt_status dt__remake_one(dt_ctx *ctx, dt_tensor *x) {
 /* All that the backward of a node reads. */
 static dt_status dt__remake(dt_ctx *ctx, dt_node *n) {
     for (int i = 0; i < n->n_in; i++) {
-        if (dt__remake_one(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
+        if (!(n->blind >> i & 1) && dt__remake_one(ctx, n->in[i]) != DT_OK) return dt_error(ctx);
         if (n->in[i] && dt__owner(n->in[i])->param && dt__present(n->in[i]) != DT_OK) return dt_error(ctx);
     }
     return DT_OK;

@@ -1,0 +1,78 @@
+"""make_moe.py - makes the stored vectors of a mixture of experts with transformers in float64
+Public domain or MIT, at your choice; see LICENSE.
+
+Run:    python3 make_moe.py OUT         writes OUT/moe.bin
+        python3 make_gpt2.py --show OUT/moe.bin     prints it as text
+Needs transformers 5, torch and numpy. The last bits (1e-16) may differ with other versions or another processor.
+
+    Cases 0 and 1 are transformers' MixtralSparseMoeBlock, whose gates are divided by their sum. Case 2 is its experts
+    with one expert a token, weighted by its probability (Switch). transformers rounds the router's probabilities to
+    float32; here float() is double() while it runs, so that all digits can be compared.
+FORMAT
+    As make_gpt2.py describes; golden.h reads it. cases: their number; case i's arrays are i.x, ...
+ARRAYS
+    k              experts of a token
+    x (B,T,C), w (E,C), w1 (E,2,F,C) gate and up, w2 (E,C,F), dy (B,T,C)
+    logits (B,T,E), gates (B,T,k), choices (B,T,k), y (B,T,C)
+    balance_all    transformers' load_balancing_loss_func of all tokens
+    balance (B)    the same of each sequence alone. It is E sum of f P with f the tokens that chose e, k of E in all,
+                   where dt_route's has choices over k T: it is k times that of dt_route, which takes the mean of these.
+    z              transformers' router_z_loss_func: the mean over tokens
+    balance_weight, z_weight
+    dx, dw, dw1, dw2    gradients of sum(y dy) + balance_weight mean(balance) / k + z_weight z
+"""
+import os
+import sys
+
+import torch
+from make_gpt2 import write_golden
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+BALANCE, Z = 0.3, 0.2
+
+
+def case(seed, B, T, C, F, E, k):
+    g = torch.Generator().manual_seed(seed)
+    config = MixtralConfig(hidden_size=C, intermediate_size=F, num_local_experts=E, num_experts_per_tok=k)
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config).double().eval()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * 0.5)
+    x = torch.randn(B, T, C, generator=g, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(B, T, C, generator=g, dtype=torch.float64)
+    logits, gates, choices = block.gate(x)
+    if k == 1:
+        gates = torch.softmax(logits, -1).gather(-1, choices)
+        y = block.experts(x.reshape(-1, C), choices, gates).reshape(B, T, C)
+    else:
+        y = block(x)
+    each = logits.reshape(B, T, E)
+    balance = [load_balancing_loss_func((each[b],), E, k) for b in range(B)]
+    z = router_z_loss_func(each)
+    ((y * dy).sum() + BALANCE * sum(balance) / B / k + Z * z).backward()
+    e = block.experts
+    return {
+        "k": k, "x": x, "w": block.gate.weight, "w1": e.gate_up_proj.reshape(E, 2, F, C), "w2": e.down_proj, "dy": dy,
+        "logits": each, "gates": gates.reshape(B, T, k), "choices": choices.reshape(B, T, k), "y": y,
+        "balance_all": load_balancing_loss_func((logits,), E, k), "balance": torch.stack(balance), "z": z,
+        "balance_weight": BALANCE, "z_weight": Z, "dx": x.grad, "dw": block.gate.weight.grad,
+        "dw1": e.gate_up_proj.grad.reshape(E, 2, F, C), "dw2": e.down_proj.grad,
+    }
+
+
+def main():
+    rounds = torch.Tensor.float
+    torch.Tensor.float = torch.Tensor.double
+    cases = [case(1, 2, 16, 8, 6, 4, 2), case(2, 3, 8, 7, 5, 6, 3), case(3, 2, 16, 8, 6, 4, 1)]
+    torch.Tensor.float = rounds
+    arrays = {"cases": len(cases)}
+    for i, c in enumerate(cases):
+        arrays |= {f"{i}.{name}": value for name, value in c.items()}
+    write_golden(os.path.join(sys.argv[1], "moe.bin"), arrays)
+
+
+if __name__ == "__main__":
+    main()
