@@ -15,6 +15,8 @@
    GPT_LLAMA:  the same but for RMSNorm in place of layernorms, no biases, no wpe but q and k turned by their positions
                (halves, theta), and mlp.proj(silu(gate) up), gate and up being one parameter (2,F,C).
    Dropout, where a step is given: of the embedding, and of attn.proj and mlp.proj before they are added.
+   With config.experts, every moe_every-th layer has a mixture of MLPs in place of the one: each token goes through
+   top_k of them, which are spread over config.ep (dt_parallel.h, section 5), and through `shared` more that all share.
 
    Recomputation keeps less in the forward and computes it again in the backward. Kept of one layer, in elements for
    each token (the layer's own; its input is the output of the layer before):
@@ -77,6 +79,14 @@ typedef struct gpt_config {
     int      sp;        /* 1: outside of what tp cuts, tokens are cut over tp */
     dt_comm *cp;        /* tokens are cut over it */
     int      cp_kind;   /* DT_CP_* */
+    int      experts;   /* E of a mixture; 0: none, all layers are dense */
+    int      top_k;     /* of a token; 0 -> 2, or 1 of one */
+    int      moe_every; /* layers N - 1, 2 N - 1, .. are mixtures; 0 -> 1: all */
+    int      shared;    /* of each mixture: an MLP of so many F that every token goes through */
+    double   capacity;  /* dt_route_desc.capacity; generation drops nothing */
+    double   balance, z;            /* weights of the side losses */
+    double   router_bias;           /* > 0: the rate of gpt_balance, and choices are made with its bias */
+    dt_comm *ep;        /* experts are cut over it */
     dt_comm *pp;        /* the model is cut in depth: stage s lies on rank s % p of it */
     int      stages;    /* 0 -> 1 */
     const int *cut;     /* (stages + 1) at which item each stage begins: item 0 is the embedding, 1 + 2i and 2 + 2i the
@@ -93,6 +103,11 @@ typedef struct gpt_layer {
     dt_tensor *fc, *fc_bias;                    /* (F,C), (F) */
     dt_tensor *gate_up;                         /* (2,F,C) */
     dt_tensor *mlp_proj, *mlp_proj_bias;        /* (C,F), (C) */
+    dt_tensor *router, *router_bias;            /* (E,C), (E) */
+    dt_tensor *experts_fc, *experts_fc_bias;    /* (E,F,C), (E,F) */
+    dt_tensor *experts_gate_up;                 /* (E,2,F,C) */
+    dt_tensor *experts_proj, *experts_proj_bias;    /* (E,C,F), (E,C) */
+    dt_route_counts route;                      /* what the router has counted; experts: the caller's, or NULL */
 } gpt_layer;
 
 typedef struct gpt {
@@ -109,12 +124,14 @@ typedef struct gpt {
 /* ==== Parameters ================================================================================================== */
 
 /* Every parameter once, in the order of registration. */
-enum { GPT_BEFORE, GPT_ATTENTION, GPT_MLP, GPT_AFTER };             /* a layer's names begin with "h.N." */
+enum { GPT_BEFORE, GPT_ATTENTION, GPT_MLP, GPT_AFTER,               /* a layer's names begin with "h.N." */
+    GPT_DENSE, GPT_EXPERT };                                        /* in GPT_MLP: of all tokens, of the mixture */
 enum { GPT_ONLY_2 = 1, GPT_ONLY_LLAMA, GPT_BOTH };                  /* which models have it, a bit each */
-enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH };     /* initial values; gains and biases do not decay */
+enum { GPT_GAIN, GPT_BIAS, GPT_PLACE, GPT_MATRIX, GPT_BRANCH, GPT_SCORE };  /* initial values; the matrices decay */
 typedef struct gpt_row {
     int         where, models;
-    const char *name, *shape;                   /* a letter for each dimension; tp cuts the one behind '/', if any */
+    const char *name, *shape;                   /* a letter for each dimension; tp cuts the one behind '/', ep the one
+                                                   behind '|'; '+': the gradients of the ranks of tp are parts */
     int         kind;
     size_t      at;                             /* of its tensor in gpt, or in gpt_layer */
 } gpt_row;
@@ -134,20 +151,37 @@ static const gpt_row gpt_rows[] = {
     { GPT_ATTENTION, GPT_ONLY_2, "attn.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, attn_proj_bias) },
     { GPT_MLP, GPT_BOTH, "ln_2.weight", "C", GPT_GAIN, offsetof(gpt_layer, ln_2_gain) },
     { GPT_MLP, GPT_ONLY_2, "ln_2.bias", "C", GPT_BIAS, offsetof(gpt_layer, ln_2_bias) },
-    { GPT_MLP, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
-    { GPT_MLP, GPT_ONLY_2, "mlp.fc.bias", "/F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
-    { GPT_MLP, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2/FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
-    { GPT_MLP, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
-    { GPT_MLP, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
+    { GPT_DENSE, GPT_ONLY_2, "mlp.fc.weight", "/FC", GPT_MATRIX, offsetof(gpt_layer, fc) },
+    { GPT_DENSE, GPT_ONLY_2, "mlp.fc.bias", "/F", GPT_BIAS, offsetof(gpt_layer, fc_bias) },
+    { GPT_DENSE, GPT_ONLY_LLAMA, "mlp.gate_up.weight", "2/FC", GPT_MATRIX, offsetof(gpt_layer, gate_up) },
+    { GPT_DENSE, GPT_BOTH, "mlp.proj.weight", "C/F", GPT_BRANCH, offsetof(gpt_layer, mlp_proj) },
+    { GPT_DENSE, GPT_ONLY_2, "mlp.proj.bias", "C", GPT_BIAS, offsetof(gpt_layer, mlp_proj_bias) },
+    { GPT_EXPERT, GPT_BOTH, "moe.router.weight", "EC", GPT_MATRIX, offsetof(gpt_layer, router) },
+    { GPT_EXPERT, GPT_BOTH, "moe.router.bias", "E", GPT_SCORE, offsetof(gpt_layer, router_bias) },
+    { GPT_EXPERT, GPT_ONLY_2, "moe.fc.weight", "|E/FC", GPT_MATRIX, offsetof(gpt_layer, experts_fc) },
+    { GPT_EXPERT, GPT_ONLY_2, "moe.fc.bias", "|E/F", GPT_BIAS, offsetof(gpt_layer, experts_fc_bias) },
+    { GPT_EXPERT, GPT_ONLY_LLAMA, "moe.gate_up.weight", "|E2/FC", GPT_MATRIX, offsetof(gpt_layer, experts_gate_up) },
+    { GPT_EXPERT, GPT_BOTH, "moe.proj.weight", "|EC/F", GPT_BRANCH, offsetof(gpt_layer, experts_proj) },
+    { GPT_EXPERT, GPT_ONLY_2, "moe.proj.bias", "+|EC", GPT_BIAS, offsetof(gpt_layer, experts_proj_bias) },
     { GPT_AFTER, GPT_BOTH, "ln_f.weight", "C", GPT_GAIN, offsetof(gpt, ln_f_gain) },
     { GPT_AFTER, GPT_ONLY_2, "ln_f.bias", "C", GPT_BIAS, offsetof(gpt, ln_f_bias) },
     { GPT_AFTER, GPT_BOTH, "lm_head.weight", "/VC", GPT_MATRIX, offsetof(gpt, head) },
 };
 enum { GPT_ROWS = sizeof gpt_rows / sizeof *gpt_rows };
 
-/* Whether a model has this parameter. A tied head is wte. */
-static inline int gpt_has(gpt_config c, const gpt_row *r) {
-    return r->models >> c.arch & 1 && !(c.tied && r->at == offsetof(gpt, head) && r->where == GPT_AFTER);
+static inline int gpt_is_mixture(gpt_config c, int layer) {
+    return c.experts > 0 && (layer + 1) % (c.moe_every > 0 ? c.moe_every : 1) == 0;
+}
+
+static inline int gpt_part(const gpt_row *r) { return r->where > GPT_AFTER ? GPT_MLP : r->where; }
+static inline int gpt_in_layer(const gpt_row *r) { return gpt_part(r) == GPT_ATTENTION || gpt_part(r) == GPT_MLP; }
+
+/* Whether a model has this parameter, of a layer in that layer. A tied head is wte. */
+static inline int gpt_has(gpt_config c, const gpt_row *r, int layer) {
+    int mixture = gpt_is_mixture(c, layer);
+    if (!(r->models >> c.arch & 1) || (c.tied && r->at == offsetof(gpt, head) && r->where == GPT_AFTER)) return 0;
+    if (r->kind == GPT_SCORE && c.router_bias == 0) return 0;
+    return r->where == GPT_DENSE ? !mixture || c.shared > 0 : r->where != GPT_EXPERT || mixture;
 }
 
 static inline int64_t gpt_size(gpt_config c, char letter) {
@@ -159,35 +193,46 @@ static inline int64_t gpt_size(gpt_config c, char letter) {
     case 'K': return c.kv_heads;
     case 'D': return c.width / c.heads;
     case 'F': return c.ffn;
+    case 'E': return c.experts;
     }
     return letter - '0';
 }
 
-static inline dt_shape gpt_shape(gpt_config c, const gpt_row *r) {
+static inline int gpt_is_letter(char c) { return c != '/' && c != '|' && c != '+'; }
+
+static inline dt_shape gpt_shape(gpt_config c, const gpt_row *r, int layer) {
     dt_shape s = DT_SCALAR;
+    int      shared = r->where == GPT_DENSE && gpt_is_mixture(c, layer);
     for (const char *letter = r->shape; *letter; letter++)
-        if (*letter != '/') s.d[s.nd++] = gpt_size(c, *letter);
+        if (gpt_is_letter(*letter)) s.d[s.nd++] = gpt_size(c, *letter) * (shared && *letter == 'F' ? c.shared : 1);
     return s;
 }
 
-/* How this parameter lies over tp: cut; copies of which each sees the queries of some heads, or some of the tokens; or
-   the same on all. */
+/* The dimension behind a mark, -1: none. */
+static inline int gpt_dim(const gpt_row *r, char mark) {
+    int dim = 0;
+    for (const char *letter = r->shape; *letter && *letter != mark; letter++) dim += gpt_is_letter(*letter);
+    return strchr(r->shape, mark) ? dim : -1;
+}
+
+/* How this parameter lies over ep, and over tp: cut; copies of which each sees the queries of some heads, or some of
+   the tokens, or of which rank 0's alone is used; or the same on all. */
 static inline void gpt_cut(const gpt *m, const gpt_row *r, dt_param_desc *d) {
-    const char *cut = strchr(r->shape, '/');
+    int  dim = gpt_dim(r, '/'), experts = gpt_dim(r, '|');
+    char letter = dim < 0 ? 0 : strchr(r->shape, '/')[1];
+    if (dt_comm_size(m->config.ep) > 1 && experts >= 0) d->cuts[1] = (dt_cut){ m->config.ep, experts };
     if (dt_comm_size(m->config.tp) == 1) return;
-    if (cut && cut[1] == 'K') {
-        d->cuts[0] = (dt_cut){ m->kv.cut, (int)(cut - r->shape) };
+    if (letter == 'K') {
+        d->cuts[0] = (dt_cut){ m->kv.cut, dim };
         d->marks[0] = (dt_mark){ m->kv.copies, DT_PART };
-    } else if (cut) {
-        d->cuts[0] = (dt_cut){ m->config.tp, (int)(cut - r->shape) };
-    } else if (m->config.sp) {
+    } else if (letter) {
+        d->cuts[0] = (dt_cut){ m->config.tp, dim };
+    } else if (m->config.sp || r->shape[0] == '+') {
         d->marks[0] = (dt_mark){ m->config.tp, DT_PART };
     }
 }
 
 static inline int gpt_is_table(const gpt_row *r) { return r->at == offsetof(gpt, wte) && r->where == GPT_BEFORE; }
-
-static inline int gpt_in_layer(const gpt_row *r) { return r->where == GPT_ATTENTION || r->where == GPT_MLP; }
 
 /* Where the model keeps this parameter's tensor. */
 static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
@@ -195,35 +240,43 @@ static inline dt_tensor **gpt_slot(gpt *m, const gpt_row *r, int layer) {
     return (dt_tensor **)(void *)(base + r->at);
 }
 
-/* How many numbers the parameters are. */
-static inline int64_t gpt_count(gpt_config c) {
+static inline int gpt_top_k(gpt_config c) { return c.top_k > 0 ? c.top_k : c.experts < 2 ? 1 : 2; }
+
+/* How many numbers the parameters are; active: only those that a token meets, of experts k of E. */
+static inline int64_t gpt_count_of(gpt_config c, int active) {
     int64_t sum = 0;
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        if (gpt_has(c, r)) sum += dt_count(gpt_shape(c, r)) * (gpt_in_layer(r) ? c.layers : 1);
+        for (int i = 0; i < (gpt_in_layer(r) ? c.layers : 1); i++) {
+            int64_t n = gpt_has(c, r, i) ? dt_count(gpt_shape(c, r, i)) : 0;
+            sum += active && gpt_dim(r, '|') >= 0 ? n / (c.experts ? c.experts : 1) * gpt_top_k(c) : n;
+        }
     return sum;
 }
+
+static inline int64_t gpt_count(gpt_config c) { return gpt_count_of(c, 0); }
 
 /* Multiplications and additions of forward and backward of one token: 6 for each parameter that multiplies, so not for
    wpe, nor for wte beside a head of its own; and the products with keys and values, 12 L C T (arXiv:2204.02311,
    appendix B). */
 static inline double gpt_flops_per_token(gpt_config c) {
     int64_t looked_up = (c.arch == GPT_GPT2 ? c.seq : 0) + (c.tied ? 0 : c.vocab);
-    return 6.0 * (double)(gpt_count(c) - looked_up * c.width) + 12.0 * c.layers * (double)c.width * c.seq;
+    return 6.0 * (double)(gpt_count_of(c, 1) - looked_up * c.width) + 12.0 * c.layers * (double)c.width * c.seq;
 }
 
 static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
     gpt_config    c = m->config;
     double        branch = 0.02 / sqrt(2.0 * c.layers); /* so that the sum of 2 L branches stays near 1 */
-    const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch) };
+    const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch), DT_ZEROS };
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
+    if (r->kind == GPT_SCORE) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_cut(m, r, &d);
     if (gpt_is_table(r)) d.marks[1] = (dt_mark){ m->tied, DT_PART };
-    *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r), init[r->kind], d);
+    *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
 }
 
 static inline void gpt_register_rows(gpt *m, int where, int layer) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        if (r->where == where && gpt_has(m->config, r)) gpt_register_row(m, r, layer);
+        if (gpt_part(r) == where && gpt_has(m->config, r, layer)) gpt_register_row(m, r, layer);
 }
 
 /* ---- stages of a pipeline ---- */
@@ -275,6 +328,12 @@ static inline int gpt_config_bad(gpt_config c) {
         !(c.smoothing >= 0 && c.smoothing < 1);
 }
 
+static inline int gpt_experts_bad(gpt_config c) {
+    if (c.experts == 0) return 0;
+    return c.experts < 0 || c.experts % dt_comm_size(c.ep) != 0 || gpt_top_k(c) > c.experts || c.moe_every < 0 ||
+        c.shared < 0 || !(c.capacity >= 0) || !(c.balance >= 0) || !(c.z >= 0) || !(c.router_bias >= 0);
+}
+
 /* Names every parameter of this rank's stages; their memory and values come with dt_zero_make. A config that cannot be
    fails the context. [collective: tp and pp] */
 static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
@@ -285,6 +344,12 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
             "recompute %d every %d, arch %d, norm_eps %g, theta %g, dropout %g, smoothing %g", c.layers, c.width,
             c.heads, c.kv_heads, c.ffn, c.seq, c.vocab, c.recompute, c.recompute_every, c.arch, c.norm_eps, c.theta,
             c.dropout, c.smoothing);
+        return m;
+    }
+    if (gpt_experts_bad(c)) {
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d experts over %d ranks of ep, %d of a token, in every %d-th layer, "
+            "%d shared, capacity %g, side losses %g and %g, rate of the bias %g", c.experts, dt_comm_size(c.ep),
+            gpt_top_k(c), c.moe_every, c.shared, c.capacity, c.balance, c.z, c.router_bias);
         return m;
     }
     if (gpt_cut_bad(c) || gpt_stages(c) % p != 0) {
@@ -319,6 +384,7 @@ typedef struct gpt_tokens {
     dt_tensor *positions;   /* place in the document: wpe, rope and the causal mask go by it [place in the sequence] */
     dt_tensor *documents;   /* a number for each of several documents packed into a sequence [one document] */
     dt_tensor *index;       /* place among all tokens of the step, over all ranks: dropout goes by it [0 .. B T - 1] */
+    int64_t    sequences;   /* of the whole step, over all ranks: side losses are means over them [no side losses] */
     uint64_t   step;        /* from 1: dropout differs from step to step; 0: no dropout, as in evaluation */
     dt_context *context;    /* with cp, of documents and positions [made from B, T and config.cp_kind] */
 } gpt_tokens;
@@ -436,12 +502,34 @@ static inline dt_tensor *gpt_attention_forward(const gpt_pass *r, dt_tensor *x) 
     return gpt_branch(r, x, heads, l->attn_proj, l->attn_proj_bias, 1 + 2 * gpt_layer_at(r));
 }
 
+/* The mixture of a layer, n normed and outside -> its sum, outside: each token through top_k experts. */
+static inline dt_tensor *gpt_mixture(const gpt_pass *r, gpt_layer *l, dt_tensor *n, dt_tensor *inside) {
+    const gpt_config *c = &r->model->config;
+    int64_t           sequences = r->tokens.sequences;
+    dt_route_desc     d = { .k = gpt_top_k(*c), .capacity = r->cache ? 0 : c->capacity,
+        .balance = sequences ? c->balance : 0, .z = sequences ? c->z : 0, .sequences = sequences,
+        .bias = l->router_bias, .tp = c->tp, .outside = r->outside, .cp = r->cache ? NULL : c->cp,
+        .kind = c->cp_kind, .counts = &l->route };
+    dt_routing *to = dt_route(n, l->router, d);
+    dt_tensor  *h = dt_dispatch(inside, to, c->ep);
+    if (c->arch == GPT_LLAMA) h = dt_swiglu(dt_expert_linear(h, to, l->experts_gate_up, NULL, (dt_expert_desc){ 0 }));
+    else h = dt_expert_linear(h, to, l->experts_fc, l->experts_fc_bias, (dt_expert_desc){ .activation = DT_ACT_GELU });
+    h = dt_expert_linear(h, to, l->experts_proj, l->experts_proj_bias, (dt_expert_desc){ .partial = c->tp });
+    return dt_redistribute(dt_combine(h, to), c->tp, DT_PARTIAL, r->outside);
+}
+
 /* The second half. */
 static inline dt_tensor *gpt_mlp_forward(const gpt_pass *r, dt_tensor *x) {
-    const gpt       *m = r->model;
-    const gpt_layer *l = &m->layer[gpt_layer_at(r)];
-    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias);
-    return gpt_branch(r, x, gpt_hidden(m, l, gpt_enter(r, n)), l->mlp_proj, l->mlp_proj_bias, 2 + 2 * gpt_layer_at(r));
+    gpt       *m = r->model;
+    int        layer = gpt_layer_at(r), place = 2 + 2 * layer;
+    gpt_layer *l = &m->layer[layer];
+    dt_tensor *n = gpt_norm(m, x, l->ln_2_gain, l->ln_2_bias), *inside = gpt_enter(r, n);
+    if (!gpt_is_mixture(m->config, layer))
+        return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, place);
+    x = dt_add(x, gpt_dropout(r, gpt_mixture(r, l, n, inside), place));
+    if (m->config.shared == 0) return x;
+    place = 2 * m->config.layers + 1 + layer;
+    return gpt_branch(r, x, gpt_hidden(m, l, inside), l->mlp_proj, l->mlp_proj_bias, place);
 }
 
 /* One layer, or the half of it that lies in this stage: a block. */
@@ -568,6 +656,19 @@ static inline dt_tensor *gpt_stage_at(gpt *m, int stage, dt_tensor *x, gpt_token
 /* The loss of a model that is one stage. */
 static inline dt_tensor *gpt_loss_at(gpt *m, gpt_tokens t, dt_tensor *labels, double denominator) {
     return gpt_stage_at(m, 0, NULL, t, labels, denominator);
+}
+
+/* After a step, if config.router_bias: moves the biases of this rank's routers by what they have counted in
+   layer[].route.experts (E each, the caller's), and begins to count anew. groups: all whose ranks route other tokens:
+   the mesh's data, and tp with sp. [collective: these, at ZeRO-3 also the data group] */
+static inline dt_status gpt_balance(gpt *m, dt_comm *const *groups, int n) {
+    for (int i = 0; i < m->config.layers && dt_error(m->ctx) == DT_OK; i++) {
+        gpt_layer *l = &m->layer[i];
+        if (!l->router_bias) continue;
+        dt_route_balance(l->router_bias, l->route.experts, m->config.router_bias, groups, n);
+        memset(l->route.experts, 0, (size_t)m->config.experts * sizeof *l->route.experts);
+    }
+    return dt_error(m->ctx);
 }
 
 /* The same of ids (B,T) alone: no dropout, no smoothing. */

@@ -89,7 +89,7 @@ static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gp
 static inline gpt_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
     const gpt_name *n = gpt_name_of(r);
     gpt_place       p;
-    dt_shape        s = gpt_shape(m->config, r);
+    dt_shape        s = gpt_shape(m->config, r, layer);
     int             llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
     int64_t         thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
     memset(&p, 0, sizeof p);
@@ -327,7 +327,8 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
 typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user);
 static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        for (int i = 0; gpt_has(m->config, r) && i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
+        for (int i = 0; i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
+            if (!gpt_has(m->config, r, i)) continue;
             gpt_place p = gpt_place_of(m, r, i, kind);
             gpt_aim(&p);
             if (dt_error(m->ctx) == DT_OK) fn(m, r, i, &p, w, user);
@@ -358,6 +359,7 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
 /* Whether the file is of a model like this one, before anything is read. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
+    if (c.experts) return dt_fail(m->ctx, DT_ERR_UNSUPPORTED, "%s: files of mixtures are not in this version", path);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
         return dt_fail(m->ctx, DT_ERR_IO, "%s: GPT-2's files have a key for each query head; this model has %d and %d",

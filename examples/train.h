@@ -32,6 +32,8 @@ typedef struct train_row {
     double  ms, tokens_per_s;   /* by rank 0's clock */
     double  comm;               /* the share of that time which rank 0 spent between ranks, waiting included */
     double  bubble;             /* of a pipeline: the share of the micro-batches' time in which its ranks were idle */
+    double  balance, z;         /* side losses of mixtures, with their weights: not in the loss */
+    double  dropped;            /* the share of the choices for which experts had no room */
     double  val_loss;           /* NaN in a step after which none was taken */
     int     skipped;            /* 1: gradients were not finite under a loss scale, and nothing changed */
     double  mem[TRAIN_MEMS];
@@ -180,6 +182,8 @@ typedef struct train_batch {
     int32_t *index;             /* (a,b,own): place of each token among those of the step, over all replicas */
     int32_t *whole;             /* (3,T): ids, labels and places of one sequence */
     double  *losses;            /* (a,replicas) of the step's micro-batches */
+    double  *experts;           /* (layers,E) what routers count, if their biases follow it; NULL */
+    size_t   experts_bytes;
     dt_schedule *schedule;      /* of `accum` micro-batches */
     dt_span *spans;             /* when this rank's actions ran, then when all ranks' did */
     size_t   spans_bytes;
@@ -238,7 +242,8 @@ static inline dt_tensor *train_stage(dt_tensor *x, int stage, int micro, void *u
     dt_shape     shape = DT_SHAPE(b->order.micro_batch, b->own);
     int64_t      at = micro * dt_count(shape);
     dt_trace_begin(ctx, "forward");
-    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .step = (uint64_t)p->step };
+    gpt_tokens t = { .ids = dt_input(ctx, DT_I32, shape, b->ids + at), .sequences = b->order.batch,
+        .step = (uint64_t)p->step };
     if (p->model->config.dropout > 0) t.index = dt_input(ctx, DT_I32, shape, b->index + at);
     x = gpt_stage_at(p->model, stage, x, t, dt_input(ctx, DT_I32, shape, b->labels + at), p->denominator);
     if (stage + 1 == gpt_stages(p->model->config)) b->losses[micro * b->order.replicas + p->mesh->replica] = dt_item(x);
@@ -289,6 +294,32 @@ static inline double train_eval(gpt *model, const dt_mesh *mesh, dt_text *text, 
     dt_sum_doubles(mesh->pp, &pass.loss, 1);
     dt_trace_end(ctx);
     return pass.loss;
+}
+
+/* What the routers of the model have counted in the step, on every rank, and the counts begin anew. A token's router is
+   on one rank of dp, ep and cp, and under sp of tp; its layer is on one of pp. */
+static inline void train_routes(gpt *model, const dt_mesh *mesh, train_row *row) {
+    const gpt_config *c = &model->config;
+    dt_comm *const    groups[3] = { mesh->data, c->sp ? mesh->tp : NULL, mesh->pp };
+    double            sums[4] = { 0 };
+    for (int i = 0; i < c->layers; i++) {
+        dt_route_counts *r = &model->layer[i].route;
+        const double     more[4] = { c->balance * r->balance, c->z * r->z, r->choices, r->dropped };
+        for (int k = 0; k < 4; k++) sums[k] += more[k];
+        r->balance = r->z = r->choices = r->dropped = 0;
+    }
+    for (int g = 0; g < 3; g++) dt_sum_doubles(groups[g], sums, 4);
+    row->balance = sums[0];
+    row->z = sums[1];
+    row->dropped = sums[2] > 0 ? sums[3] / sums[2] : 0;
+}
+
+/* The routers' biases follow the counts of a step that was made. */
+static inline void train_balance(gpt *model, const dt_mesh *mesh, train_batch *b, int skipped) {
+    dt_comm *const groups[2] = { mesh->data, model->config.sp ? mesh->tp : NULL };
+    if (!b->experts) return;
+    if (skipped) memset(b->experts, 0, b->experts_bytes);
+    else gpt_balance(model, groups, 2);
 }
 
 /* Memory and traffic of the step, the largest over all ranks. */
@@ -373,6 +404,8 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
             " before any update: are all weights of the file finite?" : " before any update");
     dt_trace_begin(ctx, "optimizer");
     dt_step_info info = dt_zero_step(optimizer, row.lr);
+    if (model->config.experts) train_routes(model, mesh, &row);
+    train_balance(model, mesh, b, info.skipped);
     row.grad_norm = info.grad_norm;
     row.skipped = info.skipped;
     dt_trace_end(ctx);
@@ -405,7 +438,8 @@ static inline dt_status train_time_parts(dt_ctx *ctx, gpt_config sizes, dt_shape
     dt_span      spans[2 * TRAIN_PARTS];
     sizes.layers = 1;
     sizes.tied = 0; /* on one rank the copies would have one name */
-    sizes.tp = sizes.cp = sizes.pp = NULL;
+    sizes.tp = sizes.cp = sizes.pp = sizes.ep = NULL;
+    sizes.router_bias = 0;
     sizes.stages = TRAIN_PARTS;
     sizes.cut = cut;
     gpt          model = gpt_register(ctx, sizes);
@@ -445,8 +479,9 @@ static inline void train_cut_by_cost(dt_ctx *ctx, gpt_config sizes, dt_shape tok
 /* ==== The loop ==================================================================================================== */
 
 /* Room for the largest step. */
-static inline void train_batch_make(dt_ctx *ctx, const train_config *c, const dt_mesh *mesh, dt_text *text,
+static inline void train_batch_make(const train_config *c, gpt *model, const dt_mesh *mesh, dt_text *text,
     train_batch *b) {
+    dt_ctx *ctx = model->ctx;
     size_t tokens = (size_t)(c->accum * (int64_t)c->micro_batch * b->own) * sizeof(int32_t);
     b->ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "ids");
     b->labels = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, tokens, "labels");
@@ -454,7 +489,13 @@ static inline void train_batch_make(dt_ctx *ctx, const train_config *c, const dt
     b->whole = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 3 * (size_t)b->T * sizeof(int32_t), "a sequence");
     size_t losses = (size_t)(c->accum * mesh->replicas) * sizeof(double);
     b->losses = (double *)dt_alloc(ctx, DT_MEM_HOST, losses, "losses");
+    if (model->config.router_bias > 0)
+        b->experts_bytes = (size_t)(model->config.layers * model->config.experts) * sizeof(double);
+    b->experts = (double *)dt_alloc(ctx, DT_MEM_HOST, b->experts_bytes, "tokens of each expert");
     if (dt_error(ctx) != DT_OK) return;
+    if (b->experts) memset(b->experts, 0, b->experts_bytes);
+    for (int i = 0; i < model->config.layers && b->experts; i++)
+        model->layer[i].route.experts = b->experts + i * model->config.experts;
     b->order = (dt_order){ .sequences = dt_text_sequences(text), .micro_batch = c->micro_batch,
         .replicas = mesh->replicas };
     if (c->shuffle)
@@ -467,6 +508,7 @@ static inline void train_batch_free(dt_ctx *ctx, const train_config *c, const dt
     dt_sampler_free(b->shuffled);
     dt_schedule_free(b->schedule);
     dt_free(ctx, DT_MEM_HOST, b->spans, b->spans_bytes);
+    dt_free(ctx, DT_MEM_HOST, b->experts, b->experts_bytes);
     dt_free(ctx, DT_MEM_HOST, b->ids, tokens);
     dt_free(ctx, DT_MEM_HOST, b->labels, tokens);
     dt_free(ctx, DT_MEM_HOST, b->index, tokens);
@@ -530,6 +572,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     sizes.tp = mesh.tp;
     sizes.cp = mesh.cp;
     sizes.pp = mesh.pp;
+    sizes.ep = mesh.ep;
     sizes.stages = mesh.sizes.pp * (c->chunks ? c->chunks : 1);
     memcpy(cut, c->cut, sizeof cut);
     if (c->by_cost && !c->dry) train_cut_by_cost(ctx, sizes, DT_SHAPE(c->micro_batch, T / mesh.sizes.cp), cut);
@@ -546,7 +589,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch b = { .T = T, .own = T / mesh.sizes.cp };
     if (c->weights) gpt_load(&model, c->weights);
     dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
-    train_batch_make(ctx, c, &mesh, text, &b);
+    train_batch_make(c, &model, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;

@@ -64,12 +64,14 @@ enum { BUILT, LATER };
     X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", "token ids; above all ids in the data, bytes need 256") \
     X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", "one matrix for embedding and head") \
     X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", "of the embedding and of both branches of a layer") \
-    X(EXPERTS, "experts", TEXT, LATER, "dense", 0, 0, "E", "experts of a mixture") \
-    X(TOP_K, "top-k", INT, LATER, "2", 1, MEGA, "K", "experts of a token") \
-    X(MOE_EVERY, "moe-every", INT, LATER, "1", 1, MEGA, "N", "a mixture in every Nth layer") \
-    X(CAPACITY, "capacity", TEXT, LATER, "dropless", 0, 0, "F", "room of an expert") \
-    X(BALANCE_LOSS, "balance-loss", REAL, LATER, "0.01", 0, 1e9, "X", "") \
-    X(Z_LOSS, "z-loss", REAL, LATER, "0", 0, 1e9, "X", "") \
+    X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", "mixtures of so many experts in place of MLPs") \
+    X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts of a token") \
+    X(MOE_EVERY, "moe-every", INT, BUILT, "1", 1, MEGA, "N", "a mixture in every Nth layer, the others dense") \
+    X(SHARED_EXPERTS, "shared-experts", INT, BUILT, "0", 0, 1024, "N", "so many besides, for every token") \
+    X(CAPACITY, "capacity", TEXT, BUILT, "dropless", 0, 0, "F", "room in an expert: F times a sequence's even share") \
+    X(BALANCE_LOSS, "balance-loss", REAL, BUILT, "0.01", 0, 1e9, "X", "weight of the loss that evens out experts") \
+    X(Z_LOSS, "z-loss", REAL, BUILT, "0", 0, 1e9, "X", "weight of the loss that keeps the router's logits small") \
+    X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", "even out by biases that move by X a step; 0: none") \
     X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", "sequences of a step over all ranks: B = b x a x replicas") \
     X(MICRO_BATCH, "micro-batch", INT, BUILT, NULL, 1, MEGA, "b", "sequences of one forward [what --batch leaves]") \
@@ -107,7 +109,7 @@ enum { BUILT, LATER };
     X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
     X(PP, "pp", INT, BUILT, "1", 1, 1024, "N", "pipeline parallel") \
-    X(EP, "ep", INT, LATER, "1", 1, 1024, "N", "expert parallel") \
+    X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", "expert parallel: replicas that share out the experts") \
     X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: with --tp, tokens cut too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
@@ -419,7 +421,8 @@ static void print_refused(void) {
     puts("Sizes are refused by these rules, before any rank starts:");
     puts("  heads divides width                          each head is width/heads wide");
     puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
-    puts("  dp x pp x cp x tp x ep = ranks               ep is 1 in this build");
+    puts("  dp x pp x cp x tp x ep = ranks");
+    puts("  ep divides experts, top-k <= experts         a rank has whole experts; tp cuts each");
     puts("  pp x chunks <= 2 layers + 2                  stages are cut between half layers, embedding and head");
     puts("  chunks is 1, but with schedule interleaved   and then pp is 2 or more");
     puts("  partition has pp x chunks numbers            with the sum 2 layers");
@@ -428,7 +431,7 @@ static void print_refused(void) {
     puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
     puts("  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it");
     puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
-    puts("  shard-group divides dp x cp, with zero 1 to 3  and zero3-keep is for zero 3");
+    puts("  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3");
     puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
     puts("  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START");
     puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
@@ -553,6 +556,33 @@ static gpt_config model_of_options(value *v) {
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
+/* A number greater than 0, or the word that says there is none: 0. */
+static double read_or_word(const value *v, int id, const char *word, double most, int whole) {
+    char  *end;
+    double x = strtod(v[id].text, &end);
+    if (strcmp(v[id].text, word) == 0) return 0;
+    if (end == v[id].text || *end || !(x > 0 && x <= most) || (whole && x != floor(x)))
+        refuse("--%s %s: %s, or a %snumber up to %g", table[id].name, v[id].text, word, whole ? "whole " : "", most);
+    return x;
+}
+
+/* Of mixtures; the options that go with them do nothing in a dense model. */
+static void resolve_experts(value *v, gpt_config *c) {
+    c->experts = (int)read_or_word(v, O_EXPERTS, "dense", MEGA, 1);
+    c->capacity = read_or_word(v, O_CAPACITY, "dropless", 1e9, 0);
+    if (c->experts == 0) return;
+    if (v[O_MODEL].text) refuse("--model with --experts is not available in this build");
+    if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from == GIVEN)
+        refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts, c->experts);
+    if (c->experts < int_of(v, O_TOP_K)) compute(&v[O_TOP_K], c->experts);
+    c->top_k = int_of(v, O_TOP_K);
+    c->moe_every = int_of(v, O_MOE_EVERY);
+    c->shared = int_of(v, O_SHARED_EXPERTS);
+    c->balance = v[O_BALANCE_LOSS].number;
+    c->z = v[O_Z_LOSS].number;
+    c->router_bias = v[O_ROUTER_BIAS].number;
+}
+
 static gpt_config resolve_model(value *v) {
     static const dt_dtype dtypes[] = { DT_F32, DT_BF16, DT_F16, DT_F64 };
     gpt_config c = v[O_MODEL].text ? model_of_file(v) : model_of_options(v);
@@ -560,6 +590,7 @@ static gpt_config resolve_model(value *v) {
     c.dropout = v[O_DROPOUT].number;
     c.smoothing = v[O_LABEL_SMOOTHING].number;
     resolve_recompute(v[O_RECOMPUTE].text, &c);
+    resolve_experts(v, &c);
     return c;
 }
 
@@ -752,6 +783,10 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
         refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide "
             "them; use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
+    if (m->experts % mesh.ep != 0)
+        refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
+            (int)divisor_below(m->experts, mesh.ep));
+    if (v[O_SAVE_MODEL].text && m->experts) refuse("--save-model is not available in this build with --experts");
     if (v[O_SAVE_MODEL].text && (mesh.tp > 1 || mesh.pp > 1))
         refuse("--save-model is not available in this build with --tp or --pp above 1");
 }
@@ -986,6 +1021,7 @@ static void print_settings(const value *v, const train_config *c) {
         v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
+    if (c->mesh.ep > 1) printf(" x ep%d", c->mesh.ep);
     if (c->mesh.pp > 1) printf(" x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
     if (c->chunks > 1) printf(" of %d chunks", c->chunks);
     printf("   zero %s", v[O_ZERO].text);
@@ -1022,7 +1058,7 @@ typedef struct job {
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
                                       "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
-                                      "batch,bubble";
+                                      "batch,bubble,balance_loss,z_loss,dropped";
 
 /* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
@@ -1041,7 +1077,8 @@ static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     if (isfinite(row->val_loss)) fprintf(j->csv, "%.17g", row->val_loss);
     fputc(',', j->csv);
     if (mfu(j, row) > 0) fprintf(j->csv, "%.6g", mfu(j, row));
-    fprintf(j->csv, ",%lld,%.6g\n", (long long)row->batch, row->bubble);
+    fprintf(j->csv, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance, row->z,
+        row->dropped);
     errno = 0;
     if (fflush(j->csv) != 0 || ferror(j->csv))
         dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
