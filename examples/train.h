@@ -45,11 +45,12 @@ typedef struct train_row {
    parameters and N ranks that share them, each class whole is Psi x its bytes, and cut Psi x bytes / N). */
 typedef struct train_need {
     dt_memory memory;           /* live: at the run's end, or at its first failure; peaks: of all the run until then */
-    int64_t   psi, padded;      /* this rank's parameters; with each unit padded to a multiple of N * DT_RUN */
-    int       shared;           /* N */
+    struct { int64_t psi, padded; int shared; } kind[2];    /* of dense parameters, and of those that ep cuts: how many
+                                   this rank has; with each unit padded to a multiple of N * DT_RUN; N */
     int       bytes[3];         /* of one parameter in params, grads, optim */
-    int       parts[3];         /* 1, or N where each rank has a part */
-    double    formula[3];       /* padded x bytes / parts, and of the tree its levels */
+    int       cut[3];           /* 1: each rank has a part, of N */
+    double    formula[3];       /* padded x bytes, / N where cut; */
+    double    levels;           /* and of the tree in grads */
 } train_need;
 
 /* Files read as one text, in this order. */
@@ -357,8 +358,13 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     train_need *n = &c->need[dt_ctx_rank(ctx)];
     dt_dtype    dtype = c->model.dtype;
     int         is_adam = c->zero.optimizer != DT_SGD, kept = dtype == DT_BF16 || dtype == DT_F16 ? DT_F32 : dtype;
-    int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype, levels = 0;
-    n->shared = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype;
+    int         wish = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    int         all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->experts) };
+    for (int k = 0; k < 2; k++) { /* the largest that divides the group */
+        n->kind[k].shared = wish < all[k] ? wish : all[k];
+        while (all[k] % n->kind[k].shared != 0) n->kind[k].shared--;
+    }
     n->bytes[0] = (int)dt_dtype_size(dtype);
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)kept);
     n->bytes[2] = n->bytes[1] * (states + master);
@@ -366,14 +372,26 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     if (optim) n->bytes[2] = 0; /* what is offloaded is in none of the three classes */
     if (params) n->bytes[0] = 0;
     if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree) n->bytes[1] = 0;
-    for (int i = 0; i < 3; i++) n->parts[i] = c->zero.stage >= 3 - i ? n->shared : 1; /* optim from 1, params from 3 */
+    for (int i = 0; i < 3; i++) n->cut[i] = c->zero.stage >= 3 - i; /* optim from 1, params from 3 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
-        n->psi += (int64_t)dt_unit_get(ctx, u)->count;
-        n->padded += (int64_t)dt_unit_get(ctx, u)->padded;
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        dt_comm       *ep = dt_param_get(ctx, unit->first_param)->param->desc.cuts[1].comm;
+        int            k = ep != NULL && ep == mesh->ep;
+        if (unit->frozen) { /* biases of routers */
+            int N = n->cut[0] ? n->kind[k].shared : 1;
+            n->formula[0] += (double)unit->padded * (double)dt_dtype_size(unit->dtype) / N;
+            continue;
+        }
+        n->kind[k].psi += (int64_t)unit->count;
+        n->kind[k].padded += (int64_t)unit->padded;
     }
-    for (int i = 0; i < 3; i++) n->formula[i] = (double)n->padded * n->bytes[i] / n->parts[i];
-    for (int leaves = c->zero.tree ? c->accum * dt_comm_size(mesh->data) : 0; leaves >> levels; levels++) {}
-    n->formula[1] += (double)n->padded * n->bytes[1] / dt_comm_size(mesh->data) * levels;
+    for (int k = 0; k < 2; k++) {
+        int leaves = c->zero.tree ? c->accum * all[k] : 0;
+        for (int i = 0; i < 3; i++)
+            n->formula[i] += (double)n->kind[k].padded * n->bytes[i] / (n->cut[i] ? n->kind[k].shared : 1);
+        for (; leaves; leaves >>= 1) n->levels += (double)n->kind[k].padded * n->bytes[1] / all[k];
+    }
+    n->formula[1] += n->levels;
 }
 
 static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }

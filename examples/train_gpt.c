@@ -1270,18 +1270,21 @@ static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "
 /* What a rank has of each class, and beside it what it should have by the formula. */
 static void print_memory(FILE *to, const train_need *n) {
     const dt_memory *m = &n->memory;
+    int              formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
     fprintf(to, "  %-12s%16s%16s", "class", "live", "peak");
-    if (n->shared) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
-        (long long)n->psi, (long long)n->shared, DT_RUN, (long long)n->padded);
+    if (formula) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
+        (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_RUN, (long long)n->kind[0].padded);
+    if (experts) fprintf(to, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
+        (long long)n->kind[1].shared, DT_RUN, (long long)n->kind[1].padded);
     fputc('\n', to);
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
         fprintf(to, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
-        if (n->shared && i <= DT_MEM_OPTIM) {
-            double cut = (double)n->padded * n->bytes[i] / n->parts[i];
-            fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
-            if (n->parts[i] > 1) fprintf(to, " / %d", n->parts[i]);
-            if (n->formula[i] > cut) fprintf(to, " + %.0f for the tree's levels", n->formula[i] - cut);
+        for (int k = 0; k < 1 + experts && formula && i <= DT_MEM_OPTIM; k++) {
+            if (k == 0) fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+            else fprintf(to, " + %d Q", n->bytes[i]);
+            if (n->cut[i] && n->kind[k].shared > 1) fprintf(to, " / %d", n->kind[k].shared);
         }
+        if (formula && i == DT_MEM_GRADS && n->levels > 0) fprintf(to, " + %.0f for the tree's levels", n->levels);
         fputc('\n', to);
     }
     fprintf(to, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
