@@ -79,6 +79,7 @@ typedef struct train_config {
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
+    const char  *svg;           /* a file for a drawing of the last step's pipeline; NULL: none */
     dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
     train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
@@ -494,6 +495,36 @@ static inline void train_cut_by_cost(dt_ctx *ctx, gpt_config sizes, dt_shape tok
         dt_fail(ctx, DT_ERR_ARG, "%s", why);
 }
 
+/* ==== A drawing of a step ========================================================================================= */
+
+/* What each stage took on average, as the simulator wants it: forward, input, weight. A whole backward is input. */
+static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans, double *costs) {
+    int micros = dt_schedule_micros(s);
+    memset(costs, 0, 3 * (size_t)dt_schedule_stages(s) * sizeof *costs);
+    for (int r = 0; r < dt_schedule_ranks(s); r++)
+        for (int i = 0; i < dt_schedule_count(s, r); i++) {
+            const dt_action *a = &dt_schedule_actions(s, r)[i];
+            const dt_span   *t = &spans[dt_schedule_first(s, r) + i];
+            int              k = a->phase == DT_FORWARD ? 0 : a->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
+            costs[3 * a->stage + k] += (t->end - t->begin) / micros;
+        }
+}
+
+/* The step that was measured last, on rank 0's pipeline, above what its own mean costs would give. */
+static inline void train_draw(dt_ctx *ctx, const dt_mesh *mesh, const train_batch *b, const char *path) {
+    int         n = dt_schedule_first(b->schedule, mesh->sizes.pp), stages = dt_schedule_stages(b->schedule);
+    size_t      bytes = (size_t)n * sizeof(dt_span) + 3 * (size_t)stages * sizeof(double);
+    dt_span    *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a drawing");
+    dt_timeline lines[2] = { { "measured", b->schedule, b->spans + dt_schedule_count(b->schedule, mesh->at.pp) },
+        { "simulated with the mean costs of its stages", b->schedule, spans } };
+    if (!spans) return;
+    double           *costs = (double *)(void *)(spans + n);
+    dt_schedule_costs c = { .stages = costs };
+    train_stage_costs(b->schedule, lines[0].spans, costs);
+    if (dt_schedule_simulate(b->schedule, c, spans) == DT_OK) dt_schedule_svg(ctx, path, lines, 2);
+    dt_free(ctx, DT_MEM_HOST, spans, bytes);
+}
+
 /* ==== The loop ==================================================================================================== */
 
 /* Room for the largest step. */
@@ -610,6 +641,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch_make(c, &model, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
+    if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
     if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {

@@ -115,6 +115,7 @@ enum { BUILT, LATER };
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
     X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage, as 3,5; cost: timed") \
+    X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
     X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
@@ -851,6 +852,8 @@ static train_config resolve(value *v) {
     resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
+    c.svg = v[O_SCHEDULE_SVG].text;
+    if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more with it");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
@@ -1011,6 +1014,20 @@ static void print_stages(const train_config *c) {
         printf("%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0, s == stages - 1 ? ", head" : "");
     }
     puts(c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
+    dt_ctx      *ctx = look();
+    double       v = c->chunks;
+    dt_schedule *schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule, .ranks = c->mesh.pp,
+        .micros = c->accum, .chunks = c->chunks });
+    size_t       bytes = (size_t)dt_schedule_first(schedule, c->mesh.pp) * sizeof(dt_span);
+    dt_span     *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
+    if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 }, spans) == DT_OK) {
+        dt_schedule_bubble b = dt_schedule_idle(schedule, spans, -1);
+        printf("bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward is two forwards\n",
+            dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
+    }
+    if (dt_error(ctx) != DT_OK) refuse("%s", bare(ctx));
+    dt_free(ctx, DT_MEM_HOST, spans, bytes);
+    dt_ctx_free(ctx);
 }
 
 static void print_settings(const value *v, const train_config *c) {
@@ -1172,6 +1189,7 @@ static int run(job *j) {
     if (!speaks()) return 0;
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
+    if (!j->v[O_QUIET].number && j->config.svg) printf("drawn   %s\n", j->config.svg);
     if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
