@@ -27,6 +27,12 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
+/* Memory that nobody may take for zeros: as a number it is none. */
+static void *unclean(void *user, size_t bytes, dt_mem mem) {
+    void *p = dt_host_default()->alloc(user, bytes, mem);
+    return p ? memset(p, 0xff, bytes) : NULL;
+}
+
 static dt_report run(int ranks, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_report report;
     dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = 60, .host = &quiet, .report = &report }, rank_main, user);
@@ -776,6 +782,28 @@ static dt_status nothing_main(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* What a gradient was a step ago is gone, also where an expert has no rows. */
+static dt_status stale_main(dt_ctx *ctx, void *user) {
+    (void)user;
+    double     x[2] = { 1, 2 }, away[2] = { -1, -2 }, ones[2] = { 1, 1 };
+    float      router[2] = { 1, -1 };
+    dt_tensor *w1 = dt_param(ctx, "w1", DT_SHAPE(2, 1, 1), DT_ONES), *b1 = dt_param(ctx, "b1", DT_SHAPE(2, 1), DT_ONES);
+    for (int step = 0; step < 4; step++) {
+        dt_tensor  *in = tensor_of(ctx, DT_F32, DT_SHAPE(1, 2, 1), step % 2 ? away : x);
+        dt_tensor  *w = dt_input(ctx, DT_F32, DT_SHAPE(2, 1), router);
+        dt_routing *r = dt_route(in, w, (dt_route_desc){ .k = 1 });
+        dt_tensor  *h = dt_expert_linear(dt_dispatch(in, r, NULL), r, w1, b1, (dt_expert_desc){ .activation = 0 });
+        if (dt_backward(dot(h, ones)) != DT_OK) return dt_error(ctx);
+        const float *dw = (const float *)w1->grad, *db = (const float *)b1->grad;
+        int          used = step % 2;
+        CHECK_MSG(dw[used] == (used ? -3 : 3) && dw[1 - used] == 0 && db[used] == 2 && db[1 - used] == 0,
+            "step %d: %g %g, %g %g", step, (double)dw[0], (double)dw[1], (double)db[0], (double)db[1]);
+        dt_clear_grads(ctx);
+        dt_reset(ctx);
+    }
+    return dt_error(ctx);
+}
+
 /* A dry run sees an even load and the bytes of one. */
 static void test_dry(void) {
     static result out;
@@ -981,11 +1009,13 @@ int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     quiet = *dt_host_default();
     quiet.log = silent;
+    quiet.alloc = unclean;
     test_stored();
     CHECK(run(1, fd_main, NULL).status == DT_OK);
     CHECK(run(1, extremes_main, NULL).status == DT_OK);
     CHECK(run(2, nothing_main, NULL).status == DT_OK);
     CHECK(run(1, signs_main, NULL).status == DT_OK);
+    CHECK(run(1, stale_main, NULL).status == DT_OK);
     dry_one dry = { .recompute = 0 };
     CHECK(run(1, dry_main, &dry).status == DT_OK);
     test_one_expert();
