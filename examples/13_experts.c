@@ -2,13 +2,13 @@
 
    What you learn: the four steps of such a layer. dt_route chooses two experts for each token, dt_dispatch sends the
    token's row to the ranks that hold them, dt_expert_linear is each expert's product with its rows, dt_combine sends
-   the results back and adds them up by their weights. Here each rank of ep has sequences of its own and 8 / ep experts; the
-   hidden numbers of an expert may be cut over tp as well. What an expert learns it learns from the tokens of all ranks,
-   so its gradient is complete; the router's is a part on each, and is summed.
+   the results back and adds them up by their weights. Here each rank of ep has sequences of its own and 8 / ep experts;
+   the hidden numbers of an expert may be cut over tp as well. What an expert learns it learns from the tokens of all
+   ranks, so its gradient is complete; the router's is a part on each, and is summed.
    An expert has room for 1.25 times its share of a sequence; what comes beyond is dropped. Some kinds of tokens are
    frequent, so some experts are in demand. After each step the last two runs move a number of each expert, which is
-   added when experts are chosen and not when they are weighed: down where more tokens came than the mean (no loss
-   helps, arXiv:2408.15664). No layout may change any of this: losses are those of one rank, drops are the same ones.
+   added when experts are chosen and not when they are weighed: down where more tokens came than the mean (without a
+   loss: arXiv:2408.15664). No layout may change any of this: losses are those of one rank, drops are the same ones.
    Predict before you run: which bytes grow with ep, which with tp? What does balance do to the loss?
    Run: cc -O3 examples/13_experts.c -o 13_experts -lm -lpthread && ./13_experts */
 #define DT_IMPLEMENTATION
@@ -44,7 +44,8 @@ static void samples(int step, int first, int n, float *x, float *y) {
         uint32_t at = (uint32_t)((step * B + first) * T + i) * (C + 1);
         float    u = (number(at) + 1) / 2;
         int      kind = (int)(u * u * KINDS);
-        for (uint32_t c = 0; c < C; c++) x[i * C + (int)c] = number((uint32_t)kind * C + c + 7) + number(at + 1 + c) / 4;
+        for (uint32_t c = 0; c < C; c++)
+            x[i * C + (int)c] = number((uint32_t)kind * C + c + 7) + number(at + 1 + c) / 4;
         for (int c = 0; c < C; c++) y[i * C + c] = x[i * C + (c + kind) % C] * (kind % 2 ? 1 : -1);
     }
 }

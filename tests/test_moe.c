@@ -13,6 +13,7 @@
 #include "check.h"
 #include "golden/golden.h"
 #include <math.h>
+#include <sys/mman.h>
 
 static const char *golden_folder = "tests/golden";
 
@@ -111,9 +112,10 @@ typedef struct result {
 } result;
 
 typedef struct job {
-    int      ep, tp, sp, cp, kind, k, places, biased, recompute, halves, plain, uneven, steps, dry, fixed;
+    int      ep, tp, sp, cp, kind, k, places, biased, recompute, halves, plain, uneven, steps, dry, fixed, procs;
     double   capacity, balance, z;
     dt_dtype dtype;
+    dt_algorithm algorithm;
     result  *out;
     dt_dry   dries[16];
 } job;
@@ -176,6 +178,9 @@ static void fill_param(dt_tensor *t, uint32_t salt) {
 static layer layer_make(dt_ctx *ctx, const job *j) {
     layer l = { .j = j, .mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .ep = j->ep, .tp = j->tp, .cp = j->cp }) };
     dt_cut none = { NULL, 0 }, ep = { l.mesh.ep, 0 };
+    dt_comm *groups[3] = { l.mesh.ep, l.mesh.tp, l.mesh.cp };
+    for (int i = 0; i < 3; i++)
+        if (groups[i]) dt_comm_set_algorithm(groups[i], j->algorithm);
     l.outside = j->sp ? DT_SHARD(1) : DT_REPLICATE;
     l.w = param(ctx, j, "w", DT_SHAPE(E, C), none, none, 0);
     l.w1 = param(ctx, j, "w1", DT_SHAPE(E, F, C), ep, (dt_cut){ l.mesh.tp, 1 }, 0);
@@ -374,7 +379,11 @@ static const char *job_text(const job *j) {
 static int run_job(job *j, result *out) {
     memset(out, 0, sizeof *out);
     j->out = out;
-    dt_report report = run(j->ep * j->tp * j->cp, layer_main, j);
+    dt_report report = { .status = DT_OK };
+    dt_run_desc forks = { .ranks = j->ep * j->tp * j->cp, .backend = DT_BACKEND_PROCS, .timeout_s = 60,
+        .report = &report };
+    if (j->procs) dt_run(forks, layer_main, j);
+    else report = run(forks.ranks, layer_main, j);
     return CHECK_MSG(report.status == DT_OK, "%s: %s", job_text(j), report.text);
 }
 
@@ -462,6 +471,23 @@ static void test_ways(void) {
             CHECK_MSG(!differs(&out, &one, 0) && same_counts(&out, &one), "%s: other bits", job_text(&other));
         }
     }
+}
+
+/* The same over messages, and over processes, which write into memory that they share. */
+static void test_ranks(void) {
+    static result one;
+    result *shared = (result *)mmap(NULL, sizeof one, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    job     j = { .ep = 2, .tp = 2, .cp = 2, .sp = 1, .kind = DT_CP_ZIGZAG, .k = 2, .capacity = 0.7, .balance = 0.3,
+        .z = 0.1, .dtype = DT_F64 };
+    if (!run_job(&j, &one)) return;
+    for (int way = 0; way < 3; way++) {
+        job other = j;
+        other.algorithm = way == 1 ? DT_DOUBLING : way == 2 ? DT_DIRECT : DT_ALGORITHM_AUTO;
+        other.procs = way == 0;
+        if (!run_job(&other, shared)) continue;
+        CHECK_MSG(!differs(shared, &one, 1e-12) && same_counts(shared, &one), "way %d: other results", way);
+    }
+    munmap(shared, sizeof one);
 }
 
 /* bf16 and f16 from the same numbers; f32 closer. Outputs are sums of some 10 terms, rounded a few times. */
@@ -832,12 +858,13 @@ static dt_status dry_main(dt_ctx *ctx, void *user) {
 
 // ==== ZeRO 3 ========================================================================================================
 
-typedef struct zero_job { int stage; dt_dtype dtype; double w[24], w1[48], w2[48]; } zero_job;
-typedef struct zero_layer { dt_tensor *w, *w1, *w2; } zero_layer;
+typedef struct zero_job { int stage; dt_dtype dtype; double w[24], w1[48], w2[48], bias[6]; } zero_job;
+typedef struct zero_layer { dt_tensor *w, *w1, *w2, *bias; dt_route_counts counts; } zero_layer;
 
 static dt_tensor *zero_forward(dt_tensor *x, void *user) {
-    const zero_layer *l = (const zero_layer *)user;
-    dt_routing *r = dt_route(x, l->w, (dt_route_desc){ .k = 2, .balance = 0.1, .sequences = 4 });
+    zero_layer *l = (zero_layer *)user;
+    dt_routing *r = dt_route(x, l->w, (dt_route_desc){ .k = 2, .balance = 0.1, .sequences = 4, .bias = l->bias,
+        .counts = &l->counts });
     dt_tensor  *h = dt_expert_linear(dt_dispatch(x, r, NULL), r, l->w1, NULL, (dt_expert_desc){ DT_ACT_GELU, NULL });
     return dt_combine(dt_expert_linear(h, r, l->w2, NULL, (dt_expert_desc){ .activation = 0 }), r);
 }
@@ -847,26 +874,31 @@ static dt_status zero_main(dt_ctx *ctx, void *user) {
     dt_param_desc d = { .dtype = j->dtype };
     zero_layer    l = { dt_param_at(ctx, "w", DT_SHAPE(6, 4), DT_NORMAL(1), d),
         dt_param_at(ctx, "w1", DT_SHAPE(6, 2, 4), DT_NORMAL(0.5), d),
-        dt_param_at(ctx, "w2", DT_SHAPE(6, 4, 2), DT_NORMAL(0.5), d) };
+        dt_param_at(ctx, "w2", DT_SHAPE(6, 4, 2), DT_NORMAL(0.5), d),
+        dt_param_at(ctx, "bias", DT_SHAPE(6), DT_ZEROS, (dt_param_desc){ .frozen = 1 }), { .experts = NULL } };
     dt_zero      *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = j->stage, .optimizer = DT_SGD });
-    double        values[2 * 8 * 4], want[2 * 8 * 4];
+    double        values[2 * 8 * 4], want[2 * 8 * 4], counts[6];
+    dt_comm      *world = dt_world(ctx);
+    l.counts.experts = counts;
     for (int step = 0; step < 3; step++) {
         for (int i = 0; i < 64; i++) {
             values[i] = number((uint32_t)(70 + step), (uint32_t)(i + 64 * dt_ctx_rank(ctx)));
             want[i] = number(80, (uint32_t)i);
         }
+        memset(counts, 0, sizeof counts);
         dt_tensor *x = tensor_of(ctx, j->dtype, DT_SHAPE(2, 8, 4), values);
         dt_tensor *y = dt_block_at(ctx, zero_forward, x, &l, (dt_block_desc){ .recompute = step == 1 });
         dt_backward(dt_mse(y, tensor_of(ctx, j->dtype, DT_SHAPE(2, 8, 4), want), 16));
         dt_zero_step(opt, 0.5);
+        dt_route_balance(l.bias, counts, 0.01, &world, 1);
         dt_reset(ctx);
     }
     char host[48 * 8];
-    dt_tensor *all[3] = { l.w, l.w1, l.w2 };
-    double    *out[3] = { j->w, j->w1, j->w2 };
-    for (int i = 0; i < 3 && dt_error(ctx) == DT_OK; i++) {
+    dt_tensor *all[4] = { l.w, l.w1, l.w2, l.bias };
+    double    *out[4] = { j->w, j->w1, j->w2, j->bias };
+    for (int i = 0; i < 4 && dt_error(ctx) == DT_OK; i++) {
         dt_read(all[i], host);
-        if (dt_ctx_rank(ctx) == 0) values_of(j->dtype, host, dt_count(all[i]->shape), out[i]);
+        if (dt_ctx_rank(ctx) == 0) values_of(all[i]->dtype, host, dt_count(all[i]->shape), out[i]);
     }
     return dt_error(ctx);
 }
@@ -876,6 +908,7 @@ static void test_zero(void) {
         zero_job a = { .stage = 2, .dtype = i ? DT_BF16 : DT_F32 }, b = { .stage = 3, .dtype = a.dtype };
         dt_report one = run(2, zero_main, &a), other = run(2, zero_main, &b);
         CHECK_MSG(one.status == DT_OK && other.status == DT_OK, "%s%s", one.text, other.text);
+        CHECK(!memcmp(a.bias, b.bias, sizeof a.bias) && a.bias[0] != 0 && fabs(a.bias[0]) < 0.031);
         CHECK(!memcmp(a.w, b.w, sizeof a.w) && !memcmp(a.w1, b.w1, sizeof a.w1) && !memcmp(a.w2, b.w2, sizeof a.w2));
     }
 }
@@ -1022,6 +1055,7 @@ int main(int argc, char **argv) {
     test_order();
     test_ways();
     test_layouts();
+    test_ranks();
     test_types();
     test_balance();
     test_dry();
