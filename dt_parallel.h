@@ -1800,12 +1800,12 @@ static dt_tensor *dt__route_balance(const dt__router *r, dt_tensor *probability)
 /* This rank's part of the mean over tokens of the square of log(sum of e^logits). */
 static dt_tensor *dt__route_z(const dt__router *r, dt_tensor *logits) {
     dt_shape   rows = DT_SHAPE(r->B, r->own, 1);
-    dt_tensor *zero = dt_new(r->ctx, logits->dtype, rows), *most = dt_max_over(logits, 2);
-    if (!zero || !most || dt__fill(r->ctx, zero->dtype, zero->data, (size_t)dt_count(rows), 0) != DT_OK) return NULL;
-    most = dt_reshape(most, rows);
-    dt_tensor *rest = most ? dt_sum_over(dt_exp(dt_sub(logits, most)), 2) : NULL;
-    dt_tensor *lse = rest ? dt_add(dt_reshape(dt_ln(rest), rows), most) : NULL;
-    return lse ? dt_mse(lse, zero, (double)r->d.sequences * (double)r->whole) : NULL;
+    dt_tensor *most = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
+    most = most ? dt_reshape(most, rows) : NULL;
+    if (most) rest = dt_sum_over(dt_exp(dt_sub(logits, most)), 2);
+    if (rest) lse = dt_add(dt_reshape(dt_ln(rest), rows), most);
+    return lse ? dt_affine(dt_sum_over(dt_mul(lse, lse), DT_ALL), 1 / ((double)r->d.sequences * (double)r->whole), 0)
+        : NULL;
 }
 
 /* Attaches a side loss; *sum counts it. */
