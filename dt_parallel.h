@@ -2424,7 +2424,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 typedef struct dt__pipe_slot {
     dt_tensor *x, *y, *dy;      /* the stage's input and output, the gradient of the output */
     dt_work   *takes;           /* x or dy, under way to this rank */
-    dt_work   *gives[2];        /* y and the gradient of x, under way to others */
+    dt_work   *gives[3];        /* y, the gradient of x and the shape of y, under way to others */
     int        stage;           /* whose ops its tape holds */
     int        open;            /* its backward is still to come */
     int        ready;           /* the next action's message has been asked for */
@@ -2446,8 +2446,9 @@ static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* A shape, to or from another rank: no traffic of the model, so it counts nowhere. */
-static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, int gives) {
+/* A shape, from another rank, or to one: then it begins to leave, for the receiver may have other messages to take
+   first. It is no traffic of the model, so it counts nowhere. */
+static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **gives) {
     dt_comm  *comm = p->desc.comm;
     dt_axis   axis = comm->axis;
     dt_ctx   *ctx = p->ctx;
@@ -2456,10 +2457,10 @@ static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage
     dt_tensor *t = dt_input(ctx, DT_I32, DT_SHAPE((int64_t)words), gives ? edge : NULL); /* where the device can read */
     if (!t) return dt_error(ctx);
     dt_comm_set_axis(comm, DT_AXIS_NONE);
-    dt_status status = gives ? dt_send(comm, t->data, words, DT_I32, peer, tag)
-                             : dt_recv(comm, t->data, words, DT_I32, peer, tag);
+    if (gives) *gives = dt_send_start(comm, t->data, words, DT_I32, peer, tag);
+    else if (dt_recv(comm, t->data, words, DT_I32, peer, tag) == DT_OK) dt_read(t, edge);
     dt_comm_set_axis(comm, axis);
-    return status == DT_OK && !gives ? dt_read(t, edge) : status;
+    return dt_error(ctx);
 }
 
 /* A tensor on the current tape for a message as this edge has them. */
@@ -2483,7 +2484,7 @@ static dt_status dt__pipe_clear(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
     dt_tape(p->ctx, s + 1, slot->stage);
     dt_wait(p->ctx, slot->takes);
-    for (int i = 0; i < 2; i++) dt_wait(p->ctx, slot->gives[i]);
+    for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->gives[i]);
     memset(slot, 0, sizeof *slot);
     dt_reset(p->ctx);
     return dt_error(p->ctx);
@@ -2501,7 +2502,7 @@ static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
     slot->ready = 1;
     if (a->from < 0) return dt_error(ctx);
     dt__pipe_edge *edge = &p->edges[stage];
-    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, 0) != DT_OK) return dt_error(ctx);
+    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK) return dt_error(ctx);
     dt_tensor *t = dt__pipe_room(p, edge);
     if (!t) return dt_error(ctx);
     if (forward) slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
@@ -2522,7 +2523,7 @@ static dt_status dt__pipe_take_early(dt__pipe *p, const dt_action *a, const dt_a
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
     if (next->from < 0 || next->from == p->rank || next->slot == a->slot || slot->open == forward) return DT_OK;
-    for (int i = 0; i < 2 && forward; i++)
+    for (int i = 0; i < 3 && forward; i++)
         if (slot->gives[i] && !dt_test(p->ctx, slot->gives[i])) return dt_error(p->ctx);
     if (forward && !p->edges[next->stage - 1].known) return DT_OK; /* it would wait for the shape */
     return dt__pipe_take(p, next);
@@ -2559,7 +2560,7 @@ static dt_status dt__pipe_output(dt__pipe *p, const dt_action *a, const dt_tenso
         "stage %d returned %s for micro-batch %d, and another shape or type before", a->stage, dt__tensor_text(y).s,
         a->micro);
     *edge = now;
-    return a->to < 0 || a->to == p->rank ? DT_OK : dt__pipe_tell(p, edge, a->stage, a->to, 1);
+    return a->to < 0 || a->to == p->rank ? DT_OK : dt__pipe_tell(p, edge, a->stage, a->to, &p->slots[a->slot].gives[2]);
 }
 
 static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {

@@ -50,6 +50,8 @@ typedef struct result {
     int    tapes[MAX_RANKS], slots[MAX_RANKS], live[MAX_RANKS], calls;
     dt_span spans[4096];
     double makespan;            /* simulated */
+    dt_report report[MAX_RANKS];        /* over tcp */
+    double took[MAX_RANKS];
 } result;
 
 typedef struct job {
@@ -453,6 +455,7 @@ static dt_status run_tcp(job *j, int ranks, dt_run_desc d) {
         check_failed = 0;
         d.rank = r;
         d.rendezvous = at;
+        d.report = &j->r->report[r];
         dt_status status = dt_run(d, train, j);
         fflush(NULL);
         _exit(check_failed ? 120 : (int)status);
@@ -488,8 +491,10 @@ static dt_report run_job(const config *c, result *r, int backend) {
     int ranks = c->dp * (c->plain ? 1 : c->pp);
     dt_run_desc d = { .ranks = ranks, .timeout_s = 30, .report = &report, .host = &host,
         .backend = backend == PROCS ? DT_BACKEND_PROCS : backend == TCP ? DT_BACKEND_TCP : DT_BACKEND_THREADS };
-    if (backend == TCP) report.status = run_tcp(&j, ranks, d);
-    else dt_run(d, train, &j);
+    if (backend != TCP) dt_run(d, train, &j);
+    else report.status = run_tcp(&j, ranks, d);
+    for (int rank = 0; rank < ranks && backend == TCP; rank++)
+        if (r->report[rank].status == report.status) report = r->report[rank];
     return report;
 }
 
@@ -558,8 +563,7 @@ static int runs_well(const config *c, result *r, int backend) {
 static config plain_of(config c) {
     c.plain = 1;
     c.zero = c.zero >= 2 ? 2 : 0;
-    if (c.shard == 0) c.shard = 0;
-    else c.zero = c.zero >= 2 ? 2 : 1;  /* shard groups are summed group by group */
+    if (c.shard) c.zero = c.zero >= 2 ? 2 : 1;  /* shard groups are summed group by group */
     c.kept = c.no_overlap = c.folder = c.recompute = c.evaluates = c.poison = 0;
     c.pace = NULL;
     return c;
@@ -589,7 +593,12 @@ static int has_empty_rank(const config *c) {
     return 0;
 }
 
-static void check_config(const config *c, int backend) {
+static int folders;     /* runs that had everything in one */
+
+static void check_config(const config *like, int backend) {
+    config changed = *like, *c = &changed;
+    if (has_empty_rank(c)) c->folder = 0;
+    folders += c->folder;
     config one = plain_of(*c), single = alone_of(*c);
     int tied = c->what == LAYERS_TIED;
     if (!runs_well(&one, want, THREADS) || !runs_well(c, got, backend)) return;
@@ -633,9 +642,270 @@ static config drawn(uint32_t k) {
 static void test_drawn(uint32_t from, uint32_t end) {
     for (uint32_t k = from; k < end; k++) {
         config c = drawn(k);
-        if (has_empty_rank(&c)) c.folder = 0;
         check_config(&c, THREADS);
     }
+}
+
+/* A plain case to change. */
+static config basic(int pp, int micros, int kind) {
+    config c;
+    memset(&c, 0, sizeof c);
+    c.model = 12345;
+    c.layers = 8;
+    c.rows = 3;
+    c.dp = 1;
+    c.pp = pp;
+    c.chunks = kind == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
+    c.kind = kind;
+    c.micros = micros;
+    c.clip = 0.02;
+    return c;
+}
+
+/* One weight of the first and the last stage: at every ZeRO stage, on disk, over the tree, by every schedule. */
+static void test_tied(void) {
+    folders = 0;
+    for (int k = 0; k < 40; k++) {
+        config c = basic(2 + k % 3, 4 + k % 3, k / 4 % DT_SCHEDULES);
+        c.what = LAYERS_TIED;
+        c.zero = k % 4;
+        c.dp = k % 3 == 2 ? 2 : 1;
+        c.folder = k % 5 == 0;
+        c.tree = k % 7 == 3;
+        c.recompute = k % 4;
+        c.model = (uint32_t)k;
+        c.evaluates = k % 6 == 1;
+        check_config(&c, THREADS);
+        if (k == 4) CHECK_MSG(got->scale[0] < 1, "nothing was clipped");
+    }
+    CHECK_MSG(folders > 3, "%d runs in a folder", folders);
+}
+
+/* Stages that return their input, that have no parameters, frozen ones, at the ends and in between; and stages next to
+   each other on one rank. */
+static void test_odd_stages(void) {
+    for (int k = 0; k < 24; k++) {
+        config c = basic(1 + k % 4, 4, k % DT_SCHEDULES);
+        c.what = k % 3 == 0 ? LAYERS_SAME : k % 3 == 1 ? LAYERS_EMPTY_ENDS : LAYERS_DRAWN;
+        c.zero = k / 2 % 4;
+        c.recompute = k % 2;
+        check_config(&c, THREADS);
+        c.own = k % 2 ? OWN_LOCAL : OWN_LATE_W;
+        c.map = MAP_BLOCKS;
+        c.chunks = 2;
+        c.micros = 6;
+        check_config(&c, THREADS);
+    }
+}
+
+/* More messages under way than a pair of ranks has places for, small ones and large. */
+static void test_many_messages(void) {
+    for (int wide = 0; wide < 2; wide++)
+        for (int k = 0; k < 6; k++) {
+            config c = basic(k < 4 ? 2 : 3, 20, k == 1 ? DT_SCHEDULE_INTERLEAVED : k == 2 ? DT_SCHEDULE_1F1B
+                : DT_SCHEDULE_AFAB);
+            c.what = wide ? LAYERS_WIDE : LAYERS_EQUAL;
+            c.rows = wide ? MAX_ROWS : 1;
+            c.zero = k == 2 ? 3 : 0;
+            if (k == 1) c.group = 20;
+            if (k == 0) c.own = OWN_AHEAD, c.chunks = 2;
+            if (k == 3) c.own = OWN_AFAB, c.chunks = 3, c.layers = 12;
+            if (k == 5) c.own = OWN_LATE_W, c.chunks = 2, c.map = MAP_V;
+            check_config(&c, THREADS);
+        }
+}
+
+/* What went over the edges, and over the tied group: all of it, and nothing else. */
+static void test_bytes(void) {
+    for (int k = 0; k < 20; k++) {
+        config c = basic(2 + k % 3, 5, k % DT_SCHEDULES);
+        job    j;
+        size_t size, sent[MAX_RANKS] = { 0 };
+        c.what = k % 2 ? LAYERS_TIED : LAYERS_DRAWN;
+        c.zero = k / 2 % 4;
+        c.dp = k % 3 == 0 ? 2 : 1;
+        c.dtype = k % 4 == 0 ? 2 : 0;
+        c.evaluates = 2;    /* not counted into the step */
+        values_of(&c, &j);
+        if (c.what == LAYERS_DRAWN) j.c.model = c.model += (uint32_t)k;
+        values_of(&c, &j);
+        size = dt_dtype_size(type_of(&c));
+        for (int s = 0; s + 1 < stages_of(&c); s++) {
+            int last = 0, from = s % c.pp, to = (s + 1) % c.pp;
+            for (int i = 0; i < c.layers; i++)
+                if (j.layer[i].stage <= s) last = i;
+            size_t bytes = (size_t)(c.micros * c.rows * j.layer[last].out) * size;
+            if (from != to) sent[from] += bytes, sent[to] += bytes;
+        }
+        size_t padded = (size_t)1024 * (size_t)c.dp, parts = c.zero > 0 ? (size_t)c.dp : 1;
+        if (c.what == LAYERS_TIED) sent[0] += padded / parts * (size == 2 ? 4 : size);
+        if (c.what == LAYERS_TIED) sent[c.pp - 1] += padded / parts * (size == 2 ? 4 : size);
+        if (!runs_well(&c, got, THREADS)) continue;
+        for (int r = 0; r < c.pp * c.dp; r++)
+            CHECK_MSG(got->pp_bytes[r] == sent[r / c.dp], "%s: rank %d sent %zu bytes over pp, not %zu",
+                config_text(&c).s, r, got->pp_bytes[r], sent[r / c.dp]);
+        for (int i = 0; i < c.dp * 2; i++)
+            CHECK_MSG(got->evaluated[i] == got->loss[1][i] && got->loss[1][i] > 0, "%s: evaluation of %d gives %.17g, "
+                "training %.17g", config_text(&c).s, i, got->evaluated[i], got->loss[1][i]);
+    }
+}
+
+/* Tapes are the schedule's slots and the caller's own; the steps after the second allocate nothing; 1F1B holds on rank
+   r what min(p - r, m) micro-batches take. */
+static void test_memory(void) {
+    for (int k = 0; k < 16; k++) {
+        config c = basic(1 + k % 4, 8, k % DT_SCHEDULES);
+        c.what = k < 10 ? LAYERS_EQUAL : LAYERS_DRAWN;
+        c.zero = k % 4;
+        c.steps = 6;
+        c.recompute = k % 3;
+        c.evaluates = k > 12;
+        if (!runs_well(&c, got, THREADS)) continue;
+        for (int r = 0; r < c.pp; r++) {
+            size_t *a = got->allocations[r], fixed = a[3] - a[2];
+            CHECK_MSG(c.evaluates || got->tapes[r] == got->slots[r] + 1, "%s: rank %d has %d tapes for %d slots",
+                config_text(&c).s, r, got->tapes[r], got->slots[r]);
+            CHECK_MSG(fixed == 2 && a[4] - a[3] == fixed && a[5] - a[4] == fixed, "%s: rank %d allocates %zu %zu %zu",
+                config_text(&c).s, r, a[3] - a[2], a[4] - a[3], a[5] - a[4]);
+        }
+    }
+    for (int m = 1; m <= 8; m += 7) {
+        config one = basic(4, m, DT_SCHEDULE_NAIVE), many = basic(4, m, DT_SCHEDULE_1F1B);
+        one.what = many.what = LAYERS_EQUAL;
+        one.layers = many.layers = 12;
+        one.rows = many.rows = MAX_ROWS;
+        if (!runs_well(&one, want, THREADS) || !runs_well(&many, got, THREADS)) return;
+        /* gradients that live as long as their block's backward only are there once */
+        double each = (double)(got->acts[0] - want->acts[0]) / 3;
+        for (int r = 0; r < 4; r++) {
+            int    live = 4 - r < m ? 4 - r : m;
+            double more = (double)got->acts[r] - (double)want->acts[r];
+            CHECK_MSG(got->live[r] == live && got->slots[r] == live, "rank %d holds %d micro-batches", r, got->live[r]);
+            CHECK_MSG(more == each * (live - 1), "rank %d holds %g bytes of acts more than one micro-batch", r, more);
+            CHECK_MSG(live == 1 || more > 0.6 * (live - 1) * (double)want->acts[r], "rank %d: %g bytes more", r, more);
+        }
+    }
+}
+
+/* Over forks and sockets. */
+static void test_backends(void) {
+    for (int k = 0; k < 16; k++) {
+        config c = basic(2 + k % 3, 4 + k % 2 * 8, k % DT_SCHEDULES);
+        c.zero = k % 4;
+        c.dp = c.pp == 2 ? 2 : 1;
+        c.what = k % 3 ? LAYERS_DRAWN : LAYERS_WIDE;
+        c.rows = k % 3 ? 5 : MAX_ROWS;
+        c.recompute = k % 2;
+        if (k % 4 == 3) c.what = LAYERS_TIED;
+        check_config(&c, k % 2 ? PROCS : TCP);
+        check_config(&c, k % 2 ? TCP : PROCS);
+    }
+}
+
+/* A schedule takes as long as the simulation says: a machine that others use can make it slower, so the best of some
+   tries counts. */
+static void test_pace(void) {
+    enum { TRIES = 6 };
+    dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
+    for (int k = 0; k < DT_SCHEDULES + 1; k++) {
+        config c = basic(4, 8, k % DT_SCHEDULES);
+        double best = HUGE_VAL, ideal = 0;
+        c.what = LAYERS_EQUAL;
+        c.steps = 1;
+        c.pace = &costs;
+        if (k % DT_SCHEDULES == DT_SCHEDULE_NAIVE) c.micros = 2;
+        for (int t = 0; t < TRIES && !(best <= 1.1 * ideal); t++) {
+            double end = 0;
+            if (!runs_well(&c, got, k < DT_SCHEDULES ? THREADS : PROCS)) return;
+            for (int i = 0; i < 4096; i++) end = got->spans[i].end > end ? got->spans[i].end : end;
+            best = fmin(best, end);
+            ideal = got->makespan;
+        }
+        printf("schedule %d: %.0f ms, simulated %.0f\n", c.kind, best * 1e3, ideal * 1e3);
+        CHECK_MSG(best <= 1.1 * ideal && best >= ideal, "schedule %d takes %g s, simulated %g", c.kind, best, ideal);
+    }
+}
+
+/* ---- failures ---- */
+
+static void check_failure(config c, int backend, dt_status status, const char *text) {
+    double    begin = dt_host_default()->now(NULL);
+    dt_report report = run_job(&c, got, backend);
+    double    took = dt_host_default()->now(NULL) - begin;
+    CHECK_MSG(report.status == status && strstr(report.text, text), "%s: failure %d of stage %d at %d: %s, not '%s'",
+        config_text(&c).s, c.fail, c.fail_stage, c.fail_micro, report.text, text);
+    CHECK_MSG(took < 10, "%s: it took %g s to end", config_text(&c).s, took);
+}
+
+static void test_failures(void) {
+    for (int k = 0; k < 48; k++) {
+        config c = basic(2 + k % 3, 4, k % DT_SCHEDULES);
+        static const struct { dt_status status; const char *text; } ends[] = { { DT_OK, "" },
+            { DT_ERR_ARG, "its function returned NULL" }, { DT_ERR_NUMERIC, "the user's own failure" },
+            { DT_ERR_SHAPE, "another shape or type before" }, { DT_ERR_SHAPE, "another shape or type before" } };
+        c.fail = 1 + k % 4;
+        c.fail_stage = k / 4 % stages_of(&c);
+        c.fail_micro = c.fail >= FAIL_SHAPE ? 1 + k % 3 : k % 4;
+        c.zero = k % 4;
+        c.rows = k % 2 ? MAX_ROWS : 2;
+        c.what = k % 2 ? LAYERS_WIDE : LAYERS_EQUAL;
+        c.dp = k % 5 == 0 ? 2 : 1;
+        check_failure(c, k % 6 == 1 ? PROCS : k % 6 == 2 ? TCP : THREADS, ends[c.fail].status, ends[c.fail].text);
+    }
+}
+
+static dt_tensor *never(dt_tensor *x, int stage, int micro, void *user) {
+    (void)stage, (void)micro, (void)user;
+    CHECK(0);
+    return x;
+}
+
+/* A backward that comes before its forward, and one that is missing. */
+static void generate_wrong(dt_schedule *s, void *user) {
+    (void)user;
+    for (int r = 0; r < 2; r++) dt_schedule_add(s, r, DT_FORWARD, 0, 0);
+    dt_schedule_add(s, 0, DT_BACKWARD, 0, 0);
+}
+
+static dt_status refused_rank(dt_ctx *ctx, void *user) {
+    int what = *(int *)user;
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = 2 });
+    dt_schedule_desc d = { .kind = DT_SCHEDULE_1F1B, .ranks = what == 0 ? 3 : 2, .micros = what == 1 ? 1 : 3 };
+    if (what == 1) d.generate = generate_wrong, d.unchecked = 1;
+    dt_schedule *s = what == 2 ? NULL : dt_schedule_make(ctx, d);
+    return dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s, .comm = mesh.pp, .run = what == 3 ? NULL : never,
+        .forward_micros = what == 4 ? -1 : 0 });
+}
+
+static void test_refused(void) {
+    static const char *const texts[] = { "is for 3 ranks, and 'pp' has 2", "dt_pipe_run: ", "a schedule and a function",
+        "a schedule and a function", "a schedule and a function" };
+    for (int what = 0; what < 5; what++) {
+        dt_report report;
+        dt_host   host = *dt_host_default();
+        host.log = silent;
+        dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 10, .report = &report, .host = &host }, refused_rank, &what);
+        CHECK_MSG(report.status == DT_ERR_ARG && strstr(report.text, texts[what]), "refusal %d: %s", what, report.text);
+    }
+    CHECK(dt_pipe_run(NULL, (dt_pipe_desc){ .schedule = NULL }) == DT_ERR_ARG);
+}
+
+static void timed(const char *name, void (*test)(void)) {
+    double begin = dt_host_default()->now(NULL);
+    test();
+    printf("%s: %.1f s\n", name, dt_host_default()->now(NULL) - begin);
+}
+
+static void test_named(void) {
+    timed("refused", test_refused);
+    timed("tied", test_tied);
+    timed("odd stages", test_odd_stages);
+    timed("bytes", test_bytes);
+    timed("memory", test_memory);
+    timed("failures", test_failures);
+    timed("backends", test_backends);
+    timed("pace", test_pace);
+    timed("many messages", test_many_messages);
 }
 
 int main(int argc, char **argv) {
@@ -644,6 +914,7 @@ int main(int argc, char **argv) {
     got = result_make(), want = result_make(), alone = result_make();
     uint32_t from = argc > 1 ? (uint32_t)atoi(argv[1]) : 0, end = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
     test_drawn(from, end);
+    if (argc <= 1 || argc > 3) test_named();
     rmdir(folder);
     return check_done("test_pipe");
 }
