@@ -196,7 +196,8 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
    copied. The group lives as long as the world. NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is used up. Under
    MPI a group for which a machine's range has no room left works over messages, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
-/* [local] From here on bytes that this rank sends in the group count under axis. NULL comm: nothing. */
+/* [local] Bytes that this rank sends in the group by operations that begin from here on count under axis. NULL comm:
+   nothing. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
 /* [local] Bytes that this rank sent over groups of that axis so far. They are logical: a property of the operation, not
    of the algorithm that ran. With N ranks, and S the bytes of the full buffer (all shares together):
@@ -464,7 +465,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 enum {
     DT__LINE = 128,         /* two cache lines: processors fetch them in pairs */
-    DT__MESSAGES = 8,       /* messages under way from one rank to another */
+    DT__MESSAGES = 8,       /* messages under way from one rank to another that are copied if they are small */
+    DT__MORE = 1024,        /* and places for others, as many for each rank */
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32
 };
@@ -646,9 +648,10 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* Splitting n ranks costs most when each gets a group of its own. */
+/* Splitting n ranks costs most when each gets a group of its own. And places of messages besides those of pairs. */
 static size_t dt__room_bytes(int ranks) {
-    return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
+    size_t splits = (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
+    return dt__group_bytes(ranks) + splits + (size_t)ranks * DT__MORE * DT__LINE;
 }
 
 static size_t dt__page_up(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
@@ -853,6 +856,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
 struct dt_work {
     dt_comm    *comm;
     dt__call    call;
+    dt_axis     axis;               /* of the group, when it was begun */
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
@@ -1235,18 +1239,19 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->more : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* A free message of the pair; NULL: none now. On a node one is made for a collective that finds none: others may be
-   under way that the receiver has not begun, and will not before it has this one. Without room for it the rank fails,
-   as it would wait for ever. */
-static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag) {
+/* A free message of the pair; NULL: none now. One more is made for a started send that finds none, of which any number
+   may be under way, and on a node for a collective: the receiver may not take the others before it has this one.
+   Without room for it a send waits for one of the others; in a collective the rank fails, as it would wait for ever. */
+static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
     while ((message = dt__next_message(pair, message)))
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
-    if (tag >= 0 || !world->node) return NULL;
+    if (tag >= 0 ? !started : !world->node) return NULL;
     size_t at = __atomic_fetch_add(&shared->room_used, DT__LINE, __ATOMIC_RELAXED);
     if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) {
-        dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
+        if (tag < 0)
+            dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
         return NULL;
     }
     message = (dt__message *)(void *)(shared->room + at);
@@ -1316,7 +1321,8 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     }
     if (part->state == 1) {     /* its turn, and a place */
         if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
-        dt__message *message = pair->sent == part->order ? dt__free_message(world, pair, part->tag) : NULL;
+        dt__message *message = NULL;
+        if (pair->sent == part->order) message = dt__free_message(world, pair, part->tag, work->started);
         if (!message) return ended ? dt__part_never(work, part) : 0;
         if (dt__message_post(work, part, pair, message) != DT_OK) return -1;
         if (message->eager) return 1;
@@ -2528,6 +2534,7 @@ static dt_work *dt__work_take(dt_comm *comm, const dt__call *call) {
     work->room = room;
     work->comm = comm;
     work->call = *call;
+    work->axis = comm->axis;
     return work;
 }
 
@@ -2597,7 +2604,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 /* The end of an operation: its bytes count if it went well. */
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
-    if (status == DT_OK) world->bytes[1 + (int)work->comm->axis] += dt__sent_bytes(work->comm, &work->call);
+    if (status == DT_OK) world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else dt__hands_off(world);
     dt__work_release(world, work);
     return status;

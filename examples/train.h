@@ -439,8 +439,8 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 
 /* ==== Stages by cost ============================================================================================== */
 
-/* Cuts the model so that the slowest stage is as fast as can be: rank 0 times embedding, attention, MLP and head, each a
-   stage of a model of one layer, and tells the others. */
+/* Cuts the model so that the slowest stage is as fast as can be: rank 0 times embedding, attention, MLP and head, each
+   a stage of a model of one layer, and tells the others. */
 enum { TRAIN_PARTS = 4, TRAIN_TIMINGS = 3 };
 typedef struct train_timing { gpt *model; dt_shape shape; int32_t *ids; } train_timing;
 

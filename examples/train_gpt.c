@@ -114,7 +114,7 @@ enum { BUILT, LATER };
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
-    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage, as 3,5; cost: timed") \
+    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "stages in half layers, as 3,5; cost: by time") \
     X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
@@ -802,8 +802,8 @@ static void read_partition(const value *v, train_config *c, int stages) {
         long long count = strtoll(at, &end, 10);
         int       ends = n == 0 || n == stages - 1; /* these have something else */
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > halves)
-            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for each "
-                "but the first and the last", list, stages);
+            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for "
+                "each but the first and the last", list, stages);
         sum += count;
         if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
         at = *end ? end + 1 : end;
@@ -830,8 +830,8 @@ static void resolve_pipeline(value *v, train_config *c) {
         refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved", c->chunks,
             v[O_SCHEDULE].text);
     if ((int64_t)c->mesh.pp * c->chunks > items)
-        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, attentions, "
-            "MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
+        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, "
+            "attentions, MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
     stages = c->mesh.pp * c->chunks;
     c->by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
     if (strcmp(v[O_PARTITION].text, "even") != 0 && strcmp(v[O_PARTITION].text, "cost") != 0) {
@@ -949,11 +949,11 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
 }
 
 /* The trace is written after the last step: whether it can be is better known before the first. */
-static void check_trace(const char *path) {
+static void check_written(int id, const char *path) {
     struct stat st;
     int         there = stat(path, &st) == 0;
     FILE       *f = there && !S_ISREG(st.st_mode) ? NULL : fopen(path, "ab");
-    if (!f) refuse("--trace %s: %s", path, there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
+    if (!f) refuse("--%s %s: %s", table[id].name, path, there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
     fclose(f);
     if (!there) remove(path);
 }
@@ -1462,7 +1462,8 @@ int main(int argc, char **argv) {
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
-    if (v[O_TRACE].text && speaks()) check_trace(v[O_TRACE].text);
+    if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
+    if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
     int failed = v[O_DRY_RUN].number ? dry_run(&j) : run(&j);
     train_files_free(&j.config.data);
