@@ -1031,7 +1031,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->place.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->place.rank == call->peer;
-    if (!dt__pattern_of(call->op)->counted) return 0;
+    if (call->host || !dt__pattern_of(call->op)->counted) return 0; /* in host memory it steers the program */
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
     case DT__REDUCE:

@@ -3413,7 +3413,8 @@ static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
     slot->ready = 1;
     if (a->from < 0) return dt_error(ctx);
     dt__pipe_edge *edge = &p->edges[stage];
-    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK) return dt_error(ctx);
+    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK)
+        return dt_error(ctx);
     dt_tensor *t = dt__pipe_room(p, edge);
     if (!t) return dt_error(ctx);
     if (forward) slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
