@@ -114,7 +114,7 @@ enum { BUILT, LATER };
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
-    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "stages in half layers, as 3,5; cost: by time") \
+    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage; cost: by time") \
     X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
@@ -953,7 +953,8 @@ static void check_written(int id, const char *path) {
     struct stat st;
     int         there = stat(path, &st) == 0;
     FILE       *f = there && !S_ISREG(st.st_mode) ? NULL : fopen(path, "ab");
-    if (!f) refuse("--%s %s: %s", table[id].name, path, there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
+    if (!f) refuse("--%s %s: %s", table[id].name, path,
+        there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
     fclose(f);
     if (!there) remove(path);
 }
