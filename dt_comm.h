@@ -557,6 +557,8 @@ typedef struct dt__shared {
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
     char           *eager;  /* (ranks, ranks, 2, DT__MESSAGES, DT_EAGER_BYTES) */
+    char           *more;   /* for messages that find no place among their pair's */
+    size_t          more_bytes, more_used;
     char           *user;   /* the copy of what dt_run's user points to */
     char           *heaps;  /* (ranks, heap_bytes) */
     size_t          heap_bytes;
@@ -648,10 +650,9 @@ static size_t dt__group_bytes(int size) {
            (size_t)size * (sizeof(dt__member) + (size_t)DT_MAX_STARTED * dt__post_bytes(size));
 }
 
-/* Splitting n ranks costs most when each gets a group of its own. And places of messages besides those of pairs. */
+/* Splitting n ranks costs most when each gets a group of its own. */
 static size_t dt__room_bytes(int ranks) {
-    size_t splits = (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
-    return dt__group_bytes(ranks) + splits + (size_t)ranks * DT__MORE * DT__LINE;
+    return dt__group_bytes(ranks) + (size_t)DT_MAX_SPLITS * (size_t)ranks * dt__group_bytes(1);
 }
 
 static size_t dt__page_up(size_t bytes) { return (bytes + 65535) / 65536 * 65536; }
@@ -662,7 +663,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     size_t n = (size_t)shared->ranks, at = (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE;
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
     size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
-    size_t user = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t more = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t user = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -672,6 +674,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     shared->pairs = (dt__pair *)(void *)(memory + pairs);
     shared->room = memory + room;
     shared->eager = memory + eager;
+    shared->more = memory + more;
+    shared->more_bytes = user - more;
     shared->user = memory + user;
     shared->heaps = memory + heaps;
     memcpy(memory + at, shared, sizeof *shared);
@@ -705,17 +709,23 @@ static void dt__group_name(dt__group *group, const char *name) {
     memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
 }
 
+/* The next piece of a room; NULL: it is used up. Any rank may call it. */
+static char *dt__room_take(char *room, size_t room_bytes, size_t *used, size_t bytes) {
+    if (__atomic_load_n(used, __ATOMIC_RELAXED) > room_bytes) return NULL;
+    size_t at = __atomic_fetch_add(used, bytes, __ATOMIC_RELAXED);
+    return at > room_bytes || bytes > room_bytes - at ? NULL : room + at;
+}
+
 /* A new group of `size` ranks in the range, its list still to be filled; NULL when the room is used up. Any rank may
    call it. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size), n = (size_t)size;
-    size_t at = __atomic_fetch_add(&shared->room_used, bytes, __ATOMIC_RELAXED);
-    if (at > shared->room_bytes || bytes > shared->room_bytes - at) return NULL;
-    char *p = shared->room + at;
+    char *p = dt__room_take(shared->room, shared->room_bytes, &shared->room_used, bytes);
+    if (!p) return NULL;
     dt__group *group = (dt__group *)(void *)p;
     memset(group, 0, sizeof *group);
     group->size = size;
-    group->channel = (uint32_t)(at / DT__LINE);
+    group->channel = (uint32_t)((size_t)(p - shared->room) / DT__LINE);
     group->post_bytes = dt__post_bytes(size);
     p += dt__line_up(sizeof(dt__group));
     group->ranks = (int *)(void *)p;
@@ -1248,13 +1258,12 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, 
     while ((message = dt__next_message(pair, message)))
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
     if (tag >= 0 ? !started : !world->node) return NULL;
-    size_t at = __atomic_fetch_add(&shared->room_used, DT__LINE, __ATOMIC_RELAXED);
-    if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) {
-        if (tag < 0)
-            dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
-        return NULL;
-    }
-    message = (dt__message *)(void *)(shared->room + at);
+    message = (dt__message *)(void *)(tag >= 0
+        ? dt__room_take(shared->more, shared->more_bytes, &shared->more_used, DT__LINE)
+        : dt__room_take(shared->room, shared->room_bytes, &shared->room_used, DT__LINE));
+    if (!message && tag < 0)
+        dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
+    if (!message) return NULL;
     memset(message, 0, sizeof *message);
     message->next = pair->more;
     __atomic_store_n(&pair->more, message, __ATOMIC_RELEASE);
