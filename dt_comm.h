@@ -196,7 +196,8 @@ DT_API int dt_comm_world_rank(const dt_comm *comm, int rank);
    copied. The group lives as long as the world. NULL after a failure; DT_ERR_MEM when DT_MAX_SPLITS is used up. Under
    MPI a group for which a machine's range has no room left works over messages, with the same results. */
 DT_API dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name);
-/* [local] From here on bytes that this rank sends in the group count under axis. NULL comm: nothing. */
+/* [local] Bytes that this rank sends in the group by operations that begin from here on count under axis. NULL comm:
+   nothing. */
 DT_API void dt_comm_set_axis(dt_comm *comm, dt_axis axis);
 /* [local] Bytes that this rank sent over groups of that axis so far. They are logical: a property of the operation, not
    of the algorithm that ran. With N ranks, and S the bytes of the full buffer (all shares together):
@@ -464,7 +465,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
 enum {
     DT__LINE = 128,         /* two cache lines: processors fetch them in pairs */
-    DT__MESSAGES = 8,       /* messages under way from one rank to another */
+    DT__MESSAGES = 8,       /* messages under way from one rank to another that are copied if they are small */
+    DT__MORE = 1024,        /* and places for others, as many for each rank */
     DT__MAX_RANKS = 65536,
     DT__NAME_BYTES = 32
 };
@@ -555,6 +557,8 @@ typedef struct dt__shared {
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
     char           *eager;  /* (ranks, ranks, 2, DT__MESSAGES, DT_EAGER_BYTES) */
+    char           *more;   /* for messages that find no place among their pair's */
+    size_t          more_bytes, more_used;
     char           *user;   /* the copy of what dt_run's user points to */
     char           *heaps;  /* (ranks, heap_bytes) */
     size_t          heap_bytes;
@@ -659,7 +663,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     size_t n = (size_t)shared->ranks, at = (DT__LINE - (uintptr_t)memory % DT__LINE) % DT__LINE;
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
     size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
-    size_t user = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t more = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
+    size_t user = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -669,6 +674,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     shared->pairs = (dt__pair *)(void *)(memory + pairs);
     shared->room = memory + room;
     shared->eager = memory + eager;
+    shared->more = memory + more;
+    shared->more_bytes = user - more;
     shared->user = memory + user;
     shared->heaps = memory + heaps;
     memcpy(memory + at, shared, sizeof *shared);
@@ -702,17 +709,23 @@ static void dt__group_name(dt__group *group, const char *name) {
     memcpy(group->name, name, length < DT__NAME_BYTES ? length : DT__NAME_BYTES - 1);
 }
 
+/* The next piece of a room; NULL: it is used up. Any rank may call it. */
+static char *dt__room_take(char *room, size_t room_bytes, size_t *used, size_t bytes) {
+    if (__atomic_load_n(used, __ATOMIC_RELAXED) > room_bytes) return NULL;
+    size_t at = __atomic_fetch_add(used, bytes, __ATOMIC_RELAXED);
+    return at > room_bytes || bytes > room_bytes - at ? NULL : room + at;
+}
+
 /* A new group of `size` ranks in the range, its list still to be filled; NULL when the room is used up. Any rank may
    call it. */
 static dt__group *dt__group_make(dt__shared *shared, int size, const char *name) {
     size_t bytes = dt__group_bytes(size), n = (size_t)size;
-    size_t at = __atomic_fetch_add(&shared->room_used, bytes, __ATOMIC_RELAXED);
-    if (at > shared->room_bytes || bytes > shared->room_bytes - at) return NULL;
-    char *p = shared->room + at;
+    char *p = dt__room_take(shared->room, shared->room_bytes, &shared->room_used, bytes);
+    if (!p) return NULL;
     dt__group *group = (dt__group *)(void *)p;
     memset(group, 0, sizeof *group);
     group->size = size;
-    group->channel = (uint32_t)(at / DT__LINE);
+    group->channel = (uint32_t)((size_t)(p - shared->room) / DT__LINE);
     group->post_bytes = dt__post_bytes(size);
     p += dt__line_up(sizeof(dt__group));
     group->ranks = (int *)(void *)p;
@@ -853,6 +866,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
 struct dt_work {
     dt_comm    *comm;
     dt__call    call;
+    dt_axis     axis;               /* of the group, when it was begun */
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
@@ -1027,7 +1041,7 @@ static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status 
 static size_t dt__sent_bytes(const dt_comm *comm, const dt__call *call) {
     size_t n = (size_t)comm->place.size, bytes = dt__call_bytes(call), twice = 2 * (n - 1);
     int root = comm->place.rank == call->peer;
-    if (!dt__pattern_of(call->op)->counted) return 0;
+    if (call->host || !dt__pattern_of(call->op)->counted) return 0; /* in host memory it steers the program */
     switch (call->op) {
     case DT__ALL_REDUCE: return bytes / n * twice + bytes % n * twice / n;
     case DT__REDUCE:
@@ -1235,21 +1249,21 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->more : &message->next, __ATOMIC_ACQUIRE);
 }
 
-/* A free message of the pair; NULL: none now. On a node one is made for a collective that finds none: others may be
-   under way that the receiver has not begun, and will not before it has this one. Without room for it the rank fails,
-   as it would wait for ever. */
-static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag) {
+/* A free message of the pair; NULL: none now. One more is made for a started send that finds none, of which any number
+   may be under way, and on a node for a collective: the receiver may not take the others before it has this one.
+   Without room for it a send waits for one of the others; in a collective the rank fails, as it would wait for ever. */
+static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
     while ((message = dt__next_message(pair, message)))
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
-    if (tag >= 0 || !world->node) return NULL;
-    size_t at = __atomic_fetch_add(&shared->room_used, DT__LINE, __ATOMIC_RELAXED);
-    if (at > shared->room_bytes || DT__LINE > shared->room_bytes - at) {
+    if (tag >= 0 ? !started : !world->node) return NULL;
+    message = (dt__message *)(void *)(tag >= 0
+        ? dt__room_take(shared->more, shared->more_bytes, &shared->more_used, DT__LINE)
+        : dt__room_take(shared->room, shared->room_bytes, &shared->room_used, DT__LINE));
+    if (!message && tag < 0)
         dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
-        return NULL;
-    }
-    message = (dt__message *)(void *)(shared->room + at);
+    if (!message) return NULL;
     memset(message, 0, sizeof *message);
     message->next = pair->more;
     __atomic_store_n(&pair->more, message, __ATOMIC_RELEASE);
@@ -1316,7 +1330,8 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     }
     if (part->state == 1) {     /* its turn, and a place */
         if (alone && bytes > DT_EAGER_BYTES) return dt__part_never(work, part);
-        dt__message *message = pair->sent == part->order ? dt__free_message(world, pair, part->tag) : NULL;
+        dt__message *message = NULL;
+        if (pair->sent == part->order) message = dt__free_message(world, pair, part->tag, work->started);
         if (!message) return ended ? dt__part_never(work, part) : 0;
         if (dt__message_post(work, part, pair, message) != DT_OK) return -1;
         if (message->eager) return 1;
@@ -2528,6 +2543,7 @@ static dt_work *dt__work_take(dt_comm *comm, const dt__call *call) {
     work->room = room;
     work->comm = comm;
     work->call = *call;
+    work->axis = comm->axis;
     return work;
 }
 
@@ -2597,7 +2613,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 /* The end of an operation: its bytes count if it went well. */
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
-    if (status == DT_OK) world->bytes[1 + (int)work->comm->axis] += dt__sent_bytes(work->comm, &work->call);
+    if (status == DT_OK) world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else dt__hands_off(world);
     dt__work_release(world, work);
     return status;

@@ -1800,12 +1800,12 @@ static dt_tensor *dt__route_balance(const dt__router *r, dt_tensor *probability)
 /* This rank's part of the mean over tokens of the square of log(sum of e^logits). */
 static dt_tensor *dt__route_z(const dt__router *r, dt_tensor *logits) {
     dt_shape   rows = DT_SHAPE(r->B, r->own, 1);
-    dt_tensor *zero = dt_new(r->ctx, logits->dtype, rows), *most = dt_max_over(logits, 2);
-    if (!zero || !most || dt__fill(r->ctx, zero->dtype, zero->data, (size_t)dt_count(rows), 0) != DT_OK) return NULL;
-    most = dt_reshape(most, rows);
-    dt_tensor *rest = most ? dt_sum_over(dt_exp(dt_sub(logits, most)), 2) : NULL;
-    dt_tensor *lse = rest ? dt_add(dt_reshape(dt_ln(rest), rows), most) : NULL;
-    return lse ? dt_mse(lse, zero, (double)r->d.sequences * (double)r->whole) : NULL;
+    dt_tensor *most = dt_max_over(logits, 2), *rest = NULL, *lse = NULL;
+    most = most ? dt_reshape(most, rows) : NULL;
+    if (most) rest = dt_sum_over(dt_exp(dt_sub(logits, most)), 2);
+    if (rest) lse = dt_add(dt_reshape(dt_ln(rest), rows), most);
+    return lse ? dt_affine(dt_sum_over(dt_mul(lse, lse), DT_ALL), 1 / ((double)r->d.sequences * (double)r->whole), 0)
+        : NULL;
 }
 
 /* Attaches a side loss; *sum counts it. */
@@ -3339,7 +3339,7 @@ dt_status dt_schedule_svg(dt_ctx *ctx, const char *path, const dt_timeline *line
 typedef struct dt__pipe_slot {
     dt_tensor *x, *y, *dy;      /* the stage's input and output, the gradient of the output */
     dt_work   *takes;           /* x or dy, under way to this rank */
-    dt_work   *gives[2];        /* y and the gradient of x, under way to others */
+    dt_work   *gives[3];        /* y, the gradient of x and the shape of y, under way to others */
     int        stage;           /* whose ops its tape holds */
     int        open;            /* its backward is still to come */
     int        ready;           /* the next action's message has been asked for */
@@ -3361,14 +3361,17 @@ static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
 }
 
-/* A shape, to or from another rank: from host memory, no traffic of the model, so it counts nowhere. */
-static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, int gives) {
+/* A shape, from another rank, or to one: then it begins to leave, for the receiver may have other messages to take
+   first. From host memory, and no traffic of the model, so it counts nowhere. */
+static dt_status dt__pipe_tell(const dt__pipe *p, dt__pipe_edge *edge, int stage, int peer, dt_work **gives) {
     int      tag = 2 * p->stages * p->micros + stage;
     size_t   words = sizeof *edge / sizeof(int32_t);
     dt__call call = dt__mail_call(gives ? DT__SEND : DT__RECV, gives ? edge : NULL, gives ? NULL : edge, words, DT_I32,
         peer, tag);
     call.host = 1;
-    return dt__do(p->desc.comm, call);
+    if (!gives) return dt__do(p->desc.comm, call);
+    *gives = dt__start(p->desc.comm, call);
+    return dt_error(p->ctx);
 }
 
 /* A tensor on the current tape for a message as this edge has them. */
@@ -3392,7 +3395,7 @@ static dt_status dt__pipe_clear(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
     dt_tape(p->ctx, s + 1, slot->stage);
     dt_wait(p->ctx, slot->takes);
-    for (int i = 0; i < 2; i++) dt_wait(p->ctx, slot->gives[i]);
+    for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->gives[i]);
     memset(slot, 0, sizeof *slot);
     dt_reset(p->ctx);
     return dt_error(p->ctx);
@@ -3410,7 +3413,8 @@ static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
     slot->ready = 1;
     if (a->from < 0) return dt_error(ctx);
     dt__pipe_edge *edge = &p->edges[stage];
-    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, 0) != DT_OK) return dt_error(ctx);
+    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK)
+        return dt_error(ctx);
     dt_tensor *t = dt__pipe_room(p, edge);
     if (!t) return dt_error(ctx);
     if (forward) slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
@@ -3431,7 +3435,7 @@ static dt_status dt__pipe_take_early(dt__pipe *p, const dt_action *a, const dt_a
     dt__pipe_slot *slot = &p->slots[next->slot];
     int forward = next->phase == DT_FORWARD;
     if (next->from < 0 || next->from == p->rank || next->slot == a->slot || slot->open == forward) return DT_OK;
-    for (int i = 0; i < 2 && forward; i++)
+    for (int i = 0; i < 3 && forward; i++)
         if (slot->gives[i] && !dt_test(p->ctx, slot->gives[i])) return dt_error(p->ctx);
     if (forward && !p->edges[next->stage - 1].known) return DT_OK; /* it would wait for the shape */
     return dt__pipe_take(p, next);
@@ -3468,7 +3472,7 @@ static dt_status dt__pipe_output(dt__pipe *p, const dt_action *a, const dt_tenso
         "stage %d returned %s for micro-batch %d, and another shape or type before", a->stage, dt__tensor_text(y).s,
         a->micro);
     *edge = now;
-    return a->to < 0 || a->to == p->rank ? DT_OK : dt__pipe_tell(p, edge, a->stage, a->to, 1);
+    return a->to < 0 || a->to == p->rank ? DT_OK : dt__pipe_tell(p, edge, a->stage, a->to, &p->slots[a->slot].gives[2]);
 }
 
 static dt_status dt__pipe_forward(dt__pipe *p, const dt_action *a, dt__pipe_slot *slot) {

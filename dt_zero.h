@@ -2145,7 +2145,8 @@ static int dt__zero_states(const dt_zero_desc *d) {
     return d->optimizer == DT_SGD ? d->momentum > 0 : 2;
 }
 
-/* A unit is padded to whole runs of DT_RUN elements on every rank of its shard group, or in the tree of its data group. */
+/* A unit is padded to whole runs of DT_RUN elements on every rank of its shard group, or in the tree of its data
+   group. */
 static void dt__zero_cut(const dt_unit *unit, size_t *pad, int *parts, int *part, void *user) {
     const dt_zero         *zero = (const dt_zero *)user;
     const dt__zero_groups *g = dt__groups_of(zero, unit);
@@ -2335,8 +2336,8 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
-    if (!dt__zero_is_over(zero)) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete gradient",
-        (long long)zero->step + 1);
+    if (!dt__zero_is_over(zero)) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete "
+        "gradient", (long long)zero->step + 1);
     if (dt__onebit_frozen(zero))
         return dt_fail(zero->ctx, DT_ERR_UNSUPPORTED, "dt_zero_grad: 1-bit Adam no longer sums gradients");
     if (dt__zero_sum_tied(zero) != DT_OK) return dt_error(zero->ctx);

@@ -270,7 +270,7 @@ static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
     dt_param_desc d = { .no_decay = r->kind == GPT_GAIN || r->kind == GPT_BIAS, .dtype = c.dtype };
     if (r->kind == GPT_SCORE) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_cut(m, r, &d);
-    if (gpt_is_table(r)) d.marks[1] = (dt_mark){ m->tied, DT_PART };
+    if (gpt_is_table(r) && m->tied) d.marks[1] = (dt_mark){ m->tied, DT_PART };
     *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
 }
 

@@ -45,11 +45,12 @@ typedef struct train_row {
    parameters and N ranks that share them, each class whole is Psi x its bytes, and cut Psi x bytes / N). */
 typedef struct train_need {
     dt_memory memory;           /* live: at the run's end, or at its first failure; peaks: of all the run until then */
-    int64_t   psi, padded;      /* this rank's parameters; with each unit padded to a multiple of N * DT_RUN */
-    int       shared;           /* N */
+    struct { int64_t psi, padded; int shared; } kind[2];    /* of dense parameters, and of those that ep cuts: how many
+                                   this rank has; with each unit padded to a multiple of N * DT_RUN; N */
     int       bytes[3];         /* of one parameter in params, grads, optim */
-    int       parts[3];         /* 1, or N where each rank has a part */
-    double    formula[3];       /* padded x bytes / parts, and of the tree its levels */
+    int       cut[3];           /* 1: each rank has a part, of N */
+    double    formula[3];       /* padded x bytes, / N where cut; */
+    double    levels;           /* and of the tree in grads */
 } train_need;
 
 /* Files read as one text, in this order. */
@@ -78,6 +79,7 @@ typedef struct train_config {
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
+    const char  *svg;           /* a file for a drawing of the last step's pipeline; NULL: none */
     dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
     train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
@@ -357,8 +359,13 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     train_need *n = &c->need[dt_ctx_rank(ctx)];
     dt_dtype    dtype = c->model.dtype;
     int         is_adam = c->zero.optimizer != DT_SGD, kept = dtype == DT_BF16 || dtype == DT_F16 ? DT_F32 : dtype;
-    int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype, levels = 0;
-    n->shared = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    int         states = is_adam ? 2 : c->zero.momentum > 0, master = (dt_dtype)kept != dtype;
+    int         wish = c->zero.shard_group ? c->zero.shard_group : dt_comm_size(mesh->data);
+    int         all[2] = { dt_comm_size(mesh->data), dt_comm_size(mesh->experts) };
+    for (int k = 0; k < 2; k++) { /* the largest that divides the group */
+        n->kind[k].shared = wish < all[k] ? wish : all[k];
+        while (all[k] % n->kind[k].shared != 0) n->kind[k].shared--;
+    }
     n->bytes[0] = (int)dt_dtype_size(dtype);
     n->bytes[1] = (int)dt_dtype_size((dt_dtype)kept);
     n->bytes[2] = n->bytes[1] * (states + master);
@@ -366,14 +373,26 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     if (optim) n->bytes[2] = 0; /* what is offloaded is in none of the three classes */
     if (params) n->bytes[0] = 0;
     if (optim && params && strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0 && !c->zero.tree) n->bytes[1] = 0;
-    for (int i = 0; i < 3; i++) n->parts[i] = c->zero.stage >= 3 - i ? n->shared : 1; /* optim from 1, params from 3 */
+    for (int i = 0; i < 3; i++) n->cut[i] = c->zero.stage >= 3 - i; /* optim from 1, params from 3 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
-        n->psi += (int64_t)dt_unit_get(ctx, u)->count;
-        n->padded += (int64_t)dt_unit_get(ctx, u)->padded;
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        dt_comm       *ep = dt_param_get(ctx, unit->first_param)->param->desc.cuts[1].comm;
+        int            k = ep != NULL && ep == mesh->ep;
+        if (unit->frozen) { /* biases of routers */
+            int N = n->cut[0] ? n->kind[k].shared : 1;
+            n->formula[0] += (double)unit->padded * (double)dt_dtype_size(unit->dtype) / N;
+            continue;
+        }
+        n->kind[k].psi += (int64_t)unit->count;
+        n->kind[k].padded += (int64_t)unit->padded;
     }
-    for (int i = 0; i < 3; i++) n->formula[i] = (double)n->padded * n->bytes[i] / n->parts[i];
-    for (int leaves = c->zero.tree ? c->accum * dt_comm_size(mesh->data) : 0; leaves >> levels; levels++) {}
-    n->formula[1] += (double)n->padded * n->bytes[1] / dt_comm_size(mesh->data) * levels;
+    for (int k = 0; k < 2; k++) {
+        int leaves = c->zero.tree ? c->accum * all[k] : 0;
+        for (int i = 0; i < 3; i++)
+            n->formula[i] += (double)n->kind[k].padded * n->bytes[i] / (n->cut[i] ? n->kind[k].shared : 1);
+        for (; leaves; leaves >>= 1) n->levels += (double)n->kind[k].padded * n->bytes[1] / all[k];
+    }
+    n->formula[1] += n->levels;
 }
 
 static inline double train_now(dt_ctx *ctx) { return dt_ctx_host(ctx)->now(dt_ctx_host(ctx)->user); }
@@ -420,8 +439,8 @@ static inline train_row train_step(const train_config *c, gpt *model, dt_zero *o
 
 /* ==== Stages by cost ============================================================================================== */
 
-/* Cuts the model so that the slowest stage is as fast as can be: rank 0 times embedding, attention, MLP and head, each a
-   stage of a model of one layer, and tells the others. */
+/* Cuts the model so that the slowest stage is as fast as can be: rank 0 times embedding, attention, MLP and head, each
+   a stage of a model of one layer, and tells the others. */
 enum { TRAIN_PARTS = 4, TRAIN_TIMINGS = 3 };
 typedef struct train_timing { gpt *model; dt_shape shape; int32_t *ids; } train_timing;
 
@@ -474,6 +493,36 @@ static inline void train_cut_by_cost(dt_ctx *ctx, gpt_config sizes, dt_shape tok
     for (int i = 0; i < items; i++) costs[i] = seconds[i == 0 ? 0 : i == items - 1 ? 3 : 2 - i % 2];
     if (dt_error(ctx) == DT_OK && dt_stage_cut(costs, items, sizes.stages, cut, why, sizeof why) != DT_OK)
         dt_fail(ctx, DT_ERR_ARG, "%s", why);
+}
+
+/* ==== A drawing of a step ========================================================================================= */
+
+/* What each stage took on average, as the simulator wants it: forward, input, weight. A whole backward is input. */
+static inline void train_stage_costs(const dt_schedule *s, const dt_span *spans, double *costs) {
+    int micros = dt_schedule_micros(s);
+    memset(costs, 0, 3 * (size_t)dt_schedule_stages(s) * sizeof *costs);
+    for (int r = 0; r < dt_schedule_ranks(s); r++)
+        for (int i = 0; i < dt_schedule_count(s, r); i++) {
+            const dt_action *a = &dt_schedule_actions(s, r)[i];
+            const dt_span   *t = &spans[dt_schedule_first(s, r) + i];
+            int              k = a->phase == DT_FORWARD ? 0 : a->phase == DT_BACKWARD_WEIGHT ? 2 : 1;
+            costs[3 * a->stage + k] += (t->end - t->begin) / micros;
+        }
+}
+
+/* The step that was measured last, on rank 0's pipeline, above what its own mean costs would give. */
+static inline void train_draw(dt_ctx *ctx, const dt_mesh *mesh, const train_batch *b, const char *path) {
+    int         n = dt_schedule_first(b->schedule, mesh->sizes.pp), stages = dt_schedule_stages(b->schedule);
+    size_t      bytes = (size_t)n * sizeof(dt_span) + 3 * (size_t)stages * sizeof(double);
+    dt_span    *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a drawing");
+    dt_timeline lines[2] = { { "measured", b->schedule, b->spans + dt_schedule_count(b->schedule, mesh->at.pp) },
+        { "simulated with the mean costs of its stages", b->schedule, spans } };
+    if (!spans) return;
+    double           *costs = (double *)(void *)(spans + n);
+    dt_schedule_costs c = { .stages = costs };
+    train_stage_costs(b->schedule, lines[0].spans, costs);
+    if (dt_schedule_simulate(b->schedule, c, spans) == DT_OK) dt_schedule_svg(ctx, path, lines, 2);
+    dt_free(ctx, DT_MEM_HOST, spans, bytes);
 }
 
 /* ==== The loop ==================================================================================================== */
@@ -592,6 +641,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch_make(c, &model, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
+    if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
     if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {

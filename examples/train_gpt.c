@@ -114,7 +114,8 @@ enum { BUILT, LATER };
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
     X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
     X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
-    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage, as 3,5; cost: timed") \
+    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage; cost: by time") \
+    X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
     X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
@@ -801,8 +802,8 @@ static void read_partition(const value *v, train_config *c, int stages) {
         long long count = strtoll(at, &end, 10);
         int       ends = n == 0 || n == stages - 1; /* these have something else */
         if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > halves)
-            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for each "
-                "but the first and the last", list, stages);
+            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for "
+                "each but the first and the last", list, stages);
         sum += count;
         if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
         at = *end ? end + 1 : end;
@@ -829,8 +830,8 @@ static void resolve_pipeline(value *v, train_config *c) {
         refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved", c->chunks,
             v[O_SCHEDULE].text);
     if ((int64_t)c->mesh.pp * c->chunks > items)
-        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, attentions, "
-            "MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
+        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, "
+            "attentions, MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
     stages = c->mesh.pp * c->chunks;
     c->by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
     if (strcmp(v[O_PARTITION].text, "even") != 0 && strcmp(v[O_PARTITION].text, "cost") != 0) {
@@ -851,6 +852,8 @@ static train_config resolve(value *v) {
     resolve_batch(v, c.mesh.dp * c.mesh.ep, c.mesh.pp);
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
+    c.svg = v[O_SCHEDULE_SVG].text;
+    if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more with it");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
@@ -946,11 +949,12 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
 }
 
 /* The trace is written after the last step: whether it can be is better known before the first. */
-static void check_trace(const char *path) {
+static void check_written(int id, const char *path) {
     struct stat st;
     int         there = stat(path, &st) == 0;
     FILE       *f = there && !S_ISREG(st.st_mode) ? NULL : fopen(path, "ab");
-    if (!f) refuse("--trace %s: %s", path, there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
+    if (!f) refuse("--%s %s: %s", table[id].name, path,
+        there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
     fclose(f);
     if (!there) remove(path);
 }
@@ -1011,6 +1015,20 @@ static void print_stages(const train_config *c) {
         printf("%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0, s == stages - 1 ? ", head" : "");
     }
     puts(c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
+    dt_ctx      *ctx = look();
+    double       v = c->chunks;
+    dt_schedule *schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule, .ranks = c->mesh.pp,
+        .micros = c->accum, .chunks = c->chunks });
+    size_t       bytes = (size_t)dt_schedule_first(schedule, c->mesh.pp) * sizeof(dt_span);
+    dt_span     *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
+    if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 }, spans) == DT_OK) {
+        dt_schedule_bubble b = dt_schedule_idle(schedule, spans, -1);
+        printf("bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward is two forwards\n",
+            dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
+    }
+    if (dt_error(ctx) != DT_OK) refuse("%s", bare(ctx));
+    dt_free(ctx, DT_MEM_HOST, spans, bytes);
+    dt_ctx_free(ctx);
 }
 
 static void print_settings(const value *v, const train_config *c) {
@@ -1172,6 +1190,7 @@ static int run(job *j) {
     if (!speaks()) return 0;
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
+    if (!j->v[O_QUIET].number && j->config.svg) printf("drawn   %s\n", j->config.svg);
     if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
@@ -1270,18 +1289,21 @@ static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "
 /* What a rank has of each class, and beside it what it should have by the formula. */
 static void print_memory(FILE *to, const train_need *n) {
     const dt_memory *m = &n->memory;
+    int              formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
     fprintf(to, "  %-12s%16s%16s", "class", "live", "peak");
-    if (n->shared) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
-        (long long)n->psi, (long long)n->shared, DT_RUN, (long long)n->padded);
+    if (formula) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
+        (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_RUN, (long long)n->kind[0].padded);
+    if (experts) fprintf(to, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
+        (long long)n->kind[1].shared, DT_RUN, (long long)n->kind[1].padded);
     fputc('\n', to);
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
         fprintf(to, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
-        if (n->shared && i <= DT_MEM_OPTIM) {
-            double cut = (double)n->padded * n->bytes[i] / n->parts[i];
-            fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
-            if (n->parts[i] > 1) fprintf(to, " / %d", n->parts[i]);
-            if (n->formula[i] > cut) fprintf(to, " + %.0f for the tree's levels", n->formula[i] - cut);
+        for (int k = 0; k < 1 + experts && formula && i <= DT_MEM_OPTIM; k++) {
+            if (k == 0) fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+            else fprintf(to, " + %d Q", n->bytes[i]);
+            if (n->cut[i] && n->kind[k].shared > 1) fprintf(to, " / %d", n->kind[k].shared);
         }
+        if (formula && i == DT_MEM_GRADS && n->levels > 0) fprintf(to, " + %.0f for the tree's levels", n->levels);
         fputc('\n', to);
     }
     fprintf(to, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
@@ -1441,7 +1463,8 @@ int main(int argc, char **argv) {
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
-    if (v[O_TRACE].text && speaks()) check_trace(v[O_TRACE].text);
+    if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
+    if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
     int failed = v[O_DRY_RUN].number ? dry_run(&j) : run(&j);
     train_files_free(&j.config.data);

@@ -308,6 +308,7 @@ static void test_lowering(void) {
         .micros = 2, .chunks = 2 });
     dt_schedule_facts facts;
     const dt_action  *a = dt_schedule_actions(s, 0);    /* F0.0 F1.0 F0.1 F1.1 B0.1 .. */
+    if (!CHECK_MSG(dt_schedule_count(s, 0) == 8, "%s", dt_error_text(ctx))) return;
     CHECK(a[0].stage == 0 && a[0].from == -1 && a[0].to == 1);
     CHECK(a[2].stage == 2 && a[2].from == 1 && a[2].to == 1);
     CHECK(a[4].phase == DT_BACKWARD && a[4].chunk == 1 && a[4].stage == 2 && a[4].from == 1 && a[4].to == 1);
@@ -423,6 +424,7 @@ static void test_spare(void) {
             dt_schedule      *least = dt_schedule_make(ctx, d);
             d.spare = spare;
             dt_schedule      *s = dt_schedule_make(ctx, d);
+            if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
             int               v = dt_schedule_chunks(s);
             for (int r = 0; r < 4; r++) {
                 int want = dt_schedule_slots(least, r) + spare;
@@ -664,6 +666,7 @@ static void test_swapped(void) {
         dt_ctx      *ctx = new_ctx();
         dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = kind, .ranks = ranks, .micros = micros });
         int          chunks = dt_schedule_chunks(s);
+        if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
         for (int q = 0; q < ranks; q++) {
             p.count[q] = dt_schedule_count(s, q);
             memcpy(p.action[q], dt_schedule_actions(s, q), (size_t)p.count[q] * sizeof(dt_action));
@@ -1042,6 +1045,7 @@ static void test_svg(void) {
         .micros = 8 });
     dt_schedule *z = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 4, .micros = 8 });
     dt_span     *other = spans + MOST / 2;
+    if (!CHECK_MSG(s && z, "%s", dt_error_text(ctx))) return;
     dt_schedule_simulate(s, (dt_schedule_costs){ 0.5, 0.5, 0.5, NULL, 0 }, spans);
     dt_schedule_simulate(z, even, other);
     dt_timeline lines[2] = { { "a <b> & \"c\"\x01 \xc3\xa9", s, spans }, { NULL, z, other } };

@@ -905,6 +905,52 @@ static void e_block_null(scene *s) {
     dt_block(s->ctx, into_nothing, s->x, NULL);
 }
 static void e_block_null_again(scene *s) { dt_block_at(s->ctx, into_nothing, s->x, NULL, (dt_block_desc){ 1, 0 }); }
+static void e_tape_below(scene *s) { dt_tape(s->ctx, -1, 0); }
+static void e_tape_stage_below(scene *s) { dt_tape(s->ctx, 1, -2); }
+static void e_stage_below(scene *s) { dt_stage(s->ctx, -3); }
+static dt_tensor *tape_inside(dt_tensor *x, void *user) {
+    (void)user;
+    dt_tape(x->ctx, 1, 0);
+    return x;
+}
+static void e_tape_inside(scene *s) { dt_block(s->ctx, tape_inside, s->x, NULL); }
+static void e_tape_other_stage(scene *s) {
+    dt_tape(s->ctx, 0, 0);
+    dt_linear(s->x, s->w, NULL);
+    dt_tape(s->ctx, 1, 4);
+    dt_tape(s->ctx, 0, 1);
+}
+static void e_param_other_stage(scene *s) {
+    dt_tape(s->ctx, 1, 2);
+    dt_linear(noise_input(s->ctx, DT_F32, DT_SHAPE(2, 3), 1, 1), s->w, NULL);
+}
+static void e_at_shape(scene *s) { dt_backward_at(dt_linear(s->x, s->w, NULL), s->x, DT_BACKWARD); }
+static void e_at_type(scene *s) {
+    dt_backward_at(dt_linear(s->x, s->w, NULL), dt_input(s->ctx, DT_F64, DT_SHAPE(2, 4), NULL), DT_BACKWARD);
+}
+static void e_at_phase(scene *s) {
+    dt_backward_at(dt_linear(s->x, s->w, NULL), dt_input(s->ctx, DT_F32, DT_SHAPE(2, 4), NULL), DT_FORWARD);
+}
+static void e_at_phase_high(scene *s) { dt_backward_at(a_loss(s), NULL, (dt_phase)5); }
+static void e_at_no_scalar(scene *s) { dt_backward_at(dt_linear(s->x, s->w, NULL), NULL, DT_BACKWARD); }
+static void cut_wrongly(const dt_unit *unit, size_t *pad, int *parts, int *part, void *user) {
+    (void)unit;
+    *pad = 6;
+    *parts = *(int *)user / 10;
+    *part = *(int *)user % 10;
+}
+static void e_cut_uneven(scene *s) {
+    int wrong = 40;
+    dt_units_make(s->ctx, (dt_units_desc){ .cut = cut_wrongly, .user = &wrong });
+}
+static void e_cut_outside(scene *s) {
+    int wrong = 33;
+    dt_units_make(s->ctx, (dt_units_desc){ .cut = cut_wrongly, .user = &wrong });
+}
+static void e_cut_none(scene *s) {
+    int wrong = 0;
+    dt_units_make(s->ctx, (dt_units_desc){ .cut = cut_wrongly, .user = &wrong });
+}
 static void e_late_grad(scene *s) {
     dt_no_grad(s->ctx, 1);
     dt_gelu(s->scalar);
@@ -1045,6 +1091,20 @@ static const error_row error_rows[] = {
     { e_block_no_fn, DT_ERR_ARG, { "dt_block", "no function", NULL } },
     { e_block_null, DT_ERR_ARG, { "dt_block 2: its function returned NULL", NULL, NULL } },
     { e_block_null_again, DT_ERR_ARG, { "dt_block 1: its function returned NULL", NULL, NULL } },
+    { e_tape_below, DT_ERR_ARG, { "dt_tape", "tape -1", NULL } },
+    { e_tape_stage_below, DT_ERR_ARG, { "dt_tape", "stage -2", NULL } },
+    { e_stage_below, DT_ERR_ARG, { "dt_stage", "-3", NULL } },
+    { e_tape_inside, DT_ERR_ARG, { "dt_tape", "inside a dt_block", NULL } },
+    { e_tape_other_stage, DT_ERR_ARG, { "tape 0 holds ops of stage 0", "stage 1", NULL } },
+    { e_param_other_stage, DT_ERR_ARG, { "the_w", "belongs to stage 0", "stage 2" } },
+    { e_at_shape, DT_ERR_SHAPE, { "dt_backward_at(dt_linear)", "(2,4)", "(2,3)" } },
+    { e_at_type, DT_ERR_SHAPE, { "dt_backward_at(dt_linear)", "f32", "f64" } },
+    { e_at_phase, DT_ERR_ARG, { "dt_backward_at(dt_linear)", "phase 1", NULL } },
+    { e_at_phase_high, DT_ERR_ARG, { "dt_backward_at(dt_mse)", "phase 5", NULL } },
+    { e_at_no_scalar, DT_ERR_SHAPE, { "dt_linear", "(2,4)", "no scalar" } },
+    { e_cut_uneven, DT_ERR_ARG, { "dt_units_make", "run 0 of 4", "6 elements" } },
+    { e_cut_outside, DT_ERR_ARG, { "dt_units_make", "run 3 of 3", NULL } },
+    { e_cut_none, DT_ERR_ARG, { "dt_units_make", "run 0 of 0", NULL } },
     { e_late_grad, DT_ERR_ARG, { "dt_require_grad(dt_input)", "used it already", NULL } },
     { e_init_below, DT_ERR_ARG, { "dt_param(the_init)", "scale -0.5", NULL } },
     { e_init_nan, DT_ERR_ARG, { "dt_param(the_init)", "scale nan", NULL } },
@@ -1588,8 +1648,8 @@ static void test_gpt(void) {
 enum { RC_LINEAR = 1, RC_VIEW = 2, RC_SAME = 4, RC_OUTSIDE = 8, RC_BARE = 16, RC_LEAF = 32, RC_OUTER = 64,
     RC_INNER = 128, RC_ALL = 255 };
 typedef struct rc_graph {
-    dt_tensor *w, *v, *outside, *leaf;
-    int        mask, runs, first_runs;
+    dt_tensor *w, *v, *outside, *leaf, *start;
+    int        mask, runs, first_runs, seed;
 } rc_graph;
 
 static dt_tensor *rc_block(rc_graph *g, int bit, dt_block_fn fn, dt_tensor *x) {
@@ -1648,9 +1708,10 @@ static dt_tensor *rc_outer(dt_tensor *x, void *user) {
     return dt_add(rc_block(g, RC_BARE, rc_bare, y), x);
 }
 
-/* Loss, gradients of the parameters, of the input and of the leaf: written to `to`, their bytes returned. */
-static size_t rc_step(dt_ctx *ctx, rc_graph *g, int halves, char *to) {
-    dt_tensor *start = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 9, 1)), *x = start;
+/* The loss of a micro-batch. */
+static dt_tensor *rc_forward(dt_ctx *ctx, rc_graph *g) {
+    dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(4, 6), 9 + (uint64_t)g->seed, 1));
+    g->start = x;
     g->outside = dt_gelu(dt_linear(x, g->v, NULL));
     x = rc_block(g, RC_LINEAR, rc_linear, x);
     x = dt_reshape(rc_block(g, RC_VIEW, rc_view, x), DT_SHAPE(4, 6));
@@ -1658,16 +1719,25 @@ static size_t rc_step(dt_ctx *ctx, rc_graph *g, int halves, char *to) {
     x = dt_add(x, rc_block(g, RC_OUTSIDE, rc_outside, x));
     x = rc_block(g, RC_LEAF, rc_leaf, rc_block(g, RC_BARE, rc_bare, x));
     x = rc_block(g, RC_OUTER, rc_outer, x);
-    dt_tensor *loss = weigh(dt_linear(dt_add(x, start), g->w, NULL), NULL); /* a use of w outside all blocks */
+    return weigh(dt_linear(dt_add(x, g->start), g->w, NULL), NULL); /* a use of w outside all blocks */
+}
+
+/* Gradients of the input and of the leaf. */
+static void rc_leaves(const rc_graph *g, char *to) {
+    if (!g->start || !g->start->grad || !g->leaf || !g->leaf->grad) return;
+    memcpy(to, g->start->grad, 96);
+    memcpy(to + 96, g->leaf->grad, 96);
+}
+
+/* Loss, gradients of the parameters, of the input and of the leaf: written to `to`, their bytes returned. */
+static size_t rc_step(dt_ctx *ctx, rc_graph *g, int halves, char *to) {
+    dt_tensor *loss = rc_forward(ctx, g);
     if (!halves) dt_backward(loss);
     else dt_backward_input(loss), dt_backward_weight(loss);
     double value = dt_item(loss);
     memcpy(to, &value, 8);
     size_t at = 8 + all_grads(ctx, to + 8);
-    if (start && start->grad && g->leaf && g->leaf->grad) {
-        memcpy(to + at, start->grad, 96);
-        memcpy(to + at + 96, g->leaf->grad, 96);
-    }
+    rc_leaves(g, to + at);
     dt_reset(ctx);
     return at + 192;
 }
@@ -1990,6 +2060,211 @@ static void test_recompute(void) {
     rc_nothing();
 }
 
+// ==== 13. Tapes and stages ==========================================================================================
+
+enum { TAPE_MICROS = 4, TAPE_BYTES = 1024 };
+
+/* What a row of micro-batches leaves: losses, gradients of leaves, and the parameters' after the last. */
+typedef struct tape_bits { double loss[TAPE_MICROS]; char leaves[TAPE_MICROS][192], grads[TAPE_BYTES]; } tape_bits;
+
+/* "F0 I1 W1 B2": phases of micro-batches, micro-batch i on tape first + i % tapes. */
+static void tape_steps(dt_ctx *ctx, rc_graph *base, const char *steps, int first, int tapes, tape_bits *bits) {
+    rc_graph   g[TAPE_MICROS];
+    dt_tensor *loss[TAPE_MICROS];
+    dt_clear_grads(ctx);
+    for (const char *s = steps; *s; s += s[2] ? 3 : 2) {
+        int i = s[1] - '0';
+        dt_tape(ctx, first + i % tapes, 0);
+        dt_micro(ctx, i, TAPE_MICROS);
+        if (*s == 'F') {
+            g[i] = *base;
+            g[i].seed = i;
+            loss[i] = rc_forward(ctx, &g[i]);
+            bits->loss[i] = dt_item(loss[i]);
+        }
+        if (*s == 'B') dt_backward(loss[i]);
+        if (*s == 'I') dt_backward_input(loss[i]);
+        if (*s == 'I' || *s == 'B') rc_leaves(&g[i], bits->leaves[i]);
+        if (*s == 'W') dt_backward_weight(loss[i]);
+        if (*s == 'W' || *s == 'B') dt_reset(ctx);
+    }
+    all_grads(ctx, bits->grads);
+}
+
+static void tapes_same_bits(void) {
+    static const struct { const char *steps; int first, tapes; } rows[] = {
+        { "F0 B0 F1 B1 F2 B2 F3 B3", 0, 1 }, { "F0 F1 B0 B1 F2 F3 B2 B3", 0, 2 }, { "F0 F1 B0 F2 B1 F3 B2 B3", 3, 2 },
+        { "F0 F1 F2 F3 B0 B1 B2 B3", 1, 4 }, { "F0 F1 I0 F2 I1 W0 I2 F3 W1 I3 W2 W3", 0, 3 },
+        { "F0 F1 F2 F3 I3 I2 I1 I0 W0 W1 W2 W3", 1, 4 } };
+    static const int masks[] = { 0, RC_LINEAR, RC_OUTER | RC_INNER, RC_ALL };
+    static tape_bits want, got;
+    for (size_t k = 0; k < sizeof masks / sizeof *masks; k++)
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+            meter    m = METER;
+            dt_ctx  *ctx = open_ctx(&m);
+            rc_graph g = rc_make(ctx, masks[k]);
+            size_t   calls = 0;
+            for (int step = 0; step < 5; step++) {
+                if (step == 4) calls = m.calls;
+                memset(&got, 0, sizeof got);
+                tape_steps(ctx, &g, rows[i].steps, rows[i].first, rows[i].tapes, &got);
+            }
+            CHECK_MSG(DT__ASAN || m.calls == calls, "'%s': the fifth step allocates", rows[i].steps);
+            if (i == 0 && k == 0) want = got;
+            CHECK_MSG(memcmp(&want, &got, sizeof got) == 0 && got.loss[0] != got.loss[1] && got.leaves[3][0] != 0,
+                "'%s', blocks %d recomputed: other bits", rows[i].steps, masks[k]);
+            close_good(ctx, &m, "tapes");
+        }
+}
+
+static void hear_stage(dt_ctx *ctx, const dt_event *e, void *user) {
+    (void)ctx;
+    hear((heard *)user, "s", e->stage);
+}
+
+static void hear_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user) {
+    (void)ctx, (void)last;
+    hear((heard *)user, "r", unit->index);
+}
+
+/* Units end where a stage does, and a backward completes those of its own stage only, used or not. */
+static void stages_of_units(void) {
+    meter       m = METER;
+    dt_ctx     *ctx = open_ctx(&m);
+    heard       h = { .micros = 1 };
+    dt_listener l = { .enter = hear_stage, .grad_ready = hear_ready, .user = &h };
+    dt_tensor  *w[5];
+    for (int i = 0; i < 5; i++) {
+        char name[2] = { (char)('a' + i), 0 };
+        if (i % 2 == 0) dt_stage(ctx, i ? i + 1 : 0);     /* stages 0 0 3 3 5 */
+        w[i] = dt_param(ctx, name, DT_SHAPE(3, 3), DT_NORMAL(1));
+    }
+    dt_listen(ctx, &l);
+    for (int i = 0; i < 2; i++) {
+        dt_tape(ctx, i, i ? 3 : 0);
+        h.text[0] = 0;
+        dt_backward(weigh(dt_linear(noise_input(ctx, DT_F32, DT_SHAPE(2, 3), 1, 1), w[2 * i + 1], NULL), NULL));
+        CHECK_MSG(!strcmp(h.text, i ? "s3 r1" : "s0 r0"), "stage %d: heard %s", i, h.text);
+        CHECK(w[2 * i + 1]->grad && !w[4]->grad && (i || !w[2]->grad));
+    }
+    for (int i = 0; i < 5; i++) {
+        CHECK(dt_unit_count(ctx) == 3 && w[i]->param->unit->index == i / 2 && w[i]->param->unit->stage == (i / 2 ?
+            i / 2 * 2 + 1 : 0) && w[i]->param->stage == w[i]->param->unit->stage);
+        if (i < 4) CHECK((get(w[i]->grad, DT_F32, 0) != 0) == i % 2);
+    }
+    dt_unlisten(ctx, &l);
+    close_good(ctx, &m, "stages");
+}
+
+/* A chain in two pieces, the second's gradient of its input handed to the first: the bits of the chain in one. */
+static void backward_from_between(void) {
+    for (int k = 0; k < 6; k++) {
+        meter  m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        char    grads[2][512];
+        toy     t = toy_make(ctx, k % 2 ? DT_F64 : DT_F32);
+        dt_dtype type = k % 2 ? DT_F64 : DT_F32;
+        dt_shape shape = DT_SHAPE(2, 5), flat = DT_SHAPE(10);
+        dt_loss_scale(ctx, 8);
+        memset(grads, 0, sizeof grads);
+        for (int cut = 0; cut < 2; cut++) {
+            dt_clear_grads(ctx);
+            dt_tape(ctx, 0, 0);
+            dt_tensor *y = toy_block(dt_add(noise_input(ctx, type, shape, 1, 1), t.a), t.w[0]), *x = y, *up = NULL;
+            if (k >= 4) y = x = dt_reshape(y, flat);
+            if (cut) dt_tape(ctx, 1, 0), x = dt_require_grad(dt_input(ctx, type, y->shape, y->data));
+            dt_tensor *loss = weigh(dt_add(dt_linear(k >= 4 ? dt_reshape(x, shape) : x, t.w[1], NULL),
+                k >= 4 ? dt_reshape(x, shape) : x), NULL);
+            dt_backward(loss);
+            if (cut && CHECK(x->grad != NULL)) {
+                const void *grad = x->grad;
+                dt_tape(ctx, 0, 0);
+                up = dt_input(ctx, type, y->shape, grad);
+                if (k % 3 == 0) CHECK(dt_backward_at(y, up, DT_BACKWARD) == DT_OK);
+                else CHECK(dt_backward_at(y, up, DT_BACKWARD_INPUT) == DT_OK &&
+                    dt_backward_at(y, up, DT_BACKWARD_WEIGHT) == DT_OK);
+                dt_reset(ctx);
+                dt_tape(ctx, 1, 0);
+            }
+            size_t at = 0;
+            for (int i = 0; i < 3; i++) {
+                const dt_tensor *p = i == 2 ? t.a : t.w[i];
+                size_t bytes = (size_t)dt_count(p->shape) * dt_dtype_size(type);
+                if (!CHECK(p->grad != NULL)) continue;
+                memcpy(grads[cut] + at, p->grad, bytes);
+                at += bytes;
+            }
+            dt_reset(ctx);
+        }
+        CHECK_MSG(memcmp(grads[0], grads[1], sizeof grads[0]) == 0 && get(grads[0], type, 0) != 0,
+            "chain %d in two pieces: other bits", k);
+        close_good(ctx, &m, "a backward from between");
+    }
+}
+
+/* An output that needs no gradient: zeros for all, and everybody hears it. */
+static void backward_from_nothing(void) {
+    meter       m = METER;
+    dt_ctx     *ctx = open_ctx(&m);
+    heard       h = { .micros = 1 };
+    dt_listener l = { .grad_ready = hear_ready, .user = &h };
+    dt_tensor  *w = dt_param(ctx, "w", DT_SHAPE(2), DT_ONES), *x = noise_input(ctx, DT_F32, DT_SHAPE(3), 1, 1);
+    dt_listen(ctx, &l);
+    dt_tensor *y = dt_gelu(x), *up = noise_input(ctx, DT_F32, DT_SHAPE(3), 2, 1);
+    CHECK(dt_backward_at(y, up, DT_BACKWARD) == DT_OK && !y->needs_grad);
+    dt_data(w);
+    CHECK(dt_backward_at(NULL, up, DT_BACKWARD) == DT_ERR_ARG);
+    dt_reset(ctx);
+    up = noise_input(ctx, DT_F32, DT_SHAPE(3), 2, 1);
+    CHECK(dt_backward_at(dt_gelu(noise_input(ctx, DT_F32, DT_SHAPE(3), 1, 1)), up, DT_BACKWARD) == DT_OK);
+    CHECK_MSG(!strcmp(h.text, "r0") && w->grad && get(w->grad, DT_F32, 0) == 0 && get(w->grad, DT_F32, 1) == 0,
+        "heard '%s'", h.text);
+    dt_unlisten(ctx, &l);
+    close_good(ctx, &m, "a backward from nothing");
+}
+
+static void cut_each(const dt_unit *unit, size_t *pad, int *parts, int *part, void *user) {
+    CHECK(*pad == 4 && *parts == 1 && *part == 0 && unit->count == (unit->index ? 5u : 9u));
+    (*(int *)user)++;
+    if (unit->index == 2) return;
+    *pad = unit->index ? 12 : 8;
+    *parts = unit->index ? 3 : 2;
+    *part = unit->index ? 2 : 0;
+}
+
+/* Each unit cut in its own way: 9 elements padded by 8 to 16, run 0 of 2; 5 by 12, run 2 of 3; 5 by 4, whole. */
+static void cuts_of_units(void) {
+    static const size_t want[3][3] = { { 16, 0, 8 }, { 12, 8, 4 }, { 8, 0, 8 } };
+    meter   m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    int     asked = 0;
+    for (int i = 0; i < 3; i++) {
+        char name[2] = { (char)('a' + i), 0 };
+        dt_stage(ctx, i);
+        dt_param(ctx, name, DT_SHAPE(i ? 5 : 9), DT_ONES);
+    }
+    CHECK(dt_units_make(ctx, (dt_units_desc){ .pad = 4, .cut = cut_each, .user = &asked }) == DT_OK && asked == 3);
+    for (int u = 0; u < 3; u++) {
+        const dt_unit *unit = dt_unit_get(ctx, u);
+        if (!CHECK(unit && unit->kept)) continue;
+        CHECK_MSG(unit->padded == want[u][0] && unit->first == want[u][1] && unit->run == want[u][2], "unit %d: %zu of "
+            "%zu from %zu", u, unit->run, unit->padded, unit->first);
+        CHECK((unit->data == NULL) == (u < 2));
+        for (size_t i = 0; i < unit->run; i++)
+            CHECK(get(unit->kept, DT_F32, (int64_t)i) == (unit->first + i < unit->count));
+    }
+    CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == (8 + 4 + 8) * 4);
+    close_good(ctx, &m, "cuts of units");
+}
+
+static void test_tapes(void) {
+    tapes_same_bits();
+    stages_of_units();
+    backward_from_between();
+    backward_from_nothing();
+    cuts_of_units();
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) golden_folder = argv[1];
     test_boxes();
@@ -2002,6 +2277,7 @@ int main(int argc, char **argv) {
     failing_kernel();
     test_gpt();
     test_recompute();
+    test_tapes();
     test_misuse();
     return check_done("test_tensor");
 }
