@@ -196,6 +196,7 @@ typedef struct own_model { /* no GPT: squares and linear layers over real number
     dt_comm  *tp, *cp, *ep;
     dt_place  outside;
     own_layer layer[MOST_LAYERS];
+    double    exchanged;    /* numbers that this rank has to send over ep */
 } own_model;
 
 enum { OUT = 3 };
@@ -288,6 +289,12 @@ static dt_tensor *own_mixture(own_model *m, own_layer *l, dt_tensor *x) {
     dt_tensor  *h = dt_dispatch(dt_tp_enter(x, m->tp, m->outside), to, m->ep);
     h = square(dt_expert_linear(h, to, l->expert_up, NULL, (dt_expert_desc){ 0 }));
     h = dt_expert_linear(h, to, l->expert_down, NULL, (dt_expert_desc){ 0 });
+    for (int r = 0; h && r < dt_comm_size(m->ep); r++) { /* rows leave, others' return; the same of their gradients */
+        double there = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->to[r], out = (double)h->shape.d[1];
+        double here = r == dt_comm_rank(m->ep) ? 0 : (double)to->exchange->from[r];
+        m->exchanged += there * m->width + here * out;
+        if (!dt_recomputing(m->ctx)) m->exchanged += there * out + here * m->width;
+    }
     return dt_redistribute(dt_combine(h, to), m->tp, DT_PARTIAL, m->outside);
 }
 
@@ -346,6 +353,7 @@ static dt_tensor *own_forward(dt_tensor *x, own_model *own, int item, int end) {
 // ==== One training run ==============================================================================================
 
 enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, NAME = 40 };
+enum { MOST_RANKS = 32 };
 enum { BALANCE, Z, CHOICES, DROPPED, FELL, COUNTS = FELL + MAX_EXPERTS }; /* of a layer's router */
 
 /* Where the ranks of one run leave what is compared: full logical tensors, filled box by box. Shared memory, so that
@@ -361,6 +369,8 @@ typedef struct result {
     int     differ;                     /* numbers of which another copy has other bits, or unknown parameters */
     char    which[2 * NAME];            /* the first of them */
     size_t  optim_bytes, optim_formula; /* of rank 0 */
+    double  sent[MOST_RANKS][2], formula[MOST_RANKS][2];    /* bytes along pp and ep of each rank, and what they are
+                                                               by formula; of a GPT over ep, at most */
     double  value[MAX_VALUES], grad[MAX_VALUES], state[2][MAX_VALUES];  /* parameters at the end; of step 1 gradients,
                                                                            optimizer state */
 } result;
@@ -670,6 +680,48 @@ static void describe_params(dt_ctx *ctx, result *r) {
         dt_fail(ctx, DT_ERR_MEM, "the model of a case is too large for the test");
 }
 
+/* What one micro-batch of a stage sends to the next one, and gets back as a gradient. */
+static double edge_bytes(const job *j, int stage) {
+    spec   s = j->s;
+    int    item = j->first[stage + 1], inside = s.model == MODEL_OWN && item % 2 == 1 && !is_mixture(s, item / 2);
+    double tokens = (double)s.micro * tokens_of(s) / s.cp / (s.sp && !inside ? s.tp : 1);
+    return tokens * (inside ? (s.ffn + s.tp - 1) / s.tp : heads_of(s) * s.dim) * (double)dt_dtype_size(type_of(s));
+}
+
+/* The output of each stage and its gradient in each micro-batch; and of a tied weight, which two ranks have, the
+   all-reduce of its gradient: as many bytes as that has here. */
+static double pipeline_bytes(const job *j) {
+    spec   s = j->s;
+    double bytes = 0;
+    for (int stage = 0; stage + 1 < stages_of(s); stage++)
+        for (int end = 0; end < 2 && s.pp > 1; end++)
+            if ((stage + end) % s.pp == j->mesh.at.pp) bytes += s.accum * edge_bytes(j, stage);
+    for (int u = 0; u < j->zero->n_units; u++) {
+        const dt__zero_unit *z = &j->zero->units[u];
+        if (dt__zero_tied(j->zero, z->unit)) bytes += (double)(z->count * dt__zero_size(z));
+    }
+    return bytes * s.steps;
+}
+
+/* If all choices fall on others' experts: there and back, twice; recomputed layers go there and back once more. */
+static double most_exchanged(const job *j) {
+    spec   s = j->s;
+    double rows = (double)s.micro * tokens_of(s) / s.cp * s.top_k * s.accum * s.steps * 2 * s.ep, mixtures = 0;
+    for (int stage = 0; stage < stages_of(s); stage++)
+        for (int i = j->first[stage]; i < j->first[stage + 1]; i++)
+            mixtures += stage % s.pp == j->mesh.at.pp && i > 0 && i % 2 == 0 && is_mixture(s, i / 2 - 1);
+    return s.ep == 1 ? 0 : rows * mixtures * heads_of(s) * s.dim * (s.recompute >= REC_FULL ? 1.5 : 1);
+}
+
+static void leave_bytes(job *j) {
+    int    rank = dt_ctx_rank(j->ctx);
+    double numbers = j->s.model == MODEL_OWN ? j->own.exchanged : most_exchanged(j);
+    j->r->formula[rank][0] = pipeline_bytes(j);
+    j->r->formula[rank][1] = numbers * (double)dt_dtype_size(type_of(j->s));
+    j->r->sent[rank][0] = (double)dt_comm_bytes(j->ctx, DT_AXIS_PP);
+    j->r->sent[rank][1] = (double)dt_comm_bytes(j->ctx, DT_AXIS_EP);
+}
+
 static void run_job(job *j) {
     spec     s = j->s;
     size_t   n = (size_t)(s.accum * s.micro * tokens_of(s)), width = (size_t)(heads_of(s) * s.dim);
@@ -681,6 +733,7 @@ static void run_job(job *j) {
         if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
     }
     leave_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
+    leave_bytes(j);
     free(numbers);
     free(j->b.x);
     free(j->b.y);
@@ -857,6 +910,13 @@ static void run_ranks(verdict *v, const char *what, result *r) {
     if (status != DT_OK) blame(v, "%s: %s", what, report.text);
     if (r->optim_bytes != r->optim_formula)
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
+    for (int i = 0; i < ranks_of(r->s) && !v->failed; i++)
+        for (int axis = 0; axis < 2; axis++) {
+            int most = axis == 1 && r->s.model == MODEL_GPT;
+            if (most ? r->sent[i][1] > r->formula[i][1] : r->sent[i][axis] != r->formula[i][axis])
+                blame(v, "%s: rank %d sent %.0f bytes along %s, and it is %s%.0f", what, i, r->sent[i][axis],
+                    axis ? "ep" : "pp", most ? "at most " : "", r->formula[i][axis]);
+        }
     if (r->differ) blame(v, "%s: copies of %s differ, or it is unknown", what, r->which);
 }
 
