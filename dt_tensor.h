@@ -650,9 +650,9 @@ DT_API dt_tensor *dt_param_at(dt_ctx *ctx, const char *name, dt_shape full, dt_i
 /* [local] Names of parameters registered from here on begin with prefix ("h.0."), and no unit crosses this point.
    NULL ends it. The text is copied. */
 DT_API void dt_scope(dt_ctx *ctx, const char *prefix);
-/* [local] Parameters registered from here on belong to stage `stage` >= 0 of a pipeline, and no unit crosses this point.
-   A rank may have several stages; each has a tape of its own (section 8). Default 0. Once it is called, dt_zero_make
-   accepts a rank without parameters. */
+/* [local] Parameters registered from here on belong to stage `stage` >= 0 of a pipeline, and no unit crosses this
+   point. A rank may have several stages; each has a tape of its own (section 8). Default 0. Once it is called,
+   dt_zero_make accepts a rank without parameters. */
 DT_API void dt_stage(dt_ctx *ctx, int stage);
 /* [local] Parameters in order of registration; NULL out of range. */
 DT_API int        dt_param_count(const dt_ctx *ctx);
@@ -2055,7 +2055,8 @@ static dt_status dt__unit_cut(dt_ctx *ctx, dt_unit *unit, const dt_units_desc *d
     int    parts = 1, part = 0;
     if (desc->cut) desc->cut(unit, &pad, &parts, &part, desc->user);
     if (parts < 1 || part < 0 || part >= parts || pad % (size_t)parts != 0)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: run %d of %d of units padded to %zu elements", part, parts, pad);
+        return dt_fail(ctx, DT_ERR_ARG, "dt_units_make: run %d of %d of units padded to %zu elements", part, parts,
+            pad);
     unit->padded = (unit->count + pad - 1) / pad * pad;
     unit->run = unit->padded / (size_t)parts;
     unit->first = (size_t)part * unit->run;
@@ -2299,8 +2300,8 @@ static void dt__arenas_free(dt_ctx *ctx, dt__arena **pool) {
 // ==== 16. Tape and blocks: code =====================================================================================
 
 /* A block: the ops it recorded, newest first, and the memory of what they made. Block 0 (the root) is the micro-batch,
-   a tape; dt_block makes children. A block keeps its arenas when a reset returns it to the pool of its tape, so the k-th
-   block of every step finds memory of its own size.
+   a tape; dt_block makes children. A block keeps its arenas when a reset returns it to the pool of its tape, so the
+   k-th block of every step finds memory of its own size.
 
    A recomputed block, and every block inside one, is lent an arena for its data and gives it back when it is dropped:
    a step lends the same few arenas over and over. Lent blocks have a pool of their own, or a plain block would find the
