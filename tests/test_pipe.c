@@ -505,8 +505,8 @@ typedef struct text { char s[400]; } text;
 static text config_text(const config *c) {
     text t;
     snprintf(t.s, sizeof t.s, "model %u (%d layers, kind %d, %d rows, type %d) dp %d pp %d chunks %d schedule %d "
-        "own %d "
-        "map %d group %d micros %d zero %d/%d kept %d tree %d folder %d adam %d again %d clip %g no_overlap %d eval %d",
+        "own %d map %d group %d micros %d zero %d/%d kept %d tree %d folder %d adam %d again %d clip %g no_overlap %d "
+        "eval %d",
         c->model, c->layers, c->what, c->rows, c->dtype, c->dp, c->pp, c->chunks, c->kind, c->own, c->map, c->group,
         c->micros, c->zero, c->shard, c->kept, c->tree, c->folder, c->adam, c->recompute, c->clip, c->no_overlap,
         c->evaluates);
@@ -812,7 +812,7 @@ static void test_backends(void) {
 /* A schedule takes as long as the simulation says: a machine that others use can make it slower, so the best of some
    tries counts. */
 static void test_pace(void) {
-    enum { TRIES = 6 };
+    enum { TRIES = 20 };
     dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
         config c = basic(4, 8, k % DT_SCHEDULES);
