@@ -39,9 +39,9 @@ static void layer_make(dt_ctx *ctx, net *n, int i) {
     snprintf(prefix, sizeof prefix, "layer.%d.", i);
     dt_scope(ctx, prefix);
     dt_comm *tp = n->mesh.tp;
-    n->up[i] = dt_param_at(ctx, "up.w", DT_SHAPE(F, W), DT_NORMAL(0.2), (dt_param_desc){ .cuts = { { tp, 0 } } });
+    n->up[i] = dt_param_at(ctx, "up.w", DT_SHAPE(F, W), DT_NORMAL(0.1), (dt_param_desc){ .cuts = { { tp, 0 } } });
     n->up_bias[i] = dt_param_at(ctx, "up.b", DT_SHAPE(F), DT_ZEROS, (dt_param_desc){ .cuts = { { tp, 0 } } });
-    n->down[i] = dt_param_at(ctx, "down.w", DT_SHAPE(W, F), DT_NORMAL(0.1), (dt_param_desc){ .cuts = { { tp, 1 } } });
+    n->down[i] = dt_param_at(ctx, "down.w", DT_SHAPE(W, F), DT_NORMAL(0.05), (dt_param_desc){ .cuts = { { tp, 1 } } });
     n->down_bias[i] = dt_param(ctx, "down.b", DT_SHAPE(W), DT_ZEROS);
     dt_scope(ctx, NULL);
 }
