@@ -3,8 +3,8 @@
 
    The third of four single-header libraries; dt_tensor.h names them all. It arranges ranks along the axes of a layout
    (data, tensor, context, pipeline, expert), moves a tensor from one placement over a group to another with the right
-   backward, has the layers of tensor, sequence, context and expert parallelism, makes, checks, simulates, draws and runs
-   schedules of pipelines, and says which rank reads which sequence.
+   backward, has the layers of tensor, sequence, context and expert parallelism, makes, checks, simulates, draws and
+   runs schedules of pipelines, and says which rank reads which sequence.
 
    DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
 
