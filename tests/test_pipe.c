@@ -47,7 +47,7 @@ typedef struct result {
     double loss[MAX_STEPS][MAX_MICROS], evaluated[MAX_MICROS], norm[MAX_STEPS], scale[MAX_STEPS];
     double norms[MAX_RANKS][MAX_STEPS];         /* of each rank: all the same */
     double grad[MAX_VALUES], value[MAX_VALUES];
-    size_t pp_bytes[MAX_RANKS], allocations[MAX_RANKS][MAX_STEPS], acts[MAX_RANKS];
+    size_t pp_bytes[MAX_RANKS], dp_bytes[MAX_RANKS], padded[MAX_RANKS], allocations[MAX_RANKS][MAX_STEPS], acts[MAX_RANKS];
     int    tapes[MAX_RANKS], slots[MAX_RANKS], live[MAX_RANKS], calls;
     dt_span spans[4096];
     double makespan;            /* simulated */
@@ -360,12 +360,15 @@ static void evaluate(net *n, const dt_pipe_desc *run) {
     n->evaluating = 0;
 }
 
-static void measure(net *n, const dt_schedule *s, size_t pp_before) {
+static void measure(net *n, const dt_schedule *s, const size_t before[2]) {
     int     rank = n->mesh.at.pp, world = dt_ctx_rank(n->ctx);
     result *r = n->j->r;
     r->allocations[world][n->step] = dt_memory_used(n->ctx).allocations;
     r->acts[world] = dt_memory_used(n->ctx).peak[DT_MEM_ACTS];
-    r->pp_bytes[world] = dt_comm_bytes(n->ctx, DT_AXIS_PP) - pp_before;
+    r->pp_bytes[world] = dt_comm_bytes(n->ctx, DT_AXIS_PP) - before[0];
+    r->dp_bytes[world] = dt_comm_bytes(n->ctx, DT_AXIS_DP) - before[1];
+    r->padded[world] = 0;
+    for (int u = 0; u < dt_unit_count(n->ctx); u++) r->padded[world] += dt_unit_get(n->ctx, u)->padded;
     r->tapes[world] = count_tapes(n->ctx);
     r->slots[world] = dt_schedule_slots(s, rank);
     r->live[world] = dt_schedule_live(s, rank);
@@ -403,9 +406,8 @@ static dt_status train(dt_ctx *ctx, void *user) {
     dt_pipe_desc run = { .schedule = s, .comm = n.mesh.pp, .run = run_stage, .user = &n, .pace = c->pace,
         .spans = mine };
     for (n.step = 0; n.step < (c->steps ? c->steps : 3) && dt_error(ctx) == DT_OK; n.step++) {
-        size_t before = dt_comm_bytes(ctx, DT_AXIS_PP);
         if (c->evaluates && n.step == 1) evaluate(&n, &run);
-        if (n.step == 1) before = dt_comm_bytes(ctx, DT_AXIS_PP);
+        size_t before[2] = { dt_comm_bytes(ctx, DT_AXIS_PP), dt_comm_bytes(ctx, DT_AXIS_DP) };
         if (c->plain) backward_plainly(&n);
         else dt_pipe_run(ctx, run);
         if (n.step == 2) keep(&n, zero, 0);
@@ -757,6 +759,31 @@ static void test_bytes(void) {
     }
 }
 
+/* ZeRO-3 gathers each unit once in a forward and once in a backward, of two halves in each, and nothing that it does not
+   need, whatever other tapes and stages do in between: by the account of dt_zero.h, or once a step where it is kept. */
+static void test_gathers(void) {
+    for (int k = 0; k < 24; k++) {
+        config c = basic(1 + k % 3, 5, k % DT_SCHEDULES);
+        c.what = LAYERS_EQUAL;
+        c.layers = 12;
+        c.dp = 2;
+        c.zero = 3;
+        c.kept = k % 4 == 3;
+        c.no_overlap = k % 4 == 2;
+        c.steps = 2;
+        if (k >= 20) c.own = k % 2 ? OWN_AFAB : OWN_NAIVE, c.chunks = 2, c.map = MAP_BLOCKS;
+        int halves = c.kind == DT_SCHEDULE_ZB && !c.own;
+        if (!runs_well(&c, got, THREADS)) continue;
+        for (int r = 0; r < c.pp * c.dp; r++) {
+            double values = c.kept ? 1 : c.micros * (2.0 + halves), grads = c.micros;
+            double want_bytes = (values + grads) * 8 * (double)got->padded[r] / 2;
+            if (halves && !c.kept && r < c.dp) want_bytes -= c.micros * 8 * 2048.0 / 2; /* the first layer has no I */
+            CHECK_MSG((double)got->dp_bytes[r] == want_bytes, "%s: rank %d sent %zu bytes over dp, not %.0f",
+                config_text(&c).s, r, got->dp_bytes[r], want_bytes);
+        }
+    }
+}
+
 /* Tapes are the schedule's slots and the caller's own; the steps after the second allocate nothing; 1F1B holds on rank
    r what min(p - r, m) micro-batches take. */
 static void test_memory(void) {
@@ -817,16 +844,20 @@ static void test_pace(void) {
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
         config c = basic(4, 8, k % DT_SCHEDULES);
         double best = HUGE_VAL, ideal = 0;
-        c.what = LAYERS_EQUAL;
+        c.what = LAYERS_WIDE;   /* large messages, which wait where they were made until a sleeping rank wakes */
+        c.rows = MAX_ROWS;
         c.steps = 1;
         c.pace = &costs;
         if (k % DT_SCHEDULES == DT_SCHEDULE_NAIVE) c.micros = 2;
+        config one = plain_of(c);
+        if (!runs_well(&one, want, THREADS)) return;
         for (int t = 0; t < TRIES && !(best <= 1.1 * ideal); t++) {
             double end = 0;
             if (!runs_well(&c, got, k < DT_SCHEDULES ? THREADS : PROCS)) return;
             for (int i = 0; i < 4096; i++) end = got->spans[i].end > end ? got->spans[i].end : end;
             best = fmin(best, end);
             ideal = got->makespan;
+            same_result(&c, got, want, 0, "on one rank");
         }
         printf("schedule %d: %.0f ms, simulated %.0f\n", c.kind, best * 1e3, ideal * 1e3);
         CHECK_MSG(best <= 1.1 * ideal && best >= ideal, "schedule %d takes %g s, simulated %g", c.kind, best, ideal);
@@ -908,6 +939,7 @@ static void test_named(void) {
     timed("tied", test_tied);
     timed("odd stages", test_odd_stages);
     timed("bytes", test_bytes);
+    timed("gathers", test_gathers);
     timed("memory", test_memory);
     timed("failures", test_failures);
     timed("backends", test_backends);
