@@ -200,7 +200,8 @@ static void print_summary(const settings *s, const result *results) {
 /* ==== Pairs of stages ============================================================================================= */
 
 static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0, 0, 0 }, { "zero1", 2, 1, 1, 0, 0, 1, 0, 0 },
-    { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 }, { "zero3", 2, 1, 1, 0, 0, 3, 0, 0 }, { "zero3-kept", 2, 1, 1, 0, 0, 3, 0, 0 } };
+    { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 }, { "zero3", 2, 1, 1, 0, 0, 3, 0, 0 },
+    { "zero3-kept", 2, 1, 1, 0, 0, 3, 0, 0 } };
 enum { STAGES = sizeof stage_layouts / sizeof *stage_layouts };
 
 /* Milliseconds of the best step; 0 after a failure. */
