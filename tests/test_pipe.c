@@ -2,9 +2,9 @@
 
    The model is a list of small layers of a user's own, drawn from a counter: of different widths, some without
    parameters, some frozen, some recomputed, one that returns its input, so that what goes over the edges between stages
-   differs from edge to edge. It is cut into stages, run by every kind of schedule at every ZeRO stage, and must give the
-   bits that the same data groups give with all layers on one rank and no pipeline at all: losses, norms, every gradient,
-   every parameter. One rank alone must agree but for rounding, and so must tied weights.
+   differs from edge to edge. It is cut into stages, run by every kind of schedule at every ZeRO stage, and must give
+   the bits that the same data groups give with all layers on one rank and no pipeline at all: losses, norms, every
+   gradient, every parameter. One rank alone must agree but for rounding, and so must tied weights.
 
    What goes over the edges, how many micro-batches are alive, and how long a schedule takes are compared with numbers
    written down here by other means than the library's. */
@@ -323,7 +323,7 @@ static void widen(dt_dtype type, const void *from, double *to, size_t n) {
     }
 }
 
-/* Every gradient, or every value, of this rank's parameters; all ranks call it, the first of the data group keeps it. */
+/* Every gradient, or every value, of this rank's parameters; all ranks call it, the first of a data group keeps it. */
 static void keep(net *n, dt_zero *zero, int values) {
     double host[MAX_WIDTH * MAX_WIDTH];
     for (int i = 0; i < n->j->c.layers; i++)
@@ -331,8 +331,9 @@ static void keep(net *n, dt_zero *zero, int values) {
             dt_tensor *t = n->p[i][k];
             double    *to = (values ? n->j->r->value : n->j->r->grad) + place_of(n->j, i, k);
             if (!values && !t->needs_grad) continue;
-            if ((values ? dt_read(t, host) : dt_zero_grad(zero, t, host)) != DT_OK || dt_comm_rank(n->mesh.data)) continue;
-            widen(values ? t->dtype : dt_grad_dtype(t), host, to, (size_t)dt_count(t->shape));
+            dt_status status = values ? dt_read(t, host) : dt_zero_grad(zero, t, host);
+            if (status == DT_OK && dt_comm_rank(n->mesh.data) == 0)
+                widen(values ? t->dtype : dt_grad_dtype(t), host, to, (size_t)dt_count(t->shape));
         }
 }
 
@@ -399,7 +400,8 @@ static dt_status train(dt_ctx *ctx, void *user) {
         register_layer(&n, i, ends);
     }
     dt_zero     *zero = make_zero(&n);
-    dt_pipe_desc run = { .schedule = s, .comm = n.mesh.pp, .run = run_stage, .user = &n, .pace = c->pace, .spans = mine };
+    dt_pipe_desc run = { .schedule = s, .comm = n.mesh.pp, .run = run_stage, .user = &n, .pace = c->pace,
+        .spans = mine };
     for (n.step = 0; n.step < (c->steps ? c->steps : 3) && dt_error(ctx) == DT_OK; n.step++) {
         size_t before = dt_comm_bytes(ctx, DT_AXIS_PP);
         if (c->evaluates && n.step == 1) evaluate(&n, &run);
@@ -502,8 +504,9 @@ static dt_report run_job(const config *c, result *r, int backend) {
 typedef struct text { char s[400]; } text;
 static text config_text(const config *c) {
     text t;
-    snprintf(t.s, sizeof t.s, "model %u (%d layers, kind %d, %d rows, type %d) dp %d pp %d chunks %d schedule %d own %d "
-        "map %d group %d micros %d zero %d/%d kept %d tree %d folder %d adam %d again %d clip %g no_overlap %d eval %d",
+    snprintf(t.s, sizeof t.s, "model %u (%d layers, kind %d, %d rows, type %d) dp %d pp %d chunks %d schedule %d "
+        "own %d map %d group %d micros %d zero %d/%d kept %d tree %d folder %d adam %d again %d clip %g no_overlap %d "
+        "eval %d",
         c->model, c->layers, c->what, c->rows, c->dtype, c->dp, c->pp, c->chunks, c->kind, c->own, c->map, c->group,
         c->micros, c->zero, c->shard, c->kept, c->tree, c->folder, c->adam, c->recompute, c->clip, c->no_overlap,
         c->evaluates);
@@ -766,11 +769,11 @@ static void test_memory(void) {
         c.evaluates = k > 12;
         if (!runs_well(&c, got, THREADS)) continue;
         for (int r = 0; r < c.pp; r++) {
-            size_t *a = got->allocations[r], fixed = a[3] - a[2];
+            size_t *a = got->allocations[r];
             CHECK_MSG(c.evaluates || got->tapes[r] == got->slots[r] + 1, "%s: rank %d has %d tapes for %d slots",
                 config_text(&c).s, r, got->tapes[r], got->slots[r]);
-            CHECK_MSG(fixed == 2 && a[4] - a[3] == fixed && a[5] - a[4] == fixed, "%s: rank %d allocates %zu %zu %zu",
-                config_text(&c).s, r, a[3] - a[2], a[4] - a[3], a[5] - a[4]);
+            CHECK_MSG(a[5] == a[2], "%s: rank %d allocates %zu %zu %zu times", config_text(&c).s, r, a[3] - a[2],
+                a[4] - a[3], a[5] - a[4]);
         }
     }
     for (int m = 1; m <= 8; m += 7) {
@@ -809,7 +812,7 @@ static void test_backends(void) {
 /* A schedule takes as long as the simulation says: a machine that others use can make it slower, so the best of some
    tries counts. */
 static void test_pace(void) {
-    enum { TRIES = 6 };
+    enum { TRIES = 20 };
     dt_schedule_costs costs = { .forward = 0.02, .input = 0.02, .weight = 0.02 };
     for (int k = 0; k < DT_SCHEDULES + 1; k++) {
         config c = basic(4, 8, k % DT_SCHEDULES);
