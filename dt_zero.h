@@ -765,20 +765,14 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
 
 // ==== 6. The reducer ================================================================================================
 
-/* Begins the sum over a group that a mark names. Gradients count as dp, whatever axis the group belongs to, but for those
-   of tied parameters, which count as pp. */
+/* Begins the sum over a group that a mark names. Gradients count as dp, whatever axis the group belongs to, but for
+   those of tied parameters, which count as pp. */
 static void dt__zero_mark_start(dt__zero_unit *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
     void   *run = dt__zero_run_grad(z);
     dt_comm_set_axis(comm, counted);
     z->work = dt_all_reduce_start(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
-}
-
-static dt_status dt__zero_work_end(dt_zero *zero, dt__zero_unit *z) {
-    dt_status status = dt_wait(zero->ctx, z->work);
-    z->work = NULL;
-    return status;
 }
 
 /* Stages 2 and 3 reduce the gradient of every micro-batch, and so does the tree; else their sum is reduced, once. */
@@ -814,9 +808,14 @@ static dt_status dt__zero_grad_room(dt_zero *zero, dt__zero_unit *z) {
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
+static dt_status dt__zero_work_end(dt_zero *zero, dt__zero_unit *z) {
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
+    return status;
+}
+
+static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
+    dt_status status = dt__zero_work_end(zero, z);
     if (status != DT_OK || !z->passing) return status;
     int on_disk = dt__grad_on_disk(zero, z->unit);
     if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)

@@ -742,7 +742,7 @@ static void test_bytes(void) {
     }
 }
 
-/* ZeRO-3 gathers each unit once in a forward and once in a backward, of two halves in each, and nothing that it does not
+/* ZeRO-3 gathers each unit once in a forward and once in a backward, of two halves in each, and nothing it does not
    need, whatever other tapes and stages do in between: by the account of dt_zero.h, or once a step where it is kept. */
 static void test_gathers(void) {
     for (int k = 0; k < 24; k++) {
