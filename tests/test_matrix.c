@@ -14,8 +14,8 @@
    repeats it is printed.
 
    In f64 every factoring of 1 to 12 ranks into dp x tp x cp x pp x ep is a case, and those of the list `named`; any two
-   values of two fields meet in one, or no draw with both can be (named, with the rule: arithmetic only). Other types
-   follow.
+   values of two fields meet in one (of an axis: 1, or more), or no draw with both can be (named, with the rule:
+   arithmetic only). Other types follow.
 
        test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/6 in other types
        test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest value */
@@ -71,7 +71,7 @@ static const field fields[] = {
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, FIRST = 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -353,7 +353,7 @@ static dt_tensor *own_forward(dt_tensor *x, own_model *own, int item, int end) {
 // ==== One training run ==============================================================================================
 
 enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, NAME = 40 };
-enum { MOST_RANKS = 32 };
+enum { MOST_RANKS = 32, MOST_MICROS = 16 };
 enum { BALANCE, Z, CHOICES, DROPPED, FELL, COUNTS = FELL + MAX_EXPERTS }; /* of a layer's router */
 
 /* Where the ranks of one run leave what is compared: full logical tensors, filled box by box. Shared memory, so that
@@ -541,7 +541,7 @@ typedef struct job {
     dt_schedule *schedule;                  /* NULL: no pipeline */
     batch        b;
     int          step;
-    double       loss[8];                   /* of each micro-batch */
+    double       loss[MOST_MICROS];         /* of each micro-batch */
     double       fell[MOST_LAYERS * MAX_EXPERTS];
 } job;
 
@@ -1067,6 +1067,11 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.pp = f.pp;
     s.ep = f.ep;
     s.procs = 0;
+    if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) { /* ranks that divide no micro-batches */
+        s.sched = DT_SCHEDULE_INTERLEAVED;
+        s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
+        s.accum = s.pp + 1;
+    }
     if (s.sched != DT_SCHEDULE_INTERLEAVED) s.chunks = 1;
     if (s.accum == 1 && draw(seed, (uint64_t)(attempt + number * 7919)) % 8) s.accum = 2; /* most have several */
     if (heads_of(s) * s.dim > WIDEST) s.heads = 1;
@@ -1076,13 +1081,13 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     if (work_of(s) > MOST_WORK) s.steps = 1;
     if (work_of(s) > MOST_WORK && stages_of(s) <= 2) s.layers = 1;
     if (work_of(s) > MOST_WORK) s.micro = 1;
-    if (work_of(s) > MOST_WORK) s.accum = larger(s.accum / 2, 1);
-    if (work_of(s) > MOST_WORK) s.accum = larger(s.accum / 2, 1);
+    if (work_of(s) > MOST_WORK && s.accum > 3) s.accum = larger(s.accum / 2, 1);
+    if (work_of(s) > MOST_WORK && s.accum > 3) s.accum = larger(s.accum / 2, 1);
     return s;
 }
 
-/* Of two fields that are drawn the values that have met: seen[field][value][field][value]. Values that mean nothing in
-   a case are not counted: of sp without tp, of the kind without cp, of a pipeline without one. */
+/* Of two fields the values that have met: seen[field][value][field][value]. Of an axis these are 1 and more. Values
+   that mean nothing in a case are not counted: of sp without tp, of the kind without cp, of a pipeline without one. */
 static unsigned char seen[FIELDS][8][FIELDS][8];
 static unsigned char means[FIELDS]; /* what a field needs, by MEANS_* */
 enum { MEANS_TP = 1, MEANS_CP, MEANS_PP, MEANS_NO_PP, MEANS_EXPERTS };
@@ -1099,6 +1104,7 @@ static void list_meanings(void) {
 
 static int index_of(spec s, int i) {
     int v = *value_of(&s, &fields[i]), k = 0;
+    if (i < FIRST) return i < AXES ? v > 1 : -1;
     if ((means[i] == MEANS_TP && s.tp == 1) || (means[i] == MEANS_CP && s.cp == 1)) return -1;
     if ((means[i] == MEANS_PP || means[i] == MEANS_NO_PP) && (means[i] == MEANS_PP) != (stages_of(s) > 1)) return -1;
     if (means[i] == MEANS_EXPERTS && mixtures_of(s) == 0) return -1;
@@ -1109,8 +1115,8 @@ static int index_of(spec s, int i) {
 /* How many pairs the case would be the first with; or marks them. */
 static int new_pairs(spec s, int mark) {
     int count = 0, at[FIELDS];
-    for (int i = FIRST; i < FIELDS; i++) at[i] = index_of(s, i);
-    for (int i = FIRST; i < FIELDS; i++)
+    for (int i = 0; i < FIELDS; i++) at[i] = index_of(s, i);
+    for (int i = 0; i < FIELDS; i++)
         for (int k = i + 1; k < FIELDS; k++) {
             int a = at[i], b = at[k];
             if (a < 0 || b < 0 || seen[i][a][k][b]) continue;
@@ -1147,15 +1153,32 @@ static void report_failure(const char *program, spec s, verdict v) {
     printf("  smallest: %s\n  repeat it: %s --case '%s'\n", v.why, program, text);
 }
 
-static int refused[RULES], done, several, piped; /* of those done: with several micro-batches, in a pipeline */
+/* What has been done. */
+static int refused[RULES], done;
+enum { SEVERAL, PIPELINES, UNEVEN_2, UNEVEN_3, ENDS, FORKED, WITHOUT, TALLIES };
+static int tally[TALLIES];
+static const char *const tallies[TALLIES] = { "with several micro-batches", "in a pipeline",
+    "interleaved in 2 chunks with micro-batches that its ranks do not divide", "the same in 3 chunks",
+    "with stages of only the embedding and only the head", "again in processes", "again without a pipeline" };
+
+static void count_case(spec s) {
+    spec p = partner_of(s, CHANGES);
+    int  uneven = s.pp > 1 && s.accum > s.pp && s.accum % s.pp != 0;
+    done++;
+    tally[SEVERAL] += s.accum > 1;
+    tally[PIPELINES] += stages_of(s) > 1;
+    tally[UNEVEN_2] += uneven && s.chunks == 2;
+    tally[UNEVEN_3] += uneven && s.chunks == 3;
+    tally[ENDS] += stages_of(s) > 2 && s.cut == CUT_ENDS && s.model == MODEL_GPT;
+    tally[FORKED] += p.procs;
+    tally[WITHOUT] += s.pp > 1 && p.pp == 1;
+}
 
 static int run_and_report(const char *program, uint64_t seed, int number, spec s) {
     verdict v = run_case(s);
     CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
     if (v.failed) report_failure(program, s, v);
-    done++;
-    several += s.accum > 1;
-    piped += stages_of(s) > 1;
+    count_case(s);
     return !v.failed;
 }
 
@@ -1201,6 +1224,7 @@ static int pair_refusal(int i, int a, int k, int b) {
     }
     *value_of(&s, &fields[i]) = fields[i].values[a];
     *value_of(&s, &fields[k]) = fields[k].values[b];
+    if ((means[i] == MEANS_PP || means[k] == MEANS_PP) && stages_of(s) == 1) s.chunks = 2;
     return index_of(s, i) == a && index_of(s, k) == b ? refusal(s) : 0;
 }
 
@@ -1209,33 +1233,41 @@ static int find_pair(uint64_t seed, int i, int a, int k, int b, spec *s) {
     for (int attempt = 0; attempt < 4000; attempt++) {
         *s = random_spec(seed + 17, (int)(draw(seed + 18, (uint64_t)attempt) % 216), attempt);
         s->type = TYPE_F64;
-        *value_of(s, &fields[i]) = fields[i].values[a];
-        *value_of(s, &fields[k]) = fields[k].values[b];
+        if (i >= FIRST) *value_of(s, &fields[i]) = fields[i].values[a];
+        if (k >= FIRST) *value_of(s, &fields[k]) = fields[k].values[b];
         if (index_of(*s, i) == a && index_of(*s, k) == b && refusal(*s) == 0) return 1;
     }
     return 0;
 }
 
 /* Whether two values cannot both mean something: halves of a backward and a schedule, which has its own; numbers of a
-   mixture where there is none. */
+   mixture, of an axis, of a pipeline where there is none. */
 static int apart(int i, int a, int k, int b) {
     const char *x = fields[i].name, *y = fields[k].name;
     int         v = fields[i].values[a], w = fields[k].values[b];
     if (means[i] + means[k] == MEANS_PP + MEANS_NO_PP && (means[i] == MEANS_PP || means[k] == MEANS_PP)) return 1;
     if (strcmp(x, "experts") == 0 && v == 0 && means[k] == MEANS_EXPERTS) return 1;
+    if (strcmp(x, "tp") == 0 && v == 1 && means[k] == MEANS_TP) return 1;
+    if (strcmp(x, "cp") == 0 && v == 1 && means[k] == MEANS_CP) return 1;
+    if (strcmp(x, "pp") == 0 && v > 1 && means[k] == MEANS_NO_PP) return 1;
+    if (strcmp(x, "pp") == 0 && v == 1 && strcmp(y, "chunks") == 0 && w == 1) return 1;
     return strcmp(x, "layers") == 0 && v == 1 && strcmp(y, "every") == 0 && w == 2;
 }
 
-static int type_field(int i) { return strcmp(fields[i].name, "type") == 0; }
+/* How many values of a field pairs are made of. */
+static int values_of(int i) {
+    if (i < FIRST) return i < AXES ? 2 : 0;
+    return strcmp(fields[i].name, "type") == 0 ? 0 : fields[i].n;
+}
 
 /* The pairs that are left. */
 static void close_pairs(const char *program, uint64_t seed) {
     int pairs = 0, never[RULES] = { 0 };
-    for (int i = FIRST; i < FIELDS; i++)
+    for (int i = 0; i < FIELDS; i++)
         for (int k = i + 1; k < FIELDS; k++)
-            for (int v = 0; v < fields[i].n * fields[k].n && !type_field(i) && !type_field(k); v++) {
+            for (int v = 0; v < values_of(i) * values_of(k); v++) {
                 spec s;
-                int  a = v / fields[k].n, b = v % fields[k].n;
+                int  a = v / values_of(k), b = v % values_of(k);
                 pairs++;
                 if (seen[i][a][k][b]) continue;
                 if (find_pair(seed, i, a, k, b, &s)) {
@@ -1277,8 +1309,10 @@ static int run_named(const char *program) {
     return ok;
 }
 
+enum { CASES = 348 };
+
 int main(int argc, char **argv) {
-    int      cases = 348, ok = 1;
+    int      cases = CASES, ok = 1;
     uint64_t seed = 1;
     list_factorings();
     list_meanings();
@@ -1301,8 +1335,10 @@ int main(int argc, char **argv) {
     }
     if (ok && cases >= n_factorings) close_pairs(argv[0], seed);
     int in_f64 = done;
-    printf("test_matrix: in f64 %d cases with several micro-batches, %d in a pipeline\n", several, piped);
-    CHECK(cases < 348 || several >= 300 || !ok);
+    for (int t = 0; t < TALLIES; t++) {
+        printf("test_matrix: in f64 %d cases %s\n", tally[t], tallies[t]);
+        CHECK_MSG(!ok || cases < CASES || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
+    }
     for (int number = cases; number < cases + cases / 6 && ok; number++) {
         spec s;
         if (choose(seed, number, -1, 1, &s)) ok = run_and_report(argv[0], seed, number, s);
