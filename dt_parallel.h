@@ -3,11 +3,10 @@
 
    The third of four single-header libraries; dt_tensor.h names them all. It arranges ranks along the axes of a layout
    (data, tensor, context, pipeline, expert), moves a tensor from one placement over a group to another with the right
-   backward, has the layers of tensor, sequence and context parallelism, makes, checks, simulates and draws schedules of
-   pipelines, and says which rank reads which sequence.
+   backward, has the layers of tensor, sequence, context and expert parallelism, makes, checks, simulates, draws and
+   runs schedules of pipelines, and says which rank reads which sequence.
 
-   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model. Not in this version:
-   pipelines that run, expert dispatch. The mesh has their axes already.
+   DOES NOT: reduce gradients of parameters (dt_zero.h does, for all axes at once), know any model.
 
    QUICK EXAMPLE (a tensor-parallel product over 2 of 4 ranks)
 
@@ -522,7 +521,8 @@ typedef struct dt_pipe_desc {
 
 /* [collective: comm] All micro-batches of a step, forward and backward; then dt_zero_step. Errors besides those of
    `run`: DT_ERR_ARG where the schedule is for another number of ranks; DT_ERR_SHAPE where a stage's output changes its
-   shape from one micro-batch to the next. Sends 2 messages for each micro-batch and edge between stages. */
+   shape from one micro-batch to the next. Sends 2 messages for each micro-batch and edge between stages. A schedule is
+   for one run at a time. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
 /* [collective: comm] Spans of all ranks' actions (dt_schedule_first of p) from those of each, beginning at 0: for
    dt_schedule_idle and dt_schedule_svg. Clocks of different machines may differ. */
@@ -2452,6 +2452,8 @@ struct dt_schedule {
     int              *before;       /* (total) of an F: the rank's F that had the slot before it; -1: none */
     dt_span          *span;         /* (total) for whoever needs it */
     int              *at, *seen;    /* (ranks) likewise */
+    void             *running;      /* what dt_pipe_run keeps: made with the schedule, so that no step allocates */
+    size_t            running_bytes;
 };
 
 enum { DT__ROLE_F = 0, DT__ROLE_B, DT__ROLE_W, DT__ROLES };     /* B: of I too */
@@ -2918,6 +2920,8 @@ dt_status dt_schedule_check(const dt_schedule *s, dt_schedule_facts *facts, char
 
 /* ---- making one ---- */
 
+static size_t dt__pipe_bytes(const dt_schedule *s);
+
 static void dt__schedule_release(dt_ctx *ctx, void *user) {
     dt_schedule *s = (dt_schedule *)user;
     size_t       ranks = (size_t)s->desc.ranks, stages = (size_t)s->stages;
@@ -2931,6 +2935,7 @@ static void dt__schedule_release(dt_ctx *ctx, void *user) {
     dt_free(ctx, DT_MEM_HOST, s->span, (size_t)s->total * sizeof *s->span);
     dt_free(ctx, DT_MEM_HOST, s->at, ranks * sizeof *s->at);
     dt_free(ctx, DT_MEM_HOST, s->seen, ranks * sizeof *s->seen);
+    dt_free(ctx, DT_MEM_HOST, s->running, s->running_bytes);
     dt_free(ctx, DT_MEM_HOST, s, sizeof *s);
 }
 
@@ -3027,6 +3032,10 @@ dt_schedule *dt_schedule_make(dt_ctx *ctx, dt_schedule_desc desc) {
     if (dt_error(ctx) == DT_OK && dt__schedule_lower(s) == DT_OK && !desc.unchecked &&
         dt_schedule_check(s, NULL, why, sizeof why) != DT_OK)
         dt_fail(ctx, DT_ERR_ARG, "dt_schedule_make(%s): %s", s->name, why);
+    if (dt_error(ctx) == DT_OK) {
+        s->running_bytes = dt__pipe_bytes(s);
+        s->running = dt_alloc(ctx, DT_MEM_HOST, s->running_bytes, "a schedule");
+    }
     if (dt_error(ctx) == DT_OK) return s;
     dt_schedule_free(s);
     return NULL;
@@ -3356,6 +3365,16 @@ typedef struct dt__pipe {
     dt__pipe_edge  *edges;      /* (stages) of each stage's output */
 } dt__pipe;
 
+/* Room for any rank's slots, or for those of a forward alone, one for each stage; and for all edges. */
+static size_t dt__pipe_bytes(const dt_schedule *s) {
+    size_t slots = (size_t)s->stages;
+    for (int r = 0; r < s->desc.ranks; r++) {
+        size_t mine = (size_t)s->program[r].slots;
+        slots = mine > slots ? mine : slots;
+    }
+    return slots * sizeof(dt__pipe_slot) + (size_t)s->stages * sizeof(dt__pipe_edge);
+}
+
 /* Messages of one pair of ranks are told apart by what they are. */
 static int dt__pipe_tag(const dt__pipe *p, int stage, int micro, int backward) {
     return 2 * (stage * p->micros + micro) + backward;
@@ -3413,8 +3432,8 @@ static dt_status dt__pipe_take(dt__pipe *p, const dt_action *a) {
     slot->ready = 1;
     if (a->from < 0) return dt_error(ctx);
     dt__pipe_edge *edge = &p->edges[stage];
-    if (!edge->known && a->from != p->rank && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK)
-        return dt_error(ctx);
+    int new_edge = !edge->known && a->from != p->rank;
+    if (new_edge && dt__pipe_tell(p, edge, stage, a->from, NULL) != DT_OK) return dt_error(ctx);
     dt_tensor *t = dt__pipe_room(p, edge);
     if (!t) return dt_error(ctx);
     if (forward) slot->x = p->desc.forward_micros ? t : dt_require_grad(t);
@@ -3572,22 +3591,16 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
     int no_grad = ctx->no_grad;
     if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
     p.n_slots = desc.forward_micros ? p.stages : dt_schedule_slots(desc.schedule, p.rank);
-    size_t slots = (size_t)p.n_slots * sizeof *p.slots, edges = (size_t)p.stages * sizeof *p.edges;
-    p.slots = (dt__pipe_slot *)dt_alloc(ctx, DT_MEM_HOST, slots, "dt_pipe_run");
-    p.edges = (dt__pipe_edge *)dt_alloc(ctx, DT_MEM_HOST, edges, "dt_pipe_run");
-    if (p.slots && p.edges) {
-        memset(p.slots, 0, slots);
-        memset(p.edges, 0, edges);
-        if (desc.forward_micros) ctx->no_grad = 1;
-        if (desc.forward_micros) dt__pipe_forwards(&p);
-        else dt__pipe_actions(&p);
-        for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s); /* after a failure too: works are to be waited for */
-        ctx->no_grad = no_grad;
-        dt_tape(ctx, 0, 0);
-        dt_micro(ctx, 0, 1);
-    }
-    dt_free(ctx, DT_MEM_HOST, p.slots, slots);
-    dt_free(ctx, DT_MEM_HOST, p.edges, edges);
+    p.slots = (dt__pipe_slot *)desc.schedule->running;
+    p.edges = (dt__pipe_edge *)(void *)(p.slots + p.n_slots);
+    memset(p.slots, 0, desc.schedule->running_bytes);
+    if (desc.forward_micros) ctx->no_grad = 1;
+    if (desc.forward_micros) dt__pipe_forwards(&p);
+    else dt__pipe_actions(&p);
+    for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s); /* after a failure too: works are to be waited for */
+    ctx->no_grad = no_grad;
+    dt_tape(ctx, 0, 0);
+    dt_micro(ctx, 0, 1);
     return dt_error(ctx);
 }
 
@@ -4073,7 +4086,8 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #endif /* DT_PARALLEL_IMPL */
 
 /* HISTORY
-     0.1.0   the mesh, placements, schedules, the order of data, the sampler, text and token shards
+     0.1.0   the mesh, placements, layers of tensor, context and expert parallelism, schedules and pipelines, the order
+             of data, the sampler, text and token shards
 
    LICENCE: your choice of A or B.
 

@@ -210,9 +210,10 @@ enum { DT_STATE_MASTER = 2 };
    master of a 16-bit parameter) of a whole local parameter: host receives as many
    elements of dt_grad_dtype(param) as its local shape has. DT_ERR_ARG for a frozen parameter or a missing state. */
 DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host);
-/* [collective: the parameter's data group] The step's gradient of a whole local parameter, summed over all ranks and
-   unscaled: between the last backward of a step and dt_zero_step. host as above. DT_ERR_UNSUPPORTED once 1-bit Adam has
-   frozen its second moment: it sums no more gradients. */
+/* [collective: the parameter's data group, the first one of a step also the groups of tied parameters over pipeline
+   stages] The step's gradient of a whole local parameter, summed over all ranks and unscaled: between the last backward
+   of a step and dt_zero_step. host as above. DT_ERR_UNSUPPORTED once 1-bit Adam has frozen its second moment: it sums
+   no more gradients. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. 0 where it is
    offloaded: host memory counts as DT_MEM_HOST, a file as nothing. */
@@ -764,13 +765,14 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
 
 // ==== 6. The reducer ================================================================================================
 
-/* Gradients count as dp, whatever axis a group belongs to, but for those of tied parameters, which count as pp. */
-static dt_status dt__zero_sum_mark(const dt__zero_unit *z, dt_comm *comm, void *run, dt_axis counted) {
+/* Begins the sum over a group that a mark names. Gradients count as dp, whatever axis the group belongs to, but for
+   those of tied parameters, which count as pp. */
+static void dt__zero_mark_start(dt__zero_unit *z, dt_comm *comm, dt_axis counted) {
     dt_axis axis = comm->axis;
+    void   *run = dt__zero_run_grad(z);
     dt_comm_set_axis(comm, counted);
-    dt_status status = dt_all_reduce(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
+    z->work = dt_all_reduce_start(comm, run, run, z->count, z->unit->grad_dtype, DT_SUM);
     dt_comm_set_axis(comm, axis);
-    return status;
 }
 
 /* Stages 2 and 3 reduce the gradient of every micro-batch, and so does the tree; else their sum is reduced, once. */
@@ -806,9 +808,14 @@ static dt_status dt__zero_grad_room(dt_zero *zero, dt__zero_unit *z) {
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
+static dt_status dt__zero_work_end(dt_zero *zero, dt__zero_unit *z) {
     dt_status status = dt_wait(zero->ctx, z->work);
     z->work = NULL;
+    return status;
+}
+
+static dt_status dt__zero_reduce_end(dt_zero *zero, dt__zero_unit *z) {
+    dt_status status = dt__zero_work_end(zero, z);
     if (status != DT_OK || !z->passing) return status;
     int on_disk = dt__grad_on_disk(zero, z->unit);
     if ((on_disk ? dt__disk_wait(zero, &z->grad_job) : dt__zero_grad_room(zero, z)) != DT_OK)
@@ -851,22 +858,25 @@ static void dt__zero_copies_start(dt__zero_unit *z) {
 static dt_status dt__zero_copies_end(dt_zero *zero, dt__zero_unit *z) {
     const dt_mark *marks = dt__unit_desc(zero, z->unit)->marks;
     const dt_comm *tied = dt__zero_tied(zero, z->unit);
-    if (dt_wait(zero->ctx, z->work) != DT_OK) return dt_error(zero->ctx);
-    z->work = NULL;
-    for (int i = 0; i < 2; i++)
-        if (marks[i].comm && marks[i].comm != tied && marks[i].kind == DT_PART &&
-            dt__zero_sum_mark(z, marks[i].comm, dt__zero_run_grad(z), DT_AXIS_DP) != DT_OK) return dt_error(zero->ctx);
+    if (dt__zero_work_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+    for (int i = 0; i < 2; i++) {
+        if (!marks[i].comm || marks[i].comm == tied || marks[i].kind != DT_PART) continue;
+        dt__zero_mark_start(z, marks[i].comm, DT_AXIS_DP);
+        if (dt__zero_work_end(zero, z) != DT_OK) return dt_error(zero->ctx);
+    }
     return DT_OK;
 }
 
 /* Once all stages of a pipeline have the sums of their own micro-batches, those of tied parameters are added up. Not
-   before: a stage that waited for another in the midst of the step might keep it waiting. */
+   before: a stage that waited for another in the midst of the step might keep it waiting. And all at once: stages may
+   have them in different orders. */
 static dt_status dt__zero_sum_tied(dt_zero *zero) {
     for (int u = 0; u < zero->n_units && !zero->tied; u++) {
         dt__zero_unit *z = &zero->units[u];
         dt_comm       *tied = z->unit->frozen ? NULL : dt__zero_tied(zero, z->unit);
-        if (tied && dt__zero_sum_mark(z, tied, dt__zero_run_grad(z), DT_AXIS_PP) != DT_OK) return dt_error(zero->ctx);
+        if (tied) dt__zero_mark_start(z, tied, DT_AXIS_PP);
     }
+    for (int u = 0; u < zero->n_units && !zero->tied; u++) dt__zero_work_end(zero, &zero->units[u]);
     zero->tied = 1;
     return dt_error(zero->ctx);
 }
@@ -1843,6 +1853,7 @@ static dt_status dt__grads_peek(dt_zero *zero, dt__zero_unit *z, size_t element,
 
 /* s becomes the chunk after `before`; 0: that was the last. */
 static int dt__chunk_after(const dt_zero *zero, dt__disk_set *s, const dt__disk_set *before) {
+    if (zero->n_units == 0) return 0; /* a stage of a pipeline without parameters */
     int    u = before ? before->unit : 0;
     size_t first = before ? before->first + before->count : zero->units[0].first;
     while (zero->units[u].unit->frozen || first == zero->units[u].first + zero->units[u].count) {

@@ -328,10 +328,10 @@ typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, gpt_place *p, d
 static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
         for (int i = 0; i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
-            if (!gpt_has(m->config, r, i)) continue;
+            if (dt_error(m->ctx) != DT_OK || !gpt_has(m->config, r, i)) continue; /* sizes may be 0 then */
             gpt_place p = gpt_place_of(m, r, i, kind);
             gpt_aim(&p);
-            if (dt_error(m->ctx) == DT_OK) fn(m, r, i, &p, w, user);
+            fn(m, r, i, &p, w, user);
         }
 }
 

@@ -76,11 +76,11 @@ grep -q '^# peer: Open MPI (mpicc and mpirun) is not installed at no/such/folder
       "all-reduce,procs,4,64,none,nan,nan all-reduce,procs,4,4096,none,nan,nan" ]
 report $? "bench_comm without Open MPI says so and measures dt"
 layouts="layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,mem_comm,\
-mem_peak,bytes_dp,bytes_tp,bytes_cp"
+mem_peak,bytes_dp,bytes_tp,bytes_cp,pp,schedule,bytes_pp"
 figures=$(for n in 1 2 4 8; do echo "best_tokens_per_s_$n best_ratio_$n least_peak_share_$n"; done | xargs)
 for backend in threads procs; do
-    bench bench_layouts "$layouts" 29 "$figures loss_difference" --quick --backend "$backend"
-    awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
+    bench bench_layouts "$layouts" 35 "$figures loss_difference" --quick --backend "$backend"
+    awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 * $20 || ($20 > 1) != ($22 > 0) || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
         ($3 * $5 > 1 && $17 <= 0) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
     report $? "bench_layouts over $backend: rates are positive, and bytes go along the axes there are"
     awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"

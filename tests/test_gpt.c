@@ -695,16 +695,17 @@ static void counts(void) {
     CHECK(gpt_count(llama) == 8030261248);          /* Llama 3 8B */
     CHECK(gpt_flops_per_token(small) == 6.0 * (124439808 - 1024 * 768) + 12.0 * 12 * 768 * 1024);
     CHECK(gpt_flops_per_token(llama) == 6.0 * (8030261248 - 128256.0 * 4096) + 12.0 * 32 * 4096 * 4096);
-    gpt_config bad[] = { small, small, small, llama, llama };
+    gpt_config bad[] = { small, small, small, llama, llama, { .arch = GPT_GPT2 } }; /* the last has no sizes */
     bad[0].dropout = 1;
     bad[1].smoothing = -0.1;
     bad[2].arch = 2;
     bad[3].heads = bad[3].kv_heads = 4096;          /* heads of one number have no pairs to turn */
     bad[4].norm_eps = (double)NAN;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         dt_ctx *ctx = make_ctx();
-        gpt_register(ctx, bad[i]);
+        gpt m = gpt_register(ctx, bad[i]);
         CHECK_MSG(dt_error(ctx) == DT_ERR_ARG, "config %d is accepted", i);
+        CHECK(gpt_save(&m, scratch, 0) == DT_ERR_ARG && access(path_of(scratch, "config.json"), R_OK) != 0);
         dt_ctx_free(ctx);
     }
 }

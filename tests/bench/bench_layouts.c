@@ -33,38 +33,45 @@ typedef struct layout {
     int         dp, tp, cp;
     int         kind;           /* DT_CP_*, where cp is not 1 */
     int         sp, zero;
+    int         pp, schedule;   /* pp 0: no pipeline; DT_SCHEDULE_* */
 } layout;
 
 static const layout layouts[] = {
-    { "one", 1, 1, 1, 0, 0, 0 },
-    { "dp2", 2, 1, 1, 0, 0, 0 },
-    { "dp2-zero1", 2, 1, 1, 0, 0, 1 },
-    { "dp2-zero2", 2, 1, 1, 0, 0, 2 },
-    { "dp2-zero3", 2, 1, 1, 0, 0, 3 },
-    { "tp2", 1, 2, 1, 0, 0, 0 },
-    { "tp2-sp", 1, 2, 1, 0, 1, 0 },
-    { "cp2-ring", 1, 1, 2, DT_CP_RING, 0, 0 },
-    { "cp2-zigzag", 1, 1, 2, DT_CP_ZIGZAG, 0, 0 },
-    { "cp2-allgather", 1, 1, 2, DT_CP_ALLGATHER, 0, 0 },
-    { "cp2-ulysses", 1, 1, 2, DT_CP_ULYSSES, 0, 0 },
-    { "dp4", 4, 1, 1, 0, 0, 0 },
-    { "dp4-zero1", 4, 1, 1, 0, 0, 1 },
-    { "tp4", 1, 4, 1, 0, 0, 0 },
-    { "tp4-sp", 1, 4, 1, 0, 1, 0 },
-    { "cp4-ring", 1, 1, 4, DT_CP_RING, 0, 0 },
-    { "cp4-zigzag", 1, 1, 4, DT_CP_ZIGZAG, 0, 0 },
-    { "cp4-allgather", 1, 1, 4, DT_CP_ALLGATHER, 0, 0 },
-    { "cp4-ulysses", 1, 1, 4, DT_CP_ULYSSES, 0, 0 },
-    { "dp2-tp2", 2, 2, 1, 0, 0, 1 },
-    { "dp8", 8, 1, 1, 0, 0, 0 },
-    { "dp8-zero1", 8, 1, 1, 0, 0, 1 },
-    { "tp8", 1, 8, 1, 0, 0, 0 },
-    { "tp8-sp", 1, 8, 1, 0, 1, 0 },
-    { "cp8-ring", 1, 1, 8, DT_CP_RING, 0, 0 },
-    { "cp8-zigzag", 1, 1, 8, DT_CP_ZIGZAG, 0, 0 },
-    { "cp8-allgather", 1, 1, 8, DT_CP_ALLGATHER, 0, 0 },
-    { "cp8-ulysses", 1, 1, 8, DT_CP_ULYSSES, 0, 0 },
-    { "dp2-tp2-cp2", 2, 2, 2, DT_CP_ZIGZAG, 1, 1 },
+    { "one", 1, 1, 1, 0, 0, 0, 0, 0 },
+    { "dp2", 2, 1, 1, 0, 0, 0, 0, 0 },
+    { "dp2-zero1", 2, 1, 1, 0, 0, 1, 0, 0 },
+    { "dp2-zero2", 2, 1, 1, 0, 0, 2, 0, 0 },
+    { "dp2-zero3", 2, 1, 1, 0, 0, 3, 0, 0 },
+    { "tp2", 1, 2, 1, 0, 0, 0, 0, 0 },
+    { "tp2-sp", 1, 2, 1, 0, 1, 0, 0, 0 },
+    { "cp2-ring", 1, 1, 2, DT_CP_RING, 0, 0, 0, 0 },
+    { "cp2-zigzag", 1, 1, 2, DT_CP_ZIGZAG, 0, 0, 0, 0 },
+    { "cp2-allgather", 1, 1, 2, DT_CP_ALLGATHER, 0, 0, 0, 0 },
+    { "cp2-ulysses", 1, 1, 2, DT_CP_ULYSSES, 0, 0, 0, 0 },
+    { "dp4", 4, 1, 1, 0, 0, 0, 0, 0 },
+    { "dp4-zero1", 4, 1, 1, 0, 0, 1, 0, 0 },
+    { "tp4", 1, 4, 1, 0, 0, 0, 0, 0 },
+    { "tp4-sp", 1, 4, 1, 0, 1, 0, 0, 0 },
+    { "cp4-ring", 1, 1, 4, DT_CP_RING, 0, 0, 0, 0 },
+    { "cp4-zigzag", 1, 1, 4, DT_CP_ZIGZAG, 0, 0, 0, 0 },
+    { "cp4-allgather", 1, 1, 4, DT_CP_ALLGATHER, 0, 0, 0, 0 },
+    { "cp4-ulysses", 1, 1, 4, DT_CP_ULYSSES, 0, 0, 0, 0 },
+    { "dp2-tp2", 2, 2, 1, 0, 0, 1, 0, 0 },
+    { "dp8", 8, 1, 1, 0, 0, 0, 0, 0 },
+    { "dp8-zero1", 8, 1, 1, 0, 0, 1, 0, 0 },
+    { "tp8", 1, 8, 1, 0, 0, 0, 0, 0 },
+    { "tp8-sp", 1, 8, 1, 0, 1, 0, 0, 0 },
+    { "cp8-ring", 1, 1, 8, DT_CP_RING, 0, 0, 0, 0 },
+    { "cp8-zigzag", 1, 1, 8, DT_CP_ZIGZAG, 0, 0, 0, 0 },
+    { "cp8-allgather", 1, 1, 8, DT_CP_ALLGATHER, 0, 0, 0, 0 },
+    { "cp8-ulysses", 1, 1, 8, DT_CP_ULYSSES, 0, 0, 0, 0 },
+    { "dp2-tp2-cp2", 2, 2, 2, DT_CP_ZIGZAG, 1, 1, 0, 0 },
+    { "pp2-afab", 1, 1, 1, 0, 0, 0, 2, DT_SCHEDULE_AFAB },
+    { "pp2-1f1b", 1, 1, 1, 0, 0, 0, 2, DT_SCHEDULE_1F1B },
+    { "pp2-interleaved", 1, 1, 1, 0, 0, 0, 2, DT_SCHEDULE_INTERLEAVED },
+    { "pp2-zb", 1, 1, 1, 0, 0, 0, 2, DT_SCHEDULE_ZB },
+    { "pp4-1f1b", 1, 1, 1, 0, 0, 0, 4, DT_SCHEDULE_1F1B },
+    { "dp2-tp2-pp2", 2, 2, 1, 0, 0, 1, 2, DT_SCHEDULE_1F1B },
 };
 enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 8, STEPS = 3 };
 
@@ -111,7 +118,7 @@ static gpt_config model_of(const settings *s) {
         .tied = 1, .dtype = DT_F32 };
 }
 
-static int ranks_of(const layout *l) { return l->dp * l->tp * l->cp; }
+static int ranks_of(const layout *l) { return l->dp * l->tp * l->cp * (l->pp ? l->pp : 1); }
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     result *r = (result *)user;
@@ -135,11 +142,22 @@ static result result_make(const settings *s, const layout *l, train_files data) 
     r.config.model = model_of(s);
     r.config.model.sp = l->sp;
     r.config.model.cp_kind = l->kind;
-    r.config.mesh = (dt_mesh_desc){ .dp = l->dp, .tp = l->tp, .cp = l->cp };
+    r.config.mesh = (dt_mesh_desc){ .dp = l->dp, .tp = l->tp, .cp = l->cp, .pp = l->pp };
     r.config.zero = (dt_zero_desc){ .stage = l->zero, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .clip = 1 };
     r.config.lr = (dt_lr_desc){ .peak = 3e-4, .kind = DT_LR_CONSTANT, .steps = 1, .min_ratio = 1 };
     r.config.micro_batch = BATCH / l->dp;
     r.config.accum = 1;
+    if (l->pp) { /* a sequence is a micro-batch; stages of as many pieces as may be */
+        double same[2 * GPT_MAX_LAYERS + 2];
+        char   why[200];
+        int    items = gpt_items(r.config.model), chunks = l->schedule == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
+        for (int i = 0; i < items; i++) same[i] = 1;
+        if (dt_stage_cut(same, items, l->pp * chunks, r.config.cut, why, sizeof why) != DT_OK) exit(2);
+        r.config.schedule = l->schedule;
+        r.config.chunks = chunks;
+        r.config.micro_batch = 1;
+        r.config.accum = BATCH / l->dp;
+    }
     r.config.stop_at = STEPS;
     r.config.on_step = on_step;
     return r;
@@ -149,10 +167,12 @@ static double rate(const settings *s, const result *r) { return BATCH * model_of
 
 static void print_row(const settings *s, const layout *l, const result *r, const result *one) {
     static const char *const kinds[] = { "ring", "zigzag", "allgather", "ulysses" };
+    static const char *const schedules[] = { "naive", "afab", "1f1b", "interleaved", "zb" };
     printf("%s,%d,%d,%d,%d,%s,%s,%d,%.1f,%.3f", l->name, ranks_of(l), l->dp, l->tp, l->cp,
         l->cp > 1 ? kinds[l->kind] : "none", l->sp ? "on" : "off", l->zero, rate(s, r), rate(s, r) / rate(s, one));
     for (int m = 0; m < TRAIN_MEMS; m++) printf(",%.0f", r->mem[m]);
-    printf(",%.0f,%.0f,%.0f\n", r->bytes[DT_AXIS_DP], r->bytes[DT_AXIS_TP], r->bytes[DT_AXIS_CP]);
+    printf(",%.0f,%.0f,%.0f,%d,%s,%.0f\n", r->bytes[DT_AXIS_DP], r->bytes[DT_AXIS_TP], r->bytes[DT_AXIS_CP],
+        l->pp ? l->pp : 1, l->pp ? schedules[l->schedule] : "none", r->bytes[DT_AXIS_PP]);
 }
 
 /* The largest relative difference of a last loss to one rank's: layouts that compute something else are no layouts. */
@@ -179,8 +199,9 @@ static void print_summary(const settings *s, const result *results) {
 
 /* ==== Pairs of stages ============================================================================================= */
 
-static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0 }, { "zero1", 2, 1, 1, 0, 0, 1 },
-    { "zero2", 2, 1, 1, 0, 0, 2 }, { "zero3", 2, 1, 1, 0, 0, 3 }, { "zero3-kept", 2, 1, 1, 0, 0, 3 } };
+static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0, 0, 0 }, { "zero1", 2, 1, 1, 0, 0, 1, 0, 0 },
+    { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 }, { "zero3", 2, 1, 1, 0, 0, 3, 0, 0 },
+    { "zero3-kept", 2, 1, 1, 0, 0, 3, 0, 0 } };
 enum { STAGES = sizeof stage_layouts / sizeof *stage_layouts };
 
 /* Milliseconds of the best step; 0 after a failure. */
@@ -250,7 +271,7 @@ int main(int argc, char **argv) {
                 .user_bytes = sizeof results[i] }, run_rank, &results[i]) != DT_OK;
     if (!failed) {
         printf("layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,"
-            "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp\n");
+            "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,pp,schedule,bytes_pp\n");
         for (int i = 0; i < LAYOUTS; i++) print_row(&s, &layouts[i], &results[i], &results[0]);
         print_summary(&s, results);
     }
