@@ -362,9 +362,9 @@ DT_API dt_status dt_route_balance(dt_tensor *bias, double *counts, double rate, 
    INTERLEAVED: p divides m, w = 2 (p - r - 1) + (v - 1) G + 1 with G = p. Micro-batches go through a chunk in groups of
    G, as A. Grattafiori et al., arXiv:2407.21783 have it: any m is served, by a G of p to m with m % G = 0 or >= p, and
    G = m where m < p. ZB: p at most m.
-       A slot holds a micro-batch in a chunk: all that its backward needs, from F to B or W. A gradient that is sent
-   stays in its slot until its receiver begins to use it, so an F that takes the slot over may have to wait for that. A
-   rank has as many slots as it takes that nobody waits, were all stages alike. That is what the rank holds, but of
+       A slot holds a micro-batch in a chunk: all that its backward needs, from F to B or W; from I to W also the
+   gradients of activations, and what was recomputed. A gradient that is sent stays in its slot until its receiver begins
+   to use it, so an F that takes the slot over may have to wait for that. A rank has as many slots as it takes that nobody waits, were all stages alike. That is what the rank holds, but of
    INTERLEAVED, whose chunks wait for each other: where p divides m the first ranks have one more, else some more. */
 enum { DT_SCHEDULE_NAIVE = 0, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB,
        DT_SCHEDULES };
@@ -498,10 +498,11 @@ DT_API dt_status dt_schedule_text(const dt_schedule *schedule, const dt_span *sp
            return stage < last ? x : dt_mse(x, ..., B);         // the whole step's denominator: losses add up
        }
 
-   Parameters of a stage are registered after dt_stage(ctx, stage), on the rank that has it. One that several stages use
-   (an embedding that is the head too) is registered by each of them, marked { group of their ranks, DT_PART }:
-   dt_zero_step sums its gradient over them. A stage's input and output are one tensor each, of any shape that stays the
-   same during a run; the ranks of tensor, context and expert parallelism run the same schedule side by side. */
+   Parameters of a stage are registered after dt_stage(ctx, stage), on the rank that has it. One that stages of several
+   ranks use (an embedding that is the head too) is registered by each of them, under the same name, marked { group of
+   their ranks, DT_PART }: dt_zero_step sums its gradient over them. A stage's input and output are one tensor each, of
+   any shape that stays the same during a run; the ranks of tensor, context and expert parallelism run the same schedule
+   side by side. */
 
 /* The layers of one stage: x is NULL for the first one, else what the stage before returned for this micro-batch. The
    last one returns the loss, a scalar. Called inside a block. */
@@ -3401,21 +3402,28 @@ static dt_tensor *dt__pipe_room(const dt__pipe *p, const dt__pipe_edge *edge) {
     return dt__new_named(p->ctx, (dt_dtype)edge->dtype, shape, "dt_pipe_run");
 }
 
+/* Which of its rank's stages this is: for forwards alone, its slot. */
+static int dt__pipe_chunk(const dt__pipe *p, int stage) {
+    return p->desc.schedule->home[stage] % p->desc.schedule->desc.chunks;
+}
+
 /* The slot in which this rank has a micro-batch in one of its own stages. */
 static dt__pipe_slot *dt__pipe_find(const dt__pipe *p, int stage, int micro) {
     const dt_action *a = dt_schedule_actions(p->desc.schedule, p->rank);
     int n = dt_schedule_count(p->desc.schedule, p->rank), i = 0;
     while (i < n - 1 && !(a[i].phase == DT_FORWARD && a[i].stage == stage && a[i].micro == micro)) i++;
-    return &p->slots[p->desc.forward_micros ? stage % p->n_slots : a[i].slot];
+    return &p->slots[p->desc.forward_micros ? dt__pipe_chunk(p, stage) : a[i].slot];
 }
 
-/* The last micro-batch of a slot has left it. */
+/* The last micro-batch of a slot has left it. After a failure works are given back, but tapes stay as they are. */
 static dt_status dt__pipe_clear(dt__pipe *p, int s) {
     dt__pipe_slot *slot = &p->slots[s];
-    dt_tape(p->ctx, s + 1, slot->stage);
+    int            stage = slot->stage;
     dt_wait(p->ctx, slot->takes);
     for (int i = 0; i < 3; i++) dt_wait(p->ctx, slot->gives[i]);
     memset(slot, 0, sizeof *slot);
+    if (dt_error(p->ctx) != DT_OK) return dt_error(p->ctx);
+    dt_tape(p->ctx, s + 1, stage);
     dt_reset(p->ctx);
     return dt_error(p->ctx);
 }
@@ -3562,7 +3570,7 @@ static void dt__pipe_forwards(dt__pipe *p) {
     const dt_schedule *s = p->desc.schedule;
     for (int micro = 0; micro < p->micros; micro++)
         for (int stage = 0; stage < p->stages; stage++) {
-            dt_action a = { DT_FORWARD, micro, 0, stage, stage % p->n_slots, -1, -1 };
+            dt_action a = { DT_FORWARD, micro, 0, stage, dt__pipe_chunk(p, stage), -1, -1 };
             if (dt_schedule_rank_of(s, stage) != p->rank) continue;
             if (stage > 0) a.from = dt_schedule_rank_of(s, stage - 1);
             if (stage + 1 < p->stages) a.to = dt_schedule_rank_of(s, stage + 1);
@@ -3573,7 +3581,8 @@ static void dt__pipe_forwards(dt__pipe *p) {
 static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!d->schedule || !d->run || d->forward_micros < 0)
-        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: a schedule and a function that runs a stage are needed");
+        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: a schedule and a function that runs a stage are needed, and "
+            "forwards of no fewer than 0 micro-batches, not %d", d->forward_micros);
     if (dt_schedule_ranks(d->schedule) != dt_comm_size(d->comm))
         return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: schedule '%s' is for %d ranks, and '%s' has %d",
             dt_schedule_name(d->schedule), dt_schedule_ranks(d->schedule), dt_comm_name(d->comm),
@@ -3590,14 +3599,14 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
         NULL };
     int no_grad = ctx->no_grad;
     if (!p.micros) p.micros = dt_schedule_micros(desc.schedule);
-    p.n_slots = desc.forward_micros ? p.stages : dt_schedule_slots(desc.schedule, p.rank);
+    p.n_slots = desc.forward_micros ? dt_schedule_chunks(desc.schedule) : dt_schedule_slots(desc.schedule, p.rank);
     p.slots = (dt__pipe_slot *)desc.schedule->running;
     p.edges = (dt__pipe_edge *)(void *)(p.slots + p.n_slots);
     memset(p.slots, 0, desc.schedule->running_bytes);
     if (desc.forward_micros) ctx->no_grad = 1;
     if (desc.forward_micros) dt__pipe_forwards(&p);
     else dt__pipe_actions(&p);
-    for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s); /* after a failure too: works are to be waited for */
+    for (int s = 0; s < p.n_slots; s++) dt__pipe_clear(&p, s);
     ctx->no_grad = no_grad;
     dt_tape(ctx, 0, 0);
     dt_micro(ctx, 0, 1);

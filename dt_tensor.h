@@ -1862,8 +1862,8 @@ void dt_scope(dt_ctx *ctx, const char *prefix) {
 
 void dt_stage(dt_ctx *ctx, int stage) {
     if (!ctx || ctx->status != DT_OK) return;
-    if (stage < 0) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_stage: %d", stage);
+    if (stage < 0 || stage > 1 << 20) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_stage: %d; use 0 to %d", stage, 1 << 20);
         return;
     }
     ctx->stage = stage;
@@ -2603,7 +2603,7 @@ static int dt__use(dt_ctx *ctx, const dt_tensor *t) {
     const dt_param_info *p = t->param;
     int                **uses = &ctx->root->uses;
     if (p->stage != ctx->root->stage) return dt_fail(ctx, DT_ERR_ARG, "%s belongs to stage %d and is used on a tape of "
-        "stage %d: register a copy there", t->name, p->stage, ctx->root->stage) == DT_OK;
+        "stage %d: a stage on another rank has a copy, marked DT_PART", t->name, p->stage, ctx->root->stage) == DT_OK;
     if (!*uses) *uses = (int *)dt__host_zeroed(ctx, (size_t)ctx->n_params * sizeof **uses, "the tape");
     if (*uses) (*uses)[p->index]++;
     return *uses != NULL;

@@ -171,7 +171,8 @@ typedef struct dt_zero_desc {
     const char    *offload_params;  /* stage 3: this rank's run of the values, likewise. Both in one folder: and this
                                        rank's run of the gradients, unless they are summed over a tree */
     size_t         offload_chunk;   /* elements that are read, updated and written at a time; 0 -> 131,072 */
-    double         loss_scale;      /* 0: dynamic if a parameter is f16, else none; X: fixed; DT_SCALE_DYNAMIC */
+    double         loss_scale;      /* 0: dynamic if a parameter is f16 on any rank, else none; X: fixed;
+                                       DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
     int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 6 */
@@ -323,6 +324,7 @@ typedef struct dt__disk dt__disk;
    on every rank of ep, dense ones, and those which ep cuts, experts. Their data groups are dp x ep x cp and dp x cp. */
 typedef struct dt__zero_groups { dt_comm *data, *shard, *copies; } dt__zero_groups;
 enum { DT__DENSE = 0, DT__EXPERTS, DT__KINDS };
+enum { DT__OVER_TP = DT__KINDS, DT__OVER_PP };  /* what else is compared: dt__zero_compare */
 
 /* What this layer knows of a unit. */
 typedef struct dt__zero_unit {
@@ -423,14 +425,20 @@ static void *dt__zero_run_grad(const dt__zero_unit *z) {
 
 static int dt__zero_has_master(const dt_unit *unit) { return unit->dtype != unit->grad_dtype && !unit->frozen; }
 
+/* The coordinate along pp of a world rank. */
+static int dt__zero_pp_of(const dt_zero *zero, int rank) {
+    const dt_mesh_desc *n = &zero->mesh.sizes;
+    return rank / (n->tp * n->cp * n->ep * n->dp);
+}
+
 /* Whether a group joins ranks that hold copies of what this rank holds: ranks that differ in dp, ep or cp only. Told by
    coordinates, because the caller may have made the group in another way than dt_mesh_make did. */
 static int dt__zero_has_copies(const dt_zero *zero, const dt_comm *comm) {
     const dt_mesh *m = &zero->mesh;
-    int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp, found = 0;
+    int found = 0;
     for (int i = 0; comm && i < dt_comm_size(comm); i++) {
         int rank = dt_comm_world_rank(comm, i);
-        int copy = rank % m->sizes.tp == m->at.tp && rank / stage == m->at.pp;
+        int copy = rank % m->sizes.tp == m->at.tp && dt__zero_pp_of(zero, rank) == m->at.pp;
         found |= copy && rank != dt_comm_world_rank(comm, dt_comm_rank(comm));
     }
     return found;
@@ -457,12 +465,10 @@ static int dt__zero_parts(const dt_zero *zero, const dt_unit *unit) {
 
 /* The group along which stages of a pipeline hold copies of a unit, as of an embedding that is the head too. */
 static dt_comm *dt__zero_tied(const dt_zero *zero, const dt_unit *unit) {
-    const dt_mesh *m = &zero->mesh;
     const dt_mark *marks = dt__unit_desc(zero, unit)->marks;
-    int            stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp;
     for (int k = 0; k < 2; k++)
         for (int i = 0; marks[k].comm && marks[k].kind == DT_PART && i < dt_comm_size(marks[k].comm); i++)
-            if (dt_comm_world_rank(marks[k].comm, i) / stage != m->at.pp) return marks[k].comm;
+            if (dt__zero_pp_of(zero, dt_comm_world_rank(marks[k].comm, i)) != zero->mesh.at.pp) return marks[k].comm;
     return NULL;
 }
 
@@ -663,12 +669,14 @@ static dt__zero_text dt__zero_describe(const dt_zero *zero, int item, int cut) {
 }
 
 /* Of what an item is, or of the values a parameter holds. kind: the group is the data group of dense units or of
-   experts, and looks at these; DT__KINDS: it is tp, where values are compared of what nothing cuts. */
+   experts, and looks at these; or it is tp, where values are compared of what nothing cuts, or pp, whose ranks have the
+   optimizer in common. */
 static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int kind) {
     const dt_tensor *t = dt_param_get(zero->ctx, item - 1);
     char             piece[4096];
     uint64_t         h = 1;
     if (kind < DT__KINDS && (t ? dt__is_expert(zero, &t->param->desc) : DT__DENSE) != kind) return h;
+    if (kind == DT__OVER_PP && item > 0) return h;
     if (!values) {
         dt__zero_text text = dt__zero_describe(zero, item, kind < DT__KINDS);
         h = dt__zero_digest(h, text.s, strlen(text.s));
@@ -682,7 +690,7 @@ static uint64_t dt__zero_item(dt_zero *zero, int item, int values, int kind) {
     size_t bytes = begin < end ? (end - begin) * size : 0;
     size_t first = (begin - unit->first) * size; /* what is kept of it */
     for (int c = 0; c < 3; c++)
-        if (p->desc.cuts[c].comm && kind == DT__KINDS) bytes = 0;
+        if (p->desc.cuts[c].comm && kind == DT__OVER_TP) bytes = 0;
     if (zero->ctx->kernels.alloc == dt__dry_alloc) bytes = 0; /* all zeros, and too many to read */
     for (size_t at = 0, n; at < bytes; at += n) {
         n = bytes - at < sizeof piece ? bytes - at : sizeof piece;
@@ -728,6 +736,81 @@ static int dt__zero_alike(dt_zero *zero, dt_comm *comm, int values, int kind, in
     return *item == (int)most;
 }
 
+/* A tied unit: who shares it, and what it is. */
+typedef struct dt__tied_unit { double group, digest; } dt__tied_unit;
+
+static dt__tied_unit dt__zero_tied_unit(dt_zero *zero, const dt_unit *unit, int values) {
+    const dt_comm *tied = dt__zero_tied(zero, unit);
+    uint64_t       group = 1, h = 1;
+    for (int i = 0; i < dt_comm_size(tied); i++) {
+        int rank = dt_comm_world_rank(tied, i);
+        group = dt__zero_digest(group, &rank, sizeof rank);
+    }
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        const dt_tensor *t = dt_param_get(zero->ctx, i);
+        double more[] = { (double)t->dtype, (double)t->param->count, t->param->desc.lr_scale,
+            (double)(t->param->desc.no_decay != 0), (double)unit->padded };
+        h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
+        if (values) h ^= dt__zero_item(zero, i + 1, 1, DT__DENSE) * 3;
+    }
+    dt__tied_unit u = { (double)(group >> 12), (double)(h >> 12) }; /* exact as doubles, and never both 0 */
+    return u;
+}
+
+/* The k-th of some units that a group shares; NULL: there are fewer. */
+static const dt__tied_unit *dt__tied_find(const dt__tied_unit *units, size_t n, double group, int k) {
+    for (size_t i = 0; i < n; i++)
+        if (units[i].group == group && k-- == 0) return &units[i];
+    return NULL;
+}
+
+/* Whether rank r of pp, if it shares units with this one, has the same in the same order. */
+static dt_status dt__zero_tied_alike(dt_zero *zero, const dt__tied_unit *mine, const dt__tied_unit *theirs, size_t n,
+    int r) {
+    int world_rank = dt_comm_world_rank(zero->mesh.pp, r);
+    for (int u = 0; u < zero->n_units; u++) {
+        const dt_unit *unit = zero->units[u].unit;
+        const dt_comm *tied = dt__zero_tied(zero, unit);
+        int            k = 0, shares = 0;
+        if (unit->frozen || !tied) continue;
+        for (int i = 0; i < u; i++) k += mine[i].group == mine[u].group;
+        for (int i = 0; i < dt_comm_size(tied); i++) shares |= dt_comm_world_rank(tied, i) == world_rank;
+        const dt__tied_unit *other = shares ? dt__tied_find(theirs, n, mine[u].group, k) : &mine[u];
+        if (other && other->digest == mine[u].digest) continue;
+        return dt_fail(zero->ctx, DT_ERR_COMM, "dt_zero: %s is tied over '%s', where rank %d has %s: stages that share "
+            "parameters register them under the same names, in the same order, with the same values",
+            dt_param_get(zero->ctx, unit->first_param)->name, dt_comm_name(tied), world_rank,
+            other ? "another one, or other values" : "none");
+    }
+    return DT_OK;
+}
+
+/* Gradients of tied units are added up in the order in which each of their ranks has them. */
+static dt_status dt__zero_compare_tied(dt_zero *zero, int values) {
+    dt_comm *pp = zero->mesh.pp;
+    size_t   ranks = (size_t)dt_comm_size(pp), me = (size_t)dt_comm_rank(pp), n = (size_t)zero->n_units;
+    double   most = 0;
+    if (ranks == 1) return DT_OK;
+    double *counts = (double *)dt_alloc(zero->ctx, DT_MEM_HOST, ranks * sizeof *counts, "comparing stages");
+    if (counts && dt__zero_share(pp, counts, (double)n) == DT_OK)
+        for (size_t r = 0; r < ranks; r++) most = counts[r] > most ? counts[r] : most;
+    dt_free(zero->ctx, DT_MEM_HOST, counts, ranks * sizeof *counts);
+    size_t         bytes = ranks * (size_t)most * sizeof(dt__tied_unit);
+    dt__tied_unit *all = (dt__tied_unit *)dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "comparing stages");
+    if (!all) return dt_error(zero->ctx);
+    memset(all, 0, bytes);
+    dt__tied_unit *mine = all + me * (size_t)most;
+    for (size_t u = 0; u < n; u++) {
+        const dt_unit *unit = zero->units[u].unit;
+        if (!unit->frozen && dt__zero_tied(zero, unit)) mine[u] = dt__zero_tied_unit(zero, unit, values);
+    }
+    dt_sum_doubles(pp, (double *)all, bytes / sizeof(double));
+    for (size_t r = 0; r < ranks && dt_error(zero->ctx) == DT_OK; r++)
+        dt__zero_tied_alike(zero, mine, all + r * (size_t)most, (size_t)most, (int)r);
+    dt_free(zero->ctx, DT_MEM_HOST, all, bytes);
+    return dt_error(zero->ctx);
+}
+
 /* The ranks that hold copies of the values of a kind of units: at stage 3 of this rank's run of them. */
 static dt_comm *dt__zero_copy_group(const dt_zero *zero, int kind) {
     const dt__zero_groups *g = &zero->groups[kind];
@@ -735,13 +818,15 @@ static dt_comm *dt__zero_copy_group(const dt_zero *zero, int kind) {
 }
 
 /* Ranks that registered other parameters, or start from other values, would train on without a sign: copies over the
-   data groups must be alike, and what is not cut over tp. Once each, before the first step. */
+   data groups must be alike, what is not cut over tp, tied copies, and everywhere the optimizer. Once each, before the
+   first step. */
 static dt_status dt__zero_compare(dt_zero *zero, int values) {
     enum { ROOM = sizeof(dt__zero_text) };
     dt_ctx *ctx = zero->ctx;
-    for (int kind = 0; kind <= DT__KINDS; kind++) {
-        int      tp = kind == DT__KINDS;
-        dt_comm *comm = tp ? zero->mesh.tp : values ? dt__zero_copy_group(zero, kind) : zero->groups[kind].data;
+    for (int kind = 0; kind <= DT__OVER_PP; kind++) {
+        int      data = kind < DT__KINDS;
+        dt_comm *comm = kind == DT__OVER_TP ? zero->mesh.tp : kind == DT__OVER_PP ? zero->mesh.pp
+            : values ? dt__zero_copy_group(zero, kind) : zero->groups[kind].data;
         double   both[2 * ROOM];
         char     text[2 * ROOM];
         int      item = 0, rank = 0;
@@ -752,7 +837,7 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
         if (values)
             return dt_fail(ctx, DT_ERR_COMM, "dt_zero_step: rank %d starts from other values of %s than rank %d: load "
                 "the same weights on every rank", other, dt_param_get(ctx, item - 1)->name, zeroth);
-        dt__zero_text mine = dt__zero_describe(zero, item, !tp);
+        dt__zero_text mine = dt__zero_describe(zero, item, data);
         int           me = dt_comm_rank(comm);
         for (int i = 0; i < 2 * ROOM; i++) both[i] = me == (i < ROOM ? 0 : rank) ? mine.s[i % ROOM] : 0;
         if (dt_sum_doubles(comm, both, 2 * ROOM) != DT_OK) return dt_error(ctx);
@@ -760,7 +845,7 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
         return dt_fail(ctx, DT_ERR_COMM, "dt_zero_make: rank %d has %s, where rank %d has %s: every rank registers the "
             "same parameters in the same order", other, text + ROOM, zeroth, text);
     }
-    return DT_OK;
+    return dt__zero_compare_tied(zero, values);
 }
 
 // ==== 6. The reducer ================================================================================================
@@ -1327,10 +1412,13 @@ static int dt__scale_is_dynamic(const dt_zero *zero) { return zero->desc.loss_sc
 
 static void dt__scale_begin(dt_zero *zero) {
     dt_scale_desc *d = &zero->desc.scale;
-    for (int i = 0; zero->desc.loss_scale == 0 && i < dt_param_count(zero->ctx); i++) {
+    double         f16 = 0;
+    for (int i = 0; i < dt_param_count(zero->ctx); i++) {
         const dt_tensor *t = dt_param_get(zero->ctx, i);
-        if (t->dtype == DT_F16 && t->needs_grad) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
+        f16 += t->dtype == DT_F16 && t->needs_grad;
     }
+    dt_sum_doubles(zero->mesh.world, &f16, 1); /* the last stage scales the loss, whatever parameters it has itself */
+    if (zero->desc.loss_scale == 0 && f16 > 0) zero->desc.loss_scale = DT_SCALE_DYNAMIC;
     if (d->init == 0) d->init = 65536;
     if (d->growth == 0) d->growth = 2;
     if (d->backoff == 0) d->backoff = 0.5;
@@ -2284,9 +2372,7 @@ dt_step_info dt_zero_step(dt_zero *zero, double lr) {
         info.skipped = zero->desc.loss_scale != 0 && dt__scale_skip(zero, &fault) == DT_OK;
         if (zero->desc.loss_scale == 0) dt__zero_not_finite(zero, &fault, norm);
         info.bad_rank = fault.rank;
-        const dt_mesh *m = &zero->mesh;
-        int stage = m->sizes.tp * m->sizes.cp * m->sizes.ep * m->sizes.dp;
-        int here = fault.rank >= 0 && fault.rank / stage == m->at.pp; /* other stages have other parameters */
+        int here = fault.rank >= 0 && dt__zero_pp_of(zero, fault.rank) == zero->mesh.at.pp; /* others have others */
         info.bad_param = here ? dt_param_get(zero->ctx, fault.param) : NULL;
         info.bad_element = (size_t)fault.element;
         if (info.skipped) dt__zero_step_end(zero);

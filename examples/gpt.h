@@ -30,7 +30,8 @@
                                                     of k layers at a time: GPT-2 gains over `full` where
                                                     L - L/k > (k - 1)(16 + H/C), if F = 4C and K = H
 
-   and with dropout 4C more for `none` and `selective`: both branches before and after it.
+   and with dropout 4C more for `none` and `selective`: both branches before and after it. A pipeline's zero bubble
+   keeps from I to W what recomputation had freed, and the gradients: there it saves little, and `full` nothing.
 
    Layouts: with config.tp heads, hidden units and words are cut over its ranks, with config.sp the tokens too between
    these regions, with config.cp all tokens: ids, labels, positions and documents are then this rank's (dt_parallel.h,
@@ -107,7 +108,8 @@ typedef struct gpt_layer {
     dt_tensor *experts_fc, *experts_fc_bias;    /* (E,F,C), (E,F) */
     dt_tensor *experts_gate_up;                 /* (E,2,F,C) */
     dt_tensor *experts_proj, *experts_proj_bias;    /* (E,C,F), (E,C) */
-    dt_route_counts route;                      /* what the router has counted; experts: the caller's, or NULL */
+    dt_route_counts route;                      /* what the router has counted in training; experts: the caller's, or
+                                                   NULL */
 } gpt_layer;
 
 typedef struct gpt {
@@ -316,6 +318,7 @@ static inline int gpt_cut_bad(gpt_config c) {
     int stages = gpt_stages(c), bad = 0;
     if (!c.cut) return c.stages > 1;
     for (int i = 0; i < stages && stages <= GPT_MAX_STAGES; i++) bad |= c.cut[i] >= c.cut[i + 1];
+    if (c.tied && stages > 1 && dt_comm_size(c.pp) == 1) return 1; /* two copies of wte on one rank */
     return bad || stages < 1 || stages > GPT_MAX_STAGES || c.cut[0] != 0 || c.cut[stages] != gpt_items(c);
 }
 
@@ -353,8 +356,8 @@ static inline gpt gpt_register(dt_ctx *ctx, gpt_config c) {
         return m;
     }
     if (gpt_cut_bad(c) || gpt_stages(c) % p != 0) {
-        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d stages over %d ranks of pp, or cuts that are not in order",
-            c.stages, p);
+        dt_fail(ctx, DT_ERR_ARG, "gpt_register: %d stages over %d ranks of pp%s: cuts go up from 0 to %d", c.stages, p,
+            c.tied && p == 1 ? ", which cannot both have a tied embedding," : "", gpt_items(c));
         return m;
     }
     if (c.heads % dt_comm_size(c.tp) != 0) {
@@ -509,7 +512,7 @@ static inline dt_tensor *gpt_mixture(const gpt_pass *r, gpt_layer *l, dt_tensor 
     dt_route_desc     d = { .k = gpt_top_k(*c), .capacity = r->cache ? 0 : c->capacity,
         .balance = sequences ? c->balance : 0, .z = sequences ? c->z : 0, .sequences = sequences,
         .bias = l->router_bias, .tp = c->tp, .outside = r->outside, .cp = r->cache ? NULL : c->cp,
-        .kind = c->cp_kind, .counts = &l->route };
+        .kind = c->cp_kind, .counts = sequences ? &l->route : NULL };
     dt_routing *to = dt_route(n, l->router, d);
     dt_tensor  *h = dt_dispatch(inside, to, c->ep);
     if (c->arch == GPT_LLAMA) h = dt_swiglu(dt_expert_linear(h, to, l->experts_gate_up, NULL, (dt_expert_desc){ 0 }));
@@ -705,15 +708,11 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
     dt_no_grad(m->ctx, 1);
     c->data = dt_alloc(m->ctx, DT_MEM_ACTS, c->bytes, "keys and values");
     c->positions = (int32_t *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)g.seq * sizeof(int32_t), "positions");
-    if (dt_error(m->ctx) != DT_OK) {
-        gpt_cache_close(c);
-        return dt_error(m->ctx);
-    }
-    for (int t = 0; t < g.seq; t++) c->positions[t] = t;
+    for (int t = 0; t < g.seq && c->positions; t++) c->positions[t] = t;
     char *at = (char *)c->data;
     for (int i = 0; i < 2 * g.layers; i++) {
         dt_tensor *t = i % 2 ? &c->v[i / 2] : &c->k[i / 2];
-        if (!m->layer[i / 2].q) continue;
+        if (!m->layer[i / 2].q || !at) continue;
         *t = (dt_tensor){ .data = at, .dtype = g.dtype, .name = "cache", .ctx = m->ctx };
         at += one;
     }
@@ -721,6 +720,7 @@ static inline dt_status gpt_cache_open(gpt_cache *c, gpt *m) {
         c->schedule = dt_schedule_make(m->ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .micros = 1,
             .ranks = dt_comm_size(g.pp), .chunks = gpt_stages(g) / dt_comm_size(g.pp) });
     dt_scratch(m->ctx, dt_attention_work(g.seq, D, g.dtype)); /* scratch for the longest, so that it never grows */
+    if (dt_error(m->ctx) != DT_OK) gpt_cache_close(c);
     return dt_error(m->ctx);
 }
 

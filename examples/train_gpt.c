@@ -118,7 +118,7 @@ enum { BUILT, LATER };
     X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
     X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
     X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
-    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x cp]") \
+    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x ep x cp]") \
     X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where optimizer state lies") \
     X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where values lie, --zero 3") \
     X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", "of one rank, at most; also 300K, 64M, 2G") \

@@ -275,6 +275,13 @@ for x in "1 0 1" "2 1 3" "2 2 1" "2 3 1"; do
         END { exit !good }' || bad=1
 done
 report "$bad" "$n mixtures over ep: one rank's losses and drops, and bytes sent and held are the formulas'"
+mixed="$tiny --data $dir/text --experts 4 --capacity 1 --router-bias 0.05 --steps 5 --dtype f64 --val $dir/text"
+for x in "--eval-every 0" "--eval-every 1" "--eval-every 1 --dp 2 --ep 2"; do
+    try 0 '' $mixed $x --log-csv "$dir/v.csv"
+    [ "$x" = "--eval-every 0" ] && cp "$dir/v.csv" "$dir/one.csv"
+    paste -d, "$dir/v.csv" "$dir/one.csv" | awk -F, 'NR>1{d=$2-$26; if(d<0)d=-d; good+=(d<=1e-12*$26 && $24==$48)} END{exit good!=5}'
+    report $? "$x of a mixture: routers count training alone"
+done
 try 0 '' $tiny --data "$dir/text" --batch 12 --pp 2 --tp 2 --schedule interleaved --partition cost --val "$dir/text" --generate 9 \
     --schedule-svg "$dir/s.svg"
 grep -q '^stages  cut by the measured cost' "$dir/out" && grep -q '^bubble  interleaved: .*of ideal, .*of total' "$dir/out" && \
