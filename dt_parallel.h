@@ -363,9 +363,10 @@ DT_API dt_status dt_route_balance(dt_tensor *bias, double *counts, double rate, 
    G, as A. Grattafiori et al., arXiv:2407.21783 have it: any m is served, by a G of p to m with m % G = 0 or >= p, and
    G = m where m < p. ZB: p at most m.
        A slot holds a micro-batch in a chunk: all that its backward needs, from F to B or W; from I to W also the
-   gradients of activations, and what was recomputed. A gradient that is sent stays in its slot until its receiver begins
-   to use it, so an F that takes the slot over may have to wait for that. A rank has as many slots as it takes that nobody waits, were all stages alike. That is what the rank holds, but of
-   INTERLEAVED, whose chunks wait for each other: where p divides m the first ranks have one more, else some more. */
+   gradients of activations, and what was recomputed. A gradient that is sent stays in its slot until its receiver
+   begins to use it, so an F that takes the slot over may have to wait for that. A rank has as many slots as it takes
+   that nobody waits, were all stages alike. That is what the rank holds, but of INTERLEAVED, whose chunks wait for
+   each other: where p divides m the first ranks have one more, else some more. */
 enum { DT_SCHEDULE_NAIVE = 0, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB,
        DT_SCHEDULES };
 

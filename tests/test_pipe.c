@@ -911,6 +911,91 @@ static void test_refused(void) {
     CHECK(dt_pipe_run(NULL, (dt_pipe_desc){ .schedule = NULL }) == DT_ERR_ARG);
 }
 
+/* The loss is a stage of its own, which has no parameter: the scale of f16 losses is everybody's. */
+typedef struct scaled { int pp; double norm, scale; } scaled;
+
+static dt_tensor *scaled_stage(dt_tensor *x, int stage, int micro, void *user) {
+    static const float in[4] = { 0.5f, -0.25f, 0.125f, 1 }, out[2] = { 1, -1 };
+    dt_ctx *ctx = (dt_ctx *)user;
+    (void)micro;
+    dt_tensor *w = dt_param_find(ctx, "w");
+    if (stage == 0) x = dt_linear(dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(1, 4), in), DT_F16), w, NULL);
+    int last = stage == 1 || dt_comm_size(dt_world(ctx)) == 1;
+    return last ? dt_mse(x, dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(1, 2), out), DT_F16), 64) : x;
+}
+
+static dt_status scaled_rank(dt_ctx *ctx, void *user) {
+    scaled *s = (scaled *)user;
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = s->pp });
+    dt_stage(ctx, mesh.at.pp);
+    if (mesh.at.pp == 0)
+        dt_param_at(ctx, "w", DT_SHAPE(2, 4), DT_NORMAL(0.5), (dt_param_desc){ .dtype = DT_F16 });
+    dt_zero     *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh });
+    dt_schedule *schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = s->pp, .micros = 1 });
+    dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = schedule, .comm = mesh.pp, .run = scaled_stage, .user = ctx });
+    dt_step_info info = dt_zero_step(zero, 0.01);
+    if (dt_ctx_rank(ctx) == 0) s->norm = info.grad_norm, s->scale = info.loss_scale;
+    return dt_error(ctx);
+}
+
+static void test_scale(void) {
+    scaled one = { .pp = 1 }, two = { .pp = 2 };
+    CHECK(dt_run((dt_run_desc){ .ranks = 1 }, scaled_rank, &one) == DT_OK && one.scale == 65536 && one.norm > 1e-3);
+    CHECK(dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 20 }, scaled_rank, &two) == DT_OK && two.scale == 65536);
+    CHECK_MSG(two.norm == one.norm, "norm %.9g over two stages, %.9g in one", two.norm, one.norm);
+}
+
+/* Stages that train unlike each other, or share something else than they say. */
+enum { UNLIKE_OPTIMIZER, UNLIKE_NAME, UNLIKE_ORDER, UNLIKE_VALUES, UNLIKE_MISSING, UNLIKES };
+
+static dt_tensor *unlike_stage(dt_tensor *x, int stage, int micro, void *user) {
+    static const float in[4] = { 0.5f, -0.25f, 0.125f, 1 };
+    dt_ctx *ctx = (dt_ctx *)user;
+    (void)micro;
+    if (stage == 0) x = dt_input(ctx, DT_F32, DT_SHAPE(1, 4), in);
+    for (int i = 0; i < dt_param_count(ctx); i++) x = dt_linear(x, dt_param_get(ctx, i), NULL);
+    return stage == 0 ? x : dt_mse(x, dt_input(ctx, DT_F32, DT_SHAPE(1, 4), in), 4);
+}
+
+static dt_status unlike_rank(dt_ctx *ctx, void *user) {
+    int     what = *(int *)user;
+    dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = 2 });
+    int     other = mesh.at.pp == 1;
+    const char *names[2] = { "a", "b" };
+    dt_param_desc tied = { .marks = { { mesh.pp, DT_PART } } };
+    if (other && what == UNLIKE_NAME) names[1] = "c";
+    if (other && what == UNLIKE_ORDER) names[0] = "b", names[1] = "a";
+    dt_stage(ctx, mesh.at.pp);
+    for (int i = 0; i < 2; i++) {
+        dt_scope(ctx, NULL); /* units of their own */
+        if (i == 0 || !other || what != UNLIKE_MISSING)
+            dt_param_at(ctx, names[i], DT_SHAPE(4, 4), DT_NORMAL(other && what == UNLIKE_VALUES ? 0.2 : 0.1), tied);
+    }
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh, .clip = other && what == UNLIKE_OPTIMIZER });
+    dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 2, .micros = 1 });
+    dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = s, .comm = mesh.pp, .run = unlike_stage, .user = ctx });
+    dt_zero_step(zero, 0.01);
+    return dt_error(ctx);
+}
+
+static void test_unlike(void) {
+    static const char *const texts[UNLIKES] = { "clip 1", "b is tied over 'pp', where rank|has another one",
+        "is tied over 'pp', where rank|has another one", "a is tied over 'pp', where rank|other values",
+        "b is tied over 'pp', where rank 1 has none" };
+    for (int what = 0; what < UNLIKES; what++) {
+        dt_report report;
+        dt_host   host = *dt_host_default();
+        char      first[100];
+        host.log = silent;
+        dt_run((dt_run_desc){ .ranks = 2, .timeout_s = 10, .report = &report, .host = &host }, unlike_rank, &what);
+        snprintf(first, sizeof first, "%.*s", (int)strcspn(texts[what], "|"), texts[what]);
+        const char *second = strchr(texts[what], '|');
+        int named = strstr(report.text, first) && (!second || strstr(report.text, second + 1));
+        if (what == UNLIKE_NAME) named |= strstr(report.text, "c is tied") != NULL;
+        CHECK_MSG(report.status == DT_ERR_COMM && named, "stages unlike in %d: %s", what, report.text);
+    }
+}
+
 static void timed(const char *name, void (*test)(void)) {
     double begin = dt_host_default()->now(NULL);
     test();
@@ -919,6 +1004,8 @@ static void timed(const char *name, void (*test)(void)) {
 
 static void test_named(void) {
     timed("refused", test_refused);
+    timed("scale", test_scale);
+    timed("unlike", test_unlike);
     timed("tied", test_tied);
     timed("odd stages", test_odd_stages);
     timed("bytes", test_bytes);
