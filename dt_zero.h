@@ -334,6 +334,7 @@ typedef struct dt__zero_unit {
     void    *state[2];          /* (count) each, of the gradient's type */
     void    *master;            /* (count) the parameter in f32 where it is bf16 or f16, else NULL */
     void    *grad;              /* stages 2, 3: (count) of the step's gradient, made by the first backward */
+    size_t   grad_bytes;        /* of it; 0 where it only passes, on its way to a disk */
     int      ready, filled;     /* in this micro-batch; grad holds earlier ones */
     int      over;              /* in this step */
     void    *passing;           /* stages 2, 3: a micro-batch's gradient on its way */
@@ -889,7 +890,9 @@ static dt_status dt__zero_reduce_start(dt_zero *zero, dt__zero_unit *z) {
 
 /* Stages 2 and 3: room for what a rank keeps of a unit's gradient. */
 static dt_status dt__zero_grad_room(dt_zero *zero, dt__zero_unit *z) {
-    if (!z->grad) z->grad = dt_alloc(zero->ctx, DT_MEM_GRADS, z->count * dt__zero_size(z), "gradients");
+    if (z->grad) return dt_error(zero->ctx);
+    z->grad_bytes = z->count * dt__zero_size(z); /* groups may be gone when it is given back */
+    z->grad = dt_alloc(zero->ctx, DT_MEM_GRADS, z->grad_bytes, "gradients");
     return dt_error(zero->ctx);
 }
 
@@ -2187,7 +2190,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         if (dt_error(ctx) == DT_OK) dt__zero_drop(zero, z);
         for (int s = 0; s < 2; s++) dt_free(ctx, mem, z->state[s], bytes);
         dt_free(ctx, mem, z->master, bytes);
-        if (!dt__grad_on_disk(zero, unit)) dt_free(ctx, DT_MEM_GRADS, z->grad, bytes);
+        if (z->grad_bytes) dt_free(ctx, DT_MEM_GRADS, z->grad, z->grad_bytes);
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);

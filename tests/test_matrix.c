@@ -235,7 +235,7 @@ static void own_register_item(own_model *m, int item) {
     spec          s = m->s;
     own_layer    *l = &m->layer[item / 2];
     dt_param_desc plain = { .dtype = type_of(s) }, row = plain, column = plain, same = plain, up = plain, down = plain;
-    dt_param_desc bias = { .dtype = s.type ? s.type == TYPE_F64 ? DT_F64 : DT_F32 : DT_F64, .frozen = 1 };
+    dt_param_desc bias = { .dtype = s.type == TYPE_F64 ? DT_F64 : DT_F32, .frozen = 1 };
     int           E = experts_of(s), mixture = is_mixture(s, item / 2), out = item / 2 + 1 < s.layers ? m->width : OUT;
     int           hidden = s.ffn * (mixture && s.shared ? s.shared : 1);
     row.cuts[0].comm = column.cuts[0].comm = m->tp;
