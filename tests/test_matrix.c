@@ -1292,9 +1292,11 @@ static int one_case(const char *text) {
     spec s;
     if (!parse_spec(text, &s) || refusal(s)) {
         printf("no such case: %s\n", text);
+        rmdir(folder);
         return 2;
     }
     verdict v = run_case(s);
+    rmdir(folder);
     printf("%s\n", v.failed ? v.why : "agrees with one rank");
     return v.failed != 0;
 }
