@@ -72,7 +72,8 @@ SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra 
 .PHONY: all demo test mutants tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
 all: $(EXAMPLES)
 tests: $(TESTS)
-demo: $(B)/demo
+demo: # both halves of the implementation at a time: it is most of the wait
+	$(MAKE) --no-print-directory $(if $(findstring j,$(firstword -$(MAKEFLAGS))),,-j2) $(B)/demo
 	$(B)/demo
 
 test:

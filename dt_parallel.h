@@ -526,8 +526,9 @@ typedef struct dt_pipe_desc {
    shape from one micro-batch to the next. Sends 2 messages for each micro-batch and edge between stages. A schedule is
    for one run at a time. */
 DT_API dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc);
-/* [collective: comm] Spans of all ranks' actions (dt_schedule_first of p) from those of each, beginning at 0: for
-   dt_schedule_idle and dt_schedule_svg. Clocks of different machines may differ. */
+/* [collective: comm] From the spans of this rank's actions, mine (dt_schedule_count), those of all ranks', all
+   (dt_schedule_first of p), in seconds after the first begin: for dt_schedule_idle and dt_schedule_svg. Clocks of
+   different machines may differ. After a failure, which it returns, all is of no use. */
 DT_API dt_status dt_pipe_spans(dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all);
 
 // ==== 8. Order of data ==============================================================================================
@@ -3367,9 +3368,9 @@ typedef struct dt__pipe {
     dt__pipe_edge  *edges;      /* (stages) of each stage's output */
 } dt__pipe;
 
-/* Room for any rank's slots, or for those of a forward alone, one for each stage; and for all edges. */
+/* Room for any rank's slots, or for those of a forward alone, one for each of its stages; and for all edges. */
 static size_t dt__pipe_bytes(const dt_schedule *s) {
-    size_t slots = (size_t)s->stages;
+    size_t slots = (size_t)s->desc.chunks;
     for (int r = 0; r < s->desc.ranks; r++) {
         size_t mine = (size_t)s->program[r].slots;
         slots = mine > slots ? mine : slots;
@@ -3588,6 +3589,10 @@ static dt_status dt__pipe_check(dt_ctx *ctx, const dt_pipe_desc *d) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: schedule '%s' is for %d ranks, and '%s' has %d",
             dt_schedule_name(d->schedule), dt_schedule_ranks(d->schedule), dt_comm_name(d->comm),
             dt_comm_size(d->comm));
+    int64_t micros = d->forward_micros ? d->forward_micros : dt_schedule_micros(d->schedule);
+    if ((2 * micros + 1) * dt_schedule_stages(d->schedule) > INT32_MAX) /* each message has a tag of its own */
+        return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: %lld micro-batches through %d stages are more messages than can "
+            "be told apart", (long long)micros, dt_schedule_stages(d->schedule));
     char why[400];
     if (d->schedule->desc.unchecked && dt_schedule_check(d->schedule, NULL, why, sizeof why) != DT_OK)
         return dt_fail(ctx, DT_ERR_ARG, "dt_pipe_run: %s", why);

@@ -374,7 +374,7 @@ struct dt_zero {
     int            states;
     const dt_kernels *table;    /* of the update */
     void          *stream;
-    int            tied;        /* 1: the step's gradients have been summed over pipeline stages too */
+    int            tied_summed; /* 1: the step's gradients have been summed over pipeline stages too */
     dt__zero_plan *plans;       /* (n_stages,3): of the forward, of the backward, of the weight half of one in two */
     int            n_stages;    /* of this rank's last stage, and one more */
     int            backward;    /* which of the three is followed */
@@ -484,8 +484,10 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     for (int k = 0; k < DT__KINDS; k++) {
         dt__zero_groups *g = &zero->groups[k];
         int n = dt_comm_size(data[k]), rank = dt_comm_rank(data[k]);
-        if (k == DT__EXPERTS && data[k] == data[0]) *g = zero->groups[0];
-        if (k == DT__EXPERTS && data[k] == data[0]) continue;
+        if (k > 0 && data[k] == data[0]) { /* without ep there is one kind */
+            *g = zero->groups[0];
+            continue;
+        }
         g->data = g->shard = data[k];
         while (n % wish != 0 || wish > n) wish--;
         if (zero->desc.stage == 0 || wish == n || !zero->desc.shard_group) continue;
@@ -591,7 +593,7 @@ static dt_status dt__zero_sums_make(dt_zero *zero) {
     return dt_error(ctx);
 }
 
-/* Sums n of zero->sums over the group that holds them: of dense units, and of experts. */
+/* Sums zero->sums over ranks: those of dense units over one group, those of experts over the other. */
 static dt_status dt__zero_sum_kinds(dt_zero *zero, dt_comm *dense, dt_comm *experts) {
     if (dt_sum_doubles(dense, zero->sums, zero->n_dense) != DT_OK) return dt_error(zero->ctx);
     if (zero->n_sums == zero->n_dense) return DT_OK;
@@ -754,7 +756,7 @@ static dt__tied_unit dt__zero_tied_unit(dt_zero *zero, const dt_unit *unit, int 
         h = dt__zero_digest(dt__zero_digest(h, t->name, strlen(t->name)), more, sizeof more);
         if (values) h ^= dt__zero_item(zero, i + 1, 1, DT__DENSE) * 3;
     }
-    dt__tied_unit u = { (double)(group >> 12), (double)(h >> 12) }; /* exact as doubles, and never both 0 */
+    dt__tied_unit u = { (double)(group >> 12 | 1), (double)(h >> 12) }; /* exact as doubles; group 0 is no unit */
     return u;
 }
 
@@ -959,13 +961,13 @@ static dt_status dt__zero_copies_end(dt_zero *zero, dt__zero_unit *z) {
    before: a stage that waited for another in the midst of the step might keep it waiting. And all at once: stages may
    have them in different orders. */
 static dt_status dt__zero_sum_tied(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units && !zero->tied; u++) {
+    for (int u = 0; u < zero->n_units && !zero->tied_summed; u++) {
         dt__zero_unit *z = &zero->units[u];
         dt_comm       *tied = z->unit->frozen ? NULL : dt__zero_tied(zero, z->unit);
         if (tied) dt__zero_mark_start(z, tied, DT_AXIS_PP);
     }
-    for (int u = 0; u < zero->n_units && !zero->tied; u++) dt__zero_work_end(zero, &zero->units[u]);
-    zero->tied = 1;
+    for (int u = 0; u < zero->n_units && !zero->tied_summed; u++) dt__zero_work_end(zero, &zero->units[u]);
+    zero->tied_summed = 1;
     return dt_error(zero->ctx);
 }
 
@@ -2339,7 +2341,7 @@ void dt_zero_free(dt_zero *zero) {
 static void dt__zero_step_end(dt_zero *zero) {
     for (int u = 0; u < zero->n_units; u++) zero->units[u].over = zero->units[u].filled = 0;
     zero->turn = -1;
-    zero->tied = 0;
+    zero->tied_summed = 0;
     dt_clear_grads(zero->ctx);
 }
 

@@ -22,7 +22,7 @@
 #include "gpt.h"
 #include "train.h"
 
-enum { STEPS = 30, BATCH = 16, SEQ = 64 };
+enum { STEPS = 20, BATCH = 16, SEQ = 64 };
 
 typedef struct row {
     const char  *layout;

@@ -265,7 +265,7 @@ static inline double gpt_flops_per_token(gpt_config c) {
     return 6.0 * (double)(gpt_count_of(c, 1) - looked_up * c.width) + 12.0 * c.layers * (double)c.width * c.seq;
 }
 
-static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
+static inline dt_tensor *gpt_param(const gpt *m, const gpt_row *r, int layer) {
     gpt_config    c = m->config;
     double        branch = 0.02 / sqrt(2.0 * c.layers); /* so that the sum of 2 L branches stays near 1 */
     const dt_init init[] = { DT_ONES, DT_ZEROS, DT_NORMAL(0.01), DT_NORMAL(0.02), DT_NORMAL(branch), DT_ZEROS };
@@ -273,12 +273,12 @@ static inline void gpt_register_row(gpt *m, const gpt_row *r, int layer) {
     if (r->kind == GPT_SCORE) d.frozen = 1, d.dtype = c.dtype == DT_F64 ? DT_F64 : DT_F32;
     gpt_cut(m, r, &d);
     if (gpt_is_table(r) && m->tied) d.marks[1] = (dt_mark){ m->tied, DT_PART };
-    *gpt_slot(m, r, layer) = dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
+    return dt_param_at(m->ctx, r->name, gpt_shape(c, r, layer), init[r->kind], d);
 }
 
 static inline void gpt_register_rows(gpt *m, int where, int layer) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
-        if (gpt_part(r) == where && gpt_has(m->config, r, layer)) gpt_register_row(m, r, layer);
+        if (gpt_part(r) == where && gpt_has(m->config, r, layer)) *gpt_slot(m, r, layer) = gpt_param(m, r, layer);
 }
 
 /* ---- stages of a pipeline ---- */
@@ -289,14 +289,6 @@ static inline int gpt_stages(gpt_config c) { return c.cut ? c.stages : 1; }
 static inline int gpt_stage_first(gpt_config c, int stage) { return c.cut ? c.cut[stage] : stage * gpt_items(c); }
 static inline int gpt_stage_is_mine(const gpt *m, int stage) {
     return stage % dt_comm_size(m->config.pp) == dt_comm_rank(m->config.pp);
-}
-
-/* The head's own copy of the embedding, where they are of different ranks: the same values, the gradients parts. */
-static inline void gpt_register_tied(gpt *m) {
-    dt_tensor *first = m->wte;
-    gpt_register_row(m, gpt_rows, 0);
-    m->head = m->wte;
-    m->wte = first;
 }
 
 static inline void gpt_register_item(gpt *m, int item) {
@@ -310,8 +302,9 @@ static inline void gpt_register_item(gpt *m, int item) {
         dt_scope(m->ctx, NULL);
     }
     if (last) gpt_register_rows(m, GPT_AFTER, 0);
-    if (last && m->config.tied && gpt_stages(m->config) > 1) gpt_register_tied(m);
-    else if (last && m->config.tied) m->head = m->wte;
+    if (!last || !m->config.tied) return;
+    /* on another rank than the embedding's, a copy of it: the same name and values, the gradients are parts */
+    m->head = m->wte ? m->wte : gpt_param(m, gpt_rows, 0);
 }
 
 static inline int gpt_cut_bad(gpt_config c) {

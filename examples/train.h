@@ -376,8 +376,9 @@ static inline void train_formula(dt_ctx *ctx, const train_config *c, const dt_me
     for (int i = 0; i < 3; i++) n->cut[i] = c->zero.stage >= 3 - i; /* optim from 1, params from 3 */
     for (int u = 0; u < dt_unit_count(ctx); u++) {
         const dt_unit *unit = dt_unit_get(ctx, u);
-        dt_comm       *ep = dt_param_get(ctx, unit->first_param)->param->desc.cuts[1].comm;
-        int            k = ep != NULL && ep == mesh->ep;
+        const dt_cut  *cuts = dt_param_get(ctx, unit->first_param)->param->desc.cuts;
+        int            k = 0;
+        for (int c = 0; c < 3; c++) k |= mesh->ep && cuts[c].comm == mesh->ep;
         if (unit->frozen) { /* biases of routers */
             int N = n->cut[0] ? n->kind[k].shared : 1;
             n->formula[0] += (double)unit->padded * (double)dt_dtype_size(unit->dtype) / N;

@@ -710,6 +710,31 @@ static void counts(void) {
     }
 }
 
+/* Stages and experts that cannot be, told before anything is registered. */
+static void registrations_refused(void) {
+    static const int once[] = { 0, 6 }, halves[] = { 0, 3, 6 }, back[] = { 0, 4, 3, 6 }, late[] = { 1, 6 };
+    const gpt_config good = { .layers = 2, .width = 8, .heads = 2, .kv_heads = 2, .ffn = 8, .seq = 4, .vocab = 9 };
+    struct { const char *says; gpt_config c; } cases[] = { { NULL, good }, { NULL, good }, { NULL, good },
+        { "cannot both have a tied embedding", good }, { "cuts go up from 0 to 6", good },
+        { "cuts go up from 0 to 6", good }, { "3 of a token", good }, { "capacity -1", good } };
+    cases[1].c.stages = 1, cases[1].c.cut = once;
+    cases[2].c.stages = cases[3].c.stages = 2, cases[2].c.cut = cases[3].c.cut = halves;
+    cases[3].c.tied = 1;
+    cases[4].c.stages = 3, cases[4].c.cut = back;
+    cases[5].c.stages = 1, cases[5].c.cut = late;
+    cases[6].c.experts = 2, cases[6].c.top_k = 3;
+    cases[7].c.experts = 2, cases[7].c.capacity = -1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        dt_ctx *ctx = make_ctx();
+        gpt_register(ctx, cases[i].c);
+        const char *says = cases[i].says;
+        int refused = dt_error(ctx) == DT_ERR_ARG && dt_param_count(ctx) == 0;
+        CHECK_MSG(says ? refused && strstr(dt_error_text(ctx), says) : dt_error(ctx) == DT_OK, "case %d: %s", (int)i,
+            dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 2 && strcmp(argv[1], "--save") == 0) return save_for_others(argv[2]);
     if (argc > 1) golden_folder = argv[1];
@@ -732,6 +757,7 @@ int main(int argc, char **argv) {
     }
     files_that_do_not_fit();
     configs();
+    registrations_refused();
     for (int part = 0; part < 2; part++) {
         cut_load("hf_gpt2", part);
         cut_load("hf_llama", part);

@@ -908,6 +908,7 @@ static void e_block_null_again(scene *s) { dt_block_at(s->ctx, into_nothing, s->
 static void e_tape_below(scene *s) { dt_tape(s->ctx, -1, 0); }
 static void e_tape_stage_below(scene *s) { dt_tape(s->ctx, 1, -2); }
 static void e_stage_below(scene *s) { dt_stage(s->ctx, -3); }
+static void e_stage_beyond(scene *s) { dt_stage(s->ctx, INT32_MAX); }
 static dt_tensor *tape_inside(dt_tensor *x, void *user) {
     (void)user;
     dt_tape(x->ctx, 1, 0);
@@ -1094,6 +1095,7 @@ static const error_row error_rows[] = {
     { e_tape_below, DT_ERR_ARG, { "dt_tape", "tape -1", NULL } },
     { e_tape_stage_below, DT_ERR_ARG, { "dt_tape", "stage -2", NULL } },
     { e_stage_below, DT_ERR_ARG, { "dt_stage", "-3", NULL } },
+    { e_stage_beyond, DT_ERR_ARG, { "dt_stage", "2147483647", NULL } },
     { e_tape_inside, DT_ERR_ARG, { "dt_tape", "inside a dt_block", NULL } },
     { e_tape_other_stage, DT_ERR_ARG, { "tape 0 holds ops of stage 0", "stage 1", NULL } },
     { e_param_other_stage, DT_ERR_ARG, { "the_w", "belongs to stage 0", "stage 2" } },
