@@ -146,7 +146,21 @@ typedef struct dt_run_desc {
                                        interface by which they reach it. Nothing proves who comes, and nothing is
                                        encrypted: for this machine, or a network that you trust */
     size_t            mem_limit;    /* bytes that one rank may have live, over all classes of dt_memory; 0: no limit */
+    const char       *token;        /* tcp, mpi: the secret that ranks of the job prove they know; NULL: see the
+                                       environment */
+    int               faults;       /* 1: DT_FAULT of the environment is heeded */
+    const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
+    int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
+                                       100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
+    int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
+                                       dt_ranks_text is logged as a notice, and it is 0 again. procs: in the supervisor */
 } dt_run_desc;
+
+/* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
+   counts the operations of sections 3 to 6 that rank R begins, from 1. Before it: "kill" and "stop" (the signals), "exit"
+   with status 7, "spin" for ever, "delay" by SECONDS, "drop": the call is left out. After it, in what the rank received,
+   in the middle: "flip" a bit, "nan" an element. A rank that is a thread is not killed or stopped: it fails, or stays
+   away from operations until another has failed. */
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
    end of the world, waits for all and frees both. Returns the status of the first failure, which has been logged:
@@ -385,6 +399,22 @@ DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
 /* [local] The rank ends: its groups are gone, and who waits for it learns that. status: what its function returned. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
 
+/* WHO IS WHERE. Each rank keeps a record of its last DT_RECORDS operations, with the place in the source that called
+   them. */
+#define DT_RECORDS 128
+/* [local] One line for each rank: rank, process, step, seconds, and what it waits for or did last; as far as this rank
+   can see: of ranks of tcp, and of other machines, only what they have said. Returns the bytes of the whole text; with
+   text NULL it only counts. */
+DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
+/* [local] The last operations of a world rank that shares memory with this one, or of itself: one line each, the newest
+   first, as dt_ranks_text. */
+DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
+/* [collective: the world] A training step is over: counts it, for the table above and for dt_run_desc.check. Over tcp
+   and mpi the ranks of each group compare what they have called in it: DT_ERR_COMM names two that differ. A rank whose
+   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in 10
+   steps. */
+DT_API dt_status dt_comm_step(dt_comm *world);
+
 /* A TRACE is what each rank did and when: blocks (dt_block), operations of sections 3 to 6, waits, your own marks,
    memory by class. It is for the eyes, in ui.perfetto.dev or chrome://tracing; a rank is a process there, with
 
@@ -415,6 +445,46 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    for this is not recorded and not counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
+/* WHO CALLED. Each of these functions is a macro too, which tells the place in the source that it stands in: for records
+   and messages. A function's address, or its name in brackets, is the function. */
+
+/* [local] The next operation on comm, or on another group of the rank, is called there. Returns comm. */
+DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
+
+#define DT_HERE(comm) dt_here(comm, &__FILE__[sizeof __FILE__ > 32 ? sizeof __FILE__ - 32 : 0], __LINE__)
+#define dt_all_reduce(comm, ...) dt_all_reduce(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce(comm, ...) dt_reduce(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_scatter(comm, ...) dt_reduce_scatter(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_gather(comm, ...) dt_all_gather(DT_HERE(comm), __VA_ARGS__)
+#define dt_gather(comm, ...) dt_gather(DT_HERE(comm), __VA_ARGS__)
+#define dt_scatter(comm, ...) dt_scatter(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all(comm, ...) dt_all_to_all(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_v(comm, ...) dt_all_to_all_v(DT_HERE(comm), __VA_ARGS__)
+#define dt_broadcast(comm, ...) dt_broadcast(DT_HERE(comm), __VA_ARGS__)
+#define dt_barrier(comm) dt_barrier(DT_HERE(comm))
+#define dt_all_reduce_start(comm, ...) dt_all_reduce_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_start(comm, ...) dt_reduce_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_scatter_start(comm, ...) dt_reduce_scatter_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_gather_start(comm, ...) dt_all_gather_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_gather_start(comm, ...) dt_gather_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_scatter_start(comm, ...) dt_scatter_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_start(comm, ...) dt_all_to_all_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_v_start(comm, ...) dt_all_to_all_v_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_broadcast_start(comm, ...) dt_broadcast_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_barrier_start(comm) dt_barrier_start(DT_HERE(comm))
+#define dt_send(comm, ...) dt_send(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv(comm, ...) dt_recv(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_any(comm, ...) dt_recv_any(DT_HERE(comm), __VA_ARGS__)
+#define dt_send_start(comm, ...) dt_send_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_start(comm, ...) dt_recv_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_any_start(comm, ...) dt_recv_any_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_exchange(comm, ...) dt_exchange(DT_HERE(comm), __VA_ARGS__)
+#define dt_sum_doubles(comm, ...) dt_sum_doubles(DT_HERE(comm), __VA_ARGS__)
+#define dt_mean(comm, ...) dt_mean(DT_HERE(comm), __VA_ARGS__)
+#define dt_agree(comm, ...) dt_agree(DT_HERE(comm), __VA_ARGS__)
+#define dt_comm_split(comm, ...) dt_comm_split(DT_HERE(comm), __VA_ARGS__)
+#define dt_comm_step(comm) dt_comm_step(DT_HERE(comm))
+
 #ifdef __cplusplus
 }
 #endif
@@ -442,6 +512,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 #include <sys/socket.h>
 #include <sys/mman.h>   /* memfd_create */
 #include <sys/stat.h>   /* fstat */
+#include <sys/prctl.h>  /* prctl: a rank ends with its supervisor */
+#include <sys/syscall.h>    /* gettid, pidfd_open: not in every libc */
 #include <sys/uio.h>    /* struct iovec */
 #include <sys/wait.h>   /* waitpid, in dt_run */
 #include <unistd.h>     /* sysconf, fork, _exit */
@@ -454,8 +526,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 /* Ranks that are threads or forks of one process are one implementation. All that they share lies in one range that is
    taken before the first of them starts, so that an address in it means the same to all:
 
-       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies | user |
-       heaps
+       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies |
+       records | user | heaps
 
    Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
    machines the messages that do not leave one; sends and receives do not: section 21.
@@ -468,12 +540,14 @@ enum {
     DT__MESSAGES = 8,       /* messages under way from one rank to another that are copied if they are small */
     DT__MORE = 1024,        /* and places for others, as many for each rank */
     DT__MAX_RANKS = 65536,
-    DT__NAME_BYTES = 32
+    DT__NAME_BYTES = 32,
+    DT__FILE_BYTES = 32
 };
 
 typedef enum dt__op_code {
     DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
-    DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__SEND, DT__RECV
+    DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__STEP,
+    DT__SEND, DT__RECV
 } dt__op_code;
 
 /* What a rank calls: the arguments of the public functions under one roof. */
@@ -542,9 +616,30 @@ typedef struct __attribute__((aligned(64))) dt__pair {  /* from one rank to one 
     dt__message message[DT__MESSAGES];
 } dt__pair;
 
+/* One operation, as its rank began it. Others read it while it is written: word by word, and twice its number. */
+typedef struct dt__op_record {
+    uint64_t number;        /* of the rank's operations, from 1; 0: is being written */
+    uint64_t what, seq;     /* as in a post */
+    uint64_t count;
+    int32_t  tag, line;     /* of a message; in the source, 0: not known */
+    char     group[DT__NAME_BYTES];
+    char     file[DT__FILE_BYTES];
+} dt__op_record;
+
+/* What one rank shows all others of itself. */
 typedef struct __attribute__((aligned(128))) dt__rank_state {
-    int busy;               /* this rank reads or writes memory of others now */
-    int ended;              /* its rank function has returned, or its process is gone */
+    int      busy;          /* this rank reads or writes memory of others now */
+    int      ended;         /* its rank function has returned, or its process is gone */
+    int      pid, tid;
+    uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
+    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do */
+    int64_t  away;          /* messages begun less messages received, of those that go over a transport */
+    uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
+    int      waits_for;     /* then for this world rank, or DT_ANY */
+    int64_t  records;       /* operations begun; the last are in the ring */
+    int64_t  step;          /* of dt_comm_step */
+    int64_t  since;         /* when that wait began, in microseconds of the host's clock */
+    int64_t  left;          /* when the last one was over that took its time */
 } dt__rank_state;
 
 typedef struct dt__shared {
@@ -553,6 +648,7 @@ typedef struct dt__shared {
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
     dt__rank_state *state;  /* (ranks); NULL where no memory is shared, as all below */
+    dt__op_record     *records;    /* (ranks, DT_RECORDS) */
     dt__pair       *pairs;  /* (ranks, ranks, 2): sender, receiver, dt__pair_of */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
@@ -577,6 +673,19 @@ typedef struct dt__node {
 
 typedef struct dt__comm_ops dt__comm_ops;   /* section 10 */
 
+enum { DT__FAULTS = 8 };
+typedef enum dt__fault_kind {
+    DT__NO_FAULT = 0, DT__KILL, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN
+} dt__fault_kind;
+typedef struct dt__fault { dt__fault_kind kind; int rank; uint64_t seq; double s; } dt__fault;
+
+/* What stands for a team's range where no memory is shared. */
+typedef struct dt__lone {
+    dt__shared     shared;
+    dt__rank_state state;
+    dt__op_record     records[DT_RECORDS];
+} dt__lone;
+
 /* One rank's own side of a run; its context knows it as "attached". */
 typedef struct dt__world {
     dt__shared    *shared;
@@ -585,6 +694,17 @@ typedef struct dt__world {
     int            rank;
     int            seat;        /* its place in the range */
     const dt__node *node;       /* NULL: a seat is a rank */
+    dt__rank_state *state;      /* its own; and its own records */
+    dt__op_record    *records;
+    const char    *file;        /* which place in the source calls now */
+    int            line;
+    int            planted;     /* faults, for this rank */
+    dt__fault      faults[DT__FAULTS];
+    double         stepped, step_wait;  /* when the last step was over, and dt_comm_seconds then */
+    int            slow_steps, slow_rank, named_ago;   /* rank 0: of a straggler; steps since one was named */
+    int            awaited;     /* in a long wait: for this world rank, which had moved so much when it began */
+    uint64_t       awaited_moves;
+    int            thread;      /* the rank is one of this process's threads */
     int            turns;       /* of waits and begun operations */
     int            claimed;     /* this rank's failure is the first: it alone fills the record */
     dt_listener    listener;
@@ -601,9 +721,9 @@ typedef struct dt__world {
     double         link_free;   /* when the link is, of dt_run_desc.link */
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
-    uint64_t       moves;       /* windows and messages moved so far */
     double         seconds;     /* inside operations */
     struct dt__trace *trace;    /* section 23; NULL: none */
+    int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
 struct dt_comm {
@@ -664,7 +784,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
     size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
     size_t more = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
-    size_t user = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
+    size_t records = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
+    size_t user = records + dt__line_up(n * DT_RECORDS * sizeof(dt__op_record));
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -675,7 +796,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     shared->room = memory + room;
     shared->eager = memory + eager;
     shared->more = memory + more;
-    shared->more_bytes = user - more;
+    shared->more_bytes = records - more;
+    shared->records = (dt__op_record *)(void *)(memory + records);
     shared->user = memory + user;
     shared->heaps = memory + heaps;
     memcpy(memory + at, shared, sizeof *shared);
@@ -882,6 +1004,8 @@ struct dt_work {
     void       *scratch;
     size_t      scratch_count;
     double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
+    uint64_t    number;             /* of its record */
+    dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
     dt_work    *later;              /* of those under way, the next started */
 };
@@ -921,6 +1045,7 @@ static const dt__pattern *dt__pattern_of(dt__op_code op) {
         { "dt_sum_doubles",   1,    1,    0,   1,    0 },
         { "dt_agree",         1,    1,    0,   0,    0 },
         { "dt_comm_split",    1,    1,    0,   0,    0 },
+        { "dt_comm_step",     1,    1,    0,   0,    0 },
         { "send",             1,    0,    0,   0,    1 },
         { "receive",          0,    1,    0,   0,    0 },
     };
@@ -1001,6 +1126,19 @@ static dt__phrase dt__call_text(const dt__call *call) {
     return text;
 }
 
+/* All but the count of what the ranks of a collective must call alike, in one word; and back, for texts. */
+static uint64_t dt__what(const dt__call *call) {
+    return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
+           (uint64_t)(uint32_t)call->peer << 32;
+}
+
+static dt__call dt__call_of_what(uint64_t what, size_t count) {
+    dt__call call = dt__call_make((dt__op_code)(what & 255), NULL, NULL, count, (dt_dtype)(what >> 8 & 255));
+    call.redop = (dt_op)(what >> 16 & 255);
+    call.peer = (int)(uint32_t)(what >> 32);
+    return call;
+}
+
 static size_t dt__call_bytes(const dt__call *call) { return call->count * dt_dtype_size(call->dtype); }
 
 /* Bytes that travel go through the device's table, except scalars. */
@@ -1078,7 +1216,136 @@ static void dt__scratch_free(dt_work *work) {
     work->scratch = NULL;
 }
 
-// ==== 11. Waiting, and what moves meanwhile =========================================================================
+// ==== 11. What each rank is at ======================================================================================
+
+/* Each rank shows what it has begun (records), whether it waits, for whom, and how much it has done: `moves`. From
+   these the others tell why a wait is long (section 17), and that it can never end:
+
+   A rank that waits takes the sum P of all ranks' moves, looks at all that it has under way, and if nothing moves shows
+   P. Once all have shown the same P, and the sum is still P, each has looked in vain after the last thing that any of
+   them did. So none will ever do anything: a deadlock is proved, at once and without a limit of time. This rests on
+   counting every change that somebody may wait for, after it is made: whoever has a change in its sum can see it. */
+
+static void dt__moved(dt__world *world) {
+    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_SEQ_CST);
+}
+
+static uint64_t dt__moves_of_all(const dt__shared *shared) {
+    uint64_t sum = 0;
+    for (int seat = 0; seat < shared->ranks; seat++)
+        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_SEQ_CST);
+    return sum;
+}
+
+/* Plain stores of whole words, which a reader may meet half-way. */
+static void dt__words_put(void *to, const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+        uint64_t word;
+        memcpy(&word, (const char *)from + at, sizeof word);
+        __atomic_store_n((uint64_t *)(void *)((char *)to + at), word, __ATOMIC_RELAXED);
+    }
+}
+
+static void dt__words_get(void *to, const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_RELAXED);
+        memcpy((char *)to + at, &word, sizeof word);
+    }
+}
+
+/* The operation begins: it has a number and a record. */
+static void dt__record_make(dt_work *work) {
+    dt__world *world = work->comm->world;
+    uint64_t number = (uint64_t)world->state->records + 1;
+    dt__op_record *slot = &world->records[number % DT_RECORDS], r;
+    r.number = 0;
+    r.what = dt__what(&work->call);
+    r.seq = work->call.seq;
+    r.count = work->call.count;
+    r.tag = work->call.tag;
+    r.line = world->line;
+    memcpy(r.group, work->comm->group->name, sizeof r.group);
+    memset(r.file, 0, sizeof r.file);
+    if (world->file) strncpy(r.file, world->file, sizeof r.file - 1);
+    __atomic_store_n(&slot->number, 0, __ATOMIC_RELEASE);
+    dt__words_put(&slot->what, &r.what, sizeof r - offsetof(dt__op_record, what));
+    __atomic_store_n(&slot->number, number, __ATOMIC_RELEASE);
+    __atomic_store_n(&world->state->records, (int64_t)number, __ATOMIC_RELEASE);
+    work->number = number;
+    dt__moved(world);
+}
+
+/* Where the records of a world rank are; NULL: this rank cannot see them. */
+static const dt__op_record *dt__records_of(const dt__world *world, int rank) {
+    if (rank == world->rank) return world->records;
+    int seat = world->shared->state ? dt__seat_of(world, rank) : -1;
+    return seat < 0 ? NULL : world->shared->records + (size_t)seat * DT_RECORDS;
+}
+
+static const dt__rank_state *dt__state_of(const dt__world *world, int rank) {
+    if (rank == world->rank) return world->state;
+    int seat = world->shared->state ? dt__seat_of(world, rank) : -1;
+    return seat < 0 ? NULL : &world->shared->state[seat];
+}
+
+/* A copy of one of a rank's records; 0: it is not there, or not any more. */
+static int dt__record_get(const dt__op_record *records, uint64_t number, dt__op_record *copy) {
+    if (!records || number == 0) return 0;
+    const dt__op_record *slot = &records[number % DT_RECORDS];
+    if (__atomic_load_n(&slot->number, __ATOMIC_ACQUIRE) != number) return 0;
+    dt__words_get(copy, slot, sizeof *copy);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
+}
+
+/* The file without its folders. */
+static const char *dt__file_name(const char *file) {
+    const char *slash = strrchr(file, '/');
+    return slash ? slash + 1 : file;
+}
+
+/* " at train.c:88", or nothing. */
+static dt__phrase dt__site_text(const char *file, int line) {
+    dt__phrase text;
+    text.s[0] = 0;
+    if (file && file[0]) snprintf(text.s, sizeof text.s, " at %s:%d", dt__file_name(file), line);
+    return text;
+}
+
+/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from rank 2 with tag 1 on world at ..." */
+static dt__phrase dt__record_text(const dt__op_record *r) {
+    dt__call call = dt__call_of_what(r->what, (size_t)r->count);
+    dt__phrase text = dt__call_text(&call);
+    size_t at = strlen(text.s);
+    if (!dt__is_to_one(call.op)) dt__append(text.s, sizeof text.s, &at, " #%llu", (unsigned long long)r->seq);
+    else if (call.peer == DT_ANY) dt__append(text.s, sizeof text.s, &at, " from any rank with tag %d", r->tag);
+    else dt__append(text.s, sizeof text.s, &at, " %s its rank %d with tag %d", call.op == DT__SEND ? "to" : "from",
+                    call.peer, r->tag);
+    dt__append(text.s, sizeof text.s, &at, " on %s%s", r->group, dt__site_text(r->file, r->line).s);
+    return text;
+}
+
+dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
+    if (!comm) return NULL;
+    comm->world->file = file;
+    comm->world->line = line;
+    return comm;
+}
+
+/* Where that rank called collective `seq` of the group, if its record is still there. */
+static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
+    const dt__rank_state *state = dt__state_of(comm->world, world_rank);
+    int64_t last = state ? __atomic_load_n(&state->records, __ATOMIC_ACQUIRE) : 0;
+    dt__op_record r;
+    for (int64_t n = last; n > 0 && n > last - DT_RECORDS; n--) {
+        if (!dt__record_get(dt__records_of(comm->world, world_rank), (uint64_t)n, &r) || r.seq != seq) continue;
+        if (!dt__is_to_one((dt__op_code)(r.what & 255)) && strcmp(r.group, comm->group->name) == 0)
+            return dt__site_text(r.file, r.line);
+    }
+    return dt__site_text(NULL, 0);
+}
+
+// ==== 12. Waiting, and what moves meanwhile =========================================================================
 
 /* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
    come and a system call costs more than the wait; then it lets other threads run; then it naps, each time for a
@@ -1089,6 +1356,11 @@ static void dt__scratch_free(dt_work *work) {
 enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
+
+/* A straggler: so many times the median's own work, and so much more, in so many steps in turn; named so often. */
+#define DT__STRAGGLER 1.5
+#define DT__STRAGGLER_S 1e-3
+enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
 
 /* Cores that this process may use. */
 static int dt__cores(void) {
@@ -1121,6 +1393,10 @@ static void dt__look(dt__world *world) {
 
 static int dt__algorithm_advance(dt_work *work);
 static dt_status dt__late(dt_work *work);
+static int dt__idle(dt_work *work, uint64_t at, double since);
+static void dt__answer(dt__world *world);
+static void dt__fault_before(dt_work *work);
+static void dt__fault_after(dt_work *work);
 
 /* The trace, section 23: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
@@ -1133,10 +1409,14 @@ static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->over) return 1;
     int as_messages = work->algorithm || dt__is_to_one(work->call.op);
-    if (!work->done) work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+    if (!work->done) {
+        work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+        if (work->done > 0) dt__moved(work->comm->world);
+    }
     if (work->done <= 0) return work->done;
     if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
     if (work->comm->world->trace && work->begun > 0) work->ended = host->now(host->user);
+    dt__moved(work->comm->world);
     return work->over = 1;
 }
 
@@ -1148,19 +1428,21 @@ static void dt__advance_all(dt__world *world) {
 }
 
 /* Until `work` is over. *begin below 0: becomes the time at which it was no longer just about to be. */
-static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
+static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
-    uint64_t seen = world->moves;
+    uint64_t seen = world->state->moves, at = 0;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
         dt__look(world);
+        int naps = turn == DT__YIELDS;
+        if (naps && world->shared->state) at = dt__moves_of_all(world->shared);
         if (world->first) dt__advance_all(world);
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
         if (done < 0) return dt_error(world->ctx);
         if (dt__aborted(world->shared)) return dt__peer_failed(world);
-        if (seen != world->moves) {
-            seen = world->moves;
+        if (seen != world->state->moves) {
+            seen = world->state->moves;
             turn = -world->shared->spins;
         }
         if (turn < 0) {
@@ -1172,6 +1454,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
         if (turn == 0) since = work->link_until > now ? work->link_until : now;
         /* a stopped process wakes up late */
         if (now > since + timeout) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
+        if (naps && turn == DT__YIELDS && dt__idle(work, at, since)) return dt_error(world->ctx);
         double left = work->link_until - now;
         if (left > 0 || turn < DT__YIELDS) {
             host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
@@ -1179,6 +1462,12 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
         }
         host->sleep(host->user, fmin(fmax((now - since) / 16, DT__NAP_MIN), DT__NAP_MAX));
     }
+}
+
+static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
+    dt_status status = dt__wait_for(world, work, begin);
+    if (world->state->waiting) __atomic_store_n(&world->state->waiting, 0, __ATOMIC_SEQ_CST);
+    return status;
 }
 
 // ==== 12. Messages in shared memory =================================================================================
@@ -1314,6 +1603,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     if (status) return dt__data_failed(comm, &work->call, status);
     message->order = pair->sent++;
     __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
+    dt__moved(world);
     return DT_OK;
 }
 
@@ -1499,18 +1789,17 @@ static int dt__all_there(dt_work *work) {
     return 0;
 }
 
-static uint64_t dt__what(const dt__call *call) {
-    return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(uint32_t)call->peer << 32;
-}
 
-/* The call that a post tells of, for messages. */
-static dt__call dt__posted_call(const dt__post *post) {
-    dt__call call = dt__call_make((dt__op_code)(post->what & 255), NULL, NULL, post->count,
-                                  (dt_dtype)(post->what >> 8 & 255));
-    call.redop = (dt_op)(post->what >> 16 & 255);
-    call.peer = (int)(uint32_t)(post->what >> 32);
-    return call;
+/* Two ranks of the group call different things. */
+static dt_status dt__calls_differ(dt_work *work, int rank, uint64_t what, size_t count, int other, uint64_t other_what,
+                                  size_t other_count) {
+    const dt_comm *comm = work->comm;
+    int one = comm->group->ranks[rank], two = comm->group->ranks[other];
+    dt__call its = dt__call_of_what(what, count), theirs = dt__call_of_what(other_what, other_count);
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)", one,
+                         dt__call_text(&its).s, dt__site_of(comm, one, work->call.seq).s, two,
+                         dt__call_text(&theirs).s, dt__site_of(comm, two, work->call.seq).s,
+                         (unsigned long long)work->call.seq, comm->group->name);
 }
 
 /* Every rank compares the same posts and comes to the same answer. */
@@ -1520,10 +1809,7 @@ static dt_status dt__compare(dt_work *work) {
     for (int rank = 1; rank < comm->place.size; rank++) {
         const dt__post *other = dt__post_of(comm, rank, work->call.seq);
         if (other->what == first->what && other->count == first->count) continue;
-        dt__call its = dt__posted_call(other), one = dt__posted_call(first);
-        return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s, rank %d calls %s (operation %llu on %s)",
-                             comm->group->ranks[rank], dt__call_text(&its).s, comm->group->ranks[0],
-                             dt__call_text(&one).s, (unsigned long long)work->call.seq, comm->group->name);
+        return dt__calls_differ(work, rank, other->what, other->count, 0, first->what, first->count);
     }
     return DT_OK;
 }
@@ -1630,7 +1916,6 @@ static dt_status dt__show(dt_work *work) {
     }
     if (status == DT_OK) status = dt__comm_sync(comm->world);
     if (status) return dt__data_failed(comm, &work->call, status);
-    comm->world->moves++;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->opened, work->window, __ATOMIC_RELEASE);
     return DT_OK;
 }
@@ -1778,7 +2063,6 @@ static int dt__move_window(dt_work *work) {
     dt_status status = push ? dt__push(work) : dt__pull(work);
     if (!in_post) status = dt__touch_end(comm->world, status);
     if (status) return dt__data_failed(comm, &work->call, status), -1;
-    comm->world->moves++;
     comm->window = comm->last_window[work->call.seq % DT_MAX_STARTED] = work->window;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->closed, work->window, __ATOMIC_RELEASE);
     return 1;
@@ -1828,7 +2112,8 @@ static int dt__may_post(dt_work *work) {
 /* Moves a collective on through its states. */
 static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
-    for (;;) {
+    for (int moved = 0;; moved = 1) {
+        if (moved) dt__moved(comm->world);
         if (work->state != DT__NEW && work->state != DT__CLOSING && comm->moved + 1 != work->call.seq) return 0;
         int open = work->state == DT__OPENING && !work->staged;    /* memory that can be reached is always open */
         int there = work->state == DT__NEW ? dt__may_post(work) : open ? 1 : dt__all_there(work);
@@ -1877,7 +2162,11 @@ static int dt__transport_begin(dt_work *work, dt__part *part) {
     int tag = part->tag < 0 ? -1 - part->tag : part->tag;
     part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, part->send, bytes)
                                          : t->recv(t->user, other, channel, tag, part->recv, bytes);
-    if (part->request) return 1;
+    if (part->request) {
+        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 1, __ATOMIC_SEQ_CST);
+        dt__moved(world);
+        return 1;
+    }
     dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot begin it", dt__part_text(work, part).s, t->name);
     return -1;
 }
@@ -1905,6 +2194,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     dt_status status = done == -2 ? DT_ERR_COMM : DT_ERR_PEER;
     if (done < 0) return dt__comm_fail(world, status, "%s: %s", dt__part_text(work, part).s, why), -1;
     if (part->op == DT__SEND) return 1;
+    __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
     if (bytes != part->count * size) return dt__part_differs(work, part, from, work->call.dtype, bytes / size);
@@ -2408,7 +2698,8 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
         { NULL, dt__direct_all_to_all_v, NULL, NULL, NULL },
         { NULL, dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
         { NULL, NULL, NULL, dt__doubling_barrier, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL },    /* dt_sum_doubles, dt_agree, dt_comm_split */
+        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL },    /* dt_sum_doubles */
+        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },    /* dt_agree, dt_comm_split, dt_comm_step */
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
     };
@@ -2452,7 +2743,7 @@ static int dt__algorithm_advance(dt_work *work) {
             dt__part *part = &work->parts[i];
             int done = part->over ? 1 : work->comm->ops->message(work, part);
             if (done < 0) return -1;
-            work->comm->world->moves += (uint64_t)(done != part->over);
+            if (done != part->over) dt__moved(work->comm->world);
             part->over = done;
             waiting += !done;
         }
@@ -2570,6 +2861,18 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
     work->link_until = world->link_free;
 }
 
+/* How it goes: as messages, by an algorithm or to one other rank, or in the backend's own way. */
+static int dt__work_route(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    int to_one = dt__is_to_one(call->op);
+    if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(call, comm->algorithm);
+    if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, call);
+    if (work->algorithm) work->call.seq = ++comm->messages;
+    else if (!to_one) work->call.seq = ++comm->seq;
+    return (!work->algorithm && !to_one) || dt__parts_make(work, to_one ? 1 : 2 * comm->place.size);
+}
+
 /* Every operation begins here. NULL: the context has failed. */
 static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
@@ -2578,28 +2881,28 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
     const char *wrong = dt_dtype_size(call.dtype) ? dt__wrong(comm, &call) : NULL;
     if (dt_dtype_size(call.dtype) == 0)
-        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %d is no element type", dt__call_text(&call).s,
-                      comm->group->name, (int)call.dtype);
+        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s%s: %d is no element type", dt__call_text(&call).s,
+                      comm->group->name, dt__site_text(world->file, world->line).s, (int)call.dtype);
     else if (wrong)
-        dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);
+        dt__comm_fail(world, DT_ERR_ARG, "%s on %s%s: %s", dt__call_text(&call).s, comm->group->name,
+                      dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
     if (!work) return NULL;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
-    int to_one = dt__is_to_one(call.op);
-    if (!to_one && comm->place.size == 1) {
+    int to_one = dt__is_to_one(call.op), alone = !to_one && comm->place.size == 1;
+    if (world->planted) dt__fault_before(work);
+    if (work->fault == DT__DROP) return work;
+    if (dt_error(world->ctx) || (!alone && !dt__work_route(work))) {
+        dt__work_release(world, work);
+        return NULL;
+    }
+    dt__record_make(work);
+    if (alone) {
         dt__alone(work);
         return work;
     }
     if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
-    if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(&call, comm->algorithm);
-    if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, &call);
-    if (work->algorithm) work->call.seq = ++comm->messages;
-    else if (!to_one) work->call.seq = ++comm->seq;
-    if ((work->algorithm || to_one) && !dt__parts_make(work, to_one ? 1 : 2 * comm->place.size)) {
-        dt__work_release(world, work);
-        return NULL;
-    }
     if (to_one) {
         dt__part *part = dt__add_part(work, call.op, call.peer, call.count);
         part->tag = call.tag;
@@ -2613,6 +2916,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 /* The end of an operation: its bytes count if it went well. */
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
+    if (work->fault && status == DT_OK) dt__fault_after(work);
     if (status == DT_OK) world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else dt__hands_off(world);
     dt__work_release(world, work);
@@ -2630,6 +2934,7 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     dt__drive(world, work, &begin);
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
     world->seconds += end - begin;
+    if (begin >= 0) __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
     return dt__end(world, work);
 }
@@ -2670,6 +2975,7 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     if (dt_error(ctx) == DT_OK) dt__drive(world, work, &begin);
     double end = world->host->now(world->host->user);
     world->seconds += end - begin;
+    __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_wait(work, begin, end);
     dt__forget(world, work);
     return dt__end(world, work);
@@ -2681,31 +2987,6 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
     if (dt__aborted(world->shared)) dt__peer_failed(world);
     else dt__advance_all(world);
     return work->over || dt_error(ctx);
-}
-
-/* What this rank waited for did not come in time: says who is missing. */
-static dt_status dt__late(dt_work *work) {
-    dt__world *world = work->comm->world;
-    double limit = world->shared->timeout_s;
-    for (dt_work *w = world->first; w && work->n_parts == 0; w = w->later) {    /* it waits behind that one */
-        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
-    }
-    for (int i = 0; i < work->n_parts; i++) {
-        dt__part *part = &work->parts[i];
-        if (part->over) continue;
-        if (part->peer == DT_ANY)
-            return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: nobody sent it", limit,
-                                 dt__part_text(work, part).s);
-        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: rank %d %s", limit,
-                             dt__part_text(work, part).s, work->comm->group->ranks[part->peer],
-                             part->op == DT__SEND ? "did not receive it" : "did not send it");
-    }
-    if (work->algorithm || !work->comm->group->members)
-        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s on %s", limit, dt__call_text(&work->call).s,
-                             work->comm->group->name);
-    return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s #%llu on %s: %s", limit,
-                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
-                         work->comm->group->name, dt__who_came(work).s);
 }
 
 /* ---- the public functions: each a call, done or started ---- */
@@ -2739,105 +3020,105 @@ static dt__call dt__mail_call(dt__op_code op, const void *send, void *recv, size
     return call;
 }
 
-dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+dt_status (dt_all_reduce)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     return dt__do(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
 }
 
-dt_work *dt_all_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+dt_work *(dt_all_reduce_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     return dt__start(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
 }
 
-dt_status dt_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+dt_status (dt_reduce)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
                     int root) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
-dt_work *dt_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+dt_work *(dt_reduce_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
                          int root) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
-dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+dt_status (dt_reduce_scatter)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
                             dt_op op) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
-dt_work *dt_reduce_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+dt_work *(dt_reduce_scatter_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
                                  dt_op op) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
-dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_status (dt_all_gather)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
-dt_work *dt_all_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_work *(dt_all_gather_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__start(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
-dt_status dt_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_gather)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
 }
 
-dt_work *dt_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_gather_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
 }
 
-dt_status dt_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_scatter)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
 }
 
-dt_work *dt_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_scatter_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
 }
 
-dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_status (dt_all_to_all)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
-dt_work *dt_all_to_all_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_work *(dt_all_to_all_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__start(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
-dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+dt_status (dt_all_to_all_v)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
                           const size_t *recv_counts, dt_dtype dtype) {
     return dt__do(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
-dt_work *dt_all_to_all_v_start(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+dt_work *(dt_all_to_all_v_start)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
                                const size_t *recv_counts, dt_dtype dtype) {
     return dt__start(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
-dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_broadcast)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
 }
 
-dt_work *dt_broadcast_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_broadcast_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
 }
 
-dt_status dt_barrier(dt_comm *comm) {
+dt_status (dt_barrier)(dt_comm *comm) {
     return dt__do(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
-dt_work *dt_barrier_start(dt_comm *comm) {
+dt_work *(dt_barrier_start)(dt_comm *comm) {
     return dt__start(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
-dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
+dt_status (dt_send)(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
     return dt__do(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
 }
 
-dt_work *dt_send_start(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
+dt_work *(dt_send_start)(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
     return dt__start(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
 }
 
-dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
+dt_status (dt_recv)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
     return dt__do(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
 }
 
-dt_work *dt_recv_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
+dt_work *(dt_recv_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
     return dt__start(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
 }
 
@@ -2848,23 +3129,23 @@ static dt__call dt__any_call(void *buf, size_t count, dt_dtype dtype, int tag, i
     return call;
 }
 
-dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+dt_status (dt_recv_any)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
     return dt__do(comm, dt__any_call(buf, count, dtype, tag, from));
 }
 
-dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+dt_work *(dt_recv_any_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
     return dt__start(comm, dt__any_call(buf, count, dtype, tag, from));
 }
 
-dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n) {
+dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     if (!comm) return n > 0 ? DT_ERR_ARG : DT_OK;
     dt__world *world = comm->world;
     dt_work *before = world->last;
     for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
         const dt_transfer *t = &transfers[i];
         if (t->send && t->recv) dt__comm_fail(world, DT_ERR_ARG, "dt_exchange: transfer %d both sends and receives", i);
-        else if (t->recv) dt_recv_start(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
-        else dt_send_start(comm, t->send, t->count, t->dtype, t->peer, t->tag);
+        else if (t->recv) (dt_recv_start)(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
+        else (dt_send_start)(comm, t->send, t->count, t->dtype, t->peer, t->tag);
     }
     for (dt_work *work = before ? before->later : world->first; work;) {
         dt_work *later = work->later;
@@ -2874,18 +3155,421 @@ dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n) {
     return dt_error(world->ctx);
 }
 
+// ==== 18. Who is waited for, and why =================================================================================
+
+/* From what the ranks show of themselves (section 11): a proved deadlock, what is missing when a wait took too long, and
+   the table that a live run gives when it is asked. A rank that is waited for may itself wait for another: the texts
+   follow that to its end. What a process does outside of operations the kernel knows: /proc. */
+
+/* Of a group's operations the one that must move before this one can. */
+static dt_work *dt__first_to_move(dt_work *work) {
+    for (dt_work *w = work->comm->world->first; w && work->n_parts == 0; w = w->later) {
+        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
+    }
+    return work;
+}
+
+/* The world rank that it waits for; DT_ANY: it is not one. */
+static int dt__awaited(const dt_work *work) {
+    const dt_comm *comm = work->comm;
+    for (int i = 0; i < work->n_parts; i++) {
+        if (!work->parts[i].over) return work->parts[i].peer == DT_ANY ? DT_ANY : comm->group->ranks[work->parts[i].peer];
+    }
+    if (work->algorithm || dt__is_to_one(work->call.op) || !comm->group->members) return DT_ANY;
+    for (int rank = 0; rank < comm->place.size; rank++)
+        if (!dt__is_there(work, rank)) return comm->group->ranks[rank];
+    return DT_ANY;
+}
+
+/* What the kernel says of a rank: 'R' runs, 'S' sleeps, 'T' stopped, 'D' waits for a device, 'Z' gone; 0: not known. */
+static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
+    char path[64], text[256];
+    int fd = -1;
+    int64_t got = -1;
+    if (state->pid == 0) return 0;
+    if (state->pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", state->tid);
+    else snprintf(path, sizeof path, "/proc/%d/stat", state->pid);
+    fd = io->open(io->user, path, 0);
+    if (fd < 0) return errno == ENOENT ? 'Z' : 0;
+    got = io->pread(io->user, fd, text, sizeof text - 1, 0);
+    io->close(io->user, fd);
+    if (got <= 0) return 'Z';
+    text[got] = 0;
+    const char *name = strrchr(text, ')');
+    return name && name[1] == ' ' ? name[2] : 0;
+}
+
+static const char *dt__process_word(char state) {
+    switch (state) {
+    case 'R': return "is spinning or computing (state R)";
+    case 'S': return "is asleep outside of operations (state S)";
+    case 'D': return "waits for a device or a file (state D)";
+    case 'T':
+    case 't': return "is stopped (state T)";
+    case 'Z':
+    case 'X': return "is gone";
+    default: return "is outside of operations";
+    }
+}
+
+/* ", its last operation: ..." */
+static void dt__append_last(const dt__rank_state *state, const dt__op_record *records, char *text, size_t bytes,
+                            size_t *at) {
+    dt__op_record r;
+    int64_t last = __atomic_load_n(&state->records, __ATOMIC_ACQUIRE);
+    if (last == 0) dt__append(text, bytes, at, ", it has begun no operation");
+    else if (dt__record_get(records, (uint64_t)last, &r))
+        dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
+}
+
+/* Is that rank in a long wait, as it shows, and not stopped in the middle of it? Then its record. */
+static int dt__waits(const dt_io *io, const dt__rank_state *state, const dt__op_record *records, char *process,
+                     dt__op_record *r) {
+    uint64_t waiting = __atomic_load_n(&state->waiting, __ATOMIC_SEQ_CST);
+    *process = dt__process_state(io, state);
+    if (*process == 'T' || *process == 't' || *process == 'Z' || *process == 'X') return 0;
+    return dt__record_get(records, waiting, r);
+}
+
+/* "; rank 3 (process 4711) is stopped (state T), its last operation: ...": why that rank does not come. */
+static void dt__append_why(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
+    const dt_io *io = dt_ctx_io(world->ctx);
+    dt__op_record r;
+    char process;
+    for (int step = 0; step < 4 && rank >= 0 && rank != world->rank; step++) {
+        const dt__rank_state *state = dt__state_of(world, rank);
+        const dt__op_record *records = dt__records_of(world, rank);
+        if (!state || !records) return;
+        if (dt__waits(io, state, records, &process, &r)) {
+            int next = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+            dt__append(text, bytes, at, "; rank %d waits in %s", rank, dt__record_text(&r).s);
+            if (next != DT_ANY) dt__append(text, bytes, at, " for rank %d", next);
+            rank = next;
+            continue;
+        }
+        int own = state->pid == (int)getpid();
+        dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
+                   own ? state->tid : state->pid, dt__process_word(process));
+        if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
+            dt__append(text, bytes, at, ", it is late: it did other things meanwhile");
+        dt__append_last(state, records, text, bytes, at);
+        return;
+    }
+}
+
+/* What this rank waited for did not come in time: says who is missing. */
+static dt_status dt__late(dt_work *work) {
+    dt__world *world = work->comm->world;
+    char text[480];
+    size_t at = 0;
+    dt__op_record r;
+    work = dt__first_to_move(work);
+    const char *name = dt__pattern_of(work->call.op)->name, *group = work->comm->group->name;
+    dt__phrase site = dt__site_text(NULL, 0);
+    if (dt__record_get(world->records, work->number, &r)) site = dt__site_text(r.file, r.line);
+    int awaited = dt__awaited(work), messages = work->algorithm || !work->comm->group->members;
+    const dt__part *part = work->parts;
+    while (part && part < work->parts + work->n_parts && part->over) part++;
+    dt__append(text, sizeof text, &at, "timeout %.1f s in ", world->shared->timeout_s);
+    if (part && part < work->parts + work->n_parts)
+        dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s%s: nobody sent it" : "%s%s: rank %d %s",
+                   dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
+                   : "did not send it");
+    else if (messages) dt__append(text, sizeof text, &at, "%s on %s%s", dt__call_text(&work->call).s, group, site.s);
+    else dt__append(text, sizeof text, &at, "%s #%llu on %s%s: %s", name, (unsigned long long)work->call.seq, group,
+                    site.s, dt__who_came(work).s);
+    dt__append_why(world, awaited, text, sizeof text, &at);
+    return dt__comm_fail(world, DT_ERR_TIMEOUT, "%s", text);
+}
+
+/* ---- deadlock ---- */
+
+/* "rank 0 waits in ... for rank 1" */
+static void dt__append_wait(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
+    const dt__rank_state *state = dt__state_of(world, rank);
+    int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+    dt__op_record r;
+    dt__append(text, bytes, at, "rank %d ", rank);
+    if (dt__record_get(dt__records_of(world, rank), __atomic_load_n(&state->waiting, __ATOMIC_SEQ_CST), &r))
+        dt__append(text, bytes, at, "waits in %s", dt__record_text(&r).s);
+    else dt__append(text, bytes, at, "has ended");
+    if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
+}
+
+/* No rank will ever move. Names a circle of waits, from its lowest rank; if there is none, the waits of some. */
+static void dt__deadlocked(dt__world *world) {
+    enum { NAMED = 4 };
+    int n = world->shared->ranks, rank = world->rank, first, length = 1;
+    char text[480];
+    size_t at = 0;
+    for (int i = 0; i < n && rank != DT_ANY && dt__state_of(world, rank); i++)     /* now on a circle */
+        rank = __atomic_load_n(&dt__state_of(world, rank)->waits_for, __ATOMIC_RELAXED);
+    if (rank == DT_ANY) {
+        dt__append(text, sizeof text, &at, "deadlock: all ranks wait, and nothing is under way: ");
+        for (int i = 0; i < n && i < NAMED; i++) {
+            if (i) dt__append(text, sizeof text, &at, ", ");
+            dt__append_wait(world, i, text, sizeof text, &at);
+        }
+        dt__comm_fail(world, DT_ERR_COMM, "%s%s", text, n > NAMED ? ", ..." : "");
+        return;
+    }
+    first = rank;
+    for (int next = dt__state_of(world, rank)->waits_for; next != rank; next = dt__state_of(world, next)->waits_for) {
+        if (next < first) first = next;
+        length++;
+    }
+    rank = first;
+    for (int i = 0; i < length && i < NAMED; i++, rank = dt__state_of(world, rank)->waits_for) {
+        dt__append(text, sizeof text, &at, i ? ", " : "deadlock: ");
+        dt__append_wait(world, rank, text, sizeof text, &at);
+    }
+    if (length > NAMED) dt__append(text, sizeof text, &at, ", and so on: a circle of %d ranks", length);
+    dt__comm_fail(world, DT_ERR_COMM, "%s", text);
+}
+
+/* Does anything wait for the time alone? */
+static int dt__link_busy(const dt__world *world, const dt_work *work) {
+    int busy = work->done > 0 && !work->over;
+    for (const dt_work *w = world->first; w; w = w->later) busy = busy || (w->done > 0 && !w->over);
+    return busy;
+}
+
+/* Can the proof be made? All ranks share memory, and no message is on its way outside of it. */
+static int dt__all_in_sight(const dt__world *world) {
+    int64_t away = 0;
+    if (!world->shared->state || world->comm->place.size != world->shared->ranks) return 0;
+    for (int seat = 0; seat < world->shared->ranks; seat++)
+        away += __atomic_load_n(&world->shared->state[seat].away, __ATOMIC_SEQ_CST);
+    return away == 0;
+}
+
+/* A long wait since `since`: the rank has looked at all that it has under way, after the sum of moves was `at`, and
+   nothing could move. Shows that. 1: nothing ever will, and the context has failed. */
+static int dt__idle(dt_work *work, uint64_t at, double since) {
+    dt__world *world = work->comm->world;
+    dt__rank_state *own = world->state;
+    const dt__shared *shared = world->shared;
+    int begins = own->waiting != work->number, awaited = dt__awaited(dt__first_to_move(work));
+    if (begins || awaited != world->awaited) {
+        const dt__rank_state *its = awaited == DT_ANY ? NULL : dt__state_of(world, awaited);
+        world->awaited = awaited;
+        world->awaited_moves = its ? __atomic_load_n(&its->moves, __ATOMIC_SEQ_CST) : 0;
+    }
+    __atomic_store_n(&own->waits_for, awaited, __ATOMIC_RELAXED);
+    __atomic_store_n(&own->since, (int64_t)(since * 1e6), __ATOMIC_RELAXED);
+    __atomic_store_n(&own->waiting, work->number, __ATOMIC_SEQ_CST);
+    if (world->ask && __atomic_load_n(world->ask, __ATOMIC_RELAXED)) dt__answer(world);
+    if (!shared->state || dt__link_busy(world, work)) return 0;
+    __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
+    for (int seat = 0; seat < shared->ranks; seat++) {
+        const dt__rank_state *its = &shared->state[seat];
+        if (__atomic_load_n(&its->idle_at, __ATOMIC_SEQ_CST) != at && !dt__has_ended(shared, seat)) return 0;
+    }
+    if (dt__moves_of_all(shared) != at || !dt__all_in_sight(world)) return 0;
+    dt__deadlocked(world);
+    return 1;
+}
+
+/* ---- the table ---- */
+
+static dt__phrase dt__seconds_text(double seconds) {
+    dt__phrase text;
+    snprintf(text.s, sizeof text.s, "%.1f s", seconds);
+    return text;
+}
+
+/* One line of it, without an end. */
+static void dt__rank_line(const dt_io *io, double now, int rank, const dt__rank_state *state,
+                          const dt__op_record *records, char *text, size_t bytes, size_t *at) {
+    dt__op_record r;
+    char process = 0;
+    dt__append(text, bytes, at, "rank %d: ", rank);
+    if (!state || !records) {
+        dt__append(text, bytes, at, "not known here");
+        return;
+    }
+    dt__append(text, bytes, at, "process %d, step %lld, ", state->pid,
+               (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
+    if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
+        dt__append(text, bytes, at, "has ended");
+    } else if (dt__waits(io, state, records, &process, &r)) {
+        int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+        double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
+        dt__append(text, bytes, at, "%s waits in %s", dt__seconds_text(seconds).s, dt__record_text(&r).s);
+        if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
+    } else {
+        double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
+        dt__append(text, bytes, at, "%s %s", state->left ? dt__seconds_text(seconds).s : "-",
+                   dt__process_word(process));
+        dt__append_last(state, records, text, bytes, at);
+    }
+}
+
+size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
+    const dt__world *world = dt__world_of(ctx);
+    size_t all = 0;
+    for (int rank = 0; world && world->comm && rank < world->comm->place.size; rank++) {
+        char line[512];
+        size_t at = 0;
+        dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank, dt__state_of(world, rank),
+                      dt__records_of(world, rank), line, sizeof line - 1, &at);
+        line[at++] = '\n';
+        if (text && all + at < bytes) memcpy(text + all, line, at);
+        all += at;
+    }
+    if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
+    return all;
+}
+
+size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
+    const dt__world *world = dt__world_of(ctx);
+    int known = world && world->comm && rank >= 0 && rank < world->comm->place.size;
+    const dt__rank_state *state = known ? dt__state_of(world, rank) : NULL;
+    int64_t last = state ? __atomic_load_n(&state->records, __ATOMIC_ACQUIRE) : 0;
+    size_t all = 0;
+    dt__op_record r;
+    for (int64_t n = last; n > 0 && n > last - DT_RECORDS; n--) {
+        char line[320];
+        if (!dt__record_get(dt__records_of(world, rank), (uint64_t)n, &r)) continue;
+        size_t at = (size_t)snprintf(line, sizeof line, "%lld %s\n", (long long)n, dt__record_text(&r).s);
+        if (text && all + at < bytes) memcpy(text + all, line, at);
+        all += at;
+    }
+    if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
+    return all;
+}
+
+/* Somebody has asked, and no supervisor answers. */
+static void dt__answer(dt__world *world) {
+    const dt_host *host = world->host;
+    __atomic_store_n(world->ask, 0, __ATOMIC_RELAXED);
+    for (int rank = 0; rank < world->comm->place.size; rank++) {
+        char line[512] = "";
+        size_t at = 0;
+        if (!dt__state_of(world, rank)) continue;
+        dt__rank_line(dt_ctx_io(world->ctx), host->now(host->user), rank, dt__state_of(world, rank),
+                      dt__records_of(world, rank), line, sizeof line, &at);
+        host->log(host->user, DT_LOG_NOTICE, world->rank, line);
+    }
+}
+
+// ==== 19. Planted faults =============================================================================================
+
+/* What goes wrong in a cluster, at a known operation. They are read when the run begins, so that a text that is wrong is
+   refused by all ranks alike. */
+
+static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop", "flip", "nan" };
+
+/* A number of at most 15 digits, with a fraction if `real`; NULL: it is none. */
+static const char *dt__fault_number(const char *at, int real, double *value) {
+    double scale = 1;
+    int digits = 0, point = 0;
+    for (*value = 0; (*at >= '0' && *at <= '9' && digits < 15) || (real && *at == '.' && !point); at++) {
+        if (*at == '.') {
+            point = 1;
+            continue;
+        }
+        *value = 10 * *value + (*at - '0');
+        if (point) scale *= 10;
+        digits++;
+    }
+    *value /= scale;
+    return digits ? at : NULL;
+}
+
+/* One of a list. Where it ends; NULL: it is wrong there. */
+static const char *dt__fault_read(const char *at, dt__fault *fault) {
+    static const char *const keys[3] = { ":rank=", ":seq=", ":s=" };
+    double values[3] = { -1, 0, 1 };
+    size_t length = strcspn(at, ":,");
+    memset(fault, 0, sizeof *fault);
+    for (int kind = DT__KILL; kind <= DT__NAN; kind++) {
+        if (strlen(dt__fault_names[kind]) == length && strncmp(at, dt__fault_names[kind], length) == 0)
+            fault->kind = (dt__fault_kind)kind;
+    }
+    if (!fault->kind) return NULL;
+    for (at += length; *at == ':';) {
+        int key = 0;
+        while (key < 3 && strncmp(at, keys[key], strlen(keys[key])) != 0) key++;
+        if (key == 3) return NULL;
+        at = dt__fault_number(at + strlen(keys[key]), key == 2, &values[key]);
+        if (!at) return NULL;
+    }
+    fault->rank = values[0] >= 0 && values[0] < DT__MAX_RANKS ? (int)values[0] : -1;
+    fault->seq = (uint64_t)values[1];
+    fault->s = values[2];
+    return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
+}
+
+/* The faults of one rank, or with rank -1 whether the text is right. Returns their number; -1: it is wrong. */
+static int dt__faults_read(const char *text, int rank, dt__fault *faults) {
+    int n = 0;
+    dt__fault fault;
+    for (const char *at = text; at && *at; at += *at == ',') {
+        at = dt__fault_read(at, &fault);
+        if (!at || (*at == ',' && !at[1])) return -1;
+        if (fault.rank == rank && n < DT__FAULTS) faults[n++] = fault;
+    }
+    return n;
+}
+
+/* Away from operations: a process for ever, a thread until another has failed. */
+static void dt__fault_away(const dt__world *world, int spin) {
+    while (!world->thread || !dt__aborted(world->shared))
+        if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
+}
+
+static void dt__fault_do(dt_work *work, const dt__fault *fault) {
+    dt__world *world = work->comm->world;
+    int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
+    if (lost && world->thread)
+        dt_fail(world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
+    else if (fault->kind == DT__KILL) raise(SIGKILL);
+    else if (fault->kind == DT__EXIT) _exit(7);
+    else if (fault->kind == DT__STOP && !world->thread) raise(SIGSTOP);
+    else if (fault->kind == DT__STOP || fault->kind == DT__SPIN) dt__fault_away(world, fault->kind == DT__SPIN);
+    else if (fault->kind == DT__DELAY) world->host->sleep(world->host->user, fault->s);
+    else work->fault = fault->kind;
+    if (work->fault == DT__DROP) work->over = 1;
+}
+
+/* An operation is about to begin. */
+static void dt__fault_before(dt_work *work) {
+    dt__world *world = work->comm->world;
+    for (int i = 0; i < world->planted; i++) {
+        dt__fault fault = world->faults[i];
+        if (fault.seq != (uint64_t)world->state->records + 1) continue;
+        world->faults[i].seq = 0;
+        dt__fault_do(work, &fault);
+    }
+}
+
+/* It went well: what was received is spoilt, in the middle. All bits set are a NaN in every type of floats. */
+static void dt__fault_after(dt_work *work) {
+    const dt__call *call = &work->call;
+    size_t size = dt_dtype_size(call->dtype);
+    char *middle = (char *)call->recv + call->count / 2 * size, element[8];
+    if (work->fault == DT__DROP || !call->recv || call->count == 0) return;
+    dt__comm_move(work->comm, call, element, middle, size);
+    dt__comm_sync(work->comm->world);
+    if (work->fault == DT__FLIP) element[0] = (char)(element[0] ^ 1);
+    else memset(element, 0xff, sizeof element);
+    dt__comm_move(work->comm, call, middle, element, size);
+    dt__comm_sync(work->comm->world);
+}
+
 // ==== 17. Scalars and agreement: code ===============================================================================
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
-dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n) {
+dt_status (dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
     call.host = 1;
     return dt__do(comm, call);
 }
 
-double dt_mean(dt_comm *comm, double mine) {
-    if (dt_sum_doubles(comm, &mine, 1) != DT_OK) return (double)__builtin_nan("");
+double (dt_mean)(dt_comm *comm, double mine) {
+    if ((dt_sum_doubles)(comm, &mine, 1) != DT_OK) return (double)__builtin_nan("");
     return mine / dt_comm_size(comm);
 }
 
@@ -2896,12 +3580,54 @@ static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t m
     return dt__do(comm, call);
 }
 
-dt_status dt_agree(dt_comm *comm, dt_status mine) {
+dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
     int32_t words[2] = { (int32_t)mine, 0 };
     if (!comm) return mine;
     dt_status status = dt__gather_words(comm, DT__AGREE, words);
     for (int rank = 0; rank < comm->place.size && !status; rank++) status = (dt_status)comm->words[2 * rank];
     return status;
+}
+
+/* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers, and
+   only after several slow steps: one may have a reason. */
+static void dt__find_straggler(dt__world *world, const double *own, int n) {
+    int slowest = 0, faster = 0;
+    double median = own[0];
+    for (int rank = 1; rank < n; rank++) if (own[rank] > own[slowest]) slowest = rank;
+    for (int rank = 0; rank < n; rank++) {      /* the middle one, the lower of two */
+        int below = 0, equal = 0;
+        for (int other = 0; other < n; other++) {
+            below += own[other] < own[rank];
+            equal += own[other] == own[rank];
+        }
+        if (below <= (n - 1) / 2 && below + equal > (n - 1) / 2) median = own[rank];
+        faster += own[rank] < own[slowest] / DT__STRAGGLER;
+    }
+    int slow = n > 1 && faster > (n - 1) / 2 && own[slowest] > DT__STRAGGLER * median + DT__STRAGGLER_S;
+    world->slow_steps = slow && (world->slow_steps == 0 || slowest == world->slow_rank) ? world->slow_steps + 1 : slow;
+    world->slow_rank = slowest;
+    if (world->named_ago > 0) world->named_ago--;
+    if (world->slow_steps < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
+    world->named_ago = DT__STRAGGLER_PAUSE;
+    dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the median %.1f ms",
+           slowest, own[slowest] * 1e3, median * 1e3);
+}
+
+dt_status (dt_comm_step)(dt_comm *world_comm) {
+    if (!world_comm) return DT_OK;
+    dt__world *world = world_comm->world;
+    dt_comm *comm = world->comm;
+    double now = world->host->now(world->host->user), own = now - world->stepped - (world->seconds - world->step_wait);
+    int32_t words[2];
+    if (world->stepped == 0 || own < 0) own = 0;
+    memcpy(words, &own, sizeof words);
+    if (dt__gather_words(comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
+    if (world->stepped > 0 && comm->place.rank == 0)
+        dt__find_straggler(world, (const double *)(const void *)comm->words, comm->place.size);
+    __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
+    world->stepped = world->host->now(world->host->user);
+    world->step_wait = world->seconds;
+    return dt_error(world->ctx);
 }
 
 // ==== 18. Groups: code ==============================================================================================
@@ -3087,7 +3813,7 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name, int
     return made;
 }
 
-dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
+dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key };
     if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     if (!name) name = "group";
@@ -4905,6 +5631,7 @@ struct dt_team {
     size_t         range_bytes;
     const dt_host *host;
     dt_run_desc    desc;
+    int64_t        oom_kills;   /* before the ranks began */
 };
 
 /* A failure outside of any context. */
@@ -4923,6 +5650,7 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
 static void dt__set_ended(dt__shared *shared, int seat) {
     __atomic_store_n(&shared->state[seat].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&shared->state[seat].moves, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Between two kernels of a tensor op: what was started moves on. */
@@ -4931,9 +5659,10 @@ static void dt__on_kernel(dt_ctx *ctx, void *user) {
     if (world->first && dt_error(ctx) == DT_OK) dt__advance_all(world);
 }
 
-/* The world of a rank: over a team's range, or over a transport with its node's, or with a record of its own. */
+/* The world of a rank: over a team's range, or over a transport with its node's, or with one of its own. */
 static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
+    dt__lone *lone = NULL;
     if (!world) return NULL;
     memset(world, 0, sizeof *world);
     world->ctx = ctx;
@@ -4942,25 +5671,31 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const 
     world->link = desc->team ? desc->team->desc.link : desc->link;
     if (desc->team) {
         world->shared = desc->team->shared;
-        return world;
+        world->thread = !world->shared->apart;
+    } else {
+        world->transport = *desc->transport;
+        world->channels = 1;
     }
-    world->transport = *desc->transport;
-    world->channels = 1;
     if (node) {
         world->shared = node->shared;
         world->seat = node->seat;
         world->node = node;
-        return world;
+    } else if (!desc->team) {
+        lone = (dt__lone *)dt_alloc(ctx, DT_MEM_HOST, sizeof *lone, "the world");
+        if (!lone) {
+            dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
+            return NULL;
+        }
+        memset(lone, 0, sizeof *lone);
+        world->shared = &lone->shared;
+        world->shared->ranks = desc->size;
+        world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
+        world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
     }
-    world->shared = (dt__shared *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world->shared, "the world");
-    if (!world->shared) {
-        dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
-        return NULL;
-    }
-    memset(world->shared, 0, sizeof *world->shared);
-    world->shared->ranks = desc->size;
-    world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
-    world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
+    world->state = lone ? &lone->state : &world->shared->state[world->seat];
+    world->records = lone ? lone->records : world->shared->records + (size_t)world->seat * DT_RECORDS;
+    __atomic_store_n(&world->state->pid, (int)getpid(), __ATOMIC_RELAXED);
+    __atomic_store_n(&world->state->tid, (int)syscall(SYS_gettid), __ATOMIC_RELAXED);
     return world;
 }
 
@@ -4973,8 +5708,8 @@ static dt__group *dt__world_group(dt__world *world, int size) {
     return group;
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. */
-static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node) {
+/* node: of a transport's ranks those that share memory, NULL: none do. run: what dt_run was told, for a transport's. */
+static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
     if (!ctx || dt_error(ctx)) return NULL;
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
@@ -4998,11 +5733,14 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     dt_ctx_attach(ctx, world);
     const dt__comm_ops *ops = desc.team ? &dt__threads_ops : &dt__transport_ops;
     if (group && !desc.team && group->members) ops = &dt__node_ops;
+    if (desc.team) run = &desc.team->desc;
+    if (run) world->planted = dt__faults_read(run->fault, desc.rank, world->faults);
+    if (run && !desc.team) world->ask = run->ask;
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
     return world->comm;
 }
 
-dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL); }
+dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL, NULL); }
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
@@ -5035,7 +5773,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
-    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof *world->shared);
+    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof(dt__lone));
     dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
 }
 
@@ -5075,8 +5813,12 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
 }
 
 /* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
-static int dt__run_valid(const dt_run_desc *desc) {
-    if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
+static int dt__run_valid(dt_run_desc *desc) {
+    if (!desc->fault && desc->faults) desc->fault = getenv("DT_FAULT");
+    if (dt__faults_read(desc->fault, -1, NULL) < 0)
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: planted fault '%s': not KIND:rank=R:seq=N[:s=SECONDS], with a KIND of "
+                   "kill, stop, exit, spin, delay, drop, flip, nan", desc->fault);
+    else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
         dt__refuse(desc, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
@@ -5090,7 +5832,7 @@ static int dt__run_valid(const dt_run_desc *desc) {
 }
 
 /* Can these ranks share memory? */
-static int dt__team_valid(const dt_run_desc *desc) {
+static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
         dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
@@ -5124,6 +5866,7 @@ dt_team *dt_team_make(dt_run_desc desc) {
     team->range_bytes = sizes.bytes;
     team->host = host;
     team->desc = desc;
+    team->oom_kills = -1;
     team->shared = dt__shared_lay(&sizes, (char *)range, desc.user_bytes);
     dt__group *group = dt__group_make(team->shared, desc.ranks, "world");
     for (int rank = 0; rank < desc.ranks; rank++) group->ranks[rank] = rank;
@@ -5193,6 +5936,8 @@ typedef struct dt__rank_job {
     void      *user;
     pthread_t  thread;
     pid_t      pid;         /* 0: none, or it is gone */
+    int        end;         /* dt__run_end_of */
+    int        over;        /* its thread has done all */
 } dt__rank_job;
 
 static void *dt__rank_body(void *arg) {
@@ -5202,11 +5947,24 @@ static void *dt__rank_body(void *arg) {
     memset(&desc, 0, sizeof desc);
     desc.rank = job->rank;
     desc.team = job->team;
-    if (!ctx) return NULL;
-    dt_status status = dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx);
-    dt_comm_detach(ctx, status);
+    if (ctx) dt_comm_detach(ctx, dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx));
     dt_ctx_free(ctx);
+    __atomic_store_n(&job->over, 1, __ATOMIC_RELEASE);
     return NULL;
+}
+
+/* What the supervisor does now and then: the table, if somebody asked. */
+static void dt__run_answer(dt_team *team) {
+    const dt_host *host = team->host;
+    const dt__shared *shared = team->shared;
+    if (!team->desc.ask || !__atomic_exchange_n(team->desc.ask, 0, __ATOMIC_RELAXED)) return;
+    for (int rank = 0; rank < shared->ranks; rank++) {
+        char line[512] = "";
+        size_t at = 0;
+        dt__rank_line(dt_io_default(), host->now(host->user), rank, &shared->state[rank],
+                      shared->records + (size_t)rank * DT_RECORDS, line, sizeof line, &at);
+        host->log(host->user, DT_LOG_NOTICE, -1, line);
+    }
 }
 
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
@@ -5222,7 +5980,58 @@ static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
         }
         started++;
     }
-    for (int rank = 0; rank < started; rank++) pthread_join(jobs[rank].thread, NULL);
+    for (int rank = 0; rank < started; rank++) {
+        while (team->desc.ask && !__atomic_load_n(&jobs[rank].over, __ATOMIC_ACQUIRE)) {
+            dt__run_answer(team);
+            team->host->sleep(team->host->user, 1e-2);
+        }
+        pthread_join(jobs[rank].thread, NULL);
+    }
+}
+
+static const char *dt__run_signal(int number) {
+    switch (number) {
+    case SIGKILL: return " (SIGKILL)";
+    case SIGSEGV: return " (SIGSEGV)";
+    case SIGABRT: return " (SIGABRT)";
+    case SIGBUS: return " (SIGBUS)";
+    case SIGFPE: return " (SIGFPE)";
+    case SIGILL: return " (SIGILL)";
+    case SIGTERM: return " (SIGTERM)";
+    case SIGINT: return " (SIGINT)";
+    default: return "";
+    }
+}
+
+/* A small file, as text. Its bytes; 0 or less: it cannot be read. */
+static int64_t dt__run_read(const dt_io *io, const char *path, char *text, size_t bytes) {
+    int fd = io->open(io->user, path, 0);
+    int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
+    if (fd >= 0) io->close(io->user, fd);
+    text[got > 0 ? got : 0] = 0;
+    return got;
+}
+
+/* How often the kernel has killed a process of this memory cgroup because there was no memory; -1: it does not say.
+   /proc/self/cgroup names the group ("4:memory:/jobs/7" of version 1, "0::/jobs/7" of version 2), which inside a
+   container may be the root of what is mounted. */
+static int64_t dt__run_oom_kills(const dt_io *io) {
+    static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control", "/sys/fs/cgroup%s/memory.events",
+        "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events" };
+    char groups[2048], path[512], text[1024];
+    int64_t got = dt__run_read(io, "/proc/self/cgroup", groups, sizeof groups);
+    for (int i = 0; got > 0 && i < 4; i++) {
+        char *name = strstr(groups, i % 2 ? "0::" : ":memory:"), group[256] = "";
+        if (!name) continue;
+        name = strchr(name, '/');
+        size_t length = name ? strcspn(name, "\n") : 0;
+        if (i < 2 && length < sizeof group) memcpy(group, name ? name : "", length);
+        snprintf(path, sizeof path, files[i], group);
+        if (dt__run_read(io, path, text, sizeof text) <= 0) continue;
+        const char *count = strstr(text, "oom_kill ");
+        if (count) return (int64_t)strtoll(count + 9, NULL, 10);
+    }
+    return -1;
 }
 
 /* A rank's process is gone: how. If it died while it wrote the record, the record is written for it. */
@@ -5231,9 +6040,11 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
     int rank = job->rank, pid = (int)job->pid;
     __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
     if (dt__has_ended(shared, rank) && WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
-    char text[128];
+    char text[192];
+    int oom = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
     if (WIFSIGNALED(status))
-        snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d", rank, pid, WTERMSIG(status));
+        snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d%s%s", rank, pid, WTERMSIG(status),
+                 dt__run_signal(WTERMSIG(status)), oom ? ": out of memory, killed by the kernel (cgroup)" : "");
     else
         snprintf(text, sizeof text, "rank %d (process %d) exited with status %d in its rank function", rank, pid,
                  WEXITSTATUS(status));
@@ -5246,8 +6057,21 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
+/* Sleeps until a rank's process ends, of which the kernel tells at once, but not long. */
+static void dt__run_nap(dt_team *team, const dt__rank_job *jobs, int started, struct pollfd *ends) {
+    int n = 0, told = ends != NULL;
+    for (int rank = 0; rank < started && told; rank++) {
+        if (!jobs[rank].pid) continue;
+        ends[n].fd = jobs[rank].end;
+        ends[n].events = POLLIN;
+        told = ends[n++].fd >= 0;
+    }
+    if (told) poll(ends, (nfds_t)n, 20);
+    else team->host->sleep(team->host->user, 1e-3);
+}
+
 /* Waits for the processes. After a failure those that do not end within timeout_s are killed: they may never look. */
-static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started) {
+static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     const dt_host *host = team->host;
     double failed_at = -1;
     for (int left = started; left > 0;) {
@@ -5256,35 +6080,59 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started) {
             if (!jobs[rank].pid || waitpid(jobs[rank].pid, &status, WNOHANG) == 0) continue;
             dt__process_gone(team, &jobs[rank], status);
             jobs[rank].pid = 0;
+            if (jobs[rank].end >= 0) close(jobs[rank].end);
             left--;
         }
         double now = host->now(host->user);
         if (failed_at < 0 && dt__aborted(team->shared)) failed_at = now;
         for (int rank = 0; rank < started && failed_at >= 0 && now > failed_at + team->desc.timeout_s; rank++)
             if (jobs[rank].pid) kill(jobs[rank].pid, SIGKILL);
-        if (left > 0) host->sleep(host->user, 1e-3);
+        dt__run_answer(team);
+        if (left > 0) dt__run_nap(team, jobs, started, ends);
     }
 }
 
+/* A file descriptor that is readable once the process has ended; -1: this kernel has none. */
+static int dt__run_end_of(pid_t pid) {
+#ifdef SYS_pidfd_open
+    return (int)syscall(SYS_pidfd_open, pid, 0);
+#else
+    (void)pid;
+    return -1;
+#endif
+}
+
+/* In the new process. It ends with its supervisor, however that ends; which may have happened already. */
+static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != supervisor) _exit(1);
+    dt__rank_body(job);
+    fflush(NULL);
+    _exit(0);
+}
+
 static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
+    const dt_host *host = team->host;
     int started = 0;
+    pid_t supervisor = getpid();
+    size_t bytes = (size_t)team->desc.ranks * sizeof(struct pollfd);
+    struct pollfd *ends = (struct pollfd *)host->alloc(host->user, bytes, DT_MEM_HOST);
+    team->oom_kills = dt__run_oom_kills(dt_io_default());
     fflush(NULL);   /* or what is in the buffers is printed by every fork */
     while (started < team->desc.ranks) {
         pid_t pid = fork();
-        if (pid == 0) {
-            dt__rank_body(&jobs[started]);
-            fflush(NULL);
-            _exit(0);
-        }
+        if (pid == 0) dt__run_child(&jobs[started], supervisor);
         if (pid < 0) {
             dt__run_fail(team->shared, team->host, started, DT_ERR_MEM, "rank %d: its process could not be started",
                          started);
             break;
         }
         jobs[started].pid = pid;
+        jobs[started].end = dt__run_end_of(pid);
         started++;
     }
-    dt__run_wait(team, jobs, started);
+    dt__run_wait(team, jobs, started, ends);
+    if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
 /* The calling process is one rank, over a transport: runs it. Returns the context's status. */
@@ -5297,7 +6145,7 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     attach.transport = transport;
     attach.timeout_s = desc->timeout_s;
     attach.link = desc->link;
-    dt_comm_detach(ctx, dt__attach(ctx, attach, node) ? rank_main(ctx, user) : dt_error(ctx));
+    dt_comm_detach(ctx, dt__attach(ctx, attach, node, desc) ? rank_main(ctx, user) : dt_error(ctx));
     return dt_error(ctx);
 }
 
@@ -6109,7 +6957,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     if (dt_error(out.ctx) == DT_OK && comm->place.rank == 0) dt__trace_open(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_merge(&out);
     if (comm->place.rank == 0) dt__trace_shut(&out);
-    dt_barrier(comm);           /* nobody goes on before the file is there: its failure is everybody's */
+    (dt_barrier)(comm);           /* nobody goes on before the file is there: its failure is everybody's */
     dt_free(out.ctx, DT_MEM_HOST, out.mine, out.piece * sizeof *out.mine);
     dt_free(out.ctx, DT_MEM_HOST, out.told, (size_t)comm->place.size * DT__TELLS * sizeof(double));
     dt_free(out.ctx, DT_MEM_HOST, out.ends, (size_t)out.lanes * sizeof(double));
