@@ -48,19 +48,22 @@
      8. Implementation: what the ranks of a run share
      9. The first failure
     10. Calls: their pattern, text, data, bytes
-    11. Waiting, and what moves meanwhile
-    12. Messages in shared memory
-    13. Collectives in shared memory
-    14. Messages over a transport
-    15. Algorithms
-    16. Begin, wait, dispatch
-    17. Scalars and agreement: code
-    18. Groups: code
-    19. Memory that forked ranks share
-    20. TCP
-    21. MPI
-    22. Attach and launch: code
-    23. Trace: code
+    11. What each rank is at
+    12. Waiting, and what moves meanwhile
+    13. Messages in shared memory
+    14. Collectives in shared memory
+    15. Messages over a transport
+    16. Algorithms
+    17. Begin, wait, dispatch
+    18. Who is waited for, and why
+    19. Planted faults
+    20. Scalars and agreement: code
+    21. Groups: code
+    22. Memory that forked ranks share
+    23. TCP
+    24. MPI
+    25. Attach and launch: code
+    26. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
@@ -101,7 +104,7 @@
 extern "C" {
 #endif
 
-// ==== 1. Launch =====================================================================================================
+// ==== 1. Launch ======================================================================================================
 
 /* What a rank is, and what carries its data. */
 typedef enum dt_backend {
@@ -153,14 +156,14 @@ typedef struct dt_run_desc {
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
                                        100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
-                                       dt_ranks_text is logged as a notice, and it is 0 again. procs: in the supervisor */
+                                       dt_ranks_text is logged as a notice, and it is 0 again. procs: the supervisor's */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
-   counts the operations of sections 3 to 6 that rank R begins, from 1. Before it: "kill" and "stop" (the signals), "exit"
-   with status 7, "spin" for ever, "delay" by SECONDS, "drop": the call is left out. After it, in what the rank received,
-   in the middle: "flip" a bit, "nan" an element. A rank that is a thread is not killed or stopped: it fails, or stays
-   away from operations until another has failed. */
+   counts the operations of sections 3 to 6 that rank R begins, from 1. Before it: "kill" and "stop" (the signals),
+   "exit" with status 7, "spin" for ever, "delay" by SECONDS (1), "drop": the call is left out. After it, in what the
+   rank received, in the middle: "flip" a bit, "nan" an element. A rank that is a thread is not killed or stopped: it
+   fails, or stays away from operations until another has failed. */
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
    end of the world, waits for all and frees both. Returns the status of the first failure, which has been logged:
@@ -180,7 +183,7 @@ typedef struct dt_run_desc {
    Large messages are the device's memory only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
-// ==== 2. Groups =====================================================================================================
+// ==== 2. Groups ======================================================================================================
 
 /* The axis of a layout that a group belongs to: where its bytes are counted. */
 typedef enum dt_axis {
@@ -228,7 +231,7 @@ DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
    DT_EAGER_BYTES only what is longer than some 2 us, unless there is a trace. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
-/* How a collective goes where no shared memory makes it direct: section 15, with messages and bytes. */
+/* How a collective goes where no shared memory makes it direct: section 16, with messages and bytes. */
 typedef enum dt_algorithm {
     DT_ALGORITHM_AUTO = 0,  /* shared memory where there is; else by size and ranks */
     DT_DIRECT,              /* everyone to everyone at once */
@@ -246,7 +249,7 @@ DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
-// ==== 3. Collectives ================================================================================================
+// ==== 3. Collectives =================================================================================================
 
 /* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
    context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
@@ -279,7 +282,7 @@ DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype d
 /* No rank leaves before the last has come. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
-// ==== 4. Send and receive ===========================================================================================
+// ==== 4. Send and receive ============================================================================================
 
 /* [pairwise] buf: count. `to` and `from` are ranks of comm, tag >= 0. A receive takes the oldest message of that rank,
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
@@ -292,7 +295,7 @@ DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype,
 /* [pairwise] From whichever rank's message of that group and tag is there first; *from (may be NULL): its rank. */
 DT_API dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-// ==== 5. Started operations =========================================================================================
+// ==== 5. Started operations ==========================================================================================
 
 /* Each begins an operation and returns: [collective: comm] and [pairwise] as above, in the same order on all ranks. The
    arguments are those of the blocking call; buffers are the operation's until dt_wait. It moves on while any other
@@ -338,7 +341,7 @@ typedef struct dt_transfer {
 /* [pairwise] Returns when all n are done. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
-// ==== 6. Scalars and agreement ======================================================================================
+// ==== 6. Scalars and agreement =======================================================================================
 
 /* Values in host memory that steer a program; they are not counted as traffic. */
 
@@ -350,7 +353,7 @@ DT_API double dt_mean(dt_comm *comm, double mine);
    one rank may notice, such as a file that is missing, ends in this. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
-// ==== 7. Attach, trace ==============================================================================================
+// ==== 7. Attach, trace ===============================================================================================
 
 /* For a program that has its own threads, or its own way to carry messages. dt_run is these calls in a loop. */
 
@@ -411,8 +414,8 @@ DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] A training step is over: counts it, for the table above and for dt_run_desc.check. Over tcp
    and mpi the ranks of each group compare what they have called in it: DT_ERR_COMM names two that differ. A rank whose
-   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in 10
-   steps. */
+   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in
+   10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE is what each rank did and when: blocks (dt_block), operations of sections 3 to 6, waits, your own marks,
@@ -445,8 +448,8 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    for this is not recorded and not counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
-/* WHO CALLED. Each of these functions is a macro too, which tells the place in the source that it stands in: for records
-   and messages. A function's address, or its name in brackets, is the function. */
+/* WHO CALLED. Each of these functions is a macro too, which tells the place in the source that it stands in: for
+   records and messages. A function's address, or its name in brackets, is the function. */
 
 /* [local] The next operation on comm, or on another group of the rank, is called there. Returns comm. */
 DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
@@ -490,7 +493,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #endif
 #endif /* DT_COMM_H */
 
-// ==== 8. Implementation: what the ranks of a run share ==============================================================
+// ==== 8. Implementation: what the ranks of a run share ===============================================================
 
 #if defined(DT_IMPLEMENTATION) && !defined(DT_COMM_IMPL)
 #define DT_COMM_IMPL
@@ -530,7 +533,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
        records | user | heaps
 
    Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
-   machines the messages that do not leave one; sends and receives do not: section 21.
+   machines the messages that do not leave one; sends and receives do not: section 24.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -722,7 +725,7 @@ typedef struct dt__world {
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
     double         seconds;     /* inside operations */
-    struct dt__trace *trace;    /* section 23; NULL: none */
+    struct dt__trace *trace;    /* section 26; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
@@ -740,7 +743,7 @@ struct dt_comm {
     int                 aside[DT_MAX_STARTED];          /* that operation's sum still lies in the post */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
-    int                 rails;      /* ranks on each machine, if these lie one after another: section 15; else 0 */
+    int                 rails;      /* ranks on each machine, if these lie one after another: section 16; else 0 */
     dt_axis             axis;
     dt_comm            *next;
     size_t              bytes;      /* of this struct with its two arrays */
@@ -861,7 +864,7 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
     return group;
 }
 
-// ==== 9. The first failure ==========================================================================================
+// ==== 9. The first failure ===========================================================================================
 
 /* One record for the whole run. Whoever claims it (compare and exchange) fills it and sets the abort word; that word
    is never cleared. Waits look at it every turn, calls when they begin.
@@ -982,7 +985,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     return dt_error(world->ctx);
 }
 
-// ==== 10. Calls: their pattern, text, data, bytes ===================================================================
+// ==== 10. Calls: their pattern, text, data, bytes ====================================================================
 
 /* What is under way: a call and how far it is. */
 struct dt_work {
@@ -992,7 +995,7 @@ struct dt_work {
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
-    int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
+    int       (*algorithm)(dt_work *work);  /* of section 16, or NULL */
     int         stage, round;       /* of that */
     size_t      at, run, total;     /* the window: elements at .. at+run of each share; the longest share */
     uint64_t    window;             /* its number on the group */
@@ -1010,7 +1013,7 @@ struct dt_work {
     dt_work    *later;              /* of those under way, the next started */
 };
 
-/* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 15,
+/* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 16,
    which are built on messages. Each function moves things on as far as they go now: 1 over, 0 not yet, -1 the
    context has failed. */
 struct dt__comm_ops {
@@ -1216,7 +1219,7 @@ static void dt__scratch_free(dt_work *work) {
     work->scratch = NULL;
 }
 
-// ==== 11. What each rank is at ======================================================================================
+// ==== 11. What each rank is at =======================================================================================
 
 /* Each rank shows what it has begun (records), whether it waits, for whom, and how much it has done: `moves`. From
    these the others tell why a wait is long (section 17), and that it can never end:
@@ -1345,7 +1348,7 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
-// ==== 12. Waiting, and what moves meanwhile =========================================================================
+// ==== 12. Waiting, and what moves meanwhile ==========================================================================
 
 /* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
    come and a system call costs more than the wait; then it lets other threads run; then it naps, each time for a
@@ -1398,7 +1401,7 @@ static void dt__answer(dt__world *world);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* The trace, section 23: called only if there is one. */
+/* The trace, section 26: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -1470,7 +1473,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     return status;
 }
 
-// ==== 12. Messages in shared memory =================================================================================
+// ==== 13. Messages in shared memory ==================================================================================
 
 /*     small:  sender copies into a free message of the pair, goes on   ...   receiver copies out, frees the message
        large:  sender shows its buffer, waits   ...   receiver copies from it, says so   ...   sender frees the message
@@ -1708,7 +1711,7 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
     return part->op == DT__SEND ? dt__shared_send(work, part) : dt__shared_recv(work, part);
 }
 
-// ==== 13. Collectives in shared memory ==============================================================================
+// ==== 14. Collectives in shared memory ===============================================================================
 
 /* How the ranks of a group do a collective in each other's memory:
 
@@ -2147,11 +2150,11 @@ static int dt__shared_collective(dt_work *work) {
     }
 }
 
-// ==== 14. Messages over a transport =================================================================================
+// ==== 15. Messages over a transport ==================================================================================
 
 /* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
    section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
-   the latter go through the memory that they share, as in section 12. */
+   the latter go through the memory that they share, as in section 13. */
 
 static int dt__transport_begin(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
@@ -2203,7 +2206,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     return 1;
 }
 
-// ==== 15. Algorithms ================================================================================================
+// ==== 16. Algorithms =================================================================================================
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
@@ -2224,7 +2227,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
    A sum in rank order needs all its terms in one place: they are sent unsummed and added there. Only the ring adds on
    the way, beginning for each share at another rank.
 
-   Of a group that spans machines the messages between ranks of one go through its memory (section 14). Where these are
+   Of a group that spans machines the messages between ranks of one go through its memory (section 15). Where these are
    neighbours, k on each of M machines, a ring crosses each border once, so of a large all-gather (N-1)/N S leave a
    machine. Of a direct all-reduce 2k(N-k)/N S do, and so large sums go by rails:
 
@@ -2756,7 +2759,7 @@ static int dt__algorithm_advance(dt_work *work) {
     }
 }
 
-// ==== 16. Begin, wait, dispatch =====================================================================================
+// ==== 17. Begin, wait, dispatch ======================================================================================
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
 static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
@@ -3157,9 +3160,9 @@ dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 
 // ==== 18. Who is waited for, and why =================================================================================
 
-/* From what the ranks show of themselves (section 11): a proved deadlock, what is missing when a wait took too long, and
-   the table that a live run gives when it is asked. A rank that is waited for may itself wait for another: the texts
-   follow that to its end. What a process does outside of operations the kernel knows: /proc. */
+/* From what the ranks show of themselves (section 11): a proved deadlock, what is missing when a wait took too long,
+   and the table that a live run gives when it is asked. A rank that is waited for may itself wait for another: the
+   texts follow that to its end. What a process does outside of operations the kernel knows: /proc. */
 
 /* Of a group's operations the one that must move before this one can. */
 static dt_work *dt__first_to_move(dt_work *work) {
@@ -3173,7 +3176,8 @@ static dt_work *dt__first_to_move(dt_work *work) {
 static int dt__awaited(const dt_work *work) {
     const dt_comm *comm = work->comm;
     for (int i = 0; i < work->n_parts; i++) {
-        if (!work->parts[i].over) return work->parts[i].peer == DT_ANY ? DT_ANY : comm->group->ranks[work->parts[i].peer];
+        int peer = work->parts[i].peer;
+        if (!work->parts[i].over) return peer == DT_ANY ? DT_ANY : comm->group->ranks[peer];
     }
     if (work->algorithm || dt__is_to_one(work->call.op) || !comm->group->members) return DT_ANY;
     for (int rank = 0; rank < comm->place.size; rank++)
@@ -3372,7 +3376,7 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
 
 /* ---- the table ---- */
 
-static dt__phrase dt__seconds_text(double seconds) {
+static dt__phrase dt__span_text(double seconds) {
     dt__phrase text;
     snprintf(text.s, sizeof text.s, "%.1f s", seconds);
     return text;
@@ -3395,11 +3399,11 @@ static void dt__rank_line(const dt_io *io, double now, int rank, const dt__rank_
     } else if (dt__waits(io, state, records, &process, &r)) {
         int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
         double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s waits in %s", dt__seconds_text(seconds).s, dt__record_text(&r).s);
+        dt__append(text, bytes, at, "%s waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
         if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
     } else {
         double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s %s", state->left ? dt__seconds_text(seconds).s : "-",
+        dt__append(text, bytes, at, "%s %s", state->left ? dt__span_text(seconds).s : "-",
                    dt__process_word(process));
         dt__append_last(state, records, text, bytes, at);
     }
@@ -3455,8 +3459,8 @@ static void dt__answer(dt__world *world) {
 
 // ==== 19. Planted faults =============================================================================================
 
-/* What goes wrong in a cluster, at a known operation. They are read when the run begins, so that a text that is wrong is
-   refused by all ranks alike. */
+/* What goes wrong in a cluster, at a known operation. They are read when the run begins, so that a text that is wrong
+   is refused by all ranks alike. */
 
 static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop", "flip", "nan" };
 
@@ -3558,7 +3562,7 @@ static void dt__fault_after(dt_work *work) {
     dt__comm_sync(work->comm->world);
 }
 
-// ==== 17. Scalars and agreement: code ===============================================================================
+// ==== 20. Scalars and agreement: code ================================================================================
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
@@ -3588,8 +3592,8 @@ dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-/* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers, and
-   only after several slow steps: one may have a reason. */
+/* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers,
+   and only after several slow steps: one may have a reason. */
 static void dt__find_straggler(dt__world *world, const double *own, int n) {
     int slowest = 0, faster = 0;
     double median = own[0];
@@ -3609,8 +3613,8 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
     if (world->named_ago > 0) world->named_ago--;
     if (world->slow_steps < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
     world->named_ago = DT__STRAGGLER_PAUSE;
-    dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the median %.1f ms",
-           slowest, own[slowest] * 1e3, median * 1e3);
+    dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
+           "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
 }
 
 dt_status (dt_comm_step)(dt_comm *world_comm) {
@@ -3630,7 +3634,7 @@ dt_status (dt_comm_step)(dt_comm *world_comm) {
     return dt_error(world->ctx);
 }
 
-// ==== 18. Groups: code ==============================================================================================
+// ==== 21. Groups: code ===============================================================================================
 
 /*     6 ranks, color = rank / 3, key = -rank        "a" and "b" are two groups, each with a rank 0, 1, 2
        rank    0 1 2 3 4 5
@@ -3839,7 +3843,7 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
     return dt__comm_make(comm->world, comm->ops, dt__room_group(shared, comm->words[2 * first]), place);
 }
 
-// ==== 19. Memory that forked ranks share ============================================================================
+// ==== 22. Memory that forked ranks share =============================================================================
 
 /* Each forked rank has a heap in the range: what it allocates of the classes that are communicated lies there, where
    the others reach it. Blocks are taken first fit from a list of free ones in the order of their addresses, which lie
@@ -3951,7 +3955,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 20. TCP =======================================================================================================
+// ==== 23. TCP ========================================================================================================
 
 /* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
    nothing waits but the rendezvous and the end, and those not longer than timeout_s.
@@ -4973,20 +4977,20 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 }
 
 
-// ==== 21. MPI =======================================================================================================
+// ==== 24. MPI ========================================================================================================
 
-/* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 14,
+/* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 15,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
    long as there are some (DT__MPI_COMMS, made when the run begins, because making one later would mean to wait inside
    MPI for ranks that may have failed); groups beyond share them, and the tag tells them apart:
 
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
-   Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 13), and of
+   Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 14), and of
    other groups' collectives the messages within it go there (12): MPI is for what leaves the machine, and for sends and
    receives.
 
-   Nothing waits inside MPI: whatever takes time is started and tested, in section 11's loop or in dt__mpi_meet, which
+   Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
    watch the clock. MPI knows no failed rank, so a rank that fails says so to all others on a communicator for that, to
    which all listen while they wait. At the end all meet there once more: then none is left that could still send. MPI
    Forum, "MPI: A Message-Passing Interface Standard", version 3.1, 2015. */
@@ -5355,7 +5359,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* ---- ranks of one machine ---- */
 
-/* They share a range as forks do, and their collectives are section 13's. Nobody forked them, so the first of a machine
+/* They share a range as forks do, and their collectives are section 14's. Nobody forked them, so the first of a machine
    makes the range, where no process has anything at its addresses; the others find it through the first's /proc. If one
    cannot, none does. Sends and receives stay MPI's. */
 
@@ -5616,7 +5620,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 22. Attach and launch: code ===================================================================================
+// ==== 25. Attach and launch: code ====================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -5812,9 +5816,16 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
     else host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
+/* What the environment says, where the description does not. */
+static void dt__run_env(dt_run_desc *desc) {
+    const char *check = getenv("DT_CHECK");
+    if (!desc->fault && desc->faults) desc->fault = getenv("DT_FAULT");
+    if (desc->check == 0 && check && strcmp(check, "1") == 0) desc->check = 1;
+}
+
 /* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
 static int dt__run_valid(dt_run_desc *desc) {
-    if (!desc->fault && desc->faults) desc->fault = getenv("DT_FAULT");
+    dt__run_env(desc);
     if (dt__faults_read(desc->fault, -1, NULL) < 0)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: planted fault '%s': not KIND:rank=R:seq=N[:s=SECONDS], with a KIND of "
                    "kill, stop, exit, spin, delay, drop, flip, nan", desc->fault);
@@ -6016,8 +6027,8 @@ static int64_t dt__run_read(const dt_io *io, const char *path, char *text, size_
    /proc/self/cgroup names the group ("4:memory:/jobs/7" of version 1, "0::/jobs/7" of version 2), which inside a
    container may be the root of what is mounted. */
 static int64_t dt__run_oom_kills(const dt_io *io) {
-    static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control", "/sys/fs/cgroup%s/memory.events",
-        "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events" };
+    static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
+        "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events" };
     char groups[2048], path[512], text[1024];
     int64_t got = dt__run_read(io, "/proc/self/cgroup", groups, sizeof groups);
     for (int i = 0; got > 0 && i < 4; i++) {
@@ -6041,7 +6052,8 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
     __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
     if (dt__has_ended(shared, rank) && WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
     char text[192];
-    int oom = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
+    int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    int oom = killed && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
     if (WIFSIGNALED(status))
         snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d%s%s", rank, pid, WTERMSIG(status),
                  dt__run_signal(WTERMSIG(status)), oom ? ": out of memory, killed by the kernel (cgroup)" : "");
@@ -6254,7 +6266,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 23. Trace: code ===============================================================================================
+// ==== 26. Trace: code ================================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,
