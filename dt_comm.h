@@ -156,7 +156,7 @@ typedef struct dt_run_desc {
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
                                        100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
-                                       dt_ranks_text is logged as a notice, and it is 0 again. procs: the supervisor's */
+                                       dt_ranks_text is logged as a notice, and it is 0 again; procs: in the first process */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N

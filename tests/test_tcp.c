@@ -415,8 +415,8 @@ static void test_misuse(void) {
         if (what == 3) j->timeout_s = 0.5;
         job_start(j);
         job_wait(j);
-        const char *text = j->result[0].report.text, *begins = "rank 0: timeout 0.5 s in receive f32 x 0 from rank 1 of "
-            "barrier #1 on world at test_tcp.c:";
+        const char *text = j->result[0].report.text;
+        const char *begins = "rank 0: timeout 0.5 s in receive f32 x 0 from rank 1 of barrier #1 on world at test_tcp.c:";
         int same = what < 3 ? strcmp(text, says[what]) == 0
                             : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
         CHECK_MSG(j->result[0].status && same, "case %d: %s", what, text);
