@@ -144,8 +144,9 @@ typedef struct dt_run_desc {
     const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500" or
                                        "node17:29500"; NULL -> "127.0.0.1:29500". A name is looked up as an IPv4
                                        address: that takes as long as the system's resolver, and timeout_s does not
-                                       end it. The others listen at free ports of the interface by which they reach it. Beyond the loopback (127.0.0.0/8)
-                                       ranks must prove that they know the job's token. Nothing is encrypted */
+                                       end it. The others listen at free ports of the interface by which they reach it.
+                                       Beyond the loopback (127.0.0.0/8) ranks must prove that they know the job's
+                                       token. Nothing is encrypted */
     size_t            mem_limit;    /* bytes that one rank may have live, over all classes of dt_memory; 0: no limit */
     const char       *token;        /* tcp, mpi: the secret that ranks of the job prove they know, 16 bytes or more;
                                        NULL: what the file holds that DT_TOKEN_FILE names (which nobody else may read),
@@ -3289,7 +3290,7 @@ enum {
 };
 #define DT__TCP_MOST ((uint64_t)1 << 40)    /* bytes of one message: more is no message */
 #define DT__TCP_GUEST_S 2.0                 /* a guest that has not proved who it is by then must go */
-#define DT__TCP_PATIENCE_S 0.02             /* a guest who spoke that recently does not give way */
+#define DT__TCP_PATIENCE_S 0.01             /* a guest who spoke that recently does not give way */
 #define DT__TCP_FLUSH_S 0.25                /* how long a failure is pushed towards peers whose sockets are full */
 #define DT__TCP_GRACE_S 2.0                 /* how long a rank that failed waits for the others to have read it */
 

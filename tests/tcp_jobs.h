@@ -6,6 +6,7 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 enum { MOST = 8 };
 
@@ -68,6 +69,7 @@ typedef struct rank_result {
     int       ended, passed, failed;    /* ended: dt_run has returned; checks */
     int       error_lines, notices, signal;
     size_t    largest;
+    long      peak_kib;
     uint64_t  hash;
 } rank_result;
 
@@ -134,6 +136,9 @@ static void child(job *j, int rank) {
     CHECK_MSG((r->status == DT_OK) == (r->report.text[0] == 0), "%s", r->report.text);
     r->error_lines = s.error_lines;
     r->notices = s.notices;
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    r->peak_kib = use.ru_maxrss;
     r->largest = s.largest;
     r->passed = check_passed;
     r->failed = check_failed;

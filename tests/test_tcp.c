@@ -1,7 +1,7 @@
 /* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can go.
 
-   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on threads. How ranks find
-   each other is test_rendezvous.c's. */
+   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on threads. How ranks
+   find each other is test_rendezvous.c's. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
