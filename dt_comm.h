@@ -144,13 +144,17 @@ typedef struct dt_run_desc {
     dt_link           link;
     int               node_ranks;   /* mpi: as many neighbouring ranks share memory, 1: none; 0: all on one machine */
     int               rank;         /* tcp: which of the ranks this process is */
-    const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500", an IPv4 address
-                                       in numbers; NULL -> "127.0.0.1:29500". The others listen at free ports of the
-                                       interface by which they reach it. Nothing proves who comes, and nothing is
-                                       encrypted: for this machine, or a network that you trust */
+    const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500" or
+                                       "node17:29500"; NULL -> "127.0.0.1:29500". A name is looked up as an IPv4
+                                       address: that takes as long as the system's resolver, and timeout_s does not
+                                       end it. The others listen at free ports of the interface by which they reach it.
+                                       Beyond the loopback (127.0.0.0/8) ranks must prove that they know the job's
+                                       token. Nothing is encrypted */
     size_t            mem_limit;    /* bytes that one rank may have live, over all classes of dt_memory; 0: no limit */
-    const char       *token;        /* tcp, mpi: the secret that ranks of the job prove they know; NULL: see the
-                                       environment */
+    const char       *token;        /* tcp, mpi: the secret that ranks of the job prove they know, 16 bytes or more;
+                                       NULL: what the file holds that DT_TOKEN_FILE names (which nobody else may read),
+                                       else DT_TOKEN of the environment. On the loopback it may be missing; of mpi rank
+                                       0's counts, and if that has none it makes one */
     int               faults;       /* 1: DT_FAULT of the environment is heeded */
     const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
@@ -503,6 +507,9 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #include <arpa/inet.h>  /* inet_pton, htons */
 #include <errno.h>
 #include <fcntl.h>      /* fcntl */
+#include <ifaddrs.h>    /* getifaddrs */
+#include <net/if.h>     /* IFF_UP */
+#include <netdb.h>      /* getaddrinfo */
 #include <netinet/in.h>
 #include <netinet/tcp.h>    /* TCP_NODELAY */
 #include <poll.h>
@@ -514,6 +521,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/mman.h>   /* memfd_create */
+#include <sys/random.h> /* getrandom */
 #include <sys/stat.h>   /* fstat */
 #include <sys/prctl.h>  /* prctl: a rank ends with its supervisor */
 #include <sys/syscall.h>    /* gettid, pidfd_open: not in every libc */
@@ -3963,31 +3971,48 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
        rank 0                           rank i                                  rank j < i
        listens at the rendezvous        connects to it, again and again
                                         listens at a port that is free
-       reads who it is, where it is  <- hello
-       when all are there            -> answer, the table of all addresses
-                                        connects to each j, hello            -> reads who it is
-                                                                             <- answer
+                                     <- hello: who, where, a random number
+       hello, a random number        ->
+                                     <- proof
+       a seat, and its own proof     ->
+       when all are there: the table -> connects to each j, the same four    -> ...
 
-   Whoever connects is a guest until a whole hello has come: one that sends something else, or nothing, or hangs up,
-   keeps nobody from coming. Then frames follow, each a header and its bytes:
+   A proof is the HMAC-SHA256 of both hellos under the job's token, and of the side that speaks: who does not know the
+   token can make none, and one that was overheard fits no other conversation, nor the other side of this one. (NIST,
+   FIPS 180-4, 2015; H. Krawczyk et al., RFC 2104, 1997; the scheme is ISO/IEC 9798-4's for both sides.) Without a
+   token, which only the loopback allows, the key is empty and all else the same. What follows the proofs is neither
+   encrypted nor signed: who can change packets on their way is not kept out.
+
+   Before its proof nobody is believed anything, and nothing but these frames of one size is read. Whoever connects is
+   a guest: one that says something else, or nothing, or hangs up, is counted and keeps nobody from coming. If the
+   chairs do not suffice, the guest that has said nothing for the longest time gives way. A rank that was sent away so
+   comes again.
+
+   Then frames follow, each a header and its bytes:
 
        data    for a receive that waits they go straight into its buffer; else they are kept until one comes
        abort   the sender has failed: the text is what each rank's test() answers from there on
        bye     the sender has ended well: from it nothing more will come, and that is no failure
 
-   Numbers travel in the machine's own byte order; a rank of another order is refused by its version. */
+   Numbers travel in the machine's own byte order; a rank of another order is refused by its version. A connection
+   without traffic is probed, so that a cut cable is noticed within about timeout_s. */
 
 enum {
     DT__TCP_PORT = 29500,
-    DT__TCP_VERSION = 1,
+    DT__TCP_VERSION = 2,
     DT__TCP_FRAME = 0x64744631, /* begins each frame */
     DT__TCP_INPUT = 65536,      /* what short frames are read into */
     DT__TCP_TURNS = 16,         /* reads of one peer before it is the next one's turn */
-    DT__TCP_GUESTS = 64,
+    DT__TCP_GUESTS = 64,        /* at a time, and 4 for each rank; but not more than */
+    DT__TCP_MOST_GUESTS = 1024,
+    DT__TCP_BACKLOG = 1024,     /* who knocks faster than that comes again a second later */
+    DT__TCP_SECRET = 16,        /* bytes of a token, at least */
+    DT__TCP_NAME = 64,
     DT__TCP_TEXT = 512
 };
 #define DT__TCP_MOST ((uint64_t)1 << 40)    /* bytes of one message: more is no message */
-#define DT__TCP_GUEST_S 2.0                 /* a guest that has not said who it is by then must go */
+#define DT__TCP_GUEST_S 2.0                 /* a guest that has not proved who it is by then must go */
+#define DT__TCP_PATIENCE_S 0.01             /* a guest who spoke that recently does not give way */
 #define DT__TCP_FLUSH_S 0.25                /* how long a failure is pushed towards peers whose sockets are full */
 #define DT__TCP_GRACE_S 2.0                 /* how long a rank that failed waits for the others to have read it */
 
@@ -3995,24 +4020,27 @@ static const char dt__tcp_magic[8] = { 'd', 't', ' ', 't', 'c', 'p', '\r', '\n' 
 
 typedef struct dt__tcp_place { uint32_t address, port; } dt__tcp_place;    /* address in network order */
 
-typedef struct dt__tcp_hello {
-    char          magic[8];
-    uint32_t      version;
-    int32_t       rank, size;
-    dt__tcp_place place;        /* where the sender listens */
-    uint32_t      spare;
-    uint64_t      job;          /* 0 at the rendezvous, which answers it */
-    uint8_t       token[24];    /* zeros: room for a proof that the sender belongs to the job */
-} dt__tcp_hello;
+enum { DT__TCP_HELLO = 1, DT__TCP_PROOF, DT__TCP_WELCOME, DT__TCP_REFUSED };
+/* Why a rank is refused: after its proof, but for the first two. */
+enum { DT__TCP_NO_VERSION = 1, DT__TCP_NO_TOKEN, DT__TCP_NO_JOB, DT__TCP_NO_SIZE, DT__TCP_NO_RANK, DT__TCP_NO_SEAT };
 
-enum { DT__TCP_WELCOME = 0, DT__TCP_REFUSED, DT__TCP_GIVEN_UP };
-typedef struct dt__tcp_answer {
-    char     magic[8];
-    uint32_t refused;           /* or the rendezvous has failed */
-    int32_t  size;
-    uint64_t job;
+/* All that is said before the proofs hold. */
+typedef struct dt__tcp_card {
+    char          magic[8];
+    uint32_t      version, kind;
+    int32_t       rank, size;       /* of its sender and its job */
+    int32_t       pid, reason;
+    dt__tcp_place place;            /* where it listens */
+    uint64_t      job;              /* 0: not known yet, to a rank that comes to the rendezvous */
+    uint8_t       nonce[32], proof[32];
+    char          host[DT__TCP_NAME];
+} dt__tcp_card;
+
+/* When all have come, or not: then the places of all follow. */
+typedef struct dt__tcp_table {
+    uint32_t magic, given_up;
     char     text[DT__TCP_TEXT];    /* why */
-} dt__tcp_answer;
+} dt__tcp_table;
 
 enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE };
 typedef struct dt__tcp_frame {
@@ -4046,6 +4074,8 @@ typedef enum dt__tcp_state { DT__TCP_OPEN = 0, DT__TCP_ENDED, DT__TCP_LOST, DT__
 typedef struct dt__tcp_peer {
     int              fd;            /* -1: none */
     int              rank, deaf;    /* deaf: nothing can be written to it */
+    int              pid, error;    /* error: of the system, with which it was lost */
+    char             host[DT__TCP_NAME];
     dt__tcp_state    state;
     dt__tcp_place    place;
     dt__tcp_frame    frame;         /* what comes in now: its header, of which head bytes are here */
@@ -4058,13 +4088,32 @@ typedef struct dt__tcp_peer {
     size_t           control_at, control_bytes;
 } dt__tcp_peer;
 
+typedef struct dt__tcp_guest {
+    int           fd;           /* -1: a free chair */
+    int           proves;       /* both hellos have been said */
+    size_t        at;           /* bytes of its next card that are here */
+    double        since, until; /* it came, or said hello; it must have a seat */
+    dt__tcp_place from;
+    dt__tcp_card  card, theirs, ours;   /* what comes in; the hellos */
+} dt__tcp_guest;
+
+typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
+    int            fd, first, room;
+    long           turned_away;
+    dt__phrase     last;        /* why the last of them was */
+    dt__tcp_guest *guests;      /* (room) */
+} dt__tcp_door;
+
 typedef struct dt__tcp {
     dt_ctx          *ctx;
     const dt_host   *host;
     int              rank, size;
     double           timeout_s;
     dt__tcp_place    rendezvous;
-    uint64_t         job;
+    uint64_t         job;           /* 0: not known yet */
+    uint8_t          key[32], seed[32];     /* of the proofs; of the random numbers */
+    uint64_t         nonces;
+    dt__tcp_door    *door;          /* until all are connected */
     dt__tcp_peer    *peers;         /* (size) */
     struct pollfd   *polls;         /* (size) */
     char            *input;         /* (DT__TCP_INPUT) */
@@ -4077,6 +4126,106 @@ typedef struct dt__tcp {
     dt_report        first;         /* ... then with its rank and text; of this rank's own failure only the text */
     char             unread[160];   /* a message that came and that nobody received */
 } dt__tcp;
+
+/* ---- proofs: SHA-256 and HMAC ---- */
+
+typedef struct dt__sha256 {
+    uint32_t h[8];
+    uint64_t bytes;
+    uint8_t  block[64];
+} dt__sha256;
+
+static uint32_t dt__turn_right(uint32_t x, int bits) { return x >> bits | x << (32 - bits); }
+
+static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
+    /* of the cube roots of the first 64 primes, 32 bits behind the point */
+    static const uint32_t k[64] = {
+        0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+        0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+        0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+        0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+        0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+        0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+        0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+        0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2
+    };
+    uint32_t w[64], v[8];
+    for (int i = 0; i < 16; i++)
+        w[i] = (uint32_t)block[4 * i] << 24 | (uint32_t)block[4 * i + 1] << 16 | (uint32_t)block[4 * i + 2] << 8 |
+               (uint32_t)block[4 * i + 3];
+    for (int i = 16; i < 64; i++) {
+        uint32_t a = w[i - 15], b = w[i - 2];
+        w[i] = w[i - 16] + (dt__turn_right(a, 7) ^ dt__turn_right(a, 18) ^ a >> 3) + w[i - 7] +
+               (dt__turn_right(b, 17) ^ dt__turn_right(b, 19) ^ b >> 10);
+    }
+    memcpy(v, h, sizeof v);
+    for (int i = 0; i < 64; i++) {      /* v: the standard's a to h */
+        uint32_t e = v[4], a = v[0];
+        uint32_t one = v[7] + (dt__turn_right(e, 6) ^ dt__turn_right(e, 11) ^ dt__turn_right(e, 25)) +
+                       ((e & v[5]) ^ (~e & v[6])) + k[i] + w[i];
+        uint32_t two = (dt__turn_right(a, 2) ^ dt__turn_right(a, 13) ^ dt__turn_right(a, 22)) +
+                       ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2]));
+        memmove(v + 1, v, 7 * sizeof *v);
+        v[4] += one;
+        v[0] = one + two;
+    }
+    for (int i = 0; i < 8; i++) h[i] += v[i];
+}
+
+static void dt__sha256_begin(dt__sha256 *s) {
+    static const uint32_t start[8] = {      /* likewise of the square roots of the first 8 */
+        0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
+    };
+    memset(s, 0, sizeof *s);
+    memcpy(s->h, start, sizeof start);
+}
+
+static void dt__sha256_add(dt__sha256 *s, const void *data, size_t bytes) {
+    for (const uint8_t *p = (const uint8_t *)data, *end = p + bytes; p < end; p++) {
+        s->block[s->bytes++ % 64] = *p;
+        if (s->bytes % 64 == 0) dt__sha256_block(s->h, s->block);
+    }
+}
+
+static void dt__sha256_end(dt__sha256 *s, uint8_t digest[32]) {
+    static const uint8_t padding[64] = { 0x80 };
+    uint8_t length[8];
+    for (int i = 0; i < 8; i++) length[i] = (uint8_t)(s->bytes * 8 >> (56 - 8 * i));
+    dt__sha256_add(s, padding, 1 + (119 - (size_t)(s->bytes % 64)) % 64);
+    dt__sha256_add(s, length, sizeof length);
+    for (int i = 0; i < 32; i++) digest[i] = (uint8_t)(s->h[i / 4] >> (24 - 8 * (i % 4)));
+}
+
+static void dt__sha256_of(const void *data, size_t bytes, uint8_t digest[32]) {
+    dt__sha256 s;
+    dt__sha256_begin(&s);
+    dt__sha256_add(&s, data, bytes);
+    dt__sha256_end(&s, digest);
+}
+
+static void dt__hmac(const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
+    uint8_t block[64] = { 0 };
+    dt__sha256 s;
+    if (key_bytes > sizeof block) dt__sha256_of(key, key_bytes, block);
+    else if (key_bytes) memcpy(block, key, key_bytes);
+    for (int i = 0; i < 64; i++) block[i] ^= 0x36;
+    dt__sha256_begin(&s);
+    dt__sha256_add(&s, block, sizeof block);
+    dt__sha256_add(&s, data, bytes);
+    dt__sha256_end(&s, digest);
+    for (int i = 0; i < 64; i++) block[i] ^= 0x36 ^ 0x5c;
+    dt__sha256_begin(&s);
+    dt__sha256_add(&s, block, sizeof block);
+    dt__sha256_add(&s, digest, 32);
+    dt__sha256_end(&s, digest);
+}
+
+/* In a time that does not tell where they differ. */
+static int dt__same_secret(const uint8_t *a, const uint8_t *b, size_t bytes) {
+    volatile uint8_t differ = 0;
+    for (size_t i = 0; i < bytes; i++) differ = (uint8_t)(differ | (a[i] ^ b[i]));
+    return differ == 0;
+}
 
 /* ---- frames that come in ---- */
 
@@ -4223,6 +4372,7 @@ static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
         if (n <= 0) {
+            peer->error = n < 0 ? errno : 0;
             dt__tcp_hang_up(peer, DT__TCP_LOST);
         } else if (direct) {
             peer->left -= (size_t)n;
@@ -4450,16 +4600,35 @@ static void dt__tcp_cancel(void *user, void *request) {
     dt__tcp_release(t, r);
 }
 
+/* "rank 3 (process 4711 on node7)" */
+static dt__phrase dt__tcp_who(const dt__tcp *t, int rank) {
+    dt__phrase text;
+    const dt__tcp_peer *peer = &t->peers[rank];
+    if (peer->pid > 0) snprintf(text.s, sizeof text.s, "rank %d (process %d on %s)", rank, peer->pid, peer->host);
+    else snprintf(text.s, sizeof text.s, "rank %d", rank);
+    return text;
+}
+
+/* "connection to rank 3 (process 4711 on node7) was lost: it has not answered for 5.0 s" */
+static dt__phrase dt__tcp_loss(const dt__tcp *t, int rank) {
+    dt__phrase text;
+    size_t at = 0;
+    const dt__tcp_peer *peer = &t->peers[rank];
+    dt__append(text.s, sizeof text.s, &at, "connection to %s was lost", dt__tcp_who(t, rank).s);
+    if (peer->state == DT__TCP_BROKEN) dt__append(text.s, sizeof text.s, &at, ": it sent what is no message");
+    if (peer->error == ETIMEDOUT || peer->error == EHOSTUNREACH || peer->error == ENETUNREACH)
+        dt__append(text.s, sizeof text.s, &at, ": its machine does not answer");
+    return text;
+}
+
 /* Why nothing more will come of it; 0: it may. A rank that is gone without a goodbye is missed by somebody, on whom
    others wait: so it ends the waits of all, as a process that dies does with forks. */
 static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->receives && r->peer == DT_ANY;
     if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text);
     for (int rank = 0; rank < t->size; rank++) {
-        if (t->peers[rank].state == DT__TCP_LOST)
-            return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost", rank);
-        if (t->peers[rank].state == DT__TCP_BROKEN)
-            return snprintf(why, DT__TCP_TEXT, "connection to rank %d was lost: it sent what is no message", rank);
+        if (t->peers[rank].state > DT__TCP_ENDED)
+            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s);
         ended += t->peers[rank].state == DT__TCP_ENDED;
     }
     if (!any && t->peers[r->peer].state == DT__TCP_ENDED)
@@ -4517,27 +4686,115 @@ static dt__phrase dt__tcp_place_text(dt__tcp_place place) {
     return text;
 }
 
-/* "127.0.0.1:29500", "localhost:29500", or without the port. Names are not looked up: that may wait for minutes. */
+static int dt__tcp_is_loopback(dt__tcp_place place) {
+    uint8_t part[4];
+    memcpy(part, &place.address, sizeof part);
+    return part[0] == 127;
+}
+
+/* Of this machine, the first that is not the loopback's; 0: there is none. */
+static uint32_t dt__tcp_interface(void) {
+    struct ifaddrs *all = NULL;
+    dt__tcp_place place = { 0, 0 };
+    if (getifaddrs(&all) != 0) return 0;
+    for (const struct ifaddrs *one = all; one && !place.address; one = one->ifa_next) {
+        struct sockaddr_in at;
+        if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_UP)) continue;
+        memcpy(&at, one->ifa_addr, sizeof at);
+        place.address = (uint32_t)at.sin_addr.s_addr;
+        if (dt__tcp_is_loopback(place)) place.address = 0;
+    }
+    freeifaddrs(all);
+    return place.address;
+}
+
+/* The address of a name. Many a system lists its own name as an address of the loopback, where no other machine can
+   come: then it is that of an interface. 0: there is none. */
+static uint32_t dt__tcp_look_up(const char *name) {
+    struct addrinfo hints, *found = NULL;
+    dt__tcp_place place = { 0, 0 };
+    memset(&hints, 0, sizeof hints);
+    hints.ai_family = AF_INET;
+    hints.ai_socktype = SOCK_STREAM;
+    if (strspn(name, "0123456789.") == strlen(name)) return 0;      /* else "1.2" would be 1.0.0.2 */
+    if (getaddrinfo(name, NULL, &hints, &found) != 0) return 0;
+    struct sockaddr_in at;
+    memcpy(&at, found->ai_addr, sizeof at);
+    place.address = (uint32_t)at.sin_addr.s_addr;
+    freeaddrinfo(found);
+    if (!dt__tcp_is_loopback(place)) return place.address;
+    uint32_t interface = dt__tcp_interface();
+    return interface ? interface : place.address;
+}
+
+/* "127.0.0.1:29500", "localhost:29500", "node17:29500", or without the port. */
 static int dt__tcp_place_read(const char *text, dt__tcp_place *place) {
-    char host[64] = "127.0.0.1";
+    char host[256] = "127.0.0.1";
     const char *colon = text ? strchr(text, ':') : NULL;
     size_t length = text ? (colon ? (size_t)(colon - text) : strlen(text)) : 0;
     struct in_addr address;
-    place->port = DT__TCP_PORT;
-    if (length >= sizeof host) return 0;
+    place->port = colon ? 0 : DT__TCP_PORT;
+    for (const char *digit = colon ? colon + 1 : ""; *digit; digit++) {
+        if (*digit < '0' || *digit > '9' || place->port > 65535) return 0;
+        place->port = 10 * place->port + (uint32_t)(*digit - '0');
+    }
+    if (length >= sizeof host || place->port == 0 || place->port > 65535) return 0;
     if (length > 0) {
         memcpy(host, text, length);
         host[length] = 0;
     }
-    if (inet_pton(AF_INET, strcmp(host, "localhost") == 0 ? "127.0.0.1" : host, &address) != 1) return 0;
-    place->address = (uint32_t)address.s_addr;
-    if (!colon) return 1;
-    place->port = 0;
-    for (const char *digit = colon + 1; *digit; digit++) {
-        if (*digit < '0' || *digit > '9' || place->port > 65535) return 0;
-        place->port = 10 * place->port + (uint32_t)(*digit - '0');
+    if (inet_pton(AF_INET, strcmp(host, "localhost") == 0 ? "127.0.0.1" : host, &address) == 1)
+        place->address = (uint32_t)address.s_addr;
+    else place->address = dt__tcp_look_up(host);
+    return place->address != 0 || strcmp(host, "0.0.0.0") == 0;
+}
+
+/* ---- the token ---- */
+
+/* What a file holds, without white space at its end; 0: why not. Whoever can read it could join the job. */
+static int dt__tcp_token_file(const char *path, char *token, size_t room, size_t *bytes, char *why) {
+    struct stat is;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t n = -1;
+    why[0] = 0;
+    if (fd < 0 || fstat(fd, &is) != 0)
+        snprintf(why, DT__TCP_TEXT, "the token's file DT_TOKEN_FILE=%.200s cannot be opened (error %d)", path, errno);
+    else if (is.st_mode & 077)
+        snprintf(why, DT__TCP_TEXT, "others than its owner may use the token's file DT_TOKEN_FILE=%.200s (mode %03o): "
+                 "chmod 600", path, (unsigned)is.st_mode & 0777);
+    else if ((n = read(fd, token, room)) < 0 || (size_t)n == room)
+        snprintf(why, DT__TCP_TEXT, "DT_TOKEN_FILE=%.200s is not a file of a token", path);
+    if (fd >= 0) close(fd);
+    while (n > 0 && (token[n - 1] == '\n' || token[n - 1] == '\r' || token[n - 1] == ' ')) n--;
+    *bytes = n > 0 ? (size_t)n : 0;
+    return !why[0];
+}
+
+/* What the proofs are made with; 0: there must be a token and is none, or a bad one: why (DT__TCP_TEXT). */
+static int dt__tcp_key(const dt_run_desc *desc, dt__tcp_place place, uint8_t key[32], char *why) {
+    char room[4096];
+    const char *token = desc->token, *from = "dt_run_desc.token", *path = getenv("DT_TOKEN_FILE");
+    size_t bytes = token ? strlen(token) : 0;
+    if (!token && path && path[0]) {
+        from = "DT_TOKEN_FILE";
+        token = room;
+        if (!dt__tcp_token_file(path, room, sizeof room, &bytes, why)) return 0;
+    } else if (!token && getenv("DT_TOKEN") && getenv("DT_TOKEN")[0]) {
+        from = "DT_TOKEN";
+        token = getenv("DT_TOKEN");
+        bytes = strlen(token);
     }
-    return place->port > 0 && place->port <= 65535;
+    if (token && bytes < DT__TCP_SECRET)
+        return snprintf(why, DT__TCP_TEXT, "the token of %s has %zu bytes; it needs at least %d", from, bytes,
+                        (int)DT__TCP_SECRET), 0;
+    if (!token && !dt__tcp_is_loopback(place) && desc->ranks > 1)
+        return snprintf(why, DT__TCP_TEXT, "the rendezvous %s can be reached from other machines, so ranks must prove "
+                        "that they belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | "
+                        "base64 > token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
+                        dt__tcp_place_text(place).s), 0;
+    dt__sha256_of(token, bytes, key);
+    memset(room, 0, sizeof room);
+    return 1;
 }
 
 static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_place place) {
@@ -4555,6 +4812,22 @@ static int dt__tcp_set_up(int fd) {
     int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     return fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0;
+}
+
+/* A connection on which nothing moves is probed, so that a machine that has gone without a word is noticed, within
+   timeout_s and a second. (Not by TCP_USER_TIMEOUT: that would also end connections to a rank which computes for long
+   and reads nothing meanwhile. If data is under way, whoever waits for it watches the clock.) */
+static void dt__tcp_probe(int fd, double timeout_s) {
+    int one = 1, idle = timeout_s < 4 ? 1 : timeout_s > 7200 ? 3600 : (int)(timeout_s / 2);
+    int probes = timeout_s < 4 ? 1 : 2, apart = idle > 1 ? idle / 2 : 1;
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+#ifdef TCP_KEEPIDLE
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, sizeof apart);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+#else
+    (void)idle, (void)probes, (void)apart;
+#endif
 }
 
 /* The place on this side of a connection, or of what listens. */
@@ -4582,6 +4855,236 @@ static int dt__tcp_listen(dt__tcp_place place, int backlog) {
     return -1;
 }
 
+/* ---- cards ---- */
+
+/* Random numbers that nobody can foretell, from the seed. */
+static void dt__tcp_nonce(dt__tcp *t, uint8_t nonce[32]) {
+    t->nonces++;
+    dt__hmac(t->seed, sizeof t->seed, &t->nonces, sizeof t->nonces, nonce);
+}
+
+static dt__tcp_card dt__tcp_card_make(dt__tcp *t, uint32_t kind) {
+    dt__tcp_card card;
+    memset(&card, 0, sizeof card);
+    memcpy(card.magic, dt__tcp_magic, sizeof card.magic);
+    card.version = DT__TCP_VERSION;
+    card.kind = kind;
+    card.rank = t->rank;
+    card.size = t->size;
+    card.pid = (int32_t)getpid();
+    card.place = dt__tcp_own_place(t->door->fd);
+    card.job = t->job;
+    if (gethostname(card.host, sizeof card.host - 1) != 0) card.host[0] = 0;
+    if (kind == DT__TCP_HELLO) dt__tcp_nonce(t, card.nonce);
+    return card;
+}
+
+/* What the side that speaks knows: "caller" or "host". */
+static void dt__tcp_prove(const dt__tcp *t, const char *side, const dt__tcp_card *caller, const dt__tcp_card *host,
+                          uint8_t proof[32]) {
+    struct { char side[16]; dt__tcp_card caller, host; } said;
+    memset(&said, 0, sizeof said);
+    snprintf(said.side, sizeof said.side, "dt tcp %s", side);
+    said.caller = *caller;
+    said.host = *host;
+    dt__hmac(t->key, sizeof t->key, &said, sizeof said, proof);
+}
+
+static int dt__tcp_is_proof(const dt__tcp *t, const char *side, const dt__tcp_card *caller, const dt__tcp_card *host,
+                            const uint8_t proof[32]) {
+    uint8_t want[32];
+    dt__tcp_prove(t, side, caller, host, want);
+    return dt__same_secret(want, proof, sizeof want);
+}
+
+/* The name of a machine that nobody vouches for: letters that no terminal minds. */
+static void dt__tcp_host_name(char name[DT__TCP_NAME], const char *said) {
+    memset(name, 0, DT__TCP_NAME);
+    for (int i = 0; i < DT__TCP_NAME - 1 && said[i]; i++) {
+        char c = said[i];
+        int plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '.';
+        name[i] = plain || c == '_' ? c : '?';
+    }
+    if (!name[0]) name[0] = '?';
+}
+
+/* Why `host` refuses `caller`. */
+static dt__phrase dt__tcp_reason(const dt__tcp_card *caller, const dt__tcp_card *host) {
+    dt__phrase text;
+    char name[DT__TCP_NAME];
+    snprintf(text.s, sizeof text.s, "a reason of number %d", host->reason);
+    if (host->reason == DT__TCP_NO_VERSION)
+        snprintf(text.s, sizeof text.s, "version %u of the protocol, not %u", caller->version, host->version);
+    if (host->reason == DT__TCP_NO_TOKEN) snprintf(text.s, sizeof text.s, "the token is not this job's");
+    if (host->reason == DT__TCP_NO_JOB) snprintf(text.s, sizeof text.s, "it is of another job");
+    if (host->reason == DT__TCP_NO_SIZE)
+        snprintf(text.s, sizeof text.s, "it is of %d ranks, the job has %d", caller->size, host->size);
+    if (host->reason == DT__TCP_NO_RANK) snprintf(text.s, sizeof text.s, "rank %d is none here", caller->rank);
+    dt__tcp_host_name(name, host->host);
+    if (host->reason == DT__TCP_NO_SEAT)
+        snprintf(text.s, sizeof text.s, "rank %d is there already: process %d on %s", caller->rank, host->pid, name);
+    return text;
+}
+
+/* A rank has proved who it is. */
+static void dt__tcp_seat(dt__tcp *t, int rank, int fd, const dt__tcp_card *card) {
+    dt__tcp_peer *peer = &t->peers[rank];
+    peer->fd = fd;
+    peer->place = card->place;
+    peer->pid = card->pid;
+    dt__tcp_host_name(peer->host, card->host);
+    dt__tcp_probe(fd, t->timeout_s);
+}
+
+/* Few bytes on a new connection: the socket takes them whole. */
+static int dt__tcp_give(int fd, const void *p, size_t bytes) {
+    return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
+}
+
+/* ---- guests ---- */
+
+static void dt__tcp_turn_away(dt__tcp *t, dt__tcp_guest *guest, const char *why) {
+    dt__tcp_door *door = t->door;
+    close(guest->fd);
+    guest->fd = -1;
+    snprintf(door->last.s, sizeof door->last.s, "%.30s: %.150s", dt__tcp_place_text(guest->from).s, why);
+    if (door->turned_away++ == 0)
+        dt_log(t->ctx, DT_LOG_NOTICE, "rank %d at %s turns away %s (others will only be counted)", t->rank,
+               dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, door->last.s);
+}
+
+/* Of those that have long said nothing the one that has done so longest; NULL: none has. */
+static dt__tcp_guest *dt__tcp_oldest(dt__tcp_door *door, double now) {
+    dt__tcp_guest *oldest = NULL;
+    for (int i = 0; i < door->room; i++) {
+        dt__tcp_guest *guest = &door->guests[i];
+        if (guest->fd < 0 || now < guest->since + DT__TCP_PATIENCE_S) continue;
+        if (!oldest || guest->since < oldest->since) oldest = guest;
+    }
+    return oldest;
+}
+
+/* Whoever knocks comes in as far as there are chairs, and descriptors. */
+static void dt__tcp_let_in(dt__tcp *t, dt__tcp_door *door, double now) {
+    for (int next = 0, come = 0; come < door->room; come++) {
+        while (next < door->room && door->guests[next].fd >= 0) next++;
+        dt__tcp_guest *chair = next < door->room ? &door->guests[next] : dt__tcp_oldest(door, now);
+        struct sockaddr_in at;
+        socklen_t length = sizeof at;
+        memset(&at, 0, sizeof at);
+        if (!chair) return;
+        int fd = accept(door->fd, (struct sockaddr *)&at, &length);
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
+            dt__tcp_guest *oldest = dt__tcp_oldest(door, now);
+            if (oldest) dt__tcp_turn_away(t, oldest, "there are no more descriptors");
+            return;
+        }
+        if (fd < 0 && (errno == ECONNABORTED || errno == EINTR)) continue;
+        if (fd < 0) return;
+        if (chair->fd >= 0) dt__tcp_turn_away(t, chair, "it said nothing while others came");
+        memset(chair, 0, sizeof *chair);
+        chair->fd = fd;
+        chair->since = now;
+        chair->until = now + DT__TCP_GUEST_S;
+        chair->from.address = (uint32_t)at.sin_addr.s_addr;
+        chair->from.port = ntohs(at.sin_port);
+        if (!dt__tcp_set_up(fd)) dt__tcp_turn_away(t, chair, "its connection cannot be set up");
+    }
+}
+
+static void dt__tcp_refuse(dt__tcp *t, dt__tcp_guest *guest, int reason) {
+    dt__tcp_card card = dt__tcp_card_make(t, DT__TCP_REFUSED);
+    const dt__tcp_card *caller = guest->proves ? &guest->theirs : &guest->card;
+    card.reason = reason;
+    if (reason == DT__TCP_NO_SEAT) {
+        card.pid = t->peers[caller->rank].pid;
+        memcpy(card.host, t->peers[caller->rank].host, sizeof card.host);
+    }
+    dt__tcp_give(guest->fd, &card, sizeof card);
+    dt__tcp_turn_away(t, guest, dt__tcp_reason(caller, &card).s);
+}
+
+/* Who has proved that it knows the token: is it a rank that is missing here? 0, or why not. */
+static int dt__tcp_judge(const dt__tcp *t, const dt__tcp_card *theirs) {
+    if (theirs->job != t->job && (theirs->job || t->rank > 0)) return DT__TCP_NO_JOB;
+    if (theirs->size != t->size) return DT__TCP_NO_SIZE;
+    if (theirs->rank < t->door->first || theirs->rank >= t->size) return DT__TCP_NO_RANK;
+    return t->peers[theirs->rank].fd >= 0 ? DT__TCP_NO_SEAT : 0;
+}
+
+/* A guest's card is complete. */
+static void dt__tcp_answer(dt__tcp *t, dt__tcp_guest *guest) {
+    guest->at = 0;
+    guest->since = dt__tcp_now(t);
+    if (guest->card.kind != (guest->proves ? DT__TCP_PROOF : DT__TCP_HELLO)) {
+        dt__tcp_turn_away(t, guest, "it does not keep to the protocol");
+        return;
+    }
+    if (!guest->proves) {
+        guest->proves = 1;
+        guest->theirs = guest->card;
+        guest->ours = dt__tcp_card_make(t, DT__TCP_HELLO);
+        if (!dt__tcp_give(guest->fd, &guest->ours, sizeof guest->ours)) dt__tcp_turn_away(t, guest, "it hung up");
+        return;
+    }
+    int reason = dt__tcp_is_proof(t, "caller", &guest->theirs, &guest->ours, guest->card.proof)
+                 ? dt__tcp_judge(t, &guest->theirs) : DT__TCP_NO_TOKEN;
+    if (reason) {
+        dt__tcp_refuse(t, guest, reason);
+        return;
+    }
+    dt__tcp_card welcome = dt__tcp_card_make(t, DT__TCP_WELCOME);
+    dt__tcp_prove(t, "host", &guest->theirs, &guest->ours, welcome.proof);
+    if (!dt__tcp_give(guest->fd, &welcome, sizeof welcome)) {
+        dt__tcp_turn_away(t, guest, "it hung up");
+        return;
+    }
+    dt__tcp_seat(t, guest->theirs.rank, guest->fd, &guest->theirs);
+    guest->fd = -1;
+}
+
+/* What a guest says. What does not begin as a card need not go on. */
+static void dt__tcp_listen_to(dt__tcp *t, dt__tcp_guest *guest, double now) {
+    const size_t named = offsetof(dt__tcp_card, version), versioned = offsetof(dt__tcp_card, kind);
+    ssize_t n = recv(guest->fd, (char *)&guest->card + guest->at, sizeof guest->card - guest->at, MSG_DONTWAIT);
+    int later = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+    if (n > 0) guest->at += (size_t)n;
+    if (memcmp(guest->card.magic, dt__tcp_magic, guest->at < named ? guest->at : named) != 0)
+        dt__tcp_turn_away(t, guest, "it does not speak this protocol");
+    else if (guest->at >= versioned && guest->card.version != DT__TCP_VERSION)
+        guest->proves = 0, dt__tcp_refuse(t, guest, DT__TCP_NO_VERSION);
+    else if (guest->at == sizeof guest->card) dt__tcp_answer(t, guest);
+    else if (n <= 0 && !later) dt__tcp_turn_away(t, guest, "it hung up");
+    else if (now > guest->until) dt__tcp_turn_away(t, guest, "it did not say who it is");
+}
+
+static void dt__tcp_guests(dt__tcp *t) {
+    double now = dt__tcp_now(t);
+    dt__tcp_let_in(t, t->door, now);
+    for (int i = 0; i < t->door->room; i++)
+        if (t->door->guests[i].fd >= 0) dt__tcp_listen_to(t, &t->door->guests[i], now);
+}
+
+static void dt__tcp_close_door(dt__tcp *t) {
+    dt__tcp_door *door = t->door;
+    if (!door) return;
+    for (int i = 0; door->guests && i < door->room; i++)
+        if (door->guests[i].fd >= 0) close(door->guests[i].fd);
+    if (door->turned_away > 1)
+        dt_log(t->ctx, DT_LOG_DETAIL, "rank %d turned away %ld connections, the last %s", t->rank, door->turned_away,
+               door->last.s);
+    if (door->fd >= 0) close(door->fd);
+    t->door = NULL;
+}
+
+/* ---- the rendezvous ---- */
+
+/* A moment of waiting. Who comes meanwhile finds the door attended, once this rank knows its job. */
+static void dt__tcp_pause(dt__tcp *t, double seconds) {
+    if (t->door && t->door->fd >= 0 && t->job) dt__tcp_guests(t);
+    dt__tcp_nap(t, seconds);
+}
+
 /* One attempt; -1: see errno. */
 static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
     struct sockaddr_in at = dt__tcp_sockaddr(place);
@@ -4592,7 +5095,7 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
         error = errno;
     } else {
         struct pollfd wait = { fd, POLLOUT, 0 };
-        while (poll(&wait, 1, 0) == 0 && dt__tcp_now(t) < deadline) dt__tcp_nap(t, 2e-4);
+        while (poll(&wait, 1, 0) == 0 && dt__tcp_now(t) < deadline) dt__tcp_pause(t, 2e-4);
         if (!wait.revents) error = ETIMEDOUT;
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
     }
@@ -4602,11 +5105,6 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
     return -1;
 }
 
-/* Few bytes on a new connection: the socket takes them whole. */
-static int dt__tcp_give(int fd, const void *p, size_t bytes) {
-    return send(fd, p, bytes, MSG_NOSIGNAL) == (ssize_t)bytes;
-}
-
 /* 1: all came; 0: the other end is gone; -1: not in time. */
 static int dt__tcp_take(dt__tcp *t, int fd, void *p, size_t bytes, double deadline) {
     for (size_t at = 0; at < bytes;) {
@@ -4614,92 +5112,20 @@ static int dt__tcp_take(dt__tcp *t, int fd, void *p, size_t bytes, double deadli
         if (n > 0) at += (size_t)n;
         else if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return 0;
         else if (dt__tcp_now(t) > deadline) return -1;
-        else dt__tcp_nap(t, 2e-4);
+        else dt__tcp_pause(t, 2e-4);
     }
     return 1;
 }
 
-/* ---- the rendezvous ---- */
-
-typedef struct dt__tcp_guest {
-    int           fd;           /* -1: none */
-    size_t        at;
-    double        until;
-    dt__tcp_hello hello;
-} dt__tcp_guest;
-
-typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
-    int           fd, first;
-    dt__tcp_guest guests[DT__TCP_GUESTS];
-} dt__tcp_door;
-
-static dt__tcp_answer dt__tcp_answer_make(const dt__tcp *t, uint32_t refused, const char *text) {
-    dt__tcp_answer answer;
-    memset(&answer, 0, sizeof answer);
-    memcpy(answer.magic, dt__tcp_magic, sizeof answer.magic);
-    answer.refused = refused;
-    answer.size = t->size;
-    answer.job = t->job;
-    snprintf(answer.text, sizeof answer.text, "%s", text);
-    return answer;
-}
-
-/* A whole hello: a rank that was missing has a seat; any other guest goes, and is told why if it speaks our language.
-   At the rendezvous the answer comes when all are there. */
-static void dt__tcp_admit(dt__tcp *t, const dt__tcp_door *door, dt__tcp_guest *guest) {
-    const dt__tcp_hello *h = &guest->hello;
-    char why[160] = "";
-    int fd = guest->fd;
-    guest->fd = -1;
-    if (memcmp(h->magic, dt__tcp_magic, sizeof h->magic) != 0) {
-        close(fd);
-        return;
+/* More than a socket may take at once. 0: the other end is gone, or does not read in time. */
+static int dt__tcp_give_all(dt__tcp *t, int fd, const void *p, size_t bytes, double deadline) {
+    for (size_t at = 0; at < bytes;) {
+        ssize_t n = send(fd, (const char *)p + at, bytes - at, MSG_NOSIGNAL);
+        if (n > 0) at += (size_t)n;
+        else if ((errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) || dt__tcp_now(t) > deadline) return 0;
+        else dt__tcp_pause(t, 2e-4);
     }
-    if (h->version != DT__TCP_VERSION)
-        snprintf(why, sizeof why, "version %u of the protocol, not %d", h->version, (int)DT__TCP_VERSION);
-    else if (h->size != t->size) snprintf(why, sizeof why, "it is of %d ranks, the job has %d", h->size, t->size);
-    else if (h->rank < door->first || h->rank >= t->size) snprintf(why, sizeof why, "rank %d is none here", h->rank);
-    else if (door->first > 1 && h->job != t->job) snprintf(why, sizeof why, "it is of another job");
-    else if (t->peers[h->rank].fd >= 0) snprintf(why, sizeof why, "rank %d is there already", h->rank);
-    dt__tcp_answer answer = dt__tcp_answer_make(t, why[0] ? DT__TCP_REFUSED : DT__TCP_WELCOME, why);
-    if (!why[0] && (t->rank == 0 || dt__tcp_give(fd, &answer, sizeof answer))) {
-        t->peers[h->rank].fd = fd;
-        t->peers[h->rank].place = h->place;
-        return;
-    }
-    if (why[0]) {
-        dt__tcp_give(fd, &answer, sizeof answer);
-        dt_log(t->ctx, DT_LOG_NOTICE, "rank %d at %s refuses a rank %d: %s", t->rank,
-               dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, h->rank, why);
-    }
-    close(fd);
-}
-
-/* Whoever knocks comes in as far as there is room; the guests say who they are, or go. */
-static void dt__tcp_guests(dt__tcp *t, dt__tcp_door *door) {
-    double now = dt__tcp_now(t);
-    for (int i = 0; i < DT__TCP_GUESTS; i++) {
-        dt__tcp_guest *guest = &door->guests[i];
-        if (guest->fd < 0) {
-            guest->fd = accept(door->fd, NULL, NULL);
-            guest->at = 0;
-            guest->until = now + DT__TCP_GUEST_S;
-            if (guest->fd >= 0 && !dt__tcp_set_up(guest->fd)) guest->until = now - 1;
-        }
-        if (guest->fd < 0) continue;
-        ssize_t n = recv(guest->fd, (char *)&guest->hello + guest->at, sizeof guest->hello - guest->at, MSG_DONTWAIT);
-        int later = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-        if (n > 0) guest->at += (size_t)n;
-        /* what does not begin as a hello need not go on */
-        size_t known = guest->at < sizeof dt__tcp_magic ? guest->at : sizeof dt__tcp_magic;
-        int other = memcmp(guest->hello.magic, dt__tcp_magic, known) != 0;
-        if (guest->at == sizeof guest->hello) {
-            dt__tcp_admit(t, door, guest);
-        } else if (other || (n <= 0 && !later) || now > guest->until) {
-            close(guest->fd);
-            guest->fd = -1;
-        }
-    }
+    return 1;
 }
 
 /* A rank that hangs up before the others are there may come again. Nobody has a reason to say anything now. */
@@ -4725,24 +5151,25 @@ static dt__phrase dt__tcp_missing(const dt__tcp *t, int first, int *n) {
 }
 
 /* Until all ranks from door->first on have come. */
-static dt_status dt__tcp_meet(dt__tcp *t, dt__tcp_door *door, double deadline) {
-    int missing = 1;
-    for (int i = 0; i < DT__TCP_GUESTS; i++) door->guests[i].fd = -1;
-    for (;;) {
-        dt__tcp_guests(t, door);
+static dt_status dt__tcp_meet(dt__tcp *t, double deadline) {
+    char also[320] = "";
+    dt__tcp_door *door = t->door;
+    for (int missing = 1;;) {
+        dt__tcp_guests(t);
         if (t->rank == 0) dt__tcp_watch_seats(t);
         dt__phrase who = dt__tcp_missing(t, door->first, &missing);
-        if (missing == 0) break;
-        if (dt__tcp_now(t) > deadline) {
-            dt_fail(t->ctx, DT_ERR_TIMEOUT, "timeout %.1f s at %s: of %d ranks rank%s %s did not come", t->timeout_s,
-                    dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, t->size, missing > 1 ? "s" : "", who.s);
-            break;
+        if (missing == 0) return DT_OK;
+        if (dt__tcp_now(t) <= deadline) {
+            dt__tcp_nap(t, 5e-4);
+            continue;
         }
-        dt__tcp_nap(t, 5e-4);
+        if (door->turned_away)
+            snprintf(also, sizeof also, "; %ld connection%s turned away, the last %s", door->turned_away,
+                     door->turned_away > 1 ? "s were" : " was", door->last.s);
+        return dt_fail(t->ctx, DT_ERR_TIMEOUT, "timeout %.1f s at %s: of %d ranks rank%s %s did not come%s",
+                       t->timeout_s, dt__tcp_place_text(dt__tcp_own_place(door->fd)).s, t->size,
+                       missing > 1 ? "s" : "", who.s, also);
     }
-    for (int i = 0; i < DT__TCP_GUESTS; i++)
-        if (door->guests[i].fd >= 0) close(door->guests[i].fd);
-    return dt_error(t->ctx);
 }
 
 /* Listening failed. */
@@ -4754,109 +5181,131 @@ static dt_status dt__tcp_no_door(dt__tcp *t, dt__tcp_place place) {
 }
 
 /* Rank 0: all come here, and each learns where the others are. */
-static dt_status dt__tcp_host_ranks(dt__tcp *t, dt__tcp_place *table) {
-    dt__tcp_door door;
-    door.first = 1;
-    door.fd = dt__tcp_listen(t->rendezvous, t->size + DT__TCP_GUESTS);
-    if (door.fd < 0) return dt__tcp_no_door(t, t->rendezvous);
-    double now = dt__tcp_now(t);
-    memcpy(&t->job, &now, sizeof t->job);       /* tells jobs apart; it is no secret */
-    t->job = (t->job ^ (uint64_t)(uintptr_t)t ^ (uint64_t)t->rendezvous.port << 48) | 1;
-    dt__tcp_meet(t, &door, now + t->timeout_s);
-    close(door.fd);
-    dt__tcp_answer answer = dt__tcp_answer_make(t, dt_error(t->ctx) ? DT__TCP_GIVEN_UP : DT__TCP_WELCOME,
-                                                dt_error_text(t->ctx));
-    for (int rank = 1; rank < t->size; rank++) table[rank] = t->peers[rank].place;
+static dt_status dt__tcp_host_ranks(dt__tcp *t, dt__tcp_place *places) {
+    uint8_t random[32];
+    dt__tcp_table table;
+    t->door->fd = dt__tcp_listen(t->rendezvous, DT__TCP_BACKLOG);
+    if (t->door->fd < 0) return dt__tcp_no_door(t, t->rendezvous);
+    dt__tcp_nonce(t, random);
+    memcpy(&t->job, random, sizeof t->job);
+    t->job |= 1;
+    dt__tcp_meet(t, dt__tcp_now(t) + t->timeout_s);
+    dt__tcp_close_door(t);
+    memset(&table, 0, sizeof table);
+    table.magic = DT__TCP_FRAME;
+    table.given_up = dt_error(t->ctx) != DT_OK;
+    snprintf(table.text, sizeof table.text, "%s", dt_error_text(t->ctx));
+    double deadline = dt__tcp_now(t) + t->timeout_s;
+    for (int rank = 1; rank < t->size; rank++) places[rank] = t->peers[rank].place;
     for (int rank = 1; rank < t->size; rank++) {
-        dt__tcp_peer *peer = &t->peers[rank];
-        if (peer->fd < 0) continue;
-        if (dt__tcp_give(peer->fd, &answer, sizeof answer) &&
-            (answer.refused || dt__tcp_give(peer->fd, table, (size_t)t->size * sizeof *table))) continue;
-        if (!answer.refused) dt_fail(t->ctx, DT_ERR_PEER, "connection to rank %d was lost at the rendezvous", rank);
+        int fd = t->peers[rank].fd;
+        if (fd < 0) continue;
+        if (dt__tcp_give_all(t, fd, &table, sizeof table, deadline) &&
+            (table.given_up || dt__tcp_give_all(t, fd, places, (size_t)t->size * sizeof *places, deadline))) continue;
+        if (!table.given_up)
+            dt_fail(t->ctx, DT_ERR_PEER, "connection to %s was lost at the rendezvous", dt__tcp_who(t, rank).s);
     }
     return dt_error(t->ctx);
 }
 
-/* Says hello on a new connection. The first time, which is that to the rendezvous, this rank opens its own door, on the
-   same interface. */
-static int dt__tcp_greet(dt__tcp *t, int fd, dt__tcp_door *door) {
-    dt__tcp_hello hello;
-    memset(&hello, 0, sizeof hello);
-    memcpy(hello.magic, dt__tcp_magic, sizeof hello.magic);
-    hello.version = DT__TCP_VERSION;
-    hello.rank = t->rank;
-    hello.size = t->size;
-    hello.job = t->job;
-    if (door->fd < 0) {
-        dt__tcp_place here = dt__tcp_own_place(fd);
-        here.port = 0;
-        door->fd = dt__tcp_listen(here, t->size + DT__TCP_GUESTS);
-        if (door->fd < 0) return dt__tcp_no_door(t, here), 0;
+/* What a called rank answers: 1 a card of the kind that is due; 0 the context has failed. */
+static int dt__tcp_is_answer(dt__tcp *t, int rank, dt__tcp_place place, uint32_t kind, const dt__tcp_card *ours,
+                             const dt__tcp_card *card) {
+    int known = memcmp(card->magic, dt__tcp_magic, sizeof card->magic) == 0;
+    if (known && card->version == DT__TCP_VERSION && card->kind == kind && card->rank == rank) return 1;
+    if (known && (card->kind == DT__TCP_REFUSED || card->version != DT__TCP_VERSION)) {
+        dt__tcp_card host = *card;
+        if (card->version != DT__TCP_VERSION) host.reason = DT__TCP_NO_VERSION;
+        dt_fail(t->ctx, DT_ERR_COMM, "rank %d at %s refuses this rank: %s", rank, dt__tcp_place_text(place).s,
+                dt__tcp_reason(ours, &host).s);
+    } else {
+        dt_fail(t->ctx, DT_ERR_COMM, "what listens at %s is not rank %d of a job", dt__tcp_place_text(place).s, rank);
     }
-    hello.place = dt__tcp_own_place(door->fd);
-    return dt__tcp_give(fd, &hello, sizeof hello);
+    return 0;
 }
 
-/* One attempt at a connection to another rank, greeted and answered. 1: there it is; else why not. */
-static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_place place, dt__tcp_door *door, dt__tcp_answer *answer,
-                        double deadline, const char **reason) {
-    int fd = dt__tcp_connect(t, place, deadline), came = 0;
+/* The conversation on a new connection. 1: this rank has a seat there; 0: closed before that, or late: *reason; -1: the
+   context has failed. */
+static int dt__tcp_introduce(dt__tcp *t, int fd, int rank, dt__tcp_place place, double deadline, const char **reason) {
+    dt__tcp_card ours = dt__tcp_card_make(t, DT__TCP_HELLO), theirs, card = dt__tcp_card_make(t, DT__TCP_PROOF);
+    for (int step = 0; step < 2; step++) {
+        if (step) dt__tcp_prove(t, "caller", &ours, &theirs, card.proof);
+        int came = !dt__tcp_give(fd, step ? &card : &ours, sizeof card) ? 0
+                   : dt__tcp_take(t, fd, step ? &card : &theirs, sizeof card, deadline);
+        *reason = came < 0 ? "there is no answer" : "the connection is closed without an answer";
+        if (came <= 0) return 0;
+        if (!dt__tcp_is_answer(t, rank, place, step ? DT__TCP_WELCOME : DT__TCP_HELLO, &ours, step ? &card : &theirs))
+            return -1;
+    }
+    if (!dt__tcp_is_proof(t, "host", &ours, &theirs, card.proof) || (rank > 0 && theirs.job != t->job) || !theirs.job) {
+        dt_fail(t->ctx, DT_ERR_COMM, "what listens at %s does not prove that it is rank %d of this job",
+                dt__tcp_place_text(place).s, rank);
+        return -1;
+    }
+    t->job = theirs.job;
+    dt__tcp_seat(t, rank, fd, &theirs);
+    return 1;
+}
+
+/* One attempt at a seat with another rank. Once there is a connection to rank 0, this rank opens its own door on the
+   same interface. Results as above; *gone: nobody listens. */
+static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_place place, double deadline, const char **reason, int *gone) {
+    int fd = dt__tcp_connect(t, place, deadline), done = -1;
+    *gone = fd < 0;
     *reason = errno == ECONNREFUSED ? "nobody listens there" : "it cannot be reached";
     if (fd < 0) return 0;
-    /* from here on rank 0 knows better who is missing, and its limit began before */
-    if (dt__tcp_greet(t, fd, door))
-        came = dt__tcp_take(t, fd, answer, sizeof *answer, dt__tcp_now(t) + t->timeout_s + DT__TCP_GUEST_S);
-    *reason = came < 0 ? "there is no answer" : "the connection is closed without an answer";
-    if (came > 0) t->peers[rank].fd = fd;
-    else close(fd);
-    return came > 0;
+    if (t->door->fd < 0) {
+        dt__tcp_place here = dt__tcp_own_place(fd);
+        here.port = 0;
+        t->door->fd = dt__tcp_listen(here, DT__TCP_BACKLOG);
+        if (t->door->fd < 0) dt__tcp_no_door(t, here);
+    }
+    if (t->door->fd >= 0) done = dt__tcp_introduce(t, fd, rank, place, deadline + DT__TCP_GUEST_S, reason);
+    if (done <= 0) close(fd);
+    return done;
 }
 
-/* Until there is a connection. Rank 0 may begin later than this one; the others listen before anybody learns where. */
-static dt_status dt__tcp_call(dt__tcp *t, int rank, dt__tcp_place place, dt__tcp_door *door, dt__tcp_answer *answer) {
+/* Until there is a seat. Rank 0 may begin later than this one; the others listen before anybody learns where, but where
+   strangers crowd the door it may take more than one attempt. */
+static dt_status dt__tcp_call(dt__tcp *t, int rank, dt__tcp_place place) {
     double deadline = dt__tcp_now(t) + t->timeout_s;
-    const char *reason;
-    while (!dt__tcp_dial(t, rank, place, door, answer, deadline, &reason)) {
-        if (dt_error(t->ctx)) return dt_error(t->ctx);
-        if (rank > 0)
+    for (;;) {
+        const char *reason = "";
+        int gone = 0, done = dt__tcp_dial(t, rank, place, deadline, &reason, &gone);
+        if (done) return done > 0 ? DT_OK : dt_error(t->ctx);
+        int late = dt__tcp_now(t) > deadline;
+        if (rank > 0 && (gone || late))
             return dt_fail(t->ctx, DT_ERR_PEER, "connection to rank %d was lost: at %s %s", rank,
                            dt__tcp_place_text(place).s, reason);
-        if (dt__tcp_now(t) > deadline)
+        if (late)
             return dt_fail(t->ctx, DT_ERR_TIMEOUT, "timeout %.1f s: rank 0 did not come to %s: %s", t->timeout_s,
                            dt__tcp_place_text(place).s, reason);
-        dt__tcp_nap(t, 1e-2);
+        dt__tcp_pause(t, 1e-2);
     }
-    answer->text[sizeof answer->text - 1] = 0;
-    int known = memcmp(answer->magic, dt__tcp_magic, sizeof answer->magic) == 0;
-    if (!known || (!answer->refused && answer->size != t->size))
-        return dt_fail(t->ctx, DT_ERR_COMM, "what listens at %s is not rank %d of %d", dt__tcp_place_text(place).s,
-                       rank, t->size);
-    if (answer->refused == DT__TCP_GIVEN_UP) return dt_fail(t->ctx, DT_ERR_PEER, "peer failed first: %s", answer->text);
-    if (answer->refused)
-        return dt_fail(t->ctx, DT_ERR_COMM, "rank %d at %s refuses this rank: %s", rank, dt__tcp_place_text(place).s,
-                       answer->text);
-    return DT_OK;
+}
+
+/* The places of all, when all have come. Rank 0 knows better who is missing, and its limit may have begun later. */
+static dt_status dt__tcp_take_table(dt__tcp *t, dt__tcp_place *places) {
+    dt__tcp_table table;
+    int fd = t->peers[0].fd;
+    double deadline = dt__tcp_now(t) + t->timeout_s + DT__TCP_GUEST_S;
+    int came = dt__tcp_take(t, fd, &table, sizeof table, deadline);
+    table.text[sizeof table.text - 1] = 0;
+    if (came > 0 && table.magic == DT__TCP_FRAME && table.given_up)
+        return dt_fail(t->ctx, DT_ERR_PEER, "peer failed first: %s", table.text);
+    if (came > 0 && table.magic == DT__TCP_FRAME)
+        came = dt__tcp_take(t, fd, places, (size_t)t->size * sizeof *places, deadline);
+    else if (came > 0) came = 0;
+    if (came > 0) return DT_OK;
+    return dt_fail(t->ctx, DT_ERR_PEER, "connection to %s was lost at the rendezvous", dt__tcp_who(t, 0).s);
 }
 
 /* All other ranks: to rank 0, to those before this one, and then those after it come. */
-static dt_status dt__tcp_join(dt__tcp *t, dt__tcp_place *table) {
-    dt__tcp_door door;
-    dt__tcp_answer answer;
-    double deadline = 0;
-    size_t bytes = (size_t)t->size * sizeof *table;
-    door.fd = -1;
-    door.first = t->rank + 1;
-    if (dt__tcp_call(t, 0, t->rendezvous, &door, &answer) == DT_OK) {
-        t->job = answer.job;
-        deadline = dt__tcp_now(t) + t->timeout_s;
-        if (dt__tcp_take(t, t->peers[0].fd, table, bytes, deadline) <= 0)
-            dt_fail(t->ctx, DT_ERR_PEER, "connection to rank 0 was lost at the rendezvous");
-    }
-    for (int rank = 1; rank < t->rank && !dt_error(t->ctx); rank++)
-        dt__tcp_call(t, rank, table[rank], &door, &answer);
-    if (!dt_error(t->ctx)) dt__tcp_meet(t, &door, deadline);
-    if (door.fd >= 0) close(door.fd);
-    return dt_error(t->ctx);
+static dt_status dt__tcp_join(dt__tcp *t, dt__tcp_place *places) {
+    if (dt__tcp_call(t, 0, t->rendezvous) == DT_OK) dt__tcp_take_table(t, places);
+    double deadline = dt__tcp_now(t) + t->timeout_s;
+    for (int rank = 1; rank < t->rank && !dt_error(t->ctx); rank++) dt__tcp_call(t, rank, places[rank]);
+    return dt_error(t->ctx) ? dt_error(t->ctx) : dt__tcp_meet(t, deadline);
 }
 
 /* ---- beginning and end ---- */
@@ -4883,11 +5332,35 @@ static void dt__tcp_free(dt__tcp *t) {
     dt_free(t->ctx, DT_MEM_HOST, t, dt__tcp_bytes(t->size));
 }
 
+/* All ranks find each other. */
+static void dt__tcp_rendezvous(dt__tcp *t) {
+    int room = 4 * t->size + DT__TCP_GUESTS < DT__TCP_MOST_GUESTS ? 4 * t->size + DT__TCP_GUESTS : DT__TCP_MOST_GUESTS;
+    size_t table_bytes = (size_t)t->size * sizeof(dt__tcp_place), guests_bytes = (size_t)room * sizeof(dt__tcp_guest);
+    dt__tcp_place *table = (dt__tcp_place *)dt_alloc(t->ctx, DT_MEM_HOST, table_bytes, "addresses");
+    dt__tcp_guest *guests = (dt__tcp_guest *)dt_alloc(t->ctx, DT_MEM_HOST, guests_bytes, "guests");
+    dt__tcp_door door;
+    memset(&door, 0, sizeof door);
+    door.fd = -1;
+    door.first = t->rank + 1;
+    door.guests = guests;
+    door.room = room;
+    t->door = &door;
+    for (int i = 0; guests && i < room; i++) guests[i].fd = -1;
+    if (getrandom(t->seed, sizeof t->seed, 0) != (ssize_t)sizeof t->seed)
+        dt_fail(t->ctx, DT_ERR_IO, "the system gives no random numbers (error %d)", errno);
+    if (table) memset(table, 0, table_bytes);
+    if (dt_error(t->ctx) == DT_OK && t->rank == 0) dt__tcp_host_ranks(t, table);
+    else if (dt_error(t->ctx) == DT_OK) dt__tcp_join(t, table);
+    dt__tcp_close_door(t);
+    memset(t->key, 0, sizeof t->key);
+    memset(t->seed, 0, sizeof t->seed);
+    dt_free(t->ctx, DT_MEM_HOST, guests, guests_bytes);
+    dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
+}
+
 /* This rank's end of all connections; NULL with the context failed. */
-static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place rendezvous) {
-    size_t table_bytes = (size_t)desc->ranks * sizeof(dt__tcp_place);
+static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32]) {
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
-    dt__tcp_place *table = (dt__tcp_place *)dt_alloc(ctx, DT_MEM_HOST, table_bytes, "addresses");
     if (t) {
         memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
         t->ctx = ctx;
@@ -4896,17 +5369,13 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
         t->size = desc->ranks;
         t->timeout_s = desc->timeout_s;
         t->rendezvous = rendezvous;
+        memcpy(t->key, key, sizeof t->key);
         t->peers = (dt__tcp_peer *)(void *)(t + 1);
         t->polls = (struct pollfd *)(void *)(t->peers + t->size);
         t->input = (char *)(t->polls + t->size);
         for (int rank = 0; rank < t->size; rank++) t->peers[rank].fd = -1, t->peers[rank].rank = rank;
     }
-    if (table) {
-        memset(table, 0, table_bytes);
-        if (t->size > 1 && t->rank == 0) dt__tcp_host_ranks(t, table);
-        else if (t->size > 1) dt__tcp_join(t, table);
-    }
-    dt_free(ctx, DT_MEM_HOST, table, table_bytes);
+    if (t && t->size > 1) dt__tcp_rendezvous(t);
     if (!t || dt_error(ctx) == DT_OK) return t;
     dt__tcp_free(t);
     return NULL;
@@ -4961,8 +5430,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
     for (int rank = 0; rank < t->size && !own.status; rank++) {
         if (t->peers[rank].state <= DT__TCP_ENDED) continue;
         own.status = DT_ERR_PEER;
-        snprintf(own.text, sizeof own.text, "rank %d: connection to rank %d was lost before it had ended", t->rank,
-                 rank);
+        snprintf(own.text, sizeof own.text, "rank %d: %s before it had ended", t->rank, dt__tcp_loss(t, rank).s);
     }
     if (t->kept && !t->unread[0])
         snprintf(t->unread, sizeof t->unread, "%zu bytes with tag %d from rank %d", (size_t)t->kept->frame.bytes,
@@ -6161,10 +6629,10 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     return dt_error(ctx);
 }
 
-static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous,
+static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32],
                          dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
-    dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous) : NULL;
+    dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
@@ -6183,17 +6651,20 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous,
 
 static dt_status dt__run_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt__tcp_place rendezvous;
+    uint8_t key[32];
+    char why[DT__TCP_TEXT];
     if (desc.ranks == 0) desc.ranks = 1;
     if (desc.timeout_s == 0) desc.timeout_s = 120;
     if (!dt__run_valid(&desc)) return desc.report->status;
     if (desc.rank < 0 || desc.rank >= desc.ranks)
         dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank %d of %d", desc.rank, desc.ranks);
     else if (!dt__tcp_place_read(desc.rendezvous, &rendezvous))
-        dt__refuse(&desc, DT_ERR_ARG, "dt_run: rendezvous '%s': not an address in numbers and a port, as "
+        dt__refuse(&desc, DT_ERR_ARG, "dt_run: rendezvous '%s': not an address or name that is found, and a port, as "
                    "127.0.0.1:29500", desc.rendezvous);
+    else if (!dt__tcp_key(&desc, rendezvous, key, why)) dt__refuse(&desc, DT_ERR_ARG, "dt_run: %s", why);
     else if (desc.kernels && desc.kernels->alloc)
         dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend tcp does not reach the memory of a device");
-    else dt__tcp_rank(&desc, rendezvous, rank_main, user);
+    else dt__tcp_rank(&desc, rendezvous, key, rank_main, user);
     return desc.report->status;
 }
 
