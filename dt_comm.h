@@ -375,7 +375,8 @@ DT_API dt_status dt_team_free(dt_team *team);
 
 #define DT_ANY (-1)         /* from whoever comes first */
 /* Five functions that carry messages between ranks 0 .. size-1. Messages of one (sender, channel, tag) arrive in the
-   order of their sends. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
+   order of their sends. A message brings the word of its send, which says what it is a part of, or 0 in its place: then
+   that is not compared. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
    have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
    DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
    longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
@@ -385,9 +386,9 @@ DT_API dt_status dt_team_free(dt_team *team);
 typedef struct dt_transport {
     const char *name;
     void       *user;
-    void     *(*send)(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes);
+    void     *(*send)(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes);
     void     *(*recv)(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes);
-    int       (*test)(void *user, void *request, int *from, size_t *bytes, char *why);
+    int       (*test)(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why);
     void      (*cancel)(void *user, void *request);
     void      (*fail)(void *user, const char *text);
 } dt_transport;
@@ -558,7 +559,7 @@ enum {
 typedef enum dt__op_code {
     DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
     DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__STEP,
-    DT__SEND, DT__RECV
+    DT__SEND, DT__RECV, DT__CHECK
 } dt__op_code;
 
 /* What a rank calls: the arguments of the public functions under one roof. */
@@ -690,6 +691,34 @@ typedef enum dt__fault_kind {
 } dt__fault_kind;
 typedef struct dt__fault { dt__fault_kind kind; int rank; uint64_t seq; double s; } dt__fault;
 
+/* What a rank over a transport says to all others when it waits for long, and when it does so no longer. */
+enum { DT__SAID_GROUPS = 16, DT__SAID_RANKS = 24 };
+#define DT__SAID_END (~(uint64_t)0)     /* in place of an operation: the rank has ended */
+typedef struct dt__bulletin {
+    uint64_t      waiting;      /* as in dt__rank_state; or DT__SAID_END */
+    int64_t       records, step;
+    int32_t       waits_for;
+    uint32_t      groups;       /* listed below */
+    dt__op_record wait;         /* what it waits in; else its last */
+    uint32_t      channel;      /* of that one's group */
+    uint32_t      channels[DT__SAID_GROUPS], begun[DT__SAID_GROUPS];    /* collectives on each of its groups */
+    uint32_t      sent[DT__SAID_RANKS], got[DT__SAID_RANKS];    /* messages to and from each of the first ranks */
+} dt__bulletin;
+
+/* What one rank over a transport knows of another. */
+typedef struct dt__other {
+    dt__rank_state state;       /* of what that has said last */
+    dt__bulletin   last;
+    uint32_t       sent, got;   /* messages to and from it */
+} dt__other;
+
+/* The way for that, beside the messages: to all others, as far as it goes now. */
+typedef struct dt__control {
+    void *user;
+    void (*say)(void *user, const void *bulletin, size_t bytes);
+    int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
+} dt__control;
+
 /* What stands for a team's range where no memory is shared. */
 typedef struct dt__lone {
     dt__shared     shared;
@@ -733,6 +762,12 @@ typedef struct dt__world {
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
     double         seconds;     /* inside operations */
+    const dt__control *control; /* NULL: none */
+    dt__other     *others;      /* (comm_size) with it */
+    int            comm_size, check;    /* of the world; of dt_run_desc */
+    int            said;        /* others know that it waits */
+    double         said_at;
+    uint64_t       said_moves;  /* then */
     struct dt__trace *trace;    /* section 26; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
@@ -744,7 +779,8 @@ struct dt_comm {
     dt__group          *group;
     uint64_t            seq;        /* collectives called so far that go in the backend's own way */
     uint64_t            posted, moved;      /* of these: shown to the group; done with others' memory */
-    uint64_t            messages;   /* collectives called so far that go as messages */
+    uint64_t            messages;   /* collectives called so far that go as messages; and what they were */
+    uint64_t            chain;
     uint64_t            window;     /* windows done with so far */
     uint64_t            closed_by_all;      /* and by all of the group, at least */
     uint64_t            last_window[DT_MAX_STARTED];    /* of the operation that used this post last */
@@ -1016,6 +1052,7 @@ struct dt_work {
     size_t      scratch_count;
     double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
     uint64_t    number;             /* of its record */
+    dt_work    *check;              /* goes first: the comparison of what all ranks call */
     dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
     dt_work    *later;              /* of those under way, the next started */
@@ -1059,6 +1096,7 @@ static const dt__pattern *dt__pattern_of(dt__op_code op) {
         { "dt_comm_step",     1,    1,    0,   0,    0 },
         { "send",             1,    0,    0,   0,    1 },
         { "receive",          0,    1,    0,   0,    0 },
+        { "comparison",       1,    1,    0,   0,    0 },
     };
     return &patterns[op];
 }
@@ -1286,23 +1324,38 @@ static void dt__record_make(dt_work *work) {
     dt__moved(world);
 }
 
-/* Where the records of a world rank are; NULL: this rank cannot see them. */
-static const dt__op_record *dt__records_of(const dt__world *world, int rank) {
-    if (rank == world->rank) return world->records;
-    int seat = world->shared->state ? dt__seat_of(world, rank) : -1;
-    return seat < 0 ? NULL : world->shared->records + (size_t)seat * DT_RECORDS;
+/* What this rank can see of another: all, where they share memory; else what that has said last. */
+typedef struct dt__op_ring { const dt__op_record *records; int n; } dt__op_ring;
+typedef struct dt__seen {
+    const dt__rank_state *state;    /* NULL: nothing */
+    dt__op_ring              ring;
+} dt__seen;
+
+static dt__seen dt__seen_of_seat(const dt__shared *shared, int seat) {
+    dt__seen seen = { &shared->state[seat], { shared->records + (size_t)seat * DT_RECORDS, DT_RECORDS } };
+    return seen;
 }
 
-static const dt__rank_state *dt__state_of(const dt__world *world, int rank) {
-    if (rank == world->rank) return world->state;
+static dt__seen dt__seen_of(const dt__world *world, int rank) {
+    dt__seen seen = { NULL, { NULL, 1 } };
+    if (rank == DT_ANY) return seen;
     int seat = world->shared->state ? dt__seat_of(world, rank) : -1;
-    return seat < 0 ? NULL : &world->shared->state[seat];
+    if (seat >= 0) return dt__seen_of_seat(world->shared, seat);
+    if (rank == world->rank) {
+        seen.state = world->state;
+        seen.ring.records = world->records;
+        seen.ring.n = DT_RECORDS;
+    } else if (world->others) {
+        seen.state = &world->others[rank].state;
+        seen.ring.records = &world->others[rank].last.wait;
+    }
+    return seen;
 }
 
-/* A copy of one of a rank's records; 0: it is not there, or not any more. */
-static int dt__record_get(const dt__op_record *records, uint64_t number, dt__op_record *copy) {
-    if (!records || number == 0) return 0;
-    const dt__op_record *slot = &records[number % DT_RECORDS];
+/* A copy of one of its records; 0: it is not there, or not any more. */
+static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
+    if (!ring.records || number == 0) return 0;
+    const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
     if (__atomic_load_n(&slot->number, __ATOMIC_ACQUIRE) != number) return 0;
     dt__words_get(copy, slot, sizeof *copy);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -1345,15 +1398,38 @@ dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
 
 /* Where that rank called collective `seq` of the group, if its record is still there. */
 static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
-    const dt__rank_state *state = dt__state_of(comm->world, world_rank);
-    int64_t last = state ? __atomic_load_n(&state->records, __ATOMIC_ACQUIRE) : 0;
+    dt__seen seen = dt__seen_of(comm->world, world_rank);
+    int64_t last = seen.state ? __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE) : 0;
     dt__op_record r;
-    for (int64_t n = last; n > 0 && n > last - DT_RECORDS; n--) {
-        if (!dt__record_get(dt__records_of(comm->world, world_rank), (uint64_t)n, &r) || r.seq != seq) continue;
+    for (int64_t n = last; n > 0 && n > last - seen.ring.n; n--) {
+        if (!dt__record_get(seen.ring, (uint64_t)n, &r) || r.seq != seq) continue;
         if (!dt__is_to_one((dt__op_code)(r.what & 255)) && strcmp(r.group, comm->group->name) == 0)
             return dt__site_text(r.file, r.line);
     }
     return dt__site_text(NULL, 0);
+}
+
+/* What one rank calls, for a comparison. */
+typedef struct dt__shown {
+    uint64_t   what, count;
+    dt__phrase site;        /* " at train.c:88", or empty */
+} dt__shown;
+
+static void dt__show_own(const dt_work *work, dt__shown *own) {
+    const dt_comm *comm = work->comm;
+    own->what = dt__what(&work->call);
+    own->count = work->call.count;
+    own->site = dt__site_of(comm, comm->world->rank, work->call.seq);
+}
+
+/* Two ranks of the group call different things. */
+static dt_status dt__calls_differ(dt_work *work, int rank, const dt__shown *its, int other, const dt__shown *theirs) {
+    const dt_comm *comm = work->comm;
+    dt__call one = dt__call_of_what(its->what, (size_t)its->count);
+    dt__call two = dt__call_of_what(theirs->what, (size_t)theirs->count);
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)",
+                         comm->group->ranks[rank], dt__call_text(&one).s, its->site.s, comm->group->ranks[other],
+                         dt__call_text(&two).s, theirs->site.s, (unsigned long long)work->call.seq, comm->group->name);
 }
 
 // ==== 12. Waiting, and what moves meanwhile ==========================================================================
@@ -1406,6 +1482,10 @@ static int dt__algorithm_advance(dt_work *work);
 static dt_status dt__late(dt_work *work);
 static int dt__idle(dt_work *work, uint64_t at, double since);
 static void dt__answer(dt__world *world);
+static void dt__heard(dt__world *world, int rank, const void *bulletin);
+static void dt__say_wait(dt__world *world, const dt_work *work, int ended);
+static int dt__check_advance(dt_work *work);
+static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
@@ -1419,6 +1499,8 @@ static void dt__trace_free(dt__world *world);
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->over) return 1;
+    int checked = work->check ? dt__check_advance(work) : 1;
+    if (checked <= 0) return checked;
     int as_messages = work->algorithm || dt__is_to_one(work->call.op);
     if (!work->done) {
         work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
@@ -1478,6 +1560,7 @@ static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
 static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     dt_status status = dt__wait_for(world, work, begin);
     if (world->state->waiting) __atomic_store_n(&world->state->waiting, 0, __ATOMIC_SEQ_CST);
+    if (world->said && status == DT_OK) dt__say_wait(world, NULL, 0);
     return status;
 }
 
@@ -1801,18 +1884,6 @@ static int dt__all_there(dt_work *work) {
 }
 
 
-/* Two ranks of the group call different things. */
-static dt_status dt__calls_differ(dt_work *work, int rank, uint64_t what, size_t count, int other, uint64_t other_what,
-                                  size_t other_count) {
-    const dt_comm *comm = work->comm;
-    int one = comm->group->ranks[rank], two = comm->group->ranks[other];
-    dt__call its = dt__call_of_what(what, count), theirs = dt__call_of_what(other_what, other_count);
-    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)", one,
-                         dt__call_text(&its).s, dt__site_of(comm, one, work->call.seq).s, two,
-                         dt__call_text(&theirs).s, dt__site_of(comm, two, work->call.seq).s,
-                         (unsigned long long)work->call.seq, comm->group->name);
-}
-
 /* Every rank compares the same posts and comes to the same answer. */
 static dt_status dt__compare(dt_work *work) {
     dt_comm *comm = work->comm;
@@ -1820,7 +1891,9 @@ static dt_status dt__compare(dt_work *work) {
     for (int rank = 1; rank < comm->place.size; rank++) {
         const dt__post *other = dt__post_of(comm, rank, work->call.seq);
         if (other->what == first->what && other->count == first->count) continue;
-        return dt__calls_differ(work, rank, other->what, other->count, 0, first->what, first->count);
+        dt__shown its = { other->what, other->count, dt__site_of(comm, comm->group->ranks[rank], work->call.seq) };
+        dt__shown one = { first->what, first->count, dt__site_of(comm, comm->group->ranks[0], work->call.seq) };
+        return dt__calls_differ(work, rank, &its, 0, &one);
     }
     return DT_OK;
 }
@@ -2164,6 +2237,28 @@ static int dt__shared_collective(dt_work *work) {
    section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
    the latter go through the memory that they share, as in section 13. */
 
+/* What a message says of the call that it is a part of, in 63 bits and one that is set: of the count the last 36. */
+static uint64_t dt__word_of(const dt__call *call, size_t part_count) {
+    uint64_t count = dt__is_to_one(call->op) ? (uint64_t)part_count : (uint64_t)call->count;
+    uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
+    uint64_t peer = dt__is_to_one(call->op) ? 0 : (uint64_t)(uint32_t)call->peer & 0xffff;
+    if (call->op == DT__CHECK) return 0;
+    return (uint64_t)1 << 63 | op << 59 | (uint64_t)call->dtype << 55 | (uint64_t)call->redop << 52 | peer << 36 |
+           (count & 0xfffffffff);
+}
+
+/* A message came that is a part of something else than this rank calls. Always -1. */
+static int dt__word_differs(dt_work *work, const dt__part *part, int from, uint64_t word) {
+    dt__shown its, own;
+    dt_dtype dtype = (dt_dtype)(word >> 55 & 15);
+    if (dt__is_to_one(work->call.op)) return dt__part_differs(work, part, from, dtype, (size_t)(word & 0xfffffffff));
+    memset(&its, 0, sizeof its);
+    its.what = (word >> 59 & 15) | (uint64_t)dtype << 8 | (word >> 52 & 7) << 16 | (word >> 36 & 0xffff) << 32;
+    its.count = word & 0xfffffffff;
+    dt__show_own(work, &own);
+    return dt__calls_differ(work, from, &its, work->comm->place.rank, &own), -1;
+}
+
 static int dt__transport_begin(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
     const dt_transport *t = &world->transport;
@@ -2171,10 +2266,12 @@ static int dt__transport_begin(dt_work *work, dt__part *part) {
     uint32_t channel = 2 * work->comm->group->channel + (part->tag < 0);
     int other = part->peer == DT_ANY ? DT_ANY : work->comm->group->ranks[part->peer];
     int tag = part->tag < 0 ? -1 - part->tag : part->tag;
-    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, part->send, bytes)
+    uint64_t word = dt__word_of(&work->call, part->count);
+    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, word, part->send, bytes)
                                          : t->recv(t->user, other, channel, tag, part->recv, bytes);
     if (part->request) {
         if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 1, __ATOMIC_SEQ_CST);
+        if (part->op == DT__SEND && world->others) world->others[other].sent++;
         dt__moved(world);
         return 1;
     }
@@ -2198,7 +2295,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     if (part->tag < 0 && world->node && dt__seat_of(world, work->comm->group->ranks[part->peer]) >= 0)
         return dt__shared_message(work, part);
     if (!part->request && dt__transport_begin(work, part) < 0) return -1;
-    int done = world->transport.test(world->transport.user, part->request, &from, &bytes, why);
+    uint64_t word = 0;
+    int done = world->transport.test(world->transport.user, part->request, &from, &word, &bytes, why);
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
@@ -2208,9 +2306,11 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
+    if (word && word != dt__word_of(&work->call, part->count)) return dt__word_differs(work, part, from, word);
     if (bytes != part->count * size) return dt__part_differs(work, part, from, work->call.dtype, bytes / size);
     if (work->call.from) *work->call.from = from;
     part->peer = from;
+    if (world->others) world->others[work->comm->group->ranks[from]].got++;
     return 1;
 }
 
@@ -2251,8 +2351,8 @@ static dt__part *dt__add_part(dt_work *work, dt__op_code op, int peer, size_t co
     part->op = op;
     part->peer = peer;
     part->count = count;
-    part->tag = -1 - (int)(work->call.seq % 0x100000);
-    if (op == DT__SEND) {
+    part->tag = -1 - (int)(2 * (work->call.seq % 0x80000) + (work->call.op == DT__CHECK));
+    if (op == DT__SEND && work->call.op != DT__CHECK) {
         work->comm->world->traffic.messages++;
         work->comm->world->traffic.bytes += count * dt_dtype_size(work->call.dtype);
     }
@@ -2713,7 +2813,7 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },    /* dt_agree, dt_comm_split, dt_comm_step */
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-    };
+    };  /* a comparison has its own */
     if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;    /* an average is no sum of averages */
     return dt__is_to_one(call->op) ? NULL : table[call->op][algorithm];
 }
@@ -2857,6 +2957,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
         dt__copy_give(world, part->copy, part->count * dt_dtype_size(work->call.dtype));
     }
     dt__scratch_free(work);
+    if (work->check) dt__check_free(work);
     work->n_parts = 0;
     work->comm = NULL;
     work->later = world->idle;
@@ -2872,6 +2973,74 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
     work->link_until = world->link_free;
 }
 
+/* ---- comparison over a transport ---- */
+
+/* In shared memory the posts of a collective are compared (section 14). Over a transport each message carries a word
+   about its call; and in the first steps, where programs go wrong, all ranks tell each other what they call before they
+   do it, in a gather of its own. */
+enum { DT__CHECK_STEPS = 100, DT__CHECK_OPS = 10000 };  /* of a group, for programs without steps */
+typedef struct dt__notice {
+    uint64_t what, count;
+    int32_t  line;
+    char     file[28];
+} dt__notice;
+
+static int dt__compares(const dt_comm *comm) {
+    const dt__world *world = comm->world;
+    if (!world->transport.send || world->check) return world->transport.send && world->check > 0;
+    return world->state->step < DT__CHECK_STEPS && comm->messages < DT__CHECK_OPS;
+}
+
+static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * sizeof(dt__notice); }
+
+/* Not made without memory: the context has failed then. */
+static void dt__check_make(dt_work *work) {
+    dt_comm *comm = work->comm;
+    dt__world *world = comm->world;
+    dt__notice *own = (dt__notice *)dt_alloc(world->ctx, DT_MEM_HOST, dt__check_bytes(comm), "a comparison");
+    if (!own) return;
+    memset(own, 0, sizeof *own);
+    own->what = dt__what(&work->call);
+    own->count = work->call.count;
+    own->line = world->line;
+    if (world->file) strncpy(own->file, dt__file_name(world->file), sizeof own->file - 1);
+    dt__call call = dt__call_make(DT__CHECK, own, own + 1, sizeof *own / sizeof(int32_t), DT_I32);
+    call.host = 1;
+    call.seq = work->call.seq;
+    work->check = dt__work_take(comm, &call);
+    if (!work->check) {
+        dt_free(world->ctx, DT_MEM_HOST, own, dt__check_bytes(comm));
+        return;
+    }
+    work->check->algorithm = dt__doubling_all_gather;
+    dt__parts_make(work->check, 2 * comm->place.size);
+}
+
+static void dt__check_free(dt_work *work) {
+    dt_work *check = work->check;
+    void *notices = (void *)check->call.send;
+    dt_comm *comm = check->comm;
+    work->check = NULL;
+    dt__work_release(comm->world, check);
+    dt_free(comm->world->ctx, DT_MEM_HOST, notices, dt__check_bytes(comm));
+}
+
+/* 1: all call the same. */
+static int dt__check_advance(dt_work *work) {
+    const dt__notice *all = (const dt__notice *)work->check->call.recv;
+    int done = dt__algorithm_advance(work->check);
+    if (done <= 0) return done;
+    for (int rank = 1; rank < work->comm->place.size; rank++) {
+        if (all[rank].what == all[0].what && all[rank].count == all[0].count) continue;
+        dt__shown its = { all[rank].what, all[rank].count, dt__site_text(all[rank].file, all[rank].line) };
+        dt__shown one = { all[0].what, all[0].count, dt__site_text(all[0].file, all[0].line) };
+        return dt__calls_differ(work, rank, &its, 0, &one), -1;
+    }
+    dt__check_free(work);
+    dt__moved(work->comm->world);
+    return 1;
+}
+
 /* How it goes: as messages, by an algorithm or to one other rank, or in the backend's own way. */
 static int dt__work_route(dt_work *work) {
     dt_comm *comm = work->comm;
@@ -2879,8 +3048,13 @@ static int dt__work_route(dt_work *work) {
     int to_one = dt__is_to_one(call->op);
     if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(call, comm->algorithm);
     if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, call);
-    if (work->algorithm) work->call.seq = ++comm->messages;
-    else if (!to_one) work->call.seq = ++comm->seq;
+    if (work->algorithm) {
+        work->call.seq = ++comm->messages;
+        comm->chain = (comm->chain ^ dt__what(call)) * 1099511628211u;      /* FNV-1a, a word at a time */
+        comm->chain = (comm->chain ^ call->count) * 1099511628211u;
+    } else if (!to_one) {
+        work->call.seq = ++comm->seq;
+    }
     return (!work->algorithm && !to_one) || dt__parts_make(work, to_one ? 1 : 2 * comm->place.size);
 }
 
@@ -2913,6 +3087,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
         dt__alone(work);
         return work;
     }
+    if (work->algorithm && dt__compares(comm)) dt__check_make(work);
     if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     if (to_one) {
         dt__part *part = dt__add_part(work, call.op, call.peer, call.count);
@@ -3183,6 +3358,7 @@ static dt_work *dt__first_to_move(dt_work *work) {
 /* The world rank that it waits for; DT_ANY: it is not one. */
 static int dt__awaited(const dt_work *work) {
     const dt_comm *comm = work->comm;
+    if (work->check) work = work->check;
     for (int i = 0; i < work->n_parts; i++) {
         int peer = work->parts[i].peer;
         if (!work->parts[i].over) return peer == DT_ANY ? DT_ANY : comm->group->ranks[peer];
@@ -3225,22 +3401,20 @@ static const char *dt__process_word(char state) {
 }
 
 /* ", its last operation: ..." */
-static void dt__append_last(const dt__rank_state *state, const dt__op_record *records, char *text, size_t bytes,
-                            size_t *at) {
+static void dt__append_last(dt__seen seen, char *text, size_t bytes, size_t *at) {
     dt__op_record r;
-    int64_t last = __atomic_load_n(&state->records, __ATOMIC_ACQUIRE);
-    if (last == 0) dt__append(text, bytes, at, ", it has begun no operation");
-    else if (dt__record_get(records, (uint64_t)last, &r))
+    int64_t last = __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE);
+    if (last == 0 && seen.ring.n > 1) dt__append(text, bytes, at, ", it has begun no operation");
+    else if (dt__record_get(seen.ring, (uint64_t)last, &r))
         dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
 }
 
 /* Is that rank in a long wait, as it shows, and not stopped in the middle of it? Then its record. */
-static int dt__waits(const dt_io *io, const dt__rank_state *state, const dt__op_record *records, char *process,
-                     dt__op_record *r) {
-    uint64_t waiting = __atomic_load_n(&state->waiting, __ATOMIC_SEQ_CST);
-    *process = dt__process_state(io, state);
+static int dt__waits(const dt_io *io, dt__seen seen, char *process, dt__op_record *r) {
+    uint64_t waiting = __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST);
+    *process = dt__process_state(io, seen.state);
     if (*process == 'T' || *process == 't' || *process == 'Z' || *process == 'X') return 0;
-    return dt__record_get(records, waiting, r);
+    return dt__record_get(seen.ring, waiting, r);
 }
 
 /* "; rank 3 (process 4711) is stopped (state T), its last operation: ...": why that rank does not come. */
@@ -3249,10 +3423,10 @@ static void dt__append_why(const dt__world *world, int rank, char *text, size_t 
     dt__op_record r;
     char process;
     for (int step = 0; step < 4 && rank >= 0 && rank != world->rank; step++) {
-        const dt__rank_state *state = dt__state_of(world, rank);
-        const dt__op_record *records = dt__records_of(world, rank);
-        if (!state || !records) return;
-        if (dt__waits(io, state, records, &process, &r)) {
+        dt__seen seen = dt__seen_of(world, rank);
+        const dt__rank_state *state = seen.state;
+        if (!state) return;
+        if (dt__waits(io, seen, &process, &r)) {
             int next = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
             dt__append(text, bytes, at, "; rank %d waits in %s", rank, dt__record_text(&r).s);
             if (next != DT_ANY) dt__append(text, bytes, at, " for rank %d", next);
@@ -3260,11 +3434,12 @@ static void dt__append_why(const dt__world *world, int rank, char *text, size_t 
             continue;
         }
         int own = state->pid == (int)getpid();
-        dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
+        if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
+        else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
                    own ? state->tid : state->pid, dt__process_word(process));
         if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
             dt__append(text, bytes, at, ", it is late: it did other things meanwhile");
-        dt__append_last(state, records, text, bytes, at);
+        dt__append_last(seen, text, bytes, at);
         return;
     }
 }
@@ -3278,7 +3453,7 @@ static dt_status dt__late(dt_work *work) {
     work = dt__first_to_move(work);
     const char *name = dt__pattern_of(work->call.op)->name, *group = work->comm->group->name;
     dt__phrase site = dt__site_text(NULL, 0);
-    if (dt__record_get(world->records, work->number, &r)) site = dt__site_text(r.file, r.line);
+    if (dt__record_get(dt__seen_of(world, world->rank).ring, work->number, &r)) site = dt__site_text(r.file, r.line);
     int awaited = dt__awaited(work), messages = work->algorithm || !work->comm->group->members;
     const dt__part *part = work->parts;
     while (part && part < work->parts + work->n_parts && part->over) part++;
@@ -3287,6 +3462,9 @@ static dt_status dt__late(dt_work *work) {
         dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s%s: nobody sent it" : "%s%s: rank %d %s",
                    dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
                    : "did not send it");
+    else if (work->check)
+        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" : "%s #%llu on %s%s: rank %d did not come",
+                   dt__call_text(&work->call).s, (unsigned long long)work->call.seq, group, site.s, awaited);
     else if (messages) dt__append(text, sizeof text, &at, "%s on %s%s", dt__call_text(&work->call).s, group, site.s);
     else dt__append(text, sizeof text, &at, "%s #%llu on %s%s: %s", name, (unsigned long long)work->call.seq, group,
                     site.s, dt__who_came(work).s);
@@ -3298,24 +3476,31 @@ static dt_status dt__late(dt_work *work) {
 
 /* "rank 0 waits in ... for rank 1" */
 static void dt__append_wait(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
-    const dt__rank_state *state = dt__state_of(world, rank);
-    int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+    dt__seen seen = dt__seen_of(world, rank);
+    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__op_record r;
     dt__append(text, bytes, at, "rank %d ", rank);
-    if (dt__record_get(dt__records_of(world, rank), __atomic_load_n(&state->waiting, __ATOMIC_SEQ_CST), &r))
+    if (dt__record_get(seen.ring, __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST), &r))
         dt__append(text, bytes, at, "waits in %s", dt__record_text(&r).s);
     else dt__append(text, bytes, at, "has ended");
     if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
 }
 
-/* No rank will ever move. Names a circle of waits, from its lowest rank; if there is none, the waits of some. */
+/* For whom a world rank waits, as it shows; DT_ANY: nobody, or that is not known. */
+static int dt__next_waited(const dt__world *world, int rank) {
+    dt__seen seen = dt__seen_of(world, rank);
+    if (!seen.state || !__atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST)) return DT_ANY;
+    return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
+}
+
+/* No rank will ever move, and waits for others lead from this one into a circle: names it, from its lowest rank. If
+   they do not, the waits of some. */
 static void dt__deadlocked(dt__world *world) {
     enum { NAMED = 4 };
-    int n = world->shared->ranks, rank = world->rank, first, length = 1;
+    int n = world->comm->place.size, rank = world->rank, first, length = 1;
     char text[480];
     size_t at = 0;
-    for (int i = 0; i < n && rank != DT_ANY && dt__state_of(world, rank); i++)     /* now on a circle */
-        rank = __atomic_load_n(&dt__state_of(world, rank)->waits_for, __ATOMIC_RELAXED);
+    for (int i = 0; i < n && rank != DT_ANY; i++) rank = dt__next_waited(world, rank);
     if (rank == DT_ANY) {
         dt__append(text, sizeof text, &at, "deadlock: all ranks wait, and nothing is under way: ");
         for (int i = 0; i < n && i < NAMED; i++) {
@@ -3326,12 +3511,13 @@ static void dt__deadlocked(dt__world *world) {
         return;
     }
     first = rank;
-    for (int next = dt__state_of(world, rank)->waits_for; next != rank; next = dt__state_of(world, next)->waits_for) {
+    for (int next = dt__next_waited(world, rank); next != rank && next != DT_ANY && length < n;
+         next = dt__next_waited(world, next)) {
         if (next < first) first = next;
         length++;
     }
     rank = first;
-    for (int i = 0; i < length && i < NAMED; i++, rank = dt__state_of(world, rank)->waits_for) {
+    for (int i = 0; i < length && i < NAMED; i++, rank = dt__next_waited(world, rank)) {
         dt__append(text, sizeof text, &at, i ? ", " : "deadlock: ");
         dt__append_wait(world, rank, text, sizeof text, &at);
     }
@@ -3355,6 +3541,102 @@ static int dt__all_in_sight(const dt__world *world) {
     return away == 0;
 }
 
+/* Over a transport there is no sum of moves to look at, but what the ranks have said last. Two things prove a deadlock.
+
+   A circle in which each waits in a collective for the next, which waits too and has not begun that collective: who
+   left it first would have been let go by one who had left it before.
+
+   All wait, and between each two as many messages came as were sent. (F. Mattern, "Algorithms for distributed
+   termination detection", 1987: channel counting. Bulletins need not be of one moment: what set a rank going after its
+   own would have come from one that was going before.) */
+static int dt__behind(const dt__world *world, int rank, int other) {
+    const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
+    if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
+    for (uint32_t i = 0; i < theirs->groups; i++)
+        if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
+    return 0;
+}
+
+static int dt__circle(const dt__world *world) {
+    int n = world->comm->place.size, rank = world->rank;
+    for (int i = 0; i < 2 * n; i++) {
+        int other = world->others[rank].last.waits_for;
+        if (other == DT_ANY || !dt__behind(world, rank, other)) return 0;
+        rank = other;
+    }
+    return 1;
+}
+
+static int dt__all_quiet(const dt__world *world) {
+    int n = world->comm->place.size;
+    if (n > DT__SAID_RANKS) return 0;
+    for (int rank = 0; rank < n; rank++) if (!world->others[rank].last.waiting) return 0;
+    for (int from = 0; from < n; from++) {
+        for (int to = 0; to < n; to++)
+            if (world->others[from].last.sent[to] != world->others[to].last.got[from]) return 0;
+    }
+    return 1;
+}
+
+/* Says to all others what this rank waits in, that it does so no longer, or that it has ended. */
+static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
+    dt__bulletin *own = &world->others[world->rank].last;
+    memset(own, 0, sizeof *own);
+    own->waiting = work ? work->number : ended ? DT__SAID_END : 0;
+    own->records = world->state->records;
+    own->step = world->state->step;
+    own->waits_for = work ? world->awaited : DT_ANY;
+    own->channel = work ? work->comm->group->channel : 0;
+    dt__record_get(dt__seen_of(world, world->rank).ring, work ? work->number : (uint64_t)own->records, &own->wait);
+    for (const dt_comm *comm = world->comms; comm && own->groups < DT__SAID_GROUPS; comm = comm->next) {
+        own->channels[own->groups] = comm->group->channel;
+        own->begun[own->groups++] = (uint32_t)comm->messages;
+    }
+    for (int rank = 0; rank < world->comm->place.size && rank < DT__SAID_RANKS; rank++) {
+        own->sent[rank] = world->others[rank].sent;
+        own->got[rank] = world->others[rank].got;
+    }
+    world->said = work != NULL;
+    world->said_moves = world->state->moves;
+    world->said_at = world->host->now(world->host->user);
+    world->control->say(world->control->user, own, sizeof *own);
+}
+
+/* What another rank said. It is one of the job, but its numbers are looked at. */
+static void dt__heard(dt__world *world, int rank, const void *bulletin) {
+    if (!world || !world->others || !world->comm) return;
+    int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
+    dt__other *other = &world->others[rank];
+    uint64_t before = other->last.waiting;
+    const dt__bulletin *said = &other->last;
+    memcpy(&other->last, bulletin, sizeof other->last);
+    other->last.wait.group[DT__NAME_BYTES - 1] = other->last.wait.file[DT__FILE_BYTES - 1] = 0;
+    other->last.wait.what = (said->wait.what & 255) <= DT__RECV ? said->wait.what : (uint64_t)DT__BARRIER;
+    if (said->groups > DT__SAID_GROUPS) other->last.groups = 0;
+    if (said->waits_for < DT_ANY || said->waits_for >= world->comm->place.size) other->last.waits_for = DT_ANY;
+    other->state.waiting = said->waiting;
+    other->state.waits_for = other->last.waits_for;
+    other->state.records = said->records;
+    other->state.step = said->step;
+    other->state.moves++;
+    if (said->waiting != before) other->state.since = other->state.left = now;
+}
+
+/* How long a wait lasts before the others hear of it, and how soon of what changes meanwhile. */
+#define DT__SAY_S 0.02
+
+static int dt__idle_apart(dt_work *work, double since) {
+    dt__world *world = work->comm->world;
+    double now = world->host->now(world->host->user);
+    if (!world->others || now - since < DT__SAY_S) return 0;
+    const dt__bulletin *own = &world->others[world->rank].last;
+    int as_said = world->said && world->state->moves == world->said_moves && own->waits_for == world->awaited;
+    if (!as_said && now - world->said_at > DT__SAY_S) dt__say_wait(world, work, 0);
+    if (!as_said || world->node || !(dt__circle(world) || dt__all_quiet(world))) return 0;
+    dt__deadlocked(world);
+    return 1;
+}
+
 /* A long wait since `since`: the rank has looked at all that it has under way, after the sum of moves was `at`, and
    nothing could move. Shows that. 1: nothing ever will, and the context has failed. */
 static int dt__idle(dt_work *work, uint64_t at, double since) {
@@ -3363,7 +3645,7 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
     const dt__shared *shared = world->shared;
     int begins = own->waiting != work->number, awaited = dt__awaited(dt__first_to_move(work));
     if (begins || awaited != world->awaited) {
-        const dt__rank_state *its = awaited == DT_ANY ? NULL : dt__state_of(world, awaited);
+        const dt__rank_state *its = dt__seen_of(world, awaited).state;
         world->awaited = awaited;
         world->awaited_moves = its ? __atomic_load_n(&its->moves, __ATOMIC_SEQ_CST) : 0;
     }
@@ -3371,7 +3653,8 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
     __atomic_store_n(&own->since, (int64_t)(since * 1e6), __ATOMIC_RELAXED);
     __atomic_store_n(&own->waiting, work->number, __ATOMIC_SEQ_CST);
     if (world->ask && __atomic_load_n(world->ask, __ATOMIC_RELAXED)) dt__answer(world);
-    if (!shared->state || dt__link_busy(world, work)) return 0;
+    if (dt__link_busy(world, work)) return 0;
+    if (!dt__all_in_sight(world)) return dt__idle_apart(work, since);
     __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
     for (int seat = 0; seat < shared->ranks; seat++) {
         const dt__rank_state *its = &shared->state[seat];
@@ -3391,12 +3674,13 @@ static dt__phrase dt__span_text(double seconds) {
 }
 
 /* One line of it, without an end. */
-static void dt__rank_line(const dt_io *io, double now, int rank, const dt__rank_state *state,
-                          const dt__op_record *records, char *text, size_t bytes, size_t *at) {
+static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, char *text, size_t bytes,
+                          size_t *at) {
+    const dt__rank_state *state = seen.state;
     dt__op_record r;
     char process = 0;
     dt__append(text, bytes, at, "rank %d: ", rank);
-    if (!state || !records) {
+    if (!state) {
         dt__append(text, bytes, at, "not known here");
         return;
     }
@@ -3404,7 +3688,7 @@ static void dt__rank_line(const dt_io *io, double now, int rank, const dt__rank_
                (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
     if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
         dt__append(text, bytes, at, "has ended");
-    } else if (dt__waits(io, state, records, &process, &r)) {
+    } else if (dt__waits(io, seen, &process, &r)) {
         int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
         double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
         dt__append(text, bytes, at, "%s waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
@@ -3413,7 +3697,7 @@ static void dt__rank_line(const dt_io *io, double now, int rank, const dt__rank_
         double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
         dt__append(text, bytes, at, "%s %s", state->left ? dt__span_text(seconds).s : "-",
                    dt__process_word(process));
-        dt__append_last(state, records, text, bytes, at);
+        dt__append_last(seen, text, bytes, at);
     }
 }
 
@@ -3423,8 +3707,8 @@ size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
     for (int rank = 0; world && world->comm && rank < world->comm->place.size; rank++) {
         char line[512];
         size_t at = 0;
-        dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank, dt__state_of(world, rank),
-                      dt__records_of(world, rank), line, sizeof line - 1, &at);
+        dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank, dt__seen_of(world, rank),
+                      line, sizeof line - 1, &at);
         line[at++] = '\n';
         if (text && all + at < bytes) memcpy(text + all, line, at);
         all += at;
@@ -3436,13 +3720,13 @@ size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
 size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     const dt__world *world = dt__world_of(ctx);
     int known = world && world->comm && rank >= 0 && rank < world->comm->place.size;
-    const dt__rank_state *state = known ? dt__state_of(world, rank) : NULL;
-    int64_t last = state ? __atomic_load_n(&state->records, __ATOMIC_ACQUIRE) : 0;
+    dt__seen seen = dt__seen_of(world, known ? rank : DT_ANY);
+    int64_t last = seen.state ? __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE) : 0;
     size_t all = 0;
     dt__op_record r;
-    for (int64_t n = last; n > 0 && n > last - DT_RECORDS; n--) {
+    for (int64_t n = last; n > 0 && n > last - seen.ring.n; n--) {
         char line[320];
-        if (!dt__record_get(dt__records_of(world, rank), (uint64_t)n, &r)) continue;
+        if (!dt__record_get(seen.ring, (uint64_t)n, &r)) continue;
         size_t at = (size_t)snprintf(line, sizeof line, "%lld %s\n", (long long)n, dt__record_text(&r).s);
         if (text && all + at < bytes) memcpy(text + all, line, at);
         all += at;
@@ -3458,9 +3742,8 @@ static void dt__answer(dt__world *world) {
     for (int rank = 0; rank < world->comm->place.size; rank++) {
         char line[512] = "";
         size_t at = 0;
-        if (!dt__state_of(world, rank)) continue;
-        dt__rank_line(dt_ctx_io(world->ctx), host->now(host->user), rank, dt__state_of(world, rank),
-                      dt__records_of(world, rank), line, sizeof line, &at);
+        dt__rank_line(dt_ctx_io(world->ctx), host->now(host->user), rank, dt__seen_of(world, rank), line,
+                      sizeof line, &at);
         host->log(host->user, DT_LOG_NOTICE, world->rank, line);
     }
 }
@@ -3625,6 +3908,26 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
            "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
 }
 
+/* What the ranks of each group have called by now. All go through their groups in the order of their channels, which is
+   the same for all. */
+static dt_status dt__compare_groups(dt__world *world) {
+    for (uint32_t channel = 0; channel < world->channels; channel++) {
+        dt_comm *comm = world->comms;
+        while (comm && comm->group->channel != channel) comm = comm->next;
+        if (!comm || comm->ops->collective || comm->place.size == 1) continue;
+        int32_t words[2] = { (int32_t)comm->messages, (int32_t)(comm->chain >> 32) };
+        if (dt__gather_words(comm, DT__STEP, words) != DT_OK) break;
+        for (int rank = 1; rank < comm->place.size; rank++) {
+            if (memcmp(comm->words + 2 * rank, comm->words, sizeof words) == 0) continue;
+            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, and "
+                                 "rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
+                                 (int)comm->words[2 * rank], comm->group->name, comm->group->ranks[0],
+                                 (int)comm->words[0], comm->words[2 * rank] == comm->words[0] ? " others" : "");
+        }
+    }
+    return dt_error(world->ctx);
+}
+
 dt_status (dt_comm_step)(dt_comm *world_comm) {
     if (!world_comm) return DT_OK;
     dt__world *world = world_comm->world;
@@ -3636,6 +3939,7 @@ dt_status (dt_comm_step)(dt_comm *world_comm) {
     if (dt__gather_words(comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
     if (world->stepped > 0 && comm->place.rank == 0)
         dt__find_straggler(world, (const double *)(const void *)comm->words, comm->place.size);
+    if (world->transport.send && dt__compare_groups(world) != DT_OK) return dt_error(world->ctx);
     __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
     world->stepped = world->host->now(world->host->user);
     world->step_wait = world->seconds;
@@ -3993,6 +4297,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
        data    for a receive that waits they go straight into its buffer; else they are kept until one comes
        abort   the sender has failed: the text is what each rank's test() answers from there on
        bye     the sender has ended well: from it nothing more will come, and that is no failure
+       said    a bulletin of section 8
 
    Numbers travel in the machine's own byte order; a rank of another order is refused by its version. A connection
    without traffic is probed, so that a cut cable is noticed within about timeout_s. */
@@ -4042,11 +4347,11 @@ typedef struct dt__tcp_table {
     char     text[DT__TCP_TEXT];    /* why */
 } dt__tcp_table;
 
-enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE };
+enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_SAID };
 typedef struct dt__tcp_frame {
     uint32_t magic, kind, channel;  /* of an abort the channel is the rank that failed, the tag its status */
     int32_t  tag;
-    uint64_t bytes;
+    uint64_t bytes, word;
 } dt__tcp_frame;
 
 typedef struct dt__tcp_request {
@@ -4257,6 +4562,7 @@ static dt__tcp_request *dt__tcp_claim(dt__tcp *t, int from, const dt__tcp_frame 
         if (!dt__tcp_matches(r, from, frame)) continue;
         *at = r->next;
         r->peer = from;
+        r->frame.word = frame->word;
         r->frame.bytes = frame->bytes;
         return r;
     }
@@ -4299,7 +4605,8 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
 static int dt__tcp_begin(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t most = f->kind == DT__TCP_DATA ? DT__TCP_MOST : f->kind == DT__TCP_ABORT ? DT__TCP_TEXT - 1 : 0;
-    int known = f->kind == DT__TCP_DATA || f->kind == DT__TCP_ABORT || f->kind == DT__TCP_BYE;
+    int known = f->kind >= DT__TCP_DATA && f->kind <= DT__TCP_SAID;
+    if (f->kind == DT__TCP_SAID && f->bytes == sizeof(dt__bulletin)) most = f->bytes;
     if (f->magic != DT__TCP_FRAME || !known || f->bytes > most || f->bytes > (size_t)-1 / 2) return 0;
     if (f->kind == DT__TCP_DATA && f->tag < 0) return 0;
     if (f->kind == DT__TCP_ABORT && f->channel >= (uint32_t)t->size) return 0;
@@ -4324,7 +4631,8 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m) m->whole = 1;
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
-    if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
+    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->ctx), peer->rank, peer->text);
+    else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
     peer->message = NULL;
     peer->head = 0;
@@ -4334,7 +4642,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
 static char *dt__tcp_spot(dt__tcp_peer *peer, size_t *room) {
     size_t done = (size_t)peer->frame.bytes - peer->left;
     *room = peer->left;
-    if (peer->frame.kind == DT__TCP_ABORT) return peer->text + done;
+    if (peer->frame.kind == DT__TCP_ABORT || peer->frame.kind == DT__TCP_SAID) return peer->text + done;
     if (peer->message) return (char *)(peer->message + 1) + done;
     if (!peer->into || done >= peer->into->room) return NULL;
     if (*room > peer->into->room - done) *room = peer->into->room - done;
@@ -4518,12 +4826,14 @@ static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     r->over = 1;
 }
 
-static void *dt__tcp_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *dt__tcp_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf,
+                          size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = to < 0 || to >= t->size || tag < 0 || bytes > DT__TCP_MOST ? NULL
                          : dt__tcp_request_make(t, to, channel, tag, bytes);
     if (!r) return NULL;
     r->data = (const char *)buf;
+    r->frame.word = word;
     dt__tcp_peer *peer = &t->peers[to];
     if (t->failed || peer->state != DT__TCP_OPEN) return r;     /* test tells */
     if (to == t->rank) {
@@ -4547,6 +4857,7 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
     for (dt__tcp_message *m = t->kept; m; m = m->next) {
         if (m->request || !dt__tcp_matches(r, m->from, &m->frame)) continue;
         r->peer = m->from;
+        r->frame.word = m->frame.word;
         r->frame.bytes = m->frame.bytes;
         m->request = r;
         if (m->whole) dt__tcp_deliver(t, m, r);
@@ -4556,6 +4867,37 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
     while (*at) at = &(*at)->next;
     *at = r;
     return r;
+}
+
+/* A bulletin to all: each has a copy that goes when it can. */
+static void dt__tcp_bulletin(void *user, const void *bulletin, size_t bytes) {
+    dt__tcp *t = (dt__tcp *)user;
+    for (int rank = 0; rank < t->size && !t->failed; rank++) {
+        dt__tcp_peer *peer = &t->peers[rank];
+        if (peer->fd < 0 || peer->deaf || peer->state != DT__TCP_OPEN || peer->control_bytes) continue;
+        char *copy = (char *)t->host->alloc(t->host->user, bytes + 1, DT_MEM_HOST);
+        dt__tcp_request *r = copy ? dt__tcp_request_make(t, rank, 0, 0, bytes) : NULL;
+        if (!r) {
+            if (copy) t->host->free(t->host->user, copy, bytes + 1, DT_MEM_HOST);
+            return;
+        }
+        memcpy(copy, bulletin, bytes);
+        r->frame.kind = DT__TCP_SAID;
+        r->data = copy;
+        r->orphan = 1;
+        t->live--;
+        if (peer->first) peer->last->next = r;
+        else peer->first = r;
+        peer->last = r;
+        dt__tcp_write(t, peer);
+    }
+}
+
+static int dt__tcp_pid(void *user, int rank) {
+    const dt__tcp *t = (const dt__tcp *)user;
+    char name[DT__TCP_NAME] = "";
+    if (gethostname(name, sizeof name - 1) != 0) return 0;
+    return strncmp(name, t->peers[rank].host, sizeof name - 1) == 0 ? t->peers[rank].pid : 0;
 }
 
 /* Half of it has gone: the rest must follow, or what comes after it cannot be read. The buffer is the caller's again,
@@ -4637,7 +4979,7 @@ static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *wh
     return 0;
 }
 
-static int dt__tcp_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = (dt__tcp_request *)request;
     /* One look at the sockets is enough for all requests that are tested in turn. */
@@ -4647,6 +4989,7 @@ static int dt__tcp_test(void *user, void *request, int *from, size_t *bytes, cha
     }
     if (r->over) {
         *from = r->peer;
+        *word = r->frame.word;
         *bytes = (size_t)r->frame.bytes;
         dt__tcp_release(t, r);
         return 1;
@@ -5590,8 +5933,10 @@ static MPI_Comm *dt__mpi_place(dt__mpi *mpi, dt__mpi_request *r, uint32_t channe
 }
 
 /* A small message is copied, so that its sender can go on: 8 for each receiver, as in shared memory. */
-static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf,
+                          size_t bytes) {
     dt__mpi *mpi = (dt__mpi *)user;
+    (void)word;
     dt__mpi_request *r = dt__mpi_take(mpi);
     MPI_Comm *comm = r ? dt__mpi_place(mpi, r, channel, &tag) : NULL;
     int count = 0;
@@ -5692,7 +6037,7 @@ static int dt__mpi_broken(dt__mpi *mpi, dt__mpi_request *r, int error, char *why
     return -2;
 }
 
-static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+static int dt__mpi_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_request *r = (dt__mpi_request *)request;
     MPI_Status status;
@@ -5718,6 +6063,7 @@ static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, cha
     if (error || r->wrong) return dt__mpi_broken(mpi, r, error, why);
     if (receives) {
         *from = status.MPI_SOURCE;
+        *word = 0;
         *bytes = (size_t)got;
         mpi->balance--;
     }
@@ -6164,6 +6510,7 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const 
         world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
         world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
     }
+    world->awaited = DT_ANY;
     world->state = lone ? &lone->state : &world->shared->state[world->seat];
     world->records = lone ? lone->records : world->shared->records + (size_t)world->seat * DT_RECORDS;
     __atomic_store_n(&world->state->pid, (int)getpid(), __ATOMIC_RELAXED);
@@ -6180,8 +6527,23 @@ static dt__group *dt__world_group(dt__world *world, int size) {
     return group;
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. run: what dt_run was told, for a transport's. */
-static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt_run_desc *run) {
+static void dt__others_make(dt__world *world, const dt__control *control, int size) {
+    size_t bytes = (size_t)size * sizeof(dt__other);
+    world->others = (dt__other *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "other ranks");
+    if (!world->others) return;
+    memset(world->others, 0, bytes);
+    world->control = control;
+    world->comm_size = size;
+    for (int rank = 0; rank < size; rank++) {
+        world->others[rank].state.waits_for = world->others[rank].last.waits_for = DT_ANY;
+        if (rank != world->rank) world->others[rank].state.pid = control->pid(control->user, rank);
+    }
+}
+
+/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL. run:
+   what dt_run was told, for a transport's. */
+static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
+                           const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
     if (!ctx || dt_error(ctx)) return NULL;
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
@@ -6208,11 +6570,13 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     if (desc.team) run = &desc.team->desc;
     if (run) world->planted = dt__faults_read(run->fault, desc.rank, world->faults);
     if (run && !desc.team) world->ask = run->ask;
+    world->check = run ? run->check : 0;
+    if (control && group) dt__others_make(world, control, size);
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
     return world->comm;
 }
 
-dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL, NULL); }
+dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL, NULL, NULL); }
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
@@ -6239,8 +6603,12 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);
     if (world->shared->state) dt__set_ended(world->shared, world->seat);
+    if (world->others && !dt_error(ctx)) dt__say_wait(world, NULL, 1);
     if (dt_error(ctx)) dt__hands_off(world);
     dt__trace_free(world);
+    if (world->others)
+        dt_free(ctx, DT_MEM_HOST, world->others, (size_t)world->comm_size * sizeof(dt__other));
+    world->others = NULL;
     dt__works_free(world);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
@@ -6440,8 +6808,8 @@ static void dt__run_answer(dt_team *team) {
     for (int rank = 0; rank < shared->ranks; rank++) {
         char line[512] = "";
         size_t at = 0;
-        dt__rank_line(dt_io_default(), host->now(host->user), rank, &shared->state[rank],
-                      shared->records + (size_t)rank * DT_RECORDS, line, sizeof line, &at);
+        dt__rank_line(dt_io_default(), host->now(host->user), rank,
+                      dt__seen_of_seat(shared, rank), line, sizeof line, &at);
         host->log(host->user, DT_LOG_NOTICE, -1, line);
     }
 }
@@ -6617,7 +6985,8 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
 
 /* The calling process is one rank, over a transport: runs it. Returns the context's status. */
 static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
-                               const dt__node *node, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+                               const dt__node *node, const dt__control *control,
+                               dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_attach_desc attach;
     memset(&attach, 0, sizeof attach);
     attach.rank = rank;
@@ -6625,7 +6994,7 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     attach.transport = transport;
     attach.timeout_s = desc->timeout_s;
     attach.link = desc->link;
-    dt_comm_detach(ctx, dt__attach(ctx, attach, node, desc) ? rank_main(ctx, user) : dt_error(ctx));
+    dt_comm_detach(ctx, dt__attach(ctx, attach, node, control, desc) ? rank_main(ctx, user) : dt_error(ctx));
     return dt_error(ctx);
 }
 
@@ -6634,9 +7003,10 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
-        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, rank_main, user))
+        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
             dt__tcp_fail(t, dt_error_text(ctx));    /* it may have failed before anybody listened */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
@@ -6689,7 +7059,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
     if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
-        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, rank_main, user);
+        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, NULL, rank_main, user);
     if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
     if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
