@@ -3088,6 +3088,10 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
         return work;
     }
     if (work->algorithm && dt__compares(comm)) dt__check_make(work);
+    if (dt_error(world->ctx)) {
+        dt__work_release(world, work);
+        return NULL;
+    }
     if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     if (to_one) {
         dt__part *part = dt__add_part(work, call.op, call.peer, call.count);

@@ -78,7 +78,7 @@ static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
 
 static dt_status come_to_an_end(dt_ctx *ctx, int how) {
     static const char garbage[100] = "GET / HTTP/1.1";
-    dt__tcp_frame frame = { DT__TCP_FRAME, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50 };
+    dt__tcp_frame frame = { DT__TCP_FRAME, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
     if (how == FAILS) return dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
     if (how == RETURNS) return DT_ERR_IO;
     if (how == GARBAGE) raw_to_all(dt_world(ctx), garbage, sizeof garbage);
