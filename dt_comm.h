@@ -379,10 +379,10 @@ DT_API dt_status dt_team_free(dt_team *team);
    that is not compared. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
    have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
    DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
-   longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
-   bytes) says the reason: the peer is gone, or another rank has called fail; -2 the same, but the call was wrong.
-   cancel: the request is gone, its buffer
-   the caller's. fail: this rank has failed, let others know text. */
+   longer than its buffer the rest is dropped), 0 not yet; below 0 it cannot be any more and the request is gone, why
+   (512 bytes) says the reason: -1 the peer is lost, -2 the call was wrong, -3 another rank has called fail, with that
+   text, -4 the peer has ended well. cancel: the request is gone, its buffer the caller's. fail: this rank has failed,
+   let others know text. */
 typedef struct dt_transport {
     const char *name;
     void       *user;
@@ -717,6 +717,7 @@ typedef struct dt__control {
     void *user;
     void (*say)(void *user, const void *bulletin, size_t bytes);
     int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
+    uint32_t (*came)(void *user, int rank); /* messages that have come from it, received or not; NULL: not known */
 } dt__control;
 
 /* What stands for a team's range where no memory is shared. */
@@ -1053,10 +1054,14 @@ struct dt_work {
     double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
     uint64_t    number;             /* of its record */
     dt_work    *check;              /* goes first: the comparison of what all ranks call */
+    const dt_work *checks;          /* this is one: of that */
     dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
     dt_work    *later;              /* of those under way, the next started */
 };
+
+/* The work that a comparison belongs to is the one that texts name. */
+static const dt_work *dt__named(const dt_work *work) { return work->checks ? work->checks : work; }
 
 /* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 16,
    which are built on messages. Each function moves things on as far as they go now: 1 over, 0 not yet, -1 the
@@ -1409,6 +1414,22 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
+/* Where this rank called it. */
+static dt__phrase dt__own_site(const dt_work *work) {
+    const dt__world *world = work->comm->world;
+    dt__op_record r;
+    int there = dt__record_get(dt__seen_of(world, world->rank).ring, dt__named(work)->number, &r);
+    return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
+}
+
+/* A rank has ended, and will never call the collective that this one waits in. */
+static dt_status dt__ended_without(dt_work *work, int world_rank) {
+    const dt_comm *comm = work->comm;
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
+                         "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name, (unsigned long long)work->call.seq,
+                         comm->group->name, comm->world->rank, dt__own_site(work).s);
+}
+
 /* What one rank calls, for a comparison. */
 typedef struct dt__shown {
     uint64_t   what, count;
@@ -1596,7 +1617,7 @@ static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
     else dt__append(text.s, sizeof text.s, &at, " %s rank %d", part->op == DT__SEND ? "to" : "from",
                     comm->group->ranks[part->peer]);
     if (part->tag >= 0) dt__append(text.s, sizeof text.s, &at, " with tag %d", part->tag);
-    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(work->call.op)->name,
+    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(dt__named(work)->call.op)->name,
                     (unsigned long long)work->call.seq);
     dt__append(text.s, sizeof text.s, &at, " on %s", comm->group->name);
     return text;
@@ -1615,9 +1636,18 @@ static int dt__part_never(dt_work *work, const dt__part *part) {
     return -1;
 }
 
+static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t expected) {
+    const dt_comm *comm = work->comm;
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %zu to rank %d, which expects %zu (%s #%llu on %s%s)",
+                         comm->group->ranks[from], sent, comm->world->rank, expected,
+                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name,
+                         dt__own_site(work).s);
+}
+
 /* What came is not what was expected. Always -1. */
 static int dt__part_differs(dt_work *work, const dt__part *part, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
+    if (part->tag < 0) return dt__counts_differ(work, from, count, part->count), -1;
     dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
                   comm->group->ranks[from], dt_dtype_name(dtype), count, comm->world->rank,
                   dt_dtype_name(work->call.dtype), part->count, part->tag, comm->group->name);
@@ -1875,10 +1905,7 @@ static int dt__all_there(dt_work *work) {
         int of_world = comm->group->ranks[rank];
         if (!dt__has_ended(shared, dt__seat_of(comm->world, of_world)) || dt__is_there(work, rank)) continue;
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
-        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
-                      of_world, dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
-                      comm->group->name);
-        return -1;
+        return dt__ended_without(work, of_world), -1;
     }
     return 0;
 }
@@ -2071,13 +2098,6 @@ static dt_status dt__push(dt_work *work) {
 
 /* ---- the steps ---- */
 
-static dt_status dt__counts_differ(dt_work *work, int from, size_t sent) {
-    const dt_comm *comm = work->comm;
-    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %zu to rank %d, which expects %zu (%s #%llu on %s)",
-                         comm->group->ranks[from], sent, comm->world->rank, work->call.recv_counts[from],
-                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name);
-}
-
 /* The expected counts of all-to-all-v against the sent ones; and the longest share, which all ranks see alike. */
 static dt_status dt__compare_counts(dt_work *work) {
     dt_comm *comm = work->comm;
@@ -2087,7 +2107,7 @@ static dt_status dt__compare_counts(dt_work *work) {
         const size_t *counts = dt__counts_of(work, from);
         for (int to = 0; to < n; to++) work->total = counts[to] > work->total ? counts[to] : work->total;
         if (counts[me] == work->call.recv_counts[from]) continue;
-        return dt__counts_differ(work, from, counts[me]);
+        return dt__counts_differ(work, from, counts[me], work->call.recv_counts[from]);
     }
     return DT_OK;
 }
@@ -2287,6 +2307,17 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
+/* What dt_transport's test answers below 0. Always -1. */
+static int dt__transport_failed(dt_work *work, const dt__part *part, int answer, const char *why) {
+    dt__world *world = work->comm->world;
+    dt__phrase text = dt__part_text(work, part);
+    if (answer == -3) dt__comm_fail(world, DT_ERR_PEER, "peer failed first: %s", why);
+    else if (answer == -4 && part->tag < 0) dt__ended_without(work, work->comm->group->ranks[part->peer]);
+    else if (answer == -4) dt__part_never(work, part);
+    else dt__comm_fail(world, answer == -2 ? DT_ERR_COMM : DT_ERR_PEER, "%s: %s", text.s, why);
+    return -1;
+}
+
 static int dt__transport_message(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
     size_t size = dt_dtype_size(work->call.dtype), bytes = part->count * size;
@@ -2300,8 +2331,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
-    dt_status status = done == -2 ? DT_ERR_COMM : DT_ERR_PEER;
-    if (done < 0) return dt__comm_fail(world, status, "%s: %s", dt__part_text(work, part).s, why), -1;
+    if (done < 0) return dt__transport_failed(work, part, done, why);
     if (part->op == DT__SEND) return 1;
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
@@ -2499,7 +2529,7 @@ static int dt__direct_all_to_all_v(dt_work *work) {
     int n = work->comm->place.size, me = work->comm->place.rank;
     const size_t *out = work->call.send_counts, *in = work->call.recv_counts;
     if (work->round > 0) return 0;
-    if (out[me] != in[me]) return dt__counts_differ(work, me, out[me]), 0;
+    if (out[me] != in[me]) return dt__counts_differ(work, me, out[me], in[me]), 0;
     dt__keep(work, dt__element(work, work->call.recv, dt__sum_of(in, me)),
              dt__element(work, work->call.send, dt__sum_of(out, me)), out[me]);
     for (int step = 1; step < n; step++) {
@@ -2979,11 +3009,12 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
    about its call; and in the first steps, where programs go wrong, all ranks tell each other what they call before they
    do it, in a gather of its own. */
 enum { DT__CHECK_STEPS = 100, DT__CHECK_OPS = 10000 };  /* of a group, for programs without steps */
-typedef struct dt__notice {
+typedef struct dt__notice {     /* counts follow it in a group that is not large */
     uint64_t what, count;
     int32_t  line;
     char     file[28];
 } dt__notice;
+enum { DT__CHECK_RANKS = 16 };
 
 static int dt__compares(const dt_comm *comm) {
     const dt__world *world = comm->world;
@@ -2991,20 +3022,37 @@ static int dt__compares(const dt_comm *comm) {
     return world->state->step < DT__CHECK_STEPS && comm->messages < DT__CHECK_OPS;
 }
 
-static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * sizeof(dt__notice); }
+/* One notice with the counts of an all-to-all-v, sent and expected. */
+static size_t dt__notice_bytes(const dt_comm *comm) {
+    size_t n = (size_t)comm->place.size;
+    return sizeof(dt__notice) + (n <= DT__CHECK_RANKS ? 2 * n * sizeof(uint64_t) : 0);
+}
 
-/* Not made without memory: the context has failed then. */
+static const dt__notice *dt__notice_of(const dt_work *check, int rank) {
+    const char *all = (const char *)check->call.recv;
+    return (const dt__notice *)(const void *)(all + (size_t)rank * dt__notice_bytes(check->comm));
+}
+
+static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * dt__notice_bytes(comm); }
+
+/* Not made without memory: the context has failed then. All tell all directly, if they are not many: who waits then
+   waits for one that has not come. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
+    size_t each = dt__notice_bytes(comm), n = (size_t)comm->place.size;
     dt__notice *own = (dt__notice *)dt_alloc(world->ctx, DT_MEM_HOST, dt__check_bytes(comm), "a comparison");
     if (!own) return;
-    memset(own, 0, sizeof *own);
+    memset(own, 0, each);
     own->what = dt__what(&work->call);
     own->count = work->call.count;
     own->line = world->line;
     if (world->file) strncpy(own->file, dt__file_name(world->file), sizeof own->file - 1);
-    dt__call call = dt__call_make(DT__CHECK, own, own + 1, sizeof *own / sizeof(int32_t), DT_I32);
+    for (size_t i = 0; i < n && n <= DT__CHECK_RANKS && work->call.op == DT__ALL_TO_ALL_V; i++) {
+        ((uint64_t *)(void *)(own + 1))[i] = work->call.send_counts[i];
+        ((uint64_t *)(void *)(own + 1))[n + i] = work->call.recv_counts[i];
+    }
+    dt__call call = dt__call_make(DT__CHECK, own, (char *)own + each, each / sizeof(int32_t), DT_I32);
     call.host = 1;
     call.seq = work->call.seq;
     work->check = dt__work_take(comm, &call);
@@ -3012,7 +3060,8 @@ static void dt__check_make(dt_work *work) {
         dt_free(world->ctx, DT_MEM_HOST, own, dt__check_bytes(comm));
         return;
     }
-    work->check->algorithm = dt__doubling_all_gather;
+    work->check->algorithm = n <= DT__CHECK_RANKS ? dt__direct_all_gather : dt__doubling_all_gather;
+    work->check->checks = work;
     dt__parts_make(work->check, 2 * comm->place.size);
 }
 
@@ -3025,17 +3074,39 @@ static void dt__check_free(dt_work *work) {
     dt_free(comm->world->ctx, DT_MEM_HOST, notices, dt__check_bytes(comm));
 }
 
+/* Of an all-to-all-v: does each rank send what the other expects? Every rank finds the same pair first. */
+static int dt__check_counts(dt_work *work) {
+    const dt_comm *comm = work->comm;
+    int n = comm->place.size;
+    if (work->call.op != DT__ALL_TO_ALL_V || n > DT__CHECK_RANKS) return 1;
+    for (int pair = 0; pair < n * n; pair++) {
+        int from = pair / n, to = pair % n;
+        const dt__notice *its = dt__notice_of(work->check, to);
+        uint64_t sent = ((const uint64_t *)(const void *)(dt__notice_of(work->check, from) + 1))[to];
+        uint64_t expected = ((const uint64_t *)(const void *)(its + 1))[n + from];
+        if (sent == expected) continue;
+        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %llu to rank %d, which expects %llu (all-to-all-v #%llu on "
+                      "%s%s)", comm->group->ranks[from], (unsigned long long)sent, comm->group->ranks[to],
+                      (unsigned long long)expected, (unsigned long long)work->call.seq, comm->group->name,
+                      dt__site_text(its->file, its->line).s);
+        return -1;
+    }
+    return 1;
+}
+
 /* 1: all call the same. */
 static int dt__check_advance(dt_work *work) {
-    const dt__notice *all = (const dt__notice *)work->check->call.recv;
     int done = dt__algorithm_advance(work->check);
     if (done <= 0) return done;
+    const dt__notice *first = dt__notice_of(work->check, 0);
     for (int rank = 1; rank < work->comm->place.size; rank++) {
-        if (all[rank].what == all[0].what && all[rank].count == all[0].count) continue;
-        dt__shown its = { all[rank].what, all[rank].count, dt__site_text(all[rank].file, all[rank].line) };
-        dt__shown one = { all[0].what, all[0].count, dt__site_text(all[0].file, all[0].line) };
+        const dt__notice *other = dt__notice_of(work->check, rank);
+        if (other->what == first->what && other->count == first->count) continue;
+        dt__shown its = { other->what, other->count, dt__site_text(other->file, other->line) };
+        dt__shown one = { first->what, first->count, dt__site_text(first->file, first->line) };
         return dt__calls_differ(work, rank, &its, 0, &one), -1;
     }
+    if (dt__check_counts(work) < 0) return -1;
     dt__check_free(work);
     dt__moved(work->comm->world);
     return 1;
@@ -3453,11 +3524,9 @@ static dt_status dt__late(dt_work *work) {
     dt__world *world = work->comm->world;
     char text[480];
     size_t at = 0;
-    dt__op_record r;
     work = dt__first_to_move(work);
     const char *name = dt__pattern_of(work->call.op)->name, *group = work->comm->group->name;
-    dt__phrase site = dt__site_text(NULL, 0);
-    if (dt__record_get(dt__seen_of(world, world->rank).ring, work->number, &r)) site = dt__site_text(r.file, r.line);
+    dt__phrase site = dt__own_site(work);
     int awaited = dt__awaited(work), messages = work->algorithm || !work->comm->group->members;
     const dt__part *part = work->parts;
     while (part && part < work->parts + work->n_parts && part->over) part++;
@@ -3481,8 +3550,9 @@ static dt_status dt__late(dt_work *work) {
 /* "rank 0 waits in ... for rank 1" */
 static void dt__append_wait(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     dt__seen seen = dt__seen_of(world, rank);
-    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__op_record r;
+    if (!seen.state) return;    /* another rank has found the same, and all leave: its text counts */
+    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__append(text, bytes, at, "rank %d ", rank);
     if (dt__record_get(seen.ring, __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST), &r))
         dt__append(text, bytes, at, "waits in %s", dt__record_text(&r).s);
@@ -3598,7 +3668,8 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
     }
     for (int rank = 0; rank < world->comm->place.size && rank < DT__SAID_RANKS; rank++) {
         own->sent[rank] = world->others[rank].sent;
-        own->got[rank] = world->others[rank].got;
+        own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
+                                              : world->others[rank].got;
     }
     world->said = work != NULL;
     world->said_moves = world->state->moves;
@@ -4384,6 +4455,7 @@ typedef struct dt__tcp_peer {
     int              fd;            /* -1: none */
     int              rank, deaf;    /* deaf: nothing can be written to it */
     int              pid, error;    /* error: of the system, with which it was lost */
+    uint32_t         came;          /* whole messages */
     char             host[DT__TCP_NAME];
     dt__tcp_state    state;
     dt__tcp_place    place;
@@ -4635,6 +4707,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m) m->whole = 1;
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
+    if (peer->frame.kind == DT__TCP_DATA) peer->came++;
     if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->ctx), peer->rank, peer->text);
     else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
@@ -4823,6 +4896,7 @@ static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     char *to = taker ? taker->into : (char *)(m + 1);
     size_t bytes = (size_t)r->frame.bytes;
     if (!taker && !m) return;
+    t->peers[t->rank].came++;
     if (taker && bytes > taker->room) bytes = taker->room;
     if (bytes) memcpy(to, r->data, bytes);
     if (taker) taker->over = 1;
@@ -4896,6 +4970,8 @@ static void dt__tcp_bulletin(void *user, const void *bulletin, size_t bytes) {
         dt__tcp_write(t, peer);
     }
 }
+
+static uint32_t dt__tcp_came(void *user, int rank) { return ((const dt__tcp *)user)->peers[rank].came; }
 
 static int dt__tcp_pid(void *user, int rank) {
     const dt__tcp *t = (const dt__tcp *)user;
@@ -4971,16 +5047,13 @@ static dt__phrase dt__tcp_loss(const dt__tcp *t, int rank) {
    others wait: so it ends the waits of all, as a process that dies does with forks. */
 static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->receives && r->peer == DT_ANY;
-    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text);
+    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text), -3;
     for (int rank = 0; rank < t->size; rank++) {
         if (t->peers[rank].state > DT__TCP_ENDED)
-            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s);
+            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s), -1;
         ended += t->peers[rank].state == DT__TCP_ENDED;
     }
-    if (!any && t->peers[r->peer].state == DT__TCP_ENDED)
-        return snprintf(why, DT__TCP_TEXT, "rank %d has ended", r->peer);
-    if (any && t->size > 1 && ended == t->size - 1) return snprintf(why, DT__TCP_TEXT, "all other ranks have ended");
-    return 0;
+    return (!any && t->peers[r->peer].state == DT__TCP_ENDED) || (any && t->size > 1 && ended == t->size - 1) ? -4 : 0;
 }
 
 static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
@@ -4998,9 +5071,9 @@ static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, si
         dt__tcp_release(t, r);
         return 1;
     }
-    if (!dt__tcp_hopeless(t, r, why)) return 0;
-    dt__tcp_cancel(t, r);
-    return -1;
+    int hopeless = dt__tcp_hopeless(t, r, why);
+    if (hopeless) dt__tcp_cancel(t, r);
+    return hopeless;
 }
 
 static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
@@ -7007,7 +7080,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
-    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
