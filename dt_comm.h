@@ -3449,9 +3449,10 @@ static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
     int fd = -1;
     int64_t got = -1;
-    if (state->pid == 0) return 0;
-    if (state->pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", state->tid);
-    else snprintf(path, sizeof path, "/proc/%d/stat", state->pid);
+    int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED), tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
+    if (pid == 0) return 0;
+    if (pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
+    else snprintf(path, sizeof path, "/proc/%d/stat", pid);
     fd = io->open(io->user, path, 0);
     if (fd < 0) return errno == ENOENT ? 'Z' : 0;
     got = io->pread(io->user, fd, text, sizeof text - 1, 0);
@@ -3509,7 +3510,12 @@ static void dt__append_why(const dt__world *world, int rank, char *text, size_t 
             continue;
         }
         int own = state->pid == (int)getpid();
-        if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
+        for (int look = 0; look < 3 && process == 'R'; look++) {     /* one that naps is seldom caught at it */
+            world->host->sleep(world->host->user, DT__NAP_MAX);
+            process = dt__process_state(io, state);
+        }
+        if (state->pid == 0 && seen.ring.n > 1) dt__append(text, bytes, at, "; rank %d has not begun", rank);
+        else if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
         else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
                    own ? state->tid : state->pid, dt__process_word(process));
         if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
@@ -4865,9 +4871,13 @@ static void dt__tcp_say(dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status
     memcpy(peer->control + sizeof frame, text, bytes);
     peer->control_at = 0;
     peer->control_bytes = sizeof frame + bytes;
-    if (peer->first && peer->first->at > 0) peer->first->next = NULL;
-    else peer->first = NULL;
-    peer->last = peer->first;
+    dt__tcp_request *begun = peer->first && peer->first->at > 0 ? peer->first : NULL;
+    for (dt__tcp_request *r = begun ? begun->next : peer->first, *next; r; r = next) {
+        next = r->next;
+        if (r->orphan) dt__tcp_release(t, r);
+    }
+    if (begun) begun->next = NULL;
+    peer->first = peer->last = begun;
     dt__tcp_write(t, peer);
 }
 
@@ -7054,6 +7064,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
         }
         jobs[started].pid = pid;
         jobs[started].end = dt__run_end_of(pid);
+        __atomic_store_n(&team->shared->state[started].pid, (int)pid, __ATOMIC_RELAXED);
         started++;
     }
     dt__run_wait(team, jobs, started, ends);
