@@ -76,9 +76,7 @@ static dt_status step_do(const step *s, dt_comm *comm, const void *a, void *b, c
     case K_ALL_TO_ALL_V: return dt_all_to_all_v(comm, a, counts, b, counts, s->dtype);
     case K_BROADCAST: return dt_broadcast(comm, b, FOUR, s->root);
     case K_BARRIER: return dt_barrier(comm);
-#ifdef HAVE_STEP
     case K_STEP: return dt_comm_step(comm);
-#endif
     default: return DT_ERR_ARG;
     }
 }
@@ -272,7 +270,6 @@ static void cases_of_missing(mismatches *all) {
         two_words(m, kind_names[k], "ended without");
         all->n += all->n + 1 < ODD_CASES;
     }
-#ifdef HAVE_STEP
     for (int k = 0; k < KINDS; k++) {
         snprintf(name, sizeof name, "missing: %s at a step's end", kind_names[k]);
         mismatch *m = case_begin(all, name);
@@ -282,7 +279,6 @@ static void cases_of_missing(mismatches *all) {
         two_words(m, kind_names[k], "step");
         case_end(all, m);
     }
-#endif
 }
 
 static void cases_all(mismatches *all) {

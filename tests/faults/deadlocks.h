@@ -45,24 +45,25 @@ static dt_status tangle_rank(dt_ctx *ctx, void *user) {
 }
 
 /* "deadlock: rank 0 waits in ... for rank 1, rank 1 waits in ... for rank 0": as many members as the ring has, each
-   waiting for the next, the last for the first. A text that does not hold them all says so with three dots. */
+   waiting for the next, the last for the first. Of a long ring the first four are there, and how long it is. */
 static int is_ring(const char *text, int members) {
-    int first = -1, last = -1, found = 0;
+    char        size[32];
+    int         first = -1, last = -1, found = 0;
     const char *p = strstr(text, "deadlock: ");
     while (p && (p = strstr(p, "rank "))) {
         int who, whom, at = 0;
         if (sscanf(p, "rank %d waits in %n", &who, &at) != 1 || at == 0) return 0;
         const char *end = strstr(p, " for rank ");
-        if (!end || sscanf(end, " for rank %d", &whom) != 1) return found > 1 && strstr(p, "...") != NULL;
+        if (!end || sscanf(end, " for rank %d", &whom) != 1) return 0;
         if (first < 0) first = who;
         else if (who != last) return 0;
         if (whom != (who + 1) % members) return 0;
         last = whom;
         found++;
-        p = end + 6;                /* past "for rank", before the next member's "rank" */
-        p += strcspn(p, ",");
+        p = end + 10;
     }
-    return found == members && first == last;
+    snprintf(size, sizeof size, "circle of %d ranks", members);
+    return first == 0 && (members <= 4 ? found == members && last == 0 : found == 4 && strstr(text, size) != NULL);
 }
 
 static double tangle_once(dt_backend backend, int shape, int cycle, int delay, page *p) {

@@ -166,8 +166,6 @@ static void drills(int full) {
 
 /* ---- stragglers ---------------------------------------------------------------------------------------------------- */
 
-#ifdef HAVE_STEP
-
 typedef struct lag { page *p; int slow, steps; double step_s, cost; } lag;
 
 static dt_status lag_rank(dt_ctx *ctx, void *user) {
@@ -218,23 +216,12 @@ static void stragglers(int full) {
         lag_run(&l, p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, 4, -1, 60, 5e-3);
         CHECK_MSG(p->lines == 0, "all ranks are equal, but: %s", p->line[0]);
     }
-    job  j;
     double begin = mono();
     lag_run(&l, p, DT_BACKEND_THREADS, 2, -1, 20000, 0);
     printf("dt_comm_step: %.2f us of 2 threads (least %.2f), all-reduce and step %.2f us\n", 1e6 * l.cost, 1e6 * l.cost,
            1e6 * (mono() - begin) / 20000);
-    (void)j;
     munmap(p, sizeof *p);
 }
-
-#else
-
-static void stragglers(int full) {
-    (void)full;
-    check_skip("stragglers: this version has no dt_comm_step");
-}
-
-#endif
 
 /* ---- the table of ranks -------------------------------------------------------------------------------------------- */
 
