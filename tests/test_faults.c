@@ -67,6 +67,7 @@ static void one_kill(int at) {
     h.phase = at % 5 < 4 ? wanted[at % 5] : 0;
     h.after = h.phase == STARTED || h.phase == TAIL ? 0 : 1e-3 * (double)(r >> 8 & 63);
     if (h.phase == TAIL) j.rounds = 3;
+    if (h.phase == STARTED) j.start_s = 2e-3;
     job_run(&j, loop_rank, &h, NULL);
     snprintf(what, sizeof what, "kill %d of rank %d, phase %s", at, h.victim, phase_names[p->hit_phase]);
     int missed = p->status == DT_OK && (p->hit_phase == TAIL || p->hit_phase == 0);     /* it had ended by itself */

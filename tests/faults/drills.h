@@ -86,7 +86,7 @@ static void drill_kinds(page *p, dt_backend backend) {
     int         procs = backend == DT_BACKEND_PROCS, bits = 0, wrong = 0, nans = 0;
     drill_ends(p, backend, "kill:rank=1:seq=7", 1, procs ? "signal 9 (SIGKILL)" : "", 0.4);
     drill_ends(p, backend, "exit:rank=1:seq=7", 1, procs ? "exited" : "", 0.4);
-    drill_ends(p, backend, "stop:rank=1:seq=7", 1, "stopped", 1.2);
+    drill_ends(p, backend, "stop:rank=1:seq=7", 1, procs ? "stopped" : "asleep", 1.2);
     drill_ends(p, backend, "spin:rank=1:seq=7", 1, "spinning or computing", 1.2);
     drill_ends(p, backend, "drop:rank=1:seq=7", 1, "ended without", 0.4);
     drill_ends(p, backend, "drop:rank=1:seq=7", 0, "barrier", 0.4);
@@ -197,28 +197,40 @@ static void lag_run(lag *l, page *p, dt_backend backend, int ranks, int slow, in
     CHECK_MSG(dt_run(j.desc, lag_rank, l) == DT_OK, "a straggler ends the job: %s", p->report.text);
 }
 
+/* Was it named, and nobody else? A rank that had to wait for a processor in one of the steps is a straggler too, so a
+   busy machine may hide one, or make one: such a run is taken again. */
+static int lag_named(page *p, dt_backend backend, int slow, int steps, int last) {
+    lag  l;
+    char who[48];
+    int  named = 0, others = 0;
+    lag_run(&l, p, backend, 4, slow, steps, 5e-3);
+    snprintf(who, sizeof who, "rank %d is a straggler", slow);
+    for (int k = 0; k < p->lines && k < LOG_LINES; k++) {
+        int it = slow >= 0 && strstr(p->line[k], who) && p->line_level[k] == DT_LOG_NOTICE;
+        named += it;
+        others += !it;
+    }
+    int good = others == 0 && (named > 0) == (slow >= 0);
+    if (last && slow < 0) CHECK_MSG(good, "all ranks are equal, but: %s", p->line[0]);
+    else if (good || last)
+        CHECK_MSG(good, "rank %d lags for %d steps: it is named %d times, others %d: %s", slow, steps, named, others,
+                  p->lines > 0 ? p->line[0] : "");
+    return good;
+}
+
 static void stragglers(int full) {
     page *p = page_make();
     lag   l;
-    for (int i = 0; i < (full ? 20 : 4); i++) {
-        char who[48];
-        int  slow = i % 4, found = -1;
-        lag_run(&l, p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, 4, slow, 10, 5e-3);
-        snprintf(who, sizeof who, "rank %d is a straggler", slow);
-        for (int k = 0; k < p->lines && k < LOG_LINES; k++) {
-            if (strstr(p->line[k], who)) found = k;
-            else CHECK_MSG(!strstr(p->line[k], "is a straggler"), "rank %d lags, but: %s", slow, p->line[k]);
-        }
-        CHECK_MSG(found >= 0 && p->line_level[found] == DT_LOG_NOTICE, "rank %d lags for 10 steps: %d lines: %s", slow,
-                  p->lines, p->line[0]);
+    for (int i = 0; i < (full ? 30 : 6); i++) {
+        int slow = i % 3 == 2 ? -1 : i % 4;
+        for (int again = 0; again < 4; again++)
+            if (lag_named(p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, slow, slow < 0 ? 60 : 10, again == 3)) break;
     }
-    for (int i = 0; i < (full ? 10 : 2); i++) {
-        lag_run(&l, p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, 4, -1, 60, 5e-3);
-        CHECK_MSG(p->lines == 0, "all ranks are equal, but: %s", p->line[0]);
-    }
+    lag_named(p, DT_BACKEND_THREADS, 1, 40, 0);
+    CHECK_MSG(p->lines <= 4, "a straggler is named %d times in 40 steps", p->lines);
     double begin = mono();
     lag_run(&l, p, DT_BACKEND_THREADS, 2, -1, 20000, 0);
-    printf("dt_comm_step: %.2f us of 2 threads (least %.2f), all-reduce and step %.2f us\n", 1e6 * l.cost, 1e6 * l.cost,
+    printf("dt_comm_step: %.2f us at least, %.2f us with an all-reduce, of 2 threads\n", 1e6 * l.cost,
            1e6 * (mono() - begin) / 20000);
     munmap(p, sizeof *p);
 }
@@ -267,9 +279,9 @@ static void ask_once(page *p, int procs) {
     for (int r = 0; r < 4; r++) {
         char who[16];
         int  lines = 0, good = 0;
-        snprintf(who, sizeof who, "rank %d", r);
+        snprintf(who, sizeof who, "rank %d:", r);
         for (int k = 0; k < p->lines && k < LOG_LINES; k++) {
-            if (!has_word(p->line[k], who)) continue;
+            if (strncmp(p->line[k], who, strlen(who)) != 0) continue;
             const char *s = strstr(p->line[k], " s");
             lines++;
             good += s && has_word(p->line[k], "step") && (r == 2 ? has_word(p->line[k], "barrier") :

@@ -222,6 +222,7 @@ typedef struct job {
     dt_run_desc desc;
     page       *p;
     int         rounds, spinner, stopper;   /* a rank that spins, from a round on; ranks that are not there: -1 */
+    double      start_s;            /* before a rank's first operation */
     double      begun, took;
 } job;
 
@@ -243,7 +244,7 @@ static void harm_do(page *p, const harm *h, double begun) {
     while (mono() < begun + h->after) nap(1e-4);
     while (h->phase && mono() < begun + 5) {
         int phase = phase_of(p, h->victim);
-        if (phase == h->phase || (h->phase == STARTED && phase == BORN)) break;
+        if (phase == h->phase || h->phase == STARTED) break;     /* it will not start again */
     }
     int phase = phase_of(p, h->victim);
     double now = mono();
@@ -284,7 +285,7 @@ static dt_status loop_rank(dt_ctx *ctx, void *user) {
     uint64_t dice = (uint64_t)me * 77 + 5;
     float   *a = (float *)calloc(2 * MANY, sizeof *a), *b = a + MANY;
     phase_is(p, me, STARTED);
-    if (j->p->steps == -1) nap(1e-3);
+    if (j->start_s > 0) nap(j->start_s);
     for (int round = 0; round < j->rounds && !dt_error(ctx); round++) {
         phase_is(p, me, COMPUTING);
         double until = mono() + 1e-6 * (double)(soak_next(&dice) % 400);
