@@ -193,7 +193,7 @@ static void one_stop(int at) {
 
 static void stops(int full) {
     sums->named.n = sums->ends.n = 0;
-    in_parallel(2, full ? 125 : 30, one_stop);
+    in_parallel(3, full ? 125 : 30, one_stop);
     lateness_print(&sums->named, "stopped and spinning ranks: named after the timeout of 0.5 s");
     lateness_print(&sums->ends, "stopped and spinning ranks: the job is over");
 }
