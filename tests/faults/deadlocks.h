@@ -95,7 +95,7 @@ static double tangle_once(dt_backend backend, int shape, int cycle, int delay, p
 static void deadlocks(int full) {
     static const int cycles[] = { 2, 3, 8, 7, 4 };
     page *p = page_make();
-    for (int i = 0; i < (full ? 300 : 40); i++) {
+    for (int i = 0; i < (full ? 600 : 120); i++) {
         int        shape = i % SHAPES, cycle = cycles[i / 2 % 5];
         dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         if (shape == ONE_MORE && cycle == MOST) cycle--;
