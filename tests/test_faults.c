@@ -163,12 +163,17 @@ static void one_stop(int at) {
     h.what = H_STOP;
     h.after = 0.02 + 1e-3 * (double)(r >> 8 & 31);
     h.phase = r >> 16 & 1 ? COMPUTING : 0;
+    if (at % 5 == 0) {      /* before it has begun anything */
+        h.after = 0;
+        h.phase = STARTED;
+    }
     snprintf(what, sizeof what, "%s %d of rank %d", kind == SPINNING ? "spin" : "stop", at, h.victim);
     if (kind == GOING_ON) {
         going_on(p, what);
     } else {
         job_init(&j, p, DT_BACKEND_PROCS, 4, STOP_TIMEOUT);
         if (kind == SPINNING) j.spinner = h.victim;
+        if (h.phase == STARTED) j.start_s = 2e-3;
         job_run(&j, loop_rank, kind == SPINNING ? NULL : &h, NULL);
         const char *why = kind == SPINNING ? "spinning or computing" : "stopped";
         CHECK_MSG(p->status == DT_ERR_TIMEOUT && names_victim(p->report.text, h.victim, p->pid[h.victim], why),
@@ -193,7 +198,7 @@ static void one_stop(int at) {
 
 static void stops(int full) {
     sums->named.n = sums->ends.n = 0;
-    in_parallel(2, full ? 125 : 30, one_stop);
+    in_parallel(3, full ? 125 : 30, one_stop);
     lateness_print(&sums->named, "stopped and spinning ranks: named after the timeout of 0.5 s");
     lateness_print(&sums->ends, "stopped and spinning ranks: the job is over");
 }

@@ -95,7 +95,7 @@ static double tangle_once(dt_backend backend, int shape, int cycle, int delay, p
 static void deadlocks(int full) {
     static const int cycles[] = { 2, 3, 8, 7, 4 };
     page *p = page_make();
-    for (int i = 0; i < (full ? 300 : 40); i++) {
+    for (int i = 0; i < (full ? 600 : 120); i++) {
         int        shape = i % SHAPES, cycle = cycles[i / 2 % 5];
         dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         if (shape == ONE_MORE && cycle == MOST) cycle--;
@@ -115,11 +115,46 @@ static void deadlocks(int full) {
     munmap(p, sizeof *p);
 }
 
+/* One rank comes so late that the others sleep a millisecond at a time, and then takes long to begin what they wait
+   for: whoever counts too little of that believes in a deadlock. */
+static dt_status patient_rank(dt_ctx *ctx, void *user) {
+    enum { HUGE_COUNT = 1 << 20 };
+    page    *p = (page *)user;
+    dt_comm *world = dt_world(ctx);
+    int      me = dt_comm_rank(world), n = dt_comm_size(world);
+    float   *a = (float *)calloc(2 * HUGE_COUNT, sizeof *a), *b = a + HUGE_COUNT;
+    for (int round = 0; round < 30 && !dt_error(ctx); round++) {
+        int    late = round % n, way = round / n % 5;
+        size_t count = round % 2 ? HUGE_COUNT : 1000;
+        if (me == late) nap(20e-3);
+        if (way == 0 && me == late) for (int r = 0; r < n; r++) if (r != me) dt_send(world, a, count, DT_F32, r, 1);
+        if (way == 0 && me != late) dt_recv(world, b, count, DT_F32, late, 1);
+        if (way == 1 && me == late) for (int r = 1; r < n; r++) dt_recv_any(world, b, count, DT_F32, 1, NULL);
+        if (way == 1 && me != late) dt_send(world, a, count, DT_F32, late, 1);
+        if (way == 2) dt_broadcast(world, a, count, DT_F32, late);
+        if (way == 3) dt_all_reduce(world, a, b, count, DT_F32, DT_SUM);
+        if (way == 4) dt_reduce_scatter(world, a, b, count / (size_t)n, DT_F32, DT_MAX);
+    }
+    free(a);
+    return page_note(p, ctx, me);
+}
+
+static void patience(page *p, int runs) {
+    for (int i = 0; i < runs; i++) {
+        job j;
+        job_init(&j, p, i % 2 ? DT_BACKEND_THREADS : DT_BACKEND_PROCS, 2 + i / 2 % 2, 20);
+        dt_host host = page_host(p);
+        j.desc.host = &host;
+        CHECK_MSG(dt_run(j.desc, patient_rank, p) == DT_OK && p->lines == 0, "late ranks: %s", p->report.text);
+    }
+}
+
 /* Programs that are right, for a while: 2 to 8 ranks, more than there are cores. */
 static void soaks(int full) {
     double until = mono() + (full ? 120 : 10);
     page  *p = page_make();
     int    runs = 0, failed = 0;
+    patience(p, full ? 40 : 4);
     while (mono() < until && failed < 3) {
         dt_run_desc desc;
         soak        program;

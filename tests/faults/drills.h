@@ -86,7 +86,7 @@ static void drill_kinds(page *p, dt_backend backend) {
     int         procs = backend == DT_BACKEND_PROCS, bits = 0, wrong = 0, nans = 0;
     drill_ends(p, backend, "kill:rank=1:seq=7", 1, procs ? "signal 9 (SIGKILL)" : "", 0.4);
     drill_ends(p, backend, "exit:rank=1:seq=7", 1, procs ? "exited" : "", 0.4);
-    drill_ends(p, backend, "stop:rank=1:seq=7", 1, procs ? "stopped" : "asleep", 1.2);
+    drill_ends(p, backend, "stop:rank=1:seq=7", 1, procs ? "stopped" : "rank 1 (thread", 1.2);
     drill_ends(p, backend, "spin:rank=1:seq=7", 1, "spinning or computing", 1.2);
     drill_ends(p, backend, "drop:rank=1:seq=7", 1, "ended without", 0.4);
     drill_ends(p, backend, "drop:rank=1:seq=7", 0, "barrier", 0.4);

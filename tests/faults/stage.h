@@ -245,6 +245,7 @@ static void harm_do(page *p, const harm *h, double begun) {
     while (h->phase && mono() < begun + 5) {
         int phase = phase_of(p, h->victim);
         if (phase == h->phase || h->phase == STARTED) break;     /* it will not start again */
+        nap(1e-5);
     }
     int phase = phase_of(p, h->victim);
     double now = mono();
