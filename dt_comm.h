@@ -180,8 +180,7 @@ typedef struct dt_launch {
     int  rank, size;                /* 0 of 1: it is not distributed */
     int  local_rank, local_size;    /* among the ranks of its machine; -1 and 0: the launcher does not say */
     char rendezvous[80];            /* where rank 0 is, "127.0.0.1:29501" or "node3:24711": dt_run takes addresses in
-                                       numbers, so a name must be looked up. "": it is not distributed, or on several
-                                       machines and nobody says where */
+                                       numbers, so a name must be looked up. "": nobody says where */
     char by[16];                    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
     char text[384];                 /* one line: what was found, or what is wrong */
 } dt_launch;
@@ -3488,10 +3487,11 @@ static void dt__launch_say(dt_launch *out, const char *names, const char *others
 
 /* No launcher at all. A batch script has some of SLURM's variables, but is no rank. */
 static dt_status dt__launch_alone(dt_launch *out) {
+    out->size = 1;
     snprintf(out->text, sizeof out->text, "not distributed: %s: one process",
              dt__env("SLURM_PROCID") && !dt__env("SLURM_STEP_ID") ? "a batch script of SLURM, where srun starts ranks"
              : "no launcher's variables are set");
-    return DT_OK;
+    return dt__launch_override(out);
 }
 
 /* The first launcher of the table that says something; then what it leaves open from those that say the same rank. */
@@ -3525,7 +3525,7 @@ static dt_status dt__launch_look(dt_launch *out) {
 DT_API dt_status dt_launch_find(dt_launch *out) {
     if (!out) return DT_ERR_ARG;
     dt_status status = dt__launch_look(out);
-    if (status == DT_OK && out->size > 0) return DT_OK;
+    if (status == DT_OK) return DT_OK;
     out->rank = 0;      /* nothing is known: one process */
     out->size = 1;
     out->local_rank = -1;

@@ -182,12 +182,13 @@ typedef struct value {
 // ==== 2. Parser =====================================================================================================
 
 /* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
-   launcher, and what is wrong with what it said. text: the line of the settings. place: the rendezvous in numbers. */
+   launcher, and what is wrong with what it said. text: the line of the settings. place: the rendezvous in numbers.
+   token: the job's secret; "": none. */
 static struct {
     int       rank, size;
     dt_launch by;
     dt_status wrong;
-    char      text[512], place[32];
+    char      text[512], place[128], token[257];
 } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -623,7 +624,7 @@ static void find_launch(value *v) {
 }
 
 /* A machine's name as an address in numbers, which is what dt_run takes. */
-static const char *look_up(const char *rendezvous) {
+static void look_up(const char *rendezvous, char *place, size_t room) {
     struct addrinfo  want, *found = NULL;
     char             host[256];
     const char      *port = strchr(rendezvous, ':');
@@ -632,15 +633,42 @@ static const char *look_up(const char *rendezvous) {
     memset(&want, 0, sizeof want);
     want.ai_family = AF_INET;
     want.ai_socktype = SOCK_STREAM;
-    if (length == 0 || length >= sizeof host || strspn(rendezvous, "0123456789.") == length) return rendezvous;
+    snprintf(place, room, "%s", rendezvous);
+    if (length == 0 || strspn(rendezvous, "0123456789.") == length) return; /* dt_run will tell if it is wrong */
+    if (length >= sizeof host) refuse("rendezvous %s: too long for a name", rendezvous);
     memcpy(host, rendezvous, length);
     host[length] = 0;
     int wrong = getaddrinfo(host, NULL, &want, &found);
     if (wrong) refuse("rendezvous %s: %s", rendezvous, gai_strerror(wrong));
     memcpy(at, &((const struct sockaddr_in *)(const void *)found->ai_addr)->sin_addr, sizeof at);
     freeaddrinfo(found);
-    snprintf(launched.place, sizeof launched.place, "%d.%d.%d.%d%s", at[0], at[1], at[2], at[3], port ? port : "");
-    return launched.place;
+    snprintf(place, room, "%d.%d.%d.%d%s", at[0], at[1], at[2], at[3], port ? port : "");
+}
+
+/* The job's secret is in a file and not in an option's value, for everyone sees the command lines of a machine. */
+static void read_token(const char *path, char *token, size_t room) {
+    struct stat about;
+    int         fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &about) != 0) refuse("--token-file %s: %s", path, strerror(errno));
+    if (!S_ISREG(about.st_mode)) refuse("--token-file %s: it is no file", path);
+    if (about.st_mode & (S_IRWXG | S_IRWXO))
+        refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
+            (unsigned)(about.st_mode & 0777), path);
+    ssize_t got = read(fd, token, room);
+    close(fd);
+    if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
+    size_t length = 0;
+    while (length < (size_t)got && !strchr("\r\n", token[length])) length++;
+    if (length == 0 || length == room)
+        refuse("--token-file %s: its first line must have 1 to %zu characters", path, room - 1);
+    token[length] = 0;
+}
+
+/* What is read or looked up for the run, before it begins. */
+static void prepare_launch(const value *v) {
+    const char *rendezvous = v[O_RENDEZVOUS].text;
+    if (rendezvous) look_up(rendezvous, launched.place, sizeof launched.place);
+    if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
 }
 
 /* Ranks of tcp: what the command line leaves open, the launcher has told. */
@@ -658,15 +686,15 @@ static void resolve_tcp(value *v) {
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
         refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
     launched.rank = int_of(v, O_RANK);
-    if (told && !v[O_RENDEZVOUS].text && !by->rendezvous[0])
+    const char *given = v[O_RENDEZVOUS].text;
+    if (told && !given && !by->rendezvous[0])
         refuse("%s started ranks on several machines, and nobody says where rank 0 is: use --rendezvous HOST:PORT, or "
             "set DT_RENDEZVOUS", by->by);
-    const char *given = v[O_RENDEZVOUS].text;
-    if (told && !given) set(&v[O_RENDEZVOUS], O_RENDEZVOUS, by->rendezvous, COMPUTED);
-    if (!told) snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s", launched.rank,
-        int_of(v, O_RANKS), given ? given : "127.0.0.1:29500");
-    else snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text, given ? "; instead --rendezvous " : "",
+    if (!given && by->rendezvous[0]) set(&v[O_RENDEZVOUS], O_RENDEZVOUS, by->rendezvous, COMPUTED);
+    if (told) snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text, given ? "; instead --rendezvous " : "",
         given ? given : "");
+    else snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s", launched.rank,
+        int_of(v, O_RANKS), v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
 /* Each process of a launcher would train alone, and they would share a log. */
@@ -1236,25 +1264,6 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
             j->tokens / (j->ms / 1000), (long long)later);
 }
 
-/* The job's secret is in a file and not in an option's value, for everyone sees the command lines of a machine. */
-static void read_token(const char *path, char *token, size_t room) {
-    struct stat about;
-    int         fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0 || fstat(fd, &about) != 0) refuse("--token-file %s: %s", path, strerror(errno));
-    if (!S_ISREG(about.st_mode)) refuse("--token-file %s: it is no file", path);
-    if (about.st_mode & (S_IRWXG | S_IRWXO))
-        refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
-            (unsigned)(about.st_mode & 0777), path);
-    ssize_t got = read(fd, token, room);
-    close(fd);
-    if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
-    size_t length = 0;
-    while (length < (size_t)got && !strchr("\r\n", token[length])) length++;
-    if (length == 0 || length == room)
-        refuse("--token-file %s: its first line must have 1 to %zu characters", path, room - 1);
-    token[length] = 0;
-}
-
 /* kill -USR1: where is each rank? */
 static int  asked;
 static void on_ask(int number) {
@@ -1267,9 +1276,6 @@ static int run(job *j) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = quiet_errors;
-    char        token[257] = "";
-    const char *rendezvous = j->v[O_RENDEZVOUS].text;
-    if (j->v[O_TOKEN_FILE].text) read_token(j->v[O_TOKEN_FILE].text, token, sizeof token);
     struct sigaction ask;
     memset(&ask, 0, sizeof ask);
     ask.sa_handler = on_ask;
@@ -1278,10 +1284,10 @@ static int run(job *j) {
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
-        .rank = launched.rank, .rendezvous = rendezvous ? look_up(rendezvous) : NULL,
+        .rank = launched.rank, .rendezvous = launched.place[0] ? launched.place : NULL,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
-        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = token[0] ? token : NULL, .faults = 1, .ask = &asked },
-        train, &j->config);
+        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
+        .faults = 1, .ask = &asked }, train, &j->config);
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -1418,6 +1424,8 @@ static void print_memory(FILE *to, const train_need *n) {
 static int dry_run(job *j) {
     static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm", "all at once" };
+    if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
+        refuse("--dry-run is one process: start it without %s", launched.by.by);
     if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
     dry_figures f = dry(j, j->config, 0);
     if (f.report.status != DT_OK) {
@@ -1561,6 +1569,7 @@ int main(int argc, char **argv) {
         if (speaks()) print_config(v);
         return leave(0);
     }
+    prepare_launch(v);
     find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (speaks()) check_outputs(v, &j.config);
