@@ -3266,7 +3266,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
    table; all else is one function for all. NULL: the launcher has no such variable. */
 
 /* The only place that looks at the environment. */
-static const char *dt__env(const char *name) { return getenv(name); }
+static const char *dt__launch_env(const char *name) { return getenv(name); }
 
 typedef struct dt__launcher {
     const char *by;
@@ -3332,7 +3332,7 @@ static int dt__launch_digits(const char *at, const char **end) {
 
 /* The number in a variable, where there is one: *number stays what it is where there is none. */
 static dt_status dt__launch_number(dt_launch *out, const char *name, int least, int most, int *number) {
-    const char *value = name ? dt__env(name) : NULL, *end;
+    const char *value = name ? dt__launch_env(name) : NULL, *end;
     char why[64];
     if (!value) return DT_OK;
     int got = dt__launch_digits(value, &end);
@@ -3383,7 +3383,7 @@ static int dt__launch_first_host(const char *list, char *host, size_t room) {
 
 /* A port that is the same for all ranks of the job, and likely another for another job. */
 static int dt__launch_port(const dt__launcher *row) {
-    const char *names[2] = { dt__env(row->job), row->part ? dt__env(row->part) : NULL };
+    const char *names[2] = { dt__launch_env(row->job), row->part ? dt__launch_env(row->part) : NULL };
     uint32_t hash = 0;
     for (int i = 0; i < 2; i++)
         for (const char *c = names[i] ? names[i] : ""; *c; c++) hash = hash * 31 + (unsigned char)*c;
@@ -3408,12 +3408,12 @@ static dt_status dt__launch_meet(dt_launch *out, const dt__launcher *const *same
     char        first[64];
     int         port = 0;
     for (int i = 0; i < n; i++) {
-        host = same[i]->host ? dt__env(same[i]->host) : NULL;
-        port_text = same[i]->port ? dt__env(same[i]->port) : NULL;
-        taken = same[i]->taken ? dt__env(same[i]->taken) : NULL;
-        if (!list) list = dt__env(list_name = same[i]->hosts ? same[i]->hosts : "");
-        if (!list) list = dt__env(list_name = same[i]->or_hosts ? same[i]->or_hosts : "");
-        if (!port && same[i]->job && dt__env(same[i]->job)) port = dt__launch_port(same[i]);
+        host = same[i]->host ? dt__launch_env(same[i]->host) : NULL;
+        port_text = same[i]->port ? dt__launch_env(same[i]->port) : NULL;
+        taken = same[i]->taken ? dt__launch_env(same[i]->taken) : NULL;
+        if (!list && (list_name = same[i]->hosts) != NULL) list = dt__launch_env(list_name);
+        if (!list && (list_name = same[i]->or_hosts) != NULL) list = dt__launch_env(list_name);
+        if (!port && same[i]->job && dt__launch_env(same[i]->job)) port = dt__launch_port(same[i]);
         if (!host && !port_text) continue;
         port = DT__LAUNCH_PORT;
         if (dt__launch_number(out, same[i]->port, 1, 65535, &port) != DT_OK) return DT_ERR_ARG;
@@ -3432,16 +3432,16 @@ static dt_status dt__launch_meet(dt_launch *out, const dt__launcher *const *same
 /* What one launcher says; size 0: nothing. */
 static dt_status dt__launch_read(const dt__launcher *row, dt_launch *out) {
     const int   most = DT__MAX_RANKS;
-    const char *size = row->or_size && !dt__env(row->size) ? row->or_size : row->size;
-    const char *rank = dt__env(row->rank), *counts = row->counts ? dt__env(row->counts) : NULL;
+    const char *size = row->or_size && !dt__launch_env(row->size) ? row->or_size : row->size;
+    const char *rank = dt__launch_env(row->rank), *counts = row->counts ? dt__launch_env(row->counts) : NULL;
     int         node = -1;
     memset(out, 0, sizeof *out);
     out->local_rank = -1;
-    if ((row->needs && !dt__env(row->needs)) || (!rank && (row->lone_size || !dt__env(size)))) return DT_OK;
-    if (!rank || !dt__env(size)) {
-        const char *set = rank ? row->rank : size, *missing = rank ? size : row->rank;
-        snprintf(out->text, sizeof out->text, "%s=%s is set, but %s is not", set, dt__launch_show(dt__env(set)).s,
-                 missing);
+    if (row->needs && !dt__launch_env(row->needs)) return DT_OK;
+    if (!rank && (row->lone_size || !dt__launch_env(size))) return DT_OK;
+    if (!rank || !dt__launch_env(size)) {
+        snprintf(out->text, sizeof out->text, "%s=%s is set, but %s is not", rank ? row->rank : size,
+                 dt__launch_show(rank ? rank : dt__launch_env(size)).s, rank ? size : row->rank);
         return DT_ERR_ARG;
     }
     if (dt__launch_number(out, size, 1, most, &out->size) != DT_OK ||
@@ -3462,7 +3462,7 @@ static dt_status dt__launch_read(const dt__launcher *row, dt_launch *out) {
 
 /* DT_RENDEZVOUS goes before what any launcher says: "HOST" or "HOST:PORT". */
 static dt_status dt__launch_override(dt_launch *out) {
-    const char *value = dt__env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL, *end = NULL;
+    const char *value = dt__launch_env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL, *end = NULL;
     char        host[64];
     int         port = DT__LAUNCH_PORT;
     if (!value) return DT_OK;
@@ -3487,10 +3487,10 @@ static void dt__launch_say(dt_launch *out, const char *names, const char *others
 
 /* No launcher at all. A batch script has some of SLURM's variables, but is no rank. */
 static dt_status dt__launch_alone(dt_launch *out) {
+    int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
     out->size = 1;
     snprintf(out->text, sizeof out->text, "not distributed: %s: one process",
-             dt__env("SLURM_PROCID") && !dt__env("SLURM_STEP_ID") ? "a batch script of SLURM, where srun starts ranks"
-             : "no launcher's variables are set");
+             batch ? "a batch script of SLURM, where srun starts ranks" : "no launcher's variables are set");
     return dt__launch_override(out);
 }
 

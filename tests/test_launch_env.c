@@ -34,7 +34,7 @@ typedef struct row {
 #define STEP "SLURM_STEP_ID=0 SLURM_JOB_ID=77 "
 #define TORCHRUN "RANK=2 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 "
 
-/* Ports of jobs: 20000 + h % 10000, where h is h * 31 + c over the letters of its name: "77" "0", 54608; "4.0", 51446 */
+/* Ports of jobs: 20000 + h % 10000, where h becomes 31 h + c for each letter of the names: "77" "0" 54608; "4.0" 51446 */
 static const row good[] = {
     { "", 0, 1, -1, 0, "", "", "not distributed: no launcher's variables are set: one process" },
     { "HOME=/ MASTER_ADDR=x MASTER_PORT=none LOCAL_RANK=7", 0, 1, -1, 0, "", "", "not distributed: no launcher" },
