@@ -188,8 +188,9 @@ typedef struct dt_launch {
 /* [local] Reads the environment. The first of these wins that says something, and what it leaves open is taken from
    those behind it that say the same rank and size:
        DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start ranks
-       torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, of which the next port is
-                   taken with TORCHELASTIC_USE_AGENT_STORE=True: its own agent listens at that one
+       torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
+                   TORCHELASTIC_USE_AGENT_STORE=True its own agent listens at that port, and dt takes the next one, or
+                   20000 + port % 10000 if the port is one of those that a system gave to torchrun, from 32768 on
        Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
        PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
        SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first machine of
@@ -3276,7 +3277,7 @@ typedef struct dt__launcher {
     const char *local_rank, *local_size;
     const char *counts, *node;      /* or the ranks of each machine, "2(x3),1", and this one's place in that list */
     const char *host, *port;        /* where rank 0 is; the launcher's own process listens at the port where ... */
-    const char *taken;              /* ... this is "True", so that dt takes the next one */
+    const char *taken;              /* ... this is "True", so that dt takes another one */
     const char *hosts, *or_hosts;   /* or a list of machines, the first of which has rank 0 */
     const char *job, *part;         /* names of the job: two on one machine need two ports */
 } dt__launcher;
@@ -3300,7 +3301,8 @@ static const dt__launcher dt__launchers[] = {
 enum {
     DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
     DT__LAUNCH_PORT = 29500,        /* dt_run's own */
-    DT__LAUNCH_PORTS = 20000        /* of jobs: 10000 from here, below those that systems give away */
+    DT__LAUNCH_PORTS = 20000,       /* of jobs: 10000 from here */
+    DT__LAUNCH_GIVEN = 32768        /* those from here on systems give to whoever asks for any: the next may be taken */
 };
 
 /* A value as a text shows it: short, and in one line. */
@@ -3417,7 +3419,8 @@ static dt_status dt__launch_meet(dt_launch *out, const dt__launcher *const *same
         if (!host && !port_text) continue;
         port = DT__LAUNCH_PORT;
         if (dt__launch_number(out, same[i]->port, 1, 65535, &port) != DT_OK) return DT_ERR_ARG;
-        if (taken && strcmp(taken, "True") == 0) port += port == 65535 ? -1 : 1;
+        if (taken && strcmp(taken, "True") == 0)
+            port = port < DT__LAUNCH_GIVEN - 1 ? port + 1 : DT__LAUNCH_PORTS + port % 10000;
         return dt__launch_place(out, same[i]->host, host ? host : "127.0.0.1", port);
     }
     if (!port) port = DT__LAUNCH_PORT;

@@ -158,11 +158,10 @@ report $? "DT_RENDEZVOUS goes before MASTER_ADDR"
 RANK=0 WORLD_SIZE=1 timeout 60 "$B/train_gpt" $tiny --ranks 2 >"$dir/out" 2>"$dir/err" </dev/null &&
     grep -q '^launch  rank 0 of 1 by torchrun' "$dir/out" && grep -q 'cpu threads   2 ranks' "$dir/out"
 report $? "the only process of a launcher may have threads"
-timeout 60 "$B/train_gpt" $tiny --steps 3000 >"$dir/out" 2>"$dir/err" </dev/null &
+"$B/train_gpt" $tiny --steps 3000 --timeout 60 >"$dir/out" 2>"$dir/err" </dev/null &
 pid=$!
 for ((i = 0; i < 100; i++)); do grep -q '^step' "$dir/out" && break; sleep 0.05; done
-child=$(ps -o pid= --ppid $pid 2>/dev/null | head -n 1)
-kill -USR1 ${child:-$pid} 2>/dev/null
+kill -USR1 $pid
 wait $pid && grep -q '^step *3000/3000' "$dir/out"
 report $? "SIGUSR1 does not end a run"
 
@@ -186,7 +185,7 @@ elif command -v torchrun >/dev/null; then torchrun=(torchrun)
 else torchrun=(python3 -m torch.distributed.run); fi
 if "${torchrun[@]}" --help >/dev/null 2>&1; then
     by="\(local 0 of 4\) by torchrun: RANK, WORLD_SIZE; rendezvous"
-    launched torchrun "$by [^ ]*:[0-9]+$" "${torchrun[@]}" --no_python --nproc_per_node 4 --standalone
+    launched torchrun "$by [^ ]*:2[0-9]{4}$" "${torchrun[@]}" --no_python --nproc_per_node 4 --standalone
     free_port
     launched "torchrun --master_port" "$by 127.0.0.1:$((port + 1))$" "${torchrun[@]}" --no_python --nproc_per_node 4 \
         --master_addr 127.0.0.1 --master_port $port
@@ -263,6 +262,17 @@ slurm_start() { # status: whether both nodes are idle; else $dir/why says why no
     return 1
 }
 
+batch() { # batch ARGS...: submits it on one node with 4 tasks, and waits for its end; its output is in batch.out
+    local job i
+    rm -f "$dir/batch.out"
+    job=$(timeout 20 sbatch --parsable -N 1 -n 4 --ntasks-per-node 4 -o "$dir/batch.out" "$@" 2>"$dir/err" </dev/null) || return
+    for ((i = 0; i < 200; i++)); do     # sbatch -W looks only every 10 s
+        [ -n "$(timeout 5 squeue -h -j "$job")" ] || break
+        sleep 0.2
+    done
+    timeout 5 scontrol show job "$job" | grep -q 'JobState=COMPLETED'
+}
+
 slurm() {
     local by='by SLURM: SLURM_PROCID, SLURM_STEP_NUM_TASKS; rendezvous'
     launched srun "\(local 0 of 4\) $by 127.0.0.1:2[0-9]{4}$" srun -N 1 -n 4
@@ -278,14 +288,11 @@ slurm() {
 #!/bin/bash
 "$B/train_gpt" $tiny
 END
-    timeout 60 sbatch -W -N 1 -n 4 -o "$dir/batch.out" "$dir/batch.sh" >"$dir/out" 2>"$dir/err" </dev/null
-    [ $? = 0 ] && grep -q '^launch  not distributed: a batch script of SLURM, where srun starts ranks: one process$' "$dir/batch.out" &&
+    batch "$dir/batch.sh" && grep -q '^launch  not distributed: a batch script of SLURM, where srun starts ranks: one process$' "$dir/batch.out" &&
         grep -q 'cpu threads   1 ranks' "$dir/batch.out"
     report $? "a batch script itself is no rank"
     rm -f "$dir/launched.csv"
-    TRAIN_GPT=$B/train_gpt timeout 60 sbatch -W -N 1 -n 4 --ntasks-per-node 4 -o "$dir/batch.out" examples/launch/job.sbatch $tiny --zero 1 \
-        --log-csv "$dir/launched.csv" >"$dir/out" 2>"$dir/err" </dev/null
-    [ $? = 0 ] && grep -Eq "^launch  rank 0 of 4 \(local 0 of 4\) $by 127.0.0.1:2[0-9]{4}$" "$dir/batch.out" &&
+    TRAIN_GPT=$B/train_gpt batch examples/launch/job.sbatch $tiny --zero 1 --log-csv "$dir/launched.csv" && grep -Eq "^launch  rank 0 of 4 \(local 0 of 4\) $by 127.0.0.1:2[0-9]{4}$" "$dir/batch.out" &&
         cmp -s <(column "$dir/threads1.csv") <(column "$dir/launched.csv") && ! ls .dt-token-* 2>/dev/null
     report $? "examples/launch/job.sbatch: the losses of 4 threads: $(grep -h -m 1 error "$dir/batch.out")"
 }

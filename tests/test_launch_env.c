@@ -34,7 +34,7 @@ typedef struct row {
 #define STEP "SLURM_STEP_ID=0 SLURM_JOB_ID=77 "
 #define TORCHRUN "RANK=2 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 "
 
-/* Ports of jobs: 20000 + h % 10000, where h becomes 31 h + c for each letter of the names: "77" "0" 54608; "4.0" 51446 */
+/* Ports of jobs: 20000 + h % 10000, where h becomes 31 h + c for each letter of the names: "77" "0" is 54608 */
 static const row good[] = {
     { "", 0, 1, -1, 0, "", "", "not distributed: no launcher's variables are set: one process" },
     { "HOME=/ MASTER_ADDR=x MASTER_PORT=none LOCAL_RANK=7", 0, 1, -1, 0, "", "", "not distributed: no launcher" },
@@ -53,13 +53,19 @@ static const row good[] = {
     { "DT_RANK=007 DT_WORLD_SIZE=08", 7, 8, -1, 0, "127.0.0.1:29500", "DT", "rank 7 of 8" },
 
     /* torchrun: its agent listens at MASTER_PORT, and says so */
+    { TORCHRUN "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
+        "127.0.0.1:29501", "torchrun",
+        "rank 2 of 4 (local 2 of 4) by torchrun: RANK, WORLD_SIZE; rendezvous 127.0.0.1:29501" },
     { TORCHRUN "MASTER_ADDR=localhost MASTER_PORT=45811 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
-        "localhost:45812", "torchrun",
-        "rank 2 of 4 (local 2 of 4) by torchrun: RANK, WORLD_SIZE; rendezvous localhost:45812" },
+        "localhost:25811", "torchrun", "" },    /* a port that the system gave it: the next may be somebody's */
+    { TORCHRUN "MASTER_ADDR=h MASTER_PORT=32766 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
+        "h:32767", "torchrun", "" },
+    { TORCHRUN "MASTER_ADDR=h MASTER_PORT=32767 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
+        "h:22767", "torchrun", "" },
     { TORCHRUN "MASTER_ADDR=node-1.cluster_2 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=False", 2, 4, 2, 4,
         "node-1.cluster_2:29500", "torchrun", "" },
     { TORCHRUN "MASTER_ADDR=10.0.0.1 MASTER_PORT=65535 TORCHELASTIC_USE_AGENT_STORE=True", 2, 4, 2, 4,
-        "10.0.0.1:65534", "torchrun", "" },
+        "10.0.0.1:25535", "torchrun", "" },
     { TORCHRUN "MASTER_ADDR=10.0.0.1", 2, 4, 2, 4, "10.0.0.1:29500", "torchrun", "" },
     { TORCHRUN "MASTER_PORT=1234", 2, 4, 2, 4, "127.0.0.1:1234", "torchrun", "" },
     { "RANK=2 WORLD_SIZE=4", 2, 4, -1, 0, "127.0.0.1:29500", "torchrun", "rank 2 of 4 by torchrun" },
