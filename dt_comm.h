@@ -3481,7 +3481,8 @@ static dt_status dt__launch_override(dt_launch *out) {
 /* One line about it all. names: of the variables; others: who else has set some. */
 static void dt__launch_say(dt_launch *out, const char *names, const char *others) {
     char local[48] = "";
-    if (out->local_size) snprintf(local, sizeof local, " (local %d of %d)", out->local_rank, out->local_size);
+    if (out->local_rank >= 0 && out->local_size)
+        snprintf(local, sizeof local, " (local %d of %d)", out->local_rank, out->local_size);
     else if (out->local_rank >= 0) snprintf(local, sizeof local, " (local %d)", out->local_rank);
     snprintf(out->text, sizeof out->text, "rank %d of %d%s by %s: %s; %s%s%s%s", out->rank, out->size, local, out->by,
              names, out->rendezvous[0] ? "rendezvous " : "no rendezvous, as DT_RENDEZVOUS is not set", out->rendezvous,

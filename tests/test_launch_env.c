@@ -84,7 +84,7 @@ static const row good[] = {
         2, "10.0.0.1:99", "Open MPI", "rendezvous 10.0.0.1:99" },
     /* ... in a batch script */
     { "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 SLURM_PROCID=0 SLURM_NTASKS=4", 1, 2,
-        -1, 2, "127.0.0.1:29500", "Open MPI", "rendezvous 127.0.0.1:29500" },
+        -1, 2, "127.0.0.1:29500", "Open MPI", "rank 1 of 2 by Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE; " },
 
     /* MPICH's Hydra */
     { "PMI_RANK=1 PMI_SIZE=2 PMI_FD=8 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1", 1, 2, 1, 2, "127.0.0.1:29500", "PMI",
@@ -122,6 +122,11 @@ static const row good[] = {
         "not heeded: Open MPI" },
     { "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=3", 1, 2, -1, 0, "127.0.0.1:29500", "Open MPI",
         "not heeded: PMI" },
+    { "PMI_RANK=0 PMI_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=1 "
+        STEP, 0, 4, -1, 0, "127.0.0.1:29500", "PMI", "rank 0 of 4 by PMI: PMI_RANK, PMI_SIZE; rendezvous "
+        "127.0.0.1:29500; also set, and not heeded: SLURM" },
+    { "PMI_RANK=1 PMI_SIZE=2 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 " STEP, 1, 2, -1, 0, "127.0.0.1:29500",
+        "PMI", "not heeded: SLURM" },
     /* what is wrong with one that is not heeded does no harm */
     { TORCHRUN "OMPI_COMM_WORLD_RANK=x PMI_RANK=4 SLURM_PROCID=-1 SLURM_NTASKS=3 PMIX_RANK=1 " STEP, 2, 4, 2, 4,
         "127.0.0.1:29500", "torchrun", "rendezvous 127.0.0.1:29500" },
