@@ -26,8 +26,6 @@
 #include "train.h"
 
 #include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/stat.h>
@@ -182,13 +180,12 @@ typedef struct value {
 // ==== 2. Parser =====================================================================================================
 
 /* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
-   launcher, and what is wrong with what it said. text: the line of the settings. place: the rendezvous in numbers.
-   token: the job's secret; "": none. */
+   launcher, and what is wrong with what it said. text: the line of the settings. token: the job's secret; "": none. */
 static struct {
     int       rank, size;
     dt_launch by;
     dt_status wrong;
-    char      text[512], place[128], token[257];
+    char      text[512], token[257];
 } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -623,28 +620,6 @@ static void find_launch(value *v) {
     if (by->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* A machine's name as an address in numbers, which is what dt_run takes. */
-static void look_up(const char *rendezvous, char *place, size_t room) {
-    struct addrinfo  want, *found = NULL;
-    char             host[256];
-    const char      *port = strchr(rendezvous, ':');
-    size_t           length = port ? (size_t)(port - rendezvous) : strlen(rendezvous);
-    unsigned char    at[4];
-    memset(&want, 0, sizeof want);
-    want.ai_family = AF_INET;
-    want.ai_socktype = SOCK_STREAM;
-    snprintf(place, room, "%s", rendezvous);
-    if (length == 0 || strspn(rendezvous, "0123456789.") == length) return; /* dt_run will tell if it is wrong */
-    if (length >= sizeof host) refuse("rendezvous %s: too long for a name", rendezvous);
-    memcpy(host, rendezvous, length);
-    host[length] = 0;
-    int wrong = getaddrinfo(host, NULL, &want, &found);
-    if (wrong) refuse("rendezvous %s: %s", rendezvous, gai_strerror(wrong));
-    memcpy(at, &((const struct sockaddr_in *)(const void *)found->ai_addr)->sin_addr, sizeof at);
-    freeaddrinfo(found);
-    snprintf(place, room, "%d.%d.%d.%d%s", at[0], at[1], at[2], at[3], port ? port : "");
-}
-
 /* The job's secret is in a file and not in an option's value, for everyone sees the command lines of a machine. */
 static void read_token(const char *path, char *token, size_t room) {
     struct stat about;
@@ -662,13 +637,6 @@ static void read_token(const char *path, char *token, size_t room) {
     if (length == 0 || length == room)
         refuse("--token-file %s: its first line must have 1 to %zu characters", path, room - 1);
     token[length] = 0;
-}
-
-/* What is read or looked up for the run, before it begins. */
-static void prepare_launch(const value *v) {
-    const char *rendezvous = v[O_RENDEZVOUS].text;
-    if (rendezvous) look_up(rendezvous, launched.place, sizeof launched.place);
-    if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
 }
 
 /* Ranks of tcp: what the command line leaves open, the launcher has told. */
@@ -1284,7 +1252,7 @@ static int run(job *j) {
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
-        .rank = launched.rank, .rendezvous = launched.place[0] ? launched.place : NULL,
+        .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
         .faults = 1, .ask = &asked }, train, &j->config);
@@ -1569,7 +1537,7 @@ int main(int argc, char **argv) {
         if (speaks()) print_config(v);
         return leave(0);
     }
-    prepare_launch(v);
+    if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
     find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (speaks()) check_outputs(v, &j.config);

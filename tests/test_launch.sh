@@ -118,10 +118,9 @@ refused '--ranks 3: torchrun started 4 processes' RANK=0 WORLD_SIZE=4 -- --ranks
 refused 'PMI started ranks on several machines.*DT_RENDEZVOUS' PMI_RANK=0 PMI_SIZE=4 MPI_LOCALNRANKS=2 --
 refused '--dry-run is one process: start it without Open MPI' OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 -- --dry-run
 refused '2048 ranks; the most is 1024' DT_RANK=0 DT_WORLD_SIZE=2048 --
-refused 'rendezvous a\.\.b:5: ' -- --backend tcp --rank 0 --ranks 2 --rendezvous a..b:5
 
 printf '  \n' >"$dir/long"; head -c 300 /dev/zero | tr '\0' x >>"$dir/long"
-printf 'secret\nmore\n' >"$dir/token"; printf '\n' >"$dir/none"; head -c 257 /dev/zero | tr '\0' x >"$dir/long"
+printf 'a secret of more than 16 bytes\nmore\n' >"$dir/token"; printf '\n' >"$dir/none"; head -c 257 /dev/zero | tr '\0' x >"$dir/long"
 mkfifo "$dir/fifo"
 chmod 600 "$dir"/{token,none,long,fifo}
 tcp="--backend tcp --rank 0 --ranks 2"
@@ -280,7 +279,7 @@ slurm() {
     free_port
     launched "srun, two nodes" "\(local 0 of 3\) $by 127.0.0.1:$port$" env DT_RENDEZVOUS=127.0.0.1:$port srun -m plane=3 -N 2 -n 4
     timeout 60 srun -N 2 -n 4 "$B/train_gpt" $tiny >"$dir/out" 2>"$dir/err" </dev/null
-    [ $? != 0 ] && grep -Eq '^error: rendezvous dt1:2[0-9]{4}: ' "$dir/err"
+    [ $? != 0 ] && grep -Eq "^error: .*rendezvous '?dt1:2[0-9]{4}" "$dir/err"
     report $? "srun, two nodes: the first of the list is where rank 0 is"
     launched "srun --mpi=pmi2" '\(local 0 of 4\) by PMI: PMI_RANK, PMI_SIZE; rendezvous 127.0.0.1:2[0-9]{4}$' srun --mpi=pmi2 -N 1 -n 4
 
@@ -334,8 +333,8 @@ rm "$dir/pids"
 examples/launch/hostfile.sh "$dir/hosts" sh -c 'echo $$ >>'"$dir/pids"'; exec sleep 50' >"$dir/out" 2>"$dir/err" &
 pid=$!
 for ((i = 0; i < 100; i++)); do [ "$(cat "$dir/pids" 2>/dev/null | wc -l)" = 4 ] && break; sleep 0.05; done
+disown $pid
 kill -9 $pid
-wait $pid 2>/dev/null
 for ((i = 0; i < 100; i++)); do kill -0 $(cat "$dir/pids") 2>/dev/null || break; sleep 0.05; done
 [ "$(wc -l <"$dir/pids")" = 4 ] && for p in $(cat "$dir/pids"); do ! kill -0 $p 2>/dev/null || false; done
 report $? "hostfile.sh: none of its ranks outlives it"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c and train_gpt under mpirun
+# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c, mpi_mismatch.c and train_gpt under mpirun
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
@@ -59,6 +59,17 @@ ranks() {
     done
 }
 
+# Ranks that call different things: NODE_RANKS as above.
+mismatches() {
+    local n
+    for n in 1 0; do
+        export NODE_RANKS=$n
+        run 4 "$D/$mpi/mpi_mismatch" && ! grep -q FAIL "$D/out"
+        report $? "the cases of mismatch_cases.h, NODE_RANKS $n: $(grep 'checks failed' "$D/out")"
+        grep '^mpi, NODE_RANKS' "$D/out" | sed "s/^mpi/$mpi/"
+    done
+}
+
 train() {
     local gpt=$D/$mpi/train_gpt zero job="--layers 1 --width 32 --heads 2 --seq 32 --batch 8 --steps 6 --data README.md"
     for zero in 0 1; do
@@ -101,11 +112,12 @@ for mpi in ${MPIS:-openmpi mpich default}; do
         continue
     fi
     found=yes
-    for program in mpi_ranks $([ "$FULL" = no ] || echo train_gpt); do
+    for program in mpi_ranks $([ "$FULL" = no ] || echo mpi_mismatch train_gpt); do
         $MAKE -s MPI=1 MPICC=$mpicc B="$D/$mpi" "$D/$mpi/$program" >"$D/out" 2>&1 && [ ! -s "$D/out" ]
         report $? "$program builds without a warning"
     done
     [ -x "$D/$mpi/mpi_ranks" ] && ranks
+    [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
     [ -x "$D/$mpi/train_gpt" ] && train
     [ "$FULL" != no ] || break      # one MPI is enough for a mutant
 done

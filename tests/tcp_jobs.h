@@ -1,0 +1,219 @@
+/* tcp_jobs.h - jobs over sockets on this machine, for tests: ranks are forks, each a dt_run of its own with backend tcp
+   on a free port of the loopback. What they find lies in memory that all share: their checks, reports and times. Every
+   rank must give back all its memory and all its descriptors. After dt_comm.h and check.h. */
+#ifndef TCP_JOBS_H
+#define TCP_JOBS_H
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+enum { MOST = 8 };
+
+static double seconds(void) { return dt_host_default()->now(NULL); }
+static void nap(double s) { dt_host_default()->sleep(NULL, s); }
+
+/* ---- a host table that counts ------------------------------------------------------------------------------------ */
+
+typedef struct spy {
+    dt_host host;
+    long    live, calls, refuse_at;     /* this allocation is refused, counted from 1; 0: none */
+    size_t  largest;
+    int     error_lines, notices;
+} spy;
+
+static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
+    spy *s = (spy *)user;
+    if (++s->calls == s->refuse_at) return NULL;
+    void *p = dt_host_default()->alloc(NULL, bytes, mem);
+    if (bytes > s->largest) s->largest = bytes;
+    if (p) memset(p, 0xA5, bytes < 65536 ? bytes : 65536);
+    s->live += p != NULL;
+    return p;
+}
+
+static void spy_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    ((spy *)user)->live -= p != NULL;
+    dt_host_default()->free(NULL, p, bytes, mem);
+}
+
+static void spy_log(void *user, int level, int rank, const char *text) {
+    (void)rank, (void)text;
+    ((spy *)user)->error_lines += level == DT_LOG_ERROR;
+    ((spy *)user)->notices += level == DT_LOG_NOTICE;
+}
+
+static void spy_make(spy *s) {
+    memset(s, 0, sizeof *s);
+    s->host = *dt_host_default();
+    s->host.user = s;
+    s->host.alloc = spy_alloc;
+    s->host.free = spy_free;
+    s->host.log = spy_log;
+}
+
+static int open_descriptors(void) {
+    int n = 0;
+    for (int fd = 0; fd < 512; fd++) n += fcntl(fd, F_GETFD) >= 0;
+    return n;
+}
+
+/* ---- jobs -------------------------------------------------------------------------------------------------------- */
+
+typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
+
+typedef struct rank_result {
+    dt_status status;
+    dt_report report;
+    double    took;
+    int       ended, passed, failed;    /* ended: dt_run has returned; checks */
+    int       error_lines, notices, signal;
+    size_t    largest;
+    long      peak_kib;
+    uint64_t  hash;
+} rank_result;
+
+typedef struct job {
+    int         ranks, port;
+    double      timeout_s;
+    rank_fn     fn;
+    int         what;           /* for the rank function */
+    int         absent;         /* bits: these ranks never come */
+    int         refuse_rank;    /* this rank is refused this allocation */
+    long        refuse_at;
+    double      late[MOST];     /* ranks come that much later */
+    const char *token[MOST];    /* of dt_run_desc; NULL: none */
+    int         size[MOST];     /* what a rank says that the job has; 0: ranks */
+    int         as[MOST];       /* which rank it says it is, + 1; 0: what it is */
+    pid_t       pid[MOST];
+    double      begun;
+    rank_result result[MOST];
+} job;
+
+static job *job_make(int ranks, rank_fn fn, int what) {
+    job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    memset(j, 0, sizeof *j);
+    j->ranks = ranks;
+    j->fn = fn;
+    j->what = what;
+    j->timeout_s = 20;
+    dt__tcp_place any = { 0, 0 };
+    any.address = htonl(INADDR_LOOPBACK);
+    int fd = dt__tcp_listen(any, 1);
+    j->port = (int)dt__tcp_own_place(fd).port;
+    close(fd);
+    return j;
+}
+
+static void job_free(job *j) { munmap(j, sizeof *j); }
+
+static void child(job *j, int rank) {
+    rank_result *r = &j->result[rank];
+    spy s;
+    dt_run_desc desc;
+    char rendezvous[64];
+    check_passed = check_failed = 0;
+    if (j->late[rank] > 0) nap(j->late[rank]);
+    spy_make(&s);
+    if (rank == j->refuse_rank) s.refuse_at = j->refuse_at;
+    memset(&desc, 0, sizeof desc);
+    snprintf(rendezvous, sizeof rendezvous, "127.0.0.1:%d", j->port);
+    desc.ranks = j->size[rank] ? j->size[rank] : j->ranks;
+    desc.token = j->token[rank];
+    desc.backend = DT_BACKEND_TCP;
+    desc.timeout_s = j->timeout_s;
+    desc.host = &s.host;
+    desc.report = &r->report;
+    desc.rank = j->as[rank] ? j->as[rank] - 1 : rank;
+    desc.rendezvous = rendezvous;
+    int descriptors = open_descriptors();
+    double from = seconds();
+    r->status = dt_run(desc, j->fn, j);
+    r->took = seconds() - from;
+    CHECK_MSG(r->status == r->report.status, "rank %d returns %d, reports %d", rank, r->status, r->report.status);
+    CHECK_MSG(s.live == 0, "rank %d: %ld blocks are left: %s", rank, s.live, r->report.text);
+    CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors are left: %s", rank, r->report.text);
+    CHECK_MSG((r->status == DT_OK) == (r->report.text[0] == 0), "%s", r->report.text);
+    r->error_lines = s.error_lines;
+    r->notices = s.notices;
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    r->peak_kib = use.ru_maxrss;
+    r->largest = s.largest;
+    r->passed = check_passed;
+    r->failed = check_failed;
+    r->ended = 1;
+}
+
+static void job_start(job *j) {
+    fflush(NULL);
+    j->begun = seconds();
+    for (int rank = 0; rank < j->ranks; rank++) {
+        if (j->absent >> rank & 1) continue;
+        pid_t pid = fork();
+        if (pid == 0) {
+            alarm(90);
+            child(j, rank);
+            fflush(NULL);
+            _exit(0);
+        }
+        j->pid[rank] = pid;     /* by the parent alone: the memory is shared */
+    }
+}
+
+/* Waits for all; those that hang are killed and counted. */
+static void job_wait(job *j) {
+    for (int rank = 0; rank < j->ranks; rank++) {
+        int status = 0, gone = j->pid[rank] <= 0;
+        while (!gone) {
+            gone = waitpid(j->pid[rank], &status, WNOHANG) != 0;
+            if (gone) break;
+            if (!CHECK_MSG(seconds() - j->begun < 60, "rank %d of %d hangs", rank, j->ranks)) {
+                kill(j->pid[rank], SIGKILL);
+                waitpid(j->pid[rank], &status, 0);
+                break;
+            }
+            nap(1e-3);
+        }
+        j->result[rank].signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+        check_passed += j->result[rank].passed;
+        check_failed += j->result[rank].failed;
+    }
+}
+
+static job *run_job(int ranks, rank_fn fn, int what) {
+    job *j = job_make(ranks, fn, what);
+    job_start(j);
+    job_wait(j);
+    return j;
+}
+
+static void check_well(const job *j) {
+    for (int rank = 0; rank < j->ranks; rank++) {
+        const rank_result *r = &j->result[rank];
+        CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0,
+                  "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank,
+                  r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
+    }
+}
+
+static void run_well(int ranks, rank_fn fn, int what) {
+    job *j = run_job(ranks, fn, what);
+    check_well(j);
+    job_free(j);
+}
+
+static dt_status short_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    return dt_barrier(dt_world(ctx));
+}
+
+/* Does a text say that the connection to that rank is lost, and name its process? */
+static int says_lost(const char *text, int rank) {
+    char start[64];
+    snprintf(start, sizeof start, "connection to rank %d (process ", rank);
+    const char *at = strstr(text, start);
+    return at && strstr(at, ") was lost") != NULL;
+}
+
+#endif
