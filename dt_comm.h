@@ -60,10 +60,11 @@
     20. Scalars and agreement: code
     21. Groups: code
     22. Memory that forked ranks share
-    23. TCP
-    24. MPI
-    25. Attach and launch: code
-    26. Trace: code
+    23. Who this process is
+    24. TCP
+    25. MPI
+    26. Attach and launch: code
+    27. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
@@ -186,6 +187,31 @@ typedef struct dt_run_desc {
    rank once this process has ended with an error. Groups on one machine do their collectives in its memory: node_ranks.
    Large messages are the device's memory only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
+
+/* Which rank the launcher of this process made it. */
+typedef struct dt_launch {
+    int  rank, size;                /* 0 of 1: it is not distributed */
+    int  local_rank, local_size;    /* among the ranks of its machine; -1 and 0: the launcher does not say */
+    char rendezvous[80];            /* where rank 0 is, "127.0.0.1:29501" or "node3:24711". "": nobody says */
+    char by[16];                    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
+    char text[384];                 /* one line: what was found, or what is wrong */
+} dt_launch;
+
+/* [local] Reads the environment. The first of these wins that says something, and what it leaves open is taken from
+   those behind it that say the same rank and size:
+       DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start ranks
+       torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
+                   TORCHELASTIC_USE_AGENT_STORE=True its own agent listens at that port, and dt takes the next one, or
+                   20000 + port % 10000 if the port is one of those that a system gave to torchrun, from 32768 on
+       Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
+       SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first machine of
+                   SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. In steps: a batch script is no rank
+   DT_RENDEZVOUS goes before what any of them says. Where nobody says it, ranks of one machine meet at 127.0.0.1, at a
+   port from 20000 to 29999 that the job's name gives, or 29500. DT_OK with 0 of 1 if nothing is set. DT_ERR_ARG, and
+   the variable in text, where a launcher's variables are half set or are no such numbers; PMIX_RANK alone is that too,
+   as nothing says of how many. */
+DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups ======================================================================================================
 
@@ -519,6 +545,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #include <signal.h>     /* kill, in dt_run */
 #include <stdarg.h>
 #include <stdio.h>      /* vsnprintf, fflush */
+#include <stdlib.h>     /* getenv */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/mman.h>   /* memfd_create */
@@ -542,7 +569,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
        records | user | heaps
 
    Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
-   machines the messages that do not leave one; sends and receives do not: section 24.
+   machines the messages that do not leave one; sends and receives do not: section 25.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -769,7 +796,7 @@ typedef struct dt__world {
     int            said;        /* others know that it waits */
     double         said_at;
     uint64_t       said_moves;  /* then */
-    struct dt__trace *trace;    /* section 26; NULL: none */
+    struct dt__trace *trace;    /* section 27; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
@@ -1510,7 +1537,7 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* The trace, section 26: called only if there is one. */
+/* The trace, section 27: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -4348,7 +4375,283 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 23. TCP ========================================================================================================
+// ==== 23. Who this process is ========================================================================================
+
+/* Launchers tell each process who it is in variables of its environment. What differs between them is a row of this
+   table; all else is one function for all. NULL: the launcher has no such variable. */
+
+static const char *dt__launch_env(const char *name) { return getenv(name); }
+
+typedef struct dt__launcher {
+    const char *by;
+    const char *needs;              /* the row counts only where this is set */
+    const char *rank, *size, *or_size;
+    int         lone_size;          /* the size may be set where the rank is not */
+    const char *local_rank, *local_size;
+    const char *counts, *node;      /* or the ranks of each machine, "2(x3),1", and this one's place in that list */
+    const char *host, *port;        /* where rank 0 is; the launcher's own process listens at the port where ... */
+    const char *taken;              /* ... this is "True", so that dt takes another one */
+    const char *hosts, *or_hosts;   /* or a list of machines, the first of which has rank 0 */
+    const char *job, *part;         /* names of the job: two on one machine need two ports */
+} dt__launcher;
+
+static const dt__launcher dt__launchers[] = {
+    { "DT", NULL, "DT_RANK", "DT_WORLD_SIZE", NULL, 0, "DT_LOCAL_RANK", "DT_LOCAL_SIZE", NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL },
+    { "torchrun", NULL, "RANK", "WORLD_SIZE", NULL, 0, "LOCAL_RANK", "LOCAL_WORLD_SIZE", NULL, NULL,
+        "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", NULL, NULL, NULL, NULL },
+    { "Open MPI", NULL, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", NULL, 0, "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", NULL, NULL, NULL, NULL, NULL, NULL, NULL, "PMIX_NAMESPACE", NULL },
+    { "PMI", NULL, "PMI_RANK", "PMI_SIZE", NULL, 0, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, "PMI_JOBID", NULL },
+    { "SLURM", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", 1, "SLURM_LOCALID", NULL,
+        "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", NULL, NULL, NULL, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
+        "SLURM_JOB_ID", "SLURM_STEP_ID" },
+    { "PMIx", NULL, "PMIX_RANK", "PMI_SIZE", NULL, 1, NULL, NULL, NULL, NULL,   /* PMIx gives no size: only refused */
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+};
+
+enum {
+    DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
+    DT__LAUNCH_PORT = 29500,        /* dt_run's own */
+    DT__LAUNCH_PORTS = 20000,       /* of jobs: 10000 from here */
+    DT__LAUNCH_GIVEN = 32768        /* those from here on systems give to whoever asks for any: the next may be taken */
+};
+
+/* A value as a text shows it: short, and in one line. */
+typedef struct dt__launch_word { char s[40]; } dt__launch_word;
+
+static dt__launch_word dt__launch_show(const char *value) {
+    dt__launch_word shown;
+    size_t length = strlen(value), most = sizeof shown.s - 1;
+    memset(&shown, 0, sizeof shown);
+    for (size_t i = 0; i < length && i < most; i++)
+        shown.s[i] = value[i] >= 0x20 && value[i] < 0x7f ? value[i] : '?';
+    if (length > most) memcpy(shown.s + most - 3, "...", 3);
+    return shown;
+}
+
+static dt_status dt__launch_refuse(dt_launch *out, const char *name, const char *value, const char *why) {
+    snprintf(out->text, sizeof out->text, "%s=%s: %s", name, dt__launch_show(value).s, why);
+    return DT_ERR_ARG;
+}
+
+/* Digits from `at`, at most 9 of them, as a number; -1: there are none, or more. *end: behind them. */
+static int dt__launch_digits(const char *at, const char **end) {
+    int value = 0, digits = 0;
+    for (; *at >= '0' && *at <= '9'; at++, digits++)
+        if (digits < 9) value = 10 * value + (*at - '0');
+    *end = at;
+    return digits > 0 && digits < 10 ? value : -1;
+}
+
+/* The number in a variable, where there is one: *number stays what it is where there is none. */
+static dt_status dt__launch_number(dt_launch *out, const char *name, int least, int most, int *number) {
+    const char *value = name ? dt__launch_env(name) : NULL, *end;
+    char why[64];
+    if (!value) return DT_OK;
+    int got = dt__launch_digits(value, &end);
+    snprintf(why, sizeof why, "not a whole number from %d to %d", least, most);
+    if (got < least || got > most || *end) return dt__launch_refuse(out, name, value, why);
+    *number = got;
+    return DT_OK;
+}
+
+/* "2(x3),1": ranks of machine `node`, from 0. 0: the list is shorter, or is none. */
+static int dt__launch_count(const char *list, int node) {
+    for (;;) {
+        int count = dt__launch_digits(list, &list), times = 1;
+        if (count > 0 && list[0] == '(' && list[1] == 'x') {
+            times = dt__launch_digits(list + 2, &list);
+            if (*list++ != ')') return 0;
+        }
+        if (count <= 0 || times <= 0) return 0;
+        if (node < times) return count;
+        node -= times;
+        if (*list++ != ',') return 0;
+    }
+}
+
+static int dt__launch_host_letter(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || (c && strchr(".-_", c));
+}
+
+/* The first machine of a list as SLURM writes them, "rack[1-2,7]n[03-12],login": "rack1n03". 0: it is no list. */
+static int dt__launch_first_host(const char *list, char *host, size_t room) {
+    size_t used = 0, inside;
+    for (; *list && *list != ','; list++) {
+        if (*list == '[') {
+            inside = strspn(++list, "0123456789");
+            if (inside == 0 || used + inside >= room) return 0;
+            memcpy(host + used, list, inside);
+            used += inside;
+            list += strspn(list, "0123456789,-");
+            if (*list != ']') return 0;
+        } else {
+            if (!dt__launch_host_letter(*list) || used + 1 >= room) return 0;
+            host[used++] = *list;
+        }
+    }
+    host[used] = 0;
+    return used > 0;
+}
+
+/* A port that is the same for all ranks of the job, and likely another for another job. */
+static int dt__launch_port(const dt__launcher *row) {
+    const char *names[2] = { dt__launch_env(row->job), row->part ? dt__launch_env(row->part) : NULL };
+    uint32_t hash = 0;
+    for (int i = 0; i < 2; i++)
+        for (const char *c = names[i] ? names[i] : ""; *c; c++) hash = hash * 31 + (unsigned char)*c;
+    return DT__LAUNCH_PORTS + (int)(hash % 10000);
+}
+
+/* One word that may be a name or an address; which it is, whoever connects there finds out. */
+static dt_status dt__launch_place(dt_launch *out, const char *name, const char *host, int port) {
+    size_t length = strlen(host), room = sizeof out->rendezvous - sizeof ":65535";
+    for (size_t i = 0; i < length; i++)
+        if (!dt__launch_host_letter(host[i])) length = 0;
+    if (length == 0 || length > room)
+        return dt__launch_refuse(out, name, host, "not the name or IPv4 address of a machine");
+    snprintf(out->rendezvous, sizeof out->rendezvous, "%s:%d", host, port);
+    return DT_OK;
+}
+
+/* Where rank 0 is, by what the n launchers say that tell of the same start. On one machine the loopback will do; on
+   several somebody must say it, or there is no rendezvous. */
+static dt_status dt__launch_meet(dt_launch *out, const dt__launcher *const *same, int n) {
+    const char *list = NULL, *list_name = NULL, *host, *port_text, *taken;
+    char        first[64];
+    int         port = 0;
+    for (int i = 0; i < n; i++) {
+        host = same[i]->host ? dt__launch_env(same[i]->host) : NULL;
+        port_text = same[i]->port ? dt__launch_env(same[i]->port) : NULL;
+        taken = same[i]->taken ? dt__launch_env(same[i]->taken) : NULL;
+        if (!list && (list_name = same[i]->hosts) != NULL) list = dt__launch_env(list_name);
+        if (!list && (list_name = same[i]->or_hosts) != NULL) list = dt__launch_env(list_name);
+        if (!port && same[i]->job && dt__launch_env(same[i]->job)) port = dt__launch_port(same[i]);
+        if (!host && !port_text) continue;
+        port = DT__LAUNCH_PORT;
+        if (dt__launch_number(out, same[i]->port, 1, 65535, &port) != DT_OK) return DT_ERR_ARG;
+        if (taken && strcmp(taken, "True") == 0)
+            port = port < DT__LAUNCH_GIVEN - 1 ? port + 1 : DT__LAUNCH_PORTS + port % 10000;
+        return dt__launch_place(out, same[i]->host, host ? host : "127.0.0.1", port);
+    }
+    if (!port) port = DT__LAUNCH_PORT;
+    if (out->local_size == out->size || (out->local_size == 0 && !list))
+        return dt__launch_place(out, "", "127.0.0.1", port);
+    if (!list) return DT_OK;
+    if (!dt__launch_first_host(list, first, sizeof first))
+        return dt__launch_refuse(out, list_name, list, "not a list of machines");
+    return dt__launch_place(out, list_name, first, port);
+}
+
+/* What one launcher says; size 0: nothing. */
+static dt_status dt__launch_read(const dt__launcher *row, dt_launch *out) {
+    const int   most = DT__MAX_RANKS;
+    const char *size = row->or_size && !dt__launch_env(row->size) ? row->or_size : row->size;
+    const char *rank = dt__launch_env(row->rank), *counts = row->counts ? dt__launch_env(row->counts) : NULL;
+    int         node = -1;
+    memset(out, 0, sizeof *out);
+    out->local_rank = -1;
+    if (row->needs && !dt__launch_env(row->needs)) return DT_OK;
+    if (!rank && (row->lone_size || !dt__launch_env(size))) return DT_OK;
+    if (!rank || !dt__launch_env(size)) {
+        snprintf(out->text, sizeof out->text, "%s=%s is set, but %s is not", rank ? row->rank : size,
+                 dt__launch_show(rank ? rank : dt__launch_env(size)).s, rank ? size : row->rank);
+        return DT_ERR_ARG;
+    }
+    if (dt__launch_number(out, size, 1, most, &out->size) != DT_OK ||
+        dt__launch_number(out, row->rank, 0, out->size - 1, &out->rank) != DT_OK ||
+        dt__launch_number(out, row->local_size, 1, out->size, &out->local_size) != DT_OK ||
+        dt__launch_number(out, row->node, 0, most - 1, &node) != DT_OK) return DT_ERR_ARG;
+    if (counts && node >= 0) {
+        out->local_size = dt__launch_count(counts, node);
+        if (out->local_size < 1 || out->local_size > out->size)
+            return dt__launch_refuse(out, row->counts, counts, "not the ranks of each machine");
+    }
+    if (dt__launch_number(out, row->local_rank, 0, (out->local_size ? out->local_size : out->size) - 1,
+                          &out->local_rank) != DT_OK) return DT_ERR_ARG;
+    snprintf(out->by, sizeof out->by, "%s", row->by);
+    snprintf(out->text, sizeof out->text, "%s, %s", row->rank, size);
+    return DT_OK;
+}
+
+/* DT_RENDEZVOUS goes before what any launcher says: "HOST" or "HOST:PORT". */
+static dt_status dt__launch_override(dt_launch *out) {
+    const char *value = dt__launch_env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL, *end = NULL;
+    char        host[64];
+    int         port = DT__LAUNCH_PORT;
+    if (!value) return DT_OK;
+    size_t length = colon ? (size_t)(colon - value) : strlen(value);
+    if (colon) port = dt__launch_digits(colon + 1, &end);
+    if (length >= sizeof host || port < 1 || port > 65535 || (end && *end))
+        return dt__launch_refuse(out, "DT_RENDEZVOUS", value, "not HOST:PORT, as 10.0.0.1:29500");
+    memcpy(host, value, length);
+    host[length] = 0;
+    return dt__launch_place(out, "DT_RENDEZVOUS", host, port);
+}
+
+/* One line about it all. names: of the variables; others: who else has set some. */
+static void dt__launch_say(dt_launch *out, const char *names, const char *others) {
+    char local[48] = "";
+    if (out->local_rank >= 0 && out->local_size)
+        snprintf(local, sizeof local, " (local %d of %d)", out->local_rank, out->local_size);
+    else if (out->local_rank >= 0) snprintf(local, sizeof local, " (local %d)", out->local_rank);
+    snprintf(out->text, sizeof out->text, "rank %d of %d%s by %s: %s; %s%s%s%s", out->rank, out->size, local, out->by,
+             names, out->rendezvous[0] ? "rendezvous " : "no rendezvous, as DT_RENDEZVOUS is not set", out->rendezvous,
+             others[0] ? "; also set, and not heeded: " : "", others);
+}
+
+/* No launcher at all. A batch script has some of SLURM's variables, but is no rank. */
+static dt_status dt__launch_alone(dt_launch *out) {
+    int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
+    out->size = 1;
+    snprintf(out->text, sizeof out->text, "not distributed: %s: one process",
+             batch ? "a batch script of SLURM, where srun starts ranks" : "no launcher's variables are set");
+    return dt__launch_override(out);
+}
+
+/* The first launcher of the table that says something; then what it leaves open from those that say the same rank. */
+static dt_status dt__launch_look(dt_launch *out) {
+    const dt__launcher *same[DT__LAUNCHERS];
+    dt_launch           found;
+    char                names[80] = "", others[48] = "";
+    int                 n = 0;
+    for (int i = 0; i < DT__LAUNCHERS; i++) {
+        dt_status status = dt__launch_read(&dt__launchers[i], n ? &found : out);
+        if (status != DT_OK && n == 0) return status;
+        if (status != DT_OK || (n ? &found : out)->size == 0) continue;
+        if (n == 0) {
+            memcpy(names, out->text, sizeof names - 1);
+        } else if (found.rank != out->rank || found.size != out->size) {
+            size_t used = strlen(others);
+            snprintf(others + used, sizeof others - used, "%s%s", used ? ", " : "", found.by);
+            continue;
+        } else {
+            if (out->local_size == 0) out->local_size = found.local_size;
+            if (out->local_rank < 0) out->local_rank = found.local_rank;
+        }
+        same[n++] = &dt__launchers[i];
+    }
+    if (n == 0) return dt__launch_alone(out);
+    if (dt__launch_meet(out, same, n) != DT_OK || dt__launch_override(out) != DT_OK) return DT_ERR_ARG;
+    dt__launch_say(out, names, others);
+    return DT_OK;
+}
+
+DT_API dt_status dt_launch_find(dt_launch *out) {
+    if (!out) return DT_ERR_ARG;
+    dt_status status = dt__launch_look(out);
+    if (status == DT_OK) return DT_OK;
+    out->rank = 0;      /* nothing is known: one process */
+    out->size = 1;
+    out->local_rank = -1;
+    out->local_size = 0;
+    out->rendezvous[0] = out->by[0] = 0;
+    return status;
+}
+
+// ==== 24. TCP ========================================================================================================
 
 /* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
    nothing waits but the rendezvous and the end, and those not longer than timeout_s.
@@ -5875,7 +6178,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 }
 
 
-// ==== 24. MPI ========================================================================================================
+// ==== 25. MPI ========================================================================================================
 
 /* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 15,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
@@ -6521,7 +6824,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 25. Attach and launch: code ====================================================================================
+// ==== 26. Attach and launch: code ====================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -7195,7 +7498,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 26. Trace: code ================================================================================================
+// ==== 27. Trace: code ================================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,

@@ -74,10 +74,11 @@ train() {
     local gpt=$D/$mpi/train_gpt zero job="--layers 1 --width 32 --heads 2 --seq 32 --batch 8 --steps 6 --data README.md"
     for zero in 0 1; do
         "$gpt" $job --zero $zero --ranks 4 --quiet --log-csv "$D/threads.csv" >"$D/out" 2>&1
-        run 4 "$gpt" --backend mpi $job --zero $zero --log-csv "$D/mpi.csv"
+        run 4 "$gpt" $([ $zero = 0 ] || echo --backend mpi) $job --zero $zero --log-csv "$D/mpi.csv"
         report $? "train_gpt --zero $zero"
-        [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt ' "$D/out")" = 1 ]
-        report $? "train_gpt: rank 0 alone prints"
+        [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt .*cpu mpi   4 ranks' "$D/out")" = 1 ] &&
+            [ "$(grep -c '^launch  rank 0 of 4 by MPI, started by ' "$D/out")" = 1 ]
+        report $? "train_gpt: rank 0 alone prints, and says who started it"
         # loss, norm, learning rate, and the bytes of each axis
         cut -d, -f1-4,13-17 "$D/threads.csv" >"$D/want"
         [ "$(wc -l <"$D/want")" = 7 ] && cut -d, -f1-4,13-17 "$D/mpi.csv" | diff - "$D/want" >"$D/out"
@@ -86,6 +87,14 @@ train() {
     run 2 "$gpt" --backend mpi $job --ranks 3
     [ $? != 0 ] && grep -q 'error: --ranks 3: MPI started 2 processes' "$D/out"
     report $? "train_gpt refuses a number of ranks that is not the launcher's"
+    for other in openmpi mpich; do     # whose ranks each believe to be alone
+        [ $mpi != $other ] && [ $mpi != default ] && command -v mpirun.$other >/dev/null || continue
+        mpirun=mpirun.$other run 2 "$gpt" $job
+        [ $? != 0 ] && grep -q 'error: MPI started 1 process, but .* is the program built with another MPI?' "$D/out"
+        report $? "train_gpt refuses to be started by $other"
+        mpirun=mpirun.$other run 2 "$gpt" --backend tcp $job --quiet
+        report $? "... but over tcp"
+    done
     run 2 "$gpt" --backend mpi $job --lr 1e3 --optimizer sgd --clip 0 --steps 50 --quiet
     [ $? != 0 ] && [ "$(grep -c 'error: ' "$D/out")" = 1 ] && grep -Eq 'error: rank [01]: .*(NaN|finite|inf)' "$D/out"
     report $? "train_gpt: a run that fails, one line"
