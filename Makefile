@@ -64,8 +64,8 @@ IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_I
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
-$(SHARING): $(B)/tests_kernels.o
-$(SHARING): OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
 
@@ -130,6 +130,8 @@ $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
