@@ -78,11 +78,11 @@ static int replay_main(char **argv) {
 
 int main(int argc, char **argv) {
     dt__tcp_place place, from;
+    alarm(60);      /* whatever happens to network.sh */
     if (argc == 7 && strcmp(argv[1], "rank") == 0) return rank_main(argv);
     if (argc == 5 && strcmp(argv[1], "replay") == 0) return replay_main(argv);
     if (argc != 5 || strcmp(argv[1], "attack") != 0 || !dt__tcp_place_read(argv[2], &place) ||
         !dt__tcp_place_read(argv[4], &from)) return 2;
-    alarm(60);
     from.port = 0;
     attack(place, atoi(argv[3]), from);
     return 0;

@@ -52,10 +52,10 @@ head -c 32 /dev/urandom | base64 >"$D/token"
 head -c 32 /dev/urandom | base64 >"$D/other"
 chmod 600 "$D/token" "$D/other"
 
-on() { # on HOST OUT COMMAND...: in the background, its process is $!
+on() { # on HOST OUT COMMAND...: in the background, its process is $! (each ends itself after a minute)
     local host=$1 out=$2
     shift 2
-    ip netns exec "$host" timeout 50 "$@" >"$D/$out" 2>&1 </dev/null &
+    ip netns exec "$host" "$@" >"$D/$out" 2>&1 </dev/null &
     started+=($!)
 }
 rank() { # rank R N TIMEOUT MODE [TOKEN FILE] [OUT]: rank R on its host
