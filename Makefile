@@ -66,8 +66,8 @@ IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_I
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
-$(SHARING): $(B)/tests_kernels.o
-$(SHARING): OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
 
@@ -100,7 +100,8 @@ FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c)
 fuzz: $(FUZZERS)
 	@for t in $(FUZZERS); do \
 	    n=$${t##*/fuzz_}; mkdir -p $(B)/fuzz/found_$$n; echo "$$n: $(SECONDS) s"; \
-	    $$t -max_total_time=$(SECONDS) -max_len=512 -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+	    [ $$n = rendezvous ] && len=1200 || len=512; \
+	    $$t -max_total_time=$(SECONDS) -max_len=$$len -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
 	        -artifact_prefix=$(B)/fuzz/$$n- $(B)/fuzz/found_$$n tests/fuzz/corpus/$$n >$(B)/fuzz/$$n.log 2>&1 || \
 	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
@@ -132,6 +133,8 @@ $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
+	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
+$(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)

@@ -4692,18 +4692,18 @@ enum {
     DT__TCP_FRAME = 0x64744631, /* begins each frame */
     DT__TCP_INPUT = 65536,      /* what short frames are read into */
     DT__TCP_TURNS = 16,         /* reads of one peer before it is the next one's turn */
-    DT__TCP_GUESTS = 64,        /* at a time, and 4 for each rank; but not more than */
+    DT__TCP_GUESTS = 256,       /* at a time, and 4 for each rank; but not more than */
     DT__TCP_MOST_GUESTS = 1024,
-    DT__TCP_BACKLOG = 1024,     /* who knocks faster than that comes again a second later */
+    DT__TCP_BACKLOG = 4096,     /* who knocks faster than that comes again a second later */
     DT__TCP_SECRET = 16,        /* bytes of a token, at least */
     DT__TCP_NAME = 64,
     DT__TCP_TEXT = 512
 };
 #define DT__TCP_MOST ((uint64_t)1 << 40)    /* bytes of one message: more is no message */
 #define DT__TCP_GUEST_S 2.0                 /* a guest that has not proved who it is by then must go */
-#define DT__TCP_PATIENCE_S 0.01             /* a guest who spoke that recently does not give way */
+#define DT__TCP_PATIENCE_S 0.03             /* a guest who spoke that recently does not give way */
 #define DT__TCP_FLUSH_S 0.25                /* how long a failure is pushed towards peers whose sockets are full */
-#define DT__TCP_GRACE_S 2.0                 /* how long a rank that failed waits for the others to have read it */
+#define DT__TCP_GRACE_S 0.75                /* how long a rank that failed waits for the others to have read it */
 
 static const char dt__tcp_magic[8] = { 'd', 't', ' ', 't', 'c', 'p', '\r', '\n' };
 

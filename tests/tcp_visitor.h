@@ -1,0 +1,126 @@
+/* tcp_visitor.h - somebody who is no rank, at the door of a job: speaks the protocol card by card, and so can say what
+   no rank would; or is one of a crowd. After dt_comm.h. */
+#ifndef TCP_VISITOR_H
+#define TCP_VISITOR_H
+
+#include <sys/resource.h>
+
+static inline dt__tcp_place loopback(int port) {
+    dt__tcp_place place = { 0, 0 };
+    place.address = htonl(INADDR_LOOPBACK);
+    place.port = (uint32_t)port;
+    return place;
+}
+
+/* A plain connection, as soon as there is one; -1: none for two seconds. */
+static inline int knock(dt__tcp_place place) {
+    struct sockaddr_in at = dt__tcp_sockaddr(place);
+    const dt_host *host = dt_host_default();
+    for (double until = host->now(NULL) + 2; host->now(NULL) < until; host->sleep(NULL, 1e-3)) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, (struct sockaddr *)&at, sizeof at) == 0) return fd;
+        close(fd);
+    }
+    return -1;
+}
+
+/* What a visitor says and hears. */
+typedef struct visit {
+    dt__tcp_place place;    /* to which it goes */
+    int           fd;
+    dt__tcp       t;        /* key, rank and size: what it pretends to be */
+    dt__tcp_card  ours, theirs, proof, answer;
+} visit;
+
+static inline visit visit_make(dt__tcp_place place, int rank, int size, const char *secret) {
+    visit v;
+    memset(&v, 0, sizeof v);
+    v.place = place;
+    v.fd = -1;
+    v.t.rank = rank;
+    v.t.size = size;
+    dt__sha256_of(secret, strlen(secret), v.t.key);
+    memcpy(v.ours.magic, dt__tcp_magic, sizeof v.ours.magic);
+    v.ours.version = DT__TCP_VERSION;
+    v.ours.kind = DT__TCP_HELLO;
+    v.ours.rank = rank;
+    v.ours.size = size;
+    v.ours.pid = 4711;
+    v.ours.place = place;
+    snprintf(v.ours.host, sizeof v.ours.host, "visitor");
+    memset(v.ours.nonce, 7, sizeof v.ours.nonce);
+    v.proof = v.ours;
+    v.proof.kind = DT__TCP_PROOF;
+    return v;
+}
+
+static inline int hear(int fd, dt__tcp_card *card) {
+    memset(card, 0, sizeof *card);
+    return recv(fd, card, sizeof *card, MSG_WAITALL) == (ssize_t)sizeof *card;
+}
+
+/* Both hellos and the proof, as it stands if `as_is`. 1: there is an answer. */
+static inline int converse(visit *v, int as_is) {
+    v->fd = knock(v->place);
+    if (v->fd < 0) return 0;
+    send(v->fd, &v->ours, sizeof v->ours, MSG_NOSIGNAL);
+    if (!hear(v->fd, &v->theirs)) return 0;
+    if (!as_is) dt__tcp_prove(&v->t, "caller", &v->ours, &v->theirs, v->proof.proof);
+    send(v->fd, &v->proof, sizeof v->proof, MSG_NOSIGNAL);
+    return hear(v->fd, &v->answer);
+}
+
+static inline int welcomed(const visit *v) {
+    return v->answer.kind == DT__TCP_WELCOME && dt__tcp_is_proof(&v->t, "host", &v->ours, &v->theirs, v->answer.proof);
+}
+
+/* Keeps `n` connections to a place, which say as little as `what` has them, until it is killed: those that are hung
+   up on come again a little later. `from`: their address, which is not the ranks', whose ports they would use up. */
+enum { SILENT = 0, SLOW, HALF, SCANNER, FLOOD, N_ATTACKS };
+static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections", "1,000 half and whole hellos",
+                                            "a scanner", "1 MB of garbage, again and again" };
+
+static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
+    static int fds[1000], at[1000];
+    static double next[1000];
+    static char garbage[1 << 20];
+    struct sockaddr_in to = dt__tcp_sockaddr(place), own = dt__tcp_sockaddr(from);
+    const dt_host *host = dt_host_default();
+    int one = 1;
+    visit v = visit_make(place, 1, 4, "");
+    int n = what == SCANNER ? 20 : what == FLOOD ? 4 : 1000;
+    struct rlimit most = { 2000, 2000 };
+    setrlimit(RLIMIT_NOFILE, &most);
+    memset(garbage, 'x', sizeof garbage);
+    for (int i = 0; i < n; i++) fds[i] = -1;
+    for (double tick = 0;; host->sleep(NULL, 1e-3)) {
+        int drop = host->now(NULL) > tick + 0.1;
+        if (drop) tick = host->now(NULL);
+        for (int i = 0; i < n; i++) {
+            char c;
+            if (fds[i] >= 0 && (what == SCANNER || recv(fds[i], &c, 1, MSG_DONTWAIT) == 0 ||
+                                (errno != EAGAIN && errno != EWOULDBLOCK))) {
+                close(fds[i]);
+                fds[i] = -1;
+            }
+            if (fds[i] < 0 && host->now(NULL) < next[i]) continue;
+            if (fds[i] < 0) {
+                next[i] = host->now(NULL) + (what == SCANNER ? 0.01 : what == FLOOD ? 0.05 : 0.1);
+                fds[i] = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+                at[i] = 0;
+                setsockopt(fds[i], IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
+                if (bind(fds[i], (struct sockaddr *)&own, sizeof own) != 0 ||
+                    (connect(fds[i], (struct sockaddr *)&to, sizeof to) != 0 && errno != EINPROGRESS)) {
+                    close(fds[i]);
+                    fds[i] = -1;
+                    continue;
+                }
+                if (what == HALF) send(fds[i], &v.ours, i % 2 ? 100 : sizeof v.ours, MSG_NOSIGNAL);
+            }
+            if (what == FLOOD) send(fds[i], garbage, sizeof garbage, MSG_NOSIGNAL);
+            if (what == SLOW && drop && at[i] < 100) send(fds[i], (char *)&v.ours + at[i]++, 1, MSG_NOSIGNAL);
+        }
+    }
+}
+
+#endif
