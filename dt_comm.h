@@ -36,6 +36,7 @@
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
        DT_STATIC           everything static                                                    (everywhere)
+       DT_NO_CHECKS        no records, and no comparison in shared memory: to measure what they cost
 
    CONTENTS
      1. Launch
@@ -161,7 +162,8 @@ typedef struct dt_run_desc {
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
                                        100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
-                                       dt_ranks_text is logged as a notice, and it is 0 again; procs: in the first process */
+                                       dt_ranks_text is logged as a notice, and it is 0 again. Of procs the supervisor's
+                                       counts */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
@@ -582,6 +584,12 @@ enum {
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
 };
+
+#ifdef DT_NO_CHECKS
+#define DT__UNCHECKED 1
+#else
+#define DT__UNCHECKED 0
+#endif
 
 typedef enum dt__op_code {
     DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
@@ -1308,13 +1316,13 @@ static void dt__scratch_free(dt_work *work) {
    counting every change that somebody may wait for, after it is made: whoever has a change in its sum can see it. */
 
 static void dt__moved(dt__world *world) {
-    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_RELEASE);
 }
 
 static uint64_t dt__moves_of_all(const dt__shared *shared) {
     uint64_t sum = 0;
     for (int seat = 0; seat < shared->ranks; seat++)
-        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_SEQ_CST);
+        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_ACQUIRE);
     return sum;
 }
 
@@ -1453,8 +1461,9 @@ static dt__phrase dt__own_site(const dt_work *work) {
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
     return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
-                         "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name, (unsigned long long)work->call.seq,
-                         comm->group->name, comm->world->rank, dt__own_site(work).s);
+                         "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name,
+                         (unsigned long long)work->call.seq, comm->group->name, comm->world->rank,
+                         dt__own_site(work).s);
 }
 
 /* What one rank calls, for a comparison. */
@@ -1942,7 +1951,7 @@ static int dt__all_there(dt_work *work) {
 static dt_status dt__compare(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__post *first = dt__post_of(comm, 0, work->call.seq);
-    for (int rank = 1; rank < comm->place.size; rank++) {
+    for (int rank = DT__UNCHECKED ? comm->place.size : 1; rank < comm->place.size; rank++) {
         const dt__post *other = dt__post_of(comm, rank, work->call.seq);
         if (other->what == first->what && other->count == first->count) continue;
         dt__shown its = { other->what, other->count, dt__site_of(comm, comm->group->ranks[rank], work->call.seq) };
@@ -3112,8 +3121,8 @@ static int dt__check_counts(dt_work *work) {
         uint64_t sent = ((const uint64_t *)(const void *)(dt__notice_of(work->check, from) + 1))[to];
         uint64_t expected = ((const uint64_t *)(const void *)(its + 1))[n + from];
         if (sent == expected) continue;
-        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %llu to rank %d, which expects %llu (all-to-all-v #%llu on "
-                      "%s%s)", comm->group->ranks[from], (unsigned long long)sent, comm->group->ranks[to],
+        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %llu to rank %d, which expects %llu (all-to-all-v #%llu "
+                      "on %s%s)", comm->group->ranks[from], (unsigned long long)sent, comm->group->ranks[to],
                       (unsigned long long)expected, (unsigned long long)work->call.seq, comm->group->name,
                       dt__site_text(its->file, its->line).s);
         return -1;
@@ -3180,7 +3189,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
         dt__work_release(world, work);
         return NULL;
     }
-    dt__record_make(work);
+    if (!DT__UNCHECKED) dt__record_make(work);
     if (alone) {
         dt__alone(work);
         return work;
@@ -3569,7 +3578,8 @@ static dt_status dt__late(dt_work *work) {
                    dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
                    : "did not send it");
     else if (work->check)
-        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" : "%s #%llu on %s%s: rank %d did not come",
+        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" :
+                   "%s #%llu on %s%s: rank %d did not come",
                    dt__call_text(&work->call).s, (unsigned long long)work->call.seq, group, site.s, awaited);
     else if (messages) dt__append(text, sizeof text, &at, "%s on %s%s", dt__call_text(&work->call).s, group, site.s);
     else dt__append(text, sizeof text, &at, "%s #%llu on %s%s: %s", name, (unsigned long long)work->call.seq, group,
@@ -4027,8 +4037,8 @@ static dt_status dt__compare_groups(dt__world *world) {
         if (dt__gather_words(comm, DT__STEP, words) != DT_OK) break;
         for (int rank = 1; rank < comm->place.size; rank++) {
             if (memcmp(comm->words + 2 * rank, comm->words, sizeof words) == 0) continue;
-            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, and "
-                                 "rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
+            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, "
+                                 "and rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
                                  (int)comm->words[2 * rank], comm->group->name, comm->group->ranks[0],
                                  (int)comm->words[0], comm->words[2 * rank] == comm->words[0] ? " others" : "");
         }
@@ -6930,8 +6940,8 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
     }
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL. run:
-   what dt_run was told, for a transport's. */
+/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
+   run: what dt_run was told, for a transport's. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
