@@ -3802,19 +3802,19 @@ static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, 
         dt__append(text, bytes, at, "not known here");
         return;
     }
-    dt__append(text, bytes, at, "process %d, step %lld, ", state->pid,
+    dt__append(text, bytes, at, "process %d, step %lld: ", state->pid,
                (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
     if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
         dt__append(text, bytes, at, "has ended");
     } else if (dt__waits(io, seen, &process, &r)) {
         int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
         double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
+        dt__append(text, bytes, at, "for %s it waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
         if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
     } else {
         double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s %s", state->left ? dt__span_text(seconds).s : "-",
-                   dt__process_word(process));
+        dt__append(text, bytes, at, "it %s", dt__process_word(process));
+        if (state->left) dt__append(text, bytes, at, " since %s", dt__span_text(seconds).s);
         dt__append_last(seen, text, bytes, at);
     }
 }
