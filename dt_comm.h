@@ -537,7 +537,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #include <errno.h>
 #include <fcntl.h>      /* fcntl */
 #include <ifaddrs.h>    /* getifaddrs */
-#include <net/if.h>     /* IFF_UP */
+#include <net/if.h>     /* IFF_RUNNING */
 #include <netdb.h>      /* getaddrinfo */
 #include <netinet/in.h>
 #include <netinet/tcp.h>    /* TCP_NODELAY */
@@ -4806,6 +4806,7 @@ typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
 
 typedef struct dt__tcp {
     dt_ctx          *ctx;
+    dt_ctx          *rank_ctx;      /* whose world hears what others say; of MPI's connections another than ctx */
     const dt_host   *host;
     int              rank, size;
     double           timeout_s;
@@ -5027,7 +5028,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
     if (peer->frame.kind == DT__TCP_DATA) peer->came++;
-    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->ctx), peer->rank, peer->text);
+    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->rank_ctx), peer->rank, peer->text);
     else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
     peer->message = NULL;
@@ -5076,7 +5077,7 @@ static void dt__tcp_read(dt__tcp *t, dt__tcp_peer *peer) {
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
         if (n <= 0) {
-            peer->error = n < 0 ? errno : 0;
+            if (n < 0 && !peer->error) peer->error = errno;
             dt__tcp_hang_up(peer, DT__TCP_LOST);
         } else if (direct) {
             peer->left -= (size_t)n;
@@ -5121,7 +5122,10 @@ static ssize_t dt__tcp_push(dt__tcp_peer *peer, const void *head, size_t head_by
     message.msg_iovlen = (head_bytes > 0) + (bytes > 0);
     do n = sendmsg(peer->fd, &message, MSG_NOSIGNAL);
     while (n < 0 && errno == EINTR);
-    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) peer->deaf = 1;
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) {
+        peer->deaf = 1;
+        peer->error = errno;
+    }
     return n;
 }
 
@@ -5402,21 +5406,26 @@ static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, si
 static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
 static void dt__tcp_nap(const dt__tcp *t, double seconds) { t->host->sleep(t->host->user, seconds); }
 
-static void dt__tcp_fail(void *user, const char *text) {
-    dt__tcp *t = (dt__tcp *)user;
+/* This rank has failed: tells all others, once. */
+static void dt__tcp_tell(dt__tcp *t, dt_status status, const char *text) {
     int left = 1;
     if (t->failed) return;      /* they know already */
     t->failed = 1;
     t->first.rank = t->rank;
     snprintf(t->first.text, sizeof t->first.text, "%s", text);
     for (int rank = 0; rank < t->size; rank++) {
-        if (t->peers[rank].fd >= 0) dt__tcp_say(t, &t->peers[rank], DT__TCP_ABORT, dt_error(t->ctx), text);
+        if (t->peers[rank].fd >= 0) dt__tcp_say(t, &t->peers[rank], DT__TCP_ABORT, status, text);
     }
     for (double until = dt__tcp_now(t) + DT__TCP_FLUSH_S; left && !t->busy && dt__tcp_now(t) < until;) {
         left = 0;
         for (int rank = 0; rank < t->size; rank++) left += dt__tcp_has_output(&t->peers[rank]);
         if (left && !dt__tcp_progress(t)) dt__tcp_nap(t, 1e-3);
     }
+}
+
+static void dt__tcp_fail(void *user, const char *text) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_tell(t, dt_error(t->ctx), text);
 }
 
 /* ---- sockets ---- */
@@ -5435,14 +5444,14 @@ static int dt__tcp_is_loopback(dt__tcp_place place) {
     return part[0] == 127;
 }
 
-/* Of this machine, the first that is not the loopback's; 0: there is none. */
+/* The address of the first interface of this machine that is in use, but for the loopback; 0: there is none. */
 static uint32_t dt__tcp_interface(void) {
     struct ifaddrs *all = NULL;
     dt__tcp_place place = { 0, 0 };
     if (getifaddrs(&all) != 0) return 0;
     for (const struct ifaddrs *one = all; one && !place.address; one = one->ifa_next) {
         struct sockaddr_in at;
-        if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_UP)) continue;
+        if (!one->ifa_addr || one->ifa_addr->sa_family != AF_INET || !(one->ifa_flags & IFF_RUNNING)) continue;
         memcpy(&at, one->ifa_addr, sizeof at);
         place.address = (uint32_t)at.sin_addr.s_addr;
         if (dt__tcp_is_loopback(place)) place.address = 0;
@@ -5927,7 +5936,7 @@ static dt_status dt__tcp_no_door(dt__tcp *t, dt__tcp_place place) {
 static dt_status dt__tcp_host_ranks(dt__tcp *t, dt__tcp_place *places) {
     uint8_t random[32];
     dt__tcp_table table;
-    t->door->fd = dt__tcp_listen(t->rendezvous, DT__TCP_BACKLOG);
+    if (t->door->fd < 0) t->door->fd = dt__tcp_listen(t->rendezvous, DT__TCP_BACKLOG);
     if (t->door->fd < 0) return dt__tcp_no_door(t, t->rendezvous);
     dt__tcp_nonce(t, random);
     memcpy(&t->job, random, sizeof t->job);
@@ -6076,14 +6085,14 @@ static void dt__tcp_free(dt__tcp *t) {
 }
 
 /* All ranks find each other. */
-static void dt__tcp_rendezvous(dt__tcp *t) {
+static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     int room = 4 * t->size + DT__TCP_GUESTS < DT__TCP_MOST_GUESTS ? 4 * t->size + DT__TCP_GUESTS : DT__TCP_MOST_GUESTS;
     size_t table_bytes = (size_t)t->size * sizeof(dt__tcp_place), guests_bytes = (size_t)room * sizeof(dt__tcp_guest);
     dt__tcp_place *table = (dt__tcp_place *)dt_alloc(t->ctx, DT_MEM_HOST, table_bytes, "addresses");
     dt__tcp_guest *guests = (dt__tcp_guest *)dt_alloc(t->ctx, DT_MEM_HOST, guests_bytes, "guests");
     dt__tcp_door door;
     memset(&door, 0, sizeof door);
-    door.fd = -1;
+    door.fd = listening;
     door.first = t->rank + 1;
     door.guests = guests;
     door.room = room;
@@ -6101,12 +6110,14 @@ static void dt__tcp_rendezvous(dt__tcp *t) {
     dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
 }
 
-/* This rank's end of all connections; NULL with the context failed. */
-static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32]) {
+/* This rank's end of all connections; NULL with the context failed. listening: rank 0's door if it is open already,
+   else -1. */
+static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32],
+                             int listening) {
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
     if (t) {
         memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
-        t->ctx = ctx;
+        t->ctx = t->rank_ctx = ctx;
         t->host = dt_ctx_host(ctx);
         t->rank = desc->rank;
         t->size = desc->ranks;
@@ -6118,7 +6129,8 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
         t->input = (char *)(t->polls + t->size);
         for (int rank = 0; rank < t->size; rank++) t->peers[rank].fd = -1, t->peers[rank].rank = rank;
     }
-    if (t && t->size > 1) dt__tcp_rendezvous(t);
+    if (t && t->size > 1) dt__tcp_rendezvous(t, listening);
+    else if (listening >= 0) close(listening);
     if (!t || dt_error(ctx) == DT_OK) return t;
     dt__tcp_free(t);
     return NULL;
@@ -6202,17 +6214,22 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
    receives.
 
    Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
-   watch the clock. MPI knows no failed rank, so a rank that fails says so to all others on a communicator for that, to
-   which all listen while they wait. At the end all meet there once more: then none is left that could still send. MPI
-   Forum, "MPI: A Message-Passing Interface Standard", version 3.1, 2015. */
+   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 24 as well, but no data goes
+   over them: a rank that fails says so there, one that dies is noticed by its lost connection, and all look at them
+   while they wait. Rank 0 opens the door, and MPI carries its address and the token to the others. At the end all meet
+   once more: then none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface Standard", version
+   3.1, 2015. */
 
 #ifdef DT_USE_MPI
 
 enum {
     DT__MPI_COMMS = 8,      /* as many groups have a communicator of their own */
     DT__MPI_SHARES = 16,    /* as many groups share one */
-    DT__MPI_LOOK = 16       /* a rank that waits listens for failures every so many tests */
+    DT__MPI_LOOK = 4        /* a rank that waits asks for the time, and perhaps for failures, every so many tests */
 };
+#define DT__MPI_LOOK_S 1e-3     /* and looks at the connections after so long, plus */
+#define DT__MPI_LOOK_EACH_S 2e-5    /* so much for each rank: the look itself takes time */
+#define DT__MPI_PATIENCE_S 0.2  /* for what is under way when a rank dies: the launcher ends the others soon */
 #ifndef DT__MPI_MOST        /* a message of more bytes than this is of a type made for it: MPI counts in int */
 #define DT__MPI_MOST ((size_t)1 << 30)
 #endif
@@ -6245,10 +6262,14 @@ typedef struct dt__mpi {
     MPI_Request      draining;          /* a message that nobody wants, into waste */
     void            *waste;
     size_t           waste_bytes;
-    int              told;              /* this rank has said that it failed */
-    dt_report        first, heard, said;
-    MPI_Request      listening, *saying;    /* saying, flies: (size) */
-    int             *flies;
+    dt_report        first;
+    dt_ctx          *quiet;             /* of the connections: its failures are told by whoever asked */
+    dt_listener      listener;
+    dt__tcp         *tcp;               /* NULL until all are connected */
+    double           next_look;
+    int              noticed, lost;     /* another rank's failure; by its end */
+    int              apart;             /* ranks that do not have this one's loopback */
+    int             *flies;             /* (size) */
     dt__node         node;      /* shared NULL: this rank shares memory with none */
     void            *range;
     size_t           range_bytes;
@@ -6387,16 +6408,10 @@ static void dt__mpi_note(dt_report *note, dt_status status, int rank, const char
 
 /* Tells all others, once. */
 static void dt__mpi_tell(dt__mpi *mpi, dt_status status, const char *text) {
-    if (mpi->told) return;
-    mpi->told = 1;
-    dt__mpi_note(&mpi->said, status, mpi->rank, text);
-    if (!mpi->first.status) mpi->first = mpi->said;
+    if (!mpi->first.status) dt__mpi_note(&mpi->first, status, mpi->rank, text);
     if (mpi->node.shared && dt__claim(mpi->node.shared, mpi->rank))     /* else its context has told its node */
         dt__publish_failure(mpi->node.shared, mpi->rank, status, text);
-    for (int other = 0; other < mpi->size; other++) {
-        if (other == mpi->rank) continue;
-        MPI_Isend(&mpi->said, (int)sizeof mpi->said, MPI_BYTE, other, 0, mpi->control, &mpi->saying[other]);
-    }
+    if (mpi->tcp) dt__tcp_tell(mpi->tcp, status, text);
 }
 
 static void dt__mpi_fail(void *user, const char *text) {
@@ -6405,23 +6420,42 @@ static void dt__mpi_fail(void *user, const char *text) {
     dt__mpi_tell(mpi, world && world->shared->first.status ? world->shared->first.status : dt_error(mpi->ctx), text);
 }
 
-static void dt__mpi_listen(dt__mpi *mpi) {
-    MPI_Irecv(&mpi->heard, (int)sizeof mpi->heard, MPI_BYTE, MPI_ANY_SOURCE, 0, mpi->control, &mpi->listening);
+/* A rank is gone, and with it whatever it was about to do in its machine's range. */
+static void dt__mpi_bury(dt__mpi *mpi, int rank, dt_report *report) {
+    dt__shared *shared = mpi->node.shared;
+    int lower = 0;
+    char text[256];
+    snprintf(text, sizeof text, "%s is gone: its connection was lost", dt__tcp_who(mpi->tcp, rank).s);
+    dt__mpi_note(report, DT_ERR_PEER, rank, text);
+    mpi->lost = 1;
+    for (int other = 0; other < mpi->rank; other++) lower += mpi->tcp->peers[other].state <= DT__TCP_ENDED;
+    if (lower == 0) mpi->host->log(mpi->host->user, DT_LOG_ERROR, mpi->rank, text);     /* one line is enough */
+    if (!shared || mpi->node.seats[rank] < 0) return;
+    __atomic_store_n(&shared->state[mpi->node.seats[rank]].busy, 0, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&shared->claimed, __ATOMIC_SEQ_CST) == rank + 2 && !dt__aborted(shared))
+        dt__publish_failure(shared, rank, DT_ERR_PEER, text);
 }
 
 /* Has another rank failed? Then its failure becomes the first in this rank's record, where every wait sees it. */
 static void dt__mpi_look(dt__mpi *mpi) {
     dt__world *world = dt__world_of(mpi->ctx);
-    int done = 0;
+    dt__tcp *t = mpi->tcp;
+    double now = mpi->host->now(mpi->host->user);
+    int lost = -1;
+    dt_report report;
     if (mpi->flying) dt__mpi_reap(mpi);
-    if (mpi->listening == MPI_REQUEST_NULL) return;
-    if (MPI_Test(&mpi->listening, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done) return;
-    mpi->heard.text[sizeof mpi->heard.text - 1] = 0;
-    if (!mpi->first.status) mpi->first = mpi->heard;
+    if (!t || mpi->noticed || now < mpi->next_look) return;
+    mpi->next_look = now + DT__MPI_LOOK_S + DT__MPI_LOOK_EACH_S * mpi->size;
+    dt__tcp_progress(t);
+    for (int rank = mpi->size - 1; rank >= 0; rank--)
+        if (t->peers[rank].state > DT__TCP_ENDED) lost = rank;
+    if (t->failed && t->first.status) report = t->first;
+    else if (lost >= 0) dt__mpi_bury(mpi, lost, &report);
+    else return;
+    mpi->noticed = 1;
+    if (!mpi->first.status) mpi->first = report;
     dt__shared *shared = world ? world->shared : mpi->node.shared;
-    if (shared && dt__claim(shared, mpi->heard.rank))
-        dt__publish_failure(shared, mpi->heard.rank, mpi->heard.status, mpi->heard.text);
-    dt__mpi_listen(mpi);
+    if (shared && dt__claim(shared, report.rank)) dt__publish_failure(shared, report.rank, report.status, report.text);
 }
 
 static void dt__mpi_node_look(void *user) { dt__mpi_look((dt__mpi *)user); }
@@ -6508,6 +6542,7 @@ static int dt__mpi_meet(dt__mpi *mpi, MPI_Request *request, double until, int dr
         dt__mpi_look(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
         double now = mpi->host->now(mpi->host->user);
+        if (until == 0 && mpi->lost) return 0;      /* it will not come */
         if (until == 0 && mpi->first.status) until = now + mpi->timeout_s;
         if (until > 0 && now > until) return 0;
         mpi->host->sleep(mpi->host->user, turn < DT__YIELDS ? 0 : nap);
@@ -6528,7 +6563,9 @@ static void dt__mpi_cancel(void *user, void *request) {
     }
     if (r->flies) mpi->flies[r->peer]--;
     if (r->peer < 0 && r->request != MPI_REQUEST_NULL) MPI_Cancel(&r->request);
-    if (mpi->patience == 0) mpi->patience = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    if (mpi->patience == 0)
+        mpi->patience = mpi->host->now(mpi->host->user) + (mpi->lost ? fmin(DT__MPI_PATIENCE_S, mpi->timeout_s)
+                                                                             : mpi->timeout_s);
     if (r->request == MPI_REQUEST_NULL || dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) dt__mpi_put_back(mpi, r);
     else mpi->orphans++;
 }
@@ -6538,7 +6575,6 @@ static void dt__mpi_cancel(void *user, void *request) {
 static void dt__mpi_free(dt__mpi *mpi) {
     const dt_host *host = mpi->host;
     if (mpi->waste) host->free(host->user, mpi->waste, mpi->waste_bytes, DT_MEM_HOST);
-    host->free(host->user, mpi->saying, (size_t)mpi->size * sizeof(MPI_Request), DT_MEM_HOST);
     host->free(host->user, mpi->flies, (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
     host->free(host->user, mpi->node.seats, 2 * (size_t)mpi->size * sizeof(int), DT_MEM_HOST);
     host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);
@@ -6549,11 +6585,9 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     const dt_host *host = mpi->host;
     size_t size = (size_t)mpi->size;
     int *most = NULL, there = 0;
-    mpi->saying = (MPI_Request *)host->alloc(host->user, size * sizeof(MPI_Request), DT_MEM_HOST);
     mpi->flies = (int *)host->alloc(host->user, size * sizeof(int), DT_MEM_HOST);
-    if (!mpi->saying || !mpi->flies) return "no memory for it";
+    if (!mpi->flies) return "no memory for it";
     memset(mpi->flies, 0, size * sizeof(int));
-    for (size_t i = 0; i < size; i++) mpi->saying[i] = MPI_REQUEST_NULL;
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->handler);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);     /* MPICH asks this one about dt's requests */
     double until = host->now(host->user) + mpi->timeout_s;
@@ -6567,7 +6601,6 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     }
     if (MPI_Comm_get_attr(mpi->control, MPI_TAG_UB, &most, &there) != MPI_SUCCESS || !there) return "no MPI_TAG_UB";
     mpi->tag_span = (int)(((int64_t)*most + 1) / (2 * DT__MPI_SHARES));
-    dt__mpi_listen(mpi);
     return NULL;
 }
 
@@ -6579,6 +6612,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 typedef struct dt__mpi_card {   /* what a rank shows all others, in four turns */
     uint64_t machine;           /* which this is, as far as /proc is concerned; 0: this rank shares with none */
+    uint64_t network;           /* which loopback this rank has */
     int64_t  part;              /* of the machine, by dt_run_desc.node_ranks: who has the same shares memory */
     int64_t  pid, fd, device, inode;
     uint64_t range, shared, bytes;      /* of the range; 0: it could not be made */
@@ -6594,12 +6628,12 @@ static int dt__mpi_show(dt__mpi *mpi, const dt__mpi_card *mine, dt__mpi_card *al
     return dt__mpi_meet(mpi, &request, until, 0);
 }
 
-/* A number of this machine, this boot of it, and its names of processes. 0: alone. */
-static uint64_t dt__mpi_machine(const dt_run_desc *desc) {
-    char text[512] = "";
+/* A number of this machine, this boot of it, and its names of processes or networks: "pid", "net". Never 0. */
+static uint64_t dt__mpi_machine(const char *names) {
+    char text[512] = "", path[32];
     uint64_t hash = 1469598103934665603u;       /* FNV-1a */
-    if (desc->node_ranks == 1 || (desc->host && !desc->host->map) || (desc->kernels && desc->kernels->alloc)) return 0;
-    if (gethostname(text, 200) != 0 || readlink("/proc/self/ns/pid", text + 200, 100) < 0) return 0;
+    snprintf(path, sizeof path, "/proc/self/ns/%s", names);
+    if (gethostname(text, 200) != 0 || readlink(path, text + 200, 100) < 0) return 1;
     int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     ssize_t got = fd < 0 ? 0 : read(fd, text + 300, 100);
     if (fd >= 0) close(fd);
@@ -6680,13 +6714,16 @@ static const char *dt__mpi_share_by(dt__mpi *mpi, const dt_run_desc *desc, dt__m
     dt__mpi_card *mine = &all[mpi->size];
     mine->fd = -1;
     mine->pid = (int64_t)getpid();
-    mine->machine = dt__mpi_machine(desc);
+    if (desc->node_ranks != 1 && !(desc->host && !desc->host->map) && !(desc->kernels && desc->kernels->alloc))
+        mine->machine = dt__mpi_machine("pid");
+    mine->network = dt__mpi_machine("net");
     mine->part = desc->node_ranks > 1 ? mpi->rank / desc->node_ranks : 0;
     if (!dt__mpi_show(mpi, mine, all)) return late;
     for (int rank = 0; rank < mpi->size; rank++) {
         int near = mine->machine != 0 && all[rank].machine == mine->machine;
         int here = near && all[rank].part == mine->part;
         neighbours += near;
+        mpi->apart += all[rank].network != mine->network;
         if (rank == mpi->rank) mpi->node.seat = n;
         mpi->node.seats[rank] = here ? n : -1;
         if (here && n++ == 0) first = rank;
@@ -6724,6 +6761,85 @@ static const char *dt__mpi_share(dt__mpi *mpi, const dt_run_desc *desc) {
     return wrong;
 }
 
+/* ---- the connections ---- */
+
+typedef struct dt__mpi_address {    /* what rank 0 tells all others */
+    dt__tcp_place place;
+    uint8_t       key[32];
+    char          why[DT__TCP_TEXT];    /* it has no door */
+} dt__mpi_address;
+
+/* Rank 0 opens its door: at desc.rendezvous, or at a free port of the loopback or, if some rank could not come there,
+   of the first interface. -1: address->why. */
+static int dt__mpi_open_door(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_address *address) {
+    dt__tcp_place *place = &address->place;
+    dt_run_desc of = *desc;
+    of.ranks = 1;       /* it may do without a token: then there is one that nobody knows yet */
+    memset(address, 0, sizeof *address);
+    if (desc->rendezvous && !dt__tcp_place_read(desc->rendezvous, place))
+        snprintf(address->why, sizeof address->why, "rendezvous '%.200s' is no address and port", desc->rendezvous);
+    else if (!desc->rendezvous) place->address = mpi->apart ? dt__tcp_interface() : htonl(INADDR_LOOPBACK);
+    if (place->address == 0 && !address->why[0])
+        snprintf(address->why, sizeof address->why, "rank 0 finds no address of its machine: give it as rendezvous");
+    if (address->why[0] || !dt__tcp_key(&of, *place, address->key, address->why)) return -1;
+    const ssize_t bytes = (ssize_t)sizeof address->key;
+    uint8_t none[32];
+    dt__sha256_of(NULL, 0, none);
+    if (memcmp(none, address->key, sizeof none) == 0 && getrandom(address->key, sizeof none, 0) != bytes)
+        return snprintf(address->why, sizeof address->why, "the system gives no random numbers (error %d)", errno), -1;
+    int fd = dt__tcp_listen(*place, DT__TCP_BACKLOG);
+    if (fd >= 0) place->port = dt__tcp_own_place(fd).port;
+    else snprintf(address->why, sizeof address->why, "rank 0 cannot listen at %s (error %d)",
+                  dt__tcp_place_text(*place).s, errno);
+    return fd;
+}
+
+static int dt__mpi_told(dt_ctx *ctx, dt_status status, const char *text, void *user) {
+    (void)ctx, (void)status, (void)text, (void)user;
+    return 1;
+}
+
+/* NULL, or what is wrong. */
+static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
+    const dt_host *host = mpi->host;
+    MPI_Request request;
+    dt_run_desc of = *desc;
+    dt_ctx_desc quiet;
+    int fd = -1;
+    memset(&quiet, 0, sizeof quiet);
+    quiet.rank = mpi->rank;
+    quiet.host = host;
+    mpi->quiet = dt_ctx_make(quiet);
+    dt__mpi_address got, *address = (dt__mpi_address *)host->alloc(host->user, sizeof *address, DT_MEM_HOST);
+    if (!mpi->quiet || !address) return "no memory for it";
+    mpi->listener.failed = dt__mpi_told;
+    dt_listen(mpi->quiet, &mpi->listener);
+    if (mpi->rank == 0) fd = dt__mpi_open_door(mpi, desc, address);
+    int error = MPI_Ibcast(address, (int)sizeof *address, MPI_BYTE, 0, mpi->control, &request);
+    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0))
+        return "not all its processes came to dt_run within timeout_s";     /* and MPI may still write there */
+    got = *address;
+    memset(address, 0, sizeof *address);
+    host->free(host->user, address, sizeof *address, DT_MEM_HOST);
+    of.ranks = mpi->size;
+    of.rank = mpi->rank;
+    if (got.why[0]) dt_fail(mpi->quiet, DT_ERR_COMM, "%s", got.why);
+    else mpi->tcp = dt__tcp_make(mpi->quiet, &of, got.place, got.key, fd);
+    return mpi->tcp ? NULL : dt_error_text(mpi->quiet);
+}
+
+/* After the last meeting. */
+static void dt__mpi_disconnect(dt__mpi *mpi) {
+    if (mpi->tcp) {
+        dt__tcp_goodbye(mpi->tcp);
+        dt__tcp_free(mpi->tcp);
+    }
+    if (mpi->quiet) dt_unlisten(mpi->quiet, &mpi->listener);
+    dt_ctx_free(mpi->quiet);
+    mpi->tcp = NULL;
+    mpi->quiet = NULL;
+}
+
 /* The launcher's processes become ranks. NULL, and *why. */
 static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const char **why) {
     int running = 0, over = 0, provided = 0;
@@ -6733,7 +6849,7 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
     memset(mpi, 0, sizeof *mpi);
     mpi->host = host;
     mpi->timeout_s = desc->timeout_s;
-    mpi->draining = mpi->listening = MPI_REQUEST_NULL;
+    mpi->draining = MPI_REQUEST_NULL;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
     *why = "it has ended in this process: a program that runs ranks twice begins and ends MPI itself";
@@ -6746,6 +6862,7 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
         MPI_Comm_size(MPI_COMM_WORLD, &mpi->size);
         *why = dt__mpi_make(mpi);
         if (!*why) *why = dt__mpi_share(mpi, desc);
+        if (!*why) *why = dt__mpi_connect(mpi, desc);
         if (!*why) return mpi;
     }
     if (!mpi->size) host->free(host->user, mpi, sizeof *mpi, DT_MEM_HOST);  /* else MPI may still write into it */
@@ -6777,6 +6894,7 @@ static void dt__mpi_hear(dt__mpi *mpi, double until, int lost) {
 static int dt__mpi_last_meeting(dt__mpi *mpi) {
     MPI_Request request = MPI_REQUEST_NULL;
     int failed = mpi->first.status != DT_OK;
+    if (mpi->lost) return 0;
     mpi->mine[0] = failed;
     mpi->mine[1] = mpi->balance;
     MPI_Iallreduce(mpi->mine, mpi->all, 2, MPI_INT64_T, MPI_SUM, mpi->control, &request);
@@ -6792,18 +6910,12 @@ static int dt__mpi_last_meeting(dt__mpi *mpi) {
 static int dt__mpi_settle(dt__mpi *mpi) {
     double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
     int settled = mpi->orphans == 0;
-    for (int other = 0; other < mpi->size && settled; other++)
-        settled = dt__mpi_meet(mpi, &mpi->saying[other], until, 1);
     while (mpi->flying && settled) {
         settled = dt__mpi_meet(mpi, &mpi->flying->request, until, 1);
         dt__mpi_reap(mpi);
     }
     if (settled && mpi->draining != MPI_REQUEST_NULL) settled = dt__mpi_meet(mpi, &mpi->draining, until, 1);
-    if (!settled) return 0;
-    MPI_Cancel(&mpi->listening);
-    for (int done = 0; !done && mpi->host->now(mpi->host->user) < until;)
-        if (MPI_Test(&mpi->listening, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
-    return 1;
+    return settled;
 }
 
 /* The rank has detached. If another rank cannot be brought to its end, MPI is left as it is: ending it would wait for
@@ -6811,6 +6923,7 @@ static int dt__mpi_settle(dt__mpi *mpi) {
    of this rank's any more. */
 static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
     int met = dt__mpi_last_meeting(mpi), settled = met && dt__mpi_settle(mpi);
+    dt__mpi_disconnect(mpi);
     for (int i = 0; i < DT__MPI_COMMS && settled; i++) MPI_Comm_free(&mpi->comms[i]);
     if (settled) MPI_Comm_free(&mpi->control);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, mpi->handler);
@@ -7402,7 +7515,7 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
 static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32],
                          dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
-    dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key) : NULL;
+    dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
     dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
@@ -7454,13 +7567,15 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
+    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
     if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, of_rank);
+    mpi->tcp->rank_ctx = mpi->ctx;
     dt_status status = DT_OK;
     if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
-        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, NULL, rank_main, user);
+        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);
     if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
     if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);

@@ -494,9 +494,11 @@ static void resolve_recompute(const char *text, gpt_config *c) {
 }
 
 /* dt's log, without errors: the first failure is kept, and is printed once. */
+static int errors_here;
 static void quiet_errors(void *user, int level, int rank, const char *text) {
     (void)user;
-    if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
+    if (level == DT_LOG_ERROR) __atomic_fetch_add(&errors_here, 1, __ATOMIC_RELAXED);
+    else dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
 /* A context to look at files with before any rank starts. */
@@ -1262,7 +1264,9 @@ static int run(job *j) {
     }
     if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone */
         int told = speaks() || (is_tcp(j->v) && (report.rank < 0 || report.rank == launched.rank));
-        let_rank_0_speak();
+        int instead = launched.size && report.rank == 0 && errors_here; /* MPI's rank 0 is gone, and dt chose this one */
+        told = told || instead;
+        if (!instead) let_rank_0_speak();
         fflush(stdout);
         if (told) fprintf(stderr, "error: %s\n", report.text);
         return 1;
