@@ -174,6 +174,10 @@ static void one_stop(int at) {
         job_init(&j, p, DT_BACKEND_PROCS, 4, STOP_TIMEOUT);
         if (kind == SPINNING) j.spinner = h.victim;
         if (h.phase == STARTED) j.start_s = 2e-3;
+        if (at % 5 == 1) {      /* in a wait of its own */
+            j.waiter = h.victim;
+            h.phase = IN_COLLECTIVE;
+        }
         job_run(&j, loop_rank, kind == SPINNING ? NULL : &h, NULL);
         const char *why = kind == SPINNING ? "spinning or computing" : "stopped";
         CHECK_MSG(p->status == DT_ERR_TIMEOUT && names_victim(p->report.text, h.victim, p->pid[h.victim], why),

@@ -115,6 +115,24 @@ static void deadlocks(int full) {
     munmap(p, sizeof *p);
 }
 
+/* The late rank receives from both others, of which the second has nothing before the first one's send is over. */
+static void patient_relay(dt_comm *world, float *a, float *b, size_t count, int me, int late, int next, int last) {
+    dt_transfer t[2];
+    memset(t, 0, sizeof t);
+    for (int i = 0; i < 2; i++) {
+        t[i].recv = b + (size_t)i * count / 2;
+        t[i].count = count / 2;
+        t[i].dtype = DT_F32;
+        t[i].peer = i ? last : next;
+        t[i].tag = 2;
+    }
+    if (me == late) dt_exchange(world, t, 2);
+    if (me == next) dt_send(world, a, count / 2, DT_F32, late, 2);
+    if (me == next) dt_send(world, a, count / 2, DT_F32, last, 2);
+    if (me == last) dt_recv(world, b, count / 2, DT_F32, next, 2);
+    if (me == last) dt_send(world, a, count / 2, DT_F32, late, 2);
+}
+
 /* One rank comes so late that the others sleep a millisecond at a time, and then takes long to begin what they wait
    for: whoever counts too little of that believes in a deadlock. */
 static dt_status patient_rank(dt_ctx *ctx, void *user) {
@@ -123,8 +141,8 @@ static dt_status patient_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int      me = dt_comm_rank(world), n = dt_comm_size(world);
     float   *a = (float *)calloc(2 * HUGE_COUNT, sizeof *a), *b = a + HUGE_COUNT;
-    for (int round = 0; round < 30 && !dt_error(ctx); round++) {
-        int    late = round % n, way = round / n % 5;
+    for (int round = 0; round < 36 && !dt_error(ctx); round++) {
+        int    late = round % n, way = round / n % 6, next = (late + 1) % n, last = (late + 2) % n;
         size_t count = round % 2 ? HUGE_COUNT : 1000;
         if (me == late) nap(20e-3);
         if (way == 0 && me == late) for (int r = 0; r < n; r++) if (r != me) dt_send(world, a, count, DT_F32, r, 1);
@@ -133,6 +151,7 @@ static dt_status patient_rank(dt_ctx *ctx, void *user) {
         if (way == 1 && me != late) dt_send(world, a, count, DT_F32, late, 1);
         if (way == 2) dt_broadcast(world, a, count, DT_F32, late);
         if (way == 3) dt_all_reduce(world, a, b, count, DT_F32, DT_SUM);
+        if (way == 5 && n > 2) patient_relay(world, a, b, count, me, late, next, last);
         if (way == 4) dt_reduce_scatter(world, a, b, count / (size_t)n, DT_F32, DT_MAX);
     }
     free(a);

@@ -10,7 +10,8 @@ enum { DRILL_RANKS = 3, DRILL_OPS = 20, DRILL_COUNT = 16 };
 typedef struct drill {
     job  job;
     int  alike;                 /* all operations are one kind; else kinds alternate */
-    int *bits, *nans, *share;   /* (ranks) of memory that all share; share: of whose data a bit was, -1 */
+    int *bits, *nans;           /* (ranks) of memory that all share, as are these */
+    int *share, *op;            /* of whose data a bit was, -1: of nobody's; of which operation, from 1 */
 } drill;
 
 static float drill_value(int rank, int op, int i) { return (float)(1 + rank) + (float)(op * DRILL_COUNT + i) / 1024; }
@@ -23,7 +24,9 @@ static void drill_compare(drill *d, int me, int op, const float *got) {
         memcpy(&b, &got[i], 4);
         d->bits[me] += __builtin_popcount(a ^ b);
         d->nans[me] += got[i] != got[i];
-        if (a != b) d->share[me] = i / DRILL_COUNT;
+        if (a == b) continue;
+        d->share[me] = i / DRILL_COUNT;
+        d->op[me] = op + 1;
     }
 }
 
@@ -43,7 +46,7 @@ static dt_status drill_rank(dt_ctx *ctx, void *user) {
     return page_note(d->job.p, ctx, me);
 }
 
-static int drill_numbers[3 * MOST];
+static int drill_numbers[4 * MOST];
 
 static void drill_run(drill *d, page *p, dt_backend backend, const char *fault, int alike) {
     static int *shared;
@@ -55,6 +58,7 @@ static void drill_run(drill *d, page *p, dt_backend backend, const char *fault, 
     d->bits = shared;
     d->nans = shared + MOST;
     d->share = shared + 2 * MOST;
+    d->op = shared + 3 * MOST;
     d->alike = alike;
     d->job.desc.fault = fault;
     job_run(&d->job, drill_rank, NULL, NULL);
@@ -99,10 +103,10 @@ static void drill_kinds(page *p, dt_backend backend) {
     drill_goes_on(&d, p, backend, "flip:rank=1:seq=7");
     for (int r = wrong = 0; r < DRILL_RANKS; r++) {
         bits += d.bits[r] == 1;
-        wrong += d.bits[r] > 1 || (d.bits[r] && r != 1 && d.share[r] != 1);
+        wrong += d.bits[r] > 1 || (d.bits[r] && ((r != 1 && d.share[r] != 1) || d.op[r] != 7));
     }
-    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d", where,
-              d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2]);
+    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d; rank 1's of operation %d",
+              where, d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
     drill_goes_on(&d, p, backend, "nan:rank=1:seq=7");
     for (int r = 0; r < DRILL_RANKS; r++) nans += d.nans[r];
     CHECK_MSG(nans > 0, "nan on %s: no result is one", where);
@@ -130,12 +134,13 @@ static void drill_environment(page *p) {
     for (int heeded = 0; heeded < 2; heeded++) {
         for (int procs = 0; procs < 2; procs++) {
             drill d;
-            static int shared_bits[3 * MOST];   /* threads alone write it */
+            static int shared_bits[4 * MOST];   /* threads alone write it */
             memset(&d, 0, sizeof d);
             job_init(&d.job, p, procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
             d.bits = shared_bits;
             d.nans = shared_bits + MOST;
             d.share = shared_bits + 2 * MOST;
+            d.op = shared_bits + 3 * MOST;
             d.alike = 1;
             d.job.desc.faults = heeded;
             setenv("DT_FAULT", "kill:rank=1:seq=7", 1);

@@ -221,7 +221,8 @@ typedef struct harm {
 typedef struct job {
     dt_run_desc desc;
     page       *p;
-    int         rounds, spinner, stopper;   /* a rank that spins, from a round on; ranks that are not there: -1 */
+    int         rounds, spinner;    /* a rank that spins, from a round on; -1: none */
+    int         waiter;             /* a rank that the others let wait some ms in each round; -1 */
     double      start_s;            /* before a rank's first operation */
     double      begun, took;
 } job;
@@ -234,7 +235,7 @@ static void job_init(job *j, page *p, dt_backend backend, int ranks, double time
     j->desc.backend = backend;
     j->desc.timeout_s = timeout_s;
     j->desc.report = &p->report;
-    j->spinner = -1;
+    j->spinner = j->waiter = -1;
     j->rounds = 1 << 30;
 }
 
@@ -294,6 +295,7 @@ static dt_status loop_rank(dt_ctx *ctx, void *user) {
             if (me == j->spinner && round >= 5 && !p->first_hit) p->first_hit = p->hit = mono();
             if (p->let_go) break;
         }
+        if (j->waiter >= 0 && j->waiter != me) nap(5e-3);
         phase_is(p, me, IN_COLLECTIVE);
         p->entered[me] = mono();
         dt_all_reduce(world, a, b, round % 4 ? 100 : MANY / 4, DT_F32, DT_SUM);
