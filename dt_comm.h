@@ -79,8 +79,11 @@
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
                 rank and its reason. Ranks that call different operations, or the same with another count, type,
-                reduction or root, learn both sides when all have called; a rank that ended, or that does not come
-                within timeout_s, is named. Messages give world ranks. The first failure alone is logged as an error.
+                reduction or root, learn both sides when all have called, with the places in the source (over tcp and
+                mpi: dt_run_desc.check); when all ranks wait and nothing is under way, the circle of waits at once. A
+                rank that ended or died is named with its signal; one that does not come within timeout_s with what it
+                does instead: stopped, spinning, asleep, late. Messages give world ranks. The first failure alone is
+                logged as an error.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, the backend
