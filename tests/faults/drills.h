@@ -105,8 +105,8 @@ static void drill_kinds(page *p, dt_backend backend) {
         bits += d.bits[r] == 1;
         wrong += d.bits[r] > 1 || (d.bits[r] && ((r != 1 && d.share[r] != 1) || d.op[r] != 7));
     }
-    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d; rank 1's of operation %d",
-              where, d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
+    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d, in operation %d", where,
+              d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
     drill_goes_on(&d, p, backend, "nan:rank=1:seq=7");
     for (int r = 0; r < DRILL_RANKS; r++) nans += d.nans[r];
     CHECK_MSG(nans > 0, "nan on %s: no result is one", where);
@@ -118,7 +118,8 @@ static void drill_syntax(page *p) {
         { "kil:rank=1:seq=7", "kil" }, { "kill:rank=3:seq=7", "3" }, { "kill:rank=-1:seq=7", "-1" },
         { "kill:rank=1", "seq" }, { "kill:seq=7", "rank" }, { "kill:rank=x:seq=7", "x" },
         { "kill:rank=1:seq=0", "0" }, { "kill:rank=1:seq=", "seq" }, { "kill:rank=1:seq=7:s=1:t=2", "t" },
-        { "delay:rank=1:seq=7:s=-1", "-1" }, { "kill:rank=1:seq=7,", "" }, { "kill:rank=1:seq=7;stop:rank=0:seq=1", "" },
+        { "delay:rank=1:seq=7:s=-1", "-1" }, { "kill:rank=1:seq=7,", "" },
+        { "kill:rank=1:seq=7;stop:rank=0:seq=1", "" },
         { "kill:rank=1:seq=99999999999999999999999", "" }, { ":", "" }, { "kill", "" }, { "kill:rank=1:seq=7 ", "" } };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         drill d;
@@ -169,7 +170,7 @@ static void drills(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- stragglers ---------------------------------------------------------------------------------------------------- */
+/* ---- stragglers ----------------------------------------------------------------------------------------------- */
 
 typedef struct lag { page *p; int slow, steps; double step_s, cost; } lag;
 
@@ -228,8 +229,9 @@ static void stragglers(int full) {
     lag   l;
     for (int i = 0; i < (full ? 30 : 6); i++) {
         int slow = i % 3 == 2 ? -1 : i % 4;
+        dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         for (int again = 0; again < 4; again++)
-            if (lag_named(p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, slow, slow < 0 ? 60 : 10, again == 3)) break;
+            if (lag_named(p, backend, slow, slow < 0 ? 60 : 10, again == 3)) break;
     }
     lag_named(p, DT_BACKEND_THREADS, 1, 40, 0);
     CHECK_MSG(p->lines <= 4, "a straggler is named %d times in 40 steps", p->lines);
@@ -240,7 +242,7 @@ static void stragglers(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- the table of ranks -------------------------------------------------------------------------------------------- */
+/* ---- the table of ranks --------------------------------------------------------------------------------------- */
 
 static int  asked;
 static void ask_now(int signal) {
