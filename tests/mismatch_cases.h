@@ -1,8 +1,8 @@
 /* mismatch_cases.h - ranks that disagree: what one of four ranks does in place of what the others do, and what the
    failure must say.
 
-   A case is two short programs, of the odd rank and of the others, which differ from their operation `first` on; and the
-   words that the text must hold. Included after dt_comm.h with its implementation, by test_mismatch.c and
+   A case is two short programs, of the odd rank and of the others, which differ from their operation `first` on; and
+   the words that the text must hold. Included after dt_comm.h with its implementation, by test_mismatch.c and
    mpi_mismatch.c. */
 #ifndef MISMATCH_CASES_H
 #define MISMATCH_CASES_H
@@ -27,7 +27,7 @@ static void nap(double s) {
     nanosleep(&t, NULL);
 }
 
-/* ---- what ranks do ------------------------------------------------------------------------------------------------ */
+/* ---- what ranks do ------------------------------------------------------------------------------------------- */
 
 enum { ODD_RANKS = 4, ODD_STEPS = 8, ODD_CASES = 256, ODD_WORDS = 4, MANY = 20000 };
 enum { K_ALL_REDUCE, K_REDUCE, K_REDUCE_SCATTER, K_ALL_GATHER, K_GATHER, K_SCATTER, K_ALL_TO_ALL, K_ALL_TO_ALL_V,
@@ -82,7 +82,7 @@ static dt_status step_do(const step *s, dt_comm *comm, const void *a, void *b, c
 }
 static int site_of(int kind) { return FIRST_SITE + kind; }
 
-/* ---- cases -------------------------------------------------------------------------------------------------------- */
+/* ---- cases --------------------------------------------------------------------------------------------------- */
 
 typedef struct mismatch {
     char name[128];
@@ -175,7 +175,7 @@ static void cases_of_arguments(mismatches *all) {
             snprintf(other, sizeof other, "%zu", odd.count);
             snprintf(name, sizeof name, "count: %s of %s for %s", kind_names[k], other, one);
             in_place_of(all, name, s, odd, one, other);
-            if (k == K_ALL_TO_ALL_V) all->list[all->n - 1].site[1] = -1;     /* one operation, of which a share differs */
+            if (k == K_ALL_TO_ALL_V) all->list[all->n - 1].site[1] = -1;     /* one operation: a share differs */
         }
         for (int i = 0; i < 2 && has_root(k); i++) {
             s = odd = step_of(k);
@@ -289,7 +289,7 @@ static void cases_all(mismatches *all) {
     cases_of_missing(all);
 }
 
-/* ---- running one -------------------------------------------------------------------------------------------------- */
+/* ---- running one --------------------------------------------------------------------------------------------- */
 
 typedef struct odd_note {
     double    entered, failed;      /* its last call, or its end; when it knew of the failure */
@@ -338,7 +338,7 @@ static dt_status odd_rank(dt_ctx *ctx, void *user) {
     return DT_OK;       /* an error that a rank function does not return is a failure all the same */
 }
 
-/* ---- judging it --------------------------------------------------------------------------------------------------- */
+/* ---- judging it ---------------------------------------------------------------------------------------------- */
 
 /* A text without who says it. */
 static const char *bare(const char *text) {
@@ -400,7 +400,8 @@ static void odd_judge(const odd_run *run, const char *where, dt_status status, c
         if (note->ended) continue;
         CHECK_MSG(strcmp(bare(note->text), text) == 0, "%s: %s: rank %d has '%s', the report '%s'", where, m->name, r,
                   note->text, text);
-        if (meets_odd(m, r)) CHECK_MSG(note->done <= m->first, "%s: %s: rank %d went past it: %s", where, m->name, r, text);
+        CHECK_MSG(!meets_odd(m, r) || note->done <= m->first, "%s: %s: rank %d went past it: %s", where, m->name, r,
+                  text);
     }
     CHECK_MSG(names_others(text, m->odd_rank), "%s: %s: not both ranks are named (rank %d is odd): %s", where, m->name,
               m->odd_rank, text);
@@ -414,7 +415,7 @@ static void odd_judge(const odd_run *run, const char *where, dt_status status, c
     }
 }
 
-/* ---- how late they were ------------------------------------------------------------------------------------------- */
+/* ---- how late they were -------------------------------------------------------------------------------------- */
 
 typedef struct lateness {
     double s[4096];

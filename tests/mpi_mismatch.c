@@ -1,10 +1,10 @@
-/* mpi_mismatch.c - what test_mpi.sh starts with mpirun: the cases of mismatch_cases.h, and programs that are right, over
-   the MPI backend
+/* mpi_mismatch.c - what test_mpi.sh starts with mpirun: the cases of mismatch_cases.h, and programs that are right,
+   over the MPI backend
 
        NODE_RANKS=1 mpirun -np 4 mpi_mismatch [SECONDS of timeout]
 
-   The program begins MPI, runs follow each other. What ranks noted travels to rank 0, which judges. A line for each check
-   that failed, status 0 if none did. */
+   The program begins MPI, runs follow each other. What ranks noted travels to rank 0, which judges. A line for each
+   check that failed, status 0 if none did. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"

@@ -30,7 +30,7 @@ static pid_t staged_fork(void) {
 #include "faults/deadlocks.h"
 #include "faults/drills.h"
 
-/* ---- kill -9 ------------------------------------------------------------------------------------------------------- */
+/* ---- kill -9 -------------------------------------------------------------------------------------------------- */
 
 static int names_victim(const char *text, int rank, pid_t pid, const char *why) {
     char who[64];
@@ -106,7 +106,7 @@ static void kills(int full) {
               1e3 * lateness_at(&sums->survivors, 1));
 }
 
-/* ---- stopped, spinning --------------------------------------------------------------------------------------------- */
+/* ---- stopped, spinning ---------------------------------------------------------------------------------------- */
 
 enum { STOPPING = 0, SPINNING, GOING_ON };
 static const double STOP_TIMEOUT = 0.5;
@@ -207,7 +207,7 @@ static void stops(int full) {
     lateness_print(&sums->ends, "stopped and spinning ranks: the job is over");
 }
 
-/* ---- two faults ---------------------------------------------------------------------------------------------------- */
+/* ---- two faults ----------------------------------------------------------------------------------------------- */
 
 static void one_double(int at) {
     page    *p = page_make();
@@ -223,7 +223,7 @@ static void one_double(int at) {
     one.victim = (int)(r % 4);
     one.what = whats[at % 5][0];
     one.after = 1e-3 * (double)(r >> 8 & 31);
-    two.victim = at % 5 == 4 ? one.victim : (one.victim + 1 + (int)(r >> 16 & 1)) % 4;   /* 4: the one that is stopped */
+    two.victim = at % 5 == 4 ? one.victim : (one.victim + 1 + (int)(r >> 16 & 1)) % 4;     /* 4: the stopped one */
     two.what = whats[at % 5][1];
     two.gap = at % 5 == 4 ? 0.6 : 1e-4 * (double)(r >> 24 & 63);     /* after its timeout, in the abort; or at once */
     job_init(&j, p, DT_BACKEND_PROCS, 4, STOP_TIMEOUT);
@@ -249,7 +249,7 @@ static void doubles(int full) {
     lateness_print(&sums->ends, "two faults: the job is over");
 }
 
-/* ---- the supervisor is gone, Ctrl-C -------------------------------------------------------------------------------- */
+/* ---- the supervisor is gone, Ctrl-C --------------------------------------------------------------------------- */
 
 static void supervisor(int full) {
     page *p = page_make();
@@ -341,7 +341,7 @@ static void ctrlc(int full) {
     lateness_print(&sums->ends, "Ctrl-C: all processes are gone");
 }
 
-/* ---- out of memory ------------------------------------------------------------------------------------------------- */
+/* ---- out of memory -------------------------------------------------------------------------------------------- */
 
 static dt_status eating_rank(dt_ctx *ctx, void *user) {
     job     *j = (job *)user;
@@ -383,7 +383,8 @@ static void oom_in(const char *folder, const char *limit, const char *what) {
     }
     int status = 0;
     waitpid(pid, &status, 0);
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 3) check_skip("out of memory: no process may join the control group");
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 3)
+        check_skip("out of memory: no process may join the control group");
     else
         CHECK_MSG(status == 0 && names_victim(p->report.text, 1, p->pid[1], "signal 9 (SIGKILL)") &&
                       strstr(p->report.text, "out of memory"), "%s: status %d: %s", what, status, p->report.text);
@@ -392,7 +393,8 @@ static void oom_in(const char *folder, const char *limit, const char *what) {
 }
 
 static void oom(int full) {
-    static const char *const kinds[][4] = { { "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "control groups v1", "" },
+    static const char *const kinds[][4] = {
+        { "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "control groups v1", "" },
         { "/sys/fs/cgroup", "memory.max", "control groups v2", "/sys/fs/cgroup/cgroup.controllers" } };
     for (int i = 0; i < (full ? 20 : 2); i++) {
         char        folder[128];
@@ -409,7 +411,7 @@ static void oom(int full) {
     }
 }
 
-/* ---- main ---------------------------------------------------------------------------------------------------------- */
+/* ---- main ----------------------------------------------------------------------------------------------------- */
 
 int main(int argc, char **argv) {
     static const struct { const char *name; void (*run)(int full); } parts[] = {

@@ -39,7 +39,7 @@ static const char *backend_name(dt_backend backend) {
     return backend == DT_BACKEND_THREADS ? "threads" : backend == DT_BACKEND_PROCS ? "procs" : "tcp";
 }
 
-/* ---- jobs over sockets: a process for each rank ------------------------------------------------------------------- */
+/* ---- jobs over sockets: a process for each rank -------------------------------------------------------------- */
 
 static int free_port(void) {
     dt__tcp_place any = { 0, 0 };
@@ -73,7 +73,7 @@ static void tcp_job(int ranks, const dt_host *host, dt_status (*fn)(dt_ctx *, vo
     }
 }
 
-/* ---- mismatches --------------------------------------------------------------------------------------------------- */
+/* ---- mismatches ---------------------------------------------------------------------------------------------- */
 
 static odd_run *run_one(const mismatch *m, dt_backend backend, uint64_t delays, dt_status *status, dt_report *report) {
     static odd_run *run;
@@ -130,7 +130,7 @@ static void run_cases(dt_backend backend) {
     lateness_print(&late, backend_name(backend));
 }
 
-/* ---- no false alarms ---------------------------------------------------------------------------------------------- */
+/* ---- no false alarms ----------------------------------------------------------------------------------------- */
 
 static int well(dt_backend backend, int ranks, dt_status (*fn)(dt_ctx *, void *), void *user, const char *what) {
     dt_report report;
@@ -181,7 +181,7 @@ static void random_programs(int runs, dt_backend backend) {
     printf("%s: %d random programs\n", backend_name(backend), runs);
 }
 
-/* ---- what it costs ------------------------------------------------------------------------------------------------ */
+/* ---- what it costs ------------------------------------------------------------------------------------------- */
 
 enum { COST_OPS = 400, COST_ROUNDS = 600 };
 typedef struct cost { double all_reduce, barrier; } cost;

@@ -8,7 +8,7 @@ enum { DRILL_RANKS = 3, DRILL_OPS = 20, DRILL_COUNT = 16 };
 
 /* What an operation of the drill gave: bits that differ from what must come, numbers that are none. */
 typedef struct drill {
-    job  job;
+    job  run;
     int  alike;                 /* all operations are one kind; else kinds alternate */
     int *bits, *nans;           /* (ranks) of memory that all share, as are these */
     int *share, *op;            /* of whose data a bit was, -1: of nobody's; of which operation, from 1 */
@@ -43,7 +43,7 @@ static dt_status drill_rank(dt_ctx *ctx, void *user) {
         if (!d->alike && op % 2) dt_barrier(world);
         else if (dt_all_gather(world, a, b, DRILL_COUNT, DT_F32) == DT_OK) drill_compare(d, me, op, b);
     }
-    return page_note(d->job.p, ctx, me);
+    return page_note(d->run.p, ctx, me);
 }
 
 static int drill_numbers[4 * MOST];
@@ -54,14 +54,14 @@ static void drill_run(drill *d, page *p, dt_backend backend, const char *fault, 
                                       MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     memset(shared, 0, sizeof drill_numbers);
     memset(d, 0, sizeof *d);
-    job_init(&d->job, p, backend, DRILL_RANKS, 0.5);
+    job_init(&d->run, p, backend, DRILL_RANKS, 0.5);
     d->bits = shared;
     d->nans = shared + MOST;
     d->share = shared + 2 * MOST;
     d->op = shared + 3 * MOST;
     d->alike = alike;
-    d->job.desc.fault = fault;
-    job_run(&d->job, drill_rank, NULL, NULL);
+    d->run.desc.fault = fault;
+    job_run(&d->run, drill_rank, NULL, NULL);
 }
 
 static const char *threads_or_procs(dt_backend backend) { return backend == DT_BACKEND_THREADS ? "threads" : "procs"; }
@@ -72,7 +72,7 @@ static void drill_ends(page *p, dt_backend backend, const char *fault, int alike
     drill_run(&d, p, backend, fault, alike);
     CHECK_MSG(p->status != DT_OK && has_word(p->report.text, "rank 1") && strstr(p->report.text, word) != NULL,
               "%s on %s: %s: %s", fault, threads_or_procs(backend), dt_status_name(p->status), p->report.text);
-    CHECK_MSG(d.job.took <= most, "%s on %s: ends after %.2f s", fault, threads_or_procs(backend), d.job.took);
+    CHECK_MSG(d.run.took <= most, "%s on %s: ends after %.2f s", fault, threads_or_procs(backend), d.run.took);
     for (int r = 0; r < DRILL_RANKS; r += 2)
         CHECK_MSG(p->failed[r] > 0 && strcmp(bare(p->text[r]), bare(p->report.text)) == 0,
                   "%s on %s: rank %d has '%s', the report '%s'", fault, threads_or_procs(backend), r, p->text[r],
@@ -97,16 +97,16 @@ static void drill_kinds(page *p, dt_backend backend) {
     drill_ends(p, backend, "delay:rank=2:seq=3:s=0.05,kill:rank=1:seq=7", 1, procs ? "signal 9" : "", 0.5);
     drill_goes_on(&d, p, backend, NULL);
     for (int r = 0; r < DRILL_RANKS; r++) wrong += d.bits[r];
-    CHECK_MSG(wrong == 0 && d.job.took < 0.2, "no fault on %s: %d bits are wrong, %.2f s", where, wrong, d.job.took);
+    CHECK_MSG(wrong == 0 && d.run.took < 0.2, "no fault on %s: %d bits are wrong, %.2f s", where, wrong, d.run.took);
     drill_goes_on(&d, p, backend, "delay:rank=1:seq=7:s=0.2");
-    CHECK_MSG(d.job.took >= 0.2 && d.job.took < 0.5, "a delay of 0.2 s on %s takes %.2f s", where, d.job.took);
+    CHECK_MSG(d.run.took >= 0.2 && d.run.took < 0.5, "a delay of 0.2 s on %s takes %.2f s", where, d.run.took);
     drill_goes_on(&d, p, backend, "flip:rank=1:seq=7");
     for (int r = wrong = 0; r < DRILL_RANKS; r++) {
         bits += d.bits[r] == 1;
         wrong += d.bits[r] > 1 || (d.bits[r] && ((r != 1 && d.share[r] != 1) || d.op[r] != 7));
     }
-    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d; rank 1's of operation %d",
-              where, d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
+    CHECK_MSG(bits > 0 && wrong == 0, "flip on %s: bits that differ: %d %d %d, of the shares of %d %d %d, in operation %d", where,
+              d.bits[0], d.bits[1], d.bits[2], d.share[0], d.share[1], d.share[2], d.op[1]);
     drill_goes_on(&d, p, backend, "nan:rank=1:seq=7");
     for (int r = 0; r < DRILL_RANKS; r++) nans += d.nans[r];
     CHECK_MSG(nans > 0, "nan on %s: no result is one", where);
@@ -118,7 +118,8 @@ static void drill_syntax(page *p) {
         { "kil:rank=1:seq=7", "kil" }, { "kill:rank=3:seq=7", "3" }, { "kill:rank=-1:seq=7", "-1" },
         { "kill:rank=1", "seq" }, { "kill:seq=7", "rank" }, { "kill:rank=x:seq=7", "x" },
         { "kill:rank=1:seq=0", "0" }, { "kill:rank=1:seq=", "seq" }, { "kill:rank=1:seq=7:s=1:t=2", "t" },
-        { "delay:rank=1:seq=7:s=-1", "-1" }, { "kill:rank=1:seq=7,", "" }, { "kill:rank=1:seq=7;stop:rank=0:seq=1", "" },
+        { "delay:rank=1:seq=7:s=-1", "-1" }, { "kill:rank=1:seq=7,", "" },
+        { "kill:rank=1:seq=7;stop:rank=0:seq=1", "" },
         { "kill:rank=1:seq=99999999999999999999999", "" }, { ":", "" }, { "kill", "" }, { "kill:rank=1:seq=7 ", "" } };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         drill d;
@@ -136,21 +137,21 @@ static void drill_environment(page *p) {
             drill d;
             static int shared_bits[4 * MOST];   /* threads alone write it */
             memset(&d, 0, sizeof d);
-            job_init(&d.job, p, procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
+            job_init(&d.run, p, procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
             d.bits = shared_bits;
             d.nans = shared_bits + MOST;
             d.share = shared_bits + 2 * MOST;
             d.op = shared_bits + 3 * MOST;
             d.alike = 1;
-            d.job.desc.faults = heeded;
+            d.run.desc.faults = heeded;
             setenv("DT_FAULT", "kill:rank=1:seq=7", 1);
-            job_run(&d.job, drill_rank, NULL, NULL);
+            job_run(&d.run, drill_rank, NULL, NULL);
             CHECK_MSG((p->status != DT_OK) == heeded, "DT_FAULT with faults %d: %s: %s", heeded,
                       dt_status_name(p->status), p->report.text);
             setenv("DT_FAULT", "kil:rank=1", 1);
-            job_init(&d.job, p, DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
-            d.job.desc.faults = heeded;
-            job_run(&d.job, drill_rank, NULL, NULL);
+            job_init(&d.run, p, DT_BACKEND_THREADS, DRILL_RANKS, 0.5);
+            d.run.desc.faults = heeded;
+            job_run(&d.run, drill_rank, NULL, NULL);
             CHECK_MSG(p->status == (heeded ? DT_ERR_ARG : DT_OK), "a bad DT_FAULT with faults %d: %s", heeded,
                       p->report.text);
             unsetenv("DT_FAULT");
@@ -169,7 +170,7 @@ static void drills(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- stragglers ---------------------------------------------------------------------------------------------------- */
+/* ---- stragglers ----------------------------------------------------------------------------------------------- */
 
 typedef struct lag { page *p; int slow, steps; double step_s, cost; } lag;
 
@@ -228,8 +229,9 @@ static void stragglers(int full) {
     lag   l;
     for (int i = 0; i < (full ? 30 : 6); i++) {
         int slow = i % 3 == 2 ? -1 : i % 4;
+        dt_backend backend = i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
         for (int again = 0; again < 4; again++)
-            if (lag_named(p, i % 2 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, slow, slow < 0 ? 60 : 10, again == 3)) break;
+            if (lag_named(p, backend, slow, slow < 0 ? 60 : 10, again == 3)) break;
     }
     lag_named(p, DT_BACKEND_THREADS, 1, 40, 0);
     CHECK_MSG(p->lines <= 4, "a straggler is named %d times in 40 steps", p->lines);
@@ -240,7 +242,7 @@ static void stragglers(int full) {
     munmap(p, sizeof *p);
 }
 
-/* ---- the table of ranks -------------------------------------------------------------------------------------------- */
+/* ---- the table of ranks --------------------------------------------------------------------------------------- */
 
 static int  asked;
 static void ask_now(int signal) {

@@ -14,7 +14,7 @@ enum { MOST = 8, PHASES = 5, LOG_LINES = 64 };
 enum { BORN = 1, STARTED, COMPUTING, IN_COLLECTIVE, TAIL };
 static const char *const phase_names[PHASES + 1] = { "none", "born", "start", "compute", "collective", "end" };
 
-/* ---- the page ----------------------------------------------------------------------------------------------------- */
+/* ---- the page ------------------------------------------------------------------------------------------------ */
 
 /* One job: written by its ranks, by who kills them and by the supervisor, who may not share anything else. */
 typedef struct page {
@@ -79,7 +79,7 @@ static dt_status page_note(page *p, dt_ctx *ctx, int rank) {
 static void phase_is(page *p, int rank, int phase) { __atomic_store_n(&p->phase[rank], phase, __ATOMIC_SEQ_CST); }
 static int  phase_of(page *p, int rank) { return __atomic_load_n(&p->phase[rank], __ATOMIC_SEQ_CST); }
 
-/* ---- forks of the library ------------------------------------------------------------------------------------------ */
+/* ---- forks of the library ------------------------------------------------------------------------------------- */
 
 /* dt_run forks here: a rank is on the page before its first instruction in the library. */
 static page *staged;
@@ -92,7 +92,7 @@ static pid_t staged_fork_done(pid_t pid, int rank) {
     return pid;
 }
 
-/* ---- what a job leaves --------------------------------------------------------------------------------------------- */
+/* ---- what a job leaves ---------------------------------------------------------------------------------------- */
 
 /* Lines of this process's maps that are shared; open descriptors. */
 static int shared_maps(void) {
@@ -132,7 +132,7 @@ static int listeners(void) {
     return n;
 }
 
-/* As root: a /dev/shm and a network of our own, in which everything that is there was left there. Orphans come to us. */
+/* As root: a /dev/shm and a network of our own, in which all that is there was left there. Orphans come to us. */
 static void room_make(void) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     own_room = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 && mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
@@ -172,7 +172,7 @@ static double children_gone(double limit) {
     return mono() - begin;
 }
 
-/* ---- figures, workers ---------------------------------------------------------------------------------------------- */
+/* ---- figures, workers ----------------------------------------------------------------------------------------- */
 
 /* Of all workers together. */
 typedef struct figures {
@@ -210,7 +210,7 @@ static uint64_t dice(uint64_t seed) {
     return soak_next(&seed);
 }
 
-/* ---- a job, and who does it harm ----------------------------------------------------------------------------------- */
+/* ---- a job, and who does it harm ------------------------------------------------------------------------------ */
 
 enum { H_NONE, H_KILL, H_STOP };
 typedef struct harm {
