@@ -280,7 +280,7 @@ typedef enum dt_algorithm {
    bits. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 /* [local] Messages and bytes that this rank really sent so far as messages: what algorithms cost. Those through its
-   machine's memory count too. */
+   machine's memory count too, comparisons (dt_run_desc.check) do not. */
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
@@ -450,7 +450,7 @@ DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] A training step is over: counts it, for the table above and for dt_run_desc.check. Over tcp
    and mpi the ranks of each group compare what they have called in it: DT_ERR_COMM names two that differ. A rank whose
-   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in
+   own work, without its waits, took more than 1.5 times the median's in 5 of 8 steps is named in a notice, once in
    10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
@@ -780,7 +780,8 @@ typedef struct dt__world {
     int            planted;     /* faults, for this rank */
     dt__fault      faults[DT__FAULTS];
     double         stepped, step_wait;  /* when the last step was over, and dt_comm_seconds then */
-    int            slow_steps, slow_rank, named_ago;   /* rank 0: of a straggler; steps since one was named */
+    unsigned       slow_steps;  /* rank 0: of the last 8, a bit each, those in which slow_rank was a straggler */
+    int            slow_rank, named_ago;    /* steps before one is named again */
     int            awaited;     /* in a long wait: for this world rank, which had moved so much when it began */
     uint64_t       awaited_moves;
     int            thread;      /* the rank is one of this process's threads */
@@ -1340,7 +1341,7 @@ static void dt__words_put(void *to, const void *from, size_t bytes) {
 
 static void dt__words_get(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
-        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_RELAXED);
+        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_ACQUIRE);
         memcpy((char *)to + at, &word, sizeof word);
     }
 }
@@ -1401,7 +1402,6 @@ static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
     if (__atomic_load_n(&slot->number, __ATOMIC_ACQUIRE) != number) return 0;
     dt__words_get(copy, slot, sizeof *copy);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
@@ -1460,13 +1460,15 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* A rank has ended, and will never call the collective that this one waits in. */
+/* A rank has ended, and will never call the collective that this one waits in. Over a transport several may notice that
+   at once, and all name the first of the group that waits, in the same words. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
+    int waits = comm->world->rank;
+    if (!comm->group->members) waits = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
     return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
                          "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name,
-                         (unsigned long long)work->call.seq, comm->group->name, comm->world->rank,
-                         dt__own_site(work).s);
+                         (unsigned long long)work->call.seq, comm->group->name, waits, dt__own_site(work).s);
 }
 
 /* What one rank calls, for a comparison. */
@@ -1504,7 +1506,7 @@ enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
 
-/* A straggler: so many times the median's own work, and so much more, in so many steps in turn; named so often. */
+/* A straggler: so many times the median's own work, and so much more, in so many of 8 steps; named so often. */
 #define DT__STRAGGLER 1.5
 #define DT__STRAGGLER_S 1e-3
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
@@ -3917,14 +3919,16 @@ static const char *dt__fault_read(const char *at, dt__fault *fault) {
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
 }
 
-/* The faults of one rank, or with rank -1 whether the text is right. Returns their number; -1: it is wrong. */
-static int dt__faults_read(const char *text, int rank, dt__fault *faults) {
+/* The faults of one rank, or with rank -1 whether the text is right for so many ranks (0: not known). Returns their
+   number; -1: it is wrong. */
+static int dt__faults_read(const char *text, int rank, int ranks, dt__fault *faults) {
     int n = 0;
     dt__fault fault;
     for (const char *at = text; at && *at; at += *at == ',') {
         at = dt__fault_read(at, &fault);
         if (!at || (*at == ',' && !at[1])) return -1;
         if (fault.rank == rank && n < DT__FAULTS) faults[n++] = fault;
+        if (rank < 0 && fault.rank >= ranks && ranks > 0) return -1;
     }
     return n;
 }
@@ -4020,10 +4024,11 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
         faster += own[rank] < own[slowest] / DT__STRAGGLER;
     }
     int slow = n > 1 && faster > (n - 1) / 2 && own[slowest] > DT__STRAGGLER * median + DT__STRAGGLER_S;
-    world->slow_steps = slow && (world->slow_steps == 0 || slowest == world->slow_rank) ? world->slow_steps + 1 : slow;
-    world->slow_rank = slowest;
+    if (slow && slowest != world->slow_rank && __builtin_popcount(world->slow_steps) < 2) world->slow_steps = 0;
+    if (slow && world->slow_steps == 0) world->slow_rank = slowest;
+    world->slow_steps = (world->slow_steps << 1 | (slow && slowest == world->slow_rank)) & 0xff;
     if (world->named_ago > 0) world->named_ago--;
-    if (world->slow_steps < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
+    if (__builtin_popcount(world->slow_steps) < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
     world->named_ago = DT__STRAGGLER_PAUSE;
     dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
            "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
@@ -7084,7 +7089,7 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     const dt__comm_ops *ops = desc.team ? &dt__threads_ops : &dt__transport_ops;
     if (group && !desc.team && group->members) ops = &dt__node_ops;
     if (desc.team) run = &desc.team->desc;
-    if (run) world->planted = dt__faults_read(run->fault, desc.rank, world->faults);
+    if (run) world->planted = dt__faults_read(run->fault, desc.rank, size, world->faults);
     if (run && !desc.team) world->ask = run->ask;
     world->check = run ? run->check : 0;
     if (control && group) dt__others_make(world, control, size);
@@ -7178,9 +7183,9 @@ static void dt__run_env(dt_run_desc *desc) {
 /* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
 static int dt__run_valid(dt_run_desc *desc) {
     dt__run_env(desc);
-    if (dt__faults_read(desc->fault, -1, NULL) < 0)
+    if (dt__faults_read(desc->fault, -1, desc->ranks, NULL) < 0)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: planted fault '%s': not KIND:rank=R:seq=N[:s=SECONDS], with a KIND of "
-                   "kill, stop, exit, spin, delay, drop, flip, nan", desc->fault);
+                   "kill, stop, exit, spin, delay, drop, flip, nan and a rank of the job", desc->fault);
     else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
