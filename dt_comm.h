@@ -48,19 +48,22 @@
      8. Implementation: what the ranks of a run share
      9. The first failure
     10. Calls: their pattern, text, data, bytes
-    11. Waiting, and what moves meanwhile
-    12. Messages in shared memory
-    13. Collectives in shared memory
-    14. Messages over a transport
-    15. Algorithms
-    16. Begin, wait, dispatch
-    17. Scalars and agreement: code
-    18. Groups: code
-    19. Memory that forked ranks share
-    20. TCP
-    21. MPI
-    22. Attach and launch: code
-    23. Trace: code
+    11. What each rank is at
+    12. Waiting, and what moves meanwhile
+    13. Messages in shared memory
+    14. Collectives in shared memory
+    15. Messages over a transport
+    16. Algorithms
+    17. Begin, wait, dispatch
+    18. Who is waited for, and why
+    19. Planted faults
+    20. Scalars and agreement: code
+    21. Groups: code
+    22. Memory that forked ranks share
+    23. TCP
+    24. MPI
+    25. Attach and launch: code
+    26. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
@@ -101,7 +104,7 @@
 extern "C" {
 #endif
 
-// ==== 1. Launch =====================================================================================================
+// ==== 1. Launch ======================================================================================================
 
 /* What a rank is, and what carries its data. */
 typedef enum dt_backend {
@@ -153,12 +156,18 @@ typedef struct dt_run_desc {
                                        else DT_TOKEN of the environment. On the loopback it may be missing; of mpi rank
                                        0's counts, and if that has none it makes one */
     int               faults;       /* 1: DT_FAULT of the environment is heeded */
-    const char       *fault;        /* or said here: "kill:rank=3:seq=40" */
-    int               check;        /* tcp, mpi: 0 -> fingerprints are exchanged before each operation in the first 100
-                                       steps; 1 always, -1 never; DT_CHECK=1 in the environment: always */
-    int              *ask;          /* not NULL: somebody (a signal handler, another thread) sets *ask = 1: the table of
-                                       ranks is logged */
+    const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
+    int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
+                                       100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
+    int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
+                                       dt_ranks_text is logged as a notice, and it is 0 again; procs: in the first process */
 } dt_run_desc;
+
+/* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
+   counts the operations of sections 3 to 6 that rank R begins, from 1. Before it: "kill" and "stop" (the signals),
+   "exit" with status 7, "spin" for ever, "delay" by SECONDS (1), "drop": the call is left out. After it, in what the
+   rank received, in the middle: "flip" a bit, "nan" an element. A rank that is a thread is not killed or stopped: it
+   fails, or stays away from operations until another has failed. */
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
    end of the world, waits for all and frees both. Returns the status of the first failure, which has been logged:
@@ -178,7 +187,7 @@ typedef struct dt_run_desc {
    Large messages are the device's memory only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
-// ==== 2. Groups =====================================================================================================
+// ==== 2. Groups ======================================================================================================
 
 /* The axis of a layout that a group belongs to: where its bytes are counted. */
 typedef enum dt_axis {
@@ -226,7 +235,7 @@ DT_API size_t dt_comm_bytes(const dt_ctx *ctx, dt_axis axis);
    DT_EAGER_BYTES only what is longer than some 2 us, unless there is a trace. */
 DT_API double dt_comm_seconds(const dt_ctx *ctx);
 
-/* How a collective goes where no shared memory makes it direct: section 15, with messages and bytes. */
+/* How a collective goes where no shared memory makes it direct: section 16, with messages and bytes. */
 typedef enum dt_algorithm {
     DT_ALGORITHM_AUTO = 0,  /* shared memory where there is; else by size and ranks */
     DT_DIRECT,              /* everyone to everyone at once */
@@ -244,7 +253,7 @@ DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
-// ==== 3. Collectives ================================================================================================
+// ==== 3. Collectives =================================================================================================
 
 /* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
    context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
@@ -277,7 +286,7 @@ DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype d
 /* No rank leaves before the last has come. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
-// ==== 4. Send and receive ===========================================================================================
+// ==== 4. Send and receive ============================================================================================
 
 /* [pairwise] buf: count. `to` and `from` are ranks of comm, tag >= 0. A receive takes the oldest message of that rank,
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
@@ -290,7 +299,7 @@ DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype,
 /* [pairwise] From whichever rank's message of that group and tag is there first; *from (may be NULL): its rank. */
 DT_API dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-// ==== 5. Started operations =========================================================================================
+// ==== 5. Started operations ==========================================================================================
 
 /* Each begins an operation and returns: [collective: comm] and [pairwise] as above, in the same order on all ranks. The
    arguments are those of the blocking call; buffers are the operation's until dt_wait. It moves on while any other
@@ -336,7 +345,7 @@ typedef struct dt_transfer {
 /* [pairwise] Returns when all n are done. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
-// ==== 6. Scalars and agreement ======================================================================================
+// ==== 6. Scalars and agreement =======================================================================================
 
 /* Values in host memory that steer a program; they are not counted as traffic. */
 
@@ -348,7 +357,7 @@ DT_API double dt_mean(dt_comm *comm, double mine);
    one rank may notice, such as a file that is missing, ends in this. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
-// ==== 7. Attach, trace ==============================================================================================
+// ==== 7. Attach, trace ===============================================================================================
 
 /* For a program that has its own threads, or its own way to carry messages. dt_run is these calls in a loop. */
 
@@ -366,7 +375,8 @@ DT_API dt_status dt_team_free(dt_team *team);
 
 #define DT_ANY (-1)         /* from whoever comes first */
 /* Five functions that carry messages between ranks 0 .. size-1. Messages of one (sender, channel, tag) arrive in the
-   order of their sends. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
+   order of their sends. A message brings the word of its send, which says what it is a part of, or 0 in its place: then
+   that is not compared. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
    have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
    DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
    longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
@@ -376,9 +386,9 @@ DT_API dt_status dt_team_free(dt_team *team);
 typedef struct dt_transport {
     const char *name;
     void       *user;
-    void     *(*send)(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes);
+    void     *(*send)(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes);
     void     *(*recv)(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes);
-    int       (*test)(void *user, void *request, int *from, size_t *bytes, char *why);
+    int       (*test)(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why);
     void      (*cancel)(void *user, void *request);
     void      (*fail)(void *user, const char *text);
 } dt_transport;
@@ -396,6 +406,22 @@ typedef struct dt_attach_desc {
 DT_API dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc);
 /* [local] The rank ends: its groups are gone, and who waits for it learns that. status: what its function returned. */
 DT_API void dt_comm_detach(dt_ctx *ctx, dt_status status);
+
+/* WHO IS WHERE. Each rank keeps a record of its last DT_RECORDS operations, with the place in the source that called
+   them. */
+#define DT_RECORDS 128
+/* [local] One line for each rank: rank, process, step, seconds, and what it waits for or did last; as far as this rank
+   can see: of ranks of tcp, and of other machines, only what they have said. Returns the bytes of the whole text; with
+   text NULL it only counts. */
+DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
+/* [local] The last operations of a world rank that shares memory with this one, or of itself: one line each, the newest
+   first, as dt_ranks_text. */
+DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
+/* [collective: the world] A training step is over: counts it, for the table above and for dt_run_desc.check. Over tcp
+   and mpi the ranks of each group compare what they have called in it: DT_ERR_COMM names two that differ. A rank whose
+   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in
+   10 steps. */
+DT_API dt_status dt_comm_step(dt_comm *world);
 
 /* A TRACE is what each rank did and when: blocks (dt_block), operations of sections 3 to 6, waits, your own marks,
    memory by class. It is for the eyes, in ui.perfetto.dev or chrome://tracing; a rank is a process there, with
@@ -427,12 +453,52 @@ DT_API size_t dt_trace_lost(const dt_ctx *ctx);
    for this is not recorded and not counted. */
 DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 
+/* WHO CALLED. Each of these functions is a macro too, which tells the place in the source that it stands in: for
+   records and messages. A function's address, or its name in brackets, is the function. */
+
+/* [local] The next operation on comm, or on another group of the rank, is called there. Returns comm. */
+DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
+
+#define DT_HERE(comm) dt_here(comm, &__FILE__[sizeof __FILE__ > 32 ? sizeof __FILE__ - 32 : 0], __LINE__)
+#define dt_all_reduce(comm, ...) dt_all_reduce(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce(comm, ...) dt_reduce(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_scatter(comm, ...) dt_reduce_scatter(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_gather(comm, ...) dt_all_gather(DT_HERE(comm), __VA_ARGS__)
+#define dt_gather(comm, ...) dt_gather(DT_HERE(comm), __VA_ARGS__)
+#define dt_scatter(comm, ...) dt_scatter(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all(comm, ...) dt_all_to_all(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_v(comm, ...) dt_all_to_all_v(DT_HERE(comm), __VA_ARGS__)
+#define dt_broadcast(comm, ...) dt_broadcast(DT_HERE(comm), __VA_ARGS__)
+#define dt_barrier(comm) dt_barrier(DT_HERE(comm))
+#define dt_all_reduce_start(comm, ...) dt_all_reduce_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_start(comm, ...) dt_reduce_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_reduce_scatter_start(comm, ...) dt_reduce_scatter_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_gather_start(comm, ...) dt_all_gather_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_gather_start(comm, ...) dt_gather_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_scatter_start(comm, ...) dt_scatter_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_start(comm, ...) dt_all_to_all_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_all_to_all_v_start(comm, ...) dt_all_to_all_v_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_broadcast_start(comm, ...) dt_broadcast_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_barrier_start(comm) dt_barrier_start(DT_HERE(comm))
+#define dt_send(comm, ...) dt_send(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv(comm, ...) dt_recv(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_any(comm, ...) dt_recv_any(DT_HERE(comm), __VA_ARGS__)
+#define dt_send_start(comm, ...) dt_send_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_start(comm, ...) dt_recv_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_recv_any_start(comm, ...) dt_recv_any_start(DT_HERE(comm), __VA_ARGS__)
+#define dt_exchange(comm, ...) dt_exchange(DT_HERE(comm), __VA_ARGS__)
+#define dt_sum_doubles(comm, ...) dt_sum_doubles(DT_HERE(comm), __VA_ARGS__)
+#define dt_mean(comm, ...) dt_mean(DT_HERE(comm), __VA_ARGS__)
+#define dt_agree(comm, ...) dt_agree(DT_HERE(comm), __VA_ARGS__)
+#define dt_comm_split(comm, ...) dt_comm_split(DT_HERE(comm), __VA_ARGS__)
+#define dt_comm_step(comm) dt_comm_step(DT_HERE(comm))
+
 #ifdef __cplusplus
 }
 #endif
 #endif /* DT_COMM_H */
 
-// ==== 8. Implementation: what the ranks of a run share ==============================================================
+// ==== 8. Implementation: what the ranks of a run share ===============================================================
 
 #if defined(DT_IMPLEMENTATION) && !defined(DT_COMM_IMPL)
 #define DT_COMM_IMPL
@@ -458,6 +524,8 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 #include <sys/mman.h>   /* memfd_create */
 #include <sys/random.h> /* getrandom */
 #include <sys/stat.h>   /* fstat */
+#include <sys/prctl.h>  /* prctl: a rank ends with its supervisor */
+#include <sys/syscall.h>    /* gettid, pidfd_open: not in every libc */
 #include <sys/uio.h>    /* struct iovec */
 #include <sys/wait.h>   /* waitpid, in dt_run */
 #include <unistd.h>     /* sysconf, fork, _exit */
@@ -470,11 +538,11 @@ DT_API dt_status dt_trace_write(dt_comm *world, const char *path);
 /* Ranks that are threads or forks of one process are one implementation. All that they share lies in one range that is
    taken before the first of them starts, so that an address in it means the same to all:
 
-       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies | user |
-       heaps
+       dt__shared | dt__rank_state x N | dt__pair x N x N | groups, in order of their making | eager copies |
+       records | user | heaps
 
    Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
-   machines the messages that do not leave one; sends and receives do not: section 21.
+   machines the messages that do not leave one; sends and receives do not: section 24.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -484,12 +552,14 @@ enum {
     DT__MESSAGES = 8,       /* messages under way from one rank to another that are copied if they are small */
     DT__MORE = 1024,        /* and places for others, as many for each rank */
     DT__MAX_RANKS = 65536,
-    DT__NAME_BYTES = 32
+    DT__NAME_BYTES = 32,
+    DT__FILE_BYTES = 32
 };
 
 typedef enum dt__op_code {
     DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
-    DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__SEND, DT__RECV
+    DT__ALL_TO_ALL_V, DT__BROADCAST, DT__BARRIER, DT__SUM_DOUBLES, DT__AGREE, DT__SPLIT, DT__STEP,
+    DT__SEND, DT__RECV, DT__CHECK
 } dt__op_code;
 
 /* What a rank calls: the arguments of the public functions under one roof. */
@@ -558,9 +628,30 @@ typedef struct __attribute__((aligned(64))) dt__pair {  /* from one rank to one 
     dt__message message[DT__MESSAGES];
 } dt__pair;
 
+/* One operation, as its rank began it. Others read it while it is written: word by word, and twice its number. */
+typedef struct dt__op_record {
+    uint64_t number;        /* of the rank's operations, from 1; 0: is being written */
+    uint64_t what, seq;     /* as in a post */
+    uint64_t count;
+    int32_t  tag, line;     /* of a message; in the source, 0: not known */
+    char     group[DT__NAME_BYTES];
+    char     file[DT__FILE_BYTES];
+} dt__op_record;
+
+/* What one rank shows all others of itself. */
 typedef struct __attribute__((aligned(128))) dt__rank_state {
-    int busy;               /* this rank reads or writes memory of others now */
-    int ended;              /* its rank function has returned, or its process is gone */
+    int      busy;          /* this rank reads or writes memory of others now */
+    int      ended;         /* its rank function has returned, or its process is gone */
+    int      pid, tid;
+    uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
+    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do */
+    int64_t  away;          /* messages begun less messages received, of those that go over a transport */
+    uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
+    int      waits_for;     /* then for this world rank, or DT_ANY */
+    int64_t  records;       /* operations begun; the last are in the ring */
+    int64_t  step;          /* of dt_comm_step */
+    int64_t  since;         /* when that wait began, in microseconds of the host's clock */
+    int64_t  left;          /* when the last one was over that took its time */
 } dt__rank_state;
 
 typedef struct dt__shared {
@@ -569,6 +660,7 @@ typedef struct dt__shared {
     double          timeout_s;
     dt_report       first;  /* valid once aborted is set */
     dt__rank_state *state;  /* (ranks); NULL where no memory is shared, as all below */
+    dt__op_record     *records;    /* (ranks, DT_RECORDS) */
     dt__pair       *pairs;  /* (ranks, ranks, 2): sender, receiver, dt__pair_of */
     char           *room;   /* for groups */
     size_t          room_bytes, room_used;
@@ -593,6 +685,47 @@ typedef struct dt__node {
 
 typedef struct dt__comm_ops dt__comm_ops;   /* section 10 */
 
+enum { DT__FAULTS = 8 };
+typedef enum dt__fault_kind {
+    DT__NO_FAULT = 0, DT__KILL, DT__STOP, DT__EXIT, DT__SPIN, DT__DELAY, DT__DROP, DT__FLIP, DT__NAN
+} dt__fault_kind;
+typedef struct dt__fault { dt__fault_kind kind; int rank; uint64_t seq; double s; } dt__fault;
+
+/* What a rank over a transport says to all others when it waits for long, and when it does so no longer. */
+enum { DT__SAID_GROUPS = 16, DT__SAID_RANKS = 24 };
+#define DT__SAID_END (~(uint64_t)0)     /* in place of an operation: the rank has ended */
+typedef struct dt__bulletin {
+    uint64_t      waiting;      /* as in dt__rank_state; or DT__SAID_END */
+    int64_t       records, step;
+    int32_t       waits_for;
+    uint32_t      groups;       /* listed below */
+    dt__op_record wait;         /* what it waits in; else its last */
+    uint32_t      channel;      /* of that one's group */
+    uint32_t      channels[DT__SAID_GROUPS], begun[DT__SAID_GROUPS];    /* collectives on each of its groups */
+    uint32_t      sent[DT__SAID_RANKS], got[DT__SAID_RANKS];    /* messages to and from each of the first ranks */
+} dt__bulletin;
+
+/* What one rank over a transport knows of another. */
+typedef struct dt__other {
+    dt__rank_state state;       /* of what that has said last */
+    dt__bulletin   last;
+    uint32_t       sent, got;   /* messages to and from it */
+} dt__other;
+
+/* The way for that, beside the messages: to all others, as far as it goes now. */
+typedef struct dt__control {
+    void *user;
+    void (*say)(void *user, const void *bulletin, size_t bytes);
+    int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
+} dt__control;
+
+/* What stands for a team's range where no memory is shared. */
+typedef struct dt__lone {
+    dt__shared     shared;
+    dt__rank_state state;
+    dt__op_record     records[DT_RECORDS];
+} dt__lone;
+
 /* One rank's own side of a run; its context knows it as "attached". */
 typedef struct dt__world {
     dt__shared    *shared;
@@ -601,6 +734,17 @@ typedef struct dt__world {
     int            rank;
     int            seat;        /* its place in the range */
     const dt__node *node;       /* NULL: a seat is a rank */
+    dt__rank_state *state;      /* its own; and its own records */
+    dt__op_record    *records;
+    const char    *file;        /* which place in the source calls now */
+    int            line;
+    int            planted;     /* faults, for this rank */
+    dt__fault      faults[DT__FAULTS];
+    double         stepped, step_wait;  /* when the last step was over, and dt_comm_seconds then */
+    int            slow_steps, slow_rank, named_ago;   /* rank 0: of a straggler; steps since one was named */
+    int            awaited;     /* in a long wait: for this world rank, which had moved so much when it began */
+    uint64_t       awaited_moves;
+    int            thread;      /* the rank is one of this process's threads */
     int            turns;       /* of waits and begun operations */
     int            claimed;     /* this rank's failure is the first: it alone fills the record */
     dt_listener    listener;
@@ -617,9 +761,15 @@ typedef struct dt__world {
     double         link_free;   /* when the link is, of dt_run_desc.link */
     size_t         bytes[1 + DT_AXES];
     dt_traffic     traffic;
-    uint64_t       moves;       /* windows and messages moved so far */
     double         seconds;     /* inside operations */
-    struct dt__trace *trace;    /* section 23; NULL: none */
+    const dt__control *control; /* NULL: none */
+    dt__other     *others;      /* (comm_size) with it */
+    int            comm_size, check;    /* of the world; of dt_run_desc */
+    int            said;        /* others know that it waits */
+    double         said_at;
+    uint64_t       said_moves;  /* then */
+    struct dt__trace *trace;    /* section 26; NULL: none */
+    int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
 struct dt_comm {
@@ -629,14 +779,15 @@ struct dt_comm {
     dt__group          *group;
     uint64_t            seq;        /* collectives called so far that go in the backend's own way */
     uint64_t            posted, moved;      /* of these: shown to the group; done with others' memory */
-    uint64_t            messages;   /* collectives called so far that go as messages */
+    uint64_t            messages;   /* collectives called so far that go as messages; and what they were */
+    uint64_t            chain;
     uint64_t            window;     /* windows done with so far */
     uint64_t            closed_by_all;      /* and by all of the group, at least */
     uint64_t            last_window[DT_MAX_STARTED];    /* of the operation that used this post last */
     int                 aside[DT_MAX_STARTED];          /* that operation's sum still lies in the post */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
-    int                 rails;      /* ranks on each machine, if these lie one after another: section 15; else 0 */
+    int                 rails;      /* ranks on each machine, if these lie one after another: section 16; else 0 */
     dt_axis             axis;
     dt_comm            *next;
     size_t              bytes;      /* of this struct with its two arrays */
@@ -680,7 +831,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     size_t state = at + dt__line_up(sizeof(dt__shared)), pairs = state + n * sizeof(dt__rank_state);
     size_t room = pairs + dt__line_up(2 * n * n * sizeof(dt__pair)), eager = room + dt__room_bytes(shared->ranks);
     size_t more = eager + 2 * n * n * (size_t)DT__MESSAGES * (size_t)DT_EAGER_BYTES;
-    size_t user = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
+    size_t records = more + n * (size_t)DT__MORE * (size_t)DT__LINE;
+    size_t user = records + dt__line_up(n * DT_RECORDS * sizeof(dt__op_record));
     size_t heaps = dt__page_up(user + dt__line_up(user_bytes));
     shared->room_bytes = eager - room;
     shared->bytes = heaps + n * shared->heap_bytes + DT__LINE;
@@ -691,7 +843,8 @@ static dt__shared *dt__shared_lay(dt__shared *shared, char *memory, size_t user_
     shared->room = memory + room;
     shared->eager = memory + eager;
     shared->more = memory + more;
-    shared->more_bytes = user - more;
+    shared->more_bytes = records - more;
+    shared->records = (dt__op_record *)(void *)(memory + records);
     shared->user = memory + user;
     shared->heaps = memory + heaps;
     memcpy(memory + at, shared, sizeof *shared);
@@ -755,7 +908,7 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
     return group;
 }
 
-// ==== 9. The first failure ==========================================================================================
+// ==== 9. The first failure ===========================================================================================
 
 /* One record for the whole run. Whoever claims it (compare and exchange) fills it and sets the abort word; that word
    is never cleared. Waits look at it every turn, calls when they begin.
@@ -876,7 +1029,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     return dt_error(world->ctx);
 }
 
-// ==== 10. Calls: their pattern, text, data, bytes ===================================================================
+// ==== 10. Calls: their pattern, text, data, bytes ====================================================================
 
 /* What is under way: a call and how far it is. */
 struct dt_work {
@@ -886,7 +1039,7 @@ struct dt_work {
     int         state, done, over;  /* a state of the function that advances it; that is done; and the link lets go */
     int         started;            /* the rank goes on meanwhile, and may send to itself */
     int         next;               /* a meeting: all ranks before this one are there */
-    int       (*algorithm)(dt_work *work);  /* of section 15, or NULL */
+    int       (*algorithm)(dt_work *work);  /* of section 16, or NULL */
     int         stage, round;       /* of that */
     size_t      at, run, total;     /* the window: elements at .. at+run of each share; the longest share */
     uint64_t    window;             /* its number on the group */
@@ -898,11 +1051,14 @@ struct dt_work {
     void       *scratch;
     size_t      scratch_count;
     double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
+    uint64_t    number;             /* of its record */
+    dt_work    *check;              /* goes first: the comparison of what all ranks call */
+    dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
     dt_work    *later;              /* of those under way, the next started */
 };
 
-/* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 15,
+/* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 16,
    which are built on messages. Each function moves things on as far as they go now: 1 over, 0 not yet, -1 the
    context has failed. */
 struct dt__comm_ops {
@@ -937,8 +1093,10 @@ static const dt__pattern *dt__pattern_of(dt__op_code op) {
         { "dt_sum_doubles",   1,    1,    0,   1,    0 },
         { "dt_agree",         1,    1,    0,   0,    0 },
         { "dt_comm_split",    1,    1,    0,   0,    0 },
+        { "dt_comm_step",     1,    1,    0,   0,    0 },
         { "send",             1,    0,    0,   0,    1 },
         { "receive",          0,    1,    0,   0,    0 },
+        { "comparison",       1,    1,    0,   0,    0 },
     };
     return &patterns[op];
 }
@@ -1015,6 +1173,19 @@ static dt__phrase dt__call_text(const dt__call *call) {
     if (pattern->sums) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
     if (dt__is_rooted(call->op)) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
     return text;
+}
+
+/* All but the count of what the ranks of a collective must call alike, in one word; and back, for texts. */
+static uint64_t dt__what(const dt__call *call) {
+    return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
+           (uint64_t)(uint32_t)call->peer << 32;
+}
+
+static dt__call dt__call_of_what(uint64_t what, size_t count) {
+    dt__call call = dt__call_make((dt__op_code)(what & 255), NULL, NULL, count, (dt_dtype)(what >> 8 & 255));
+    call.redop = (dt_op)(what >> 16 & 255);
+    call.peer = (int)(uint32_t)(what >> 32);
+    return call;
 }
 
 static size_t dt__call_bytes(const dt__call *call) { return call->count * dt_dtype_size(call->dtype); }
@@ -1094,7 +1265,174 @@ static void dt__scratch_free(dt_work *work) {
     work->scratch = NULL;
 }
 
-// ==== 11. Waiting, and what moves meanwhile =========================================================================
+// ==== 11. What each rank is at =======================================================================================
+
+/* Each rank shows what it has begun (records), whether it waits, for whom, and how much it has done: `moves`. From
+   these the others tell why a wait is long (section 17), and that it can never end:
+
+   A rank that waits takes the sum P of all ranks' moves, looks at all that it has under way, and if nothing moves shows
+   P. Once all have shown the same P, and the sum is still P, each has looked in vain after the last thing that any of
+   them did. So none will ever do anything: a deadlock is proved, at once and without a limit of time. This rests on
+   counting every change that somebody may wait for, after it is made: whoever has a change in its sum can see it. */
+
+static void dt__moved(dt__world *world) {
+    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_SEQ_CST);
+}
+
+static uint64_t dt__moves_of_all(const dt__shared *shared) {
+    uint64_t sum = 0;
+    for (int seat = 0; seat < shared->ranks; seat++)
+        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_SEQ_CST);
+    return sum;
+}
+
+/* Plain stores of whole words, which a reader may meet half-way. */
+static void dt__words_put(void *to, const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+        uint64_t word;
+        memcpy(&word, (const char *)from + at, sizeof word);
+        __atomic_store_n((uint64_t *)(void *)((char *)to + at), word, __ATOMIC_RELAXED);
+    }
+}
+
+static void dt__words_get(void *to, const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_RELAXED);
+        memcpy((char *)to + at, &word, sizeof word);
+    }
+}
+
+/* The operation begins: it has a number and a record. */
+static void dt__record_make(dt_work *work) {
+    dt__world *world = work->comm->world;
+    uint64_t number = (uint64_t)world->state->records + 1;
+    dt__op_record *slot = &world->records[number % DT_RECORDS], r;
+    r.number = 0;
+    r.what = dt__what(&work->call);
+    r.seq = work->call.seq;
+    r.count = work->call.count;
+    r.tag = work->call.tag;
+    r.line = world->line;
+    memcpy(r.group, work->comm->group->name, sizeof r.group);
+    memset(r.file, 0, sizeof r.file);
+    if (world->file) strncpy(r.file, world->file, sizeof r.file - 1);
+    __atomic_store_n(&slot->number, 0, __ATOMIC_RELEASE);
+    dt__words_put(&slot->what, &r.what, sizeof r - offsetof(dt__op_record, what));
+    __atomic_store_n(&slot->number, number, __ATOMIC_RELEASE);
+    __atomic_store_n(&world->state->records, (int64_t)number, __ATOMIC_RELEASE);
+    work->number = number;
+    dt__moved(world);
+}
+
+/* What this rank can see of another: all, where they share memory; else what that has said last. */
+typedef struct dt__op_ring { const dt__op_record *records; int n; } dt__op_ring;
+typedef struct dt__seen {
+    const dt__rank_state *state;    /* NULL: nothing */
+    dt__op_ring              ring;
+} dt__seen;
+
+static dt__seen dt__seen_of_seat(const dt__shared *shared, int seat) {
+    dt__seen seen = { &shared->state[seat], { shared->records + (size_t)seat * DT_RECORDS, DT_RECORDS } };
+    return seen;
+}
+
+static dt__seen dt__seen_of(const dt__world *world, int rank) {
+    dt__seen seen = { NULL, { NULL, 1 } };
+    if (rank == DT_ANY) return seen;
+    int seat = world->shared->state ? dt__seat_of(world, rank) : -1;
+    if (seat >= 0) return dt__seen_of_seat(world->shared, seat);
+    if (rank == world->rank) {
+        seen.state = world->state;
+        seen.ring.records = world->records;
+        seen.ring.n = DT_RECORDS;
+    } else if (world->others) {
+        seen.state = &world->others[rank].state;
+        seen.ring.records = &world->others[rank].last.wait;
+    }
+    return seen;
+}
+
+/* A copy of one of its records; 0: it is not there, or not any more. */
+static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy) {
+    if (!ring.records || number == 0) return 0;
+    const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
+    if (__atomic_load_n(&slot->number, __ATOMIC_ACQUIRE) != number) return 0;
+    dt__words_get(copy, slot, sizeof *copy);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
+}
+
+/* The file without its folders. */
+static const char *dt__file_name(const char *file) {
+    const char *slash = strrchr(file, '/');
+    return slash ? slash + 1 : file;
+}
+
+/* " at train.c:88", or nothing. */
+static dt__phrase dt__site_text(const char *file, int line) {
+    dt__phrase text;
+    text.s[0] = 0;
+    if (file && file[0]) snprintf(text.s, sizeof text.s, " at %s:%d", dt__file_name(file), line);
+    return text;
+}
+
+/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from rank 2 with tag 1 on world at ..." */
+static dt__phrase dt__record_text(const dt__op_record *r) {
+    dt__call call = dt__call_of_what(r->what, (size_t)r->count);
+    dt__phrase text = dt__call_text(&call);
+    size_t at = strlen(text.s);
+    if (!dt__is_to_one(call.op)) dt__append(text.s, sizeof text.s, &at, " #%llu", (unsigned long long)r->seq);
+    else if (call.peer == DT_ANY) dt__append(text.s, sizeof text.s, &at, " from any rank with tag %d", r->tag);
+    else dt__append(text.s, sizeof text.s, &at, " %s its rank %d with tag %d", call.op == DT__SEND ? "to" : "from",
+                    call.peer, r->tag);
+    dt__append(text.s, sizeof text.s, &at, " on %s%s", r->group, dt__site_text(r->file, r->line).s);
+    return text;
+}
+
+dt_comm *dt_here(dt_comm *comm, const char *file, int line) {
+    if (!comm) return NULL;
+    comm->world->file = file;
+    comm->world->line = line;
+    return comm;
+}
+
+/* Where that rank called collective `seq` of the group, if its record is still there. */
+static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq) {
+    dt__seen seen = dt__seen_of(comm->world, world_rank);
+    int64_t last = seen.state ? __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE) : 0;
+    dt__op_record r;
+    for (int64_t n = last; n > 0 && n > last - seen.ring.n; n--) {
+        if (!dt__record_get(seen.ring, (uint64_t)n, &r) || r.seq != seq) continue;
+        if (!dt__is_to_one((dt__op_code)(r.what & 255)) && strcmp(r.group, comm->group->name) == 0)
+            return dt__site_text(r.file, r.line);
+    }
+    return dt__site_text(NULL, 0);
+}
+
+/* What one rank calls, for a comparison. */
+typedef struct dt__shown {
+    uint64_t   what, count;
+    dt__phrase site;        /* " at train.c:88", or empty */
+} dt__shown;
+
+static void dt__show_own(const dt_work *work, dt__shown *own) {
+    const dt_comm *comm = work->comm;
+    own->what = dt__what(&work->call);
+    own->count = work->call.count;
+    own->site = dt__site_of(comm, comm->world->rank, work->call.seq);
+}
+
+/* Two ranks of the group call different things. */
+static dt_status dt__calls_differ(dt_work *work, int rank, const dt__shown *its, int other, const dt__shown *theirs) {
+    const dt_comm *comm = work->comm;
+    dt__call one = dt__call_of_what(its->what, (size_t)its->count);
+    dt__call two = dt__call_of_what(theirs->what, (size_t)theirs->count);
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s%s, rank %d calls %s%s (operation %llu on %s)",
+                         comm->group->ranks[rank], dt__call_text(&one).s, its->site.s, comm->group->ranks[other],
+                         dt__call_text(&two).s, theirs->site.s, (unsigned long long)work->call.seq, comm->group->name);
+}
+
+// ==== 12. Waiting, and what moves meanwhile ==========================================================================
 
 /* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
    come and a system call costs more than the wait; then it lets other threads run; then it naps, each time for a
@@ -1105,6 +1443,11 @@ static void dt__scratch_free(dt_work *work) {
 enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
+
+/* A straggler: so many times the median's own work, and so much more, in so many steps in turn; named so often. */
+#define DT__STRAGGLER 1.5
+#define DT__STRAGGLER_S 1e-3
+enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
 
 /* Cores that this process may use. */
 static int dt__cores(void) {
@@ -1137,8 +1480,16 @@ static void dt__look(dt__world *world) {
 
 static int dt__algorithm_advance(dt_work *work);
 static dt_status dt__late(dt_work *work);
+static int dt__idle(dt_work *work, uint64_t at, double since);
+static void dt__answer(dt__world *world);
+static void dt__heard(dt__world *world, int rank, const void *bulletin);
+static void dt__say_wait(dt__world *world, const dt_work *work, int ended);
+static int dt__check_advance(dt_work *work);
+static void dt__check_free(dt_work *work);
+static void dt__fault_before(dt_work *work);
+static void dt__fault_after(dt_work *work);
 
-/* The trace, section 23: called only if there is one. */
+/* The trace, section 26: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -1148,11 +1499,17 @@ static void dt__trace_free(dt__world *world);
 static int dt__advance(dt_work *work) {
     const dt_host *host = work->comm->world->host;
     if (work->over) return 1;
+    int checked = work->check ? dt__check_advance(work) : 1;
+    if (checked <= 0) return checked;
     int as_messages = work->algorithm || dt__is_to_one(work->call.op);
-    if (!work->done) work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+    if (!work->done) {
+        work->done = as_messages ? dt__algorithm_advance(work) : work->comm->ops->collective(work);
+        if (work->done > 0) dt__moved(work->comm->world);
+    }
     if (work->done <= 0) return work->done;
     if (work->link_until > 0 && host->now(host->user) < work->link_until) return 0;
     if (work->comm->world->trace && work->begun > 0) work->ended = host->now(host->user);
+    dt__moved(work->comm->world);
     return work->over = 1;
 }
 
@@ -1164,19 +1521,21 @@ static void dt__advance_all(dt__world *world) {
 }
 
 /* Until `work` is over. *begin below 0: becomes the time at which it was no longer just about to be. */
-static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
+static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
-    uint64_t seen = world->moves;
+    uint64_t seen = world->state->moves, at = 0;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
         dt__look(world);
+        int naps = turn == DT__YIELDS;
+        if (naps && world->shared->state) at = dt__moves_of_all(world->shared);
         if (world->first) dt__advance_all(world);
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
         if (done < 0) return dt_error(world->ctx);
         if (dt__aborted(world->shared)) return dt__peer_failed(world);
-        if (seen != world->moves) {
-            seen = world->moves;
+        if (seen != world->state->moves) {
+            seen = world->state->moves;
             turn = -world->shared->spins;
         }
         if (turn < 0) {
@@ -1188,6 +1547,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
         if (turn == 0) since = work->link_until > now ? work->link_until : now;
         /* a stopped process wakes up late */
         if (now > since + timeout) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
+        if (naps && turn == DT__YIELDS && dt__idle(work, at, since)) return dt_error(world->ctx);
         double left = work->link_until - now;
         if (left > 0 || turn < DT__YIELDS) {
             host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
@@ -1197,7 +1557,14 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     }
 }
 
-// ==== 12. Messages in shared memory =================================================================================
+static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
+    dt_status status = dt__wait_for(world, work, begin);
+    if (world->state->waiting) __atomic_store_n(&world->state->waiting, 0, __ATOMIC_SEQ_CST);
+    if (world->said && status == DT_OK) dt__say_wait(world, NULL, 0);
+    return status;
+}
+
+// ==== 13. Messages in shared memory ==================================================================================
 
 /*     small:  sender copies into a free message of the pair, goes on   ...   receiver copies out, frees the message
        large:  sender shows its buffer, waits   ...   receiver copies from it, says so   ...   sender frees the message
@@ -1330,6 +1697,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     if (status) return dt__data_failed(comm, &work->call, status);
     message->order = pair->sent++;
     __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
+    dt__moved(world);
     return DT_OK;
 }
 
@@ -1434,7 +1802,7 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
     return part->op == DT__SEND ? dt__shared_send(work, part) : dt__shared_recv(work, part);
 }
 
-// ==== 13. Collectives in shared memory ==============================================================================
+// ==== 14. Collectives in shared memory ===============================================================================
 
 /* How the ranks of a group do a collective in each other's memory:
 
@@ -1515,19 +1883,6 @@ static int dt__all_there(dt_work *work) {
     return 0;
 }
 
-static uint64_t dt__what(const dt__call *call) {
-    return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(uint32_t)call->peer << 32;
-}
-
-/* The call that a post tells of, for messages. */
-static dt__call dt__posted_call(const dt__post *post) {
-    dt__call call = dt__call_make((dt__op_code)(post->what & 255), NULL, NULL, post->count,
-                                  (dt_dtype)(post->what >> 8 & 255));
-    call.redop = (dt_op)(post->what >> 16 & 255);
-    call.peer = (int)(uint32_t)(post->what >> 32);
-    return call;
-}
 
 /* Every rank compares the same posts and comes to the same answer. */
 static dt_status dt__compare(dt_work *work) {
@@ -1536,10 +1891,9 @@ static dt_status dt__compare(dt_work *work) {
     for (int rank = 1; rank < comm->place.size; rank++) {
         const dt__post *other = dt__post_of(comm, rank, work->call.seq);
         if (other->what == first->what && other->count == first->count) continue;
-        dt__call its = dt__posted_call(other), one = dt__posted_call(first);
-        return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d calls %s, rank %d calls %s (operation %llu on %s)",
-                             comm->group->ranks[rank], dt__call_text(&its).s, comm->group->ranks[0],
-                             dt__call_text(&one).s, (unsigned long long)work->call.seq, comm->group->name);
+        dt__shown its = { other->what, other->count, dt__site_of(comm, comm->group->ranks[rank], work->call.seq) };
+        dt__shown one = { first->what, first->count, dt__site_of(comm, comm->group->ranks[0], work->call.seq) };
+        return dt__calls_differ(work, rank, &its, 0, &one);
     }
     return DT_OK;
 }
@@ -1646,7 +2000,6 @@ static dt_status dt__show(dt_work *work) {
     }
     if (status == DT_OK) status = dt__comm_sync(comm->world);
     if (status) return dt__data_failed(comm, &work->call, status);
-    comm->world->moves++;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->opened, work->window, __ATOMIC_RELEASE);
     return DT_OK;
 }
@@ -1794,7 +2147,6 @@ static int dt__move_window(dt_work *work) {
     dt_status status = push ? dt__push(work) : dt__pull(work);
     if (!in_post) status = dt__touch_end(comm->world, status);
     if (status) return dt__data_failed(comm, &work->call, status), -1;
-    comm->world->moves++;
     comm->window = comm->last_window[work->call.seq % DT_MAX_STARTED] = work->window;
     __atomic_store_n(&dt__member_of(comm, comm->place.rank)->closed, work->window, __ATOMIC_RELEASE);
     return 1;
@@ -1844,7 +2196,8 @@ static int dt__may_post(dt_work *work) {
 /* Moves a collective on through its states. */
 static int dt__shared_collective(dt_work *work) {
     dt_comm *comm = work->comm;
-    for (;;) {
+    for (int moved = 0;; moved = 1) {
+        if (moved) dt__moved(comm->world);
         if (work->state != DT__NEW && work->state != DT__CLOSING && comm->moved + 1 != work->call.seq) return 0;
         int open = work->state == DT__OPENING && !work->staged;    /* memory that can be reached is always open */
         int there = work->state == DT__NEW ? dt__may_post(work) : open ? 1 : dt__all_there(work);
@@ -1878,11 +2231,33 @@ static int dt__shared_collective(dt_work *work) {
     }
 }
 
-// ==== 14. Messages over a transport =================================================================================
+// ==== 15. Messages over a transport ==================================================================================
 
 /* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
    section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
-   the latter go through the memory that they share, as in section 12. */
+   the latter go through the memory that they share, as in section 13. */
+
+/* What a message says of the call that it is a part of, in 63 bits and one that is set: of the count the last 36. */
+static uint64_t dt__word_of(const dt__call *call, size_t part_count) {
+    uint64_t count = dt__is_to_one(call->op) ? (uint64_t)part_count : (uint64_t)call->count;
+    uint64_t op = call->op == DT__RECV ? (uint64_t)DT__SEND : (uint64_t)call->op;
+    uint64_t peer = dt__is_to_one(call->op) ? 0 : (uint64_t)(uint32_t)call->peer & 0xffff;
+    if (call->op == DT__CHECK) return 0;
+    return (uint64_t)1 << 63 | op << 59 | (uint64_t)call->dtype << 55 | (uint64_t)call->redop << 52 | peer << 36 |
+           (count & 0xfffffffff);
+}
+
+/* A message came that is a part of something else than this rank calls. Always -1. */
+static int dt__word_differs(dt_work *work, const dt__part *part, int from, uint64_t word) {
+    dt__shown its, own;
+    dt_dtype dtype = (dt_dtype)(word >> 55 & 15);
+    if (dt__is_to_one(work->call.op)) return dt__part_differs(work, part, from, dtype, (size_t)(word & 0xfffffffff));
+    memset(&its, 0, sizeof its);
+    its.what = (word >> 59 & 15) | (uint64_t)dtype << 8 | (word >> 52 & 7) << 16 | (word >> 36 & 0xffff) << 32;
+    its.count = word & 0xfffffffff;
+    dt__show_own(work, &own);
+    return dt__calls_differ(work, from, &its, work->comm->place.rank, &own), -1;
+}
 
 static int dt__transport_begin(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
@@ -1891,9 +2266,15 @@ static int dt__transport_begin(dt_work *work, dt__part *part) {
     uint32_t channel = 2 * work->comm->group->channel + (part->tag < 0);
     int other = part->peer == DT_ANY ? DT_ANY : work->comm->group->ranks[part->peer];
     int tag = part->tag < 0 ? -1 - part->tag : part->tag;
-    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, part->send, bytes)
+    uint64_t word = dt__word_of(&work->call, part->count);
+    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, word, part->send, bytes)
                                          : t->recv(t->user, other, channel, tag, part->recv, bytes);
-    if (part->request) return 1;
+    if (part->request) {
+        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 1, __ATOMIC_SEQ_CST);
+        if (part->op == DT__SEND && world->others) world->others[other].sent++;
+        dt__moved(world);
+        return 1;
+    }
     dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot begin it", dt__part_text(work, part).s, t->name);
     return -1;
 }
@@ -1914,22 +2295,26 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     if (part->tag < 0 && world->node && dt__seat_of(world, work->comm->group->ranks[part->peer]) >= 0)
         return dt__shared_message(work, part);
     if (!part->request && dt__transport_begin(work, part) < 0) return -1;
-    int done = world->transport.test(world->transport.user, part->request, &from, &bytes, why);
+    uint64_t word = 0;
+    int done = world->transport.test(world->transport.user, part->request, &from, &word, &bytes, why);
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
     dt_status status = done == -2 ? DT_ERR_COMM : DT_ERR_PEER;
     if (done < 0) return dt__comm_fail(world, status, "%s: %s", dt__part_text(work, part).s, why), -1;
     if (part->op == DT__SEND) return 1;
+    __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
+    if (word && word != dt__word_of(&work->call, part->count)) return dt__word_differs(work, part, from, word);
     if (bytes != part->count * size) return dt__part_differs(work, part, from, work->call.dtype, bytes / size);
     if (work->call.from) *work->call.from = from;
     part->peer = from;
+    if (world->others) world->others[work->comm->group->ranks[from]].got++;
     return 1;
 }
 
-// ==== 15. Algorithms ================================================================================================
+// ==== 16. Algorithms =================================================================================================
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
@@ -1950,7 +2335,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
    A sum in rank order needs all its terms in one place: they are sent unsummed and added there. Only the ring adds on
    the way, beginning for each share at another rank.
 
-   Of a group that spans machines the messages between ranks of one go through its memory (section 14). Where these are
+   Of a group that spans machines the messages between ranks of one go through its memory (section 15). Where these are
    neighbours, k on each of M machines, a ring crosses each border once, so of a large all-gather (N-1)/N S leave a
    machine. Of a direct all-reduce 2k(N-k)/N S do, and so large sums go by rails:
 
@@ -1966,8 +2351,8 @@ static dt__part *dt__add_part(dt_work *work, dt__op_code op, int peer, size_t co
     part->op = op;
     part->peer = peer;
     part->count = count;
-    part->tag = -1 - (int)(work->call.seq % 0x100000);
-    if (op == DT__SEND) {
+    part->tag = -1 - (int)(2 * (work->call.seq % 0x80000) + (work->call.op == DT__CHECK));
+    if (op == DT__SEND && work->call.op != DT__CHECK) {
         work->comm->world->traffic.messages++;
         work->comm->world->traffic.bytes += count * dt_dtype_size(work->call.dtype);
     }
@@ -2424,10 +2809,11 @@ static dt__round_fn dt__algorithm_of(const dt__call *call, dt_algorithm algorith
         { NULL, dt__direct_all_to_all_v, NULL, NULL, NULL },
         { NULL, dt__direct_broadcast, dt__ring_broadcast, NULL, dt__tree_broadcast },
         { NULL, NULL, NULL, dt__doubling_barrier, NULL },
-        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL },    /* dt_sum_doubles, dt_agree, dt_comm_split */
+        { NULL, NULL, NULL, dt__doubling_all_reduce, NULL },    /* dt_sum_doubles */
+        { NULL, NULL, NULL, dt__doubling_all_gather, NULL },    /* dt_agree, dt_comm_split, dt_comm_step */
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
         { NULL, NULL, NULL, dt__doubling_all_gather, NULL },
-    };
+    };  /* a comparison has its own */
     if (algorithm == DT_RING && call->redop == DT_AVG) return NULL;    /* an average is no sum of averages */
     return dt__is_to_one(call->op) ? NULL : table[call->op][algorithm];
 }
@@ -2468,7 +2854,7 @@ static int dt__algorithm_advance(dt_work *work) {
             dt__part *part = &work->parts[i];
             int done = part->over ? 1 : work->comm->ops->message(work, part);
             if (done < 0) return -1;
-            work->comm->world->moves += (uint64_t)(done != part->over);
+            if (done != part->over) dt__moved(work->comm->world);
             part->over = done;
             waiting += !done;
         }
@@ -2481,7 +2867,7 @@ static int dt__algorithm_advance(dt_work *work) {
     }
 }
 
-// ==== 16. Begin, wait, dispatch =====================================================================================
+// ==== 17. Begin, wait, dispatch ======================================================================================
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
 static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
@@ -2571,6 +2957,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
         dt__copy_give(world, part->copy, part->count * dt_dtype_size(work->call.dtype));
     }
     dt__scratch_free(work);
+    if (work->check) dt__check_free(work);
     work->n_parts = 0;
     work->comm = NULL;
     work->later = world->idle;
@@ -2586,6 +2973,91 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
     work->link_until = world->link_free;
 }
 
+/* ---- comparison over a transport ---- */
+
+/* In shared memory the posts of a collective are compared (section 14). Over a transport each message carries a word
+   about its call; and in the first steps, where programs go wrong, all ranks tell each other what they call before they
+   do it, in a gather of its own. */
+enum { DT__CHECK_STEPS = 100, DT__CHECK_OPS = 10000 };  /* of a group, for programs without steps */
+typedef struct dt__notice {
+    uint64_t what, count;
+    int32_t  line;
+    char     file[28];
+} dt__notice;
+
+static int dt__compares(const dt_comm *comm) {
+    const dt__world *world = comm->world;
+    if (!world->transport.send || world->check) return world->transport.send && world->check > 0;
+    return world->state->step < DT__CHECK_STEPS && comm->messages < DT__CHECK_OPS;
+}
+
+static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * sizeof(dt__notice); }
+
+/* Not made without memory: the context has failed then. */
+static void dt__check_make(dt_work *work) {
+    dt_comm *comm = work->comm;
+    dt__world *world = comm->world;
+    dt__notice *own = (dt__notice *)dt_alloc(world->ctx, DT_MEM_HOST, dt__check_bytes(comm), "a comparison");
+    if (!own) return;
+    memset(own, 0, sizeof *own);
+    own->what = dt__what(&work->call);
+    own->count = work->call.count;
+    own->line = world->line;
+    if (world->file) strncpy(own->file, dt__file_name(world->file), sizeof own->file - 1);
+    dt__call call = dt__call_make(DT__CHECK, own, own + 1, sizeof *own / sizeof(int32_t), DT_I32);
+    call.host = 1;
+    call.seq = work->call.seq;
+    work->check = dt__work_take(comm, &call);
+    if (!work->check) {
+        dt_free(world->ctx, DT_MEM_HOST, own, dt__check_bytes(comm));
+        return;
+    }
+    work->check->algorithm = dt__doubling_all_gather;
+    dt__parts_make(work->check, 2 * comm->place.size);
+}
+
+static void dt__check_free(dt_work *work) {
+    dt_work *check = work->check;
+    void *notices = (void *)check->call.send;
+    dt_comm *comm = check->comm;
+    work->check = NULL;
+    dt__work_release(comm->world, check);
+    dt_free(comm->world->ctx, DT_MEM_HOST, notices, dt__check_bytes(comm));
+}
+
+/* 1: all call the same. */
+static int dt__check_advance(dt_work *work) {
+    const dt__notice *all = (const dt__notice *)work->check->call.recv;
+    int done = dt__algorithm_advance(work->check);
+    if (done <= 0) return done;
+    for (int rank = 1; rank < work->comm->place.size; rank++) {
+        if (all[rank].what == all[0].what && all[rank].count == all[0].count) continue;
+        dt__shown its = { all[rank].what, all[rank].count, dt__site_text(all[rank].file, all[rank].line) };
+        dt__shown one = { all[0].what, all[0].count, dt__site_text(all[0].file, all[0].line) };
+        return dt__calls_differ(work, rank, &its, 0, &one), -1;
+    }
+    dt__check_free(work);
+    dt__moved(work->comm->world);
+    return 1;
+}
+
+/* How it goes: as messages, by an algorithm or to one other rank, or in the backend's own way. */
+static int dt__work_route(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__call *call = &work->call;
+    int to_one = dt__is_to_one(call->op);
+    if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(call, comm->algorithm);
+    if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, call);
+    if (work->algorithm) {
+        work->call.seq = ++comm->messages;
+        comm->chain = (comm->chain ^ dt__what(call)) * 1099511628211u;      /* FNV-1a, a word at a time */
+        comm->chain = (comm->chain ^ call->count) * 1099511628211u;
+    } else if (!to_one) {
+        work->call.seq = ++comm->seq;
+    }
+    return (!work->algorithm && !to_one) || dt__parts_make(work, to_one ? 1 : 2 * comm->place.size);
+}
+
 /* Every operation begins here. NULL: the context has failed. */
 static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
@@ -2594,28 +3066,33 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
     const char *wrong = dt_dtype_size(call.dtype) ? dt__wrong(comm, &call) : NULL;
     if (dt_dtype_size(call.dtype) == 0)
-        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s: %d is no element type", dt__call_text(&call).s,
-                      comm->group->name, (int)call.dtype);
+        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s%s: %d is no element type", dt__call_text(&call).s,
+                      comm->group->name, dt__site_text(world->file, world->line).s, (int)call.dtype);
     else if (wrong)
-        dt__comm_fail(world, DT_ERR_ARG, "%s on %s: %s", dt__call_text(&call).s, comm->group->name, wrong);
+        dt__comm_fail(world, DT_ERR_ARG, "%s on %s%s: %s", dt__call_text(&call).s, comm->group->name,
+                      dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
     if (!work) return NULL;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
-    int to_one = dt__is_to_one(call.op);
-    if (!to_one && comm->place.size == 1) {
-        dt__alone(work);
-        return work;
-    }
-    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
-    if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(&call, comm->algorithm);
-    if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, &call);
-    if (work->algorithm) work->call.seq = ++comm->messages;
-    else if (!to_one) work->call.seq = ++comm->seq;
-    if ((work->algorithm || to_one) && !dt__parts_make(work, to_one ? 1 : 2 * comm->place.size)) {
+    int to_one = dt__is_to_one(call.op), alone = !to_one && comm->place.size == 1;
+    if (world->planted) dt__fault_before(work);
+    if (work->fault == DT__DROP) return work;
+    if (dt_error(world->ctx) || (!alone && !dt__work_route(work))) {
         dt__work_release(world, work);
         return NULL;
     }
+    dt__record_make(work);
+    if (alone) {
+        dt__alone(work);
+        return work;
+    }
+    if (work->algorithm && dt__compares(comm)) dt__check_make(work);
+    if (dt_error(world->ctx)) {
+        dt__work_release(world, work);
+        return NULL;
+    }
+    if (world->link.latency_s > 0 || world->link.bytes_per_s > 0) dt__link_begin(world, work);
     if (to_one) {
         dt__part *part = dt__add_part(work, call.op, call.peer, call.count);
         part->tag = call.tag;
@@ -2629,6 +3106,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
 /* The end of an operation: its bytes count if it went well. */
 static dt_status dt__end(dt__world *world, dt_work *work) {
     dt_status status = dt_error(world->ctx);
+    if (work->fault && status == DT_OK) dt__fault_after(work);
     if (status == DT_OK) world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else dt__hands_off(world);
     dt__work_release(world, work);
@@ -2646,6 +3124,7 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     dt__drive(world, work, &begin);
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
     world->seconds += end - begin;
+    if (begin >= 0) __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
     return dt__end(world, work);
 }
@@ -2686,6 +3165,7 @@ dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
     if (dt_error(ctx) == DT_OK) dt__drive(world, work, &begin);
     double end = world->host->now(world->host->user);
     world->seconds += end - begin;
+    __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_wait(work, begin, end);
     dt__forget(world, work);
     return dt__end(world, work);
@@ -2697,31 +3177,6 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
     if (dt__aborted(world->shared)) dt__peer_failed(world);
     else dt__advance_all(world);
     return work->over || dt_error(ctx);
-}
-
-/* What this rank waited for did not come in time: says who is missing. */
-static dt_status dt__late(dt_work *work) {
-    dt__world *world = work->comm->world;
-    double limit = world->shared->timeout_s;
-    for (dt_work *w = world->first; w && work->n_parts == 0; w = w->later) {    /* it waits behind that one */
-        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
-    }
-    for (int i = 0; i < work->n_parts; i++) {
-        dt__part *part = &work->parts[i];
-        if (part->over) continue;
-        if (part->peer == DT_ANY)
-            return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: nobody sent it", limit,
-                                 dt__part_text(work, part).s);
-        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s: rank %d %s", limit,
-                             dt__part_text(work, part).s, work->comm->group->ranks[part->peer],
-                             part->op == DT__SEND ? "did not receive it" : "did not send it");
-    }
-    if (work->algorithm || !work->comm->group->members)
-        return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s on %s", limit, dt__call_text(&work->call).s,
-                             work->comm->group->name);
-    return dt__comm_fail(world, DT_ERR_TIMEOUT, "timeout %.1f s in %s #%llu on %s: %s", limit,
-                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
-                         work->comm->group->name, dt__who_came(work).s);
 }
 
 /* ---- the public functions: each a call, done or started ---- */
@@ -2755,105 +3210,105 @@ static dt__call dt__mail_call(dt__op_code op, const void *send, void *recv, size
     return call;
 }
 
-dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+dt_status (dt_all_reduce)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     return dt__do(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
 }
 
-dt_work *dt_all_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
+dt_work *(dt_all_reduce_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op) {
     return dt__start(comm, dt__reduce_call(DT__ALL_REDUCE, send, recv, count, dtype, op, 0));
 }
 
-dt_status dt_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+dt_status (dt_reduce)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
                     int root) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
-dt_work *dt_reduce_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
+dt_work *(dt_reduce_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
                          int root) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
-dt_status dt_reduce_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+dt_status (dt_reduce_scatter)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
                             dt_op op) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
-dt_work *dt_reduce_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
+dt_work *(dt_reduce_scatter_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
                                  dt_op op) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
-dt_status dt_all_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_status (dt_all_gather)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
-dt_work *dt_all_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_work *(dt_all_gather_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__start(comm, dt__call_make(DT__ALL_GATHER, send, recv, count, dtype));
 }
 
-dt_status dt_gather(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_gather)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
 }
 
-dt_work *dt_gather_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_gather_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__GATHER, send, recv, count, dtype, root));
 }
 
-dt_status dt_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_scatter)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
 }
 
-dt_work *dt_scatter_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_scatter_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__SCATTER, send, recv, count, dtype, root));
 }
 
-dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_status (dt_all_to_all)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__do(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
-dt_work *dt_all_to_all_start(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
+dt_work *(dt_all_to_all_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype) {
     return dt__start(comm, dt__call_make(DT__ALL_TO_ALL, send, recv, count, dtype));
 }
 
-dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+dt_status (dt_all_to_all_v)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
                           const size_t *recv_counts, dt_dtype dtype) {
     return dt__do(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
-dt_work *dt_all_to_all_v_start(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
+dt_work *(dt_all_to_all_v_start)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
                                const size_t *recv_counts, dt_dtype dtype) {
     return dt__start(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
-dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
+dt_status (dt_broadcast)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
     return dt__do(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
 }
 
-dt_work *dt_broadcast_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
+dt_work *(dt_broadcast_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int root) {
     return dt__start(comm, dt__rooted_call(DT__BROADCAST, buf, buf, count, dtype, root));
 }
 
-dt_status dt_barrier(dt_comm *comm) {
+dt_status (dt_barrier)(dt_comm *comm) {
     return dt__do(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
-dt_work *dt_barrier_start(dt_comm *comm) {
+dt_work *(dt_barrier_start)(dt_comm *comm) {
     return dt__start(comm, dt__call_make(DT__BARRIER, NULL, NULL, 0, DT_F32));
 }
 
-dt_status dt_send(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
+dt_status (dt_send)(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
     return dt__do(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
 }
 
-dt_work *dt_send_start(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
+dt_work *(dt_send_start)(dt_comm *comm, const void *buf, size_t count, dt_dtype dtype, int to, int tag) {
     return dt__start(comm, dt__mail_call(DT__SEND, buf, NULL, count, dtype, to, tag));
 }
 
-dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
+dt_status (dt_recv)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
     return dt__do(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
 }
 
-dt_work *dt_recv_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
+dt_work *(dt_recv_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int from, int tag) {
     return dt__start(comm, dt__mail_call(DT__RECV, NULL, buf, count, dtype, from, tag));
 }
 
@@ -2864,23 +3319,23 @@ static dt__call dt__any_call(void *buf, size_t count, dt_dtype dtype, int tag, i
     return call;
 }
 
-dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+dt_status (dt_recv_any)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
     return dt__do(comm, dt__any_call(buf, count, dtype, tag, from));
 }
 
-dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
+dt_work *(dt_recv_any_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from) {
     return dt__start(comm, dt__any_call(buf, count, dtype, tag, from));
 }
 
-dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n) {
+dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     if (!comm) return n > 0 ? DT_ERR_ARG : DT_OK;
     dt__world *world = comm->world;
     dt_work *before = world->last;
     for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
         const dt_transfer *t = &transfers[i];
         if (t->send && t->recv) dt__comm_fail(world, DT_ERR_ARG, "dt_exchange: transfer %d both sends and receives", i);
-        else if (t->recv) dt_recv_start(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
-        else dt_send_start(comm, t->send, t->count, t->dtype, t->peer, t->tag);
+        else if (t->recv) (dt_recv_start)(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
+        else (dt_send_start)(comm, t->send, t->count, t->dtype, t->peer, t->tag);
     }
     for (dt_work *work = before ? before->later : world->first; work;) {
         dt_work *later = work->later;
@@ -2890,18 +3345,530 @@ dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n) {
     return dt_error(world->ctx);
 }
 
-// ==== 17. Scalars and agreement: code ===============================================================================
+// ==== 18. Who is waited for, and why =================================================================================
+
+/* From what the ranks show of themselves (section 11): a proved deadlock, what is missing when a wait took too long,
+   and the table that a live run gives when it is asked. A rank that is waited for may itself wait for another: the
+   texts follow that to its end. What a process does outside of operations the kernel knows: /proc. */
+
+/* Of a group's operations the one that must move before this one can. */
+static dt_work *dt__first_to_move(dt_work *work) {
+    for (dt_work *w = work->comm->world->first; w && work->n_parts == 0; w = w->later) {
+        if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
+    }
+    return work;
+}
+
+/* The world rank that it waits for; DT_ANY: it is not one. */
+static int dt__awaited(const dt_work *work) {
+    const dt_comm *comm = work->comm;
+    if (work->check) work = work->check;
+    for (int i = 0; i < work->n_parts; i++) {
+        int peer = work->parts[i].peer;
+        if (!work->parts[i].over) return peer == DT_ANY ? DT_ANY : comm->group->ranks[peer];
+    }
+    if (work->algorithm || dt__is_to_one(work->call.op) || !comm->group->members) return DT_ANY;
+    for (int rank = 0; rank < comm->place.size; rank++)
+        if (!dt__is_there(work, rank)) return comm->group->ranks[rank];
+    return DT_ANY;
+}
+
+/* What the kernel says of a rank: 'R' runs, 'S' sleeps, 'T' stopped, 'D' waits for a device, 'Z' gone; 0: not known. */
+static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
+    char path[64], text[256];
+    int fd = -1;
+    int64_t got = -1;
+    if (state->pid == 0) return 0;
+    if (state->pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", state->tid);
+    else snprintf(path, sizeof path, "/proc/%d/stat", state->pid);
+    fd = io->open(io->user, path, 0);
+    if (fd < 0) return errno == ENOENT ? 'Z' : 0;
+    got = io->pread(io->user, fd, text, sizeof text - 1, 0);
+    io->close(io->user, fd);
+    if (got <= 0) return 'Z';
+    text[got] = 0;
+    const char *name = strrchr(text, ')');
+    return name && name[1] == ' ' ? name[2] : 0;
+}
+
+static const char *dt__process_word(char state) {
+    switch (state) {
+    case 'R': return "is spinning or computing (state R)";
+    case 'S': return "is asleep outside of operations (state S)";
+    case 'D': return "waits for a device or a file (state D)";
+    case 'T':
+    case 't': return "is stopped (state T)";
+    case 'Z':
+    case 'X': return "is gone";
+    default: return "is outside of operations";
+    }
+}
+
+/* ", its last operation: ..." */
+static void dt__append_last(dt__seen seen, char *text, size_t bytes, size_t *at) {
+    dt__op_record r;
+    int64_t last = __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE);
+    if (last == 0 && seen.ring.n > 1) dt__append(text, bytes, at, ", it has begun no operation");
+    else if (dt__record_get(seen.ring, (uint64_t)last, &r))
+        dt__append(text, bytes, at, ", its last operation: %s", dt__record_text(&r).s);
+}
+
+/* Is that rank in a long wait, as it shows, and not stopped in the middle of it? Then its record. */
+static int dt__waits(const dt_io *io, dt__seen seen, char *process, dt__op_record *r) {
+    uint64_t waiting = __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST);
+    *process = dt__process_state(io, seen.state);
+    if (*process == 'T' || *process == 't' || *process == 'Z' || *process == 'X') return 0;
+    return dt__record_get(seen.ring, waiting, r);
+}
+
+/* "; rank 3 (process 4711) is stopped (state T), its last operation: ...": why that rank does not come. */
+static void dt__append_why(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
+    const dt_io *io = dt_ctx_io(world->ctx);
+    dt__op_record r;
+    char process;
+    for (int step = 0; step < 4 && rank >= 0 && rank != world->rank; step++) {
+        dt__seen seen = dt__seen_of(world, rank);
+        const dt__rank_state *state = seen.state;
+        if (!state) return;
+        if (dt__waits(io, seen, &process, &r)) {
+            int next = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+            dt__append(text, bytes, at, "; rank %d waits in %s", rank, dt__record_text(&r).s);
+            if (next != DT_ANY) dt__append(text, bytes, at, " for rank %d", next);
+            rank = next;
+            continue;
+        }
+        int own = state->pid == (int)getpid();
+        if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
+        else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
+                   own ? state->tid : state->pid, dt__process_word(process));
+        if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
+            dt__append(text, bytes, at, ", it is late: it did other things meanwhile");
+        dt__append_last(seen, text, bytes, at);
+        return;
+    }
+}
+
+/* What this rank waited for did not come in time: says who is missing. */
+static dt_status dt__late(dt_work *work) {
+    dt__world *world = work->comm->world;
+    char text[480];
+    size_t at = 0;
+    dt__op_record r;
+    work = dt__first_to_move(work);
+    const char *name = dt__pattern_of(work->call.op)->name, *group = work->comm->group->name;
+    dt__phrase site = dt__site_text(NULL, 0);
+    if (dt__record_get(dt__seen_of(world, world->rank).ring, work->number, &r)) site = dt__site_text(r.file, r.line);
+    int awaited = dt__awaited(work), messages = work->algorithm || !work->comm->group->members;
+    const dt__part *part = work->parts;
+    while (part && part < work->parts + work->n_parts && part->over) part++;
+    dt__append(text, sizeof text, &at, "timeout %.1f s in ", world->shared->timeout_s);
+    if (part && part < work->parts + work->n_parts)
+        dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s%s: nobody sent it" : "%s%s: rank %d %s",
+                   dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
+                   : "did not send it");
+    else if (work->check)
+        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" : "%s #%llu on %s%s: rank %d did not come",
+                   dt__call_text(&work->call).s, (unsigned long long)work->call.seq, group, site.s, awaited);
+    else if (messages) dt__append(text, sizeof text, &at, "%s on %s%s", dt__call_text(&work->call).s, group, site.s);
+    else dt__append(text, sizeof text, &at, "%s #%llu on %s%s: %s", name, (unsigned long long)work->call.seq, group,
+                    site.s, dt__who_came(work).s);
+    dt__append_why(world, awaited, text, sizeof text, &at);
+    return dt__comm_fail(world, DT_ERR_TIMEOUT, "%s", text);
+}
+
+/* ---- deadlock ---- */
+
+/* "rank 0 waits in ... for rank 1" */
+static void dt__append_wait(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
+    dt__seen seen = dt__seen_of(world, rank);
+    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
+    dt__op_record r;
+    dt__append(text, bytes, at, "rank %d ", rank);
+    if (dt__record_get(seen.ring, __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST), &r))
+        dt__append(text, bytes, at, "waits in %s", dt__record_text(&r).s);
+    else dt__append(text, bytes, at, "has ended");
+    if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
+}
+
+/* For whom a world rank waits, as it shows; DT_ANY: nobody, or that is not known. */
+static int dt__next_waited(const dt__world *world, int rank) {
+    dt__seen seen = dt__seen_of(world, rank);
+    if (!seen.state || !__atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST)) return DT_ANY;
+    return __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
+}
+
+/* No rank will ever move, and waits for others lead from this one into a circle: names it, from its lowest rank. If
+   they do not, the waits of some. */
+static void dt__deadlocked(dt__world *world) {
+    enum { NAMED = 4 };
+    int n = world->comm->place.size, rank = world->rank, first, length = 1;
+    char text[480];
+    size_t at = 0;
+    for (int i = 0; i < n && rank != DT_ANY; i++) rank = dt__next_waited(world, rank);
+    if (rank == DT_ANY) {
+        dt__append(text, sizeof text, &at, "deadlock: all ranks wait, and nothing is under way: ");
+        for (int i = 0; i < n && i < NAMED; i++) {
+            if (i) dt__append(text, sizeof text, &at, ", ");
+            dt__append_wait(world, i, text, sizeof text, &at);
+        }
+        dt__comm_fail(world, DT_ERR_COMM, "%s%s", text, n > NAMED ? ", ..." : "");
+        return;
+    }
+    first = rank;
+    for (int next = dt__next_waited(world, rank); next != rank && next != DT_ANY && length < n;
+         next = dt__next_waited(world, next)) {
+        if (next < first) first = next;
+        length++;
+    }
+    rank = first;
+    for (int i = 0; i < length && i < NAMED; i++, rank = dt__next_waited(world, rank)) {
+        dt__append(text, sizeof text, &at, i ? ", " : "deadlock: ");
+        dt__append_wait(world, rank, text, sizeof text, &at);
+    }
+    if (length > NAMED) dt__append(text, sizeof text, &at, ", and so on: a circle of %d ranks", length);
+    dt__comm_fail(world, DT_ERR_COMM, "%s", text);
+}
+
+/* Does anything wait for the time alone? */
+static int dt__link_busy(const dt__world *world, const dt_work *work) {
+    int busy = work->done > 0 && !work->over;
+    for (const dt_work *w = world->first; w; w = w->later) busy = busy || (w->done > 0 && !w->over);
+    return busy;
+}
+
+/* Can the proof be made? All ranks share memory, and no message is on its way outside of it. */
+static int dt__all_in_sight(const dt__world *world) {
+    int64_t away = 0;
+    if (!world->shared->state || world->comm->place.size != world->shared->ranks) return 0;
+    for (int seat = 0; seat < world->shared->ranks; seat++)
+        away += __atomic_load_n(&world->shared->state[seat].away, __ATOMIC_SEQ_CST);
+    return away == 0;
+}
+
+/* Over a transport there is no sum of moves to look at, but what the ranks have said last. Two things prove a deadlock.
+
+   A circle in which each waits in a collective for the next, which waits too and has not begun that collective: who
+   left it first would have been let go by one who had left it before.
+
+   All wait, and between each two as many messages came as were sent. (F. Mattern, "Algorithms for distributed
+   termination detection", 1987: channel counting. Bulletins need not be of one moment: what set a rank going after its
+   own would have come from one that was going before.) */
+static int dt__behind(const dt__world *world, int rank, int other) {
+    const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
+    if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
+    for (uint32_t i = 0; i < theirs->groups; i++)
+        if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
+    return 0;
+}
+
+static int dt__circle(const dt__world *world) {
+    int n = world->comm->place.size, rank = world->rank;
+    for (int i = 0; i < 2 * n; i++) {
+        int other = world->others[rank].last.waits_for;
+        if (other == DT_ANY || !dt__behind(world, rank, other)) return 0;
+        rank = other;
+    }
+    return 1;
+}
+
+static int dt__all_quiet(const dt__world *world) {
+    int n = world->comm->place.size;
+    if (n > DT__SAID_RANKS) return 0;
+    for (int rank = 0; rank < n; rank++) if (!world->others[rank].last.waiting) return 0;
+    for (int from = 0; from < n; from++) {
+        for (int to = 0; to < n; to++)
+            if (world->others[from].last.sent[to] != world->others[to].last.got[from]) return 0;
+    }
+    return 1;
+}
+
+/* Says to all others what this rank waits in, that it does so no longer, or that it has ended. */
+static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
+    dt__bulletin *own = &world->others[world->rank].last;
+    memset(own, 0, sizeof *own);
+    own->waiting = work ? work->number : ended ? DT__SAID_END : 0;
+    own->records = world->state->records;
+    own->step = world->state->step;
+    own->waits_for = work ? world->awaited : DT_ANY;
+    own->channel = work ? work->comm->group->channel : 0;
+    dt__record_get(dt__seen_of(world, world->rank).ring, work ? work->number : (uint64_t)own->records, &own->wait);
+    for (const dt_comm *comm = world->comms; comm && own->groups < DT__SAID_GROUPS; comm = comm->next) {
+        own->channels[own->groups] = comm->group->channel;
+        own->begun[own->groups++] = (uint32_t)comm->messages;
+    }
+    for (int rank = 0; rank < world->comm->place.size && rank < DT__SAID_RANKS; rank++) {
+        own->sent[rank] = world->others[rank].sent;
+        own->got[rank] = world->others[rank].got;
+    }
+    world->said = work != NULL;
+    world->said_moves = world->state->moves;
+    world->said_at = world->host->now(world->host->user);
+    world->control->say(world->control->user, own, sizeof *own);
+}
+
+/* What another rank said. It is one of the job, but its numbers are looked at. */
+static void dt__heard(dt__world *world, int rank, const void *bulletin) {
+    if (!world || !world->others || !world->comm) return;
+    int64_t now = (int64_t)(world->host->now(world->host->user) * 1e6);
+    dt__other *other = &world->others[rank];
+    uint64_t before = other->last.waiting;
+    const dt__bulletin *said = &other->last;
+    memcpy(&other->last, bulletin, sizeof other->last);
+    other->last.wait.group[DT__NAME_BYTES - 1] = other->last.wait.file[DT__FILE_BYTES - 1] = 0;
+    other->last.wait.what = (said->wait.what & 255) <= DT__RECV ? said->wait.what : (uint64_t)DT__BARRIER;
+    if (said->groups > DT__SAID_GROUPS) other->last.groups = 0;
+    if (said->waits_for < DT_ANY || said->waits_for >= world->comm->place.size) other->last.waits_for = DT_ANY;
+    other->state.waiting = said->waiting;
+    other->state.waits_for = other->last.waits_for;
+    other->state.records = said->records;
+    other->state.step = said->step;
+    other->state.moves++;
+    if (said->waiting != before) other->state.since = other->state.left = now;
+}
+
+/* How long a wait lasts before the others hear of it, and how soon of what changes meanwhile. */
+#define DT__SAY_S 0.02
+
+static int dt__idle_apart(dt_work *work, double since) {
+    dt__world *world = work->comm->world;
+    double now = world->host->now(world->host->user);
+    if (!world->others || now - since < DT__SAY_S) return 0;
+    const dt__bulletin *own = &world->others[world->rank].last;
+    int as_said = world->said && world->state->moves == world->said_moves && own->waits_for == world->awaited;
+    if (!as_said && now - world->said_at > DT__SAY_S) dt__say_wait(world, work, 0);
+    if (!as_said || world->node || !(dt__circle(world) || dt__all_quiet(world))) return 0;
+    dt__deadlocked(world);
+    return 1;
+}
+
+/* A long wait since `since`: the rank has looked at all that it has under way, after the sum of moves was `at`, and
+   nothing could move. Shows that. 1: nothing ever will, and the context has failed. */
+static int dt__idle(dt_work *work, uint64_t at, double since) {
+    dt__world *world = work->comm->world;
+    dt__rank_state *own = world->state;
+    const dt__shared *shared = world->shared;
+    int begins = own->waiting != work->number, awaited = dt__awaited(dt__first_to_move(work));
+    if (begins || awaited != world->awaited) {
+        const dt__rank_state *its = dt__seen_of(world, awaited).state;
+        world->awaited = awaited;
+        world->awaited_moves = its ? __atomic_load_n(&its->moves, __ATOMIC_SEQ_CST) : 0;
+    }
+    __atomic_store_n(&own->waits_for, awaited, __ATOMIC_RELAXED);
+    __atomic_store_n(&own->since, (int64_t)(since * 1e6), __ATOMIC_RELAXED);
+    __atomic_store_n(&own->waiting, work->number, __ATOMIC_SEQ_CST);
+    if (world->ask && __atomic_load_n(world->ask, __ATOMIC_RELAXED)) dt__answer(world);
+    if (dt__link_busy(world, work)) return 0;
+    if (!dt__all_in_sight(world)) return dt__idle_apart(work, since);
+    __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
+    for (int seat = 0; seat < shared->ranks; seat++) {
+        const dt__rank_state *its = &shared->state[seat];
+        if (__atomic_load_n(&its->idle_at, __ATOMIC_SEQ_CST) != at && !dt__has_ended(shared, seat)) return 0;
+    }
+    if (dt__moves_of_all(shared) != at || !dt__all_in_sight(world)) return 0;
+    dt__deadlocked(world);
+    return 1;
+}
+
+/* ---- the table ---- */
+
+static dt__phrase dt__span_text(double seconds) {
+    dt__phrase text;
+    snprintf(text.s, sizeof text.s, "%.1f s", seconds);
+    return text;
+}
+
+/* One line of it, without an end. */
+static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, char *text, size_t bytes,
+                          size_t *at) {
+    const dt__rank_state *state = seen.state;
+    dt__op_record r;
+    char process = 0;
+    dt__append(text, bytes, at, "rank %d: ", rank);
+    if (!state) {
+        dt__append(text, bytes, at, "not known here");
+        return;
+    }
+    dt__append(text, bytes, at, "process %d, step %lld, ", state->pid,
+               (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
+    if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
+        dt__append(text, bytes, at, "has ended");
+    } else if (dt__waits(io, seen, &process, &r)) {
+        int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
+        double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
+        dt__append(text, bytes, at, "%s waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
+        if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
+    } else {
+        double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
+        dt__append(text, bytes, at, "%s %s", state->left ? dt__span_text(seconds).s : "-",
+                   dt__process_word(process));
+        dt__append_last(seen, text, bytes, at);
+    }
+}
+
+size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
+    const dt__world *world = dt__world_of(ctx);
+    size_t all = 0;
+    for (int rank = 0; world && world->comm && rank < world->comm->place.size; rank++) {
+        char line[512];
+        size_t at = 0;
+        dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank, dt__seen_of(world, rank),
+                      line, sizeof line - 1, &at);
+        line[at++] = '\n';
+        if (text && all + at < bytes) memcpy(text + all, line, at);
+        all += at;
+    }
+    if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
+    return all;
+}
+
+size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
+    const dt__world *world = dt__world_of(ctx);
+    int known = world && world->comm && rank >= 0 && rank < world->comm->place.size;
+    dt__seen seen = dt__seen_of(world, known ? rank : DT_ANY);
+    int64_t last = seen.state ? __atomic_load_n(&seen.state->records, __ATOMIC_ACQUIRE) : 0;
+    size_t all = 0;
+    dt__op_record r;
+    for (int64_t n = last; n > 0 && n > last - seen.ring.n; n--) {
+        char line[320];
+        if (!dt__record_get(seen.ring, (uint64_t)n, &r)) continue;
+        size_t at = (size_t)snprintf(line, sizeof line, "%lld %s\n", (long long)n, dt__record_text(&r).s);
+        if (text && all + at < bytes) memcpy(text + all, line, at);
+        all += at;
+    }
+    if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
+    return all;
+}
+
+/* Somebody has asked, and no supervisor answers. */
+static void dt__answer(dt__world *world) {
+    const dt_host *host = world->host;
+    __atomic_store_n(world->ask, 0, __ATOMIC_RELAXED);
+    for (int rank = 0; rank < world->comm->place.size; rank++) {
+        char line[512] = "";
+        size_t at = 0;
+        dt__rank_line(dt_ctx_io(world->ctx), host->now(host->user), rank, dt__seen_of(world, rank), line,
+                      sizeof line, &at);
+        host->log(host->user, DT_LOG_NOTICE, world->rank, line);
+    }
+}
+
+// ==== 19. Planted faults =============================================================================================
+
+/* What goes wrong in a cluster, at a known operation. They are read when the run begins, so that a text that is wrong
+   is refused by all ranks alike. */
+
+static const char *const dt__fault_names[] = { "", "kill", "stop", "exit", "spin", "delay", "drop", "flip", "nan" };
+
+/* A number of at most 15 digits, with a fraction if `real`; NULL: it is none. */
+static const char *dt__fault_number(const char *at, int real, double *value) {
+    double scale = 1;
+    int digits = 0, point = 0;
+    for (*value = 0; (*at >= '0' && *at <= '9' && digits < 15) || (real && *at == '.' && !point); at++) {
+        if (*at == '.') {
+            point = 1;
+            continue;
+        }
+        *value = 10 * *value + (*at - '0');
+        if (point) scale *= 10;
+        digits++;
+    }
+    *value /= scale;
+    return digits ? at : NULL;
+}
+
+/* One of a list. Where it ends; NULL: it is wrong there. */
+static const char *dt__fault_read(const char *at, dt__fault *fault) {
+    static const char *const keys[3] = { ":rank=", ":seq=", ":s=" };
+    double values[3] = { -1, 0, 1 };
+    size_t length = strcspn(at, ":,");
+    memset(fault, 0, sizeof *fault);
+    for (int kind = DT__KILL; kind <= DT__NAN; kind++) {
+        if (strlen(dt__fault_names[kind]) == length && strncmp(at, dt__fault_names[kind], length) == 0)
+            fault->kind = (dt__fault_kind)kind;
+    }
+    if (!fault->kind) return NULL;
+    for (at += length; *at == ':';) {
+        int key = 0;
+        while (key < 3 && strncmp(at, keys[key], strlen(keys[key])) != 0) key++;
+        if (key == 3) return NULL;
+        at = dt__fault_number(at + strlen(keys[key]), key == 2, &values[key]);
+        if (!at) return NULL;
+    }
+    fault->rank = values[0] >= 0 && values[0] < DT__MAX_RANKS ? (int)values[0] : -1;
+    fault->seq = (uint64_t)values[1];
+    fault->s = values[2];
+    return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
+}
+
+/* The faults of one rank, or with rank -1 whether the text is right. Returns their number; -1: it is wrong. */
+static int dt__faults_read(const char *text, int rank, dt__fault *faults) {
+    int n = 0;
+    dt__fault fault;
+    for (const char *at = text; at && *at; at += *at == ',') {
+        at = dt__fault_read(at, &fault);
+        if (!at || (*at == ',' && !at[1])) return -1;
+        if (fault.rank == rank && n < DT__FAULTS) faults[n++] = fault;
+    }
+    return n;
+}
+
+/* Away from operations: a process for ever, a thread until another has failed. */
+static void dt__fault_away(const dt__world *world, int spin) {
+    while (!world->thread || !dt__aborted(world->shared))
+        if (!spin) world->host->sleep(world->host->user, DT__NAP_MAX);
+}
+
+static void dt__fault_do(dt_work *work, const dt__fault *fault) {
+    dt__world *world = work->comm->world;
+    int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
+    if (lost && world->thread)
+        dt_fail(world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
+    else if (fault->kind == DT__KILL) raise(SIGKILL);
+    else if (fault->kind == DT__EXIT) _exit(7);
+    else if (fault->kind == DT__STOP && !world->thread) raise(SIGSTOP);
+    else if (fault->kind == DT__STOP || fault->kind == DT__SPIN) dt__fault_away(world, fault->kind == DT__SPIN);
+    else if (fault->kind == DT__DELAY) world->host->sleep(world->host->user, fault->s);
+    else work->fault = fault->kind;
+    if (work->fault == DT__DROP) work->over = 1;
+}
+
+/* An operation is about to begin. */
+static void dt__fault_before(dt_work *work) {
+    dt__world *world = work->comm->world;
+    for (int i = 0; i < world->planted; i++) {
+        dt__fault fault = world->faults[i];
+        if (fault.seq != (uint64_t)world->state->records + 1) continue;
+        world->faults[i].seq = 0;
+        dt__fault_do(work, &fault);
+    }
+}
+
+/* It went well: what was received is spoilt, in the middle. All bits set are a NaN in every type of floats. */
+static void dt__fault_after(dt_work *work) {
+    const dt__call *call = &work->call;
+    size_t size = dt_dtype_size(call->dtype);
+    char *middle = (char *)call->recv + call->count / 2 * size, element[8];
+    if (work->fault == DT__DROP || !call->recv || call->count == 0) return;
+    dt__comm_move(work->comm, call, element, middle, size);
+    dt__comm_sync(work->comm->world);
+    if (work->fault == DT__FLIP) element[0] = (char)(element[0] ^ 1);
+    else memset(element, 0xff, sizeof element);
+    dt__comm_move(work->comm, call, middle, element, size);
+    dt__comm_sync(work->comm->world);
+}
+
+// ==== 20. Scalars and agreement: code ================================================================================
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
-dt_status dt_sum_doubles(dt_comm *comm, double *values, size_t n) {
+dt_status (dt_sum_doubles)(dt_comm *comm, double *values, size_t n) {
     dt__call call = dt__call_make(DT__SUM_DOUBLES, values, values, n, DT_F64);
     call.host = 1;
     return dt__do(comm, call);
 }
 
-double dt_mean(dt_comm *comm, double mine) {
-    if (dt_sum_doubles(comm, &mine, 1) != DT_OK) return (double)__builtin_nan("");
+double (dt_mean)(dt_comm *comm, double mine) {
+    if ((dt_sum_doubles)(comm, &mine, 1) != DT_OK) return (double)__builtin_nan("");
     return mine / dt_comm_size(comm);
 }
 
@@ -2912,7 +3879,7 @@ static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t m
     return dt__do(comm, call);
 }
 
-dt_status dt_agree(dt_comm *comm, dt_status mine) {
+dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
     int32_t words[2] = { (int32_t)mine, 0 };
     if (!comm) return mine;
     dt_status status = dt__gather_words(comm, DT__AGREE, words);
@@ -2920,7 +3887,70 @@ dt_status dt_agree(dt_comm *comm, dt_status mine) {
     return status;
 }
 
-// ==== 18. Groups: code ==============================================================================================
+/* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers,
+   and only after several slow steps: one may have a reason. */
+static void dt__find_straggler(dt__world *world, const double *own, int n) {
+    int slowest = 0, faster = 0;
+    double median = own[0];
+    for (int rank = 1; rank < n; rank++) if (own[rank] > own[slowest]) slowest = rank;
+    for (int rank = 0; rank < n; rank++) {      /* the middle one, the lower of two */
+        int below = 0, equal = 0;
+        for (int other = 0; other < n; other++) {
+            below += own[other] < own[rank];
+            equal += own[other] == own[rank];
+        }
+        if (below <= (n - 1) / 2 && below + equal > (n - 1) / 2) median = own[rank];
+        faster += own[rank] < own[slowest] / DT__STRAGGLER;
+    }
+    int slow = n > 1 && faster > (n - 1) / 2 && own[slowest] > DT__STRAGGLER * median + DT__STRAGGLER_S;
+    world->slow_steps = slow && (world->slow_steps == 0 || slowest == world->slow_rank) ? world->slow_steps + 1 : slow;
+    world->slow_rank = slowest;
+    if (world->named_ago > 0) world->named_ago--;
+    if (world->slow_steps < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
+    world->named_ago = DT__STRAGGLER_PAUSE;
+    dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
+           "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
+}
+
+/* What the ranks of each group have called by now. All go through their groups in the order of their channels, which is
+   the same for all. */
+static dt_status dt__compare_groups(dt__world *world) {
+    for (uint32_t channel = 0; channel < world->channels; channel++) {
+        dt_comm *comm = world->comms;
+        while (comm && comm->group->channel != channel) comm = comm->next;
+        if (!comm || comm->ops->collective || comm->place.size == 1) continue;
+        int32_t words[2] = { (int32_t)comm->messages, (int32_t)(comm->chain >> 32) };
+        if (dt__gather_words(comm, DT__STEP, words) != DT_OK) break;
+        for (int rank = 1; rank < comm->place.size; rank++) {
+            if (memcmp(comm->words + 2 * rank, comm->words, sizeof words) == 0) continue;
+            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, and "
+                                 "rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
+                                 (int)comm->words[2 * rank], comm->group->name, comm->group->ranks[0],
+                                 (int)comm->words[0], comm->words[2 * rank] == comm->words[0] ? " others" : "");
+        }
+    }
+    return dt_error(world->ctx);
+}
+
+dt_status (dt_comm_step)(dt_comm *world_comm) {
+    if (!world_comm) return DT_OK;
+    dt__world *world = world_comm->world;
+    dt_comm *comm = world->comm;
+    double now = world->host->now(world->host->user), own = now - world->stepped - (world->seconds - world->step_wait);
+    int32_t words[2];
+    if (world->stepped == 0 || own < 0) own = 0;
+    memcpy(words, &own, sizeof words);
+    if (dt__gather_words(comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
+    if (world->stepped > 0 && comm->place.rank == 0)
+        dt__find_straggler(world, (const double *)(const void *)comm->words, comm->place.size);
+    if (world->transport.send && dt__compare_groups(world) != DT_OK) return dt_error(world->ctx);
+    __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
+    world->stepped = world->host->now(world->host->user);
+    world->step_wait = world->seconds;
+    return dt_error(world->ctx);
+}
+
+// ==== 21. Groups: code ===============================================================================================
 
 /*     6 ranks, color = rank / 3, key = -rank        "a" and "b" are two groups, each with a rank 0, 1, 2
        rank    0 1 2 3 4 5
@@ -3103,7 +4133,7 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name, int
     return made;
 }
 
-dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
+dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
     int32_t words[2] = { color < 0 ? -1 : color, key };
     if (!comm || dt__gather_words(comm, DT__SPLIT, words) != DT_OK) return NULL;
     if (!name) name = "group";
@@ -3129,7 +4159,7 @@ dt_comm *dt_comm_split(dt_comm *comm, int color, int key, const char *name) {
     return dt__comm_make(comm->world, comm->ops, dt__room_group(shared, comm->words[2 * first]), place);
 }
 
-// ==== 19. Memory that forked ranks share ============================================================================
+// ==== 22. Memory that forked ranks share =============================================================================
 
 /* Each forked rank has a heap in the range: what it allocates of the classes that are communicated lies there, where
    the others reach it. Blocks are taken first fit from a list of free ones in the order of their addresses, which lie
@@ -3241,7 +4271,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 20. TCP =======================================================================================================
+// ==== 23. TCP ========================================================================================================
 
 /* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
    nothing waits but the rendezvous and the end, and those not longer than timeout_s.
@@ -3271,6 +4301,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
        data    for a receive that waits they go straight into its buffer; else they are kept until one comes
        abort   the sender has failed: the text is what each rank's test() answers from there on
        bye     the sender has ended well: from it nothing more will come, and that is no failure
+       said    a bulletin of section 8
 
    Numbers travel in the machine's own byte order; a rank of another order is refused by its version. A connection
    without traffic is probed, so that a cut cable is noticed within about timeout_s. */
@@ -3320,11 +4351,11 @@ typedef struct dt__tcp_table {
     char     text[DT__TCP_TEXT];    /* why */
 } dt__tcp_table;
 
-enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE };
+enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_SAID };
 typedef struct dt__tcp_frame {
     uint32_t magic, kind, channel;  /* of an abort the channel is the rank that failed, the tag its status */
     int32_t  tag;
-    uint64_t bytes;
+    uint64_t bytes, word;
 } dt__tcp_frame;
 
 typedef struct dt__tcp_request {
@@ -3383,7 +4414,7 @@ typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
 } dt__tcp_door;
 
 typedef struct dt__tcp {
-    dt_ctx          *ctx;
+    dt_ctx          *ctx, *hears;   /* hears: whose world learns what others wait for; NULL: nobody */
     const dt_host   *host;
     int              rank, size;
     double           timeout_s;
@@ -3535,6 +4566,7 @@ static dt__tcp_request *dt__tcp_claim(dt__tcp *t, int from, const dt__tcp_frame 
         if (!dt__tcp_matches(r, from, frame)) continue;
         *at = r->next;
         r->peer = from;
+        r->frame.word = frame->word;
         r->frame.bytes = frame->bytes;
         return r;
     }
@@ -3577,7 +4609,8 @@ static void dt__tcp_deliver(dt__tcp *t, dt__tcp_message *m, dt__tcp_request *r) 
 static int dt__tcp_begin(dt__tcp *t, dt__tcp_peer *peer) {
     const dt__tcp_frame *f = &peer->frame;
     uint64_t most = f->kind == DT__TCP_DATA ? DT__TCP_MOST : f->kind == DT__TCP_ABORT ? DT__TCP_TEXT - 1 : 0;
-    int known = f->kind == DT__TCP_DATA || f->kind == DT__TCP_ABORT || f->kind == DT__TCP_BYE;
+    int known = f->kind >= DT__TCP_DATA && f->kind <= DT__TCP_SAID;
+    if (f->kind == DT__TCP_SAID && f->bytes == sizeof(dt__bulletin)) most = f->bytes;
     if (f->magic != DT__TCP_FRAME || !known || f->bytes > most || f->bytes > (size_t)-1 / 2) return 0;
     if (f->kind == DT__TCP_DATA && f->tag < 0) return 0;
     if (f->kind == DT__TCP_ABORT && f->channel >= (uint32_t)t->size) return 0;
@@ -3602,7 +4635,8 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m) m->whole = 1;
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
-    if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
+    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->hears), peer->rank, peer->text);
+    else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
     peer->message = NULL;
     peer->head = 0;
@@ -3612,7 +4646,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
 static char *dt__tcp_spot(dt__tcp_peer *peer, size_t *room) {
     size_t done = (size_t)peer->frame.bytes - peer->left;
     *room = peer->left;
-    if (peer->frame.kind == DT__TCP_ABORT) return peer->text + done;
+    if (peer->frame.kind == DT__TCP_ABORT || peer->frame.kind == DT__TCP_SAID) return peer->text + done;
     if (peer->message) return (char *)(peer->message + 1) + done;
     if (!peer->into || done >= peer->into->room) return NULL;
     if (*room > peer->into->room - done) *room = peer->into->room - done;
@@ -3799,12 +4833,14 @@ static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     r->over = 1;
 }
 
-static void *dt__tcp_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *dt__tcp_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf,
+                          size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = to < 0 || to >= t->size || tag < 0 || bytes > DT__TCP_MOST ? NULL
                          : dt__tcp_request_make(t, to, channel, tag, bytes);
     if (!r) return NULL;
     r->data = (const char *)buf;
+    r->frame.word = word;
     dt__tcp_peer *peer = &t->peers[to];
     if (t->failed || peer->state != DT__TCP_OPEN) return r;     /* test tells */
     if (to == t->rank) {
@@ -3828,6 +4864,7 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
     for (dt__tcp_message *m = t->kept; m; m = m->next) {
         if (m->request || !dt__tcp_matches(r, m->from, &m->frame)) continue;
         r->peer = m->from;
+        r->frame.word = m->frame.word;
         r->frame.bytes = m->frame.bytes;
         m->request = r;
         if (m->whole) dt__tcp_deliver(t, m, r);
@@ -3837,6 +4874,37 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
     while (*at) at = &(*at)->next;
     *at = r;
     return r;
+}
+
+/* A bulletin to all: each has a copy that goes when it can. */
+static void dt__tcp_bulletin(void *user, const void *bulletin, size_t bytes) {
+    dt__tcp *t = (dt__tcp *)user;
+    for (int rank = 0; rank < t->size && !t->failed; rank++) {
+        dt__tcp_peer *peer = &t->peers[rank];
+        if (peer->fd < 0 || peer->deaf || peer->state != DT__TCP_OPEN || peer->control_bytes) continue;
+        char *copy = (char *)t->host->alloc(t->host->user, bytes + 1, DT_MEM_HOST);
+        dt__tcp_request *r = copy ? dt__tcp_request_make(t, rank, 0, 0, bytes) : NULL;
+        if (!r) {
+            if (copy) t->host->free(t->host->user, copy, bytes + 1, DT_MEM_HOST);
+            return;
+        }
+        memcpy(copy, bulletin, bytes);
+        r->frame.kind = DT__TCP_SAID;
+        r->data = copy;
+        r->orphan = 1;
+        t->live--;
+        if (peer->first) peer->last->next = r;
+        else peer->first = r;
+        peer->last = r;
+        dt__tcp_write(t, peer);
+    }
+}
+
+static int dt__tcp_pid(void *user, int rank) {
+    const dt__tcp *t = (const dt__tcp *)user;
+    char name[DT__TCP_NAME] = "";
+    if (gethostname(name, sizeof name - 1) != 0) return 0;
+    return strncmp(name, t->peers[rank].host, sizeof name - 1) == 0 ? t->peers[rank].pid : 0;
 }
 
 /* Half of it has gone: the rest must follow, or what comes after it cannot be read. The buffer is the caller's again,
@@ -3918,7 +4986,7 @@ static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *wh
     return 0;
 }
 
-static int dt__tcp_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__tcp *t = (dt__tcp *)user;
     dt__tcp_request *r = (dt__tcp_request *)request;
     /* One look at the sockets is enough for all requests that are tested in turn. */
@@ -3928,6 +4996,7 @@ static int dt__tcp_test(void *user, void *request, int *from, size_t *bytes, cha
     }
     if (r->over) {
         *from = r->peer;
+        *word = r->frame.word;
         *bytes = (size_t)r->frame.bytes;
         dt__tcp_release(t, r);
         return 1;
@@ -4651,7 +5720,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
     if (t) {
         memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
-        t->ctx = ctx;
+        t->ctx = t->hears = ctx;
         t->host = dt_ctx_host(ctx);
         t->rank = desc->rank;
         t->size = desc->ranks;
@@ -4734,21 +5803,21 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 }
 
 
-// ==== 21. MPI =======================================================================================================
+// ==== 24. MPI ========================================================================================================
 
-/* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 14,
+/* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 15,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
    long as there are some (DT__MPI_COMMS, made when the run begins, because making one later would mean to wait inside
    MPI for ranks that may have failed); groups beyond share them, and the tag tells them apart:
 
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
-   Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 13), and of
+   Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 14), and of
    other groups' collectives the messages within it go there (12): MPI is for what leaves the machine, and for sends and
    receives.
 
-   Nothing waits inside MPI: whatever takes time is started and tested, in section 11's loop or in dt__mpi_meet, which
-   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 20 as well, but no data goes
+   Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
+   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 23 as well, but no data goes
    over them: a rank that fails says so there, one that dies is noticed by its lost connection, and all look at them
    while they wait. Rank 0 opens the door, and MPI carries its address and the token to the others. At the end all meet
    once more: then none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface Standard", version
@@ -4888,8 +5957,10 @@ static MPI_Comm *dt__mpi_place(dt__mpi *mpi, dt__mpi_request *r, uint32_t channe
 }
 
 /* A small message is copied, so that its sender can go on: 8 for each receiver, as in shared memory. */
-static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf,
+                          size_t bytes) {
     dt__mpi *mpi = (dt__mpi *)user;
+    (void)word;
     dt__mpi_request *r = dt__mpi_take(mpi);
     MPI_Comm *comm = r ? dt__mpi_place(mpi, r, channel, &tag) : NULL;
     int count = 0;
@@ -5003,7 +6074,7 @@ static int dt__mpi_broken(dt__mpi *mpi, dt__mpi_request *r, int error, char *why
     return -2;
 }
 
-static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, char *why) {
+static int dt__mpi_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
     dt__mpi *mpi = (dt__mpi *)user;
     dt__mpi_request *r = (dt__mpi_request *)request;
     MPI_Status status;
@@ -5029,6 +6100,7 @@ static int dt__mpi_test(void *user, void *request, int *from, size_t *bytes, cha
     if (error || r->wrong) return dt__mpi_broken(mpi, r, error, why);
     if (receives) {
         *from = status.MPI_SOURCE;
+        *word = 0;
         *bytes = (size_t)got;
         mpi->balance--;
     }
@@ -5137,7 +6209,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
 
 /* ---- ranks of one machine ---- */
 
-/* They share a range as forks do, and their collectives are section 13's. Nobody forked them, so the first of a machine
+/* They share a range as forks do, and their collectives are section 14's. Nobody forked them, so the first of a machine
    makes the range, where no process has anything at its addresses; the others find it through the first's /proc. If one
    cannot, none does. Sends and receives stay MPI's. */
 
@@ -5478,7 +6550,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 22. Attach and launch: code ===================================================================================
+// ==== 25. Attach and launch: code ====================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -5493,6 +6565,7 @@ struct dt_team {
     size_t         range_bytes;
     const dt_host *host;
     dt_run_desc    desc;
+    int64_t        oom_kills;   /* before the ranks began */
 };
 
 /* A failure outside of any context. */
@@ -5511,6 +6584,7 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
 static void dt__set_ended(dt__shared *shared, int seat) {
     __atomic_store_n(&shared->state[seat].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&shared->state[seat].moves, 1, __ATOMIC_SEQ_CST);
 }
 
 /* Between two kernels of a tensor op: what was started moves on. */
@@ -5519,9 +6593,10 @@ static void dt__on_kernel(dt_ctx *ctx, void *user) {
     if (world->first && dt_error(ctx) == DT_OK) dt__advance_all(world);
 }
 
-/* The world of a rank: over a team's range, or over a transport with its node's, or with a record of its own. */
+/* The world of a rank: over a team's range, or over a transport with its node's, or with one of its own. */
 static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const dt__node *node) {
     dt__world *world = (dt__world *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world, "the world");
+    dt__lone *lone = NULL;
     if (!world) return NULL;
     memset(world, 0, sizeof *world);
     world->ctx = ctx;
@@ -5530,25 +6605,32 @@ static dt__world *dt__world_make(dt_ctx *ctx, const dt_attach_desc *desc, const 
     world->link = desc->team ? desc->team->desc.link : desc->link;
     if (desc->team) {
         world->shared = desc->team->shared;
-        return world;
+        world->thread = !world->shared->apart;
+    } else {
+        world->transport = *desc->transport;
+        world->channels = 1;
     }
-    world->transport = *desc->transport;
-    world->channels = 1;
     if (node) {
         world->shared = node->shared;
         world->seat = node->seat;
         world->node = node;
-        return world;
+    } else if (!desc->team) {
+        lone = (dt__lone *)dt_alloc(ctx, DT_MEM_HOST, sizeof *lone, "the world");
+        if (!lone) {
+            dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
+            return NULL;
+        }
+        memset(lone, 0, sizeof *lone);
+        world->shared = &lone->shared;
+        world->shared->ranks = desc->size;
+        world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
+        world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
     }
-    world->shared = (dt__shared *)dt_alloc(ctx, DT_MEM_HOST, sizeof *world->shared, "the world");
-    if (!world->shared) {
-        dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
-        return NULL;
-    }
-    memset(world->shared, 0, sizeof *world->shared);
-    world->shared->ranks = desc->size;
-    world->shared->timeout_s = desc->timeout_s > 0 ? desc->timeout_s : 120;
-    world->shared->spins = desc->size <= dt__cores() ? DT__SPINS : 0;
+    world->awaited = DT_ANY;
+    world->state = lone ? &lone->state : &world->shared->state[world->seat];
+    world->records = lone ? lone->records : world->shared->records + (size_t)world->seat * DT_RECORDS;
+    __atomic_store_n(&world->state->pid, (int)getpid(), __ATOMIC_RELAXED);
+    __atomic_store_n(&world->state->tid, (int)syscall(SYS_gettid), __ATOMIC_RELAXED);
     return world;
 }
 
@@ -5561,8 +6643,23 @@ static dt__group *dt__world_group(dt__world *world, int size) {
     return group;
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. */
-static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node) {
+static void dt__others_make(dt__world *world, const dt__control *control, int size) {
+    size_t bytes = (size_t)size * sizeof(dt__other);
+    world->others = (dt__other *)dt_alloc(world->ctx, DT_MEM_HOST, bytes, "other ranks");
+    if (!world->others) return;
+    memset(world->others, 0, bytes);
+    world->control = control;
+    world->comm_size = size;
+    for (int rank = 0; rank < size; rank++) {
+        world->others[rank].state.waits_for = world->others[rank].last.waits_for = DT_ANY;
+        if (rank != world->rank) world->others[rank].state.pid = control->pid(control->user, rank);
+    }
+}
+
+/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL. run:
+   what dt_run was told, for a transport's. */
+static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
+                           const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
     if (!ctx || dt_error(ctx)) return NULL;
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
@@ -5586,11 +6683,16 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     dt_ctx_attach(ctx, world);
     const dt__comm_ops *ops = desc.team ? &dt__threads_ops : &dt__transport_ops;
     if (group && !desc.team && group->members) ops = &dt__node_ops;
+    if (desc.team) run = &desc.team->desc;
+    if (run) world->planted = dt__faults_read(run->fault, desc.rank, world->faults);
+    if (run && !desc.team) world->ask = run->ask;
+    world->check = run ? run->check : 0;
+    if (control && group) dt__others_make(world, control, size);
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
     return world->comm;
 }
 
-dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL); }
+dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL, NULL, NULL); }
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
@@ -5617,13 +6719,17 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
                 world->first->comm->group->name);
     if (world->shared->state) dt__set_ended(world->shared, world->seat);
+    if (world->others && !dt_error(ctx)) dt__say_wait(world, NULL, 1);
     if (dt_error(ctx)) dt__hands_off(world);
     dt__trace_free(world);
+    if (world->others)
+        dt_free(ctx, DT_MEM_HOST, world->others, (size_t)world->comm_size * sizeof(dt__other));
+    world->others = NULL;
     dt__works_free(world);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
-    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof *world->shared);
+    if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof(dt__lone));
     dt_free(ctx, DT_MEM_HOST, world, sizeof *world);
 }
 
@@ -5662,9 +6768,20 @@ static void dt__range_free(const dt_host *host, void *range, size_t bytes) {
     else host->free(host->user, range, bytes, DT_MEM_COMM);
 }
 
+/* What the environment says, where the description does not. */
+static void dt__run_env(dt_run_desc *desc) {
+    const char *check = getenv("DT_CHECK");
+    if (!desc->fault && desc->faults) desc->fault = getenv("DT_FAULT");
+    if (desc->check == 0 && check && strcmp(check, "1") == 0) desc->check = 1;
+}
+
 /* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
-static int dt__run_valid(const dt_run_desc *desc) {
-    if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
+static int dt__run_valid(dt_run_desc *desc) {
+    dt__run_env(desc);
+    if (dt__faults_read(desc->fault, -1, NULL) < 0)
+        dt__refuse(desc, DT_ERR_ARG, "dt_run: planted fault '%s': not KIND:rank=R:seq=N[:s=SECONDS], with a KIND of "
+                   "kill, stop, exit, spin, delay, drop, flip, nan", desc->fault);
+    else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
         dt__refuse(desc, DT_ERR_ARG, "dt_run: timeout_s %g", desc->timeout_s);
@@ -5678,7 +6795,7 @@ static int dt__run_valid(const dt_run_desc *desc) {
 }
 
 /* Can these ranks share memory? */
-static int dt__team_valid(const dt_run_desc *desc) {
+static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
         dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
@@ -5712,6 +6829,7 @@ dt_team *dt_team_make(dt_run_desc desc) {
     team->range_bytes = sizes.bytes;
     team->host = host;
     team->desc = desc;
+    team->oom_kills = -1;
     team->shared = dt__shared_lay(&sizes, (char *)range, desc.user_bytes);
     dt__group *group = dt__group_make(team->shared, desc.ranks, "world");
     for (int rank = 0; rank < desc.ranks; rank++) group->ranks[rank] = rank;
@@ -5781,6 +6899,8 @@ typedef struct dt__rank_job {
     void      *user;
     pthread_t  thread;
     pid_t      pid;         /* 0: none, or it is gone */
+    int        end;         /* dt__run_end_of */
+    int        over;        /* its thread has done all */
 } dt__rank_job;
 
 static void *dt__rank_body(void *arg) {
@@ -5790,11 +6910,24 @@ static void *dt__rank_body(void *arg) {
     memset(&desc, 0, sizeof desc);
     desc.rank = job->rank;
     desc.team = job->team;
-    if (!ctx) return NULL;
-    dt_status status = dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx);
-    dt_comm_detach(ctx, status);
+    if (ctx) dt_comm_detach(ctx, dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx));
     dt_ctx_free(ctx);
+    __atomic_store_n(&job->over, 1, __ATOMIC_RELEASE);
     return NULL;
+}
+
+/* What the supervisor does now and then: the table, if somebody asked. */
+static void dt__run_answer(dt_team *team) {
+    const dt_host *host = team->host;
+    const dt__shared *shared = team->shared;
+    if (!team->desc.ask || !__atomic_exchange_n(team->desc.ask, 0, __ATOMIC_RELAXED)) return;
+    for (int rank = 0; rank < shared->ranks; rank++) {
+        char line[512] = "";
+        size_t at = 0;
+        dt__rank_line(dt_io_default(), host->now(host->user), rank,
+                      dt__seen_of_seat(shared, rank), line, sizeof line, &at);
+        host->log(host->user, DT_LOG_NOTICE, -1, line);
+    }
 }
 
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
@@ -5810,7 +6943,58 @@ static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
         }
         started++;
     }
-    for (int rank = 0; rank < started; rank++) pthread_join(jobs[rank].thread, NULL);
+    for (int rank = 0; rank < started; rank++) {
+        while (team->desc.ask && !__atomic_load_n(&jobs[rank].over, __ATOMIC_ACQUIRE)) {
+            dt__run_answer(team);
+            team->host->sleep(team->host->user, 1e-2);
+        }
+        pthread_join(jobs[rank].thread, NULL);
+    }
+}
+
+static const char *dt__run_signal(int number) {
+    switch (number) {
+    case SIGKILL: return " (SIGKILL)";
+    case SIGSEGV: return " (SIGSEGV)";
+    case SIGABRT: return " (SIGABRT)";
+    case SIGBUS: return " (SIGBUS)";
+    case SIGFPE: return " (SIGFPE)";
+    case SIGILL: return " (SIGILL)";
+    case SIGTERM: return " (SIGTERM)";
+    case SIGINT: return " (SIGINT)";
+    default: return "";
+    }
+}
+
+/* A small file, as text. Its bytes; 0 or less: it cannot be read. */
+static int64_t dt__run_read(const dt_io *io, const char *path, char *text, size_t bytes) {
+    int fd = io->open(io->user, path, 0);
+    int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
+    if (fd >= 0) io->close(io->user, fd);
+    text[got > 0 ? got : 0] = 0;
+    return got;
+}
+
+/* How often the kernel has killed a process of this memory cgroup because there was no memory; -1: it does not say.
+   /proc/self/cgroup names the group ("4:memory:/jobs/7" of version 1, "0::/jobs/7" of version 2), which inside a
+   container may be the root of what is mounted. */
+static int64_t dt__run_oom_kills(const dt_io *io) {
+    static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
+        "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events" };
+    char groups[2048], path[512], text[1024];
+    int64_t got = dt__run_read(io, "/proc/self/cgroup", groups, sizeof groups);
+    for (int i = 0; got > 0 && i < 4; i++) {
+        char *name = strstr(groups, i % 2 ? "0::" : ":memory:"), group[256] = "";
+        if (!name) continue;
+        name = strchr(name, '/');
+        size_t length = name ? strcspn(name, "\n") : 0;
+        if (i < 2 && length < sizeof group) memcpy(group, name ? name : "", length);
+        snprintf(path, sizeof path, files[i], group);
+        if (dt__run_read(io, path, text, sizeof text) <= 0) continue;
+        const char *count = strstr(text, "oom_kill ");
+        if (count) return (int64_t)strtoll(count + 9, NULL, 10);
+    }
+    return -1;
 }
 
 /* A rank's process is gone: how. If it died while it wrote the record, the record is written for it. */
@@ -5819,9 +7003,12 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
     int rank = job->rank, pid = (int)job->pid;
     __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
     if (dt__has_ended(shared, rank) && WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
-    char text[128];
+    char text[192];
+    int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    int oom = killed && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
     if (WIFSIGNALED(status))
-        snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d", rank, pid, WTERMSIG(status));
+        snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d%s%s", rank, pid, WTERMSIG(status),
+                 dt__run_signal(WTERMSIG(status)), oom ? ": out of memory, killed by the kernel (cgroup)" : "");
     else
         snprintf(text, sizeof text, "rank %d (process %d) exited with status %d in its rank function", rank, pid,
                  WEXITSTATUS(status));
@@ -5834,8 +7021,21 @@ static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status)
     if (!dt__has_ended(shared, rank)) dt__set_ended(shared, rank);
 }
 
+/* Sleeps until a rank's process ends, of which the kernel tells at once, but not long. */
+static void dt__run_nap(dt_team *team, const dt__rank_job *jobs, int started, struct pollfd *ends) {
+    int n = 0, told = ends != NULL;
+    for (int rank = 0; rank < started && told; rank++) {
+        if (!jobs[rank].pid) continue;
+        ends[n].fd = jobs[rank].end;
+        ends[n].events = POLLIN;
+        told = ends[n++].fd >= 0;
+    }
+    if (told) poll(ends, (nfds_t)n, 20);
+    else team->host->sleep(team->host->user, 1e-3);
+}
+
 /* Waits for the processes. After a failure those that do not end within timeout_s are killed: they may never look. */
-static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started) {
+static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     const dt_host *host = team->host;
     double failed_at = -1;
     for (int left = started; left > 0;) {
@@ -5844,40 +7044,65 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started) {
             if (!jobs[rank].pid || waitpid(jobs[rank].pid, &status, WNOHANG) == 0) continue;
             dt__process_gone(team, &jobs[rank], status);
             jobs[rank].pid = 0;
+            if (jobs[rank].end >= 0) close(jobs[rank].end);
             left--;
         }
         double now = host->now(host->user);
         if (failed_at < 0 && dt__aborted(team->shared)) failed_at = now;
         for (int rank = 0; rank < started && failed_at >= 0 && now > failed_at + team->desc.timeout_s; rank++)
             if (jobs[rank].pid) kill(jobs[rank].pid, SIGKILL);
-        if (left > 0) host->sleep(host->user, 1e-3);
+        dt__run_answer(team);
+        if (left > 0) dt__run_nap(team, jobs, started, ends);
     }
 }
 
+/* A file descriptor that is readable once the process has ended; -1: this kernel has none. */
+static int dt__run_end_of(pid_t pid) {
+#ifdef SYS_pidfd_open
+    return (int)syscall(SYS_pidfd_open, pid, 0);
+#else
+    (void)pid;
+    return -1;
+#endif
+}
+
+/* In the new process. It ends with its supervisor, however that ends; which may have happened already. */
+static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != supervisor) _exit(1);
+    dt__rank_body(job);
+    fflush(NULL);
+    _exit(0);
+}
+
 static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
+    const dt_host *host = team->host;
     int started = 0;
+    pid_t supervisor = getpid();
+    size_t bytes = (size_t)team->desc.ranks * sizeof(struct pollfd);
+    struct pollfd *ends = (struct pollfd *)host->alloc(host->user, bytes, DT_MEM_HOST);
+    team->oom_kills = dt__run_oom_kills(dt_io_default());
     fflush(NULL);   /* or what is in the buffers is printed by every fork */
     while (started < team->desc.ranks) {
         pid_t pid = fork();
-        if (pid == 0) {
-            dt__rank_body(&jobs[started]);
-            fflush(NULL);
-            _exit(0);
-        }
+        if (pid == 0) dt__run_child(&jobs[started], supervisor);
         if (pid < 0) {
             dt__run_fail(team->shared, team->host, started, DT_ERR_MEM, "rank %d: its process could not be started",
                          started);
             break;
         }
         jobs[started].pid = pid;
+        jobs[started].end = dt__run_end_of(pid);
         started++;
     }
-    dt__run_wait(team, jobs, started);
+    dt__run_wait(team, jobs, started, ends);
+    if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
 /* The calling process is one rank, over a transport: runs it. Returns the context's status. */
 static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
-                               const dt__node *node, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+                               const dt__node *node, const dt__control *control,
+                               dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_attach_desc attach;
     memset(&attach, 0, sizeof attach);
     attach.rank = rank;
@@ -5885,7 +7110,7 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     attach.transport = transport;
     attach.timeout_s = desc->timeout_s;
     attach.link = desc->link;
-    dt_comm_detach(ctx, dt__attach(ctx, attach, node) ? rank_main(ctx, user) : dt_error(ctx));
+    dt_comm_detach(ctx, dt__attach(ctx, attach, node, control, desc) ? rank_main(ctx, user) : dt_error(ctx));
     return dt_error(ctx);
 }
 
@@ -5894,9 +7119,10 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
-        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, rank_main, user))
+        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
             dt__tcp_fail(t, dt_error_text(ctx));    /* it may have failed before anybody listened */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
@@ -5943,13 +7169,14 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
+    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
-    if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, of_rank);
+    if (!wrong) mpi->ctx = mpi->tcp->hears = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
     if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
-        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, rank_main, user);
+        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);
     if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
     if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
@@ -5997,7 +7224,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 23. Trace: code ===============================================================================================
+// ==== 26. Trace: code ================================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,
@@ -6700,7 +7927,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
     if (dt_error(out.ctx) == DT_OK && comm->place.rank == 0) dt__trace_open(&out);
     if (dt_error(out.ctx) == DT_OK) dt__trace_merge(&out);
     if (comm->place.rank == 0) dt__trace_shut(&out);
-    dt_barrier(comm);           /* nobody goes on before the file is there: its failure is everybody's */
+    (dt_barrier)(comm);           /* nobody goes on before the file is there: its failure is everybody's */
     dt_free(out.ctx, DT_MEM_HOST, out.mine, out.piece * sizeof *out.mine);
     dt_free(out.ctx, DT_MEM_HOST, out.told, (size_t)comm->place.size * DT__TELLS * sizeof(double));
     dt_free(out.ctx, DT_MEM_HOST, out.ends, (size_t)out.lanes * sizeof(double));

@@ -685,7 +685,7 @@ static size_t tree_children(int v, int n) {
     return children;
 }
 
-/* What rank me of n sends, in messages and elements, by the table of section 15 made exact. */
+/* What rank me of n sends, in messages and elements, by the table of section 16 made exact. */
 static dt_traffic formula(int op, dt_algorithm a, int n, int me, int root, size_t count) {
     size_t others = (size_t)n - 1, mine = dt__chunk_first(count, n, me + 1) - dt__chunk_first(count, n, me);
     size_t next = dt__chunk_first(count, n, (me + 1) % n + 1) - dt__chunk_first(count, n, (me + 1) % n), log2n = 0;
@@ -773,7 +773,7 @@ static void traffic_of(dt_comm *world, int op, dt_algorithm a, int root, size_t 
     if ((double)now.bytes > most->bytes[op][a]) most->bytes[op][a] = (double)now.bytes;
 }
 
-/* The table of section 15 itself: the busiest rank. S is the full buffer, all shares together. */
+/* The table of section 16 itself: the busiest rank. S is the full buffer, all shares together. */
 static void check_table(int n, const busiest *seen) {
     size_t N = (size_t)n, L = 0, share = 5040 * 4, S = share, all = N * share;
     while ((1 << L) < n) L++;

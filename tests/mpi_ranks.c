@@ -152,8 +152,8 @@ static int cases_under_mpi(int ranks) {
     dt_report report;
     under_mpi = 1;
     all_make(ranks);
-    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 60, .node_ranks = node_ranks() },
-        cases_rank, NULL);
+    dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 60, .node_ranks = node_ranks(),
+        .check = -1 }, cases_rank, NULL);     /* whose messages are not counted */
     MPI_Finalized(&ended);
     CHECK(status == DT_OK && ended);
     CHECK(dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .report = &report }, cases_rank, NULL) == DT_ERR_COMM);

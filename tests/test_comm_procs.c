@@ -309,9 +309,10 @@ static void test_heaps(void) {
 
 /* ---- 3. attach: own threads, own transport ----------------------------------------------------------------------- */
 
-typedef struct packet { struct packet *next; int from, to, tag; uint32_t channel; size_t bytes; char *data; } packet;
+typedef struct packet { struct packet *next; int from, to, tag; uint32_t channel; uint64_t word; size_t bytes;
+    char *data; } packet;
 typedef struct request { struct request *next; int over, rank, from, tag; uint32_t channel; void *buf; size_t room,
-    came; } request;
+    came; uint64_t word; } request;
 typedef struct net {
     pthread_mutex_t lock;
     packet  *packets;
@@ -321,11 +322,11 @@ typedef struct net {
 } net;
 typedef struct port { net *n; int rank; } port;
 
-static void *net_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *net_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     port *p = (port *)user;
     packet *k = (packet *)calloc(1, sizeof *k), **at;
     request *r = (request *)calloc(1, sizeof *r);
-    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes;
+    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes, k->word = word;
     k->data = (char *)malloc(bytes + 1);
     if (bytes) memcpy(k->data, buf, bytes);
     r->over = 1;
@@ -356,7 +357,7 @@ static void net_drop(net *n, request *r) {
         if (*at == r) { *at = r->next; n->live--; return; }
 }
 
-static int net_test(void *user, void *what, int *from, size_t *bytes, char *why) {
+static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *bytes, char *why) {
     port *p = (port *)user;
     request *r = (request *)what;
     int done;
@@ -367,7 +368,7 @@ static int net_test(void *user, void *what, int *from, size_t *bytes, char *why)
             if (k->to != p->rank || k->channel != w->channel || k->tag != w->tag) continue;
             if (w->from != DT_ANY && w->from != k->from) continue;
             if (k->bytes) memcpy(w->buf, k->data, k->bytes < w->room ? k->bytes : w->room);
-            w->over = 1, w->from = k->from, w->came = k->bytes;
+            w->over = 1, w->from = k->from, w->came = k->bytes, w->word = k->word;
             *at = k->next;
             free(k->data);
             free(k);
@@ -377,7 +378,7 @@ static int net_test(void *user, void *what, int *from, size_t *bytes, char *why)
     }
     done = r->over ? 1 : p->n->failed ? -1 : 0;
     if (done < 0) snprintf(why, 512, "%s", p->n->text);
-    if (done > 0 && r->rank >= 0) *from = r->from, *bytes = r->came;
+    if (done > 0 && r->rank >= 0) *from = r->from, *bytes = r->came, *word = r->word;
     if (done && r->rank >= 0) net_drop(p->n, r);
     if (done) free(r);
     pthread_mutex_unlock(&p->n->lock);

@@ -619,9 +619,10 @@ typedef struct post { pthread_mutex_t lock; letter box[512]; long order; int fai
 typedef struct end { post *post; int rank; double ahead; } end;
 typedef struct request { int receive, from, tag; uint32_t channel; void *buf; size_t room; } request;
 
-static void *post_send(void *user, int to, uint32_t channel, int tag, const void *buf, size_t bytes) {
+static void *post_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     end *e = (end *)user;
     request *r = (request *)calloc(1, sizeof *r);
+    (void)word;
     pthread_mutex_lock(&e->post->lock);
     letter *l = e->post->box;
     while (l->used) l++;
@@ -638,7 +639,7 @@ static void *post_recv(void *user, int from, uint32_t channel, int tag, void *bu
     return r;
 }
 
-static int post_test(void *user, void *what, int *from, size_t *bytes, char *why) {
+static int post_test(void *user, void *what, int *from, uint64_t *word, size_t *bytes, char *why) {
     end     *e = (end *)user;
     request *r = (request *)what;
     letter  *found = NULL;
@@ -656,6 +657,7 @@ static int post_test(void *user, void *what, int *from, size_t *bytes, char *why
     int failed = e->post->failed;
     if (found) {
         *from = found->from;
+        *word = 0;
         *bytes = found->bytes;
         memcpy(r->buf, found->data, found->bytes < r->room ? found->bytes : r->room);
         free(found->data);
