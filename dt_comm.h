@@ -4813,8 +4813,7 @@ typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
 } dt__tcp_door;
 
 typedef struct dt__tcp {
-    dt_ctx          *ctx;
-    dt_ctx          *rank_ctx;      /* whose world hears what others say; of MPI's connections another than ctx */
+    dt_ctx          *ctx, *hears;   /* hears: whose world learns what others wait for; NULL: nobody */
     const dt_host   *host;
     int              rank, size;
     double           timeout_s;
@@ -5036,7 +5035,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
     if (peer->frame.kind == DT__TCP_DATA) peer->came++;
-    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->rank_ctx), peer->rank, peer->text);
+    if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->hears), peer->rank, peer->text);
     else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
     peer->message = NULL;
@@ -6125,7 +6124,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
     dt__tcp *t = (dt__tcp *)dt_alloc(ctx, DT_MEM_HOST, dt__tcp_bytes(desc->ranks), "connections");
     if (t) {
         memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
-        t->ctx = t->rank_ctx = ctx;
+        t->ctx = t->hears = ctx;
         t->host = dt_ctx_host(ctx);
         t->rank = desc->rank;
         t->size = desc->ranks;
@@ -7579,8 +7578,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
-    if (!wrong) mpi->ctx = dt__rank_ctx(desc, mpi->rank, of_rank);
-    mpi->tcp->rank_ctx = mpi->ctx;
+    if (!wrong) mpi->ctx = mpi->tcp->hears = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
     if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
         status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);

@@ -31,6 +31,11 @@ run() { # run N PROGRAM...: under mpirun; the output is in $D/out
     timeout -k 5 $LONGEST "$mpirun" $more -np "$n" "$@" >"$D/out" 2>&1 </dev/null
 }
 
+# Whoever survives names who died, on one line of dt's log; but MPICH's launcher may end all before they can.
+killed_is_named() {
+    [ $mpi = mpich ] || [ "$(grep -c '^dt: error: rank 3 (process [0-9]* on .*) is gone: its connection was lost$' "$D/out")" = 1 ]
+}
+
 # NODE_RANKS: 1, all goes over MPI; 0, collectives go through the machine's memory; 2, as if every two ranks had a
 # machine of their own: what is summed leaves one as little as can be. 5 ranks: the last machine has one.
 ranks() {
@@ -53,8 +58,8 @@ ranks() {
         run 4 "$D/$mpi/mpi_ranks" ${n% *}
         status=$?
         [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt 30 ] &&
-            { [ ${n% *} = killed ] ||
-                grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [012]: timeout 1.0 s in' "$D/out"; }
+            { [ ${n% *} = killed ] && killed_is_named ||
+                [ ${n% *} = timeout ] && grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [012]: timeout 1.0 s in' "$D/out"; }
         report $? "a rank ${n% *}, NODE_RANKS $NODE_RANKS: status $status after $((SECONDS - begin)) s"
     done
 }
@@ -70,6 +75,18 @@ mismatches() {
     done
 }
 
+kill_one() { # kill_one VICTIM: of 4 ranks of train_gpt, in the middle of its steps; the status of mpirun
+    local i
+    (
+        export D gpt
+        run 4 bash -c 'echo $$ >"$D/pid.${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"; exec "$gpt" "$@"' - --backend mpi $job --steps 1000000
+    ) &
+    for ((i = 0; i < 300; i++)); do grep -q '^step *[0-9]' "$D/out" 2>/dev/null && break; sleep 0.1; done
+    sleep 0.2
+    kill -9 "$(cat "$D/pid.$1")"
+    wait $!
+}
+
 train() {
     local gpt=$D/$mpi/train_gpt zero job="--layers 1 --width 32 --heads 2 --seq 32 --batch 8 --steps 6 --data README.md"
     for zero in 0 1; do
@@ -83,6 +100,14 @@ train() {
         cut -d, -f1-4,13-17 "$D/threads.csv" >"$D/want"
         [ "$(wc -l <"$D/want")" = 7 ] && cut -d, -f1-4,13-17 "$D/mpi.csv" | diff - "$D/want" >"$D/out"
         report $? "train_gpt --zero $zero: the digits of 4 threads"
+    done
+    for victim in 2 0; do
+        begin=$SECONDS
+        rm -f "$D"/out; kill_one $victim
+        status=$?
+        [ $status != 0 ] && [ $((SECONDS - begin)) -lt 30 ] && { [ $mpi = mpich ] ||
+            [ "$(grep 'error: ' "$D/out")" = "error: rank $victim (process $(cat "$D/pid.$victim") on $(hostname)) is gone: its connection was lost" ]; }
+        report $? "train_gpt: rank $victim of 4 is killed: status $status after $((SECONDS - begin)) s"
     done
     run 2 "$gpt" --backend mpi $job --ranks 3
     [ $? != 0 ] && grep -q 'error: --ranks 3: MPI started 2 processes' "$D/out"
