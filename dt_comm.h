@@ -3755,7 +3755,13 @@ static int dt__idle_apart(dt_work *work, double since) {
     const dt__bulletin *own = &world->others[world->rank].last;
     int as_said = world->said && world->state->moves == world->said_moves && own->waits_for == world->awaited;
     if (!as_said && now - world->said_at > DT__SAY_S) dt__say_wait(world, work, 0);
-    if (!as_said || world->node || !(dt__circle(world) || dt__all_quiet(world))) return 0;
+    if (!as_said || world->node) return 0;
+    int ended = world->awaited != DT_ANY && world->others[world->awaited].last.waiting == DT__SAID_END;
+    if (ended && dt__behind(world, world->rank, world->awaited)) {
+        dt__ended_without(dt__first_to_move(work), world->awaited);
+        return 1;
+    }
+    if (!dt__circle(world) && !dt__all_quiet(world)) return 0;
     dt__deadlocked(world);
     return 1;
 }
