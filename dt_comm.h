@@ -5201,13 +5201,13 @@ static void dt__tcp_say(dt__tcp *t, dt__tcp_peer *peer, uint32_t kind, dt_status
     memcpy(peer->control + sizeof frame, text, bytes);
     peer->control_at = 0;
     peer->control_bytes = sizeof frame + bytes;
-    dt__tcp_request *begun = peer->first && peer->first->at > 0 ? peer->first : NULL;
-    for (dt__tcp_request *r = begun ? begun->next : peer->first, *next; r; r = next) {
+    dt__tcp_request **rest = peer->first && peer->first->at > 0 ? &peer->first->next : &peer->first;
+    for (dt__tcp_request *r = *rest, *next; r; r = next) {
         next = r->next;
-        if (r->orphan) dt__tcp_release(t, r);
+        if (r->orphan) dt__tcp_release(t, r);       /* nobody else knows it */
     }
-    if (begun) begun->next = NULL;
-    peer->first = peer->last = begun;
+    *rest = NULL;
+    peer->last = peer->first;
     dt__tcp_write(t, peer);
 }
 

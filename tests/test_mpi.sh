@@ -58,8 +58,10 @@ ranks() {
         run 4 "$D/$mpi/mpi_ranks" ${n% *}
         status=$?
         [ $status != 0 ] && [ $status != 124 ] && [ $((SECONDS - begin)) -lt 30 ] &&
-            { [ ${n% *} = killed ] && killed_is_named ||
-                [ ${n% *} = timeout ] && grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [012]: timeout 1.0 s in' "$D/out"; }
+            case ${n% *} in
+            killed) killed_is_named ;;
+            *) grep -q 'DT_ERR_TIMEOUT after [0-9] s: rank [012]: timeout 1.0 s in' "$D/out" ;;
+            esac
         report $? "a rank ${n% *}, NODE_RANKS $NODE_RANKS: status $status after $((SECONDS - begin)) s"
     done
 }
