@@ -682,7 +682,8 @@ typedef struct __attribute__((aligned(128))) dt__rank_state {
     int      ended;         /* its rank function has returned, or its process is gone */
     int      pid, tid;
     uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
-    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do */
+    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do; of one
+                               that has ended DT__FOR_EVER */
     int64_t  away;          /* messages begun less messages received, of those that go over a transport */
     uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
     int      waits_for;     /* then for this world rank, or DT_ANY */
@@ -1322,6 +1323,8 @@ static void dt__scratch_free(dt_work *work) {
 static void dt__moved(dt__world *world) {
     __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_RELEASE);
 }
+
+#define DT__FOR_EVER (~(uint64_t)0)
 
 static uint64_t dt__moves_of_all(const dt__shared *shared) {
     uint64_t sum = 0;
@@ -3786,8 +3789,8 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
     if (!dt__all_in_sight(world)) return dt__idle_apart(work, since);
     __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
     for (int seat = 0; seat < shared->ranks; seat++) {
-        const dt__rank_state *its = &shared->state[seat];
-        if (__atomic_load_n(&its->idle_at, __ATOMIC_SEQ_CST) != at && !dt__has_ended(shared, seat)) return 0;
+        uint64_t its = __atomic_load_n(&shared->state[seat].idle_at, __ATOMIC_SEQ_CST);
+        if (its != at && its != DT__FOR_EVER) return 0;
     }
     if (dt__moves_of_all(shared) != at || !dt__all_in_sight(world)) return 0;
     dt__deadlocked(world);
@@ -6995,6 +6998,7 @@ static void dt__set_ended(dt__shared *shared, int seat) {
     __atomic_store_n(&shared->state[seat].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->state[seat].moves, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->state[seat].idle_at, DT__FOR_EVER, __ATOMIC_SEQ_CST);    /* after its last move */
 }
 
 /* Between two kernels of a tensor op: what was started moves on. */
