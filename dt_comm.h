@@ -6241,6 +6241,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 enum {
     DT__MPI_COMMS = 8,      /* as many groups have a communicator of their own */
     DT__MPI_SHARES = 16,    /* as many groups share one */
+    DT__MPI_ROUNDS = 200,   /* after a failure, of asking whether all messages have come */
     DT__MPI_LOOK = 4        /* a rank that waits asks for the time, and perhaps for failures, every so many tests */
 };
 #define DT__MPI_LOOK_S 1e-3     /* and looks at the connections after so long, plus */
@@ -6273,6 +6274,7 @@ typedef struct dt__mpi {
     dt__mpi_request *idle, *flying;
     double           timeout_s, patience;   /* until when what was cancelled is waited for; 0: nothing was */
     int64_t          balance;           /* messages sent less messages received */
+    MPI_Status       met;               /* of what dt__mpi_meet waited for last */
     int64_t          mine[2], all[2];   /* of the last meeting */
     int              orphans;           /* requests that did not end in time */
     MPI_Request      draining;          /* a message that nobody wants, into waste */
@@ -6510,6 +6512,7 @@ static int dt__mpi_test(void *user, void *request, int *from, uint64_t *word, si
 #endif
         if (error || !counted) r->wrong = cut ? "the message is longer" : "its length is not known";
     }
+    mpi->balance -= cut && (error || r->wrong);
     if (error || r->wrong) return dt__mpi_broken(mpi, r, error, why);
     if (receives) {
         *from = status.MPI_SOURCE;
@@ -6542,6 +6545,7 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
         if (!mpi->waste || dt__mpi_type((size_t)*bytes, &type, &count) != MPI_SUCCESS) return 0;
         MPI_Improbe(status->MPI_SOURCE, status->MPI_TAG, mpi->comms[i], &there, &message, status);
         if (there) MPI_Imrecv(mpi->waste, count, type, &message, &mpi->draining);
+        mpi->balance -= there != 0;
         if (type != MPI_BYTE) MPI_Type_free(&type);
     }
     return there;
@@ -6554,7 +6558,7 @@ static int dt__mpi_meet(dt__mpi *mpi, MPI_Request *request, double until, int dr
         int done = 0;
         MPI_Status status;
         MPI_Count bytes;
-        if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done) return 1;
+        if (MPI_Test(request, &done, &mpi->met) != MPI_SUCCESS || done) return 1;
         dt__mpi_look(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
         double now = mpi->host->now(mpi->host->user);
@@ -6582,8 +6586,14 @@ static void dt__mpi_cancel(void *user, void *request) {
     if (mpi->patience == 0)
         mpi->patience = mpi->host->now(mpi->host->user) + (mpi->lost ? fmin(DT__MPI_PATIENCE_S, mpi->timeout_s)
                                                                              : mpi->timeout_s);
-    if (r->request == MPI_REQUEST_NULL || dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) dt__mpi_put_back(mpi, r);
-    else mpi->orphans++;
+    int cancelled = 1, pending = r->request != MPI_REQUEST_NULL;
+    if (pending && !dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) {
+        mpi->orphans++;
+        return;
+    }
+    if (pending && r->peer < 0) MPI_Test_cancelled(&mpi->met, &cancelled);
+    mpi->balance -= !cancelled;     /* its message came */
+    dt__mpi_put_back(mpi, r);
 }
 
 /* ---- begin and end ---- */
@@ -6918,8 +6928,14 @@ static int dt__mpi_last_meeting(dt__mpi *mpi) {
     if (mpi->all[0] == 0 && mpi->all[1] == 0) return 1;
     double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
     dt__mpi_hear(mpi, until, mpi->all[0] == 0);
-    MPI_Ibarrier(mpi->control, &request);
-    return dt__mpi_meet(mpi, &request, until, 1);
+    for (int round = 0; round < DT__MPI_ROUNDS; round++) {  /* the next run must not get a message that is on its way */
+        mpi->mine[1] = mpi->balance;
+        MPI_Iallreduce(&mpi->mine[1], &mpi->all[1], 1, MPI_INT64_T, MPI_SUM, mpi->control, &request);
+        if (!dt__mpi_meet(mpi, &request, until, 1)) return 0;
+        if (mpi->all[1] == 0) break;
+        mpi->host->sleep(mpi->host->user, DT__NAP_MAX);
+    }
+    return 1;
 }
 
 /* Ends what is under way on the communicators: 1 if nothing is left. */
