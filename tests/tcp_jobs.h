@@ -81,6 +81,7 @@ typedef struct job {
     int         absent;         /* bits: these ranks never come */
     int         refuse_rank;    /* this rank is refused this allocation */
     long        refuse_at;
+    int         check;          /* of dt_run_desc */
     double      late[MOST];     /* ranks come that much later */
     const char *token[MOST];    /* of dt_run_desc; NULL: none */
     int         size[MOST];     /* what a rank says that the job has; 0: ranks */
@@ -120,6 +121,7 @@ static void child(job *j, int rank) {
     snprintf(rendezvous, sizeof rendezvous, "127.0.0.1:%d", j->port);
     desc.ranks = j->size[rank] ? j->size[rank] : j->ranks;
     desc.token = j->token[rank];
+    desc.check = j->check;
     desc.backend = DT_BACKEND_TCP;
     desc.timeout_s = j->timeout_s;
     desc.host = &s.host;
