@@ -7,6 +7,7 @@
 #   make mutants  all planted mistakes: each must make its test fail
 #   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
+#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks; some 15 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
 #   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
@@ -51,7 +52,8 @@ UNUSED  = -Wno-unused-function
 endif
 
 WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
-HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h)
+HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
+           tests/faults/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
@@ -104,8 +106,9 @@ fuzz: $(FUZZERS)
 	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
 
-faults:
-	@echo "make $@: not built in this version" >&2; exit 2
+# The full campaigns. B=build-asan and the like: the programs of that folder.
+faults: $(B)/test_faults $(B)/test_mismatch $(B)/train_gpt
+	@B=$(B) tests/faults/run.sh
 
 clean:
 	rm -rf build build-asan build-ubsan build-tsan

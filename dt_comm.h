@@ -36,6 +36,7 @@
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
        DT_STATIC           everything static                                                    (everywhere)
+       DT_NO_CHECKS        no records, and no comparison in shared memory: to measure what they cost
 
    CONTENTS
      1. Launch
@@ -60,10 +61,11 @@
     20. Scalars and agreement: code
     21. Groups: code
     22. Memory that forked ranks share
-    23. TCP
-    24. MPI
-    25. Attach and launch: code
-    26. Trace: code
+    23. Who this process is
+    24. TCP
+    25. MPI
+    26. Attach and launch: code
+    27. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
@@ -77,8 +79,11 @@
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
                 rank and its reason. Ranks that call different operations, or the same with another count, type,
-                reduction or root, learn both sides when all have called; a rank that ended, or that does not come
-                within timeout_s, is named. Messages give world ranks. The first failure alone is logged as an error.
+                reduction or root, learn both sides when all have called, with the places in the source (over tcp and
+                mpi: dt_run_desc.check); when all ranks wait and nothing is under way, the circle of waits at once. A
+                rank that ended or died is named with its signal; one that does not come within timeout_s with what it
+                does instead: stopped, spinning, asleep, late. Messages give world ranks. The first failure alone is
+                logged as an error.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, the backend
@@ -160,7 +165,8 @@ typedef struct dt_run_desc {
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
                                        100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
-                                       dt_ranks_text is logged as a notice, and it is 0 again; procs: in the first process */
+                                       dt_ranks_text is logged as a notice, and it is 0 again. Of procs the supervisor's
+                                       counts */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
@@ -186,6 +192,31 @@ typedef struct dt_run_desc {
    rank once this process has ended with an error. Groups on one machine do their collectives in its memory: node_ranks.
    Large messages are the device's memory only if the MPI knows the device. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
+
+/* Which rank the launcher of this process made it. */
+typedef struct dt_launch {
+    int  rank, size;                /* 0 of 1: it is not distributed */
+    int  local_rank, local_size;    /* among the ranks of its machine; -1 and 0: the launcher does not say */
+    char rendezvous[80];            /* where rank 0 is, "127.0.0.1:29501" or "node3:24711". "": nobody says */
+    char by[16];                    /* "DT", "torchrun", "Open MPI", "PMI", "SLURM"; "": no launcher */
+    char text[384];                 /* one line: what was found, or what is wrong */
+} dt_launch;
+
+/* [local] Reads the environment. The first of these wins that says something, and what it leaves open is taken from
+   those behind it that say the same rank and size:
+       DT          DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE: for scripts that start ranks
+       torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. With
+                   TORCHELASTIC_USE_AGENT_STORE=True its own agent listens at that port, and dt takes the next one, or
+                   20000 + port % 10000 if the port is one of those that a system gave to torchrun, from 32768 on
+       Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+       PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH, and srun --mpi=pmi2
+       SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, and the first machine of
+                   SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. In steps: a batch script is no rank
+   DT_RENDEZVOUS goes before what any of them says. Where nobody says it, ranks of one machine meet at 127.0.0.1, at a
+   port from 20000 to 29999 that the job's name gives, or 29500. DT_OK with 0 of 1 if nothing is set. DT_ERR_ARG, and
+   the variable in text, where a launcher's variables are half set or are no such numbers; PMIX_RANK alone is that too,
+   as nothing says of how many. */
+DT_API dt_status dt_launch_find(dt_launch *out);
 
 // ==== 2. Groups ======================================================================================================
 
@@ -249,7 +280,7 @@ typedef enum dt_algorithm {
    bits. */
 DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 /* [local] Messages and bytes that this rank really sent so far as messages: what algorithms cost. Those through its
-   machine's memory count too. */
+   machine's memory count too, comparisons (dt_run_desc.check) do not. */
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
@@ -379,10 +410,10 @@ DT_API dt_status dt_team_free(dt_team *team);
    that is not compared. send and recv begin a transfer and return a request, NULL if they cannot; both must be able to
    have many under way, and a send must not need its receive to have begun for others to go on. recv's from may be
    DT_ANY. test: 1 the transfer is over and the request gone (for a receive *from and *bytes say what came; of a message
-   longer than its buffer the rest is dropped), 0 not yet, -1 it cannot be any more and the request is gone, why (512
-   bytes) says the reason: the peer is gone, or another rank has called fail; -2 the same, but the call was wrong.
-   cancel: the request is gone, its buffer
-   the caller's. fail: this rank has failed, let others know text. */
+   longer than its buffer the rest is dropped), 0 not yet; below 0 it cannot be any more and the request is gone, why
+   (512 bytes) says the reason: -1 the peer is lost, -2 the call was wrong, -3 another rank has called fail, with that
+   text, -4 the peer has ended well. cancel: the request is gone, its buffer the caller's. fail: this rank has failed,
+   let others know text. */
 typedef struct dt_transport {
     const char *name;
     void       *user;
@@ -419,7 +450,7 @@ DT_API size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes);
 DT_API size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes);
 /* [collective: the world] A training step is over: counts it, for the table above and for dt_run_desc.check. Over tcp
    and mpi the ranks of each group compare what they have called in it: DT_ERR_COMM names two that differ. A rank whose
-   own work, without its waits, took more than 1.5 times the median's in each of 5 steps is named in a notice, once in
+   own work, without its waits, took more than 1.5 times the median's in 5 of 8 steps is named in a notice, once in
    10 steps. */
 DT_API dt_status dt_comm_step(dt_comm *world);
 
@@ -519,6 +550,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #include <signal.h>     /* kill, in dt_run */
 #include <stdarg.h>
 #include <stdio.h>      /* vsnprintf, fflush */
+#include <stdlib.h>     /* getenv */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/mman.h>   /* memfd_create */
@@ -542,7 +574,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
        records | user | heaps
 
    Ranks that MPI started have such a range for each machine: collectives go through it, and of a group that spans
-   machines the messages that do not leave one; sends and receives do not: section 24.
+   machines the messages that do not leave one; sends and receives do not: section 25.
 
    Nothing in it is a lock: each word has one writer at a time, and others look at it with atomic loads. A word that
    hands over data is stored with release and loaded with acquire. */
@@ -555,6 +587,12 @@ enum {
     DT__NAME_BYTES = 32,
     DT__FILE_BYTES = 32
 };
+
+#ifdef DT_NO_CHECKS
+#define DT__UNCHECKED 1
+#else
+#define DT__UNCHECKED 0
+#endif
 
 typedef enum dt__op_code {
     DT__ALL_REDUCE = 0, DT__REDUCE, DT__REDUCE_SCATTER, DT__ALL_GATHER, DT__GATHER, DT__SCATTER, DT__ALL_TO_ALL,
@@ -644,7 +682,8 @@ typedef struct __attribute__((aligned(128))) dt__rank_state {
     int      ended;         /* its rank function has returned, or its process is gone */
     int      pid, tid;
     uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
-    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do */
+    uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do; of one
+                               that has ended DT__FOR_EVER */
     int64_t  away;          /* messages begun less messages received, of those that go over a transport */
     uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
     int      waits_for;     /* then for this world rank, or DT_ANY */
@@ -717,6 +756,7 @@ typedef struct dt__control {
     void *user;
     void (*say)(void *user, const void *bulletin, size_t bytes);
     int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
+    uint32_t (*came)(void *user, int rank); /* messages that have come from it, received or not; NULL: not known */
 } dt__control;
 
 /* What stands for a team's range where no memory is shared. */
@@ -741,7 +781,8 @@ typedef struct dt__world {
     int            planted;     /* faults, for this rank */
     dt__fault      faults[DT__FAULTS];
     double         stepped, step_wait;  /* when the last step was over, and dt_comm_seconds then */
-    int            slow_steps, slow_rank, named_ago;   /* rank 0: of a straggler; steps since one was named */
+    unsigned       slow_steps;  /* rank 0: of the last 8, a bit each, those in which slow_rank was a straggler */
+    int            slow_rank, named_ago;    /* steps before one is named again */
     int            awaited;     /* in a long wait: for this world rank, which had moved so much when it began */
     uint64_t       awaited_moves;
     int            thread;      /* the rank is one of this process's threads */
@@ -768,7 +809,7 @@ typedef struct dt__world {
     int            said;        /* others know that it waits */
     double         said_at;
     uint64_t       said_moves;  /* then */
-    struct dt__trace *trace;    /* section 26; NULL: none */
+    struct dt__trace *trace;    /* section 27; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
@@ -1053,10 +1094,14 @@ struct dt_work {
     double      begun, link_until;  /* when it started; when dt_run_desc.link lets it end */
     uint64_t    number;             /* of its record */
     dt_work    *check;              /* goes first: the comparison of what all ranks call */
+    const dt_work *checks;          /* this is one: of that */
     dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
     dt_work    *later;              /* of those under way, the next started */
 };
+
+/* The work that a comparison belongs to is the one that texts name. */
+static const dt_work *dt__named(const dt_work *work) { return work->checks ? work->checks : work; }
 
 /* What a backend is: how messages go, and how a collective goes if it knows better than the algorithms of section 16,
    which are built on messages. Each function moves things on as far as they go now: 1 over, 0 not yet, -1 the
@@ -1276,13 +1321,15 @@ static void dt__scratch_free(dt_work *work) {
    counting every change that somebody may wait for, after it is made: whoever has a change in its sum can see it. */
 
 static void dt__moved(dt__world *world) {
-    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&world->state->moves, world->state->moves + 1, __ATOMIC_RELEASE);
 }
+
+#define DT__FOR_EVER (~(uint64_t)0)
 
 static uint64_t dt__moves_of_all(const dt__shared *shared) {
     uint64_t sum = 0;
     for (int seat = 0; seat < shared->ranks; seat++)
-        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_SEQ_CST);
+        sum += __atomic_load_n(&shared->state[seat].moves, __ATOMIC_ACQUIRE);
     return sum;
 }
 
@@ -1297,7 +1344,7 @@ static void dt__words_put(void *to, const void *from, size_t bytes) {
 
 static void dt__words_get(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
-        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_RELAXED);
+        uint64_t word = __atomic_load_n((const uint64_t *)(const void *)((const char *)from + at), __ATOMIC_ACQUIRE);
         memcpy((char *)to + at, &word, sizeof word);
     }
 }
@@ -1358,7 +1405,6 @@ static int dt__record_get(dt__op_ring ring, uint64_t number, dt__op_record *copy
     const dt__op_record *slot = &ring.records[number % (uint64_t)ring.n];
     if (__atomic_load_n(&slot->number, __ATOMIC_ACQUIRE) != number) return 0;
     dt__words_get(copy, slot, sizeof *copy);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&slot->number, __ATOMIC_RELAXED) == number && copy->number == number;
 }
 
@@ -1409,6 +1455,25 @@ static dt__phrase dt__site_of(const dt_comm *comm, int world_rank, uint64_t seq)
     return dt__site_text(NULL, 0);
 }
 
+/* Where this rank called it. */
+static dt__phrase dt__own_site(const dt_work *work) {
+    const dt__world *world = work->comm->world;
+    dt__op_record r;
+    int there = dt__record_get(dt__seen_of(world, world->rank).ring, dt__named(work)->number, &r);
+    return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
+}
+
+/* A rank has ended, and will never call the collective that this one waits in. Over a transport several may notice that
+   at once, and all name the first of the group that waits, in the same words. */
+static dt_status dt__ended_without(dt_work *work, int world_rank) {
+    const dt_comm *comm = work->comm;
+    int waits = comm->world->rank;
+    if (!comm->group->members) waits = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
+                         "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name,
+                         (unsigned long long)work->call.seq, comm->group->name, waits, dt__own_site(work).s);
+}
+
 /* What one rank calls, for a comparison. */
 typedef struct dt__shown {
     uint64_t   what, count;
@@ -1444,7 +1509,7 @@ enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
 
-/* A straggler: so many times the median's own work, and so much more, in so many steps in turn; named so often. */
+/* A straggler: so many times the median's own work, and so much more, in so many of 8 steps; named so often. */
 #define DT__STRAGGLER 1.5
 #define DT__STRAGGLER_S 1e-3
 enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
@@ -1489,7 +1554,7 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* The trace, section 26: called only if there is one. */
+/* The trace, section 27: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -1597,7 +1662,7 @@ static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
     else dt__append(text.s, sizeof text.s, &at, " %s rank %d", part->op == DT__SEND ? "to" : "from",
                     comm->group->ranks[part->peer]);
     if (part->tag >= 0) dt__append(text.s, sizeof text.s, &at, " with tag %d", part->tag);
-    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(work->call.op)->name,
+    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(dt__named(work)->call.op)->name,
                     (unsigned long long)work->call.seq);
     dt__append(text.s, sizeof text.s, &at, " on %s", comm->group->name);
     return text;
@@ -1616,9 +1681,18 @@ static int dt__part_never(dt_work *work, const dt__part *part) {
     return -1;
 }
 
+static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t expected) {
+    const dt_comm *comm = work->comm;
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %zu to rank %d, which expects %zu (%s #%llu on %s%s)",
+                         comm->group->ranks[from], sent, comm->world->rank, expected,
+                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name,
+                         dt__own_site(work).s);
+}
+
 /* What came is not what was expected. Always -1. */
 static int dt__part_differs(dt_work *work, const dt__part *part, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
+    if (part->tag < 0) return dt__counts_differ(work, from, count, part->count), -1;
     dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %s x %zu, rank %d receives %s x %zu (tag %d on %s)",
                   comm->group->ranks[from], dt_dtype_name(dtype), count, comm->world->rank,
                   dt_dtype_name(work->call.dtype), part->count, part->tag, comm->group->name);
@@ -1876,10 +1950,7 @@ static int dt__all_there(dt_work *work) {
         int of_world = comm->group->ranks[rank];
         if (!dt__has_ended(shared, dt__seat_of(comm->world, of_world)) || dt__is_there(work, rank)) continue;
         if (dt__aborted(shared)) return dt__peer_failed(comm->world), -1;      /* a rank that failed has ended too */
-        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s",
-                      of_world, dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq,
-                      comm->group->name);
-        return -1;
+        return dt__ended_without(work, of_world), -1;
     }
     return 0;
 }
@@ -1889,7 +1960,7 @@ static int dt__all_there(dt_work *work) {
 static dt_status dt__compare(dt_work *work) {
     dt_comm *comm = work->comm;
     const dt__post *first = dt__post_of(comm, 0, work->call.seq);
-    for (int rank = 1; rank < comm->place.size; rank++) {
+    for (int rank = DT__UNCHECKED ? comm->place.size : 1; rank < comm->place.size; rank++) {
         const dt__post *other = dt__post_of(comm, rank, work->call.seq);
         if (other->what == first->what && other->count == first->count) continue;
         dt__shown its = { other->what, other->count, dt__site_of(comm, comm->group->ranks[rank], work->call.seq) };
@@ -2072,13 +2143,6 @@ static dt_status dt__push(dt_work *work) {
 
 /* ---- the steps ---- */
 
-static dt_status dt__counts_differ(dt_work *work, int from, size_t sent) {
-    const dt_comm *comm = work->comm;
-    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %zu to rank %d, which expects %zu (%s #%llu on %s)",
-                         comm->group->ranks[from], sent, comm->world->rank, work->call.recv_counts[from],
-                         dt__pattern_of(work->call.op)->name, (unsigned long long)work->call.seq, comm->group->name);
-}
-
 /* The expected counts of all-to-all-v against the sent ones; and the longest share, which all ranks see alike. */
 static dt_status dt__compare_counts(dt_work *work) {
     dt_comm *comm = work->comm;
@@ -2088,7 +2152,7 @@ static dt_status dt__compare_counts(dt_work *work) {
         const size_t *counts = dt__counts_of(work, from);
         for (int to = 0; to < n; to++) work->total = counts[to] > work->total ? counts[to] : work->total;
         if (counts[me] == work->call.recv_counts[from]) continue;
-        return dt__counts_differ(work, from, counts[me]);
+        return dt__counts_differ(work, from, counts[me], work->call.recv_counts[from]);
     }
     return DT_OK;
 }
@@ -2288,6 +2352,17 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
+/* What dt_transport's test answers below 0. Always -1. */
+static int dt__transport_failed(dt_work *work, const dt__part *part, int answer, const char *why) {
+    dt__world *world = work->comm->world;
+    dt__phrase text = dt__part_text(work, part);
+    if (answer == -3) dt__comm_fail(world, DT_ERR_PEER, "peer failed first: %s", why);
+    else if (answer == -4 && part->tag < 0) dt__ended_without(work, work->comm->group->ranks[part->peer]);
+    else if (answer == -4) dt__part_never(work, part);
+    else dt__comm_fail(world, answer == -2 ? DT_ERR_COMM : DT_ERR_PEER, "%s: %s", text.s, why);
+    return -1;
+}
+
 static int dt__transport_message(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
     size_t size = dt_dtype_size(work->call.dtype), bytes = part->count * size;
@@ -2301,8 +2376,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
-    dt_status status = done == -2 ? DT_ERR_COMM : DT_ERR_PEER;
-    if (done < 0) return dt__comm_fail(world, status, "%s: %s", dt__part_text(work, part).s, why), -1;
+    if (done < 0) return dt__transport_failed(work, part, done, why);
     if (part->op == DT__SEND) return 1;
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
@@ -2500,7 +2574,7 @@ static int dt__direct_all_to_all_v(dt_work *work) {
     int n = work->comm->place.size, me = work->comm->place.rank;
     const size_t *out = work->call.send_counts, *in = work->call.recv_counts;
     if (work->round > 0) return 0;
-    if (out[me] != in[me]) return dt__counts_differ(work, me, out[me]), 0;
+    if (out[me] != in[me]) return dt__counts_differ(work, me, out[me], in[me]), 0;
     dt__keep(work, dt__element(work, work->call.recv, dt__sum_of(in, me)),
              dt__element(work, work->call.send, dt__sum_of(out, me)), out[me]);
     for (int step = 1; step < n; step++) {
@@ -2980,11 +3054,12 @@ static void dt__link_begin(dt__world *world, dt_work *work) {
    about its call; and in the first steps, where programs go wrong, all ranks tell each other what they call before they
    do it, in a gather of its own. */
 enum { DT__CHECK_STEPS = 100, DT__CHECK_OPS = 10000 };  /* of a group, for programs without steps */
-typedef struct dt__notice {
+typedef struct dt__notice {     /* counts follow it in a group that is not large */
     uint64_t what, count;
     int32_t  line;
     char     file[28];
 } dt__notice;
+enum { DT__CHECK_RANKS = 16 };
 
 static int dt__compares(const dt_comm *comm) {
     const dt__world *world = comm->world;
@@ -2992,20 +3067,37 @@ static int dt__compares(const dt_comm *comm) {
     return world->state->step < DT__CHECK_STEPS && comm->messages < DT__CHECK_OPS;
 }
 
-static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * sizeof(dt__notice); }
+/* One notice with the counts of an all-to-all-v, sent and expected. */
+static size_t dt__notice_bytes(const dt_comm *comm) {
+    size_t n = (size_t)comm->place.size;
+    return sizeof(dt__notice) + (n <= DT__CHECK_RANKS ? 2 * n * sizeof(uint64_t) : 0);
+}
 
-/* Not made without memory: the context has failed then. */
+static const dt__notice *dt__notice_of(const dt_work *check, int rank) {
+    const char *all = (const char *)check->call.recv;
+    return (const dt__notice *)(const void *)(all + (size_t)rank * dt__notice_bytes(check->comm));
+}
+
+static size_t dt__check_bytes(const dt_comm *comm) { return (size_t)(comm->place.size + 1) * dt__notice_bytes(comm); }
+
+/* Not made without memory: the context has failed then. All tell all directly, if they are not many: who waits then
+   waits for one that has not come. */
 static void dt__check_make(dt_work *work) {
     dt_comm *comm = work->comm;
     dt__world *world = comm->world;
+    size_t each = dt__notice_bytes(comm), n = (size_t)comm->place.size;
     dt__notice *own = (dt__notice *)dt_alloc(world->ctx, DT_MEM_HOST, dt__check_bytes(comm), "a comparison");
     if (!own) return;
-    memset(own, 0, sizeof *own);
+    memset(own, 0, each);
     own->what = dt__what(&work->call);
     own->count = work->call.count;
     own->line = world->line;
     if (world->file) strncpy(own->file, dt__file_name(world->file), sizeof own->file - 1);
-    dt__call call = dt__call_make(DT__CHECK, own, own + 1, sizeof *own / sizeof(int32_t), DT_I32);
+    for (size_t i = 0; i < n && n <= DT__CHECK_RANKS && work->call.op == DT__ALL_TO_ALL_V; i++) {
+        ((uint64_t *)(void *)(own + 1))[i] = work->call.send_counts[i];
+        ((uint64_t *)(void *)(own + 1))[n + i] = work->call.recv_counts[i];
+    }
+    dt__call call = dt__call_make(DT__CHECK, own, (char *)own + each, each / sizeof(int32_t), DT_I32);
     call.host = 1;
     call.seq = work->call.seq;
     work->check = dt__work_take(comm, &call);
@@ -3013,7 +3105,8 @@ static void dt__check_make(dt_work *work) {
         dt_free(world->ctx, DT_MEM_HOST, own, dt__check_bytes(comm));
         return;
     }
-    work->check->algorithm = dt__doubling_all_gather;
+    work->check->algorithm = n <= DT__CHECK_RANKS ? dt__direct_all_gather : dt__doubling_all_gather;
+    work->check->checks = work;
     dt__parts_make(work->check, 2 * comm->place.size);
 }
 
@@ -3026,17 +3119,39 @@ static void dt__check_free(dt_work *work) {
     dt_free(comm->world->ctx, DT_MEM_HOST, notices, dt__check_bytes(comm));
 }
 
+/* Of an all-to-all-v: does each rank send what the other expects? Every rank finds the same pair first. */
+static int dt__check_counts(dt_work *work) {
+    const dt_comm *comm = work->comm;
+    int n = comm->place.size;
+    if (work->call.op != DT__ALL_TO_ALL_V || n > DT__CHECK_RANKS) return 1;
+    for (int pair = 0; pair < n * n; pair++) {
+        int from = pair / n, to = pair % n;
+        const dt__notice *its = dt__notice_of(work->check, to);
+        uint64_t sent = ((const uint64_t *)(const void *)(dt__notice_of(work->check, from) + 1))[to];
+        uint64_t expected = ((const uint64_t *)(const void *)(its + 1))[n + from];
+        if (sent == expected) continue;
+        dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d sends %llu to rank %d, which expects %llu (all-to-all-v #%llu "
+                      "on %s%s)", comm->group->ranks[from], (unsigned long long)sent, comm->group->ranks[to],
+                      (unsigned long long)expected, (unsigned long long)work->call.seq, comm->group->name,
+                      dt__site_text(its->file, its->line).s);
+        return -1;
+    }
+    return 1;
+}
+
 /* 1: all call the same. */
 static int dt__check_advance(dt_work *work) {
-    const dt__notice *all = (const dt__notice *)work->check->call.recv;
     int done = dt__algorithm_advance(work->check);
     if (done <= 0) return done;
+    const dt__notice *first = dt__notice_of(work->check, 0);
     for (int rank = 1; rank < work->comm->place.size; rank++) {
-        if (all[rank].what == all[0].what && all[rank].count == all[0].count) continue;
-        dt__shown its = { all[rank].what, all[rank].count, dt__site_text(all[rank].file, all[rank].line) };
-        dt__shown one = { all[0].what, all[0].count, dt__site_text(all[0].file, all[0].line) };
+        const dt__notice *other = dt__notice_of(work->check, rank);
+        if (other->what == first->what && other->count == first->count) continue;
+        dt__shown its = { other->what, other->count, dt__site_text(other->file, other->line) };
+        dt__shown one = { first->what, first->count, dt__site_text(first->file, first->line) };
         return dt__calls_differ(work, rank, &its, 0, &one), -1;
     }
+    if (dt__check_counts(work) < 0) return -1;
     dt__check_free(work);
     dt__moved(work->comm->world);
     return 1;
@@ -3083,7 +3198,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
         dt__work_release(world, work);
         return NULL;
     }
-    dt__record_make(work);
+    if (!DT__UNCHECKED) dt__record_make(work);
     if (alone) {
         dt__alone(work);
         return work;
@@ -3379,9 +3494,10 @@ static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
     int fd = -1;
     int64_t got = -1;
-    if (state->pid == 0) return 0;
-    if (state->pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", state->tid);
-    else snprintf(path, sizeof path, "/proc/%d/stat", state->pid);
+    int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED), tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
+    if (pid == 0) return 0;
+    if (pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
+    else snprintf(path, sizeof path, "/proc/%d/stat", pid);
     fd = io->open(io->user, path, 0);
     if (fd < 0) return errno == ENOENT ? 'Z' : 0;
     got = io->pread(io->user, fd, text, sizeof text - 1, 0);
@@ -3439,7 +3555,12 @@ static void dt__append_why(const dt__world *world, int rank, char *text, size_t 
             continue;
         }
         int own = state->pid == (int)getpid();
-        if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
+        for (int look = 0; look < 3 && process == 'R'; look++) {     /* one that naps is seldom caught at it */
+            world->host->sleep(world->host->user, DT__NAP_MAX);
+            process = dt__process_state(io, state);
+        }
+        if (state->pid == 0 && seen.ring.n > 1) dt__append(text, bytes, at, "; rank %d has not begun", rank);
+        else if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
         else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
                    own ? state->tid : state->pid, dt__process_word(process));
         if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
@@ -3454,11 +3575,9 @@ static dt_status dt__late(dt_work *work) {
     dt__world *world = work->comm->world;
     char text[480];
     size_t at = 0;
-    dt__op_record r;
     work = dt__first_to_move(work);
     const char *name = dt__pattern_of(work->call.op)->name, *group = work->comm->group->name;
-    dt__phrase site = dt__site_text(NULL, 0);
-    if (dt__record_get(dt__seen_of(world, world->rank).ring, work->number, &r)) site = dt__site_text(r.file, r.line);
+    dt__phrase site = dt__own_site(work);
     int awaited = dt__awaited(work), messages = work->algorithm || !work->comm->group->members;
     const dt__part *part = work->parts;
     while (part && part < work->parts + work->n_parts && part->over) part++;
@@ -3468,7 +3587,8 @@ static dt_status dt__late(dt_work *work) {
                    dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
                    : "did not send it");
     else if (work->check)
-        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" : "%s #%llu on %s%s: rank %d did not come",
+        dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" :
+                   "%s #%llu on %s%s: rank %d did not come",
                    dt__call_text(&work->call).s, (unsigned long long)work->call.seq, group, site.s, awaited);
     else if (messages) dt__append(text, sizeof text, &at, "%s on %s%s", dt__call_text(&work->call).s, group, site.s);
     else dt__append(text, sizeof text, &at, "%s #%llu on %s%s: %s", name, (unsigned long long)work->call.seq, group,
@@ -3482,8 +3602,9 @@ static dt_status dt__late(dt_work *work) {
 /* "rank 0 waits in ... for rank 1" */
 static void dt__append_wait(const dt__world *world, int rank, char *text, size_t bytes, size_t *at) {
     dt__seen seen = dt__seen_of(world, rank);
-    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__op_record r;
+    if (!seen.state) return;    /* another rank has found the same, and all leave: its text counts */
+    int other = __atomic_load_n(&seen.state->waits_for, __ATOMIC_RELAXED);
     dt__append(text, bytes, at, "rank %d ", rank);
     if (dt__record_get(seen.ring, __atomic_load_n(&seen.state->waiting, __ATOMIC_SEQ_CST), &r))
         dt__append(text, bytes, at, "waits in %s", dt__record_text(&r).s);
@@ -3599,7 +3720,8 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
     }
     for (int rank = 0; rank < world->comm->place.size && rank < DT__SAID_RANKS; rank++) {
         own->sent[rank] = world->others[rank].sent;
-        own->got[rank] = world->others[rank].got;
+        own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
+                                              : world->others[rank].got;
     }
     world->said = work != NULL;
     world->said_moves = world->state->moves;
@@ -3637,7 +3759,13 @@ static int dt__idle_apart(dt_work *work, double since) {
     const dt__bulletin *own = &world->others[world->rank].last;
     int as_said = world->said && world->state->moves == world->said_moves && own->waits_for == world->awaited;
     if (!as_said && now - world->said_at > DT__SAY_S) dt__say_wait(world, work, 0);
-    if (!as_said || world->node || !(dt__circle(world) || dt__all_quiet(world))) return 0;
+    if (!as_said || world->node) return 0;
+    int ended = world->awaited != DT_ANY && world->others[world->awaited].last.waiting == DT__SAID_END;
+    if (ended && dt__behind(world, world->rank, world->awaited)) {
+        dt__ended_without(dt__first_to_move(work), world->awaited);
+        return 1;
+    }
+    if (!dt__circle(world) && !dt__all_quiet(world)) return 0;
     dt__deadlocked(world);
     return 1;
 }
@@ -3662,8 +3790,8 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
     if (!dt__all_in_sight(world)) return dt__idle_apart(work, since);
     __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
     for (int seat = 0; seat < shared->ranks; seat++) {
-        const dt__rank_state *its = &shared->state[seat];
-        if (__atomic_load_n(&its->idle_at, __ATOMIC_SEQ_CST) != at && !dt__has_ended(shared, seat)) return 0;
+        uint64_t its = __atomic_load_n(&shared->state[seat].idle_at, __ATOMIC_SEQ_CST);
+        if (its != at && its != DT__FOR_EVER) return 0;
     }
     if (dt__moves_of_all(shared) != at || !dt__all_in_sight(world)) return 0;
     dt__deadlocked(world);
@@ -3689,19 +3817,19 @@ static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, 
         dt__append(text, bytes, at, "not known here");
         return;
     }
-    dt__append(text, bytes, at, "process %d, step %lld, ", state->pid,
+    dt__append(text, bytes, at, "process %d, step %lld: ", state->pid,
                (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
     if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
         dt__append(text, bytes, at, "has ended");
     } else if (dt__waits(io, seen, &process, &r)) {
         int other = __atomic_load_n(&state->waits_for, __ATOMIC_RELAXED);
         double seconds = now - (double)__atomic_load_n(&state->since, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
+        dt__append(text, bytes, at, "for %s it waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
         if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
     } else {
         double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
-        dt__append(text, bytes, at, "%s %s", state->left ? dt__span_text(seconds).s : "-",
-                   dt__process_word(process));
+        dt__append(text, bytes, at, "it %s", dt__process_word(process));
+        if (state->left) dt__append(text, bytes, at, " since %s", dt__span_text(seconds).s);
         dt__append_last(seen, text, bytes, at);
     }
 }
@@ -3801,14 +3929,16 @@ static const char *dt__fault_read(const char *at, dt__fault *fault) {
     return fault->rank >= 0 && fault->seq > 0 && (*at == 0 || *at == ',') ? at : NULL;
 }
 
-/* The faults of one rank, or with rank -1 whether the text is right. Returns their number; -1: it is wrong. */
-static int dt__faults_read(const char *text, int rank, dt__fault *faults) {
+/* The faults of one rank, or with rank -1 whether the text is right for so many ranks (0: not known). Returns their
+   number; -1: it is wrong. */
+static int dt__faults_read(const char *text, int rank, int ranks, dt__fault *faults) {
     int n = 0;
     dt__fault fault;
     for (const char *at = text; at && *at; at += *at == ',') {
         at = dt__fault_read(at, &fault);
         if (!at || (*at == ',' && !at[1])) return -1;
         if (fault.rank == rank && n < DT__FAULTS) faults[n++] = fault;
+        if (rank < 0 && fault.rank >= ranks && ranks > 0) return -1;
     }
     return n;
 }
@@ -3904,10 +4034,11 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
         faster += own[rank] < own[slowest] / DT__STRAGGLER;
     }
     int slow = n > 1 && faster > (n - 1) / 2 && own[slowest] > DT__STRAGGLER * median + DT__STRAGGLER_S;
-    world->slow_steps = slow && (world->slow_steps == 0 || slowest == world->slow_rank) ? world->slow_steps + 1 : slow;
-    world->slow_rank = slowest;
+    if (slow && slowest != world->slow_rank && __builtin_popcount(world->slow_steps) < 2) world->slow_steps = 0;
+    if (slow && world->slow_steps == 0) world->slow_rank = slowest;
+    world->slow_steps = (world->slow_steps << 1 | (slow && slowest == world->slow_rank)) & 0xff;
     if (world->named_ago > 0) world->named_ago--;
-    if (world->slow_steps < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
+    if (__builtin_popcount(world->slow_steps) < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
     world->named_ago = DT__STRAGGLER_PAUSE;
     dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
            "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
@@ -3924,8 +4055,8 @@ static dt_status dt__compare_groups(dt__world *world) {
         if (dt__gather_words(comm, DT__STEP, words) != DT_OK) break;
         for (int rank = 1; rank < comm->place.size; rank++) {
             if (memcmp(comm->words + 2 * rank, comm->words, sizeof words) == 0) continue;
-            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, and "
-                                 "rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
+            return dt__comm_fail(world, DT_ERR_COMM, "at the end of step %lld rank %d has called %d collectives on %s, "
+                                 "and rank %d %d%s", (long long)world->state->step + 1, comm->group->ranks[rank],
                                  (int)comm->words[2 * rank], comm->group->name, comm->group->ranks[0],
                                  (int)comm->words[0], comm->words[2 * rank] == comm->words[0] ? " others" : "");
         }
@@ -4272,7 +4403,283 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 23. TCP ========================================================================================================
+// ==== 23. Who this process is ========================================================================================
+
+/* Launchers tell each process who it is in variables of its environment. What differs between them is a row of this
+   table; all else is one function for all. NULL: the launcher has no such variable. */
+
+static const char *dt__launch_env(const char *name) { return getenv(name); }
+
+typedef struct dt__launcher {
+    const char *by;
+    const char *needs;              /* the row counts only where this is set */
+    const char *rank, *size, *or_size;
+    int         lone_size;          /* the size may be set where the rank is not */
+    const char *local_rank, *local_size;
+    const char *counts, *node;      /* or the ranks of each machine, "2(x3),1", and this one's place in that list */
+    const char *host, *port;        /* where rank 0 is; the launcher's own process listens at the port where ... */
+    const char *taken;              /* ... this is "True", so that dt takes another one */
+    const char *hosts, *or_hosts;   /* or a list of machines, the first of which has rank 0 */
+    const char *job, *part;         /* names of the job: two on one machine need two ports */
+} dt__launcher;
+
+static const dt__launcher dt__launchers[] = {
+    { "DT", NULL, "DT_RANK", "DT_WORLD_SIZE", NULL, 0, "DT_LOCAL_RANK", "DT_LOCAL_SIZE", NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL },
+    { "torchrun", NULL, "RANK", "WORLD_SIZE", NULL, 0, "LOCAL_RANK", "LOCAL_WORLD_SIZE", NULL, NULL,
+        "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", NULL, NULL, NULL, NULL },
+    { "Open MPI", NULL, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", NULL, 0, "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", NULL, NULL, NULL, NULL, NULL, NULL, NULL, "PMIX_NAMESPACE", NULL },
+    { "PMI", NULL, "PMI_RANK", "PMI_SIZE", NULL, 0, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, "PMI_JOBID", NULL },
+    { "SLURM", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", 1, "SLURM_LOCALID", NULL,
+        "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", NULL, NULL, NULL, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
+        "SLURM_JOB_ID", "SLURM_STEP_ID" },
+    { "PMIx", NULL, "PMIX_RANK", "PMI_SIZE", NULL, 1, NULL, NULL, NULL, NULL,   /* PMIx gives no size: only refused */
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+};
+
+enum {
+    DT__LAUNCHERS = (int)(sizeof dt__launchers / sizeof dt__launchers[0]),
+    DT__LAUNCH_PORT = 29500,        /* dt_run's own */
+    DT__LAUNCH_PORTS = 20000,       /* of jobs: 10000 from here */
+    DT__LAUNCH_GIVEN = 32768        /* those from here on systems give to whoever asks for any: the next may be taken */
+};
+
+/* A value as a text shows it: short, and in one line. */
+typedef struct dt__launch_word { char s[40]; } dt__launch_word;
+
+static dt__launch_word dt__launch_show(const char *value) {
+    dt__launch_word shown;
+    size_t length = strlen(value), most = sizeof shown.s - 1;
+    memset(&shown, 0, sizeof shown);
+    for (size_t i = 0; i < length && i < most; i++)
+        shown.s[i] = value[i] >= 0x20 && value[i] < 0x7f ? value[i] : '?';
+    if (length > most) memcpy(shown.s + most - 3, "...", 3);
+    return shown;
+}
+
+static dt_status dt__launch_refuse(dt_launch *out, const char *name, const char *value, const char *why) {
+    snprintf(out->text, sizeof out->text, "%s=%s: %s", name, dt__launch_show(value).s, why);
+    return DT_ERR_ARG;
+}
+
+/* Digits from `at`, at most 9 of them, as a number; -1: there are none, or more. *end: behind them. */
+static int dt__launch_digits(const char *at, const char **end) {
+    int value = 0, digits = 0;
+    for (; *at >= '0' && *at <= '9'; at++, digits++)
+        if (digits < 9) value = 10 * value + (*at - '0');
+    *end = at;
+    return digits > 0 && digits < 10 ? value : -1;
+}
+
+/* The number in a variable, where there is one: *number stays what it is where there is none. */
+static dt_status dt__launch_number(dt_launch *out, const char *name, int least, int most, int *number) {
+    const char *value = name ? dt__launch_env(name) : NULL, *end;
+    char why[64];
+    if (!value) return DT_OK;
+    int got = dt__launch_digits(value, &end);
+    snprintf(why, sizeof why, "not a whole number from %d to %d", least, most);
+    if (got < least || got > most || *end) return dt__launch_refuse(out, name, value, why);
+    *number = got;
+    return DT_OK;
+}
+
+/* "2(x3),1": ranks of machine `node`, from 0. 0: the list is shorter, or is none. */
+static int dt__launch_count(const char *list, int node) {
+    for (;;) {
+        int count = dt__launch_digits(list, &list), times = 1;
+        if (count > 0 && list[0] == '(' && list[1] == 'x') {
+            times = dt__launch_digits(list + 2, &list);
+            if (*list++ != ')') return 0;
+        }
+        if (count <= 0 || times <= 0) return 0;
+        if (node < times) return count;
+        node -= times;
+        if (*list++ != ',') return 0;
+    }
+}
+
+static int dt__launch_host_letter(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || (c && strchr(".-_", c));
+}
+
+/* The first machine of a list as SLURM writes them, "rack[1-2,7]n[03-12],login": "rack1n03". 0: it is no list. */
+static int dt__launch_first_host(const char *list, char *host, size_t room) {
+    size_t used = 0, inside;
+    for (; *list && *list != ','; list++) {
+        if (*list == '[') {
+            inside = strspn(++list, "0123456789");
+            if (inside == 0 || used + inside >= room) return 0;
+            memcpy(host + used, list, inside);
+            used += inside;
+            list += strspn(list, "0123456789,-");
+            if (*list != ']') return 0;
+        } else {
+            if (!dt__launch_host_letter(*list) || used + 1 >= room) return 0;
+            host[used++] = *list;
+        }
+    }
+    host[used] = 0;
+    return used > 0;
+}
+
+/* A port that is the same for all ranks of the job, and likely another for another job. */
+static int dt__launch_port(const dt__launcher *row) {
+    const char *names[2] = { dt__launch_env(row->job), row->part ? dt__launch_env(row->part) : NULL };
+    uint32_t hash = 0;
+    for (int i = 0; i < 2; i++)
+        for (const char *c = names[i] ? names[i] : ""; *c; c++) hash = hash * 31 + (unsigned char)*c;
+    return DT__LAUNCH_PORTS + (int)(hash % 10000);
+}
+
+/* One word that may be a name or an address; which it is, whoever connects there finds out. */
+static dt_status dt__launch_place(dt_launch *out, const char *name, const char *host, int port) {
+    size_t length = strlen(host), room = sizeof out->rendezvous - sizeof ":65535";
+    for (size_t i = 0; i < length; i++)
+        if (!dt__launch_host_letter(host[i])) length = 0;
+    if (length == 0 || length > room)
+        return dt__launch_refuse(out, name, host, "not the name or IPv4 address of a machine");
+    snprintf(out->rendezvous, sizeof out->rendezvous, "%s:%d", host, port);
+    return DT_OK;
+}
+
+/* Where rank 0 is, by what the n launchers say that tell of the same start. On one machine the loopback will do; on
+   several somebody must say it, or there is no rendezvous. */
+static dt_status dt__launch_meet(dt_launch *out, const dt__launcher *const *same, int n) {
+    const char *list = NULL, *list_name = NULL, *host, *port_text, *taken;
+    char        first[64];
+    int         port = 0;
+    for (int i = 0; i < n; i++) {
+        host = same[i]->host ? dt__launch_env(same[i]->host) : NULL;
+        port_text = same[i]->port ? dt__launch_env(same[i]->port) : NULL;
+        taken = same[i]->taken ? dt__launch_env(same[i]->taken) : NULL;
+        if (!list && (list_name = same[i]->hosts) != NULL) list = dt__launch_env(list_name);
+        if (!list && (list_name = same[i]->or_hosts) != NULL) list = dt__launch_env(list_name);
+        if (!port && same[i]->job && dt__launch_env(same[i]->job)) port = dt__launch_port(same[i]);
+        if (!host && !port_text) continue;
+        port = DT__LAUNCH_PORT;
+        if (dt__launch_number(out, same[i]->port, 1, 65535, &port) != DT_OK) return DT_ERR_ARG;
+        if (taken && strcmp(taken, "True") == 0)
+            port = port < DT__LAUNCH_GIVEN - 1 ? port + 1 : DT__LAUNCH_PORTS + port % 10000;
+        return dt__launch_place(out, same[i]->host, host ? host : "127.0.0.1", port);
+    }
+    if (!port) port = DT__LAUNCH_PORT;
+    if (out->local_size == out->size || (out->local_size == 0 && !list))
+        return dt__launch_place(out, "", "127.0.0.1", port);
+    if (!list) return DT_OK;
+    if (!dt__launch_first_host(list, first, sizeof first))
+        return dt__launch_refuse(out, list_name, list, "not a list of machines");
+    return dt__launch_place(out, list_name, first, port);
+}
+
+/* What one launcher says; size 0: nothing. */
+static dt_status dt__launch_read(const dt__launcher *row, dt_launch *out) {
+    const int   most = DT__MAX_RANKS;
+    const char *size = row->or_size && !dt__launch_env(row->size) ? row->or_size : row->size;
+    const char *rank = dt__launch_env(row->rank), *counts = row->counts ? dt__launch_env(row->counts) : NULL;
+    int         node = -1;
+    memset(out, 0, sizeof *out);
+    out->local_rank = -1;
+    if (row->needs && !dt__launch_env(row->needs)) return DT_OK;
+    if (!rank && (row->lone_size || !dt__launch_env(size))) return DT_OK;
+    if (!rank || !dt__launch_env(size)) {
+        snprintf(out->text, sizeof out->text, "%s=%s is set, but %s is not", rank ? row->rank : size,
+                 dt__launch_show(rank ? rank : dt__launch_env(size)).s, rank ? size : row->rank);
+        return DT_ERR_ARG;
+    }
+    if (dt__launch_number(out, size, 1, most, &out->size) != DT_OK ||
+        dt__launch_number(out, row->rank, 0, out->size - 1, &out->rank) != DT_OK ||
+        dt__launch_number(out, row->local_size, 1, out->size, &out->local_size) != DT_OK ||
+        dt__launch_number(out, row->node, 0, most - 1, &node) != DT_OK) return DT_ERR_ARG;
+    if (counts && node >= 0) {
+        out->local_size = dt__launch_count(counts, node);
+        if (out->local_size < 1 || out->local_size > out->size)
+            return dt__launch_refuse(out, row->counts, counts, "not the ranks of each machine");
+    }
+    if (dt__launch_number(out, row->local_rank, 0, (out->local_size ? out->local_size : out->size) - 1,
+                          &out->local_rank) != DT_OK) return DT_ERR_ARG;
+    snprintf(out->by, sizeof out->by, "%s", row->by);
+    snprintf(out->text, sizeof out->text, "%s, %s", row->rank, size);
+    return DT_OK;
+}
+
+/* DT_RENDEZVOUS goes before what any launcher says: "HOST" or "HOST:PORT". */
+static dt_status dt__launch_override(dt_launch *out) {
+    const char *value = dt__launch_env("DT_RENDEZVOUS"), *colon = value ? strchr(value, ':') : NULL, *end = NULL;
+    char        host[64];
+    int         port = DT__LAUNCH_PORT;
+    if (!value) return DT_OK;
+    size_t length = colon ? (size_t)(colon - value) : strlen(value);
+    if (colon) port = dt__launch_digits(colon + 1, &end);
+    if (length >= sizeof host || port < 1 || port > 65535 || (end && *end))
+        return dt__launch_refuse(out, "DT_RENDEZVOUS", value, "not HOST:PORT, as 10.0.0.1:29500");
+    memcpy(host, value, length);
+    host[length] = 0;
+    return dt__launch_place(out, "DT_RENDEZVOUS", host, port);
+}
+
+/* One line about it all. names: of the variables; others: who else has set some. */
+static void dt__launch_say(dt_launch *out, const char *names, const char *others) {
+    char local[48] = "";
+    if (out->local_rank >= 0 && out->local_size)
+        snprintf(local, sizeof local, " (local %d of %d)", out->local_rank, out->local_size);
+    else if (out->local_rank >= 0) snprintf(local, sizeof local, " (local %d)", out->local_rank);
+    snprintf(out->text, sizeof out->text, "rank %d of %d%s by %s: %s; %s%s%s%s", out->rank, out->size, local, out->by,
+             names, out->rendezvous[0] ? "rendezvous " : "no rendezvous, as DT_RENDEZVOUS is not set", out->rendezvous,
+             others[0] ? "; also set, and not heeded: " : "", others);
+}
+
+/* No launcher at all. A batch script has some of SLURM's variables, but is no rank. */
+static dt_status dt__launch_alone(dt_launch *out) {
+    int batch = dt__launch_env("SLURM_PROCID") && !dt__launch_env("SLURM_STEP_ID");
+    out->size = 1;
+    snprintf(out->text, sizeof out->text, "not distributed: %s: one process",
+             batch ? "a batch script of SLURM, where srun starts ranks" : "no launcher's variables are set");
+    return dt__launch_override(out);
+}
+
+/* The first launcher of the table that says something; then what it leaves open from those that say the same rank. */
+static dt_status dt__launch_look(dt_launch *out) {
+    const dt__launcher *same[DT__LAUNCHERS];
+    dt_launch           found;
+    char                names[80] = "", others[48] = "";
+    int                 n = 0;
+    for (int i = 0; i < DT__LAUNCHERS; i++) {
+        dt_status status = dt__launch_read(&dt__launchers[i], n ? &found : out);
+        if (status != DT_OK && n == 0) return status;
+        if (status != DT_OK || (n ? &found : out)->size == 0) continue;
+        if (n == 0) {
+            memcpy(names, out->text, sizeof names - 1);
+        } else if (found.rank != out->rank || found.size != out->size) {
+            size_t used = strlen(others);
+            snprintf(others + used, sizeof others - used, "%s%s", used ? ", " : "", found.by);
+            continue;
+        } else {
+            if (out->local_size == 0) out->local_size = found.local_size;
+            if (out->local_rank < 0) out->local_rank = found.local_rank;
+        }
+        same[n++] = &dt__launchers[i];
+    }
+    if (n == 0) return dt__launch_alone(out);
+    if (dt__launch_meet(out, same, n) != DT_OK || dt__launch_override(out) != DT_OK) return DT_ERR_ARG;
+    dt__launch_say(out, names, others);
+    return DT_OK;
+}
+
+DT_API dt_status dt_launch_find(dt_launch *out) {
+    if (!out) return DT_ERR_ARG;
+    dt_status status = dt__launch_look(out);
+    if (status == DT_OK) return DT_OK;
+    out->rank = 0;      /* nothing is known: one process */
+    out->size = 1;
+    out->local_rank = -1;
+    out->local_size = 0;
+    out->rendezvous[0] = out->by[0] = 0;
+    return status;
+}
+
+// ==== 24. TCP ========================================================================================================
 
 /* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
    nothing waits but the rendezvous and the end, and those not longer than timeout_s.
@@ -4385,6 +4792,7 @@ typedef struct dt__tcp_peer {
     int              fd;            /* -1: none */
     int              rank, deaf;    /* deaf: nothing can be written to it */
     int              pid, error;    /* error: of the system, with which it was lost */
+    uint32_t         came;          /* whole messages */
     char             host[DT__TCP_NAME];
     dt__tcp_state    state;
     dt__tcp_place    place;
@@ -4636,6 +5044,7 @@ static void dt__tcp_finish(dt__tcp *t, dt__tcp_peer *peer) {
     if (m) m->whole = 1;
     if (m && m->request) dt__tcp_deliver(t, m, m->request);
     if (peer->frame.kind == DT__TCP_ABORT) dt__tcp_poison(t, peer);
+    if (peer->frame.kind == DT__TCP_DATA) peer->came++;
     if (peer->frame.kind == DT__TCP_SAID) dt__heard(dt__world_of(t->hears), peer->rank, peer->text);
     else if (peer->frame.kind != DT__TCP_DATA) peer->state = DT__TCP_ENDED;
     peer->into = NULL;
@@ -4831,6 +5240,7 @@ static void dt__tcp_send_self(dt__tcp *t, dt__tcp_request *r) {
     char *to = taker ? taker->into : (char *)(m + 1);
     size_t bytes = (size_t)r->frame.bytes;
     if (!taker && !m) return;
+    t->peers[t->rank].came++;
     if (taker && bytes > taker->room) bytes = taker->room;
     if (bytes) memcpy(to, r->data, bytes);
     if (taker) taker->over = 1;
@@ -4904,6 +5314,8 @@ static void dt__tcp_bulletin(void *user, const void *bulletin, size_t bytes) {
         dt__tcp_write(t, peer);
     }
 }
+
+static uint32_t dt__tcp_came(void *user, int rank) { return ((const dt__tcp *)user)->peers[rank].came; }
 
 static int dt__tcp_pid(void *user, int rank) {
     const dt__tcp *t = (const dt__tcp *)user;
@@ -4979,16 +5391,13 @@ static dt__phrase dt__tcp_loss(const dt__tcp *t, int rank) {
    others wait: so it ends the waits of all, as a process that dies does with forks. */
 static int dt__tcp_hopeless(const dt__tcp *t, const dt__tcp_request *r, char *why) {
     int ended = 0, any = r->receives && r->peer == DT_ANY;
-    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text);
+    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text), -3;
     for (int rank = 0; rank < t->size; rank++) {
         if (t->peers[rank].state > DT__TCP_ENDED)
-            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s);
+            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s), -1;
         ended += t->peers[rank].state == DT__TCP_ENDED;
     }
-    if (!any && t->peers[r->peer].state == DT__TCP_ENDED)
-        return snprintf(why, DT__TCP_TEXT, "rank %d has ended", r->peer);
-    if (any && t->size > 1 && ended == t->size - 1) return snprintf(why, DT__TCP_TEXT, "all other ranks have ended");
-    return 0;
+    return (!any && t->peers[r->peer].state == DT__TCP_ENDED) || (any && t->size > 1 && ended == t->size - 1) ? -4 : 0;
 }
 
 static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, size_t *bytes, char *why) {
@@ -5006,9 +5415,9 @@ static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, si
         dt__tcp_release(t, r);
         return 1;
     }
-    if (!dt__tcp_hopeless(t, r, why)) return 0;
-    dt__tcp_cancel(t, r);
-    return -1;
+    int hopeless = dt__tcp_hopeless(t, r, why);
+    if (hopeless) dt__tcp_cancel(t, r);
+    return hopeless;
 }
 
 static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
@@ -5808,7 +6217,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 }
 
 
-// ==== 24. MPI ========================================================================================================
+// ==== 25. MPI ========================================================================================================
 
 /* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 15,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
@@ -5822,7 +6231,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
    receives.
 
    Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
-   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 23 as well, but no data goes
+   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 24 as well, but no data goes
    over them: a rank that fails says so there, one that dies is noticed by its lost connection, and all look at them
    while they wait. Rank 0 opens the door, and MPI carries its address and the token to the others. At the end all meet
    once more: then none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface Standard", version
@@ -5833,6 +6242,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 enum {
     DT__MPI_COMMS = 8,      /* as many groups have a communicator of their own */
     DT__MPI_SHARES = 16,    /* as many groups share one */
+    DT__MPI_ROUNDS = 200,   /* after a failure, of asking whether all messages have come */
     DT__MPI_LOOK = 4        /* a rank that waits asks for the time, and perhaps for failures, every so many tests */
 };
 #define DT__MPI_LOOK_S 1e-3     /* and looks at the connections after so long, plus */
@@ -5865,6 +6275,7 @@ typedef struct dt__mpi {
     dt__mpi_request *idle, *flying;
     double           timeout_s, patience;   /* until when what was cancelled is waited for; 0: nothing was */
     int64_t          balance;           /* messages sent less messages received */
+    MPI_Status       met;               /* of what dt__mpi_meet waited for last */
     int64_t          mine[2], all[2];   /* of the last meeting */
     int              orphans;           /* requests that did not end in time */
     MPI_Request      draining;          /* a message that nobody wants, into waste */
@@ -6100,6 +6511,7 @@ static int dt__mpi_test(void *user, void *request, int *from, uint64_t *word, si
 #endif
         if (error || !counted) r->wrong = cut ? "the message is longer" : "its length is not known";
     }
+    mpi->balance -= cut && (error || r->wrong);
     if (error || r->wrong) return dt__mpi_broken(mpi, r, error, why);
     if (receives) {
         *from = status.MPI_SOURCE;
@@ -6132,6 +6544,7 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
         if (!mpi->waste || dt__mpi_type((size_t)*bytes, &type, &count) != MPI_SUCCESS) return 0;
         MPI_Improbe(status->MPI_SOURCE, status->MPI_TAG, mpi->comms[i], &there, &message, status);
         if (there) MPI_Imrecv(mpi->waste, count, type, &message, &mpi->draining);
+        mpi->balance -= there != 0;
         if (type != MPI_BYTE) MPI_Type_free(&type);
     }
     return there;
@@ -6144,7 +6557,7 @@ static int dt__mpi_meet(dt__mpi *mpi, MPI_Request *request, double until, int dr
         int done = 0;
         MPI_Status status;
         MPI_Count bytes;
-        if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done) return 1;
+        if (MPI_Test(request, &done, &mpi->met) != MPI_SUCCESS || done) return 1;
         dt__mpi_look(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
         double now = mpi->host->now(mpi->host->user);
@@ -6172,8 +6585,14 @@ static void dt__mpi_cancel(void *user, void *request) {
     if (mpi->patience == 0)
         mpi->patience = mpi->host->now(mpi->host->user) + (mpi->lost ? fmin(DT__MPI_PATIENCE_S, mpi->timeout_s)
                                                                              : mpi->timeout_s);
-    if (r->request == MPI_REQUEST_NULL || dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) dt__mpi_put_back(mpi, r);
-    else mpi->orphans++;
+    int cancelled = 1, pending = r->request != MPI_REQUEST_NULL;
+    if (pending && !dt__mpi_meet(mpi, &r->request, mpi->patience, 1)) {
+        mpi->orphans++;
+        return;
+    }
+    if (pending && r->peer < 0) MPI_Test_cancelled(&mpi->met, &cancelled);
+    mpi->balance -= !cancelled;     /* its message came */
+    dt__mpi_put_back(mpi, r);
 }
 
 /* ---- begin and end ---- */
@@ -6508,8 +6927,14 @@ static int dt__mpi_last_meeting(dt__mpi *mpi) {
     if (mpi->all[0] == 0 && mpi->all[1] == 0) return 1;
     double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
     dt__mpi_hear(mpi, until, mpi->all[0] == 0);
-    MPI_Ibarrier(mpi->control, &request);
-    return dt__mpi_meet(mpi, &request, until, 1);
+    for (int round = 0; round < DT__MPI_ROUNDS; round++) {  /* the next run must not get a message that is on its way */
+        mpi->mine[1] = mpi->balance;
+        MPI_Iallreduce(&mpi->mine[1], &mpi->all[1], 1, MPI_INT64_T, MPI_SUM, mpi->control, &request);
+        if (!dt__mpi_meet(mpi, &request, until, 1)) return 0;
+        if (mpi->all[1] == 0) break;
+        mpi->host->sleep(mpi->host->user, DT__NAP_MAX);
+    }
+    return 1;
 }
 
 /* Ends what is under way on the communicators: 1 if nothing is left. */
@@ -6553,7 +6978,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 25. Attach and launch: code ====================================================================================
+// ==== 26. Attach and launch: code ====================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -6588,6 +7013,7 @@ static void dt__set_ended(dt__shared *shared, int seat) {
     __atomic_store_n(&shared->state[seat].ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->ended, 1, __ATOMIC_RELEASE);
     __atomic_fetch_add(&shared->state[seat].moves, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->state[seat].idle_at, DT__FOR_EVER, __ATOMIC_SEQ_CST);    /* after its last move */
 }
 
 /* Between two kernels of a tensor op: what was started moves on. */
@@ -6659,8 +7085,8 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
     }
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL. run:
-   what dt_run was told, for a transport's. */
+/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
+   run: what dt_run was told, for a transport's. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
@@ -6687,7 +7113,7 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     const dt__comm_ops *ops = desc.team ? &dt__threads_ops : &dt__transport_ops;
     if (group && !desc.team && group->members) ops = &dt__node_ops;
     if (desc.team) run = &desc.team->desc;
-    if (run) world->planted = dt__faults_read(run->fault, desc.rank, world->faults);
+    if (run) world->planted = dt__faults_read(run->fault, desc.rank, size, world->faults);
     if (run && !desc.team) world->ask = run->ask;
     world->check = run ? run->check : 0;
     if (control && group) dt__others_make(world, control, size);
@@ -6781,9 +7207,9 @@ static void dt__run_env(dt_run_desc *desc) {
 /* What is wrong with a description, reported; 1: nothing. What every backend takes alike. */
 static int dt__run_valid(dt_run_desc *desc) {
     dt__run_env(desc);
-    if (dt__faults_read(desc->fault, -1, NULL) < 0)
+    if (dt__faults_read(desc->fault, -1, desc->ranks, NULL) < 0)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: planted fault '%s': not KIND:rank=R:seq=N[:s=SECONDS], with a KIND of "
-                   "kill, stop, exit, spin, delay, drop, flip, nan", desc->fault);
+                   "kill, stop, exit, spin, delay, drop, flip, nan and a rank of the job", desc->fault);
     else if (desc->ranks < 0 || desc->ranks > DT__MAX_RANKS)
         dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks", desc->ranks);
     else if (!(desc->timeout_s > 0 && desc->timeout_s <= 1e9))
@@ -7096,6 +7522,7 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
         }
         jobs[started].pid = pid;
         jobs[started].end = dt__run_end_of(pid);
+        __atomic_store_n(&team->shared->state[started].pid, (int)pid, __ATOMIC_RELAXED);
         started++;
     }
     dt__run_wait(team, jobs, started, ends);
@@ -7122,7 +7549,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
-    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
@@ -7172,7 +7599,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
-    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid };
+    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
@@ -7227,7 +7654,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 26. Trace: code ================================================================================================
+// ==== 27. Trace: code ================================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,

@@ -605,6 +605,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
         }
         if (val && (step == c->stop_at || (c->eval_every && step % c->eval_every == 0)))
             row.val_loss = train_eval(model, mesh, val, b);
+        dt_comm_step(dt_world(ctx));
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
     }
 }

@@ -25,8 +25,10 @@
 #include "gpt.h"
 #include "train.h"
 
-#include <sys/stat.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <sys/stat.h>
 #ifdef DT_USE_MPI
 #include <mpi.h>
 #endif
@@ -100,8 +102,9 @@ enum { BUILT, LATER };
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
-    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [torchrun's RANK]") \
+    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [the launcher's]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
+    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "its first line is the job's secret; over tcp, mpi") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -176,8 +179,14 @@ typedef struct value {
 
 // ==== 2. Parser =====================================================================================================
 
-/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. */
-static struct { int rank, size; } launched;
+/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
+   launcher, and what is wrong with what it said. text: the line of the settings. token: the job's secret; "": none. */
+static struct {
+    int       rank, size;
+    dt_launch by;
+    dt_status wrong;
+    char      text[512], token[257];
+} launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
 static int speaks(void) { return launched.rank == 0; }
@@ -603,41 +612,98 @@ static gpt_config resolve_model(value *v) {
 
 static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0; }
 
-/* The ranks of --backend tcp were started by hand, or by torchrun, which tells each in its environment who it is. */
-static void resolve_launch(value *v) {
-    static char rendezvous[256];
-    const char *rank = getenv("RANK"), *world = getenv("WORLD_SIZE"), *host = getenv("MASTER_ADDR");
-    const char *port = getenv("MASTER_PORT");
-    if (v[O_BACKEND].from != GIVEN && rank && world && atoi(world) > 1) set(&v[O_BACKEND], O_BACKEND, "tcp", COMPUTED);
-    if (!is_tcp(v)) {
-        if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
-        if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
-        return;
-    }
-    if (!v[O_RANKS].text && world) set(&v[O_RANKS], O_RANKS, world, COMPUTED);
-    if (!v[O_RANK].text && rank) set(&v[O_RANK], O_RANK, rank, COMPUTED);
-    if (!v[O_RANKS].text) refuse("--backend tcp needs --ranks N, or WORLD_SIZE in the environment");
-    if (!v[O_RANK].text) refuse("--backend tcp needs --rank R, or RANK in the environment");
+/* Who started this process. What the command line says goes before the environment; a launcher that started several
+   ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built with it. */
+static void find_launch(value *v) {
+    const dt_launch *by = &launched.by;
+    const char      *backend = "tcp";
+    launched.wrong = dt_launch_find(&launched.by);
+    if (v[O_BACKEND].from == GIVEN || v[O_RANK].text || v[O_RENDEZVOUS].text) return;
+    if (launched.wrong) refuse("%s", by->text);
+#ifdef DT_USE_MPI
+    if (strcmp(by->by, "Open MPI") == 0 || strcmp(by->by, "PMI") == 0) backend = "mpi";
+#endif
+    if (by->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
+}
+
+/* The job's secret is in a file and not in an option's value, for everyone sees the command lines of a machine. */
+static void read_token(const char *path, char *token, size_t room) {
+    struct stat about;
+    int         fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &about) != 0) refuse("--token-file %s: %s", path, strerror(errno));
+    if (!S_ISREG(about.st_mode)) refuse("--token-file %s: it is no file", path);
+    if (about.st_mode & (S_IRWXG | S_IRWXO))
+        refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
+            (unsigned)(about.st_mode & 0777), path);
+    ssize_t got = read(fd, token, room);
+    close(fd);
+    if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
+    size_t length = 0;
+    while (length < (size_t)got && !strchr("\r\n", token[length])) length++;
+    if (length == 0 || length == room)
+        refuse("--token-file %s: its first line must have 1 to %zu characters", path, room - 1);
+    token[length] = 0;
+}
+
+/* Ranks of tcp: what the command line leaves open, the launcher has told. */
+static void resolve_tcp(value *v) {
+    const dt_launch *by = &launched.by;
+    int              told = by->by[0] && !v[O_RANK].text;
+    if (launched.wrong && !(v[O_RANK].text && v[O_RANKS].text)) refuse("%s", by->text);
+    if (told && v[O_RANKS].text && int_of(v, O_RANKS) != by->size)
+        refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text, by->by, by->size);
+    if (by->by[0] && !v[O_RANKS].text) compute(&v[O_RANKS], by->size);
+    if (told) compute(&v[O_RANK], by->rank);
+    if (!v[O_RANKS].text) refuse("--backend tcp needs --ranks N, or a launcher that tells it: %s", by->text);
+    if (!v[O_RANK].text) refuse("--backend tcp needs --rank R, or a launcher that tells it: %s", by->text);
+    if (v[O_RANKS].number > table[O_RANKS].hi) refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
         refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
     launched.rank = int_of(v, O_RANK);
-    if (v[O_RENDEZVOUS].text || !(host || port)) return;
-    snprintf(rendezvous, sizeof rendezvous, "%s:%s", host ? host : "127.0.0.1", port ? port : "29500");
-    set(&v[O_RENDEZVOUS], O_RENDEZVOUS, rendezvous, COMPUTED);
+    const char *given = v[O_RENDEZVOUS].text;
+    if (told && !given && !by->rendezvous[0])
+        refuse("%s started ranks on several machines, and nobody says where rank 0 is: use --rendezvous HOST:PORT, or "
+            "set DT_RENDEZVOUS", by->by);
+    if (!given && by->rendezvous[0]) set(&v[O_RENDEZVOUS], O_RENDEZVOUS, by->rendezvous, COMPUTED);
+    if (told) snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text, given ? "; instead --rendezvous " : "",
+        given ? given : "");
+    else snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s", launched.rank,
+        int_of(v, O_RANKS), v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
+}
+
+/* Each process of a launcher would train alone, and they would share a log. */
+static void refuse_alone(const value *v) {
+    const dt_launch *by = &launched.by;
+    if (by->size > 1)
+        refuse("--backend %s: this is %s; each needs --backend tcp, or one process alone has --ranks",
+            v[O_BACKEND].text, by->text);
+    if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
+    if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
+    if (v[O_TOKEN_FILE].text) refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
+}
+
+/* MPI says who this process is; the launcher must have said the same, or its MPI is another one than the program's. */
+static void resolve_mpi(value *v) {
+    const dt_launch *by = &launched.by;
+    if (by->size > 1 && launched.size != by->size)
+        refuse("MPI started %d process%s, but %s says: %s; is the program built with another MPI? --backend tcp needs "
+            "none", launched.size, launched.size == 1 ? "" : "es", by->by, by->text);
+    if (v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
+        refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text, launched.size);
+    if (v[O_RANK].text || v[O_RENDEZVOUS].text)
+        refuse("--%s needs --backend tcp", v[O_RANK].text ? "rank" : "rendezvous");
+    compute(&v[O_RANKS], launched.size);
+    snprintf(launched.text, sizeof launched.text, "rank %d of %d by MPI%s%s", launched.rank, launched.size,
+        by->by[0] ? ", started by " : "", by->by);
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {
-    static const char *const launchers[3] = { "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE" };
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
-    resolve_launch(v);
-    for (int i = 0; i < 3 && !launched.size && !is_tcp(v); i++) /* each would train alone, and they would share a log */
-        if (getenv(launchers[i]) && atoi(getenv(launchers[i])) > 1)
-            refuse("%s=%s: a launcher has started the ranks; each needs --backend tcp, --rank and --ranks, or one "
-                "process alone has --ranks", launchers[i], getenv(launchers[i]));
-    if (launched.size && v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
-        refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text, launched.size);
-    if (launched.size) compute(&v[O_RANKS], launched.size);
+    memcpy(launched.text, launched.by.text, sizeof launched.by.text);
+    if (is_tcp(v)) resolve_tcp(v);
+    else if (launched.size) resolve_mpi(v);
+    else refuse_alone(v);
     if (!v[O_RANKS].text)
         compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
     if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
@@ -1051,6 +1117,7 @@ static void print_settings(const value *v, const train_config *c) {
     printf("   zero %s", v[O_ZERO].text);
     if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
     putchar('\n');
+    printf("launch  %s\n", launched.text);
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
@@ -1171,18 +1238,39 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
             j->tokens / (j->ms / 1000), (long long)later);
 }
 
+/* kill -USR1: where is each rank? */
+static int  asked;
+static void on_ask(int number) {
+    (void)number;
+    __atomic_store_n(&asked, 1, __ATOMIC_RELAXED);
+}
+
 static int run(job *j) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
+<<<<<<< HEAD
     host.log = launched.size ? errors_at_once : quiet_errors;
+=======
+    host.log = quiet_errors;
+    struct sigaction ask;
+    memset(&ask, 0, sizeof ask);
+    ask.sa_handler = on_ask;
+    ask.sa_flags = SA_RESTART;
+    sigaction(SIGUSR1, &ask, NULL);
+>>>>>>> main
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
+<<<<<<< HEAD
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number }, train, &j->config);
     int said = status != DT_OK && launched.size;
+=======
+        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
+        .faults = 1, .ask = &asked }, train, &j->config);
+>>>>>>> main
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -1319,6 +1407,8 @@ static void print_memory(FILE *to, const train_need *n) {
 static int dry_run(job *j) {
     static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
     static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm", "all at once" };
+    if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
+        refuse("--dry-run is one process: start it without %s", launched.by.by);
     if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
     dry_figures f = dry(j, j->config, 0);
     if (f.report.status != DT_OK) {
@@ -1452,6 +1542,7 @@ int main(int argc, char **argv) {
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
     if (v[O_HELP].number || v[O_LIST_REFUSED].number) return 0;
+    find_launch(v);
     join(v, &argc, &argv);
     j.config = resolve(v);
     j.config.on_step = on_step;
@@ -1461,6 +1552,7 @@ int main(int argc, char **argv) {
         if (speaks()) print_config(v);
         return leave(0);
     }
+    if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
     find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     if (speaks()) check_outputs(v, &j.config);

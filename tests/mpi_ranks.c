@@ -153,7 +153,7 @@ static int cases_under_mpi(int ranks) {
     under_mpi = 1;
     all_make(ranks);
     dt_status status = dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .timeout_s = 60, .node_ranks = node_ranks(),
-        .check = -1 }, cases_rank, NULL);     /* whose messages are not counted */
+        .check = -1 }, cases_rank, NULL);   /* comparisons are messages too: test_mismatch.c has them */
     MPI_Finalized(&ended);
     CHECK(status == DT_OK && ended);
     CHECK(dt_run((dt_run_desc){ .backend = DT_BACKEND_MPI, .report = &report }, cases_rank, NULL) == DT_ERR_COMM);

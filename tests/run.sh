@@ -21,7 +21,7 @@ unset MAKELEVEL
 
 # command or library that is missing : packages that bring it
 needs="gcc:gcc g++:g++ clang:clang patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
-       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin"
+       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm"
 
 install_needs() {
     local need missing=() log

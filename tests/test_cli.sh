@@ -526,7 +526,7 @@ P=$((288 * 40 + 2 * (12 * 40 * 40 + 13 * 40) + 2 * 40)) # wte and wpe (256 + 32)
 report $? "the formula's parameters are $P, its optimizer state is a quarter of 8 P: $(grep -o 'P = [0-9]*' "$dir/dry"), $(figure optim 4)"
 all=$(sed -n 's/^  all at once *[0-9]* *\([0-9]*\)$/\1/p' "$dir/dry")
 try 0 '' $needs --dp 4 --zero 1 --mem-limit "$all"
-[ ! -s "$dir/err" ] && [ "$(grep -c '^step' "$dir/out")" = 3 ] && [ "$(grep -cv '^step\|^average\|^dt \|^model\|^batch\|^data\|^options\|^  \|^$' "$dir/out")" = 0 ]
+[ ! -s "$dir/err" ] && [ "$(grep -c '^step' "$dir/out")" = 3 ] && [ "$(grep -cv '^step\|^average\|^dt \|^launch\|^model\|^batch\|^data\|^options\|^  \|^$' "$dir/out")" = 0 ]
 report $? "a limit of exactly what is needed, $all bytes: the run says nothing more"
 echo kept >"$dir/kept.csv"
 try 2 "mem-limit $((all - 1)): rank [0-3]: .*: [0-9]+ bytes of class [a-z]+ were refused; [0-9]+ bytes are in use of a limit of $((all - 1))" \

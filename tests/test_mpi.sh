@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c and train_gpt under mpirun
+# test_mpi.sh - the MPI backend with each MPI that is installed: mpi_ranks.c, mpi_mismatch.c and train_gpt under mpirun
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
@@ -66,6 +66,17 @@ ranks() {
     done
 }
 
+# Ranks that call different things: NODE_RANKS as above.
+mismatches() {
+    local n
+    for n in 1 0; do
+        export NODE_RANKS=$n
+        run 4 "$D/$mpi/mpi_mismatch" && ! grep -q FAIL "$D/out"
+        report $? "the cases of mismatch_cases.h, NODE_RANKS $n: $(grep 'checks failed' "$D/out")"
+        grep '^mpi, NODE_RANKS' "$D/out" | sed "s/^mpi/$mpi/"
+    done
+}
+
 kill_one() { # kill_one VICTIM: of 4 ranks of train_gpt, in the middle of its steps; the status of mpirun
     local i
     (
@@ -82,10 +93,11 @@ train() {
     local gpt=$D/$mpi/train_gpt zero job="--layers 1 --width 32 --heads 2 --seq 32 --batch 8 --steps 6 --data README.md"
     for zero in 0 1; do
         "$gpt" $job --zero $zero --ranks 4 --quiet --log-csv "$D/threads.csv" >"$D/out" 2>&1
-        run 4 "$gpt" --backend mpi $job --zero $zero --log-csv "$D/mpi.csv"
+        run 4 "$gpt" $([ $zero = 0 ] || echo --backend mpi) $job --zero $zero --log-csv "$D/mpi.csv"
         report $? "train_gpt --zero $zero"
-        [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt ' "$D/out")" = 1 ]
-        report $? "train_gpt: rank 0 alone prints"
+        [ "$(grep -c '^step' "$D/out")" = 6 ] && [ "$(grep -c '^dt .*cpu mpi   4 ranks' "$D/out")" = 1 ] &&
+            [ "$(grep -c '^launch  rank 0 of 4 by MPI, started by ' "$D/out")" = 1 ]
+        report $? "train_gpt: rank 0 alone prints, and says who started it"
         # loss, norm, learning rate, and the bytes of each axis
         cut -d, -f1-4,13-17 "$D/threads.csv" >"$D/want"
         [ "$(wc -l <"$D/want")" = 7 ] && cut -d, -f1-4,13-17 "$D/mpi.csv" | diff - "$D/want" >"$D/out"
@@ -102,6 +114,14 @@ train() {
     run 2 "$gpt" --backend mpi $job --ranks 3
     [ $? != 0 ] && grep -q 'error: --ranks 3: MPI started 2 processes' "$D/out"
     report $? "train_gpt refuses a number of ranks that is not the launcher's"
+    for other in openmpi mpich; do     # whose ranks each believe to be alone
+        [ $mpi != $other ] && [ $mpi != default ] && command -v mpirun.$other >/dev/null || continue
+        mpirun=mpirun.$other run 2 "$gpt" $job
+        [ $? != 0 ] && grep -q 'error: MPI started 1 process, but .* is the program built with another MPI?' "$D/out"
+        report $? "train_gpt refuses to be started by $other"
+        mpirun=mpirun.$other run 2 "$gpt" --backend tcp $job --quiet
+        report $? "... but over tcp"
+    done
     run 2 "$gpt" --backend mpi $job --lr 1e3 --optimizer sgd --clip 0 --steps 50 --quiet
     [ $? != 0 ] && [ "$(grep -c 'error: ' "$D/out")" = 1 ] && grep -Eq 'error: rank [01]: .*(NaN|finite|inf)' "$D/out"
     report $? "train_gpt: a run that fails, one line"
@@ -119,11 +139,12 @@ for mpi in ${MPIS:-openmpi mpich default}; do
         continue
     fi
     found=yes
-    for program in mpi_ranks $([ "$FULL" = no ] || echo train_gpt); do
+    for program in mpi_ranks $([ "$FULL" = no ] || echo mpi_mismatch train_gpt); do
         $MAKE -s MPI=1 MPICC=$mpicc B="$D/$mpi" "$D/$mpi/$program" >"$D/out" 2>&1 && [ ! -s "$D/out" ]
         report $? "$program builds without a warning"
     done
     [ -x "$D/$mpi/mpi_ranks" ] && ranks
+    [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
     [ -x "$D/$mpi/train_gpt" ] && train
     [ "$FULL" != no ] || break      # one MPI is enough for a mutant
 done

@@ -212,7 +212,7 @@ static dt_status misuse_rank(dt_ctx *ctx, void *user) {
 
 static void test_misuse(void) {
     static const char *const says[] = {
-        "rank 0: receive f32 x 4 from rank 1 with tag 0 on world: rank 1 has ended",
+        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on world",
         "rank 0: ended without receiving 40 bytes with tag 4 from rank 1",
         "rank 0: rank 1 sends f32 x 10, rank 0 receives f32 x 8 (tag 4 on world)",
         ": rank 1 did not come; rank 1 (process ",

@@ -183,8 +183,9 @@ static void fuzz_frames(hostile *h, const unsigned char *data, size_t bytes, siz
     for (int i = 0; i < 3; i++) {
         int from = -2, done = 0;
         size_t got = 0;
+        uint64_t word = 0;
         if (!request[i]) continue;
-        done = dt__tcp_test(t, request[i], &from, &got, why);
+        done = dt__tcp_test(t, request[i], &from, &word, &got, why);
         fuzz_must(done <= 0 || from == 0, "a message from nobody");
         fuzz_must(done >= 0 || strlen(why) < sizeof why, "no reason");
         if (done == 0) dt__tcp_cancel(t, request[i]);

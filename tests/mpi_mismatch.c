@@ -1,0 +1,114 @@
+/* mpi_mismatch.c - what test_mpi.sh starts with mpirun: the cases of mismatch_cases.h, and programs that are right,
+   over the MPI backend
+
+       NODE_RANKS=1 mpirun -np 4 mpi_mismatch [SECONDS of timeout]
+
+   The program begins MPI, runs follow each other. What ranks noted travels to rank 0, which judges. A line for each
+   check that failed, status 0 if none did. */
+#define _GNU_SOURCE
+#define DT_IMPLEMENTATION
+#include "dt_comm.h"
+
+#include "mismatch_cases.h"
+#include "soak.h"
+
+static double timeout_s = 10;
+
+static void no_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+static dt_status run_once(dt_status (*fn)(dt_ctx *, void *), void *user, dt_report *report) {
+    dt_host     host = *dt_host_default();
+    dt_run_desc desc;
+    host.log = no_log;
+    memset(&desc, 0, sizeof desc);
+    desc.backend = DT_BACKEND_MPI;
+    desc.timeout_s = timeout_s;
+    desc.node_ranks = getenv("NODE_RANKS") ? atoi(getenv("NODE_RANKS")) : 1;
+    desc.host = &host;
+    desc.report = report;
+    return dt_run(desc, fn, user);
+}
+
+/* Every rank's note to all. */
+static void notes_gather(odd_run *run, int me) {
+    odd_note mine = run->note[me];
+    MPI_Allgather(&mine, (int)sizeof mine, MPI_BYTE, run->note, (int)sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
+}
+
+static double case_once(odd_run *run, const mismatch *m, uint64_t delays, int me) {
+    memset(run, 0, sizeof *run);
+    run->what = m;
+    run->delays = delays;
+    MPI_Barrier(MPI_COMM_WORLD);
+    run->note[me].returned = run_once(odd_rank, run, &run->note[me].report);
+    notes_gather(run, me);
+    return odd_late(run);
+}
+
+static void one_case(const mismatch *m, int at, int me, const char *where, lateness *late) {
+    odd_run run, again;
+    double  least = case_once(&run, m, (uint64_t)at, me);
+    for (int i = 0; i < 2 && least > 0.1; i++) {    /* the same decision on all ranks: they have the same notes */
+        double s = case_once(&again, m, (uint64_t)(at + i + 1), me);
+        if (s < least) least = s;
+    }
+    if (me > 0) return;
+    const char *text = run.note[0].report.text;
+    for (int r = 1; r < ODD_RANKS; r++)
+        if (strcmp(bare(run.note[r].report.text), bare(text)) != 0 || run.note[r].returned == DT_OK)
+            CHECK_MSG(0, "%s: %s: rank %d reports '%s', rank 0 '%s'", where, m->name, r, run.note[r].report.text, text);
+    odd_judge(&run, where, run.note[0].returned, &run.note[0].report);
+    CHECK_MSG(least <= 0.1, "%s: %s: found after %.0f ms: %s", where, m->name, 1e3 * least, bare(text));
+    lateness_add(late, least);
+}
+
+static void well(dt_status (*fn)(dt_ctx *, void *), void *user, const char *what) {
+    dt_report report;
+    run_once(fn, user, &report);
+    CHECK_MSG(report.status == DT_OK, "%s: %s", what, report.text);
+}
+
+static void no_false_alarms(const mismatches *all) {
+    odd_run  run;
+    mismatch right;
+    soak     program;
+    for (int i = 0; i < all->n; i += 5) {
+        memset(&run, 0, sizeof run);
+        right = all->list[i];
+        right.odd_rank = -1;
+        run.what = &right;
+        run.delays = (uint64_t)i;
+        well(odd_rank, &run, right.name);
+    }
+    for (int i = 0; i < 20; i++) {
+        memset(&program, 0, sizeof program);
+        program.seed = (uint64_t)(1 + i) * 104729;
+        program.steps = 20;
+        program.delay_s = i % 3 ? 1e-3 : 0;
+        well(soak_rank, &program, "a random program");
+    }
+}
+
+int main(int argc, char **argv) {
+    static mismatches all;
+    static lateness   late;
+    int               me, size, sum = 0;
+    char              where[32];
+    if (argc > 1) timeout_s = atof(argv[1]);
+    MPI_Init(NULL, NULL);
+    MPI_Comm_rank(MPI_COMM_WORLD, &me);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (size != ODD_RANKS) return 2;
+    snprintf(where, sizeof where, "mpi, NODE_RANKS %s", getenv("NODE_RANKS") ? getenv("NODE_RANKS") : "1");
+    cases_all(&all);
+    no_false_alarms(&all);
+    for (int i = 0; i < all.n; i++) one_case(&all.list[i], i, me, where, &late);
+    no_false_alarms(&all);      /* after all that, all is well again */
+    MPI_Allreduce(&check_failed, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    if (me == 0) lateness_print(&late, where);
+    if (me == 0) printf("%d cases, %d checks failed\n", all.n, sum);
+    MPI_Finalize();
+    return sum != 0;
+}
