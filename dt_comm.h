@@ -1591,6 +1591,7 @@ static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
     double since = 0, timeout = world->shared->timeout_s;
     uint64_t seen = world->state->moves, at = 0;
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
+        if (turn >= 0) world->turns = DT__LOOK - 1;     /* look now: the wait is long enough */
         dt__look(world);
         int naps = turn == DT__YIELDS;
         if (naps && world->shared->state) at = dt__moves_of_all(world->shared);
@@ -6427,8 +6428,6 @@ static void dt__mpi_note(dt_report *note, dt_status status, int rank, const char
 /* Tells all others, once. */
 static void dt__mpi_tell(dt__mpi *mpi, dt_status status, const char *text) {
     if (!mpi->first.status) dt__mpi_note(&mpi->first, status, mpi->rank, text);
-    if (mpi->node.shared && dt__claim(mpi->node.shared, mpi->rank))     /* else its context has told its node */
-        dt__publish_failure(mpi->node.shared, mpi->rank, status, text);
     if (mpi->tcp) dt__tcp_tell(mpi->tcp, status, text);
 }
 
@@ -7606,7 +7605,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
     if (!wrong) mpi->ctx = mpi->tcp->hears = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
-    if (mpi->ctx && !mpi->first.status)     /* another may have failed already */
+    if (mpi->ctx)
         status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);
     if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));

@@ -494,11 +494,15 @@ static void resolve_recompute(const char *text, gpt_config *c) {
 }
 
 /* dt's log, without errors: the first failure is kept, and is printed once. */
-static int errors_here;
 static void quiet_errors(void *user, int level, int rank, const char *text) {
     (void)user;
-    if (level == DT_LOG_ERROR) __atomic_fetch_add(&errors_here, 1, __ATOMIC_RELAXED);
-    else dt_host_default()->log(dt_host_default()->user, level, rank, text);
+    if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
+}
+
+/* The same under MPI: when a rank has died, the launcher may kill the others within milliseconds. */
+static void errors_at_once(void *user, int level, int rank, const char *text) {
+    if (level == DT_LOG_ERROR) fprintf(stderr, "error: %s\n", text);
+    else quiet_errors(user, level, rank, text);
 }
 
 /* A context to look at files with before any rank starts. */
@@ -1245,30 +1249,37 @@ static int run(job *j) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
+<<<<<<< HEAD
+    host.log = launched.size ? errors_at_once : quiet_errors;
+=======
     host.log = quiet_errors;
     struct sigaction ask;
     memset(&ask, 0, sizeof ask);
     ask.sa_handler = on_ask;
     ask.sa_flags = SA_RESTART;
     sigaction(SIGUSR1, &ask, NULL);
+>>>>>>> main
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
+<<<<<<< HEAD
+        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number }, train, &j->config);
+    int said = status != DT_OK && launched.size;
+=======
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
         .faults = 1, .ask = &asked }, train, &j->config);
+>>>>>>> main
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
     if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone */
         int told = speaks() || (is_tcp(j->v) && (report.rank < 0 || report.rank == launched.rank));
-        int instead = launched.size && report.rank == 0 && errors_here; /* MPI's rank 0 is gone, and dt chose this one */
-        told = told || instead;
-        if (!instead) let_rank_0_speak();
+        let_rank_0_speak();
         fflush(stdout);
-        if (told) fprintf(stderr, "error: %s\n", report.text);
+        if (told && !said) fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
     if (!speaks()) return 0;
