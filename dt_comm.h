@@ -738,6 +738,7 @@ typedef struct dt__bulletin {
     int64_t       records, step;
     int32_t       waits_for;
     uint32_t      groups;       /* listed below */
+    uint32_t      sends;        /* not over, though nobody need do anything for them */
     dt__op_record wait;         /* what it waits in; else its last */
     uint32_t      channel;      /* of that one's group */
     uint32_t      channels[DT__SAID_GROUPS], begun[DT__SAID_GROUPS];    /* collectives on each of its groups */
@@ -1338,7 +1339,7 @@ static void dt__words_put(void *to, const void *from, size_t bytes) {
     for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
         uint64_t word;
         memcpy(&word, (const char *)from + at, sizeof word);
-        __atomic_store_n((uint64_t *)(void *)((char *)to + at), word, __ATOMIC_RELAXED);
+        __atomic_store_n((uint64_t *)(void *)((char *)to + at), word, __ATOMIC_RELEASE);
     }
 }
 
@@ -3678,6 +3679,7 @@ static int dt__all_in_sight(const dt__world *world) {
 static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
+    if (its->sends) return 0;
     for (uint32_t i = 0; i < theirs->groups; i++)
         if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
     return 0;
@@ -3696,12 +3698,20 @@ static int dt__circle(const dt__world *world) {
 static int dt__all_quiet(const dt__world *world) {
     int n = world->comm->place.size;
     if (n > DT__SAID_RANKS) return 0;
-    for (int rank = 0; rank < n; rank++) if (!world->others[rank].last.waiting) return 0;
+    for (int rank = 0; rank < n; rank++)
+        if (!world->others[rank].last.waiting || world->others[rank].last.sends) return 0;
     for (int from = 0; from < n; from++) {
         for (int to = 0; to < n; to++)
             if (world->others[from].last.sent[to] != world->others[to].last.got[from]) return 0;
     }
     return 1;
+}
+
+/* Messages of a work that are still being sent. */
+static uint32_t dt__sending(const dt_work *work) {
+    uint32_t n = work->check ? dt__sending(work->check) : 0;
+    for (int i = 0; i < work->n_parts; i++) n += work->parts[i].op == DT__SEND && !work->parts[i].over;
+    return n;
 }
 
 /* Says to all others what this rank waits in, that it does so no longer, or that it has ended. */
@@ -3723,6 +3733,9 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
         own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
                                               : world->others[rank].got;
     }
+    for (const dt_work *w = world->first; work && world->control->came && w; w = w->later)
+        own->sends += w == work ? 0 : dt__sending(w);
+    if (work && world->control->came) own->sends += dt__sending(work);
     world->said = work != NULL;
     world->said_moves = world->state->moves;
     world->said_at = world->host->now(world->host->user);
@@ -3742,6 +3755,7 @@ static void dt__heard(dt__world *world, int rank, const void *bulletin) {
     if (said->groups > DT__SAID_GROUPS) other->last.groups = 0;
     if (said->waits_for < DT_ANY || said->waits_for >= world->comm->place.size) other->last.waits_for = DT_ANY;
     other->state.waiting = said->waiting;
+    other->state.ended = said->waiting == DT__SAID_END;
     other->state.waits_for = other->last.waits_for;
     other->state.records = said->records;
     other->state.step = said->step;
@@ -3786,7 +3800,7 @@ static int dt__idle(dt_work *work, uint64_t at, double since) {
     __atomic_store_n(&own->since, (int64_t)(since * 1e6), __ATOMIC_RELAXED);
     __atomic_store_n(&own->waiting, work->number, __ATOMIC_SEQ_CST);
     if (world->ask && __atomic_load_n(world->ask, __ATOMIC_RELAXED)) dt__answer(world);
-    if (dt__link_busy(world, work)) return 0;
+    if (DT__UNCHECKED || dt__link_busy(world, work)) return 0;  /* without records moves do not count what is begun */
     if (!dt__all_in_sight(world)) return dt__idle_apart(work, since);
     __atomic_store_n(&own->idle_at, at, __ATOMIC_SEQ_CST);
     for (int seat = 0; seat < shared->ranks; seat++) {
@@ -4038,7 +4052,8 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
     if (slow && world->slow_steps == 0) world->slow_rank = slowest;
     world->slow_steps = (world->slow_steps << 1 | (slow && slowest == world->slow_rank)) & 0xff;
     if (world->named_ago > 0) world->named_ago--;
-    if (__builtin_popcount(world->slow_steps) < DT__STRAGGLER_STEPS || world->named_ago > 0) return;
+    if (!(world->slow_steps & 1) || world->named_ago > 0) return;
+    if (__builtin_popcount(world->slow_steps) < DT__STRAGGLER_STEPS) return;
     world->named_ago = DT__STRAGGLER_PAUSE;
     dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
            "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
