@@ -36,7 +36,7 @@
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
        DT_STATIC           everything static                                                    (everywhere)
-       DT_NO_CHECKS        no records, and no comparison in shared memory: to measure what they cost
+       DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
    CONTENTS
      1. Launch
@@ -166,14 +166,14 @@ typedef struct dt_run_desc {
                                        100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
                                        dt_ranks_text is logged as a notice, and it is 0 again. Of procs the supervisor's
-                                       counts */
+                                       counts; over tcp and mpi a rank looks at it while it waits */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
    counts the operations of sections 3 to 6 that rank R begins, from 1. Before it: "kill" and "stop" (the signals),
-   "exit" with status 7, "spin" for ever, "delay" by SECONDS (1), "drop": the call is left out. After it, in what the
-   rank received, in the middle: "flip" a bit, "nan" an element. A rank that is a thread is not killed or stopped: it
-   fails, or stays away from operations until another has failed. */
+   "exit" with status 7, "spin" for ever, "delay" by SECONDS (1), "drop": the call is left out, and not counted. After
+   it, in what the rank received, in the middle: "flip" a bit, "nan" an element. Of one rank the first 8 count. A rank
+   that is a thread is not killed or stopped: it fails, or stays away from operations until another has failed. */
 
 /* [the caller is the supervisor, never a rank] Runs rank_main on every rank, each with its own context and its own
    end of the world, waits for all and frees both. Returns the status of the first failure, which has been logged:
@@ -758,6 +758,7 @@ typedef struct dt__control {
     void (*say)(void *user, const void *bulletin, size_t bytes);
     int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
     uint32_t (*came)(void *user, int rank); /* messages that have come from it, received or not; NULL: not known */
+    int  check;                             /* of dt_run_desc, rank 0's */
 } dt__control;
 
 /* What stands for a team's range where no memory is shared. */
@@ -809,6 +810,7 @@ typedef struct dt__world {
     int            comm_size, check;    /* of the world; of dt_run_desc */
     int            said;        /* others know that it waits */
     double         said_at;
+    uint32_t       came;        /* messages, before the last look */
     uint64_t       said_moves;  /* then */
     struct dt__trace *trace;    /* section 27; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
@@ -1314,7 +1316,7 @@ static void dt__scratch_free(dt_work *work) {
 // ==== 11. What each rank is at =======================================================================================
 
 /* Each rank shows what it has begun (records), whether it waits, for whom, and how much it has done: `moves`. From
-   these the others tell why a wait is long (section 17), and that it can never end:
+   these the others tell why a wait is long (section 18), and that it can never end:
 
    A rank that waits takes the sum P of all ranks' moves, looks at all that it has under way, and if nothing moves shows
    P. Once all have shown the same P, and the sum is still P, each has looked in vain after the last thing that any of
@@ -1423,7 +1425,8 @@ static dt__phrase dt__site_text(const char *file, int line) {
     return text;
 }
 
-/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from rank 2 with tag 1 on world at ..." */
+/* "all-reduce f32 x 10 sum #4 on world at train.c:88", "receive f32 x 10 from its rank 2 with tag 1 on world at ...":
+   roots and peers are ranks of the group */
 static dt__phrase dt__record_text(const dt__op_record *r) {
     dt__call call = dt__call_of_what(r->what, (size_t)r->count);
     dt__phrase text = dt__call_text(&call);
@@ -1464,15 +1467,19 @@ static dt__phrase dt__own_site(const dt_work *work) {
     return dt__site_text(there ? r.file : NULL, there ? r.line : 0);
 }
 
-/* A rank has ended, and will never call the collective that this one waits in. Over a transport several may notice that
-   at once, and all name the first of the group that waits, in the same words. */
+/* A rank has ended, and will never call the collective that this one waits in. Over a transport several ranks may
+   notice that at once: they say it in the same words, and name the first other rank of the group. */
 static dt_status dt__ended_without(dt_work *work, int world_rank) {
     const dt_comm *comm = work->comm;
-    int waits = comm->world->rank;
-    if (!comm->group->members) waits = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
-    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
-                         "waits%s", world_rank, dt__pattern_of(dt__named(work)->call.op)->name,
-                         (unsigned long long)work->call.seq, comm->group->name, waits, dt__own_site(work).s);
+    int first = comm->group->ranks[comm->group->ranks[0] == world_rank ? 1 : 0];
+    const char *name = dt__pattern_of(dt__named(work)->call.op)->name;
+    if (comm->group->members)
+        return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, in which rank %d "
+                             "waits%s", world_rank, name, (unsigned long long)work->call.seq, comm->group->name,
+                             comm->world->rank, dt__own_site(work).s);
+    return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, which rank %d and "
+                         "all of it must call%s", world_rank, name, (unsigned long long)work->call.seq, comm->group->name,
+                         first, dt__own_site(work).s);
 }
 
 /* What one rank calls, for a comparison. */
@@ -3243,6 +3250,7 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     world->seconds += end - begin;
     if (begin >= 0) __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
     if (world->trace) dt__trace_op(work, begin, end);
+    world->file = NULL;     /* who calls next without a macro calls from nowhere */
     return dt__end(world, work);
 }
 
@@ -3263,6 +3271,7 @@ static dt_work *dt__start(dt_comm *comm, dt__call call) {
     work->begun = begin;
     dt__advance_all(world);
     world->seconds += world->host->now(world->host->user) - begin;
+    world->file = NULL;
     return work;
 }
 
@@ -3448,8 +3457,10 @@ dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     if (!comm) return n > 0 ? DT_ERR_ARG : DT_OK;
     dt__world *world = comm->world;
     dt_work *before = world->last;
+    const char *file = world->file;
     for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
         const dt_transfer *t = &transfers[i];
+        world->file = file;
         if (t->send && t->recv) dt__comm_fail(world, DT_ERR_ARG, "dt_exchange: transfer %d both sends and receives", i);
         else if (t->recv) (dt_recv_start)(comm, t->recv, t->count, t->dtype, t->peer, t->tag);
         else (dt_send_start)(comm, t->send, t->count, t->dtype, t->peer, t->tag);
@@ -3496,11 +3507,16 @@ static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     int fd = -1;
     int64_t got = -1;
     int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED), tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
-    if (pid == 0) return 0;
+    if (pid == 0 || (pid == (int)getpid() && tid == 0)) return 0;
     if (pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
     else snprintf(path, sizeof path, "/proc/%d/stat", pid);
     fd = io->open(io->user, path, 0);
-    if (fd < 0) return errno == ENOENT ? 'Z' : 0;
+    if (fd < 0 && errno != ENOENT) return 0;
+    if (fd < 0) {       /* it has ended, if there are such files at all */
+        fd = io->open(io->user, "/proc/self/stat", 0);
+        if (fd >= 0) io->close(io->user, fd);
+        return fd >= 0 ? 'Z' : 0;
+    }
     got = io->pread(io->user, fd, text, sizeof text - 1, 0);
     io->close(io->user, fd);
     if (got <= 0) return 'Z';
@@ -3555,15 +3571,16 @@ static void dt__append_why(const dt__world *world, int rank, char *text, size_t 
             rank = next;
             continue;
         }
-        int own = state->pid == (int)getpid();
+        int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED), tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
+        int thread = pid == (int)getpid() && tid != 0;
         for (int look = 0; look < 3 && process == 'R'; look++) {     /* one that naps is seldom caught at it */
             world->host->sleep(world->host->user, DT__NAP_MAX);
             process = dt__process_state(io, state);
         }
-        if (state->pid == 0 && seen.ring.n > 1) dt__append(text, bytes, at, "; rank %d has not begun", rank);
-        else if (state->pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
-        else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, own ? "thread" : "process",
-                   own ? state->tid : state->pid, dt__process_word(process));
+        if (pid == 0 && seen.ring.n > 1) dt__append(text, bytes, at, "; rank %d has not begun", rank);
+        else if (pid == 0) dt__append(text, bytes, at, "; it is on another machine, and says nothing of itself");
+        else dt__append(text, bytes, at, "; rank %d (%s %d) %s", rank, thread ? "thread" : "process",
+                        thread ? tid : pid, dt__process_word(process));
         if (rank == world->awaited && __atomic_load_n(&state->moves, __ATOMIC_SEQ_CST) != world->awaited_moves)
             dt__append(text, bytes, at, ", it is late: it did other things meanwhile");
         dt__append_last(seen, text, bytes, at);
@@ -3770,6 +3787,13 @@ static int dt__idle_apart(dt_work *work, double since) {
     dt__world *world = work->comm->world;
     double now = world->host->now(world->host->user);
     if (!world->others || now - since < DT__SAY_S) return 0;
+    uint32_t came = 0;      /* what comes after this look may set the rank going */
+    for (int rank = 0; world->control->came && rank < world->comm_size; rank++)
+        came += world->control->came(world->control->user, rank);
+    if (came != world->came) {
+        world->came = came;
+        return 0;
+    }
     const dt__bulletin *own = &world->others[world->rank].last;
     int as_said = world->said && world->state->moves == world->said_moves && own->waits_for == world->awaited;
     if (!as_said && now - world->said_at > DT__SAY_S) dt__say_wait(world, work, 0);
@@ -3831,7 +3855,7 @@ static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, 
         dt__append(text, bytes, at, "not known here");
         return;
     }
-    dt__append(text, bytes, at, "process %d, step %lld: ", state->pid,
+    dt__append(text, bytes, at, "process %d, step %lld: ", __atomic_load_n(&state->pid, __ATOMIC_RELAXED),
                (long long)__atomic_load_n(&state->step, __ATOMIC_RELAXED));
     if (__atomic_load_n(&state->ended, __ATOMIC_ACQUIRE)) {
         dt__append(text, bytes, at, "has ended");
@@ -3841,9 +3865,9 @@ static void dt__rank_line(const dt_io *io, double now, int rank, dt__seen seen, 
         dt__append(text, bytes, at, "for %s it waits in %s", dt__span_text(seconds).s, dt__record_text(&r).s);
         if (other != DT_ANY) dt__append(text, bytes, at, " for rank %d", other);
     } else {
-        double seconds = now - (double)__atomic_load_n(&state->left, __ATOMIC_RELAXED) / 1e6;
+        int64_t left = __atomic_load_n(&state->left, __ATOMIC_RELAXED);
         dt__append(text, bytes, at, "it %s", dt__process_word(process));
-        if (state->left) dt__append(text, bytes, at, " since %s", dt__span_text(seconds).s);
+        if (left) dt__append(text, bytes, at, " since %s", dt__span_text(now - (double)left / 1e6).s);
         dt__append_last(seen, text, bytes, at);
     }
 }
@@ -3857,7 +3881,7 @@ size_t dt_ranks_text(const dt_ctx *ctx, char *text, size_t bytes) {
         dt__rank_line(dt_ctx_io(ctx), world->host->now(world->host->user), rank, dt__seen_of(world, rank),
                       line, sizeof line - 1, &at);
         line[at++] = '\n';
-        if (text && all + at < bytes) memcpy(text + all, line, at);
+        if (text && all < bytes) memcpy(text + all, line, at < bytes - all ? at : bytes - all);
         all += at;
     }
     if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
@@ -3875,7 +3899,7 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
         char line[320];
         if (!dt__record_get(seen.ring, (uint64_t)n, &r)) continue;
         size_t at = (size_t)snprintf(line, sizeof line, "%lld %s\n", (long long)n, dt__record_text(&r).s);
-        if (text && all + at < bytes) memcpy(text + all, line, at);
+        if (text && all < bytes) memcpy(text + all, line, at < bytes - all ? at : bytes - all);
         all += at;
     }
     if (text && bytes) text[all < bytes ? all : bytes - 1] = 0;
@@ -3982,7 +4006,7 @@ static void dt__fault_before(dt_work *work) {
     dt__world *world = work->comm->world;
     for (int i = 0; i < world->planted; i++) {
         dt__fault fault = world->faults[i];
-        if (fault.seq != (uint64_t)world->state->records + 1) continue;
+        if (fault.seq != (uint64_t)world->state->records + 1 || work->fault == DT__DROP) continue;
         world->faults[i].seq = 0;
         dt__fault_do(work, &fault);
     }
@@ -3993,7 +4017,8 @@ static void dt__fault_after(dt_work *work) {
     const dt__call *call = &work->call;
     size_t size = dt_dtype_size(call->dtype);
     char *middle = (char *)call->recv + call->count / 2 * size, element[8];
-    if (work->fault == DT__DROP || !call->recv || call->count == 0) return;
+    int receives = call->op == DT__RECV || (call->op != DT__SEND && dt__receives(work->comm, call));
+    if (work->fault == DT__DROP || !receives || call->count == 0) return;
     dt__comm_move(work->comm, call, element, middle, size);
     dt__comm_sync(work->comm->world);
     if (work->fault == DT__FLIP) element[0] = (char)(element[0] ^ 1);
@@ -4017,11 +4042,14 @@ double (dt_mean)(dt_comm *comm, double mine) {
     return mine / dt_comm_size(comm);
 }
 
-/* Gathers two words of each rank into comm->words. */
+/* Gathers two words of each rank into comm->words. Of what several gathers are made of, all are called there. */
 static dt_status dt__gather_words(dt_comm *comm, dt__op_code op, const int32_t mine[2]) {
     dt__call call = dt__call_make(op, mine, comm->words, 2, DT_I32);
+    const char *file = comm->world->file;
     call.host = 1;
-    return dt__do(comm, call);
+    dt_status status = dt__do(comm, call);
+    comm->world->file = file;
+    return status;
 }
 
 dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
@@ -4034,20 +4062,27 @@ dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
 
 /* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers,
    and only after several slow steps: one may have a reason. */
-static void dt__find_straggler(dt__world *world, const double *own, int n) {
-    int slowest = 0, faster = 0;
-    double median = own[0];
-    for (int rank = 1; rank < n; rank++) if (own[rank] > own[slowest]) slowest = rank;
+static double dt__own_seconds(const dt_comm *comm, int rank) {
+    double own;
+    memcpy(&own, comm->words + 2 * rank, sizeof own);
+    return own;
+}
+
+static void dt__find_straggler(dt__world *world, const dt_comm *comm) {
+    int slowest = 0, n = comm->place.size;
+    double most = 0, median = 0;
     for (int rank = 0; rank < n; rank++) {      /* the middle one, the lower of two */
+        double own = dt__own_seconds(comm, rank);
         int below = 0, equal = 0;
         for (int other = 0; other < n; other++) {
-            below += own[other] < own[rank];
-            equal += own[other] == own[rank];
+            below += dt__own_seconds(comm, other) < own;
+            equal += dt__own_seconds(comm, other) == own;
         }
-        if (below <= (n - 1) / 2 && below + equal > (n - 1) / 2) median = own[rank];
-        faster += own[rank] < own[slowest] / DT__STRAGGLER;
+        if (below <= (n - 1) / 2 && below + equal > (n - 1) / 2) median = own;
+        if (own > most) slowest = rank;
+        if (own > most) most = own;
     }
-    int slow = n > 1 && faster > (n - 1) / 2 && own[slowest] > DT__STRAGGLER * median + DT__STRAGGLER_S;
+    int slow = n > 1 && most > DT__STRAGGLER * median + DT__STRAGGLER_S;
     if (slow && slowest != world->slow_rank && __builtin_popcount(world->slow_steps) < 2) world->slow_steps = 0;
     if (slow && world->slow_steps == 0) world->slow_rank = slowest;
     world->slow_steps = (world->slow_steps << 1 | (slow && slowest == world->slow_rank)) & 0xff;
@@ -4056,7 +4091,7 @@ static void dt__find_straggler(dt__world *world, const double *own, int n) {
     if (__builtin_popcount(world->slow_steps) < DT__STRAGGLER_STEPS) return;
     world->named_ago = DT__STRAGGLER_PAUSE;
     dt_log(world->ctx, DT_LOG_NOTICE, "rank %d is a straggler: its own work took %.1f ms in this step, the "
-           "median %.1f ms", slowest, own[slowest] * 1e3, median * 1e3);
+           "median %.1f ms", slowest, most * 1e3, median * 1e3);
 }
 
 /* What the ranks of each group have called by now. All go through their groups in the order of their channels, which is
@@ -4088,8 +4123,7 @@ dt_status (dt_comm_step)(dt_comm *world_comm) {
     if (world->stepped == 0 || own < 0) own = 0;
     memcpy(words, &own, sizeof words);
     if (dt__gather_words(comm, DT__STEP, words) != DT_OK) return dt_error(world->ctx);
-    if (world->stepped > 0 && comm->place.rank == 0)
-        dt__find_straggler(world, (const double *)(const void *)comm->words, comm->place.size);
+    if (world->stepped > 0 && comm->place.rank == 0) dt__find_straggler(world, comm);
     if (world->transport.send && dt__compare_groups(world) != DT_OK) return dt_error(world->ctx);
     __atomic_store_n(&world->state->step, world->state->step + 1, __ATOMIC_RELAXED);
     world->stepped = world->host->now(world->host->user);
@@ -4771,8 +4805,11 @@ typedef struct dt__tcp_card {
 /* When all have come, or not: then the places of all follow. */
 typedef struct dt__tcp_table {
     uint32_t magic, given_up;
+    int32_t  check, spare;          /* rank 0's dt_run_desc.check counts */
     char     text[DT__TCP_TEXT];    /* why */
 } dt__tcp_table;
+
+typedef char dt__bulletin_fits[sizeof(dt__bulletin) <= DT__TCP_TEXT ? 1 : -1];
 
 enum { DT__TCP_DATA = 1, DT__TCP_ABORT, DT__TCP_BYE, DT__TCP_SAID };
 typedef struct dt__tcp_frame {
@@ -4840,7 +4877,7 @@ typedef struct dt__tcp_door {   /* where ranks `first` and above come in */
 typedef struct dt__tcp {
     dt_ctx          *ctx, *hears;   /* hears: whose world learns what others wait for; NULL: nobody */
     const dt_host   *host;
-    int              rank, size;
+    int              rank, size, check;
     double           timeout_s;
     dt__tcp_place    rendezvous;
     uint64_t         job;           /* 0: not known yet */
@@ -5978,6 +6015,7 @@ static dt_status dt__tcp_host_ranks(dt__tcp *t, dt__tcp_place *places) {
     memset(&table, 0, sizeof table);
     table.magic = DT__TCP_FRAME;
     table.given_up = dt_error(t->ctx) != DT_OK;
+    table.check = t->check;
     snprintf(table.text, sizeof table.text, "%s", dt_error_text(t->ctx));
     double deadline = dt__tcp_now(t) + t->timeout_s;
     for (int rank = 1; rank < t->size; rank++) places[rank] = t->peers[rank].place;
@@ -6075,6 +6113,7 @@ static dt_status dt__tcp_take_table(dt__tcp *t, dt__tcp_place *places) {
     double deadline = dt__tcp_now(t) + t->timeout_s + DT__TCP_GUEST_S;
     int came = dt__tcp_take(t, fd, &table, sizeof table, deadline);
     table.text[sizeof table.text - 1] = 0;
+    t->check = came > 0 ? table.check : 0;
     if (came > 0 && table.magic == DT__TCP_FRAME && table.given_up)
         return dt_fail(t->ctx, DT_ERR_PEER, "peer failed first: %s", table.text);
     if (came > 0 && table.magic == DT__TCP_FRAME)
@@ -6150,6 +6189,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
     if (t) {
         memset(t, 0, dt__tcp_bytes(desc->ranks) - DT__TCP_INPUT);
         t->ctx = t->hears = ctx;
+        t->check = desc->check;
         t->host = dt_ctx_host(ctx);
         t->rank = desc->rank;
         t->size = desc->ranks;
@@ -6242,7 +6282,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
        group g, class (messages or collectives), tag  ->  communicator g % 8, tag (g / 8 * 2 + class) * span + tag
 
    Ranks of one machine share a range as forks do. Groups within it do their collectives there (section 14), and of
-   other groups' collectives the messages within it go there (12): MPI is for what leaves the machine, and for sends and
+   other groups' collectives the messages within it go there (13): MPI is for what leaves the machine, and for sends and
    receives.
 
    Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
@@ -7130,7 +7170,7 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     if (desc.team) run = &desc.team->desc;
     if (run) world->planted = dt__faults_read(run->fault, desc.rank, size, world->faults);
     if (run && !desc.team) world->ask = run->ask;
-    world->check = run ? run->check : 0;
+    world->check = control ? control->check : run ? run->check : 0;
     if (control && group) dt__others_make(world, control, size);
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
     return world->comm;
@@ -7536,10 +7576,10 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
             break;
         }
         jobs[started].pid = pid;
-        jobs[started].end = dt__run_end_of(pid);
         __atomic_store_n(&team->shared->state[started].pid, (int)pid, __ATOMIC_RELAXED);
         started++;
     }
+    for (int rank = 0; rank < started; rank++) jobs[rank].end = dt__run_end_of(jobs[rank].pid);   /* no fork has it */
     dt__run_wait(team, jobs, started, ends);
     if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
@@ -7564,7 +7604,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
-    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came, t ? t->check : 0 };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
@@ -7614,7 +7654,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
-    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL };
+    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL, mpi->tcp->check };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;

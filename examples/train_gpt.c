@@ -104,7 +104,7 @@ enum { BUILT, LATER };
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [the launcher's]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
-    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "its first line is the job's secret; over tcp, mpi") \
+    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "what it holds is the job's secret; over tcp, mpi") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
@@ -638,10 +638,10 @@ static void read_token(const char *path, char *token, size_t room) {
     ssize_t got = read(fd, token, room);
     close(fd);
     if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
-    size_t length = 0;
-    while (length < (size_t)got && !strchr("\r\n", token[length])) length++;
-    if (length == 0 || length == room)
-        refuse("--token-file %s: its first line must have 1 to %zu characters", path, room - 1);
+    size_t length = (size_t)got;    /* as DT_TOKEN_FILE is read: all but white space at its end */
+    while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
+    if (length == 0 || length == room || memchr(token, 0, length))
+        refuse("--token-file %s: it must hold 1 to %zu characters", path, room - 1);
     token[length] = 0;
 }
 

@@ -334,6 +334,33 @@ static void test_words(void) {
     }
 }
 
+/* Rank 0 sends much, which nobody has asked for yet, and rank 1 waits for it elsewhere meanwhile: no deadlock, as the
+   bytes move. Legal where calls are not compared beforehand. */
+static dt_status crossing_rank(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *world = dt_world(ctx), *other = dt_comm_split(world, 0, 0, "other");
+    int me = dt_comm_rank(world);
+    size_t count = (size_t)j->what;
+    float *a = (float *)calloc(count, sizeof *a), *b = (float *)calloc(2 * count, sizeof *b);
+    if (me == 1) dt_barrier(other);
+    dt_gather(world, a, b, count, DT_F32, 1);
+    if (me == 0) dt_barrier(other);
+    free(a);
+    free(b);
+    return dt_error(ctx);
+}
+
+static void test_crossing(void) {
+    for (int turn = 0; turn < 3; turn++) {
+        job *j = job_make(2, crossing_rank, 40000000);
+        j->check = -1;
+        job_start(j);
+        job_wait(j);
+        CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s", j->result[0].report.text);
+        job_free(j);
+    }
+}
+
 int main(void) {
     for (int ranks = 1; ranks <= 5; ranks++) compare_with_threads(cases_make(ranks, 2));
     compare_with_threads(cases_windows(3, 4));
@@ -349,6 +376,7 @@ int main(void) {
     job_free(j);
     test_misuse();
     test_words();
+    test_crossing();
     test_refused_memory();
     return check_done("test_tcp");
 }

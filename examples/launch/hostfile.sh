@@ -18,7 +18,7 @@ trap 'rm -rf "$tmp"' EXIT
 trap 'exit 130' INT TERM
 
 where=() slot=() slots=()       # of each rank: its machine, its place there, and how many ranks that has
-while read -r host rest; do
+while read -r host rest || [ -n "$host" ]; do    # the last line may have no end
     n=1
     [[ $rest =~ slots=([0-9]+) ]] && n=${BASH_REMATCH[1]}
     for ((s = 0; s < n; s++)); do where+=("$host") slot+=("$s") slots+=("$n"); done
