@@ -1249,28 +1249,20 @@ static int run(job *j) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
-<<<<<<< HEAD
     host.log = launched.size ? errors_at_once : quiet_errors;
-=======
-    host.log = quiet_errors;
     struct sigaction ask;
     memset(&ask, 0, sizeof ask);
     ask.sa_handler = on_ask;
     ask.sa_flags = SA_RESTART;
     sigaction(SIGUSR1, &ask, NULL);
->>>>>>> main
     dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
         .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
-<<<<<<< HEAD
-        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number }, train, &j->config);
-    int said = status != DT_OK && launched.size;
-=======
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
         .faults = 1, .ask = &asked }, train, &j->config);
->>>>>>> main
+    int said = status != DT_OK && launched.size;
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
