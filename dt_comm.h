@@ -1478,8 +1478,8 @@ static dt_status dt__ended_without(dt_work *work, int world_rank) {
                              "waits%s", world_rank, name, (unsigned long long)work->call.seq, comm->group->name,
                              comm->world->rank, dt__own_site(work).s);
     return dt__comm_fail(comm->world, DT_ERR_COMM, "rank %d ended without calling %s #%llu on %s, which rank %d and "
-                         "all of it must call%s", world_rank, name, (unsigned long long)work->call.seq, comm->group->name,
-                         first, dt__own_site(work).s);
+                         "all of it must call%s", world_rank, name, (unsigned long long)work->call.seq,
+                         comm->group->name, first, dt__own_site(work).s);
 }
 
 /* What one rank calls, for a comparison. */
