@@ -3,7 +3,8 @@
 #
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
-# int need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB goes by rails. MPIS="mpich": only that one. `test_mpi.sh ranks`, for the mutants: the first that is there,
+# int need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB goes by rails. MPIS="mpich": only that one.
+# The second MPI does a part, with ALL=yes everything (make faults). `test_mpi.sh ranks`, for the mutants: the first that is there,
 # without train_gpt, up to the first failure; status 77 if there is none.
 cd "$(dirname "$0")/.." || exit 1
 MAKE=${MAKE:-make}
@@ -40,7 +41,8 @@ killed_is_named() {
 # machine of their own: what is summed leaves one as little as can be. 5 ranks: the last machine has one.
 ranks() {
     local n begin status
-    for n in "4 2" "5 2" "3 1" "3 0" "2 1" "6 2" "6 3"; do
+    for n in $worlds; do
+        n=${n/-/ }
         export NODE_RANKS=${n#* }
         n=${n% *}
         "$D/$mpi/mpi_ranks" threads $n >"$D/threads"
@@ -52,7 +54,8 @@ ranks() {
         run $n "$D/$mpi/mpi_ranks" failures && ! grep -q FAIL "$D/out"
         report $? "$n ranks, NODE_RANKS $NODE_RANKS: failures"
     done
-    for n in "timeout 1" "timeout 0" "timeout 2" "killed 1" "killed 2"; do
+    for n in $ends; do
+        n=${n/-/ }
         begin=$SECONDS
         export NODE_RANKS=${n#* }
         run 4 "$D/$mpi/mpi_ranks" ${n% *}
@@ -69,7 +72,7 @@ ranks() {
 # Ranks that call different things: NODE_RANKS as above.
 mismatches() {
     local n
-    for n in 1 0; do
+    for n in $nodes; do
         export NODE_RANKS=$n
         run 4 "$D/$mpi/mpi_mismatch" && ! grep -q FAIL "$D/out"
         report $? "the cases of mismatch_cases.h, NODE_RANKS $n: $(grep 'checks failed' "$D/out")"
@@ -127,6 +130,7 @@ train() {
     report $? "train_gpt: a run that fails, one line"
 }
 
+worlds="4-2 5-2 3-1 3-0 2-1 6-2 6-3" ends="timeout-1 timeout-0 timeout-2 killed-1 killed-2" nodes="1 0"
 found=no
 for mpi in ${MPIS:-openmpi mpich default}; do
     mpicc=mpicc.$mpi mpirun=mpirun.$mpi
@@ -147,6 +151,7 @@ for mpi in ${MPIS:-openmpi mpich default}; do
     [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
     [ -x "$D/$mpi/train_gpt" ] && train
     [ "$FULL" != no ] || break      # one MPI is enough for a mutant
+    [ "$ALL" = yes ] || worlds="4-2 3-1" ends="timeout-1 killed-2" nodes=1
 done
 if [ $found = no ]; then [ "$1" = ranks ] && exit 77; fi
 echo "test_mpi: $passed passed, $failed failed, $skipped skipped"

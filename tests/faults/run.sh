@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
-# test_faults and test_mismatch in full, and each tests/faults/*.sh but this one. B is the folder of the programs.
+# test_faults and test_mismatch in full, each tests/faults/*.sh but this one, and test_mpi.sh with all of each MPI. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B
@@ -30,6 +30,7 @@ campaign "$B/test_mismatch" full
 for script in tests/faults/*.sh; do
     [ "${script##*/}" = run.sh ] || campaign bash "$script"
 done
+campaign env ALL=yes bash tests/test_mpi.sh
 echo "write-error, power-cut, elastic: not built in this version"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]
