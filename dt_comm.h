@@ -109,7 +109,7 @@
 extern "C" {
 #endif
 
-// ==== 1. Launch ======================================================================================================
+// ==== 1. Launch =====================================================================================================
 
 /* What a rank is, and what carries its data. */
 typedef enum dt_backend {
@@ -218,7 +218,7 @@ typedef struct dt_launch {
    as nothing says of how many. */
 DT_API dt_status dt_launch_find(dt_launch *out);
 
-// ==== 2. Groups ======================================================================================================
+// ==== 2. Groups =====================================================================================================
 
 /* The axis of a layout that a group belongs to: where its bytes are counted. */
 typedef enum dt_axis {
@@ -284,7 +284,7 @@ DT_API void dt_comm_set_algorithm(dt_comm *comm, dt_algorithm algorithm);
 typedef struct dt_traffic { size_t messages, bytes; } dt_traffic;
 DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
-// ==== 3. Collectives =================================================================================================
+// ==== 3. Collectives ================================================================================================
 
 /* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
    context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
@@ -317,7 +317,7 @@ DT_API dt_status dt_broadcast(dt_comm *comm, void *buf, size_t count, dt_dtype d
 /* No rank leaves before the last has come. */
 DT_API dt_status dt_barrier(dt_comm *comm);
 
-// ==== 4. Send and receive ============================================================================================
+// ==== 4. Send and receive ===========================================================================================
 
 /* [pairwise] buf: count. `to` and `from` are ranks of comm, tag >= 0. A receive takes the oldest message of that rank,
    group and tag; its count and type must be those of the send (else DT_ERR_COMM, naming both). Up to DT_EAGER_BYTES a
@@ -330,7 +330,7 @@ DT_API dt_status dt_recv(dt_comm *comm, void *buf, size_t count, dt_dtype dtype,
 /* [pairwise] From whichever rank's message of that group and tag is there first; *from (may be NULL): its rank. */
 DT_API dt_status dt_recv_any(dt_comm *comm, void *buf, size_t count, dt_dtype dtype, int tag, int *from);
 
-// ==== 5. Started operations ==========================================================================================
+// ==== 5. Started operations =========================================================================================
 
 /* Each begins an operation and returns: [collective: comm] and [pairwise] as above, in the same order on all ranks. The
    arguments are those of the blocking call; buffers are the operation's until dt_wait. It moves on while any other
@@ -376,7 +376,7 @@ typedef struct dt_transfer {
 /* [pairwise] Returns when all n are done. */
 DT_API dt_status dt_exchange(dt_comm *comm, const dt_transfer *transfers, int n);
 
-// ==== 6. Scalars and agreement =======================================================================================
+// ==== 6. Scalars and agreement ======================================================================================
 
 /* Values in host memory that steer a program; they are not counted as traffic. */
 
@@ -388,7 +388,7 @@ DT_API double dt_mean(dt_comm *comm, double mine);
    one rank may notice, such as a file that is missing, ends in this. */
 DT_API dt_status dt_agree(dt_comm *comm, dt_status mine);
 
-// ==== 7. Attach, trace ===============================================================================================
+// ==== 7. Attach, trace ==============================================================================================
 
 /* For a program that has its own threads, or its own way to carry messages. dt_run is these calls in a loop. */
 
@@ -529,7 +529,7 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #endif
 #endif /* DT_COMM_H */
 
-// ==== 8. Implementation: what the ranks of a run share ===============================================================
+// ==== 8. Implementation: what the ranks of a run share ==============================================================
 
 #if defined(DT_IMPLEMENTATION) && !defined(DT_COMM_IMPL)
 #define DT_COMM_IMPL
@@ -765,7 +765,7 @@ typedef struct dt__control {
 typedef struct dt__lone {
     dt__shared     shared;
     dt__rank_state state;
-    dt__op_record     records[DT_RECORDS];
+    dt__op_record  records[DT_RECORDS];
 } dt__lone;
 
 /* One rank's own side of a run; its context knows it as "attached". */
@@ -777,7 +777,7 @@ typedef struct dt__world {
     int            seat;        /* its place in the range */
     const dt__node *node;       /* NULL: a seat is a rank */
     dt__rank_state *state;      /* its own; and its own records */
-    dt__op_record    *records;
+    dt__op_record *records;
     const char    *file;        /* which place in the source calls now */
     int            line;
     int            planted;     /* faults, for this rank */
@@ -952,7 +952,7 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
     return group;
 }
 
-// ==== 9. The first failure ===========================================================================================
+// ==== 9. The first failure ==========================================================================================
 
 /* One record for the whole run. Whoever claims it (compare and exchange) fills it and sets the abort word; that word
    is never cleared. Waits look at it every turn, calls when they begin.
@@ -1073,7 +1073,7 @@ DT_PRINTF(3, 4) static dt_status dt__comm_fail(dt__world *world, dt_status statu
     return dt_error(world->ctx);
 }
 
-// ==== 10. Calls: their pattern, text, data, bytes ====================================================================
+// ==== 10. Calls: their pattern, text, data, bytes ===================================================================
 
 /* What is under way: a call and how far it is. */
 struct dt_work {
@@ -1313,7 +1313,7 @@ static void dt__scratch_free(dt_work *work) {
     work->scratch = NULL;
 }
 
-// ==== 11. What each rank is at =======================================================================================
+// ==== 11. What each rank is at ======================================================================================
 
 /* Each rank shows what it has begun (records), whether it waits, for whom, and how much it has done: `moves`. From
    these the others tell why a wait is long (section 18), and that it can never end:
@@ -1378,7 +1378,7 @@ static void dt__record_make(dt_work *work) {
 typedef struct dt__op_ring { const dt__op_record *records; int n; } dt__op_ring;
 typedef struct dt__seen {
     const dt__rank_state *state;    /* NULL: nothing */
-    dt__op_ring              ring;
+    dt__op_ring           ring;
 } dt__seen;
 
 static dt__seen dt__seen_of_seat(const dt__shared *shared, int seat) {
@@ -1489,10 +1489,9 @@ typedef struct dt__shown {
 } dt__shown;
 
 static void dt__show_own(const dt_work *work, dt__shown *own) {
-    const dt_comm *comm = work->comm;
     own->what = dt__what(&work->call);
     own->count = work->call.count;
-    own->site = dt__site_of(comm, comm->world->rank, work->call.seq);
+    own->site = dt__own_site(work);
 }
 
 /* Two ranks of the group call different things. */
@@ -1505,7 +1504,7 @@ static dt_status dt__calls_differ(dt_work *work, int rank, const dt__shown *its,
                          dt__call_text(&two).s, theirs->site.s, (unsigned long long)work->call.seq, comm->group->name);
 }
 
-// ==== 12. Waiting, and what moves meanwhile ==========================================================================
+// ==== 12. Waiting, and what moves meanwhile =========================================================================
 
 /* Every wait for another rank is this one. Where each rank has a core it first spins, because the other is about to
    come and a system call costs more than the wait; then it lets other threads run; then it naps, each time for a
@@ -1516,11 +1515,6 @@ static dt_status dt__calls_differ(dt_work *work, int rank, const dt__shown *its,
 enum { DT__SPINS = 50, DT__YIELDS = 200 };  /* some 2 us; some 100 us */
 #define DT__NAP_MIN 20e-6
 #define DT__NAP_MAX 1e-3
-
-/* A straggler: so many times the median's own work, and so much more, in so many of 8 steps; named so often. */
-#define DT__STRAGGLER 1.5
-#define DT__STRAGGLER_S 1e-3
-enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
 
 /* Cores that this process may use. */
 static int dt__cores(void) {
@@ -1638,7 +1632,7 @@ static dt_status dt__drive(dt__world *world, dt_work *work, double *begin) {
     return status;
 }
 
-// ==== 13. Messages in shared memory ==================================================================================
+// ==== 13. Messages in shared memory =================================================================================
 
 /*     small:  sender copies into a free message of the pair, goes on   ...   receiver copies out, frees the message
        large:  sender shows its buffer, waits   ...   receiver copies from it, says so   ...   sender frees the message
@@ -1885,7 +1879,7 @@ static int dt__shared_message(dt_work *work, dt__part *part) {
     return part->op == DT__SEND ? dt__shared_send(work, part) : dt__shared_recv(work, part);
 }
 
-// ==== 14. Collectives in shared memory ===============================================================================
+// ==== 14. Collectives in shared memory ==============================================================================
 
 /* How the ranks of a group do a collective in each other's memory:
 
@@ -2304,7 +2298,7 @@ static int dt__shared_collective(dt_work *work) {
     }
 }
 
-// ==== 15. Messages over a transport ==================================================================================
+// ==== 15. Messages over a transport =================================================================================
 
 /* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
    section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
@@ -2397,7 +2391,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     return 1;
 }
 
-// ==== 16. Algorithms =================================================================================================
+// ==== 16. Algorithms ================================================================================================
 
 /* A collective as messages: a function that is asked for one round after another. It names the messages of the round
    (dt__to, dt__of) and answers 1, or 0 when there are no more; a round begins when the one before is over, so what that
@@ -2950,7 +2944,7 @@ static int dt__algorithm_advance(dt_work *work) {
     }
 }
 
-// ==== 17. Begin, wait, dispatch ======================================================================================
+// ==== 17. Begin, wait, dispatch =====================================================================================
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
 static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
@@ -3345,22 +3339,22 @@ dt_work *(dt_all_reduce_start)(dt_comm *comm, const void *send, void *recv, size
 }
 
 dt_status (dt_reduce)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
-                    int root) {
+                      int root) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
 dt_work *(dt_reduce_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op,
-                         int root) {
+                           int root) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE, send, recv, count, dtype, op, root));
 }
 
 dt_status (dt_reduce_scatter)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
-                            dt_op op) {
+                              dt_op op) {
     return dt__do(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
 dt_work *(dt_reduce_scatter_start)(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype,
-                                 dt_op op) {
+                                   dt_op op) {
     return dt__start(comm, dt__reduce_call(DT__REDUCE_SCATTER, send, recv, count, dtype, op, 0));
 }
 
@@ -3397,12 +3391,12 @@ dt_work *(dt_all_to_all_start)(dt_comm *comm, const void *send, void *recv, size
 }
 
 dt_status (dt_all_to_all_v)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
-                          const size_t *recv_counts, dt_dtype dtype) {
+                            const size_t *recv_counts, dt_dtype dtype) {
     return dt__do(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
 dt_work *(dt_all_to_all_v_start)(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
-                               const size_t *recv_counts, dt_dtype dtype) {
+                                 const size_t *recv_counts, dt_dtype dtype) {
     return dt__start(comm, dt__all_to_all_v_call(send, send_counts, recv, recv_counts, dtype));
 }
 
@@ -3473,7 +3467,7 @@ dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
     return dt_error(world->ctx);
 }
 
-// ==== 18. Who is waited for, and why =================================================================================
+// ==== 18. Who is waited for, and why ================================================================================
 
 /* From what the ranks show of themselves (section 11): a proved deadlock, what is missing when a wait took too long,
    and the table that a live run gives when it is asked. A rank that is waited for may itself wait for another: the
@@ -3501,26 +3495,24 @@ static int dt__awaited(const dt_work *work) {
     return DT_ANY;
 }
 
+/* A small file, as text. Its bytes; 0 or less: it cannot be read. */
+static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size_t bytes) {
+    int fd = io->open(io->user, path, 0);
+    int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
+    if (fd >= 0) io->close(io->user, fd);
+    text[got > 0 ? got : 0] = 0;
+    return got;
+}
+
 /* What the kernel says of a rank: 'R' runs, 'S' sleeps, 'T' stopped, 'D' waits for a device, 'Z' gone; 0: not known. */
 static char dt__process_state(const dt_io *io, const dt__rank_state *state) {
     char path[64], text[256];
-    int fd = -1;
-    int64_t got = -1;
     int pid = __atomic_load_n(&state->pid, __ATOMIC_RELAXED), tid = __atomic_load_n(&state->tid, __ATOMIC_RELAXED);
     if (pid == 0 || (pid == (int)getpid() && tid == 0)) return 0;
     if (pid == (int)getpid()) snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
     else snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    fd = io->open(io->user, path, 0);
-    if (fd < 0 && errno != ENOENT) return 0;
-    if (fd < 0) {       /* it has ended, if there are such files at all */
-        fd = io->open(io->user, "/proc/self/stat", 0);
-        if (fd >= 0) io->close(io->user, fd);
-        return fd >= 0 ? 'Z' : 0;
-    }
-    got = io->pread(io->user, fd, text, sizeof text - 1, 0);
-    io->close(io->user, fd);
-    if (got <= 0) return 'Z';
-    text[got] = 0;
+    if (dt__read_text(io, path, text, sizeof text) <= 0)    /* it has ended, if there are such files at all */
+        return dt__read_text(io, "/proc/self/stat", text, sizeof text) > 0 ? 'Z' : 0;
     const char *name = strrchr(text, ')');
     return name && name[1] == ' ' ? name[2] : 0;
 }
@@ -3906,20 +3898,23 @@ size_t dt_records_text(const dt_ctx *ctx, int rank, char *text, size_t bytes) {
     return all;
 }
 
+/* teller: the rank that logs it; -1: the supervisor. */
+static void dt__rank_log(const dt_host *host, const dt_io *io, int teller, int rank, dt__seen seen) {
+    char line[512] = "";
+    size_t at = 0;
+    dt__rank_line(io, host->now(host->user), rank, seen, line, sizeof line, &at);
+    host->log(host->user, DT_LOG_NOTICE, teller, line);
+}
+
 /* Somebody has asked, and no supervisor answers. */
 static void dt__answer(dt__world *world) {
     const dt_host *host = world->host;
     __atomic_store_n(world->ask, 0, __ATOMIC_RELAXED);
-    for (int rank = 0; rank < world->comm->place.size; rank++) {
-        char line[512] = "";
-        size_t at = 0;
-        dt__rank_line(dt_ctx_io(world->ctx), host->now(host->user), rank, dt__seen_of(world, rank), line,
-                      sizeof line, &at);
-        host->log(host->user, DT_LOG_NOTICE, world->rank, line);
-    }
+    for (int rank = 0; rank < world->comm->place.size; rank++)
+        dt__rank_log(host, dt_ctx_io(world->ctx), world->rank, rank, dt__seen_of(world, rank));
 }
 
-// ==== 19. Planted faults =============================================================================================
+// ==== 19. Planted faults ============================================================================================
 
 /* What goes wrong in a cluster, at a known operation. They are read when the run begins, so that a text that is wrong
    is refused by all ranks alike. */
@@ -4027,7 +4022,7 @@ static void dt__fault_after(dt_work *work) {
     dt__comm_sync(work->comm->world);
 }
 
-// ==== 20. Scalars and agreement: code ================================================================================
+// ==== 20. Scalars and agreement: code ===============================================================================
 
 /* The collectives of before on host memory: the device's table is not asked, nothing is counted. */
 
@@ -4059,6 +4054,11 @@ dt_status (dt_agree)(dt_comm *comm, dt_status mine) {
     for (int rank = 0; rank < comm->place.size && !status; rank++) status = (dt_status)comm->words[2 * rank];
     return status;
 }
+
+/* A straggler: so many times the median's own work, and so much more, in so many of 8 steps; named so often. */
+#define DT__STRAGGLER 1.5
+#define DT__STRAGGLER_S 1e-3
+enum { DT__STRAGGLER_STEPS = 5, DT__STRAGGLER_PAUSE = 10 };
 
 /* A rank's own work in this step is the time since the last one without its waits. Only rank 0 speaks of stragglers,
    and only after several slow steps: one may have a reason. */
@@ -4131,7 +4131,7 @@ dt_status (dt_comm_step)(dt_comm *world_comm) {
     return dt_error(world->ctx);
 }
 
-// ==== 21. Groups: code ===============================================================================================
+// ==== 21. Groups: code ==============================================================================================
 
 /*     6 ranks, color = rank / 3, key = -rank        "a" and "b" are two groups, each with a rank 0, 1, 2
        rank    0 1 2 3 4 5
@@ -4340,7 +4340,7 @@ dt_comm *(dt_comm_split)(dt_comm *comm, int color, int key, const char *name) {
     return dt__comm_make(comm->world, comm->ops, dt__room_group(shared, comm->words[2 * first]), place);
 }
 
-// ==== 22. Memory that forked ranks share =============================================================================
+// ==== 22. Memory that forked ranks share ============================================================================
 
 /* Each forked rank has a heap in the range: what it allocates of the classes that are communicated lies there, where
    the others reach it. Blocks are taken first fit from a list of free ones in the order of their addresses, which lie
@@ -4452,7 +4452,7 @@ static const dt_host *dt__heap_make(dt__shared *shared, const dt_host *base, int
     return &heap->host;
 }
 
-// ==== 23. Who this process is ========================================================================================
+// ==== 23. Who this process is =======================================================================================
 
 /* Launchers tell each process who it is in variables of its environment. What differs between them is a row of this
    table; all else is one function for all. NULL: the launcher has no such variable. */
@@ -4728,7 +4728,7 @@ DT_API dt_status dt_launch_find(dt_launch *out) {
     return status;
 }
 
-// ==== 24. TCP ========================================================================================================
+// ==== 24. TCP =======================================================================================================
 
 /* The five functions of a transport, over sockets. One connection for each two ranks; everything moves inside test(),
    nothing waits but the rendezvous and the end, and those not longer than timeout_s.
@@ -6272,7 +6272,7 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
 }
 
 
-// ==== 25. MPI ========================================================================================================
+// ==== 25. MPI =======================================================================================================
 
 /* A rank is a process that a launcher started: mpirun -np 4 ./a.out. What goes over MPI are the messages of section 15,
    so sums keep their order: MPI_Allreduce promises none. The world and each group have a communicator of their own as
@@ -7033,7 +7033,7 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 26. Attach and launch: code ====================================================================================
+// ==== 26. Attach and launch: code ===================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -7402,16 +7402,9 @@ static void *dt__rank_body(void *arg) {
 
 /* What the supervisor does now and then: the table, if somebody asked. */
 static void dt__run_answer(dt_team *team) {
-    const dt_host *host = team->host;
-    const dt__shared *shared = team->shared;
     if (!team->desc.ask || !__atomic_exchange_n(team->desc.ask, 0, __ATOMIC_RELAXED)) return;
-    for (int rank = 0; rank < shared->ranks; rank++) {
-        char line[512] = "";
-        size_t at = 0;
-        dt__rank_line(dt_io_default(), host->now(host->user), rank,
-                      dt__seen_of_seat(shared, rank), line, sizeof line, &at);
-        host->log(host->user, DT_LOG_NOTICE, -1, line);
-    }
+    for (int rank = 0; rank < team->shared->ranks; rank++)
+        dt__rank_log(team->host, dt_io_default(), -1, rank, dt__seen_of_seat(team->shared, rank));
 }
 
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
@@ -7450,15 +7443,6 @@ static const char *dt__run_signal(int number) {
     }
 }
 
-/* A small file, as text. Its bytes; 0 or less: it cannot be read. */
-static int64_t dt__run_read(const dt_io *io, const char *path, char *text, size_t bytes) {
-    int fd = io->open(io->user, path, 0);
-    int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
-    if (fd >= 0) io->close(io->user, fd);
-    text[got > 0 ? got : 0] = 0;
-    return got;
-}
-
 /* How often the kernel has killed a process of this memory cgroup because there was no memory; -1: it does not say.
    /proc/self/cgroup names the group ("4:memory:/jobs/7" of version 1, "0::/jobs/7" of version 2), which inside a
    container may be the root of what is mounted. */
@@ -7466,7 +7450,7 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
     static const char *const files[4] = { "/sys/fs/cgroup/memory%s/memory.oom_control",
         "/sys/fs/cgroup%s/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events" };
     char groups[2048], path[512], text[1024];
-    int64_t got = dt__run_read(io, "/proc/self/cgroup", groups, sizeof groups);
+    int64_t got = dt__read_text(io, "/proc/self/cgroup", groups, sizeof groups);
     for (int i = 0; got > 0 && i < 4; i++) {
         char *name = strstr(groups, i % 2 ? "0::" : ":memory:"), group[256] = "";
         if (!name) continue;
@@ -7474,7 +7458,7 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
         size_t length = name ? strcspn(name, "\n") : 0;
         if (i < 2 && length < sizeof group) memcpy(group, name ? name : "", length);
         snprintf(path, sizeof path, files[i], group);
-        if (dt__run_read(io, path, text, sizeof text) <= 0) continue;
+        if (dt__read_text(io, path, text, sizeof text) <= 0) continue;
         const char *count = strstr(text, "oom_kill ");
         if (count) return (int64_t)strtoll(count + 9, NULL, 10);
     }
@@ -7709,7 +7693,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 27. Trace: code ================================================================================================
+// ==== 27. Trace: code ===============================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,
