@@ -130,7 +130,7 @@ train() {
     report $? "train_gpt: a run that fails, one line"
 }
 
-worlds="4-2 5-2 3-1 3-0 2-1 6-2 6-3" ends="timeout-1 timeout-0 timeout-2 killed-1 killed-2" nodes="1 0"
+worlds="4-2 5-2 3-1 3-0 2-1 6-2 6-3" ends="timeout-1 timeout-0 timeout-2 killed-1 killed-2" nodes="1 0 2"
 found=no
 for mpi in ${MPIS:-openmpi mpich default}; do
     mpicc=mpicc.$mpi mpirun=mpirun.$mpi
@@ -151,7 +151,7 @@ for mpi in ${MPIS:-openmpi mpich default}; do
     [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
     [ -x "$D/$mpi/train_gpt" ] && train
     [ "$FULL" != no ] || break      # one MPI is enough for a mutant
-    [ "$ALL" = yes ] || worlds="4-2 3-1" ends="timeout-1 killed-2" nodes=1
+    [ "$ALL" = yes ] || worlds="4-2 3-1" ends="timeout-1 killed-2" nodes=2
 done
 if [ $found = no ]; then [ "$1" = ranks ] && exit 77; fi
 echo "test_mpi: $passed passed, $failed failed, $skipped skipped"

@@ -10,6 +10,7 @@
 
 #include "comm_cases.h"
 #include "tcp_jobs.h"
+#include "words.h"
 
 /* ---- 1. all operations and messages, the bits of threads --------------------------------------------------------- */
 
@@ -296,38 +297,18 @@ static void test_two_jobs(void) {
 
 /* ---- calls that differ, where they are not compared beforehand ---- */
 
-/* Rank 1 of two does another thing than rank 0, with messages of the same length. */
-static dt_status differing_rank(dt_ctx *ctx, void *user) {
-    const job *j = (const job *)user;
-    dt_comm *world = dt_world(ctx);
-    int me = dt_comm_rank(world);
-    float a[16] = { 0 }, b[32];
-    dt_barrier(world);
-    if (j->what == 0) return dt_all_reduce(world, a, b, 16, DT_F32, me ? DT_MAX : DT_SUM);
-    if (j->what == 1) return dt_all_reduce(world, a, b, 16, me ? DT_I32 : DT_F32, DT_SUM);
-    if (j->what == 2) return me ? dt_all_to_all(world, a, b, 8, DT_F32) : dt_all_gather(world, a, b, 8, DT_F32);
-    if (j->what == 3) return me ? dt_send(world, a, 4, DT_I32, 0, 1) : dt_recv(world, a, 4, DT_F32, 1, 1);
-    if (j->what == 4) return dt_broadcast(world, a, 16, me ? DT_I32 : DT_F32, 0);
-    return DT_OK;
-}
+static dt_status differing_rank(dt_ctx *ctx, void *user) { return words_rank(ctx, ((const job *)user)->what); }
 
 static void test_words(void) {
-    static const char *const says[][2] = {
-        { "all-reduce f32 x 16 max", "all-reduce f32 x 16 sum" },
-        { "all-reduce i32 x 16 sum", "all-reduce f32 x 16 sum" },
-        { "all-to-all f32 x 8", "all-gather f32 x 8" }, { "sends i32 x 4", "receives f32 x 4" },
-        { "broadcast i32 x 16 root 0", "broadcast f32 x 16 root 0" },
-    };
-    for (int what = 0; what < 5; what++) {
+    for (int what = 0; what < WORDS_CASES; what++) {
         for (int check = -1; check < 2; check += 2) {
             job *j = job_make(2, differing_rank, what);
             j->check = check;
             job_start(j);
             job_wait(j);
             const char *text = j->result[0].report.text;
-            int both = strstr(text, says[what][0]) && strstr(text, says[what][1]);
-            CHECK_MSG(j->result[0].status == DT_ERR_COMM && both && strstr(text, "rank 0") && strstr(text, "rank 1"),
-                      "case %d, check %d: %s", what, check, text);
+            CHECK_MSG(j->result[0].status == DT_ERR_COMM && words_said(what, text) && strstr(text, "rank 0") &&
+                      strstr(text, "rank 1"), "case %d, check %d: %s", what, check, text);
             CHECK_MSG(j->result[0].took < 2, "%.1f s", j->result[0].took);
             job_free(j);
         }
