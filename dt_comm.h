@@ -3693,9 +3693,9 @@ static int dt__all_in_sight(const dt__world *world) {
    A circle in which each waits in a collective for the next, which waits too and has not begun that collective: who
    left it first would have been let go by one who had left it before.
 
-   All wait, none for a post that has been made, and between each two as many messages came as were sent. (F. Mattern, "Algorithms for distributed
-   termination detection", 1987: channel counting. Bulletins need not be of one moment: what set a rank going after its
-   own would have come from one that was going before.) */
+   All wait, none for a post that has been made, and between each two as many messages came as were sent. (F.
+   Mattern, "Algorithms for distributed termination detection", 1987: channel counting. Bulletins need not be of one
+   moment: what set a rank going after its own would have come from one that was going before.) */
 static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;

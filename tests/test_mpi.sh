@@ -4,15 +4,20 @@
 # Open MPI and MPICH may be installed side by side, as mpicc.openmpi and mpicc.mpich; else there is one mpicc. Ranks
 # outnumber the cores here. mpi_ranks is built with DT__MPI_MOST=5000, so that messages which are too long for MPI's
 # int need not be gigabytes, and with DT__RAIL_BYTES=5000, so that a sum of 20 KB goes by rails. MPIS="mpich": only that one.
-# The second MPI does a part, with ALL=yes everything (make faults). `test_mpi.sh ranks`, for the mutants: the first that is there,
-# without train_gpt, up to the first failure; status 77 if there is none.
+# The second MPI does a part, with ALL=yes everything (make faults). For the mutants `test_mpi.sh ranks` and
+# `test_mpi.sh mismatches`: the first that is there, only that program, up to the first failure; status 77 if there is
+# none.
 cd "$(dirname "$0")/.." || exit 1
 MAKE=${MAKE:-make}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 TFLAGS="${TFLAGS:--O1 -g -Wall -Wextra} -DDT__MPI_MOST=5000 -DDT__RAIL_BYTES=5000"
 export CFLAGS="${MPI_CFLAGS:--O1 -Wall -Wextra}"
 export OMPI_MCA_btl_vader_single_copy_mechanism=none    # as in most containers: 4 KiB then need their sender's help
 LONGEST=120
-[ "$1" = ranks ] && FULL=no LONGEST=30
+programs="mpi_ranks mpi_mismatch train_gpt"
+case $1 in
+ranks) programs=mpi_ranks FULL=no LONGEST=30 ;;
+mismatches) programs=mpi_mismatch FULL=no ;;
+esac
 passed=0 failed=0 skipped=0
 D=$(mktemp -d)
 trap 'rm -rf "$D"' EXIT
@@ -143,7 +148,7 @@ for mpi in ${MPIS:-openmpi mpich default}; do
         continue
     fi
     found=yes
-    for program in mpi_ranks $([ "$FULL" = no ] || echo mpi_mismatch train_gpt); do
+    for program in $programs; do
         $MAKE -s MPI=1 MPICC=$mpicc B="$D/$mpi" "$D/$mpi/$program" >"$D/out" 2>&1 && [ ! -s "$D/out" ]
         report $? "$program builds without a warning"
     done
@@ -153,6 +158,6 @@ for mpi in ${MPIS:-openmpi mpich default}; do
     [ "$FULL" != no ] || break      # one MPI is enough for a mutant
     [ "$ALL" = yes ] || worlds="4-2 3-1" ends="timeout-1 killed-2" nodes=2
 done
-if [ $found = no ]; then [ "$1" = ranks ] && exit 77; fi
+[ $found = yes ] || [ "$FULL" != no ] || exit 77
 echo "test_mpi: $passed passed, $failed failed, $skipped skipped"
 [ $failed = 0 ]
