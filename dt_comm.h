@@ -3700,8 +3700,10 @@ static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
     if (its->sends) return 0;
-    for (uint32_t i = 0; i < theirs->groups; i++)
+    for (uint32_t i = 0; i < theirs->groups; i++) {
         if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
+        if (theirs->channels[i] == its->channel + 1 && its->channel % 2 == 0) return 1;     /* by posts alone so far */
+    }
     return 0;
 }
 
@@ -3759,8 +3761,8 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
     dt__record_get(dt__seen_of(world, world->rank).ring, work ? work->number : (uint64_t)own->records, &own->wait);
     for (const dt_comm *comm = world->comms; comm; comm = comm->next) {
         int posts = comm->ops->collective != NULL;
-        if (posts) dt__say_begun(own, dt__way_of(comm, 1), comm->seq);
         if (!posts || comm->messages) dt__say_begun(own, dt__way_of(comm, 0), comm->messages);
+        if (posts) dt__say_begun(own, dt__way_of(comm, 1), comm->seq);
     }
     for (int rank = 0; rank < world->comm->place.size && rank < DT__SAID_RANKS; rank++) {
         own->sent[rank] = world->others[rank].sent;

@@ -91,6 +91,38 @@ static void no_false_alarms(const mismatches *all) {
     }
 }
 
+/* What moves before is counted, in all the ways it can go: only then is it known that nothing will. */
+static dt_status stuck_rank(dt_ctx *ctx, void *user) {
+    enum { MANY = 20000 };
+    dt_comm *world = dt_world(ctx), *pair = dt_comm_split(world, dt_comm_rank(world) / 2, 0, "pair");
+    int      me = dt_comm_rank(world);
+    float   *a = (float *)calloc(2 * MANY, sizeof *a), *b = a + MANY;
+    for (int i = 0; i < 3; i++) dt_all_reduce(pair, a, b, 10, DT_F32, DT_SUM);
+    dt_all_reduce(world, a, b, MANY, DT_F32, DT_SUM);
+    if (*(int *)user == 0) dt_recv(world, a, 10, DT_F32, (me + 1) % ODD_RANKS, 1);      /* all receive, none sends */
+    dt_comm_set_algorithm(pair, DT_RING);
+    if (me != 3) dt_all_reduce(pair, a, b, 10, DT_F32, DT_SUM);     /* rank 2 waits for 3, which waits for it */
+    dt_all_reduce(world, a, b, 10, DT_F32, DT_SUM);
+    free(a);
+    return dt_error(ctx);
+}
+
+static void deadlocks(int me, const char *where) {
+    static const char *const says[] = { "rank 3 waits in receive f32 x 10 from its rank 0 with tag 1",
+                                        "rank 2 waits in all-reduce f32 x 10 sum #" };
+    for (int what = 0; what < 2; what++) {
+        dt_report report;
+        double    begin = dt_host_default()->now(NULL);
+        run_once(stuck_rank, &what, &report);
+        double took = dt_host_default()->now(NULL) - begin;
+        const char *text = bare(report.text);
+        if (me > 0) continue;
+        CHECK_MSG(strncmp(text, "deadlock: ", 10) == 0 && strstr(text, says[what]), "%s: deadlock %d: %s", where, what,
+                  report.text);
+        CHECK_MSG(took < 1, "%s: deadlock %d: found after %.1f s", where, what, took);
+    }
+}
+
 int main(int argc, char **argv) {
     static mismatches all;
     static lateness   late;
@@ -105,6 +137,7 @@ int main(int argc, char **argv) {
     cases_all(&all);
     no_false_alarms(&all);
     for (int i = 0; i < all.n; i++) one_case(&all.list[i], i, me, where, &late);
+    deadlocks(me, where);
     no_false_alarms(&all);      /* after all that, all is well again */
     MPI_Allreduce(&check_failed, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
     if (me == 0) lateness_print(&late, where);

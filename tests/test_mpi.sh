@@ -148,10 +148,9 @@ for mpi in ${MPIS:-openmpi mpich default}; do
         continue
     fi
     found=yes
-    for program in $programs; do
-        $MAKE -s MPI=1 MPICC=$mpicc B="$D/$mpi" "$D/$mpi/$program" >"$D/out" 2>&1 && [ ! -s "$D/out" ]
-        report $? "$program builds without a warning"
-    done
+    MAKEFLAGS= $MAKE -s -k -j"$(nproc)" MPI=1 MPICC=$mpicc B="$D/$mpi" $(printf "$D/$mpi/%s " $programs) >"$D/out" 2>&1
+    [ ! -s "$D/out" ] && [ $(ls $(printf "$D/$mpi/%s " $programs) 2>/dev/null | wc -w) = $(wc -w <<<"$programs") ]
+    report $? "$programs: built without a warning"
     [ -x "$D/$mpi/mpi_ranks" ] && ranks
     [ -x "$D/$mpi/mpi_mismatch" ] && mismatches
     [ -x "$D/$mpi/train_gpt" ] && train
