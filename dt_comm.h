@@ -4012,9 +4012,10 @@ static void dt__fault_away(const dt__world *world, int spin) {
 static void dt__fault_do(dt_work *work, const dt__fault *fault) {
     dt__world *world = work->comm->world;
     int lost = fault->kind == DT__KILL || fault->kind == DT__EXIT;
-    if (lost && world->thread)
+    if (lost && world->thread) {    /* a context keeps quiet about lost peers, and here nobody else tells */
         dt_fail(world->ctx, DT_ERR_PEER, "is lost: a planted fault, %s", dt__fault_names[fault->kind]);
-    else if (fault->kind == DT__KILL) raise(SIGKILL);
+        world->host->log(world->host->user, DT_LOG_ERROR, world->rank, dt_error_text(world->ctx));
+    } else if (fault->kind == DT__KILL) raise(SIGKILL);
     else if (fault->kind == DT__EXIT) _exit(7);
     else if (fault->kind == DT__STOP && !world->thread) raise(SIGSTOP);
     else if (fault->kind == DT__STOP || fault->kind == DT__SPIN) dt__fault_away(world, fault->kind == DT__SPIN);

@@ -28,6 +28,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #ifdef DT_USE_MPI
 #include <mpi.h>
@@ -186,6 +187,7 @@ static struct {
     dt_launch by;
     dt_status wrong;
     char      text[512], token[257];
+    int      *told;     /* the first failure is printed; of forked ranks memory of all */
 } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -386,6 +388,11 @@ static void print_help(void) {
     print_later();
     puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;\n"
          "recomputation is not counted; X is in TFLOP/s.");
+    puts("\nEnvironment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a process is;\n"
+         "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are not given;\n"
+         "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 only;\n"
+         "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip or nan at\n"
+         "rank R's Nth operation. kill -USR1 prints where each rank is.");
     puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
 }
 
@@ -493,16 +500,22 @@ static void resolve_recompute(const char *text, gpt_config *c) {
     refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s", text, words[best]);
 }
 
-/* dt's log, without errors: the first failure is kept, and is printed once. */
+/* dt's log, without errors: the first failure is kept, and is printed at the end. */
 static void quiet_errors(void *user, int level, int rank, const char *text) {
     (void)user;
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* The same under MPI: when a rank has died, the launcher may kill the others within milliseconds. */
+/* The same, but the first failure when it comes: a rank that is stuck or stopped may keep dt_run from its end for long,
+   and under MPI, when a rank has died, the launcher may kill the others within milliseconds. */
 static void errors_at_once(void *user, int level, int rank, const char *text) {
-    if (level == DT_LOG_ERROR) fprintf(stderr, "error: %s\n", text);
-    else quiet_errors(user, level, rank, text);
+    if (level != DT_LOG_ERROR) {
+        quiet_errors(user, level, rank, text);
+        return;
+    }
+    fflush(stdout);
+    fprintf(stderr, "error: %s\n", text);
+    if (launched.told) *launched.told = 1;
 }
 
 /* A context to look at files with before any rank starts. */
@@ -640,8 +653,8 @@ static void read_token(const char *path, char *token, size_t room) {
     if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
     size_t length = (size_t)got;    /* as DT_TOKEN_FILE is read: all but white space at its end */
     while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
-    if (length == 0 || length == room || memchr(token, 0, length))
-        refuse("--token-file %s: it must hold 1 to %zu characters", path, room - 1);
+    if (length < 16 || length == room || memchr(token, 0, length))
+        refuse("--token-file %s: it must hold 16 to %zu characters", path, room - 1);
     token[length] = 0;
 }
 
@@ -1249,7 +1262,9 @@ static int run(job *j) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
-    host.log = launched.size ? errors_at_once : quiet_errors;
+    host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
+    launched.told = (int *)mmap(NULL, sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (launched.told == MAP_FAILED) refuse("out of memory");
     struct sigaction ask;
     memset(&ask, 0, sizeof ask);
     ask.sa_handler = on_ask;
@@ -1262,13 +1277,15 @@ static int run(job *j) {
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
         .faults = 1, .ask = &asked }, train, &j->config);
-    int said = status != DT_OK && launched.size;
+    int said = status != DT_OK && *launched.told;
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
-    if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone */
-        int told = speaks() || (is_tcp(j->v) && (report.rank < 0 || report.rank == launched.rank));
+    if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone, and every rank
+                              that was started by hand, for it may have a terminal of its own */
+        int by_hand = j->v[O_RANK].from == GIVEN;
+        int told = speaks() || (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
         let_rank_0_speak();
         fflush(stdout);
         if (told && !said) fprintf(stderr, "error: %s\n", report.text);

@@ -126,8 +126,8 @@ chmod 600 "$dir"/{token,none,long,fifo}
 tcp="--backend tcp --rank 0 --ranks 2"
 refused 'token-file .* needs --backend tcp or mpi' -- --token-file "$dir/token"
 refused 'token-file .*/nowhere: No such file' -- $tcp --token-file "$dir/nowhere"
-refused 'token-file .*/none: it must hold 1 to 256' -- $tcp --token-file "$dir/none"
-refused 'token-file .*/long: it must hold 1 to 256' -- $tcp --token-file "$dir/long"
+refused 'token-file .*/none: it must hold 16 to 256' -- $tcp --token-file "$dir/none"
+refused 'token-file .*/long: it must hold 16 to 256' -- $tcp --token-file "$dir/long"
 refused 'token-file .*/fifo: it is no file' -- $tcp --token-file "$dir/fifo"
 for mode in 640 604 620; do
     chmod $mode "$dir/token"

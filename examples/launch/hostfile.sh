@@ -4,10 +4,12 @@
 #     examples/launch/hostfile.sh HOSTFILE COMMAND...
 #     examples/launch/hostfile.sh hosts build/train_gpt --data input.txt --zero 1 --steps 200
 #
-# HOSTFILE has a line "10.0.0.5 slots=4" for each machine, names or addresses, without slots 1; '#' begins a comment.
+# HOSTFILE has a line "10.0.0.5 slots=4" for each machine, a name or address or USER@one, without slots 1; '#' begins a
+# comment.
 # Ranks are numbered in its order. All machines have this folder under the same path, and ssh asks for no password.
 # Each rank gets DT_RANK, DT_WORLD_SIZE, DT_LOCAL_RANK, DT_LOCAL_SIZE, DT_RENDEZVOUS (the first machine, port DT_PORT,
-# unless it is set already) and DT_TOKEN. The script ends with the first bad status, and then ends all other ranks.
+# unless it is set already) and DT_TOKEN. Other variables stay here: COMMAND may be `env DT_FAULT=... build/train_gpt`.
+# The script ends with the first bad status, and then ends all other ranks.
 # SSH=...: another command for ssh.
 hosts=$1
 shift
@@ -46,7 +48,7 @@ exec 9<>"$tmp/ends"
 for ((r = 0; r < size; r++)); do
     mkfifo -m 600 "$tmp/$r"
     set -- DT_RANK=$r DT_WORLD_SIZE=$size DT_LOCAL_RANK=${slot[r]} DT_LOCAL_SIZE=${slots[r]} \
-        DT_RENDEZVOUS="${DT_RENDEZVOUS:-${where[0]}:${DT_PORT:-29500}}"
+        DT_RENDEZVOUS="${DT_RENDEZVOUS:-${where[0]#*@}:${DT_PORT:-29500}}"
     { $SSH "${where[r]}" "cd$(quoted "$PWD") && env$(quoted "$@") sh -c$(quoted "$rank_script") rank$command"
         echo "$r $?" >&9; } <"$tmp/$r" &
 done
