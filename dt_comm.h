@@ -684,7 +684,8 @@ typedef struct __attribute__((aligned(128))) dt__rank_state {
     uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
     uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do; of one
                                that has ended DT__FOR_EVER */
-    int64_t  away;          /* messages begun less messages received, of those that go over a transport */
+    int64_t  away;          /* of messages that go over a transport: those begun less those received, and sends that
+                               this rank does not know to be over */
     uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
     int      waits_for;     /* then for this world rank, or DT_ANY */
     int64_t  records;       /* operations begun; the last are in the ring */
@@ -738,7 +739,7 @@ typedef struct dt__bulletin {
     int64_t       records, step;
     int32_t       waits_for;
     uint32_t      groups;       /* listed below */
-    uint32_t      sends;        /* not over, though nobody need do anything for them */
+    uint32_t      sends;        /* not over, as far as it knows */
     dt__op_record wait;         /* what it waits in; else its last */
     uint32_t      channel;      /* dt__way_of that one's group */
     uint32_t      channels[DT__SAID_GROUPS], begun[DT__SAID_GROUPS];    /* collectives on each of its groups */
@@ -2350,7 +2351,7 @@ static int dt__transport_begin(dt_work *work, dt__part *part) {
     part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, word, part->send, bytes)
                                          : t->recv(t->user, other, channel, tag, part->recv, bytes);
     if (part->request) {
-        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 1, __ATOMIC_SEQ_CST);
+        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 2, __ATOMIC_SEQ_CST);
         if (part->op == DT__SEND && world->others) world->others[other].sent++;
         dt__moved(world);
         return 1;
@@ -2391,8 +2392,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     part->request = NULL;
     why[sizeof why - 1] = 0;
     if (done < 0) return dt__transport_failed(work, part, done, why);
-    if (part->op == DT__SEND) return 1;
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
+    if (part->op == DT__SEND) return 1;
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
     if (dt__part_fits(work, part, from, word, bytes) < 0) return -1;
@@ -3693,13 +3694,15 @@ static int dt__all_in_sight(const dt__world *world) {
    A circle in which each waits in a collective for the next, which waits too and has not begun that collective: who
    left it first would have been let go by one who had left it before.
 
-   All wait, none for a post that has been made, and between each two as many messages came as were sent. (F.
+   All wait, none for a post that has been made or a send, and between each two as many messages came as were sent. (F.
    Mattern, "Algorithms for distributed termination detection", 1987: channel counting. Bulletins need not be of one
-   moment: what set a rank going after its own would have come from one that was going before.) */
+   moment: what set a rank going after its own would have come from one that was going before.) A send counts because
+   its receiver may know that it is over before its sender does. In a circle it does only where messages are taken
+   whether anybody asks for them or not: elsewhere it needs the other's part of the collective. */
 static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
-    if (its->sends) return 0;
+    if (its->sends && world->control->came) return 0;
     for (uint32_t i = 0; i < theirs->groups; i++)
         if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
     return 0;
@@ -3767,9 +3770,8 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
         own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
                                               : world->others[rank].got;
     }
-    for (const dt_work *w = world->first; work && world->control->came && w; w = w->later)
-        own->sends += w == work ? 0 : dt__sending(w);
-    if (work && world->control->came) own->sends += dt__sending(work);
+    for (const dt_work *w = world->first; work && w; w = w->later) own->sends += w == work ? 0 : dt__sending(w);
+    if (work) own->sends += dt__sending(work);
     world->said = work != NULL;
     world->said_moves = world->state->moves;
     world->said_at = world->host->now(world->host->user);
