@@ -3703,8 +3703,8 @@ static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
     if (its->sends && world->control->came) return 0;
-    for (uint32_t i = 0; i < theirs->groups; i++)
-        if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
+    for (uint32_t i = 0; i < theirs->groups; i++)   /* less, though only 32 bits of it are told */
+        if (theirs->channels[i] == its->channel) return (int32_t)(theirs->begun[i] - (uint32_t)its->wait.seq) < 0;
     return 0;
 }
 
