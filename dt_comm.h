@@ -981,9 +981,11 @@ static int dt__claim(dt__shared *shared, int rank) {
 /* Only for whoever claimed it. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), most = sizeof shared->first.text - 1;
+    if (length > most) length = most;
     shared->first.status = status;
     shared->first.rank = rank;
-    memcpy(shared->first.text, text, length < most ? length : most);
+    memcpy(shared->first.text, text, length);
+    shared->first.text[length] = 0;     /* a rank that died may have begun to write a longer one */
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
