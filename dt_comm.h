@@ -4980,8 +4980,8 @@ static void dt__sha256_begin(dt__sha256 *s) {
 }
 
 static void dt__sha256_add(dt__sha256 *s, const void *data, size_t bytes) {
-    for (const uint8_t *p = (const uint8_t *)data, *end = p + bytes; p < end; p++) {
-        s->block[s->bytes++ % 64] = *p;
+    for (size_t i = 0; i < bytes; i++) {
+        s->block[s->bytes++ % 64] = ((const uint8_t *)data)[i];
         if (s->bytes % 64 == 0) dt__sha256_block(s->h, s->block);
     }
 }
@@ -6955,8 +6955,10 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     dt_listen(mpi->quiet, &mpi->listener);
     if (mpi->rank == 0) fd = dt__mpi_open_door(mpi, desc, address);
     int error = MPI_Ibcast(address, (int)sizeof *address, MPI_BYTE, 0, mpi->control, &request);
-    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0))
+    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0)) {
+        if (fd >= 0) close(fd);
         return "not all its processes came to dt_run within timeout_s";     /* and MPI may still write there */
+    }
     got = *address;
     memset(address, 0, sizeof *address);
     host->free(host->user, address, sizeof *address, DT_MEM_HOST);
