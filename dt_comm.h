@@ -684,7 +684,8 @@ typedef struct __attribute__((aligned(128))) dt__rank_state {
     uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
     uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do; of one
                                that has ended DT__FOR_EVER */
-    int64_t  away;          /* messages begun less messages received, of those that go over a transport */
+    int64_t  away;          /* of messages that go over a transport: those begun less those received, and sends that
+                               this rank does not know to be over */
     uint64_t waiting;       /* the number of the operation it waits in, if it does so for long; else 0 */
     int      waits_for;     /* then for this world rank, or DT_ANY */
     int64_t  records;       /* operations begun; the last are in the ring */
@@ -738,7 +739,7 @@ typedef struct dt__bulletin {
     int64_t       records, step;
     int32_t       waits_for;
     uint32_t      groups;       /* listed below */
-    uint32_t      sends;        /* not over, though nobody need do anything for them */
+    uint32_t      sends;        /* not over, as far as it knows */
     dt__op_record wait;         /* what it waits in; else its last */
     uint32_t      channel;      /* dt__way_of that one's group */
     uint32_t      channels[DT__SAID_GROUPS], begun[DT__SAID_GROUPS];    /* collectives on each of its groups */
@@ -980,9 +981,11 @@ static int dt__claim(dt__shared *shared, int rank) {
 /* Only for whoever claimed it. */
 static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, const char *text) {
     size_t length = strlen(text), most = sizeof shared->first.text - 1;
+    if (length > most) length = most;
     shared->first.status = status;
     shared->first.rank = rank;
-    memcpy(shared->first.text, text, length < most ? length : most);
+    memcpy(shared->first.text, text, length);
+    shared->first.text[length] = 0;     /* a rank that died may have begun to write a longer one */
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
@@ -1654,19 +1657,18 @@ typedef struct dt__part {
     void        *request;       /* of a transport */
 } dt__part;
 
-/* The text of a message in a failure. */
+/* The text of a message in a failure; of one that a collective is made of, the collective's. */
 static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
     const dt_comm *comm = work->comm;
-    dt__call call = dt__call_make(part->op, NULL, NULL, part->count, work->call.dtype);
+    dt__call call = part->tag < 0 ? dt__named(work)->call
+                                  : dt__call_make(part->op, NULL, NULL, part->count, work->call.dtype);
     dt__phrase text = dt__call_text(&call);
     size_t at = strlen(text.s);
-    if (part->peer == DT_ANY) dt__append(text.s, sizeof text.s, &at, " from any rank");
-    else dt__append(text.s, sizeof text.s, &at, " %s rank %d", part->op == DT__SEND ? "to" : "from",
-                    comm->group->ranks[part->peer]);
-    if (part->tag >= 0) dt__append(text.s, sizeof text.s, &at, " with tag %d", part->tag);
-    else dt__append(text.s, sizeof text.s, &at, " of %s #%llu", dt__pattern_of(dt__named(work)->call.op)->name,
-                    (unsigned long long)work->call.seq);
-    dt__append(text.s, sizeof text.s, &at, " on %s", comm->group->name);
+    if (part->tag < 0) dt__append(text.s, sizeof text.s, &at, " #%llu", (unsigned long long)work->call.seq);
+    else if (part->peer == DT_ANY) dt__append(text.s, sizeof text.s, &at, " from any rank with tag %d", part->tag);
+    else dt__append(text.s, sizeof text.s, &at, " %s rank %d with tag %d", part->op == DT__SEND ? "to" : "from",
+                    comm->group->ranks[part->peer], part->tag);
+    dt__append(text.s, sizeof text.s, &at, " on %s%s", comm->group->name, dt__own_site(work).s);
     return text;
 }
 
@@ -2350,7 +2352,7 @@ static int dt__transport_begin(dt_work *work, dt__part *part) {
     part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, word, part->send, bytes)
                                          : t->recv(t->user, other, channel, tag, part->recv, bytes);
     if (part->request) {
-        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 1, __ATOMIC_SEQ_CST);
+        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 2, __ATOMIC_SEQ_CST);
         if (part->op == DT__SEND && world->others) world->others[other].sent++;
         dt__moved(world);
         return 1;
@@ -2391,8 +2393,8 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
     part->request = NULL;
     why[sizeof why - 1] = 0;
     if (done < 0) return dt__transport_failed(work, part, done, why);
-    if (part->op == DT__SEND) return 1;
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
+    if (part->op == DT__SEND) return 1;
     if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
     else from = part->peer;
     if (dt__part_fits(work, part, from, word, bytes) < 0) return -1;
@@ -3604,9 +3606,9 @@ static dt_status dt__late(dt_work *work) {
     while (part && part < work->parts + work->n_parts && part->over) part++;
     dt__append(text, sizeof text, &at, "timeout %.1f s in ", world->shared->timeout_s);
     if (part && part < work->parts + work->n_parts)
-        dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s%s: nobody sent it" : "%s%s: rank %d %s",
-                   dt__part_text(work, part).s, site.s, awaited, part->op == DT__SEND ? "did not receive it"
-                   : "did not send it");
+        dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s: nobody sent it" : "%s: rank %d %s",
+                   dt__part_text(work, part).s, awaited, part->tag < 0 ? "did not do its part"
+                   : part->op == DT__SEND ? "did not receive it" : "did not send it");
     else if (work->check)
         dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" :
                    "%s #%llu on %s%s: rank %d did not come",
@@ -3693,15 +3695,18 @@ static int dt__all_in_sight(const dt__world *world) {
    A circle in which each waits in a collective for the next, which waits too and has not begun that collective: who
    left it first would have been let go by one who had left it before.
 
-   All wait, none for a post that has been made, and between each two as many messages came as were sent. (F.
+   All wait, none for a post that has been made or a send, and between each two as many messages came as were sent. (F.
    Mattern, "Algorithms for distributed termination detection", 1987: channel counting. Bulletins need not be of one
-   moment: what set a rank going after its own would have come from one that was going before.) */
+   moment: what set a rank going after its own would have come from one that was going before.) A send counts because
+   its receiver may know that it is over before its sender does. In a circle it does only where messages are taken
+   whether anybody asks for them or not: elsewhere it needs the other's part of the collective. */
 static int dt__behind(const dt__world *world, int rank, int other) {
     const dt__bulletin *its = &world->others[rank].last, *theirs = &world->others[other].last;
     if (!its->waiting || !theirs->waiting || dt__is_to_one((dt__op_code)(its->wait.what & 255))) return 0;
-    if (its->sends) return 0;
+    if (its->sends && world->control->came) return 0;
     for (uint32_t i = 0; i < theirs->groups; i++) {
-        if (theirs->channels[i] == its->channel) return theirs->begun[i] < its->wait.seq;
+        int32_t ahead = (int32_t)(theirs->begun[i] - (uint32_t)its->wait.seq);  /* 32 bits of it are told */
+        if (theirs->channels[i] == its->channel) return ahead < 0;
         if (theirs->channels[i] == its->channel + 1 && its->channel % 2 == 0) return 1;     /* by posts alone so far */
     }
     return 0;
@@ -3769,9 +3774,8 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
         own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
                                               : world->others[rank].got;
     }
-    for (const dt_work *w = world->first; work && world->control->came && w; w = w->later)
-        own->sends += w == work ? 0 : dt__sending(w);
-    if (work && world->control->came) own->sends += dt__sending(work);
+    for (const dt_work *w = world->first; work && w; w = w->later) own->sends += w == work ? 0 : dt__sending(w);
+    if (work) own->sends += dt__sending(work);
     world->said = work != NULL;
     world->said_moves = world->state->moves;
     world->said_at = world->host->now(world->host->user);
@@ -4979,8 +4983,8 @@ static void dt__sha256_begin(dt__sha256 *s) {
 }
 
 static void dt__sha256_add(dt__sha256 *s, const void *data, size_t bytes) {
-    for (const uint8_t *p = (const uint8_t *)data, *end = p + bytes; p < end; p++) {
-        s->block[s->bytes++ % 64] = *p;
+    for (size_t i = 0; i < bytes; i++) {
+        s->block[s->bytes++ % 64] = ((const uint8_t *)data)[i];
         if (s->bytes % 64 == 0) dt__sha256_block(s->h, s->block);
     }
 }
@@ -5948,6 +5952,9 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
         if (!wait.revents) error = ETIMEDOUT;
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
     }
+    /* Where nobody listens at a port that the system gives to whoever asks, a socket may be given it: it meets itself */
+    if (error == 0 && dt__tcp_own_place(fd).port == place.port && dt__tcp_own_place(fd).address == place.address)
+        error = ECONNREFUSED;
     if (error == 0) return fd;
     close(fd);
     errno = error;
@@ -6951,8 +6958,10 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     dt_listen(mpi->quiet, &mpi->listener);
     if (mpi->rank == 0) fd = dt__mpi_open_door(mpi, desc, address);
     int error = MPI_Ibcast(address, (int)sizeof *address, MPI_BYTE, 0, mpi->control, &request);
-    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0))
+    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0)) {
+        if (fd >= 0) close(fd);
         return "not all its processes came to dt_run within timeout_s";     /* and MPI may still write there */
+    }
     got = *address;
     memset(address, 0, sizeof *address);
     host->free(host->user, address, sizeof *address, DT_MEM_HOST);
@@ -7256,8 +7265,8 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     if (status && !dt_error(ctx)) dt_fail(ctx, status, "rank function returned %s", dt_status_name(status));
     if (!dt_error(ctx)) dt__tell_reset(ctx);
     if (world->first && !dt_error(ctx))
-        dt_fail(ctx, DT_ERR_ARG, "%s on %s was started and never waited for", dt__call_text(&world->first->call).s,
-                world->first->comm->group->name);
+        dt_fail(ctx, DT_ERR_ARG, "%s on %s%s was started and never waited for", dt__call_text(&world->first->call).s,
+                world->first->comm->group->name, dt__own_site(world->first).s);
     if (world->shared->state) dt__set_ended(world->shared, world->seat);
     if (world->others && !dt_error(ctx)) dt__say_wait(world, NULL, 1);
     if (dt_error(ctx)) dt__hands_off(world);
@@ -7434,6 +7443,8 @@ dt_status dt_team_free(dt_team *team) {
 
 /* ---- dt_run ---- */
 
+#define DT__STOPPED_S 1.0   /* after a failure a stopped process is killed that soon */
+
 typedef struct dt__rank_job {
     dt_team   *team;
     int        rank;
@@ -7560,7 +7571,15 @@ static void dt__run_nap(dt_team *team, const dt__rank_job *jobs, int started, st
     else team->host->sleep(team->host->user, 1e-3);
 }
 
-/* Waits for the processes. After a failure those that do not end within timeout_s are killed: they may never look. */
+/* After a failure, does a process take too long? One that computes may never look; one that is stopped does not. */
+static int dt__run_overdue(const dt__rank_job *job, double seconds) {
+    const dt_team *team = job->team;
+    if (!job->pid || seconds < fmin(DT__STOPPED_S, team->desc.timeout_s)) return 0;
+    return seconds > team->desc.timeout_s ||
+           dt__process_state(dt_io_default(), &team->shared->state[job->rank]) == 'T';
+}
+
+/* Waits for the processes, or ends them. */
 static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
     const dt_host *host = team->host;
     double failed_at = -1;
@@ -7575,8 +7594,8 @@ static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct 
         }
         double now = host->now(host->user);
         if (failed_at < 0 && dt__aborted(team->shared)) failed_at = now;
-        for (int rank = 0; rank < started && failed_at >= 0 && now > failed_at + team->desc.timeout_s; rank++)
-            if (jobs[rank].pid) kill(jobs[rank].pid, SIGKILL);
+        for (int rank = 0; rank < started && failed_at >= 0; rank++)
+            if (dt__run_overdue(&jobs[rank], now - failed_at)) kill(jobs[rank].pid, SIGKILL);
         dt__run_answer(team);
         if (left > 0) dt__run_nap(team, jobs, started, ends);
     }

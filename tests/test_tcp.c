@@ -163,8 +163,9 @@ static dt_status legacy_rank(dt_ctx *ctx, void *user) {
     CHECK(dt_recv(world, a, 10000, DT_F32, 1, 2) == DT_OK && a[9999] == 9999);
     CHECK(dt_recv(world, a, 10, DT_F32, 1, 1) == DT_OK && a[9] == 9);
     dt_status status = dt_recv(world, a, 10, DT_F32, 1, 3);
-    CHECK(status == DT_ERR_PEER && says_lost(dt_error_text(ctx), 1) &&
-          strstr(dt_error_text(ctx), "receive f32 x 10 from rank 1 with tag 3 on world: connection"));
+    const char *text = dt_error_text(ctx), *begins = "receive f32 x 10 from rank 1 with tag 3 on world at test_tcp.c:";
+    CHECK_MSG(status == DT_ERR_PEER && says_lost(text, 1) && strstr(text, begins) && strstr(text, ": connection"),
+              "%s", text);
     free(a);
     return status;
 }
@@ -198,11 +199,14 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
 
 /* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts; 3: a rank is
    stuck */
+static int misuse_line;
 static dt_status misuse_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *world = dt_world(ctx);
     float a[16] = { 0 };
     int me = dt_comm_rank(world);
+    enum { MISUSE_LINE = __LINE__ + 2 };
+    misuse_line = MISUSE_LINE;
     if (j->what == 0) return me == 1 ? DT_OK : dt_recv(world, a, 4, DT_F32, 1, 0);
     if (j->what == 1 && me == 1) return dt_send(world, a, 10, DT_F32, 0, 4);
     if (j->what == 2) return me == 1 ? dt_send(world, a, 10, DT_F32, 0, 4) : dt_recv(world, a, 8, DT_F32, 1, 4);
@@ -213,7 +217,8 @@ static dt_status misuse_rank(dt_ctx *ctx, void *user) {
 
 static void test_misuse(void) {
     static const char *const says[] = {
-        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on world",
+        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on world at "
+        "test_tcp.c:%d",
         "rank 0: ended without receiving 40 bytes with tag 4 from rank 1",
         "rank 0: rank 1 sends f32 x 10, rank 0 receives f32 x 8 (tag 4 on world)",
         ": rank 1 did not come; rank 1 (process ",
@@ -225,7 +230,10 @@ static void test_misuse(void) {
         job_wait(j);
         const char *text = j->result[0].report.text;
         const char *begins = "rank 0: timeout 0.5 s in barrier #1 on world at test_tcp.c:";
-        int same = what < 3 ? strcmp(text, says[what]) == 0
+        char want[256];
+        if (what == 0) snprintf(want, sizeof want, says[0], misuse_line);
+        else snprintf(want, sizeof want, "%s", says[what]);
+        int same = what < 3 ? strcmp(text, want) == 0
                             : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
         CHECK_MSG(j->result[0].status && same, "case %d: %s", what, text);
         CHECK(j->result[0].error_lines == 1 && j->result[0].took < 5);
