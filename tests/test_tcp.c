@@ -199,14 +199,12 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
 
 /* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts; 3: a rank is
    stuck */
-static int misuse_line;
+enum { MISUSE_LINE = __LINE__ + 6 };
 static dt_status misuse_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *world = dt_world(ctx);
     float a[16] = { 0 };
     int me = dt_comm_rank(world);
-    enum { MISUSE_LINE = __LINE__ + 2 };
-    misuse_line = MISUSE_LINE;
     if (j->what == 0) return me == 1 ? DT_OK : dt_recv(world, a, 4, DT_F32, 1, 0);
     if (j->what == 1 && me == 1) return dt_send(world, a, 10, DT_F32, 0, 4);
     if (j->what == 2) return me == 1 ? dt_send(world, a, 10, DT_F32, 0, 4) : dt_recv(world, a, 8, DT_F32, 1, 4);
@@ -231,7 +229,7 @@ static void test_misuse(void) {
         const char *text = j->result[0].report.text;
         const char *begins = "rank 0: timeout 0.5 s in barrier #1 on world at test_tcp.c:";
         char want[256];
-        if (what == 0) snprintf(want, sizeof want, says[0], misuse_line);
+        if (what == 0) snprintf(want, sizeof want, says[0], MISUSE_LINE);
         else snprintf(want, sizeof want, "%s", says[what]);
         int same = what < 3 ? strcmp(text, want) == 0
                             : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
