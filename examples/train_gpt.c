@@ -1251,6 +1251,57 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
             j->tokens / (j->ms / 1000), (long long)later);
 }
 
+/* What ranks may have different values of; and of what all have one, or none. */
+static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM,
+    O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS };
+static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE_MODEL, O_TRACE };
+
+static int is_among(int option, const int *list, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (list[i] == option) return 1;
+    return 0;
+}
+
+static uint32_t option_digest(const value *v, int option) {
+    uint32_t    h = v[option].text ? 2166136261u : 1;       /* FNV-1a, of the number if it is one: 1e-2 is 0.01 */
+    const char *p = table[option].kind == TEXT ? v[option].text : (const char *)&v[option].number;
+    if (is_among(option, its_own, sizeof its_own / sizeof its_own[0])) return 0;
+    if (!v[option].text || is_among(option, given_or_not, sizeof given_or_not / sizeof given_or_not[0])) return h;
+    for (size_t i = 0, n = table[option].kind == TEXT ? strlen(p) : sizeof(double); i < n; i++)
+        h = (h ^ (unsigned char)p[i]) * 16777619u;
+    return h;
+}
+
+/* Ranks that were started apart may have been given other options or other data, and would train something that is
+   neither: they compare them first. */
+static dt_status same_options(dt_ctx *ctx, const job *j) {
+    enum { TOLD = N_OPTIONS + 1 };
+    int       n = dt_comm_size(dt_world(ctx));
+    uint32_t *all = (uint32_t *)calloc((size_t)(n + 1) * TOLD, sizeof *all), *mine = all + (size_t)n * TOLD;
+    if (!all) return dt_fail(ctx, DT_ERR_MEM, "the options of %d ranks", n);
+    for (int i = 0; i < N_OPTIONS; i++) mine[i] = option_digest(j->v, i);
+    mine[N_OPTIONS] = (uint32_t)j->config.data.tokens;
+    dt_all_gather(dt_world(ctx), mine, all, TOLD, DT_I32);
+    for (int i = 0; i < TOLD && dt_error(ctx) == DT_OK; i++) {
+        const char *text = i < N_OPTIONS ? j->v[i].text : NULL;
+        if (all[i] == mine[i]) continue;
+        if (i == N_OPTIONS)
+            dt_fail(ctx, DT_ERR_ARG, "--data has %lld tokens here, and another number of them on rank 0",
+                    (long long)j->config.data.tokens);
+        else
+            dt_fail(ctx, DT_ERR_ARG, "--%s%s%s here, and rank 0 has another value: give all ranks the same options",
+                    table[i].name, text ? " " : "", text ? text : " is not given");
+    }
+    free(all);
+    return dt_error(ctx);
+}
+
+static dt_status rank_main(dt_ctx *ctx, void *user) {
+    job *j = (job *)user;
+    if ((launched.size || is_tcp(j->v)) && same_options(ctx, j) != DT_OK) return dt_error(ctx);
+    return train(ctx, &j->config);
+}
+
 /* kill -USR1: where is each rank? */
 static int  asked;
 static void on_ask(int number) {
@@ -1276,7 +1327,7 @@ static int run(job *j) {
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
-        .faults = 1, .ask = &asked }, train, &j->config);
+        .faults = 1, .ask = &asked }, rank_main, j);
     int said = status != DT_OK && *launched.told;
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;

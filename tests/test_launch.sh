@@ -91,6 +91,33 @@ timeout 60 "$B/train_gpt" $tiny --backend tcp --rank 0 --ranks 2 --rendezvous lo
 [ $? = 1 ] && [ "$(grep -c "^error: .*127.0.0.1:$port.*rank 1 did not come" "$dir/err")" = 1 ]
 report $? "a rank that never comes is named; the rendezvous may be a name"
 
+# ---- ranks that were not given the same ---------------------------------------------------------------------------
+
+unlike() { # unlike PATTERN ARGS...: of the second of two ranks; "": all goes well
+    local pattern=$1 r more=() pids=
+    shift
+    free_port
+    for r in 0 1; do
+        timeout 60 "$B/train_gpt" $tiny --backend tcp --rank $r --ranks 2 --rendezvous 127.0.0.1:$port "${more[@]}" \
+            >"$dir/out$r" 2>"$dir/err$r" </dev/null &
+        pids="$pids $!"
+        more=("$@")
+    done
+    ranks_end
+    r=$?
+    if [ -z "$pattern" ]; then [ $r = 0 ]; else
+        [ $r = 2 ] && [ "$(cat "$dir/err0" "$dir/err1" | grep -cE -- "^error: rank 1: $pattern")" = 2 ]
+    fi
+    report $? "of two ranks the second has $*"
+}
+rm -f "$dir"/err*
+unlike "" --lr 0.001 --lr-schedule cosine --quiet --timeout 50
+unlike "--lr 1e-2 here, and rank 0 has another value" --lr 1e-2
+unlike "--zero 1 here, and rank 0 has another value" --zero 1
+unlike "--overlap off here, and rank 0 has another value" --no-overlap
+unlike "--trace $dir/none here, and rank 0 has another value" --trace "$dir/none"
+tiny=${tiny% --data *} unlike "--data has 5000 tokens here, and another number" --data "$dir/text"
+
 # ---- what is refused, and what goes before what -------------------------------------------------------------------
 
 refused() { # refused PATTERN VARIABLES... -- ARGS...

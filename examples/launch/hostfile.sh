@@ -30,6 +30,7 @@ size=${#where[@]}
 
 # The token goes through ssh's standard input and not in its words, which everyone sees. That input stays open as long
 # as this script lives: a rank whose input ends is ended, so that no machine is left with a rank that nobody waits for.
+# A second later: it may be about to say what it has learned of the others.
 token=${DT_TOKEN:-$(head -c 32 /dev/urandom | base64)}
 quoted() { local word; for word; do printf " '%s'" "${word//\'/\'\\\'\'}"; done; }    # as any shell reads them
 command=$(quoted "$@")
@@ -37,7 +38,7 @@ read -r -d '' rank_script <<'END'
 read -r DT_TOKEN; export DT_TOKEN
 exec 3<&0
 "$@" </dev/null 3<&- & rank=$!
-{ while read -r line; do :; done; kill $rank; sleep 5; kill -9 $rank; } <&3 >/dev/null 2>&1 & guard=$!
+{ while read -r line; do :; done; sleep 1; kill $rank; sleep 5; kill -9 $rank; } <&3 >/dev/null 2>&1 & guard=$!
 wait $rank; status=$?
 kill $guard 2>/dev/null
 exit $status
