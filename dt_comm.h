@@ -5952,7 +5952,7 @@ static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
         if (!wait.revents) error = ETIMEDOUT;
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
     }
-    /* Where nobody listens at a port that the system gives to whoever asks, a socket may be given it: it meets itself */
+    /* Where nobody listens at a port that the system gives to anybody, a socket may be given it, and meet itself. */
     if (error == 0 && dt__tcp_own_place(fd).port == place.port && dt__tcp_own_place(fd).address == place.address)
         error = ECONNREFUSED;
     if (error == 0) return fd;
