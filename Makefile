@@ -66,12 +66,12 @@ TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
-OUTSIDE     = $(addprefix $(B)/test_,comm_started faults overlap schedule seeds trace)
+OUTSIDE     = $(addprefix $(B)/test_,overlap schedule seeds trace)
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(SHARED),$(TESTS)))
 SHARED      = $(if $(filter no,$(SHARE)),,$(OUTSIDE))
 $(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
 $(SHARED): $(B)/tests_kernels.o $(B)/tests_implementation.o
-$(SHARED): OWN = $(IMPLEMENTED) $(B)/tests_kernels.o $(B)/tests_implementation.o
+$(SHARED): OWN = $(IMPLEMENTED) $(UNUSED) $(B)/tests_kernels.o $(B)/tests_implementation.o
 $(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized

@@ -5375,12 +5375,16 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
     return r;
 }
 
-/* A bulletin to all: each has a copy that goes when it can. */
+/* A bulletin to all: each has a copy that goes when it can, and in place of an older one that has not begun to. */
 static void dt__tcp_bulletin(void *user, const void *bulletin, size_t bytes) {
     dt__tcp *t = (dt__tcp *)user;
     for (int rank = 0; rank < t->size && !t->failed; rank++) {
         dt__tcp_peer *peer = &t->peers[rank];
         if (peer->fd < 0 || peer->deaf || peer->state != DT__TCP_OPEN || peer->control_bytes) continue;
+        if (peer->first && peer->last->frame.kind == DT__TCP_SAID && peer->last->at == 0) {
+            memcpy((char *)peer->last->data, bulletin, bytes);
+            continue;
+        }
         char *copy = (char *)t->host->alloc(t->host->user, bytes + 1, DT_MEM_HOST);
         dt__tcp_request *r = copy ? dt__tcp_request_make(t, rank, 0, 0, bytes) : NULL;
         if (!r) {
@@ -6651,7 +6655,8 @@ static int dt__mpi_drain(dt__mpi *mpi, MPI_Status *status, MPI_Count *bytes) {
     mpi->draining = MPI_REQUEST_NULL;
     for (int i = 0; i < DT__MPI_COMMS && !there; i++) {
         if (MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, mpi->comms[i], &there, status) != MPI_SUCCESS) there = 0;
-        if (!there || MPI_Get_elements_x(status, MPI_BYTE, bytes) != MPI_SUCCESS) continue;
+        if (there && MPI_Get_elements_x(status, MPI_BYTE, bytes) != MPI_SUCCESS) there = 0;
+        if (!there) continue;
         mpi->waste_bytes = (size_t)*bytes + 1;
         mpi->waste = host->alloc(host->user, mpi->waste_bytes, DT_MEM_HOST);
         if (!mpi->waste || dt__mpi_type((size_t)*bytes, &type, &count) != MPI_SUCCESS) return 0;
