@@ -318,8 +318,9 @@ static void test_rules(void) {
     outcome o;
     int which = 0;
     run(&o, 2, careless_rank, &which);
-    CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "all-reduce f32 x 100 sum on world at test_comm_started.c:")
-              && strstr(o.report.text, " was started and never waited for"), "%s", o.report.text);
+    const char *begins = "all-reduce f32 x 100 sum on world at test_comm_started.c:";
+    CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, begins) &&
+              strstr(o.report.text, " was started and never waited for"), "%s", o.report.text);
     which = 1;
     run(&o, 2, careless_rank, &which);
     CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "has been waited for"), "%s", o.report.text);
