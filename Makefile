@@ -61,17 +61,12 @@ TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
-# what there only kernels use stays unused. WHOLE looks into the kernels too, OUTSIDE into nothing; SHARE=no: all tests
-# are one file.
+# what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
-OUTSIDE     = $(addprefix $(B)/test_,overlap schedule seeds trace)
-SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE) $(SHARED),$(TESTS)))
-SHARED      = $(if $(filter no,$(SHARE)),,$(OUTSIDE))
+SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
-$(SHARED): $(B)/tests_kernels.o $(B)/tests_implementation.o
-$(SHARED): OWN = $(IMPLEMENTED) $(UNUSED) $(B)/tests_kernels.o $(B)/tests_implementation.o
 $(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
@@ -131,8 +126,6 @@ $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(TESTING) -DKERNELS -I. -c $< -o $@
-$(B)/tests_implementation.o: tests/implementation.c $(HEADERS) $(B)/words
-	$(TESTING) $(UNUSED) -I. -c $< -o $@
 $(B)/implementation.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) $(UNUSED) -I. -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
