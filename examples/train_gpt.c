@@ -1328,7 +1328,7 @@ static int run(job *j) {
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
         .faults = 1, .ask = &asked }, rank_main, j);
-    int said = status != DT_OK && *launched.told;
+    int said = status != DT_OK && (launched.size || *launched.told);    /* under MPI by the rank that noticed it */
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
