@@ -143,7 +143,7 @@ enum { BUILT, LATER };
     X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", "print nothing but errors and --generate's bytes") \
     X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(CONFIG, "config", TEXT, LATER, NULL, 0, 0, "FILE", "options from a file") \
+    X(CONFIG, "config", TEXT, BUILT, NULL, 0, 0, "FILE", "options from JSON: own names, or DeepSpeed's keys") \
     X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", "print all options as JSON and end") \
     X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", "compute nothing: who is where, what each sends and needs") \
     X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", "print the rules by which sizes are refused and end") \
@@ -196,6 +196,17 @@ static void let_rank_0_speak(void) {
     if (!speaks()) sleep(1);
 }
 
+/* --config while it is read: at which value, and the path of its key; what meant nothing here. */
+static struct {
+    dt_ctx  *ctx;
+    dt_json *json;
+    int      node;      /* -1: nothing is being read */
+    char     path[160], ignored[1024], given[N_OPTIONS];
+} config = { .node = -1 };
+static const char *bare(dt_ctx *ctx);
+static dt_ctx     *look(void);
+static void        read_config(value *v, const char *path);
+
 /* The end of a run that cannot start. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
     va_list args;
@@ -203,6 +214,10 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     va_start(args, fmt);
     fflush(stdout);
     fputs("error: ", stderr);
+    if (config.node >= 0) {     /* file:line:column: key: */
+        dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
+        fprintf(stderr, "%s: ", bare(config.ctx));
+    }
     vfprintf(stderr, fmt, args);
     fputc('\n', stderr);
     va_end(args);
@@ -213,7 +228,7 @@ static int is_option(int id) { return table[id].kind != HEADING; }
 
 /* Insertions, deletions and changes that make a of b; names are short. */
 static int edit_distance(const char *a, const char *b) {
-    int row[64], n = (int)strlen(b);
+    int row[80], n = (int)strlen(b);
     for (int j = 0; j <= n; j++) row[j] = j;
     for (int i = 1; *a; a++, i++) {
         int diagonal = row[0];
@@ -324,8 +339,13 @@ static int find_option(const char *name, size_t length) {
 }
 
 static void parse(value *v, int argc, char **argv) {
+    char seen[N_OPTIONS] = { 0 };
     for (int i = 0; i < N_OPTIONS; i++)
         if (table[i].preset) set(&v[i], i, table[i].preset, DEFAULT);
+    for (int i = 1; i < argc; i++) {    /* first what the command line goes before */
+        int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
+        if (alone || strncmp(argv[i], "--config=", 9) == 0) read_config(v, alone ? argv[i + 1] : argv[i] + 9);
+    }
     for (int i = 1; i < argc; i++) {
         if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2])
             refuse("'%s' is no option: they begin with --, and --help lists all", argv[i]);
@@ -350,13 +370,242 @@ static void parse(value *v, int argc, char **argv) {
             refuse("--%s needs a value %s", table[id].name, table[id].arg);
         else text = argv[++i];
         int is_path = strncmp(table[id].arg, "FILE", 4) == 0 || strncmp(table[id].arg, "DIR", 3) == 0;
-        if (is_path && v[id].from == GIVEN)
+        if (is_path && seen[id]++)
             refuse("--%s %s: it was given before, %s", table[id].name, text, v[id].text);
         set(&v[id], id, text, GIVEN);
     }
 }
 
-// ==== 3. Help and configuration =====================================================================================
+// ==== 3. Configuration file =========================================================================================
+
+/* --config FILE: a JSON object of this program's options, as --print-config prints them, of DeepSpeed's keys, or of
+   both. What it does not say keeps its preset; the command line goes before it. A key of DeepSpeed's means an option
+   (`to`), and if `on` is not NULL it is a switch: true gives the option that value. Or it has no meaning here: then its
+   name is printed. The rest has rules of its own below. */
+enum { IGNORED = -1, BLOCK = -2, OPTIMIZER = -3, ADAM_W = -4, BETAS = -5, OFFLOAD = -6, SCALE = -7, SCHEDULER = -8 };
+typedef struct foreign { const char *path; int to; const char *on; } foreign;
+static const foreign deepspeed[] = {
+    { "train_batch_size", O_BATCH, NULL },
+    { "train_micro_batch_size_per_gpu", O_MICRO_BATCH, NULL },
+    { "gradient_accumulation_steps", O_ACCUM, NULL },
+    { "gradient_clipping", O_CLIP, NULL },
+    { "gradient_checkpointing", O_RECOMPUTE, "full" },
+    { "fp16", BLOCK, NULL },
+    { "fp16.enabled", O_DTYPE, "f16" },
+    { "fp16.loss_scale", SCALE, NULL },
+    { "bf16", BLOCK, NULL },
+    { "bf16.enabled", O_DTYPE, "bf16" },
+    { "zero_optimization", BLOCK, NULL },
+    { "zero_optimization.stage", O_ZERO, NULL },
+    { "zero_optimization.overlap_comm", O_OVERLAP, NULL },
+    { "zero_optimization.offload_optimizer", BLOCK, NULL },
+    { "zero_optimization.offload_optimizer.device", OFFLOAD, NULL },
+    { "zero_optimization.offload_param", BLOCK, NULL },
+    { "zero_optimization.offload_param.device", OFFLOAD, NULL },
+    { "optimizer", BLOCK, NULL },
+    { "optimizer.type", OPTIMIZER, NULL },
+    { "optimizer.params", BLOCK, NULL },
+    { "optimizer.params.lr", O_LR, NULL },
+    { "optimizer.params.betas", BETAS, NULL },
+    { "optimizer.params.eps", O_EPS, NULL },
+    { "optimizer.params.weight_decay", O_WEIGHT_DECAY, NULL },
+    { "optimizer.params.momentum", O_MOMENTUM, NULL },
+    { "optimizer.params.freeze_step", O_FREEZE_STEPS, NULL },
+    { "optimizer.params.adam_w_mode", ADAM_W, NULL },
+    { "scheduler", BLOCK, NULL },
+    { "scheduler.type", SCHEDULER, NULL },
+    { "scheduler.params", BLOCK, NULL },
+    { "scheduler.params.warmup_max_lr", O_LR, NULL },
+    { "scheduler.params.warmup_num_steps", O_WARMUP, NULL },
+    { "scheduler.params.total_num_steps", O_LR_STEPS, NULL },
+    { "scheduler.params.cos_min_ratio", O_MIN_LR_RATIO, NULL },
+#define NOTHING(path) { path, IGNORED, NULL }
+    NOTHING("steps_per_print"), NOTHING("wall_clock_breakdown"), NOTHING("dump_state"), NOTHING("memory_breakdown"),
+    NOTHING("prescale_gradients"), NOTHING("gradient_predivide_factor"), NOTHING("sparse_gradients"),
+    NOTHING("communication_data_type"), NOTHING("zero_allow_untested_optimizer"), NOTHING("data_types"),
+    NOTHING("activation_checkpointing"), NOTHING("flops_profiler"), NOTHING("comms_logger"), NOTHING("tensorboard"),
+    NOTHING("wandb"), NOTHING("csv_monitor"), NOTHING("aio"), NOTHING("checkpoint"), NOTHING("amp"),
+    NOTHING("fp16.auto_cast"), NOTHING("fp16.initial_scale_power"), NOTHING("fp16.loss_scale_window"),
+    NOTHING("fp16.hysteresis"), NOTHING("fp16.consecutive_hysteresis"), NOTHING("fp16.min_loss_scale"),
+    NOTHING("zero_optimization.allgather_partitions"), NOTHING("zero_optimization.allgather_bucket_size"),
+    NOTHING("zero_optimization.reduce_scatter"), NOTHING("zero_optimization.reduce_bucket_size"),
+    NOTHING("zero_optimization.contiguous_gradients"), NOTHING("zero_optimization.round_robin_gradients"),
+    NOTHING("zero_optimization.sub_group_size"), NOTHING("zero_optimization.stage3_max_live_parameters"),
+    NOTHING("zero_optimization.stage3_max_reuse_distance"), NOTHING("zero_optimization.stage3_prefetch_bucket_size"),
+    NOTHING("zero_optimization.stage3_param_persistence_threshold"),
+    NOTHING("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    NOTHING("zero_optimization.offload_optimizer.nvme_path"), NOTHING("zero_optimization.offload_param.nvme_path"),
+    NOTHING("zero_optimization.offload_optimizer.pin_memory"), NOTHING("zero_optimization.offload_param.pin_memory"),
+    NOTHING("zero_optimization.offload_optimizer.buffer_count"),
+    NOTHING("zero_optimization.offload_optimizer.fast_init"),
+    NOTHING("zero_optimization.offload_param.buffer_count"), NOTHING("zero_optimization.offload_param.buffer_size"),
+    NOTHING("zero_optimization.offload_param.max_in_cpu"),
+    NOTHING("optimizer.params.cuda_aware"), NOTHING("optimizer.params.comm_backend_name"),
+    NOTHING("optimizer.params.torch_adam"), NOTHING("optimizer.params.bias_correction"),
+    NOTHING("scheduler.params.warmup_min_lr"), NOTHING("scheduler.params.warmup_type"),
+    NOTHING("scheduler.params.warmup_min_ratio"),
+#undef NOTHING
+};
+enum { N_FOREIGN = sizeof deepspeed / sizeof deepspeed[0] };
+
+/* The key at `node`, whose path is config.path, gives the option a value. */
+static void configure(value *v, int id, const char *text) {
+    if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
+    config.given[id] = 1;
+    char *own = strdup(text);   /* it lasts as long as the program */
+    if (!own) refuse("out of memory");
+    set(&v[id], id, own, GIVEN);
+}
+
+/* A value of the file as it would stand on the command line; NULL: a list or an object. */
+static const char *config_text(int node, char *room, size_t bytes) {
+    double  x;
+    int64_t whole;
+    int     yes;
+    size_t  length = 0;
+    const char *text = dt_json_string(config.json, node, &length);
+    if (text && strlen(text) != length) refuse("a NUL in a text");
+    if (text) return text;
+    if (dt_json_int(config.json, node, &whole)) snprintf(room, bytes, "%lld", (long long)whole);
+    else if (dt_json_number(config.json, node, &x)) snprintf(room, bytes, "%.17g", x);
+    else if (dt_json_bool(config.json, node, &yes)) return yes ? "on" : "off";
+    else return NULL;
+    return room;
+}
+
+/* Its value for an option, which must be of the option's kind. */
+static void configure_as_is(value *v, int id, int node) {
+    dt_json_kind kind = dt_json_kind_of(config.json, node);
+    char room[40];
+    const char *text = config_text(node, room, sizeof room);
+    int what = table[id].kind, number = what == INT || what == REAL || what == SIZE;
+    if (kind == DT_JSON_NULL) return;
+    if (number && kind != DT_JSON_NUMBER && what != SIZE) refuse("a number is needed");
+    if ((what == SWITCH || what == FLAG) && kind != DT_JSON_BOOL) refuse("true or false is needed");
+    if (!text || ((what == WORD || what == TEXT) && kind == DT_JSON_BOOL)) refuse("a text is needed");
+    if (what == FLAG && strcmp(text, "off") == 0) return;
+    configure(v, id, text);
+}
+
+static const char *config_string(int node) {
+    const char *text = dt_json_string(config.json, node, NULL);
+    if (!text) refuse("a text is needed");
+    return text;
+}
+
+/* One of `words`, which stand for the `values`. */
+static const char *config_word(int node, const char *const *words, const char *const *values, int n) {
+    const char *text = config_string(node);
+    char legal[200] = "";
+    for (int i = 0; i < n; i++) {
+        if (strcmp(text, words[i]) == 0) return values[i];
+        snprintf(legal + strlen(legal), sizeof legal - strlen(legal), "%s%s", i ? "|" : "", words[i]);
+    }
+    refuse("\"%s\": the legal values are %s", text, legal);
+}
+
+/* What is neither one option's value nor a switch for one. DeepSpeed's Adam is AdamW, unless adam_w_mode is false. */
+static void configure_foreign(value *v, int to, int node, int parent) {
+    static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
+    static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
+    static const char *const devices[] = { "none", "cpu", "nvme" };
+    double x;
+    int    yes;
+    if (to == OPTIMIZER) {
+        static const char *const is[] = { "adamw", "adamw", "sgd", "onebit-adam" };
+        const char *type = config_word(node, optimizers, is, 4);
+        int params = dt_json_find(config.json, parent, "params");
+        int mode = dt_json_find(config.json, params, "adam_w_mode");
+        int l2 = dt_json_bool(config.json, mode, &yes) && !yes && strcmp(config_string(node), "Adam") == 0;
+        configure(v, O_OPTIMIZER, l2 ? "adam" : type);
+    } else if (to == ADAM_W) {
+        if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
+    } else if (to == BETAS) {
+        if (dt_json_kind_of(config.json, node) != DT_JSON_ARRAY || dt_json_count(config.json, node) != 2)
+            refuse("two numbers are needed");
+        for (int i = 0; i < 2; i++) {
+            config.node = dt_json_at(config.json, node, i);
+            configure_as_is(v, i ? O_BETA2 : O_BETA1, config.node);
+        }
+    } else if (to == OFFLOAD) {
+        int nvme = dt_json_find(config.json, parent, "nvme_path");
+        const char *folder = nvme >= 0 ? config_string(nvme) : "";
+        const char *const is[] = { "none", "cpu", folder };
+        const char *device = config_word(node, devices, is, 3);
+        if (!*device) refuse("\"nvme\" needs nvme_path, a folder");
+        configure(v, strstr(config.path, "param.") ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, device);
+    } else if (to == SCALE) {
+        if (!dt_json_number(config.json, node, &x)) refuse("a number is needed");
+        if (x == 0) configure(v, O_LOSS_SCALE, "dynamic");
+        else configure_as_is(v, O_LOSS_SCALE, node);
+    } else {
+        static const char *const is[] = { "constant", "linear", "cosine" };
+        const char *kind = config_word(node, schedulers, is, 3);
+        configure(v, O_LR_SCHEDULE, kind);
+        if (strcmp(kind, "linear") == 0) configure(v, O_MIN_LR_RATIO, "0");
+    }
+}
+
+static __attribute__((noreturn)) void refuse_key(const char *path) {
+    const char *nearest = "";
+    int         least = 1 + (int)strlen(path) / 3;
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (is_option(i) && edit_distance(path, table[i].name) <= least)
+            nearest = table[i].name, least = edit_distance(path, nearest) - 1;
+    for (int i = 0; i < N_FOREIGN; i++)
+        if (edit_distance(path, deepspeed[i].path) <= least)
+            nearest = deepspeed[i].path, least = edit_distance(path, nearest) - 1;
+    refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
+}
+
+/* The members of an object; prefix: the path to it, with a dot at its end. */
+static void configure_block(value *v, int object, const char *prefix) {
+    if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
+    for (int i = 0; i < dt_json_count(config.json, object); i++) {
+        int    node = dt_json_at(config.json, object, i), at = 0, yes = 0;
+        char   path[sizeof config.path];
+        size_t length = strlen(prefix);
+        const char *key = dt_json_key(config.json, node, NULL);
+        snprintf(path, sizeof path, "%s%.50s", prefix, key);
+        config.node = node;
+        snprintf(config.path, sizeof config.path, "%s", path);
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;      /* "optimizer" is both */
+        int id = length || block ? N_OPTIONS : find_option(key, strlen(key));
+        while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
+        if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
+            refuse("a file cannot name another one");
+        if (id < N_OPTIONS) configure_as_is(v, id, node);
+        else if (at == N_FOREIGN) refuse_key(path);
+        else if (deepspeed[at].to == IGNORED)
+            snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored), " %s", path);
+        else if (deepspeed[at].to == BLOCK) {
+            strcat(path, ".");
+            configure_block(v, node, path);
+        } else if (deepspeed[at].on) {
+            if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
+            if (yes) configure(v, deepspeed[at].to, deepspeed[at].on);
+        } else if (deepspeed[at].to >= 0) configure_as_is(v, deepspeed[at].to, node);
+        else configure_foreign(v, deepspeed[at].to, node, object);
+    }
+    config.node = -1;
+}
+
+static void read_config(value *v, const char *path) {
+    size_t  bytes = 0;
+    dt_ctx *ctx = look();
+    char   *text = dt_file_read(ctx, path, 1 << 20, &bytes);
+    config.json = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
+    if (dt_error(ctx) != DT_OK) refuse("--config: %s", bare(ctx));
+    config.ctx = ctx;
+    config.node = 0;
+    configure_block(v, 0, "");
+    config.node = -1;
+    dt_json_free(config.json);
+    dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    dt_ctx_free(ctx);
+}
+
+// ==== 4. Help and configuration =====================================================================================
 
 /* The options that are not built, in lines of at most 100 characters. */
 static void print_later(void) {
@@ -425,7 +674,7 @@ static void print_config(const value *v) {
         printf("%s  \"%s\": ", first ? "" : ",\n", o->name);
         first = 0;
         if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", stdout);
-        else if (!v[i].text) fputs("null", stdout);
+        else if (!v[i].text || i == O_CONFIG) fputs("null", stdout);
         else if (o->kind == INT || o->kind == SIZE) printf("%lld", (long long)v[i].number);
         else if (o->kind == REAL) print_json_number(v[i].number);
         else if (i == O_ZERO) fputs(v[i].text, stdout);
@@ -459,7 +708,7 @@ static void print_refused(void) {
     puts("  stop-at <= steps");
 }
 
-// ==== 4. From options to a run ======================================================================================
+// ==== 5. From options to a run ======================================================================================
 
 static int     int_of(const value *v, int id) { return (int)v[id].number; }
 static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
@@ -958,7 +1207,7 @@ static train_config resolve(value *v) {
     return c;
 }
 
-// ==== 5. Data =======================================================================================================
+// ==== 6. Data =======================================================================================================
 
 /* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their magic number. */
 static int check_file(int id, const char *path) {
@@ -1089,7 +1338,7 @@ static void check_outputs(const value *v, const train_config *c) {
         refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
 }
 
-// ==== 6. Settings block =============================================================================================
+// ==== 7. Settings block =============================================================================================
 
 /* "0.5 + 3.5 layers": the embedding and the head are not counted. */
 static void print_stages(const train_config *c) {
@@ -1131,6 +1380,8 @@ static void print_settings(const value *v, const train_config *c) {
     if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
     putchar('\n');
     printf("launch  %s\n", launched.text);
+    if (v[O_CONFIG].text) printf("config  %s%s%s\n", v[O_CONFIG].text, *config.ignored ? "   no meaning here:" : "",
+                                 config.ignored);
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
@@ -1150,7 +1401,7 @@ static void print_settings(const value *v, const train_config *c) {
     printf(column % 4 ? "\n\n" : "\n");
 }
 
-// ==== 7. Output of a run ============================================================================================
+// ==== 8. Output of a run ============================================================================================
 
 /* What rank 0 needs to print. */
 typedef struct job {
@@ -1253,7 +1504,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 
 /* What ranks may have different values of; and of what all have one, or none. */
 static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM,
-    O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS };
+    O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
 static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int option, const int *list, size_t n) {
@@ -1352,7 +1603,7 @@ static int run(job *j) {
     return 1;
 }
 
-// ==== 8. Dry run ====================================================================================================
+// ==== 9. Dry run ====================================================================================================
 
 /* Ranks of one axis that differ from `rank` in that coordinate only: n of them, `stride` apart. */
 static void print_group(int rank, int n, int stride) {
@@ -1486,7 +1737,7 @@ static int dry_run(job *j) {
     return 0;
 }
 
-// ==== 9. Memory limit ===============================================================================================
+// ==== 10. Memory limit ==============================================================================================
 
 /* What other settings would need. */
 typedef struct advice {
@@ -1571,7 +1822,7 @@ static void check_limit(const job *j) {
     exit(2);
 }
 
-// ==== 10. main ======================================================================================================
+// ==== 11. main ======================================================================================================
 
 /* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
 static void join(const value *v, int *argc, char ***argv) {

@@ -51,7 +51,7 @@ try 2 'unknown option --no-quiet' --no-quiet
 try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
 # ---- parts of later versions say so, with their defaults they are harmless
-for x in "--backend mpi" "--backend nccl" "--device cuda" "--save x" "--resume x" "--config x" \
+for x in "--backend mpi" "--backend nccl" "--device cuda" "--save x" "--resume x" \
     "--tp 2 --save-model x" "--pp 2 --save-model x" "--experts 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
