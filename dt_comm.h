@@ -163,7 +163,7 @@ typedef struct dt_run_desc {
     int               faults;       /* 1: DT_FAULT of the environment is heeded */
     const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
     int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
-                                       100 steps, and alway with DT_CHECK=1 in the environment; 1 alway, -1 never */
+                                       100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
                                        dt_ranks_text is logged as a notice, and it is 0 again. Of procs the supervisor's
                                        counts; over tcp and mpi a rank looks at it while it waits */
@@ -180,7 +180,7 @@ typedef struct dt_run_desc {
    DT_OK only if every rank_main returned DT_OK, no context failed and every message was received. A rank_main that
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
-   of one thread.
+   of one thread. Those that have not ended timeout_s after the first failure are killed, a stopped one after a second.
    tcp: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has ended
    waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
    another rank told it of; DT_OK says that this rank went well, and the others as far as it could learn.
@@ -1250,7 +1250,7 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
     return DT_OK;
 }
 
-/* comm->out[..outs][i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, alway. What is summed into may be among
+/* comm->out[..outs][i] = comm->in[0][i] op comm->in[1][i] op ...: rank order, always. What is summed into may be among
    the inputs, unless it is far: see dt_reduce_args. */
 static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int n, size_t count, int far) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
@@ -1672,7 +1672,7 @@ static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
     return text;
 }
 
-/* The other half of a part will never come: its rank has ended. Alway -1. */
+/* The other half of a part will never come: its rank has ended. Always -1. */
 static int dt__part_never(dt_work *work, const dt__part *part) {
     dt__phrase text = dt__part_text(work, part);
     int other = part->peer == DT_ANY ? -1 : work->comm->group->ranks[part->peer];
@@ -1694,7 +1694,7 @@ static dt_status dt__counts_differ(dt_work *work, int from, size_t sent, size_t 
                          dt__own_site(work).s);
 }
 
-/* What came is not what was expected. Alway -1. */
+/* What came is not what was expected. Always -1. */
 static int dt__part_differs(dt_work *work, const dt__part *part, int from, dt_dtype dtype, size_t count) {
     const dt_comm *comm = work->comm;
     if (part->tag < 0) return dt__counts_differ(work, from, count, part->count), -1;
@@ -1717,7 +1717,7 @@ static uint64_t dt__word_of(const dt__call *call, size_t part_count) {
 
 static dt_dtype dt__word_dtype(uint64_t word) { return (dt_dtype)(word >> 55 & 15); }
 
-/* A message came that is a part of something else than this rank calls. Alway -1. */
+/* A message came that is a part of something else than this rank calls. Always -1. */
 static int dt__word_differs(dt_work *work, const dt__part *part, int from, uint64_t word) {
     dt__shown its, own;
     dt_dtype dtype = dt__word_dtype(word);
@@ -1945,7 +1945,7 @@ static int dt__is_there(const dt_work *work, int rank) {
     if (work->state == DT__MEETING)
         return __atomic_load_n(&dt__post_of(comm, rank, work->call.seq)->seq, __ATOMIC_ACQUIRE) == work->call.seq;
     const dt__member *member = dt__member_of(comm, rank);
-    if (work->state == DT__OPENING) {   /* memory that can be reached is alway open */
+    if (work->state == DT__OPENING) {   /* memory that can be reached is always open */
         if (!dt__post_of(comm, rank, work->call.seq)->staging) return 1;
         return __atomic_load_n(&member->opened, __ATOMIC_ACQUIRE) >= work->window;
     }
@@ -2303,7 +2303,7 @@ static int dt__shared_collective(dt_work *work) {
     for (int moved = 0;; moved = 1) {
         if (moved) dt__moved(comm->world);
         if (work->state != DT__NEW && work->state != DT__CLOSING && comm->moved + 1 != work->call.seq) return 0;
-        int open = work->state == DT__OPENING && !work->staged;    /* memory that can be reached is alway open */
+        int open = work->state == DT__OPENING && !work->staged;    /* memory that can be reached is always open */
         int there = work->state == DT__NEW ? dt__may_post(work) : open ? 1 : dt__all_there(work);
         if (there <= 0) return there;
         switch (work->state) {
@@ -2369,7 +2369,7 @@ static int dt__rank_in(const dt__group *group, int world_rank) {
     return -1;
 }
 
-/* What dt_transport's test answers below 0. Alway -1. */
+/* What dt_transport's test answers below 0. Always -1. */
 static int dt__transport_failed(dt_work *work, const dt__part *part, int answer, const char *why) {
     dt__world *world = work->comm->world;
     dt__phrase text = dt__part_text(work, part);
@@ -6328,8 +6328,8 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
    other groups' collectives the messages within it go there (13): MPI is for what leaves the machine, and for sends and
    receives.
 
-   Nothing waits inside MPI: whatever takes time is started and tested, in section 12's loop or in dt__mpi_meet, which
-   watch the clock. MPI knows no failed rank. So all ranks have the connections of section 24 as well, but no data goes
+   Nothing waits inside MPI before the end, when all have met: whatever takes time is started and tested, in section
+   12's loop or in dt__mpi_meet, which watch the clock. MPI knows no failed rank. So all ranks have the connections of section 24 as well, but no data goes
    over them: a rank that fails says so there, one that dies is noticed by its lost connection, and all look at them
    while they wait. Rank 0 opens the door, and MPI carries its address and the token to the others. At the end all meet
    once more: then none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface Standard", version
@@ -6365,7 +6365,7 @@ typedef struct dt__mpi_request {
     void        *buf;           /* of a receive */
     size_t       bytes;
     int          error;         /* of MPI */
-    const char  *wrong;         /* why it did not begin */
+    const char  *wrong;         /* why it cannot be, if MPI has no error */
     int          flies;         /* all of it is in the envelope: it is over for its caller at once */
     struct dt__mpi_request *next;
     dt__mpi_envelope e;
@@ -6602,7 +6602,7 @@ static void dt__mpi_node_look(void *user) { dt__mpi_look((dt__mpi *)user); }
 
 /* ---- test and cancel ---- */
 
-/* A request of this rank could not begin, or MPI gave it up. Alway -2: nobody else has failed, as far as MPI tells. */
+/* A request of this rank could not begin, or MPI gave it up. Always -2: nobody else has failed, as far as MPI tells. */
 static int dt__mpi_broken(dt__mpi *mpi, dt__mpi_request *r, char *why) {
     if (r->wrong) snprintf(why, 512, "%s", r->wrong);
     else dt__mpi_why(r->error, why, 512);

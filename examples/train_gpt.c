@@ -536,6 +536,7 @@ static void configure_foreign(value *v, int to, int node, int parent) {
         configure(v, strstr(config.path, "param.") ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, device);
     } else if (to == SCALE) {
         if (!dt_json_number(config.json, node, &x)) refuse("a number is needed");
+        if (!dt_json_bool(config.json, dt_json_find(config.json, parent, "enabled"), &yes) || !yes) return;
         if (x == 0) configure(v, O_LOSS_SCALE, "dynamic");
         else configure_as_is(v, O_LOSS_SCALE, node);
     } else {

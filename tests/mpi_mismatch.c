@@ -14,12 +14,19 @@
 
 static double timeout_s = 10;
 
-/* An MPI that is slow to say that a large send is over, as it may be: its receiver has gone on long since. */
+/* An MPI that is slow to say that a large message is over, as it may be: the receiver of a send has gone on long since,
+   or all wait for one that has come. */
 static double      slow_s, over_at;
 static MPI_Request slow = MPI_REQUEST_NULL;
 
 int MPI_Isend(const void *buf, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
     int error = PMPI_Isend(buf, count, type, to, tag, comm, request);
+    if (slow_s > 0 && type != MPI_BYTE) slow = *request, over_at = MPI_Wtime() + slow_s;
+    return error;
+}
+
+int MPI_Irecv(void *buf, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request) {
+    int error = PMPI_Irecv(buf, count, type, from, tag, comm, request);
     if (slow_s > 0 && type != MPI_BYTE) slow = *request, over_at = MPI_Wtime() + slow_s;
     return error;
 }
@@ -100,6 +107,20 @@ static dt_status slow_sends(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* All wait for each other in one operation, in a circle. */
+static dt_status slow_ring(dt_ctx *ctx, void *user) {
+    enum { MANY = 8000 };
+    dt_comm *world = dt_world(ctx);
+    float   *a = (float *)calloc(2 * MANY, sizeof *a);
+    (void)user;
+    dt_comm_set_algorithm(world, DT_RING);
+    slow_s = 0.1;
+    dt_all_reduce(world, a, a + MANY, MANY, DT_F32, DT_SUM);
+    slow_s = 0;
+    free(a);
+    return dt_error(ctx);
+}
+
 static void no_false_alarms(const mismatches *all) {
     odd_run  run;
     mismatch right;
@@ -113,6 +134,7 @@ static void no_false_alarms(const mismatches *all) {
         well(odd_rank, &run, right.name);
     }
     well(slow_sends, NULL, "a send whose end is known late");
+    well(slow_ring, NULL, "a sum whose messages come late");
     for (int i = 0; i < 20; i++) {
         memset(&program, 0, sizeof program);
         program.seed = (uint64_t)(1 + i) * 104729;

@@ -96,6 +96,7 @@ same '{"bf16": {"enabled": true}, "fp16": {"enabled": false}, "zero_optimization
        "reduce_bucket_size": 5e8}}' "" --dtype bf16 --zero 1 --overlap off
 same '{"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}}' "" --dtype f16 --loss-scale dynamic
 same '{"fp16": {"enabled": true, "loss_scale": 128}}' "" --dtype f16 --loss-scale 128
+same '{"fp16": {"enabled": false, "loss_scale": 128}}' ""
 same "{\"zero_optimization\": {\"stage\": 3, \"offload_optimizer\": {\"device\": \"nvme\", \"nvme_path\": \"$dir\"},
        \"offload_param\": {\"device\": \"none\"}}}" "" --zero 3 --offload-optim "$dir"
 same '{"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}' "" --lr 0.01 --optimizer adamw
