@@ -6329,11 +6329,11 @@ static void dt__tcp_report(dt__tcp *t, dt_report *report) {
    receives.
 
    Nothing waits inside MPI before the end, when all have met: whatever takes time is started and tested, in section
-   12's loop or in dt__mpi_meet, which watch the clock. MPI knows no failed rank. So all ranks have the connections of section 24 as well, but no data goes
-   over them: a rank that fails says so there, one that dies is noticed by its lost connection, and all look at them
-   while they wait. Rank 0 opens the door, and MPI carries its address and the token to the others. At the end all meet
-   once more: then none is left that could still send. MPI Forum, "MPI: A Message-Passing Interface Standard", version
-   3.1, 2015. */
+   12's loop or in dt__mpi_meet, which watch the clock. MPI knows no failed rank. So all ranks have the connections
+   of section 24 as well, but no data goes over them: a rank that fails says so there, one that dies is noticed by
+   its lost connection, and all look at them while they wait. Rank 0 opens the door, and MPI carries its address and
+   the token to the others. At the end all meet once more: then none is left that could still send. MPI Forum, "MPI:
+   A Message-Passing Interface Standard", version 3.1, 2015. */
 
 #ifdef DT_USE_MPI
 
