@@ -502,8 +502,14 @@ typedef struct dt_io {
     int     (*fsync)(void *user, int fd);
     int     (*rename)(void *user, const char *from, const char *to);
     int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
-    int     (*remove)(void *user, const char *path);            /* a file */
+    int     (*remove)(void *user, const char *path);            /* a file, or an empty folder */
     int     (*forget)(void *user, int fd, int64_t bytes, int64_t offset);   /* to disk, and out of memory; or NULL */
+    /* What checkpoints need besides; a table without them has none. */
+    int     (*make)(void *user, const char *path);              /* a new folder */
+    int     (*list)(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);   /* a folder's
+                                                                   entries, without . and .. */
+    int     (*lock)(void *user, int fd);    /* until it is closed, however its process ends; errno EWOULDBLOCK: another
+                                               has it */
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -1084,6 +1090,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #endif
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -1092,6 +1099,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -1395,7 +1403,30 @@ static int dt__io_resize(void *user, int fd, int64_t bytes) {
 
 static int dt__io_remove(void *user, const char *path) {
     (void)user;
-    return unlink(path);
+    return remove(path);
+}
+
+static int dt__io_make(void *user, const char *path) {
+    (void)user;
+    return mkdir(path, 0777);
+}
+
+static int dt__io_list(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg) {
+    (void)user;
+    DIR *d = opendir(path);
+    if (!d) return -1;
+    errno = 0;
+    for (struct dirent *e; (e = readdir(d)) != NULL; errno = 0)
+        if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0) each(arg, e->d_name);
+    int reason = errno; /* closedir may change it */
+    closedir(d);
+    errno = reason;
+    return reason ? -1 : 0;
+}
+
+static int dt__io_lock(void *user, int fd) {
+    (void)user;
+    return flock(fd, LOCK_EX | LOCK_NB);
 }
 
 static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
@@ -1420,7 +1451,7 @@ static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget, dt__io_make, dt__io_list, dt__io_lock };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
@@ -5042,6 +5073,13 @@ typedef struct dt__weight_file {
     int      open;                  /* temp may exist */
 } dt__weight_file;
 
+/* Where several ranks write one file, each has a handle that knows all tensors and places, and its elements go here, in
+   the file's type: `count` from element `first` of tensor `index`, for byte `offset` of the file. */
+typedef struct dt__sink {
+    void (*put)(void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
+    void *user;
+} dt__sink;
+
 struct dt_weights {
     dt_ctx          *ctx;
     dt_listener      listener;      /* closes it with the context */
@@ -5055,6 +5093,8 @@ struct dt_weights {
     int              order_room;
     int              fd, current;   /* the one file that is open: many ranks may read many files */
     char            *window, *stage;
+    dt__sink         sink;          /* put not NULL: takes what is written; no file is made here */
+    int              part, parts;   /* dt_weights_save writes this part of what the rank has; 0 parts: all */
 };
 
 static char *dt__join(dt_ctx *ctx, const char *a, size_t a_bytes, const char *b) {
@@ -5715,11 +5755,27 @@ static dt_status dt__rect_param(dt_weights *w, const dt__rect *r, int64_t first,
     return dt__sync(w->ctx); /* host memory is used again at once */
 }
 
+/* This rank's part of the numbers *begin .. *end - 1, where ranks share out what all of them have. */
+static void dt__weights_part(const dt_weights *w, int64_t *begin, int64_t *end) {
+    int64_t from = *begin, n = *end - *begin;
+    if (!w->parts) return;
+    *begin = from + n / w->parts * w->part + n % w->parts * w->part / w->parts;
+    *end = from + n / w->parts * (w->part + 1) + n % w->parts * (w->part + 1) / w->parts;
+}
+
 /* As stored: runs of the box are runs of the file, as far as a row of it goes. */
 static dt_status dt__rect_runs(dt_weights *w, const dt__rect *r) {
     const dt_param_info *p = r->param->param;
-    int64_t      begin = r->at * r->columns, end = begin + r->rows * r->columns;
+    int64_t      begin = 0, end = 0; /* from the box's first element in the full tensor to behind its last */
     int64_t      most = DT__STAGE / (int64_t)dt_dtype_size(r->param->dtype);
+    for (int i = 0; i < p->full.nd; i++) {
+        begin = begin * p->full.d[i] + p->box.lo[i];
+        end = end * p->full.d[i] + p->box.lo[i] + p->box.inside[i] - 1;
+    }
+    end++;
+    dt__weights_part(w, &begin, &end);
+    if (begin < r->at * r->columns) begin = r->at * r->columns;
+    if (end > (r->at + r->rows) * r->columns) end = (r->at + r->rows) * r->columns;
     dt__box_walk walk = dt__box_begin(p->full, p->box);
     while (dt__box_next(&walk)) {
         int64_t g = walk.global < begin ? begin : walk.global;
@@ -5779,13 +5835,15 @@ static dt_status dt__rect_tiles(dt_weights *w, const dt__rect *r) {
     int64_t      pitch = p->box.n[last], width = p->box.inside[last];
     int64_t      wide = width < 1024 ? width : 1024;
     int64_t      tall = DT__STAGE / ((wide + 1) * (int64_t)dt_dtype_size(r->param->dtype)); /* + 1: the run */
+    int64_t      from = 0, to = width;
     dt__box_walk walk = dt__box_begin(lead, p->box);
-    while (width > 0 && dt__box_next(&walk)) {
+    dt__weights_part(w, &from, &to);
+    while (from < to && dt__box_next(&walk)) {
         int64_t row = walk.global < r->at ? r->at : walk.global;
         int64_t stop = walk.global + walk.run < r->at + r->rows ? walk.global + walk.run : r->at + r->rows;
         for (; row < stop; row += tall)
-            for (int64_t c = 0; c < width; c += wide) {
-                int64_t rows = stop - row < tall ? stop - row : tall, columns = width - c < wide ? width - c : wide;
+            for (int64_t c = from; c < to; c += wide) {
+                int64_t rows = stop - row < tall ? stop - row : tall, columns = to - c < wide ? to - c : wide;
                 int64_t local = (walk.local + row - walk.global) * pitch + c;
                 if (dt__rect_tile(w, r, row, rows, p->box.lo[last] + c, columns, local, pitch) != DT_OK)
                     return w->ctx->status;
@@ -5812,7 +5870,7 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
     if (r.columns < 1 || dt_count(p->full) % r.columns != 0)
         return dt_fail(ctx, DT_ERR_ARG, "%s(%s): %s has no %lld columns", what, param->name, dt__shape_text(p->full).s,
             (long long)columns);
-    for (int i = 0; i < p->full.nd && writing; i++)
+    for (int i = 0; i < p->full.nd && writing && !w->sink.put; i++)
         if (p->box.n[i] != p->full.d[i])
             return dt_fail(ctx, DT_ERR_UNSUPPORTED, "%s(%s): it is cut, %s of %s; save it from a single rank", what,
                 param->name, dt__shape_text(param->shape).s, dt__shape_text(p->full).s);
@@ -5956,7 +6014,7 @@ static dt_status dt__st_head(dt_weights *w, int f) {
     file->bytes = (int64_t)out.used + at;
     for (int i = 0; i < w->weights; i++)
         if (w->weight[i].file == f) w->weight[i].offset += (int64_t)out.used;
-    return w->ctx->status == DT_OK ? dt__file_start(w, f, (int64_t)out.used) : w->ctx->status;
+    return w->ctx->status == DT_OK && !w->sink.put ? dt__file_start(w, f, (int64_t)out.used) : w->ctx->status;
 }
 
 static dt_status dt__llmc_head(dt_weights *w) {
@@ -5989,18 +6047,22 @@ dt_status dt_weights_write(dt_weights *w, int index, int64_t first, int64_t coun
     if (status != DT_OK || dt__weights_lay(w) != DT_OK) return w ? w->ctx->status : status;
     dt__weight *t = &w->weight[index];
     const char *path = w->file[t->file].temp;
-    int64_t     size = (int64_t)dt_dtype_size(t->t.dtype), at = t->offset + first * size, step = DT__WINDOW / size;
+    int64_t     size = (int64_t)dt_dtype_size(t->t.dtype), at = t->offset + first * size;
+    int64_t     step = from != t->t.dtype ? DT__WINDOW / size : count;
     if (count > t->t.count - t->written)
         return dt_fail(w->ctx, DT_ERR_ARG, "dt_weights_write(%s): elements were written twice",
             dt__name_text(t->t.name).s);
-    if (dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
+    if (!w->sink.put && dt__weights_use(w, t->file) != DT_OK) return w->ctx->status;
     if (from != t->t.dtype && !dt__weights_buffer(w, &w->window, DT__WINDOW)) return w->ctx->status;
     for (int64_t done = 0; done < count; done += step) {
         int64_t     n = count - done < step ? count - done : step;
         const char *in = (const char *)host + (size_t)done * dt_dtype_size(from);
-        if (from != t->t.dtype) dt__convert(t->t.dtype, w->window, from, in, n);
-        if (dt__file_put(w->ctx, path, w->fd, from != t->t.dtype ? w->window : in, n * size, at + done * size) != DT_OK)
-            return w->ctx->status;
+        if (from != t->t.dtype) {
+            dt__convert(t->t.dtype, w->window, from, in, n);
+            in = w->window;
+        }
+        if (w->sink.put) w->sink.put(w->sink.user, index, first + done, n, in, at + done * size);
+        else if (dt__file_put(w->ctx, path, w->fd, in, n * size, at + done * size) != DT_OK) return w->ctx->status;
     }
     t->written += count;
     return DT_OK;
@@ -6052,7 +6114,7 @@ static dt_status dt__weights_publish(dt_weights *w) {
 dt_status dt_weights_close(dt_weights *w) {
     if (!w) return DT_OK;
     dt_ctx *ctx = w->ctx;
-    if (w->writing) dt__weights_publish(w);
+    if (w->writing && !w->sink.put) dt__weights_publish(w);
     dt__weights_end(w);
     return ctx->status;
 }

@@ -6,8 +6,7 @@
    or cut over the ranks (ZeRO); the update, in f32 masters for 16-bit parameters; the loss scale; the learning rate;
    state and values in host memory or on disk.
 
-   DOES NOT: know the model, divide the loss (dt_tokens gives the denominator), reset the tape. Not in this version:
-   checkpoints.
+   DOES NOT: know the model, divide the loss (dt_tokens gives the denominator), reset the tape.
 
    QUICK EXAMPLE (data parallel over 4 ranks, optimizer state and gradients cut over them: ZeRO-2)
 
@@ -53,18 +52,23 @@
    CONTENTS
      1. Learning rate
      2. Training state
-     3. Account
-     4. Implementation: learning rate
-     5. Units, groups and runs
-     6. The reducer
-     7. Values on demand
-     8. The norm
-     9. The loss scale
-    10. The update
-    11. Offload
-    12. 1-bit Adam
-    13. Making, stepping, freeing
-    14. Account: code
+     3. Checkpoints
+     4. Account
+     5. Implementation: learning rate
+     6. Units, groups and runs
+     7. The reducer
+     8. Values on demand
+     9. The norm
+    10. The loss scale
+    11. The update
+    12. Offload
+    13. 1-bit Adam
+    14. Making, stepping, freeing
+    15. Account: code
+    16. Checkpoints: the writer
+    17. Checkpoints: what is in them
+    18. Checkpoints: saving
+    19. Checkpoints: loading
 
    CONTRACT
      Memory     The state belongs to the context and ends with it. Gradients (class grads) are made by the first
@@ -155,10 +159,10 @@ enum { DT_ADAMW = 0, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM, DT_OWN };
 typedef struct dt_zero_desc {
     int            stage;           /* ZeRO: 0: all whole; 1: optimizer state cut; 2: gradients too; 3: values too */
     int            shard_group;     /* so many consecutive ranks of the data group cut, groups hold copies; 0: all */
-    int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 7 */
+    int            keep_gathered;   /* stage 3: 1: what a step has gathered stays until its update: section 8 */
     const dt_mesh *mesh;            /* NULL -> all ranks of the world are data parallel. Copied. */
     int            optimizer;       /* DT_ADAMW (arXiv:1711.05101), DT_ADAM (L2 in the gradient), DT_SGD,
-                                       DT_ONEBIT_ADAM (arXiv:2102.02888; section 12), DT_OWN */
+                                       DT_ONEBIT_ADAM (arXiv:2102.02888; section 13), DT_OWN */
     double         beta1, beta2;    /* 0 -> 0.9, 0.999 */
     double         eps;             /* 0 -> 1e-8 */
     double         momentum;        /* SGD; 0: none, and no state */
@@ -167,7 +171,7 @@ typedef struct dt_zero_desc {
     double         weight_decay;    /* of parameters with 2 dimensions and more that are not marked no_decay */
     double         clip;            /* 0: none; else gradients are scaled by clip/(norm + 1e-6) where that is below 1 */
     const char    *offload_optim;   /* optimizer state: NULL or "none": beside the parameters; "cpu": in host memory,
-                                       where the update then runs; else a folder: in a file there: section 11 */
+                                       where the update then runs; else a folder: in a file there: section 12 */
     const char    *offload_params;  /* stage 3: this rank's run of the values, likewise. Both in one folder: and this
                                        rank's run of the gradients, unless they are summed over a tree */
     size_t         offload_chunk;   /* elements that are read, updated and written at a time; 0 -> 131,072 */
@@ -175,7 +179,7 @@ typedef struct dt_zero_desc {
                                        DT_SCALE_DYNAMIC */
     dt_scale_desc  scale;           /* how a dynamic one moves */
     size_t         bucket_bytes;    /* 0 -> 25 MiB: the largest unit, unless one parameter is larger */
-    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 6 */
+    int            tree;            /* 1: gradients are summed over a binary tree of micro-batches: section 7 */
     int            no_overlap;      /* 1: a unit is reduced before the backward goes on, not while it does, and gathered
                                        when it is needed, not before */
     int            poison;          /* 1: stage 3 fills what it frees with NaN, so that a late reader shows */
@@ -223,7 +227,79 @@ DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
    cannot be read any more. NULL is allowed. */
 DT_API void dt_zero_free(dt_zero *zero);
 
-// ==== 3. Account ====================================================================================================
+// ==== 3. Checkpoints ================================================================================================
+
+/* A checkpoint is a folder that training goes on from, in any layout, at any ZeRO stage, on any number of ranks: its
+   tensors are whole and logical, whoever wrote which part.
+
+       DIR/lock                    names the process that saves here, and is held by it
+       DIR/step-200/               complete, or not there at all
+           model.safetensors       every parameter, under its name or where dt_checkpoint_desc.place says
+           optim.safetensors       m.NAME, v.NAME, master.NAME: state of every parameter that is trained
+           config.json             what the program puts beside them
+           manifest.json           format number, step, loss scale, the program's numbers; the size of each file, a
+                                   digest of its header and of each tensor; its own digest at the end
+       DIR/step-400.tmp/           being written, or left by a job that was killed: the next one removes it
+
+   All ranks write the two files at once, each the parts that it alone has and its share of what many have. Then every
+   file is synced, the manifest is written and synced, the folder is synced and renamed, and the one above is synced: at
+   any instant there is the checkpoint before or the new one, and after dt_checkpoint_save has returned DT_OK the new one
+   stays. A checkpoint replaces none: where step-200 is taken it becomes step-200-2. The newest that is whole counts. */
+enum { DT_CHECKPOINT_FORMAT = 1 };
+
+/* Numbers of the program that belong to a checkpoint: how many samples it has seen, say. Finite, and the same on all
+   ranks. Saved as they are then, and filled in by dt_checkpoint_load. */
+typedef struct dt_saved { const char *name; double *values; int count; } dt_saved;
+
+/* Where a parameter lies in model.safetensors: n parts that follow each other, as in dt_weights_load. */
+typedef struct dt_place {
+    char           name[2][96];
+    dt_weight_part part[2];         /* .name is not used */
+    int            n;               /* 1 or 2 */
+    int64_t        columns;         /* 0 -> the parameter's last dimension */
+    dt_shape       shape;           /* of each of these tensors, whole */
+} dt_place;
+
+typedef struct dt_checkpoint_desc {
+    const char     *dir;            /* checkpoints are written there; it is made. NULL: this job only loads */
+    int             keep;           /* so many of the newest are kept; 0: all */
+    int             background;     /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns; one
+                                       thread for each rank writes it. A rank holds its share of the state twice then */
+    const dt_saved *saved;          /* (n_saved) */
+    int             n_saved;
+    const char     *config;         /* a text to be saved, UTF-8; may be NULL */
+    const char     *beside;         /* and one that becomes config.json; may be NULL */
+    void          (*place)(const dt_tensor *param, dt_place *place, void *user);    /* NULL: under its own name */
+    void          (*progress)(double done, void *user);     /* on rank 0, from 0 to 1, while it saves; may be NULL */
+    void           *user;
+} dt_checkpoint_desc;
+
+typedef struct dt_checkpoint dt_checkpoint;
+/* [collective: world] After dt_zero_make. What desc points to is read until dt_checkpoint_close. NULL after a failure:
+   DT_ERR_IO, when another process saves there, it names that; DT_ERR_UNSUPPORTED for an io table without folders. */
+DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
+/* [collective: world] Between dt_zero_step and the next forward. Saves the state after that step. On failure every rank
+   fails, with DT_ERR_IO where a file is the reason, and what was there before is as it was. That also holds where the
+   ranks do not see the same folder, and where a later step is there already that this job has not loaded. In the
+   background it waits for the save before it only, and a failure is told by the next call of dt_checkpoint_poll, _save
+   or _close. */
+DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
+/* [collective: world] Moves a save in the background on: call it once a step. 1 when none is under way any more. */
+DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
+/* [collective: world] Before the first step. from: a checkpoint, or a folder of them: the newest that is whole; NULL:
+   desc.dir. Reads all of it and compares every digest before anything changes; one that is damaged is told in a notice,
+   and the one before it is taken. Returns its step; 0: there is no checkpoint; -1 after a failure: none is whole,
+   one of a newer format, of another model, optimizer, type or seed. Errors of 1-bit Adam, which belong to a layout, are
+   zero in another, with a notice. */
+DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
+/* [local] Of what was loaded or saved last: its folder, and the text of desc.config that was saved with it. "" if
+   nothing was. */
+DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
+DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
+/* [collective: world] Waits for a save in the background, and gives the folder free. NULL is allowed. */
+DT_API dt_status dt_checkpoint_close(dt_checkpoint *checkpoint);
+
+// ==== 4. Account ====================================================================================================
 
 /* What a rank holds and sends for its parameters, before there is a program: the formulas of S. Rajbhandari et al.,
    "ZeRO", arXiv:1910.02054, sections 5 and 7. E elements, N ranks that share the data, a micro-batches in a step;
@@ -267,7 +343,7 @@ DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 extern "C" {
 #endif
 
-// ==== 4. Implementation: learning rate ==============================================================================
+// ==== 5. Implementation: learning rate ==============================================================================
 
 /* The last step at the peak of a warmup that is followed by a stable phase and a decay. */
 static int64_t dt__lr_stable(dt_lr_desc d) {
@@ -288,9 +364,9 @@ double dt_lr(dt_lr_desc d, int64_t step) {
     return lowest + left * (d.peak - lowest);
 }
 
-// ==== 5. Units, groups and runs =====================================================================================
+// ==== 6. Units, groups and runs =====================================================================================
 
-/* Offload, section 11: one transfer to or from the disk. The thread that makes it owns it while it is busy. */
+/* Offload, section 12: one transfer to or from the disk. The thread that makes it owns it while it is busy. */
 typedef struct dt__disk_job {
     int         write, busy;
     void       *at;
@@ -397,7 +473,7 @@ struct dt_zero {
     double         history[DT_MAX_SKIPS];   /* the scales of those */
 };
 
-/* Section 12. */
+/* Section 13. */
 static int       dt__onebit_frozen(const dt_zero *zero);
 static dt_status dt__onebit_check(dt_ctx *ctx, const dt_zero_desc *d);
 static dt_status dt__onebit_make(dt_zero *zero);
@@ -499,7 +575,7 @@ static dt_status dt__zero_groups_make(dt_zero *zero) {
     return dt_error(zero->ctx);
 }
 
-/* Of offload, section 11, and of dry runs. */
+/* Of offload, section 12, and of dry runs. */
 static int dt__is_dry_run(const dt_zero *zero) { return zero->ctx->kernels.alloc == dt__dry_alloc; }
 static int       dt__on_disk(const char *place);
 static int       dt__in_host(const char *place);
@@ -851,7 +927,7 @@ static dt_status dt__zero_compare(dt_zero *zero, int values) {
     return dt__zero_compare_tied(zero, values);
 }
 
-// ==== 6. The reducer ================================================================================================
+// ==== 7. The reducer ================================================================================================
 
 /* Begins the sum over a group that a mark names. Gradients count as dp, whatever axis the group belongs to, but for
    those of tied parameters, which count as pp. */
@@ -1131,7 +1207,7 @@ static void dt__zero_grad_ready(dt_ctx *ctx, dt_unit *unit, int last, void *user
     zero->turn = -1;
 }
 
-// ==== 7. Values on demand ===========================================================================================
+// ==== 8. Values on demand ===========================================================================================
 
 /* Stage 3. A rank keeps its run of each unit. The first op that reads a parameter has its unit gathered, for the block
    in which it runs; when the block ends the unit is freed. So a micro-batch gathers each unit once in the forward and
@@ -1258,7 +1334,7 @@ static void dt__zero_reset(dt_ctx *ctx, void *user) {
     if (!zero->desc.keep_gathered) dt__zero_drop_held(zero, 0);
 }
 
-// ==== 8. The norm ===================================================================================================
+// ==== 9. The norm ===================================================================================================
 
 /* Sums of squares of each run of 1,024 elements of a unit: those this rank owns, zero elsewhere. */
 static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
@@ -1405,7 +1481,7 @@ static dt_status dt__zero_not_finite(dt_zero *zero, const dt__zero_fault *fault,
         dt__zero_fault_text(zero, fault).s);
 }
 
-// ==== 9. The loss scale =============================================================================================
+// ==== 10. The loss scale ============================================================================================
 
 static void dt__scale_set(dt_zero *zero, double scale) {
     zero->scale = scale;
@@ -1462,7 +1538,7 @@ static dt_status dt__scale_skip(dt_zero *zero, const dt__zero_fault *fault) {
         "helps; %s", (long long)zero->step + 1, (int)DT_MAX_SKIPS, history, dt__zero_fault_text(zero, fault).s);
 }
 
-// ==== 10. The update ================================================================================================
+// ==== 11. The update ================================================================================================
 
 /* Consecutive elements of this rank's run, and where they are. */
 typedef struct dt__zero_span {
@@ -1558,7 +1634,7 @@ static dt_status dt__zero_update_all(dt_zero *zero, double lr, double grad_scale
     return dt_error(zero->ctx);
 }
 
-// ==== 11. Offload ===================================================================================================
+// ==== 12. Offload ===================================================================================================
 
 /* Optimizer state, and at stage 3 the values, in host memory or in a file (S. Rajbhandari et al., "ZeRO-Infinity",
    arXiv:2104.07857). The update then goes on in host memory, a chunk of a rank's run at a time, with three sets of
@@ -2054,7 +2130,7 @@ static dt_status dt__offload_update(dt_zero *zero, double lr, double grad_scale)
     return DT_OK;
 }
 
-// ==== 12. 1-bit Adam ================================================================================================
+// ==== 13. 1-bit Adam ================================================================================================
 
 /* H. Tang et al., arXiv:2102.02888. Steps up to freeze_steps are Adam's, but without bias correction. Then the second
    moment v stays as it is, and what N ranks exchange of a unit is not its gradient but its first moment, as signs:
@@ -2178,7 +2254,7 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
     return DT_OK;
 }
 
-// ==== 13. Making, stepping, freeing =================================================================================
+// ==== 14. Making, stepping, freeing =================================================================================
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
@@ -2469,7 +2545,7 @@ size_t dt_zero_state_bytes(const dt_zero *zero) {
     return bytes;
 }
 
-// ==== 14. Account: code =============================================================================================
+// ==== 15. Account: code =============================================================================================
 
 dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     dt_zero_bytes none = { NAN, NAN, NAN, NAN, NAN }, b;
