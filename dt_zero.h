@@ -243,7 +243,7 @@ DT_API void dt_zero_free(dt_zero *zero);
 
    All ranks write the two files at once, each the parts that it alone has and its share of what many have. Then every
    file is synced, the manifest is written and synced, the folder is synced and renamed, and the one above is synced: at
-   any instant there is the checkpoint before or the new one, and after dt_checkpoint_save has returned DT_OK the new one
+   any instant there is the checkpoint before or the new one, and once dt_checkpoint_save has returned DT_OK the new one
    stays. A checkpoint replaces none: where step-200 is taken it becomes step-200-2. The newest that is whole counts. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
@@ -252,24 +252,24 @@ enum { DT_CHECKPOINT_FORMAT = 1 };
 typedef struct dt_saved { const char *name; double *values; int count; } dt_saved;
 
 /* Where a parameter lies in model.safetensors: n parts that follow each other, as in dt_weights_load. */
-typedef struct dt_place {
+typedef struct dt_file_place {
     char           name[2][96];
     dt_weight_part part[2];         /* .name is not used */
     int            n;               /* 1 or 2 */
     int64_t        columns;         /* 0 -> the parameter's last dimension */
     dt_shape       shape;           /* of each of these tensors, whole */
-} dt_place;
+} dt_file_place;
 
 typedef struct dt_checkpoint_desc {
     const char     *dir;            /* checkpoints are written there; it is made. NULL: this job only loads */
     int             keep;           /* so many of the newest are kept; 0: all */
-    int             background;     /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns; one
+    int             background;     /* 1: dt_checkpoint_save copies what this rank writes to host memory and returns; a
                                        thread for each rank writes it. A rank holds its share of the state twice then */
     const dt_saved *saved;          /* (n_saved) */
     int             n_saved;
     const char     *config;         /* a text to be saved, UTF-8; may be NULL */
     const char     *beside;         /* and one that becomes config.json; may be NULL */
-    void          (*place)(const dt_tensor *param, dt_place *place, void *user);    /* NULL: under its own name */
+    void          (*place)(const dt_tensor *param, dt_file_place *place, void *user);    /* NULL: under its own name */
     void          (*progress)(double done, void *user);     /* on rank 0, from 0 to 1, while it saves; may be NULL */
     void           *user;
 } dt_checkpoint_desc;
@@ -2561,6 +2561,1458 @@ dt_zero_bytes dt_zero_formula(dt_zero_formula_desc d) {
     b.total = b.params + b.grads + b.optim;
     b.sent = (d.stage == 0 ? 2 * d.grads : reduced * d.grads + gathered * d.values) * d.elements * (n - 1) / n;
     return b;
+}
+
+// ==== 16. Checkpoints: the writer ===================================================================================
+
+/* What writes a checkpoint's bytes, in the rank's own thread or in one beside it. So it calls the io table and touches
+   nothing of the context: its first failure is a text, which the rank makes a failure of the context later. */
+
+enum { DT__CKPT_PATH = 1024, DT__CKPT_COPY = 4 << 20, DT__CKPT_CHUNK = 1 << 20 };
+enum { DT__MODEL = 0, DT__OPTIM, DT__CKPT_FILES };
+static const char *const dt__ckpt_names[DT__CKPT_FILES] = { "model.safetensors", "optim.safetensors" };
+
+/* Bytes copied to be written later, and where to. */
+typedef struct dt__copy {
+    struct dt__copy *next;
+    size_t           room, used;    /* of the bytes behind this head */
+} dt__copy;
+typedef struct dt__piece {
+    int         file;
+    const char *data;
+    int64_t     bytes, offset;
+} dt__piece;
+
+typedef struct dt__writer {
+    dt_io      io;
+    int        fd[DT__CKPT_FILES];
+    char       path[DT__CKPT_FILES][DT__CKPT_PATH];
+    char       why[DT__CKPT_PATH + 200];        /* the first failure; "": none */
+    dt__copy  *copies;              /* in the background: what this rank has to write */
+    dt__piece *pieces;
+    int        n_pieces, piece_room;
+    char       dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
+    char      *manifest;            /* rank 0 */
+    size_t     manifest_bytes, manifest_room;
+    const char *beside;
+    int        keep, publishing;    /* publishing: what the thread does */
+    int        background, runs, lost;
+    pthread_t  thread;
+    int        done;                /* atomic */
+} dt__writer;
+
+static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
+    if (!w->why[0]) snprintf(w->why, sizeof w->why, "%s: %s: %s", path, what, dt__io_reason());
+}
+
+/* dir/name; too long a path is a failure. */
+static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, const char *name) {
+    if (snprintf(out, DT__CKPT_PATH, "%s/%s", dir, name) < DT__CKPT_PATH) return out;
+    if (!w->why[0]) snprintf(w->why, sizeof w->why, "%.80s...: the path is too long", dir);
+    return "";
+}
+
+static void dt__writer_put(dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
+    for (int64_t done = 0; done < bytes && !w->why[0];) {
+        errno = 0;
+        int64_t n = w->io.pwrite(w->io.user, fd, (const char *)data + done, (size_t)(bytes - done), offset + done);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || n > bytes - done) {
+            char what[48];
+            snprintf(what, sizeof what, "writing byte %lld", (long long)(offset + done));
+            if (n == 0) errno = ENOSPC;
+            dt__writer_fail(w, path, what);
+            return;
+        }
+        done += n;
+    }
+}
+
+/* Once synced, the disk has it; an error of the disk may show no earlier, and is told once. */
+static void dt__writer_shut(dt__writer *w, const char *path, int fd) {
+    errno = 0;
+    if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
+    errno = 0;
+    if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
+}
+
+/* A new file of so many bytes; -1 after a failure. */
+static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
+    errno = 0;
+    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+    if (fd < 0) {
+        dt__writer_fail(w, path, "open");
+        return -1;
+    }
+    errno = 0;
+    if (w->io.resize(w->io.user, fd, 0) != 0 || w->io.resize(w->io.user, fd, bytes) != 0)
+        dt__writer_fail(w, path, "making room");
+    return fd;
+}
+
+static void dt__writer_file(dt__writer *w, const char *name, const char *text, size_t bytes) {
+    char        room[DT__CKPT_PATH];
+    const char *path = dt__writer_path(w, room, w->temp, name);
+    int         fd = dt__writer_create(w, path, (int64_t)bytes);
+    if (fd < 0) return;
+    dt__writer_put(w, path, fd, text, (int64_t)bytes, 0);
+    dt__writer_shut(w, path, fd);
+}
+
+/* Makes the names in a folder last. There are file systems whose folders cannot be synced, and need not be. */
+static void dt__writer_sync(dt__writer *w, const char *folder) {
+    errno = 0;
+    int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, 0);
+    if (fd < 0) {
+        dt__writer_fail(w, folder, "open");
+        return;
+    }
+    errno = 0;
+    if (w->io.fsync(w->io.user, fd) != 0 && errno != EINVAL) dt__writer_fail(w, folder, "fsync");
+    w->io.close(w->io.user, fd);
+}
+
+/* Some names of a folder. */
+typedef struct dt__names { char name[8][256]; int n; const char *begin, *end; } dt__names;
+static void dt__names_add(void *arg, const char *name) {
+    dt__names *l = (dt__names *)arg;
+    if (l->n < 8 && strlen(name) < sizeof l->name[0] && strncmp(name, l->begin, strlen(l->begin)) == 0 &&
+        dt__ends_with(name, l->end)) strcpy(l->name[l->n++], name);
+}
+
+/* Removes a checkpoint, the manifest first: what is left after that is none. 0, or -1: something stays. */
+static int dt__folder_remove(const dt_io *io, const char *folder) {
+    char path[DT__CKPT_PATH + 264];
+    snprintf(path, sizeof path, "%s/manifest.json", folder);
+    io->remove(io->user, path);
+    for (int removed = 1; removed > 0;) {
+        dt__names names = { { "" }, 0, "", "" };
+        removed = 0;
+        if (io->list(io->user, folder, dt__names_add, &names) != 0) break;
+        for (int i = 0; i < names.n; i++) {
+            snprintf(path, sizeof path, "%s/%s", folder, names.name[i]);
+            removed += io->remove(io->user, path) == 0;
+        }
+    }
+    return io->remove(io->user, folder);
+}
+
+/* What a killed job left. */
+static void dt__folder_sweep(const dt_io *io, const char *dir) {
+    char path[DT__CKPT_PATH + 264];
+    for (int removed = 1; removed > 0;) {
+        dt__names names = { { "" }, 0, "step-", ".tmp" };
+        removed = 0;
+        if (io->list(io->user, dir, dt__names_add, &names) != 0) return;
+        for (int i = 0; i < names.n; i++) {
+            snprintf(path, sizeof path, "%s/%s", dir, names.name[i]);
+            removed += dt__folder_remove(io, path) == 0;
+        }
+    }
+}
+
+/* Which checkpoint a folder's name says: step-200 is the first of step 200, step-200-2 the second. */
+typedef struct dt__ckpt_id { int64_t step; int again; } dt__ckpt_id;
+static int dt__ckpt_before(dt__ckpt_id a, dt__ckpt_id b) {
+    return a.step != b.step ? a.step < b.step : a.again < b.again;
+}
+
+static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
+    snprintf(name, bytes, id.again > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.again);
+}
+
+typedef struct dt__newest { dt__ckpt_id below, found; } dt__newest;
+static void dt__newest_add(void *arg, const char *name) {
+    dt__newest *n = (dt__newest *)arg;
+    long long   step = -1;
+    dt__ckpt_id id = { -1, 1 };
+    char        same[64];
+    if (sscanf(name, "step-%18lld-%9d", &step, &id.again) < 1 || step < 0 || id.again < 1) return;
+    id.step = step;
+    dt__ckpt_name(id, same, sizeof same); /* in this spelling only */
+    if (strcmp(same, name) == 0 && dt__ckpt_before(id, n->below) && dt__ckpt_before(n->found, id)) n->found = id;
+}
+
+/* The newest checkpoint of a folder before `below`; step -1: there is none. -1 as a result: it cannot be listed. */
+static int dt__newest_below(const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
+    dt__newest n = { below, { -1, 0 } };
+    errno = 0;
+    int answer = io->list(io->user, dir, dt__newest_add, &n);
+    *found = n.found;
+    return answer;
+}
+
+static const dt__ckpt_id dt__ckpt_last = { INT64_MAX, 0x7fffffff };
+
+/* Those beyond the newest `keep` go. What cannot be removed stays, and is in nobody's way. */
+static void dt__writer_remove_old(const dt__writer *w) {
+    dt__ckpt_id at = dt__ckpt_last;
+    char        name[64], path[DT__CKPT_PATH + 64];
+    for (int i = 0; i < w->keep && at.step >= 0; i++)
+        if (dt__newest_below(&w->io, w->dir, at, &at) != 0) return;
+    while (w->keep > 0 && at.step >= 0 && dt__newest_below(&w->io, w->dir, at, &at) == 0 && at.step >= 0) {
+        dt__ckpt_name(at, name, sizeof name);
+        snprintf(path, sizeof path, "%s/%s", w->dir, name);
+        dt__folder_remove(&w->io, path);
+    }
+}
+
+/* This rank's bytes are on the disk after this. */
+static void dt__writer_finish(dt__writer *w) {
+    for (int i = 0; i < w->n_pieces; i++) {
+        const dt__piece *p = &w->pieces[i];
+        dt__writer_put(w, w->path[p->file], w->fd[p->file], p->data, p->bytes, p->offset);
+    }
+    for (int f = 0; f < DT__CKPT_FILES; f++) {
+        if (w->fd[f] >= 0) dt__writer_shut(w, w->path[f], w->fd[f]);
+        w->fd[f] = -1;
+    }
+}
+
+/* Rank 0, when all ranks' bytes are: the rename is the instant at which the checkpoint is there. */
+static void dt__writer_publish(dt__writer *w) {
+    if (w->beside) dt__writer_file(w, "config.json", w->beside, strlen(w->beside));
+    dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
+    dt__writer_sync(w, w->temp);
+    errno = 0;
+    if (!w->why[0] && w->io.rename(w->io.user, w->temp, w->final) != 0) dt__writer_fail(w, w->final, "rename");
+    dt__writer_sync(w, w->dir);
+    if (!w->why[0]) dt__writer_remove_old(w);
+}
+
+static void *dt__writer_main(void *arg) {
+    dt__writer *w = (dt__writer *)arg;
+    if (w->publishing) dt__writer_publish(w);
+    else dt__writer_finish(w);
+    __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* At once, or beside the training. */
+static void dt__writer_go(dt__writer *w, int publishing) {
+    w->publishing = publishing;
+    w->done = 0;
+    w->runs = w->background && pthread_create(&w->thread, NULL, dt__writer_main, w) == 0;
+    if (!w->runs) dt__writer_main(w);
+}
+
+// ==== 17. Checkpoints: what is in them ==============================================================================
+
+/* One of the two files as a rank sees it. Digests are sums over elements, so any cut over ranks gives the same. */
+typedef struct dt__ckpt_file {
+    struct dt_checkpoint *owner;
+    int       file;
+    uint64_t *digest;           /* (n) of what this rank has written of each tensor; then of all ranks */
+    int64_t  *count;            /* (n) elements */
+    int       n;
+} dt__ckpt_file;
+
+struct dt_checkpoint {
+    dt_zero           *zero;
+    dt_ctx            *ctx;
+    dt_checkpoint_desc desc;
+    dt_listener        listener;
+    int                lock;            /* descriptor, -1: none */
+    dt__writer        *writer;
+    dt_weights        *w[DT__CKPT_FILES];   /* names and places of all tensors */
+    dt__ckpt_file      file[DT__CKPT_FILES];
+    int                saving;          /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
+    int                passed;          /* later checkpoints than the one loaded are damaged */
+    double             done, total;     /* elements, for progress */
+    char              *config;          /* of what was loaded */
+    char               path[DT__CKPT_PATH];
+};
+
+/* The sum of words times odd weights, no two of which are equal within 2^31 words: a word that changed always shows,
+   two that changed places too, anything else but for one case in 2^64. i: place of the first word, of `size` bytes. */
+static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
+    const char *p = (const char *)data;
+    uint64_t    sum = 0;
+    uint32_t    first = (uint32_t)i * 2654435761u;
+    for (uint32_t k = 0; k < words && size == 4; k++) {
+        uint32_t x;
+        memcpy(&x, p + 4 * (size_t)k, 4);
+        sum += (uint64_t)x * (2 * (first + k * 2654435761u) + 1);
+    }
+    for (uint32_t k = 0; k < words && size == 2; k++) {
+        uint16_t x;
+        memcpy(&x, p + 2 * (size_t)k, 2);
+        sum += (uint64_t)x * (2 * (first + k * 2654435761u) + 1);
+    }
+    for (uint32_t k = 0; k < words && size == 1; k++)
+        sum += (uint64_t)(unsigned char)p[k] * (2 * (first + k * 2654435761u) + 1);
+    return sum;
+}
+
+/* Of elements first .. first+count-1 of a tensor. */
+static uint64_t dt__elements_digest(dt_dtype dtype, int64_t first, const void *data, int64_t count) {
+    size_t   size = dt_dtype_size(dtype), word = size < 4 ? size : 4;
+    uint64_t per = size / word, sum = 0;
+    for (int64_t at = 0, n; at < count; at += n) { /* places within a call are 32-bit numbers */
+        n = count - at < 1 << 28 ? count - at : 1 << 28;
+        sum += dt__words_digest((uint64_t)(first + at) * per, (const char *)data + (size_t)at * size,
+            (size_t)n * (size_t)per, word);
+    }
+    return sum;
+}
+
+/* A rank's text to all: those of all ranks, in their order, with blanks between. Sums of doubles carry it, as these are
+   in host memory whatever the device; 4 bytes each. Free it with dt_free(.., *bytes + 1). NULL after a failure. */
+static char *dt__share_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *bytes) {
+    dt_comm *world = dt_world(ctx);
+    size_t   ranks = (size_t)dt_comm_size(world), total = 0, before = 0;
+    double  *words = (double *)dt__host_zeroed(ctx, ranks * sizeof *words, "texts of all ranks");
+    if (words) words[dt_comm_rank(world)] = (double)((n + 3) / 4);
+    dt_sum_doubles(world, words, words ? ranks : 0);
+    for (size_t r = 0; words && r < ranks; r++) {
+        if (r == (size_t)dt_comm_rank(world)) before = total;
+        total += (size_t)words[r];
+    }
+    dt_free(ctx, DT_MEM_HOST, words, ranks * sizeof *words);
+    if (dt_error(ctx) != DT_OK) return NULL;
+    double *all = (double *)dt__host_zeroed(ctx, (total + 1) * sizeof *all, "texts of all ranks");
+    char   *text = (char *)dt__host_zeroed(ctx, 4 * total + 1, "texts of all ranks");
+    for (size_t i = 0; all && i < (n + 3) / 4; i++) {
+        uint32_t word = 0x20202020u;
+        memcpy(&word, mine + 4 * i, n - 4 * i < 4 ? n - 4 * i : 4);
+        all[before + i] = word;
+    }
+    dt_sum_doubles(world, all, all ? total : 0);
+    for (size_t i = 0; all && text && i < total; i++) {
+        uint32_t word = (uint32_t)all[i];
+        memcpy(text + 4 * i, &word, 4);
+    }
+    dt_free(ctx, DT_MEM_HOST, all, (total + 1) * sizeof *all);
+    *bytes = 4 * total;
+    if (dt_error(ctx) == DT_OK) return text;
+    if (text) dt_free(ctx, DT_MEM_HOST, text, 4 * total + 1);
+    return NULL;
+}
+
+static dt_file_place dt__ckpt_place(const dt_checkpoint *c, const dt_tensor *t) {
+    dt_file_place p;
+    memset(&p, 0, sizeof p);
+    if (c->desc.place) c->desc.place(t, &p, c->desc.user);
+    p.part[0].name = p.name[0]; /* of this copy of p: dt__place_aim points them at the caller's */
+    return p;
+}
+
+static void dt__place_aim(dt_file_place *p, const dt_tensor *t) {
+    if (p->n == 0) p->part[0].name = t->name;
+    else
+        for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
+}
+
+/* Whether this rank is the one, of those that hold copies along tp and of a tied parameter along pp, that writes a
+   unit: the first. Along tp a cut may go over some of its ranks, whose first then has to be tp's. */
+static int dt__ckpt_writes(const dt_zero *zero, const dt_unit *unit) {
+    const dt_param_desc *d = dt__unit_desc(zero, unit);
+    int                  tp = zero->mesh.sizes.tp, lowest = zero->mesh.at.tp;
+    for (int c = 0; c < 3; c++)
+        for (int i = 0; d->cuts[c].comm && i < dt_comm_size(d->cuts[c].comm); i++) {
+            int at = dt_comm_world_rank(d->cuts[c].comm, i) % tp;
+            lowest = at < lowest ? at : lowest;
+        }
+    dt_comm *tied = dt__zero_tied(zero, unit);
+    return lowest == 0 && (!tied || dt_comm_rank(tied) == 0);
+}
+
+static const char *const dt__state_names[] = { "m.", "v.", "master." };
+static int dt__ckpt_has(const dt_zero *zero, const dt_unit *unit, int array) {
+    if (unit->frozen) return 0;
+    return array == DT__MASTER ? zero->step > 0 && dt__zero_has_master(unit) : array < zero->states;
+}
+
+static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
+    return dt__join(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
+}
+
+/* One tensor of the list: [file,name,type,d0,d1,...], */
+static void dt__list_put(dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
+    o->used = o->used && o->text[o->used - 1] == ',' ? o->used - 1 : o->used; /* dt_json_open puts it again */
+    dt_json_open(o, NULL, '[');
+    dt_json_put_int(o, NULL, file);
+    dt_json_put_string(o, NULL, name);
+    dt_json_put_int(o, NULL, dtype);
+    for (int i = 0; i < shape.nd; i++) dt_json_put_int(o, NULL, shape.d[i]);
+    dt_json_shut(o, ']');
+    dt__json_write(o, ",", 1);
+}
+
+static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt_tensor *t) {
+    const dt_unit *unit = t->param->unit;
+    dt_file_place       p = dt__ckpt_place(c, t);
+    dt__place_aim(&p, t);
+    if (p.n == 0) dt__list_put(o, DT__MODEL, t->name, t->dtype, t->param->full);
+    for (int i = 0; i < p.n && i < 2; i++) dt__list_put(o, DT__MODEL, p.name[i], t->dtype, p.shape);
+    for (int a = 0; a <= DT__MASTER; a++) {
+        char *name = dt__ckpt_has(c->zero, unit, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
+        if (name) dt__list_put(o, DT__OPTIM, name, unit->grad_dtype, t->param->full);
+        dt__text_drop(c->ctx, name);
+    }
+    return dt_error(c->ctx);
+}
+
+/* 1-bit Adam: what signs left of each rank's momentum. */
+static void dt__error_name(const dt_checkpoint *c, int unit, int e, char *name, size_t bytes) {
+    snprintf(name, bytes, "error%d.%d.%d", e, dt_ctx_rank(c->ctx), unit);
+}
+static dt_shape dt__error_shape(const dt__zero_unit *z, int e) {
+    return DT_SHAPE((int64_t)(z->error_bytes[e] / dt__zero_size(z)));
+}
+
+/* What this rank tells of: the first rank of each stage of the pipeline tells all that its stage has. */
+static dt_status dt__list_mine(const dt_checkpoint *c, dt_json_out *o) {
+    const dt_zero      *zero = c->zero;
+    const dt_mesh_desc *at = &zero->mesh.at;
+    int                 first = at->dp == 0 && at->cp == 0 && at->ep == 0 && at->tp == 0;
+    for (int i = 0; i < dt_param_count(c->ctx) && first; i++) {
+        const dt_tensor *t = dt_param_get(c->ctx, i);
+        if (dt__ckpt_writes(zero, t->param->unit) && dt__list_param(c, o, t) != DT_OK) break;
+    }
+    for (int u = 0; u < zero->n_units; u++)
+        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
+            char name[64];
+            dt__error_name(c, u, e, name, sizeof name);
+            dt__list_put(o, DT__OPTIM, name, zero->units[u].unit->grad_dtype, dt__error_shape(&zero->units[u], e));
+        }
+    return dt_error(c->ctx);
+}
+
+static dt_status dt__list_take(dt_checkpoint *c, const dt_json *j, int node) {
+    int64_t     file = 0, dtype = 0;
+    const char *name = dt_json_string(j, dt_json_at(j, node, 1), NULL);
+    dt_shape    shape;
+    memset(&shape, 0, sizeof shape);
+    dt_json_int(j, dt_json_at(j, node, 0), &file);
+    dt_json_int(j, dt_json_at(j, node, 2), &dtype);
+    for (int i = 3; i < dt_json_count(j, node) && shape.nd < DT_MAX_DIMS; i++)
+        dt_json_int(j, dt_json_at(j, node, i), &shape.d[shape.nd++]);
+    dt_weights      *w = c->w[file];
+    const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
+    if (!t) return dt_weights_declare(w, name, (dt_dtype)dtype, shape) < 0 ? dt_error(c->ctx) : DT_OK;
+    int same = t->dtype == (dt_dtype)dtype && t->shape.nd == shape.nd;
+    for (int i = 0; i < shape.nd; i++) same &= t->shape.d[i] == shape.d[i];
+    return same ? DT_OK : dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint: '%s' is %s and %s", name,
+        dt__shape_text(t->shape).s, dt__shape_text(shape).s);
+}
+
+static void dt__list_drop(dt_checkpoint *c) {
+    for (int f = 0; f < DT__CKPT_FILES; f++) {
+        dt__ckpt_file *file = &c->file[f];
+        if (c->w[f]) dt__weights_end(c->w[f]);
+        c->w[f] = NULL;
+        dt_free(c->ctx, DT_MEM_HOST, file->digest, (size_t)(file->n + 1) * sizeof *file->digest);
+        dt_free(c->ctx, DT_MEM_HOST, file->count, (size_t)(file->n + 1) * sizeof *file->count);
+        memset(file, 0, sizeof *file);
+    }
+}
+
+static void dt__ckpt_put(void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
+
+/* [collective: world] c->w: all tensors of the program, over all stages, with their places in the files of `folder`. */
+static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
+    dt_ctx     *ctx = c->ctx;
+    dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
+    size_t      bytes = 0;
+    dt__list_drop(c);
+    for (int f = 0; f < DT__CKPT_FILES && dt_error(ctx) == DT_OK; f++) {
+        char path[DT__CKPT_PATH];
+        c->w[f] = dt_weights_create(ctx, dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]),
+            (dt_weights_desc){ 0, { 0, 0, 0, 0, 0, 0, 0 } });
+        c->file[f].owner = c;
+        c->file[f].file = f;
+        if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_put, &c->file[f] };
+    }
+    dt__list_mine(c, &mine);
+    char *text = dt__share_texts(ctx, mine.text, mine.used, &bytes);
+    dt__json_write(&all, "[", 1);
+    if (text) dt__json_write(&all, text, bytes);
+    dt__json_write(&all, "0]", 2);
+    dt_json *j = dt_error(ctx) == DT_OK ? dt_json_parse(ctx, "the list of tensors", all.text, all.used) : NULL;
+    for (int i = 0; i + 1 < dt_json_count(j, 0) && dt_error(ctx) == DT_OK; i++)
+        dt__list_take(c, j, dt_json_at(j, 0, i));
+    dt_json_free(j);
+    if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    dt_json_drop(&mine);
+    dt_json_drop(&all);
+    for (int f = 0; f < DT__CKPT_FILES && dt_error(ctx) == DT_OK; f++) {
+        dt__ckpt_file *file = &c->file[f];
+        dt__weights_lay(c->w[f]);
+        size_t n = (size_t)dt_weights_count(c->w[f]) + 1;
+        file->digest = (uint64_t *)dt__host_zeroed(ctx, n * sizeof *file->digest, "digests");
+        file->count = (int64_t *)dt__host_zeroed(ctx, n * sizeof *file->count, "digests");
+        file->n = (int)n - 1;
+    }
+    return dt_error(ctx);
+}
+
+// ==== 18. Checkpoints: saving =======================================================================================
+
+/* Bytes that stay until the thread has written them. A piece that goes on where the last one ends is one with it. */
+static void dt__copy_add(dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
+    dt__writer *w = c->writer;
+    dt__copy   *copy = w->copies;
+    if (!copy || copy->room - copy->used < (size_t)bytes) {
+        size_t room = bytes > DT__CKPT_COPY ? (size_t)bytes : (size_t)DT__CKPT_COPY;
+        copy = (dt__copy *)dt_alloc(c->ctx, DT_MEM_HOST, sizeof *copy + room, "a copy to be saved in the background");
+        if (!copy) return;
+        copy->next = w->copies;
+        copy->room = room;
+        copy->used = 0;
+        w->copies = copy;
+    }
+    char      *to = (char *)(copy + 1) + copy->used;
+    dt__piece *last = w->n_pieces ? &w->pieces[w->n_pieces - 1] : NULL;
+    memcpy(to, data, (size_t)bytes);
+    copy->used += (size_t)bytes;
+    if (last && last->file == file && last->offset + last->bytes == offset && last->data + last->bytes == to) {
+        last->bytes += bytes;
+        return;
+    }
+    dt__piece *grown = (dt__piece *)dt__grow(c->ctx, w->pieces, w->n_pieces, &w->piece_room, sizeof *grown, "pieces");
+    if (!grown) return;
+    dt__piece piece = { file, to, bytes, offset };
+    w->pieces = grown;
+    w->pieces[w->n_pieces++] = piece;
+}
+
+static void dt__copies_drop(dt_checkpoint *c) {
+    dt__writer *w = c->writer;
+    for (dt__copy *next; w->copies; w->copies = next) {
+        next = w->copies->next;
+        dt_free(c->ctx, DT_MEM_HOST, w->copies, sizeof *w->copies + w->copies->room);
+    }
+    dt_free(c->ctx, DT_MEM_HOST, w->pieces, (size_t)w->piece_room * sizeof *w->pieces);
+    w->pieces = NULL;
+    w->n_pieces = w->piece_room = 0;
+}
+
+/* Elements of a tensor that this rank writes. */
+static void dt__ckpt_put(void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset) {
+    dt__ckpt_file   *file = (dt__ckpt_file *)user;
+    dt_checkpoint   *c = file->owner;
+    const dt_weight *t = dt_weights_get(c->w[file->file], index);
+    int64_t          bytes = count * (int64_t)dt_dtype_size(t->dtype);
+    file->digest[index] += dt__elements_digest(t->dtype, first, data, count);
+    file->count[index] += count;
+    if (c->writer->background) dt__copy_add(c, file->file, data, bytes, offset);
+    else dt__writer_put(c->writer, c->writer->path[file->file], c->writer->fd[file->file], data, bytes, offset);
+}
+
+static void dt__ckpt_progress(dt_checkpoint *c, double elements) {
+    c->done += elements;
+    if (c->desc.progress && dt_ctx_rank(c->ctx) == 0 && c->total > 0)
+        c->desc.progress(c->done < c->total ? c->done / c->total : 1, c->desc.user);
+}
+
+/* The values of a unit. All ranks of its data group have them, at stage 3 for the moment, and share out the writing. */
+static dt_status dt__save_values(dt_checkpoint *c, dt__zero_unit *z) {
+    dt_ctx     *ctx = c->ctx;
+    dt_unit    *unit = z->unit;
+    dt_weights *w = c->w[DT__MODEL];
+    int         gathered = !unit->data;
+    if (dt__present_aside(dt_param_get(ctx, unit->first_param)) != DT_OK) return dt_error(ctx);
+    w->part = dt_comm_rank(z->data);
+    w->parts = dt_comm_size(z->data);
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        dt_file_place   p = dt__ckpt_place(c, t);
+        dt__place_aim(&p, t);
+        if (dt_weights_save(w, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
+    }
+    dt__unit_release(ctx, unit, 0, gathered);
+    return dt_error(ctx);
+}
+
+/* Elements of this rank's run of a state array, from the unit's element `from` on: where they are if that is host
+   memory, else copied to `host`. */
+static const void *dt__state_get(dt_zero *zero, dt__zero_unit *z, int array, size_t from, size_t n, void *host) {
+    size_t size = dt__zero_size(z), at = (from - z->first) * size;
+    char  *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
+    if (here && (!zero->ctx->kernels.alloc || dt__in_host(zero->desc.offload_optim))) return here + at;
+    if (here && (dt__move(zero->ctx, host, here + at, n * size) != DT_OK || dt__sync(zero->ctx) != DT_OK)) return NULL;
+    if (here) return host;
+    int64_t offset = dt__disk_offset(zero, z->unit->index, array, zero->disk->slot) + (int64_t)at;
+    return dt__disk_now(zero, &z->read, 0, host, n * size, offset, "optimizer state") == DT_OK ? host : NULL;
+}
+
+/* The other way. */
+static dt_status dt__state_set(dt_zero *zero, dt__zero_unit *z, int array, size_t from, size_t n, void *host) {
+    size_t size = dt__zero_size(z), at = (from - z->first) * size;
+    char  *here = (char *)(array == DT__MASTER ? z->master : z->state[array]);
+    if (here && dt__move(zero->ctx, here + at, host, n * size) == DT_OK) dt__sync(zero->ctx);
+    if (here) return dt_error(zero->ctx);
+    int64_t offset = dt__disk_offset(zero, z->unit->index, array, zero->disk->slot) + (int64_t)at;
+    return dt__disk_now(zero, &z->read, 1, host, n * size, offset, "optimizer state");
+}
+
+/* Elements from .. to - 1 of a unit, which lie at `host`, into the file or out of it: parameter by parameter, and of
+   each what lies inside the full tensor. */
+static dt_status dt__state_move(dt_checkpoint *c, dt_weights *w, const dt_unit *unit, int array, size_t from, size_t to,
+    char *host) {
+    size_t size = dt_dtype_size(unit->grad_dtype);
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        const dt_tensor     *t = dt_param_get(c->ctx, i);
+        const dt_param_info *p = t->param;
+        size_t lo = p->offset > from ? p->offset : from, hi = p->offset + p->count < to ? p->offset + p->count : to;
+        if (lo >= hi) continue;
+        char        *name = dt__state_name(c->ctx, array, t->name);
+        int          index = dt_weights_find(w, name);
+        dt__box_walk walk = dt__box_begin(p->full, p->box);
+        dt__text_drop(c->ctx, name);
+        while (dt__box_next(&walk)) {
+            size_t at = p->offset + (size_t)walk.local, begin = at > lo ? at : lo;
+            size_t end = at + (size_t)walk.run < hi ? at + (size_t)walk.run : hi;
+            if (begin >= end) continue;
+            int64_t first = walk.global + (int64_t)(begin - at), n = (int64_t)(end - begin);
+            char   *here = host + (begin - from) * size;
+            if (w->writing) dt_weights_write(w, index, first, n, unit->grad_dtype, here);
+            else dt_weights_read(w, index, first, n, unit->grad_dtype, here);
+            if (dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
+        }
+    }
+    return dt_error(c->ctx);
+}
+
+/* The state of a unit: this rank's run, shared out among those that hold copies of it. */
+static dt_status dt__save_state(dt_checkpoint *c, dt__zero_unit *z, char *host) {
+    dt_zero *zero = c->zero;
+    dt_comm *copies = zero->desc.stage == 0 ? z->data : z->copies;
+    size_t   n = (size_t)dt_comm_size(copies), k = (size_t)dt_comm_rank(copies), size = dt__zero_size(z);
+    size_t   from = z->first + z->count / n * k, to = k + 1 == n ? z->first + z->count : from + z->count / n;
+    for (int a = 0; a <= DT__MASTER; a++)
+        for (size_t at = from, some; at < to && dt__ckpt_has(zero, z->unit, a); at += some) {
+            some = to - at < DT__CKPT_CHUNK / size ? to - at : DT__CKPT_CHUNK / size;
+            const void *here = dt__state_get(zero, z, a, at, some, host);
+            if (!here || dt__state_move(c, c->w[DT__OPTIM], z->unit, a, at, at + some, (char *)here) != DT_OK)
+                return dt_error(c->ctx);
+            dt__ckpt_progress(c, (double)some);
+        }
+    return dt_error(c->ctx);
+}
+
+static dt_status dt__save_errors(dt_checkpoint *c, int u, char *host) {
+    dt__zero_unit *z = &c->zero->units[u];
+    size_t         size = dt__zero_size(z);
+    for (int e = 0; e < 2 && z->errors[e]; e++) {
+        char name[64];
+        dt__error_name(c, u, e, name, sizeof name);
+        int    index = dt_weights_find(c->w[DT__OPTIM], name);
+        size_t count = z->error_bytes[e] / size, most = DT__CKPT_CHUNK / size;
+        for (size_t at = 0, n; at < count; at += n) {
+            n = count - at < most ? count - at : most;
+            if (dt__move(c->ctx, host, (char *)z->errors[e] + at * size, n * size) != DT_OK ||
+                dt__sync(c->ctx) != DT_OK || dt_weights_write(c->w[DT__OPTIM], index, (int64_t)at, (int64_t)n,
+                z->unit->grad_dtype, host) != DT_OK) return dt_error(c->ctx);
+        }
+    }
+    return dt_error(c->ctx);
+}
+
+/* All that this rank has to write. */
+static dt_status dt__save_write(dt_checkpoint *c) {
+    dt_zero *zero = c->zero;
+    char    *host = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "saving");
+    c->done = c->total = 0;
+    for (int u = 0; u < zero->n_units; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        double n = (double)dt_comm_size(zero->desc.stage == 0 ? z->data : z->copies);
+        c->total += (double)z->unit->count / dt_comm_size(z->data);
+        for (int a = 0; a <= DT__MASTER; a++) c->total += dt__ckpt_has(zero, z->unit, a) * (double)z->count / n;
+    }
+    for (int u = 0; u < zero->n_units && host && dt_error(c->ctx) == DT_OK; u++) {
+        dt__zero_unit *z = &zero->units[u];
+        int            writes = dt__ckpt_writes(zero, z->unit);
+        if (writes) dt__save_values(c, z);
+        dt__ckpt_progress(c, (double)z->unit->count / dt_comm_size(z->data));
+        if (writes && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
+        if (dt_error(c->ctx) == DT_OK) dt__save_errors(c, u, host);
+    }
+    dt_free(c->ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
+    return dt_error(c->ctx);
+}
+
+/* The digests of all ranks' parts, and that every element was written once. */
+static dt_status dt__save_sums(dt_checkpoint *c) {
+    for (int f = 0; f < DT__CKPT_FILES; f++) {
+        dt__ckpt_file *file = &c->file[f];
+        size_t         n = 5 * (size_t)file->n;
+        double        *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
+        for (int i = 0; i < file->n && sums; i++) {
+            for (int k = 0; k < 4; k++) sums[5 * i + k] = (double)(file->digest[i] >> (16 * k) & 0xffff);
+            sums[5 * i + 4] = (double)file->count[i];
+        }
+        dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
+        for (int i = 0; i < file->n && dt_error(c->ctx) == DT_OK; i++) {
+            const dt_weight *t = dt_weights_get(c->w[f], i);
+            file->digest[i] = 0;
+            for (int k = 0; k < 4; k++) file->digest[i] += (uint64_t)sums[5 * i + k] << (16 * k);
+            if (sums[5 * i + 4] != (double)t->count)
+                dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: %.0f of the %lld elements of '%s' would be written: "
+                    "is dt_zero_desc.mesh the mesh that cut it?", sums[5 * i + 4], (long long)t->count, t->name);
+        }
+        dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
+    }
+    return dt_error(c->ctx);
+}
+
+/* ---- the manifest ---- */
+
+static dt__zero_text dt__ckpt_layout(const dt_zero *zero) {
+    const dt_mesh_desc *n = &zero->mesh.sizes;
+    dt__zero_text       t;
+    snprintf(t.s, sizeof t.s, "dp %d tp %d cp %d pp %d ep %d", n->dp, n->tp, n->cp, n->pp, n->ep);
+    return t;
+}
+
+static void dt__put_hex(dt_json_out *o, const char *key, uint64_t value) {
+    char text[24];
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)value);
+    dt_json_put_string(o, key, text);
+}
+
+static uint64_t dt__bytes_digest(const void *data, size_t bytes) { return dt__words_digest(0, data, bytes, 1); }
+
+/* A file: its size, how many bytes are header, their digest, and those of its tensors. */
+static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
+    const dt__weight_file *file = &c->w[f]->file[0];
+    uint64_t               n;
+    memcpy(&n, file->head, sizeof n);
+    dt_json_open(o, dt__ckpt_names[f], '{');
+    dt_json_put_int(o, "bytes", file->bytes);
+    dt_json_put_int(o, "header", (int64_t)n + 8);
+    dt__put_hex(o, "digest", dt__bytes_digest(file->head, (size_t)n + 8));
+    dt_json_open(o, "tensors", '{');
+    for (int i = 0; i < c->file[f].n; i++) dt__put_hex(o, dt_weights_get(c->w[f], i)->name, c->file[f].digest[i]);
+    dt_json_shut(o, '}');
+    dt_json_shut(o, '}');
+}
+
+static const char *const dt__optimizers[] = { "adamw", "adam", "sgd", "onebit-adam", "own" };
+
+static void dt__manifest_beside(dt_json_out *o, const char *text) {
+    if (!text) return;
+    dt_json_open(o, "config.json", '{');
+    dt_json_put_int(o, "bytes", (int64_t)strlen(text));
+    dt_json_put_int(o, "header", (int64_t)strlen(text));
+    dt__put_hex(o, "digest", dt__bytes_digest(text, strlen(text)));
+    dt_json_open(o, "tensors", '{');
+    dt_json_shut(o, '}');
+    dt_json_shut(o, '}');
+}
+
+/* Its own digest goes last, over all before it: DT__MANIFEST_END bytes. */
+enum { DT__MANIFEST_END = 30 };
+static void dt__manifest_end(char *text, const char *data, size_t bytes) {
+    uint64_t h = dt__zero_digest(bytes, data, bytes);
+    snprintf(text, DT__MANIFEST_END + 1, ",\"digest\":\"%016llx\"}\n", (unsigned long long)h);
+}
+
+static dt_status dt__manifest_make(dt_checkpoint *c) {
+    dt_zero    *zero = c->zero;
+    dt__writer *w = c->writer;
+    dt_json_out o = { c->ctx, NULL, 0, 0 };
+    char        text[DT__MANIFEST_END + 8];
+    dt_json_open(&o, NULL, '{');
+    dt_json_put_string(&o, "format", "dt checkpoint");
+    dt_json_put_int(&o, "version", DT_CHECKPOINT_FORMAT);
+    dt_json_put_int(&o, "step", zero->step);
+    snprintf(text, sizeof text, "%llu", (unsigned long long)dt_ctx_seed(c->ctx));
+    dt_json_put_string(&o, "seed", text);
+    dt_json_put_string(&o, "layout", dt__ckpt_layout(zero).s);
+    dt_json_put_string(&o, "optimizer", dt__optimizers[zero->desc.optimizer]);
+    dt_json_put_number(&o, "loss_scale", zero->scale);
+    dt_json_put_int(&o, "good_steps", zero->good);
+    dt_json_put_int(&o, "patience", zero->patience);
+    dt_json_open(&o, "saved", '{');
+    for (int i = 0; i < c->desc.n_saved; i++) {
+        dt_json_open(&o, c->desc.saved[i].name, '[');
+        for (int k = 0; k < c->desc.saved[i].count; k++) dt_json_put_number(&o, NULL, c->desc.saved[i].values[k]);
+        dt_json_shut(&o, ']');
+    }
+    dt_json_shut(&o, '}');
+    dt_json_put_string(&o, "config", c->desc.config);
+    dt_json_open(&o, "files", '{');
+    for (int f = 0; f < DT__CKPT_FILES; f++) dt__manifest_file(c, &o, f);
+    dt__manifest_beside(&o, c->desc.beside);
+    dt_json_shut(&o, '}');
+    if (dt_error(c->ctx) == DT_OK) {
+        dt__manifest_end(text, o.text, o.used);
+        dt__json_write(&o, text, DT__MANIFEST_END);
+    }
+    w->manifest = o.text;
+    w->manifest_bytes = o.used;
+    w->manifest_room = o.room;
+    return dt_error(c->ctx);
+}
+
+/* ---- the steps of a save ---- */
+
+/* Rank 0 finds a name that is free, and tells it. */
+static dt_status dt__save_name(dt_checkpoint *c) {
+    dt_zero    *zero = c->zero;
+    dt__writer *w = c->writer;
+    double      again = 0;
+    dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
+    char        name[64];
+    if (dt_ctx_rank(c->ctx) == 0) {
+        if (dt__newest_below(&w->io, w->dir, dt__ckpt_last, &newest) != 0)
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
+        dt__ckpt_name(newest, name, sizeof name);
+        if (newest.step > zero->step && !c->passed)
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s has %s already, and this job is at step %lld: load it, "
+                "or save to another folder", w->dir, name, (long long)zero->step);
+        if (newest.step >= id.step) {
+            dt__ckpt_id next = { id.step + 1, 0 };
+            dt__newest_below(&w->io, w->dir, next, &newest);
+        }
+        again = newest.step == id.step ? newest.again + 1 : 1;
+    }
+    if (dt_sum_doubles(zero->mesh.world, &again, 1) != DT_OK) return dt_error(c->ctx);
+    id.again = (int)again;
+    dt__ckpt_name(id, name, sizeof name);
+    dt__writer_path(w, w->final, w->dir, name);
+    snprintf(name + strlen(name), sizeof name - strlen(name), ".tmp");
+    dt__writer_path(w, w->temp, w->dir, name);
+    for (int f = 0; f < DT__CKPT_FILES; f++) dt__writer_path(w, w->path[f], w->temp, dt__ckpt_names[f]);
+    return dt_error(c->ctx);
+}
+
+/* What the writer could not do becomes the rank's failure. */
+static dt_status dt__writer_check(dt_checkpoint *c, const char *what) {
+    if (!c->writer->why[0] || dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
+    return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", what, c->writer->why);
+}
+
+/* Rank 0 makes the folder and the files with their headers; the others then find them, or see another folder. */
+static dt_status dt__save_make(dt_checkpoint *c) {
+    dt__writer *w = c->writer;
+    int         first = dt_ctx_rank(c->ctx) == 0;
+    errno = 0;
+    if (first && !w->why[0]) {
+        dt__folder_remove(&w->io, w->temp);
+        errno = 0;
+        if (w->io.make(w->io.user, w->temp) != 0) dt__writer_fail(w, w->temp, "making the folder");
+    }
+    for (int f = 0; f < DT__CKPT_FILES && first; f++) {
+        const dt__weight_file *file = &c->w[f]->file[0];
+        uint64_t               n;
+        memcpy(&n, file->head, sizeof n);
+        w->fd[f] = dt__writer_create(w, w->path[f], file->bytes);
+        if (w->fd[f] >= 0) dt__writer_put(w, w->path[f], w->fd[f], file->head, (int64_t)n + 8, 0);
+    }
+    if (dt__writer_check(c, "dt_checkpoint_save") != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
+        return dt_error(c->ctx);
+    for (int f = 0; f < DT__CKPT_FILES && !first; f++) {
+        errno = 0;
+        w->fd[f] = w->io.open(w->io.user, w->path[f], 1);
+        int64_t size = w->fd[f] >= 0 ? w->io.size(w->io.user, w->fd[f]) : -1;
+        int     missing = w->fd[f] < 0 ? errno == ENOENT : size != c->w[f]->file[0].bytes;
+        if (missing) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: this rank does not see the %s that rank 0 "
+            "has made: all ranks must share the folder", w->path[f]);
+        if (w->fd[f] < 0) dt__writer_fail(w, w->path[f], "open");
+    }
+    return dt__writer_check(c, "dt_checkpoint_save");
+}
+
+/* The end of a save, good or bad. */
+static void dt__save_end(dt_checkpoint *c) {
+    dt__writer *w = c->writer;
+    if (w->lost) return; /* its thread may still need all of it */
+    for (int f = 0; f < DT__CKPT_FILES; f++) {
+        if (w->fd[f] >= 0) w->io.close(w->io.user, w->fd[f]);
+        w->fd[f] = -1;
+    }
+    dt__copies_drop(c);
+    dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_room);
+    w->manifest = NULL;
+    dt__list_drop(c);
+    if (dt_error(c->ctx) != DT_OK && dt_ctx_rank(c->ctx) == 0 && w->temp[0]) dt__folder_remove(&w->io, w->temp);
+    c->saving = 0;
+}
+
+static dt_status dt__save_wait(dt_checkpoint *c);
+dt_status dt_checkpoint_save(dt_checkpoint *c) {
+    if (!c || dt_error(c->ctx) != DT_OK) return c ? dt_error(c->ctx) : DT_ERR_ARG;
+    dt_zero    *zero = c->zero;
+    dt__writer *w = c->writer;
+    if (!c->desc.dir) return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: dt_checkpoint_desc.dir is NULL");
+    for (int u = 0; u < zero->n_units; u++)
+        if (zero->units[u].over || zero->units[u].filled || zero->units[u].unit->filled)
+            return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: after dt_zero_step and before the next backward, "
+                "for gradients are not saved");
+    if (dt__save_wait(c) != DT_OK) return dt_error(c->ctx);
+    w->background = c->desc.background;
+    if (dt__save_name(c) == DT_OK && dt__list_make(c, w->temp) == DT_OK && dt__save_make(c) == DT_OK &&
+        dt__save_write(c) == DT_OK && dt__save_sums(c) == DT_OK &&
+        (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
+        c->saving = 1;
+        dt__writer_go(w, 0);
+        if (!w->background) dt__save_wait(c);
+    }
+    if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
+    return dt_error(c->ctx);
+}
+
+/* A thread that the disk does not let go is left behind with what it uses. */
+static void dt__writer_join(dt_checkpoint *c) {
+    dt__writer    *w = c->writer;
+    const dt_host *host = dt_ctx_host(c->ctx);
+    double limit = 0.8 * (dt__world_of(c->ctx) ? dt__world_of(c->ctx)->shared->timeout_s : 120);
+    double begin = host->now(host->user);
+    while (w->runs && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->lost) {
+        if (host->now(host->user) - begin > limit) w->lost = 1;
+        host->sleep(host->user, 1e-4);
+    }
+    if (w->runs && w->lost) pthread_detach(w->thread);
+    else if (w->runs) pthread_join(w->thread, NULL);
+    w->runs = 0;
+}
+
+int dt_checkpoint_poll(dt_checkpoint *c) {
+    if (!c || dt_error(c->ctx) != DT_OK || !c->saving) return 1;
+    dt__writer *w = c->writer;
+    dt_comm    *world = c->zero->mesh.world;
+    double      over = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { over, 0 };
+    if (over > 0 && w->why[0]) all[1] = 1;
+    if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
+    dt__writer_join(c);
+    if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c, "dt_checkpoint_save") == DT_OK)
+        dt_barrier(world); /* another rank's failure reaches this one here */
+    if (dt_error(c->ctx) == DT_OK && c->saving == 1) {
+        c->saving = 2;
+        if (dt_ctx_rank(c->ctx) == 0) dt__writer_go(w, 1);
+        return 0;
+    }
+    if (dt_error(c->ctx) == DT_OK) memcpy(c->path, w->final, sizeof c->path);
+    dt__save_end(c);
+    return 1;
+}
+
+/* [collective: world] Until no save is under way. */
+static dt_status dt__save_wait(dt_checkpoint *c) {
+    const dt_host *host = dt_ctx_host(c->ctx);
+    while (!dt_checkpoint_poll(c))
+        if (c->writer->background) host->sleep(host->user, 1e-4);
+    return dt_error(c->ctx);
+}
+
+/* ---- opening and closing ---- */
+
+/* The folder, which is made, and its lock. Rank 0. */
+static void dt__dir_take(dt_checkpoint *c) {
+    dt__writer *w = c->writer;
+    char        path[DT__CKPT_PATH], text[400] = "", host[200] = "";
+    const char *slash = strrchr(w->dir, '/');
+    dt__writer_path(w, path, w->dir, "lock");
+    errno = 0;
+    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+    if (fd < 0 && errno == ENOENT && !w->why[0]) {
+        char above[DT__CKPT_PATH];
+        snprintf(above, sizeof above, "%.*s", slash ? (int)(slash - w->dir) + 1 : 1, slash ? w->dir : ".");
+        errno = 0;
+        if (w->io.make(w->io.user, w->dir) != 0) dt__writer_fail(w, w->dir, "making the folder");
+        dt__writer_sync(w, above);
+        errno = 0;
+        fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+    }
+    if (fd < 0) dt__writer_fail(w, path, "open");
+    c->lock = fd;
+    if (fd < 0) return;
+    errno = 0;
+    int taken = w->io.lock(w->io.user, fd);
+    if (taken != 0 && (errno == EWOULDBLOCK || errno == EAGAIN || errno == EACCES)) {
+        int64_t n = w->io.pread(w->io.user, fd, text, sizeof text - 1, 0);
+        text[n > 0 ? strcspn(text, "\n") : 0] = 0;
+        snprintf(w->why, sizeof w->why, "%s: %.100s saves there already: two jobs cannot share a folder", w->dir,
+            text[0] ? text : "another process");
+        return;
+    }
+    if (taken != 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed", w->dir,
+        dt__io_reason());
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    snprintf(text, sizeof text, "process %ld on %s\n", (long)getpid(), host);
+    w->io.resize(w->io.user, fd, 0);
+    w->io.pwrite(w->io.user, fd, text, strlen(text), 0);
+    dt__folder_sweep(&w->io, w->dir);
+}
+
+/* Whatever is left when the context ends, or at dt_checkpoint_close. */
+static void dt__ckpt_free(dt_ctx *ctx, void *user) {
+    dt_checkpoint *c = (dt_checkpoint *)user;
+    dt__writer    *w = c->writer;
+    if (w) dt__writer_join(c);
+    if (w) dt__save_end(c);
+    if (w && c->lock >= 0) w->io.close(w->io.user, c->lock);
+    if (w && !w->lost) dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
+    dt__text_drop(ctx, c->config);
+    dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
+}
+
+dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
+    dt_ctx *ctx = zero ? zero->ctx : NULL;
+    if (!ctx || dt_error(ctx) != DT_OK) return NULL;
+    const dt_io *io = dt_ctx_io(ctx);
+    if (!io->make || !io->list || !io->lock)
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_checkpoint_open: the io table has no folders: make, list and lock");
+    dt_checkpoint *c = (dt_checkpoint *)dt__host_zeroed(ctx, sizeof *c, "a checkpoint");
+    if (!c) return NULL;
+    c->ctx = ctx;
+    c->zero = zero;
+    c->desc = desc;
+    c->lock = -1;
+    c->writer = (dt__writer *)dt__host_zeroed(ctx, sizeof *c->writer, "a checkpoint");
+    if (c->writer) {
+        dt__writer *w = c->writer;
+        w->io = *io;
+        w->fd[DT__MODEL] = w->fd[DT__OPTIM] = -1;
+        w->keep = desc.keep;
+        w->beside = desc.beside;
+        if (desc.dir && snprintf(w->dir, sizeof w->dir, "%s", desc.dir) >= (int)sizeof w->dir)
+            dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
+        for (size_t n = strlen(w->dir); n > 1 && w->dir[n - 1] == '/'; n--) w->dir[n - 1] = 0;
+        if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_take(c);
+        dt__writer_check(c, "dt_checkpoint_open");
+    }
+    c->listener.closing = dt__ckpt_free;
+    c->listener.user = c;
+    dt_listen(ctx, &c->listener);
+    if (dt_error(ctx) == DT_OK) dt_barrier(zero->mesh.world);
+    if (dt_error(ctx) == DT_OK) return c;
+    dt_checkpoint_close(c);
+    return NULL;
+}
+
+const char *dt_checkpoint_path(const dt_checkpoint *c) { return c ? c->path : ""; }
+const char *dt_checkpoint_config(const dt_checkpoint *c) { return c && c->config ? c->config : ""; }
+
+dt_status dt_checkpoint_close(dt_checkpoint *c) {
+    if (!c) return DT_OK;
+    dt_ctx *ctx = c->ctx;
+    if (dt_error(ctx) == DT_OK) dt__save_wait(c);
+    dt_unlisten(ctx, &c->listener);
+    dt__ckpt_free(ctx, c);
+    return dt_error(ctx);
+}
+
+// ==== 19. Checkpoints: loading ======================================================================================
+
+/* A checkpoint that is looked at, in a context of its own: that it is damaged is no failure of the rank's. */
+typedef struct dt__found {
+    dt_ctx     *aside;
+    char       *text;               /* the manifest */
+    size_t      bytes;
+    dt_json    *json;
+    dt_weights *w[DT__CKPT_FILES];
+    char        path[DT__CKPT_PATH];
+    char        why[700];           /* what is wrong with it; "": nothing so far */
+    int         newer;              /* it is whole, but of a newer format */
+} dt__found;
+
+static void dt__found_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+static void dt__found_close(dt__found *f) {
+    dt_json_free(f->json);
+    if (f->text) dt_free(f->aside, DT_MEM_HOST, f->text, f->bytes + 1);
+    dt_ctx_free(f->aside); /* and the open files with it */
+    f->aside = NULL;
+    f->text = NULL;
+    f->json = NULL;
+}
+
+static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
+    dt_ctx_desc d;
+    dt_host     host = *dt_ctx_host(c->ctx);
+    host.log = dt__found_log;
+    memset(&d, 0, sizeof d);
+    memset(f->w, 0, sizeof f->w);
+    d.host = &host;
+    d.io = dt_ctx_io(c->ctx);
+    f->why[0] = 0;
+    f->newer = 0;
+    f->aside = dt_ctx_make(d);
+    return f->aside ? 1 : (dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_load: no memory to look at %s", f->path), 0);
+}
+
+/* Takes what failed in the context aside. */
+static void dt__found_why(dt__found *f) {
+    const char *text = dt_error_text(f->aside);
+    if (f->why[0] || dt_error(f->aside) == DT_OK) return;
+    snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
+}
+
+static void dt__found_manifest(dt__found *f) {
+    char    path[DT__CKPT_PATH + 32], end[DT__MANIFEST_END + 1];
+    int64_t version = 0;
+    snprintf(path, sizeof path, "%s/manifest.json", f->path);
+    f->text = dt_file_read(f->aside, path, DT__JSON_BYTES, &f->bytes);
+    if (!f->text) return;
+    size_t last = f->bytes < DT__MANIFEST_END ? 0 : f->bytes - DT__MANIFEST_END;
+    dt__manifest_end(end, f->text, last);
+    int whole = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
+    f->json = dt_json_parse(f->aside, path, f->text, f->bytes);
+    if (!f->json) return;
+    const char *format = dt_json_string(f->json, dt_json_find(f->json, 0, "format"), NULL);
+    if (!format || strcmp(format, "dt checkpoint") != 0 ||
+        !dt_json_int(f->json, dt_json_find(f->json, 0, "version"), &version) || version < 1) {
+        dt_json_fail(f->json, 0, "it is no manifest of a dt checkpoint");
+    } else if (version > DT_CHECKPOINT_FORMAT) {
+        f->newer = whole;
+        dt_fail(f->aside, DT_ERR_UNSUPPORTED, "%s: a checkpoint of format %lld; this program knows formats up to %d: a "
+            "newer dt wrote it", path, (long long)version, DT_CHECKPOINT_FORMAT);
+    } else if (!whole) {
+        dt_fail(f->aside, DT_ERR_IO, "%s: it is damaged: its digest is another", path);
+    }
+}
+
+/* The digest that a member says; 0 and a failure if it says none. */
+static uint64_t dt__found_hex(dt__found *f, int node) {
+    const char *text = dt_json_string(f->json, node, NULL);
+    char       *end = NULL, again[24];
+    uint64_t    value = text ? strtoull(text, &end, 16) : 0;
+    snprintf(again, sizeof again, "%016llx", (unsigned long long)value);
+    if (!text || strcmp(text, again) != 0) dt_json_fail(f->json, node, "a digest of 16 hexadecimal digits is needed");
+    return value;
+}
+
+/* One file against its size and the digest of its header; of other files than ours that is all of it. */
+static void dt__found_file(dt__found *f, int node, const char *name) {
+    char        path[DT__CKPT_PATH + 264], *text = NULL;
+    int64_t     bytes = -1, header = -1;
+    size_t      read = 0;
+    int         ours = DT__CKPT_FILES;
+    dt_weights *w = NULL;
+    for (int i = 0; i < DT__CKPT_FILES; i++)
+        if (strcmp(name, dt__ckpt_names[i]) == 0) ours = i;
+    uint64_t digest = dt__found_hex(f, dt_json_find(f->json, node, "digest"));
+    if (!dt_json_int(f->json, dt_json_find(f->json, node, "bytes"), &bytes) ||
+        !dt_json_int(f->json, dt_json_find(f->json, node, "header"), &header) || header < 0 || bytes < header ||
+        strchr(name, '/') || strlen(name) > 200)
+        dt_json_fail(f->json, node, "a file's name, bytes and header are needed");
+    if (dt_error(f->aside) != DT_OK) return;
+    snprintf(path, sizeof path, "%s/%s", f->path, name);
+    if (ours < DT__CKPT_FILES) w = f->w[ours] = dt_weights_open(f->aside, path);
+    else text = dt_file_read(f->aside, path, DT__JSON_BYTES, &read);
+    const char *head = w ? w->file[0].head : text;
+    int64_t     have = w ? w->file[0].bytes : (int64_t)read, long_is = w ? (int64_t)w->file[0].head_bytes : have;
+    if (!head) dt_fail(f->aside, DT_ERR_IO, "%s: it is no safetensors file", path);
+    else if (have != bytes) dt_fail(f->aside, DT_ERR_IO, "%s: it has %lld bytes, and its checkpoint's has %lld", path,
+        (long long)have, (long long)bytes);
+    else if (long_is != header || dt__bytes_digest(head, (size_t)header) != digest)
+        dt_fail(f->aside, DT_ERR_IO, "%s: %s is damaged: its digest is another", path, w ? "its header" : "it");
+    if (text) dt_free(f->aside, DT_MEM_HOST, text, read + 1);
+}
+
+static void dt__found_files(dt__found *f) {
+    int files = dt_json_find(f->json, 0, "files");
+    for (int i = 0; i < dt_json_count(f->json, files) && dt_error(f->aside) == DT_OK; i++) {
+        int node = dt_json_at(f->json, files, i);
+        dt__found_file(f, node, dt_json_key(f->json, node, NULL));
+    }
+    for (int i = 0; i < DT__CKPT_FILES && dt_error(f->aside) == DT_OK; i++)
+        if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
+}
+
+/* [collective: world] What the first rank found wrong is wrong for all. */
+static dt_status dt__found_agree(dt_checkpoint *c, dt__found *f) {
+    size_t n = 0;
+    double newer = f->newer;
+    if (f->aside) dt__found_why(f);
+    if (f->why[0]) strcat(f->why, "\n"); /* there is room: dt_error_text has 512 bytes */
+    char *text = dt__share_texts(c->ctx, f->why, strlen(f->why), &n);
+    if (text) snprintf(f->why, sizeof f->why, "%.*s", (int)strcspn(text, "\n"), text);
+    if (text) dt_free(c->ctx, DT_MEM_HOST, text, n + 1);
+    dt_sum_doubles(c->zero->mesh.world, &newer, 1);
+    f->newer = newer > 0;
+    return dt_error(c->ctx);
+}
+
+/* Sums into `sums` (5 for each tensor, as in saving) what this rank reads of file k: small tensors in turn, of large
+   ones its part. */
+static void dt__found_read(dt_checkpoint *c, dt__found *f, int k, double *sums, char *buffer) {
+    dt_comm *world = c->zero->mesh.world;
+    int64_t  n = dt_comm_size(world), rank = dt_comm_rank(world);
+    for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(f->aside) == DT_OK; i++) {
+        const dt_weight *t = dt_weights_get(f->w[k], i);
+        int64_t  size = (int64_t)dt_dtype_size(t->dtype), most = DT__CKPT_CHUNK / size;
+        int      small = t->count * size < DT__CKPT_CHUNK;
+        int64_t  from = small ? 0 : t->count / n * rank, to = small || rank == n - 1 ? t->count : from + t->count / n;
+        uint64_t digest = 0;
+        for (int64_t at = from, some; at < to && (!small || i % n == rank); at += some) {
+            some = to - at < most ? to - at : most;
+            if (dt_weights_read(f->w[k], i, at, some, t->dtype, buffer) != DT_OK) break;
+            digest += dt__elements_digest(t->dtype, at, buffer, some);
+        }
+        for (int b = 0; b < 4; b++) sums[4 * i + b] = (double)(digest >> (16 * b) & 0xffff);
+    }
+}
+
+/* [collective: world] Every tensor of file k against its digest. */
+static dt_status dt__found_digests(dt_checkpoint *c, dt__found *f, int k) {
+    size_t  n = 4 * (size_t)dt_weights_count(f->w[k]);
+    double *sums = (double *)dt__host_zeroed(c->ctx, (n + 1) * sizeof *sums, "digests");
+    char   *buffer = (char *)dt_alloc(c->ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "a window into a checkpoint");
+    int     file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
+    int     digests = dt_json_find(f->json, file, "tensors");
+    if (sums && buffer) dt__found_read(c, f, k, sums, buffer);
+    dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
+    for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(c->ctx) == DT_OK && dt_error(f->aside) == DT_OK; i++) {
+        const char *name = dt_weights_get(f->w[k], i)->name;
+        uint64_t    digest = 0, want = dt__found_hex(f, dt_json_find(f->json, digests, name));
+        for (int b = 0; b < 4; b++) digest += (uint64_t)sums[4 * i + b] << (16 * b);
+        if (digest != want) dt_fail(f->aside, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another",
+            f->path, dt__ckpt_names[k], dt__name_text(name).s);
+    }
+    dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
+    dt_free(c->ctx, DT_MEM_HOST, buffer, DT__CKPT_CHUNK);
+    return dt__found_agree(c, f);
+}
+
+/* [collective: world] Whether f->path is whole: f->why is empty then, on every rank. */
+static dt_status dt__found_check(dt_checkpoint *c, dt__found *f) {
+    if (dt__found_open(c, f)) dt__found_manifest(f);
+    if (f->aside && dt_error(f->aside) == DT_OK) dt__found_files(f);
+    if (dt__found_agree(c, f) != DT_OK) return dt_error(c->ctx);
+    for (int k = 0; k < DT__CKPT_FILES && !f->why[0]; k++)
+        if (dt__found_digests(c, f, k) != DT_OK) return dt_error(c->ctx);
+    return DT_OK;
+}
+
+/* [collective: world] Rank 0 looks for the newest before *at; its folder in f->path, or "" for none. */
+static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *at, dt__found *f) {
+    double      told[2] = { 0, 0 };
+    dt__ckpt_id found = { -1, 0 };
+    char        name[64];
+    if (dt_ctx_rank(c->ctx) == 0) {
+        if (dt__newest_below(&c->writer->io, dir, *at, &found) != 0 && errno != ENOENT)
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", dir, dt__io_reason());
+        told[0] = (double)found.step;
+        told[1] = found.again;
+    }
+    if (dt_sum_doubles(c->zero->mesh.world, told, 2) != DT_OK) return dt_error(c->ctx);
+    at->step = (int64_t)told[0];
+    at->again = (int)told[1];
+    dt__ckpt_name(*at, name, sizeof name);
+    f->path[0] = 0;
+    if (at->step >= 0 && snprintf(f->path, sizeof f->path, "%s/%s", dir, name) >= (int)sizeof f->path)
+        return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: %.80s...: the path is too long", dir);
+    return DT_OK;
+}
+
+/* [collective: world] f: the newest checkpoint of `from` that is whole, or `from` itself. f->path "": there is none. */
+static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found *f) {
+    dt__ckpt_id at = dt__ckpt_last;
+    char        first[sizeof f->why] = "", path[DT__CKPT_PATH + 32];
+    double      itself = 0;
+    snprintf(path, sizeof path, "%s/manifest.json", from);
+    int fd = dt_ctx_rank(c->ctx) == 0 ? c->writer->io.open(c->writer->io.user, path, 0) : -1;
+    if (fd >= 0) c->writer->io.close(c->writer->io.user, fd);
+    itself = fd >= 0;
+    c->passed = 0;
+    if (dt_sum_doubles(c->zero->mesh.world, &itself, 1) != DT_OK) return dt_error(c->ctx);
+    for (;;) {
+        snprintf(f->path, sizeof f->path, "%s", from);
+        if (itself == 0 && dt__found_next(c, from, &at, f) != DT_OK) return dt_error(c->ctx);
+        if (!f->path[0]) break;
+        if (dt__found_check(c, f) != DT_OK || !f->why[0]) return dt_error(c->ctx);
+        if (itself > 0 || f->newer) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s", f->why);
+        if (dt_ctx_rank(c->ctx) == 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: the checkpoint before it counts", f->why);
+        if (!c->passed) memcpy(first, f->why, sizeof first);
+        c->passed++;
+        dt__found_close(f);
+    }
+    if (c->passed) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: no checkpoint there is whole: %s", from,
+        first);
+    return DT_OK;
+}
+
+/* ---- taking it ---- */
+
+/* Whether what was found is a checkpoint of this program: the same tensors, optimizer, seed and numbers. */
+static dt_status dt__load_fits(dt_checkpoint *c, dt__found *f) {
+    dt_ctx     *ctx = c->ctx;
+    dt_json    *j = f->json;
+    char        seed[24];
+    const char *optimizer = dt_json_string(j, dt_json_find(j, 0, "optimizer"), NULL);
+    const char *was = dt_json_string(j, dt_json_find(j, 0, "seed"), NULL);
+    const char *mine = dt__optimizers[c->zero->desc.optimizer];
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)dt_ctx_seed(ctx));
+    if (!optimizer || strcmp(optimizer, mine) != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_load: %s: its optimizer is %s, and this program's is %s",
+            f->path, optimizer ? dt__name_text(optimizer).s : "not told", mine);
+    if (!was || strcmp(was, seed) != 0)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_load: %s: its seed is %s, and this program's is %s: the random "
+            "numbers would be others", f->path, was ? dt__name_text(was).s : "not told", seed);
+    for (int i = 0; i < c->desc.n_saved; i++) {
+        const dt_saved *s = &c->desc.saved[i];
+        int    node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
+        double number;
+        if (dt_json_count(j, node) != s->count)
+            return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_load: %s: it has %d numbers '%s', and this program has %d",
+                f->path, dt_json_count(j, node), s->name, s->count);
+        for (int k = 0; k < s->count; k++)
+            if (!dt_json_number(j, dt_json_at(j, node, k), &number))
+                return dt_fail(ctx, DT_ERR_IO, "dt_checkpoint_load: %s: '%s' holds something else than numbers",
+                    f->path, s->name);
+    }
+    return DT_OK;
+}
+
+/* Of 1-bit Adam, and of one layout only. */
+static int dt__is_error(int file, const char *name) {
+    return file == DT__OPTIM && strncmp(name, "error", 5) == 0 && (name[5] == '0' || name[5] == '1') && name[6] == '.';
+}
+
+static dt_status dt__load_tensors_fit(dt_checkpoint *c, dt__found *f) {
+    for (int k = 0; k < DT__CKPT_FILES; k++) {
+        const char *file = dt__ckpt_names[k];
+        for (int i = 0; i < dt_weights_count(c->w[k]); i++) {
+            const dt_weight *t = dt_weights_get(c->w[k], i);
+            const dt_weight *there = dt_weights_get(f->w[k], dt_weights_find(f->w[k], t->name));
+            int same = there && there->dtype == t->dtype && there->shape.nd == t->shape.nd;
+            for (int d = 0; d < t->shape.nd && same; d++) same = there->shape.d[d] == t->shape.d[d];
+            if (same || dt__is_error(k, t->name)) continue;
+            if (!there) return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: %s/%s has no '%s', which this program "
+                "has", f->path, file, t->name);
+            return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: %s/%s: '%s' is %s of %s there, and %s of %s in "
+                "this program", f->path, file, t->name, there->type, dt__shape_text(there->shape).s, t->type,
+                dt__shape_text(t->shape).s);
+        }
+        for (int i = 0; i < dt_weights_count(f->w[k]); i++) {
+            const char *name = dt_weights_get(f->w[k], i)->name;
+            if (dt_weights_find(c->w[k], name) < 0 && !dt__is_error(k, name))
+                return dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: %s/%s has '%s', which this program has not",
+                    f->path, file, dt__name_text(name).s);
+        }
+    }
+    return DT_OK;
+}
+
+/* The values and state of a unit, on each rank its own. */
+static dt_status dt__load_unit(dt_checkpoint *c, dt_weights *const *w, dt__zero_unit *z, char *host) {
+    dt_ctx  *ctx = c->ctx;
+    dt_unit *unit = z->unit;
+    size_t   size = dt__zero_size(z);
+    int      gathered = !unit->data;
+    if (dt__present_aside(dt_param_get(ctx, unit->first_param)) != DT_OK) return dt_error(ctx);
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        dt_file_place   p = dt__ckpt_place(c, t);
+        dt__place_aim(&p, t);
+        if (dt_weights_load(w[DT__MODEL], t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
+    }
+    dt__unit_release(ctx, unit, 0, gathered);
+    for (int a = 0; a <= DT__MASTER; a++)
+        for (size_t at = z->first, n; at < z->first + z->count && dt__ckpt_has(c->zero, unit, a); at += n) {
+            n = z->first + z->count - at < DT__CKPT_CHUNK / size ? z->first + z->count - at : DT__CKPT_CHUNK / size;
+            memset(host, 0, n * size); /* what lies outside of the full tensors */
+            if (dt__state_move(c, w[DT__OPTIM], unit, a, at, at + n, host) != DT_OK ||
+                dt__state_set(c->zero, z, a, at, n, host) != DT_OK) return dt_error(ctx);
+        }
+    return dt_error(ctx);
+}
+
+/* [collective: world] What 1-bit Adam's signs left over: if the layout is the one that saved. */
+static dt_status dt__load_errors(dt_checkpoint *c, dt__found *f, dt_weights *w, char *host) {
+    dt_zero    *zero = c->zero;
+    const char *layout = dt_json_string(f->json, dt_json_find(f->json, 0, "layout"), NULL);
+    double      other = !layout || strcmp(layout, dt__ckpt_layout(zero).s) != 0;
+    for (int u = 0; u < zero->n_units; u++)
+        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
+            char name[64];
+            dt__error_name(c, u, e, name, sizeof name);
+            const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
+            if (!t || t->count != dt__error_shape(&zero->units[u], e).d[0]) other = 1;
+        }
+    if (dt_sum_doubles(zero->mesh.world, &other, 1) != DT_OK) return dt_error(c->ctx);
+    if (other > 0 && dt__onebit_frozen(zero) && dt_ctx_rank(c->ctx) == 0)
+        dt_log(c->ctx, DT_LOG_NOTICE, "%s: the errors of 1-bit Adam belong to layout %s, and begin again at zero",
+            f->path, layout ? layout : "?");
+    for (int u = 0; u < zero->n_units && other == 0; u++)
+        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
+            dt__zero_unit *z = &zero->units[u];
+            size_t         size = dt__zero_size(z), count = z->error_bytes[e] / size, most = DT__CKPT_CHUNK / size;
+            char           name[64];
+            dt__error_name(c, u, e, name, sizeof name);
+            int index = dt_weights_find(w, name);
+            for (size_t at = 0, n; at < count; at += n) {
+                n = count - at < most ? count - at : most;
+                if (dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host) != DT_OK ||
+                    dt__move(c->ctx, (char *)z->errors[e] + at * size, host, n * size) != DT_OK ||
+                    dt__sync(c->ctx) != DT_OK) return dt_error(c->ctx);
+            }
+        }
+    return dt_error(c->ctx);
+}
+
+/* The numbers, once all tensors are there. */
+static void dt__load_numbers(dt_checkpoint *c, dt__found *f) {
+    dt_zero    *zero = c->zero;
+    dt_json    *j = f->json;
+    const char *config = dt_json_string(j, dt_json_find(j, 0, "config"), NULL);
+    double      scale = zero->scale;
+    int64_t     good = 0, patience = zero->patience;
+    dt_json_number(j, dt_json_find(j, 0, "loss_scale"), &scale);
+    dt_json_int(j, dt_json_find(j, 0, "good_steps"), &good);
+    dt_json_int(j, dt_json_find(j, 0, "patience"), &patience);
+    if (dt__scale_is_dynamic(zero)) {
+        dt__scale_set(zero, scale);
+        zero->good = (int)good;
+        zero->patience = (int)patience;
+    }
+    for (int i = 0; i < c->desc.n_saved; i++) {
+        const dt_saved *s = &c->desc.saved[i];
+        int             node = dt_json_find(j, dt_json_find(j, 0, "saved"), s->name);
+        for (int k = 0; k < s->count; k++) dt_json_number(j, dt_json_at(j, node, k), &s->values[k]);
+    }
+    dt__text_drop(c->ctx, c->config);
+    c->config = config ? dt__join(c->ctx, config, strlen(config), "") : NULL;
+    memcpy(c->path, f->path, sizeof c->path);
+}
+
+static dt_status dt__load_take(dt_checkpoint *c, dt__found *f) {
+    dt_ctx     *ctx = c->ctx;
+    dt_zero    *zero = c->zero;
+    dt_weights *w[DT__CKPT_FILES] = { NULL, NULL };
+    char        path[DT__CKPT_PATH + 32];
+    if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &zero->step) || zero->step < 0)
+        return dt_fail(ctx, DT_ERR_IO, "dt_checkpoint_load: %s: its step is no number", f->path);
+    if (dt__load_fits(c, f) != DT_OK || dt__list_make(c, f->path) != DT_OK || dt__load_tensors_fit(c, f) != DT_OK)
+        return dt_error(ctx);
+    dt__list_drop(c);
+    for (int k = 0; k < DT__CKPT_FILES && dt_error(ctx) == DT_OK; k++) {
+        snprintf(path, sizeof path, "%s/%s", f->path, dt__ckpt_names[k]);
+        w[k] = dt_weights_open(ctx, path);
+    }
+    char *host = (char *)dt_alloc(ctx, DT_MEM_HOST, DT__CKPT_CHUNK, "loading");
+    for (int u = 0; u < zero->n_units && dt_error(ctx) == DT_OK; u++) dt__load_unit(c, w, &zero->units[u], host);
+    if (dt_error(ctx) == DT_OK && zero->desc.optimizer == DT_ONEBIT_ADAM) dt__load_errors(c, f, w[DT__OPTIM], host);
+    dt_free(ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
+    for (int k = 0; k < DT__CKPT_FILES; k++) dt_weights_close(w[k]);
+    if (dt_error(ctx) == DT_OK) dt__load_numbers(c, f);
+    return dt_error(ctx) == DT_OK ? dt__zero_compare(zero, 1) : dt_error(ctx); /* copies are equal again */
+}
+
+int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
+    dt__found f;
+    char      dir[DT__CKPT_PATH];
+    memset(&f, 0, sizeof f);
+    if (!c || dt_error(c->ctx) != DT_OK) return -1;
+    if (!from) from = c->writer->dir;
+    if (!*from || snprintf(dir, sizeof dir, "%s", from) >= (int)sizeof dir) {
+        dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_load: from where? '%.80s'", from);
+        return -1;
+    }
+    for (size_t n = strlen(dir); n > 1 && dir[n - 1] == '/'; n--) dir[n - 1] = 0;
+    if (dt__save_wait(c) == DT_OK && dt__found_newest(c, dir, &f) == DT_OK && f.path[0]) dt__load_take(c, &f);
+    if (f.aside) dt__found_close(&f);
+    if (dt_error(c->ctx) == DT_OK) dt_barrier(c->zero->mesh.world); /* all ranks have it, or none goes on */
+    if (dt_error(c->ctx) == DT_OK) return f.path[0] ? c->zero->step : 0;
+    dt__list_drop(c);
+    return -1;
 }
 
 #ifdef __cplusplus
