@@ -241,7 +241,8 @@ DT_API void dt_zero_free(dt_zero *zero);
            config.json             what the program puts beside them
            manifest.json           format number, step, loss scale, the program's numbers; the size of each file, a
                                    digest of its header and of each tensor; its own digest at the end
-       DIR/step-400.tmp/           being written, or left by a job that was killed: the next one removes it
+       DIR/step-400.1a2b3c.tmp/    being written, or left by a job that was killed: the next one removes it. The number
+                                   is another each time: ranks that do not share the folder cannot find it
 
    All ranks write the two files at once, each the parts that it alone has and its share of what many have. Then every
    file is synced, the manifest is written and synced, the folder is synced and renamed, and the one above is synced: at
@@ -2600,6 +2601,8 @@ typedef struct dt__writer {
     size_t     manifest_bytes, manifest_room;
     const char *beside;
     int        keep, publishing;    /* publishing: what the thread does */
+    int64_t    step;                /* of what is being written, and which one of that step it is */
+    int        again;
     int        background, runs, lost;
     pthread_t  thread;
     int        done;                /* atomic */
@@ -2663,12 +2666,13 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
     dt__writer_shut(w, path, fd);
 }
 
-/* Makes the names in a folder last. There are file systems whose folders cannot be synced, and need not be. */
-static void dt__writer_sync(dt__writer *w, const char *folder) {
+/* Makes the names in a folder last. There are file systems whose folders cannot be synced, and need not be. but: an
+   errno with which one may not open, 0: none. */
+static void dt__writer_sync(dt__writer *w, const char *folder, int but) {
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, 0);
     if (fd < 0) {
-        dt__writer_fail(w, folder, "open");
+        if (errno == 0 || errno != but) dt__writer_fail(w, folder, "open");
         return;
     }
     errno = 0;
@@ -2748,11 +2752,12 @@ static int dt__newest_below(const dt_io *io, const char *dir, dt__ckpt_id below,
     return answer;
 }
 
-/* Those beyond the newest `keep` go. What cannot be removed stays, and is in nobody's way. */
+/* The new one and the keep - 1 before it stay, those before go. Of a later step there are only damaged ones, which do
+   not count. What cannot be removed stays, and is in nobody's way. */
 static void dt__writer_remove_old(const dt__writer *w) {
-    dt__ckpt_id at = dt__ckpt_last;
+    dt__ckpt_id at = { w->step, w->again };
     char        name[64], path[DT__CKPT_PATH + 64];
-    for (int i = 0; i < w->keep && at.step >= 0; i++)
+    for (int i = 1; i < w->keep && at.step >= 0; i++)
         if (dt__newest_below(&w->io, w->dir, at, &at) != 0) return;
     while (w->keep > 0 && at.step >= 0 && dt__newest_below(&w->io, w->dir, at, &at) == 0 && at.step >= 0) {
         dt__ckpt_name(at, name, sizeof name);
@@ -2777,10 +2782,10 @@ static void dt__writer_finish(dt__writer *w) {
 static void dt__writer_publish(dt__writer *w) {
     if (w->beside) dt__writer_file(w, "config.json", w->beside, strlen(w->beside));
     dt__writer_file(w, "manifest.json", w->manifest, w->manifest_bytes);
-    dt__writer_sync(w, w->temp);
+    dt__writer_sync(w, w->temp, 0);
     errno = 0;
     if (!w->why[0] && w->io.rename(w->io.user, w->temp, w->final) != 0) dt__writer_fail(w, w->final, "rename");
-    dt__writer_sync(w, w->dir);
+    dt__writer_sync(w, w->dir, 0);
     if (!w->why[0]) dt__writer_remove_old(w);
 }
 
@@ -3357,10 +3362,12 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
 static dt_status dt__save_name(dt_checkpoint *c) {
     dt_zero    *zero = c->zero;
     dt__writer *w = c->writer;
-    double      again = 0;
+    double      told[2] = { 0, 0 };     /* which one of the step, and the number of its folder while it is written */
     dt__ckpt_id newest = { -1, 0 }, id = { zero->step, 1 };
     char        name[64];
     if (dt_ctx_rank(c->ctx) == 0) {
+        const dt_host *host = dt_ctx_host(c->ctx);
+        uint64_t       now = (uint64_t)(host->now(host->user) * 1e6) * 2654435761u, pid = (uint64_t)getpid() * 40503u;
         if (dt__newest_below(&w->io, w->dir, dt__ckpt_last, &newest) != 0)
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
         dt__ckpt_name(newest, name, sizeof name);
@@ -3371,14 +3378,17 @@ static dt_status dt__save_name(dt_checkpoint *c) {
             dt__ckpt_id next = { id.step + 1, 0 };
             dt__newest_below(&w->io, w->dir, next, &newest);
         }
-        again = newest.step == id.step ? newest.again + 1 : 1;
+        told[0] = newest.step == id.step ? newest.again + 1 : 1;
+        told[1] = (double)((now ^ pid ^ (uint64_t)time(NULL)) >> 4 & 0xffffff);
     }
-    if (dt_sum_doubles(zero->mesh.world, &again, 1) != DT_OK) return dt_error(c->ctx);
-    id.again = (int)again;
+    if (dt_sum_doubles(zero->mesh.world, told, 2) != DT_OK) return dt_error(c->ctx);
+    id.again = (int)told[0];
+    w->step = id.step;
+    w->again = id.again;
     if (dt__ckpt_before(c->known, id)) c->known = id;
     dt__ckpt_name(id, name, sizeof name);
     dt__writer_path(w, w->final, w->dir, name);
-    snprintf(name + strlen(name), sizeof name - strlen(name), ".tmp");
+    snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)told[1]);
     dt__writer_path(w, w->temp, w->dir, name);
     for (int f = 0; f < DT__CKPT_FILES; f++) dt__writer_path(w, w->path[f], w->temp, dt__ckpt_names[f]);
     return dt_error(c->ctx);
@@ -3413,7 +3423,8 @@ static dt_status dt__save_make(dt_checkpoint *c) {
         errno = 0;
         w->fd[f] = w->io.open(w->io.user, w->path[f], 1);
         int64_t size = w->fd[f] >= 0 ? w->io.size(w->io.user, w->fd[f]) : -1;
-        int     missing = w->fd[f] < 0 ? errno == ENOENT : size != c->w[f]->file[0].bytes;
+        if (w->fd[f] >= 0 && size < 0) dt__writer_fail(w, w->path[f], "size");
+        int missing = w->fd[f] < 0 ? errno == ENOENT : size >= 0 && size != c->w[f]->file[0].bytes;
         if (missing) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: this rank does not see the %s that rank 0 "
             "has made: all ranks must share the folder", w->path[f]);
         if (w->fd[f] < 0) dt__writer_fail(w, w->path[f], "open");
@@ -3505,20 +3516,25 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
+/* The folder's own name lasts after this. Whoever made it may have been killed before, so every job does it. Who may not
+   read the folder above it cannot; that one others have made. */
+static void dt__dir_sync(dt__writer *w) {
+    char        above[DT__CKPT_PATH];
+    const char *slash = strrchr(w->dir, '/');
+    snprintf(above, sizeof above, "%.*s", slash ? (int)(slash - w->dir) + 1 : 1, slash ? w->dir : ".");
+    dt__writer_sync(w, above, EACCES);
+}
+
 /* The folder, which is made, and its lock. Rank 0. */
 static void dt__dir_take(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     char        path[DT__CKPT_PATH], text[400] = "", host[200] = "";
-    const char *slash = strrchr(w->dir, '/');
     dt__writer_path(w, path, w->dir, "lock");
     errno = 0;
     int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
     if (fd < 0 && errno == ENOENT && !w->why[0]) {
-        char above[DT__CKPT_PATH];
-        snprintf(above, sizeof above, "%.*s", slash ? (int)(slash - w->dir) + 1 : 1, slash ? w->dir : ".");
         errno = 0;
         if (w->io.make(w->io.user, w->dir) != 0) dt__writer_fail(w, w->dir, "making the folder");
-        dt__writer_sync(w, above);
         errno = 0;
         fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
     }
@@ -3540,6 +3556,7 @@ static void dt__dir_take(dt_checkpoint *c) {
     snprintf(text, sizeof text, "process %ld on %s\n", (long)getpid(), host);
     w->io.resize(w->io.user, fd, 0);
     w->io.pwrite(w->io.user, fd, text, strlen(text), 0);
+    dt__dir_sync(w);
     dt__folder_sweep(&w->io, w->dir);
 }
 
@@ -3764,8 +3781,10 @@ static dt_status dt__found_digests(dt_checkpoint *c, dt__found *f, int k) {
     int     file = dt_json_find(f->json, dt_json_find(f->json, 0, "files"), dt__ckpt_names[k]);
     int     digests = dt_json_find(f->json, file, "tensors");
     if (sums && buffer) dt__found_read(c, f, k, sums, buffer);
-    dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
-    for (int i = 0; i < dt_weights_count(f->w[k]) && dt_error(c->ctx) == DT_OK && dt_error(f->aside) == DT_OK; i++) {
+    if (sums) sums[n] = dt_error(f->aside) != DT_OK; /* without what that rank has not read no digest is right */
+    dt_sum_doubles(c->zero->mesh.world, sums, sums ? n + 1 : 0);
+    int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
+    for (int i = 0; i < dt_weights_count(f->w[k]) && readable && dt_error(f->aside) == DT_OK; i++) {
         const char *name = dt_weights_get(f->w[k], i)->name;
         uint64_t    digest = 0, want = dt__found_hex(f, dt_json_find(f->json, digests, name));
         for (int b = 0; b < 4; b++) digest += (uint64_t)sums[4 * i + b] << (16 * b);
@@ -3823,10 +3842,12 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
     dt__ckpt_id at = dt__ckpt_last;
     char        first[sizeof f->why] = "", path[DT__CKPT_PATH + 32];
     double      itself = 0;
-    snprintf(path, sizeof path, "%s/manifest.json", from);
-    int fd = dt_ctx_rank(c->ctx) == 0 ? c->writer->io.open(c->writer->io.user, path, 0) : -1;
-    if (fd >= 0) c->writer->io.close(c->writer->io.user, fd);
-    itself = fd >= 0;
+    for (int i = 0; i < 2 && itself == 0 && dt_ctx_rank(c->ctx) == 0; i++) { /* its manifest may be what is missing */
+        snprintf(path, sizeof path, "%s/%s", from, i == 0 ? "manifest.json" : dt__ckpt_names[DT__OPTIM]);
+        int fd = c->writer->io.open(c->writer->io.user, path, 0);
+        if (fd >= 0) c->writer->io.close(c->writer->io.user, fd);
+        itself = fd >= 0;
+    }
     if (dt_sum_doubles(c->zero->mesh.world, &itself, 1) != DT_OK) return dt_error(c->ctx);
     for (;;) {
         snprintf(f->path, sizeof f->path, "%s", from);
