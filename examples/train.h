@@ -608,6 +608,7 @@ typedef struct train_saved {
     double         tokens;      /* of the data */
     dt_saved       list[2];
     char          *config;      /* what transformers read beside the weights */
+    int            there;       /* what was loaded lies in train_config.save */
     const train_config *run;
     gpt           *model;
 } train_saved;
@@ -636,13 +637,16 @@ static inline void train_saved_open(const train_config *c, gpt *model, dt_zero *
         .place = train_place, .progress = train_progress, .user = s });
     if (dt_error(ctx) != DT_OK) return;
     int64_t step = c->again ? dt_checkpoint_load(s->checkpoint, NULL) : 0;
+    s->there = step > 0;
     if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
     if (step == 0 && c->resume) dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
+    const char *path = dt_checkpoint_path(s->checkpoint);
+    s->there |= c->save && strncmp(path, c->save, strlen(c->save)) == 0 && path[strlen(c->save)] == '/';
     if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
         dt_fail(ctx, DT_ERR_ARG, "%s: it has seen data of %.0f tokens, and these have %lld",
-            dt_checkpoint_path(s->checkpoint), s->tokens, (long long)dt_text_tokens(text));
+            path, s->tokens, (long long)dt_text_tokens(text));
     if (dt_error(ctx) == DT_OK && c->on_resume)
-        c->on_resume(ctx, step, dt_checkpoint_path(s->checkpoint), dt_checkpoint_config(s->checkpoint), c->user);
+        c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
 }
 
 static inline void train_saved_close(train_saved *s, dt_ctx *ctx) {
@@ -672,6 +676,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
     b->order.before = (int64_t)saved->samples;
     int64_t first = dt_zero_steps(optimizer) + 1;
+    if (first > c->stop_at && c->save && !saved->there) dt_checkpoint_save(saved->checkpoint); /* a copy of it */
     for (int64_t step = first, over = 0; step <= c->stop_at && !over && dt_error(ctx) == DT_OK; step++) {
         train_batch_next(ctx, c, mesh, b, ramp);
         if (dt_error(ctx) != DT_OK) break;
