@@ -788,8 +788,7 @@ static void two_jobs(void) {
     opened first = open_one(&io, "ck"), second = open_one(&io, "ck"), other = open_one(&io, "other");
     CHECK_MSG(first.c && other.c, "%s%s", dt_error_text(first.ctx), dt_error_text(other.ctx));
     const char *text = dt_error_text(second.ctx);
-    CHECK_MSG(!second.c && dt_error(second.ctx) == DT_ERR_IO && names_process(text, "ck", getpid()), "the second job: %s",
-        text);
+    CHECK_MSG(!second.c && dt_error(second.ctx) == DT_ERR_IO && names_process(text, "ck", getpid()), "%s", text);
     close_one(&second);
     close_one(&first);
     second = open_one(&io, "ck");
