@@ -220,6 +220,8 @@ DT_API dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param,
    of a step and dt_zero_step. host as above. DT_ERR_UNSUPPORTED once 1-bit Adam has frozen its second moment: it sums
    no more gradients. */
 DT_API dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host);
+/* [local] Steps that have been made, or were when what was loaded was saved. */
+DT_API int64_t dt_zero_steps(const dt_zero *zero);
 /* [local] Bytes of optimizer state that this rank holds by the formula: what DT_MEM_OPTIM must show. 0 where it is
    offloaded: host memory counts as DT_MEM_HOST, a file as nothing. */
 DT_API size_t dt_zero_state_bytes(const dt_zero *zero);
@@ -281,9 +283,9 @@ typedef struct dt_checkpoint dt_checkpoint;
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Between dt_zero_step and the next forward. Saves the state after that step. On failure every rank
    fails, with DT_ERR_IO where a file is the reason, and what was there before is as it was. That also holds where the
-   ranks do not see the same folder, and where a later step is there already that this job has not loaded. In the
-   background it waits for the save before it only, and a failure is told by the next call of dt_checkpoint_poll, _save
-   or _close. */
+   ranks do not see the same folder, and where the folder has a newer checkpoint than this job has loaded or saved. In
+   the background it waits for the save before it only, and a failure is told by the next call of dt_checkpoint_poll,
+   _save or _close. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Moves a save in the background on: call it once a step. 1 when none is under way any more. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
@@ -2534,6 +2536,8 @@ dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     return DT_OK;
 }
 
+int64_t dt_zero_steps(const dt_zero *zero) { return zero ? zero->step : 0; }
+
 size_t dt_zero_state_bytes(const dt_zero *zero) {
     if (!zero || dt__on_disk(zero->desc.offload_optim) || dt__in_host(zero->desc.offload_optim)) return 0;
     size_t bytes = 0;
@@ -2717,6 +2721,8 @@ static void dt__folder_sweep(const dt_io *io, const char *dir) {
 
 /* Which checkpoint a folder's name says: step-200 is the first of step 200, step-200-2 the second. */
 typedef struct dt__ckpt_id { int64_t step; int again; } dt__ckpt_id;
+static const dt__ckpt_id dt__ckpt_none = { -1, 0 };
+static const dt__ckpt_id dt__ckpt_last = { INT64_MAX, 0x7fffffff };
 static int dt__ckpt_before(dt__ckpt_id a, dt__ckpt_id b) {
     return a.step != b.step ? a.step < b.step : a.again < b.again;
 }
@@ -2737,16 +2743,14 @@ static void dt__newest_add(void *arg, const char *name) {
     if (strcmp(same, name) == 0 && dt__ckpt_before(id, n->below) && dt__ckpt_before(n->found, id)) n->found = id;
 }
 
-/* The newest checkpoint of a folder before `below`; step -1: there is none. -1 as a result: it cannot be listed. */
+/* The newest checkpoint of a folder before `below`, or dt__ckpt_none. -1: the folder cannot be listed. */
 static int dt__newest_below(const dt_io *io, const char *dir, dt__ckpt_id below, dt__ckpt_id *found) {
-    dt__newest n = { below, { -1, 0 } };
+    dt__newest n = { below, dt__ckpt_none };
     errno = 0;
     int answer = io->list(io->user, dir, dt__newest_add, &n);
     *found = n.found;
     return answer;
 }
-
-static const dt__ckpt_id dt__ckpt_last = { INT64_MAX, 0x7fffffff };
 
 /* The new one and the keep - 1 before it stay, those before go. Of a later step there are only damaged ones, which do
    not count. What cannot be removed stays, and is in nobody's way. */
@@ -2822,7 +2826,7 @@ struct dt_checkpoint {
     dt_weights        *w[DT__CKPT_FILES];   /* names and places of all tensors */
     dt__ckpt_file      file[DT__CKPT_FILES];
     int                saving;          /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
-    int                passed;          /* later checkpoints than the one loaded are damaged */
+    dt__ckpt_id        known;           /* of desc.dir: the newest that was loaded, passed over, or saved by this job */
     double             done, total;     /* elements, for progress */
     char              *config;          /* of what was loaded */
     char               path[DT__CKPT_PATH];
@@ -3367,9 +3371,9 @@ static dt_status dt__save_name(dt_checkpoint *c) {
         if (dt__newest_below(&w->io, w->dir, dt__ckpt_last, &newest) != 0)
             dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
         dt__ckpt_name(newest, name, sizeof name);
-        if (newest.step > zero->step && !c->passed)
-            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s has %s already, and this job is at step %lld: load it, "
-                "or save to another folder", w->dir, name, (long long)zero->step);
+        if (dt__ckpt_before(c->known, newest))
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s has %s already, which this job has not loaded: go on "
+                "from it, or save to another folder", w->dir, name);
         if (newest.step >= id.step) {
             dt__ckpt_id next = { id.step + 1, 0 };
             dt__newest_below(&w->io, w->dir, next, &newest);
@@ -3381,6 +3385,7 @@ static dt_status dt__save_name(dt_checkpoint *c) {
     id.again = (int)told[0];
     w->step = id.step;
     w->again = id.again;
+    if (dt__ckpt_before(c->known, id)) c->known = id;
     dt__ckpt_name(id, name, sizeof name);
     dt__writer_path(w, w->final, w->dir, name);
     snprintf(name + strlen(name), sizeof name - strlen(name), ".%06x.tmp", (unsigned)told[1]);
@@ -3579,6 +3584,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     c->zero = zero;
     c->desc = desc;
     c->lock = -1;
+    c->known = dt__ckpt_none;
     c->writer = (dt__writer *)dt__host_zeroed(ctx, sizeof *c->writer, "a checkpoint");
     if (c->writer) {
         dt__writer *w = c->writer;
@@ -3821,6 +3827,16 @@ static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *
     return DT_OK;
 }
 
+/* What of desc.dir is looked at may be followed by a checkpoint of this job. */
+static void dt__found_known(dt_checkpoint *c, const dt__found *f) {
+    const char *name = strrchr(f->path, '/');
+    dt__newest  n = { dt__ckpt_last, dt__ckpt_none };
+    size_t      length = name ? (size_t)(name - f->path) : 0;
+    if (!name || length != strlen(c->writer->dir) || strncmp(f->path, c->writer->dir, length) != 0) return;
+    dt__newest_add(&n, name + 1);
+    if (dt__ckpt_before(c->known, n.found)) c->known = n.found;
+}
+
 /* [collective: world] f: the newest checkpoint of `from` that is whole, or `from` itself. f->path "": there is none. */
 static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found *f) {
     dt__ckpt_id at = dt__ckpt_last;
@@ -3832,20 +3848,19 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
         if (fd >= 0) c->writer->io.close(c->writer->io.user, fd);
         itself = fd >= 0;
     }
-    c->passed = 0;
     if (dt_sum_doubles(c->zero->mesh.world, &itself, 1) != DT_OK) return dt_error(c->ctx);
     for (;;) {
         snprintf(f->path, sizeof f->path, "%s", from);
         if (itself == 0 && dt__found_next(c, from, &at, f) != DT_OK) return dt_error(c->ctx);
         if (!f->path[0]) break;
+        dt__found_known(c, f);
         if (dt__found_check(c, f) != DT_OK || !f->why[0]) return dt_error(c->ctx);
         if (itself > 0 || f->newer) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s", f->why);
         if (dt_ctx_rank(c->ctx) == 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: the checkpoint before it counts", f->why);
-        if (!c->passed) memcpy(first, f->why, sizeof first);
-        c->passed++;
+        if (!first[0]) memcpy(first, f->why, sizeof first);
         dt__found_close(f);
     }
-    if (c->passed) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: no checkpoint there is whole: %s", from,
+    if (first[0]) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: no checkpoint there is whole: %s", from,
         first);
     return DT_OK;
 }

@@ -416,6 +416,40 @@ static inline dt_status gpt_save_along(gpt *m) {
     return dt_error(m->ctx);
 }
 
+/* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers read checkpoints too.
+   Mixtures keep dt's names. */
+typedef struct gpt_sought { const dt_tensor *param; dt_file_place *place; } gpt_sought;
+static inline void gpt_place_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+    gpt_sought *s = (gpt_sought *)user;
+    int         tied = gpt_is_table(r) && m->config.tied && s->param == m->head;
+    (void)w;
+    if (*gpt_slot(m, r, layer) != s->param && !tied) return;
+    memcpy(s->place->name, p->name, sizeof s->place->name);
+    memcpy(s->place->part, p->part, sizeof s->place->part);
+    s->place->n = p->n;
+    s->place->columns = p->columns;
+    s->place->shape = p->shape;
+}
+
+static inline void gpt_file_place(gpt *m, const dt_tensor *param, dt_file_place *place) {
+    gpt_sought s = { param, place };
+    gpt_kind   kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
+    if (!m->config.experts && (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
+        gpt_each(m, kind, NULL, gpt_place_one, &s);
+}
+
+/* config.json; dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
+static inline char *gpt_config_text(gpt *m) {
+    dt_json_out out = { .ctx = m->ctx };
+    dt_json_open(&out, NULL, '{');
+    gpt_put_config(&out, &m->config);
+    dt_json_shut(&out, '}');
+    char *text = out.text ? (char *)dt_alloc(m->ctx, DT_MEM_HOST, out.used + 1, "config.json") : NULL;
+    if (text) memcpy(text, out.text, out.used + 1);
+    dt_json_drop(&out);
+    return text;
+}
+
 /* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and config.json. The
    folder must be there. From one rank that holds all parameters whole, or at ZeRO-3 gathers them with the others. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
@@ -428,13 +462,10 @@ static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes
     gpt_each(m, kind, w, gpt_declare_one, NULL);
     gpt_each(m, kind, w, gpt_save_one, NULL);
     dt_weights_close(w);
-    dt_json_out out = { .ctx = m->ctx };
-    dt_json_open(&out, NULL, '{');
-    gpt_put_config(&out, &m->config);
-    dt_json_shut(&out, '}');
+    char *text = gpt_config_text(m);
     if (dt_error(m->ctx) == DT_OK && gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
-        dt_file_write(m->ctx, name, out.text, out.used);
-    dt_json_drop(&out);
+        dt_file_write(m->ctx, name, text, strlen(text));
+    if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
     return dt_error(m->ctx);
 }
 

@@ -78,11 +78,23 @@ typedef struct train_config {
     int          shuffle;       /* 1: the data's sequences in another order each time through, by the context's seed */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
+    const char  *save;          /* a folder for checkpoints; NULL: none */
+    int64_t      save_every;    /* steps; 0: after the last one only */
+    int          keep, background;  /* of dt_checkpoint_desc */
+    const char  *settings;      /* saved with a checkpoint; NULL: nothing */
+    const char  *resume;        /* a checkpoint, or a folder of them, to go on from; NULL: begin */
+    int          again;         /* 1: what is in `save` goes before `resume`, if there is a checkpoint */
+    int         *stop;          /* not NULL: once a signal handler has set it to 1, the run saves after the step and
+                                   ends; it is 1 then on all ranks */
     const char  *trace;         /* a file for dt_trace_write at the end; NULL: no trace */
     const char  *svg;           /* a file for a drawing of the last step's pipeline; NULL: none */
     dt_dry      *dry;           /* (ranks), zeroed: nothing is computed, only counted; NULL: a true run */
     train_need  *need;          /* (ranks), zeroed: filled in, but by forked ranks; NULL: not wanted */
     void (*on_step)(dt_ctx *ctx, const train_row *row, void *user); /* on rank 0 */
+    void (*on_resume)(dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user);   /* on all ranks,
+                                                                       step 0: there was no checkpoint. May be NULL */
+    void (*on_save)(dt_ctx *ctx, const char *path, void *user);     /* on rank 0; may be NULL */
+    void (*on_progress)(double done, void *user);                   /* on rank 0, of a save; may be NULL */
     void (*at_end)(dt_ctx *ctx, gpt *model, void *user);            /* on rank 0 and those it shares the model with by
                                                                        tp, pp and ep, at ZeRO-3 on all ranks; may be
                                                                        NULL */
@@ -587,13 +599,80 @@ static inline void train_batch_next(dt_ctx *ctx, const train_config *c, const dt
     train_batch_schedule(ctx, c, mesh, b);
 }
 
+/* ==== Checkpoints ================================================================================================= */
+
+/* What a run saves beside its tensors: where it is in the data, and which data. */
+typedef struct train_saved {
+    dt_checkpoint *checkpoint;  /* NULL: none is wanted */
+    double         samples;     /* sequences that all steps have taken */
+    double         tokens;      /* of the data */
+    dt_saved       list[2];
+    char          *config;      /* what transformers read beside the weights */
+    const train_config *run;
+    gpt           *model;
+} train_saved;
+
+static inline void train_place(const dt_tensor *param, dt_file_place *place, void *user) {
+    gpt_file_place(((train_saved *)user)->model, param, place);
+}
+
+static inline void train_progress(double done, void *user) {
+    const train_config *c = ((train_saved *)user)->run;
+    if (c->on_progress) c->on_progress(done, c->user);
+}
+
+static inline void train_saved_open(const train_config *c, gpt *model, dt_zero *optimizer, dt_text *text,
+    train_saved *s) {
+    dt_ctx *ctx = model->ctx;
+    s->run = c;
+    s->model = model;
+    s->tokens = (double)dt_text_tokens(text);
+    s->list[0] = (dt_saved){ "samples", &s->samples, 1 };
+    s->list[1] = (dt_saved){ "tokens", &s->tokens, 1 };
+    if (c->dry || (!c->save && !c->resume)) return;
+    if (!model->config.experts) s->config = gpt_config_text(model);
+    s->checkpoint = dt_checkpoint_open(optimizer, (dt_checkpoint_desc){ .dir = c->save, .keep = c->keep,
+        .background = c->background, .saved = s->list, .n_saved = 2, .config = c->settings, .beside = s->config,
+        .place = train_place, .progress = train_progress, .user = s });
+    if (dt_error(ctx) != DT_OK) return;
+    int64_t step = c->again ? dt_checkpoint_load(s->checkpoint, NULL) : 0;
+    if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
+    if (step == 0 && c->resume) dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
+    if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
+        dt_fail(ctx, DT_ERR_ARG, "%s: it has seen data of %.0f tokens, and these have %lld",
+            dt_checkpoint_path(s->checkpoint), s->tokens, (long long)dt_text_tokens(text));
+    if (dt_error(ctx) == DT_OK && c->on_resume)
+        c->on_resume(ctx, step, dt_checkpoint_path(s->checkpoint), dt_checkpoint_config(s->checkpoint), c->user);
+}
+
+static inline void train_saved_close(train_saved *s, dt_ctx *ctx) {
+    dt_checkpoint_close(s->checkpoint);
+    if (s->config) dt_free(ctx, DT_MEM_HOST, s->config, strlen(s->config) + 1);
+}
+
+/* After a step: 1 if the run is to end here. What a signal told one rank, all ranks do. */
+static inline int train_save(const train_config *c, dt_ctx *ctx, train_saved *s, const train_batch *b, int64_t step) {
+    double stop = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
+    if (!s->checkpoint) return 0;
+    if (c->stop) dt_sum_doubles(dt_world(ctx), &stop, 1);
+    if (stop > 0) __atomic_store_n(c->stop, 1, __ATOMIC_RELAXED);
+    s->samples = (double)(b->order.before + b->order.batch);
+    dt_checkpoint_poll(s->checkpoint);
+    int due = step == c->stop_at || stop > 0 || (c->save_every && step % c->save_every == 0);
+    if (c->save && due && dt_checkpoint_save(s->checkpoint) == DT_OK && dt_ctx_rank(ctx) == 0 && c->on_save)
+        c->on_save(ctx, dt_checkpoint_path(s->checkpoint), c->user);
+    return stop > 0;
+}
+
 /* The steps of a run, after everything has been made. */
 static inline void train_steps(const train_config *c, gpt *model, dt_zero *optimizer, const dt_mesh *mesh,
-    dt_text *text, dt_text *val, train_batch *b) {
+    dt_text *text, dt_text *val, train_batch *b, train_saved *saved) {
     dt_ctx       *ctx = model->ctx;
     dt_batch_ramp ramp = c->ramp;
     ramp.batch = (int64_t)c->micro_batch * c->accum * mesh->replicas;
-    for (int64_t step = 1; step <= c->stop_at && dt_error(ctx) == DT_OK; step++) {
+    b->order.before = (int64_t)saved->samples;
+    int64_t first = dt_zero_steps(optimizer) + 1;
+    for (int64_t step = first, over = 0; step <= c->stop_at && !over && dt_error(ctx) == DT_OK; step++) {
         train_batch_next(ctx, c, mesh, b, ramp);
         if (dt_error(ctx) != DT_OK) break;
         train_row row = train_step(c, model, optimizer, mesh, text, b, step);
@@ -607,6 +686,7 @@ static inline void train_steps(const train_config *c, gpt *model, dt_zero *optim
             row.val_loss = train_eval(model, mesh, val, b);
         dt_comm_step(dt_world(ctx));
         if (dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) c->on_step(ctx, &row, c->user);
+        if (dt_error(ctx) == DT_OK) over = train_save(c, ctx, saved, b, step);
     }
 }
 
@@ -638,14 +718,19 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     desc.mesh = &mesh;
     dt_zero    *optimizer = dt_zero_make(ctx, desc);
     train_batch b = { .T = T, .own = T / mesh.sizes.cp };
+    train_saved saved = { .checkpoint = NULL };
     if (c->weights) gpt_load(&model, c->weights);
     dt_text *text = train_open(ctx, &c->data, (int)T), *val = train_open(ctx, &c->val, (int)T);
     train_batch_make(c, &model, &mesh, text, &b);
-    if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b);
+    if (dt_error(ctx) == DT_OK) train_saved_open(c, &model, optimizer, text, &saved);
+    if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b, &saved);
+    train_saved_close(&saved, ctx);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
-    if (c->at_end && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3)) c->at_end(ctx, &model, c->user);
+    int stopped = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
+    if (c->at_end && !stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
+        c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {
         train_peaks(ctx, c);
         train_formula(ctx, c, &mesh);

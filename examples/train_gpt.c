@@ -108,7 +108,8 @@ enum { BUILT, LATER };
     X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "what it holds is the job's secret; over tcp, mpi") \
     X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
-    X(MAX_RESTARTS, "max-restarts", INT, LATER, "0", 0, MEGA, "N", "") \
+    X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", "after a failure start again from what --save has") \
+    X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", "... with fewer replicas each time, N ranks at least") \
     X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
     X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
@@ -132,10 +133,11 @@ enum { BUILT, LATER };
     X(LINK_LATENCY, "link-latency", REAL, BUILT, "0", 0, 1e6, "MS", "pretend: each operation takes that much longer") \
     X(LINK_BANDWIDTH, "link-bandwidth", REAL, BUILT, "0", 0, 1e9, "MB/S", "pretend: of each rank's link; 0: no limit") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(SAVE, "save", TEXT, LATER, NULL, 0, 0, "DIR", "") \
-    X(SAVE_EVERY, "save-every", INT, LATER, NULL, 1, 1e12, "N", "") \
-    X(KEEP, "keep", INT, LATER, NULL, 1, 1e12, "N", "") \
-    X(RESUME, "resume", TEXT, LATER, NULL, 0, 0, "DIR", "") \
+    X(SAVE, "save", TEXT, BUILT, NULL, 0, 0, "DIR", "a checkpoint there at the end, and at SIGTERM: DIR/step-N") \
+    X(SAVE_EVERY, "save-every", INT, BUILT, NULL, 1, 1e12, "N", "... and after every N steps") \
+    X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", "... while the next steps run") \
+    X(KEEP, "keep", INT, BUILT, NULL, 1, 1e9, "N", "keep the newest N checkpoints [all]") \
+    X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", "go on from the newest checkpoint in DIR, or from DIR itself") \
     X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "at the end write safetensors and config.json there") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
     X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
@@ -187,7 +189,8 @@ static struct {
     dt_launch by;
     dt_status wrong;
     char      text[512], token[257];
-    int      *told;     /* the first failure is printed; of forked ranks memory of all */
+    int      *told;     /* the first failure is printed; of forked ranks memory of all, as is */
+    int      *stop;     /* SIGTERM came */
 } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -643,45 +646,46 @@ static void print_help(void) {
          "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 only;\n"
          "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip or nan at\n"
          "rank R's Nth operation. kill -USR1 prints where each rank is.");
-    puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible.");
+    puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, 143 SIGTERM\n"
+         "came, and with --save the step was finished and saved.");
 }
 
-static void print_json_string(const char *s) {
-    putchar('"');
+static void print_json_string(FILE *to, const char *s) {
+    putc('"', to);
     for (; *s; s++) {
-        if (*s == '"' || *s == '\\') printf("\\%c", *s);
-        else if ((unsigned char)*s < 0x20) printf("\\u%04x", (unsigned char)*s);
-        else putchar(*s);
+        if (*s == '"' || *s == '\\') fprintf(to, "\\%c", *s);
+        else if ((unsigned char)*s < 0x20) fprintf(to, "\\u%04x", (unsigned char)*s);
+        else putc(*s, to);
     }
-    putchar('"');
+    putc('"', to);
 }
 
 /* A short decimal that reads back as the same number. */
-static void print_json_number(double x) {
+static void print_json_number(FILE *to, double x) {
     char text[40];
     for (int digits = 6; digits <= 17; digits++) {
         snprintf(text, sizeof text, "%.*g", digits, x);
         if (strtod(text, NULL) == x) break;
     }
-    fputs(text, stdout);
+    fputs(text, to);
 }
 
-static void print_config(const value *v) {
+static void print_config(FILE *to, const value *v) {
     int first = 1;
-    puts("{");
+    fputs("{\n", to);
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         if (!is_option(i) || (o->kind == FLAG && i != O_QUIET)) continue;
-        printf("%s  \"%s\": ", first ? "" : ",\n", o->name);
+        fprintf(to, "%s  \"%s\": ", first ? "" : ",\n", o->name);
         first = 0;
-        if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", stdout);
-        else if (!v[i].text || i == O_CONFIG) fputs("null", stdout);
-        else if (o->kind == INT || o->kind == SIZE) printf("%lld", (long long)v[i].number);
-        else if (o->kind == REAL) print_json_number(v[i].number);
-        else if (i == O_ZERO) fputs(v[i].text, stdout);
-        else print_json_string(v[i].text);
+        if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", to);
+        else if (!v[i].text || i == O_CONFIG) fputs("null", to);
+        else if (o->kind == INT || o->kind == SIZE) fprintf(to, "%lld", (long long)v[i].number);
+        else if (o->kind == REAL) print_json_number(to, v[i].number);
+        else if (i == O_ZERO) fputs(v[i].text, to);
+        else print_json_string(to, v[i].text);
     }
-    puts("\n}");
+    fputs("\n}\n", to);
 }
 
 static void print_refused(void) {
@@ -707,6 +711,8 @@ static void print_refused(void) {
     printf("  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n", DT_SAMPLER_SHUFFLED);
     puts("  what is given with --model is what it has    seq may be shorter");
     puts("  stop-at <= steps");
+    puts("  save-every, keep, max-restarts need save     save is not a folder of another training's checkpoints");
+    puts("  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher restarts its own");
 }
 
 // ==== 5. From options to a run ======================================================================================
@@ -1178,6 +1184,29 @@ static void resolve_pipeline(value *v, train_config *c) {
     if (dt_stage_cut(same, items, stages, c->cut, why, sizeof why) != DT_OK) refuse("%s", why);
 }
 
+/* Checkpoints, and starting again from them. */
+static void resolve_saving(const value *v, train_config *c) {
+    static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
+    for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
+        if (v[need[i]].number > 0) refuse("--%s %s needs --save DIR", table[need[i]].name, v[need[i]].text);
+    if (v[O_MAX_RESTARTS].number > 0 && (launched.size || is_tcp(v)))
+        refuse("--max-restarts %s is for --backend threads and procs: who started these ranks can start them again, "
+            "with --resume", v[O_MAX_RESTARTS].text);
+    if (v[O_MIN_RANKS].text && v[O_MAX_RESTARTS].number == 0)
+        refuse("--min-ranks %s says how few ranks a restart may have; use --max-restarts N with it",
+            v[O_MIN_RANKS].text);
+    if (v[O_MIN_RANKS].number > v[O_RANKS].number)
+        refuse("--min-ranks %s of --ranks %s; use --min-ranks %s or less", v[O_MIN_RANKS].text, v[O_RANKS].text,
+            v[O_RANKS].text);
+    if ((v[O_SAVE].text && !*v[O_SAVE].text) || (v[O_RESUME].text && !*v[O_RESUME].text))
+        refuse("--%s: a folder is needed", v[O_SAVE].text && !*v[O_SAVE].text ? "save" : "resume");
+    c->save = v[O_SAVE].text;
+    c->save_every = long_of(v, O_SAVE_EVERY);
+    c->keep = int_of(v, O_KEEP);
+    c->background = v[O_SAVE_BACKGROUND].number != 0;
+    c->resume = v[O_RESUME].text;
+}
+
 static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
     train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
@@ -1205,6 +1234,7 @@ static train_config resolve(value *v) {
     c.stop_at = long_of(v, O_STOP_AT);
     c.eval_every = long_of(v, O_EVAL_EVERY);
     c.shuffle = v[O_SHUFFLE].number != 0;
+    resolve_saving(v, &c);
     return c;
 }
 
@@ -1312,6 +1342,34 @@ static void keep_inputs(int id, const char *path, const train_config *c, const t
                     table[ids[k]].name);
 }
 
+/* The newest checkpoint of a folder; its name is "" if there is none. */
+typedef struct newest { long long step; int again; char name[64]; } newest;
+static void newest_add(void *arg, const char *name) {
+    newest   *n = (newest *)arg;
+    long long step = -1;
+    int       again = 1;
+    if (sscanf(name, "step-%lld-%d", &step, &again) < 1 || step < 0 || strlen(name) >= sizeof n->name) return;
+    if (strchr(name, '.') || step < n->step || (step == n->step && again < n->again)) return;
+    *n = (newest){ .step = step, .again = again };
+    strcpy(n->name, name);
+}
+
+/* Another training's checkpoints in the folder of --save would be mistaken for this one's. */
+static void check_save(const value *v) {
+    const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
+    newest      n = { .step = -1 };
+    char        path[4096];
+    struct stat st, at;
+    if (!save || stat(save, &st) != 0) return;
+    if (!S_ISDIR(st.st_mode)) refuse("--save %s: not a directory", save);
+    if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
+    if (dt_io_default()->list(NULL, save, newest_add, &n) != 0 || !n.name[0]) return;
+    for (int up = 0; resume && up < 2; up++) /* DIR, or DIR/step-N */
+        if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") < (int)sizeof path && stat(path, &at) == 0 &&
+            at.st_dev == st.st_dev && at.st_ino == st.st_ino) return;
+    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, n.name, save);
+}
+
 /* What the run will write must be possible, and must not be what it reads. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const written[] = { "model.safetensors", "model.safetensors.index.json", "config.json" };
@@ -1327,6 +1385,7 @@ static void check_outputs(const value *v, const train_config *c) {
         if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
     }
     if (v[O_LOG_CSV].text) keep_inputs(O_LOG_CSV, v[O_LOG_CSV].text, c, &models);
+    if (!v[O_DRY_RUN].number) check_save(v);
     for (int i = 0; folder && i < 3; i++)
         if (snprintf(path, sizeof path, "%s/%s", folder, written[i]) < (int)sizeof path)
             keep_inputs(O_SAVE_MODEL, path, c, &models);
@@ -1410,6 +1469,8 @@ typedef struct job {
     train_config  config;
     FILE         *csv;
     double        ms, tokens;   /* sums over the steps after the first */
+    int64_t       steps;        /* made by this run */
+    int           attempt;      /* 0: the first */
 } job;
 
 static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
@@ -1449,8 +1510,8 @@ static void print_time(double seconds) {
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job    *j = (job *)user;
-    int64_t left = j->config.stop_at - row->step;
-    if (row->step > 1) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
+    int64_t left = j->config.stop_at - row->step, before = j->steps++;
+    if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
     if (j->csv) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
     printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
@@ -1458,7 +1519,7 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     if (mfu(j, row) > 0) printf(" | mfu %.1f%%", 100 * mfu(j, row));
     printf(" | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm, 100 * row->bubble,
         row->mem[TRAIN_PEAK] / 1048576);
-    print_time((double)left * (row->step > 1 ? j->ms / (double)(row->step - 1) : row->ms) / 1000);
+    print_time((double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
     putchar('\n');
     if (isfinite(row->val_loss))
         printf("eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step, j->v[O_STEPS].text,
@@ -1489,9 +1550,80 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
     free(ids);
 }
 
+/* ---- checkpoints ---- */
+
+static void on_save(dt_ctx *ctx, const char *path, void *user) {
+    const job *j = (const job *)user;
+    if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\r%30s\r", "");
+    if (!j->v[O_QUIET].number && !j->config.background) printf("saved   %s\n", path);
+    if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
+}
+
+/* In per cent, where somebody is looking. */
+static void on_progress(double done, void *user) {
+    const job *j = (const job *)user;
+    if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\rsaving  %3.0f%%", 100 * done);
+}
+
+/* The rows of steps that are about to be made again go. */
+static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
+    char      line[1024];
+    long      keep = 0;
+    int       rows = 0;
+    rewind(j->csv);
+    while (fgets(line, sizeof line, j->csv) && (rows++ == 0 || strtoll(line, NULL, 10) <= step)) keep = ftell(j->csv);
+    fseek(j->csv, keep, SEEK_SET);
+    if (ftruncate(fileno(j->csv), keep) != 0)
+        dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+}
+
+/* What makes a training another one, and what only changes how it goes on. */
+static const int must_stay[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ, O_VOCAB, O_TIE,
+    O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS, O_SHUFFLE, O_SEED, O_OPTIMIZER,
+    O_DTYPE };
+static const int may_change[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS, O_LR, O_LR_SCHEDULE, O_WARMUP,
+    O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP, O_BETA1, O_BETA2, O_EPS, O_MOMENTUM,
+    O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE, O_REDUCE };
+
+/* What a checkpoint's settings say of an option, as text; 0: the same as now. */
+static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
+    int         node = dt_json_find(then, 0, table[id].name), on = 0;
+    double      number = 0;
+    const char *word = dt_json_string(then, node, NULL);
+    if (dt_json_bool(then, node, &on)) number = on;
+    if (word || node < 0 || dt_json_kind_of(then, node) == DT_JSON_NULL) {
+        snprintf(text, bytes, "%s", word ? word : "not given");
+        return node >= 0 && strcmp(word ? word : "", v[id].text ? v[id].text : "") != 0;
+    }
+    dt_json_number(then, node, &number);
+    snprintf(text, bytes, "%.10g", number);
+    if (table[id].kind == SWITCH) snprintf(text, bytes, "%s", on ? "on" : "off");
+    return number != v[id].number;
+}
+
+static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user) {
+    const job *j = (const job *)user;
+    char       was[160];
+    int        first = dt_ctx_rank(ctx) == 0;
+    if (j->csv && first) csv_rewind(ctx, j, step);
+    if (step == 0) return;
+    dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
+    for (size_t i = 0; then && i < sizeof must_stay / sizeof *must_stay; i++)
+        if (differs(then, j->v, must_stay[i], was, sizeof was))
+            dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
+                table[must_stay[i]].name, was, j->v[must_stay[i]].text ? j->v[must_stay[i]].text : "not given");
+    if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
+        printf("resumed %s   step %lld of %s\n", path, (long long)step, j->v[O_STEPS].text);
+    for (size_t i = 0; first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
+        if (differs(then, j->v, may_change[i], was, sizeof was) && !j->v[O_QUIET].number)
+            printf("        --%s was %s, and is %s from here on\n", table[may_change[i]].name, was,
+                j->v[may_change[i]].text ? j->v[may_change[i]].text : "not given");
+    dt_json_free(then);
+}
+
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
-    int64_t    later = j->config.stop_at - 1;
+    int64_t    later = j->steps - 1;
     int        saves = dt_ctx_rank(ctx) == 0;
     if (j->v[O_SAVE_MODEL].text && saves) gpt_save(model, j->v[O_SAVE_MODEL].text, 0);
     if (j->v[O_SAVE_MODEL].text && !saves) gpt_save_along(model);
@@ -1506,7 +1638,7 @@ static void at_end(dt_ctx *ctx, gpt *model, void *user) {
 /* What ranks may have different values of; and of what all have one, or none. */
 static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM,
     O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
-static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE_MODEL, O_TRACE };
+static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
 
 static int is_among(int option, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -1561,25 +1693,81 @@ static void on_ask(int number) {
     __atomic_store_n(&asked, 1, __ATOMIC_RELAXED);
 }
 
-static int run(job *j) {
+/* kill -TERM, with --save: the step is finished and saved. A second one ends at once. */
+static void on_term(int number) {
+    (void)number;
+    __atomic_store_n(launched.stop, 1, __ATOMIC_RELAXED);
+}
+
+static void catch_signals(job *j) {
+    struct sigaction act;
+    memset(&act, 0, sizeof act);
+    act.sa_handler = on_ask;
+    act.sa_flags = SA_RESTART;
+    sigaction(SIGUSR1, &act, NULL);
+    if (!j->config.save) return;
+    act.sa_handler = on_term;
+    act.sa_flags = (int)(SA_RESTART | SA_RESETHAND);
+    sigaction(SIGTERM, &act, NULL);
+    j->config.stop = launched.stop;
+}
+
+static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
-    dt_report report = { DT_OK, 0, "" };
-    dt_host   host = *dt_host_default();
-    host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
-    launched.told = (int *)mmap(NULL, sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (launched.told == MAP_FAILED) refuse("out of memory");
-    struct sigaction ask;
-    memset(&ask, 0, sizeof ask);
-    ask.sa_handler = on_ask;
-    ask.sa_flags = SA_RESTART;
-    sigaction(SIGUSR1, &ask, NULL);
-    dt_status status = dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
+    return dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
         .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
-        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = &host, .report = &report,
+        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = host, .report = report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
-        .faults = 1, .ask = &asked }, rank_main, j);
+        .faults = j->attempt == 0, .ask = &asked }, rank_main, j);
+}
+
+/* One replica fewer, or as many as the batch wants, if --min-ranks allows it; else as before. */
+static void fewer_ranks(job *j) {
+    train_config *c = &j->config;
+    int           per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
+    int64_t       B = long_of(j->v, O_BATCH);
+    if (!j->v[O_MIN_RANKS].text) return;
+    for (; dp >= 1 && dp * per >= int_of(j->v, O_MIN_RANKS); dp--) {
+        int64_t one = (int64_t)c->micro_batch * dp * c->mesh.ep;
+        int     group = c->zero.shard_group;
+        int     ramps = !c->ramp.samples || (c->ramp.start % one == 0 && c->ramp.incr % one == 0);
+        if (B % one != 0 || !ramps || (group && dp * c->mesh.ep * c->mesh.cp % group != 0)) continue;
+        c->mesh.dp = dp;
+        c->accum = (int)(B / one);
+        compute((value *)&j->v[O_DP], dp);
+        compute((value *)&j->v[O_ACCUM], c->accum);
+        compute((value *)&j->v[O_RANKS], (int64_t)dp * per);
+        return;
+    }
+}
+
+/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail again. */
+static int restarts(job *j, const dt_report *report) {
+    dt_status s = report->status;
+    if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || *launched.stop) return 0;
+    if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC) return 0;
+    fewer_ranks(j);
+    j->attempt++;
+    j->config.again = 1;
+    fflush(stdout);
+    fprintf(stderr, "restart %d of %s with %s ranks, after: %s\n", j->attempt, j->v[O_MAX_RESTARTS].text,
+        j->v[O_RANKS].text, report->text);
+    return 1;
+}
+
+static int run(job *j) {
+    dt_report report = { DT_OK, 0, "" };
+    dt_host   host = *dt_host_default();
+    host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
+    launched.told = (int *)mmap(NULL, 2 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (launched.told == MAP_FAILED) refuse("out of memory");
+    launched.stop = launched.told + 1;
+    if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors; /* told when it is known whether the ranks go on */
+    catch_signals(j);
+    dt_status status = run_once(j, &report, &host);
+    while (status != DT_OK && restarts(j, &report)) status = run_once(j, &report, &host);
     int said = status != DT_OK && (launched.size || *launched.told);    /* under MPI by the rank that noticed it */
     if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
@@ -1594,12 +1782,14 @@ static int run(job *j) {
         if (told && !said) fprintf(stderr, "error: %s\n", report.text);
         return 1;
     }
-    if (!speaks()) return 0;
+    int done = *launched.stop ? 128 + SIGTERM : 0;
+    if (!speaks()) return done;
+    if (*launched.stop && !j->v[O_QUIET].number) printf("stopped by SIGTERM; --resume %s goes on\n", j->config.save);
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
     if (!j->v[O_QUIET].number && j->config.svg) printf("drawn   %s\n", j->config.svg);
     if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
-    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return done;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
     return 1;
 }
@@ -1668,7 +1858,7 @@ static dry_figures dry(const job *j, train_config c, double limit) {
     if (!counts || !need) refuse("a dry run: out of memory");
     c.dry = counts;
     c.need = need;
-    c.weights = c.trace = NULL;
+    c.weights = c.trace = c.save = c.resume = NULL;
     c.stop_at = STEPS;
     c.ramp.samples = 0; /* the largest batch */
     memset(&c.val, 0, sizeof c.val);
@@ -1859,9 +2049,12 @@ int main(int argc, char **argv) {
     j.config = resolve(v);
     j.config.on_step = on_step;
     j.config.at_end = at_end;
+    j.config.on_save = on_save;
+    j.config.on_resume = on_resume;
+    j.config.on_progress = on_progress;
     j.config.user = &j;
     if (v[O_PRINT_CONFIG].number) {
-        if (speaks()) print_config(v);
+        if (speaks()) print_config(stdout, v);
         return leave(0);
     }
     if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
@@ -1870,14 +2063,21 @@ int main(int argc, char **argv) {
     if (speaks()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_limit(&j);
     if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {
-        j.csv = fopen(v[O_LOG_CSV].text, "w");
+        j.csv = fopen(v[O_LOG_CSV].text, "w+");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
         fprintf(j.csv, "%s\n", csv_header);
     }
     if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
     if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
+    char  *settings = NULL;
+    size_t length;
+    FILE  *to = open_memstream(&settings, &length);
+    if (to) print_config(to, v);
+    if (!to || fclose(to) != 0) refuse("out of memory");
+    j.config.settings = settings;
     int failed = v[O_DRY_RUN].number ? dry_run(&j) : run(&j);
+    free(settings);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);
     return leave(failed);
