@@ -7,7 +7,8 @@
 #   make mutants  all planted mistakes: each must make its test fail
 #   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed
 #   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
-#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks; some 15 minutes
+#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 15
+#                 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu
 #   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
@@ -107,7 +108,7 @@ fuzz: $(FUZZERS)
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
 
 # The full campaigns. B=build-asan and the like: the programs of that folder.
-faults: $(B)/test_faults $(B)/test_mismatch $(B)/train_gpt
+faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_checkpoint_faults $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:

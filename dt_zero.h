@@ -3516,8 +3516,8 @@ static dt_status dt__save_wait(dt_checkpoint *c) {
 
 /* ---- opening and closing ---- */
 
-/* The folder's own name lasts after this. Whoever made it may have been killed before, so every job does it. Who may not
-   read the folder above it cannot; that one others have made. */
+/* The folder's own name lasts after this. Whoever made it may have been killed before, so every job does it. Who may
+   not read the folder above it cannot; that one others have made. */
 static void dt__dir_sync(dt__writer *w) {
     char        above[DT__CKPT_PATH];
     const char *slash = strrchr(w->dir, '/');

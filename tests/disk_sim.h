@@ -98,7 +98,7 @@ static inline void *disk_grow(void *array, long have, long want, size_t size) {
     return array;
 }
 
-/* ---- changes, and their log: the lock is held, or nobody else is there --------------------------------------------- */
+/* ---- changes, and their log: the lock is held, or nobody else is there ------------------------------------------- */
 
 static inline disk_op *disk_log(disk *d, int kind, int node, int serial) {
     if (d->n_ops == d->op_room) {
@@ -206,7 +206,7 @@ static inline void disk_free(disk *d) {
     memset(d, 0, sizeof *d);
 }
 
-/* ---- paths --------------------------------------------------------------------------------------------------------- */
+/* ---- paths ------------------------------------------------------------------------------------------------------- */
 
 /* The folder a path's last name is in, and that name ("" for the root itself); -1 and errno. */
 static inline int disk_parent(const disk *d, const char *root, const char *path, char name[DISK_NAME]) {
@@ -250,7 +250,7 @@ static inline int disk_holds(const disk *d, int folder) {
     return n;
 }
 
-/* ---- calls --------------------------------------------------------------------------------------------------------- */
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 /* Counts a call and takes the lock. Not 0: it is spoiled, in that way. */
 static inline int disk_call(disk_seat *s, const char *what, const char *path, int fd, int moves) {
@@ -496,7 +496,7 @@ static inline int disk_marked(const disk *d, long end, int what) {
     return 0;
 }
 
-/* ---- the power fails ------------------------------------------------------------------------------------------------ */
+/* ---- the power fails --------------------------------------------------------------------------------------------- */
 
 /* Seeds: of what is not sure nothing is left, everything, all names and no bytes, all bytes and no names; from
    DISK_SEEDS on it is random. */
