@@ -102,7 +102,7 @@ FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c)
 fuzz: $(FUZZERS)
 	@for t in $(FUZZERS); do \
 	    n=$${t##*/fuzz_}; mkdir -p $(B)/fuzz/found_$$n; echo "$$n: $(SECONDS) s"; \
-	    [ $$n = rendezvous ] && len=1200 || len=512; \
+	    case $$n in rendezvous|manifest) len=1200 ;; *) len=512 ;; esac; \
 	    $$t -max_total_time=$(SECONDS) -max_len=$$len -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
 	        -artifact_prefix=$(B)/fuzz/$$n- $(B)/fuzz/found_$$n tests/fuzz/corpus/$$n >$(B)/fuzz/$$n.log 2>&1 || \
 	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \

@@ -3710,6 +3710,7 @@ typedef struct dt__found {
     dt_json    *json;
     dt_weights *w[DT__CKPT_FILES];
     char        path[DT__CKPT_PATH];
+    char        name[DT__CKPT_PATH + 32];   /* of the manifest: json keeps pointing to it */
     char        why[700];           /* what is wrong with it; "": nothing so far */
     int         newer;              /* it is whole, but of a newer format */
 } dt__found;
@@ -3749,15 +3750,15 @@ static void dt__found_why(dt__found *f) {
 }
 
 static void dt__found_manifest(dt__found *f) {
-    char    path[DT__CKPT_PATH + 32], end[DT__MANIFEST_END + 1];
+    char    end[DT__MANIFEST_END + 1];
     int64_t version = 0;
-    snprintf(path, sizeof path, "%s/manifest.json", f->path);
-    f->text = dt_file_read(f->aside, path, DT__JSON_BYTES, &f->bytes);
+    snprintf(f->name, sizeof f->name, "%s/manifest.json", f->path);
+    f->text = dt_file_read(f->aside, f->name, DT__JSON_BYTES, &f->bytes);
     if (!f->text) return;
     size_t last = f->bytes < DT__MANIFEST_END ? 0 : f->bytes - DT__MANIFEST_END;
     dt__manifest_end(end, f->text, last);
     int whole = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
-    f->json = dt_json_parse(f->aside, path, f->text, f->bytes);
+    f->json = dt_json_parse(f->aside, f->name, f->text, f->bytes);
     if (!f->json) return;
     const char *format = dt_json_string(f->json, dt_json_find(f->json, 0, "format"), NULL);
     if (!format || strcmp(format, "dt checkpoint") != 0 ||
@@ -3766,9 +3767,9 @@ static void dt__found_manifest(dt__found *f) {
     } else if (version > DT_CHECKPOINT_FORMAT) {
         f->newer = whole;
         dt_fail(f->aside, DT_ERR_UNSUPPORTED, "%s: a checkpoint of format %lld; this program knows formats up to %d: a "
-            "newer dt wrote it", path, (long long)version, DT_CHECKPOINT_FORMAT);
+            "newer dt wrote it", f->name, (long long)version, DT_CHECKPOINT_FORMAT);
     } else if (!whole) {
-        dt_fail(f->aside, DT_ERR_IO, "%s: it is damaged: its digest is another", path);
+        dt_fail(f->aside, DT_ERR_IO, "%s: it is damaged: its digest is another", f->name);
     }
 }
 

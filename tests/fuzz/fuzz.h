@@ -15,7 +15,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #define DT_IMPLEMENTATION
-#include "../../dt_parallel.h"
+#include "../../dt_zero.h"
 #include "../memory_io.h"
 
 static void fuzz_one(const unsigned char *data, size_t bytes);
