@@ -89,7 +89,8 @@
                 register the same parameters in the same order with the same flags and the same optimizer (compared by
                 dt_zero_make) and start from the same values (compared by the first dt_zero_step, by digests that count
                 as no traffic): else every rank fails (DT_ERR_COMM).
-     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes.
+     Threads    As in dt_comm.h. Offload to a folder starts one thread, which reads and writes; a checkpoint that is
+                saved in the background another, which writes.
      Order      Gradients are summed over ranks in rank order, the norm over runs of 1,024 elements in ascending order:
                 stages 0 and 1 give the same bits, stages 2 and 3 do, and all four with one micro-batch or with `tree`.
                 Offload, overlap and keep_gathered change no bit. Shard groups are summed group by group.
@@ -3419,7 +3420,7 @@ static dt_status dt__save_name(dt_checkpoint *c) {
             dt__newest_below(&w->io, w->dir, next, &newest);
         }
         told[0] = newest.step == id.step ? newest.again + 1 : 1;
-        told[1] = (double)((now ^ pid ^ (uint64_t)time(NULL)) >> 4 & 0xffffff);
+        told[1] = (double)((now ^ pid) >> 4 & 0xffffff);
     }
     if (dt_sum_doubles(zero->mesh.world, told, 2) != DT_OK) return dt_error(c->ctx);
     id.again = (int)told[0];
@@ -3585,8 +3586,8 @@ static void dt__dir_take(dt_checkpoint *c) {
     }
     if (taken != 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed", w->dir,
         dt__io_reason());
-    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    snprintf(text, sizeof text, "process %ld on %s\n", (long)getpid(), host);
+    dt__read_text(&w->io, "/proc/sys/kernel/hostname", host, sizeof host);
+    snprintf(text, sizeof text, "process %ld on %s\n", (long)getpid(), host[0] ? host : "a host without a name");
     w->io.resize(w->io.user, fd, 0);
     w->io.pwrite(w->io.user, fd, text, strlen(text), 0);
     dt__dir_sync(w);
@@ -4140,7 +4141,7 @@ int64_t dt_checkpoint_load(dt_checkpoint *c, const char *from) {
 
 /* HISTORY
      0.1.0   AdamW, Adam, SGD, 1-bit Adam, an own update; ZeRO 0 to 3; offload; loss scaling; clipping; learning
-             rates; formulas
+             rates; formulas; checkpoints; export of weights
 
    LICENCE: your choice of A or B.
 
