@@ -17,7 +17,7 @@
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
 CFLAGS    ?= -O3 -Wall -Wextra
-TFLAGS    ?= -O1 -g -Wall -Wextra
+TFLAGS    ?= -O1 -g1 -Wall -Wextra
 CXXFLAGS  ?= -std=c++17 -O1 -g -Wall -Wextra
 LDLIBS    ?= -lm -lpthread
 NVCC      ?= nvcc

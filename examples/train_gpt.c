@@ -596,9 +596,9 @@ static void configure_block(value *v, int object, const char *prefix) {
         char   path[sizeof config.path];
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
-        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;  /* "optimizer" is both */
         while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
-        int id = *prefix || (block && at < N_FOREIGN) ? N_OPTIONS : find_option(key, strlen(key));  /* "optimizer": both */
+        int id = *prefix || (block && at < N_FOREIGN) ? N_OPTIONS : find_option(key, strlen(key));
         if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
             refuse("a file cannot name another one");
         if (id < N_OPTIONS) configure_as_is(v, id, node);

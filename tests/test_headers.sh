@@ -602,11 +602,13 @@ plant_examples() {
     fresh_copy
     planted_headers="dt_tensor.h dt_comm.h"
     sed -i 's/^       int main(void) {/       int main(void) { int unused;/' "$P/dt_tensor.h"
-    sed -i 's/return dt_error(ctx);  .*one check.*/return DT_ERR_IO;/' "$P/dt_comm.h"
+    sed -i 's/^           return failed;/           return 3;/' "$P/dt_tensor.h"
+    plant "$P/dt_comm.h" '#endif /* DT_IMPLEMENTATION */' 'int dt_planted_maybe(int n) { int m; if (n > 3) m = n; return m + 1; }'
     printf '```c\nint main(void) { return 1; }\n```\n' >"$P/README.md"
     planted_run examples
     expect "a QUICK EXAMPLE with a warning" 'dt_tensor.h: QUICK EXAMPLE as C11'
-    expect "a QUICK EXAMPLE that fails" 'dt_comm.h: QUICK EXAMPLE by its build line'
+    expect "a QUICK EXAMPLE that fails" 'dt_tensor.h: QUICK EXAMPLE by its build line'
+    expect "a warning where it is optimised" 'dt_planted_maybe|.m. may be used uninitialized'
     expect "a README program that fails" 'README.md: program 1'
 }
 

@@ -147,7 +147,8 @@ static void fuzz_keys(const value *v, const dt_json *j, int object, const char *
             fuzz_keys(v, j, node, path);
         }
         text = dt_json_string(j, node, &bytes);
-        if (text && (id < N_OPTIONS || deepspeed[at].to != IGNORED)) fuzz_must(strlen(text) == bytes, "a NUL in a text");
+        if (text && (id < N_OPTIONS || deepspeed[at].to != IGNORED))
+            fuzz_must(strlen(text) == bytes, "a NUL in a text");
         if (id == N_OPTIONS || dt_json_kind_of(j, node) == DT_JSON_NULL) continue;
         if (table[id].kind == FLAG && dt_json_bool(j, node, &flag) && !flag) continue;
         fuzz_must(v[id].from == GIVEN, "a key that was dropped");
