@@ -244,7 +244,7 @@ static void same(const kind *k, int i) {
     r.config.zero.tree = k->tree;
     if (k->onebit) r.config.zero.optimizer = DT_ONEBIT_ADAM, r.config.zero.freeze_steps = 1, r.model.experts = 0;
     if (k->sgd) r.config.zero.optimizer = DT_SGD, r.config.zero.momentum = 0.9;
-    if (k->own_scale) r.config.zero.scale = (dt_scale_desc){ .init = 1 << 22, .interval = 2, .hysteresis = 1 };
+    if (k->own_scale) r.config.zero.scale = (dt_scale_desc){ .init = 1 << 22, .interval = 3, .hysteresis = 1 };
     if (k->ramp) {
         r.config.micro_batch = 1;
         r.config.accum = BATCH / replicas;
