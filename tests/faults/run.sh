@@ -2,7 +2,7 @@
 # run.sh - what "make faults" does: the full campaigns, one after another; last line "N passed, N failed, N skipped"
 #
 # test_faults, test_mismatch, test_checkpoint_faults and test_checkpoint_kills in full, each tests/faults/*.sh but this
-# with all of each MPI. B is the folder of the programs.
+# one, and test_mpi.sh with all of each MPI. B is the folder of the programs.
 cd "$(dirname "$0")/../.." || exit 1
 B=${B:-build}
 export B
