@@ -6026,7 +6026,7 @@ static dt_status dt__llmc_head(dt_weights *w) {
     memcpy(file->head, words, sizeof words);
     file->head_bytes = DT__LLMC_HEAD;
     file->bytes = w->weight[15].offset + w->weight[15].bytes;
-    return dt__file_start(w, 0, DT__LLMC_HEAD);
+    return w->sink.put ? w->ctx->status : dt__file_start(w, 0, DT__LLMC_HEAD);
 }
 
 /* The list of tensors is complete: files, offsets, headers. */

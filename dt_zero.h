@@ -302,6 +302,15 @@ DT_API const char *dt_checkpoint_config(const dt_checkpoint *checkpoint);
 /* [collective: world] Waits for a save in the background, and gives the folder free. NULL is allowed. */
 DT_API dt_status dt_checkpoint_close(dt_checkpoint *checkpoint);
 
+typedef struct dt_export_desc {
+    void  (*place)(const dt_tensor *param, dt_file_place *place, void *user);       /* as in dt_checkpoint_desc */
+    void   *user;
+    dt_llmc llmc;           /* version 3 or 5: an llm.c model, of whose tensors place says the parts; 0: safetensors */
+} dt_export_desc;
+/* [collective: world] The parameters alone, as one file for others to read, in any layout: written by all ranks at once
+   to path.tmp, synced, and renamed by rank 0. DT_ERR_IO where a file is the reason. */
+DT_API dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc);
+
 // ==== 4. Account ====================================================================================================
 
 /* What a rank holds and sends for its parameters, before there is a program: the formulas of S. Rajbhandari et al.,
@@ -341,6 +350,8 @@ DT_API dt_zero_bytes dt_zero_formula(dt_zero_formula_desc desc);
 #define DT_ZERO_IMPL
 
 #include "dt_parallel.h"
+
+#include <sys/resource.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -2593,7 +2604,7 @@ typedef struct dt__writer {
     int        fd[DT__CKPT_FILES];
     char       path[DT__CKPT_FILES][DT__CKPT_PATH];
     char       why[DT__CKPT_PATH + 200];        /* the first failure; "": none */
-    dt__copy  *copies;              /* in the background: what this rank has to write */
+    dt__copy  *copies, *copy;       /* in the background: what this rank has to write; the one being filled */
     dt__piece *pieces;
     int        n_pieces, piece_room;
     char       dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
@@ -2791,6 +2802,9 @@ static void dt__writer_publish(dt__writer *w) {
 
 static void *dt__writer_main(void *arg) {
     dt__writer *w = (dt__writer *)arg;
+#ifdef __linux__
+    if (w->background) setpriority(PRIO_PROCESS, 0, 19); /* this thread's alone, there: training goes first */
+#endif
     if (w->publishing) dt__writer_publish(w);
     else dt__writer_finish(w);
     __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
@@ -2802,7 +2816,9 @@ static void dt__writer_go(dt__writer *w, int publishing) {
     w->publishing = publishing;
     w->done = 0;
     w->runs = w->background && pthread_create(&w->thread, NULL, dt__writer_main, w) == 0;
-    if (!w->runs) dt__writer_main(w);
+    if (w->runs) return;
+    w->background = 0; /* without a thread */
+    dt__writer_main(w);
 }
 
 // ==== 17. Checkpoints: what is in them ==============================================================================
@@ -2821,10 +2837,13 @@ struct dt_checkpoint {
     dt_ctx            *ctx;
     dt_checkpoint_desc desc;
     dt_listener        listener;
+    const char        *what;            /* the call, for messages */
     int                lock;            /* descriptor, -1: none */
     dt__writer        *writer;
     dt_weights        *w[DT__CKPT_FILES];   /* names and places of all tensors */
     dt__ckpt_file      file[DT__CKPT_FILES];
+    int                files;           /* DT__CKPT_FILES; of an export the first only */
+    const dt_export_desc *exports;      /* NULL: a checkpoint */
     int                saving;          /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
     dt__ckpt_id        known;           /* of desc.dir: the newest that was loaded, passed over, or saved by this job */
     double             done, total;     /* elements, for progress */
@@ -2954,7 +2973,7 @@ static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt
     dt__place_aim(&p, t);
     if (p.n == 0) dt__list_put(o, DT__MODEL, t->name, t->dtype, t->param->full);
     for (int i = 0; i < p.n && i < 2; i++) dt__list_put(o, DT__MODEL, p.name[i], t->dtype, p.shape);
-    for (int a = 0; a <= DT__MASTER; a++) {
+    for (int a = 0; a <= DT__MASTER && !c->exports; a++) {
         char *name = dt__ckpt_has(c->zero, unit, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
         if (name) dt__list_put(o, DT__OPTIM, name, unit->grad_dtype, t->param->full);
         dt__text_drop(c->ctx, name);
@@ -2979,7 +2998,7 @@ static dt_status dt__list_mine(const dt_checkpoint *c, dt_json_out *o) {
         const dt_tensor *t = dt_param_get(c->ctx, i);
         if (dt__ckpt_writes(zero, t->param->unit) && dt__list_param(c, o, t) != DT_OK) break;
     }
-    for (int u = 0; u < zero->n_units; u++)
+    for (int u = 0; u < zero->n_units && !c->exports; u++)
         for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
             char name[64];
             dt__error_name(c, u, e, name, sizeof name);
@@ -2999,6 +3018,7 @@ static dt_status dt__list_take(dt_checkpoint *c, const dt_json *j, int node) {
         dt_json_int(j, dt_json_at(j, node, i), &shape.d[shape.nd++]);
     dt_weights      *w = c->w[file];
     const dt_weight *t = dt_weights_get(w, dt_weights_find(w, name));
+    if (t && w->desc.llmc.version) return DT_OK; /* these are given, and dt_weights_save compares */
     if (!t) return dt_weights_declare(w, name, (dt_dtype)dtype, shape) < 0 ? dt_error(c->ctx) : DT_OK;
     int same = t->dtype == (dt_dtype)dtype && t->shape.nd == shape.nd;
     for (int i = 0; i < shape.nd; i++) same &= t->shape.d[i] == shape.d[i];
@@ -3019,16 +3039,27 @@ static void dt__list_drop(dt_checkpoint *c) {
 
 static void dt__ckpt_put(void *user, int index, int64_t first, int64_t count, const void *data, int64_t offset);
 
-/* [collective: world] c->w: all tensors of the program, over all stages, with their places in the files of `folder`. */
+/* The size of a file's header. */
+static int64_t dt__head_bytes(const dt_weights *w) {
+    uint64_t n;
+    memcpy(&n, w->file[0].head, sizeof n);
+    return w->desc.llmc.version ? DT__LLMC_HEAD : (int64_t)n + 8;
+}
+
+/* [collective: world] c->w: all tensors of the program, over all stages, with their places in the files of `folder`,
+   or in the file to be exported. */
 static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     dt_ctx     *ctx = c->ctx;
     dt_json_out mine = { ctx, NULL, 0, 0 }, all = { ctx, NULL, 0, 0 };
     size_t      bytes = 0;
     dt__list_drop(c);
-    for (int f = 0; f < DT__CKPT_FILES && dt_error(ctx) == DT_OK; f++) {
-        char path[DT__CKPT_PATH];
-        c->w[f] = dt_weights_create(ctx, dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]),
-            (dt_weights_desc){ 0, { 0, 0, 0, 0, 0, 0, 0 } });
+    for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
+        char            path[DT__CKPT_PATH];
+        dt_weights_desc desc;
+        memset(&desc, 0, sizeof desc);
+        if (c->exports) desc.llmc = c->exports->llmc;
+        c->w[f] = dt_weights_create(ctx, c->exports ? folder :
+            dt__writer_path(c->writer, path, folder, dt__ckpt_names[f]), desc);
         c->file[f].owner = c;
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_put, &c->file[f] };
@@ -3045,7 +3076,7 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     dt_json_drop(&mine);
     dt_json_drop(&all);
-    for (int f = 0; f < DT__CKPT_FILES && dt_error(ctx) == DT_OK; f++) {
+    for (int f = 0; f < c->files && dt_error(ctx) == DT_OK; f++) {
         dt__ckpt_file *file = &c->file[f];
         dt__weights_lay(c->w[f]);
         size_t n = (size_t)dt_weights_count(c->w[f]) + 1;
@@ -3061,16 +3092,19 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
 /* Bytes that stay until the thread has written them. A piece that goes on where the last one ends is one with it. */
 static void dt__copy_add(dt_checkpoint *c, int file, const void *data, int64_t bytes, int64_t offset) {
     dt__writer *w = c->writer;
-    dt__copy   *copy = w->copies;
-    if (!copy || copy->room - copy->used < (size_t)bytes) {
+    dt__copy   *copy = w->copy, *last_copy = NULL;
+    for (; copy && copy->room - copy->used < (size_t)bytes; copy = copy->next) last_copy = copy;
+    if (!copy) {
         size_t room = bytes > DT__CKPT_COPY ? (size_t)bytes : (size_t)DT__CKPT_COPY;
         copy = (dt__copy *)dt_alloc(c->ctx, DT_MEM_HOST, sizeof *copy + room, "a copy to be saved in the background");
         if (!copy) return;
-        copy->next = w->copies;
+        copy->next = NULL;
         copy->room = room;
         copy->used = 0;
-        w->copies = copy;
+        if (last_copy) last_copy->next = copy;
+        else w->copies = copy;
     }
+    w->copy = copy;
     char      *to = (char *)(copy + 1) + copy->used;
     dt__piece *last = w->n_pieces ? &w->pieces[w->n_pieces - 1] : NULL;
     memcpy(to, data, (size_t)bytes);
@@ -3086,15 +3120,20 @@ static void dt__copy_add(dt_checkpoint *c, int file, const void *data, int64_t b
     w->pieces[w->n_pieces++] = piece;
 }
 
-static void dt__copies_drop(dt_checkpoint *c) {
+/* The memory stays for the next save: new memory is slower than the copying. */
+static void dt__copies_reuse(dt__writer *w) {
+    for (dt__copy *copy = w->copies; copy; copy = copy->next) copy->used = 0;
+    w->copy = w->copies;
+    w->n_pieces = 0;
+}
+
+static void dt__copies_free(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     for (dt__copy *next; w->copies; w->copies = next) {
         next = w->copies->next;
         dt_free(c->ctx, DT_MEM_HOST, w->copies, sizeof *w->copies + w->copies->room);
     }
     dt_free(c->ctx, DT_MEM_HOST, w->pieces, (size_t)w->piece_room * sizeof *w->pieces);
-    w->pieces = NULL;
-    w->n_pieces = w->piece_room = 0;
 }
 
 /* Elements of a tensor that this rank writes. */
@@ -3228,15 +3267,16 @@ static dt_status dt__save_write(dt_checkpoint *c) {
         const dt__zero_unit *z = &zero->units[u];
         double n = (double)dt_comm_size(zero->desc.stage == 0 ? z->data : z->copies);
         c->total += (double)z->unit->count / dt_comm_size(z->data);
-        for (int a = 0; a <= DT__MASTER; a++) c->total += dt__ckpt_has(zero, z->unit, a) * (double)z->count / n;
+        for (int a = 0; a <= DT__MASTER && !c->exports; a++)
+            c->total += dt__ckpt_has(zero, z->unit, a) * (double)z->count / n;
     }
     for (int u = 0; u < zero->n_units && host && dt_error(c->ctx) == DT_OK; u++) {
         dt__zero_unit *z = &zero->units[u];
         int            writes = dt__ckpt_writes(zero, z->unit);
         if (writes) dt__save_values(c, z);
         dt__ckpt_progress(c, (double)z->unit->count / dt_comm_size(z->data));
-        if (writes && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
-        if (dt_error(c->ctx) == DT_OK) dt__save_errors(c, u, host);
+        if (writes && !c->exports && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
+        if (!c->exports && dt_error(c->ctx) == DT_OK) dt__save_errors(c, u, host);
     }
     dt_free(c->ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     return dt_error(c->ctx);
@@ -3244,7 +3284,7 @@ static dt_status dt__save_write(dt_checkpoint *c) {
 
 /* The digests of all ranks' parts, and that every element was written once. */
 static dt_status dt__save_sums(dt_checkpoint *c) {
-    for (int f = 0; f < DT__CKPT_FILES; f++) {
+    for (int f = 0; f < c->files; f++) {
         dt__ckpt_file *file = &c->file[f];
         size_t         n = 5 * (size_t)file->n;
         double        *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
@@ -3257,9 +3297,10 @@ static dt_status dt__save_sums(dt_checkpoint *c) {
             const dt_weight *t = dt_weights_get(c->w[f], i);
             file->digest[i] = 0;
             for (int k = 0; k < 4; k++) file->digest[i] += (uint64_t)sums[5 * i + k] << (16 * k);
-            if (sums[5 * i + 4] != (double)t->count)
-                dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: %.0f of the %lld elements of '%s' would be written: "
-                    "is dt_zero_desc.mesh the mesh that cut it?", sums[5 * i + 4], (long long)t->count, t->name);
+            if (sums[5 * i + 4] != (double)c->w[f]->weight[i].due)
+                dt_fail(c->ctx, DT_ERR_ARG, "%s: %.0f of the %lld elements of '%s' would be written: is "
+                    "dt_zero_desc.mesh the mesh that cut it, and are its places right?", c->what, sums[5 * i + 4],
+                    (long long)c->w[f]->weight[i].due, t->name);
         }
         dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
     }
@@ -3286,12 +3327,11 @@ static uint64_t dt__bytes_digest(const void *data, size_t bytes) { return dt__wo
 /* A file: its size, how many bytes are header, their digest, and those of its tensors. */
 static void dt__manifest_file(const dt_checkpoint *c, dt_json_out *o, int f) {
     const dt__weight_file *file = &c->w[f]->file[0];
-    uint64_t               n;
-    memcpy(&n, file->head, sizeof n);
+    int64_t                head = dt__head_bytes(c->w[f]);
     dt_json_open(o, dt__ckpt_names[f], '{');
     dt_json_put_int(o, "bytes", file->bytes);
-    dt_json_put_int(o, "header", (int64_t)n + 8);
-    dt__put_hex(o, "digest", dt__bytes_digest(file->head, (size_t)n + 8));
+    dt_json_put_int(o, "header", head);
+    dt__put_hex(o, "digest", dt__bytes_digest(file->head, (size_t)head));
     dt_json_open(o, "tensors", '{');
     for (int i = 0; i < c->file[f].n; i++) dt__put_hex(o, dt_weights_get(c->w[f], i)->name, c->file[f].digest[i]);
     dt_json_shut(o, '}');
@@ -3395,41 +3435,34 @@ static dt_status dt__save_name(dt_checkpoint *c) {
 }
 
 /* What the writer could not do becomes the rank's failure. */
-static dt_status dt__writer_check(dt_checkpoint *c, const char *what) {
+static dt_status dt__writer_check(dt_checkpoint *c) {
     if (!c->writer->why[0] || dt_error(c->ctx) != DT_OK) return dt_error(c->ctx);
-    return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", what, c->writer->why);
+    return dt_fail(c->ctx, DT_ERR_IO, "%s: %s", c->what, c->writer->why);
 }
 
-/* Rank 0 makes the folder and the files with their headers; the others then find them, or see another folder. */
+/* [collective: world] Rank 0 makes the files with their headers; the others then find them, or see another folder. */
 static dt_status dt__save_make(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int         first = dt_ctx_rank(c->ctx) == 0;
     errno = 0;
-    if (first && !w->why[0]) {
-        dt__folder_remove(&w->io, w->temp);
-        errno = 0;
-        if (w->io.make(w->io.user, w->temp) != 0) dt__writer_fail(w, w->temp, "making the folder");
+    if (first && !c->exports && !w->why[0] && w->io.make(w->io.user, w->temp) != 0)
+        dt__writer_fail(w, w->temp, "making the folder");
+    for (int f = 0; f < c->files && first; f++) {
+        w->fd[f] = dt__writer_create(w, w->path[f], c->w[f]->file[0].bytes);
+        if (w->fd[f] >= 0) dt__writer_put(w, w->path[f], w->fd[f], c->w[f]->file[0].head, dt__head_bytes(c->w[f]), 0);
     }
-    for (int f = 0; f < DT__CKPT_FILES && first; f++) {
-        const dt__weight_file *file = &c->w[f]->file[0];
-        uint64_t               n;
-        memcpy(&n, file->head, sizeof n);
-        w->fd[f] = dt__writer_create(w, w->path[f], file->bytes);
-        if (w->fd[f] >= 0) dt__writer_put(w, w->path[f], w->fd[f], file->head, (int64_t)n + 8, 0);
-    }
-    if (dt__writer_check(c, "dt_checkpoint_save") != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK)
-        return dt_error(c->ctx);
-    for (int f = 0; f < DT__CKPT_FILES && !first; f++) {
+    if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK) return dt_error(c->ctx);
+    for (int f = 0; f < c->files && !first; f++) {
         errno = 0;
         w->fd[f] = w->io.open(w->io.user, w->path[f], 1);
         int64_t size = w->fd[f] >= 0 ? w->io.size(w->io.user, w->fd[f]) : -1;
         if (w->fd[f] >= 0 && size < 0) dt__writer_fail(w, w->path[f], "size");
         int missing = w->fd[f] < 0 ? errno == ENOENT : size >= 0 && size != c->w[f]->file[0].bytes;
-        if (missing) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: this rank does not see the %s that rank 0 "
-            "has made: all ranks must share the folder", w->path[f]);
+        if (missing) return dt_fail(c->ctx, DT_ERR_IO, "%s: this rank does not see the %s that rank 0 has made: all "
+            "ranks must share the folder", c->what, w->path[f]);
         if (w->fd[f] < 0) dt__writer_fail(w, w->path[f], "open");
     }
-    return dt__writer_check(c, "dt_checkpoint_save");
+    return dt__writer_check(c);
 }
 
 /* The end of a save, good or bad. */
@@ -3440,7 +3473,7 @@ static void dt__save_end(dt_checkpoint *c) {
         if (w->fd[f] >= 0) w->io.close(w->io.user, w->fd[f]);
         w->fd[f] = -1;
     }
-    dt__copies_drop(c);
+    dt__copies_reuse(w);
     dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_room);
     w->manifest = NULL;
     dt__list_drop(c);
@@ -3494,7 +3527,7 @@ int dt_checkpoint_poll(dt_checkpoint *c) {
     if (over > 0 && w->why[0]) all[1] = 1;
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
-    if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c, "dt_checkpoint_save") == DT_OK)
+    if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
         dt_barrier(world); /* another rank's failure reaches this one here */
     if (dt_error(c->ctx) == DT_OK && c->saving == 1) {
         c->saving = 2;
@@ -3510,7 +3543,7 @@ int dt_checkpoint_poll(dt_checkpoint *c) {
 static dt_status dt__save_wait(dt_checkpoint *c) {
     const dt_host *host = dt_ctx_host(c->ctx);
     while (!dt_checkpoint_poll(c))
-        if (c->writer->background) host->sleep(host->user, 1e-4);
+        if (c->desc.background) host->sleep(host->user, 1e-4);
     return dt_error(c->ctx);
 }
 
@@ -3567,7 +3600,10 @@ static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     if (w) dt__writer_join(c);
     if (w) dt__save_end(c);
     if (w && c->lock >= 0) w->io.close(w->io.user, c->lock);
-    if (w && !w->lost) dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
+    if (w && !w->lost) {
+        dt__copies_free(c);
+        dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
+    }
     dt__text_drop(ctx, c->config);
     dt_free(ctx, DT_MEM_HOST, c, sizeof *c);
 }
@@ -3583,6 +3619,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     c->ctx = ctx;
     c->zero = zero;
     c->desc = desc;
+    c->files = DT__CKPT_FILES;
     c->lock = -1;
     c->known = dt__ckpt_none;
     c->writer = (dt__writer *)dt__host_zeroed(ctx, sizeof *c->writer, "a checkpoint");
@@ -3596,7 +3633,9 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
             dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
         for (size_t n = strlen(w->dir); n > 1 && w->dir[n - 1] == '/'; n--) w->dir[n - 1] = 0;
         if (desc.dir && dt_ctx_rank(ctx) == 0 && dt_error(ctx) == DT_OK) dt__dir_take(c);
-        dt__writer_check(c, "dt_checkpoint_open");
+        c->what = "dt_checkpoint_open";
+        dt__writer_check(c);
+        c->what = "dt_checkpoint_save";
     }
     c->listener.closing = dt__ckpt_free;
     c->listener.user = c;
@@ -3605,6 +3644,48 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     if (dt_error(ctx) == DT_OK) return c;
     dt_checkpoint_close(c);
     return NULL;
+}
+
+/* What dt_zero_export needs of a checkpoint: one file, its list of tensors and a writer. */
+static dt_status dt__export(dt_checkpoint *c, const char *path) {
+    dt__writer *w = c->writer;
+    const char *slash = strrchr(path, '/');
+    if (snprintf(w->final, sizeof w->final, "%s", path) >= (int)sizeof w->final - 4)
+        return dt_fail(c->ctx, DT_ERR_ARG, "dt_zero_export: %.80s...: the path is too long", path);
+    snprintf(w->path[DT__MODEL], sizeof w->path[DT__MODEL], "%.1019s.tmp", w->final);
+    snprintf(w->dir, sizeof w->dir, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+    if (dt__list_make(c, w->path[DT__MODEL]) != DT_OK || dt__save_make(c) != DT_OK || dt__save_write(c) != DT_OK ||
+        dt__save_sums(c) != DT_OK) return dt_error(c->ctx);
+    dt__writer_finish(w);
+    if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK) return dt_error(c->ctx);
+    errno = 0;
+    if (dt_ctx_rank(c->ctx) == 0 && w->io.rename(w->io.user, w->path[DT__MODEL], w->final) != 0)
+        dt__writer_fail(w, w->final, "rename");
+    if (dt_ctx_rank(c->ctx) == 0) dt__writer_sync(w, w->dir, 0);
+    return dt__writer_check(c) == DT_OK ? dt_barrier(c->zero->mesh.world) : dt_error(c->ctx);
+}
+
+dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
+    dt_checkpoint c;
+    if (!zero || !path || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
+    memset(&c, 0, sizeof c);
+    c.zero = zero;
+    c.ctx = zero->ctx;
+    c.what = "dt_zero_export";
+    c.files = 1;
+    c.exports = &desc;
+    c.desc.place = desc.place;
+    c.desc.user = desc.user;
+    c.writer = (dt__writer *)dt__host_zeroed(c.ctx, sizeof *c.writer, c.what);
+    if (!c.writer) return dt_error(c.ctx);
+    c.writer->io = *dt_ctx_io(c.ctx);
+    c.writer->fd[DT__MODEL] = c.writer->fd[DT__OPTIM] = -1;
+    dt__export(&c, path);
+    dt__save_end(&c);
+    if (dt_error(c.ctx) != DT_OK && dt_ctx_rank(c.ctx) == 0)
+        c.writer->io.remove(c.writer->io.user, c.writer->path[DT__MODEL]);
+    dt_free(c.ctx, DT_MEM_HOST, c.writer, sizeof *c.writer);
+    return dt_error(c.ctx);
 }
 
 const char *dt_checkpoint_path(const dt_checkpoint *c) { return c ? c->path : ""; }

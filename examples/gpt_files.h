@@ -1,14 +1,15 @@
 /* gpt_files.h - the models of gpt.h in the files of others: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
    at your choice
 
-   Include it after gpt.h. Everything is static. path is a safetensors file, a folder with model.safetensors or
-   model.safetensors.index.json, or an llm.c model; beside safetensors lies config.json.
+   Include it after dt_zero.h and gpt.h. Everything is static. path is a safetensors file, a folder with
+   model.safetensors or model.safetensors.index.json, or an llm.c model; beside safetensors lies config.json.
 
        gpt_config c = gpt_config_from(ctx, path);      // sizes; dtype, recompute and dropout are yours to set
        gpt        m = gpt_register(ctx, c);
        dt_zero_make(...);                              // or nothing: storage comes with the first use
        gpt_load(&m, path);                             // every rank reads what it owns
-       gpt_save(&m, "folder", 0);                      // model.safetensors and config.json, for transformers
+       gpt_export(&m, zero, "folder");                 // model.safetensors and config.json, for transformers, by all
+                                                       // ranks; "model.bin": llm.c's; gpt_save: from one rank
 
    Nothing is ignored in silence but masks, rotary tables and a head that is tied: another tensor, a shape or a number
    of layers that does not fit, a feature that the model has not, is one error. llm.c's padding of the vocabulary is
@@ -400,22 +401,6 @@ static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, gpt_place *
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
-static inline void gpt_read_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
-    (void)p, (void)w, (void)user;
-    dt_tensor *t = *gpt_slot(m, r, layer);
-    size_t     bytes = (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype);
-    void      *host = dt_alloc(m->ctx, DT_MEM_HOST, bytes, "saving");
-    if (host) dt_read(t, host);
-    dt_free(m->ctx, DT_MEM_HOST, host, bytes);
-}
-
-/* What the other ranks call while one runs gpt_save, where ZeRO-3 has cut the values over all of them. */
-static inline dt_status gpt_save_along(gpt *m) {
-    gpt_kind kind = { .prefix = "" };
-    gpt_each(m, kind, NULL, gpt_read_one, NULL);
-    return dt_error(m->ctx);
-}
-
 /* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers read checkpoints too.
    Mixtures keep dt's names. */
 typedef struct gpt_sought { const dt_tensor *param; dt_file_place *place; } gpt_sought;
@@ -431,11 +416,14 @@ static inline void gpt_place_one(gpt *m, const gpt_row *r, int layer, gpt_place 
     s->place->shape = p->shape;
 }
 
-static inline void gpt_file_place(gpt *m, const dt_tensor *param, dt_file_place *place) {
+static inline void gpt_place_in(gpt *m, gpt_kind kind, const dt_tensor *param, dt_file_place *place) {
     gpt_sought s = { param, place };
-    gpt_kind   kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
     if (!m->config.experts && (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
         gpt_each(m, kind, NULL, gpt_place_one, &s);
+}
+
+static inline void gpt_file_place(gpt *m, const dt_tensor *param, dt_file_place *place) {
+    gpt_place_in(m, (gpt_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." }, param, place);
 }
 
 /* config.json; dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
@@ -451,7 +439,7 @@ static inline char *gpt_config_text(gpt *m) {
 }
 
 /* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and config.json. The
-   folder must be there. From one rank that holds all parameters whole, or at ZeRO-3 gathers them with the others. */
+   folder must be there. From one rank that holds all parameters whole. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
     char     name[4096];
     gpt_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
@@ -464,6 +452,41 @@ static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes
     dt_weights_close(w);
     char *text = gpt_config_text(m);
     if (dt_error(m->ctx) == DT_OK && gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
+        dt_file_write(m->ctx, name, text, strlen(text));
+    if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
+    return dt_error(m->ctx);
+}
+
+/* What an llm.c model of these sizes says at its head; its version is 0 if the format has no such model. */
+static inline dt_llmc gpt_llmc(const gpt *m) {
+    const gpt_config *c = &m->config;
+    int     has = c->arch == GPT_GPT2 && c->tied && !c->experts && c->ffn == 4 * c->width && c->kv_heads == c->heads;
+    dt_llmc h = { 0, c->seq, c->vocab, c->layers, c->heads, c->width, (c->vocab + 127) / 128 * 128 };
+    if (has && c->dtype == DT_F32) h.version = 3;
+    if (has && c->dtype == DT_BF16) h.version = 5;
+    return h;
+}
+
+typedef struct gpt_out { gpt *model; gpt_kind kind; } gpt_out;
+static inline void gpt_out_place(const dt_tensor *param, dt_file_place *place, void *user) {
+    gpt_out *o = (gpt_out *)user;
+    gpt_place_in(o->model, o->kind, param, place);
+}
+
+/* [collective: world] The same from all ranks of any layout, in one file. A path that ends in .bin: an llm.c model. */
+static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
+    const char *dot = strrchr(path, '.');
+    char        name[4096];
+    int         llmc = dot && strcmp(dot, ".bin") == 0;
+    gpt_out     out = { m, { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." } };
+    if (llmc) out.kind.llmc = gpt_llmc(m);
+    if (llmc && !out.kind.llmc.version) return dt_fail(m->ctx, DT_ERR_UNSUPPORTED, "%s: llm.c's models are tied GPT-2 "
+        "with a feed-forward of 4 times the width, in f32 or bf16", path);
+    if (gpt_load_fits(m, path, out.kind.llmc) != DT_OK) return dt_error(m->ctx);
+    if (!llmc && gpt_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0) return dt_error(m->ctx);
+    dt_zero_export(zero, llmc ? path : name, (dt_export_desc){ gpt_out_place, &out, out.kind.llmc });
+    char *text = llmc || dt_ctx_rank(m->ctx) != 0 ? NULL : gpt_config_text(m);
+    if (text && gpt_beside(m->ctx, name, sizeof name, path, "config.json") == 0)
         dt_file_write(m->ctx, name, text, strlen(text));
     if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
     return dt_error(m->ctx);

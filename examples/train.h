@@ -78,6 +78,7 @@ typedef struct train_config {
     int          shuffle;       /* 1: the data's sequences in another order each time through, by the context's seed */
     int64_t      stop_at;       /* steps to do */
     int64_t      eval_every;    /* 0: only after the last step */
+    const char  *export_to;     /* at the end: a path for gpt_export; NULL: none */
     const char  *save;          /* a folder for checkpoints; NULL: none */
     int64_t      save_every;    /* steps; 0: after the last one only */
     int          keep, background;  /* of dt_checkpoint_desc */
@@ -733,6 +734,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
+    if (c->export_to && !c->dry && dt_error(ctx) == DT_OK) gpt_export(&model, optimizer, c->export_to);
     int stopped = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
     if (c->at_end && !stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
         c->at_end(ctx, &model, c->user);

@@ -138,7 +138,7 @@ enum { BUILT, LATER };
     X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", "... while the next steps run") \
     X(KEEP, "keep", INT, BUILT, NULL, 1, 1e9, "N", "keep the newest N checkpoints [all]") \
     X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", "go on from the newest checkpoint in DIR, or from DIR itself") \
-    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "at the end write safetensors and config.json there") \
+    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "... safetensors, config.json; X.bin: llm.c's model") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
     X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
@@ -1128,9 +1128,8 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
     if (m->experts % mesh.ep != 0)
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
             (int)divisor_below(m->experts, mesh.ep));
-    if (v[O_SAVE_MODEL].text && m->experts) refuse("--save-model is not available in this build with --experts");
-    if (v[O_SAVE_MODEL].text && (mesh.tp > 1 || mesh.pp > 1))
-        refuse("--save-model is not available in this build with --tp or --pp above 1");
+    if (v[O_SAVE_MODEL].text && m->experts)
+        refuse("--save-model writes what others read, who have no such mixtures; use --save with --experts");
 }
 
 /* A list of half layers, one number for each stage: the first has the embedding too, the last the head. */
@@ -1205,6 +1204,7 @@ static void resolve_saving(const value *v, train_config *c) {
     c->keep = int_of(v, O_KEEP);
     c->background = v[O_SAVE_BACKGROUND].number != 0;
     c->resume = v[O_RESUME].text;
+    c->export_to = v[O_SAVE_MODEL].text;
 }
 
 static train_config resolve(value *v) {
@@ -1370,6 +1370,11 @@ static void check_save(const value *v) {
     refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, n.name, save);
 }
 
+static int is_llmc(const char *path) {
+    size_t n = strlen(path);
+    return n > 4 && strcmp(path + n - 4, ".bin") == 0;
+}
+
 /* What the run will write must be possible, and must not be what it reads. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const written[] = { "model.safetensors", "model.safetensors.index.json", "config.json" };
@@ -1386,16 +1391,24 @@ static void check_outputs(const value *v, const train_config *c) {
     }
     if (v[O_LOG_CSV].text) keep_inputs(O_LOG_CSV, v[O_LOG_CSV].text, c, &models);
     if (!v[O_DRY_RUN].number) check_save(v);
-    for (int i = 0; folder && i < 3; i++)
+    for (int i = 0; folder && !is_llmc(folder) && i < 3; i++)
         if (snprintf(path, sizeof path, "%s/%s", folder, written[i]) < (int)sizeof path)
             keep_inputs(O_SAVE_MODEL, path, c, &models);
+    if (folder && is_llmc(folder)) keep_inputs(O_SAVE_MODEL, folder, c, &models);
     train_files_free(&models);
     if (!folder) return;
+    if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
+        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
+    if (is_llmc(folder)) {
+        const gpt m = { .config = c->model };
+        if (!gpt_llmc(&m).version) refuse("--save-model %s: llm.c's models are tied GPT-2 with --ffn 4 x --width, in "
+            "f32 or bf16; use a folder, for safetensors", folder);
+        check_written(O_SAVE_MODEL, folder);
+        return;
+    }
     if (mkdir(folder, 0777) != 0 && errno != EEXIST) refuse("--save-model %s: %s", folder, strerror(errno));
     if (stat(folder, &st) != 0 || !S_ISDIR(st.st_mode)) refuse("--save-model %s: not a directory", folder);
     if (access(folder, W_OK | X_OK) != 0) refuse("--save-model %s: %s", folder, strerror(errno));
-    if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
-        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
 }
 
 // ==== 7. Settings block =============================================================================================
@@ -1624,10 +1637,6 @@ static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *s
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
     int64_t    later = j->steps - 1;
-    int        saves = dt_ctx_rank(ctx) == 0;
-    if (j->v[O_SAVE_MODEL].text && saves) gpt_save(model, j->v[O_SAVE_MODEL].text, 0);
-    if (j->v[O_SAVE_MODEL].text && !saves) gpt_save_along(model);
-    if (dt_error(ctx) != DT_OK) return;
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
     if (!j->v[O_QUIET].number && later > 0)
@@ -1858,7 +1867,7 @@ static dry_figures dry(const job *j, train_config c, double limit) {
     if (!counts || !need) refuse("a dry run: out of memory");
     c.dry = counts;
     c.need = need;
-    c.weights = c.trace = c.save = c.resume = NULL;
+    c.weights = c.trace = c.save = c.resume = c.export_to = NULL;
     c.stop_at = STEPS;
     c.ramp.samples = 0; /* the largest batch */
     memset(&c.val, 0, sizeof c.val);

@@ -335,33 +335,48 @@ static void elastic(void) {
 
 // ==== forms =========================================================================================================
 
-static dt_status export_one(dt_ctx *ctx, void *user) {
-    gpt m = gpt_register(ctx, dense(DT_F32, *(int *)user));
-    char dir[300], at[320];
-    snprintf(at, sizeof at, "%s/step-2", in_scratch(dir, "forms"));
+/* One rank reads `from` and writes it again. */
+typedef struct again { gpt_config model; const char *from, *to; } again;
+static dt_status save_again(dt_ctx *ctx, void *user) {
+    const again *a = (const again *)user;
+    gpt          m = gpt_register(ctx, a->model);
     dt_zero_make(ctx, (dt_zero_desc){ .stage = 0 });
-    gpt_load(&m, at);
-    clear(in_scratch(dir, "export"));
-    if (mkdir(dir, 0777) != 0) abort();
-    gpt_save(&m, dir, 0);
+    gpt_load(&m, a->from);
+    clear(a->to);
+    if (mkdir(a->to, 0777) != 0) abort();
+    gpt_save(&m, a->to, 0);
     return dt_error(ctx);
 }
 
-/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes. */
+/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes, and gpt_export from
+   any layout; an llm.c model holds the same. */
 static void names(void) {
-    char dir[300], at[320], out[300];
-    for (int arch = 0; arch < 2; arch++)
-        for (int i = 0; i < LAYOUTS; i += 5) {
+    char dir[300], at[320], out[300], exported[300], bin[300];
+    in_scratch(out, "again");
+    in_scratch(exported, "exported");
+    in_scratch(bin, "exported.bin");
+    for (int kind = 0; kind < 4; kind++)
+        for (int i = kind % 2; i < LAYOUTS; i += 2) {
+            gpt_config model = dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
             if (layouts[i].ep > 1) continue;
+            if (kind >= 2) model.ffn = 4 * model.width; /* as llm.c's are */
             clear(in_scratch(dir, "forms"));
+            clear(exported);
+            if (mkdir(exported, 0777) != 0) abort();
             snprintf(at, sizeof at, "%s/step-2", dir);
-            result r = go((run){ .l = layouts[i], .model = dense(DT_F32, arch), .save = dir, .stop_at = 2 });
+            result r = go((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2,
+                .config = { .export_to = kind >= 2 ? bin : exported } });
             CHECK_MSG(r.status == DT_OK, "%s", r.text);
-            int kind = arch;
-            CHECK(dt_run((dt_run_desc){ .ranks = 1 }, export_one, &kind) == DT_OK);
-            CHECK_MSG(same_file(at, in_scratch(out, "export"), "model.safetensors"), "arch %d, layout %d: other files",
-                arch, i);
-            CHECK(same_file(at, in_scratch(out, "export"), "config.json"));
+            again a = { model, at, out };
+            CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
+            CHECK_MSG(same_file(at, out, "model.safetensors"), "kind %d, layout %d: other files", kind, i);
+            CHECK(same_file(at, out, "config.json"));
+            if (kind >= 2) {
+                a = (again){ model, bin, exported };
+                CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
+            }
+            CHECK_MSG(same_file(at, exported, "model.safetensors"), "kind %d, layout %d: another export", kind, i);
+            CHECK(same_file(at, exported, "config.json"));
         }
 }
 
