@@ -51,7 +51,7 @@ try 2 'unknown option --no-quiet' --no-quiet
 try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
 # ---- parts of later versions say so, with their defaults they are harmless
-for x in "--backend mpi" "--backend nccl" "--device cuda" "--save x" "--resume x" \
+for x in "--backend mpi" "--backend nccl" "--device cuda" "--report x" \
     "--tp 2 --save-model x" "--pp 2 --save-model x" "--experts 2 --save-model x"; do
     try 2 'is not available in this build' $x
 done
@@ -479,7 +479,7 @@ else
     echo "SKIP test_cli: python3 is not installed: its reader does not see the trace (test_trace reads it with dt's)"
 fi
 try 0 '' --help
-grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --max-restarts ' "$dir/out" && ! grep -q '^  --save ' "$dir/out"
+grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --report' "$dir/out" && ! grep -q '^  --report ' "$dir/out"
 report $? "--help names the options, those that are not built in a few lines"
 try 0 '' --print-config --width 64 --heads 2
 grep -Eq '"width": *64' "$dir/out"
