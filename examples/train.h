@@ -155,7 +155,7 @@ static inline int train_files_add_dir(train_files *f, const char *dir, const cha
 /* The project's own sources: the headers of `root`, then its examples. 0 if they are not there. */
 static inline int train_files_add_sources(train_files *f, const char *root) {
     static const char *const endings[] = { ".h", ".c", ".cu", NULL };
-    char path[4096];
+    char path[4096 + 16];
     snprintf(path, sizeof path, "%s/dt_tensor.h", root);
     if (access(path, R_OK) != 0) return 0;
     if (train_files_add_dir(f, root, endings) != 0) return 0;

@@ -206,9 +206,17 @@ static struct {
     int      node;      /* -1: nothing is being read */
     char     path[160], ignored[1024], given[N_OPTIONS];
 } config = { .node = -1 };
+enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };   /* bytes of a key, of a text: no more can mean anything */
 static const char *bare(dt_ctx *ctx);
 static dt_ctx     *look(void);
 static void        read_config(value *v, const char *path);
+
+/* What a file says, as a line of a terminal: nothing in it moves the cursor. */
+static char *printable(char *text) {
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?';
+    return text;
+}
 
 /* The end of a run that cannot start. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
@@ -218,11 +226,14 @@ static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *f
     fflush(stdout);
     fputs("error: ", stderr);
     if (config.node >= 0) {     /* file:line:column: key: */
+        char text[2 * CONFIG_TEXT];
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
-        fprintf(stderr, "%s: ", bare(config.ctx));
+        vsnprintf(text, sizeof text, fmt, args);
+        fprintf(stderr, "%s: %s\n", bare(config.ctx), printable(text));
+    } else {
+        vfprintf(stderr, fmt, args);
+        fputc('\n', stderr);
     }
-    vfprintf(stderr, fmt, args);
-    fputc('\n', stderr);
     va_end(args);
     exit(2);
 }
@@ -468,6 +479,7 @@ static const char *config_text(int node, char *room, size_t bytes) {
     size_t  length = 0;
     const char *text = dt_json_string(config.json, node, &length);
     if (text && strlen(text) != length) refuse("a NUL in a text");
+    if (length > CONFIG_TEXT) refuse("a text of %zu bytes; the longest has %d", length, CONFIG_TEXT);
     if (text) return text;
     if (dt_json_int(config.json, node, &whole)) snprintf(room, bytes, "%lld", (long long)whole);
     else if (dt_json_number(config.json, node, &x)) snprintf(room, bytes, "%.17g", x);
@@ -491,9 +503,8 @@ static void configure_as_is(value *v, int id, int node) {
 }
 
 static const char *config_string(int node) {
-    const char *text = dt_json_string(config.json, node, NULL);
-    if (!text) refuse("a text is needed");
-    return text;
+    if (dt_json_kind_of(config.json, node) != DT_JSON_STRING) refuse("a text is needed");
+    return config_text(node, NULL, 0);
 }
 
 /* One of `words`, which stand for the `values`. */
@@ -562,20 +573,32 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
+/* From now on it is about the member at `node`, whose path is config.path, of a long key as far as it shows. */
+static const char *config_enter(int node, const char *prefix) {
+    size_t bytes = 0, shown = 0;
+    const char *key = dt_json_key(config.json, node, &bytes);
+    for (size_t i = 0; i <= bytes && i <= CONFIG_KEY; i++)
+        if ((key[i] & 0xc0) != 0x80) shown = i;     /* whole characters */
+    snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key, shown < bytes ? ".." : "");
+    printable(config.path);
+    config.node = node;
+    if (strlen(key) < bytes) refuse("a NUL in a key");
+    if (shown < bytes) refuse("unknown key: it has %zu bytes, the longest %d", bytes, CONFIG_KEY);
+    if (strchr(key, '.')) refuse("unknown key: a dot is no object in an object");
+    return key;
+}
+
 /* The members of an object; prefix: the path to it, with a dot at its end. */
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
         int    node = dt_json_at(config.json, object, i), at = 0, yes = 0;
         char   path[sizeof config.path];
-        size_t length = strlen(prefix);
-        const char *key = dt_json_key(config.json, node, NULL);
-        snprintf(path, sizeof path, "%s%.50s", prefix, key);
-        config.node = node;
-        snprintf(config.path, sizeof config.path, "%s", path);
-        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;      /* "optimizer" is both */
-        int id = length || block ? N_OPTIONS : find_option(key, strlen(key));
+        const char *key = config_enter(node, prefix);
+        strcpy(path, config.path);
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;
         while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
+        int id = *prefix || (block && at < N_FOREIGN) ? N_OPTIONS : find_option(key, strlen(key));  /* "optimizer": both */
         if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
             refuse("a file cannot name another one");
         if (id < N_OPTIONS) configure_as_is(v, id, node);

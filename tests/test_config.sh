@@ -155,6 +155,20 @@ refused 1:13 'a key in quotes is needed' '{"steps": 5,}'
 refused 1:15 "'a' is there twice" '{"a": 1, "a": 2}'
 refused 1:1 '' '...'
 refused 2:1 'a value is needed' ''
+refused 1:15 'aio: a NUL in a key$' '{"aio\u0000": 1}'
+refused 1:15 'lr: a NUL in a key$' '{"lr\u0000x": 0.5}'
+refused 1:30 'optimizer.type: a NUL in a key$' '{"optimizer": {"type\u0000": "SGD"}}'
+refused 1:24 'optimizer.type: a NUL in a text$' '{"optimizer": {"type": "SGD\u0000x"}}'
+a50=$(printf '%050d' 0 | tr 0 a)
+refused 1:56 "$a50: unknown key$" "{\"$a50\": 1}"
+refused 1:57 "$a50\\.\\.: unknown key: it has 51 bytes, the longest 50$" "{\"${a50}b\": 1}"
+refused 1:56 "${a50%a}\\.\\.: unknown key: it has 51 bytes" "{\"${a50%a}é\": 1}"
+refused 1:115 "fp16.$a50\\.\\.: unknown key: it has 100 bytes" "{\"fp16\": {\"$a50$a50\": 1}}"
+refused 1:29 'zero_optimization.stage: unknown key: a dot is no' '{"zero_optimization.stage": 3}'
+refused 1:18 'long\?er: unknown key$' '{"long\u001ber": 1}'
+refused 1:11 'dtype: --dtype f\?3\?2: the legal' '{"dtype": "f\n3\u007f2"}'
+refused 1:10 'data: a text of 4097 bytes; the longest has 4096$' "{\"data\": \"$(printf '%04097d' 0)\"}"
+refused 1:8 'lr: a number is needed$' '{"lr": {"peak": 1}}'
 "$B/train_gpt" $tiny --config "$dir/nowhere" >"$dir/out" 2>"$dir/err"
 [ $? = 2 ] && grep -q "^error: --config: $dir/nowhere: No such file" "$dir/err"
 report $? "a file that is not there"

@@ -322,6 +322,125 @@ static double json_number(const char *text) {
     return v;
 }
 
+/* The classes of JSON that public suites of cases know, of which none may pass: each with its place and reason. */
+static void test_json_classes(void) {
+    static const struct { const char *text, *error; } bad[] = {
+        /* bytes that are no UTF-8: code points in 5 and 6 bytes, UTF-16 */
+        { "[\"\xfc\x83\xbf\xbf\xbf\xbf\"]", "1:3: this is not UTF-8" }, { "[\"\xf8\x88\x80\x80\x80\"]", "not UTF-8" },
+        { "[\xff]", "1:2: this is not UTF-8" }, { "\xff\xfe[", "1:1: this is not UTF-8" },
+        { "[\"a\xc0\xaf\"]", "1:4: this is not UTF-8" },
+        { "[\"\xe2\x82\xac\xc3\xa4\xfe\"]", "1:5: this is not UTF-8" },
+        /* byte order marks */
+        { "\xef\xbb\xbf{}", "1:1: a value" }, { "\xef\xbb\xbf", "1:1: a value" }, { "{\xef\xbb\xbf}", "1:2: a key" },
+        /* white space that is none */
+        { "[1,\f2]", "1:4: a value" }, { "[\v1]", "1:2: a value" }, { "[\xc2\xa0" "1]", "1:2: a value" },
+        { "[\xe2\x81\xa0]", "1:2: a value" }, { "\x1f", "1:1: a value" }, { "\b", "1:1: a value" },
+        /* commas and colons */
+        { "[1,,2]", "1:4: a value" }, { "[1,\n,]", "2:1: a value" }, { "[,]", "1:2: a value" },
+        { ",", "1:1: a value" }, { "[1:2]", "1:3: a comma" }, { "[:]", "1:2: a value" }, { "{,}", "1:2: a key" },
+        { "[\"\",]", "1:5: a value" }, { "{\"a\":1,,\"b\":2}", "1:8: a key" }, { "{\"a\"::1}", "1:6: a value" },
+        { "{\"a\",1}", "1:5: a colon" }, { "{\"a\":}", "1:6: a value" }, { "{:1}", "1:2: a key" },
+        { "{\"a\"}", "1:5: a colon" }, { "{\"a\":1 2}", "1:8: a comma" }, { "{\"a\"=1}", "1:5: a colon" },
+        { "[5[6]]", "1:3: a comma" },
+        /* keys */
+        { "{null:1}", "1:2: a key" }, { "{'a':1}", "1:2: a key" }, { "{[]:1}", "1:2: a key" },
+        { "{{}}", "1:2: a key" }, { "{\"a\":{\"b\":1,\"b\":1}}", "'b' is there twice" },
+        { "{\"a\":null,\"a\":null}", "'a' is there twice" },
+        /* what has no end, or another one */
+        { "{\"a\":1]", "1:7: a comma or '}'" }, { "[{", "1:3: a key" }, { "[[1]", "1:5: a comma" },
+        { "[1,", "1:4: a value" }, { "[\"\"", "1:4: a comma" }, { "[{\"a\":[{", "1:9: a key" },
+        { "[\"a", "1:2: a string w" }, { "[\n1\n,1", "3:3: a comma" }, { "\"", "1:1: a string w" },
+        { "\"\\\"", "1:1: a string w" }, { "{\"a\":\"b\\", "1:8: no such escape" }, { "{\"a", "1:2: a string w" },
+        { "[tru", "1:2: a value" },
+        /* what follows the end */
+        { "[1]]", "1:4: something" }, { "{}}", "1:3: something" }, { "{},{}", "1:3: something" },
+        { "1]", "1:2: something" }, { "[1][2]", "1:4: something" }, { "{}#", "1:3: something" },
+        { "\"\"x", "1:3: something" }, { "[]\f", "1:3: something" }, { "[]\xe2\x80\xa8", "1:3: something" },
+        { "nulll", "1:5: something" }, { "truex", "1:5: something" },
+        /* comments, and what people write */
+        { "[1/**/]", "1:3: a comma" }, { "/**/1", "1:1: a value" }, { "[1] // c", "1:5: something" },
+        { "{}/*", "1:3: some" }, { "#\n1", "1:1: a value" }, { "*", "1:1: a value" }, { "<null>", "1:1: a value" },
+        { "...", "1:1: a value" }, { "{...}", "1:2: a key" }, { "a", "1:1: a value" }, { "\\u0061", "1:1: a value" },
+        { "[\\n]", "1:2: a value" }, { "\xc3\xa5", "1:1: a value" }, { "['a']", "1:2: a value" },
+        { "(1)", "1:1: a value" },
+        /* words */
+        { "True", "1:1: a value" }, { "NULL", "1:1: a value" }, { "[fals]", "1:2: a value" },
+        { "nan", "1:1: a value" }, { "Inf", "1:1: a value" }, { "-NaN", "1:2: a digit" }, { "-inf", "1:2: a digit" },
+        { "Infinity", "1:1: a value" },
+        /* numbers */
+        { "-01", "1:1: -0" }, { "00", "1:2: something" }, { "-00", "1:1: -0" }, { "--1", "1:2: a digit" },
+        { "- 1", "1:2: a digit" }, { "-.5", "1:2: a digit" }, { "-a", "1:2: a digit" }, { "++1", "1:1: a value" },
+        { "1+2", "1:2: something" }, { "1-", "1:2: something" }, { "0.1.2", "1:4: something" },
+        { ".", "1:1: a value" }, { "0.e1", "1:3: a digit" }, { "2.e+3", "1:3: a digit" }, { "0e", "1:3: a digit" },
+        { "0E+", "1:4: a digit" }, { "1eE2", "1:3: a digit" }, { "1e+-2", "1:4: a digit" },
+        { "1e1.5", "1:4: something" }, { "-1.", "1:4: a digit" }, { "1 000", "1:3: something" },
+        { "1_000", "1:2: something" }, { "1f", "1:2: something" }, { "0b1", "1:2: something" },
+        { "\xef\xbc\x91", "1:1: a value" }, { "1e\xef\xbc\x91", "1:3: a digit" }, { "1.\xd9\xa1", "1:3: a digit" },
+        { "-0E0", "1:1: -0" }, { "-0.000", "1:1: -0" }, { "-1e400", "no double" },
+        { "[1e309]", "1:2: a number that no d" }, { "[9007199254740994]", "1:2: an integer beyond 2^53" },
+        { "18446744073709551616", "beyond 2^53" },
+        /* escapes, surrogates, control characters */
+        { "\"\\a\"", "1:2: no such escape" }, { "\"\\'\"", "no such escape" }, { "\"\\0\"", "no such escape" },
+        { "\"\\U0041\"", "no such escape" }, { "\"\\\t\"", "no such escape" },
+        { "\"\\\xf0\x9f\x8c\x80\"", "no such escape" }, { "\"\\u\"", "\\u needs" }, { "\"\\u00A\"", "\\u needs" },
+        { "\"\\u 041\"", "\\u needs" }, { "\"\\u{41}\"", "\\u needs" }, { "\"\\u+041\"", "\\u needs" },
+        { "\"\\ud834\\", "half of" }, { "\"\\ud834\\x1234\"", "half of" }, { "\"\\udd1e\\ud834\"", "half of" },
+        { "\"\\ud834u1234\"", "half of" }, { "{\"\\ud800\":1}", "1:3: half of" }, { "\"\x1f\"", "1:2: a control" },
+        { "\"\r\"", "1:2: a control" }, { "{\"a\nb\":1}", "1:4: a control" } };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const char *error = json_error(bad[i].text, strlen(bad[i].text));
+        CHECK_MSG(strstr(error, bad[i].error), "%s: '%s', not '%s'", bad[i].text, error, bad[i].error);
+    }
+    CHECK(strstr(json_error("\0", 1), "1:1: a value") && strstr(json_error("[\"a\0b\"]", 7), "1:4: a control"));
+    CHECK(strstr(json_error("\"\\\0\"", 4), "no such escape") && strstr(json_error("1\0", 2), "1:2: something"));
+    CHECK(strstr(json_error("\0[\0]", 4), "1:1: a value") && strstr(json_error("{\"a\0\":1}", 8), "a control"));
+}
+
+/* And those that must pass, with what they mean. */
+static void test_json_accepted(void) {
+    static const struct { const char *text, *means; size_t bytes; } strings[] = {
+        { "\"\"", "", 0 }, { "\"\\u0012\\u001f\"", "\x12\x1f", 2 }, { "\"\x7f\"", "\x7f", 1 },
+        { "\"\\u007F\"", "\x7f", 1 }, { "\"a/*b*/c//#\"", "a/*b*/c//#", 10 },
+        { "\"\\\\n\\\\u0041\"", "\\n\\u0041", 8 }, { "\"\\\"\\\\\"", "\"\\", 2 }, { "\"\\u0000\"", "\0", 1 },
+        { "\"\\u0041\\u00e9\\u0060\\u012A\"", "A\xc3\xa9`\xc4\xaa", 6 },
+        { "\"\\uD834\\uDd1e\"", "\xf0\x9d\x84\x9e", 4 }, { "\"\\udBff\\uDFFF\"", "\xf4\x8f\xbf\xbf", 4 },
+        { "\"\\ud800\\udc00\"", "\xf0\x90\x80\x80", 4 }, { "\"\\uFFFE\\uFDD0\"", "\xef\xbf\xbe\xef\xb7\x90", 6 },
+        { "\"\xf4\x8f\xbf\xbf\xef\xbf\xbf\"", "\xf4\x8f\xbf\xbf\xef\xbf\xbf", 7 },
+        { "\"\\ufeff\"", "\xef\xbb\xbf", 3 },
+        { "\"\xe2\x80\xa8\xe2\x80\xa9\xc2\x85\"", "\xe2\x80\xa8\xe2\x80\xa9\xc2\x85", 8 }, { "\" \"", " ", 1 },
+        { "\"\xc2\x80\xdf\xbf\xe0\xa0\x80\xed\x9f\xbf\xee\x80\x80\"",
+            "\xc2\x80\xdf\xbf\xe0\xa0\x80\xed\x9f\xbf\xee\x80\x80", 13 },
+        { "\"\xef\xbb\xbf\"", "\xef\xbb\xbf", 3 } };
+    for (size_t i = 0; i < sizeof strings / sizeof *strings; i++) {
+        meter       m = { 0, 0, 0 };
+        dt_ctx     *ctx = make_ctx(NULL, &m);
+        dt_json    *j = dt_json_parse(ctx, "x", strings[i].text, strlen(strings[i].text));
+        size_t      bytes = 99;
+        const char *s = dt_json_string(j, 0, &bytes);
+        CHECK_MSG(s && bytes == strings[i].bytes && memcmp(s, strings[i].means, bytes + 1) == 0, "%s: %s",
+            strings[i].text, dt_error_text(ctx));
+        dt_json_free(j);
+        free_ctx(ctx, NULL, &m, "json");
+    }
+    static const struct { const char *text; double means; } numbers[] = {
+        { "0", 0 }, { " 42\n", 42 }, { "-1", -1 }, { "77e40", 77e40 }, { "-0.0000001", -1e-7 }, { "0e+1", 0 },
+        { "0e1", 0 }, { "30e1", 300 }, { "1E22", 1e22 }, { "1E-2", 0.01 }, { "1E+2", 100 },
+        { "98.7654e32", 98.7654e32 }, { "-1.5", -1.5 }, { "31.4159265", 31.4159265 },
+        { "0.00000000000000000000000000000000000000000000000000000000001", 1e-59 },
+        { "-9007199254740992", -9007199254740992.0 }, { "0.10", 0.1 }, { "1.0e308", 1e308 }, { "\t-3e-0", -3 } };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        CHECK_MSG(same(json_number(numbers[i].text), numbers[i].means), "%s", numbers[i].text);
+    static const char *const good[] = { "null", "true", "false", "[]", "{}", "[[]   ]", " [] ", "[\"\"]", "[1\n]",
+        "[ 1]", "[1]  ", "[1,null,null,null,2]", "{\"\":0}", "{\"a\":[]}", "{\"a\\u0000b\":0}", "\r\n\t [1]\n",
+        "{\"a\\u0000\":0,\"a\":1}", "{\n\"a\" :\t\"b\"\r}", "[null, 1, \"1\", {}]", "{\"A\":1,\"a\":2}",
+        "{\"a\":{\"a\":1},\"b\":[{\"a\":2},{\"a\":3}]}", "{\"\xc3\xa9\":1,\"e\xcc\x81\":2}", "[\"a\",\"a\"]",
+        "[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]" };
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        const char *error = json_error(good[i], strlen(good[i]));
+        CHECK_MSG(!*error, "%s: '%s'", good[i], error);
+    }
+}
+
 /* Against strtod of the C locale: random doubles in many lengths, halves between doubles, and their neighbours. */
 static void test_json_numbers(void) {
     int  right = 0, n = 0;
@@ -1506,6 +1625,8 @@ int main(int argc, char **argv) {
     test_halves();
     test_convert();
     test_json_refused();
+    test_json_classes();
+    test_json_accepted();
     test_json_read();
     test_json_numbers();
     test_json_write();

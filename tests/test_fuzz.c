@@ -22,12 +22,15 @@
 #undef fuzz_one
 #define fuzz_one fuzz_rendezvous
 #include "fuzz/fuzz_rendezvous.c"
+#undef fuzz_one
+#define fuzz_one fuzz_config
+#include "fuzz/fuzz_config.c"
 #include "check.h"
 
 int main(int argc, char **argv) {
     static const struct { const char *name; void (*one)(const unsigned char *data, size_t bytes); } targets[] = {
         { "json", fuzz_json }, { "safetensors", fuzz_safetensors }, { "llmc", fuzz_llmc }, { "shards", fuzz_shards },
-        { "rendezvous", fuzz_rendezvous } };
+        { "rendezvous", fuzz_rendezvous }, { "config", fuzz_config } };
     for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
         char path[600];
         snprintf(path, sizeof path, "%s/%s", argc > 1 ? argv[1] : "tests/fuzz/corpus", targets[i].name);

@@ -94,7 +94,7 @@ static dt__tcp_card card_of(const unsigned char *data, size_t bytes, uint32_t ki
     return card;
 }
 
-static void look(hostile *h) {
+static void door_listens(hostile *h) {
     if (h->guests[0].fd >= 0) dt__tcp_listen_to(&h->t, &h->guests[0], h->clock);
 }
 
@@ -107,7 +107,7 @@ static void fuzz_door(hostile *h, const unsigned char *data, size_t bytes, size_
     h->guests[0].until = 1e9;
     for (size_t at = 0; at < bytes && !cards; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
-        look(h);
+        door_listens(h);
     }
     dt__tcp_card hello = card_of(data, bytes, DT__TCP_HELLO);
     for (int turn = 0; turn < 3 && cards; turn++) {
@@ -119,7 +119,7 @@ static void fuzz_door(hostile *h, const unsigned char *data, size_t bytes, size_
         }
         for (size_t at = 0; at < whole; at += step) {
             send(h->fds[1], (char *)&card + at, whole - at < step ? whole - at : step, MSG_NOSIGNAL);
-            look(h);
+            door_listens(h);
         }
         hostile_hear(h, turn ? &ours : &theirs);
     }

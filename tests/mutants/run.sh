@@ -54,6 +54,8 @@ mutant() { # mutant PATCH: prints one line, PASS or FAIL
         echo "FAIL $name survives $test: $(sed -n '2s/^# *//p' "$here/$name.patch")"
     elif [ $status = 124 ] || [ $status = 137 ]; then
         echo "PASS $name: $test did not end"
+    elif grep -q '^FAIL .*does not build' "$d.log"; then
+        echo "FAIL $name: $(grep -m 1 '^FAIL .*does not build' "$d.log" | sed 's/^FAIL //')"
     elif [ $status = 77 ]; then
         echo "SKIP $name: $(grep -m 1 '^SKIP' "$d.log" | sed 's/^SKIP *//')"
     else
