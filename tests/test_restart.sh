@@ -144,12 +144,12 @@ elif [ -z "$full" ]; then
     killed 2 --save-every 3 --pp 2 --micro-batch 1 --dtype bf16 --shuffle on
 else
     layouts=("" "--tp 2" "--pp 2 --micro-batch 1" "--arch llama --cp 2")
-    for i in {0..19}; do
-        killed 10 --save-every $((1 + i % 5)) --zero $((i % 4)) ${layouts[i / 5]} --dtype $([ $((i % 3)) = 2 ] && echo bf16 || echo f32) \
+    for ((i = 0; kills < 200 && i < 60; i++)); do
+        killed 10 --save-every $((1 + i % 5)) --zero $((i % 4)) ${layouts[i / 5 % 4]} --dtype $([ $((i % 3)) = 2 ] && echo bf16 || echo f32) \
             --save-background $([ $((i % 2)) = 1 ] && echo on || echo off) $([ $((i % 7)) = 3 ] && echo --keep 2)
     done
 fi
-[ $skipped -gt 0 ] || [ $kills -ge $([ "$full" ] && echo 150 || echo 8) ]
+[ $skipped -gt 0 ] || [ $kills -ge $([ "$full" ] && echo 200 || echo 8) ]
 report $? "only $kills kills"
 echo "kills: $kills, $during of them during a save"
 
