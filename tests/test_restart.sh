@@ -18,12 +18,16 @@ clean_up() {
 }
 trap clean_up EXIT
 trap 'exit 1' INT TERM
-$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_restart: 0 passed, 1 failed, 0 skipped"; exit 1; }
+$MAKE -s "$B/train_gpt" ||
+    { echo "FAIL train_gpt does not build"; echo "test_restart: 0 passed, 1 failed, 0 skipped"; exit 1; }
 head -c 5000 README.md >"$dir/text"
 tiny="--layers 2 --width 16 --heads 2 --seq 16 --data $dir/text"
 
 report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; head -n 6 "$dir/err" | sed 's/^/    /'; fi
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
+    failed=$((failed + 1))
+    echo "FAIL $2"
+    head -n 6 "$dir/err" | sed 's/^/    /'
 }
 
 try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error, which matches
@@ -31,7 +35,8 @@ try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error,
     shift 2
     timeout 60 "$B/train_gpt" $tiny "$@" >"$dir/out" 2>"$dir/err" </dev/null
     status=$?
-    [ $status = "$want" ] && { [ "$want" = 0 ] || { [ "$(grep -c '^error: ' "$dir/err")" = 1 ] && grep -Eq -- "$pattern" "$dir/err"; }; }
+    [ $status = "$want" ] && { [ "$want" = 0 ] ||
+        { [ "$(grep -c '^error: ' "$dir/err")" = 1 ] && grep -Eq -- "$pattern" "$dir/err"; }; }
     report $? "status $status, wanted $want and '$pattern': train_gpt $*"
 }
 
@@ -122,7 +127,8 @@ killed() { # killed N ARGS...: N times
     same_end "$dir/whole" "$dir/killed" $STEPS
     report $? "$name: killed and started again, other bits"
     cmp -s <(losses "$dir/whole.csv") <(losses "$dir/killed.csv")
-    report $? "$name: killed and started again, another csv: $(diff <(losses "$dir/whole.csv") <(losses "$dir/killed.csv") | head -n 3 | tr '\n' ' ')"
+    report $? "$name: killed and started again, another csv: $(diff <(losses "$dir/whole.csv") \
+        <(losses "$dir/killed.csv") | head -n 3 | tr '\n' ' ')"
     ! there "$dir/killed/step-*.tmp"
     report $? "$name: what a killed save left stays"
     for f in "$dir/killed"/step-*; do # each one there is whole, and that of the run that nobody disturbed
@@ -144,9 +150,10 @@ elif [ -z "$full" ]; then
     killed 2 --save-every 3 --pp 2 --micro-batch 1 --dtype bf16 --shuffle on
 else
     layouts=("" "--tp 2" "--pp 2 --micro-batch 1" "--arch llama --cp 2")
+    types=(f32 f32 bf16) background=(off on)
     for ((i = 0; kills < 200 && i < 60; i++)); do
-        killed 10 --save-every $((1 + i % 5)) --zero $((i % 4)) ${layouts[i / 5 % 4]} --dtype $([ $((i % 3)) = 2 ] && echo bf16 || echo f32) \
-            --save-background $([ $((i % 2)) = 1 ] && echo on || echo off) $([ $((i % 7)) = 3 ] && echo --keep 2)
+        killed 10 --save-every $((1 + i % 5)) --zero $((i % 4)) ${layouts[i / 5 % 4]} --dtype ${types[i % 3]} \
+            --save-background ${background[i % 2]} $([ $((i % 7)) = 3 ] && echo --keep 2)
     done
 fi
 [ $skipped -gt 0 ] || [ $kills -ge $([ "$full" ] && echo 200 || echo 8) ]
@@ -169,12 +176,14 @@ free_port() { # sets port, each time another one
 }
 
 term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
-    local args="--batch 8 --steps $STEPS --ranks 2 --link-latency 2 --save $dir/stop --log-csv $dir/stop.csv" what="SIGTERM, $*" at t0 t1 bad=0 last p
+    local args="--batch 8 --steps $STEPS --ranks 2 --link-latency 2 --save $dir/stop --log-csv $dir/stop.csv"
+    local what="SIGTERM, $*" at t0 t1 bad=0 last p
     rm -rf "$dir/stop"
     if [ $1 = tcp ]; then
         free_port
         begin $args --backend tcp --rank 0 --rendezvous 127.0.0.1:$port
-        "$B/train_gpt" $tiny $args --backend tcp --rank 1 --rendezvous 127.0.0.1:$port >"$dir/out1" 2>"$dir/err1" </dev/null &
+        "$B/train_gpt" $tiny $args --backend tcp --rank 1 --rendezvous 127.0.0.1:$port >"$dir/out1" 2>"$dir/err1" \
+            </dev/null &
         pids=($pid $!)
     else
         begin $args --backend $1
@@ -189,7 +198,8 @@ term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
     [ $bad = 0 ] && [ $((t1 - t0)) -lt 5000000 ]
     report $? "$what: status $bad after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
     last=$(sed -n 's/^step *\([0-9]*\).*/\1/p' "$dir/out" | tail -n 1)
-    [ "${last:-0}" -lt $STEPS ] && [ "$(newest "$dir/stop")" = "${last:-none}" ] && [ "$(grep -c "^stopped by SIGTERM; --resume $dir/stop goes on" "$dir/out")" = 1 ]
+    [ "${last:-0}" -lt $STEPS ] && [ "$(newest "$dir/stop")" = "${last:-none}" ] &&
+        [ "$(grep -c "^stopped by SIGTERM; --resume $dir/stop goes on" "$dir/out")" = 1 ]
     report $? "$what: the last step is ${last:-none}, the checkpoint of step $(newest "$dir/stop")"
     losses "$dir/stop.csv" >"$dir/both"
     try 0 '' ${args/--link-latency 2/} --resume "$dir/stop"
@@ -236,7 +246,8 @@ for zero in 0 2; do
     : >"$dir/many.csv"
     more=
     for at in 8:2 6:4 4:6 8:8; do
-        try 0 '' $tree --ranks ${at%:*} --zero $zero --stop-at ${at#*:} --save "$dir/many" $more --log-csv "$dir/part.csv"
+        try 0 '' $tree --ranks ${at%:*} --zero $zero --stop-at ${at#*:} --save "$dir/many" $more \
+            --log-csv "$dir/part.csv"
         tail -n +2 "$dir/part.csv" >>"$dir/many.csv"
         more="--resume $dir/many"
     done
@@ -245,9 +256,10 @@ for zero in 0 2; do
     cmp -s <(losses "$dir/eight.csv" | tail -n +2 | cut -d, -f1-3) <(losses "$dir/many.csv" | cut -d, -f1-3)
     report $? "--zero $zero: 8, 6, 4 and 8 ranks give other losses than 8"
     rm -rf "$dir/many"
-    DT_FAULT=kill:rank=1:seq=$((40 + RANDOM % 200)) try 0 '' $tree --ranks 8 --zero $zero --backend procs --save "$dir/many" \
-        --save-every 1 --log-csv "$dir/many.csv" --max-restarts 2 --min-ranks 4
-    [ "$(grep -c '^restart 1 of 2 with 6 ranks, after: rank 1 (process [0-9]*) was ended by signal 9 (SIGKILL)$' "$dir/err")" = 1 ]
+    DT_FAULT=kill:rank=1:seq=$((40 + RANDOM % 200)) try 0 '' $tree --ranks 8 --zero $zero --backend procs \
+        --save "$dir/many" --save-every 1 --log-csv "$dir/many.csv" --max-restarts 2 --min-ranks 4
+    how='^restart 1 of 2 with 6 ranks, after: rank 1 \(process [0-9]*\) was ended by signal 9 \(SIGKILL\)$'
+    [ "$(grep -Ec "$how" "$dir/err")" = 1 ] && [ "$(grep -c '^restart' "$dir/err")" = 1 ]
     report $? "8 ranks of which one is killed go on as 6: $(tail -n 1 "$dir/err")"
     same_end "$dir/eight" "$dir/many" 8 && cmp -s <(losses "$dir/eight.csv") <(losses "$dir/many.csv")
     report $? "--zero $zero: 8 ranks that go on as 6 give other bits or losses than 8"
@@ -256,7 +268,7 @@ DT_FAULT=kill:rank=1:seq=30 try 1 'rank 1 .*SIGKILL' $tree --ranks 4 --backend p
 [ "$(cat "$dir/err" | wc -l)" = 1 ]
 report $? "without --max-restarts the first failure ends the run"
 rm -rf "$dir/none"
-try 1 'another training|finite|NaN' --batch 4 --steps 50 --optimizer sgd --lr 1e3 --clip 0 --save "$dir/none" --max-restarts 3
+try 1 'finite|NaN|inf' --batch 4 --steps 50 --optimizer sgd --lr 1e3 --clip 0 --save "$dir/none" --max-restarts 3
 ! grep -q '^restart' "$dir/err"
 report $? "what would fail again is not started again"
 
@@ -301,7 +313,8 @@ try 0 '' $small --save "$dir/c"
 
 try 2 "save $dir/a has step-6 already: go on from it with --resume $dir/a, or use another folder" $small --save "$dir/a"
 try 2 "save $dir/a has step-6 already" $small --save "$dir/a" --resume "$dir/b"
-try 2 "save $dir/a has step-6, which is newer than --resume $dir/a/step-4: use another folder, or remove it" $small --save "$dir/a" --resume "$dir/a/step-4"
+try 2 "save $dir/a has step-6, which is newer than --resume $dir/a/step-4: use another folder, or remove it" \
+    $small --save "$dir/a" --resume "$dir/a/step-4"
 try 2 "save $dir/text: not a directory" $small --save "$dir/text"
 try 2 "resume $dir/nowhere: No such file" $small --resume "$dir/nowhere" --save "$dir/d"
 try 2 "resume $dir/text: not a directory" $small --resume "$dir/text"
@@ -315,26 +328,33 @@ try 2 'save-every 2 needs --save DIR' --save-every 2
 try 2 'keep 2 needs --save DIR' --keep 2
 try 2 'save-background on needs --save DIR' --save-background on
 try 2 'max-restarts 2 needs --save DIR' --max-restarts 2
-try 2 'max-restarts 2 is for --backend threads and procs' --max-restarts 2 --save "$dir/d" --backend tcp --rank 0 --ranks 1
-try 2 'min-ranks 2 says how few ranks a restart may have; use --max-restarts N with it' --ranks 2 --min-ranks 2 --save "$dir/d"
+try 2 'max-restarts 2 is for --backend threads and procs' --max-restarts 2 --save "$dir/d" --backend tcp --rank 0 \
+    --ranks 1
+try 2 'min-ranks 2 says how few ranks a restart may have; use --max-restarts N with it' --ranks 2 --min-ranks 2 \
+    --save "$dir/d"
 try 2 'min-ranks 3 of --ranks 2; use --min-ranks 2 or less' --ranks 2 --min-ranks 3 --max-restarts 2 --save "$dir/d"
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 for x in "layers 3" "width 32" "heads 4" "kv-heads 1 --arch llama" "ffn 32" "seq 8" "vocab 300" "tie off" "experts 2" \
     "shuffle on" "seed 7" "optimizer adam" "dtype bf16" "arch llama --ffn 64"; do
-    timeout 20 "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" >"$dir/out" 2>"$dir/err"
+    how="^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be another training"
+    timeout 20 "$B/train_gpt" $(sed "s/--${x%% *} [^ ]*//" <<<"$tiny") $small --${x} --resume "$dir/a" \
+        >"$dir/out" 2>"$dir/err"
     status=$?
-    [ $status = 2 ] && [ "$(grep -c '^error' "$dir/err")" = 1 ] && grep -Eq -- "^error: --resume $dir/a: --(${x%% *}|arch) was .*, and is .* now: that would be another training" "$dir/err"
+    [ $status = 2 ] && [ "$(grep -c '^error' "$dir/err")" = 1 ] && grep -Eq -- "$how" "$dir/err"
     report $? "status $status: --resume with --$x is another training"
 done
-try 0 '' --batch 8 --steps 8 --ranks 2 --resume "$dir/a" --lr 1e-2 --clip 0.5 --warmup 2 --beta2 0.9 --weight-decay 0.1 --zero 2 --reduce tree
-for x in "batch was 4, and is 8" "steps was 6, and is 8" "lr was 0.001, and is 1e-2" "clip was 1, and is 0.5" "warmup was 0, and is 2" \
-    "beta2 was 0.95, and is 0.9" "weight-decay was 0, and is 0.1" "reduce was fixed, and is tree" "lr-steps was 6, and is 8"; do
+try 0 '' --batch 8 --steps 8 --ranks 2 --resume "$dir/a" --lr 1e-2 --clip 0.5 --warmup 2 --beta2 0.9 \
+    --weight-decay 0.1 --zero 2 --reduce tree
+for x in "batch was 4, and is 8" "steps was 6, and is 8" "lr was 0.001, and is 1e-2" "clip was 1, and is 0.5" \
+    "warmup was 0, and is 2" "beta2 was 0.95, and is 0.9" "weight-decay was 0, and is 0.1" \
+    "reduce was fixed, and is tree" "lr-steps was 6, and is 8"; do
     grep -q -- "^        --$x from here on$" "$dir/out"
     report $? "the run says that --$x"
 done
-[ "$(grep -c 'from here on' "$dir/out")" = 9 ] && grep -q "^resumed $dir/a/step-6   step 6 of 8$" "$dir/out" && grep -q '^step *7/8' "$dir/out"
+[ "$(grep -c 'from here on' "$dir/out")" = 9 ] && grep -q "^resumed $dir/a/step-6   step 6 of 8$" "$dir/out" &&
+    grep -q '^step *7/8' "$dir/out"
 report $? "the run says what else has changed: $(grep 'from here on' "$dir/out" | tr -s ' ' | tr '\n' ' ')"
 head -c 4000 README.md >"$dir/other"
 timeout 20 "$B/train_gpt" ${tiny/$dir\/text/$dir/other} $small --resume "$dir/a" >"$dir/out" 2>"$dir/err"
@@ -343,7 +363,8 @@ report $? "other data are refused"
 printf 'damage' | dd of="$dir/a/step-6/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
 rm -rf "$dir/b"
 try 0 '' $small --resume "$dir/a" --save "$dir/b"
-same_end "$dir/b" "$dir/c" 6 && grep -q 'step-6/model.safetensors: tensor .* is damaged: .*: the checkpoint before it counts' "$dir/err"
+how='step-6/model.safetensors: tensor .* is damaged: .*: the checkpoint before it counts'
+same_end "$dir/b" "$dir/c" 6 && grep -q "$how" "$dir/err"
 report $? "the newest is damaged: the run goes on from the one before it, and says so"
 try 1 'step-6/model.safetensors: tensor .* is damaged' $small --resume "$dir/a/step-6"
 
