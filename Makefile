@@ -109,7 +109,7 @@ fuzz: $(FUZZERS)
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
 
 # The full campaigns. B=build-asan and the like: the programs of that folder.
-faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_checkpoint_faults $(B)/train_gpt
+faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_checkpoint_faults $(B)/test_checkpoint_kills $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:

@@ -610,6 +610,7 @@ typedef struct train_saved {
     dt_saved       list[2];
     char          *config;      /* what transformers read beside the weights */
     int            there;       /* what was loaded lies in train_config.save */
+    int            stopped;     /* all ranks have agreed to end early */
     const train_config *run;
     gpt           *model;
 } train_saved;
@@ -642,7 +643,9 @@ static inline void train_saved_open(const train_config *c, gpt *model, dt_zero *
     if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
     if (step == 0 && c->resume) dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
     const char *path = dt_checkpoint_path(s->checkpoint);
-    s->there |= c->save && strncmp(path, c->save, strlen(c->save)) == 0 && path[strlen(c->save)] == '/';
+    size_t n = c->save ? strlen(c->save) : 0;
+    while (n > 1 && c->save[n - 1] == '/') n--;
+    s->there |= n > 0 && strncmp(path, c->save, n) == 0 && path[n] == '/';
     if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
         dt_fail(ctx, DT_ERR_ARG, "%s: it has seen data of %.0f tokens, and these have %lld",
             path, s->tokens, (long long)dt_text_tokens(text));
@@ -666,7 +669,8 @@ static inline int train_save(const train_config *c, dt_ctx *ctx, train_saved *s,
     int due = step == c->stop_at || stop > 0 || (c->save_every && step % c->save_every == 0);
     if (c->save && due && dt_checkpoint_save(s->checkpoint) == DT_OK && dt_ctx_rank(ctx) == 0 && c->on_save)
         c->on_save(ctx, dt_checkpoint_path(s->checkpoint), c->user);
-    return stop > 0;
+    s->stopped = stop > 0;
+    return s->stopped;
 }
 
 /* The steps of a run, after everything has been made. */
@@ -735,8 +739,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
     if (c->export_to && !c->dry && dt_error(ctx) == DT_OK) gpt_export(&model, optimizer, c->export_to);
-    int stopped = c->stop && __atomic_load_n(c->stop, __ATOMIC_RELAXED);
-    if (c->at_end && !stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
+    if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
         c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {
         train_peaks(ctx, c);

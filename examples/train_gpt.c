@@ -1387,9 +1387,14 @@ static void check_save(const value *v) {
     if (!S_ISDIR(st.st_mode)) refuse("--save %s: not a directory", save);
     if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
     if (dt_io_default()->list(NULL, save, newest_add, &n) != 0 || !n.name[0]) return;
-    for (int up = 0; resume && up < 2; up++) /* DIR, or DIR/step-N */
-        if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") < (int)sizeof path && stat(path, &at) == 0 &&
-            at.st_dev == st.st_dev && at.st_ino == st.st_ino) return;
+    for (int up = 0; resume && up < 2; up++) { /* DIR, or DIR/step-N */
+        if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path) continue;
+        if (stat(path, &at) != 0 || !same_file(save, &at)) continue;
+        if (!up || snprintf(path, sizeof path, "%s/%s", save, n.name) >= (int)sizeof path) return;
+        if (stat(resume, &at) == 0 && same_file(path, &at)) return;
+        refuse("--save %s has %s, which is newer than --resume %s: use another folder, or remove it", save, n.name,
+            resume);
+    }
     refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, n.name, save);
 }
 
@@ -1601,13 +1606,14 @@ static void on_progress(double done, void *user) {
     if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\rsaving  %3.0f%%", 100 * done);
 }
 
-/* The rows of steps that are about to be made again go. */
+/* The rows of steps that are about to be made again go, and one that a killed rank has not written to its end. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
     char      line[1024];
     long      keep = 0;
     int       rows = 0;
     rewind(j->csv);
-    while (fgets(line, sizeof line, j->csv) && (rows++ == 0 || strtoll(line, NULL, 10) <= step)) keep = ftell(j->csv);
+    while (fgets(line, sizeof line, j->csv) && strchr(line, '\n') &&
+        (rows++ == 0 || strtoll(line, NULL, 10) <= step)) keep = ftell(j->csv);
     fseek(j->csv, keep, SEEK_SET);
     if (ftruncate(fileno(j->csv), keep) != 0)
         dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
@@ -1637,6 +1643,41 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
+/* The first option that makes it another training than those settings are of, or -1. was: what it was. */
+static int another_training(const dt_json *then, const value *v, char *was, size_t bytes) {
+    for (size_t i = 0; i < sizeof must_stay / sizeof *must_stay; i++)
+        if (differs(then, v, must_stay[i], was, bytes)) return must_stay[i];
+    return -1;
+}
+
+/* What --resume will find, as far as can be told before any rank starts. Whether it is whole, the ranks will see. */
+static void check_resume(const value *v) {
+    const char *resume = v[O_RESUME].text;
+    newest      n = { .step = -1 };
+    char        path[4096], was[160];
+    size_t      bytes = 0, length = 0;
+    struct stat st;
+    if (!resume) return;
+    if (stat(resume, &st) != 0) refuse("--resume %s: %s", resume, strerror(errno));
+    if (!S_ISDIR(st.st_mode)) refuse("--resume %s: not a directory", resume);
+    snprintf(path, sizeof path, "%.3900s/manifest.json", resume);
+    if (access(path, F_OK) != 0 && dt_io_default()->list(NULL, resume, newest_add, &n) == 0 && n.name[0])
+        snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, n.name);
+    if (access(path, F_OK) != 0) return;
+    dt_ctx     *ctx = look();
+    char       *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);
+    dt_json    *manifest = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
+    const char *settings = manifest ? dt_json_string(manifest, dt_json_find(manifest, 0, "config"), &length) : NULL;
+    dt_json    *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
+    int         other = then ? another_training(then, v, was, sizeof was) : -1;
+    if (other >= 0) refuse("--resume %s: --%s was %s, and is %s now: that would be another training", resume,
+        table[other].name, was, v[other].text ? v[other].text : "not given");
+    dt_json_free(then);
+    dt_json_free(manifest);
+    if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
+    dt_ctx_free(ctx);
+}
+
 static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user) {
     const job *j = (const job *)user;
     char       was[160];
@@ -1644,10 +1685,9 @@ static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *s
     if (j->csv && first) csv_rewind(ctx, j, step);
     if (step == 0) return;
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
-    for (size_t i = 0; then && i < sizeof must_stay / sizeof *must_stay; i++)
-        if (differs(then, j->v, must_stay[i], was, sizeof was))
-            dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
-                table[must_stay[i]].name, was, j->v[must_stay[i]].text ? j->v[must_stay[i]].text : "not given");
+    int      other = then ? another_training(then, j->v, was, sizeof was) : -1;
+    if (other >= 0) dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
+        table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
         printf("resumed %s   step %lld of %s\n", path, (long long)step, j->v[O_STEPS].text);
     for (size_t i = 0; first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
@@ -2092,6 +2132,7 @@ int main(int argc, char **argv) {
     if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
     find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
+    check_resume(v);
     if (speaks()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_limit(&j);
     if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {

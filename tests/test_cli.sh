@@ -51,8 +51,7 @@ try 2 'unknown option --no-quiet' --no-quiet
 try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 
 # ---- parts of later versions say so, with their defaults they are harmless
-for x in "--backend mpi" "--backend nccl" "--device cuda" "--save x" "--resume x" \
-    "--tp 2 --save-model x" "--pp 2 --save-model x" "--experts 2 --save-model x"; do
+for x in "--backend mpi" "--backend nccl" "--device cuda" "--report x"; do
     try 2 'is not available in this build' $x
 done
 try 0 '' $tiny --data "$dir/text" --tp 1 --pp 1 --sp off --dropout 0 --recompute none --quiet
@@ -119,6 +118,7 @@ try 2 'ep 3 does not divide --experts 4; use --ep 2' --experts 4 --ep 3 --batch 
 try 2 'top-k 3 of --experts 2; use --top-k 2' --experts 2 --top-k 3
 for x in 0 -4 4.5 many ''; do try 2 'experts' --experts "$x"; done
 for x in 0 -1 nan dropful ''; do try 2 'capacity' --capacity "$x" --experts 2; done
+try 2 'save-model writes what others read, who have no such mixtures; use --save' --experts 2 --save-model "$dir/none"
 try 2 'model with --experts' --experts 2 --model tests/golden/hf_gpt2
 
 # ---- a batch that grows
@@ -479,7 +479,7 @@ else
     echo "SKIP test_cli: python3 is not installed: its reader does not see the trace (test_trace reads it with dt's)"
 fi
 try 0 '' --help
-grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --max-restarts ' "$dir/out" && ! grep -q '^  --save ' "$dir/out"
+grep -q -- '--log-csv' "$dir/out" && grep -q '^Not in this build: --report' "$dir/out" && ! grep -q '^  --report ' "$dir/out"
 report $? "--help names the options, those that are not built in a few lines"
 try 0 '' --print-config --width 64 --heads 2
 grep -Eq '"width": *64' "$dir/out"
