@@ -611,6 +611,7 @@ typedef struct train_saved {
     char          *config;      /* what transformers read beside the weights */
     int            there;       /* what was loaded lies in train_config.save */
     int            stopped;     /* all ranks have agreed to end early */
+    char           told[1024];  /* the checkpoint that was told of last */
     const train_config *run;
     gpt           *model;
 } train_saved;
@@ -649,11 +650,22 @@ static inline void train_saved_open(const train_config *c, gpt *model, dt_zero *
     if (dt_error(ctx) == DT_OK && s->tokens != (double)dt_text_tokens(text))
         dt_fail(ctx, DT_ERR_ARG, "%s: it has seen data of %.0f tokens, and these have %lld",
             path, s->tokens, (long long)dt_text_tokens(text));
+    snprintf(s->told, sizeof s->told, "%s", path);
     if (dt_error(ctx) == DT_OK && c->on_resume)
         c->on_resume(ctx, step, path, dt_checkpoint_config(s->checkpoint), c->user);
 }
 
-static inline void train_saved_close(train_saved *s, dt_ctx *ctx) {
+/* Tells of a checkpoint once it is there, which in the background is some steps later. */
+static inline void train_saved_tell(const train_config *c, dt_ctx *ctx, train_saved *s) {
+    const char *path = dt_checkpoint_path(s->checkpoint);
+    if (dt_error(ctx) != DT_OK || strncmp(s->told, path, sizeof s->told) == 0) return;
+    snprintf(s->told, sizeof s->told, "%s", path);
+    if (dt_ctx_rank(ctx) == 0 && c->on_save) c->on_save(ctx, path, c->user);
+}
+
+static inline void train_saved_close(const train_config *c, dt_ctx *ctx, train_saved *s) {
+    while (!dt_checkpoint_poll(s->checkpoint)) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, 1e-3);
+    train_saved_tell(c, ctx, s);
     dt_checkpoint_close(s->checkpoint);
     if (s->config) dt_free(ctx, DT_MEM_HOST, s->config, strlen(s->config) + 1);
 }
@@ -667,8 +679,9 @@ static inline int train_save(const train_config *c, dt_ctx *ctx, train_saved *s,
     s->samples = (double)(b->order.before + b->order.batch);
     dt_checkpoint_poll(s->checkpoint);
     int due = step == c->stop_at || stop > 0 || (c->save_every && step % c->save_every == 0);
-    if (c->save && due && dt_checkpoint_save(s->checkpoint) == DT_OK && dt_ctx_rank(ctx) == 0 && c->on_save)
-        c->on_save(ctx, dt_checkpoint_path(s->checkpoint), c->user);
+    train_saved_tell(c, ctx, s);
+    if (c->save && due) dt_checkpoint_save(s->checkpoint);
+    train_saved_tell(c, ctx, s);
     s->stopped = stop > 0;
     return s->stopped;
 }
@@ -734,7 +747,7 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     train_batch_make(c, &model, &mesh, text, &b);
     if (dt_error(ctx) == DT_OK) train_saved_open(c, &model, optimizer, text, &saved);
     if (dt_error(ctx) == DT_OK) train_steps(c, &model, optimizer, &mesh, text, val, &b, &saved);
-    train_saved_close(&saved, ctx);
+    train_saved_close(c, ctx, &saved);
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;

@@ -1596,7 +1596,7 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 static void on_save(dt_ctx *ctx, const char *path, void *user) {
     const job *j = (const job *)user;
     if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\r%30s\r", "");
-    if (!j->v[O_QUIET].number && !j->config.background) printf("saved   %s\n", path);
+    if (!j->v[O_QUIET].number) printf("saved   %s\n", path);
     if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
 }
 
