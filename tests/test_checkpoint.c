@@ -359,7 +359,7 @@ static void names(void) {
         for (int i = kind % 2; i < LAYOUTS; i += 2) {
             gpt_config model = dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
             if (layouts[i].ep > 1) continue;
-            if (kind >= 2) model.ffn = 4 * model.width; /* as llm.c's are */
+            if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300; /* as llm.c's are: of 384 rows */
             clear(in_scratch(dir, "forms"));
             clear(exported);
             if (mkdir(exported, 0777) != 0) abort();
