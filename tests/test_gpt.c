@@ -11,7 +11,7 @@
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
-#include "../dt_parallel.h"
+#include "../dt_zero.h"
 #include "../examples/gpt.h"
 #include "../examples/gpt_files.h"
 #include "check.h"

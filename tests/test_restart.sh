@@ -177,7 +177,7 @@ free_port() { # sets port, each time another one
 
 term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
     local args="--batch 8 --steps $STEPS --ranks 2 --link-latency 2 --save $dir/stop --log-csv $dir/stop.csv"
-    local what="SIGTERM, $*" at t0 t1 bad=0 last p
+    local what="SIGTERM, $*" at t0 t1 bad= last p
     rm -rf "$dir/stop"
     if [ $1 = tcp ]; then
         free_port
@@ -193,10 +193,10 @@ term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
     [ $2 != all ] || at="$pid $(cat /proc/$pid/task/$pid/children)"
     now t0
     kill -TERM $at
-    for p in "${pids[@]}"; do ended_in 10 $p && [ $status = 143 ] || bad=$status; done
+    for p in "${pids[@]}"; do ended_in 10 $p && [ $status = 143 ] || bad="$bad $status"; done
     now t1
-    [ $bad = 0 ] && [ $((t1 - t0)) -lt 5000000 ]
-    report $? "$what: status $bad after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
+    [ -z "$bad" ] && [ $((t1 - t0)) -lt 5000000 ]
+    report $? "$what: status${bad:- 143} after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
     last=$(sed -n 's/^step *\([0-9]*\).*/\1/p' "$dir/out" | tail -n 1)
     [ "${last:-0}" -lt $STEPS ] && [ "$(newest "$dir/stop")" = "${last:-none}" ] &&
         [ "$(grep -c "^stopped by SIGTERM; --resume $dir/stop goes on" "$dir/out")" = 1 ]
