@@ -191,6 +191,7 @@ static struct {
     char      text[512], token[257];
     int      *told;     /* the first failure is printed; of forked ranks memory of all, as is */
     int      *stop;     /* SIGTERM came */
+    int      *steps;    /* this attempt has made one */
 } launched;
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
@@ -1552,6 +1553,7 @@ static void print_time(double seconds) {
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job    *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
+    *launched.steps = 1;
     if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
     if (j->csv) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
@@ -1606,17 +1608,24 @@ static void on_progress(double done, void *user) {
     if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\rsaving  %3.0f%%", 100 * done);
 }
 
-/* The rows of steps that are about to be made again go, and one that a killed rank has not written to its end. */
+/* Rows up to the step that the run goes on from stay, if they are all there; those of steps that are made again go. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
-    char      line[1024];
-    long      keep = 0;
-    int       rows = 0;
+    char    line[1024];
+    long    keep = 0;
+    int64_t last = -1;      /* the step of the last row that stays; 0: of the header */
     rewind(j->csv);
-    while (fgets(line, sizeof line, j->csv) && strchr(line, '\n') &&
-        (rows++ == 0 || strtoll(line, NULL, 10) <= step)) keep = ftell(j->csv);
+    while (fgets(line, sizeof line, j->csv) && strchr(line, '\n')) {
+        line[strcspn(line, "\n")] = 0;
+        int64_t at = last < 0 ? (strcmp(line, csv_header) == 0 ? 0 : -1) : strtoll(line, NULL, 10);
+        if (at < 0 || (last > 0 && at != last + 1) || at > step) break;
+        last = at;
+        keep = ftell(j->csv);
+    }
+    if (last != step) keep = 0;
     fseek(j->csv, keep, SEEK_SET);
     if (ftruncate(fileno(j->csv), keep) != 0)
         dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+    if (keep == 0) fprintf(j->csv, "%s\n", csv_header);
 }
 
 /* What makes a training another one, and what only changes how it goes on. */
@@ -1815,11 +1824,14 @@ static void fewer_ranks(job *j) {
     }
 }
 
-/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail again. */
+/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail again, as a folder
+   that cannot be had before the first step. */
 static int restarts(job *j, const dt_report *report) {
     dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || *launched.stop) return 0;
     if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC) return 0;
+    if (s == DT_ERR_IO && !*launched.steps) return 0;
+    *launched.steps = 0;
     fewer_ranks(j);
     j->attempt++;
     j->config.again = 1;
@@ -1833,9 +1845,10 @@ static int run(job *j) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
-    launched.told = (int *)mmap(NULL, 2 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    launched.told = (int *)mmap(NULL, 3 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (launched.told == MAP_FAILED) refuse("out of memory");
     launched.stop = launched.told + 1;
+    launched.steps = launched.told + 2;
     if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors; /* told when it is known whether the ranks go on */
     catch_signals(j);
     dt_status status = run_once(j, &report, &host);
@@ -2136,9 +2149,10 @@ int main(int argc, char **argv) {
     if (speaks()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_limit(&j);
     if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {
-        j.csv = fopen(v[O_LOG_CSV].text, "w+");
+        if (v[O_RESUME].text) j.csv = fopen(v[O_LOG_CSV].text, "r+"); /* it may go on, too */
+        if (!j.csv) j.csv = fopen(v[O_LOG_CSV].text, "w+");
         if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
-        fprintf(j.csv, "%s\n", csv_header);
+        if (!v[O_RESUME].text) fprintf(j.csv, "%s\n", csv_header);
     }
     if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
     if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
