@@ -301,6 +301,10 @@ report $? "the csv of a resumed run has the steps $(cut -d, -f1 "$dir/b.csv" | t
 try 0 '' $small --resume "$dir/a/step-4" --save "$dir/b2" --log-csv "$dir/b.csv"
 [ "$(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')" = "step 5 6 " ]
 report $? "the csv of another run is begun anew: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
+try 0 '' $small --stop-at 2 --log-csv "$dir/b.csv"
+try 0 '' $small --resume "$dir/a/step-4" --log-csv "$dir/b.csv"
+[ "$(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')" = "step 5 6 " ]
+report $? "a csv that ends before the step is begun anew: $(cut -d, -f1 "$dir/b.csv" | tr '\n' ' ')"
 
 rm -rf "$dir/c"
 begin --batch 4 --steps 99 --ranks 2 --link-latency 300 --save "$dir/c"
@@ -310,6 +314,8 @@ cp "$dir/out" "$dir/out.first"
 try 1 "$dir/c: process $first on .* saves there already" $small --save "$dir/c"
 try 1 "process $first on .* saves there already" $small --save "$dir/c" --resume "$dir/a"
 try 1 "process $first on .* saves there already" $small --save "$dir/c" --backend procs --max-restarts 1
+! grep -q '^restart' "$dir/err"
+report $? "a folder that another job holds is asked for again"
 { kill -9 $first; wait $first; } 2>/dev/null
 try 0 '' $small --save "$dir/c"
 
