@@ -2852,10 +2852,10 @@ struct dt_checkpoint {
     char               path[DT__CKPT_PATH];
 };
 
-/* The sum of words times odd weights, no two of which are equal within 2^31 words: a word that changed always shows, and
-   two that changed places too. Other damage escapes where its differences times weights add up to 0: of random damage
-   one case in 2^39 or fewer, but the weights are a series, so +d, -2d, +d on three neighbours mostly does. i: place of
-   the first word, of `size` bytes. */
+/* The sum of words times odd weights, no two of which are equal within 2^31 words: a word that changed always shows,
+   and two that changed places too. Other damage escapes where its differences times weights add up to 0: of random
+   damage one case in 2^39 or fewer, but the weights are a series, so +d, -2d, +d on three neighbours mostly does.
+   i: place of the first word, of `size` bytes. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t    sum = 0;

@@ -153,9 +153,9 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
         state_read(&m, seen, &s);
         if (r == 0) j->saved[step] = s;
         if (step < j->first) continue;
-        j->seat[r].counting = 1;
+        if (!j->zero_first) j->seat[r].counting = 1;    /* else its thread would read it meanwhile */
         j->status[r] = job_save(ctx, j, c, step);
-        j->seat[r].counting = j->count == COUNT_ALL;
+        if (!j->zero_first) j->seat[r].counting = j->count == COUNT_ALL;
     }
     no_threads = 0;
     if (j->zero_first) dt_zero_free(m.zero);
