@@ -751,7 +751,8 @@ static inline dt_status train(dt_ctx *ctx, void *user) {
     if (c->trace) dt_trace_write(dt_world(ctx), c->trace);
     if (c->svg && !c->dry && dt_error(ctx) == DT_OK && dt_ctx_rank(ctx) == 0) train_draw(ctx, &mesh, &b, c->svg);
     int first = mesh.at.dp == 0 && mesh.at.cp == 0;
-    if (c->export_to && !c->dry && dt_error(ctx) == DT_OK) gpt_export(&model, optimizer, c->export_to);
+    int whole = !c->dry && !saved.stopped; /* a model that is half trained is in the checkpoint, and nowhere else */
+    if (c->export_to && whole && dt_error(ctx) == DT_OK) gpt_export(&model, optimizer, c->export_to);
     if (c->at_end && !saved.stopped && dt_error(ctx) == DT_OK && (first || c->zero.stage == 3))
         c->at_end(ctx, &model, c->user);
     if (c->need && dt_error(ctx) == DT_OK) {

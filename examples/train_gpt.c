@@ -1873,7 +1873,7 @@ static int run(job *j) {
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
     if (!j->v[O_QUIET].number && j->config.svg) printf("drawn   %s\n", j->config.svg);
-    if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
+    if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text && !done) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return done;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
     return 1;

@@ -452,6 +452,15 @@ static void forms(void) {
     refused("no checkpoint", bad, "there is no checkpoint");
     bad = usual;
     refused("a folder of another training", bad, "which this job has not loaded");
+    r = usual; /* in another spelling it is no other folder */
+    snprintf(at, sizeof at, "%s/./forms", scratch);
+    r.resume = at;
+    r.stop_at = 3;
+    CHECK(go(r).status == DT_OK);
+    snprintf(path, sizeof path, "%s/step-3", dir);
+    clear(path);
+    snprintf(at, sizeof at, "%s/step-2", dir);
+    r.save = NULL;
     bad.save = "/proc/nothing/here";
     refused("a folder that cannot be made", bad, "/proc/nothing/here");
 

@@ -9,6 +9,15 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include <errno.h>
+#include <pthread.h>
+
+/* A rank that gets no more threads. */
+static _Thread_local int no_threads;
+static int some_threads(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg) {
+    return no_threads ? EAGAIN : pthread_create(thread, attr, run, arg);
+}
+#define pthread_create some_threads
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include "check.h"
@@ -71,6 +80,8 @@ typedef struct job {
     int         first, last;        /* steps after which it saves */
     int         resume;             /* 1: it loads first, and trains on from there */
     int         count;              /* which calls are counted: see below */
+    int         without_thread;     /* this rank has none to save in; 0: all have */
+    int         zero_first;         /* 1: dt_zero_free before dt_checkpoint_close */
     const char *dir;
     disk_seat   seat[RANKS];
     state       saved[LAST + 1];    /* after each step */
@@ -113,6 +124,7 @@ static dt_checkpoint_desc checkpoint_desc(const char *dir, const dt_saved *saved
 /* In the log: which saves have been promised. Of a save in the background that is when a poll says so. */
 static dt_status job_save(dt_ctx *ctx, job *j, dt_checkpoint *c, int step) {
     dt_status status = dt_checkpoint_save(c);
+    if (status == DT_OK && j->zero_first) return status; /* it goes on while the next steps do */
     while (status == DT_OK && j->background && !dt_checkpoint_poll(c)) dt_ctx_host(ctx)->sleep(NULL, 0);
     if (status == DT_OK) status = dt_error(ctx);
     if (status == DT_OK) disk_mark(j->seat[0].disk, step);
@@ -134,16 +146,19 @@ static dt_status job_rank(dt_ctx *ctx, void *user) {
     int64_t        from = j->resume ? dt_checkpoint_load(c, NULL) : 0;
     if (r == 0) j->loaded = from;
     j->status[r] = dt_error(ctx);
+    no_threads = j->without_thread && r == j->without_thread;
     for (int step = (int)from + 1; step <= j->last && dt_error(ctx) == DT_OK; step++) {
         state s;
         model_step(ctx, &m, step, seen);
         state_read(&m, seen, &s);
         if (r == 0) j->saved[step] = s;
         if (step < j->first) continue;
-        j->seat[r].counting = 1;
+        if (!j->zero_first) j->seat[r].counting = 1;    /* else its thread would read it meanwhile */
         j->status[r] = job_save(ctx, j, c, step);
-        j->seat[r].counting = j->count == COUNT_ALL;
+        if (!j->zero_first) j->seat[r].counting = j->count == COUNT_ALL;
     }
+    no_threads = 0;
+    if (j->zero_first) dt_zero_free(m.zero);
     dt_status closed = dt_checkpoint_close(c);
     if (j->status[r] == DT_OK) j->status[r] = closed;
     j->error[r] = dt_error(ctx);
@@ -858,8 +873,59 @@ static void two_folders(int ranks, int stale, int background) {
     disk_free(&d);
 }
 
+/* In the background, where one rank must write in its own thread, or the optimizer has gone before the end. */
+static void in_background(int without_thread, int zero_first) {
+    disk d;
+    disk_make(&d);
+    job j = job_make(&d, 3, 1, 2);
+    j.background = 1;
+    j.without_thread = without_thread;
+    j.zero_first = zero_first;
+    job_run(&j);
+    found f;
+    found_at(&f, &d, NULL, "ck", 0);
+    CHECK_MSG(j.result == DT_OK && f.step == 2 && same_state(&f.s, &j.saved[2]), "%d, %d: step %lld: %s%s",
+        without_thread, zero_first, (long long)f.step, j.report.text, f.error);
+    CHECK(d.open == 0);
+    disk_free(&d);
+}
+
+/* What is no checkpoint's name, and what has no name. */
+static void odd_names(void) {
+    disk      d;
+    disk_seat seat = { &d, "", 0, 0, 0 };
+    dt_io     io = disk_io(&seat);
+    found     f;
+    disk_make(&d);
+    job j = job_make(&d, 2, 1, 1);
+    job_run(&j);
+    CHECK(disk_mkdir(&seat, "ck/step-999999999999999999") == 0 && disk_mkdir(&seat, "ck/step-02") == 0);
+    found_at(&f, &d, "ck", NULL, 1); /* a number that no double holds would be looked for without end */
+    CHECK_MSG(f.step == 1 && f.resaved == DT_OK, "step %lld: %s%s", (long long)f.step, f.error, f.notices);
+    CHECK(disk_find(&d, "", "ck/step-999999999999999999") >= 0 && disk_find(&d, "", "ck/step-2") >= 0);
+
+    j.dir = "\nck";
+    job_run(&j);
+    CHECK(j.result == DT_OK && io.remove(&seat, "\nck/step-1/manifest.json") == 0);
+    found_at(&f, &d, NULL, "\nck/step-1", 0); /* the line that ranks agree on ends where theirs does */
+    CHECK_MSG(f.step == -1 && strstr(f.error, "manifest.json"), "step %lld: %s", (long long)f.step, f.error);
+
+    opened o = open_one(&io, "");
+    CHECK_MSG(!o.c && dt_error(o.ctx) == DT_ERR_ARG, "%s", dt_error_text(o.ctx));
+    close_one(&o);
+    o = open_one(&io, "other");
+    CHECK(dt_zero_export(o.m.zero, NULL, (dt_export_desc){ .place = NULL }) == DT_ERR_ARG);
+    close_one(&o);
+    CHECK(d.open == 0);
+    disk_free(&d);
+}
+
 static void part_jobs(int full) {
     (void)full;
+    in_background(1, 0);
+    in_background(2, 0);
+    in_background(0, 1);
+    odd_names();
     two_jobs();
     two_processes();
     for (int background = 0; background < 2; background++)
