@@ -2852,26 +2852,33 @@ struct dt_checkpoint {
     char               path[DT__CKPT_PATH];
 };
 
-/* The sum of words times odd weights, no two of which are equal within 2^31 words: a word that changed always shows,
-   and two that changed places too. Other damage escapes where its differences times weights add up to 0: of random
-   damage one case in 2^39 or fewer, but the weights are a series, so +d, -2d, +d on three neighbours mostly does.
-   i: place of the first word, of `size` bytes. */
+/* A number for each place, another for each of 2^32, and none is 0: k a place times an odd number. */
+static uint32_t dt__words_weight(uint32_t k) {
+    k ^= k >> 15;
+    k *= 2246822507u;
+    return k ^ k >> 13;
+}
+
+/* The sum of words times the weights of their places. A word that changed always shows, as the product of its
+   difference and a weight is not 0 and below 2^64; two that changed places do too. Other damage escapes where such
+   products add up to 0, and as the weights are mixed they do by chance only. i: place of the first word, of `size`
+   bytes. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t    sum = 0;
-    uint32_t    first = (uint32_t)i * 2654435761u;
+    uint32_t    first = ((uint32_t)i + 1) * 2654435761u;
     for (uint32_t k = 0; k < words && size == 4; k++) {
         uint32_t x;
         memcpy(&x, p + 4 * (size_t)k, 4);
-        sum += (uint64_t)x * (2 * (first + k * 2654435761u) + 1);
+        sum += (uint64_t)x * dt__words_weight(first + k * 2654435761u);
     }
     for (uint32_t k = 0; k < words && size == 2; k++) {
         uint16_t x;
         memcpy(&x, p + 2 * (size_t)k, 2);
-        sum += (uint64_t)x * (2 * (first + k * 2654435761u) + 1);
+        sum += (uint64_t)x * dt__words_weight(first + k * 2654435761u);
     }
     for (uint32_t k = 0; k < words && size == 1; k++)
-        sum += (uint64_t)(unsigned char)p[k] * (2 * (first + k * 2654435761u) + 1);
+        sum += (uint64_t)(unsigned char)p[k] * dt__words_weight(first + k * 2654435761u);
     return sum;
 }
 

@@ -429,7 +429,7 @@ try 2 'use --reduce fixed$' --optimizer onebit-adam --reduce tree --ranks 2
 try 2 'freeze-steps 0' --optimizer onebit-adam --freeze-steps 0
 try 2 'freeze-steps 3 is for --optimizer onebit-adam, not for adamw' --freeze-steps 3
 for x in adam onebit-adam; do
-    try 0 '' --data dt_zero.h --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
+    try 0 '' --data dt_kernels.cu --layers 1 --width 32 --heads 2 --seq 32 --ranks 4 --steps 120 --warmup 10 --lr 5e-3 \
         --optimizer $x --log-csv "$dir/$x.csv"
 done
 # the default is to freeze after a quarter of the steps: row 31 is the last with whole gradients
