@@ -286,14 +286,16 @@ DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc)
    fails, with DT_ERR_IO where a file is the reason, and what was there before is as it was. That also holds where the
    ranks do not see the same folder, and where the folder has a newer checkpoint than this job has loaded or saved. In
    the background it waits for the save before it only, and a failure is told by the next call of dt_checkpoint_poll,
-   _save or _close. */
+   _save or _close. Else the ranks wait for the slowest one's disk, as in a collective: no longer than the run's
+   timeout_s. */
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Moves a save in the background on: call it once a step. 1 when none is under way any more. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
 /* [collective: world] Before the first step. from: a checkpoint, or a folder of them: the newest that is whole; NULL:
    desc.dir. Reads all of it and compares every digest before anything changes; one that is damaged is told in a notice,
-   and the one before it is taken. Returns its step; 0: there is no checkpoint; -1 after a failure: none is whole,
-   one of a newer format, of another model, optimizer, type or seed. Errors of 1-bit Adam, which belong to a layout, are
+   and the one before it is taken. Returns its step; 0: there is no checkpoint (or it is of step 0, and
+   dt_checkpoint_path names it); -1 after a failure: none is whole, one of a newer format, of another model, optimizer,
+   type or seed. Errors of 1-bit Adam, which belong to a layout, are
    zero in another, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
 /* [local] Of what was loaded or saved last: its folder, and the text of desc.config that was saved with it. "" if

@@ -1872,7 +1872,8 @@ static int run(job *j) {
     if (*launched.stop && !j->v[O_QUIET].number) printf("stopped by SIGTERM; --resume %s goes on\n", j->config.save);
     if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
     if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
-    if (!j->v[O_QUIET].number && j->config.svg) printf("drawn   %s\n", j->config.svg);
+    if (!j->v[O_QUIET].number && j->config.svg && access(j->config.svg, F_OK) == 0)
+        printf("drawn   %s\n", j->config.svg);
     if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text && !done) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
     if (fflush(stdout) == 0 && !ferror(stdout)) return done;
     fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
