@@ -3934,6 +3934,14 @@ static int dt__same_folder(const char *a, const char *b) {
     return same;
 }
 
+/* A folder that was copied under another step's name would be taken for the newest. */
+static void dt__found_named(dt__found *f, int64_t name) {
+    int64_t step = -1;
+    if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) || step != name)
+        snprintf(f->why, sizeof f->why, "%.600s: it is of step %lld: the folder has another's name", f->name,
+            (long long)step);
+}
+
 /* What of desc.dir is looked at may be followed by a checkpoint of this job. Rank 0 is the one that asks. */
 static void dt__found_known(dt_checkpoint *c, const dt__found *f) {
     const char *slash = strrchr(f->path, '/'), *name = slash ? slash + 1 : f->path;
@@ -3963,7 +3971,9 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
         if (itself == 0 && dt__found_next(c, from, &at, f) != DT_OK) return dt_error(c->ctx);
         if (!f->path[0]) break;
         dt__found_known(c, f);
-        if (dt__found_check(c, f) != DT_OK || !f->why[0]) return dt_error(c->ctx);
+        if (dt__found_check(c, f) != DT_OK) return dt_error(c->ctx);
+        if (itself == 0 && !f->why[0]) dt__found_named(f, at.step);
+        if (!f->why[0]) return DT_OK;
         if (itself > 0 || f->newer) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s", f->why);
         if (dt_ctx_rank(c->ctx) == 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: the checkpoint before it counts", f->why);
         if (!first[0]) memcpy(first, f->why, sizeof first);

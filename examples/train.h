@@ -83,7 +83,8 @@ typedef struct train_config {
     int64_t      save_every;    /* steps; 0: after the last one only */
     int          keep, background;  /* of dt_checkpoint_desc */
     const char  *settings;      /* saved with a checkpoint; NULL: nothing */
-    const char  *resume;        /* a checkpoint, or a folder of them, to go on from; NULL: begin */
+    const char  *resume;        /* a checkpoint, or a folder of them, to go on from; NULL: begin. One that is `save` may
+                                   be empty */
     int          again;         /* 1: what is in `save` goes before `resume`, if there is a checkpoint */
     int         *stop;          /* not NULL: once a signal handler has set it to 1, the run saves after the step and
                                    ends; it is 1 then on all ranks */
@@ -642,7 +643,8 @@ static inline void train_saved_open(const train_config *c, gpt *model, dt_zero *
     int64_t step = c->again ? dt_checkpoint_load(s->checkpoint, NULL) : 0;
     s->there = step > 0;
     if (step == 0 && c->resume) step = dt_checkpoint_load(s->checkpoint, c->resume);
-    if (step == 0 && c->resume) dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
+    int same = c->save && c->resume && strcmp(c->save, c->resume) == 0; /* one command for the first start too */
+    if (step == 0 && c->resume && !same) dt_fail(ctx, DT_ERR_IO, "--resume %s: there is no checkpoint", c->resume);
     const char *path = dt_checkpoint_path(s->checkpoint);
     size_t n = c->save ? strlen(c->save) : 0;
     while (n > 1 && c->save[n - 1] == '/') n--;

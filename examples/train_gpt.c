@@ -137,8 +137,8 @@ enum { BUILT, LATER };
     X(SAVE_EVERY, "save-every", INT, BUILT, NULL, 1, 1e12, "N", "... and after every N steps") \
     X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", "... while the next steps run") \
     X(KEEP, "keep", INT, BUILT, NULL, 1, 1e9, "N", "keep the newest N checkpoints [all]") \
-    X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", "go on from the newest checkpoint in DIR, or from DIR itself") \
-    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "... safetensors, config.json; X.bin: llm.c's model") \
+    X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", "go on from the newest checkpoint in DIR, or from DIR") \
+    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "at the end: safetensors, config; X.bin: llm.c's") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
     X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
@@ -1667,6 +1667,7 @@ static void check_resume(const value *v) {
     size_t      bytes = 0, length = 0;
     struct stat st;
     if (!resume) return;
+    if (stat(resume, &st) != 0 && errno == ENOENT && v[O_SAVE].text && strcmp(resume, v[O_SAVE].text) == 0) return;
     if (stat(resume, &st) != 0) refuse("--resume %s: %s", resume, strerror(errno));
     if (!S_ISDIR(st.st_mode)) refuse("--resume %s: not a directory", resume);
     snprintf(path, sizeof path, "%.3900s/manifest.json", resume);
@@ -1698,7 +1699,8 @@ static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *s
     if (other >= 0) dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
         table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
-        printf("resumed %s   step %lld of %s\n", path, (long long)step, j->v[O_STEPS].text);
+        printf("resumed %s   step %lld of %s%s\n", path, (long long)step, j->v[O_STEPS].text,
+            step >= j->config.stop_at ? ": there is no step left to make" : "");
     for (size_t i = 0; first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
         if (differs(then, j->v, may_change[i], was, sizeof was) && !j->v[O_QUIET].number)
             printf("        --%s was %s, and is %s from here on\n", table[may_change[i]].name, was,
@@ -1776,8 +1778,10 @@ static void on_ask(int number) {
 
 /* kill -TERM, with --save: the step is finished and saved. A second one ends at once. */
 static void on_term(int number) {
+    static const char text[] = "SIGTERM: the step is finished and saved; a second one ends at once\n";
     (void)number;
-    __atomic_store_n(launched.stop, 1, __ATOMIC_RELAXED);
+    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() && write(2, text, sizeof text - 1) < 0)
+        return; /* nobody is left to tell */
 }
 
 static void catch_signals(job *j) {

@@ -24,7 +24,7 @@
 #include "check.h"
 #include "golden/checkpoint.h"
 
-static char scratch[] = "/tmp/dt-checkpoint-XXXXXX";
+static char scratch[] = "/tmp/test_checkpoint.XXXXXX";
 
 static const char *in_scratch(char *out, const char *name) {
     snprintf(out, 300, "%s/%s", scratch, name);
@@ -478,12 +478,21 @@ static void forms(void) {
     change(path, "\"version\":0", "\"version\":1");
     seal(path);
     CHECK(go(r).status == DT_OK);
+    char copy[800];
+    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'", at, dir); /* of step 2, whatever its name says */
+    if (system(copy) != 0) abort();
+    r.resume = dir;
+    result older = go(r);
+    CHECK_MSG(older.status == DT_OK && older.first == 3, "a copy under another name: first step %lld: %s",
+        (long long)older.first, older.text);
+    snprintf(path, sizeof path, "%s/manifest.json", at);
     change(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
     seal(path);
     refused("another seed", r, "its seed is 2");
     change(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
     change(path, "\"samples\"", "\"sampled\"");
     seal(path);
+    r.resume = at;
     refused("a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
 }
 

@@ -816,7 +816,7 @@ static void two_jobs(void) {
 
 /* The same with real processes: the first is killed, and the folder is free again. */
 static void two_processes(void) {
-    char root[] = "/tmp/dt-checkpoint-XXXXXX", dir[64], word = 0;
+    char root[] = "/tmp/test_checkpoint.XXXXXX", dir[64], word = 0;
     int  tell[2];
     if (!CHECK(mkdtemp(root) != NULL && pipe(tell) == 0)) return;
     snprintf(dir, sizeof dir, "%s/ck", root);

@@ -42,7 +42,7 @@ typedef struct page {
 } page;
 
 static page *shared;
-static char  scratch[] = "/tmp/dt-kills-XXXXXX";
+static char  scratch[] = "/tmp/test_kills.XXXXXX";
 
 typedef struct job {
     char dir[64];
