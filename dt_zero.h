@@ -2842,6 +2842,7 @@ struct dt_checkpoint {
     dt_listener        listener;
     const char        *what;            /* the call, for messages */
     int                lock;            /* descriptor, -1: none */
+    char               mark[300];       /* what the lock says: who holds it, and since when by its clock */
     dt__writer        *writer;
     dt_weights        *w[DT__CKPT_FILES];   /* names and places of all tensors */
     dt__ckpt_file      file[DT__CKPT_FILES];
@@ -3598,9 +3599,11 @@ static void dt__dir_take(dt_checkpoint *c) {
     if (taken != 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: no locks there (%s): a second job would not be noticed", w->dir,
         dt__io_reason());
     dt__read_text(&w->io, "/proc/sys/kernel/hostname", host, sizeof host);
-    snprintf(text, sizeof text, "process %ld on %s\n", (long)getpid(), host[0] ? host : "a host without a name");
+    host[strcspn(host, "\n")] = 0;
+    snprintf(c->mark, sizeof c->mark, "process %ld on %.200s\n%.6f\n", (long)getpid(),
+        host[0] ? host : "a host without a name", dt_ctx_host(c->ctx)->now(dt_ctx_host(c->ctx)->user));
     w->io.resize(w->io.user, fd, 0);
-    w->io.pwrite(w->io.user, fd, text, strlen(text), 0);
+    dt__writer_put(w, path, fd, c->mark, (int64_t)strlen(c->mark), 0);
     dt__dir_sync(w);
     dt__folder_sweep(&w->io, w->dir);
 }
@@ -3924,14 +3927,20 @@ static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *
     return DT_OK;
 }
 
-/* Whether two paths say the same folder, in one spelling or in two. */
-static int dt__same_folder(const char *a, const char *b) {
-    if (strcmp(a, b) == 0) return 1;
-    char *x = realpath(a, NULL), *y = realpath(b, NULL);
-    int   same = x && y && strcmp(x, y) == 0;
-    free(x);
-    free(y);
-    return same;
+/* Whether a path says the folder that this job saves to, however it is spelled: its lock's text is there. */
+static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
+    const dt_io *io = &c->writer->io;
+    char         path[DT__CKPT_PATH + 8], text[sizeof c->mark] = "";
+    int64_t      n = 1, at = 0, length = (int64_t)strlen(c->mark);
+    if (length == 0 || strcmp(folder, c->writer->dir) == 0) return length > 0;
+    snprintf(path, sizeof path, "%s/lock", folder);
+    int fd = io->open(io->user, path, 0);
+    for (errno = 0; fd >= 0 && at < length && (n > 0 || (n < 0 && errno == EINTR)); at += n > 0 ? n : 0) {
+        errno = 0;
+        n = io->pread(io->user, fd, text + at, (size_t)(length - at), at);
+    }
+    if (fd >= 0) io->close(io->user, fd);
+    return strcmp(text, c->mark) == 0;
 }
 
 /* A folder that was copied under another step's name would be taken for the newest. */
@@ -3949,7 +3958,7 @@ static void dt__found_known(dt_checkpoint *c, const dt__found *f) {
     char        above[DT__CKPT_PATH];
     int         bytes = slash > f->path ? (int)(slash - f->path) : 1; /* "/step-2" is in "/" */
     snprintf(above, sizeof above, "%.*s", bytes, slash ? f->path : ".");
-    if (dt_ctx_rank(c->ctx) != 0 || !dt__same_folder(above, c->writer->dir)) return;
+    if (dt_ctx_rank(c->ctx) != 0 || !dt__is_own_dir(c, above)) return;
     dt__newest_add(&n, name);
     if (dt__ckpt_before(c->known, n.found)) c->known = n.found;
 }
