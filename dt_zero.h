@@ -3056,7 +3056,7 @@ static void dt__ckpt_put(void *user, int index, int64_t first, int64_t count, co
 static int64_t dt__head_bytes(const dt_weights *w) {
     uint64_t n;
     memcpy(&n, w->file[0].head, sizeof n);
-    return w->desc.llmc.version ? DT__LLMC_HEAD : (int64_t)n + 8;
+    return w->desc.llmc.version ? (int64_t)DT__LLMC_HEAD : (int64_t)n + 8;
 }
 
 /* [collective: world] c->w: all tensors of the program, over all stages, with their places in the files of `folder`,
