@@ -5118,31 +5118,37 @@ static void dt__text_drop(dt_ctx *ctx, char *s) {
 
 static const char *dt__io_reason(void) { return errno ? strerror(errno) : "the io table refused"; }
 
-/* Bytes of an open file, all of them or an error that names `what`. The io table may give them piece by piece. */
+/* Moves bytes between memory and a file: how many went. The io table may take them piece by piece. *end: not all went
+   because none were left, or taken; else errno says why, where the table sets it. */
+static int64_t dt__io_move(const dt_io *io, int fd, int writing, void *data, int64_t bytes, int64_t at, int *end) {
+    int64_t done = 0, n = 1;
+    while (done < bytes) {
+        char *here = (char *)data + done;
+        errno = 0;
+        n = writing ? io->pwrite(io->user, fd, here, (size_t)(bytes - done), at + done)
+                    : io->pread(io->user, fd, here, (size_t)(bytes - done), at + done);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0 || n > bytes - done) break;
+        done += n;
+    }
+    *end = done < bytes && n >= 0;
+    return done;
+}
+
+/* Bytes of an open file, all of them or an error that names `what`. */
 static dt_status dt__file_get(dt_ctx *ctx, const char *path, int fd, void *out, int64_t bytes, int64_t at,
     const char *what) {
-    for (int64_t done = 0; done < bytes;) {
-        errno = 0;
-        int64_t got = ctx->io.pread(ctx->io.user, fd, (char *)out + done, (size_t)(bytes - done), at + done);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0 || got > bytes - done)
-            return dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: %s", path, dt__name_text(what).s, (long long)(at + done),
-                got < 0 ? dt__io_reason() : "the file has become shorter");
-        done += got;
-    }
-    return DT_OK;
+    int     end = 0;
+    int64_t done = dt__io_move(&ctx->io, fd, 0, out, bytes, at, &end);
+    return done == bytes ? DT_OK : dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: %s", path, dt__name_text(what).s,
+        (long long)(at + done), end ? "the file has become shorter" : dt__io_reason());
 }
 
 static dt_status dt__file_put(dt_ctx *ctx, const char *path, int fd, const void *in, int64_t bytes, int64_t at) {
-    for (int64_t done = 0; done < bytes;) {
-        errno = 0;
-        int64_t put = ctx->io.pwrite(ctx->io.user, fd, (const char *)in + done, (size_t)(bytes - done), at + done);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0 || put > bytes - done)
-            return dt_fail(ctx, DT_ERR_IO, "%s: writing byte %lld: %s", path, (long long)(at + done), dt__io_reason());
-        done += put;
-    }
-    return DT_OK;
+    int     end = 0;
+    int64_t done = dt__io_move(&ctx->io, fd, 1, (void *)(uintptr_t)in, bytes, at, &end);
+    return done == bytes ? DT_OK : dt_fail(ctx, DT_ERR_IO, "%s: writing byte %lld: %s", path, (long long)(at + done),
+        dt__io_reason());
 }
 
 /* A descriptor, or -1 and the context has failed. For writing, the file becomes `bytes` zeros. */

@@ -298,6 +298,9 @@ DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
    type or seed. Errors of 1-bit Adam, which belong to a layout, are
    zero in another, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
+/* [local] The name of the newest checkpoint in a folder, "step-200", in `name`, "" if there is none or no such folder.
+   Whether it is whole only dt_checkpoint_load finds. Returns its step, -1 for none. */
+DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
 /* [local] Of what was loaded or saved last: its folder, and the text of desc.config that was saved with it. "" if
    nothing was. */
 DT_API const char *dt_checkpoint_path(const dt_checkpoint *checkpoint);
@@ -1807,6 +1810,12 @@ static dt_status dt__disk_now(dt_zero *zero, dt__disk_job *job, int write, void 
     return dt__disk_wait(zero, job);
 }
 
+/* Seconds that a disk may take for an answer: a little less than ranks wait for each other, or the world may end
+   before. */
+static double dt__disk_limit(const dt_ctx *ctx) {
+    return 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120);
+}
+
 static int dt__on_disk(const char *place) { return place && strcmp(place, "none") != 0 && strcmp(place, "cpu") != 0; }
 static int dt__in_host(const char *place) { return place && strcmp(place, "cpu") == 0; }
 static int dt__streams(const dt_zero *zero) {
@@ -1861,7 +1870,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     d->fd = -1;
     zero->disk = d;
     d->slot_bytes = dt__disk_at(zero, dt_unit_count(ctx), 0);
-    d->limit_s = 0.8 * (dt__world_of(ctx) ? dt__world_of(ctx)->shared->timeout_s : 120); /* the world may end before */
+    d->limit_s = dt__disk_limit(ctx);
     int64_t bytes = dt__disk_offset(zero, dt_unit_count(ctx), DT__GRAD, 0);
     for (int other = 0; d->fd < 0 && other < DT__DISK_NAMES; other++) { /* a name that nobody has, and not for long */
         int n = other ? snprintf(d->path, sizeof d->path, "%s/dt-rank-%d.%d.offload", folder, dt_ctx_rank(ctx), other)
@@ -2613,13 +2622,14 @@ typedef struct dt__writer {
     char       dir[DT__CKPT_PATH], temp[DT__CKPT_PATH], final[DT__CKPT_PATH];
     char      *manifest;            /* rank 0 */
     size_t     manifest_bytes, manifest_room;
-    const char *beside;
+    char      *beside;              /* a copy: a thread that is left behind may outlive the caller's */
     int        keep, publishing;    /* publishing: what the thread does */
     int64_t    step;                /* of what is being written, and which one of that step it is */
     int        again;
     int        background, runs, lost;
     pthread_t  thread;
-    int        done;                /* atomic */
+    int        done;                /* atomic; as the next one */
+    int64_t    moved;               /* grows while the disk answers */
 } dt__writer;
 
 static void dt__writer_fail(dt__writer *w, const char *path, const char *what) {
@@ -2633,19 +2643,19 @@ static const char *dt__writer_path(dt__writer *w, char *out, const char *dir, co
     return "";
 }
 
+/* In pieces, each of which shows that the disk still answers. */
 static void dt__writer_put(dt__writer *w, const char *path, int fd, const void *data, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes && !w->why[0];) {
-        errno = 0;
-        int64_t n = w->io.pwrite(w->io.user, fd, (const char *)data + done, (size_t)(bytes - done), offset + done);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0 || n > bytes - done) {
-            char what[48];
-            snprintf(what, sizeof what, "writing byte %lld", (long long)(offset + done));
-            if (n == 0) errno = ENOSPC;
-            dt__writer_fail(w, path, what);
-            return;
-        }
-        done += n;
+        int64_t n = bytes - done < DT__CKPT_COPY ? bytes - done : (int64_t)DT__CKPT_COPY;
+        int     end = 0;
+        int64_t went = dt__io_move(&w->io, fd, 1, (char *)(uintptr_t)data + done, n, offset + done, &end);
+        done += went;
+        __atomic_fetch_add(&w->moved, 1, __ATOMIC_RELAXED);
+        if (went == n) continue;
+        char what[48];
+        snprintf(what, sizeof what, "writing byte %lld", (long long)(offset + done));
+        if (end) errno = ENOSPC;
+        dt__writer_fail(w, path, what);
     }
 }
 
@@ -2653,6 +2663,7 @@ static void dt__writer_put(dt__writer *w, const char *path, int fd, const void *
 static void dt__writer_shut(dt__writer *w, const char *path, int fd) {
     errno = 0;
     if (!w->why[0] && w->io.fsync(w->io.user, fd) != 0) dt__writer_fail(w, path, "fsync");
+    __atomic_fetch_add(&w->moved, 1, __ATOMIC_RELAXED);
     errno = 0;
     if (w->io.close(w->io.user, fd) != 0) dt__writer_fail(w, path, "close");
 }
@@ -2766,6 +2777,14 @@ static int dt__newest_below(const dt_io *io, const char *dir, dt__ckpt_id below,
     return answer;
 }
 
+int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes) {
+    dt__ckpt_id id = dt__ckpt_none;
+    if (bytes) name[0] = 0;
+    if (!io->list || dt__newest_below(io, dir, dt__ckpt_last, &id) != 0 || id.step < 0) return -1;
+    dt__ckpt_name(id, name, bytes);
+    return id.step;
+}
+
 /* The new one and the keep - 1 before it stay, those before go. Of a later step there are only damaged ones, which do
    not count. What cannot be removed stays, and is in nobody's way. */
 static void dt__writer_remove_old(const dt__writer *w) {
@@ -2850,6 +2869,8 @@ struct dt_checkpoint {
     const dt_export_desc *exports;      /* NULL: a checkpoint */
     int                saving;          /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
     dt__ckpt_id        known;           /* of desc.dir: the newest that was loaded, passed over, or saved by this job */
+    int64_t            moved;           /* what the writer's was, */
+    double             since;           /* and since when it is that */
     double             done, total;     /* elements, for progress */
     char              *config;          /* of what was loaded */
     char               path[DT__CKPT_PATH];
@@ -2865,7 +2886,7 @@ static uint32_t dt__words_weight(uint32_t k) {
 /* The sum of words times the weights of their places. A word that changed always shows, as the product of its
    difference and a weight is not 0 and below 2^64; two that changed places do too. Other damage escapes where such
    products add up to 0, and as the weights are mixed they do by chance only. i: place of the first word, of `size`
-   bytes. */
+   bytes. A loop for each size: so compilers make vectors of them. */
 static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, size_t size) {
     const char *p = (const char *)data;
     uint64_t    sum = 0;
@@ -2883,6 +2904,16 @@ static uint64_t dt__words_digest(uint64_t i, const void *data, size_t words, siz
     for (uint32_t k = 0; k < words && size == 1; k++)
         sum += (uint64_t)(unsigned char)p[k] * dt__words_weight(first + k * 2654435761u);
     return sum;
+}
+
+/* A digest as 4 doubles that stay exact when ranks sum them, and back. */
+static void dt__digest_split(double *to, uint64_t digest) {
+    for (int k = 0; k < 4; k++) to[k] = (double)(digest >> (16 * k) & 0xffff);
+}
+static uint64_t dt__digest_join(const double *from) {
+    uint64_t digest = 0;
+    for (int k = 0; k < 4; k++) digest += (uint64_t)from[k] << (16 * k);
+    return digest;
 }
 
 /* Of elements first .. first+count-1 of a tensor. */
@@ -2930,18 +2961,14 @@ static char *dt__share_texts(dt_ctx *ctx, const char *mine, size_t n, size_t *by
     return NULL;
 }
 
-static dt_file_place dt__ckpt_place(const dt_checkpoint *c, const dt_tensor *t) {
-    dt_file_place p;
-    memset(&p, 0, sizeof p);
-    if (c->desc.place) c->desc.place(t, &p, c->desc.user);
-    p.part[0].name = p.name[0]; /* of this copy of p: dt__place_aim points them at the caller's */
-    return p;
-}
-
-static void dt__place_aim(dt_file_place *p, const dt_tensor *t) {
-    if (p->n == 0) p->part[0].name = t->name;
-    else
-        for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
+/* Where a parameter lies in model.safetensors: n is 0 under its own name. */
+static dt_status dt__ckpt_place(const dt_checkpoint *c, const dt_tensor *t, dt_file_place *p) {
+    memset(p, 0, sizeof *p);
+    if (c->desc.place) c->desc.place(t, p, c->desc.user);
+    if (p->n < 0 || p->n > 2)
+        return dt_fail(c->ctx, DT_ERR_ARG, "%s: place gives %s %d parts; 1 or 2", c->what, t->name, p->n);
+    for (int i = 0; i < 2; i++) p->part[i].name = p->n ? p->name[i] : t->name;
+    return DT_OK;
 }
 
 /* Whether this rank is the one, of those that hold copies along tp and of a tied parameter along pp, that writes a
@@ -2968,24 +2995,22 @@ static char *dt__state_name(dt_ctx *ctx, int array, const char *name) {
     return dt__join(ctx, dt__state_names[array], strlen(dt__state_names[array]), name);
 }
 
-/* One tensor of the list: [file,name,type,d0,d1,...], */
+/* One tensor of the list: [file,name,type,d0,d1,...] */
 static void dt__list_put(dt_json_out *o, int file, const char *name, dt_dtype dtype, dt_shape shape) {
-    o->used = o->used && o->text[o->used - 1] == ',' ? o->used - 1 : o->used; /* dt_json_open puts it again */
     dt_json_open(o, NULL, '[');
     dt_json_put_int(o, NULL, file);
     dt_json_put_string(o, NULL, name);
     dt_json_put_int(o, NULL, dtype);
     for (int i = 0; i < shape.nd; i++) dt_json_put_int(o, NULL, shape.d[i]);
     dt_json_shut(o, ']');
-    dt__json_write(o, ",", 1);
 }
 
 static dt_status dt__list_param(const dt_checkpoint *c, dt_json_out *o, const dt_tensor *t) {
     const dt_unit *unit = t->param->unit;
-    dt_file_place       p = dt__ckpt_place(c, t);
-    dt__place_aim(&p, t);
+    dt_file_place  p;
+    if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(c->ctx);
     if (p.n == 0) dt__list_put(o, DT__MODEL, t->name, t->dtype, t->param->full);
-    for (int i = 0; i < p.n && i < 2; i++) dt__list_put(o, DT__MODEL, p.name[i], t->dtype, p.shape);
+    for (int i = 0; i < p.n; i++) dt__list_put(o, DT__MODEL, p.name[i], t->dtype, p.shape);
     for (int a = 0; a <= DT__MASTER && !c->exports; a++) {
         char *name = dt__ckpt_has(c->zero, unit, a) ? dt__state_name(c->ctx, a, t->name) : NULL;
         if (name) dt__list_put(o, DT__OPTIM, name, unit->grad_dtype, t->param->full);
@@ -3077,13 +3102,14 @@ static dt_status dt__list_make(dt_checkpoint *c, const char *folder) {
         c->file[f].file = f;
         if (c->w[f]) c->w[f]->sink = (dt__sink){ dt__ckpt_put, &c->file[f] };
     }
+    dt__json_write(&mine, " ", 1); /* so that a comma comes before each tensor, and texts of ranks can be joined */
     dt__list_mine(c, &mine);
     char *text = dt__share_texts(ctx, mine.text, mine.used, &bytes);
-    dt__json_write(&all, "[", 1);
+    dt__json_write(&all, "[0", 2);
     if (text) dt__json_write(&all, text, bytes);
-    dt__json_write(&all, "0]", 2);
+    dt__json_write(&all, "]", 1);
     dt_json *j = dt_error(ctx) == DT_OK ? dt_json_parse(ctx, "the list of tensors", all.text, all.used) : NULL;
-    for (int i = 0; i + 1 < dt_json_count(j, 0) && dt_error(ctx) == DT_OK; i++)
+    for (int i = 1; i < dt_json_count(j, 0) && dt_error(ctx) == DT_OK; i++)
         dt__list_take(c, j, dt_json_at(j, 0, i));
     dt_json_free(j);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
@@ -3177,9 +3203,9 @@ static dt_status dt__save_values(dt_checkpoint *c, dt__zero_unit *z) {
     w->part = dt_comm_rank(z->data);
     w->parts = dt_comm_size(z->data);
     for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
-        dt_tensor *t = dt_param_get(ctx, i);
-        dt_file_place   p = dt__ckpt_place(c, t);
-        dt__place_aim(&p, t);
+        dt_tensor    *t = dt_param_get(ctx, i);
+        dt_file_place p;
+        if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(ctx);
         if (dt_weights_save(w, t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
     }
     dt__unit_release(ctx, unit, 0, gathered);
@@ -3253,19 +3279,22 @@ static dt_status dt__save_state(dt_checkpoint *c, dt__zero_unit *z, char *host) 
     return dt_error(c->ctx);
 }
 
-static dt_status dt__save_errors(dt_checkpoint *c, int u, char *host) {
+/* What 1-bit Adam's signs left over of a unit, into the file or out of it. */
+static dt_status dt__errors_move(dt_checkpoint *c, dt_weights *w, int u, char *host) {
     dt__zero_unit *z = &c->zero->units[u];
-    size_t         size = dt__zero_size(z);
+    size_t         size = dt__zero_size(z), most = DT__CKPT_CHUNK / size;
     for (int e = 0; e < 2 && z->errors[e]; e++) {
         char name[64];
         dt__error_name(c, u, e, name, sizeof name);
-        int    index = dt_weights_find(c->w[DT__OPTIM], name);
-        size_t count = z->error_bytes[e] / size, most = DT__CKPT_CHUNK / size;
-        for (size_t at = 0, n; at < count; at += n) {
+        int    index = dt_weights_find(w, name);
+        size_t count = z->error_bytes[e] / size;
+        for (size_t at = 0, n; at < count && dt_error(c->ctx) == DT_OK; at += n) {
+            char *here = (char *)z->errors[e] + at * size;
             n = count - at < most ? count - at : most;
-            if (dt__move(c->ctx, host, (char *)z->errors[e] + at * size, n * size) != DT_OK ||
-                dt__sync(c->ctx) != DT_OK || dt_weights_write(c->w[DT__OPTIM], index, (int64_t)at, (int64_t)n,
-                z->unit->grad_dtype, host) != DT_OK) return dt_error(c->ctx);
+            if (!w->writing) dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host);
+            dt__move(c->ctx, w->writing ? host : here, w->writing ? here : host, n * size);
+            if (dt__sync(c->ctx) != DT_OK || !w->writing) continue;
+            dt_weights_write(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host);
         }
     }
     return dt_error(c->ctx);
@@ -3289,7 +3318,7 @@ static dt_status dt__save_write(dt_checkpoint *c) {
         if (writes) dt__save_values(c, z);
         dt__ckpt_progress(c, (double)z->unit->count / dt_comm_size(z->data));
         if (writes && !c->exports && dt_error(c->ctx) == DT_OK) dt__save_state(c, z, host);
-        if (!c->exports && dt_error(c->ctx) == DT_OK) dt__save_errors(c, u, host);
+        if (!c->exports && dt_error(c->ctx) == DT_OK) dt__errors_move(c, c->w[DT__OPTIM], u, host);
     }
     dt_free(c->ctx, DT_MEM_HOST, host, DT__CKPT_CHUNK);
     return dt_error(c->ctx);
@@ -3302,14 +3331,13 @@ static dt_status dt__save_sums(dt_checkpoint *c) {
         size_t         n = 5 * (size_t)file->n;
         double        *sums = (double *)dt_alloc(c->ctx, DT_MEM_HOST, (n + 1) * sizeof *sums, "digests");
         for (int i = 0; i < file->n && sums; i++) {
-            for (int k = 0; k < 4; k++) sums[5 * i + k] = (double)(file->digest[i] >> (16 * k) & 0xffff);
+            dt__digest_split(sums + 5 * i, file->digest[i]);
             sums[5 * i + 4] = (double)file->count[i];
         }
         dt_sum_doubles(c->zero->mesh.world, sums, sums ? n : 0);
         for (int i = 0; i < file->n && dt_error(c->ctx) == DT_OK; i++) {
             const dt_weight *t = dt_weights_get(c->w[f], i);
-            file->digest[i] = 0;
-            for (int k = 0; k < 4; k++) file->digest[i] += (uint64_t)sums[5 * i + k] << (16 * k);
+            file->digest[i] = dt__digest_join(sums + 5 * i);
             if (sums[5 * i + 4] != (double)c->w[f]->weight[i].due)
                 dt_fail(c->ctx, DT_ERR_ARG, "%s: %.0f of the %lld elements of '%s' would be written: is "
                     "dt_zero_desc.mesh the mesh that cut it, and are its places right?", c->what, sums[5 * i + 4],
@@ -3397,7 +3425,7 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_put_string(&o, "config", c->desc.config);
     dt_json_open(&o, "files", '{');
     for (int f = 0; f < DT__CKPT_FILES; f++) dt__manifest_file(c, &o, f);
-    dt__manifest_beside(&o, c->desc.beside);
+    dt__manifest_beside(&o, w->beside);
     dt_json_shut(&o, '}');
     if (dt_error(c->ctx) == DT_OK) {
         dt__manifest_end(text, o.text, o.used);
@@ -3478,10 +3506,12 @@ static dt_status dt__save_make(dt_checkpoint *c) {
     return dt__writer_check(c);
 }
 
-/* The end of a save, good or bad. */
+/* The end of a save, good or bad. A thread that was left behind keeps what is the writer's. */
 static void dt__save_end(dt_checkpoint *c) {
     dt__writer *w = c->writer;
-    if (w->lost) return; /* its thread may still need all of it */
+    dt__list_drop(c);
+    c->saving = 0;
+    if (w->lost) return;
     for (int f = 0; f < DT__CKPT_FILES; f++) {
         if (w->fd[f] >= 0) w->io.close(w->io.user, w->fd[f]);
         w->fd[f] = -1;
@@ -3489,9 +3519,16 @@ static void dt__save_end(dt_checkpoint *c) {
     dt__copies_reuse(w);
     dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_room);
     w->manifest = NULL;
-    dt__list_drop(c);
     if (dt_error(c->ctx) != DT_OK && dt_ctx_rank(c->ctx) == 0 && w->temp[0]) dt__folder_remove(&w->io, w->temp);
-    c->saving = 0;
+}
+
+/* The writer begins, at once or in its thread. That there is none is told: steps wait for the disk then. */
+static void dt__save_go(dt_checkpoint *c, int publishing) {
+    dt__writer *w = c->writer;
+    c->moved = -1;
+    dt__writer_go(w, publishing);
+    if (c->desc.background && !w->runs && !publishing)
+        dt_log(c->ctx, DT_LOG_NOTICE, "%s: no thread to write it in the background: it was written at once", w->final);
 }
 
 static dt_status dt__save_wait(dt_checkpoint *c);
@@ -3510,7 +3547,7 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
         dt__save_write(c) == DT_OK && dt__save_sums(c) == DT_OK &&
         (dt_ctx_rank(c->ctx) != 0 || dt__manifest_make(c) == DT_OK)) {
         c->saving = 1;
-        dt__writer_go(w, 0);
+        dt__save_go(c, 0);
         if (!c->desc.background) dt__save_wait(c); /* not w->background: all ranks, or none */
     }
     if (dt_error(c->ctx) != DT_OK) dt__save_end(c);
@@ -3521,8 +3558,7 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer    *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = 0.8 * (dt__world_of(c->ctx) ? dt__world_of(c->ctx)->shared->timeout_s : 120);
-    double begin = host->now(host->user);
+    double limit = dt__disk_limit(c->ctx), begin = host->now(host->user);
     while (w->runs && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->lost) {
         if (host->now(host->user) - begin > limit) w->lost = 1;
         host->sleep(host->user, 1e-4);
@@ -3532,19 +3568,34 @@ static void dt__writer_join(dt_checkpoint *c) {
     w->runs = 0;
 }
 
+/* A disk that has not answered this rank's thread for as long as ranks wait for each other fails: who polls would wait
+   for ever. The thread is on its own from then on. */
+static void dt__writer_watch(dt_checkpoint *c) {
+    dt__writer    *w = c->writer;
+    const dt_host *host = dt_ctx_host(c->ctx);
+    double         now = host->now(host->user), limit = dt__disk_limit(c->ctx);
+    int64_t        moved = __atomic_load_n(&w->moved, __ATOMIC_RELAXED);
+    if (moved != c->moved) c->since = now;
+    c->moved = moved;
+    if (now - c->since <= limit) return;
+    w->lost = 1;
+    dt_fail(c->ctx, DT_ERR_TIMEOUT, "%s: %s: no answer from the disk within %g s", c->what, w->final, limit);
+}
+
 int dt_checkpoint_poll(dt_checkpoint *c) {
     if (!c || dt_error(c->ctx) != DT_OK || !c->saving) return 1;
     dt__writer *w = c->writer;
     dt_comm    *world = dt_world(c->ctx); /* c->zero may be gone */
     double      over = __atomic_load_n(&w->done, __ATOMIC_ACQUIRE), all[2] = { over, 0 };
     if (over > 0 && w->why[0]) all[1] = 1;
+    if (over == 0) dt__writer_watch(c);
     if (dt_sum_doubles(world, all, 2) == DT_OK && all[0] < dt_comm_size(world)) return 0;
     dt__writer_join(c);
     if (dt_error(c->ctx) == DT_OK && all[1] > 0 && dt__writer_check(c) == DT_OK)
         dt_barrier(world); /* another rank's failure reaches this one here */
     if (dt_error(c->ctx) == DT_OK && c->saving == 1) {
         c->saving = 2;
-        if (dt_ctx_rank(c->ctx) == 0) dt__writer_go(w, 1);
+        if (dt_ctx_rank(c->ctx) == 0) dt__save_go(c, 1);
         return 0;
     }
     if (dt_error(c->ctx) == DT_OK) memcpy(c->path, w->final, sizeof c->path);
@@ -3614,9 +3665,10 @@ static void dt__ckpt_free(dt_ctx *ctx, void *user) {
     dt__writer    *w = c->writer;
     if (w) dt__writer_join(c);
     if (w) dt__save_end(c);
-    if (w && c->lock >= 0) w->io.close(w->io.user, c->lock);
+    if (w && c->lock >= 0 && !w->lost) w->io.close(w->io.user, c->lock); /* who is left behind still writes there */
     if (w && !w->lost) {
         dt__copies_free(c);
+        dt__text_drop(ctx, w->beside);
         dt_free(ctx, DT_MEM_HOST, w, sizeof *w);
     }
     dt__text_drop(ctx, c->config);
@@ -3643,7 +3695,7 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
         w->io = *io;
         w->fd[DT__MODEL] = w->fd[DT__OPTIM] = -1;
         w->keep = desc.keep;
-        w->beside = desc.beside;
+        w->beside = desc.beside ? dt__join(ctx, desc.beside, strlen(desc.beside), "") : NULL;
         if (desc.dir && !*desc.dir) dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: a folder without a name");
         if (desc.dir && snprintf(w->dir, sizeof w->dir, "%s", desc.dir) >= (int)sizeof w->dir)
             dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.80s...: the path is too long", desc.dir);
@@ -3853,7 +3905,7 @@ static dt_status dt__found_agree(dt_checkpoint *c, dt__found *f) {
     return dt_error(c->ctx);
 }
 
-/* Sums into `sums` (5 for each tensor, as in saving) what this rank reads of file k: small tensors in turn, of large
+/* Adds to `sums` (4 for each tensor) the digests of what this rank reads of file k: small tensors in turn, of large
    ones its part. */
 static void dt__found_read(dt_checkpoint *c, dt__found *f, int k, double *sums, char *buffer) {
     dt_comm *world = c->zero->mesh.world;
@@ -3869,7 +3921,7 @@ static void dt__found_read(dt_checkpoint *c, dt__found *f, int k, double *sums, 
             if (dt_weights_read(f->w[k], i, at, some, t->dtype, buffer) != DT_OK) break;
             digest += dt__elements_digest(t->dtype, at, buffer, some);
         }
-        for (int b = 0; b < 4; b++) sums[4 * i + b] = (double)(digest >> (16 * b) & 0xffff);
+        dt__digest_split(sums + 4 * i, digest);
     }
 }
 
@@ -3886,10 +3938,10 @@ static dt_status dt__found_digests(dt_checkpoint *c, dt__found *f, int k) {
     int readable = dt_error(c->ctx) == DT_OK && sums[n] == 0;
     for (int i = 0; i < dt_weights_count(f->w[k]) && readable && dt_error(f->aside) == DT_OK; i++) {
         const char *name = dt_weights_get(f->w[k], i)->name;
-        uint64_t    digest = 0, want = dt__found_hex(f, dt_json_find(f->json, digests, name));
-        for (int b = 0; b < 4; b++) digest += (uint64_t)sums[4 * i + b] << (16 * b);
-        if (digest != want) dt_fail(f->aside, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another",
-            f->path, dt__ckpt_names[k], dt__name_text(name).s);
+        uint64_t    want = dt__found_hex(f, dt_json_find(f->json, digests, name));
+        if (dt__digest_join(sums + 4 * i) == want) continue;
+        dt_fail(f->aside, DT_ERR_IO, "%s/%s: tensor '%s' is damaged: its digest is another", f->path,
+            dt__ckpt_names[k], dt__name_text(name).s);
     }
     dt_free(c->ctx, DT_MEM_HOST, sums, (n + 1) * sizeof *sums);
     dt_free(c->ctx, DT_MEM_HOST, buffer, DT__CKPT_CHUNK);
@@ -3931,14 +3983,12 @@ static dt_status dt__found_next(dt_checkpoint *c, const char *dir, dt__ckpt_id *
 static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     const dt_io *io = &c->writer->io;
     char         path[DT__CKPT_PATH + 8], text[sizeof c->mark] = "";
-    int64_t      n = 1, at = 0, length = (int64_t)strlen(c->mark);
+    int64_t      length = (int64_t)strlen(c->mark);
+    int          end;
     if (length == 0 || strcmp(folder, c->writer->dir) == 0) return length > 0;
     snprintf(path, sizeof path, "%s/lock", folder);
     int fd = io->open(io->user, path, 0);
-    for (errno = 0; fd >= 0 && at < length && (n > 0 || (n < 0 && errno == EINTR)); at += n > 0 ? n : 0) {
-        errno = 0;
-        n = io->pread(io->user, fd, text + at, (size_t)(length - at), at);
-    }
+    if (fd >= 0) dt__io_move(io, fd, 0, text, length, 0, &end);
     if (fd >= 0) io->close(io->user, fd);
     return strcmp(text, c->mark) == 0;
 }
@@ -4063,9 +4113,9 @@ static dt_status dt__load_unit(dt_checkpoint *c, dt_weights *const *w, dt__zero_
     int      gathered = !unit->data;
     if (dt__present_aside(dt_param_get(ctx, unit->first_param)) != DT_OK) return dt_error(ctx);
     for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
-        dt_tensor *t = dt_param_get(ctx, i);
-        dt_file_place   p = dt__ckpt_place(c, t);
-        dt__place_aim(&p, t);
+        dt_tensor    *t = dt_param_get(ctx, i);
+        dt_file_place p;
+        if (dt__ckpt_place(c, t, &p) != DT_OK) return dt_error(ctx);
         if (dt_weights_load(w[DT__MODEL], t, p.columns, p.part, p.n ? p.n : 1) != DT_OK) return dt_error(ctx);
     }
     dt__unit_release(ctx, unit, 0, gathered);
@@ -4096,19 +4146,7 @@ static dt_status dt__load_errors(dt_checkpoint *c, dt__found *f, dt_weights *w, 
         dt_log(c->ctx, DT_LOG_NOTICE, "%s: the errors of 1-bit Adam belong to layout %s, and begin again at zero",
             f->path, layout ? layout : "?");
     for (int u = 0; u < zero->n_units && other == 0; u++)
-        for (int e = 0; e < 2 && zero->units[u].errors[e]; e++) {
-            dt__zero_unit *z = &zero->units[u];
-            size_t         size = dt__zero_size(z), count = z->error_bytes[e] / size, most = DT__CKPT_CHUNK / size;
-            char           name[64];
-            dt__error_name(c, u, e, name, sizeof name);
-            int index = dt_weights_find(w, name);
-            for (size_t at = 0, n; at < count; at += n) {
-                n = count - at < most ? count - at : most;
-                if (dt_weights_read(w, index, (int64_t)at, (int64_t)n, z->unit->grad_dtype, host) != DT_OK ||
-                    dt__move(c->ctx, (char *)z->errors[e] + at * size, host, n * size) != DT_OK ||
-                    dt__sync(c->ctx) != DT_OK) return dt_error(c->ctx);
-            }
-        }
+        if (dt__errors_move(c, w, u, host) != DT_OK) break;
     return dt_error(c->ctx);
 }
 

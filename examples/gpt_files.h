@@ -56,16 +56,6 @@ static const gpt_name gpt_names[] = {
 /* Tensors that are no parameters: how their names end. */
 static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq" };
 
-/* Where one parameter lies in one kind of file. */
-typedef struct gpt_place {
-    char           name[2][96];
-    dt_weight_part part[2];
-    int            n;           /* parts */
-    int64_t        columns;     /* for dt_weights_load */
-    dt_shape       shape;       /* of each tensor, as safetensors have it */
-    int            first;       /* 1: the first parameter that lies in this tensor */
-} gpt_place;
-
 /* The kind of a file. */
 typedef struct gpt_kind {
     const char *prefix;         /* of all names but the head's */
@@ -87,16 +77,15 @@ static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gp
 }
 
 /* A parameter as a matrix (rows, columns), a bias or gain as one row: whole, or a third or half of a tensor. */
-static inline gpt_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
+static inline dt_file_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
     const gpt_name *n = gpt_name_of(r);
-    gpt_place       p;
+    dt_file_place   p;
     dt_shape        s = gpt_shape(m->config, r, layer);
     int             llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
     int64_t         thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
     memset(&p, 0, sizeof p);
     p.n = llama && n->second ? 2 : 1;
     p.columns = flat ? dt_count(s) : s.d[s.nd - 1];
-    p.first = before == 0;
     int64_t         rows = dt_count(s) / p.columns / p.n;
     dt_weight_part *part = &p.part[0];
     if (kind.llmc.version) {
@@ -120,7 +109,7 @@ static inline gpt_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, 
 }
 
 /* Points the parts at the names, which a returned struct cannot do for itself. */
-static inline void gpt_aim(gpt_place *p) {
+static inline void gpt_aim(dt_file_place *p) {
     for (int i = 0; i < 2; i++) p->part[i].name = p->name[i];
 }
 
@@ -325,19 +314,19 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
 /* ==== Weights ===================================================================================================== */
 
 /* Calls fn for every parameter, until the context fails. */
-typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user);
+typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user);
 static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
         for (int i = 0; i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
             if (dt_error(m->ctx) != DT_OK || !gpt_has(m->config, r, i)) continue; /* sizes may be 0 then */
-            gpt_place p = gpt_place_of(m, r, i, kind);
+            dt_file_place p = gpt_place_of(m, r, i, kind);
             gpt_aim(&p);
             fn(m, r, i, &p, w, user);
         }
 }
 
 /* user: a flag for each tensor of the file. */
-static inline void gpt_load_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+static inline void gpt_load_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
@@ -391,12 +380,13 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
     return dt_error(m->ctx);
 }
 
-static inline void gpt_declare_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+static inline void gpt_declare_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     (void)r, (void)layer, (void)user;
-    for (int i = 0; p->first && i < p->n; i++) dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
+    for (int i = 0; i < p->n; i++) /* thirds of one tensor are one */
+        if (dt_weights_find(w, p->name[i]) < 0) dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
 }
 
-static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     (void)user;
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
@@ -404,16 +394,12 @@ static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, gpt_place *
 /* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers read checkpoints too.
    Mixtures keep dt's names. */
 typedef struct gpt_sought { const dt_tensor *param; dt_file_place *place; } gpt_sought;
-static inline void gpt_place_one(gpt *m, const gpt_row *r, int layer, gpt_place *p, dt_weights *w, void *user) {
+static inline void gpt_place_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     gpt_sought *s = (gpt_sought *)user;
     int         tied = gpt_is_table(r) && m->config.tied && s->param == m->head;
     (void)w;
     if (*gpt_slot(m, r, layer) != s->param && !tied) return;
-    memcpy(s->place->name, p->name, sizeof s->place->name);
-    memcpy(s->place->part, p->part, sizeof s->place->part);
-    s->place->n = p->n;
-    s->place->columns = p->columns;
-    s->place->shape = p->shape;
+    *s->place = *p;
 }
 
 static inline void gpt_place_in(gpt *m, gpt_kind kind, const dt_tensor *param, dt_file_place *place) {

@@ -1366,37 +1366,24 @@ static void keep_inputs(int id, const char *path, const train_config *c, const t
                     table[ids[k]].name);
 }
 
-/* The newest checkpoint of a folder; its name is "" if there is none. */
-typedef struct newest { long long step; int again; char name[64]; } newest;
-static void newest_add(void *arg, const char *name) {
-    newest   *n = (newest *)arg;
-    long long step = -1;
-    int       again = 1;
-    if (sscanf(name, "step-%lld-%d", &step, &again) < 1 || step < 0 || strlen(name) >= sizeof n->name) return;
-    if (strchr(name, '.') || step < n->step || (step == n->step && again < n->again)) return;
-    *n = (newest){ .step = step, .again = again };
-    strcpy(n->name, name);
-}
-
 /* Another training's checkpoints in the folder of --save would be mistaken for this one's. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
-    newest      n = { .step = -1 };
-    char        path[4096];
+    char        path[4096], newest[64];
     struct stat st, at;
     if (!save || stat(save, &st) != 0) return;
     if (!S_ISDIR(st.st_mode)) refuse("--save %s: not a directory", save);
     if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
-    if (dt_io_default()->list(NULL, save, newest_add, &n) != 0 || !n.name[0]) return;
+    if (dt_checkpoint_newest(dt_io_default(), save, newest, sizeof newest) < 0) return;
     for (int up = 0; resume && up < 2; up++) { /* DIR, or DIR/step-N */
         if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path) continue;
         if (stat(path, &at) != 0 || !same_file(save, &at)) continue;
-        if (!up || snprintf(path, sizeof path, "%s/%s", save, n.name) >= (int)sizeof path) return;
+        if (!up || snprintf(path, sizeof path, "%s/%s", save, newest) >= (int)sizeof path) return;
         if (stat(resume, &at) == 0 && same_file(path, &at)) return;
-        refuse("--save %s has %s, which is newer than --resume %s: use another folder, or remove it", save, n.name,
+        refuse("--save %s has %s, which is newer than --resume %s: use another folder, or remove it", save, newest,
             resume);
     }
-    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, n.name, save);
+    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, newest, save);
 }
 
 static int is_llmc(const char *path) {
@@ -1662,8 +1649,7 @@ static int another_training(const dt_json *then, const value *v, char *was, size
 /* What --resume will find, as far as can be told before any rank starts. Whether it is whole, the ranks will see. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
-    newest      n = { .step = -1 };
-    char        path[4096], was[160];
+    char        path[4096], was[160], newest[64];
     size_t      bytes = 0, length = 0;
     struct stat st;
     if (!resume) return;
@@ -1671,8 +1657,8 @@ static void check_resume(const value *v) {
     if (stat(resume, &st) != 0) refuse("--resume %s: %s", resume, strerror(errno));
     if (!S_ISDIR(st.st_mode)) refuse("--resume %s: not a directory", resume);
     snprintf(path, sizeof path, "%.3900s/manifest.json", resume);
-    if (access(path, F_OK) != 0 && dt_io_default()->list(NULL, resume, newest_add, &n) == 0 && n.name[0])
-        snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, n.name);
+    if (access(path, F_OK) != 0 && dt_checkpoint_newest(dt_io_default(), resume, newest, sizeof newest) >= 0)
+        snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, newest);
     if (access(path, F_OK) != 0) return;
     dt_ctx     *ctx = look();
     char       *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);

@@ -189,7 +189,7 @@ static inline int memory_remove(void *user, const char *path) {
 
 static inline dt_io memory_io(memory_fs *fs) {
     dt_io io = { fs, memory_open, memory_close, memory_size, memory_pread, memory_pwrite, memory_fsync, memory_rename,
-        memory_resize, memory_remove };
+        memory_resize, memory_remove, NULL, NULL, NULL, NULL };
     return io;
 }
 

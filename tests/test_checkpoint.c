@@ -409,20 +409,22 @@ static void change(const char *path, const char *from, const char *to) {
     free(text);
 }
 
-static void forms(void) {
-    char   dir[300], other[300], at[320], path[360];
-    layout two = L(2, 1, 1, 1, 1, 1, 0);
-    names();
+/* What every part below begins with: a checkpoint of step 2 in `dir`, and the run that goes on from it, `at`. */
+static run saved_run(char *dir, char *at) {
+    run r = { .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2 };
     clear(in_scratch(dir, "forms"));
-    run usual = { .l = two, .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2 }, r = usual;
-    CHECK(go(usual).status == DT_OK);
-    snprintf(at, sizeof at, "%s/step-2", dir);
+    CHECK(go(r).status == DT_OK);
+    snprintf(at, 320, "%s/step-2", dir);
     r.save = NULL;
     r.stop_at = 3;
     r.resume = at;
     CHECK(go(r).status == DT_OK);
+    return r;
+}
 
-    run bad = r;
+static void other_programs(void) {
+    char dir[300], other[300], at[320];
+    run  r = saved_run(dir, at), bad = r;
     bad.model.width = 32;
     refused("another width", bad, "in this program");
     bad = r;
@@ -444,27 +446,43 @@ static void forms(void) {
     signs.resume = other;
     signs.stop_at = 4;
     CHECK(go(signs).status == DT_OK);
+}
 
-    bad = r;
+static void folders(void) {
+    char dir[300], other[300], at[320], name[64], copy[1600];
+    run  r = saved_run(dir, at), bad = r;
+    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 && strcmp(name, "step-2") == 0);
     bad.resume = in_scratch(other, "nothing");
     refused("no folder", bad, "there is no checkpoint");
+    CHECK(dt_checkpoint_newest(dt_io_default(), other, name, sizeof name) == -1 && !name[0]);
     if (mkdir(other, 0777) != 0) abort();
     refused("no checkpoint", bad, "there is no checkpoint");
-    bad = usual;
+    bad.save = dir;
+    bad.resume = NULL;
     refused("a folder of another training", bad, "which this job has not loaded");
-    r = usual; /* in another spelling it is no other folder */
-    snprintf(at, sizeof at, "%s/./forms", scratch);
-    r.resume = at;
-    r.stop_at = 3;
-    CHECK(go(r).status == DT_OK);
-    snprintf(path, sizeof path, "%s/step-3", dir);
-    clear(path);
-    snprintf(at, sizeof at, "%s/step-2", dir);
-    r.save = NULL;
     bad.save = "/proc/nothing/here";
     refused("a folder that cannot be made", bad, "/proc/nothing/here");
+    r.resume = r.save = dir;
+    CHECK(go(r).status == DT_OK);
+    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at, dir, dir, dir);
+    if (system(copy) != 0) abort(); /* of step 2, whatever its name says; and names that are none */
+    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 9);
+    r.save = NULL;
+    r.stop_at = 4;
+    result newest = go(r);
+    CHECK_MSG(newest.status == DT_OK && newest.first == 4, "step 3 is the newest, goes on with %lld: %s",
+        (long long)newest.first, newest.text);
+    snprintf(other, sizeof other, "%s/./forms", scratch); /* in another spelling it is no other folder */
+    r.resume = other;
+    r.save = dir;
+    newest = go(r);
+    CHECK_MSG(newest.status == DT_OK, "%s", newest.text);
+}
 
-    /* formats of the future, by name; and a manifest that only looks like one */
+/* Formats of the future, by name; and manifests that only look like one. */
+static void manifests(void) {
+    char dir[300], at[320], path[360];
+    run  r = saved_run(dir, at);
     snprintf(path, sizeof path, "%s/manifest.json", at);
     change(path, "\"version\":1", "\"version\":2");
     refused("a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
@@ -478,22 +496,20 @@ static void forms(void) {
     change(path, "\"version\":0", "\"version\":1");
     seal(path);
     CHECK(go(r).status == DT_OK);
-    char copy[800];
-    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'", at, dir); /* of step 2, whatever its name says */
-    if (system(copy) != 0) abort();
-    r.resume = dir;
-    result older = go(r);
-    CHECK_MSG(older.status == DT_OK && older.first == 3, "a copy under another name: first step %lld: %s",
-        (long long)older.first, older.text);
-    snprintf(path, sizeof path, "%s/manifest.json", at);
     change(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
     seal(path);
     refused("another seed", r, "its seed is 2");
     change(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
     change(path, "\"samples\"", "\"sampled\"");
     seal(path);
-    r.resume = at;
     refused("a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
+}
+
+static void forms(void) {
+    names();
+    other_programs();
+    folders();
+    manifests();
 }
 
 // ==== golden ========================================================================================================

@@ -920,8 +920,96 @@ static void odd_names(void) {
     disk_free(&d);
 }
 
+/* ---- a disk that gives no answer --------------------------------------------------------------------------------- */
+
+static struct {
+    pthread_mutex_t lock;
+    void           *block[4096];    /* what the run holds */
+    int             blocks;
+    int             stuck, release; /* the fsync of rank 1's thread */
+} mute = { .lock = PTHREAD_MUTEX_INITIALIZER };
+
+static void *mute_alloc(void *user, size_t bytes, dt_mem mem) {
+    void *p = dt_host_default()->alloc(user, bytes, mem);
+    pthread_mutex_lock(&mute.lock);
+    if (mute.blocks == 4096) abort();
+    mute.block[mute.blocks++] = p;
+    pthread_mutex_unlock(&mute.lock);
+    return p;
+}
+
+static void mute_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    pthread_mutex_lock(&mute.lock);
+    for (int i = 0; p && i < mute.blocks; i++)
+        if (mute.block[i] == p) mute.block[i] = mute.block[--mute.blocks], i = mute.blocks;
+    pthread_mutex_unlock(&mute.lock);
+    dt_host_default()->free(user, p, bytes, mem);
+}
+
+static int mute_fsync(void *user, int fd) {
+    __atomic_store_n(&mute.stuck, 1, __ATOMIC_RELEASE);
+    while (!__atomic_load_n(&mute.release, __ATOMIC_ACQUIRE)) usleep(1000);
+    return disk_fsync(user, fd);
+}
+
+static dt_status mute_rank(dt_ctx *ctx, void *user) {
+    job      *j = (job *)user;
+    int       r = dt_ctx_rank(ctx);
+    double    seen[2] = { 0, 0 };
+    dt_saved  saved = { "seen", seen, 2 };
+    dt_io    *io = (dt_io *)dt_ctx_io(ctx);
+    *io = disk_io(&j->seat[r]);
+    if (r == 1) io->fsync = mute_fsync;
+    model              m = model_make(ctx, j->stage);
+    dt_checkpoint_desc d = checkpoint_desc(j->dir, &saved);
+    d.background = 1;
+    dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
+    model_step(ctx, &m, 1, seen);
+    dt_checkpoint_save(c);
+    dt_checkpoint_close(c);
+    j->error[r] = dt_error(ctx);
+    return dt_error(ctx);
+}
+
+/* All ranks fail in time, and name the rank and its disk. Its thread goes on when the disk lets it, with memory that
+   nobody has given back. */
+static void no_answer(void) {
+    disk        d;
+    dt_run_desc desc;
+    dt_host     host = *dt_host_default();
+    disk_make(&d);
+    job j = job_make(&d, 3, 1, 1);
+    host.log = silent;
+    host.alloc = mute_alloc;
+    host.free = mute_free;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 3;
+    desc.timeout_s = 1;
+    desc.host = &host;
+    desc.report = &j.report;
+    double    begin = host.now(host.user);
+    dt_status status = dt_run(desc, mute_rank, &j);
+    double    took = host.now(host.user) - begin;
+    CHECK_MSG(took < 4, "over after %.1f s", took);
+    CHECK_MSG(status == DT_ERR_TIMEOUT && strstr(j.report.text, "rank 1: dt_checkpoint_save: ck/step-1: no answer from "
+        "the disk within 0.8 s"), "%s", j.report.text);
+    for (int r = 0; r < 3; r++) CHECK_MSG(j.error[r] != DT_OK, "rank %d went on", r);
+    CHECK(mute.stuck && mute.blocks > 0);
+    __atomic_store_n(&mute.release, 1, __ATOMIC_RELEASE);
+    for (int k = 0, open = 1; open && CHECK_MSG(k < 2000, "%d descriptors are left", open); k++) {
+        usleep(1000);
+        pthread_mutex_lock(&d.lock);
+        open = d.open;
+        pthread_mutex_unlock(&d.lock);
+    }
+    usleep(50000); /* the thread's last call is a close */
+    for (int i = 0; i < mute.blocks; i++) dt_host_default()->free(NULL, mute.block[i], 0, DT_MEM_HOST);
+    disk_free(&d);
+}
+
 static void part_jobs(int full) {
     (void)full;
+    no_answer();
     in_background(1, 0);
     in_background(2, 0);
     in_background(0, 1);

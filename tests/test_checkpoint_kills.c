@@ -6,7 +6,7 @@
 
    Four forked ranks load checkpoint A from a real folder, make a step, and save B. This program follows one of them
    with ptrace from the moment it enters the save, and kills it as it enters its n-th system call: those of its writer
-   thread, futexes and sleeps count too. Waits differ from run to run, so n grows until the save returns without reaching it.
+   thread, futexes and sleeps count too. Waits differ from run to run, so n grows until the save returns without it.
    Then the job must end with an error that names the rank, and a fresh job in that folder must find A or B to the bit:
    B if the save had returned on any rank. In the foreground and in the background, and where A is removed once B is
    there. */
