@@ -110,8 +110,10 @@ enum cudaError_t {
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
     cudaErrorLaunchFailure = 719
 };
+enum { cudaStreamNonBlocking = 1 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
@@ -854,6 +856,14 @@ inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes)
     return failure;
 }
 
+// A stream is an address that is not NULL.
+inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned)
+{
+    static char place;
+    *stream = reinterpret_cast<cudaStream_t>(&place);
+    return cudaSuccess;
+}
+
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
 struct dtc_machine { int devices, driver; cudaError_t error; };
 inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
@@ -863,6 +873,13 @@ inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it
     if (dtc_this_machine.error == cudaSuccess)
         *count = dtc_this_machine.devices;
     return dtc_this_machine.error;
+}
+
+inline cudaError_t dtc_set_device(int device)
+{
+    if (dtc_this_machine.error != cudaSuccess)
+        return dtc_this_machine.error;
+    return device >= 0 && device < dtc_this_machine.devices ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
 inline cudaError_t dtc_driver_version(int *version)
@@ -880,6 +897,7 @@ inline const char *dtc_error_name(cudaError_t error)
     case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
     case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
     case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
     }
     return "unrecognized error code";
@@ -891,6 +909,11 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaMemcpyAsync(to, from, bytes, kind, stream) \
     (static_cast<void>(kind), static_cast<void>(stream), dtc_memcpy(to, from, bytes))
 #define cudaStreamSynchronize(stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaStreamCreateWithFlags(stream, flags) dtc_stream_create(stream, flags)
+#define cudaStreamDestroy(stream) (static_cast<void>(stream), cudaSuccess)
+#define cudaSetDevice(device) dtc_set_device(device)
+#define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
+#define cudaFreeHost(p) dtc_free(p)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)
