@@ -129,6 +129,26 @@ static void cuda_unpin(void *p, size_t bytes) {
     cudaFreeHost(p);
 }
 
+static void *cuda_mark(void *stream, void *mark) {
+    cudaEvent_t event = (cudaEvent_t)mark;
+    if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
+    return cudaEventRecord(event, stream_of(stream)) == cudaSuccess ? event : NULL;
+}
+
+static int cuda_passed(void *mark) {
+    cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
+}
+
+static dt_status cuda_after(void *stream, void *mark) {
+    cudaError_t error = cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0);
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void cuda_unmark(void *mark) {
+    if (mark) cudaEventDestroy((cudaEvent_t)mark);
+}
+
 static void *refused(char *text, size_t text_bytes, const char *what, cudaError_t error) {
     (void)cudaGetLastError();
     if (text_bytes > 0) snprintf(text, text_bytes, "%s: %s", what, cudaGetErrorName(error));
@@ -143,7 +163,10 @@ extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) 
     queue->device = desc.device;
     queue->stream = (cudaStream_t)desc.stream;
     queue->own = desc.stream == NULL;
-    if (queue->own) error = cudaStreamCreateWithFlags(&queue->stream, cudaStreamNonBlocking);
+    int least = 0, most = 0; /* priorities: the smaller number goes first */
+    if (queue->own && desc.urgent) error = cudaDeviceGetStreamPriorityRange(&least, &most);
+    if (queue->own && error == cudaSuccess)
+        error = cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, most);
     if (error == cudaSuccess) return queue;
     free(queue);
     return refused(text, text_bytes, "cudaStreamCreateWithFlags", error);
@@ -165,7 +188,7 @@ static void *cuda_open(int place, char *text, size_t text_bytes) {
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (error == cudaSuccess && devices == 0) error = cudaErrorNoDevice;
     if (error != cudaSuccess) return refused(text, text_bytes, "cudaGetDeviceCount", error);
-    dt_cuda_desc desc = { place % devices, NULL };
+    dt_cuda_desc desc = { place % devices, NULL, 0 };
     return dt_cuda_open(desc, text, text_bytes);
 }
 
@@ -1358,6 +1381,10 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .close = dt_cuda_close,
         .pin = cuda_pin,
         .unpin = cuda_unpin,
+        .mark = cuda_mark,
+        .passed = cuda_passed,
+        .after = cuda_after,
+        .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
         .fill = cuda_fill,
         .init = NULL,

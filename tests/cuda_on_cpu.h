@@ -102,6 +102,7 @@ inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -111,9 +112,10 @@ enum cudaError_t {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNotReady = 600,
     cudaErrorLaunchFailure = 719
 };
-enum { cudaStreamNonBlocking = 1 };
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
@@ -856,13 +858,15 @@ inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes)
     return failure;
 }
 
-// A stream is an address that is not NULL.
-inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned)
+// A stream, or an event, is an address that is not NULL.
+template <class Handle> cudaError_t dtc_handle(Handle *handle)
 {
     static char place;
-    *stream = reinterpret_cast<cudaStream_t>(&place);
+    *handle = reinterpret_cast<Handle>(&place);
     return cudaSuccess;
 }
+inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dtc_handle(stream); }
+inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
 struct dtc_machine { int devices, driver; cudaError_t error; };
@@ -909,8 +913,15 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaMemcpyAsync(to, from, bytes, kind, stream) \
     (static_cast<void>(kind), static_cast<void>(stream), dtc_memcpy(to, from, bytes))
 #define cudaStreamSynchronize(stream) (static_cast<void>(stream), dtc_last_error())
-#define cudaStreamCreateWithFlags(stream, flags) dtc_stream_create(stream, flags)
+#define cudaStreamCreateWithPriority(stream, flags, priority) dtc_stream_create(stream, flags)
+#define cudaDeviceGetStreamPriorityRange(least, most) (*(least) = *(most) = 0, cudaSuccess)
 #define cudaStreamDestroy(stream) (static_cast<void>(stream), cudaSuccess)
+#define cudaEventCreateWithFlags(event, flags) dtc_event_create(event, flags)
+#define cudaEventRecord(event, stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaEventQuery(event) (static_cast<void>(event), dtc_last_error())
+#define cudaStreamWaitEvent(stream, event, flags) \
+    (static_cast<void>(stream), static_cast<void>(event), cudaSuccess)
+#define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
