@@ -1087,6 +1087,8 @@ SETTER(fake_cuda_order, int, fake.order = value)
 SETTER(fake_cuda_forbid_default_stream, int, fake.no_default_stream = value)
 SETTER(fake_cuda_wait_limit, double, fake.wait_limit = value)
 
+#include "fake_cublaslt.h"
+
 int fake_cuda_leaks(int print) {
     pthread_mutex_lock(&fake.lock);
     int n = (int)fake.block_count;
@@ -1101,6 +1103,8 @@ int fake_cuda_leaks(int print) {
         n++;
         if (print) fprintf(stderr, "fake_cuda: an event of device %d\n", e->device);
     }
+    n += blas.handles;
+    if (print && blas.handles) fprintf(stderr, "fake_cuda: %d cuBLASLt handles\n", blas.handles);
     pthread_mutex_unlock(&fake.lock);
     return n;
 }
@@ -1135,6 +1139,8 @@ void fake_cuda_reset(void) {
     fake.events = NULL;
     fake.error[0] = 0;
     fake.error_unread = 0;
+    blas.none = blas.handles = 0;
+    blas.refusal = NULL;
     defaults();
     current_device = 0;
     last_error = cudaSuccess;

@@ -43,6 +43,9 @@ void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void 
 /* Inside run: the device has failed for good. Elsewhere: the launch was refused, cudaGetLastError tells. */
 void fake_cuda_launch_failed(cudaError_t error, const char *text);
 
+void        fake_cublas_no_algorithm(int on); /* the heuristic finds nothing */
+const char *fake_cublas_refusal(void);        /* why cuBLASLt last refused something */
+
 #ifdef __cplusplus
 }
 #endif
