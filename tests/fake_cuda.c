@@ -296,6 +296,12 @@ static void pop(cudaStream_t s) {
 
 // ==== 5. Who runs next ==============================================================================================
 
+/* In fake_nccl.h. */
+static int  part_may_run(const op *o);
+typedef struct part part;
+static int  part_run(part *p);
+static void part_describe(char text[2048], const part *p);
+
 /* The legacy default stream waits for what all blocking streams of its device were given before, and they for it. */
 static int held_by(const cudaStream_t t, const cudaStream_t s) {
     if (t == s || t->device != s->device || !t->head || t->head->seq > s->head->seq) return 0;
@@ -307,6 +313,7 @@ static int may_run(cudaStream_t s) {
     if (!o || s->busy) return 0;
     if (s->is_default || s->blocking)
         FOR_STREAMS(t) if (held_by(t, s)) return 0;
+    if (o->kind == OP_NCCL) return part_may_run(o);
     return o->kind != OP_WAIT || o->mark->done;
 }
 
@@ -324,24 +331,31 @@ static void run_head(cudaStream_t s) {
     } else if (o->kind == OP_RECORD) {
         o->mark->done = 1;
         o->mark->when = now();
+    } else if (o->kind == OP_NCCL && !part_run((part *)o->arg)) {
+        return;
     }
     pop(s);
 }
 
-/* What somebody waits for: a record, or all that the stream, or the device's streams, held up to `seq`. */
+/* What somebody waits for: a record, a count that goes down to 0, or all that the stream, or the device's streams,
+   held up to `seq`. */
 typedef struct target {
     mark        *mark;
+    const int   *zero;
+    const char  *what; /* the count */
     cudaStream_t stream;
     int          device;
     uint64_t     seq;
 } target;
 
 static int is_target(const target *t, const cudaStream_t s) {
+    if (t->zero) return 1;
     return t->mark ? s == t->mark->stream : t->stream ? s == t->stream : s->device == t->device;
 }
 
 static int reached(const target *t) {
     if (t->mark) return t->mark->done;
+    if (t->zero) return *t->zero == 0;
     FOR_STREAMS(s) if (is_target(t, s) && s->head && s->head->seq <= t->seq) return 0;
     return 1;
 }
@@ -349,6 +363,15 @@ static int reached(const target *t) {
 static int need(cudaStream_t s) {
     if (s->needed) return 0;
     return s->needed = 1;
+}
+
+/* Any other rank may be waited for. */
+static int need_ranks(void) {
+    int more = 0;
+    FOR_STREAMS(s)
+        for (const op *o = s->head; o && !s->needed; o = o->next)
+            if (o->kind == OP_NCCL) more = need(s);
+    return more;
 }
 
 /* Marks the streams without whose operations the target is not reached. */
@@ -359,6 +382,7 @@ static void mark_needed(const target *t) {
         FOR_STREAMS(s) {
             if (!s->needed || !s->head) continue;
             if (s->head->kind == OP_WAIT && !s->head->mark->done) more |= need(s->head->mark->stream);
+            if (s->head->kind == OP_NCCL) more |= need_ranks();
             FOR_STREAMS(h) if (held_by(h, s)) more |= need(h);
         }
     }
@@ -401,6 +425,7 @@ static void describe_stream(char text[2048], cudaStream_t s) {
 static void report_hang(const target *t) {
     char text[2048] = "a wait for ";
     if (t->mark) append(text, "an event");
+    else if (t->zero) append(text, "%s", t->what);
     else if (t->stream) describe_stream(text, t->stream);
     else append(text, "device %d", t->device);
     append(text, " does not end:");
@@ -408,7 +433,9 @@ static void report_hang(const target *t) {
         if (!s->head) continue;
         append(text, "\n    ");
         describe_stream(text, s);
-        append(text, ": %s", s->head->name);
+        append(text, ": ");
+        if (s->head->kind == OP_NCCL) part_describe(text, (const part *)s->head->arg);
+        else append(text, "%s", s->head->name);
         if (s->head->kind == OP_WAIT) {
             append(text, " of ");
             describe_stream(text, s->head->mark->stream);
@@ -1088,6 +1115,7 @@ SETTER(fake_cuda_forbid_default_stream, int, fake.no_default_stream = value)
 SETTER(fake_cuda_wait_limit, double, fake.wait_limit = value)
 
 #include "fake_cublaslt.h"
+#include "fake_nccl.h"
 
 int fake_cuda_leaks(int print) {
     pthread_mutex_lock(&fake.lock);
@@ -1103,7 +1131,7 @@ int fake_cuda_leaks(int print) {
         n++;
         if (print) fprintf(stderr, "fake_cuda: an event of device %d\n", e->device);
     }
-    n += blas.handles;
+    n += blas.handles + comm_leaks(print);
     if (print && blas.handles) fprintf(stderr, "fake_cuda: %d cuBLASLt handles\n", blas.handles);
     pthread_mutex_unlock(&fake.lock);
     return n;
@@ -1139,6 +1167,7 @@ void fake_cuda_reset(void) {
     fake.events = NULL;
     fake.error[0] = 0;
     fake.error_unread = 0;
+    nccl_reset();
     blas.none = blas.handles = 0;
     blas.refusal = NULL;
     defaults();

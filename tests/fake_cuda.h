@@ -46,6 +46,13 @@ void fake_cuda_launch_failed(cudaError_t error, const char *text);
 void        fake_cublas_no_algorithm(int on); /* the heuristic finds nothing */
 const char *fake_cublas_refusal(void);        /* why cuBLASLt last refused something */
 
+/* The operation that device starts after `after` more fails: its communicator answers `error`, an ncclResult_t, to
+   ncclCommGetAsyncError, its stream and its peers hang. */
+void fake_nccl_fail(int device, int after, int error);
+/* A device runs one communicator's operation at a time, in the order of the calls, as a full GPU does: ranks that call
+   their communicators in different orders hang. */
+void fake_nccl_one_at_a_time(int on);
+
 #ifdef __cplusplus
 }
 #endif
