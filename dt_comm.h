@@ -7529,11 +7529,11 @@ static void dt__nccl_cast(dt_work *work, int back) {
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
     int whole = !back && dt__pattern_of(call->op)->cut, me = work->comm->place.rank;
     int first = call->op == DT__REDUCE_SCATTER && back ? me : 0;
+    size_t n = call->count - work->at < work->run ? call->count - work->at : work->run;
     for (int i = 0; i < (whole ? work->comm->place.size : 1); i++) {
         char *buf = (char *)(back ? call->recv : (void *)call->send);
         void *narrow = buf + ((whole ? (size_t)i * call->count : 0) + work->at) * dt_dtype_size(call->dtype);
-        void *wide = work->lane->wide + (size_t)(first + i) * work->run;
-        size_t n = call->count - work->at < work->run ? call->count - work->at : work->run;
+        void *wide = work->lane->wide + (size_t)(first + i) * n;
         dt_cast_args a = { back ? call->dtype : DT_F32, back ? DT_F32 : call->dtype, back ? narrow : wide,
                            back ? wide : narrow, n, 0 };
         dt_status status = kernels->cast ? kernels->cast(&a, work->lane->queue) : DT_ERR_UNSUPPORTED;
@@ -7556,6 +7556,7 @@ static ncclResult_t dt__nccl_each(dt_work *work, void *stream) {
         size_t out = v ? c->send_counts[other] : c->count, in = v ? c->recv_counts[other] : c->count;
         size_t from = v ? dt__sum_of(c->send_counts, other) : pattern->cut ? (size_t)other * c->count : 0;
         size_t at = v ? dt__sum_of(c->recv_counts, other) : pattern->all_send ? (size_t)other * c->count : 0;
+        if (other == comm->place.rank && dt__element(work, c->send, from) == dt__element(work, c->recv, at)) continue;
         if (to && out > 0 && result == ncclSuccess)
             result = call->Send(dt__element(work, c->send, from), out, type, other, work->lane->comm,
                                 (cudaStream_t)stream);
@@ -7583,7 +7584,7 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
     case DT__ALL_REDUCE: return call->AllReduce(send, recv, n, type, op, comm, stream);
     case DT__REDUCE: return call->Reduce(send, recv, n, type, op, c->peer, comm, stream);
     case DT__REDUCE_SCATTER:
-        if (wide) recv = work->lane->wide + (size_t)work->comm->place.rank * work->run;
+        if (wide) recv = work->lane->wide + (size_t)work->comm->place.rank * n;
         return call->ReduceScatter(send, recv, n, type, op, comm, stream);
     case DT__ALL_GATHER: return call->AllGather(send, recv, n, type, comm, stream);
     case DT__BROADCAST: return call->Broadcast(recv, recv, n, type, c->peer, comm, stream);
@@ -7813,10 +7814,10 @@ static void dt__nccl_abort(dt__world *world) {
 static void dt__nccl_sound(dt_work *work) {
     dt__world *world = work->comm->world;
     ncclResult_t state = ncclSuccess;
-    int awaited = dt__not_begun(work);
     if (work->lane && work->lane->comm) world->nccl->call.CommGetAsyncError(work->lane->comm, &state);
     if (state != ncclSuccess && state != ncclInProgress) dt__nccl_fail(world, work->lane, "a communicator", state);
     else dt__others_look(world);
+    int awaited = dt__not_begun(work);
     if (dt_error(world->ctx) == DT_OK && awaited != DT_ANY && world->others[awaited].last.waiting == DT__SAID_END)
         dt__ended_without(work, awaited);
 }

@@ -145,6 +145,7 @@ static void *cuda_mark(void *stream, void *mark) {
 
 static int cuda_passed(void *mark) {
     cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
     return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
 }
 
