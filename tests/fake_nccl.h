@@ -336,7 +336,7 @@ static void spoil(const part *p) {
         size_t      send, recv;
         task_bytes(t, p->comm->rank, p->comm->clique->size, &send, &recv);
         int apart = send == 0 || t->send + send <= t->recv || t->recv + recv <= t->send;
-        if (!t->done && (apart || is_over(p->comm))) memset(t->recv, 0xff, recv);
+        if (recv && !t->done && (apart || is_over(p->comm))) memset(t->recv, 0xff, recv);
     }
 }
 
@@ -466,7 +466,9 @@ static ncclResult_t group_launch(void) {
             result = ncclInProgress;
         } else part_launch(p);
     }
-    group.call_count = 0;
+    free(group.calls);
+    group.calls = NULL;
+    group.call_count = group.call_room = 0;
     group.error = ncclSuccess;
     return result;
 }
@@ -863,6 +865,5 @@ static void nccl_reset(void) {
     uint64_t ids = nccl.ids; /* an id from before stays unknown */
     memset(&nccl, 0, sizeof nccl);
     nccl.ids = ids;
-    free(group.calls);
     memset(&group, 0, sizeof group);
 }

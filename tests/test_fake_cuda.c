@@ -10,6 +10,11 @@
 #include "fake_cuda.c"
 
 enum { SEEDS = 200, N = 100 };
+#ifdef __SANITIZE_THREAD__
+enum { PLANT_RACES = 0 };
+#else
+enum { PLANT_RACES = 1 };
+#endif
 
 static int said(const char *part) {
     const char *text = fake_cuda_error();
@@ -742,19 +747,24 @@ static void test_orders(void) {
         with_event = 1;
         run_ranks(2, seed, FAKE_CUDA_RANDOM, (int)seed % 2, two_streams_of_a_rank);
         right += ranks[0].answer == 0 && ranks[1].answer == 0 && !fake_cuda_error();
+        settle_first = 1;
+        run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, event_too_early);
+        CHECK(ranks[0].answer == 0 && ranks[1].answer == 0);
+        if (!PLANT_RACES) continue;
         with_event = 0;
         run_ranks(2, seed, FAKE_CUDA_RANDOM, (int)seed % 2, two_streams_of_a_rank);
         wrong += ranks[0].answer || ranks[1].answer;
         settle_first = 0;
         run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, event_too_early);
         early += ranks[0].answer || ranks[1].answer;
-        settle_first = 1;
-        run_ranks(2, seed, FAKE_CUDA_RANDOM, 0, event_too_early);
-        CHECK(ranks[0].answer == 0 && ranks[1].answer == 0);
     }
     CHECK_MSG(right == SEEDS, "%d of %d right with events", right, SEEDS);
-    CHECK_MSG(wrong > SEEDS / 4, "%d of %d wrong without", wrong, SEEDS);
-    CHECK_MSG(early > SEEDS / 10, "%d of %d wrong with an event too early", early, SEEDS);
+    if (PLANT_RACES) {
+        CHECK_MSG(wrong > SEEDS / 4, "%d of %d wrong without", wrong, SEEDS);
+        CHECK_MSG(early > SEEDS / 10, "%d of %d wrong with an event too early", early, SEEDS);
+    } else {
+        check_skip("forgotten events between rank threads: the thread sanitizer finds them first");
+    }
     expect(3, 1, reduced_types, cudaSuccess, NULL);
     expect(2, 1, exchange, cudaErrorLaunchTimeout, "does not end");
     expect(2, 1, grouped_exchange, cudaSuccess, NULL);
