@@ -8,6 +8,7 @@
 #include "check.h"
 #if defined(__has_include) && __has_include(<cublasLt.h>) && __has_include(<nccl.h>)
 #include "fake_cuda.c"
+#include <sys/wait.h>
 
 enum { SEEDS = 200, N = 100 };
 #ifdef __SANITIZE_THREAD__
@@ -262,6 +263,41 @@ static void test_failures(void) {
     machine_after("is not a stream", 1);
 }
 
+static void touch_run(void *arg) { *(volatile float *)arg += 1; }
+
+/* In a process of its own: on which signal it dies. */
+static int guarded(int touch) {
+    pid_t child = fork();
+    if (child == 0) {
+        fake_cuda_reset();
+        fake_cuda_devices(2);
+        fake_cuda_guard(1);
+        if (!freopen("/dev/null", "w", stderr)) _exit(2);
+        float *x = device_floats(N), *y, out[N];
+        cudaStream_t s = new_stream();
+        cudaMemsetAsync(x, 0, N * sizeof *x, s);
+        launch_increment(s, x, x);
+        cudaMemcpyAsync(out, x, sizeof out, cudaMemcpyDefault, s);
+        cudaSetDevice(1);
+        y = device_floats(N);
+        if (touch == 3) cudaDeviceEnablePeerAccess(0, 0);
+        if (touch == 1) y[N - 1] = 1;
+        if (touch >= 2) fake_cuda_launch(new_stream(), touch_run, x, NULL);
+        cudaDeviceSynchronize();
+        _exit(out[N - 1] == 1 ? 0 : 2);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+static void test_guard(void) {
+    CHECK(guarded(0) == 0);
+    CHECK(guarded(1) == SIGSEGV); /* the host */
+    CHECK(guarded(2) == SIGSEGV); /* a kernel of another device */
+    CHECK(guarded(3) == 0);       /* with access to the peer */
+}
+
 // ==== Matrix products ===============================================================================================
 
 typedef struct shape { int m, n, k, transa, transb, batch, pad; } shape;
@@ -279,7 +315,8 @@ typedef struct matrix {
 
 static uint64_t numbers = 1;
 static matrix new_matrix(cudaDataType_t type, int rows, int cols, int ld, int batch) {
-    matrix m = {type, rows, cols, ld, batch, (size_t)batch * (size_t)ld * (size_t)cols * number_bytes(type), NULL, NULL};
+    matrix m = {.type = type, .rows = rows, .cols = cols, .ld = ld, .batch = batch};
+    m.bytes = (size_t)batch * (size_t)ld * (size_t)cols * number_bytes(type);
     m.host = (char *)malloc(m.bytes);
     for (size_t i = 0; i < m.bytes / number_bytes(type); i++)
         number_store(type, m.host, i, (float)((int)(mix(++numbers) % 65) - 32) / 32);
@@ -398,8 +435,9 @@ static cublasStatus_t product_of(const shape *s, cudaDataType_t in, cudaDataType
 static void test_products(void) {
     static const int EPILOGUES[] = {
         CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_RELU_BIAS,
-        CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-        CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB};
+        CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
+        CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_DGELU_BGRAD,
+        CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB};
     enum { KINDS = sizeof EPILOGUES / sizeof *EPILOGUES };
     static const shape SHAPES[] = {{1, 1, 1, 0, 0, 1, 0}, {17, 5, 9, 0, 0, 1, 3}, {33, 18, 7, 1, 0, 2, 1},
                                    {16, 31, 20, 0, 1, 3, 0}, {47, 3, 65, 1, 1, 1, 2}};
@@ -448,7 +486,8 @@ static void test_refusals(void) {
         CHECK(!cublasLtMatmulAlgoGetHeuristic(handle, &p, &a, &b, &d, &d, &wish, 1, &best, &found) && found);
         if (wrong == 1) cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 5, 8, 5);
         if (wrong == 2) cublasLtMatrixLayoutInit(&a, CUDA_R_32F, 8, 4, 7);
-        if (wrong == 3) cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 4, 7, 4), cublasLtMatrixLayoutInit(&d, CUDA_R_32F, 8, 7, 8);
+        if (wrong == 3) cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 4, 7, 4);
+        if (wrong == 3) cublasLtMatrixLayoutInit(&d, CUDA_R_32F, 8, 7, 8);
         if (wrong == 7) cudaSetDevice(1);
         cublasStatus_t status =
             cublasLtMatmul(handle, &p, &one, wrong == 4 ? x + 4 : wrong == 6 ? host : x, &a, x + 64, &b, &zero,
@@ -601,11 +640,13 @@ static void test_collectives(void) {
     machine(1);
     for (int size = 1; size <= 5; size++)
         for (int mode = 0; mode < 6; mode++) {
+            if (mode == 5) setenv("FAKE_CUDA_GUARD", "1", 1);
             run_ranks(size, (unsigned)(size * 10 + mode), mode % 3, mode / 3, all_collectives);
+            unsetenv("FAKE_CUDA_GUARD");
             CHECK_MSG(!fake_cuda_error(), "%s", fake_cuda_error());
             for (int r = 0; r < size; r++)
-                CHECK_MSG(ranks[r].init == ncclSuccess && ranks[r].answer == 0, "%d ranks, mode %d, rank %d: %d, %d", size,
-                          mode, r, ranks[r].init, ranks[r].answer);
+                CHECK_MSG(ranks[r].init == ncclSuccess && ranks[r].answer == 0, "%d ranks, mode %d, rank %d: %d, %d",
+                          size, mode, r, ranks[r].init, ranks[r].answer);
             CHECK(fake_cuda_leaks(1) == 0);
         }
     run_ranks(5, 1, FAKE_CUDA_RANDOM, 1, rounded_sums);
@@ -943,6 +984,7 @@ int main(void) {
     test_host();
     test_memory();
     test_failures();
+    test_guard();
     test_products();
     test_refusals();
     test_collectives();
