@@ -124,12 +124,12 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* 0 .. n-1, from the seed. */
 static uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     return x ^ x >> 31;
 }
+/* 0 .. n-1, from the seed. */
 static unsigned draw(unsigned n) { return (unsigned)(mix(fake.seed + ++fake.draws * 0x9e3779b97f4a7c15u) >> 33) % n; }
 
 static void defaults(void) {

@@ -530,11 +530,11 @@ static ncclResult_t settle(ncclComm_t comm, ncclResult_t result) {
     return result;
 }
 
-/* What a client does instead of a wait without an end. */
+/* What a client does instead of a wait without an end; a mistake that was found ends it too. */
 static cudaError_t poll_stream(cudaStream_t s, double seconds) {
     double      until = now() + seconds;
     cudaError_t error;
-    while ((error = cudaStreamQuery(s)) == cudaErrorNotReady && now() < until) sched_yield();
+    while ((error = cudaStreamQuery(s)) == cudaErrorNotReady && now() < until && !fake_cuda_error()) sched_yield();
     return error;
 }
 
@@ -570,12 +570,13 @@ static void run_ranks_on(int size, int devices, int blocking, void (*body)(rank 
     for (int r = 0; r < size; r++) pthread_join(threads[r], NULL);
 }
 
+static double wait_limit = 20; /* short where a hang is expected */
 static void run_ranks(int size, unsigned seed, int order, int blocking, void (*body)(rank *)) {
     fake_cuda_reset();
     fake_cuda_devices(size);
     fake_cuda_seed(seed);
     fake_cuda_order(order);
-    fake_cuda_wait_limit(0.2);
+    fake_cuda_wait_limit(wait_limit);
     run_ranks_on(size, size, blocking, body);
 }
 
@@ -754,17 +755,17 @@ static void wrong_order(rank *r) {
 }
 static void wrong_count(rank *r) {
     ncclAllReduce(r->x, r->y, N + (size_t)(r->rank == 1), ncclFloat, ncclSum, r->comm, r->stream);
-    r->answer = (int)poll_stream(r->stream, 0.05);
+    r->answer = (int)poll_stream(r->stream, 10);
     cudaGetLastError();
 }
 static void wrong_root(rank *r) {
     ncclBroadcast(r->x, r->y, N, ncclFloat, r->rank == 1, r->comm, r->stream);
-    r->answer = (int)poll_stream(r->stream, 0.05);
+    r->answer = (int)poll_stream(r->stream, 10);
 }
 static void wrong_send(rank *r) {
     if (r->rank) ncclSend(r->x, N, ncclFloat, 0, r->comm, r->stream);
     else ncclRecv(r->y, N - 1, ncclFloat, 1, r->comm, r->stream);
-    r->answer = (int)poll_stream(r->stream, 0.05);
+    r->answer = (int)poll_stream(r->stream, 10);
 }
 static void missing(rank *r) {
     if (r->rank == 1) return;
@@ -775,7 +776,9 @@ static void missing(rank *r) {
 /* All ranks hang, or with NOT_READY are found to be at it. */
 static void expect(int size, int blocking, void (*body)(rank *), cudaError_t answer, const char *text) {
     for (int order = 0; order < 2; order++) {
+        wait_limit = answer == cudaErrorLaunchTimeout ? 0.2 : 20;
         run_ranks(size, 7, order, blocking, body);
+        wait_limit = 20;
         CHECK_MSG(text ? said(text) : !fake_cuda_error(), "%s, not %s", fake_cuda_error(), text);
         for (int r = 0; r < size && body != missing; r++)
             CHECK_MSG(ranks[r].answer == (int)answer, "rank %d: %d", r, ranks[r].answer);
@@ -846,12 +849,12 @@ static void planted(rank *r) {
         state = settle(r->comm, result);
         if (state) break;
     }
-    for (double until = now() + 0.05; !state && now() < until;) {
+    for (double until = now() + 10; !state && now() < until && !__atomic_load_n(&ranks[1].answer, __ATOMIC_SEQ_CST);) {
         ncclCommGetAsyncError(r->comm, &state);
         cudaStreamQuery(r->stream);
     }
     CHECK(poll_stream(r->stream, 0.01) == cudaErrorNotReady);
-    r->answer = (int)state;
+    __atomic_store_n(&r->answer, (int)state, __ATOMIC_SEQ_CST);
 }
 
 static void divided(rank *r) {
@@ -953,9 +956,9 @@ static void test_communicators(void) {
     unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
     for (int r = 0; r < 4; r++) CHECK(!ranks[r].init && ranks[r].answer == 0);
     machine(2);
-    fake_cuda_wait_limit(0.3);
     run_ranks_on(2, 2, 1, two_orders);
     CHECK(!ranks[0].answer && !ranks[1].answer && !fake_cuda_error());
+    fake_cuda_wait_limit(0.2);
     fake_nccl_one_at_a_time(1);
     run_ranks_on(2, 2, 1, two_orders);
     CHECK(ranks[0].answer && ranks[1].answer);
