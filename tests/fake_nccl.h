@@ -304,8 +304,10 @@ static void match_sends(clique *c, int rank) {
 }
 
 static void match(clique *c) {
+    uint64_t opened = guard_open(-1);
     while (!c->broken && match_collective(c)) {}
     for (int r = 0; r < c->size && !c->broken; r++) match_sends(c, r);
+    guard_close(opened);
 }
 
 // ==== 4. Parts in streams ===========================================================================================
@@ -331,13 +333,15 @@ static int part_may_run(const op *o) {
 
 /* While an operation runs, and after an abort, nobody knows what its receive buffers hold. */
 static void spoil(const part *p) {
+    uint64_t opened = guard_open(p->comm->device);
     for (int i = 0; i < p->task_count; i++) {
         const task *t = &p->tasks[i];
         size_t      send, recv;
         task_bytes(t, p->comm->rank, p->comm->clique->size, &send, &recv);
         int apart = send == 0 || t->send + send <= t->recv || t->recv + recv <= t->send;
-        if (!t->done && (apart || is_over(p->comm))) memset(t->recv, 0xff, recv);
+        if (recv && !t->done && (apart || is_over(p->comm))) memset(t->recv, 0xff, recv);
     }
+    guard_close(opened);
 }
 
 /* Whether it has ended. */
@@ -409,7 +413,8 @@ static ncclResult_t comm_enter(ncclComm_t comm) {
     sched_yield(); /* a second thread may come */
     enter();
     const void *grouped_by = comm->grouped_by;
-    if (comm->aborted || comm->destroyed) return MISUSE(comm, ncclInvalidArgument, "a communicator is used after its end");
+    if (comm->aborted || comm->destroyed)
+        return MISUSE(comm, ncclInvalidArgument, "a communicator is used after its end");
     if (others > 0 || (grouped_by && grouped_by != &group))
         return MISUSE(comm, ncclInvalidUsage, "two threads call one communicator at the same time");
     if (comm->in_progress)
@@ -466,7 +471,9 @@ static ncclResult_t group_launch(void) {
             result = ncclInProgress;
         } else part_launch(p);
     }
-    group.call_count = 0;
+    free(group.calls);
+    group.calls = NULL;
+    group.call_count = group.call_room = 0;
     group.error = ncclSuccess;
     return result;
 }
@@ -708,7 +715,8 @@ static void split_complete(clique *c) {
         clique *child = clique_make(0, size);
         for (int i = 0; i < size; i++) {
             ncclComm_t parent = c->comms[members[i]];
-            parent->child = comm_make(child, i, parent->device, config_blocking(&parent->child_config, parent->blocking));
+            parent->child = comm_make(child, i, parent->device,
+                                      config_blocking(&parent->child_config, parent->blocking));
             parent->splitting = 0;
         }
     }
@@ -811,7 +819,8 @@ const char *ncclGetErrorString(ncclResult_t result) {
     static const char *const TEXTS[] = {
         "no error", "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
         "unhandled system error (run with NCCL_DEBUG=INFO for details)", "internal error - please report this issue",
-        "invalid argument (run with NCCL_DEBUG=WARN for details)", "invalid usage (run with NCCL_DEBUG=WARN for details)",
+        "invalid argument (run with NCCL_DEBUG=WARN for details)",
+        "invalid usage (run with NCCL_DEBUG=WARN for details)",
         "remote process exited or there was a network error", "NCCL operation in progress"};
     return (unsigned)result < ncclNumResults ? TEXTS[result] : "unknown result code";
 }
@@ -835,7 +844,9 @@ ncclResult_t ncclGroupEnd(void) {
     return result;
 }
 
-ncclResult_t ncclMemAlloc(void **p, size_t bytes) { return cudaMalloc(p, bytes) ? ncclUnhandledCudaError : ncclSuccess; }
+ncclResult_t ncclMemAlloc(void **p, size_t bytes) {
+    return cudaMalloc(p, bytes) ? ncclUnhandledCudaError : ncclSuccess;
+}
 ncclResult_t ncclMemFree(void *p) { return cudaFree(p) ? ncclUnhandledCudaError : ncclSuccess; }
 
 static int comm_leaks(int print) {
@@ -863,6 +874,5 @@ static void nccl_reset(void) {
     uint64_t ids = nccl.ids; /* an id from before stays unknown */
     memset(&nccl, 0, sizeof nccl);
     nccl.ids = ids;
-    free(group.calls);
     memset(&group, 0, sizeof group);
 }
