@@ -42,6 +42,11 @@ What it makes visible to the test's own checks:
   - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
   - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
     arrays are covered by the latter only.
+
+LATE LAUNCHES. With -DDTC_QUEUED a launch is put into its stream by fake_cuda.c, which stands in
+for the CUDA runtime and runs it some time later; the toolkit's headers are needed then. A launch's
+mistake makes its device fail, as in CUDA, and fake_cuda_error() tells it.
+
 By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets no
 order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
 in the scheduler when nobody can go on.
@@ -77,6 +82,8 @@ ASan of its stacks, not TSan. Launches from several host threads take turns. */
 #if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
+#elif defined(DTC_QUEUED)
+#error "DTC_QUEUED needs the toolkit's headers: -isystem /usr/local/cuda/include"
 #else
 
 struct int2 { int x, y; };
@@ -421,8 +428,10 @@ inline cudaError_t dtc_last_error()
     std::lock_guard<std::mutex> guard(dtc.lock);
     return dtc.failure;
 }
+#ifndef DTC_QUEUED
 #define cudaGetLastError() dtc_last_error()
 #define cudaPeekAtLastError() dtc_last_error()
+#endif
 
 inline void dtc_set_order(int order, unsigned seed)
 {
@@ -822,6 +831,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     dtc.dynamic = nullptr;
 }
 
+#ifndef DTC_QUEUED
 // The arguments are evaluated once, as in a real launch; each thread gets a copy.
 template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name,
@@ -830,7 +840,68 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
     const std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_run_grid(grid, block, smem, name, [&] { std::apply(kernel, values); });
 }
+#else
 
+// fake_cuda.c's queues; see fake_cuda.h.
+extern "C" {
+void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_launch_failed(cudaError_t error, const char *text);
+}
+
+struct dtc_queued {
+    dim3 grid, block;
+    size_t smem;
+    const char *name;
+    std::function<void()> body;
+};
+
+// A mistake is the device's from here on: the simulator serves the other devices too.
+inline void dtc_hand_over_failure()
+{
+    std::unique_lock<std::mutex> guard(dtc.lock);
+    if (dtc.failure == cudaSuccess)
+        return;
+    cudaError_t failure = dtc.failure;
+    std::string text = dtc.error;
+    dtc.failure = cudaSuccess;
+    dtc.error.clear();
+    dtc.error_was_read = true;
+    guard.unlock();
+    fake_cuda_launch_failed(failure, text.c_str());
+}
+
+// A launch beyond the limits is refused at once, as in CUDA.
+inline bool dtc_may_launch(const dtc_queued &launch)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.kernel = launch.name;
+    return dtc_check_launch(launch.grid, launch.block, launch.smem);
+}
+
+template <class Kernel, class... Args>
+void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
+                Kernel kernel, Args &&...args)
+{
+    std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
+    dtc_queued *launch = new dtc_queued{grid, block, smem, name,
+                                        [kernel, values] { std::apply(kernel, values); }};
+    if (!dtc_may_launch(*launch)) {
+        dtc_hand_over_failure();
+        delete launch;
+        return;
+    }
+    fake_cuda_launch(
+        stream,
+        [](void *arg) {
+            const dtc_queued *queued = static_cast<dtc_queued *>(arg);
+            dtc_run_grid(queued->grid, queued->block, queued->smem, queued->name, queued->body);
+            dtc_hand_over_failure();
+        },
+        launch, [](void *arg) { delete static_cast<dtc_queued *>(arg); });
+}
+#endif
+
+#ifndef DTC_QUEUED
 // ==== 9. Memory, streams, devices ==============================================================
 
 // Device memory is host memory. It starts as 0xFF bytes, and its end is where ASan says it is.
@@ -928,6 +999,7 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)
+#endif // !DTC_QUEUED
 
 // ==== 10. Barriers and warp operations =========================================================
 
