@@ -135,14 +135,15 @@ static spec alone_of(spec s) {
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 16 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
     "data group by shard groups", "kept gathered below stage 3", "values offloaded below stage 3",
     "more choices than experts", "several chunks where not interleaved",
     "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
-    "numbers of 64 bits on a device", "forks that share a device" };
+    "numbers of 64 bits on a device", "forks that share a device",
+    "values of a device in a file" };
 
 static int refusal(spec s) {
     char why[300];
@@ -164,6 +165,7 @@ static int refusal(spec s) {
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
     if (s.devices && s.type == TYPE_F64) return 14;
     if (s.devices && s.procs) return 15;
+    if (s.devices && s.offload == OFF_ALL_DISK) return 16;
     return 0;
 }
 
@@ -1004,7 +1006,7 @@ static void other_stage(spec *p) {
     p->no_overlap = !s.no_overlap;
     p->keep = p->stage == 3 && !s.keep;
     p->offload = s.offload ? OFF_NONE : 1 + turn + (turn == 2 && p->stage == 3);
-    if (p->offload >= OFF_ALL && p->stage < 3) p->offload = OFF_STATE_DISK;
+    if (p->offload >= OFF_ALL && (p->stage < 3 || s.devices)) p->offload = OFF_STATE_DISK;
 }
 
 /* The case with what must not change a bit. One kind of change, or all. */
@@ -1228,6 +1230,7 @@ static spec on_devices(uint64_t seed, int number, spec s) {
     s.devices = 1 + (int)(draw(seed + 3, (uint64_t)number) % 8);
     s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
     if (s.type == TYPE_F64) s.type = TYPE_F32;
+    if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
 #endif
     (void)seed, (void)number;
     return s;
