@@ -66,10 +66,12 @@ TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
 # what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
-WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda
+WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
 $(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
+$(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
+$(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
 $(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \

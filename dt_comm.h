@@ -3108,6 +3108,12 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
+/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device. */
+static int dt__beyond(const dt_comm *comm, const void *p) {
+    const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
+    return p && kernels->reaches && !kernels->reaches(p);
+}
+
 /* Arguments that are wrong whatever the other ranks do; NULL if none, else what is wrong. One rule a line. */
 static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     size_t most = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->place.size;
@@ -3117,6 +3123,9 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     if (call->peer < 0 && !call->any) return to_one ? "no such rank" : "no such root";
     if (call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
     if (to_one && call->tag < 0 && !call->host) return "the tag is negative";
+    int device = !call->host && (call->count || call->op == DT__ALL_TO_ALL_V);
+    if (device && (dt__beyond(comm, call->send) || dt__beyond(comm, call->recv)))
+        return "a buffer is not in the memory of the rank's device: use a tensor's data or dt_alloc's";
     if (call->op == DT__ALL_TO_ALL_V) {
         if (!call->send_counts || !call->recv_counts) return "counts are NULL";
         for (int i = 0; i < comm->place.size; i++)
@@ -7371,10 +7380,12 @@ typedef struct dt__lane {
     uint64_t     asked;         /* of messages: taken by this receiver so far */
     ncclUniqueId id;            /* of messages: what both of its ranks begin with */
     int          has_id;
-    float       *wide;          /* (DT__WIDE) for sums of 16-bit numbers */
+    float       *wide;          /* (DT_NCCL_WIDE) for sums of 16-bit numbers */
 } dt__lane;
 
-enum { DT__WIDE = 4 << 20 };    /* elements */
+#ifndef DT_NCCL_WIDE
+#define DT_NCCL_WIDE (4 << 20)  /* elements of that window */
+#endif
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
@@ -7439,7 +7450,7 @@ static int dt__lane_join(dt__world *world, dt__lane *lane, ncclUniqueId id, int 
 
 static void dt__lane_close(dt__world *world, dt__lane *lane) {
     if (lane->comm && !lane->borrowed) world->nccl->call.CommDestroy(lane->comm);
-    dt_free(world->ctx, DT_MEM_COMM, lane->wide, DT__WIDE * sizeof(float));
+    dt_free(world->ctx, DT_MEM_COMM, lane->wide, DT_NCCL_WIDE * sizeof(float));
     dt_cuda_close(lane->queue);
     memset(lane, 0, sizeof *lane);
 }
@@ -7518,11 +7529,11 @@ static void dt__nccl_cast(dt_work *work, int back) {
     const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
     int whole = !back && dt__pattern_of(call->op)->cut, me = work->comm->place.rank;
     int first = call->op == DT__REDUCE_SCATTER && back ? me : 0;
+    size_t n = call->count - work->at < work->run ? call->count - work->at : work->run;
     for (int i = 0; i < (whole ? work->comm->place.size : 1); i++) {
         char *buf = (char *)(back ? call->recv : (void *)call->send);
         void *narrow = buf + ((whole ? (size_t)i * call->count : 0) + work->at) * dt_dtype_size(call->dtype);
-        void *wide = work->lane->wide + (size_t)(first + i) * work->run;
-        size_t n = call->count - work->at < work->run ? call->count - work->at : work->run;
+        void *wide = work->lane->wide + (size_t)(first + i) * n;
         dt_cast_args a = { back ? call->dtype : DT_F32, back ? DT_F32 : call->dtype, back ? narrow : wide,
                            back ? wide : narrow, n, 0 };
         dt_status status = kernels->cast ? kernels->cast(&a, work->lane->queue) : DT_ERR_UNSUPPORTED;
@@ -7545,6 +7556,7 @@ static ncclResult_t dt__nccl_each(dt_work *work, void *stream) {
         size_t out = v ? c->send_counts[other] : c->count, in = v ? c->recv_counts[other] : c->count;
         size_t from = v ? dt__sum_of(c->send_counts, other) : pattern->cut ? (size_t)other * c->count : 0;
         size_t at = v ? dt__sum_of(c->recv_counts, other) : pattern->all_send ? (size_t)other * c->count : 0;
+        if (other == comm->place.rank && dt__element(work, c->send, from) == dt__element(work, c->recv, at)) continue;
         if (to && out > 0 && result == ncclSuccess)
             result = call->Send(dt__element(work, c->send, from), out, type, other, work->lane->comm,
                                 (cudaStream_t)stream);
@@ -7572,7 +7584,7 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
     case DT__ALL_REDUCE: return call->AllReduce(send, recv, n, type, op, comm, stream);
     case DT__REDUCE: return call->Reduce(send, recv, n, type, op, c->peer, comm, stream);
     case DT__REDUCE_SCATTER:
-        if (wide) recv = work->lane->wide + (size_t)work->comm->place.rank * work->run;
+        if (wide) recv = work->lane->wide + (size_t)work->comm->place.rank * n;
         return call->ReduceScatter(send, recv, n, type, op, comm, stream);
     case DT__ALL_GATHER: return call->AllGather(send, recv, n, type, comm, stream);
     case DT__BROADCAST: return call->Broadcast(recv, recv, n, type, c->peer, comm, stream);
@@ -7610,7 +7622,7 @@ static int dt__nccl_collective(dt_work *work) {
     while (dt__lane_free(comm->world, lane) && dt_error(comm->world->ctx) == DT_OK) {
         if (work->stage == 0) {
             if (!dt__lane_follow(work, lane)) return 0;
-            work->run = wide ? DT__WIDE / shares : work->call.count + 1;
+            work->run = wide ? DT_NCCL_WIDE / shares : work->call.count + 1;
         } else {
             if (wide && sum_here) dt__nccl_cast(work, 1);
             work->at += work->run;
@@ -7633,7 +7645,7 @@ static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_w
     if (call->host || !lane || dt__is_to_one(call->op) || !dt__pattern_of(call->op)->counted) return NULL;
     if (call->count == 0 && call->op != DT__ALL_TO_ALL_V) return NULL;
     if (dt__goes_wide(comm, call) && !lane->wide)
-        lane->wide = (float *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT__WIDE * sizeof(float), "sums in f32");
+        lane->wide = (float *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT_NCCL_WIDE * sizeof(float), "sums in f32");
     return dt__nccl_collective;
 }
 
@@ -7802,10 +7814,10 @@ static void dt__nccl_abort(dt__world *world) {
 static void dt__nccl_sound(dt_work *work) {
     dt__world *world = work->comm->world;
     ncclResult_t state = ncclSuccess;
-    int awaited = dt__not_begun(work);
     if (work->lane && work->lane->comm) world->nccl->call.CommGetAsyncError(work->lane->comm, &state);
     if (state != ncclSuccess && state != ncclInProgress) dt__nccl_fail(world, work->lane, "a communicator", state);
     else dt__others_look(world);
+    int awaited = dt__not_begun(work);
     if (dt_error(world->ctx) == DT_OK && awaited != DT_ANY && world->others[awaited].last.waiting == DT__SAID_END)
         dt__ended_without(work, awaited);
 }

@@ -129,6 +129,14 @@ static void cuda_unpin(void *p, size_t bytes) {
     cudaFreeHost(p);
 }
 
+/* Device memory, managed memory, and what is pinned. */
+static int cuda_reaches(const void *p) {
+    cudaPointerAttributes of;
+    if (cudaPointerGetAttributes(&of, p) == cudaSuccess) return of.type != cudaMemoryTypeUnregistered;
+    (void)cudaGetLastError();
+    return 0;
+}
+
 static void *cuda_mark(void *stream, void *mark) {
     cudaEvent_t event = (cudaEvent_t)mark;
     if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
@@ -137,6 +145,7 @@ static void *cuda_mark(void *stream, void *mark) {
 
 static int cuda_passed(void *mark) {
     cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
     return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
 }
 
@@ -1381,6 +1390,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .close = dt_cuda_close,
         .pin = cuda_pin,
         .unpin = cuda_unpin,
+        .reaches = cuda_reaches,
         .mark = cuda_mark,
         .passed = cuda_passed,
         .after = cuda_after,

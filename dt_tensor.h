@@ -446,6 +446,7 @@ typedef struct dt_kernels {
     void       (*close)(void *stream);
     void      *(*pin)(size_t bytes);                            /* host memory that moves at full speed, also after */
     void       (*unpin)(void *p, size_t bytes);                 /* move has returned; NULL: the host table's */
+    int        (*reaches)(const void *p);                       /* may kernels read and write there? NULL: everywhere */
     /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL: refused.
        passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
        the mark of another queue. */
@@ -1780,6 +1781,7 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
+    if (ctx->kernels.reaches && !ctx->kernels.reaches(dst)) dt__settle(ctx);  /* a copy to such memory waits */
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
 }
@@ -8387,7 +8389,7 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) dt__cpu_##k,
     static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL,
-                                      NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
+                                      NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
 #undef DT__TABLE_ENTRY
     return &table;
 }

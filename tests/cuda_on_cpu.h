@@ -123,6 +123,8 @@ enum cudaError_t {
     cudaErrorLaunchFailure = 719
 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
+struct cudaPointerAttributes { cudaMemoryType type; };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
@@ -994,6 +996,7 @@ inline const char *dtc_error_name(cudaError_t error)
     (static_cast<void>(stream), static_cast<void>(event), cudaSuccess)
 #define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
+#define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)

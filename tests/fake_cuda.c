@@ -26,12 +26,15 @@
 #include "fake_cuda.h"
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 // ==== 1. State ======================================================================================================
 
@@ -73,8 +76,16 @@ struct CUevent_st {
     mark       *latest; /* NULL: never recorded */
 };
 
+/* A device's memory while the guard is on: nobody may touch it but operations while they run. */
+typedef struct arena {
+    char  *base;
+    size_t top;
+    int    open; /* operations */
+} arena;
+
 typedef struct device {
     struct CUstream_st default_stream;
+    arena              arena;
     cudaError_t        failed; /* sticky, after a kernel's mistake */
     size_t             used;
     unsigned char      peer[MAX_DEVICES]; /* access enabled */
@@ -91,7 +102,7 @@ typedef struct block {
 static struct fake {
     pthread_mutex_t lock;
     pthread_cond_t  changed; /* something was queued, ended or given up */
-    int             device_count, order, no_default_stream, streams_made;
+    int             device_count, order, no_default_stream, guard, streams_made;
     device          devices[MAX_DEVICES];
     cudaStream_t    streams; /* all but the default ones */
     cudaEvent_t     events;
@@ -113,12 +124,12 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* 0 .. n-1, from the seed. */
 static uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     return x ^ x >> 31;
 }
+/* 0 .. n-1, from the seed. */
 static unsigned draw(unsigned n) { return (unsigned)(mix(fake.seed + ++fake.draws * 0x9e3779b97f4a7c15u) >> 33) % n; }
 
 static void defaults(void) {
@@ -132,6 +143,7 @@ static void defaults(void) {
     fake.wait_limit = 20;
     fake.memory = (size_t)8 << 30;
     fake.no_default_stream = 0;
+    fake.guard = getenv("FAKE_CUDA_GUARD") && atoi(getenv("FAKE_CUDA_GUARD"));
     for (int d = 0; d < MAX_DEVICES; d++) {
         device *device = &fake.devices[d];
         memset(device, 0, sizeof *device);
@@ -217,6 +229,73 @@ static void block_remove(const block *b) {
     memmove(&fake.blocks[i], &fake.blocks[i + 1], (--fake.block_count - i) * sizeof *fake.blocks);
 }
 
+/* The guard: device memory lies in one range per device, which is open only while an operation runs that may use it.
+   Opens what an operation of device d (-1: of any) may use; guard_close takes the answer. */
+enum { PAGE = 4096 };
+static const size_t ARENA_BYTES = (size_t)1 << 36; /* of addresses, not of memory; never used twice */
+
+static uint64_t guard_open(int d) {
+    uint64_t opened = 0;
+    for (int e = 0; e < fake.device_count; e++) {
+        arena *a = &fake.devices[e].arena;
+        if (!a->base || (d >= 0 && d != e && !fake.devices[d].peer[e])) continue;
+        opened |= (uint64_t)1 << e;
+        if (a->open++ == 0) mprotect(a->base, a->top, PROT_READ | PROT_WRITE);
+    }
+    return opened;
+}
+
+static void guard_close(uint64_t opened) {
+    for (int e = 0; opened >> e && e < MAX_DEVICES; e++) {
+        arena *a = &fake.devices[e].arena;
+        if (opened >> e & 1 && --a->open == 0) mprotect(a->base, a->top, PROT_NONE);
+    }
+}
+
+static int in_arena(const arena *a, const void *p) {
+    return a->base && (const char *)p >= a->base && (const char *)p < a->base + ARENA_BYTES;
+}
+
+/* Tells of what kind the fault is; then it kills as ever. */
+static void guard_hit(int number, siginfo_t *info, void *context) {
+    (void)context;
+    static const char TEXT[] = "fake_cuda: device memory touched by the host, or by a kernel of another device\n";
+    for (int d = 0; d < MAX_DEVICES; d++)
+        if (in_arena(&fake.devices[d].arena, info->si_addr) && write(2, TEXT, sizeof TEXT - 1) < 0) break;
+    signal(number, SIG_DFL);
+}
+
+/* The block ends where its last page does, as far as its alignment allows. */
+static void *arena_alloc(arena *a, size_t bytes) {
+    size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
+    if (!a->base) {
+        void *p = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return NULL;
+        a->base = (char *)p;
+        sigaction(SIGSEGV, &(struct sigaction){.sa_sigaction = guard_hit, .sa_flags = SA_SIGINFO}, NULL);
+    }
+    if (pages + PAGE > ARENA_BYTES - a->top) return NULL;
+    char *p = a->base + a->top + (pages - bytes) / 256 * 256;
+    a->top += pages + PAGE;
+    mprotect(a->base, a->top, PROT_READ | PROT_WRITE);
+    memset(p, 0xff, bytes);
+    if (a->open == 0) mprotect(a->base, a->top, PROT_NONE);
+    return p;
+}
+
+static void *device_alloc(int d, size_t bytes) {
+    void *p = NULL;
+    if (fake.guard) return arena_alloc(&fake.devices[d].arena, bytes);
+    if (posix_memalign(&p, 256, bytes) != 0) return NULL;
+    return memset(p, 0xff, bytes);
+}
+
+static void device_release(const block *b) {
+    uintptr_t first = (uintptr_t)b->p / PAGE * PAGE;
+    if (!in_arena(&fake.devices[b->device].arena, b->p)) free(b->p);
+    else madvise((void *)first, (uintptr_t)b->p + b->bytes - first, MADV_DONTNEED);
+}
+
 // ==== 4. Queues =====================================================================================================
 
 /* The streams of all devices: the default ones, then the list. */
@@ -296,6 +375,12 @@ static void pop(cudaStream_t s) {
 
 // ==== 5. Who runs next ==============================================================================================
 
+/* In fake_nccl.h. */
+static int  part_may_run(const op *o);
+typedef struct part part;
+static int  part_run(part *p);
+static void part_describe(char text[2048], const part *p);
+
 /* The legacy default stream waits for what all blocking streams of its device were given before, and they for it. */
 static int held_by(const cudaStream_t t, const cudaStream_t s) {
     if (t == s || t->device != s->device || !t->head || t->head->seq > s->head->seq) return 0;
@@ -307,6 +392,7 @@ static int may_run(cudaStream_t s) {
     if (!o || s->busy) return 0;
     if (s->is_default || s->blocking)
         FOR_STREAMS(t) if (held_by(t, s)) return 0;
+    if (o->kind == OP_NCCL) return part_may_run(o);
     return o->kind != OP_WAIT || o->mark->done;
 }
 
@@ -314,6 +400,7 @@ static int may_run(cudaStream_t s) {
 static void run_head(cudaStream_t s) {
     op *o = s->head;
     if (o->kind == OP_RUN && fake.devices[s->device].failed == cudaSuccess) {
+        uint64_t opened = guard_open(o->touched[0] ? -1 : s->device); /* a copy may be between devices */
         s->busy = 1;
         pthread_mutex_unlock(&fake.lock);
         running_on = s->device;
@@ -321,27 +408,35 @@ static void run_head(cudaStream_t s) {
         running_on = -1;
         pthread_mutex_lock(&fake.lock);
         s->busy = 0;
+        guard_close(opened);
     } else if (o->kind == OP_RECORD) {
         o->mark->done = 1;
         o->mark->when = now();
+    } else if (o->kind == OP_NCCL && !part_run((part *)o->arg)) {
+        return;
     }
     pop(s);
 }
 
-/* What somebody waits for: a record, or all that the stream, or the device's streams, held up to `seq`. */
+/* What somebody waits for: a record, a count that goes down to 0, or all that the stream, or the device's streams,
+   held up to `seq`. */
 typedef struct target {
     mark        *mark;
+    const int   *zero;
+    const char  *what; /* the count */
     cudaStream_t stream;
     int          device;
     uint64_t     seq;
 } target;
 
 static int is_target(const target *t, const cudaStream_t s) {
+    if (t->zero) return 1;
     return t->mark ? s == t->mark->stream : t->stream ? s == t->stream : s->device == t->device;
 }
 
 static int reached(const target *t) {
     if (t->mark) return t->mark->done;
+    if (t->zero) return *t->zero == 0;
     FOR_STREAMS(s) if (is_target(t, s) && s->head && s->head->seq <= t->seq) return 0;
     return 1;
 }
@@ -349,6 +444,15 @@ static int reached(const target *t) {
 static int need(cudaStream_t s) {
     if (s->needed) return 0;
     return s->needed = 1;
+}
+
+/* Any other rank may be waited for. */
+static int need_ranks(void) {
+    int more = 0;
+    FOR_STREAMS(s)
+        for (const op *o = s->head; o && !s->needed; o = o->next)
+            if (o->kind == OP_NCCL) more = need(s);
+    return more;
 }
 
 /* Marks the streams without whose operations the target is not reached. */
@@ -359,6 +463,7 @@ static void mark_needed(const target *t) {
         FOR_STREAMS(s) {
             if (!s->needed || !s->head) continue;
             if (s->head->kind == OP_WAIT && !s->head->mark->done) more |= need(s->head->mark->stream);
+            if (s->head->kind == OP_NCCL) more |= need_ranks();
             FOR_STREAMS(h) if (held_by(h, s)) more |= need(h);
         }
     }
@@ -401,6 +506,7 @@ static void describe_stream(char text[2048], cudaStream_t s) {
 static void report_hang(const target *t) {
     char text[2048] = "a wait for ";
     if (t->mark) append(text, "an event");
+    else if (t->zero) append(text, "%s", t->what);
     else if (t->stream) describe_stream(text, t->stream);
     else append(text, "device %d", t->device);
     append(text, " does not end:");
@@ -408,7 +514,9 @@ static void report_hang(const target *t) {
         if (!s->head) continue;
         append(text, "\n    ");
         describe_stream(text, s);
-        append(text, ": %s", s->head->name);
+        append(text, ": ");
+        if (s->head->kind == OP_NCCL) part_describe(text, (const part *)s->head->arg);
+        else append(text, "%s", s->head->name);
         if (s->head->kind == OP_WAIT) {
             append(text, " of ");
             describe_stream(text, s->head->mark->stream);
@@ -632,8 +740,8 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     *p = NULL;
     if (bytes == 0) return leave(cudaSuccess);
     device *d = &fake.devices[current_device];
-    if (bytes > fake.memory - d->used || posix_memalign(p, 256, bytes) != 0) return leave(cudaErrorMemoryAllocation);
-    memset(*p, 0xff, bytes);
+    if (bytes <= fake.memory - d->used) *p = device_alloc(current_device, bytes);
+    if (!*p) return leave(cudaErrorMemoryAllocation);
     d->used += bytes;
     block_add(*p, bytes, current_device, BLOCK_DEVICE);
     return leave(cudaSuccess);
@@ -668,8 +776,8 @@ cudaError_t cudaFree(void *p) {
     if (error || !b) return leave(error ? error : cudaErrorInvalidValue);
     check_untouched(b, "cudaFree");
     fake.devices[d].used -= b->bytes;
+    device_release(b);
     block_remove(b);
-    free(p);
     return leave(fake.devices[d].failed);
 }
 
@@ -754,6 +862,13 @@ static cudaStream_t stream_of(cudaStream_t handle) {
     return NULL;
 }
 
+/* enter() for a call on a stream. */
+static cudaError_t enter_stream(cudaStream_t handle, cudaStream_t *s) {
+    cudaError_t error = enter();
+    *s = error ? NULL : stream_of(handle);
+    return error ? error : *s ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
 typedef struct copy {
     char       *to;
     const char *from;
@@ -816,7 +931,7 @@ static cudaError_t copy_enqueue(copy c, enum cudaMemcpyKind kind, cudaStream_t h
     if (!kept) abort();
     *kept = c;
     op *o = enqueue_run(s, "a copy", copy_run, kept, copy_drop);
-    if (to) o->touched[0] = c.to, o->touched_bytes[0] = extent(c.to_pitch, c.width, c.rows);
+    o->touched[0] = c.to, o->touched_bytes[0] = extent(c.to_pitch, c.width, c.rows);
     if (from) o->touched[1] = c.from, o->touched_bytes[1] = extent(c.from_pitch, c.width, c.rows);
     if (to && !wait) return cudaSuccess;
     int d = s->device;
@@ -856,9 +971,8 @@ static void fill_run(void *arg) {
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (error || bytes == 0) return leave(error);
     const block *b = block_of(p);
     if (!b || !fits_kind(b, p, bytes, 1, 1)) return leave(cudaErrorInvalidValue);
@@ -914,9 +1028,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (error) return leave(error);
     int d = s->device;
     error = wait_stream(s);
@@ -924,9 +1037,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (error) return leave(error);
     int d = s->device;
     error = query((target){.stream = s, .seq = fake.sequence});
@@ -934,9 +1046,8 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *d) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (!error) *d = s->device;
     return leave(error);
 }
@@ -981,9 +1092,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && (!s || !event_at(event))) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
+    if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (!error && event->device != s->device) {
         mistake("an event of device %d is recorded on a stream of device %d", event->device, s->device);
         error = cudaErrorInvalidResourceHandle;
@@ -997,9 +1108,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 /* Waits for the record that is the latest now; an event never recorded is no wait. */
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && (!s || !event_at(event))) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
+    if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (!error) enqueue_wait(s, event->latest);
     return leave(error);
 }
@@ -1043,9 +1154,8 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
 }
 
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *)) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (!error && s->device != current_device) {
         mistake("a kernel is launched on a stream of device %d while device %d is the current one", s->device,
                 current_device);
@@ -1065,9 +1175,8 @@ void fake_cuda_launch_failed(cudaError_t error, const char *text) {
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void *arg) {
-    cudaError_t  error = enter();
-    cudaStream_t s = error ? NULL : stream_of(stream);
-    if (!error && !s) error = cudaErrorInvalidResourceHandle;
+    cudaStream_t s;
+    cudaError_t  error = enter_stream(stream, &s);
     if (!error) enqueue_run(s, "a host function", run, arg, NULL);
     return leave(error);
 }
@@ -1085,9 +1194,11 @@ SETTER(fake_cuda_memory, size_t, fake.memory = value ? value : (size_t)8 << 30)
 SETTER(fake_cuda_seed, unsigned long long, fake.seed = mix(value); fake.draws = 0)
 SETTER(fake_cuda_order, int, fake.order = value)
 SETTER(fake_cuda_forbid_default_stream, int, fake.no_default_stream = value)
+SETTER(fake_cuda_guard, int, fake.guard = value)
 SETTER(fake_cuda_wait_limit, double, fake.wait_limit = value)
 
 #include "fake_cublaslt.h"
+#include "fake_nccl.h"
 
 int fake_cuda_leaks(int print) {
     pthread_mutex_lock(&fake.lock);
@@ -1103,7 +1214,7 @@ int fake_cuda_leaks(int print) {
         n++;
         if (print) fprintf(stderr, "fake_cuda: an event of device %d\n", e->device);
     }
-    n += blas.handles;
+    n += blas.handles + comm_leaks(print);
     if (print && blas.handles) fprintf(stderr, "fake_cuda: %d cuBLASLt handles\n", blas.handles);
     pthread_mutex_unlock(&fake.lock);
     return n;
@@ -1130,7 +1241,9 @@ void fake_cuda_reset(void) {
         free(e);
     }
     for (size_t i = 0; i < fake.block_count; i++)
-        if (fake.blocks[i].kind != BLOCK_REGISTERED) free(fake.blocks[i].p);
+        if (fake.blocks[i].kind != BLOCK_REGISTERED) device_release(&fake.blocks[i]);
+    for (int d = 0; d < MAX_DEVICES; d++)
+        if (fake.devices[d].arena.base) munmap(fake.devices[d].arena.base, ARENA_BYTES);
     free(fake.blocks);
     fake.blocks = NULL;
     fake.block_count = fake.block_room = 0;
@@ -1139,6 +1252,7 @@ void fake_cuda_reset(void) {
     fake.events = NULL;
     fake.error[0] = 0;
     fake.error_unread = 0;
+    nccl_reset();
     blas.none = blas.handles = 0;
     blas.refusal = NULL;
     defaults();
