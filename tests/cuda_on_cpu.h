@@ -119,7 +119,9 @@ enum cudaError_t {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorPeerAccessUnsupported = 217,
     cudaErrorNotReady = 600,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719
 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
@@ -997,6 +999,9 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
 #define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
+#define cudaDeviceCanAccessPeer(can, device, peer) \
+    (static_cast<void>(device), static_cast<void>(peer), *(can) = 0, cudaSuccess)
+#define cudaDeviceEnablePeerAccess(peer, flags) (static_cast<void>(peer), cudaErrorInvalidDevice)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)

@@ -20,6 +20,7 @@ static const dt_kernels *late_table(void) {
     late_all = getenv("LATE_ALL") != NULL;
 #define LATE_ENTRY(k) t.k = late_##k;
     DT_KERNELS(LATE_ENTRY)
+    t.work_bytes = 1 << 16;
     t.reduce = dt_kernels_cuda()->reduce;
     return &t;
 }
