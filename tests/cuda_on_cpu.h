@@ -849,6 +849,7 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
 // fake_cuda.c's queues; see fake_cuda.h.
 extern "C" {
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes);
 void fake_cuda_launch_failed(cudaError_t error, const char *text);
 }
 
@@ -886,6 +887,7 @@ template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
                 Kernel kernel, Args &&...args)
 {
+    (fake_cuda_check_argument(name, &args, sizeof args), ...);
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_queued *launch = new dtc_queued{grid, block, smem, name,
                                         [kernel, values] { std::apply(kernel, values); }};
