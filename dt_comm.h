@@ -2411,8 +2411,10 @@ static int dt__aside_there(dt_work *work, const dt__part *part) {
     return passed;
 }
 
+/* After a failure the copying may be under way still. */
 static void dt__aside_free(dt_work *work, dt__part *part) {
     dt_ctx *ctx = work->comm->world->ctx;
+    if (part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
     if (part->mark) dt_ctx_kernels(ctx)->unmark(part->mark);
     dt_unpin(ctx, part->aside, part->count * dt_dtype_size(work->call.dtype));
     part->aside = part->mark = NULL;

@@ -612,7 +612,8 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). */
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). It is given
+   back when the copies are done. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
