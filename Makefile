@@ -132,6 +132,15 @@ $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 # The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
 $(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
 	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
+# dt_kernels.cu on the CPU, its launches in that stand-in's queues.
+ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
+EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
+$(B)/test_matrix_gpu: $(EMULATED) tests/test_matrix.c
+$(B)/test_matrix_gpu: OWN += -DDT_USE_CUDA $(if $(wildcard tests/fake_nccl.h),-DDT_USE_NCCL) -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+endif
+$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
+	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA \
+	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words

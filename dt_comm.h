@@ -2415,8 +2415,10 @@ static int dt__aside_there(dt_work *work, const dt__part *part) {
     return passed;
 }
 
+/* After a failure the copying may be under way still. */
 static void dt__aside_free(dt_work *work, dt__part *part) {
     dt_ctx *ctx = work->comm->world->ctx;
+    if (part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
     if (part->mark) dt_ctx_kernels(ctx)->unmark(part->mark);
     dt_unpin(ctx, part->aside, part->count * dt_dtype_size(work->call.dtype));
     part->aside = part->mark = NULL;
@@ -8054,10 +8056,20 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
 
 /* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
    run: what dt_run was told, for a transport's. */
+/* The context has failed, and nobody listens to it yet. Always NULL. */
+static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
+    if (shared && dt__claim(shared, desc->rank))
+        dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
+    if (!desc->team && desc->transport && desc->transport->fail)
+        desc->transport->fail(desc->transport->user, dt_error_text(ctx));
+    return NULL;
+}
+
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
-    if (!ctx || dt_error(ctx)) return NULL;
+    if (!ctx) return NULL;
+    if (dt_error(ctx)) return dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared : NULL);
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
         dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size, dt__world_of(ctx) ?
                 "but it is attached already" : "by either a team or a transport");
@@ -8065,13 +8077,9 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     }
     dt__world *world = dt__world_make(ctx, &desc, node);
     dt__group *group = world ? dt__world_group(world, size) : NULL;
-    if (!group) {   /* nobody listens to this context yet */
-        dt__shared *shared = desc.team ? desc.team->shared : node ? node->shared : world ? world->shared : NULL;
-        if (shared && dt__claim(shared, desc.rank))
-            dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
-        if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
-        if (!world) return NULL;
-    }
+    if (!group) dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared
+                                              : world ? world->shared : NULL);
+    if (!world) return NULL;
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel;
     world->listener.settle = dt__on_settle;
@@ -8267,6 +8275,15 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     return dt_ctx_make(of);
 }
 
+/* Ranks that are threads read and write each other's memory. */
+static void dt__share_devices(dt_ctx *ctx, int ranks) {
+    const dt_kernels *kernels = dt_ctx_kernels(ctx);
+    char why[160] = "";
+    if (dt_error(ctx) || ranks < 2 || !kernels->share) return;
+    if (kernels->share(dt_ctx_stream(ctx), ranks, why, sizeof why) == DT_OK) return;
+    dt_fail(ctx, DT_ERR_DEVICE, "ranks that are threads need peer access, from %s; those of backend nccl do not", why);
+}
+
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     if (!team || rank < 0 || rank >= team->desc.ranks) {
         if (team) dt__run_fail(team->shared, team->host, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank,
@@ -8278,6 +8295,7 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx) dt__run_fail(team->shared, team->host, rank, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    else dt__share_devices(ctx, team->desc.ranks);
     return ctx;
 }
 

@@ -137,6 +137,23 @@ static int cuda_reaches(const void *p) {
     return 0;
 }
 
+/* What has been enabled once is enabled for all threads of the process. */
+static dt_status cuda_share(void *stream, int places, char *text, size_t text_bytes) {
+    int         devices = 0, here = ((cuda_queue *)stream)->device;
+    cudaError_t error = cudaGetDeviceCount(&devices);
+    for (int there = 0; there < devices && there < places && error == cudaSuccess; there++) {
+        int can = 0;
+        if (there != here) error = cudaDeviceCanAccessPeer(&can, here, there);
+        if (can) error = cudaDeviceEnablePeerAccess(there, 0);
+        else if (there != here && error == cudaSuccess) error = cudaErrorPeerAccessUnsupported;
+        if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+        (void)cudaGetLastError();
+        if (error != cudaSuccess && text_bytes > 0)
+            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there, cudaGetErrorName(error));
+    }
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
 static void *cuda_mark(void *stream, void *mark) {
     cudaEvent_t event = (cudaEvent_t)mark;
     if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
@@ -413,7 +430,7 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_inputs in;
+        reduce_inputs in = { };
         in.n = 0;
         in.op = a->op;
         if (done > 0) in.p[in.n++] = a->out;
@@ -1391,6 +1408,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .pin = cuda_pin,
         .unpin = cuda_unpin,
         .reaches = cuda_reaches,
+        .share = cuda_share,
         .mark = cuda_mark,
         .passed = cuda_passed,
         .after = cuda_after,

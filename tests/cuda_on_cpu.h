@@ -119,7 +119,9 @@ enum cudaError_t {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorPeerAccessUnsupported = 217,
     cudaErrorNotReady = 600,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719
 };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
@@ -847,6 +849,7 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
 // fake_cuda.c's queues; see fake_cuda.h.
 extern "C" {
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes);
 void fake_cuda_launch_failed(cudaError_t error, const char *text);
 }
 
@@ -884,6 +887,7 @@ template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
                 Kernel kernel, Args &&...args)
 {
+    (fake_cuda_check_argument(name, &args, sizeof args), ...);
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_queued *launch = new dtc_queued{grid, block, smem, name,
                                         [kernel, values] { std::apply(kernel, values); }};
@@ -997,6 +1001,9 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
 #define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
+#define cudaDeviceCanAccessPeer(can, device, peer) \
+    (static_cast<void>(device), static_cast<void>(peer), *(can) = 0, cudaSuccess)
+#define cudaDeviceEnablePeerAccess(peer, flags) (static_cast<void>(peer), cudaErrorInvalidDevice)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)

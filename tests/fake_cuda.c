@@ -1166,6 +1166,27 @@ void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void 
     leave(error);
 }
 
+/* Whether an address is one of this process's; in a kernel's arguments it might be a number that looks like one. */
+static int is_mapped(uintptr_t at) {
+    unsigned char resident;
+    return at >= PAGE && at < (uintptr_t)1 << 47 && mincore((void *)(at / PAGE * PAGE), 1, &resident) == 0;
+}
+
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes) {
+    const char *at = (const char *)(((uintptr_t)argument + 7) / 8 * 8), *end = (const char *)argument + bytes;
+    pthread_mutex_lock(&fake.lock);
+    for (; at + sizeof(uintptr_t) <= end; at += sizeof(uintptr_t)) {
+        const void *p = *(void *const *)(const void *)at;
+        if ((uint32_t)(uintptr_t)p < PAGE || (uintptr_t)p >> 47) continue; /* a small number and padding */
+        const block *b = block_of(p);
+        int          there = b && b->kind == BLOCK_DEVICE && b->device != current_device;
+        if (there && !fake.devices[current_device].peer[b->device])
+            mistake("%s on device %d is given memory of device %d", kernel, current_device, b->device);
+        if (!b && is_mapped((uintptr_t)p)) mistake("%s is given %p, which is the host's memory", kernel, (void *)p);
+    }
+    pthread_mutex_unlock(&fake.lock);
+}
+
 void fake_cuda_launch_failed(cudaError_t error, const char *text) {
     pthread_mutex_lock(&fake.lock);
     mistake("%s", text);
