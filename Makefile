@@ -135,8 +135,10 @@ $(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
 # dt_kernels.cu on the CPU, its launches in that stand-in's queues.
 ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
 EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
-$(B)/test_matrix_gpu: $(EMULATED) tests/test_matrix.c
-$(B)/test_matrix_gpu: OWN += -DDT_USE_CUDA $(if $(wildcard tests/fake_nccl.h),-DDT_USE_NCCL) -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
+$(GPU_TESTS): $(EMULATED)
+$(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+$(B)/test_matrix_gpu: tests/test_matrix.c
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
 	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA \

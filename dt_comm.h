@@ -8054,8 +8054,6 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
     }
 }
 
-/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
-   run: what dt_run was told, for a transport's. */
 /* The context has failed, and nobody listens to it yet. Always NULL. */
 static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
     if (shared && dt__claim(shared, desc->rank))
@@ -8065,6 +8063,8 @@ static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__s
     return NULL;
 }
 
+/* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
+   run: what dt_run was told, for a transport's. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;

@@ -20,8 +20,6 @@ int main(void) {
 }
 #else
 
-#define DT_USE_CUDA
-#define DT_USE_NCCL
 #define DT_NCCL_WIDE 96     /* windows that the tests' sums do not fit */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
