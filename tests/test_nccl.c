@@ -123,7 +123,7 @@ static void array_free(dt_ctx *ctx, array a) { dt_free(ctx, DT_MEM_COMM, a.at, a
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
 static const dt_op    redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
 
-/* A sum in another order; of 16-bit numbers it is rounded once, from f32. */
+/* A sum in another order; of 16-bit numbers it is rounded once, from f32: nearly all are the same. */
 static int near(double got, double want, dt_dtype type, int n) {
     double tol = type == DT_F64 ? 1e-14 : type == DT_BF16 ? 1.0 / 128 : type == DT_F16 ? 1.0 / 1024 : 1e-6;
     return fabs(got - want) <= tol * (fabs(want) + 100.0 * n * (narrow(type) ? 1e-5 : 1));
@@ -179,7 +179,7 @@ static void trial_run(trial c) {
     int      cut = c.op == REDUCE_SCATTER || c.op == SCATTER || c.op == ALL_TO_ALL;
     int      wide = c.op == ALL_GATHER || c.op == GATHER || c.op == ALL_TO_ALL;
     int      has = root || (c.op != REDUCE && c.op != GATHER);
-    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0;
+    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0, other = 0;
     dt_op    op = c.op <= REDUCE_SCATTER ? redops[c.o] : DT_SUM;
     for (int r = 0; r < n; r++) sent += out[r] = v_count(&c, me, r), came += in[r] = v_count(&c, r, me);
     size_t sends = c.op == ALL_TO_ALL_V ? sent : c.count * (size_t)(cut ? n : 1);
@@ -197,8 +197,10 @@ static void trial_run(trial c) {
     from_device(ctx, host, recv, takes * size);
     for (size_t i = 0; i < takes && has; i++) {
         double want = wanted(&c, i, in), got = get(host, types[c.t], i);
+        other += got != want;
         bad += !(c.op <= REDUCE_SCATTER && op != DT_MAX && op != DT_MIN ? near(got, want, types[c.t], n) : got == want);
     }
+    if (narrow(types[c.t]) && n > 2) bad += 20 * other > takes + 100 ? other : 0;
     CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "operation %d %s x %zu by %d, root %d, %d ranks, rank %d, in place "
               "%d: %zu of %zu wrong", c.op, dt_dtype_name(types[c.t]), c.count, c.o, c.root, n, me, c.in_place, bad, takes);
     free(host);
