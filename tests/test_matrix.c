@@ -22,6 +22,10 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#ifdef ON_DEVICES   /* models are small: so are NCCL's windows and messages */
+#define DT_NCCL_WIDE 96
+#define DT_NCCL_LEAST 16
+#endif
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include "../examples/gpt.h"
