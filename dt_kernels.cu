@@ -45,6 +45,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
+#error "dt_kernels.cu needs CUDA 12 or later"
+#endif
+
 #if DT_VERSION != 100
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
 #endif
@@ -1456,13 +1460,31 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
+/* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
+   sm_80 on. A kernel knows for which GPU it was written. */
+static void advise(char *text, size_t text_bytes) {
+    cudaFuncAttributes code;
+    int                device = 0, major = 0, minor = 0;
+    bool               known = cudaGetDevice(&device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float>) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
+             code.ptxVersion, major, minor, major, minor);
+}
+
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is
    insufficient"; cudaDriverGetVersion tells the two apart: version 0 is no driver at all. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int         devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (text_bytes > 0) text[0] = 0;
-    if (error == cudaSuccess && devices > 0) return DT_OK;
+    if (error == cudaSuccess && devices > 0) {
+        advise(text, text_bytes);
+        return DT_OK;
+    }
     (void)cudaGetLastError();
     if (error == cudaSuccess) error = cudaErrorNoDevice;
     bool        no_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;

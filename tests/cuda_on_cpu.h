@@ -124,6 +124,8 @@ enum cudaError_t {
     cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719
 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+struct cudaFuncAttributes { int ptxVersion; };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
 struct cudaPointerAttributes { cudaMemoryType type; };
@@ -946,8 +948,15 @@ inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dt
 inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
-struct dtc_machine { int devices, driver; cudaError_t error; };
-inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
+struct dtc_machine { int devices, driver; cudaError_t error; int arch, code; };
+inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess, 90, 90};
+
+inline cudaError_t dtc_attribute(int *value, cudaDeviceAttr attribute)
+{
+    bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+    *value = major ? dtc_this_machine.arch / 10 : dtc_this_machine.arch % 10;
+    return cudaSuccess;
+}
 
 inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it fails
 {
@@ -1006,6 +1015,10 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaDeviceEnablePeerAccess(peer, flags) (static_cast<void>(peer), cudaErrorInvalidDevice)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
+#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
+#define cudaDeviceGetAttribute(value, attribute, device) \
+    (static_cast<void>(device), dtc_attribute(value, attribute))
+#define cudaFuncGetAttributes(of, kernel) ((of)->ptxVersion = dtc_this_machine.code, static_cast<void>(kernel), cudaSuccess)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)
