@@ -7,7 +7,7 @@
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
    DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL (init, matmul, attention, mse and their backwards) are
+   with atomics. The table is a part: entries that are NULL (init, mse and its backward) are
    answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
    reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
    a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
@@ -27,7 +27,9 @@
     12. Embedding
     13. Cross-entropy
     14. Norm and optimizers
-    15. The table
+    15. Matrix product
+    16. Attention
+    17. The table
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
    build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
@@ -57,6 +59,9 @@
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define KERNEL static __global__ void
+#define DT_DYN_SMEM(T, name) \
+    extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
+    T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #else
 #define KERNEL __global__ void
 #endif
@@ -306,7 +311,7 @@ template <class T>
 static __device__ pack<T> load(const T *p, size_t i, size_t count, bool wide) {
     if (wide && i + pack<T>::N <= count) return *reinterpret_cast<const pack<T> *>(p + i);
     pack<T> x;
-    for (int k = 0; k < pack<T>::N; k++) x.v[k] = i + k < count ? p[i + k] : T(0);
+    for (int k = 0; k < pack<T>::N; k++) x.v[k] = i + k < count ? p[i + k] : T();
     return x;
 }
 
@@ -1397,7 +1402,986 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
     return launched();
 }
 
-// ==== 15. The table =================================================================================================
+// ==== 15. Matrix product ============================================================================================
+
+/* Sums live in registers, which only loops of constant length that are unrolled can index. */
+#ifdef __CUDACC__
+#define UNROLL _Pragma("unroll")
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
+#else
+#define UNROLL
+#define UNROLL_BY(n)
+#endif
+
+/* ---- what tensor cores are fed with ---- */
+
+/* Each wrapper is one PTX instruction, or what a test puts in its place. mma: d (16,8) += a (16,16) b (16,8); lane
+   4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and cp.async need sm_80: older code adds
+   and copies plainly, to the same end. */
+#ifdef __CUDACC__
+#define PTX static __device__ __forceinline__
+#define HAS_SM80 (__CUDA_ARCH__ >= 800)
+
+PTX unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+PTX void ldmatrix(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX void ldmatrix_trans(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#if HAS_SM80
+#define MMA(type) \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                 "{%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { MMA("bf16"); }
+PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { MMA("f16"); }
+#undef MMA
+
+/* The first `bytes` of 16 come from global memory, the others are zero. */
+PTX void copy16(void *shared, const void *global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 : : "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+}
+PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
+#endif
+#undef PTX
+#else
+#define HAS_SM80 1
+static void ldmatrix(unsigned *r, const void *row) { dtc_ldmatrix_x4(r, row); }
+static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans(r, row); }
+static float exp2_of(float x) { return exp2f(x); }
+static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
+static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
+static void copy16(void *shared, const void *global, int bytes) { dtc_cp_async16(shared, global, bytes); }
+static void copies_sent() { dtc_cp_async_commit(); }
+static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
+#endif
+
+/* Two numbers in a word, the first in its low half. */
+template <class T>
+static __device__ unsigned pair_of(float x, float y) {
+    T low, high;
+    round_to(&low, x);
+    round_to(&high, y);
+    return low.bits | (unsigned)high.bits << 16;
+}
+
+template <class T>
+static __device__ float half_of(unsigned pair, int which) {
+    T x;
+    x.bits = (uint16_t)(which ? pair >> 16 : pair & 0xffff);
+    return widen(x);
+}
+
+/* mma without tensor cores: pair after pair along k, each from the lane that holds it. */
+template <class T>
+static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned *b) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 8; i++) {
+        int      holder = i % 4, late = i / 4;
+        unsigned row[2], col[2];
+        row[0] = __shfl_sync(0xffffffffu, a[2 * late], 4 * g + holder);
+        row[1] = __shfl_sync(0xffffffffu, a[2 * late + 1], 4 * g + holder);
+        col[0] = __shfl_sync(0xffffffffu, b[late], 8 * t + holder);
+        col[1] = __shfl_sync(0xffffffffu, b[late], 8 * t + 4 + holder);
+        for (int e = 0; e < 8; e++) d[e / 2] += half_of<T>(row[e / 4], e % 2) * half_of<T>(col[e / 2 % 2], e % 2);
+    }
+}
+
+#if !HAS_SM80
+template <class T>
+static __device__ void mma(T, float *d, const unsigned *a, const unsigned *b) { mma_plain(T(), d, a, b); }
+
+static __device__ void copy16(void *shared, const void *global, int bytes) {
+    uint4 none = { 0, 0, 0, 0 };
+    if (bytes == 16) none = *(const uint4 *)global;
+    *(uint4 *)shared = none;
+    for (int i = 0; i < bytes && bytes < 16; i++) ((char *)shared)[i] = ((const char *)global)[i];
+}
+static __device__ void copies_sent() {}
+static __device__ void copies_here() {}
+#endif
+#undef HAS_SM80
+
+/* ---- tiles in shared memory ---- */
+
+/* A tile has rows of LD numbers, at least 128 bytes. The 16 bytes of a column lie in another bank group for each of 8
+   rows, so that 8 rows are read at once. */
+template <class T, int LD>
+static __device__ int place(int row, int col) {
+    const int N = pack<T>::N;
+    return row * LD + (col / N ^ (row & 7)) * N + col % N;
+}
+
+/* A tile from memory at p, whose rows are ld apart; beyond `rows` and `cols` it is zero. Asynchronous where `wide`:
+   where p and ld are multiples of 16 bytes. */
+template <class T, int ROWS, int LD, int THREADS>
+static __device__ void fetch_tile(T *tile, const T *p, int64_t ld, int64_t rows, int64_t cols, bool wide) {
+    const int N = pack<T>::N, PACKS = LD / N;
+    UNROLL for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
+        int      row = i / PACKS, col = i % PACKS * N;
+        int64_t  have = row < rows ? cols - col : 0;
+        T       *to = tile + place<T, LD>(row, col);
+        const T *from = have > 0 ? p + row * ld + col : p;
+        have = have < 0 ? 0 : have > N ? N : have;
+        if (wide) {
+            copy16(to, from, (int)have * (int)sizeof(T));
+        } else {
+            pack<T> x = { { T() } };
+            for (int e = 0; e < N; e++)
+                if (e < have) x.v[e] = from[e];
+            *reinterpret_cast<pack<T> *>(to) = x;
+        }
+    }
+}
+
+/* Fragments of mma from tiles. A: 16 rows at `row`, 16 numbers of k; of a tile with rows of k, or `across` it, with k
+   rows. B: 16 columns at `col`, two fragments. */
+template <class T, int LD>
+static __device__ void fragment_a(unsigned *f, const T *tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix(f, tile + place<T, LD>(row + lane % 16, k + lane / 16 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_a_across(unsigned *f, const T *tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_b(unsigned *f, const T *tile, int col, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix(f, tile + place<T, LD>(col + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_b_across(unsigned *f, const T *tile, int col, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 16, col + lane / 16 * 8));
+}
+
+/* ---- the product ---- */
+
+/* out[at] (+)= v; wide: of float, else of T */
+template <class T>
+static __device__ void give_as(void *out, int wide, int64_t at, float v, int accumulate) {
+    T     *narrow = (T *)out + at;
+    float *full = (float *)out + at;
+    if (wide) *full = accumulate ? *full + v : v;
+    else round_to(narrow, accumulate ? widen(*narrow) + v : v);
+}
+
+/* c[at] in column j from its sum of products: all the fusions, in their order. The pointers may be one. */
+template <class T>
+static __device__ void finish(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
+    if (a.bias) v += widen(((const T *)a.bias)[j]);
+    if (a.derivative) {
+        v = act_back(a.activation, widen(((const T *)a.before)[at]), v, 1);
+    } else {
+        if (a.before) round_to((T *)a.before + at, v);
+        v = act(a.activation, v, 1, 0);
+    }
+    if (a.residual) v += widen(((const T *)a.residual)[at]);
+    give_as<T>(a.c, a.wide, at, v, a.accumulate);
+}
+
+/* A or B as the kernels see it: `rows` of c's rows or columns. across: neighbours of one k lie together. */
+struct operand {
+    const void *p;
+    int64_t     rows, ld, stride;
+    int         across;
+    bool        wide;
+};
+
+static operand operand_of(const void *p, int64_t rows, int64_t ld, int64_t stride, int across, size_t size) {
+    size_t  all = (size_t)p | (size_t)ld * size | (size_t)stride * size;
+    operand x = { p, rows, ld, stride, across, all % 16 == 0 };
+    return x;
+}
+
+/* Where a block's tile of c begins. */
+struct corner { int64_t batch, row, col; };
+
+static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
+    int64_t across = (a.n + tile - 1) / tile, down = (a.m + tile - 1) / tile, i = blockIdx.x;
+    corner  c = { i / (across * down), i / across % down * tile, i % across * tile };
+    return c;
+}
+
+/* In f32. 16 x 16 threads, each with R x R sums; an element is one chain of multiply-adds, k ascending, whatever the
+   tile. What comes from memory next is under way during the sums. */
+enum { DEPTH = 16 };
+
+template <int R>
+static __device__ void fetch_f32(pack<float> *next, const operand &x, int64_t batch, int64_t row0, int64_t k0,
+    int64_t k) {
+    const float *p = (const float *)x.p + batch * x.stride;
+    for (int i = 0; i < R / 4; i++) {
+        int     at = threadIdx.x + i * BLOCK, in_line = x.across ? 4 * R : DEPTH / 4;
+        int64_t line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
+        int64_t first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
+        next[i] = load(p + (line < lines ? line * x.ld : 0), (size_t)first, line < lines ? (size_t)end : 0, x.wide);
+    }
+}
+
+/* Into the tile (DEPTH,16 R), of packs along the rows. */
+template <int R>
+static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float> *next, int across) {
+    for (int i = 0; i < R / 4; i++) {
+        int at = threadIdx.x + i * BLOCK, row = at / (DEPTH / 4), k = at % (DEPTH / 4) * 4;
+        if (across) tile[at / (4 * R)][at % (4 * R)] = next[i];
+        else for (int e = 0; e < 4; e++) tile[k + e][row / 4].v[row % 4] = next[i].v[e];
+    }
+}
+
+template <int R>
+KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
+    __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
+    pack<float> next_x[R / 4], next_y[R / 4];
+    float       sum[R][R] = { { 0 } };
+    corner      c = corner_of(a, 16 * R);
+    int         down = threadIdx.x / 16, across = threadIdx.x % 16;
+    bool        idle = c.row + down * 4 >= a.m || c.col + across * 4 >= a.n;
+    fetch_f32<R>(next_x, x, c.batch, c.row, 0, a.k);
+    fetch_f32<R>(next_y, y, c.batch, c.col, 0, a.k);
+    for (int64_t k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
+        keep_f32<R>(xs[s], next_x, x.across);
+        keep_f32<R>(ys[s], next_y, y.across);
+        __syncthreads(); /* the one barrier: two steps on, all have left this half */
+        fetch_f32<R>(next_x, x, c.batch, c.row, k0 + DEPTH, a.k);
+        fetch_f32<R>(next_y, y, c.batch, c.col, k0 + DEPTH, a.k);
+        UNROLL for (int k = 0; k < DEPTH; k++) {
+            pack<float> u[R / 4], v[R / 4];
+            if (idle) break;
+            UNROLL for (int i = 0; i < R / 4; i++) {
+                u[i] = xs[s][k][16 * i + down];
+                v[i] = ys[s][k][16 * i + across];
+            }
+            UNROLL for (int i = 0; i < R * R; i++)
+                sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
+        }
+    }
+    UNROLL for (int at = 0; at < R * R; at++) {
+        int     i = at / R, j = at % R;
+        int64_t row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
+        if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
+    }
+}
+
+/* bf16 and f16 on tensor cores: 128 x 128 of c, 64 of k at a time; eight warps with 64 x 32 of c each. */
+enum { SIDE = 128, STEP = 64, MATMUL_STAGES = 2 };
+
+template <class T>
+static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int64_t row0, int64_t k0, int64_t k) {
+    const T *p = (const T *)x.p + batch * x.stride;
+    if (x.across) fetch_tile<T, STEP, SIDE, BLOCK>(tile, p + k0 * x.ld + row0, x.ld, k - k0, x.rows - row0, x.wide);
+    else fetch_tile<T, SIDE, STEP, BLOCK>(tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.wide);
+}
+
+/* ACROSS_X, ACROSS_Y: x.across, y.across */
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
+    UNROLL for (int k = 0; k < STEP; k += 16) {
+        unsigned u[4][4], v[2][4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (ACROSS_X) fragment_a_across<T, SIDE>(u[i], xs, row + 16 * i, k);
+            else fragment_a<T, STEP>(u[i], xs, row + 16 * i, k);
+        }
+        UNROLL for (int j = 0; j < 2; j++) {
+            if (ACROSS_Y) fragment_b_across<T, SIDE>(v[j], ys, col + 16 * j, k);
+            else fragment_b<T, STEP>(v[j], ys, col + 16 * j, k);
+        }
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int j = 0; j < 4; j++) mma(T(), sum[i][j], u[i], v[j / 2] + j % 2 * 2);
+    }
+}
+
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
+    DT_DYN_SMEM(T, shared);
+    const int SIZE = SIDE * STEP;
+    float     sum[4][4][4] = { { { 0 } } };
+    corner    c = corner_of(a, SIDE);
+    int       warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / 4 * 64, across = warp % 4 * 32;
+    T        *xs = shared, *ys = shared + MATMUL_STAGES * SIZE;
+    bool      idle = c.row + down >= a.m || c.col + across >= a.n;
+    for (int64_t k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
+        copies_here();
+        __syncthreads(); /* the tiles of this step are there, and all have left those of the step before */
+        if (k0 + STEP < a.k) {
+            fetch_side(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + STEP, a.k);
+            fetch_side(ys + (s ^ 1) * SIZE, y, c.batch, c.col, k0 + STEP, a.k);
+            copies_sent();
+        }
+        if (k0 >= 0 && !idle)
+            multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
+    }
+    UNROLL for (int i = 0; i < 64; i++) {
+        int64_t row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+        int64_t col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        if (row < a.m && col < a.n)
+            finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
+    }
+}
+
+/* Blocks of a grid; 0: more than a grid can have. */
+static unsigned blocks_of(int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
+    double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) * (double)batch;
+    return all <= INT32_MAX ? (unsigned)all : 0;
+}
+
+/* A launch with more shared memory than the 48 KB that need no permission; permission is the device's, and cheap. */
+#define LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+    do { \
+        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(bytes)) != cudaSuccess) { \
+            (void)cudaGetLastError(); \
+            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+        } \
+        DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
+    } while (0)
+
+static dt_status matmul_f32(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned large = blocks_of(a.m, 128, a.n, 128, a.batch), small = blocks_of(a.m, 64, a.n, 64, a.batch);
+    if (large == 0) return DT_ERR_UNSUPPORTED;
+    if (large >= 128 || small == 0) DT_LAUNCH(matmul_f32_kernel<8>, large, BLOCK, 0, stream_of(stream), a, x, y);
+    else DT_LAUNCH(matmul_f32_kernel<4>, small, BLOCK, 0, stream_of(stream), a, x, y);
+    return launched();
+}
+
+template <class T>
+static dt_status matmul_narrow(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned blocks = blocks_of(a.m, SIDE, a.n, SIDE, a.batch);
+    size_t   bytes = 2 * MATMUL_STAGES * SIDE * STEP * sizeof(T);
+    if (blocks == 0) return DT_ERR_UNSUPPORTED;
+#define GO(X, Y) LAUNCH_SHARED((matmul_narrow_kernel<T, X, Y>), blocks, BLOCK, bytes, stream, a, x, y)
+    if (x.across && y.across) GO(true, true);
+    else if (x.across) GO(true, false);
+    else if (y.across) GO(false, true);
+    else GO(false, false);
+#undef GO
+    return launched();
+}
+
+static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
+    size_t  size = a.dtype == DT_F32 ? 4 : 2;
+    operand x = operand_of(a.a, a.m, a.lda, a.stride_a, a.trans_a != 0, size);
+    operand y = operand_of(a.b, a.n, a.ldb, a.stride_b, a.trans_b == 0, size);
+    if (a.dtype == DT_F32) return matmul_f32(a, x, y, stream);
+    return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
+}
+
+static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
+    dt_matmul_args a = *args;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
+        (a.derivative && !a.before)) return DT_ERR_ARG;
+    if (a.batch == 0) a.batch = 1;
+    if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
+    if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
+    if (a.ldc == 0) a.ldc = a.n;
+    return a.m == 0 || a.n == 0 ? launched() : own_matmul(a, stream);
+}
+
+// ==== 16. Attention =================================================================================================
+
+/* FlashAttention-2, arXiv:2307.08691. A block has ROWS queries (in keys_back: keys) and walks over the other side, COLS
+   at a time; a warp has 16 M of the rows. Scores stay in registers, as mma leaves them: c[i][j][e] of lane 4 g + t is
+   row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. What follows speaks of 2 M rows of a lane: row r is c[r / 2], and
+   e / 2 is r % 2. f32 is computed in the same places by plain multiply-adds. D is the dimension of a head, padded. */
+
+/* ---- which tiles of keys a tile of queries sees ---- */
+
+/* The least and the greatest of a tile. */
+struct span { int first, last, document_first, document_last; };
+
+/* Queries or keys: of each sequence `length`, in tiles of `each`. Without an array positions are index + shift, and all
+   documents one. With an array there are spans, (batch,tiles), made before. */
+struct side {
+    const int32_t *position, *document;
+    span          *spans;
+    int64_t        length, each, tiles;
+    int            shift;
+};
+
+struct sight { side q, k; int causal; };
+
+static __device__ int position_of(const side &s, int64_t sequence, int64_t i) {
+    return s.position ? s.position[sequence * s.length + i] : (int)i + s.shift;
+}
+
+static __device__ int document_of(const side &s, int64_t sequence, int64_t i) {
+    return s.document ? s.document[sequence * s.length + i] : 0;
+}
+
+static __device__ span span_of(const side &s, int64_t sequence, int64_t tile) {
+    if (s.spans) return s.spans[sequence * s.tiles + tile];
+    int64_t first = tile * s.each, last = (first + s.each < s.length ? first + s.each : s.length) - 1;
+    span    x = { (int)first + s.shift, (int)last + s.shift, 0, 0 };
+    return x;
+}
+
+/* A warp per tile. */
+KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, sequence = i / s.tiles, first = i % s.tiles * s.each;
+    span    x = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN };
+    if (sequence >= batch) return;
+    for (int64_t at = first + threadIdx.x % 32; at < first + s.each && at < s.length; at += 32) {
+        int position = position_of(s, sequence, at), document = document_of(s, sequence, at);
+        x.first = min(x.first, position);
+        x.last = max(x.last, position);
+        x.document_first = min(x.document_first, document);
+        x.document_last = max(x.document_last, document);
+    }
+    for (int other = 16; other > 0; other /= 2) {
+        x.first = min(x.first, __shfl_xor_sync(0xffffffffu, x.first, other));
+        x.last = max(x.last, __shfl_xor_sync(0xffffffffu, x.last, other));
+        x.document_first = min(x.document_first, __shfl_xor_sync(0xffffffffu, x.document_first, other));
+        x.document_last = max(x.document_last, __shfl_xor_sync(0xffffffffu, x.document_last, other));
+    }
+    if (threadIdx.x % 32 == 0) s.spans[i] = x;
+}
+
+static __device__ bool none_seen(const sight &s, span q, span k) {
+    return (s.causal && k.first > q.last) || k.document_first > q.document_last || k.document_last < q.document_first;
+}
+
+static __device__ bool all_seen(const sight &s, span q, span k) {
+    return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
+           q.document_last == k.document_first; /* with first <= last on both sides: one document */
+}
+
+/* The first tile from i on of the other side, which comes `end / tiles` times, that has something to do. */
+static __device__ int64_t next_tile(const sight &s, bool mine_are_keys, span mine, int64_t sequence, int64_t i,
+    int64_t end) {
+    const side &other = mine_are_keys ? s.q : s.k;
+    for (; i < end; i++) {
+        span x = span_of(other, sequence, i % other.tiles);
+        if (!(mine_are_keys ? none_seen(s, x, mine) : none_seen(s, mine, x))) break;
+    }
+    return i;
+}
+
+/* Minus infinity for what is not seen, or not there. row0, col0: the warp's first ones. */
+template <int M, int J>
+static __device__ void hide(float (&c)[M][J][4], const sight &s, bool rows_are_keys, int64_t sequence, int64_t row0,
+    int64_t col0) {
+    const side &rows = rows_are_keys ? s.k : s.q, &cols = rows_are_keys ? s.q : s.k;
+    int         g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, position[2 * M], document[2 * M];
+    bool        there[2 * M];
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        int64_t row = row0 + 8 * r + g;
+        there[r] = row < rows.length;
+        position[r] = there[r] ? position_of(rows, sequence, row) : 0;
+        document[r] = there[r] ? document_of(rows, sequence, row) : 0;
+    }
+    UNROLL for (int at = 0; at < 2 * J; at++) {
+        int64_t col = col0 + at / 2 * 8 + 2 * t + at % 2;
+        bool    inside = col < cols.length;
+        int     p = inside ? position_of(cols, sequence, col) : 0, d = inside ? document_of(cols, sequence, col) : 0;
+        UNROLL for (int r = 0; r < 2 * M; r++) {
+            bool late = s.causal && (rows_are_keys ? position[r] > p : p > position[r]);
+            if (!inside || !there[r] || late || d != document[r]) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+        }
+    }
+}
+
+/* ---- products of a warp ---- */
+
+/* c = rows of x, from `row` on, times rows of y. The sums go over `dim`, or all of D, where tiles are zero. */
+template <int D, int M, int J, class T>
+static __device__ void scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
+    (void)dim;
+    memset(c, 0, sizeof c);
+    UNROLL for (int k = 0; k < D; k += 16) {
+        unsigned u[M][4];
+        UNROLL for (int i = 0; i < M; i++) fragment_a<T, D>(u[i], x, row + 16 * i, k);
+        UNROLL for (int j = 0; j < J; j += 2) {
+            unsigned v[4];
+            fragment_b<T, D>(v, y, 8 * j, k);
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][j], u[i], v);
+                mma(T(), c[i][j + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int J>
+static __device__ void scores(float (&c)[M][J][4], const float *x, int row, const float *y, int dim) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    memset(c, 0, sizeof c);
+    UNROLL_BY(2) for (int k = 0; k < dim; k += 4) {
+        pack<float> u[2 * M];
+        for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            pack<float> v = *(const pack<float> *)(y + place<float, D>(at / 2 * 8 + 2 * t + at % 2, k));
+            for (int r = 0; r < 2 * M; r++) {
+                float *sum = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
+                for (int e = 0; e < 4; e++) *sum += u[r].v[e] * v.v[e];
+            }
+        }
+    }
+}
+
+/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to y's type. */
+template <int D, int M, int N, int J, class T>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
+    (void)dim;
+    UNROLL for (int j = 0; j < J; j += 2) {
+        unsigned u[M][4];
+        UNROLL for (int e = 0; e < 4 * M; e++)
+            u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
+        UNROLL for (int n = 0; n < N; n += 2) {
+            unsigned v[4];
+            fragment_b_across<T, D>(v, y, 8 * n, 8 * j);
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][n], u[i], v);
+                mma(T(), c[i][n + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int N, int J>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const float *y, int dim) {
+    int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < 8 * J; at++) {
+        float u[2 * M]; /* of the lane of this row that has column `at` */
+        UNROLL for (int r = 0; r < 2 * M; r++)
+            u[r] = __shfl_sync(0xffffffffu, p[r / 2][at / 8][r % 2 * 2 + at % 2], first + at % 8 / 2);
+        UNROLL for (int n = 0; n < N; n++) {
+            if (8 * n >= dim) continue;
+            const float *v = y + place<float, D>(at, 8 * n + 2 * t);
+            for (int r = 0; r < 2 * M; r++) {
+                c[r / 2][n][r % 2 * 2] += u[r] * v[0];
+                c[r / 2][n][r % 2 * 2 + 1] += u[r] * v[1];
+            }
+        }
+    }
+}
+
+/* The sum, or the largest, of the four lanes that share a row, for each of them. */
+static __device__ float row_sum(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+static __device__ float row_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+/* ---- forward ---- */
+
+#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
+
+/* What fits into 255 registers a thread and 99 KB of shared memory, which every GPU since sm_80 has. */
+template <class T, int D, bool BACK>
+struct form {
+    enum {
+        NARROW = sizeof(T) == 2,
+        M = NARROW && !BACK && D <= 128 ? 2 : 1,
+        COLS = NARROW ? (D <= 128 ? 64 : 32) : BACK ? (D <= 64 ? 32 : 16) : (D <= 128 ? 32 : 16),
+        WARPS_ = NARROW || D <= 64 || (!BACK && D <= 128) ? 4 : 2,
+        STAGES = NARROW ? (BACK && D > 128 ? 1 : 2) : (D <= 64 && !BACK ? 2 : 1),
+        ROWS = 16 * M * WARPS_,
+        THREADS = 32 * WARPS_
+    };
+};
+
+/* A tile of two arrays whose rows lie alike. */
+template <class T, int ROWS, int D, int THREADS>
+static __device__ void fetch_two(T *x, T *y, const T *from_x, const T *from_y, int64_t ld, int64_t rows, int64_t dim,
+    bool wide) {
+    fetch_tile<T, ROWS, D, THREADS>(x, from_x, ld, rows, dim, wide);
+    fetch_tile<T, ROWS, D, THREADS>(y, from_y, ld, rows, dim, wide);
+    copies_sent();
+}
+
+/* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
+   maximum. `scale` is that of scores in powers of two. A row that sees nothing yet has maximum -infinity. */
+template <int M, int J, int N>
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float scale) {
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        float now = most[r], total = 0;
+        UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
+        now = row_max(now);
+        float base = now == -INFINITY ? 0 : now * scale, factor = exp2_of(most[r] * scale - base);
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
+            *p = exp2_of(*p * scale - base);
+            total += *p;
+        }
+        UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
+        most[r] = now;
+        sum[r] = sum[r] * factor + total;
+    }
+}
+
+/* log(e^x + e^y), of which either may be minus infinity */
+static __device__ float join_lse(float x, float y) {
+    float high = x > y ? x : y, low = x > y ? y : x;
+    return high == -INFINITY ? high : high + log1pf(expf(low - high));
+}
+
+/* out and lse of a warp's rows, from `row0` on, from sums that are not yet divided. */
+template <class T, int M, int N>
+static __device__ void attention_end(const dt_attention_args &a, int64_t head, int64_t row0, const float *most,
+    const float *sum, const float (&out)[M][N][4]) {
+    int64_t sequence = head / a.heads, h = head % a.heads;
+    int     g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        int64_t row = row0 + 8 * r + g, at = ((sequence * a.tq + row) * a.heads + h) * a.dim;
+        bool    there = row < a.tq;
+        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * (float)a.scale + logf(total) : -INFINITY;
+        float  *lse = (float *)a.lse + head * a.tq + row, before = a.merge && there ? *lse : -INFINITY;
+        float   both = join_lse(mine, before), keep = before > -INFINITY ? expf(before - both) : 0;
+        float   factor = total > 0 ? expf(mine - both) / total : 0;
+        __syncwarp(); /* all lanes of the row have read what one now writes */
+        if (there && t == 0) *lse = both;
+        UNROLL for (int n = 0; n < 2 * N; n++) {
+            int   col = n / 2 * 8 + 2 * t + n % 2;
+            float v = out[r / 2][n / 2][r % 2 * 2 + n % 2] * factor;
+            if (!there || col >= a.dim) continue;
+            if (a.merge) v += keep * (a.wide ? ((const float *)a.out)[at + col] : widen(((const T *)a.out)[at + col]));
+            give_as<T>(a.out, a.wide, at + col, v, 0);
+        }
+    }
+}
+
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, false>::THREADS)) attention_kernel(dt_attention_args a, sight s, bool wide) {
+    typedef form<T, D, false> F;
+    const int SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, qs);
+    T      *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float   out[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], most[2 * F::M], sum[2 * F::M];
+    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles; /* the last queries see most, and begin first */
+    int64_t head = blockIdx.x / s.q.tiles, sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
+    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
+    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
+    const T *q = (const T *)a.q + ((sequence * a.tq + row0) * a.heads + h) * a.dim;
+    span    mine = span_of(s.q, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M; /* the warp's first row */
+    for (int r = 0; r < 2 * F::M; r++) {
+        most[r] = -INFINITY;
+        sum[r] = 0;
+    }
+    auto fetch = [&](int64_t i, int stage) {
+        int64_t at = i * F::COLS;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
+                                             a.tk - at, a.dim, wide);
+    };
+    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
+    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, q, a.heads * a.dim, a.tq - row0, a.dim, wide);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads(); /* this tile is there, and all have left the other stage */
+        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        if (row0 + own < a.tq) {
+            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
+                hide(c, s, false, sequence, row0 + own, i * F::COLS);
+            softmax_step(c, most, sum, out, (float)(a.scale * LOG2_E));
+            mix<D>(out, c, vs + stage * SIZE, (int)a.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    attention_end<T>(a, head, row0 + own, most, sum, out);
+}
+
+/* ---- backward ---- */
+
+/* out[from ..] (+)= factor c: a warp's rows, of which the first `rows` are there, ld apart. */
+template <class T, int M, int N>
+static __device__ void give_rows(void *out, int wide, int accumulate, const float (&c)[M][N][4], float factor,
+    int64_t from, int64_t ld, int64_t rows, int64_t dim) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < M * N * 4; at++) {
+        int row = at / 4 / N * 16 + at % 4 / 2 * 8 + g, col = at / 4 % N * 8 + 2 * t + at % 2;
+        if (row < rows && col < dim)
+            give_as<T>(out, wide, from + row * ld + col, factor * c[at / 4 / N][at / 4 % N][at % 4], accumulate);
+    }
+}
+
+/* delta = sum of dout out for each row, a warp per row: that of head `first` and row 0 is delta[0]. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, float *delta, int64_t first, int64_t rows) {
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, head = first + i / a.tq;
+    int64_t at = ((head / a.heads * a.tq + i % a.tq) * a.heads + head % a.heads) * a.dim;
+    float   sum = 0;
+    if (i >= rows) return;
+    for (int64_t d = at + threadIdx.x % 32; d < at + a.dim; d += 32) {
+        float out = a.wide ? ((const float *)a.out)[d] : widen(((const T *)a.out)[d]);
+        sum += widen(((const T *)a.dout)[d]) * out;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) delta[i] = sum;
+}
+
+/* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
+static __device__ float lse_of(const dt_attention_back_args &a, int64_t head, int64_t row) {
+    float lse = row < a.tq ? ((const float *)a.lse)[head * a.tq + row] : INFINITY;
+    return lse == -INFINITY ? INFINITY : lse * (float)LOG2_E;
+}
+
+/* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, true>::THREADS)) queries_back_kernel(dt_attention_back_args a, sight s,
+    const float *delta, int64_t first, bool wide) {
+    typedef form<T, D, true> F;
+    const int SIZE = F::COLS * D, R = 2 * F::M;
+    DT_DYN_SMEM(T, qs);
+    T      *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float   dq[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], dp[F::M][F::COLS / 8][4], lse[R], mean[R];
+    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles, head = first + blockIdx.x / s.q.tiles;
+    int64_t sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
+    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
+    int64_t from = ((sequence * a.tq + row0) * a.heads + h) * a.dim;
+    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
+    float   scale = (float)(a.scale * LOG2_E);
+    span    mine = span_of(s.q, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M, g = threadIdx.x % 32 / 4;
+    UNROLL for (int r = 0; r < R; r++) {
+        int64_t row = row0 + own + 8 * r + g;
+        lse[r] = lse_of(a, head, row);
+        mean[r] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    }
+    auto fetch = [&](int64_t i, int stage) {
+        int64_t at = i * F::COLS;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
+                                             a.tk - at, a.dim, wide);
+    };
+    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
+    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, (const T *)a.q + from, (const T *)a.dout + from, a.heads * a.dim,
+                                         a.tq - row0, a.dim, wide);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads();
+        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        if (row0 + own < a.tq) {
+            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
+            scores<D>(dp, ds, own, vs + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
+                hide(c, s, false, sequence, row0 + own, i * F::COLS);
+            UNROLL for (int at = 0; at < R * F::COLS / 4; at++) {
+                int    r = at % R, j = at / R;
+                float *x = &c[r / 2][j / 2][r % 2 * 2 + j % 2];
+                *x = exp2_of(*x * scale - lse[r]) * (dp[r / 2][j / 2][r % 2 * 2 + j % 2] - mean[r]);
+            }
+            mix<D>(dq, c, ks + stage * SIZE, (int)a.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    give_rows<T>(a.dq, a.wide, a.accumulate_q, dq, (float)a.scale, from + own * a.heads * a.dim, a.heads * a.dim,
+                 a.tq - row0 - own, a.dim);
+}
+
+/* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
+   2 dv, 3 both, for which the sums of a large D are too many. */
+template <class T, int D, int WHAT>
+KERNEL __launch_bounds__((form<T, D, true>::THREADS)) keys_back_kernel(dt_attention_back_args a, sight s,
+    const float *delta, int64_t first, bool wide) {
+    typedef form<T, D, true> F;
+    const int SIZE = F::COLS * D, J = F::COLS / 8;
+    DT_DYN_SMEM(T, ks);
+    __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
+    T      *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
+    float   dk[F::M][D / 8][4] = { { { 0 } } }, dv[F::M][D / 8][4] = { { { 0 } } }, c[F::M][J][4], dp[F::M][J][4];
+    int64_t tile = blockIdx.x % s.k.tiles, group = a.heads / a.kv_heads, kv = first / group + blockIdx.x / s.k.tiles;
+    int64_t sequence = kv / a.kv_heads, row0 = tile * F::ROWS, end = group * s.q.tiles;
+    int64_t from = ((sequence * a.tk + row0) * a.kv_heads + kv % a.kv_heads) * a.dim, ld = a.heads * a.dim;
+    float   scale = (float)(a.scale * LOG2_E);
+    span    mine = span_of(s.k, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M, t = threadIdx.x % 4;
+    auto    fetch = [&](int64_t i, int stage) {
+        int64_t h = kv % a.kv_heads * group + i / s.q.tiles, row = i % s.q.tiles * F::COLS;
+        int64_t at = ((sequence * a.tq + row) * a.heads + h) * a.dim, head = sequence * a.heads + h;
+        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, (const T *)a.q + at,
+                                             (const T *)a.dout + at, ld, a.tq - row, a.dim, wide);
+        if (threadIdx.x >= F::COLS) return;
+        row += threadIdx.x;
+        lse[stage][threadIdx.x] = lse_of(a, head, row);
+        mean[stage][threadIdx.x] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    };
+    int64_t i = next_tile(s, true, mine, sequence, 0, end);
+    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, (const T *)a.k + from, (const T *)a.v + from, a.kv_heads * a.dim,
+                                         a.tk - row0, a.dim, wide);
+    if (i < end) fetch(i, 0);
+    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads();
+        int64_t next = next_tile(s, true, mine, sequence, i + 1, end);
+        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
+        if (row0 + own < a.tk) {
+            int64_t col0 = i % s.q.tiles * F::COLS;
+            scores<D>(c, ks, own, qs + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, span_of(s.q, sequence, i % s.q.tiles), mine) || row0 + F::ROWS > a.tk)
+                hide(c, s, true, sequence, row0 + own, col0);
+            UNROLL for (int at = 0; at < F::M * J * 4; at++) {
+                float *p = &c[at / 4 / J][at / 4 % J][at % 4];
+                *p = exp2_of(*p * scale - lse[stage][at / 4 % J * 8 + 2 * t + at % 2]);
+            }
+            if (WHAT & 2) mix<D>(dv, c, ds + stage * SIZE, (int)a.dim);
+            if (WHAT & 1) {
+                scores<D>(dp, vs, own, ds + stage * SIZE, (int)a.dim);
+                UNROLL for (int at = 0; at < F::M * J * 4; at++)
+                    c[at / 4 / J][at / 4 % J][at % 4] *= dp[at / 4 / J][at / 4 % J][at % 4] -
+                                                         mean[stage][at / 4 % J * 8 + 2 * t + at % 2];
+                mix<D>(dk, c, qs + stage * SIZE, (int)a.dim);
+            }
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < end) fetch(next, 0);
+        i = next;
+    }
+    from += own * a.kv_heads * a.dim;
+    row0 += own;
+    if (WHAT & 1)
+        give_rows<T>(a.dk, a.wide, a.accumulate_k, dk, (float)a.scale, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+    if (WHAT & 2) give_rows<T>(a.dv, a.wide, a.accumulate_v, dv, 1, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+}
+
+/* ---- launching ---- */
+
+static int64_t tiles_of(int64_t length, int64_t each) { return (length + each - 1) / each; }
+
+/* The spans of both sides go to the start of `work`, of which *used bytes are taken. */
+static dt_status sight_make(sight *out, const dt_sight &given, int64_t batch, int64_t tq, int64_t tk, int rows,
+    bool rows_are_keys, int cols, void *work, size_t work_bytes, size_t *used, void *stream) {
+    bool    there = given.k_document != NULL, placed = given.causal && (given.q_position || given.k_position);
+    int     each_q = rows_are_keys ? cols : rows, each_k = rows_are_keys ? rows : cols;
+    side    q = { placed ? given.q_position : NULL, there ? given.q_document : NULL, NULL, tq, each_q,
+                  tiles_of(tq, each_q), (int)(tk - tq) };
+    side    k = { placed ? given.k_position : NULL, given.k_document, NULL, tk, each_k, tiles_of(tk, each_k), 0 };
+    int64_t spans = there || placed ? batch * (q.tiles + k.tiles) : 0;
+    *used = (size_t)(spans + 1) / 2 * 2 * sizeof(span);
+    if (*used > work_bytes) return DT_ERR_ARG;
+    if (spans > 0) {
+        q.spans = (span *)work;
+        k.spans = q.spans + batch * q.tiles;
+        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * q.tiles, WARPS), BLOCK, 0, stream_of(stream), q, batch);
+        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * k.tiles, WARPS), BLOCK, 0, stream_of(stream), k, batch);
+    }
+    sight s = { q, k, given.causal };
+    *out = s;
+    return DT_OK;
+}
+
+template <class T, int D>
+static dt_status attention_of(const dt_attention_args &a, bool wide, void *stream) {
+    typedef form<T, D, false> F;
+    size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
+    sight     s;
+    dt_status status = sight_make(&s, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, a.work, a.work_bytes,
+                                  &used, stream);
+    unsigned  blocks = blocks_of(a.tq, F::ROWS, a.batch, 1, a.heads);
+    if (status != DT_OK || blocks == 0) return status != DT_OK ? status : DT_ERR_UNSUPPORTED;
+    LAUNCH_SHARED((attention_kernel<T, D>), blocks, F::THREADS, bytes, stream, a, s, wide);
+    return launched();
+}
+
+#define BY_DIM(function, T, a, wide, stream) \
+    ((a).dim <= 64    ? function<T, 64>(a, wide, stream) \
+     : (a).dim <= 128 ? function<T, 128>(a, wide, stream) \
+     : (a).dim <= 256 ? function<T, 256>(a, wide, stream) \
+                      : DT_ERR_UNSUPPORTED)
+
+#define BY_TYPE(function, a, wide, stream) \
+    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, wide, stream) \
+     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, wide, stream) \
+     : (a).dtype == DT_F16  ? BY_DIM(function, f16, a, wide, stream) \
+                            : DT_ERR_UNSUPPORTED)
+
+/* A scale that is not positive would make the largest score the smallest. */
+static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
+    dt_attention_args a = *args;
+    size_t            row = (size_t)a.dim * dt_dtype_size(a.dtype);
+    bool              wide = aligned16(a.q, a.k, a.v) && row % 16 == 0;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.dtype == DT_F32) a.wide = 1;
+    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
+    if (a.batch * a.tq * a.heads == 0) return launched();
+    return BY_TYPE(attention_of, a, wide, stream);
+}
+
+/* Heads are taken some at a time: as many as deltas fit into the scratch. */
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, bool wide, void *stream) {
+    typedef form<T, D, true> F;
+    size_t    bytes = (size_t)2 * (F::ROWS + F::STAGES * F::COLS) * D * sizeof(T), used_q, used_k;
+    sight     of_q, of_k;
+    char     *work = (char *)a.work;
+    dt_status status = sight_make(&of_q, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, work, a.work_bytes,
+                                  &used_q, stream);
+    if (status != DT_OK) return status;
+    status = sight_make(&of_k, a.sight, a.batch, a.tq, a.tk, F::ROWS, true, F::COLS, work + used_q,
+                        a.work_bytes - used_q, &used_k, stream);
+    if (status != DT_OK) return status;
+    float  *delta = (float *)(work + used_q + used_k);
+    int64_t group = a.heads / a.kv_heads, all = a.batch * a.kv_heads;
+    int64_t most = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)) / (group * a.tq);
+    if (most == 0) return DT_ERR_ARG;
+    for (int64_t kv = 0; kv < all; kv += most) {
+        int64_t  groups = all - kv < most ? all - kv : most, heads = groups * group, first = kv * group;
+        unsigned rows = blocks_of(heads * a.tq, WARPS, 1, 1, 1), q = blocks_of(a.tq, F::ROWS, heads, 1, 1);
+        unsigned k = blocks_of(a.tk, F::ROWS, groups, 1, 1);
+        if (!rows || !q) return DT_ERR_UNSUPPORTED;
+        DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, delta, first, heads * a.tq);
+        if (a.dq)
+            LAUNCH_SHARED((queries_back_kernel<T, D>), q, F::THREADS, bytes, stream, a, of_q, delta, first, wide);
+        if (k == 0) continue;
+        if (D <= 128 && a.dk && a.dv) {
+            LAUNCH_SHARED((keys_back_kernel<T, D, D <= 128 ? 3 : 1>), k, F::THREADS, bytes, stream, a, of_k, delta,
+                          first, wide);
+            continue;
+        }
+        if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+        if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+    }
+    return launched();
+}
+
+static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
+    dt_attention_back_args a = *args;
+    size_t                 row = (size_t)a.dim * dt_dtype_size(a.dtype);
+    bool                   wide = aligned16(a.q, a.k, a.v, a.dout) && row % 16 == 0;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.dtype == DT_F32) a.wide = 1;
+    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
+    if (a.batch * a.heads == 0) return launched();
+    return BY_TYPE(attention_back_of, a, wide, stream);
+}
+#undef BY_DIM
+#undef BY_TYPE
+
+// ==== 17. The table =================================================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
     static const dt_kernels table = {
@@ -1441,9 +2425,9 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .embedding_back = cuda_embedding_back,
         .topk = cuda_topk,
         .spread = cuda_spread,
-        .matmul = NULL,
-        .attention = NULL,
-        .attention_back = NULL,
+        .matmul = cuda_matmul,
+        .attention = cuda_attention,
+        .attention_back = cuda_attention_back,
         .cross_entropy = cuda_cross_entropy,
         .cross_entropy_join = NULL,
         .cross_entropy_back = cuda_cross_entropy_back,
