@@ -230,12 +230,19 @@ static void *cuda_open(int place, char *text, size_t text_bytes) {
 // ==== 3. Numbers in storage, blocks, packs ==========================================================================
 
 /* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own types for them would
-   need its headers where a test has none. */
+   need its headers where a test has none. The other types are what they are. */
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-static __device__ float widen(float x) { return x; }
-static __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+/* f<T>(...) for the T of a dtype that is computed with in f32. */
+#define BY_TYPE(dtype, f, ...) \
+    ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
+                                               : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
+
+static __device__ float  widen(float x) { return x; }
+static __device__ double widen(double x) { return x; }
+static __device__ int    widen(int x) { return x; }
+static __device__ float  widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 /* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
 static __device__ float widen(f16 x) {
@@ -246,6 +253,8 @@ static __device__ float widen(f16 x) {
 }
 
 static __device__ void round_to(float *out, float x) { *out = x; }
+static __device__ void round_to(double *out, double x) { *out = x; }
+static __device__ void round_to(int *out, int x) { *out = x; }
 
 /* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
 static __device__ void round_to(bf16 *out, float x) {
@@ -271,59 +280,117 @@ static __device__ T warp_sum(T v) {
     return v;
 }
 
-/* The sum over a block of BLOCK threads, for each of them: within warps, then warp after warp. */
-template <class T>
+/* The sum over a block, for each of its threads: within warps, then warp after warp. */
+template <class T, int THREADS = BLOCK>
 static __device__ T block_sum(T v) {
-    __shared__ T of_warp[WARPS];
+    __shared__ T of_warp[THREADS / 32];
     v = warp_sum(v);
     __syncthreads(); /* everyone has read the sum of the call before */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     T total = of_warp[0];
-    for (int w = 1; w < WARPS; w++) total += of_warp[w];
+    for (int w = 1; w < THREADS / 32; w++) total += of_warp[w];
     return total;
 }
 
-/* The largest value of a block, for each thread; a NaN loses every comparison. */
-static __device__ float block_max(float v) {
-    __shared__ float of_warp[WARPS];
+/* The largest value of a warp, and of a block, for each thread; a NaN loses every comparison. */
+static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
         v = theirs > v ? theirs : v;
     }
+    return v;
+}
+
+template <int THREADS = BLOCK>
+static __device__ float block_max(float v) {
+    __shared__ float of_warp[THREADS / 32];
+    v = warp_max(v);
     __syncthreads();
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     float most = of_warp[0];
-    for (int w = 1; w < WARPS; w++) most = of_warp[w] > most ? of_warp[w] : most;
+    for (int w = 1; w < THREADS / 32; w++) most = of_warp[w] > most ? of_warp[w] : most;
     return most;
 }
 
-/* 16 bytes of neighbours in a flat array: what a thread works on at a time. In memory that is aligned (`wide`) a whole
-   pack is one access; elsewhere, and at the end, it is element by element, and what lies past the end is zero. */
-template <class T>
-struct alignas(16) pack {
-    enum { N = 16 / sizeof(T) };
+/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time. In memory
+   that is `aligned` a whole pack is one access; elsewhere, and at the ends, it is element by element, and what lies
+   before 0 or from `count` on is zero, and is not stored. */
+template <class T, int COUNT = 16 / sizeof(T)>
+struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
+    enum { N = COUNT };
     T v[N];
 };
 
-template <class T>
-static __device__ pack<T> load(const T *p, size_t i, size_t count, bool wide) {
-    if (wide && i + pack<T>::N <= count) return *reinterpret_cast<const pack<T> *>(p + i);
-    pack<T> x;
-    for (int k = 0; k < pack<T>::N; k++) x.v[k] = i + k < count ? p[i + k] : T();
+template <int N, class T>
+static __device__ pack<T, N> load_pack(const T *p, int64_t i, int64_t count, bool aligned) {
+    if (aligned && i >= 0 && i + N <= count) return *reinterpret_cast<const pack<T, N> *>(p + i);
+    pack<T, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? p[i + k] : T();
     return x;
 }
 
 template <class T>
-static __device__ void store(T *p, size_t i, size_t count, bool wide, pack<T> x) {
-    if (wide && i + pack<T>::N <= count) {
-        *reinterpret_cast<pack<T> *>(p + i) = x;
+static __device__ pack<T> load(const T *p, int64_t i, int64_t count, bool aligned) {
+    return load_pack<pack<T>::N>(p, i, count, aligned);
+}
+
+template <class T, int N>
+static __device__ void store(T *p, int64_t i, int64_t count, bool aligned, pack<T, N> x) {
+    if (aligned && i >= 0 && i + N <= count) {
+        *reinterpret_cast<pack<T, N> *>(p + i) = x;
         return;
     }
-    for (int k = 0; k < pack<T>::N; k++)
-        if (i + k < count) p[i + k] = x.v[k];
+    for (int k = 0; k < N; k++)
+        if (i + k >= 0 && i + k < count) p[i + k] = x.v[k];
 }
+
+/* N numbers to compute with. */
+template <int N, class T>
+static __device__ pack<float, N> widened(pack<T, N> x) {
+    pack<float, N> y;
+    for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
+    return y;
+}
+
+template <int N, class T>
+static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned) {
+    return widened(load_pack<N>(p, i, count, aligned));
+}
+
+/* p[i..] (+)= N finished results, rounded once. */
+template <class T, int N>
+static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<float, N> x, int accumulate = 0) {
+    pack<T, N> rounded;
+    if (accumulate) {
+        pack<float, N> old = get<N>(p, i, count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] += old.v[k];
+    }
+    for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
+    store(p, i, count, aligned, rounded);
+}
+
+/* The same of one. */
+template <class T>
+static __device__ void give_one(T *to, float value, int accumulate = 0) {
+    round_to(to, accumulate ? widen(*to) + value : value);
+}
+
+static __device__ void give(void *out, size_t i, float value, int accumulate) {
+    float *to = (float *)out + i;
+    *to = accumulate ? *to + value : value;
+}
+
+/* The same where only the host knows the type: sums, which are few. */
+static __device__ void give_typed(dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
+    if (dtype == DT_F32) give_one((float *)out + i, value, accumulate);
+    else if (dtype == DT_BF16) give_one((bf16 *)out + i, value, accumulate);
+    else give_one((f16 *)out + i, value, accumulate);
+}
+
+/* The type of an output that is f32 where `wide` says so. */
+static dt_dtype widened_type(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, const void *c = NULL,
     const void *d = NULL) {
@@ -334,37 +401,51 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-static __device__ void give(void *out, size_t i, float value, int accumulate) {
-    float *to = (float *)out + i;
-    *to = accumulate ? *to + value : value;
+/* The same over rows of `cols` numbers, a pack of one row at a time: which pack number i is. */
+struct in_row { size_t row; int64_t col; };
+
+static __host__ __device__ size_t packs_in(size_t cols, int each) { return (cols + each - 1) / each; }
+
+static __device__ in_row in_row_of(size_t i, size_t packs, int each) {
+    size_t row = i / packs;
+    in_row at = { row, (int64_t)((i - row * packs) * each) };
+    return at;
 }
 
 // ==== 4. Fill, copy, reduce =========================================================================================
 
-template <class T>
-KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, T value) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) out[i] = value;
+template <class T, class Value>
+KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, Value value) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(out);
+    pack<T>   x;
+    for (int k = 0; k < N; k++) round_to(&x.v[k], value);
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) store(out, i, count, aligned, x);
 }
 
-template <class T>
-static void fill(const dt_fill_args *a, void *stream) {
-    LAUNCH(fill_kernel<T>, a->count, BLOCK, stream, (T *)a->out, a->count, (T)a->value);
-}
-
-static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
-    if (a->dtype == DT_F32) fill<float>(a, stream);
-    else if (a->dtype == DT_F64) fill<double>(a, stream);
-    else if (a->dtype == DT_I32) fill<int>(a, stream);
-    else return DT_ERR_UNSUPPORTED;
+template <class T, class Value>
+static dt_status fill(const dt_fill_args *a, void *stream) {
+    LAUNCH((fill_kernel<T, Value>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, (Value)a->value);
     return launched();
 }
 
-/* Unit: the largest piece, of 16, 4 or 1 bytes, that divides every address and length of the copy. */
+static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return fill<float, float>(a, stream);
+    case DT_BF16: return fill<bf16, float>(a, stream);
+    case DT_F16: return fill<f16, float>(a, stream);
+    case DT_F64: return fill<double, double>(a, stream);
+    case DT_I32: return fill<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+/* Unit: the largest piece, of 16, 4, 2 or 1 bytes, that divides every address and length of the copy. */
 template <class Unit>
 KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t units = a.row_bytes / sizeof(Unit);
     for (size_t i = flat_first(1); i < a.rows * units; i += flat_step(1)) {
-        size_t      row = i / units, unit = i % units;
+        size_t      row = i / units, unit = i - row * units;
         const Unit *in = (const Unit *)((const char *)a.in + row * a.in_stride);
         Unit       *out = (Unit *)((char *)a.out + row * a.out_stride);
         out[unit] = in[unit];
@@ -382,21 +463,24 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     if (a.rows > 1) all |= a.in_stride | a.out_stride;
     if (all % 16 == 0) LAUNCH(copy_kernel<uint4>, bytes / 16, BLOCK, stream, a);
     else if (all % 4 == 0) LAUNCH(copy_kernel<unsigned>, bytes / 4, BLOCK, stream, a);
+    else if (all % 2 == 0) LAUNCH(copy_kernel<uint16_t>, bytes / 2, BLOCK, stream, a);
     else LAUNCH(copy_kernel<unsigned char>, bytes, BLOCK, stream, a);
     return launched();
 }
 
-/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
-enum { MAX_INPUTS = 64 };
-struct reduce_inputs {
-    const void *p[MAX_INPUTS];
-    int         n;
+/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
+   pointers are in host memory. */
+enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
+struct reduce_places {
+    const void *in[MAX_INPUTS];
+    void       *out[MAX_OUTPUTS];
+    int         n, n_out;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
-    bool        wide;
+    bool        aligned;
 };
 
-/* As on the CPU each step is rounded to the type; int wraps around. */
+/* int wraps around, as on the CPU. */
 static __device__ float  plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int    plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
@@ -416,50 +500,68 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. */
-template <class T>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
+/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
+   is computed in: steps in 16 bits would round each time. */
+template <class T, class Number>
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
     const int N = pack<T>::N;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> sum = load((const T *)in.p[0], i, count, in.wide);
-        for (int r = 1; r < in.n; r++) {
-            pack<T> x = load((const T *)in.p[r], i, count, in.wide);
-            for (int k = 0; k < N; k++) sum.v[k] = combine(in.op, sum.v[k], x.v[k]);
+        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
+        Number  sum[N];
+        for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
+        for (int r = 1; r < a.n; r++) {
+            x = load((const T *)a.in[r], i, count, a.aligned);
+            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
         }
-        if (in.divisor > 0)
-            for (int k = 0; k < N; k++) sum.v[k] /= (T)in.divisor;
-        store(out, i, count, in.wide, sum);
+        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
+        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
     }
 }
 
-/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
-   order. An input that the first launch would overwrite cannot be read by a later one. */
-template <class T>
+/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
+static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
+    reduce_places p = { };
+    p.n = p.n_out = 0;
+    p.op = a->op;
+    if (*done > 0) p.in[p.n++] = a->out;
+    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
+    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
+    p.out[p.n_out++] = a->out;
+    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
+    p.aligned = true;
+    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
+    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
+    return p;
+}
+
+/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
+   input that the first launch would overwrite cannot be read by a later one. */
+template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
+    if (a->n < 1) return DT_ERR_ARG;
+    if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_inputs in = { };
-        in.n = 0;
-        in.op = a->op;
-        if (done > 0) in.p[in.n++] = a->out;
-        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
-        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
-        in.wide = aligned16(a->out);
-        for (int r = 0; r < in.n; r++) in.wide = in.wide && aligned16(in.p[r]);
-        LAUNCH(reduce_kernel<T>, a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
+        reduce_places p = reduce_launch(a, &done);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
     }
     dt_status status = launched();
-    for (int k = 0; k < a->n_also && status == DT_OK; k++)
+    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }
 
 static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
-    if (a->dtype != DT_F32 && a->dtype != DT_F64 && a->dtype != DT_I32) return DT_ERR_UNSUPPORTED;
-    if (a->n < 1) return DT_ERR_ARG;
-    if (a->dtype == DT_F32) return reduce<float>(a, stream);
-    return a->dtype == DT_F64 ? reduce<double>(a, stream) : reduce<int>(a, stream);
+    switch (a->dtype) {
+    case DT_F32: return reduce<float, float>(a, stream);
+    case DT_BF16: return reduce<bf16, float>(a, stream);
+    case DT_F16: return reduce<f16, float>(a, stream);
+    case DT_F64: return reduce<double, double>(a, stream);
+    case DT_I32: return reduce<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 5. Strides: binary, permute ===================================================================================
@@ -495,8 +597,8 @@ static size_t count_of(const strided *s) {
 static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b) {
     *a = *b = 0;
     for (int d = s.nd - 1; d > 0; d--) {
-        size_t at = i % (size_t)s.d[d];
-        i /= (size_t)s.d[d];
+        size_t next = i / (size_t)s.d[d], at = i - next * (size_t)s.d[d];
+        i = next;
         *a += (int64_t)at * s.a[d];
         *b += (int64_t)at * s.b[d];
     }
@@ -504,12 +606,11 @@ static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether a pack of the last dimension is one aligned access, or one number repeated. */
-static bool packs(const void *p, const int64_t *stride, const strided *s) {
-    const int64_t N = pack<float>::N;
-    bool          whole = aligned16(p) && stride[s->nd - 1] == 1;
-    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % N == 0;
-    return s->d[s->nd - 1] % N == 0 && (whole || stride[s->nd - 1] == 0);
+/* Whether a pack of each numbers of the last dimension is one aligned access, or one number repeated. */
+static bool packs(const void *p, const int64_t *stride, const strided *s, int64_t each) {
+    bool whole = aligned16(p) && stride[s->nd - 1] == 1;
+    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % each == 0;
+    return s->d[s->nd - 1] % each == 0 && (whole || stride[s->nd - 1] == 0);
 }
 
 static __device__ float binary(int op, float x, float y) {
@@ -521,96 +622,141 @@ static __device__ float binary(int op, float x, float y) {
     return x + y;
 }
 
-static __device__ pack<float> load_strided(const float *p, int64_t at, int64_t stride) {
-    if (stride != 0) return load(p, (size_t)at, (size_t)at + pack<float>::N, true);
-    pack<float> x = { { p[at], p[at], p[at], p[at] } };
+template <int N, class T>
+static __device__ pack<float, N> get_strided(const T *p, int64_t at, int64_t stride) {
+    if (stride != 0) return get<N>(p, at, at + N, true);
+    pack<float, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = widen(p[at]);
     return x;
 }
 
 /* A thread reads its elements before it writes them, so out may be a or b. */
-KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool wide) {
-    const int    N = pack<float>::N;
-    const float *in_a = (const float *)a.a, *in_b = (const float *)a.b;
+template <class T>
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool aligned) {
+    const int N = pack<T>::N;
+    const T  *in_a = (const T *)a.a, *in_b = (const T *)a.b;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<float> x = { { 0, 0, 0, 0 } }, y = x, out;
-        int64_t     at_a, at_b;
-        if (wide) {
+        pack<float, N> x = { { 0 } }, y = { { 0 } };
+        int64_t        at_a, at_b;
+        if (aligned) {
             places(s, i, &at_a, &at_b);
-            x = load_strided(in_a, at_a, s.a[s.nd - 1]);
-            y = load_strided(in_b, at_b, s.b[s.nd - 1]);
+            x = get_strided<N>(in_a, at_a, s.a[s.nd - 1]);
+            y = get_strided<N>(in_b, at_b, s.b[s.nd - 1]);
         } else {
             for (int k = 0; k < N && i + k < count; k++) {
                 places(s, i + k, &at_a, &at_b);
-                x.v[k] = in_a[at_a];
-                y.v[k] = in_b[at_b];
+                x.v[k] = widen(in_a[at_a]);
+                y.v[k] = widen(in_b[at_b]);
             }
         }
-        for (int k = 0; k < N; k++) out.v[k] = binary(a.op, x.v[k], y.v[k]);
-        if (a.accumulate) {
-            pack<float> old = load((const float *)a.out, i, count, wide);
-            for (int k = 0; k < N; k++) out.v[k] += old.v[k];
-        }
-        store((float *)a.out, i, count, wide, out);
-    }
-}
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
-    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
-    bool    wide = aligned16(a->out) && packs(a->a, s.a, &s) && packs(a->b, s.b, &s);
-    LAUNCH(binary_kernel, count_of(&s), BLOCK * pack<float>::N, stream, *a, s, count_of(&s), wide);
-    return launched();
-}
-
-/* Unit: a type of the element's size, or the type itself where something is added. */
-template <class Unit>
-KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((Unit *)a.out)[to] = ((const Unit *)a.in)[from];
+        for (int k = 0; k < N; k++) x.v[k] = binary(a.op, x.v[k], y.v[k]);
+        give((T *)a.out, i, count, aligned, x, a.accumulate);
     }
 }
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) permute_add_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((T *)a.out)[to] = plus(((const T *)a.out)[to], ((const T *)a.in)[from]);
+static dt_status binary(const dt_binary_args *a, void *stream) {
+    const int N = pack<T>::N;
+    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
+    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
+    bool    aligned = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
+    LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
+    return launched();
+}
+
+static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+
+/* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
+        int64_t to, from;
+        places(s, i, &to, &from);
+        pack<T, N> x = *reinterpret_cast<const pack<T, N> *>((const T *)a.in + from);
+        pack<T, N> *out = reinterpret_cast<pack<T, N> *>((T *)a.out + to);
+        if (a.accumulate) {
+            pack<T, N> old = *out;
+            for (int k = 0; k < N; k++) round_to(&x.v[k], plus(widen(old.v[k]), widen(x.v[k])));
+        }
+        *out = x;
     }
 }
 
+/* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
+   shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
+   it lies in different banks. */
+struct turn { int64_t across, down, in_stride, out_stride; };
+
+template <class Unit>
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+    __shared__ Unit tile[32][33];
+    const Unit     *in = (const Unit *)a.in;
+    Unit           *out = (Unit *)a.out;
+    size_t          wide = (size_t)(t.across + 31) / 32, each = wide * (size_t)((t.down + 31) / 32);
+    int             lane = threadIdx.x % 32;
+    for (size_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+        int64_t to, from, x = (int64_t)(i % each % wide) * 32, y = (int64_t)(i % each / wide) * 32;
+        places(rest, i / each, &to, &from);
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (y + j < t.down && x + lane < t.across) tile[j][lane] = in[from + (y + j) * t.in_stride + x + lane];
+        __syncthreads();
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (x + j < t.across && y + lane < t.down) out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
+        __syncthreads(); /* the tile has been read */
+    }
+}
+
+/* Launches transpose_kernel if s (a: out, b: in) is such a turn, else answers false. Small ones are not worth it. */
+template <class Unit>
+static bool transposed(const dt_permute_args *a, strided s, void *stream) {
+    int in = -1, out = -1;
+    for (int i = 0; i < s.nd; i++) {
+        if (s.a[i] == 1) out = i;
+        if (s.b[i] == 1) in = i;
+    }
+    if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
+    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
+    s.d[in] = s.d[out] = 1;
+    tiles *= count_of(&s);
+    LAUNCH(transpose_kernel<Unit>, tiles, 1, stream, *a, s, t, tiles);
+    return true;
+}
+
+/* Unit: any type of T's size */
+template <class T, class Unit>
+static dt_status permute(const dt_permute_args *a, void *stream) {
+    const int N = pack<T>::N;
+    strided   s = strided_of(a->shape, a->out_stride, a->in_stride);
+    int       last = s.nd - 1;
+    bool      whole = s.a[last] == 1 && s.b[last] == 1 && packs(a->out, s.a, &s, N) && packs(a->in, s.b, &s, N);
+    if (whole) LAUNCH((permute_kernel<T, N>), count_of(&s), BLOCK * N, stream, *a, s, count_of(&s));
+    else if (!transposed<Unit>(a, s, stream))
+        LAUNCH((permute_kernel<T, 1>), count_of(&s), BLOCK, stream, *a, s, count_of(&s));
+    return launched();
+}
+
 static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
-    strided s = strided_of(a->shape, a->in_stride, a->out_stride);
-    size_t  n = count_of(&s);
-    bool    add = a->accumulate != 0;
     switch (a->dtype) {
-    case DT_F32:
-        if (add) LAUNCH(permute_add_kernel<float>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_F64:
-        if (add) LAUNCH(permute_add_kernel<double>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<uint64_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_I32:
-        if (add) LAUNCH(permute_add_kernel<int>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_BF16:
-    case DT_F16:
-        if (add) return DT_ERR_UNSUPPORTED;
-        LAUNCH(permute_kernel<uint16_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
+    case DT_F32: return permute<float, unsigned>(a, stream);
+    case DT_BF16: return permute<bf16, uint16_t>(a, stream);
+    case DT_F16: return permute<f16, uint16_t>(a, stream);
+    case DT_F64: return permute<double, uint64_t>(a, stream);
+    case DT_I32: return permute<int, unsigned>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 6. Functions of one number: unary, glu ========================================================================
 
-static __device__ float logistic(float x) { return 1 / (1 + expf(-x)); }
+/* What is rounded to 16 bits in the end needs no last bits of a float: there the hardware's exponential and quotient
+   do, with which the functions below cost less than their numbers' way from memory. */
+template <class T>
+static __device__ float exponential(float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); }
+template <class T>
+static __device__ float quotient(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
+template <class T>
+static __device__ float logistic(float x) { return quotient<T>(1, 1 + exponential<T>(-x)); }
 
 /* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
 static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f * x); }
@@ -620,12 +766,13 @@ static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f 
 #define GELU_A 0.7978845608028654f /* sqrt(2/pi) */
 #define GELU_B 0.044715f
 
-/* f(x) */
+/* f(x), to be stored in T */
+template <class T = float>
 static __device__ float act(int kind, float x, float scale, float shift) {
     switch (kind) {
-    case DT_ACT_GELU: return x / (1 + expf(-2 * GELU_A * (x + GELU_B * x * x * x)));
+    case DT_ACT_GELU: return quotient<T>(x, 1 + exponential<T>(-2 * GELU_A * (x + GELU_B * x * x * x)));
     case DT_ACT_GELU_ERF: return x * normal_part(x);
-    case DT_ACT_SILU: return x * logistic(x);
+    case DT_ACT_SILU: return x * logistic<T>(x);
     case DT_ACT_RELU: return x < 0 ? 0 : x;
     case DT_ACT_TANH: return tanhf(x);
     case DT_ACT_EXP: return expf(x);
@@ -642,9 +789,10 @@ static __device__ float clamped(float x, float bound) {
 }
 
 /* gelu'(x) = s + x s (1 - s) 2 u' */
+template <class T>
 static __device__ float gelu_slope(float x) {
     x = clamped(x, 30);
-    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic(2 * u);
+    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic<T>(2 * u);
     return s + 2 * x * s * (1 - s) * du;
 }
 #undef GELU_A
@@ -655,18 +803,20 @@ static __device__ float gelu_erf_slope(float x) {
     return normal_part(x) + x * 0.3989422804014327f * expf(-0.5f * x * x);
 }
 
+template <class T>
 static __device__ float silu_slope(float x) {
     x = clamped(x, 80);
-    float s = logistic(x);
+    float s = logistic<T>(x);
     return s + x * s * (1 - s);
 }
 
-/* d f'(x); d is not multiplied with where nothing passes, so that its infinities stay out */
+/* d f'(x), to be stored in T; d is not multiplied with where nothing passes, so that its infinities stay out */
+template <class T = float>
 static __device__ float act_back(int kind, float x, float d, float scale) {
     switch (kind) {
-    case DT_ACT_GELU: return d * gelu_slope(x);
+    case DT_ACT_GELU: return d * gelu_slope<T>(x);
     case DT_ACT_GELU_ERF: return d * gelu_erf_slope(x);
-    case DT_ACT_SILU: return d * silu_slope(x);
+    case DT_ACT_SILU: return d * silu_slope<T>(x);
     case DT_ACT_RELU: return x > 0 ? d : 0;
     case DT_ACT_TANH: {
         float t = tanhf(x);
@@ -681,112 +831,170 @@ static __device__ float act_back(int kind, float x, float d, float scale) {
 
 static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale, shift = (float)a.shift;
-    bool      wide = aligned16(a.out, a.in);
+    bool      aligned = aligned16(a.out, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> x = load((const float *)a.in, i, a.count, wide);
-        for (int k = 0; k < N; k++) x.v[k] = act(a.act, x.v[k], scale, shift);
-        store((float *)a.out, i, a.count, wide, x);
+        pack<float, N> x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
+        give((T *)a.out, i, a.count, aligned, x);
     }
 }
 
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status unary(const dt_unary_args *a, void *stream) {
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
 
+static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+
 /* in may be NULL for the kinds whose slope does not depend on it. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale;
-    bool      wide = aligned16(a.dx, a.dout, a.in);
+    bool      aligned = aligned16(a.dx, a.dout, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> dout = load((const float *)a.dout, i, a.count, wide), x = { { 0, 0, 0, 0 } }, dx = x;
-        if (a.in) x = load((const float *)a.in, i, a.count, wide);
-        if (a.accumulate) dx = load((const float *)a.dx, i, a.count, wide);
-        for (int k = 0; k < N; k++) dx.v[k] += act_back(a.act, x.v[k], dout.v[k], scale);
-        store((float *)a.dx, i, a.count, wide, dx);
+        pack<float, N> d = get<N>((const T *)a.dout, i, a.count, aligned), x = { { 0 } };
+        if (a.in) x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
+        give((T *)a.dx, i, a.count, aligned, d, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
+    return launched();
 }
 
 static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_back_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, unary_back, a, stream);
 }
 
-/* arXiv:2002.05202. A thread has one element of the result: its gate and, cols further, its up. */
-KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        const float *gate = (const float *)a.in + i + i / a.cols * a.cols;
-        ((float *)a.out)[i] = act(a.act, gate[0], 1, 0) * gate[a.cols];
+/* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.out, a.in) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
+        give((T *)a.out + at.row * a.cols, at.col, cols, aligned, up);
     }
 }
 
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status glu(const dt_glu_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        size_t at = i + i / a.cols * a.cols;
-        float  gate = ((const float *)a.in)[at], up = ((const float *)a.in)[at + a.cols];
-        float  d = ((const float *)a.dout)[i];
-        give(a.dx, at, act_back(a.act, gate, d * up, 1), a.accumulate);
-        give(a.dx, at + a.cols, act(a.act, gate, 1, 0) * d, a.accumulate);
+static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.dx, a.in, a.dout) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        T             *dx = (T *)a.dx + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        pack<float, N> d = get<N>((const T *)a.dout + at.row * a.cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) {
+            up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
+            gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
+        }
+        give(dx, at.col, cols, aligned, up, a.accumulate);
+        give(dx + cols, at.col, cols, aligned, gate, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    return launched();
 }
 
 static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_back_kernel, a->rows * a->cols, BLOCK, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, glu_back, a, stream);
 }
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
-   there to 16 bits through float. */
-template <class T>
-static __device__ double number(T x) { return (double)widen(x); }
-static __device__ double number(double x) { return x; }
-static __device__ double number(int x) { return (double)x; }
+/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+   goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
+   rounding gives what one would have. */
+static __device__ float to_odd(double x) {
+    float    f = (float)x;
+    unsigned bits = __float_as_uint(f);
+    if ((double)f == x || x != x) return f;
+    return __uint_as_float((fabs((double)f) > fabs(x) ? bits - 1 : bits) | 1);
+}
 
 template <class T>
-static __device__ void round_number(T *out, double x) { round_to(out, (float)x); }
-static __device__ void round_number(double *out, double x) { *out = x; }
+static __device__ void convert(T *out, double x) { round_to(out, to_odd(x)); }
+static __device__ void convert(float *out, double x) { *out = (float)x; }
+static __device__ void convert(double *out, double x) { *out = x; }
 
-static __device__ void round_number(int *out, double x) {
+static __device__ void convert(int *out, double x) {
     x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
     *out = (int)x;
 }
 
+/* What is a float when it is widened needs no double on its way to float and 16 bits. */
+template <class T>
+static __device__ void convert(T *out, float x) { round_to(out, x); }
+static __device__ void convert(double *out, float x) { *out = (double)x; }
+static __device__ void convert(int *out, float x) { convert(out, (double)x); }
+template <class T>
+static __device__ void convert(T *out, int x) { convert(out, (double)x); }
+
+/* As many numbers at a time as are 16 bytes of the narrower type. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    To *out = (To *)a.out;
-    for (size_t i = flat_first(1); i < a.count; i += flat_step(1)) {
-        double x = number(((const From *)a.in)[i]);
-        round_number(out + i, a.accumulate ? x + number(out[i]) : x);
+    const int N = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    bool      aligned = aligned16(a.out, a.in);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<From, N> x = load_pack<N>((const From *)a.in, i, a.count, aligned);
+        pack<To, N>   y;
+        if (a.accumulate) y = load_pack<N>((const To *)a.out, i, a.count, aligned);
+        for (int k = 0; k < N; k++) {
+            if (a.accumulate) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+            else convert(&y.v[k], widen(x.v[k]));
+        }
+        store((To *)a.out, i, a.count, aligned, y);
     }
+}
+
+template <class To, class From>
+static dt_status cast(const dt_cast_args *a, void *stream) {
+    LAUNCH((cast_kernel<To, From>), a->count, BLOCK * 4, stream, *a);
+    return launched();
 }
 
 template <class To>
 static dt_status cast_to(const dt_cast_args *a, void *stream) {
     switch (a->from) {
-    case DT_F32: LAUNCH((cast_kernel<To, float>), a->count, BLOCK, stream, *a); return launched();
-    case DT_BF16: LAUNCH((cast_kernel<To, bf16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F16: LAUNCH((cast_kernel<To, f16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F64: LAUNCH((cast_kernel<To, double>), a->count, BLOCK, stream, *a); return launched();
-    case DT_I32: LAUNCH((cast_kernel<To, int>), a->count, BLOCK, stream, *a); return launched();
+    case DT_F32: return cast<To, float>(a, stream);
+    case DT_BF16: return cast<To, bf16>(a, stream);
+    case DT_F16: return cast<To, f16>(a, stream);
+    case DT_F64: return cast<To, double>(a, stream);
+    case DT_I32: return cast<To, int>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -2311,7 +2519,7 @@ static dt_status attention_of(const dt_attention_args &a, bool wide, void *strea
      : (a).dim <= 256 ? function<T, 256>(a, wide, stream) \
                       : DT_ERR_UNSUPPORTED)
 
-#define BY_TYPE(function, a, wide, stream) \
+#define BY_TYPE_AND_DIM(function, a, wide, stream) \
     ((a).dtype == DT_F32    ? BY_DIM(function, float, a, wide, stream) \
      : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, wide, stream) \
      : (a).dtype == DT_F16  ? BY_DIM(function, f16, a, wide, stream) \
@@ -2327,7 +2535,7 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     if (a.dtype == DT_F32) a.wide = 1;
     if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
     if (a.batch * a.tq * a.heads == 0) return launched();
-    return BY_TYPE(attention_of, a, wide, stream);
+    return BY_TYPE_AND_DIM(attention_of, a, wide, stream);
 }
 
 /* Heads are taken some at a time: as many as deltas fit into the scratch. */
@@ -2376,10 +2584,10 @@ static dt_status cuda_attention_back(const dt_attention_back_args *args, void *s
     if (a.dtype == DT_F32) a.wide = 1;
     if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
     if (a.batch * a.heads == 0) return launched();
-    return BY_TYPE(attention_back_of, a, wide, stream);
+    return BY_TYPE_AND_DIM(attention_back_of, a, wide, stream);
 }
 #undef BY_DIM
-#undef BY_TYPE
+#undef BY_TYPE_AND_DIM
 
 // ==== 17. The table =================================================================================================
 
@@ -2452,7 +2660,7 @@ static void advise(char *text, size_t text_bytes) {
     bool               known = cudaGetDevice(&device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float>) == cudaSuccess;
+                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float, float>) == cudaSuccess;
     (void)cudaGetLastError();
     if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
     snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
