@@ -7409,6 +7409,9 @@ typedef struct dt__lane {
 #ifndef DT_NCCL_WIDE
 #define DT_NCCL_WIDE (4 << 20)  /* elements of that window */
 #endif
+#ifndef DT_NCCL_LEAST
+#define DT_NCCL_LEAST DT_EAGER_BYTES    /* larger messages go by NCCL */
+#endif
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
@@ -7766,7 +7769,7 @@ static int dt__nccl_message(dt_work *work, dt__part *part) {
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     int sends = part->op == DT__SEND, self = part->peer == work->comm->place.rank;
     dt__arrival came = { DT_ANY, 0, DT__CARD_BYTES };
-    if (!dt__on_device(work) || bytes <= DT_EAGER_BYTES || self) return dt__transport_message(work, part);
+    if (!dt__on_device(work) || bytes <= DT_NCCL_LEAST || self) return dt__transport_message(work, part);
     if (part->state == 0) {
         int begun = dt__nccl_begin_message(work, part);
         if (begun <= 0) return begun;

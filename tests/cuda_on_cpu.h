@@ -23,7 +23,8 @@ inline functions side by side). A template kernel with a comma goes in parenthes
 DT_LAUNCH((scale<float, 4>), ...). After launches the file asks cudaGetLastError(), as under nvcc.
 Of the CUDA runtime there are the few calls of section 9: memory, copies, waiting, device count.
 Inline PTX needs its own #ifdef, and #pragma unroll the option -Wno-unknown-pragmas. Toolkit
-headers, if any, come before this one.
+headers, if any, come before this one. For tensor cores, ldmatrix and cp.async the branch without
+PTX calls the functions of section 11.
 
 WHAT IT FINDS. A mistake abandons the launch, never the program; cudaGetLastError() and
 dtc_error() then tell, and later launches do nothing until dtc_clear_error():
@@ -32,6 +33,7 @@ dtc_error() then tell, and later launches do nothing until dtc_clear_error():
   - a warp operation whose mask names lanes that have exited, do not exist or wait elsewhere; a
     shuffle that reads a lane outside its mask;
   - any other deadlock, and endless waiting with atomics, for example for another block;
+  - ldmatrix and cp.async at an address that is not aligned or not in shared memory;
   - a launch beyond the limits: threads, grid, dynamic shared memory without the opt-in.
 What it makes visible to the test's own checks:
   - shared memory read before it is written: it is filled with 0xFF bytes before every block,
@@ -40,6 +42,7 @@ What it makes visible to the test's own checks:
     permuted by a seed; warps and blocks follow the same order) and compare bits. One order alone
     can hide it;
   - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
+  - what cp.async brings, read before the wait for its group: until then it is 0xFF bytes;
   - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
     arrays are covered by the latter only.
 
@@ -76,6 +79,7 @@ ASan of its stacks, not TSan. Launches from several host threads take turns. */
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 // ==== 1. Types: the toolkit's, or our own ======================================================
 
@@ -342,6 +346,12 @@ enum {
 struct dtc_site { const char *op, *file; int line, id; };
 #define DTC_SITE(op) dtc_site{op, __FILE__, __LINE__, __COUNTER__}
 
+// What a lane brings to a warp operation.
+struct dtc_parcel { alignas(8) unsigned char bytes[48]; };
+
+// 16 bytes on their way into shared memory, and the number of the group they belong to.
+struct dtc_copy { void *to; unsigned char bytes[16]; unsigned group; };
+
 struct dtc_fiber {
     dtc_context context;
     char *stack;      // DTC_STACK_BYTES, below it the guard; kept for later launches
@@ -352,7 +362,11 @@ struct dtc_fiber {
     dtc_state state;
     dtc_site site;    // where it waits,
     unsigned mask;    // for which lanes (warp operations),
-    uint64_t value;   // and what it brings along
+    uint64_t value;   // and what it brings along: to a barrier,
+    const void *brings; // to a warp operation, on its own stack,
+    size_t bytes;     // which is at most a parcel
+    std::vector<dtc_copy> copies; // cp.async: not yet waited for,
+    unsigned groups;  // and how often it has committed
 };
 
 struct dtc_simulator {
@@ -364,11 +378,12 @@ struct dtc_simulator {
     const char *kernel = nullptr; // the launch
     const std::function<void()> *body = nullptr;
     unsigned char *dynamic = nullptr;
+    size_t dynamic_bytes = 0;
     size_t dynamic_allowed = DTC_SMEM_DEFAULT; // bytes a launch may ask for
 
     int threads = 0; // the block
     dtc_fiber fibers[DTC_MAX_THREADS] = {};
-    uint64_t published[DTC_MAX_THREADS / DTC_WARP][DTC_WARP] = {}; // last warp operation's values
+    dtc_parcel published[DTC_MAX_THREADS / DTC_WARP][DTC_WARP] = {}; // of the last warp operation
     int barrier_count = 0; // threads that came to the last barrier with a true predicate
 
     dtc_fiber *self = nullptr; // the fiber that runs
@@ -609,7 +624,7 @@ inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
 }
 
 // Lets every complete group of lanes go on. What they brought is copied first, because a lane
-// that runs ahead to its next operation overwrites its own value.
+// that runs ahead overwrites its own.
 inline bool dtc_release_warp_ops(int index)
 {
     dtc_fiber *warp = &dtc.fibers[index * DTC_WARP];
@@ -621,7 +636,7 @@ inline bool dtc_release_warp_ops(int index)
         unsigned mask = warp[lane].mask;
         for (int other = 0; other < lanes; other++) {
             if (mask >> other & 1) {
-                dtc.published[index][other] = warp[other].value;
+                memcpy(&dtc.published[index][other], warp[other].brings, warp[other].bytes);
                 warp[other].state = DTC_READY;
             }
         }
@@ -755,6 +770,8 @@ inline void dtc_prepare_block(size_t smem)
         fiber->lane = i % DTC_WARP;
         fiber->warp = i / DTC_WARP;
         fiber->state = DTC_READY;
+        fiber->copies.clear();
+        fiber->groups = 0;
         if (!fiber->started)
             dtc_start_fiber(fiber);
     }
@@ -820,6 +837,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     gridDim = grid;
     blockDim = block;
     dtc.dynamic = static_cast<unsigned char *>(malloc(smem ? smem : 1));
+    dtc.dynamic_bytes = smem;
     if (!dtc.dynamic) {
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
         return;
@@ -1052,9 +1070,9 @@ inline int dtc_syncthreads_count(dtc_site site, bool predicate)
     static_cast<int>(dtc_syncthreads_count(DTC_SITE("__syncthreads_and"), (p) != 0) == \
                      dtc.threads)
 
-// Every warp operation is this exchange: bring 8 bytes, wait for the lanes of the mask, and find
-// what they brought. The result is valid until the calling lane waits again.
-inline const uint64_t *dtc_exchange(dtc_site site, unsigned mask, uint64_t value)
+// Every warp operation is this exchange: bring a few bytes, wait for the lanes of the mask, and
+// find what they brought. The result is valid until the calling lane waits again.
+inline const dtc_parcel *dtc_exchange(dtc_site site, unsigned mask, const void *brings, size_t bytes)
 {
     dtc_fiber *self = dtc.self;
     if (!(mask >> self->lane & 1))
@@ -1062,7 +1080,8 @@ inline const uint64_t *dtc_exchange(dtc_site site, unsigned mask, uint64_t value
                     site.op, site.file, site.line, self->lane, mask);
     self->site = site;
     self->mask = mask;
-    self->value = value;
+    self->brings = brings;
+    self->bytes = bytes;
     self->state = DTC_AT_WARP_OP;
     dtc_give_way();
     return dtc.published[self->warp];
@@ -1071,14 +1090,14 @@ inline const uint64_t *dtc_exchange(dtc_site site, unsigned mask, uint64_t value
 inline unsigned dtc_mask_or_all(unsigned mask = 0xffffffffu) { return mask; }
 
 #define __syncwarp(...) \
-    static_cast<void>(dtc_exchange(DTC_SITE("__syncwarp"), dtc_mask_or_all(__VA_ARGS__), 0))
+    static_cast<void>(dtc_exchange(DTC_SITE("__syncwarp"), dtc_mask_or_all(__VA_ARGS__), "", 0))
 
 inline unsigned dtc_ballot(dtc_site site, unsigned mask, bool predicate)
 {
-    const uint64_t *values = dtc_exchange(site, mask, predicate);
+    const dtc_parcel *theirs = dtc_exchange(site, mask, &predicate, 1);
     unsigned votes = 0;
     for (int lane = 0; lane < DTC_WARP; lane++)
-        if ((mask >> lane & 1) && values[lane])
+        if ((mask >> lane & 1) && theirs[lane].bytes[0])
             votes |= 1u << lane;
     return votes;
 }
@@ -1098,12 +1117,11 @@ T dtc_read_lane(dtc_site site, unsigned mask, T value, int source)
 {
     static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 8,
                   "shuffles move at most 8 plain bytes");
-    uint64_t bits = 0;
-    memcpy(&bits, &value, sizeof value);
     if (!(mask >> source & 1))
         dtc_abandon("%s, %s:%d: lane %d reads lane %d, which is not in the mask %08x",
                     site.op, site.file, site.line, dtc.self->lane, source, mask);
-    memcpy(&value, &dtc_exchange(site, mask, bits)[source], sizeof value);
+    const dtc_parcel *theirs = dtc_exchange(site, mask, &value, sizeof value);
+    memcpy(&value, &theirs[source], sizeof value);
     return value;
 }
 
@@ -1156,7 +1174,143 @@ T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_
 #define __shfl_down_sync(...) dtc_shfl_down(DTC_SITE("__shfl_down_sync"), __VA_ARGS__)
 #define __shfl_xor_sync(...) dtc_shfl_xor(DTC_SITE("__shfl_xor_sync"), __VA_ARGS__)
 
-// ==== 11. Atomics, loads and stores, mathematics ===============================================
+// ==== 11. Tensor cores, asynchronous copies ====================================================
+
+// What inline PTX does under nvcc, by the PTX ISA: all 32 lanes take part, and a fragment is a
+// lane's own share of a matrix. Each name is a macro of its place, as in section 10.
+
+inline float dtc_bf16_to_float(unsigned bits)
+{
+    float x;
+    bits <<= 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// 5 bits of exponent, of which all ones are infinity or NaN and all zeros are denormals.
+inline float dtc_f16_to_float(unsigned bits)
+{
+    int exponent = static_cast<int>(bits >> 10 & 31);
+    float fraction = static_cast<float>(bits & 1023), x;
+    if (exponent == 31)
+        x = fraction != 0 ? NAN : INFINITY;
+    else if (exponent == 0)
+        x = ldexpf(fraction, -24);
+    else
+        x = ldexpf(fraction + 1024, exponent - 25);
+    return bits >> 15 & 1 ? -x : x;
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32: d[16][8] += a[16][16] b[16][8]. Lane 4 g + t holds rows g
+// and g + 8 of d and of a, column g of b, and of each the numbers 2 t and 2 t + 1, of a and b also
+// 2 t + 8 and 2 t + 9. Each lane brings its share of a and b as floats and adds up its own four
+// sums, k ascending; the hardware has an order of its own.
+template <float (*to_float)(unsigned)>
+void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsigned b[2])
+{
+    float mine[12];
+    for (int i = 0; i < 12; i++) {
+        unsigned pair = i < 8 ? a[i / 2] : b[i / 2 - 4];
+        mine[i] = to_float(i % 2 ? pair >> 16 : pair & 0xffff);
+    }
+    const dtc_parcel *theirs = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
+    auto share = [theirs](int lane) { return reinterpret_cast<const float *>(theirs[lane].bytes); };
+    int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
+    for (int k = 0; k < 16; k++) {
+        int holder = k % 8 / 2, late = k / 8, odd = k % 2;
+        const float *row = share(4 * g + holder) + 4 * late + odd; // row g; 2 further: row g + 8
+        const float *column = share(8 * t + holder) + 8 + 2 * late + odd; // column 2 t
+        const float *next = share(8 * t + 4 + holder) + 8 + 2 * late + odd;
+        d[0] += row[0] * column[0];
+        d[1] += row[0] * next[0];
+        d[2] += row[2] * column[0];
+        d[3] += row[2] * next[0];
+    }
+}
+#define dtc_mma_m16n8k16_bf16(...) \
+    dtc_mma_m16n8k16<dtc_bf16_to_float>(DTC_SITE("mma.sync"), __VA_ARGS__)
+#define dtc_mma_m16n8k16_f16(...) \
+    dtc_mma_m16n8k16<dtc_f16_to_float>(DTC_SITE("mma.sync"), __VA_ARGS__)
+
+inline bool dtc_in_shared(const void *p, size_t bytes)
+{
+    uintptr_t at = reinterpret_cast<uintptr_t>(p);
+    auto within = [at, bytes](const void *first, const void *end) {
+        return at >= reinterpret_cast<uintptr_t>(first) && at + bytes <= reinterpret_cast<uintptr_t>(end);
+    };
+    return within(__start_dt_smem, __stop_dt_smem) || within(dtc.dynamic, dtc.dynamic + dtc.dynamic_bytes);
+}
+
+// The 16 bytes at p, which must lie in shared memory.
+inline void dtc_check_shared16(dtc_site site, const void *p)
+{
+    if (reinterpret_cast<uintptr_t>(p) % 16 != 0)
+        dtc_abandon("%s, %s:%d: address %p is not a multiple of 16", site.op, site.file, site.line, p);
+    if (!dtc_in_shared(p, 16))
+        dtc_abandon("%s, %s:%d: address %p is not in shared memory", site.op, site.file, site.line, p);
+}
+
+// ldmatrix.sync.aligned.m8n8: lane i gives the address of row i % 8 of matrix i / 8, a row being
+// eight 16-bit numbers. r[m] is the numbers 2 (lane % 4) and the next of row lane / 4 of matrix m;
+// transposed, of its column lane / 4. A lane fetches the row whose address it gives, so what other
+// lanes write there must be ordered before it by a barrier.
+template <int matrices, bool trans>
+void dtc_ldmatrix(dtc_site site, unsigned *r, const void *row)
+{
+    unsigned char mine[16] = {};
+    if (dtc.self->lane < 8 * matrices) { // the addresses of the others are not looked at
+        dtc_check_shared16(site, row);
+        memcpy(mine, row, sizeof mine);
+    }
+    const dtc_parcel *rows = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
+    int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
+    for (int m = 0; m < matrices; m++) {
+        uint16_t pair[2];
+        for (int i = 0; i < 2; i++)
+            memcpy(&pair[i], trans ? &rows[8 * m + 2 * t + i].bytes[2 * g]
+                                   : &rows[8 * m + g].bytes[2 * (2 * t + i)], 2);
+        r[m] = pair[0] | static_cast<unsigned>(pair[1]) << 16;
+    }
+}
+#define dtc_ldmatrix_x4(...) dtc_ldmatrix<4, false>(DTC_SITE("ldmatrix.x4"), __VA_ARGS__)
+#define dtc_ldmatrix_x4_trans(...) dtc_ldmatrix<4, true>(DTC_SITE("ldmatrix.x4.trans"), __VA_ARGS__)
+#define dtc_ldmatrix_x2(...) dtc_ldmatrix<2, false>(DTC_SITE("ldmatrix.x2"), __VA_ARGS__)
+#define dtc_ldmatrix_x2_trans(...) dtc_ldmatrix<2, true>(DTC_SITE("ldmatrix.x2.trans"), __VA_ARGS__)
+
+// cp.async.cg.shared.global of 16 bytes, of which the first `bytes` are read and the others zero.
+// As late as can be: they arrive when the thread waits for their group, or never.
+inline void dtc_cp_async(dtc_site site, void *shared, const void *global, int bytes)
+{
+    dtc_check_shared16(site, shared);
+    if (bytes < 0 || bytes > 16)
+        dtc_abandon("%s, %s:%d: %d bytes of 16", site.op, site.file, site.line, bytes);
+    if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || dtc_in_shared(global, 1))
+        dtc_abandon("%s, %s:%d: source %p is not a multiple of 16 in global memory",
+                    site.op, site.file, site.line, global);
+    dtc_copy copy = {shared, {}, dtc.self->groups};
+    memcpy(copy.bytes, global, static_cast<size_t>(bytes));
+    memset(shared, 0xff, sizeof copy.bytes);
+    dtc.self->copies.push_back(copy);
+}
+#define dtc_cp_async16(...) dtc_cp_async(DTC_SITE("cp.async"), __VA_ARGS__)
+
+inline void dtc_cp_async_commit() { dtc.self->groups++; }
+
+// cp.async.wait_group: of the committed groups all but the last n have arrived.
+inline void dtc_cp_async_wait(int n)
+{
+    std::vector<dtc_copy> &copies = dtc.self->copies;
+    size_t arrived = 0;
+    for (; arrived < copies.size(); arrived++) {
+        const dtc_copy &copy = copies[arrived];
+        if (copy.group + static_cast<unsigned>(n) >= dtc.self->groups)
+            break;
+        memcpy(copy.to, copy.bytes, sizeof copy.bytes);
+    }
+    copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(arrived));
+}
+
+// ==== 12. Atomics, loads and stores, mathematics ===============================================
 
 // One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
 // asks over and over for what another one will never get the chance to write.

@@ -332,6 +332,166 @@ static void test_atomics_and_math()
     CHECK(!dtc_error());
 }
 
+// Tiles of 16-bit numbers in shared memory through ldmatrix and mma, as an attention kernel has it: one warp gives
+// d[16][8] = a[16][K] b[K][8]. b lies as b[8][K], the way mma wants it, or as b[K][8].
+template <bool bf16, bool b_transposed>
+__global__ void tile_product(float *d, const uint16_t *a, const uint16_t *b, int K)
+{
+    DT_DYN_SMEM(uint16_t, tiles); // a[16][16], then b[16][8] or b[8][16]
+    int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    float sum[4] = {0, 0, 0, 0};
+    for (int k = 0; k < K; k += 16) {
+        __syncwarp();
+        for (int i = lane; i < 16 * 16; i += 32)
+            tiles[i] = a[i / 16 * K + k + i % 16];
+        for (int i = lane; i < 8 * 16; i += 32)
+            tiles[256 + i] = b_transposed ? b[i / 16 * K + k + i % 16] : b[k * 8 + i];
+        __syncwarp();
+        unsigned fa[4], fb[2];
+        dtc_ldmatrix_x4(fa, tiles + lane % 16 * 16 + lane / 16 * 8);
+        if (b_transposed)
+            dtc_ldmatrix_x2(fb, tiles + 256 + lane % 8 * 16 + lane / 8 % 2 * 8);
+        else
+            dtc_ldmatrix_x2_trans(fb, tiles + 256 + lane % 16 * 8);
+        if (bf16)
+            dtc_mma_m16n8k16_bf16(sum, fa, fb);
+        else
+            dtc_mma_m16n8k16_f16(sum, fa, fb);
+    }
+    for (int i = 0; i < 4; i++)
+        d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
+}
+
+// Two warps go through 4 matrices, each transposed by one instruction.
+__global__ void transpose_8x8(uint16_t *out, const uint16_t *in)
+{
+    __shared__ uint4 rows[2][4 * 8]; // a row of 8 numbers is 16 bytes
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    memcpy(&rows[warp][lane], in + threadIdx.x * 8, 16);
+    __syncwarp();
+    unsigned r[4];
+    dtc_ldmatrix_x4_trans(r, &rows[warp][lane]);
+    for (int m = 0; m < 4; m++)
+        memcpy(out + ((warp * 4 + m) * 8 + lane / 4) * 8 + lane % 4 * 2, &r[m], 4);
+}
+
+static double bf16_number(uint16_t bits) { return dtc_bf16_to_float(bits); }
+
+static double f16_number(uint16_t bits) // sign, 5 bits of exponent, 10 of fraction
+{
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double x = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    return bits >> 15 ? -x : x;
+}
+
+// Numbers between 2^-3 and 2 of both signs, and a few zeros and denormals.
+static std::vector<uint16_t> narrow_numbers(size_t n, bool bf16)
+{
+    std::vector<uint16_t> x(n);
+    unsigned state = 7;
+    for (uint16_t &v : x) {
+        state = state * 1664525u + 1013904223u;
+        unsigned exponent = (bf16 ? 124 : 12) + (state >> 30), fraction = state >> 8 & (bf16 ? 127 : 1023);
+        if ((state >> 20 & 15) == 0)
+            exponent = 0;
+        v = static_cast<uint16_t>((state >> 29 & 1) << 15 | exponent << (bf16 ? 7 : 10) | fraction);
+    }
+    return x;
+}
+
+template <bool bf16, bool b_transposed>
+static void compare_tile_product(int K)
+{
+    std::vector<uint16_t> a = narrow_numbers(16 * K, bf16), b = narrow_numbers(8 * K, bf16);
+    double (*number)(uint16_t) = bf16 ? bf16_number : f16_number;
+    floats got;
+    CHECK(same_in_all_orders([&] {
+        floats d(16 * 8);
+        DT_LAUNCH((tile_product<bf16, b_transposed>), 1, 32, 384 * 2, 0, d.data(), a.data(), b.data(), K);
+        return d;
+    }, &got));
+    CHECK(!dtc_error());
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 8; j++) {
+            double want = 0;
+            for (int k = 0; k < K; k++)
+                want += number(a[i * K + k]) * number(b_transposed ? b[j * K + k] : b[k * 8 + j]);
+            CHECK_MSG(fabs(want - got[i * 8 + j]) < 1e-6 * K, "bf16 %d, K %d, d[%d][%d]: %g, not %g",
+                      bf16, K, i, j, got[i * 8 + j], want);
+        }
+}
+
+static void test_tensor_cores()
+{
+    for (int K : {16, 80}) {
+        compare_tile_product<true, true>(K);
+        compare_tile_product<true, false>(K);
+        compare_tile_product<false, true>(K);
+        compare_tile_product<false, false>(K);
+    }
+    CHECK(dtc_f16_to_float(0x7c00) == INFINITY && dtc_f16_to_float(0xfc00) == -INFINITY);
+    CHECK(std::isnan(dtc_f16_to_float(0x7e01)) && dtc_f16_to_float(0x8001) == -ldexpf(1, -24));
+
+    std::vector<uint16_t> in = narrow_numbers(2 * 4 * 64, true), out(in.size());
+    DT_LAUNCH(transpose_8x8, 1, 64, 0, 0, out.data(), in.data());
+    int wrong = 0;
+    for (int i = 0; i < 2 * 4 * 64; i++)
+        wrong += out[i] != in[i / 64 * 64 + i % 8 * 8 + i / 8 % 8];
+    CHECK_MSG(wrong == 0, "%d numbers are not where transposing puts them", wrong);
+    CHECK(!dtc_error());
+}
+
+// Adds up n tiles of 128 floats, of which the next is fetched while one is added. `left`: groups that may still be
+// under way when a tile is read; 1 is right. `barrier`: 1 is right.
+__global__ void pipeline(float *out, const float *in, int n, int left, int barrier)
+{
+    __shared__ float4 tile[2][32];
+    int i = threadIdx.x;
+    float4 sum = make_float4(0, 0, 0, 0);
+    dtc_cp_async16(&tile[0][i], in + 4 * i, 16);
+    dtc_cp_async_commit();
+    for (int t = 0; t < n; t++) {
+        if (t + 1 < n)
+            dtc_cp_async16(&tile[(t + 1) % 2][i], in + 128 * (t + 1) + 4 * i, t + 2 < n ? 16 : 4);
+        dtc_cp_async_commit(); // an empty group at the end keeps the count
+        dtc_cp_async_wait(left);
+        if (barrier)
+            __syncthreads();
+        float4 x = tile[t % 2][31 - i];
+        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+        if (barrier)
+            __syncthreads();
+    }
+    memcpy(out + 4 * (31 - i), &sum, 16);
+    dtc_cp_async16(&tile[0][i], in + 4 * i, 16); // still under way at the end: no harm
+}
+
+static void test_async_copies()
+{
+    const int n = 5;
+    alignas(16) static float in[n * 128];
+    floats x = numbers(n * 128), got;
+    std::copy(x.begin(), x.end(), in);
+    auto run = [&](int left, int barrier) {
+        return same_in_all_orders([&] {
+            floats out(128);
+            DT_LAUNCH(pipeline, 1, 32, 0, 0, out.data(), in, n, left, barrier);
+            return out;
+        }, &got);
+    };
+    CHECK(run(1, 1));
+    for (int i = 0; i < 128; i++) {
+        double want = 0;
+        for (int t = 0; t < n; t++)
+            want += t < n - 1 || i % 4 == 0 ? x[t * 128 + i] : 0; // the last is cut after 4 bytes
+        CHECK_MSG(fabs(want - got[i]) < 1e-5, "sum %d: %g, not %g", i, got[i], want);
+    }
+    CHECK(run(0, 1) && !std::isnan(got[0])); // waits for more than it must
+    CHECK(run(2, 1) && std::isnan(got[0])); // for too little
+    CHECK(!run(1, 0) || std::isnan(got[0])); // reads what its neighbours have not waited for
+    CHECK(!dtc_error());
+}
+
 // ==== 3. Launches ==============================================================================
 
 __global__ void where(uint3 *block, uint3 *thread, int expect)
@@ -594,6 +754,42 @@ __global__ void warp_against_block(int *out)
     out[threadIdx.x] = 1;
 }
 
+__global__ void mma_without_a_lane(float *out)
+{
+    unsigned a[4] = {0, 0, 0, 0};
+    if (threadIdx.x != 5)
+        dtc_mma_m16n8k16_bf16(out + 4 * threadIdx.x, a, a);
+}
+
+__global__ void mma_or_shuffle(float *out)
+{
+    unsigned a[4] = {0, 0, 0, 0};
+    if (threadIdx.x < 16)
+        dtc_mma_m16n8k16_f16(out, a, a);
+    else
+        __syncwarp();
+}
+
+// ldmatrix and cp.async at odd addresses. `which`: which of them, and what is odd.
+__global__ void odd_address(const float *global, int which)
+{
+    __shared__ float4 tile[32];
+    unsigned r[4];
+    char *mine = reinterpret_cast<char *>(&tile[threadIdx.x]);
+    const char *source = reinterpret_cast<const char *>(global);
+    switch (which) {
+    case 0: dtc_ldmatrix_x4(r, threadIdx.x == 9 ? mine + 8 : mine); break;
+    case 1: dtc_ldmatrix_x4_trans(r, global); break;
+    case 2: dtc_ldmatrix_x2(r, threadIdx.x == 15 ? nullptr : mine); break;
+    case 3: dtc_cp_async16(mine + 4, source, 16); break;
+    case 4: dtc_cp_async16(const_cast<char *>(source), source, 16); break;
+    case 5: dtc_cp_async16(mine, source + 4, 16); break;
+    case 6: dtc_cp_async16(mine, mine, 16); break;
+    case 7: dtc_cp_async16(mine, source, 17); break;
+    case 8: dtc_ldmatrix_x2(r, threadIdx.x < 16 ? mine : nullptr); break; // these are not looked at
+    }
+}
+
 // Waits for a block that may not even have started.
 __global__ void wait_for_all_blocks(unsigned *arrived)
 {
@@ -645,6 +841,19 @@ static void launch_mistakes(float *f, int *out)
     CHECK(reported("wait at different warp operations"));
     DT_LAUNCH(warp_against_block, 1, 64, 0, 0, out);
     CHECK(reported("deadlock"));
+    DT_LAUNCH(mma_without_a_lane, 1, 32, 0, 0, f);
+    CHECK(reported("names a lane that has exited"));
+    DT_LAUNCH(mma_or_shuffle, 1, 32, 0, 0, f);
+    CHECK(reported("wait at different warp operations"));
+    alignas(16) static const float global[8] = {};
+    const char *const odd[] = {"not a multiple of 16", "not in shared", "not in shared", "not a multiple of 16",
+                               "not in shared", "in global memory", "in global memory", "17 bytes"};
+    for (int which = 0; which < 8; which++) {
+        DT_LAUNCH(odd_address, 1, 32, 0, 0, global, which);
+        CHECK(reported(odd[which]));
+    }
+    DT_LAUNCH(odd_address, 1, 32, 0, 0, global, 8);
+    CHECK(!dtc_error());
     unsigned arrived = 0;
     DT_LAUNCH(wait_for_all_blocks, 2, 1, 0, 0, &arrived);
     CHECK(reported("deadlock"));
@@ -652,7 +861,7 @@ static void launch_mistakes(float *f, int *out)
 
 static void test_reported_mistakes()
 {
-    floats x = numbers(2000), f(64);
+    floats x = numbers(2000), f(128);
     std::vector<int> out(64);
     floats right = run_row_sums<true>(x, 2, 1024);
     for (const auto &o : ORDERS) {
@@ -749,6 +958,8 @@ int main()
     test_last_block();
     test_operations();
     test_atomics_and_math();
+    test_tensor_cores();
+    test_async_copies();
     test_indices();
     test_templates();
     test_orders();

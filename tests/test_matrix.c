@@ -22,6 +22,10 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#ifdef ON_DEVICES   /* models are small: so are NCCL's windows and messages */
+#define DT_NCCL_WIDE 96
+#define DT_NCCL_LEAST 16
+#endif
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include "../examples/gpt.h"
@@ -40,10 +44,11 @@ typedef struct spec {
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
     int experts, top_k, capacity, every, shared, balance, z, bias;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
-    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late;
+    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
+enum { NET_NONE = 0, NET_TCP, NET_NCCL };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
 enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
@@ -53,14 +58,15 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest. heads: of one rank of
    tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp; experts: of one rank
    of ep; capacity: half units; chunks: stages of each rank; cut: even, embedding and head alone, or some list; accum:
-   micro-batches; shard: ranks of a shard group, 0: all; devices: 0: the CPU; late: the seed of their streams' order. */
+   micro-batches; shard: ranks of a shard group, 0: all; devices: 0: the CPU; late: the seed of their streams' order; net: ranks
+   share memory, or meet over sockets, or have a device each and NCCL. */
 typedef struct field { const char *name; size_t at; int n; int values[8]; } field;
 #define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
 #define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
 static const field fields[] = {
     F(dp, 1, 2, 3, 4, 6), F(tp, 1, 2, 3, 4, 6), F(cp, 1, 2, 3, 4, 6), F(pp, 1, 2, 3, 4, 6), F(ep, 1, 2, 3, 4, 6),
-    F(procs, 0, 1), F(devices, 0, 1, 2, 3, 4, 5, 6, 8), F(late, 0), /* up to here the generator does not draw them
-                                                                      field by field */
+    F(procs, 0, 1), F(devices, 0, 1, 2, 3, 4, 5, 6, 8), F(late, 0), F(net, NET_NONE, NET_TCP, NET_NCCL),
+    /* up to here the generator does not draw them field by field */
     F(model, MODEL_GPT, MODEL_OWN), F(llama, 0, 1), F(layers, 1, 2, 3, 6), F(heads, 1, 2, 3),
     F(dim, 1, 2, 3, 4), F(gqa, 1, 2, 3), F(ffn, 1, 4, 7, 16), F(seq, 1, 2, 3, 8), F(vocab, 2, 5, 17, 31),
     F(tied, 0, 1), F(dropout, 0, 1), F(smoothing, 0, 1), F(ignore, 0, 1), F(docs, 0, 1),
@@ -76,7 +82,7 @@ static const field fields[] = {
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 8, DRAWN = FIELDS - 2 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 9, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -129,7 +135,7 @@ static spec alone_of(spec s) {
     a.experts = experts_of(s);
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
-    a.sched = a.cut = a.procs = a.devices = a.late = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = 0;
     a.offload = OFF_NONE;
     return a;
 }
@@ -926,7 +932,7 @@ static void silent(void *user, int level, int rank, const char *text) {
 static const dt_kernels *devices_begin(spec s) {
     if (!s.devices) return dt_kernels_cpu();
 #ifdef ON_DEVICES
-    fake_cuda_devices(s.devices);
+    fake_cuda_devices(s.net == NET_NCCL ? ranks_of(s) : s.devices);
     fake_cuda_seed((unsigned long long)s.late);
     fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
     fake_cuda_forbid_default_stream(1);
@@ -948,14 +954,44 @@ static void devices_end(verdict *v, const char *what, spec s) {
     (void)v, (void)what;
 }
 
+/* Ranks that would be processes are threads here, and meet as those do. */
+typedef struct seat { dt_run_desc desc; result *r; pthread_t thread; dt_report report; } seat;
+
+static void *seat_main(void *arg) {
+    seat *one = (seat *)arg;
+    dt_run(one->desc, rank_main, one->r);
+    return NULL;
+}
+
+static void run_seats(dt_run_desc desc, result *r) {
+    seat *seats = (seat *)calloc((size_t)desc.ranks, sizeof *seats);
+    char  place[32];
+    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    int   fd = dt__tcp_listen(any, 1);
+    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_place(fd).port);
+    close(fd);
+    desc.rendezvous = place;
+    desc.backend = r->s.net == NET_TCP ? DT_BACKEND_TCP : DT_BACKEND_NCCL;
+    for (int i = 0; i < desc.ranks; i++) {
+        seats[i] = (seat){ .desc = desc, .r = r };
+        seats[i].desc.rank = i;
+        seats[i].desc.report = &seats[i].report;
+        pthread_create(&seats[i].thread, NULL, seat_main, &seats[i]);
+    }
+    for (int i = 0; i < desc.ranks; i++) pthread_join(seats[i].thread, NULL);
+    for (int i = 0; i < desc.ranks && desc.report->status == DT_OK; i++) *desc.report = seats[i].report;
+    free(seats);
+}
+
 static void run_ranks(verdict *v, const char *what, result *r) {
-    dt_report report;
+    dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = silent;
     dt_run_desc desc = { .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report,
         .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, .kernels = devices_begin(r->s) };
-    dt_status   status = dt_run(desc, rank_main, r);
-    if (status != DT_OK) blame(v, "%s: %s", what, report.text);
+    if (r->s.net) run_seats(desc, r);
+    else dt_run(desc, rank_main, r);
+    if (report.status != DT_OK) blame(v, "%s: %s", what, report.text);
     devices_end(v, what, r->s);
     if (r->optim_bytes != r->optim_formula)
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
@@ -1029,10 +1065,11 @@ static spec partner_of(spec s, int change) {
     return p;
 }
 
-static void compare_partner(verdict *v, const result *a, int change) {
+static void compare_partner(verdict *v, const result *a, const result *b, int change) {
     result *c = result_make(partner_of(a->s, change), a);
     run_ranks(v, changes[change], c);
-    if (!v->failed) compare_bits(v, changes[change], a, c);
+    if (!v->failed && a->s.net == NET_NCCL) compare(v, c, b); /* its sums have an order of their own */
+    else if (!v->failed) compare_bits(v, changes[change], a, c);
     result_free(c);
 }
 
@@ -1043,11 +1080,11 @@ static verdict run_case(spec s) {
     result *a = result_make(s, b);
     if (!v.failed) run_ranks(&v, "layout", a);
     if (!v.failed) compare(&v, a, b);
-    if (!v.failed) compare_partner(&v, a, CHANGES);
+    if (!v.failed) compare_partner(&v, a, b, CHANGES);
     if (v.failed && *v.why == *changes[CHANGES])
         for (int change = 0; change < CHANGES; change++) { /* which of them? */
             verdict one = { 0 };
-            compare_partner(&one, a, change);
+            compare_partner(&one, a, b, change);
             if (!one.failed) continue;
             v = one;
             break;
@@ -1109,7 +1146,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
         f.tp = 1;
     }
     for (int i = FIRST; i < FIELDS; i++) {
-        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)(number * DRAWN + i - 2));
+        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)(number * DRAWN + i - FIRST + 6));
         *value_of(&s, &fields[i]) = fields[i].values[d % (uint32_t)fields[i].n];
     }
     s.dp = f.dp;
@@ -1117,7 +1154,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     s.pp = f.pp;
     s.ep = f.ep;
-    s.procs = s.devices = s.late = 0;
+    s.procs = s.devices = s.late = s.net = 0;
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) { /* ranks that divide no micro-batches */
         s.sched = DT_SCHEDULE_INTERLEAVED;
         s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
@@ -1230,6 +1267,8 @@ static spec on_devices(uint64_t seed, int number, spec s) {
 #ifdef ON_DEVICES
     s.devices = 1 + (int)(draw(seed + 3, (uint64_t)number) % 8);
     s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
+    s.net = number % 5 == 2 ? NET_NCCL : number % 5 == 4 ? NET_TCP : NET_NONE;
+    if (s.net == NET_NCCL) s.devices = ranks_of(s);
     if (s.type == TYPE_F64) s.type = TYPE_F32;
     if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
 #endif
