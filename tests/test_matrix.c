@@ -144,7 +144,7 @@ static spec alone_of(spec s) {
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 17 };
+enum { RULES = 18 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
@@ -152,7 +152,7 @@ static const char *const rules[RULES] = { "one means nothing beside the other",
     "more choices than experts", "several chunks where not interleaved",
     "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
     "numbers of 64 bits on a device", "forks that share a device",
-    "values of a device in a file" };
+    "values of a device in a file", "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -175,6 +175,7 @@ static int refusal(spec s) {
     if (s.devices && s.type == TYPE_F64) return 14;
     if (s.devices && s.procs) return 15;
     if (s.devices && s.offload == OFF_ALL_DISK) return 16;
+    if (s.net == NET_NCCL && !s.devices) return 17;
     return 0;
 }
 
@@ -935,7 +936,7 @@ static void silent(void *user, int level, int rank, const char *text) {
 static const dt_kernels *devices_begin(spec s) {
     if (!s.devices) return dt_kernels_cpu();
 #if ON_DEVICES
-    fake_cuda_devices(s.devices);
+    fake_cuda_devices(s.net == NET_NCCL ? ranks_of(s) : s.devices);
     fake_cuda_seed((unsigned long long)s.late);
     fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
     fake_cuda_forbid_default_stream(1);
