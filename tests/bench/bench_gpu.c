@@ -116,7 +116,8 @@ static dt_status run_norm(bench *b) {
 }
 static dt_status run_norm_back(bench *b) {
     dt_norm_back_args a = { .dtype = b->dtype, .dx = b->buf[0], .dgain = b->buf[6], .dbias = b->buf[7],
-        .dout = b->buf[1], .in = b->buf[2], .gain = b->buf[5], .mean = b->buf[3], .rstd = b->buf[4], .rows = b->rows, .cols = b->cols,
+        .dout = b->buf[1], .in = b->buf[2], .gain = b->buf[5], .mean = b->buf[3], .rstd = b->buf[4],
+        .rows = b->rows, .cols = b->cols,
         .wide_gain = 1, .wide_bias = 1, .work = b->work, .work_bytes = b->k->work_bytes };
     return b->k->norm_back(&a, b->stream);
 }
@@ -189,7 +190,8 @@ static dt_status run_attention(bench *b) {
 }
 static dt_status run_attention_back(bench *b) {
     dt_attention_back_args a = { .dtype = b->dtype, .dq = b->buf[5], .dk = b->buf[6], .dv = b->buf[7],
-        .dout = b->buf[0], .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], .v = b->buf[3], .batch = b->batch,
+        .dout = b->buf[0], .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], .v = b->buf[3],
+        .batch = b->batch,
         .tq = b->seq, .tk = b->seq, .heads = b->heads, .kv_heads = b->heads, .dim = b->dim, .scale = 0.125,
         .sight = { .causal = 1 }, .work = b->work, .work_bytes = b->k->work_bytes };
     return b->k->attention_back(&a, b->stream);
