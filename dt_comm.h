@@ -29,12 +29,14 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
+       DT_USE_NCCL         the NCCL backend: nccl.h of NCCL 2.18.1 or later; nvcc sets it where it finds that, unless
+                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time
        DT_STATIC           everything static                                                    (everywhere)
        DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
@@ -820,7 +822,7 @@ typedef struct dt__world {
     dt_work       *idle;        /* works to use again */
     dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
     struct dt__nccl *nccl;      /* section 26; NULL: none */
-    uint64_t      *mail;        /* (ranks, 2) of messages from the device over a transport: called, and begun; or NULL */
+    uint64_t      *mail;        /* (ranks, 2) of messages from a device over a transport: called, and begun; or NULL */
     void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
     size_t         copy_bytes;
     int            copy_lent;
@@ -7360,8 +7362,8 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #ifdef DT_USE_NCCL
 
-/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp: scalars,
-   comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
+/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp:
+   scalars, comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
 
    A lane is an ncclComm with a queue of its own on the device. Each group has one, split from that of the group which
    it was split from. So has each direction between two ranks that send each other messages, from the first one on.
@@ -7623,7 +7625,7 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
 }
 
 /* A mark in the rank's own queue, when an operation is called: what it reads is there, and what it overwrites was read.
-   Not later: by then the queue may wait for what other ranks send after this operation. NULL: the context has failed. */
+   Not later: by then the queue may wait for what other ranks send after this operation. With NULL it has failed. */
 static void *dt__nccl_called(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->mark(dt_ctx_stream(ctx), mark);

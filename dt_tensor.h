@@ -22,7 +22,7 @@
        #include <stdio.h>
 
        int main(void) {
-           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });  // we look at data
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_NORMAL(0.1));
            float x[6] = { 1, 2, 3, 4, 5, 6 }, y[2] = { 1, -1 };
            for (int step = 0; step < 100; step++) {
@@ -43,7 +43,7 @@
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
        g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
