@@ -18,8 +18,8 @@ them itself for nvcc; this header defines them for the CPU:
     #endif
 
 Kernels take at least one argument and are written `__global__ void`, without static; device
-functions are `static __device__`, also templates (GCC refuses shared variables of static and of
-inline functions side by side). A template kernel with a comma goes in parentheses:
+functions are `static __device__`, also templates (of inline functions GCC and the assembler refuse
+shared variables). A template kernel with a comma goes in parentheses:
 DT_LAUNCH((scale<float, 4>), ...). After launches the file asks cudaGetLastError(), as under nvcc.
 Of the CUDA runtime there are the few calls of section 9: memory, copies, waiting, device count.
 Inline PTX needs its own #ifdef, and #pragma unroll the option -Wno-unknown-pragmas. Toolkit
@@ -43,8 +43,8 @@ What it makes visible to the test's own checks:
     can hide it;
   - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
   - what cp.async brings, read before the wait for its group: until then it is 0xFF bytes;
-  - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
-    arrays are covered by the latter only.
+  - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
+    the latter sees static __shared__ arrays.
 By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets no
 order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
 in the scheduler when nobody can go on.
@@ -140,14 +140,22 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// All shared variables lie in one section, so that they can be poisoned together; the linker
-// defines the section's bounds. `used` keeps the compiler from reasoning that a variable nobody
-// writes is zero.
+// All shared variables of a source file lie in one section, so that they can be poisoned together.
+// GCC forgets `section` for variables in templates, but not `noinit`, which is a section too. `used`
+// keeps the compiler from reasoning that a variable nobody writes is zero.
+#ifdef __clang__
 #define __shared__ static __attribute__((used, section("dt_smem")))
-extern "C" {
-extern char __start_dt_smem[] __attribute__((weak));
-extern char __stop_dt_smem[] __attribute__((weak));
-}
+#define DTC_SECTION(part) ".pushsection dt_smem," part "\"aw\",%progbits\n"
+#else
+#define __shared__ static __attribute__((used, noinit))
+#define DTC_SECTION(part) ".pushsection .noinit," part "\"aw\",%nobits\n"
+#endif
+
+// Marks of the section's bounds in this file: the assembler puts part 8191 after the variables.
+asm(DTC_SECTION("") ".balign 64\n dtc_shared_first:\n .popsection\n"
+    DTC_SECTION("8191,") ".balign 64\n dtc_shared_end:\n .popsection\n");
+extern "C" __attribute__((visibility("hidden"))) char dtc_shared_first[], dtc_shared_end[];
+struct dtc_range { char *first, *end; };
 
 #define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
 
@@ -156,13 +164,14 @@ extern char __stop_dt_smem[] __attribute__((weak));
     dtc_launch(grid, block, smem, stream, #kernel,        \
                [=](const auto &...args) { kernel(args...); }, __VA_ARGS__)
 
-inline uint3 dtc_thread_idx, dtc_block_idx;
-inline dim3 dtc_block_dim, dtc_grid_dim;
-#define threadIdx dtc_thread_idx
-#define blockIdx dtc_block_idx
-#define blockDim dtc_block_dim
-#define gridDim dtc_grid_dim
+#define threadIdx dtc.thread_index
+#define blockIdx dtc.block_index
+#define blockDim dtc.block_size
+#define gridDim dtc.grid_size
 #define warpSize 32
+
+// The simulator's own access to the kernel's memory, which the compiler shall not report.
+#define DTC_UNSEEN __attribute__((no_sanitize("thread")))
 
 // ==== 3. Switching stacks ======================================================================
 
@@ -322,6 +331,7 @@ enum {
     DTC_GUARD_BYTES = 64 << 10,       // below it; more than a page, for frames with large arrays
     DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
     DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
+    DTC_COPIES = 256,                 // cp.async of one thread under way
     DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
 };
 
@@ -344,28 +354,51 @@ struct dtc_fiber {
     int lane, warp;
     dtc_state state;
     dtc_site site;    // where it waits,
+    uint64_t path;    // called from where,
     unsigned mask;    // for which lanes (warp operations),
     uint64_t value;   // and what it brings along: to a barrier,
     const void *brings; // to a warp operation, on its own stack,
     size_t bytes;     // which is at most a parcel
-    std::vector<dtc_copy> copies; // cp.async: not yet waited for,
+    dtc_copy copies[DTC_COPIES]; // cp.async: those not yet waited for,
+    int copying;      // how many,
     unsigned groups;  // and how often it has committed
 };
 
+// Hears what happens in a launch: tests/cuda_races.cc has one that finds races.
+struct dtc_observer {
+    virtual void launch_starts() {}
+    virtual void launch_ends() {}
+    virtual void block_starts() {}
+    virtual void thread_starts() {}
+    virtual void barrier_opens() {}
+    virtual void warp_synced(int, unsigned) {}      // warp, mask: after __syncwarp
+    virtual void fenced() {}                        // __threadfence
+    virtual void read(const void *, size_t) {}      // by a function of this header, for the kernel
+    virtual void written(const void *, size_t) {}
+    virtual void changed(const void *, size_t) {}   // atomically
+    virtual uint64_t path() { return 0; }           // the calls that the running thread is in,
+    virtual std::string calls(int) { return ""; }   // and of any thread in words
+};
+inline dtc_observer dtc_no_observer;
+
 struct dtc_simulator {
     std::mutex lock; // one launch at a time
+    dtc_observer *observer = &dtc_no_observer;
+    uint3 thread_index = {}, block_index = {};
+    dim3 block_size, grid_size;
     dtc_order order = DTC_FORWARD;
     unsigned seed = 0;
     uint64_t walks = 0; // orders drawn in this launch
 
     const char *kernel = nullptr; // the launch
     const std::function<void()> *body = nullptr;
+    std::vector<dtc_range> shared; // static shared memory, of each source file
     unsigned char *dynamic = nullptr;
     size_t dynamic_bytes = 0;
     size_t dynamic_allowed = DTC_SMEM_DEFAULT; // bytes a launch may ask for
 
     int threads = 0; // the block
-    dtc_fiber fibers[DTC_MAX_THREADS] = {};
+    dtc_fiber fibers[DTC_MAX_THREADS]; // begin as zeros, as all of a global variable does
     dtc_parcel published[DTC_MAX_THREADS / DTC_WARP][DTC_WARP] = {}; // of the last warp operation
     int barrier_count = 0; // threads that came to the last barrier with a true predicate
 
@@ -385,6 +418,11 @@ struct dtc_simulator {
 };
 
 inline dtc_simulator dtc;
+
+struct dtc_file {
+    dtc_file(dtc_range shared) { dtc.shared.push_back(shared); }
+};
+static const dtc_file dtc_this_file(dtc_range{dtc_shared_first, dtc_shared_end});
 
 // ==== 5. Errors and settings ===================================================================
 
@@ -478,9 +516,9 @@ inline dtc_simulator::dtc_simulator()
 // Runs one thread until it waits or ends.
 inline void dtc_resume(dtc_fiber *fiber)
 {
-    dtc.self = fiber;
     dtc.spins = 0;
-    dtc_thread_idx = fiber->index;
+    threadIdx = fiber->index;
+    dtc.self = fiber;
     dtc_asan_leave(&dtc.scheduler_fake_stack, fiber->stack, DTC_STACK_BYTES);
     dtc_switch(&dtc.scheduler, &fiber->context);
     dtc_asan_arrive(dtc.scheduler_fake_stack, nullptr, nullptr);
@@ -501,10 +539,17 @@ inline void dtc_fiber_main()
 {
     dtc_asan_arrive(nullptr, &dtc.scheduler_stack, &dtc.scheduler_stack_size);
     for (;;) {
+        dtc.observer->thread_starts();
         (*dtc.body)();
         dtc.self->state = DTC_EXITED;
         dtc_give_way();
     }
+}
+
+inline std::string dtc_thread_name(uint3 block, uint3 thread)
+{
+    return dtc_text("block (%u,%u,%u), thread (%u,%u,%u)", block.x, block.y, block.z,
+                    thread.x, thread.y, thread.z);
 }
 
 // Ends the launch from inside a thread that made a mistake: it is never resumed. So nothing that
@@ -517,9 +562,7 @@ inline void dtc_abandon(const char *format, ...)
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    dtc_fail(cudaErrorLaunchFailure,
-             dtc_text("block (%u,%u,%u), thread (%u,%u,%u): %s", blockIdx.x, blockIdx.y, blockIdx.z,
-                      threadIdx.x, threadIdx.y, threadIdx.z, text));
+    dtc_fail(cudaErrorLaunchFailure, dtc_thread_name(blockIdx, threadIdx) + ": " + text);
     for (;;)
         dtc_give_way();
 }
@@ -590,6 +633,13 @@ inline int dtc_lanes(int warp)
     return left < DTC_WARP ? left : DTC_WARP;
 }
 
+// Whether two threads wait at one place: another call of the same function is another place, if
+// somebody observes the calls.
+inline bool dtc_same_place(const dtc_fiber &a, const dtc_fiber &b)
+{
+    return a.site.id == b.site.id && a.path == b.path;
+}
+
 // Whether all lanes that `lane` waits for wait for it too: same operation, same mask.
 inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
 {
@@ -598,7 +648,7 @@ inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
         if (!(mask >> other & 1))
             continue;
         if (other >= lanes || warp[other].state != DTC_AT_WARP_OP ||
-            warp[other].mask != mask || warp[other].site.id != warp[lane].site.id)
+            warp[other].mask != mask || !dtc_same_place(warp[other], warp[lane]))
             return false;
     }
     return true;
@@ -621,6 +671,8 @@ inline bool dtc_release_warp_ops(int index)
                 warp[other].state = DTC_READY;
             }
         }
+        if (warp[lane].bytes == 0) // __syncwarp; the others move values and order nothing in memory
+            dtc.observer->warp_synced(index, mask);
         released = true;
     }
     return released;
@@ -647,11 +699,12 @@ inline bool dtc_release_barrier()
     int count = 0;
     for (int i = 0; i < dtc.threads; i++) {
         const dtc_fiber &fiber = dtc.fibers[i];
-        if (fiber.state != DTC_AT_BARRIER || fiber.site.id != dtc.fibers[0].site.id)
+        if (fiber.state != DTC_AT_BARRIER || !dtc_same_place(fiber, dtc.fibers[0]))
             return false;
         count += fiber.value != 0;
     }
     dtc.barrier_count = count;
+    dtc.observer->barrier_opens();
     for (int i = 0; i < dtc.threads; i++)
         dtc.fibers[i].state = DTC_READY;
     return true;
@@ -677,7 +730,7 @@ inline std::string dtc_who_waits()
             if (next.state != fiber.state)
                 break;
             if (fiber.state != DTC_EXITED &&
-                (next.site.id != fiber.site.id || next.mask != fiber.mask))
+                (!dtc_same_place(next, fiber) || next.mask != fiber.mask))
                 break;
         }
         if (++lines > 8)
@@ -689,6 +742,8 @@ inline std::string dtc_who_waits()
             text += dtc_text("wait at %s, %s:%d", fiber.site.op, fiber.site.file, fiber.site.line);
         if (fiber.state == DTC_AT_WARP_OP)
             text += dtc_text(", mask %08x", fiber.mask);
+        if (fiber.state != DTC_EXITED)
+            text += dtc.observer->calls(first);
     }
     return text;
 }
@@ -735,11 +790,18 @@ inline void dtc_report_stall()
              dtc_who_waits());
 }
 
+// ASan's gaps between variables are filled too, which only ASan must not see.
+__attribute__((no_sanitize("address", "thread")))
+inline void dtc_poison(dtc_range range)
+{
+    for (volatile char *p = range.first; p < range.end; p += 8)
+        *reinterpret_cast<volatile uint64_t *>(p) = UINT64_MAX;
+}
+
 inline void dtc_prepare_block(size_t smem)
 {
-    char *first = &__start_dt_smem[0], *end = &__stop_dt_smem[0];
-    if (first != end) // both are NULL in a program without shared variables
-        memset(first, 0xff, static_cast<size_t>(end - first));
+    for (const dtc_range &range : dtc.shared)
+        dtc_poison(range);
     memset(dtc.dynamic, 0xff, smem);
     for (int i = 0; i < dtc.threads; i++) {
         dtc_fiber *fiber = &dtc.fibers[i];
@@ -751,7 +813,7 @@ inline void dtc_prepare_block(size_t smem)
         fiber->lane = i % DTC_WARP;
         fiber->warp = i / DTC_WARP;
         fiber->state = DTC_READY;
-        fiber->copies.clear();
+        fiber->copying = 0;
         fiber->groups = 0;
         if (!fiber->started)
             dtc_start_fiber(fiber);
@@ -762,6 +824,7 @@ inline void dtc_run_block(size_t smem)
 {
     int warps = (dtc.threads + DTC_WARP - 1) / DTC_WARP;
     dtc_prepare_block(smem);
+    dtc.observer->block_starts();
     do {
         dtc_walk walk(static_cast<uint64_t>(warps));
         for (int i = 0; i < warps && dtc.failure == cudaSuccess; i++)
@@ -823,6 +886,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
         return;
     }
+    dtc.observer->launch_starts();
     dtc_walk walk(static_cast<uint64_t>(grid.x) * grid.y * grid.z);
     for (uint64_t i = 0; i < walk.n && dtc.failure == cudaSuccess; i++) {
         uint64_t rest = walk.next();
@@ -832,6 +896,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
         blockIdx.z = static_cast<unsigned>(rest / grid.y);
         dtc_run_block(smem);
     }
+    dtc.observer->launch_ends();
     free(dtc.dynamic);
     dtc.dynamic = nullptr;
 }
@@ -921,6 +986,7 @@ inline void dtc_syncthreads(dtc_site site, bool predicate)
 {
     dtc_fiber *self = dtc.self;
     self->site = site;
+    self->path = dtc.observer->path();
     self->mask = 0;
     self->value = predicate;
     self->state = DTC_AT_BARRIER;
@@ -950,6 +1016,7 @@ inline const dtc_parcel *dtc_exchange(dtc_site site, unsigned mask, const void *
         dtc_abandon("%s, %s:%d: lane %d is not in its own mask %08x",
                     site.op, site.file, site.line, self->lane, mask);
     self->site = site;
+    self->path = dtc.observer->path();
     self->mask = mask;
     self->brings = brings;
     self->bytes = bytes;
@@ -1106,10 +1173,14 @@ void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsi
 inline bool dtc_in_shared(const void *p, size_t bytes)
 {
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    auto within = [at, bytes](const void *first, const void *end) {
-        return at >= reinterpret_cast<uintptr_t>(first) && at + bytes <= reinterpret_cast<uintptr_t>(end);
-    };
-    return within(__start_dt_smem, __stop_dt_smem) || within(dtc.dynamic, dtc.dynamic + dtc.dynamic_bytes);
+    uintptr_t dynamic = reinterpret_cast<uintptr_t>(dtc.dynamic);
+    if (at >= dynamic && at + bytes <= dynamic + dtc.dynamic_bytes)
+        return true;
+    for (const dtc_range &range : dtc.shared)
+        if (at >= reinterpret_cast<uintptr_t>(range.first) &&
+            at + bytes <= reinterpret_cast<uintptr_t>(range.end))
+            return true;
+    return false;
 }
 
 // The 16 bytes at p, which must lie in shared memory.
@@ -1131,6 +1202,7 @@ void dtc_ldmatrix(dtc_site site, unsigned *r, const void *row)
     unsigned char mine[16] = {};
     if (dtc.self->lane < 8 * matrices) { // the addresses of the others are not looked at
         dtc_check_shared16(site, row);
+        dtc.observer->read(row, sizeof mine);
         memcpy(mine, row, sizeof mine);
     }
     const dtc_parcel *rows = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
@@ -1158,10 +1230,14 @@ inline void dtc_cp_async(dtc_site site, void *shared, const void *global, int by
     if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || dtc_in_shared(global, 1))
         dtc_abandon("%s, %s:%d: source %p is not a multiple of 16 in global memory",
                     site.op, site.file, site.line, global);
-    dtc_copy copy = {shared, {}, dtc.self->groups};
-    memcpy(copy.bytes, global, static_cast<size_t>(bytes));
-    memset(shared, 0xff, sizeof copy.bytes);
-    dtc.self->copies.push_back(copy);
+    if (dtc.self->copying == DTC_COPIES)
+        dtc_abandon("%s, %s:%d: more than %d under way", site.op, site.file, site.line, DTC_COPIES);
+    dtc_copy *copy = &dtc.self->copies[dtc.self->copying++];
+    *copy = {shared, {}, dtc.self->groups};
+    dtc.observer->read(global, static_cast<size_t>(bytes));
+    dtc.observer->written(shared, sizeof copy->bytes);
+    memcpy(copy->bytes, global, static_cast<size_t>(bytes));
+    memset(shared, 0xff, sizeof copy->bytes);
 }
 #define dtc_cp_async16(...) dtc_cp_async(DTC_SITE("cp.async"), __VA_ARGS__)
 
@@ -1170,15 +1246,17 @@ inline void dtc_cp_async_commit() { dtc.self->groups++; }
 // cp.async.wait_group: of the committed groups all but the last n have arrived.
 inline void dtc_cp_async_wait(int n)
 {
-    std::vector<dtc_copy> &copies = dtc.self->copies;
-    size_t arrived = 0;
-    for (; arrived < copies.size(); arrived++) {
-        const dtc_copy &copy = copies[arrived];
-        if (copy.group + static_cast<unsigned>(n) >= dtc.self->groups)
+    dtc_fiber *self = dtc.self;
+    int arrived = 0;
+    for (; arrived < self->copying; arrived++) {
+        const dtc_copy &copy = self->copies[arrived];
+        if (copy.group + static_cast<unsigned>(n) >= self->groups)
             break;
+        dtc.observer->written(copy.to, sizeof copy.bytes);
         memcpy(copy.to, copy.bytes, sizeof copy.bytes);
     }
-    copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(arrived));
+    self->copying -= arrived;
+    memmove(self->copies, self->copies + arrived, static_cast<size_t>(self->copying) * sizeof(dtc_copy));
 }
 
 // ==== 12. Atomics, loads and stores, mathematics ===============================================
@@ -1186,10 +1264,11 @@ inline void dtc_cp_async_wait(int n)
 // One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
 // asks over and over for what another one will never get the chance to write.
 template <class T, class Operation>
-T dtc_atomic(T *place, Operation operation)
+DTC_UNSEEN T dtc_atomic(T *place, Operation operation)
 {
     if (dtc.self && ++dtc.spins > DTC_SPIN_LIMIT)
         dtc_abandon("deadlock: waits in a loop of atomics for another thread or block");
+    dtc.observer->changed(place, sizeof *place);
     T old = *place;
     *place = operation(old);
     return old;
@@ -1241,7 +1320,7 @@ template <class T> T __ldcs(const T *p) { return *p; }
 template <class T> T __ldcg(const T *p) { return *p; }
 template <class T> void __stcs(T *p, dtc_operand<T> v) { *p = v; }
 template <class T> void __stcg(T *p, dtc_operand<T> v) { *p = v; }
-inline void __threadfence() {}
+inline void __threadfence() { dtc.observer->fenced(); }
 inline void __threadfence_block() {}
 
 // Macros, since the C library may declare these names itself.

@@ -132,8 +132,12 @@ static void check_no_mistake(const std::string &what) {
 
 typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;
 
+#ifndef CUDA_ORDERS
+#define CUDA_ORDERS 3
+#endif
+
 // The test of this file; see its head.
-static void compare(const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
+static void compare(const std::string &what, const arrays &start, const runner &run, size_t orders = CUDA_ORDERS) {
     arrays    want = start, first;
     dt_status status = run(dt_kernels_cpu(), want);
     for (size_t o = 0; o < orders; o++) {
