@@ -52,13 +52,14 @@ TESTING = $(CC) $(TFLAGS)
 UNUSED  = -Wno-unused-function
 endif
 
-WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
+WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
            tests/faults/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+RACES    = -fsanitize=thread -fno-inline -fno-thread-jumps -fno-builtin-memcpy -fno-builtin-memset
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
@@ -141,3 +142,10 @@ $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
+# Its kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
+$(B)/test_cuda_races: tests/test_cuda_races.cc tests/test_cuda.cc tests/cuda_races.cc $(HEADERS) $(wildcard dt_*.cu) \
+                      $(B)/tests_kernels.o $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -c tests/cuda_races.cc -o $@_hooks.o
+	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $@_hooks.o $(B)/tests_kernels.o \
+	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)

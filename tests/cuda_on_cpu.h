@@ -40,7 +40,7 @@ What it makes visible to the test's own checks:
     which is NaN as a float;
   - a missing barrier: run the kernel in several lane orders (dtc_set_order: forward, reverse,
     permuted by a seed; warps and blocks follow the same order) and compare bits. One order alone
-    can hide it;
+    can hide it. cuda_races.cc beside this file reports races, but is slower;
   - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
   - what cp.async brings, read before the wait for its group: until then it is 0xFF bytes;
   - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
@@ -49,10 +49,10 @@ By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where t
 order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
 in the scheduler when nobody can go on.
 
-WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX; no
-race check; waiting in a loop without atomics hangs. A helper called from two branches is one
-place: lanes that meet in it from both are taken to be together. ELF systems only. It tells
-ASan of its stacks, not TSan. Launches from several host threads take turns. */
+WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX;
+waiting in a loop without atomics hangs. A helper called from two branches is one place: lanes
+that meet in it from both are taken to be together, except under cuda_races.cc, which knows the
+calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from several host threads take turns. */
 
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
@@ -80,7 +80,7 @@ ASan of its stacks, not TSan. Launches from several host threads take turns. */
 
 #if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
 #include <cuda_runtime_api.h>
-#include <vector_functions.h>
+#include <vector_types.h>
 #else
 
 struct int2 { int x, y; };
@@ -96,14 +96,6 @@ struct dim3 {
     unsigned x, y, z;
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
-
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 typedef struct CUstream_st *cudaStream_t;
 
@@ -123,6 +115,24 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 #endif
 
+// Always inline, or cuda_races.cc would not hear of `shared[i] = make_float4(...)`.
+#define DTC_MAKE(V, parameters, ...) \
+    __attribute__((always_inline)) inline V dtc_make_##V parameters { return {__VA_ARGS__}; }
+DTC_MAKE(int2, (int x, int y), x, y)
+DTC_MAKE(int4, (int x, int y, int z, int w), x, y, z, w)
+DTC_MAKE(uint2, (unsigned x, unsigned y), x, y)
+DTC_MAKE(uint4, (unsigned x, unsigned y, unsigned z, unsigned w), x, y, z, w)
+DTC_MAKE(float2, (float x, float y), x, y)
+DTC_MAKE(float3, (float x, float y, float z), x, y, z)
+DTC_MAKE(float4, (float x, float y, float z, float w), x, y, z, w)
+#define make_int2 dtc_make_int2
+#define make_int4 dtc_make_int4
+#define make_uint2 dtc_make_uint2
+#define make_uint4 dtc_make_uint4
+#define make_float2 dtc_make_float2
+#define make_float3 dtc_make_float3
+#define make_float4 dtc_make_float4
+
 // ==== 2. CUDA's keywords =======================================================================
 
 #undef __global__
@@ -137,7 +147,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 #define __device__
 #define __host__
 #define __constant__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
 // All shared variables of a source file lie in one section, so that they can be poisoned together.
@@ -1192,6 +1202,13 @@ inline void dtc_check_shared16(dtc_site site, const void *p)
         dtc_abandon("%s, %s:%d: address %p is not in shared memory", site.op, site.file, site.line, p);
 }
 
+// Moves what the observer has been told of.
+DTC_UNSEEN inline void dtc_move(void *to, const void *from, int bytes)
+{
+    for (int i = 0; i < bytes; i++)
+        static_cast<unsigned char *>(to)[i] = static_cast<const unsigned char *>(from)[i];
+}
+
 // ldmatrix.sync.aligned.m8n8: lane i gives the address of row i % 8 of matrix i / 8, a row being
 // eight 16-bit numbers. r[m] is the numbers 2 (lane % 4) and the next of row lane / 4 of matrix m;
 // transposed, of its column lane / 4. A lane fetches the row whose address it gives, so what other
@@ -1203,7 +1220,7 @@ void dtc_ldmatrix(dtc_site site, unsigned *r, const void *row)
     if (dtc.self->lane < 8 * matrices) { // the addresses of the others are not looked at
         dtc_check_shared16(site, row);
         dtc.observer->read(row, sizeof mine);
-        memcpy(mine, row, sizeof mine);
+        dtc_move(mine, row, 16);
     }
     const dtc_parcel *rows = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
     int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
@@ -1232,12 +1249,14 @@ inline void dtc_cp_async(dtc_site site, void *shared, const void *global, int by
                     site.op, site.file, site.line, global);
     if (dtc.self->copying == DTC_COPIES)
         dtc_abandon("%s, %s:%d: more than %d under way", site.op, site.file, site.line, DTC_COPIES);
+    unsigned char not_yet[16];
+    memset(not_yet, 0xff, sizeof not_yet);
     dtc_copy *copy = &dtc.self->copies[dtc.self->copying++];
     *copy = {shared, {}, dtc.self->groups};
     dtc.observer->read(global, static_cast<size_t>(bytes));
     dtc.observer->written(shared, sizeof copy->bytes);
-    memcpy(copy->bytes, global, static_cast<size_t>(bytes));
-    memset(shared, 0xff, sizeof copy->bytes);
+    dtc_move(copy->bytes, global, bytes);
+    dtc_move(shared, not_yet, 16);
 }
 #define dtc_cp_async16(...) dtc_cp_async(DTC_SITE("cp.async"), __VA_ARGS__)
 
@@ -1253,7 +1272,7 @@ inline void dtc_cp_async_wait(int n)
         if (copy.group + static_cast<unsigned>(n) >= self->groups)
             break;
         dtc.observer->written(copy.to, sizeof copy.bytes);
-        memcpy(copy.to, copy.bytes, sizeof copy.bytes);
+        dtc_move(copy.to, copy.bytes, 16);
     }
     self->copying -= arrived;
     memmove(self->copies, self->copies + arrived, static_cast<size_t>(self->copying) * sizeof(dtc_copy));

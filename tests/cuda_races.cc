@@ -22,7 +22,8 @@ and nothing orders the two:
     (in its block: after the next barrier). Two such steps in a row are not followed.
 cp.async writes twice: when it is issued, since the data may come at once, and at the wait.
 A race is reported whatever the order of the threads in this run, but only where both have been
-there: code that did not run is not judged. Bytes are exact. Of many threads that read a byte a few
+there: code that did not run is not judged. GCC says nothing of a struct that a call returns right
+into memory, p[i] = f() where f is not inline: kernels should give it a name first. Bytes are exact. Of many threads that read a byte a few
 are remembered: two of a warp, one of another warp, one of another block.
 
 Also a barrier or a warp operation is known by the calls that led to it: the same one reached through
