@@ -24,6 +24,7 @@ NVCC      ?= nvcc
 MPICC     ?= mpicc
 NVCCFLAGS ?= -O3
 B         ?= build
+CUDA_HOME ?= /usr/local/cuda
 
 part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
 $(call part,NCCL,the NCCL backend)
@@ -66,9 +67,12 @@ RACES    = -fsanitize=thread -fno-inline -fno-thread-jumps -fno-builtin-memcpy -
 # what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
-WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
+WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
+$(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
+$(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
+$(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
 $(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
@@ -126,6 +130,9 @@ $(B)/fuzz/fuzz_config: examples/train_gpt.c
 $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	@mkdir -p $(B)/fuzz
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
+# The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
+$(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
+	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
@@ -136,6 +143,7 @@ $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
+$(B)/test_fake_cuda: tests/fake_cuda.c
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words

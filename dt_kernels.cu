@@ -13,13 +13,13 @@
    a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
-     1. Launching
+     1. Launching, queues
      2. Device memory
-     3. Blocks and packs
+     3. Numbers in storage, blocks, packs
      4. Fill, copy, reduce
      5. Strides: binary, permute
      6. Functions of one number: unary, glu
-     7. Numbers in storage: cast
+     7. Cast
      8. Sums over a dimension
      9. Maxima and places
     10. Normalisation and softmax
@@ -43,6 +43,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #if DT_VERSION != 100
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
@@ -56,7 +57,7 @@
 #define KERNEL __global__ void
 #endif
 
-// ==== 1. Launching ==================================================================================================
+// ==== 1. Launching, queues ==========================================================================================
 
 /* Kernels take the table's args structs by value. A grid has at most MAX_BLOCKS blocks, several times what a GPU runs
    at once; kernels walk on in steps of the grid, so that any size is served. */
@@ -73,8 +74,18 @@ static dt_status launched() { return cudaGetLastError() == cudaSuccess ? DT_OK :
 /* An empty grid is an error to CUDA, so nothing is launched for n = 0. */
 #define LAUNCH(kernel, n, each, stream, ...) \
     do { \
-        if ((n) > 0) DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, (cudaStream_t)(stream), __VA_ARGS__); \
+        if ((n) > 0) DT_LAUNCH(kernel, grid_for((n), (each)), BLOCK, 0, stream_of(stream), __VA_ARGS__); \
     } while (0)
+
+/* What a rank has of a device: every kernel's `stream`. NULL is the thread's current device and its default stream,
+   without a library: for tests of single kernels. */
+struct cuda_queue {
+    cudaStream_t stream;
+    int          device;
+    bool         own; /* the stream was made here */
+};
+
+static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
 
 // ==== 2. Device memory ==============================================================================================
 
@@ -97,15 +108,135 @@ static void cuda_free(void *user, void *p, size_t bytes) {
 /* Pageable host memory may be read or written again as soon as this returns; pinned memory after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
-    cudaError_t error = cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)stream);
+    cudaError_t error = cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream));
     return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
 static dt_status cuda_sync(void *stream) {
-    return cudaStreamSynchronize((cudaStream_t)stream) == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+    return cudaStreamSynchronize(stream_of(stream)) == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
-// ==== 3. Blocks and packs ===========================================================================================
+/* Pinned memory: the device reads and writes it by itself, while the processor goes on. */
+static void *cuda_pin(size_t bytes) {
+    void *p = NULL;
+    if (cudaMallocHost(&p, bytes) == cudaSuccess) return p;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+static void cuda_unpin(void *p, size_t bytes) {
+    (void)bytes;
+    cudaFreeHost(p);
+}
+
+/* Device memory, managed memory, and what is pinned. */
+static int cuda_reaches(const void *p) {
+    cudaPointerAttributes of;
+    if (cudaPointerGetAttributes(&of, p) == cudaSuccess) return of.type != cudaMemoryTypeUnregistered;
+    (void)cudaGetLastError();
+    return 0;
+}
+
+static void *cuda_mark(void *stream, void *mark) {
+    cudaEvent_t event = (cudaEvent_t)mark;
+    if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
+    return cudaEventRecord(event, stream_of(stream)) == cudaSuccess ? event : NULL;
+}
+
+static int cuda_passed(void *mark) {
+    cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
+    return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
+}
+
+static dt_status cuda_after(void *stream, void *mark) {
+    cudaError_t error = cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0);
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void cuda_unmark(void *mark) {
+    if (mark) cudaEventDestroy((cudaEvent_t)mark);
+}
+
+static void *refused(char *text, size_t text_bytes, const char *what, cudaError_t error) {
+    (void)cudaGetLastError();
+    if (text_bytes > 0) snprintf(text, text_bytes, "%s: %s", what, cudaGetErrorName(error));
+    return NULL;
+}
+
+extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) {
+    cudaError_t error = cudaSetDevice(desc.device);
+    if (error != cudaSuccess) return refused(text, text_bytes, "cudaSetDevice", error);
+    cuda_queue *queue = (cuda_queue *)calloc(1, sizeof *queue);
+    if (!queue) return refused(text, text_bytes, "a queue", cudaErrorMemoryAllocation);
+    queue->device = desc.device;
+    queue->stream = (cudaStream_t)desc.stream;
+    queue->own = desc.stream == NULL;
+    int least = 0, most = 0; /* priorities: the smaller number goes first */
+    if (queue->own && desc.urgent) error = cudaDeviceGetStreamPriorityRange(&least, &most);
+    if (queue->own && error == cudaSuccess)
+        error = cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, most);
+    if (error == cudaSuccess) return queue;
+    free(queue);
+    return refused(text, text_bytes, "cudaStreamCreateWithFlags", error);
+}
+
+extern "C" void dt_cuda_close(void *p) {
+    cuda_queue *queue = (cuda_queue *)p;
+    if (!queue) return;
+    cudaStreamSynchronize(queue->stream);
+    if (queue->own) cudaStreamDestroy(queue->stream);
+    free(queue);
+}
+
+extern "C" void *dt_cuda_stream(void *queue) { return stream_of(queue); }
+extern "C" int dt_cuda_device(void *queue) { return ((cuda_queue *)queue)->device; }
+
+static void *cuda_open(int place, char *text, size_t text_bytes) {
+    int         devices = 0;
+    cudaError_t error = cudaGetDeviceCount(&devices);
+    if (error == cudaSuccess && devices == 0) error = cudaErrorNoDevice;
+    if (error != cudaSuccess) return refused(text, text_bytes, "cudaGetDeviceCount", error);
+    dt_cuda_desc desc = { place % devices, NULL, 0 };
+    return dt_cuda_open(desc, text, text_bytes);
+}
+
+// ==== 3. Numbers in storage, blocks, packs ==========================================================================
+
+/* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own types for them would
+   need its headers where a test has none. */
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+static __device__ float widen(float x) { return x; }
+static __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
+static __device__ float widen(f16 x) {
+    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
+    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
+                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
+    return __uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
+}
+
+static __device__ void round_to(float *out, float x) { *out = x; }
+
+/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
+static __device__ void round_to(bf16 *out, float x) {
+    unsigned bits = __float_as_uint(x), rounded = bits + 0x7fffu + (bits >> 16 & 1);
+    out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
+}
+
+/* Below 2^-14 the spacing of f16 is that of floats in [0.5, 1): adding 0.5 rounds. 65,520 and more are infinity. */
+static __device__ void round_to(f16 *out, float x) {
+    unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+    unsigned small = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
+    unsigned normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+    unsigned h = magnitude < 0x38800000u ? small : normal;
+    h = magnitude >= 0x477ff000u ? 0x7c00u : h;
+    h = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : h;
+    out->bits = (uint16_t)(h | (bits >> 16 & 0x8000u));
+}
 
 /* The sum over a warp, for each of its lanes: x + y is y + x, so all lanes get the same bits. */
 template <class T>
@@ -595,49 +726,22 @@ static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
     return launched();
 }
 
-// ==== 7. Numbers in storage: cast ===================================================================================
+// ==== 7. Cast =======================================================================================================
 
 /* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
-   there to 16 bits through float. CUDA's own 16-bit types would need its headers where a test has none. */
-struct bf16 { uint16_t bits; };
-struct f16 { uint16_t bits; };
-
-static __device__ double number(float x) { return (double)x; }
+   there to 16 bits through float. */
+template <class T>
+static __device__ double number(T x) { return (double)widen(x); }
 static __device__ double number(double x) { return x; }
 static __device__ double number(int x) { return (double)x; }
-static __device__ double number(bf16 x) { return (double)__uint_as_float((unsigned)x.bits << 16); }
 
-/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
-static __device__ double number(f16 x) {
-    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
-    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
-                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
-    return (double)__uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
-}
+template <class T>
+static __device__ void round_number(T *out, double x) { round_to(out, (float)x); }
+static __device__ void round_number(double *out, double x) { *out = x; }
 
-static __device__ void round_to(float *out, double x) { *out = (float)x; }
-static __device__ void round_to(double *out, double x) { *out = x; }
-
-static __device__ void round_to(int *out, double x) {
+static __device__ void round_number(int *out, double x) {
     x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
     *out = (int)x;
-}
-
-/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
-static __device__ void round_to(bf16 *out, double x) {
-    unsigned bits = __float_as_uint((float)x), rounded = bits + 0x7fffu + (bits >> 16 & 1);
-    out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
-}
-
-/* Below 2^-14 the spacing of f16 is that of floats in [0.5, 1): adding 0.5 rounds. 65,520 and more are infinity. */
-static __device__ void round_to(f16 *out, double x) {
-    unsigned bits = __float_as_uint((float)x), magnitude = bits & 0x7fffffffu;
-    unsigned small = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
-    unsigned normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-    unsigned h = magnitude < 0x38800000u ? small : normal;
-    h = magnitude >= 0x477ff000u ? 0x7c00u : h;
-    h = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : h;
-    out->bits = (uint16_t)(h | (bits >> 16 & 0x8000u));
 }
 
 template <class To, class From>
@@ -645,7 +749,7 @@ KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
     To *out = (To *)a.out;
     for (size_t i = flat_first(1); i < a.count; i += flat_step(1)) {
         double x = number(((const From *)a.in)[i]);
-        round_to(out + i, a.accumulate ? x + number(out[i]) : x);
+        round_number(out + i, a.accumulate ? x + number(out[i]) : x);
     }
 }
 
@@ -736,7 +840,7 @@ static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
     if (a->n == 1) LAUNCH(scaled_kernel, a->outer * a->inner, BLOCK, stream, *a);
     else if (a->inner == 1) LAUNCH(sum_rows_kernel, a->outer, 1, stream, *a);
     else if (tiles > 0)
-        DT_LAUNCH(sum_columns_kernel, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream, *a);
+        DT_LAUNCH(sum_columns_kernel, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
     return launched();
 }
 
@@ -907,7 +1011,7 @@ KERNEL __launch_bounds__(BLOCK) norm_back_kernel(dt_norm_back_args a) {
 static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
     if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
     if ((a->dgain || a->dbias) && a->cols > 0)
-        DT_LAUNCH(norm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, (cudaStream_t)stream, *a);
+        DT_LAUNCH(norm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
     if (a->dx) LAUNCH(norm_back_kernel, a->rows, 1, stream, *a);
     return launched();
 }
@@ -1282,6 +1386,16 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .move = cuda_move,
         .sync = cuda_sync,
         .user = NULL,
+        .open = cuda_open,
+        .close = dt_cuda_close,
+        .pin = cuda_pin,
+        .unpin = cuda_unpin,
+        .reaches = cuda_reaches,
+        .mark = cuda_mark,
+        .passed = cuda_passed,
+        .after = cuda_after,
+        .unmark = cuda_unmark,
+        .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
         .fill = cuda_fill,
         .init = NULL,
         .copy = cuda_copy,

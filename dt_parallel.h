@@ -1424,7 +1424,7 @@ static dt__ring dt__ring_make(const char *name, dt_context *k, const dt_tensor *
     r.K = keys->shape.d[2];
     r.D = q->shape.d[3];
     r.q = (const char *)q->data;
-    r.work_bytes = dt_attention_work(k->length, r.D, r.dtype);
+    r.work_bytes = dt__lent(k->ctx, dt_attention_work(k->length, r.D, r.dtype));
     r.work = dt_scratch(k->ctx, r.work_bytes);
     return r;
 }
@@ -4084,12 +4084,16 @@ DT_KERNELS(DT__DRY_FN)
 
 dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #define DT__DRY_ENTRY(k) dt__dry_##k,
-    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, DT_KERNELS(DT__DRY_ENTRY) };
+    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, NULL, NULL, NULL, NULL,
+                         NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__DRY_ENTRY) };
 #undef DT__DRY_ENTRY
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!dry || ctx->root || ctx->units || ctx->work)
         return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s", dry ? "the context has tensors already" : "no dt_dry");
     table.user = dry;
+    table.work_bytes = ctx->kernels.work_bytes;     /* what the device's kernels are lent counts */
+    if (ctx->opened) ctx->kernels.close(ctx->stream);
+    ctx->opened = 0;
     ctx->kernels = table;
     ctx->stream = dry;
     return DT_OK;

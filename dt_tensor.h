@@ -440,6 +440,21 @@ typedef struct dt_kernels {
     dt_status  (*move)(void *dst, const void *src, size_t bytes, void *stream);  /* host or device to either */
     dt_status  (*sync)(void *stream);                           /* wait until the stream is empty; NULL -> nothing */
     void       *user;
+    /* A rank's queue of work on the device: the `stream` of its kernels. place: the rank's number among those of its
+       machine. NULL with the reason in text. The CPU has none: what it was asked for is done when a kernel returns. */
+    void      *(*open)(int place, char *text, size_t text_bytes);
+    void       (*close)(void *stream);
+    void      *(*pin)(size_t bytes);                            /* host memory that moves at full speed, also after */
+    void       (*unpin)(void *p, size_t bytes);                 /* move has returned; NULL: the host table's */
+    int        (*reaches)(const void *p);                       /* may kernels read and write there? NULL: everywhere */
+    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL: refused.
+       passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
+       the mark of another queue. */
+    void      *(*mark)(void *stream, void *mark);
+    int        (*passed)(void *mark);
+    dt_status  (*after)(void *stream, void *mark);
+    void       (*unmark)(void *mark);
+    size_t      work_bytes;                                     /* the least scratch that products and attention want */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
@@ -454,8 +469,22 @@ DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
 #ifdef DT_USE_CUDA
 /* [local] The table in dt_kernels.cu. Never NULL; whether a GPU can be used is dt_cuda_ready's answer. */
 extern const dt_kernels *dt_kernels_cuda(void);
-/* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). */
+/* [local] DT_OK, or DT_ERR_DEVICE with the reason in text ("no NVIDIA driver found"). With DT_OK text is "" or advice:
+   the -arch that the device needs and dt_kernels.cu was not compiled for. */
 extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
+/* [local] A queue of work on a device, for dt_ctx_desc.stream: on a device of your choice, or in a stream of your own.
+   The calling thread's current device is that one from then on. NULL with the reason in text. A context that is given
+   none opens one on device place % devices, and closes it. Closing waits for the queue; your stream remains. */
+typedef struct dt_cuda_desc {
+    int   device;
+    void *stream;   /* a cudaStream_t of that device; NULL: a new one */
+    int   urgent;   /* what the new one holds goes before other queues' work */
+} dt_cuda_desc;
+extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
+extern void dt_cuda_close(void *queue);
+/* [local] Of dt_ctx_stream(ctx), the cudaStream_t in which its kernels run and yours may; and its device. */
+extern void *dt_cuda_stream(void *queue);
+extern int dt_cuda_device(void *queue);
 #endif
 
 // ==== 3. Host and io tables =========================================================================================
@@ -531,7 +560,9 @@ typedef struct dt_ctx_desc {
     const dt_kernels *kernels;  /* NULL -> dt_kernels_cpu() */
     const dt_host    *host;     /* NULL -> dt_host_default() */
     const dt_io      *io;       /* NULL -> dt_io_default() */
-    void             *stream;   /* handed to every kernel */
+    void             *stream;   /* handed to every kernel; NULL -> what the table opens */
+    int               place;    /* this rank's number among those of its machine: a device's table takes the device of
+                                   that number, modulo their number */
     size_t            mem_limit;    /* bytes that may be live, over all classes; 0: no limit */
 } dt_ctx_desc;
 
@@ -578,6 +609,9 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). */
+DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
+DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
 DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
@@ -741,6 +775,7 @@ typedef struct dt_listener {
     /* What was whole for one access only may go; what its owner wrote into the whole has to be kept. */
     void (*release)(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user);
     void (*reset)(dt_ctx *ctx, void *user);         /* dt_reset has freed the tensors */
+    void (*settle)(dt_ctx *ctx, void *user);        /* the host is about to wait for the device, without a limit */
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -1484,6 +1519,7 @@ struct dt_ctx {
     dt_host      host;
     dt_io        io;
     void        *stream;
+    int          opened;        /* the stream is this context's to close */
     uint64_t     seed;
     int          rank;
     void        *attached;
@@ -1539,14 +1575,16 @@ static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
 
 static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_HOST || !ctx->kernels.alloc; }
 
-void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
+static void *dt__take(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
     const dt_memory *m = &ctx->memory;
     char             limit[48] = "", table[512] = "";
     if (bytes == 0 || ctx->status != DT_OK) return NULL;
     int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
-    void *p = over ? NULL : dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
-                                                    : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    void *p = over                                ? NULL
+              : pinned && ctx->kernels.pin        ? ctx->kernels.pin(bytes)
+              : pinned || dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
+                                                  : ctx->kernels.alloc(ctx->kernels.user, bytes);
     if (!p) {
         if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
         dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
@@ -1560,11 +1598,33 @@ void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
     return p;
 }
 
+void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) { return dt__take(ctx, mem, bytes, what, 0); }
+void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) { return dt__take(ctx, DT_MEM_HOST, bytes, what, 1); }
+
+/* What waits for the device without a limit comes after this: of what is under way there some may wait for others. */
+static void dt__settle(dt_ctx *ctx) {
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->settle) l->settle(ctx, l->user);
+}
+
 void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
     if (!p) return;
-    if (dt__from_host(ctx, mem)) ctx->host.free(ctx->host.user, p, bytes, mem);
-    else ctx->kernels.free(ctx->kernels.user, p, bytes);
+    if (dt__from_host(ctx, mem)) {
+        ctx->host.free(ctx->host.user, p, bytes, mem);
+    } else {
+        dt__settle(ctx);    /* a device frees memory when it is idle */
+        ctx->kernels.free(ctx->kernels.user, p, bytes);
+    }
     dt__account(ctx, mem, bytes, -1);
+}
+
+void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
+    if (!p || !ctx->kernels.unpin) {
+        dt_free(ctx, DT_MEM_HOST, p, bytes);
+        return;
+    }
+    ctx->kernels.unpin(p, bytes);
+    dt__account(ctx, DT_MEM_HOST, bytes, -1);
 }
 
 static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
@@ -1604,36 +1664,40 @@ void dt_memory_reset_peak(dt_ctx *ctx) {
     ctx->memory.peak_total = ctx->memory.live_total;
 }
 
+/* Under CUDA the GPU is the default where there is one; rank 0 says in one line what its ranks run on. */
+static const dt_kernels *dt__kernels_default(dt_ctx *ctx) {
 #ifdef DT_USE_CUDA
-/* The CUDA table has no matrix product yet, so the CPU's stays the default; one rank says so, once. */
-static void dt__cuda_notice(dt_ctx *ctx) {
-    char why[128] = "";
-    if (dt_cuda_ready(why, sizeof why) != DT_OK)
-        dt_log(ctx, DT_LOG_NOTICE, "no CUDA device (%s): running on the CPU", why);
-    else
-        dt_log(ctx, DT_LOG_NOTICE, "a CUDA device was found, but this version's CUDA kernels are a part of the table: "
-            "running on the CPU; .kernels = dt_kernels_cuda() asks for them");
-}
+    char      text[160] = "";
+    dt_status ready = dt_cuda_ready(text, sizeof text);
+    if (ctx->rank == 0 && ready != DT_OK) dt_log(ctx, DT_LOG_NOTICE, "no CUDA device (%s): running on the CPU", text);
+    if (ctx->rank == 0 && ready == DT_OK && text[0]) dt_log(ctx, DT_LOG_NOTICE, "%s", text);
+    if (ready == DT_OK) return dt_kernels_cuda();
 #endif
+    (void)ctx;
+    return dt_kernels_cpu();
+}
 
 dt_ctx *dt_ctx_make(dt_ctx_desc desc) {
     const dt_host *host = desc.host ? desc.host : dt_host_default();
     dt_ctx        *ctx = (dt_ctx *)host->alloc(host->user, sizeof *ctx, DT_MEM_HOST);
+    char           text[160] = "";
     if (!ctx) return NULL;
     memset(ctx, 0, sizeof *ctx);
     ctx->host = *host;
     ctx->io = desc.io ? *desc.io : *dt_io_default();
-    ctx->kernels = desc.kernels ? *desc.kernels : *dt_kernels_cpu();
-    ctx->stream = desc.stream;
     ctx->rank = desc.rank;
     ctx->seed = desc.seed ? desc.seed : 1;
     ctx->micro_count = 1;
     ctx->loss_scale = 1;
     ctx->mem_limit = desc.mem_limit;
     dt__account(ctx, DT_MEM_HOST, sizeof *ctx, +1);
-#ifdef DT_USE_CUDA
-    if (!desc.kernels && desc.rank == 0) dt__cuda_notice(ctx);
-#endif
+    ctx->kernels = *(desc.kernels ? desc.kernels : dt__kernels_default(ctx));
+    ctx->stream = desc.stream;
+    if (!desc.stream && ctx->kernels.open) {
+        ctx->stream = ctx->kernels.open(desc.place, text, sizeof text);
+        ctx->opened = ctx->stream != NULL;
+        if (!ctx->stream) dt_fail(ctx, DT_ERR_DEVICE, "dt_ctx_make: %s: %s", ctx->kernels.name, text);
+    }
     return ctx;
 }
 
@@ -1650,6 +1714,7 @@ void dt_ctx_free(dt_ctx *ctx) {
     dt__tape_free(ctx);
     dt__params_free(ctx);
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
+    if (ctx->opened) ctx->kernels.close(ctx->stream);
     dt_host host = ctx->host;
     host.free(host.user, ctx, sizeof *ctx, DT_MEM_HOST);
 }
@@ -1716,11 +1781,13 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
+    if (ctx->kernels.reaches && !ctx->kernels.reaches(dst)) dt__settle(ctx);  /* a copy to such memory waits */
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
 }
 
 static dt_status dt__sync(dt_ctx *ctx) {
+    dt__settle(ctx);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "waiting for %s", ctx->kernels.name);
 }
@@ -3213,10 +3280,15 @@ static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_
     return d;
 }
 
+/* Scratch for a product or attention: what the CPU's kernel wants, or the device's if that is more. */
+static size_t dt__lent(const dt_ctx *ctx, size_t bytes) {
+    return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
+}
+
 /* One dense product with scratch from the context. */
 static dt_status dt__matmul(dt_ctx *ctx, const char *op, const char *of, dt_matmul_args a) {
     if (a.m == 0 || a.n == 0) return DT_OK;
-    a.work_bytes = dt_matmul_work(a.n, a.k, a.dtype);
+    a.work_bytes = dt__lent(ctx, dt_matmul_work(a.n, a.k, a.dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? dt__kernel_done(ctx, op, of, "matmul", DT__CALL(ctx, matmul, &a)) : ctx->status;
 }
@@ -4087,7 +4159,7 @@ static dt_status dt__attention_back(dt_node *n) {
     if (dt_wants(n, 0) && !(a.dq = dt_grad_raw(n, 0, &a.accumulate_q))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dk = dt_grad_raw(n, 1, &a.accumulate_k))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dv = dt_grad_raw(n, 2, &a.accumulate_v))) return dt_error(ctx);
-    a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
+    a.work_bytes = dt__lent(ctx, dt_attention_work(a.tk, a.dim, q->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? DT__KERNEL(ctx, n->name, attention_back, &a) : dt_error(ctx);
 }
@@ -4144,7 +4216,7 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
     dt_attention_args a = { .dtype = q->dtype, .out = y->data, .lse = lse->data, .q = q->data, .k = k->data,
         .v = v->data, .batch = q->shape.d[0], .tq = q->shape.d[1], .tk = k->shape.d[1], .heads = q->shape.d[2],
         .kv_heads = k->shape.d[2], .dim = q->shape.d[3], .scale = 1.0 / sqrt((double)q->shape.d[3]), .sight = sight };
-    a.work_bytes = dt_attention_work(a.tk, a.dim, q->dtype);
+    a.work_bytes = dt__lent(ctx, dt_attention_work(a.tk, a.dim, q->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     if (!a.work || DT__OP("dt_attention", q, attention, &a) != DT_OK) return NULL;
     if (desc.lse) *desc.lse = lse;
@@ -4292,7 +4364,7 @@ static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *
     size_t  c = dt_matmul_work(C, rows, x->dtype);
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
     k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
-    k->product_bytes = a > b ? a > c ? a : c : b > c ? b : c;
+    k->product_bytes = dt__lent(ctx, a > b ? a > c ? a : c : b > c ? b : c);
     k->logits = (char *)dt_scratch(ctx, logits + ((size_t)rows + room) * sizeof(double) + k->row_bytes +
         k->product_bytes + 64);
     k->part = (double *)(k->logits + logits);
@@ -8316,7 +8388,8 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) dt__cpu_##k,
-    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, DT_KERNELS(DT__TABLE_ENTRY) };
+    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL,
+                                      NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
 #undef DT__TABLE_ENTRY
     return &table;
 }

@@ -45,6 +45,11 @@ What it makes visible to the test's own checks:
   - what cp.async brings, read before the wait for its group: until then it is 0xFF bytes;
   - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
     the latter sees static __shared__ arrays.
+
+LATE LAUNCHES. With -DDTC_QUEUED a launch is put into its stream by fake_cuda.c, which stands in
+for the CUDA runtime and runs it some time later; the toolkit's headers are needed then. A launch's
+mistake makes its device fail, as in CUDA, and fake_cuda_error() tells it.
+
 By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets no
 order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
 in the scheduler when nobody can go on.
@@ -81,6 +86,8 @@ calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from se
 #if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
+#elif defined(DTC_QUEUED)
+#error "DTC_QUEUED needs the toolkit's headers: -isystem /usr/local/cuda/include"
 #else
 
 struct int2 { int x, y; };
@@ -98,6 +105,7 @@ struct dim3 {
 };
 
 typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -106,8 +114,13 @@ enum cudaError_t {
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNotReady = 600,
     cudaErrorLaunchFailure = 719
 };
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
+struct cudaPointerAttributes { cudaMemoryType type; };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
@@ -480,8 +493,10 @@ inline cudaError_t dtc_last_error()
     std::lock_guard<std::mutex> guard(dtc.lock);
     return dtc.failure;
 }
+#ifndef DTC_QUEUED
 #define cudaGetLastError() dtc_last_error()
 #define cudaPeekAtLastError() dtc_last_error()
+#endif
 
 inline void dtc_set_order(int order, unsigned seed)
 {
@@ -911,6 +926,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     dtc.dynamic = nullptr;
 }
 
+#ifndef DTC_QUEUED
 // The arguments are evaluated once, as in a real launch; each thread gets a copy.
 template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name,
@@ -919,7 +935,68 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
     const std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_run_grid(grid, block, smem, name, [&] { std::apply(kernel, values); });
 }
+#else
 
+// fake_cuda.c's queues; see fake_cuda.h.
+extern "C" {
+void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_launch_failed(cudaError_t error, const char *text);
+}
+
+struct dtc_queued {
+    dim3 grid, block;
+    size_t smem;
+    const char *name;
+    std::function<void()> body;
+};
+
+// A mistake is the device's from here on: the simulator serves the other devices too.
+inline void dtc_hand_over_failure()
+{
+    std::unique_lock<std::mutex> guard(dtc.lock);
+    if (dtc.failure == cudaSuccess)
+        return;
+    cudaError_t failure = dtc.failure;
+    std::string text = dtc.error;
+    dtc.failure = cudaSuccess;
+    dtc.error.clear();
+    dtc.error_was_read = true;
+    guard.unlock();
+    fake_cuda_launch_failed(failure, text.c_str());
+}
+
+// A launch beyond the limits is refused at once, as in CUDA.
+inline bool dtc_may_launch(const dtc_queued &launch)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.kernel = launch.name;
+    return dtc_check_launch(launch.grid, launch.block, launch.smem);
+}
+
+template <class Kernel, class... Args>
+void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
+                Kernel kernel, Args &&...args)
+{
+    std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
+    dtc_queued *launch = new dtc_queued{grid, block, smem, name,
+                                        [kernel, values] { std::apply(kernel, values); }};
+    if (!dtc_may_launch(*launch)) {
+        dtc_hand_over_failure();
+        delete launch;
+        return;
+    }
+    fake_cuda_launch(
+        stream,
+        [](void *arg) {
+            const dtc_queued *queued = static_cast<dtc_queued *>(arg);
+            dtc_run_grid(queued->grid, queued->block, queued->smem, queued->name, queued->body);
+            dtc_hand_over_failure();
+        },
+        launch, [](void *arg) { delete static_cast<dtc_queued *>(arg); });
+}
+#endif
+
+#ifndef DTC_QUEUED
 // ==== 9. Memory, streams, devices ==============================================================
 
 // Device memory is host memory. It starts as 0xFF bytes, and its end is where ASan says it is.
@@ -947,6 +1024,16 @@ inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes)
     return failure;
 }
 
+// A stream, or an event, is an address that is not NULL.
+template <class Handle> cudaError_t dtc_handle(Handle *handle)
+{
+    static char place;
+    *handle = reinterpret_cast<Handle>(&place);
+    return cudaSuccess;
+}
+inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dtc_handle(stream); }
+inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
+
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
 struct dtc_machine { int devices, driver; cudaError_t error; };
 inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
@@ -956,6 +1043,13 @@ inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it
     if (dtc_this_machine.error == cudaSuccess)
         *count = dtc_this_machine.devices;
     return dtc_this_machine.error;
+}
+
+inline cudaError_t dtc_set_device(int device)
+{
+    if (dtc_this_machine.error != cudaSuccess)
+        return dtc_this_machine.error;
+    return device >= 0 && device < dtc_this_machine.devices ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
 inline cudaError_t dtc_driver_version(int *version)
@@ -973,6 +1067,7 @@ inline const char *dtc_error_name(cudaError_t error)
     case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
     case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
     case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
     }
     return "unrecognized error code";
@@ -984,9 +1079,23 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaMemcpyAsync(to, from, bytes, kind, stream) \
     (static_cast<void>(kind), static_cast<void>(stream), dtc_memcpy(to, from, bytes))
 #define cudaStreamSynchronize(stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaStreamCreateWithPriority(stream, flags, priority) dtc_stream_create(stream, flags)
+#define cudaDeviceGetStreamPriorityRange(least, most) (*(least) = *(most) = 0, cudaSuccess)
+#define cudaStreamDestroy(stream) (static_cast<void>(stream), cudaSuccess)
+#define cudaEventCreateWithFlags(event, flags) dtc_event_create(event, flags)
+#define cudaEventRecord(event, stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaEventQuery(event) (static_cast<void>(event), dtc_last_error())
+#define cudaStreamWaitEvent(stream, event, flags) \
+    (static_cast<void>(stream), static_cast<void>(event), cudaSuccess)
+#define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
+#define cudaSetDevice(device) dtc_set_device(device)
+#define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
+#define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
+#define cudaFreeHost(p) dtc_free(p)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)
+#endif // !DTC_QUEUED
 
 // ==== 10. Barriers and warp operations =========================================================
 

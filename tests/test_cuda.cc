@@ -1216,8 +1216,9 @@ static void keep_notices(void *user, int level, int, const char *text) {
     if (level == DT_LOG_NOTICE) static_cast<std::vector<std::string> *>(user)->push_back(text);
 }
 
-// Without a table of its own a context runs on the CPU; rank 0 of a job says so, once, and what was found.
-static void test_notice() {
+// Without a table of its own a context takes the GPU, on a queue of its own that it closes. Where there is none it runs
+// on the CPU, and rank 0 of a job says so, once.
+static void test_default() {
     const dtc_machine        here = dtc_this_machine;
     std::vector<std::string> notices;
     dt_host                  host = *dt_host_default();
@@ -1227,20 +1228,27 @@ static void test_notice() {
     memset(&desc, 0, sizeof desc);
     desc.host = &host;
     for (desc.rank = 0; desc.rank < 3; desc.rank++) {
+        desc.place = desc.rank; // of a machine with one device
         dt_ctx *ctx = dt_ctx_make(desc);
-        CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cpu"));
+        CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cuda") && dt_error(ctx) == DT_OK);
+        CHECK(dt_ctx_stream(ctx) && dt_cuda_stream(dt_ctx_stream(ctx)) && dt_cuda_device(dt_ctx_stream(ctx)) == 0);
         dt_ctx_free(ctx);
     }
+    CHECK(notices.empty());
     dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver };
-    desc.rank = 0;
-    dt_ctx_free(dt_ctx_make(desc));
-    desc.kernels = dt_kernels_cuda(); // asked for: nothing to say
-    dt_ctx_free(dt_ctx_make(desc));
+    for (desc.rank = 0; desc.rank < 3; desc.rank++) {
+        dt_ctx *ctx = dt_ctx_make(desc);
+        CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cpu") && dt_error(ctx) == DT_OK);
+        dt_ctx_free(ctx);
+    }
+    CHECK(notices.size() == 1);
+    CHECK(strstr(notices[0].c_str(), "no CUDA device (no NVIDIA driver found): running on the CPU"));
+    desc.kernels = dt_kernels_cuda(); // asked for: without it there is nothing to run on
+    host.log = quiet;
+    dt_ctx *ctx = dt_ctx_make(desc);
+    CHECK(dt_error(ctx) == DT_ERR_DEVICE && strstr(dt_error_text(ctx), "cudaErrorInsufficientDriver"));
+    dt_ctx_free(ctx);
     dtc_this_machine = here;
-    if (!CHECK(notices.size() == 2)) return;
-    CHECK(strstr(notices[0].c_str(), "running on the CPU") && !strstr(notices[0].c_str(), "no CUDA device"));
-    CHECK(strstr(notices[1].c_str(), "running on the CPU"));
-    CHECK(strstr(notices[1].c_str(), "no CUDA device (no NVIDIA driver found)"));
 }
 
 static void test_kernels() {
@@ -1269,7 +1277,7 @@ static void test_kernels() {
     test_ready();
     test_chain();
     test_op_errors();
-    test_notice();
+    test_default();
 }
 
 #if CUDA_ORDERS > 1
