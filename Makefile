@@ -151,7 +151,7 @@ $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
 # Its kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
-$(B)/test_cuda_races: tests/test_cuda_races.cc tests/test_cuda.cc tests/cuda_races.cc $(HEADERS) $(wildcard dt_*.cu) \
+$(B)/test_cuda_races: tests/test_cuda_races.cc $(wildcard tests/*cuda*.cc) $(HEADERS) $(wildcard dt_*.cu) \
                       $(B)/tests_kernels.o $(B)/words
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -c tests/cuda_races.cc -o $@_hooks.o

@@ -85,7 +85,7 @@ calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from se
 
 #if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
 #include <cuda_runtime_api.h>
-#include <vector_types.h>
+#include <vector_functions.h>
 #elif defined(DTC_QUEUED)
 #error "DTC_QUEUED needs the toolkit's headers: -isystem /usr/local/cuda/include"
 #else

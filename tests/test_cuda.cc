@@ -2,160 +2,11 @@
 //
 //     g++ -std=c++17 -O1 -g -Wall -Wextra -fsanitize=address,undefined tests/test_cuda.cc -o test_cuda
 //
-// The kernels run on the CPU through cuda_on_cpu.h: no GPU and no CUDA toolkit are needed. Each call is made once with
-// the CPU's table and, on copies of the same memory, in three lane orders with CUDA's: the status must agree, results
-// must be within 1e-6 (equal bits where the kernel promises them), the three orders must agree in every bit, inputs and
-// the surroundings of every array must be untouched.
+// What a call must show is told in cuda_cases.h. Products and attention are in test_cuda_attention.cc.
 
-#include "check.h"
-#include "cuda_on_cpu.h"
+#include "cuda_cases.h"
 
-#define DT_USE_CUDA
-#define DT_IMPLEMENTATION
-#include "../dt_tensor.h"
-
-#include "../dt_kernels.cu"
-
-#include <cmath>
-#include <initializer_list>
-#include <vector>
-
-static const struct { int order; unsigned seed; } ORDERS[] = { { DTC_FORWARD, 0 }, { DTC_REVERSE, 0 },
-                                                               { DTC_PERMUTED, 1 } };
-
-// ==== 1. Arrays and their comparison ================================================================================
-
-#ifdef DTC_ASAN
-static const size_t GUARD = 0; // ASan watches the end
-#else
-static const size_t GUARD = 32;
-#endif
-
-enum { SCRATCH = -1, EXACT = -2 }; // as a floor: contents are nobody's business; equal bits
-
-// The memory of one argument. It begins `offset` bytes after a multiple of 64 and ends where the allocation ends. The
-// floor is what an error is relative to where the value itself is smaller: the size of what cancelled out.
-struct array {
-    dt_dtype dtype;
-    size_t   count, offset;
-    double   floor;
-    char    *base;
-
-    array(dt_dtype dtype_, size_t count_, size_t offset_, double floor_)
-        : dtype(dtype_), count(count_), offset(offset_), floor(floor_), base(make()) {}
-    array(const array &a) : dtype(a.dtype), count(a.count), offset(a.offset), floor(a.floor), base(make()) {
-        memcpy(data(), a.data(), bytes());
-    }
-    array &operator=(const array &) = delete;
-    ~array() { free(base); }
-
-    char *make() const {
-        void *p = NULL;
-        if (posix_memalign(&p, 64, offset + bytes() + GUARD) != 0) exit(1);
-        memset(p, 0xa5, offset + bytes() + GUARD);
-        return static_cast<char *>(p);
-    }
-    size_t   bytes() const { return count * dt_dtype_size(dtype); }
-    void    *data() const { return base + offset; }
-    float   *f() const { return reinterpret_cast<float *>(base + offset); }
-    double  *d() const { return reinterpret_cast<double *>(base + offset); }
-    int32_t *i() const { return reinterpret_cast<int32_t *>(base + offset); }
-    double   at(size_t k) const { return dt__number(dtype, data(), k); }
-
-    bool guards_hold() const {
-        for (size_t k = 0; k < offset; k++)
-            if (base[k] != '\xa5') return false;
-        for (size_t k = 0; k < GUARD; k++)
-            if (base[offset + bytes() + k] != '\xa5') return false;
-        return true;
-    }
-};
-typedef std::vector<array> arrays;
-
-static uint64_t random_state = 1;
-
-static double random_number() { // in [-2, 2), repeatable
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (double)(random_state >> 40) / (1 << 22) - 2;
-}
-
-// How arrays are placed: all at multiples of 16, all odd, the first one odd, at multiples of 8.
-enum { ALIGNED, ODD, FIRST_ODD, HALF, PLACEMENTS };
-
-static size_t offset_for(int placement, size_t index, dt_dtype dtype) {
-    size_t odd = dt_dtype_size(dtype);
-    return placement == ODD ? odd : placement == FIRST_ODD ? (index == 0 ? odd : 0) : placement == HALF ? 8 : 0;
-}
-
-// A new array with random numbers; floor: see above.
-static array &push(arrays &all, int placement, size_t count, double floor, dt_dtype dtype = DT_F32) {
-    if (all.capacity() < 16) all.reserve(16); // references to elements must last
-    all.emplace_back(dtype, count, offset_for(placement, all.size(), dtype), floor);
-    array &a = all.back();
-    for (size_t k = 0; k < count; k++)
-        dt__set_number(dtype, a.data(), k, random_number() * (dtype == DT_I32 ? 1e9 : 1));
-    return a;
-}
-
-static bool close_enough(double got, double want, double floor) {
-    if (std::isnan(want)) return std::isnan(got);
-    return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), floor);
-}
-
-// Whether `got` is `want`; says where not.
-static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
-    if (got.floor == SCRATCH || got.bytes() == 0) return true;
-    if (got.floor == EXACT && memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
-    for (size_t k = 0; k < got.count; k++) {
-        bool fine = got.floor == EXACT ? memcmp((char *)got.data() + k * dt_dtype_size(got.dtype),
-                                                (char *)want.data() + k * dt_dtype_size(got.dtype),
-                                                dt_dtype_size(got.dtype)) == 0
-                                       : close_enough(got.at(k), want.at(k), got.floor);
-        if (fine) continue;
-        printf("%s: array %zu, element %zu of %zu: %.9g, not %.9g\n", what.c_str(), index, k, got.count, got.at(k),
-               want.at(k));
-        return false;
-    }
-    return true;
-}
-
-static bool same_bits(const array &a, const array &b) {
-    return a.floor == SCRATCH || a.bytes() == 0 || memcmp(a.data(), b.data(), a.bytes()) == 0;
-}
-
-// A launch that was abandoned is a failure, and is cleared so that the next call runs.
-static void check_no_mistake(const std::string &what) {
-    const char *error = dtc_error();
-    CHECK_MSG(!error, "%s: %s", what.c_str(), error);
-    dtc_clear_error();
-}
-
-typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;
-
-#ifndef CUDA_ORDERS // test_cuda_races.cc, which includes this file, has one
-#define CUDA_ORDERS 3
-#endif
-
-// The test of this file; see its head.
-static void compare(const std::string &what, const arrays &start, const runner &run, size_t orders = CUDA_ORDERS) {
-    arrays    want = start, first;
-    dt_status status = run(dt_kernels_cpu(), want);
-    for (size_t o = 0; o < orders; o++) {
-        arrays got = start;
-        dtc_set_order(ORDERS[o].order, ORDERS[o].seed);
-        dt_status answer = run(dt_kernels_cuda(), got);
-        dtc_set_order(DTC_FORWARD, 0);
-        check_no_mistake(what);
-        CHECK_MSG(answer == status, "%s: %s, not %s", what.c_str(), dt_status_name(answer), dt_status_name(status));
-        if (o == 0) for (const array &a : got) first.push_back(a);
-        for (size_t i = 0; i < got.size() && status == DT_OK; i++) {
-            CHECK_MSG(agrees(what, i, got[i], want[i]), "%s: array %zu differs from the CPU's", what.c_str(), i);
-            CHECK_MSG(same_bits(got[i], first[i]), "%s: array %zu depends on the order of lanes", what.c_str(), i);
-        }
-        for (size_t i = 0; i < got.size(); i++)
-            CHECK_MSG(got[i].guards_hold(), "%s: wrote outside of array %zu", what.c_str(), i);
-    }
-}
+// ==== 1. Shapes =====================================================================================================
 
 // Odd lengths, and more than one block of packs.
 static const size_t COUNTS[] = { 0, 1, 3, 4, 17, 127, 1000, 2051 };
@@ -1251,7 +1102,7 @@ static void test_default() {
     dtc_this_machine = here;
 }
 
-static void test_kernels() {
+int main() {
     test_fill();
     test_copy();
     test_reduce();
@@ -1278,11 +1129,5 @@ static void test_kernels() {
     test_chain();
     test_op_errors();
     test_default();
-}
-
-#if CUDA_ORDERS > 1
-int main() {
-    test_kernels();
     return check_done("test_cuda");
 }
-#endif

@@ -4,7 +4,9 @@
 // report and kernels without that it must not. The Makefile knows the words to compile this with.
 
 #define CUDA_ORDERS 1 // the detector does not need the race to happen
+#define main test_cuda
 #include "test_cuda.cc"
+#undef main
 
 // ==== 1. Planted races, and the same without ========================================================================
 
@@ -235,6 +237,6 @@ int main() {
     test_atomics();
     test_asynchronous();
     test_divergence();
-    test_kernels();
+    test_cuda();
     return check_done("test_cuda_races");
 }
