@@ -154,6 +154,6 @@ $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 $(B)/test_cuda_races: tests/test_cuda_races.cc $(wildcard tests/*cuda*.cc) $(HEADERS) $(wildcard dt_*.cu) \
                       $(B)/tests_kernels.o $(B)/words
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
-	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -c tests/cuda_races.cc -o $@_hooks.o
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c tests/cuda_races.cc -o $@_hooks.o
 	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $@_hooks.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)

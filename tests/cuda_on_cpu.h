@@ -182,19 +182,22 @@ struct dtc_range { char *first, *end; };
 
 #define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
 
+// The simulator's own access to the kernel's memory, which the compiler shall not report.
+#define DTC_UNSEEN __attribute__((no_sanitize("thread")))
+
 // The lambda lets a template kernel find its types in the arguments, as `kernel<<<>>>` does.
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     dtc_launch(grid, block, smem, stream, #kernel,        \
-               [=](const auto &...args) { kernel(args...); }, __VA_ARGS__)
+               [=](const auto &...args) DTC_UNSEEN {      \
+                   dtc.observer->thread_starts();         \
+                   kernel(args...);                       \
+               }, __VA_ARGS__)
 
 #define threadIdx dtc.thread_index
 #define blockIdx dtc.block_index
 #define blockDim dtc.block_size
 #define gridDim dtc.grid_size
 #define warpSize 32
-
-// The simulator's own access to the kernel's memory, which the compiler shall not report.
-#define DTC_UNSEEN __attribute__((no_sanitize("thread")))
 
 // ==== 3. Switching stacks ======================================================================
 
@@ -564,7 +567,6 @@ inline void dtc_fiber_main()
 {
     dtc_asan_arrive(nullptr, &dtc.scheduler_stack, &dtc.scheduler_stack_size);
     for (;;) {
-        dtc.observer->thread_starts();
         (*dtc.body)();
         dtc.self->state = DTC_EXITED;
         dtc_give_way();

@@ -62,6 +62,7 @@ enum access_kind { READ, WRITE, ATOMIC };
 enum { MOST_CALLS = 64 };
 struct thread_clock {
     uint32_t seen[DTC_WARP]; // the latest clock of each lane of the warp that is before us; its own
+    bool in_kernel;                // not before it, where the arguments are copied
     const void *calls[MOST_CALLS]; // return addresses of the functions it is in
     int depth;                     // and how many those are, more than fit perhaps
 };
@@ -300,14 +301,14 @@ static void report(const void *p, bool shared, const doing &now, access_kind kin
 static bool watched(const void *p)
 {
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    return launching && dtc.self && dtc.failure == cudaSuccess &&
+    return dtc.self && threads[running()].in_kernel && dtc.failure == cudaSuccess &&
            at - reinterpret_cast<uintptr_t>(dtc.self->stack) >= DTC_STACK_BYTES &&
            at - reinterpret_cast<uintptr_t>(&dtc) >= sizeof dtc;
 }
 
 static void access(const void *p, size_t bytes, access_kind kind, const void *pc)
 {
-    if (!watched(p))
+    if (!launching || !watched(p))
         return;
     const doing now = doing_now(pc, bytes);
     const bool shared = dtc_in_shared(p, 1);
@@ -355,11 +356,17 @@ struct race_observer : dtc_observer {
         for (int i = 0; i < dtc.threads; i++) {
             memset(threads[i].seen, 0, sizeof threads[i].seen);
             clock_of(i) = 1;
+            threads[i].in_kernel = false;
             fences[i].block = 0;
         }
     }
 
-    void thread_starts() override { threads[running()].depth = 0; }
+    void thread_starts() override
+    {
+        threads[running()].in_kernel = true;
+        threads[running()].depth = 0;
+    }
+
     void barrier_opens() override { epoch++; }
 
     void warp_synced(int warp, unsigned mask) override
@@ -423,8 +430,7 @@ static race_observer observer;
 
 // ==== 6. What the compiler calls ===============================================================
 
-// A fiber that starts a thread anew is inside functions that it once entered for another thread, so
-// more of them may return than were entered.
+// Calls are counted from the kernel on; where a thread ends more of them return.
 extern "C" {
 
 void __tsan_init() {}
