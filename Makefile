@@ -150,10 +150,11 @@ $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
-# Its kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
-$(B)/test_cuda_races: tests/test_cuda_races.cc $(wildcard tests/*cuda*.cc) $(HEADERS) $(wildcard dt_*.cu) \
-                      $(B)/tests_kernels.o $(B)/words
+# Their kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
+$(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*_races.cc)): $(B)/%: tests/%.cc $(wildcard tests/*cuda*.cc) \
+    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
-	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c tests/cuda_races.cc -o $@_hooks.o
-	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $@_hooks.o $(B)/tests_kernels.o \
+	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
+$(B)/cuda_races.o: tests/cuda_races.cc tests/cuda_on_cpu.h $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@

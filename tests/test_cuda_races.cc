@@ -4,7 +4,7 @@
 // report and kernels without that it must not. The Makefile knows the words to compile this with.
 
 #define CUDA_ORDERS 1 // the detector does not need the race to happen
-#define main test_cuda
+#define main test_cases
 #include "test_cuda.cc"
 #undef main
 
@@ -237,6 +237,6 @@ int main() {
     test_atomics();
     test_asynchronous();
     test_divergence();
-    if (check_failed == 0) test_cuda(); // a detector that misses races says nothing of kernels
+    if (check_failed == 0) test_cases(); // a detector that misses races says nothing of kernels
     return check_done("test_cuda_races");
 }
