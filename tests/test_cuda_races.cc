@@ -33,13 +33,14 @@ __global__ void exchange(float *out, int barriers) {
     }
 }
 
-// All read one number that a thread of another warp then replaces.
+// All read one number that a thread of one warp then replaces. barrier: 1 for the block, 2 for that warp alone.
 __global__ void broadcast(float *out, int barrier) {
     __shared__ float number;
     if (threadIdx.x == 0) number = 1;
     __syncthreads();
     out[threadIdx.x] = number;
-    if (barrier) __syncthreads();
+    if (barrier == 1) __syncthreads();
+    if (barrier == 2) __syncwarp();
     if (threadIdx.x == 0) number = 2;
 }
 
@@ -61,6 +62,8 @@ static void test_block_races() {
         dtc_set_order(order, 0);
         DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 0);
         CHECK(reported({ "race in shared memory", "no __sync", "thread (0,0,0) writes 4 bytes" }));
+        DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 2);
+        CHECK(reported({ "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
     }
     dtc_set_order(DTC_FORWARD, 0);
 }
