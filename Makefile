@@ -10,7 +10,7 @@
 #   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 15
 #                 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
-#   make CUDA=1   with nvcc and dt_kernels.cu
+#   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90: for that GPU alone
 #   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
 #   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #
@@ -26,8 +26,6 @@ NVCCFLAGS ?= -O3
 B         ?= build
 CUDA_HOME ?= /usr/local/cuda
 
-part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
-$(call part,NCCL,the NCCL backend)
 ifeq ($(BLAS),1)
 CFLAGS += -DDT_USE_CBLAS
 LDLIBS += -lopenblas
@@ -44,9 +42,16 @@ CC      = $(MPICC)
 endif
 
 ifeq ($(CUDA),1)
-COMPILE = $(NVCC) $(NVCCFLAGS)
-TESTING = $(NVCC) -O1
+# Machine code for each, and for the newest what later devices compile at start.
+ARCH      ?= 80 90 100
+NVCCFLAGS += $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+             -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH))
+NVCCFLAGS += $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
+COMPILE = $(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra
+TESTING = $(NVCC) -O1 $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
 KERNELS = $(B)/dt_kernels.o
+UNUSED  = -Xcompiler -Wno-unused-function
+LDLIBS += -lcublasLt $(if $(filter 1,$(NCCL)),-lnccl)
 else
 COMPILE = $(CC) $(CFLAGS)
 TESTING = $(CC) $(TFLAGS)
@@ -133,6 +138,17 @@ $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 # The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
 $(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
 	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
+# dt_kernels.cu on the CPU, its launches in that stand-in's queues.
+ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
+EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
+GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
+$(GPU_TESTS): $(EMULATED)
+$(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+$(B)/test_matrix_gpu: tests/test_matrix.c
+endif
+$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
+	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA \
+	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words

@@ -820,6 +820,7 @@ typedef struct dt__world {
     dt_work       *idle;        /* works to use again */
     dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
     struct dt__nccl *nccl;      /* section 26; NULL: none */
+    uint64_t      *mail;        /* (ranks, 2) of messages from the device over a transport: called, and begun; or NULL */
     void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
     size_t         copy_bytes;
     int            copy_lent;
@@ -1151,10 +1152,11 @@ struct dt__comm_ops {
     const char *name;
     int       (*message)(dt_work *work, struct dt__part *part);
     int       (*collective)(dt_work *work);
-    /* What follows may be NULL. Which algorithm of those that the backend adds does a call, NULL: one of section 16; a
-       group has been split, and made (or NULL) is what this rank is in; a group ends; is all well with an operation
-       that the device has not finished? Else the context fails. */
+    /* What follows may be NULL. Which algorithm of those that the backend adds does a call, NULL: one of section 16; it
+       is called; a group has been split, and made (or NULL) is what this rank is in; a group ends; is all well with an
+       operation that the device has not finished? Else the context fails. */
     int     (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
+    void      (*begin)(dt_work *work);
     void      (*split)(dt_comm *comm, dt_comm *made, int color);
     void      (*close)(dt_comm *comm);
     void      (*sound)(dt_work *work);
@@ -1697,7 +1699,9 @@ typedef struct dt__part {
     dt__message *message;
     void        *copy;          /* of a buffer that cannot be reached */
     void        *aside, *mark;  /* of a device's buffer, in host memory; behind the copying from it or to it */
+    uint64_t     number;        /* of a send from a device: which of those to that rank, from 0 */
     uint64_t     turn;          /* by NCCL: which of its lane's messages it is, from 0 */
+    int          called;        /* it has its number, and a mark */
     void        *card;          /* what its sender announces */
     void        *request;       /* of a transport */
 } dt__part;
@@ -2411,8 +2415,10 @@ static int dt__aside_there(dt_work *work, const dt__part *part) {
     return passed;
 }
 
+/* After a failure the copying may be under way still. */
 static void dt__aside_free(dt_work *work, dt__part *part) {
     dt_ctx *ctx = work->comm->world->ctx;
+    if (part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
     if (part->mark) dt_ctx_kernels(ctx)->unmark(part->mark);
     dt_unpin(ctx, part->aside, part->count * dt_dtype_size(work->call.dtype));
     part->aside = part->mark = NULL;
@@ -2445,18 +2451,37 @@ static int dt__transport_take(dt_work *work, dt__part *part, dt__address to, int
     return -1;
 }
 
+/* What a device sends may have to wait for its copy, and nothing later to the same rank may overtake it. */
+static void dt__mail_enter(dt_work *work, dt__part *part) {
+    uint64_t *mail = work->comm->world->mail;
+    if (mail && part->op == DT__SEND) part->number = mail[2 * work->comm->group->ranks[part->peer]]++;
+    part->called = 1;
+}
+
+/* 1: all before it have begun, and so does it. */
+static int dt__mail_begins(dt_work *work, const dt__part *part) {
+    uint64_t *mail = work->comm->world->mail;
+    uint64_t *begun = mail && part->op == DT__SEND ? &mail[2 * work->comm->group->ranks[part->peer] + 1] : NULL;
+    if (begun && *begun != part->number) return 0;
+    if (begun) ++*begun;
+    return 1;
+}
+
 /* A device's part has a copy first: of a send with what is sent. */
 static int dt__transport_begin(dt_work *work, dt__part *part) {
     dt_ctx *ctx = work->comm->world->ctx;
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     void *buf = part->op == DT__SEND ? (void *)part->send : part->recv;
-    if (dt__on_device(work) && bytes > 0 && !part->aside) {
-        part->aside = dt_pin(ctx, bytes, "a copy of a device's memory");
-        if (!part->aside) return -1;
-        if (part->op == DT__SEND && dt__aside_copy(work, part, part->aside, part->send, bytes) < 0) return -1;
+    int device = dt__on_device(work);
+    if (device && !part->called) {
+        dt__mail_enter(work, part);
+        if (bytes > 0) part->aside = dt_pin(ctx, bytes, "a copy of a device's memory");
+        if (bytes > 0 && !part->aside) return -1;
+        if (part->op == DT__SEND && bytes > 0 && dt__aside_copy(work, part, part->aside, part->send, bytes) < 0)
+            return -1;
     }
     int there = dt__aside_there(work, part);
-    if (there <= 0) return there;
+    if (there <= 0 || (device && !dt__mail_begins(work, part))) return there < 0 ? -1 : 0;
     return dt__transport_take(work, part, dt__address_of(work, part), part->op == DT__SEND,
                               part->aside ? part->aside : buf, bytes);
 }
@@ -3091,10 +3116,11 @@ static int dt__algorithm_advance(dt_work *work) {
 // ==== 17. Begin, wait, dispatch =====================================================================================
 
 static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective,
-                                              NULL, NULL, NULL, NULL };
-static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL, NULL, NULL, NULL, NULL };
+                                              NULL, NULL, NULL, NULL, NULL };
+static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL, NULL, NULL, NULL, NULL,
+                                                NULL };
 static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective,
-                                           NULL, NULL, NULL, NULL };
+                                           NULL, NULL, NULL, NULL, NULL };
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -3325,10 +3351,7 @@ static int dt__work_route(dt_work *work) {
     int to_one = dt__is_to_one(call->op);
     if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(call, comm->algorithm);
     else if (comm->ops->algorithm) work->algorithm = comm->ops->algorithm(comm, call);
-    if (work->algorithm && comm->algorithm == DT_ALGORITHM_AUTO) {
-        work->lane = comm->lane;
-        work->turn = ++comm->begun;
-    }
+    if (work->algorithm && comm->algorithm == DT_ALGORITHM_AUTO) comm->ops->begin(work);
     if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, call);
     if (work->algorithm) {
         work->call.seq = ++comm->messages;
@@ -7386,6 +7409,9 @@ typedef struct dt__lane {
 #ifndef DT_NCCL_WIDE
 #define DT_NCCL_WIDE (4 << 20)  /* elements of that window */
 #endif
+#ifndef DT_NCCL_LEAST
+#define DT_NCCL_LEAST DT_EAGER_BYTES    /* larger messages go by NCCL */
+#endif
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
@@ -7592,13 +7618,18 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
     }
 }
 
-/* The lane's queue waits for all that the rank's own holds now. 0: the context has failed. */
-static int dt__lane_follow(dt_work *work, dt__lane *lane) {
+/* A mark in the rank's own queue, when an operation is called: what it reads is there, and what it overwrites was read.
+   Not later: by then the queue may wait for what other ranks send after this operation. NULL: the context has failed. */
+static void *dt__nccl_called(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
-    const dt_kernels *kernels = dt_ctx_kernels(ctx);
-    void *mark = kernels->mark(dt_ctx_stream(ctx), work->mark);
-    if (mark) work->mark = mark;
-    dt_status status = mark ? kernels->after(lane->queue, mark) : DT_ERR_DEVICE;
+    void *made = dt_ctx_kernels(ctx)->mark(dt_ctx_stream(ctx), mark);
+    if (!made) dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return made ? made : mark;
+}
+
+/* The lane's queue waits for that. 0: the context has failed. */
+static int dt__lane_follow(dt_work *work, dt__lane *lane, void *mark) {
+    dt_status status = dt_ctx_kernels(work->comm->world->ctx)->after(lane->queue, mark);
     if (status) dt__data_failed(work->comm, &work->call, status);
     return !status;
 }
@@ -7621,7 +7652,7 @@ static int dt__nccl_collective(dt_work *work) {
     if (work->turn != lane->done + 1) return DT__NOT_YET;
     while (dt__lane_free(comm->world, lane) && dt_error(comm->world->ctx) == DT_OK) {
         if (work->stage == 0) {
-            if (!dt__lane_follow(work, lane)) return 0;
+            if (!dt__lane_follow(work, lane, work->mark)) return 0;
             work->run = wide ? DT_NCCL_WIDE / shares : work->call.count + 1;
         } else {
             if (wide && sum_here) dt__nccl_cast(work, 1);
@@ -7647,6 +7678,12 @@ static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_w
     if (dt__goes_wide(comm, call) && !lane->wide)
         lane->wide = (float *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT_NCCL_WIDE * sizeof(float), "sums in f32");
     return dt__nccl_collective;
+}
+
+static void dt__nccl_begun(dt_work *work) {
+    work->lane = work->comm->lane;
+    work->turn = ++work->comm->begun;
+    work->mark = dt__nccl_called(work, work->mark);
 }
 
 /* ---- messages ---- */
@@ -7693,7 +7730,7 @@ static int dt__nccl_move(dt_work *work, dt__part *part) {
     int sends = part->op == DT__SEND;
     if (!lane->comm && !dt__lane_join(world, lane, lane->id, sends ? 0 : 1, 2)) return -1;
     if (part->turn != lane->done || !dt__lane_free(world, lane)) return dt_error(world->ctx) ? -1 : 0;
-    if (!dt__lane_follow(work, lane)) return -1;
+    if (!dt__lane_follow(work, lane, part->mark)) return -1;
     cudaStream_t stream = (cudaStream_t)dt_cuda_stream(lane->queue);
     ncclResult_t result = sends ? call->Send(part->send, part->count, type, 1, lane->comm, stream)
                                 : call->Recv(part->recv, part->count, type, 0, lane->comm, stream);
@@ -7713,19 +7750,29 @@ static int dt__nccl_moved(dt_work *work, dt__part *part) {
     return 1;
 }
 
+static int dt__nccl_begin_message(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    if (!part->called) {
+        dt__mail_enter(work, part);
+        part->mark = dt__nccl_called(work, part->mark);
+        if (part->op == DT__RECV) part->card = dt_alloc(world->ctx, DT_MEM_HOST, DT__CARD_BYTES, "an announcement");
+        if (dt_error(world->ctx) != DT_OK) return -1;
+    }
+    if (!dt__mail_begins(work, part)) return 0;
+    return part->op == DT__SEND ? dt__nccl_announce(work, part)
+           : dt__transport_take(work, part, dt__address_of(work, part), 0, part->card, DT__CARD_BYTES);
+}
+
 /* States of a part: 0 to be begun, 1 the announcement is under way, 2 the answer, 3 it may go, 4 it goes. */
 static int dt__nccl_message(dt_work *work, dt__part *part) {
     dt__world *world = work->comm->world;
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     int sends = part->op == DT__SEND, self = part->peer == work->comm->place.rank;
     dt__arrival came = { DT_ANY, 0, DT__CARD_BYTES };
-    if (!dt__on_device(work) || bytes <= DT_EAGER_BYTES || self) return dt__transport_message(work, part);
+    if (!dt__on_device(work) || bytes <= DT_NCCL_LEAST || self) return dt__transport_message(work, part);
     if (part->state == 0) {
-        if (!sends) part->card = dt_alloc(world->ctx, DT_MEM_HOST, DT__CARD_BYTES, "an announcement");
-        if (!sends && !part->card) return -1;
-        int begun = sends ? dt__nccl_announce(work, part)
-                          : dt__transport_take(work, part, dt__address_of(work, part), 0, part->card, DT__CARD_BYTES);
-        if (begun < 0) return -1;
+        int begun = dt__nccl_begin_message(work, part);
+        if (begun <= 0) return begun;
         part->state = 1;
     }
     if (part->state == 1) {
@@ -7747,7 +7794,9 @@ static int dt__nccl_message(dt_work *work, dt__part *part) {
     int moves = part->state == 3 ? dt__nccl_move(work, part) : 1;
     if (moves <= 0) return moves;
     part->state = 4;
-    return dt__nccl_moved(work, part);
+    moves = dt__nccl_moved(work, part);
+    if (moves > 0) dt__aside_free(work, part);
+    return moves;
 }
 
 /* ---- groups ---- */
@@ -7810,6 +7859,23 @@ static void dt__nccl_abort(dt__world *world) {
     }
 }
 
+/* Who waits for long says in what. Does another rank of the group wait in another collective in this one's place? */
+static void dt__nccl_compare(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__world *world = comm->world;
+    uint64_t what = dt__what(&work->call), count = work->call.count;
+    for (int rank = 0; world->others && rank < comm->place.size && !dt__is_to_one(work->call.op); rank++) {
+        const dt__bulletin *last = &world->others[comm->group->ranks[rank]].last;
+        const dt__op_record *r = &last->wait;
+        if (!last->waiting || last->waiting == DT__SAID_END || last->channel != dt__way_of(comm, 0)) continue;
+        if (r->seq != work->call.seq || (r->what == what && r->count == count)) continue;
+        dt__shown its = { r->what, r->count, dt__site_text(r->file, r->line) }, own;
+        dt__show_own(work, &own);
+        dt__calls_differ(work, rank, &its, comm->place.rank, &own);
+        return;
+    }
+}
+
 /* An operation that the device has not finished: is its communicator well, and are the others? */
 static void dt__nccl_sound(dt_work *work) {
     dt__world *world = work->comm->world;
@@ -7817,13 +7883,14 @@ static void dt__nccl_sound(dt_work *work) {
     if (work->lane && work->lane->comm) world->nccl->call.CommGetAsyncError(work->lane->comm, &state);
     if (state != ncclSuccess && state != ncclInProgress) dt__nccl_fail(world, work->lane, "a communicator", state);
     else dt__others_look(world);
+    if (dt_error(world->ctx) == DT_OK) dt__nccl_compare(work);
     int awaited = dt__not_begun(work);
     if (dt_error(world->ctx) == DT_OK && awaited != DT_ANY && world->others[awaited].last.waiting == DT__SAID_END)
         dt__ended_without(work, awaited);
 }
 
-static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm, dt__nccl_split,
-                                           dt__nccl_close, dt__nccl_sound };
+static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm, dt__nccl_begun,
+                                           dt__nccl_split, dt__nccl_close, dt__nccl_sound };
 
 /* The functions. 0 with the context failed. */
 static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
@@ -7990,12 +8057,22 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
     }
 }
 
+/* The context has failed, and nobody listens to it yet. Always NULL. */
+static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
+    if (shared && dt__claim(shared, desc->rank))
+        dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
+    if (!desc->team && desc->transport && desc->transport->fail)
+        desc->transport->fail(desc->transport->user, dt_error_text(ctx));
+    return NULL;
+}
+
 /* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
    run: what dt_run was told, for a transport's. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
-    if (!ctx || dt_error(ctx)) return NULL;
+    if (!ctx) return NULL;
+    if (dt_error(ctx)) return dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared : NULL);
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
         dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size, dt__world_of(ctx) ?
                 "but it is attached already" : "by either a team or a transport");
@@ -8003,13 +8080,9 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     }
     dt__world *world = dt__world_make(ctx, &desc, node);
     dt__group *group = world ? dt__world_group(world, size) : NULL;
-    if (!group) {   /* nobody listens to this context yet */
-        dt__shared *shared = desc.team ? desc.team->shared : node ? node->shared : world ? world->shared : NULL;
-        if (shared && dt__claim(shared, desc.rank))
-            dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
-        if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
-        if (!world) return NULL;
-    }
+    if (!group) dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared
+                                              : world ? world->shared : NULL);
+    if (!world) return NULL;
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel;
     world->listener.settle = dt__on_settle;
@@ -8024,6 +8097,11 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     world->check = control ? control->check : run ? run->check : 0;
     if (control && group) dt__others_make(world, control, size);
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
+    size_t mail = 2 * (size_t)size * sizeof *world->mail;
+    if (world->comm && desc.transport && dt_ctx_kernels(ctx)->open) {
+        world->mail = (uint64_t *)dt_alloc(ctx, DT_MEM_HOST, mail, "messages from a device");
+        if (world->mail) memset(world->mail, 0, mail);
+    }
     if (world->comm && (desc.nccl || (run && run->backend == DT_BACKEND_NCCL))) dt__nccl_begin(world, desc.nccl);
     return world->comm;
 }
@@ -8064,6 +8142,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_free(ctx, DT_MEM_HOST, world->others, (size_t)world->comm_size * sizeof(dt__other));
     world->others = NULL;
     dt__works_free(world);
+    dt_free(ctx, DT_MEM_HOST, world->mail, world->comm ? 2 * (size_t)world->comm->place.size * sizeof *world->mail : 0);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
@@ -8199,6 +8278,15 @@ static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *ho
     return dt_ctx_make(of);
 }
 
+/* Ranks that are threads read and write each other's memory. */
+static void dt__share_devices(dt_ctx *ctx, int ranks) {
+    const dt_kernels *kernels = dt_ctx_kernels(ctx);
+    char why[160] = "";
+    if (dt_error(ctx) || ranks < 2 || !kernels->share) return;
+    if (kernels->share(dt_ctx_stream(ctx), ranks, why, sizeof why) == DT_OK) return;
+    dt_fail(ctx, DT_ERR_DEVICE, "ranks that are threads need peer access, from %s; those of backend nccl do not", why);
+}
+
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
     if (!team || rank < 0 || rank >= team->desc.ranks) {
         if (team) dt__run_fail(team->shared, team->host, -1, DT_ERR_ARG, "dt_team_ctx: rank %d of %d", rank,
@@ -8210,6 +8298,7 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx) dt__run_fail(team->shared, team->host, rank, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    else dt__share_devices(ctx, team->desc.ranks);
     return ctx;
 }
 

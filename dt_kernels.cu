@@ -7,7 +7,7 @@
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
    DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL (init, matmul, attention, mse and their backwards) are
+   with atomics. The table is a part: entries that are NULL (init, mse and its backward) are
    answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
    reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
    a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
@@ -27,7 +27,9 @@
     12. Embedding
     13. Cross-entropy
     14. Norm and optimizers
-    15. The table
+    15. Matrix product
+    16. Attention
+    17. The table
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
    build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
@@ -45,6 +47,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
+#error "dt_kernels.cu needs CUDA 12 or later"
+#endif
+
 #if DT_VERSION != 100
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
 #endif
@@ -53,6 +59,9 @@
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define KERNEL static __global__ void
+#define DT_DYN_SMEM(T, name) \
+    extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
+    T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #else
 #define KERNEL __global__ void
 #endif
@@ -137,6 +146,23 @@ static int cuda_reaches(const void *p) {
     return 0;
 }
 
+/* What has been enabled once is enabled for all threads of the process. */
+static dt_status cuda_share(void *stream, int places, char *text, size_t text_bytes) {
+    int         devices = 0, here = ((cuda_queue *)stream)->device;
+    cudaError_t error = cudaGetDeviceCount(&devices);
+    for (int there = 0; there < devices && there < places && error == cudaSuccess; there++) {
+        int can = 0;
+        if (there != here) error = cudaDeviceCanAccessPeer(&can, here, there);
+        if (can) error = cudaDeviceEnablePeerAccess(there, 0);
+        else if (there != here && error == cudaSuccess) error = cudaErrorPeerAccessUnsupported;
+        if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+        (void)cudaGetLastError();
+        if (error != cudaSuccess && text_bytes > 0)
+            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there, cudaGetErrorName(error));
+    }
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
 static void *cuda_mark(void *stream, void *mark) {
     cudaEvent_t event = (cudaEvent_t)mark;
     if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
@@ -204,12 +230,19 @@ static void *cuda_open(int place, char *text, size_t text_bytes) {
 // ==== 3. Numbers in storage, blocks, packs ==========================================================================
 
 /* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own types for them would
-   need its headers where a test has none. */
+   need its headers where a test has none. The other types are what they are. */
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-static __device__ float widen(float x) { return x; }
-static __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+/* f<T>(...) for the T of a dtype that is computed with in f32. */
+#define BY_TYPE(dtype, f, ...) \
+    ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
+                                               : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
+
+static __device__ float  widen(float x) { return x; }
+static __device__ double widen(double x) { return x; }
+static __device__ int    widen(int x) { return x; }
+static __device__ float  widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 /* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
 static __device__ float widen(f16 x) {
@@ -220,6 +253,8 @@ static __device__ float widen(f16 x) {
 }
 
 static __device__ void round_to(float *out, float x) { *out = x; }
+static __device__ void round_to(double *out, double x) { *out = x; }
+static __device__ void round_to(int *out, int x) { *out = x; }
 
 /* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
 static __device__ void round_to(bf16 *out, float x) {
@@ -245,59 +280,117 @@ static __device__ T warp_sum(T v) {
     return v;
 }
 
-/* The sum over a block of BLOCK threads, for each of them: within warps, then warp after warp. */
-template <class T>
+/* The sum over a block, for each of its threads: within warps, then warp after warp. */
+template <class T, int THREADS = BLOCK>
 static __device__ T block_sum(T v) {
-    __shared__ T of_warp[WARPS];
+    __shared__ T of_warp[THREADS / 32];
     v = warp_sum(v);
     __syncthreads(); /* everyone has read the sum of the call before */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     T total = of_warp[0];
-    for (int w = 1; w < WARPS; w++) total += of_warp[w];
+    for (int w = 1; w < THREADS / 32; w++) total += of_warp[w];
     return total;
 }
 
-/* The largest value of a block, for each thread; a NaN loses every comparison. */
-static __device__ float block_max(float v) {
-    __shared__ float of_warp[WARPS];
+/* The largest value of a warp, and of a block, for each thread; a NaN loses every comparison. */
+static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
         v = theirs > v ? theirs : v;
     }
+    return v;
+}
+
+template <int THREADS = BLOCK>
+static __device__ float block_max(float v) {
+    __shared__ float of_warp[THREADS / 32];
+    v = warp_max(v);
     __syncthreads();
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     float most = of_warp[0];
-    for (int w = 1; w < WARPS; w++) most = of_warp[w] > most ? of_warp[w] : most;
+    for (int w = 1; w < THREADS / 32; w++) most = of_warp[w] > most ? of_warp[w] : most;
     return most;
 }
 
-/* 16 bytes of neighbours in a flat array: what a thread works on at a time. In memory that is aligned (`wide`) a whole
-   pack is one access; elsewhere, and at the end, it is element by element, and what lies past the end is zero. */
-template <class T>
-struct alignas(16) pack {
-    enum { N = 16 / sizeof(T) };
+/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time. In memory
+   that is `aligned` a whole pack is one access; elsewhere, and at the ends, it is element by element, and what lies
+   before 0 or from `count` on is zero, and is not stored. */
+template <class T, int COUNT = 16 / sizeof(T)>
+struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
+    enum { N = COUNT };
     T v[N];
 };
 
-template <class T>
-static __device__ pack<T> load(const T *p, size_t i, size_t count, bool wide) {
-    if (wide && i + pack<T>::N <= count) return *reinterpret_cast<const pack<T> *>(p + i);
-    pack<T> x;
-    for (int k = 0; k < pack<T>::N; k++) x.v[k] = i + k < count ? p[i + k] : T(0);
+template <int N, class T>
+static __device__ pack<T, N> load_pack(const T *p, int64_t i, int64_t count, bool aligned) {
+    if (aligned && i >= 0 && i + N <= count) return *reinterpret_cast<const pack<T, N> *>(p + i);
+    pack<T, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? p[i + k] : T();
     return x;
 }
 
 template <class T>
-static __device__ void store(T *p, size_t i, size_t count, bool wide, pack<T> x) {
-    if (wide && i + pack<T>::N <= count) {
-        *reinterpret_cast<pack<T> *>(p + i) = x;
+static __device__ pack<T> load(const T *p, int64_t i, int64_t count, bool aligned) {
+    return load_pack<pack<T>::N>(p, i, count, aligned);
+}
+
+template <class T, int N>
+static __device__ void store(T *p, int64_t i, int64_t count, bool aligned, pack<T, N> x) {
+    if (aligned && i >= 0 && i + N <= count) {
+        *reinterpret_cast<pack<T, N> *>(p + i) = x;
         return;
     }
-    for (int k = 0; k < pack<T>::N; k++)
-        if (i + k < count) p[i + k] = x.v[k];
+    for (int k = 0; k < N; k++)
+        if (i + k >= 0 && i + k < count) p[i + k] = x.v[k];
 }
+
+/* N numbers to compute with. */
+template <int N, class T>
+static __device__ pack<float, N> widened(pack<T, N> x) {
+    pack<float, N> y;
+    for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
+    return y;
+}
+
+template <int N, class T>
+static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned) {
+    return widened(load_pack<N>(p, i, count, aligned));
+}
+
+/* p[i..] (+)= N finished results, rounded once. */
+template <class T, int N>
+static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<float, N> x, int accumulate = 0) {
+    pack<T, N> rounded;
+    if (accumulate) {
+        pack<float, N> old = get<N>(p, i, count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] += old.v[k];
+    }
+    for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
+    store(p, i, count, aligned, rounded);
+}
+
+/* The same of one. */
+template <class T>
+static __device__ void give_one(T *to, float value, int accumulate = 0) {
+    round_to(to, accumulate ? widen(*to) + value : value);
+}
+
+static __device__ void give(void *out, size_t i, float value, int accumulate) {
+    float *to = (float *)out + i;
+    *to = accumulate ? *to + value : value;
+}
+
+/* The same where only the host knows the type: sums, which are few. */
+static __device__ void give_typed(dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
+    if (dtype == DT_F32) give_one((float *)out + i, value, accumulate);
+    else if (dtype == DT_BF16) give_one((bf16 *)out + i, value, accumulate);
+    else give_one((f16 *)out + i, value, accumulate);
+}
+
+/* The type of an output that is f32 where `wide` says so. */
+static dt_dtype widened_type(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, const void *c = NULL,
     const void *d = NULL) {
@@ -308,37 +401,51 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-static __device__ void give(void *out, size_t i, float value, int accumulate) {
-    float *to = (float *)out + i;
-    *to = accumulate ? *to + value : value;
+/* The same over rows of `cols` numbers, a pack of one row at a time: which pack number i is. */
+struct in_row { size_t row; int64_t col; };
+
+static __host__ __device__ size_t packs_in(size_t cols, int each) { return (cols + each - 1) / each; }
+
+static __device__ in_row in_row_of(size_t i, size_t packs, int each) {
+    size_t row = i / packs;
+    in_row at = { row, (int64_t)((i - row * packs) * each) };
+    return at;
 }
 
 // ==== 4. Fill, copy, reduce =========================================================================================
 
-template <class T>
-KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, T value) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) out[i] = value;
+template <class T, class Value>
+KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, Value value) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(out);
+    pack<T>   x;
+    for (int k = 0; k < N; k++) round_to(&x.v[k], value);
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) store(out, i, count, aligned, x);
 }
 
-template <class T>
-static void fill(const dt_fill_args *a, void *stream) {
-    LAUNCH(fill_kernel<T>, a->count, BLOCK, stream, (T *)a->out, a->count, (T)a->value);
-}
-
-static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
-    if (a->dtype == DT_F32) fill<float>(a, stream);
-    else if (a->dtype == DT_F64) fill<double>(a, stream);
-    else if (a->dtype == DT_I32) fill<int>(a, stream);
-    else return DT_ERR_UNSUPPORTED;
+template <class T, class Value>
+static dt_status fill(const dt_fill_args *a, void *stream) {
+    LAUNCH((fill_kernel<T, Value>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, (Value)a->value);
     return launched();
 }
 
-/* Unit: the largest piece, of 16, 4 or 1 bytes, that divides every address and length of the copy. */
+static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return fill<float, float>(a, stream);
+    case DT_BF16: return fill<bf16, float>(a, stream);
+    case DT_F16: return fill<f16, float>(a, stream);
+    case DT_F64: return fill<double, double>(a, stream);
+    case DT_I32: return fill<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+/* Unit: the largest piece, of 16, 4, 2 or 1 bytes, that divides every address and length of the copy. */
 template <class Unit>
 KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t units = a.row_bytes / sizeof(Unit);
     for (size_t i = flat_first(1); i < a.rows * units; i += flat_step(1)) {
-        size_t      row = i / units, unit = i % units;
+        size_t      row = i / units, unit = i - row * units;
         const Unit *in = (const Unit *)((const char *)a.in + row * a.in_stride);
         Unit       *out = (Unit *)((char *)a.out + row * a.out_stride);
         out[unit] = in[unit];
@@ -356,21 +463,24 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     if (a.rows > 1) all |= a.in_stride | a.out_stride;
     if (all % 16 == 0) LAUNCH(copy_kernel<uint4>, bytes / 16, BLOCK, stream, a);
     else if (all % 4 == 0) LAUNCH(copy_kernel<unsigned>, bytes / 4, BLOCK, stream, a);
+    else if (all % 2 == 0) LAUNCH(copy_kernel<uint16_t>, bytes / 2, BLOCK, stream, a);
     else LAUNCH(copy_kernel<unsigned char>, bytes, BLOCK, stream, a);
     return launched();
 }
 
-/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
-enum { MAX_INPUTS = 64 };
-struct reduce_inputs {
-    const void *p[MAX_INPUTS];
-    int         n;
+/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
+   pointers are in host memory. */
+enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
+struct reduce_places {
+    const void *in[MAX_INPUTS];
+    void       *out[MAX_OUTPUTS];
+    int         n, n_out;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
-    bool        wide;
+    bool        aligned;
 };
 
-/* As on the CPU each step is rounded to the type; int wraps around. */
+/* int wraps around, as on the CPU. */
 static __device__ float  plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int    plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
@@ -390,50 +500,68 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. */
-template <class T>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
+/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
+   is computed in: steps in 16 bits would round each time. */
+template <class T, class Number>
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
     const int N = pack<T>::N;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> sum = load((const T *)in.p[0], i, count, in.wide);
-        for (int r = 1; r < in.n; r++) {
-            pack<T> x = load((const T *)in.p[r], i, count, in.wide);
-            for (int k = 0; k < N; k++) sum.v[k] = combine(in.op, sum.v[k], x.v[k]);
+        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
+        Number  sum[N];
+        for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
+        for (int r = 1; r < a.n; r++) {
+            x = load((const T *)a.in[r], i, count, a.aligned);
+            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
         }
-        if (in.divisor > 0)
-            for (int k = 0; k < N; k++) sum.v[k] /= (T)in.divisor;
-        store(out, i, count, in.wide, sum);
+        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
+        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
     }
 }
 
-/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
-   order. An input that the first launch would overwrite cannot be read by a later one. */
-template <class T>
+/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
+static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
+    reduce_places p = { };
+    p.n = p.n_out = 0;
+    p.op = a->op;
+    if (*done > 0) p.in[p.n++] = a->out;
+    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
+    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
+    p.out[p.n_out++] = a->out;
+    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
+    p.aligned = true;
+    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
+    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
+    return p;
+}
+
+/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
+   input that the first launch would overwrite cannot be read by a later one. */
+template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
+    if (a->n < 1) return DT_ERR_ARG;
+    if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_inputs in;
-        in.n = 0;
-        in.op = a->op;
-        if (done > 0) in.p[in.n++] = a->out;
-        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
-        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
-        in.wide = aligned16(a->out);
-        for (int r = 0; r < in.n; r++) in.wide = in.wide && aligned16(in.p[r]);
-        LAUNCH(reduce_kernel<T>, a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
+        reduce_places p = reduce_launch(a, &done);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
     }
     dt_status status = launched();
-    for (int k = 0; k < a->n_also && status == DT_OK; k++)
+    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }
 
 static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
-    if (a->dtype != DT_F32 && a->dtype != DT_F64 && a->dtype != DT_I32) return DT_ERR_UNSUPPORTED;
-    if (a->n < 1) return DT_ERR_ARG;
-    if (a->dtype == DT_F32) return reduce<float>(a, stream);
-    return a->dtype == DT_F64 ? reduce<double>(a, stream) : reduce<int>(a, stream);
+    switch (a->dtype) {
+    case DT_F32: return reduce<float, float>(a, stream);
+    case DT_BF16: return reduce<bf16, float>(a, stream);
+    case DT_F16: return reduce<f16, float>(a, stream);
+    case DT_F64: return reduce<double, double>(a, stream);
+    case DT_I32: return reduce<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 5. Strides: binary, permute ===================================================================================
@@ -469,8 +597,8 @@ static size_t count_of(const strided *s) {
 static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b) {
     *a = *b = 0;
     for (int d = s.nd - 1; d > 0; d--) {
-        size_t at = i % (size_t)s.d[d];
-        i /= (size_t)s.d[d];
+        size_t next = i / (size_t)s.d[d], at = i - next * (size_t)s.d[d];
+        i = next;
         *a += (int64_t)at * s.a[d];
         *b += (int64_t)at * s.b[d];
     }
@@ -478,12 +606,11 @@ static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether a pack of the last dimension is one aligned access, or one number repeated. */
-static bool packs(const void *p, const int64_t *stride, const strided *s) {
-    const int64_t N = pack<float>::N;
-    bool          whole = aligned16(p) && stride[s->nd - 1] == 1;
-    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % N == 0;
-    return s->d[s->nd - 1] % N == 0 && (whole || stride[s->nd - 1] == 0);
+/* Whether a pack of each numbers of the last dimension is one aligned access, or one number repeated. */
+static bool packs(const void *p, const int64_t *stride, const strided *s, int64_t each) {
+    bool whole = aligned16(p) && stride[s->nd - 1] == 1;
+    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % each == 0;
+    return s->d[s->nd - 1] % each == 0 && (whole || stride[s->nd - 1] == 0);
 }
 
 static __device__ float binary(int op, float x, float y) {
@@ -495,96 +622,141 @@ static __device__ float binary(int op, float x, float y) {
     return x + y;
 }
 
-static __device__ pack<float> load_strided(const float *p, int64_t at, int64_t stride) {
-    if (stride != 0) return load(p, (size_t)at, (size_t)at + pack<float>::N, true);
-    pack<float> x = { { p[at], p[at], p[at], p[at] } };
+template <int N, class T>
+static __device__ pack<float, N> get_strided(const T *p, int64_t at, int64_t stride) {
+    if (stride != 0) return get<N>(p, at, at + N, true);
+    pack<float, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = widen(p[at]);
     return x;
 }
 
 /* A thread reads its elements before it writes them, so out may be a or b. */
-KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool wide) {
-    const int    N = pack<float>::N;
-    const float *in_a = (const float *)a.a, *in_b = (const float *)a.b;
+template <class T>
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool aligned) {
+    const int N = pack<T>::N;
+    const T  *in_a = (const T *)a.a, *in_b = (const T *)a.b;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<float> x = { { 0, 0, 0, 0 } }, y = x, out;
-        int64_t     at_a, at_b;
-        if (wide) {
+        pack<float, N> x = { { 0 } }, y = { { 0 } };
+        int64_t        at_a, at_b;
+        if (aligned) {
             places(s, i, &at_a, &at_b);
-            x = load_strided(in_a, at_a, s.a[s.nd - 1]);
-            y = load_strided(in_b, at_b, s.b[s.nd - 1]);
+            x = get_strided<N>(in_a, at_a, s.a[s.nd - 1]);
+            y = get_strided<N>(in_b, at_b, s.b[s.nd - 1]);
         } else {
             for (int k = 0; k < N && i + k < count; k++) {
                 places(s, i + k, &at_a, &at_b);
-                x.v[k] = in_a[at_a];
-                y.v[k] = in_b[at_b];
+                x.v[k] = widen(in_a[at_a]);
+                y.v[k] = widen(in_b[at_b]);
             }
         }
-        for (int k = 0; k < N; k++) out.v[k] = binary(a.op, x.v[k], y.v[k]);
-        if (a.accumulate) {
-            pack<float> old = load((const float *)a.out, i, count, wide);
-            for (int k = 0; k < N; k++) out.v[k] += old.v[k];
-        }
-        store((float *)a.out, i, count, wide, out);
-    }
-}
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
-    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
-    bool    wide = aligned16(a->out) && packs(a->a, s.a, &s) && packs(a->b, s.b, &s);
-    LAUNCH(binary_kernel, count_of(&s), BLOCK * pack<float>::N, stream, *a, s, count_of(&s), wide);
-    return launched();
-}
-
-/* Unit: a type of the element's size, or the type itself where something is added. */
-template <class Unit>
-KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((Unit *)a.out)[to] = ((const Unit *)a.in)[from];
+        for (int k = 0; k < N; k++) x.v[k] = binary(a.op, x.v[k], y.v[k]);
+        give((T *)a.out, i, count, aligned, x, a.accumulate);
     }
 }
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) permute_add_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((T *)a.out)[to] = plus(((const T *)a.out)[to], ((const T *)a.in)[from]);
+static dt_status binary(const dt_binary_args *a, void *stream) {
+    const int N = pack<T>::N;
+    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
+    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
+    bool    aligned = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
+    LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
+    return launched();
+}
+
+static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+
+/* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
+        int64_t to, from;
+        places(s, i, &to, &from);
+        pack<T, N> x = *reinterpret_cast<const pack<T, N> *>((const T *)a.in + from);
+        pack<T, N> *out = reinterpret_cast<pack<T, N> *>((T *)a.out + to);
+        if (a.accumulate) {
+            pack<T, N> old = *out;
+            for (int k = 0; k < N; k++) round_to(&x.v[k], plus(widen(old.v[k]), widen(x.v[k])));
+        }
+        *out = x;
     }
 }
 
+/* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
+   shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
+   it lies in different banks. */
+struct turn { int64_t across, down, in_stride, out_stride; };
+
+template <class Unit>
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+    __shared__ Unit tile[32][33];
+    const Unit     *in = (const Unit *)a.in;
+    Unit           *out = (Unit *)a.out;
+    size_t          wide = (size_t)(t.across + 31) / 32, each = wide * (size_t)((t.down + 31) / 32);
+    int             lane = threadIdx.x % 32;
+    for (size_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+        int64_t to, from, x = (int64_t)(i % each % wide) * 32, y = (int64_t)(i % each / wide) * 32;
+        places(rest, i / each, &to, &from);
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (y + j < t.down && x + lane < t.across) tile[j][lane] = in[from + (y + j) * t.in_stride + x + lane];
+        __syncthreads();
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (x + j < t.across && y + lane < t.down) out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
+        __syncthreads(); /* the tile has been read */
+    }
+}
+
+/* Launches transpose_kernel if s (a: out, b: in) is such a turn, else answers false. Small ones are not worth it. */
+template <class Unit>
+static bool transposed(const dt_permute_args *a, strided s, void *stream) {
+    int in = -1, out = -1;
+    for (int i = 0; i < s.nd; i++) {
+        if (s.a[i] == 1) out = i;
+        if (s.b[i] == 1) in = i;
+    }
+    if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
+    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
+    s.d[in] = s.d[out] = 1;
+    tiles *= count_of(&s);
+    LAUNCH(transpose_kernel<Unit>, tiles, 1, stream, *a, s, t, tiles);
+    return true;
+}
+
+/* Unit: any type of T's size */
+template <class T, class Unit>
+static dt_status permute(const dt_permute_args *a, void *stream) {
+    const int N = pack<T>::N;
+    strided   s = strided_of(a->shape, a->out_stride, a->in_stride);
+    int       last = s.nd - 1;
+    bool      whole = s.a[last] == 1 && s.b[last] == 1 && packs(a->out, s.a, &s, N) && packs(a->in, s.b, &s, N);
+    if (whole) LAUNCH((permute_kernel<T, N>), count_of(&s), BLOCK * N, stream, *a, s, count_of(&s));
+    else if (!transposed<Unit>(a, s, stream))
+        LAUNCH((permute_kernel<T, 1>), count_of(&s), BLOCK, stream, *a, s, count_of(&s));
+    return launched();
+}
+
 static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
-    strided s = strided_of(a->shape, a->in_stride, a->out_stride);
-    size_t  n = count_of(&s);
-    bool    add = a->accumulate != 0;
     switch (a->dtype) {
-    case DT_F32:
-        if (add) LAUNCH(permute_add_kernel<float>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_F64:
-        if (add) LAUNCH(permute_add_kernel<double>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<uint64_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_I32:
-        if (add) LAUNCH(permute_add_kernel<int>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_BF16:
-    case DT_F16:
-        if (add) return DT_ERR_UNSUPPORTED;
-        LAUNCH(permute_kernel<uint16_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
+    case DT_F32: return permute<float, unsigned>(a, stream);
+    case DT_BF16: return permute<bf16, uint16_t>(a, stream);
+    case DT_F16: return permute<f16, uint16_t>(a, stream);
+    case DT_F64: return permute<double, uint64_t>(a, stream);
+    case DT_I32: return permute<int, unsigned>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 6. Functions of one number: unary, glu ========================================================================
 
-static __device__ float logistic(float x) { return 1 / (1 + expf(-x)); }
+/* What is rounded to 16 bits in the end needs no last bits of a float: there the hardware's exponential and quotient
+   do, with which the functions below cost less than their numbers' way from memory. */
+template <class T>
+static __device__ float exponential(float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); }
+template <class T>
+static __device__ float quotient(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
+template <class T>
+static __device__ float logistic(float x) { return quotient<T>(1, 1 + exponential<T>(-x)); }
 
 /* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
 static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f * x); }
@@ -594,12 +766,13 @@ static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f 
 #define GELU_A 0.7978845608028654f /* sqrt(2/pi) */
 #define GELU_B 0.044715f
 
-/* f(x) */
+/* f(x), to be stored in T */
+template <class T = float>
 static __device__ float act(int kind, float x, float scale, float shift) {
     switch (kind) {
-    case DT_ACT_GELU: return x / (1 + expf(-2 * GELU_A * (x + GELU_B * x * x * x)));
+    case DT_ACT_GELU: return quotient<T>(x, 1 + exponential<T>(-2 * GELU_A * (x + GELU_B * x * x * x)));
     case DT_ACT_GELU_ERF: return x * normal_part(x);
-    case DT_ACT_SILU: return x * logistic(x);
+    case DT_ACT_SILU: return x * logistic<T>(x);
     case DT_ACT_RELU: return x < 0 ? 0 : x;
     case DT_ACT_TANH: return tanhf(x);
     case DT_ACT_EXP: return expf(x);
@@ -616,9 +789,10 @@ static __device__ float clamped(float x, float bound) {
 }
 
 /* gelu'(x) = s + x s (1 - s) 2 u' */
+template <class T>
 static __device__ float gelu_slope(float x) {
     x = clamped(x, 30);
-    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic(2 * u);
+    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic<T>(2 * u);
     return s + 2 * x * s * (1 - s) * du;
 }
 #undef GELU_A
@@ -629,18 +803,20 @@ static __device__ float gelu_erf_slope(float x) {
     return normal_part(x) + x * 0.3989422804014327f * expf(-0.5f * x * x);
 }
 
+template <class T>
 static __device__ float silu_slope(float x) {
     x = clamped(x, 80);
-    float s = logistic(x);
+    float s = logistic<T>(x);
     return s + x * s * (1 - s);
 }
 
-/* d f'(x); d is not multiplied with where nothing passes, so that its infinities stay out */
+/* d f'(x), to be stored in T; d is not multiplied with where nothing passes, so that its infinities stay out */
+template <class T = float>
 static __device__ float act_back(int kind, float x, float d, float scale) {
     switch (kind) {
-    case DT_ACT_GELU: return d * gelu_slope(x);
+    case DT_ACT_GELU: return d * gelu_slope<T>(x);
     case DT_ACT_GELU_ERF: return d * gelu_erf_slope(x);
-    case DT_ACT_SILU: return d * silu_slope(x);
+    case DT_ACT_SILU: return d * silu_slope<T>(x);
     case DT_ACT_RELU: return x > 0 ? d : 0;
     case DT_ACT_TANH: {
         float t = tanhf(x);
@@ -655,112 +831,170 @@ static __device__ float act_back(int kind, float x, float d, float scale) {
 
 static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale, shift = (float)a.shift;
-    bool      wide = aligned16(a.out, a.in);
+    bool      aligned = aligned16(a.out, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> x = load((const float *)a.in, i, a.count, wide);
-        for (int k = 0; k < N; k++) x.v[k] = act(a.act, x.v[k], scale, shift);
-        store((float *)a.out, i, a.count, wide, x);
+        pack<float, N> x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
+        give((T *)a.out, i, a.count, aligned, x);
     }
 }
 
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status unary(const dt_unary_args *a, void *stream) {
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
 
+static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+
 /* in may be NULL for the kinds whose slope does not depend on it. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale;
-    bool      wide = aligned16(a.dx, a.dout, a.in);
+    bool      aligned = aligned16(a.dx, a.dout, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> dout = load((const float *)a.dout, i, a.count, wide), x = { { 0, 0, 0, 0 } }, dx = x;
-        if (a.in) x = load((const float *)a.in, i, a.count, wide);
-        if (a.accumulate) dx = load((const float *)a.dx, i, a.count, wide);
-        for (int k = 0; k < N; k++) dx.v[k] += act_back(a.act, x.v[k], dout.v[k], scale);
-        store((float *)a.dx, i, a.count, wide, dx);
+        pack<float, N> d = get<N>((const T *)a.dout, i, a.count, aligned), x = { { 0 } };
+        if (a.in) x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
+        give((T *)a.dx, i, a.count, aligned, d, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
+    return launched();
 }
 
 static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_back_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, unary_back, a, stream);
 }
 
-/* arXiv:2002.05202. A thread has one element of the result: its gate and, cols further, its up. */
-KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        const float *gate = (const float *)a.in + i + i / a.cols * a.cols;
-        ((float *)a.out)[i] = act(a.act, gate[0], 1, 0) * gate[a.cols];
+/* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.out, a.in) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
+        give((T *)a.out + at.row * a.cols, at.col, cols, aligned, up);
     }
 }
 
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status glu(const dt_glu_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        size_t at = i + i / a.cols * a.cols;
-        float  gate = ((const float *)a.in)[at], up = ((const float *)a.in)[at + a.cols];
-        float  d = ((const float *)a.dout)[i];
-        give(a.dx, at, act_back(a.act, gate, d * up, 1), a.accumulate);
-        give(a.dx, at + a.cols, act(a.act, gate, 1, 0) * d, a.accumulate);
+static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.dx, a.in, a.dout) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        T             *dx = (T *)a.dx + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        pack<float, N> d = get<N>((const T *)a.dout + at.row * a.cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) {
+            up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
+            gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
+        }
+        give(dx, at.col, cols, aligned, up, a.accumulate);
+        give(dx + cols, at.col, cols, aligned, gate, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    return launched();
 }
 
 static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_back_kernel, a->rows * a->cols, BLOCK, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, glu_back, a, stream);
 }
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
-   there to 16 bits through float. */
-template <class T>
-static __device__ double number(T x) { return (double)widen(x); }
-static __device__ double number(double x) { return x; }
-static __device__ double number(int x) { return (double)x; }
+/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+   goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
+   rounding gives what one would have. */
+static __device__ float to_odd(double x) {
+    float    f = (float)x;
+    unsigned bits = __float_as_uint(f);
+    if ((double)f == x || x != x) return f;
+    return __uint_as_float((fabs((double)f) > fabs(x) ? bits - 1 : bits) | 1);
+}
 
 template <class T>
-static __device__ void round_number(T *out, double x) { round_to(out, (float)x); }
-static __device__ void round_number(double *out, double x) { *out = x; }
+static __device__ void convert(T *out, double x) { round_to(out, to_odd(x)); }
+static __device__ void convert(float *out, double x) { *out = (float)x; }
+static __device__ void convert(double *out, double x) { *out = x; }
 
-static __device__ void round_number(int *out, double x) {
+static __device__ void convert(int *out, double x) {
     x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
     *out = (int)x;
 }
 
+/* What is a float when it is widened needs no double on its way to float and 16 bits. */
+template <class T>
+static __device__ void convert(T *out, float x) { round_to(out, x); }
+static __device__ void convert(double *out, float x) { *out = (double)x; }
+static __device__ void convert(int *out, float x) { convert(out, (double)x); }
+template <class T>
+static __device__ void convert(T *out, int x) { convert(out, (double)x); }
+
+/* As many numbers at a time as are 16 bytes of the narrower type. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    To *out = (To *)a.out;
-    for (size_t i = flat_first(1); i < a.count; i += flat_step(1)) {
-        double x = number(((const From *)a.in)[i]);
-        round_number(out + i, a.accumulate ? x + number(out[i]) : x);
+    const int N = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    bool      aligned = aligned16(a.out, a.in);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<From, N> x = load_pack<N>((const From *)a.in, i, a.count, aligned);
+        pack<To, N>   y;
+        if (a.accumulate) y = load_pack<N>((const To *)a.out, i, a.count, aligned);
+        for (int k = 0; k < N; k++) {
+            if (a.accumulate) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+            else convert(&y.v[k], widen(x.v[k]));
+        }
+        store((To *)a.out, i, a.count, aligned, y);
     }
+}
+
+template <class To, class From>
+static dt_status cast(const dt_cast_args *a, void *stream) {
+    LAUNCH((cast_kernel<To, From>), a->count, BLOCK * 4, stream, *a);
+    return launched();
 }
 
 template <class To>
 static dt_status cast_to(const dt_cast_args *a, void *stream) {
     switch (a->from) {
-    case DT_F32: LAUNCH((cast_kernel<To, float>), a->count, BLOCK, stream, *a); return launched();
-    case DT_BF16: LAUNCH((cast_kernel<To, bf16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F16: LAUNCH((cast_kernel<To, f16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F64: LAUNCH((cast_kernel<To, double>), a->count, BLOCK, stream, *a); return launched();
-    case DT_I32: LAUNCH((cast_kernel<To, int>), a->count, BLOCK, stream, *a); return launched();
+    case DT_F32: return cast<To, float>(a, stream);
+    case DT_BF16: return cast<To, bf16>(a, stream);
+    case DT_F16: return cast<To, f16>(a, stream);
+    case DT_F64: return cast<To, double>(a, stream);
+    case DT_I32: return cast<To, int>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -1376,7 +1610,986 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
     return launched();
 }
 
-// ==== 15. The table =================================================================================================
+// ==== 15. Matrix product ============================================================================================
+
+/* Sums live in registers, which only loops of constant length that are unrolled can index. */
+#ifdef __CUDACC__
+#define UNROLL _Pragma("unroll")
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
+#else
+#define UNROLL
+#define UNROLL_BY(n)
+#endif
+
+/* ---- what tensor cores are fed with ---- */
+
+/* Each wrapper is one PTX instruction, or what a test puts in its place. mma: d (16,8) += a (16,16) b (16,8); lane
+   4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and cp.async need sm_80: older code adds
+   and copies plainly, to the same end. */
+#ifdef __CUDACC__
+#define PTX static __device__ __forceinline__
+#define HAS_SM80 (__CUDA_ARCH__ >= 800)
+
+PTX unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+PTX void ldmatrix(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX void ldmatrix_trans(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#if HAS_SM80
+#define MMA(type) \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                 "{%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { MMA("bf16"); }
+PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { MMA("f16"); }
+#undef MMA
+
+/* The first `bytes` of 16 come from global memory, the others are zero. */
+PTX void copy16(void *shared, const void *global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 : : "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+}
+PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
+#endif
+#undef PTX
+#else
+#define HAS_SM80 1
+static void ldmatrix(unsigned *r, const void *row) { dtc_ldmatrix_x4(r, row); }
+static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans(r, row); }
+static float exp2_of(float x) { return exp2f(x); }
+static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
+static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
+static void copy16(void *shared, const void *global, int bytes) { dtc_cp_async16(shared, global, bytes); }
+static void copies_sent() { dtc_cp_async_commit(); }
+static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
+#endif
+
+/* Two numbers in a word, the first in its low half. */
+template <class T>
+static __device__ unsigned pair_of(float x, float y) {
+    T low, high;
+    round_to(&low, x);
+    round_to(&high, y);
+    return low.bits | (unsigned)high.bits << 16;
+}
+
+template <class T>
+static __device__ float half_of(unsigned pair, int which) {
+    T x;
+    x.bits = (uint16_t)(which ? pair >> 16 : pair & 0xffff);
+    return widen(x);
+}
+
+/* mma without tensor cores: pair after pair along k, each from the lane that holds it. */
+template <class T>
+static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned *b) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 8; i++) {
+        int      holder = i % 4, late = i / 4;
+        unsigned row[2], col[2];
+        row[0] = __shfl_sync(0xffffffffu, a[2 * late], 4 * g + holder);
+        row[1] = __shfl_sync(0xffffffffu, a[2 * late + 1], 4 * g + holder);
+        col[0] = __shfl_sync(0xffffffffu, b[late], 8 * t + holder);
+        col[1] = __shfl_sync(0xffffffffu, b[late], 8 * t + 4 + holder);
+        for (int e = 0; e < 8; e++) d[e / 2] += half_of<T>(row[e / 4], e % 2) * half_of<T>(col[e / 2 % 2], e % 2);
+    }
+}
+
+#if !HAS_SM80
+template <class T>
+static __device__ void mma(T, float *d, const unsigned *a, const unsigned *b) { mma_plain(T(), d, a, b); }
+
+static __device__ void copy16(void *shared, const void *global, int bytes) {
+    uint4 none = { 0, 0, 0, 0 };
+    if (bytes == 16) none = *(const uint4 *)global;
+    *(uint4 *)shared = none;
+    for (int i = 0; i < bytes && bytes < 16; i++) ((char *)shared)[i] = ((const char *)global)[i];
+}
+static __device__ void copies_sent() {}
+static __device__ void copies_here() {}
+#endif
+#undef HAS_SM80
+
+/* ---- tiles in shared memory ---- */
+
+/* A tile has rows of LD numbers, at least 128 bytes. The 16 bytes of a column lie in another bank group for each of 8
+   rows, so that 8 rows are read at once. */
+template <class T, int LD>
+static __device__ int place(int row, int col) {
+    const int N = pack<T>::N;
+    return row * LD + (col / N ^ (row & 7)) * N + col % N;
+}
+
+/* A tile from memory at p, whose rows are ld apart; beyond `rows` and `cols` it is zero. Asynchronous where `wide`:
+   where p and ld are multiples of 16 bytes. */
+template <class T, int ROWS, int LD, int THREADS>
+static __device__ void fetch_tile(T *tile, const T *p, int64_t ld, int64_t rows, int64_t cols, bool wide) {
+    const int N = pack<T>::N, PACKS = LD / N;
+    UNROLL for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
+        int      row = i / PACKS, col = i % PACKS * N;
+        int64_t  have = row < rows ? cols - col : 0;
+        T       *to = tile + place<T, LD>(row, col);
+        const T *from = have > 0 ? p + row * ld + col : p;
+        have = have < 0 ? 0 : have > N ? N : have;
+        if (wide) {
+            copy16(to, from, (int)have * (int)sizeof(T));
+        } else {
+            pack<T> x = { { T() } };
+            for (int e = 0; e < N; e++)
+                if (e < have) x.v[e] = from[e];
+            *reinterpret_cast<pack<T> *>(to) = x;
+        }
+    }
+}
+
+/* Fragments of mma from tiles. A: 16 rows at `row`, 16 numbers of k; of a tile with rows of k, or `across` it, with k
+   rows. B: 16 columns at `col`, two fragments. */
+template <class T, int LD>
+static __device__ void fragment_a(unsigned *f, const T *tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix(f, tile + place<T, LD>(row + lane % 16, k + lane / 16 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_a_across(unsigned *f, const T *tile, int row, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_b(unsigned *f, const T *tile, int col, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix(f, tile + place<T, LD>(col + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
+}
+
+template <class T, int LD>
+static __device__ void fragment_b_across(unsigned *f, const T *tile, int col, int k) {
+    int lane = threadIdx.x % 32;
+    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 16, col + lane / 16 * 8));
+}
+
+/* ---- the product ---- */
+
+/* out[at] (+)= v; wide: of float, else of T */
+template <class T>
+static __device__ void give_as(void *out, int wide, int64_t at, float v, int accumulate) {
+    T     *narrow = (T *)out + at;
+    float *full = (float *)out + at;
+    if (wide) *full = accumulate ? *full + v : v;
+    else round_to(narrow, accumulate ? widen(*narrow) + v : v);
+}
+
+/* c[at] in column j from its sum of products: all the fusions, in their order. The pointers may be one. */
+template <class T>
+static __device__ void finish(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
+    if (a.bias) v += widen(((const T *)a.bias)[j]);
+    if (a.derivative) {
+        v = act_back(a.activation, widen(((const T *)a.before)[at]), v, 1);
+    } else {
+        if (a.before) round_to((T *)a.before + at, v);
+        v = act(a.activation, v, 1, 0);
+    }
+    if (a.residual) v += widen(((const T *)a.residual)[at]);
+    give_as<T>(a.c, a.wide, at, v, a.accumulate);
+}
+
+/* A or B as the kernels see it: `rows` of c's rows or columns. across: neighbours of one k lie together. */
+struct operand {
+    const void *p;
+    int64_t     rows, ld, stride;
+    int         across;
+    bool        wide;
+};
+
+static operand operand_of(const void *p, int64_t rows, int64_t ld, int64_t stride, int across, size_t size) {
+    size_t  all = (size_t)p | (size_t)ld * size | (size_t)stride * size;
+    operand x = { p, rows, ld, stride, across, all % 16 == 0 };
+    return x;
+}
+
+/* Where a block's tile of c begins. */
+struct corner { int64_t batch, row, col; };
+
+static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
+    int64_t across = (a.n + tile - 1) / tile, down = (a.m + tile - 1) / tile, i = blockIdx.x;
+    corner  c = { i / (across * down), i / across % down * tile, i % across * tile };
+    return c;
+}
+
+/* In f32. 16 x 16 threads, each with R x R sums; an element is one chain of multiply-adds, k ascending, whatever the
+   tile. What comes from memory next is under way during the sums. */
+enum { DEPTH = 16 };
+
+template <int R>
+static __device__ void fetch_f32(pack<float> *next, const operand &x, int64_t batch, int64_t row0, int64_t k0,
+    int64_t k) {
+    const float *p = (const float *)x.p + batch * x.stride;
+    for (int i = 0; i < R / 4; i++) {
+        int     at = threadIdx.x + i * BLOCK, in_line = x.across ? 4 * R : DEPTH / 4;
+        int64_t line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
+        int64_t first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
+        next[i] = load(p + (line < lines ? line * x.ld : 0), (size_t)first, line < lines ? (size_t)end : 0, x.wide);
+    }
+}
+
+/* Into the tile (DEPTH,16 R), of packs along the rows. */
+template <int R>
+static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float> *next, int across) {
+    for (int i = 0; i < R / 4; i++) {
+        int at = threadIdx.x + i * BLOCK, row = at / (DEPTH / 4), k = at % (DEPTH / 4) * 4;
+        if (across) tile[at / (4 * R)][at % (4 * R)] = next[i];
+        else for (int e = 0; e < 4; e++) tile[k + e][row / 4].v[row % 4] = next[i].v[e];
+    }
+}
+
+template <int R>
+KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
+    __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
+    pack<float> next_x[R / 4], next_y[R / 4];
+    float       sum[R][R] = { { 0 } };
+    corner      c = corner_of(a, 16 * R);
+    int         down = threadIdx.x / 16, across = threadIdx.x % 16;
+    bool        idle = c.row + down * 4 >= a.m || c.col + across * 4 >= a.n;
+    fetch_f32<R>(next_x, x, c.batch, c.row, 0, a.k);
+    fetch_f32<R>(next_y, y, c.batch, c.col, 0, a.k);
+    for (int64_t k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
+        keep_f32<R>(xs[s], next_x, x.across);
+        keep_f32<R>(ys[s], next_y, y.across);
+        __syncthreads(); /* the one barrier: two steps on, all have left this half */
+        fetch_f32<R>(next_x, x, c.batch, c.row, k0 + DEPTH, a.k);
+        fetch_f32<R>(next_y, y, c.batch, c.col, k0 + DEPTH, a.k);
+        UNROLL for (int k = 0; k < DEPTH; k++) {
+            pack<float> u[R / 4], v[R / 4];
+            if (idle) break;
+            UNROLL for (int i = 0; i < R / 4; i++) {
+                u[i] = xs[s][k][16 * i + down];
+                v[i] = ys[s][k][16 * i + across];
+            }
+            UNROLL for (int i = 0; i < R * R; i++)
+                sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
+        }
+    }
+    UNROLL for (int at = 0; at < R * R; at++) {
+        int     i = at / R, j = at % R;
+        int64_t row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
+        if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
+    }
+}
+
+/* bf16 and f16 on tensor cores: 128 x 128 of c, 64 of k at a time; eight warps with 64 x 32 of c each. */
+enum { SIDE = 128, STEP = 64, MATMUL_STAGES = 2 };
+
+template <class T>
+static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int64_t row0, int64_t k0, int64_t k) {
+    const T *p = (const T *)x.p + batch * x.stride;
+    if (x.across) fetch_tile<T, STEP, SIDE, BLOCK>(tile, p + k0 * x.ld + row0, x.ld, k - k0, x.rows - row0, x.wide);
+    else fetch_tile<T, SIDE, STEP, BLOCK>(tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.wide);
+}
+
+/* ACROSS_X, ACROSS_Y: x.across, y.across */
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
+    UNROLL for (int k = 0; k < STEP; k += 16) {
+        unsigned u[4][4], v[2][4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (ACROSS_X) fragment_a_across<T, SIDE>(u[i], xs, row + 16 * i, k);
+            else fragment_a<T, STEP>(u[i], xs, row + 16 * i, k);
+        }
+        UNROLL for (int j = 0; j < 2; j++) {
+            if (ACROSS_Y) fragment_b_across<T, SIDE>(v[j], ys, col + 16 * j, k);
+            else fragment_b<T, STEP>(v[j], ys, col + 16 * j, k);
+        }
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int j = 0; j < 4; j++) mma(T(), sum[i][j], u[i], v[j / 2] + j % 2 * 2);
+    }
+}
+
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
+    DT_DYN_SMEM(T, shared);
+    const int SIZE = SIDE * STEP;
+    float     sum[4][4][4] = { { { 0 } } };
+    corner    c = corner_of(a, SIDE);
+    int       warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / 4 * 64, across = warp % 4 * 32;
+    T        *xs = shared, *ys = shared + MATMUL_STAGES * SIZE;
+    bool      idle = c.row + down >= a.m || c.col + across >= a.n;
+    for (int64_t k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
+        copies_here();
+        __syncthreads(); /* the tiles of this step are there, and all have left those of the step before */
+        if (k0 + STEP < a.k) {
+            fetch_side(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + STEP, a.k);
+            fetch_side(ys + (s ^ 1) * SIZE, y, c.batch, c.col, k0 + STEP, a.k);
+            copies_sent();
+        }
+        if (k0 >= 0 && !idle)
+            multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
+    }
+    UNROLL for (int i = 0; i < 64; i++) {
+        int64_t row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+        int64_t col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        if (row < a.m && col < a.n)
+            finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
+    }
+}
+
+/* Blocks of a grid; 0: more than a grid can have. */
+static unsigned blocks_of(int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
+    double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) * (double)batch;
+    return all <= INT32_MAX ? (unsigned)all : 0;
+}
+
+/* A launch with more shared memory than the 48 KB that need no permission; permission is the device's, and cheap. */
+#define LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+    do { \
+        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(bytes)) != cudaSuccess) { \
+            (void)cudaGetLastError(); \
+            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+        } \
+        DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
+    } while (0)
+
+static dt_status matmul_f32(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned large = blocks_of(a.m, 128, a.n, 128, a.batch), small = blocks_of(a.m, 64, a.n, 64, a.batch);
+    if (large == 0) return DT_ERR_UNSUPPORTED;
+    if (large >= 128 || small == 0) DT_LAUNCH(matmul_f32_kernel<8>, large, BLOCK, 0, stream_of(stream), a, x, y);
+    else DT_LAUNCH(matmul_f32_kernel<4>, small, BLOCK, 0, stream_of(stream), a, x, y);
+    return launched();
+}
+
+template <class T>
+static dt_status matmul_narrow(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned blocks = blocks_of(a.m, SIDE, a.n, SIDE, a.batch);
+    size_t   bytes = 2 * MATMUL_STAGES * SIDE * STEP * sizeof(T);
+    if (blocks == 0) return DT_ERR_UNSUPPORTED;
+#define GO(X, Y) LAUNCH_SHARED((matmul_narrow_kernel<T, X, Y>), blocks, BLOCK, bytes, stream, a, x, y)
+    if (x.across && y.across) GO(true, true);
+    else if (x.across) GO(true, false);
+    else if (y.across) GO(false, true);
+    else GO(false, false);
+#undef GO
+    return launched();
+}
+
+static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
+    size_t  size = a.dtype == DT_F32 ? 4 : 2;
+    operand x = operand_of(a.a, a.m, a.lda, a.stride_a, a.trans_a != 0, size);
+    operand y = operand_of(a.b, a.n, a.ldb, a.stride_b, a.trans_b == 0, size);
+    if (a.dtype == DT_F32) return matmul_f32(a, x, y, stream);
+    return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
+}
+
+static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
+    dt_matmul_args a = *args;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
+        (a.derivative && !a.before)) return DT_ERR_ARG;
+    if (a.batch == 0) a.batch = 1;
+    if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
+    if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
+    if (a.ldc == 0) a.ldc = a.n;
+    return a.m == 0 || a.n == 0 ? launched() : own_matmul(a, stream);
+}
+
+// ==== 16. Attention =================================================================================================
+
+/* FlashAttention-2, arXiv:2307.08691. A block has ROWS queries (in keys_back: keys) and walks over the other side, COLS
+   at a time; a warp has 16 M of the rows. Scores stay in registers, as mma leaves them: c[i][j][e] of lane 4 g + t is
+   row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. What follows speaks of 2 M rows of a lane: row r is c[r / 2], and
+   e / 2 is r % 2. f32 is computed in the same places by plain multiply-adds. D is the dimension of a head, padded. */
+
+/* ---- which tiles of keys a tile of queries sees ---- */
+
+/* The least and the greatest of a tile. */
+struct span { int first, last, document_first, document_last; };
+
+/* Queries or keys: of each sequence `length`, in tiles of `each`. Without an array positions are index + shift, and all
+   documents one. With an array there are spans, (batch,tiles), made before. */
+struct side {
+    const int32_t *position, *document;
+    span          *spans;
+    int64_t        length, each, tiles;
+    int            shift;
+};
+
+struct sight { side q, k; int causal; };
+
+static __device__ int position_of(const side &s, int64_t sequence, int64_t i) {
+    return s.position ? s.position[sequence * s.length + i] : (int)i + s.shift;
+}
+
+static __device__ int document_of(const side &s, int64_t sequence, int64_t i) {
+    return s.document ? s.document[sequence * s.length + i] : 0;
+}
+
+static __device__ span span_of(const side &s, int64_t sequence, int64_t tile) {
+    if (s.spans) return s.spans[sequence * s.tiles + tile];
+    int64_t first = tile * s.each, last = (first + s.each < s.length ? first + s.each : s.length) - 1;
+    span    x = { (int)first + s.shift, (int)last + s.shift, 0, 0 };
+    return x;
+}
+
+/* A warp per tile. */
+KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, sequence = i / s.tiles, first = i % s.tiles * s.each;
+    span    x = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN };
+    if (sequence >= batch) return;
+    for (int64_t at = first + threadIdx.x % 32; at < first + s.each && at < s.length; at += 32) {
+        int position = position_of(s, sequence, at), document = document_of(s, sequence, at);
+        x.first = min(x.first, position);
+        x.last = max(x.last, position);
+        x.document_first = min(x.document_first, document);
+        x.document_last = max(x.document_last, document);
+    }
+    for (int other = 16; other > 0; other /= 2) {
+        x.first = min(x.first, __shfl_xor_sync(0xffffffffu, x.first, other));
+        x.last = max(x.last, __shfl_xor_sync(0xffffffffu, x.last, other));
+        x.document_first = min(x.document_first, __shfl_xor_sync(0xffffffffu, x.document_first, other));
+        x.document_last = max(x.document_last, __shfl_xor_sync(0xffffffffu, x.document_last, other));
+    }
+    if (threadIdx.x % 32 == 0) s.spans[i] = x;
+}
+
+static __device__ bool none_seen(const sight &s, span q, span k) {
+    return (s.causal && k.first > q.last) || k.document_first > q.document_last || k.document_last < q.document_first;
+}
+
+static __device__ bool all_seen(const sight &s, span q, span k) {
+    return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
+           q.document_last == k.document_first; /* with first <= last on both sides: one document */
+}
+
+/* The first tile from i on of the other side, which comes `end / tiles` times, that has something to do. */
+static __device__ int64_t next_tile(const sight &s, bool mine_are_keys, span mine, int64_t sequence, int64_t i,
+    int64_t end) {
+    const side &other = mine_are_keys ? s.q : s.k;
+    for (; i < end; i++) {
+        span x = span_of(other, sequence, i % other.tiles);
+        if (!(mine_are_keys ? none_seen(s, x, mine) : none_seen(s, mine, x))) break;
+    }
+    return i;
+}
+
+/* Minus infinity for what is not seen, or not there. row0, col0: the warp's first ones. */
+template <int M, int J>
+static __device__ void hide(float (&c)[M][J][4], const sight &s, bool rows_are_keys, int64_t sequence, int64_t row0,
+    int64_t col0) {
+    const side &rows = rows_are_keys ? s.k : s.q, &cols = rows_are_keys ? s.q : s.k;
+    int         g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, position[2 * M], document[2 * M];
+    bool        there[2 * M];
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        int64_t row = row0 + 8 * r + g;
+        there[r] = row < rows.length;
+        position[r] = there[r] ? position_of(rows, sequence, row) : 0;
+        document[r] = there[r] ? document_of(rows, sequence, row) : 0;
+    }
+    UNROLL for (int at = 0; at < 2 * J; at++) {
+        int64_t col = col0 + at / 2 * 8 + 2 * t + at % 2;
+        bool    inside = col < cols.length;
+        int     p = inside ? position_of(cols, sequence, col) : 0, d = inside ? document_of(cols, sequence, col) : 0;
+        UNROLL for (int r = 0; r < 2 * M; r++) {
+            bool late = s.causal && (rows_are_keys ? position[r] > p : p > position[r]);
+            if (!inside || !there[r] || late || d != document[r]) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+        }
+    }
+}
+
+/* ---- products of a warp ---- */
+
+/* c = rows of x, from `row` on, times rows of y. The sums go over `dim`, or all of D, where tiles are zero. */
+template <int D, int M, int J, class T>
+static __device__ void scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
+    (void)dim;
+    memset(c, 0, sizeof c);
+    UNROLL for (int k = 0; k < D; k += 16) {
+        unsigned u[M][4];
+        UNROLL for (int i = 0; i < M; i++) fragment_a<T, D>(u[i], x, row + 16 * i, k);
+        UNROLL for (int j = 0; j < J; j += 2) {
+            unsigned v[4];
+            fragment_b<T, D>(v, y, 8 * j, k);
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][j], u[i], v);
+                mma(T(), c[i][j + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int J>
+static __device__ void scores(float (&c)[M][J][4], const float *x, int row, const float *y, int dim) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    memset(c, 0, sizeof c);
+    UNROLL_BY(2) for (int k = 0; k < dim; k += 4) {
+        pack<float> u[2 * M];
+        for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            pack<float> v = *(const pack<float> *)(y + place<float, D>(at / 2 * 8 + 2 * t + at % 2, k));
+            for (int r = 0; r < 2 * M; r++) {
+                float *sum = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
+                for (int e = 0; e < 4; e++) *sum += u[r].v[e] * v.v[e];
+            }
+        }
+    }
+}
+
+/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to y's type. */
+template <int D, int M, int N, int J, class T>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
+    (void)dim;
+    UNROLL for (int j = 0; j < J; j += 2) {
+        unsigned u[M][4];
+        UNROLL for (int e = 0; e < 4 * M; e++)
+            u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
+        UNROLL for (int n = 0; n < N; n += 2) {
+            unsigned v[4];
+            fragment_b_across<T, D>(v, y, 8 * n, 8 * j);
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][n], u[i], v);
+                mma(T(), c[i][n + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int N, int J>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const float *y, int dim) {
+    int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < 8 * J; at++) {
+        float u[2 * M]; /* of the lane of this row that has column `at` */
+        UNROLL for (int r = 0; r < 2 * M; r++)
+            u[r] = __shfl_sync(0xffffffffu, p[r / 2][at / 8][r % 2 * 2 + at % 2], first + at % 8 / 2);
+        UNROLL for (int n = 0; n < N; n++) {
+            if (8 * n >= dim) continue;
+            const float *v = y + place<float, D>(at, 8 * n + 2 * t);
+            for (int r = 0; r < 2 * M; r++) {
+                c[r / 2][n][r % 2 * 2] += u[r] * v[0];
+                c[r / 2][n][r % 2 * 2 + 1] += u[r] * v[1];
+            }
+        }
+    }
+}
+
+/* The sum, or the largest, of the four lanes that share a row, for each of them. */
+static __device__ float row_sum(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+static __device__ float row_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+/* ---- forward ---- */
+
+#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
+
+/* What fits into 255 registers a thread and 99 KB of shared memory, which every GPU since sm_80 has. */
+template <class T, int D, bool BACK>
+struct form {
+    enum {
+        NARROW = sizeof(T) == 2,
+        M = NARROW && !BACK && D <= 128 ? 2 : 1,
+        COLS = NARROW ? (D <= 128 ? 64 : 32) : BACK ? (D <= 64 ? 32 : 16) : (D <= 128 ? 32 : 16),
+        WARPS_ = NARROW || D <= 64 || (!BACK && D <= 128) ? 4 : 2,
+        STAGES = NARROW ? (BACK && D > 128 ? 1 : 2) : (D <= 64 && !BACK ? 2 : 1),
+        ROWS = 16 * M * WARPS_,
+        THREADS = 32 * WARPS_
+    };
+};
+
+/* A tile of two arrays whose rows lie alike. */
+template <class T, int ROWS, int D, int THREADS>
+static __device__ void fetch_two(T *x, T *y, const T *from_x, const T *from_y, int64_t ld, int64_t rows, int64_t dim,
+    bool wide) {
+    fetch_tile<T, ROWS, D, THREADS>(x, from_x, ld, rows, dim, wide);
+    fetch_tile<T, ROWS, D, THREADS>(y, from_y, ld, rows, dim, wide);
+    copies_sent();
+}
+
+/* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
+   maximum. `scale` is that of scores in powers of two. A row that sees nothing yet has maximum -infinity. */
+template <int M, int J, int N>
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float scale) {
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        float now = most[r], total = 0;
+        UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
+        now = row_max(now);
+        float base = now == -INFINITY ? 0 : now * scale, factor = exp2_of(most[r] * scale - base);
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
+            *p = exp2_of(*p * scale - base);
+            total += *p;
+        }
+        UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
+        most[r] = now;
+        sum[r] = sum[r] * factor + total;
+    }
+}
+
+/* log(e^x + e^y), of which either may be minus infinity */
+static __device__ float join_lse(float x, float y) {
+    float high = x > y ? x : y, low = x > y ? y : x;
+    return high == -INFINITY ? high : high + log1pf(expf(low - high));
+}
+
+/* out and lse of a warp's rows, from `row0` on, from sums that are not yet divided. */
+template <class T, int M, int N>
+static __device__ void attention_end(const dt_attention_args &a, int64_t head, int64_t row0, const float *most,
+    const float *sum, const float (&out)[M][N][4]) {
+    int64_t sequence = head / a.heads, h = head % a.heads;
+    int     g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        int64_t row = row0 + 8 * r + g, at = ((sequence * a.tq + row) * a.heads + h) * a.dim;
+        bool    there = row < a.tq;
+        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * (float)a.scale + logf(total) : -INFINITY;
+        float  *lse = (float *)a.lse + head * a.tq + row, before = a.merge && there ? *lse : -INFINITY;
+        float   both = join_lse(mine, before), keep = before > -INFINITY ? expf(before - both) : 0;
+        float   factor = total > 0 ? expf(mine - both) / total : 0;
+        __syncwarp(); /* all lanes of the row have read what one now writes */
+        if (there && t == 0) *lse = both;
+        UNROLL for (int n = 0; n < 2 * N; n++) {
+            int   col = n / 2 * 8 + 2 * t + n % 2;
+            float v = out[r / 2][n / 2][r % 2 * 2 + n % 2] * factor;
+            if (!there || col >= a.dim) continue;
+            if (a.merge) v += keep * (a.wide ? ((const float *)a.out)[at + col] : widen(((const T *)a.out)[at + col]));
+            give_as<T>(a.out, a.wide, at + col, v, 0);
+        }
+    }
+}
+
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, false>::THREADS)) attention_kernel(dt_attention_args a, sight s, bool wide) {
+    typedef form<T, D, false> F;
+    const int SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, qs);
+    T      *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float   out[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], most[2 * F::M], sum[2 * F::M];
+    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles; /* the last queries see most, and begin first */
+    int64_t head = blockIdx.x / s.q.tiles, sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
+    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
+    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
+    const T *q = (const T *)a.q + ((sequence * a.tq + row0) * a.heads + h) * a.dim;
+    span    mine = span_of(s.q, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M; /* the warp's first row */
+    for (int r = 0; r < 2 * F::M; r++) {
+        most[r] = -INFINITY;
+        sum[r] = 0;
+    }
+    auto fetch = [&](int64_t i, int stage) {
+        int64_t at = i * F::COLS;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
+                                             a.tk - at, a.dim, wide);
+    };
+    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
+    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, q, a.heads * a.dim, a.tq - row0, a.dim, wide);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads(); /* this tile is there, and all have left the other stage */
+        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        if (row0 + own < a.tq) {
+            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
+                hide(c, s, false, sequence, row0 + own, i * F::COLS);
+            softmax_step(c, most, sum, out, (float)(a.scale * LOG2_E));
+            mix<D>(out, c, vs + stage * SIZE, (int)a.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    attention_end<T>(a, head, row0 + own, most, sum, out);
+}
+
+/* ---- backward ---- */
+
+/* out[from ..] (+)= factor c: a warp's rows, of which the first `rows` are there, ld apart. */
+template <class T, int M, int N>
+static __device__ void give_rows(void *out, int wide, int accumulate, const float (&c)[M][N][4], float factor,
+    int64_t from, int64_t ld, int64_t rows, int64_t dim) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < M * N * 4; at++) {
+        int row = at / 4 / N * 16 + at % 4 / 2 * 8 + g, col = at / 4 % N * 8 + 2 * t + at % 2;
+        if (row < rows && col < dim)
+            give_as<T>(out, wide, from + row * ld + col, factor * c[at / 4 / N][at / 4 % N][at % 4], accumulate);
+    }
+}
+
+/* delta = sum of dout out for each row, a warp per row: that of head `first` and row 0 is delta[0]. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, float *delta, int64_t first, int64_t rows) {
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, head = first + i / a.tq;
+    int64_t at = ((head / a.heads * a.tq + i % a.tq) * a.heads + head % a.heads) * a.dim;
+    float   sum = 0;
+    if (i >= rows) return;
+    for (int64_t d = at + threadIdx.x % 32; d < at + a.dim; d += 32) {
+        float out = a.wide ? ((const float *)a.out)[d] : widen(((const T *)a.out)[d]);
+        sum += widen(((const T *)a.dout)[d]) * out;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) delta[i] = sum;
+}
+
+/* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
+static __device__ float lse_of(const dt_attention_back_args &a, int64_t head, int64_t row) {
+    float lse = row < a.tq ? ((const float *)a.lse)[head * a.tq + row] : INFINITY;
+    return lse == -INFINITY ? INFINITY : lse * (float)LOG2_E;
+}
+
+/* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, true>::THREADS)) queries_back_kernel(dt_attention_back_args a, sight s,
+    const float *delta, int64_t first, bool wide) {
+    typedef form<T, D, true> F;
+    const int SIZE = F::COLS * D, R = 2 * F::M;
+    DT_DYN_SMEM(T, qs);
+    T      *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float   dq[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], dp[F::M][F::COLS / 8][4], lse[R], mean[R];
+    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles, head = first + blockIdx.x / s.q.tiles;
+    int64_t sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
+    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
+    int64_t from = ((sequence * a.tq + row0) * a.heads + h) * a.dim;
+    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
+    float   scale = (float)(a.scale * LOG2_E);
+    span    mine = span_of(s.q, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M, g = threadIdx.x % 32 / 4;
+    UNROLL for (int r = 0; r < R; r++) {
+        int64_t row = row0 + own + 8 * r + g;
+        lse[r] = lse_of(a, head, row);
+        mean[r] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    }
+    auto fetch = [&](int64_t i, int stage) {
+        int64_t at = i * F::COLS;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
+                                             a.tk - at, a.dim, wide);
+    };
+    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
+    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, (const T *)a.q + from, (const T *)a.dout + from, a.heads * a.dim,
+                                         a.tq - row0, a.dim, wide);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads();
+        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        if (row0 + own < a.tq) {
+            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
+            scores<D>(dp, ds, own, vs + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
+                hide(c, s, false, sequence, row0 + own, i * F::COLS);
+            UNROLL for (int at = 0; at < R * F::COLS / 4; at++) {
+                int    r = at % R, j = at / R;
+                float *x = &c[r / 2][j / 2][r % 2 * 2 + j % 2];
+                *x = exp2_of(*x * scale - lse[r]) * (dp[r / 2][j / 2][r % 2 * 2 + j % 2] - mean[r]);
+            }
+            mix<D>(dq, c, ks + stage * SIZE, (int)a.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    give_rows<T>(a.dq, a.wide, a.accumulate_q, dq, (float)a.scale, from + own * a.heads * a.dim, a.heads * a.dim,
+                 a.tq - row0 - own, a.dim);
+}
+
+/* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
+   2 dv, 3 both, for which the sums of a large D are too many. */
+template <class T, int D, int WHAT>
+KERNEL __launch_bounds__((form<T, D, true>::THREADS)) keys_back_kernel(dt_attention_back_args a, sight s,
+    const float *delta, int64_t first, bool wide) {
+    typedef form<T, D, true> F;
+    const int SIZE = F::COLS * D, J = F::COLS / 8;
+    DT_DYN_SMEM(T, ks);
+    __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
+    T      *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
+    float   dk[F::M][D / 8][4] = { { { 0 } } }, dv[F::M][D / 8][4] = { { { 0 } } }, c[F::M][J][4], dp[F::M][J][4];
+    int64_t tile = blockIdx.x % s.k.tiles, group = a.heads / a.kv_heads, kv = first / group + blockIdx.x / s.k.tiles;
+    int64_t sequence = kv / a.kv_heads, row0 = tile * F::ROWS, end = group * s.q.tiles;
+    int64_t from = ((sequence * a.tk + row0) * a.kv_heads + kv % a.kv_heads) * a.dim, ld = a.heads * a.dim;
+    float   scale = (float)(a.scale * LOG2_E);
+    span    mine = span_of(s.k, sequence, tile);
+    int     own = threadIdx.x / 32 * 16 * F::M, t = threadIdx.x % 4;
+    auto    fetch = [&](int64_t i, int stage) {
+        int64_t h = kv % a.kv_heads * group + i / s.q.tiles, row = i % s.q.tiles * F::COLS;
+        int64_t at = ((sequence * a.tq + row) * a.heads + h) * a.dim, head = sequence * a.heads + h;
+        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, (const T *)a.q + at,
+                                             (const T *)a.dout + at, ld, a.tq - row, a.dim, wide);
+        if (threadIdx.x >= F::COLS) return;
+        row += threadIdx.x;
+        lse[stage][threadIdx.x] = lse_of(a, head, row);
+        mean[stage][threadIdx.x] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    };
+    int64_t i = next_tile(s, true, mine, sequence, 0, end);
+    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, (const T *)a.k + from, (const T *)a.v + from, a.kv_heads * a.dim,
+                                         a.tk - row0, a.dim, wide);
+    if (i < end) fetch(i, 0);
+    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads();
+        int64_t next = next_tile(s, true, mine, sequence, i + 1, end);
+        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
+        if (row0 + own < a.tk) {
+            int64_t col0 = i % s.q.tiles * F::COLS;
+            scores<D>(c, ks, own, qs + stage * SIZE, (int)a.dim);
+            if (!all_seen(s, span_of(s.q, sequence, i % s.q.tiles), mine) || row0 + F::ROWS > a.tk)
+                hide(c, s, true, sequence, row0 + own, col0);
+            UNROLL for (int at = 0; at < F::M * J * 4; at++) {
+                float *p = &c[at / 4 / J][at / 4 % J][at % 4];
+                *p = exp2_of(*p * scale - lse[stage][at / 4 % J * 8 + 2 * t + at % 2]);
+            }
+            if (WHAT & 2) mix<D>(dv, c, ds + stage * SIZE, (int)a.dim);
+            if (WHAT & 1) {
+                scores<D>(dp, vs, own, ds + stage * SIZE, (int)a.dim);
+                UNROLL for (int at = 0; at < F::M * J * 4; at++)
+                    c[at / 4 / J][at / 4 % J][at % 4] *= dp[at / 4 / J][at / 4 % J][at % 4] -
+                                                         mean[stage][at / 4 % J * 8 + 2 * t + at % 2];
+                mix<D>(dk, c, qs + stage * SIZE, (int)a.dim);
+            }
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < end) fetch(next, 0);
+        i = next;
+    }
+    from += own * a.kv_heads * a.dim;
+    row0 += own;
+    if (WHAT & 1)
+        give_rows<T>(a.dk, a.wide, a.accumulate_k, dk, (float)a.scale, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+    if (WHAT & 2) give_rows<T>(a.dv, a.wide, a.accumulate_v, dv, 1, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+}
+
+/* ---- launching ---- */
+
+static int64_t tiles_of(int64_t length, int64_t each) { return (length + each - 1) / each; }
+
+/* The spans of both sides go to the start of `work`, of which *used bytes are taken. */
+static dt_status sight_make(sight *out, const dt_sight &given, int64_t batch, int64_t tq, int64_t tk, int rows,
+    bool rows_are_keys, int cols, void *work, size_t work_bytes, size_t *used, void *stream) {
+    bool    there = given.k_document != NULL, placed = given.causal && (given.q_position || given.k_position);
+    int     each_q = rows_are_keys ? cols : rows, each_k = rows_are_keys ? rows : cols;
+    side    q = { placed ? given.q_position : NULL, there ? given.q_document : NULL, NULL, tq, each_q,
+                  tiles_of(tq, each_q), (int)(tk - tq) };
+    side    k = { placed ? given.k_position : NULL, given.k_document, NULL, tk, each_k, tiles_of(tk, each_k), 0 };
+    int64_t spans = there || placed ? batch * (q.tiles + k.tiles) : 0;
+    *used = (size_t)(spans + 1) / 2 * 2 * sizeof(span);
+    if (*used > work_bytes) return DT_ERR_ARG;
+    if (spans > 0) {
+        q.spans = (span *)work;
+        k.spans = q.spans + batch * q.tiles;
+        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * q.tiles, WARPS), BLOCK, 0, stream_of(stream), q, batch);
+        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * k.tiles, WARPS), BLOCK, 0, stream_of(stream), k, batch);
+    }
+    sight s = { q, k, given.causal };
+    *out = s;
+    return DT_OK;
+}
+
+template <class T, int D>
+static dt_status attention_of(const dt_attention_args &a, bool wide, void *stream) {
+    typedef form<T, D, false> F;
+    size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
+    sight     s;
+    dt_status status = sight_make(&s, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, a.work, a.work_bytes,
+                                  &used, stream);
+    unsigned  blocks = blocks_of(a.tq, F::ROWS, a.batch, 1, a.heads);
+    if (status != DT_OK || blocks == 0) return status != DT_OK ? status : DT_ERR_UNSUPPORTED;
+    LAUNCH_SHARED((attention_kernel<T, D>), blocks, F::THREADS, bytes, stream, a, s, wide);
+    return launched();
+}
+
+#define BY_DIM(function, T, a, wide, stream) \
+    ((a).dim <= 64    ? function<T, 64>(a, wide, stream) \
+     : (a).dim <= 128 ? function<T, 128>(a, wide, stream) \
+     : (a).dim <= 256 ? function<T, 256>(a, wide, stream) \
+                      : DT_ERR_UNSUPPORTED)
+
+#define BY_TYPE_AND_DIM(function, a, wide, stream) \
+    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, wide, stream) \
+     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, wide, stream) \
+     : (a).dtype == DT_F16  ? BY_DIM(function, f16, a, wide, stream) \
+                            : DT_ERR_UNSUPPORTED)
+
+/* A scale that is not positive would make the largest score the smallest. */
+static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
+    dt_attention_args a = *args;
+    size_t            row = (size_t)a.dim * dt_dtype_size(a.dtype);
+    bool              wide = aligned16(a.q, a.k, a.v) && row % 16 == 0;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.dtype == DT_F32) a.wide = 1;
+    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
+    if (a.batch * a.tq * a.heads == 0) return launched();
+    return BY_TYPE_AND_DIM(attention_of, a, wide, stream);
+}
+
+/* Heads are taken some at a time: as many as deltas fit into the scratch. */
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, bool wide, void *stream) {
+    typedef form<T, D, true> F;
+    size_t    bytes = (size_t)2 * (F::ROWS + F::STAGES * F::COLS) * D * sizeof(T), used_q, used_k;
+    sight     of_q, of_k;
+    char     *work = (char *)a.work;
+    dt_status status = sight_make(&of_q, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, work, a.work_bytes,
+                                  &used_q, stream);
+    if (status != DT_OK) return status;
+    status = sight_make(&of_k, a.sight, a.batch, a.tq, a.tk, F::ROWS, true, F::COLS, work + used_q,
+                        a.work_bytes - used_q, &used_k, stream);
+    if (status != DT_OK) return status;
+    float  *delta = (float *)(work + used_q + used_k);
+    int64_t group = a.heads / a.kv_heads, all = a.batch * a.kv_heads;
+    int64_t most = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)) / (group * a.tq);
+    if (most == 0) return DT_ERR_ARG;
+    for (int64_t kv = 0; kv < all; kv += most) {
+        int64_t  groups = all - kv < most ? all - kv : most, heads = groups * group, first = kv * group;
+        unsigned rows = blocks_of(heads * a.tq, WARPS, 1, 1, 1), q = blocks_of(a.tq, F::ROWS, heads, 1, 1);
+        unsigned k = blocks_of(a.tk, F::ROWS, groups, 1, 1);
+        if (!rows || !q) return DT_ERR_UNSUPPORTED;
+        DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, delta, first, heads * a.tq);
+        if (a.dq)
+            LAUNCH_SHARED((queries_back_kernel<T, D>), q, F::THREADS, bytes, stream, a, of_q, delta, first, wide);
+        if (k == 0) continue;
+        if (D <= 128 && a.dk && a.dv) {
+            LAUNCH_SHARED((keys_back_kernel<T, D, D <= 128 ? 3 : 1>), k, F::THREADS, bytes, stream, a, of_k, delta,
+                          first, wide);
+            continue;
+        }
+        if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+        if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+    }
+    return launched();
+}
+
+static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
+    dt_attention_back_args a = *args;
+    size_t                 row = (size_t)a.dim * dt_dtype_size(a.dtype);
+    bool                   wide = aligned16(a.q, a.k, a.v, a.dout) && row % 16 == 0;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.dtype == DT_F32) a.wide = 1;
+    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
+    if (a.batch * a.heads == 0) return launched();
+    return BY_TYPE_AND_DIM(attention_back_of, a, wide, stream);
+}
+#undef BY_DIM
+#undef BY_TYPE_AND_DIM
+
+// ==== 17. The table =================================================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
     static const dt_kernels table = {
@@ -1391,6 +2604,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .pin = cuda_pin,
         .unpin = cuda_unpin,
         .reaches = cuda_reaches,
+        .share = cuda_share,
         .mark = cuda_mark,
         .passed = cuda_passed,
         .after = cuda_after,
@@ -1419,9 +2633,9 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .embedding_back = cuda_embedding_back,
         .topk = cuda_topk,
         .spread = cuda_spread,
-        .matmul = NULL,
-        .attention = NULL,
-        .attention_back = NULL,
+        .matmul = cuda_matmul,
+        .attention = cuda_attention,
+        .attention_back = cuda_attention_back,
         .cross_entropy = cuda_cross_entropy,
         .cross_entropy_join = NULL,
         .cross_entropy_back = cuda_cross_entropy_back,
@@ -1438,13 +2652,31 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
+/* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
+   sm_80 on. A kernel knows for which GPU it was written. */
+static void advise(char *text, size_t text_bytes) {
+    cudaFuncAttributes code;
+    int                device = 0, major = 0, minor = 0;
+    bool               known = cudaGetDevice(&device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float, float>) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
+             code.ptxVersion, major, minor, major, minor);
+}
+
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is
    insufficient"; cudaDriverGetVersion tells the two apart: version 0 is no driver at all. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int         devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (text_bytes > 0) text[0] = 0;
-    if (error == cudaSuccess && devices > 0) return DT_OK;
+    if (error == cudaSuccess && devices > 0) {
+        advise(text, text_bytes);
+        return DT_OK;
+    }
     (void)cudaGetLastError();
     if (error == cudaSuccess) error = cudaErrorNoDevice;
     bool        no_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;

@@ -447,6 +447,9 @@ typedef struct dt_kernels {
     void      *(*pin)(size_t bytes);                            /* host memory that moves at full speed, also after */
     void       (*unpin)(void *p, size_t bytes);                 /* move has returned; NULL: the host table's */
     int        (*reaches)(const void *p);                       /* may kernels read and write there? NULL: everywhere */
+    /* Kernels of this queue are to reach the memory of the devices of places 0 .. places-1: ranks that are threads read
+       and write each other's. DT_ERR_DEVICE with the reason in text; NULL: they do. */
+    dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
     /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL: refused.
        passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
        the mark of another queue. */
@@ -609,7 +612,8 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). */
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). It is given
+   back when the copies are done. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
@@ -8388,7 +8392,7 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) dt__cpu_##k,
-    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL,
+    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
                                       NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
 #undef DT__TABLE_ENTRY
     return &table;

@@ -1927,7 +1927,7 @@ static void dt__disk_close(dt_zero *zero) {
         pthread_cond_destroy(&d->more);
     }
     for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
-        dt_free(ctx, DT_MEM_HOST, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
+        dt_unpin(ctx, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
     if (d && !lost && d->fd >= 0) d->io.close(d->io.user, d->fd);
     if (!lost) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
@@ -1957,7 +1957,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
         int needed = a == DT__VALUES || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
             (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
         void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
-        if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
+        if (needed) *buf = dt_pin(zero->ctx, zero->chunk_bytes, "chunks of offloaded state");
         if (needed && !*buf) return dt_error(zero->ctx);
     }
     return DT_OK;
@@ -1974,7 +1974,7 @@ static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit
             dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot), "values");
     }
     if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
-    if (!z->host_values) z->host_values = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "parameters in host memory");
+    if (!z->host_values) z->host_values = dt_pin(zero->ctx, bytes, "parameters in host memory");
     return z->host_values ? dt__move(zero->ctx, z->host_values, run, bytes) : dt_error(zero->ctx);
 }
 
@@ -2121,12 +2121,12 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
     if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
-        void *host = z->host_values ? zero->sets[0].buf[DT__GRAD] : NULL; /* values in host memory, gradients not */
+        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not there */
         n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
         dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
-        dt_status status = size == narrow ? dt__move(ctx, to, a.in, n * size)
-            : z->host_values ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
+        dt_status status = size == narrow ? dt__move(ctx, to, from, n * size)
+            : host ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
         if (status != DT_OK) return dt_error(ctx);
     }
     return DT_OK;
@@ -2284,10 +2284,11 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
+    if (zero->sets) dt__sync(ctx);  /* copies from and to pinned memory */
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
         const dt_unit *unit = dt_unit_get(ctx, u);
-        dt_free(ctx, DT_MEM_HOST, z->host_values, unit->run * dt_dtype_size(unit->dtype));
+        dt_unpin(ctx, z->host_values, unit->run * dt_dtype_size(unit->dtype));
         if (!z->unit) continue;
         size_t bytes = z->count * dt__zero_size(z);
         dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;

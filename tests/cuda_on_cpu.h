@@ -115,9 +115,13 @@ enum cudaError_t {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorPeerAccessUnsupported = 217,
     cudaErrorNotReady = 600,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719
 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+struct cudaFuncAttributes { int ptxVersion; };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
 struct cudaPointerAttributes { cudaMemoryType type; };
@@ -942,6 +946,7 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
 // fake_cuda.c's queues; see fake_cuda.h.
 extern "C" {
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes);
 void fake_cuda_launch_failed(cudaError_t error, const char *text);
 }
 
@@ -979,6 +984,7 @@ template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
                 Kernel kernel, Args &&...args)
 {
+    (fake_cuda_check_argument(name, &args, sizeof args), ...);
     std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_queued *launch = new dtc_queued{grid, block, smem, name,
                                         [kernel, values] { std::apply(kernel, values); }};
@@ -1037,8 +1043,15 @@ inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dt
 inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
-struct dtc_machine { int devices, driver; cudaError_t error; };
-inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
+struct dtc_machine { int devices, driver; cudaError_t error; int arch, code; };
+inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess, 90, 90};
+
+inline cudaError_t dtc_attribute(int *value, cudaDeviceAttr attribute)
+{
+    bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+    *value = major ? dtc_this_machine.arch / 10 : dtc_this_machine.arch % 10;
+    return cudaSuccess;
+}
 
 inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it fails
 {
@@ -1092,8 +1105,15 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
 #define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
+#define cudaDeviceCanAccessPeer(can, device, peer) \
+    (static_cast<void>(device), static_cast<void>(peer), *(can) = 0, cudaSuccess)
+#define cudaDeviceEnablePeerAccess(peer, flags) (static_cast<void>(peer), cudaErrorInvalidDevice)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
+#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
+#define cudaDeviceGetAttribute(value, attribute, device) \
+    (static_cast<void>(device), dtc_attribute(value, attribute))
+#define cudaFuncGetAttributes(of, kernel) ((of)->ptxVersion = dtc_this_machine.code, static_cast<void>(kernel), cudaSuccess)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)

@@ -66,6 +66,8 @@ struct CUstream_st {
     int          device, number, is_default, blocking, destroyed;
     int          busy;   /* some thread runs the head, without the lock */
     int          needed; /* for a wait of the lazy order */
+    size_t       place;  /* in fake.queued, while it holds operations */
+    unsigned     weight; /* of its turns; 0: not drawn yet */
     op          *head, **tail;
 };
 
@@ -105,6 +107,8 @@ static struct fake {
     int             device_count, order, no_default_stream, guard, streams_made;
     device          devices[MAX_DEVICES];
     cudaStream_t    streams; /* all but the default ones */
+    cudaStream_t   *queued;  /* those of all that hold operations */
+    size_t          queued_count, queued_room;
     cudaEvent_t     events;
     block          *blocks;  /* by address */
     size_t          block_count, block_room, memory;
@@ -298,13 +302,25 @@ static void device_release(const block *b) {
 
 // ==== 4. Queues =====================================================================================================
 
-/* The streams of all devices: the default ones, then the list. */
-static cudaStream_t first_stream(void) { return &fake.devices[0].default_stream; }
-static cudaStream_t next_stream(cudaStream_t s) {
-    if (!s->is_default) return s->next;
-    return s->device + 1 < fake.device_count ? &fake.devices[s->device + 1].default_stream : fake.streams;
+/* Those that hold operations: few of many. */
+#define FOR_QUEUED(s) \
+    for (size_t at_ = 0; at_ < fake.queued_count; at_++) \
+        for (cudaStream_t s = fake.queued[at_], once_ = s; once_; once_ = NULL)
+
+static void queued_add(cudaStream_t s) {
+    if (fake.queued_count == fake.queued_room) {
+        fake.queued_room = fake.queued_room ? 2 * fake.queued_room : 64;
+        fake.queued = (cudaStream_t *)realloc(fake.queued, fake.queued_room * sizeof *fake.queued);
+        if (!fake.queued) abort();
+    }
+    s->place = fake.queued_count;
+    fake.queued[fake.queued_count++] = s;
 }
-#define FOR_STREAMS(s) for (cudaStream_t s = first_stream(); s; s = next_stream(s))
+
+static void queued_remove(cudaStream_t s) {
+    cudaStream_t last = fake.queued[--fake.queued_count];
+    fake.queued[last->place = s->place] = last;
+}
 
 static void mark_unref(mark *m) {
     if (m && --m->refs == 0) free(m);
@@ -321,6 +337,7 @@ static op *enqueue(cudaStream_t s, op_kind kind, const char *name) {
     o->kind = kind;
     o->name = name;
     o->seq = ++fake.sequence;
+    if (!s->head) queued_add(s);
     *s->tail = o;
     s->tail = &o->next;
     pthread_cond_broadcast(&fake.changed);
@@ -366,7 +383,10 @@ static void stream_unlink(cudaStream_t s) {
 static void pop(cudaStream_t s) {
     op *o = s->head;
     s->head = o->next;
-    if (!s->head) s->tail = &s->head;
+    if (!s->head) {
+        s->tail = &s->head;
+        queued_remove(s);
+    }
     op_free(o);
     fake.progress++;
     if (!s->head && s->destroyed) stream_unlink(s);
@@ -391,7 +411,7 @@ static int may_run(cudaStream_t s) {
     const op *o = s->head;
     if (!o || s->busy) return 0;
     if (s->is_default || s->blocking)
-        FOR_STREAMS(t) if (held_by(t, s)) return 0;
+        FOR_QUEUED(t) if (held_by(t, s)) return 0;
     if (o->kind == OP_NCCL) return part_may_run(o);
     return o->kind != OP_WAIT || o->mark->done;
 }
@@ -437,7 +457,7 @@ static int is_target(const target *t, const cudaStream_t s) {
 static int reached(const target *t) {
     if (t->mark) return t->mark->done;
     if (t->zero) return *t->zero == 0;
-    FOR_STREAMS(s) if (is_target(t, s) && s->head && s->head->seq <= t->seq) return 0;
+    FOR_QUEUED(s) if (is_target(t, s) && s->head->seq <= t->seq) return 0;
     return 1;
 }
 
@@ -449,7 +469,7 @@ static int need(cudaStream_t s) {
 /* Any other rank may be waited for. */
 static int need_ranks(void) {
     int more = 0;
-    FOR_STREAMS(s)
+    FOR_QUEUED(s)
         for (const op *o = s->head; o && !s->needed; o = o->next)
             if (o->kind == OP_NCCL) more = need(s);
     return more;
@@ -457,16 +477,21 @@ static int need_ranks(void) {
 
 /* Marks the streams without whose operations the target is not reached. */
 static void mark_needed(const target *t) {
-    FOR_STREAMS(s) s->needed = is_target(t, s);
+    FOR_QUEUED(s) s->needed = is_target(t, s);
     for (int more = 1; more;) {
         more = 0;
-        FOR_STREAMS(s) {
-            if (!s->needed || !s->head) continue;
+        FOR_QUEUED(s) {
+            if (!s->needed) continue;
             if (s->head->kind == OP_WAIT && !s->head->mark->done) more |= need(s->head->mark->stream);
             if (s->head->kind == OP_NCCL) more |= need_ranks();
-            FOR_STREAMS(h) if (held_by(h, s)) more |= need(h);
+            FOR_QUEUED(h) if (held_by(h, s)) more |= need(h);
         }
     }
+}
+
+static unsigned weight_of(cudaStream_t s) {
+    if (!s->weight) s->weight = 1u << 2 * (mix(fake.seed ^ (uint64_t)s->number << 8 ^ (uint64_t)s->device) % 4);
+    return s->weight;
 }
 
 /* Runs one operation, if there is one that may run; in the lazy order only what t needs. Streams have weights from the
@@ -474,17 +499,19 @@ static void mark_needed(const target *t) {
 static int step(const target *t) {
     int lazy = fake.order == FAKE_CUDA_LAZY && t;
     if (lazy) mark_needed(t);
-    unsigned     sum = 0;
-    cudaStream_t chosen = NULL;
-    FOR_STREAMS(s) {
+    unsigned sum = 0, at = 0;
+    FOR_QUEUED(s)
+        if (may_run(s) && (!lazy || s->needed)) sum += weight_of(s);
+    if (sum == 0) return 0;
+    unsigned turn = draw(sum);
+    FOR_QUEUED(s) {
         if (!may_run(s) || (lazy && !s->needed)) continue;
-        unsigned weight = 1u << 2 * (mix(fake.seed ^ (uint64_t)s->number << 8 ^ (uint64_t)s->device) % 4);
-        sum += weight;
-        if (draw(sum) < weight) chosen = s;
+        at += weight_of(s);
+        if (turn >= at) continue;
+        run_head(s);
+        return 1;
     }
-    if (!chosen) return 0;
-    run_head(chosen);
-    return 1;
+    return 0;
 }
 
 // ==== 6. Waiting ====================================================================================================
@@ -510,8 +537,7 @@ static void report_hang(const target *t) {
     else if (t->stream) describe_stream(text, t->stream);
     else append(text, "device %d", t->device);
     append(text, " does not end:");
-    FOR_STREAMS(s) {
-        if (!s->head) continue;
+    FOR_QUEUED(s) {
         append(text, "\n    ");
         describe_stream(text, s);
         append(text, ": ");
@@ -526,7 +552,7 @@ static void report_hang(const target *t) {
 }
 
 static int anybody_busy(void) {
-    FOR_STREAMS(s) if (s->busy) return 1;
+    FOR_QUEUED(s) if (s->busy) return 1;
     return 0;
 }
 
@@ -629,6 +655,14 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
         p->pciBusID = d + 1;
     }
     return leave(error);
+}
+
+/* Kernels are compiled for this device. */
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *code, const void *kernel) {
+    (void)kernel;
+    memset(code, 0, sizeof *code);
+    code->ptxVersion = code->binaryVersion = 90;
+    return leave(enter());
 }
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int d) {
@@ -749,7 +783,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
 
 /* Operations that CUDA does not wait for before the memory is gone: of other devices, or with host memory. */
 static void check_untouched(const block *b, const char *call) {
-    FOR_STREAMS(s)
+    FOR_QUEUED(s)
         for (const op *o = s->head; o; o = o->next)
             for (int i = 0; i < 2; i++)
                 if (o->touched[i] && o->touched[i] < b->p + b->bytes && b->p < o->touched[i] + o->touched_bytes[i])
@@ -1166,6 +1200,27 @@ void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void 
     leave(error);
 }
 
+/* Whether an address is one of this process's; in a kernel's arguments it might be a number that looks like one. */
+static int is_mapped(uintptr_t at) {
+    unsigned char resident;
+    return at >= PAGE && at < (uintptr_t)1 << 47 && mincore((void *)(at / PAGE * PAGE), 1, &resident) == 0;
+}
+
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes) {
+    const char *at = (const char *)(((uintptr_t)argument + 7) / 8 * 8), *end = (const char *)argument + bytes;
+    pthread_mutex_lock(&fake.lock);
+    for (; at + sizeof(uintptr_t) <= end; at += sizeof(uintptr_t)) {
+        const void *p = *(void *const *)(const void *)at;
+        if ((uint32_t)(uintptr_t)p < PAGE || (uintptr_t)p >> 47) continue; /* a small number and padding */
+        const block *b = block_of(p);
+        int          there = b && b->kind == BLOCK_DEVICE && b->device != current_device;
+        if (there && !fake.devices[current_device].peer[b->device])
+            mistake("%s on device %d is given memory of device %d", kernel, current_device, b->device);
+        if (!b && is_mapped((uintptr_t)p)) mistake("%s is given %p, which is the host's memory", kernel, (void *)p);
+    }
+    pthread_mutex_unlock(&fake.lock);
+}
+
 void fake_cuda_launch_failed(cudaError_t error, const char *text) {
     pthread_mutex_lock(&fake.lock);
     mistake("%s", text);
@@ -1248,6 +1303,7 @@ void fake_cuda_reset(void) {
     fake.blocks = NULL;
     fake.block_count = fake.block_room = 0;
     fake.streams = NULL;
+    fake.queued_count = 0;
     fake.streams_made = 0;
     fake.events = NULL;
     fake.error[0] = 0;

@@ -42,6 +42,8 @@ int fake_cuda_leaks(int print);
 
 /* For cuda_on_cpu.h: a kernel as a closure. drop frees it, whether it ran or not. */
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+/* Before a launch: addresses among the argument's bytes must be memory that a kernel of the current device reaches. */
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes);
 /* Inside run: the device has failed for good. Elsewhere: the launch was refused, cudaGetLastError tells. */
 void fake_cuda_launch_failed(cudaError_t error, const char *text);
 

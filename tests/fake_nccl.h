@@ -317,7 +317,7 @@ static int is_over(ncclComm_t comm) { return comm->aborted || fake.devices[comm-
 /* Whether parts of this device that were given to streams earlier are still under way. */
 static int earlier_part(const op *o) {
     int d = ((part *)o->arg)->comm->device;
-    FOR_STREAMS(s)
+    FOR_QUEUED(s)
         for (const op *other = s->head; other; other = other->next)
             if (other->kind == OP_NCCL && other->seq < o->seq && ((part *)other->arg)->comm->device == d) return 1;
     return 0;

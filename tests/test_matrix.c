@@ -22,10 +22,18 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#ifdef ON_DEVICES   /* models are small: so are NCCL's windows and messages */
+#define DT_NCCL_WIDE 96
+#define DT_NCCL_LEAST 16
+#endif
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include "../examples/gpt.h"
 #include "check.h"
+#ifdef ON_DEVICES
+#include "fake_cuda.h"
+#include "late_cpu.h"
+#endif
 #include <sys/mman.h>
 #include <time.h>
 
@@ -36,10 +44,11 @@ typedef struct spec {
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
     int experts, top_k, capacity, every, shared, balance, z, bias;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
-    int optimizer, clip, bucket, freeze, split, recompute, steps, procs;
+    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
+enum { NET_NONE = 0, NET_TCP, NET_NCCL };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
 enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
@@ -49,13 +58,15 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest. heads: of one rank of
    tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp; experts: of one rank
    of ep; capacity: half units; chunks: stages of each rank; cut: even, embedding and head alone, or some list; accum:
-   micro-batches; shard: ranks of a shard group, 0: all. */
+   micro-batches; shard: ranks of a shard group, 0: all; devices: 0: the CPU; late: the seed of their streams' order; net: ranks
+   share memory, or meet over sockets, or have a device each and NCCL. */
 typedef struct field { const char *name; size_t at; int n; int values[8]; } field;
 #define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
 #define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
 static const field fields[] = {
     F(dp, 1, 2, 3, 4, 6), F(tp, 1, 2, 3, 4, 6), F(cp, 1, 2, 3, 4, 6), F(pp, 1, 2, 3, 4, 6), F(ep, 1, 2, 3, 4, 6),
-    F(procs, 0, 1), /* up to here the generator does not draw them field by field */
+    F(procs, 0, 1), F(devices, 0, 1, 2, 3, 4, 5, 6, 8), F(late, 0), F(net, NET_NONE, NET_TCP, NET_NCCL),
+    /* up to here the generator does not draw them field by field */
     F(model, MODEL_GPT, MODEL_OWN), F(llama, 0, 1), F(layers, 1, 2, 3, 6), F(heads, 1, 2, 3),
     F(dim, 1, 2, 3, 4), F(gqa, 1, 2, 3), F(ffn, 1, 4, 7, 16), F(seq, 1, 2, 3, 8), F(vocab, 2, 5, 17, 31),
     F(tied, 0, 1), F(dropout, 0, 1), F(smoothing, 0, 1), F(ignore, 0, 1), F(docs, 0, 1),
@@ -71,7 +82,7 @@ static const field fields[] = {
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 9, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -124,19 +135,21 @@ static spec alone_of(spec s) {
     a.experts = experts_of(s);
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
-    a.sched = a.cut = a.procs = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = 0;
     a.offload = OFF_NONE;
     return a;
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 14 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
     "data group by shard groups", "kept gathered below stage 3", "values offloaded below stage 3",
     "more choices than experts", "several chunks where not interleaved",
-    "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank" };
+    "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
+    "numbers of 64 bits on a device", "forks that share a device",
+    "values of a device in a file" };
 
 static int refusal(spec s) {
     char why[300];
@@ -156,6 +169,9 @@ static int refusal(spec s) {
     if (gpt && s.tied && s.chunks > 1 && s.pp == 1) return 13;
     if (s.chunks > 1 && s.sched != DT_SCHEDULE_INTERLEAVED) return 11;
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
+    if (s.devices && s.type == TYPE_F64) return 14;
+    if (s.devices && s.procs) return 15;
+    if (s.devices && s.offload == OFF_ALL_DISK) return 16;
     return 0;
 }
 
@@ -208,26 +224,29 @@ static dt_dtype type_of(spec s) {
 
 static int narrow(spec s) { return s.type >= TYPE_BF16; }
 
-/* y = x + x^2 / 10, written as a user writes an op: for numbers of any type. */
+/* y = x + x^2 / 10 = (0.1 x + 1) x, written as a user writes an op: by kernels of the context's table, which have
+   tensors of any type on any device. */
+static dt_status times_slope(const dt_tensor *x, double scale, const void *a, void *out, int accumulate) {
+    dt_ctx           *ctx = x->ctx;
+    const dt_kernels *kernels = dt_ctx_kernels(ctx);
+    size_t            count = (size_t)dt_count(x->shape);
+    void             *slope = dt_scratch(ctx, count * dt_dtype_size(x->dtype));
+    dt_unary_args     line = { x->dtype, DT_ACT_AFFINE, slope, x->data, count, scale, 1 };
+    dt_binary_args    product = { x->dtype, DT_MUL, out, a, slope, DT_SHAPE(count), { 1 }, { 1 }, accumulate };
+    dt_status         status = slope ? kernels->unary(&line, dt_ctx_stream(ctx)) : dt_error(ctx);
+    return status ? status : kernels->binary(&product, dt_ctx_stream(ctx));
+}
+
 static dt_status square_back(dt_node *n) {
-    dt_tensor  *x = n->in[0];
-    size_t      count = (size_t)dt_count(x->shape);
-    void       *dx = dt_wants(n, 0) ? dt_grad(n, 0) : NULL;
-    const void *dy = n->out->grad;
-    for (size_t i = 0; dx && i < count; i++) {
-        double slope = 1 + 0.2 * dt__number(x->dtype, x->data, i);
-        dt__set_number(x->dtype, dx, i, dt__number(x->dtype, dx, i) + dt__number(x->dtype, dy, i) * slope);
-    }
-    return DT_OK;
+    int   accumulate = 0;
+    void *dx = dt_wants(n, 0) ? dt_grad_raw(n, 0, &accumulate) : NULL;
+    return dx ? times_slope(n->in[0], 0.2, n->out->grad, dx, accumulate) : dt_error(n->out->ctx);
 }
 
 static dt_tensor *square(dt_tensor *x) {
     dt_tensor *y = x ? dt_new(x->ctx, x->dtype, x->shape) : NULL;
-    for (size_t i = 0; y && i < (size_t)dt_count(x->shape); i++) {
-        double v = dt__number(x->dtype, x->data, i);
-        dt__set_number(x->dtype, y->data, i, v + 0.1 * v * v);
-    }
-    return y ? dt_record(y, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back }) : NULL;
+    if (!y || times_slope(x, 0.1, x->data, y->data, 0) != DT_OK) return NULL;
+    return dt_record(y, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
 }
 
 /* The first half of a layer: up; of a mixture something added. The second: down, and all of the mixture. */
@@ -437,22 +456,26 @@ static void leave_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh
     }
 }
 
-/* A user's update that is none of dt's: AdaGrad. */
+/* A user's update that is none of dt's: AdaGrad. In the host's memory, wherever the numbers are. */
 static dt_status adagrad(const dt_flat *f, void *user) {
+    dt_dtype type = f->tensor->dtype == DT_F64 ? DT_F64 : DT_F32;
+    size_t   bytes = f->count * dt_dtype_size(type);
+    char    *p = (char *)malloc(3 * bytes), *grad = p + bytes, *state = grad + bytes;
     (void)user;
-    for (size_t i = 0; i < f->count; i++) {
-        if (f->tensor->dtype == DT_F64) {
-            double g = ((const double *)f->grad)[i] * f->grad_scale, *h = (double *)f->state[0] + i;
-            *h += g * g;
-            ((double *)f->param)[i] -= f->lr * (g / (sqrt(*h) + 1e-3) + f->weight_decay * ((double *)f->param)[i]);
-        } else {
-            float g = ((const float *)f->grad)[i] * (float)f->grad_scale, *h = (float *)f->state[0] + i;
-            *h += g * g;
-            ((float *)f->param)[i] -= (float)f->lr * (g / (sqrtf(*h) + 1e-3f) +
-                (float)f->weight_decay * ((float *)f->param)[i]);
-        }
+    dt__move(f->ctx, p, f->param, bytes);
+    dt__move(f->ctx, grad, f->grad, bytes);
+    dt__move(f->ctx, state, f->state[0], bytes);
+    dt_status status = dt__sync(f->ctx);
+    for (size_t i = 0; i < f->count && status == DT_OK; i++) {
+        double g = dt__number(type, grad, i) * f->grad_scale, h = dt__number(type, state, i) + g * g;
+        double v = dt__number(type, p, i);
+        dt__set_number(type, state, i, h);
+        dt__set_number(type, p, i, v - f->lr * (g / (sqrt(h) + 1e-3) + f->weight_decay * v));
     }
-    return DT_OK;
+    dt__move(f->ctx, f->param, p, bytes);
+    dt__move(f->ctx, f->state[0], state, bytes);
+    free(p);
+    return status;
 }
 
 static char folder[64]; /* of offload */
@@ -510,8 +533,11 @@ static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
 }
 
 static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *host) {
-    dt_tensor *t = dt_input(ctx, type_of(s), shape, NULL);
-    for (size_t i = 0; t && i < (size_t)dt_count(shape); i++) dt__set_number(t->dtype, t->data, i, host[i]);
+    size_t     count = (size_t)dt_count(shape);
+    void      *numbers = malloc(count * sizeof *host + 1);
+    for (size_t i = 0; i < count; i++) dt__set_number(type_of(s), numbers, i, host[i]);
+    dt_tensor *t = dt_input(ctx, type_of(s), shape, numbers);
+    free(numbers);
     return t;
 }
 
@@ -900,14 +926,73 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
+/* The ranks share that many emulated devices, whose streams run late, in an order that the seed draws. What the devices
+   find, a kernel beyond its memory or a queue that was used wrongly, is a failure; and so is what they are not given
+   back. */
+static const dt_kernels *devices_begin(spec s) {
+    if (!s.devices) return dt_kernels_cpu();
+#ifdef ON_DEVICES
+    fake_cuda_devices(s.net == NET_NCCL ? ranks_of(s) : s.devices);
+    fake_cuda_seed((unsigned long long)s.late);
+    fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
+    fake_cuda_forbid_default_stream(1);
+    if (s.late % 5 == 0) fake_cuda_guard(1);
+    return late_table();
+#else
+    return NULL;
+#endif
+}
+
+static void devices_end(verdict *v, const char *what, spec s) {
+    if (!s.devices) return;
+#ifdef ON_DEVICES
+    const char *mistake = fake_cuda_error();
+    if (mistake) blame(v, "%s: %s", what, mistake);
+    if (fake_cuda_leaks(0)) blame(v, "%s: %d things of the devices are not given back", what, fake_cuda_leaks(1));
+    fake_cuda_reset();
+#endif
+    (void)v, (void)what;
+}
+
+/* Ranks that would be processes are threads here, and meet as those do. */
+typedef struct seat { dt_run_desc desc; result *r; pthread_t thread; dt_report report; } seat;
+
+static void *seat_main(void *arg) {
+    seat *one = (seat *)arg;
+    dt_run(one->desc, rank_main, one->r);
+    return NULL;
+}
+
+static void run_seats(dt_run_desc desc, result *r) {
+    seat *seats = (seat *)calloc((size_t)desc.ranks, sizeof *seats);
+    char  place[32];
+    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    int   fd = dt__tcp_listen(any, 1);
+    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_place(fd).port);
+    close(fd);
+    desc.rendezvous = place;
+    desc.backend = r->s.net == NET_TCP ? DT_BACKEND_TCP : DT_BACKEND_NCCL;
+    for (int i = 0; i < desc.ranks; i++) {
+        seats[i] = (seat){ .desc = desc, .r = r };
+        seats[i].desc.rank = i;
+        seats[i].desc.report = &seats[i].report;
+        pthread_create(&seats[i].thread, NULL, seat_main, &seats[i]);
+    }
+    for (int i = 0; i < desc.ranks; i++) pthread_join(seats[i].thread, NULL);
+    for (int i = 0; i < desc.ranks && desc.report->status == DT_OK; i++) *desc.report = seats[i].report;
+    free(seats);
+}
+
 static void run_ranks(verdict *v, const char *what, result *r) {
-    dt_report report;
+    dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = silent;
     dt_run_desc desc = { .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report,
-        .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS };
-    dt_status   status = dt_run(desc, rank_main, r);
-    if (status != DT_OK) blame(v, "%s: %s", what, report.text);
+        .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, .kernels = devices_begin(r->s) };
+    if (r->s.net) run_seats(desc, r);
+    else dt_run(desc, rank_main, r);
+    if (report.status != DT_OK) blame(v, "%s: %s", what, report.text);
+    devices_end(v, what, r->s);
     if (r->optim_bytes != r->optim_formula)
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
     for (int i = 0; i < ranks_of(r->s) && !v->failed; i++)
@@ -958,7 +1043,7 @@ static void other_stage(spec *p) {
     p->no_overlap = !s.no_overlap;
     p->keep = p->stage == 3 && !s.keep;
     p->offload = s.offload ? OFF_NONE : 1 + turn + (turn == 2 && p->stage == 3);
-    if (p->offload >= OFF_ALL && p->stage < 3) p->offload = OFF_STATE_DISK;
+    if (p->offload >= OFF_ALL && (p->stage < 3 || s.devices)) p->offload = OFF_STATE_DISK;
 }
 
 /* The case with what must not change a bit. One kind of change, or all. */
@@ -975,13 +1060,16 @@ static spec partner_of(spec s, int change) {
     if (all || change == CHANGE_SPLIT) p.split = !s.split;
     if ((all && turn_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS) p.procs = !s.procs;
     if (all || change == CHANGE_PIPELINE) other_pipeline(&p);
+    if (p.devices) p.procs = 0;     /* forks have none; and another order of the streams */
+    if (p.devices) p.late += change + 1;
     return p;
 }
 
-static void compare_partner(verdict *v, const result *a, int change) {
+static void compare_partner(verdict *v, const result *a, const result *b, int change) {
     result *c = result_make(partner_of(a->s, change), a);
     run_ranks(v, changes[change], c);
-    if (!v->failed) compare_bits(v, changes[change], a, c);
+    if (!v->failed && a->s.net == NET_NCCL) compare(v, c, b); /* its sums have an order of their own */
+    else if (!v->failed) compare_bits(v, changes[change], a, c);
     result_free(c);
 }
 
@@ -992,11 +1080,11 @@ static verdict run_case(spec s) {
     result *a = result_make(s, b);
     if (!v.failed) run_ranks(&v, "layout", a);
     if (!v.failed) compare(&v, a, b);
-    if (!v.failed) compare_partner(&v, a, CHANGES);
+    if (!v.failed) compare_partner(&v, a, b, CHANGES);
     if (v.failed && *v.why == *changes[CHANGES])
         for (int change = 0; change < CHANGES; change++) { /* which of them? */
             verdict one = { 0 };
-            compare_partner(&one, a, change);
+            compare_partner(&one, a, b, change);
             if (!one.failed) continue;
             v = one;
             break;
@@ -1058,7 +1146,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
         f.tp = 1;
     }
     for (int i = FIRST; i < FIELDS; i++) {
-        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)number * FIELDS + (uint64_t)i);
+        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)(number * DRAWN + i - FIRST + 6));
         *value_of(&s, &fields[i]) = fields[i].values[d % (uint32_t)fields[i].n];
     }
     s.dp = f.dp;
@@ -1066,7 +1154,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     s.pp = f.pp;
     s.ep = f.ep;
-    s.procs = 0;
+    s.procs = s.devices = s.late = s.net = 0;
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) { /* ranks that divide no micro-batches */
         s.sched = DT_SCHEDULE_INTERLEAVED;
         s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
@@ -1174,7 +1262,22 @@ static void count_case(spec s) {
     tally[WITHOUT] += s.pp > 1 && p.pp == 1;
 }
 
+/* The same case on some devices. */
+static spec on_devices(uint64_t seed, int number, spec s) {
+#ifdef ON_DEVICES
+    s.devices = 1 + (int)(draw(seed + 3, (uint64_t)number) % 8);
+    s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
+    s.net = number % 5 == 2 ? NET_NCCL : number % 5 == 4 ? NET_TCP : NET_NONE;
+    if (s.net == NET_NCCL) s.devices = ranks_of(s);
+    if (s.type == TYPE_F64) s.type = TYPE_F32;
+    if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
+#endif
+    (void)seed, (void)number;
+    return s;
+}
+
 static int run_and_report(const char *program, uint64_t seed, int number, spec s) {
+    s = on_devices(seed, number, s);
     verdict v = run_case(s);
     CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
     if (v.failed) report_failure(program, s, v);

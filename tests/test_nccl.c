@@ -20,8 +20,6 @@ int main(void) {
 }
 #else
 
-#define DT_USE_CUDA
-#define DT_USE_NCCL
 #define DT_NCCL_WIDE 96     /* windows that the tests' sums do not fit */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -105,7 +103,7 @@ static void check_clean(const job *j, const char *what) {
 // ==== 2. Arrays on the device =======================================================================================
 
 static void to_device(dt_ctx *ctx, void *device, const void *host, size_t bytes) {
-    if (bytes) dt_ctx_kernels(ctx)->move(device, host, bytes, dt_ctx_stream(ctx));
+    if (bytes && device) dt_ctx_kernels(ctx)->move(device, host, bytes, dt_ctx_stream(ctx));
 }
 
 static void from_device(dt_ctx *ctx, void *host, const void *device, size_t bytes) {
@@ -125,7 +123,7 @@ static void array_free(dt_ctx *ctx, array a) { dt_free(ctx, DT_MEM_COMM, a.at, a
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
 static const dt_op    redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
 
-/* A sum in another order; of 16-bit numbers it is rounded once, from f32. */
+/* A sum in another order; of 16-bit numbers it is rounded once, from f32: nearly all are the same. */
 static int near(double got, double want, dt_dtype type, int n) {
     double tol = type == DT_F64 ? 1e-14 : type == DT_BF16 ? 1.0 / 128 : type == DT_F16 ? 1.0 / 1024 : 1e-6;
     return fabs(got - want) <= tol * (fabs(want) + 100.0 * n * (narrow(type) ? 1e-5 : 1));
@@ -181,7 +179,7 @@ static void trial_run(trial c) {
     int      cut = c.op == REDUCE_SCATTER || c.op == SCATTER || c.op == ALL_TO_ALL;
     int      wide = c.op == ALL_GATHER || c.op == GATHER || c.op == ALL_TO_ALL;
     int      has = root || (c.op != REDUCE && c.op != GATHER);
-    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0;
+    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0, other = 0;
     dt_op    op = c.op <= REDUCE_SCATTER ? redops[c.o] : DT_SUM;
     for (int r = 0; r < n; r++) sent += out[r] = v_count(&c, me, r), came += in[r] = v_count(&c, r, me);
     size_t sends = c.op == ALL_TO_ALL_V ? sent : c.count * (size_t)(cut ? n : 1);
@@ -199,8 +197,10 @@ static void trial_run(trial c) {
     from_device(ctx, host, recv, takes * size);
     for (size_t i = 0; i < takes && has; i++) {
         double want = wanted(&c, i, in), got = get(host, types[c.t], i);
+        other += got != want;
         bad += !(c.op <= REDUCE_SCATTER && op != DT_MAX && op != DT_MIN ? near(got, want, types[c.t], n) : got == want);
     }
+    if (narrow(types[c.t]) && n > 2) bad += 20 * other > takes + 100 ? other : 0;
     CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "operation %d %s x %zu by %d, root %d, %d ranks, rank %d, in place "
               "%d: %zu of %zu wrong", c.op, dt_dtype_name(types[c.t]), c.count, c.o, c.root, n, me, c.in_place, bad, takes);
     free(host);
@@ -311,6 +311,7 @@ static void more_mail(dt_comm *world) {
     array       out[MANY], in = array_make(ctx, LONG * sizeof(float)), all = array_make(ctx, (size_t)n * LONG * 4);
     dt_work    *sends[MANY];
     dt_transfer transfers[2 * MAX_RANKS];
+    if (!in.at || !all.at) return;
     for (int i = 0; i < MANY; i++) out[i] = filled(ctx, LONG, me, i);
     for (int i = 0; i < MANY; i++) sends[i] = dt_send_start(world, out[i].at, i % 3 ? LONG : 5, DT_F32, right, 9);
     for (int i = 0; i < MANY; i++) {
@@ -413,8 +414,8 @@ static void test_overlap(void) {
 enum { FAILS, LATE, STAYS_AWAY, OTHER_COUNT, OTHER_OP, HOST_MEMORY, FEW_DEVICES, ASYNC, MISTAKES };
 static const struct { const char *text; dt_status status; double within; } mistakes[MISTAKES] = {
     { "rank 1: out of ideas", DT_ERR_ARG, 3 },
-    { "timeout 1.0 s in all-reduce f32 x 3000 sum #2 on world", DT_ERR_TIMEOUT, 6 },
-    { "rank 1 ended without calling all-reduce #2 on world", DT_ERR_COMM, 3 },
+    { "timeout 1.0 s in all-reduce f32 x 3000 sum #3 on world", DT_ERR_TIMEOUT, 6 },
+    { "rank 1 ended without calling all-reduce #3 on world", DT_ERR_COMM, 3 },
     { "calls all-reduce f32 x 2999 sum", DT_ERR_COMM, 3 },
     { "calls reduce-scatter f32 x 3000 sum", DT_ERR_COMM, 3 },
     { "a buffer is not in the memory of the rank's device", DT_ERR_ARG, 3 },
@@ -422,13 +423,11 @@ static const struct { const char *text; dt_status status; double within; } mista
     { "NCCL: a communicator", DT_ERR_COMM, 3 },
 };
 
-static dt_status mistaken(dt_ctx *ctx, void *user) {
-    const job *j = (const job *)user;
-    dt_comm   *world = dt_world(ctx);
-    int        bad = dt_ctx_rank(ctx) == 1;
-    array      a = array_make(ctx, 9000 * 4), b = array_make(ctx, 9000 * 4);
-    float      host[4];
-    double     until = dt_host_default()->now(NULL) + 4;
+static dt_status mistaken_with(dt_ctx *ctx, const job *j, array a, array b) {
+    dt_comm *world = dt_world(ctx);
+    int      bad = dt_ctx_rank(ctx) == 1;
+    float    host[4];
+    double   until = dt_host_default()->now(NULL) + 4;
     dt_fill_args args = { DT_F32, a.at, 9000, 1 };
     if (!b.at) return dt_error(ctx);
     dt_ctx_kernels(ctx)->fill(&args, dt_ctx_stream(ctx));
@@ -442,9 +441,15 @@ static dt_status mistaken(dt_ctx *ctx, void *user) {
     else if (bad && j->what == HOST_MEMORY) dt_all_reduce(world, host, host, 4, DT_F32, DT_SUM);
     else dt_all_reduce(world, a.at, b.at, 3000, DT_F32, DT_SUM);
     from_device(ctx, host, b.at, 16);
+    return dt_error(ctx);
+}
+
+static dt_status mistaken(dt_ctx *ctx, void *user) {
+    array     a = array_make(ctx, 9000 * 4), b = array_make(ctx, 9000 * 4);
+    dt_status status = mistaken_with(ctx, (const job *)user, a, b);
     array_free(ctx, a);
     array_free(ctx, b);
-    return dt_error(ctx);
+    return status;
 }
 
 /* Every rank ends in time with the same reason; and the next run of the same processes goes well. */
@@ -453,7 +458,7 @@ static void test_mistakes(void) {
         for (int order = 0; order < 3; order++) {
             job j = { .ranks = 3, .fn = mistaken, .what = what, .quiet = 1, .timeout_s = what == LATE ? 1 : 30 };
             machine(what == FEW_DEVICES ? 2 : 3, (unsigned long long)(what * 10 + order), order);
-            if (what == ASYNC) fake_nccl_fail(1, 1);
+            if (what == ASYNC) fake_nccl_fail(1, 1, ncclSystemError);
             job_run(&j);
             for (int r = 0; r < 3; r++)
                 CHECK_MSG(j.report[r].status != DT_OK && strstr(j.report[r].text, mistakes[what].text) &&
@@ -515,6 +520,7 @@ static void test_attach(void) {
 }
 
 int main(void) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
     test_collectives();
     test_messages();
     test_overlap();
