@@ -2660,7 +2660,7 @@ static void advise(char *text, size_t text_bytes) {
     bool               known = cudaGetDevice(&device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float, float>) == cudaSuccess;
+                 cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
     (void)cudaGetLastError();
     if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
     snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
