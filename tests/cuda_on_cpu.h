@@ -1258,7 +1258,7 @@ T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_
 // What inline PTX does under nvcc, by the PTX ISA: all 32 lanes take part, and a fragment is a
 // lane's own share of a matrix. Each name is a macro of its place, as in section 10.
 
-inline float dtc_bf16_to_float(unsigned bits)
+DTC_UNSEEN inline float dtc_bf16_to_float(unsigned bits)
 {
     float x;
     bits <<= 16;
@@ -1267,7 +1267,7 @@ inline float dtc_bf16_to_float(unsigned bits)
 }
 
 // 5 bits of exponent, of which all ones are infinity or NaN and all zeros are denormals.
-inline float dtc_f16_to_float(unsigned bits)
+DTC_UNSEEN inline float dtc_f16_to_float(unsigned bits)
 {
     int exponent = static_cast<int>(bits >> 10 & 31);
     float fraction = static_cast<float>(bits & 1023), x;
@@ -1285,7 +1285,7 @@ inline float dtc_f16_to_float(unsigned bits)
 // 2 t + 8 and 2 t + 9. Each lane brings its share of a and b as floats and adds up its own four
 // sums, k ascending; the hardware has an order of its own.
 template <float (*to_float)(unsigned)>
-void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsigned b[2])
+DTC_UNSEEN void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsigned b[2])
 {
     float mine[12];
     for (int i = 0; i < 12; i++) {
@@ -1293,7 +1293,9 @@ void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsi
         mine[i] = to_float(i % 2 ? pair >> 16 : pair & 0xffff);
     }
     const dtc_parcel *theirs = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
-    auto share = [theirs](int lane) { return reinterpret_cast<const float *>(theirs[lane].bytes); };
+    auto share = [theirs](int lane) DTC_UNSEEN {
+        return reinterpret_cast<const float *>(theirs[lane].bytes);
+    };
     int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
     for (int k = 0; k < 16; k++) {
         int holder = k % 8 / 2, late = k / 8, odd = k % 2;

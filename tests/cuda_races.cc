@@ -298,12 +298,13 @@ static void report(const void *p, bool shared, const doing &now, access_kind kin
 
 // ==== 4. Every access ==========================================================================
 
-static bool watched(const void *p)
+// Most are of a thread's own variables.
+static inline bool watched(const void *p)
 {
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    return dtc.self && threads[running()].in_kernel && dtc.failure == cudaSuccess &&
-           at - reinterpret_cast<uintptr_t>(dtc.self->stack) >= DTC_STACK_BYTES &&
-           at - reinterpret_cast<uintptr_t>(&dtc) >= sizeof dtc;
+    return dtc.self && at - reinterpret_cast<uintptr_t>(dtc.self->stack) >= DTC_STACK_BYTES &&
+           at - reinterpret_cast<uintptr_t>(&dtc) >= sizeof dtc &&
+           threads[running()].in_kernel && dtc.failure == cudaSuccess;
 }
 
 static void access(const void *p, size_t bytes, access_kind kind, const void *pc)
