@@ -1266,6 +1266,7 @@ static dt__phrase dt__call_text(const dt__call *call) {
     dt__append(text.s, sizeof text.s, &at, " %s", dt_dtype_name(call->dtype));
     if (call->op != DT__ALL_TO_ALL_V) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
     if (pattern->sums) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
+    if (call->host) dt__append(text.s, sizeof text.s, &at, " in host memory");
     if (dt__is_rooted(call->op)) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
     return text;
 }
@@ -1273,12 +1274,13 @@ static dt__phrase dt__call_text(const dt__call *call) {
 /* All but the count of what the ranks of a collective must call alike, in one word; and back, for texts. */
 static uint64_t dt__what(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(uint32_t)call->peer << 32;
+           (uint64_t)(call->host != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
 }
 
 static dt__call dt__call_of_what(uint64_t what, size_t count) {
     dt__call call = dt__call_make((dt__op_code)(what & 255), NULL, NULL, count, (dt_dtype)(what >> 8 & 255));
     call.redop = (dt_op)(what >> 16 & 255);
+    call.host = (int)(what >> 24 & 1);
     call.peer = (int)(uint32_t)(what >> 32);
     return call;
 }
@@ -1299,12 +1301,13 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
 static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int n, size_t count, int far) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
-    if (!call->host) {
+    if (call->op != DT__SUM_DOUBLES) {
         dt_reduce_args args = { call->dtype, comm->out[0], comm->in, n, count, call->redop, comm->out + 1, outs - 1,
                                 far };
+        if (call->host) return dt_kernels_cpu()->reduce(&args, NULL);
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
     }
-    for (size_t i = 0; i < count; i++) {    /* dt_sum_doubles */
+    for (size_t i = 0; i < count; i++) {
         double sum = ((const double *)comm->in[0])[i];
         for (int rank = 1; rank < n; rank++) sum += ((const double *)comm->in[rank])[i];
         for (int k = 0; k < outs; k++) ((double *)comm->out[k])[i] = sum;
@@ -3134,7 +3137,8 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device. */
+/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device: such data go
+   the way of scalars. */
 static int dt__beyond(const dt_comm *comm, const void *p) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     return p && kernels->reaches && !kernels->reaches(p);
@@ -3149,9 +3153,8 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     if (call->peer < 0 && !call->any) return to_one ? "no such rank" : "no such root";
     if (call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
     if (to_one && call->tag < 0 && !call->host) return "the tag is negative";
-    int device = !call->host && (call->count || call->op == DT__ALL_TO_ALL_V);
-    if (device && (dt__beyond(comm, call->send) || dt__beyond(comm, call->recv)))
-        return "a buffer is not in the memory of the rank's device: use a tensor's data or dt_alloc's";
+    if (!call->host && call->send && call->recv && dt__beyond(comm, call->send) != dt__beyond(comm, call->recv))
+        return "one of its buffers is in the device's memory and the other in the host's";
     if (call->op == DT__ALL_TO_ALL_V) {
         if (!call->send_counts || !call->recv_counts) return "counts are NULL";
         for (int i = 0; i < comm->place.size; i++)
@@ -3432,6 +3435,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
                       dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
     if (!work) return NULL;
+    if (dt__beyond(comm, call.send) || dt__beyond(comm, call.recv)) work->call.host = 1;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
     int to_one = dt__is_to_one(call.op), alone = !to_one && comm->place.size == 1;

@@ -62,8 +62,10 @@
 #define DT_DYN_SMEM(T, name) \
     extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
+#define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
 #else
 #define KERNEL __global__ void
+#define UNROLL
 #endif
 
 // ==== 1. Launching, queues ==========================================================================================
@@ -92,6 +94,7 @@ struct cuda_queue {
     cudaStream_t stream;
     int          device;
     bool         own; /* the stream was made here */
+    int         *bad; /* pinned: not 0 if a kernel met an index outside of its table, see section 9 */
 };
 
 static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
@@ -121,8 +124,13 @@ static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *strea
     return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
+/* Kernels look at their indices themselves, and what they found is told here: see section 9. */
 static dt_status cuda_sync(void *stream) {
-    return cudaStreamSynchronize(stream_of(stream)) == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+    cuda_queue *queue = (cuda_queue *)stream;
+    if (cudaStreamSynchronize(stream_of(stream)) != cudaSuccess) return DT_ERR_DEVICE;
+    if (!queue || *queue->bad == 0) return DT_OK;
+    *queue->bad = 0;
+    return DT_ERR_ARG;
 }
 
 /* Pinned memory: the device reads and writes it by itself, while the processor goes on. */
@@ -199,12 +207,16 @@ extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) 
     queue->stream = (cudaStream_t)desc.stream;
     queue->own = desc.stream == NULL;
     int least = 0, most = 0; /* priorities: the smaller number goes first */
-    if (queue->own && desc.urgent) error = cudaDeviceGetStreamPriorityRange(&least, &most);
+    queue->bad = (int *)cuda_pin(sizeof *queue->bad);
+    if (!queue->bad) error = cudaErrorMemoryAllocation;
+    else *queue->bad = 0;
+    if (queue->own && desc.urgent && error == cudaSuccess) error = cudaDeviceGetStreamPriorityRange(&least, &most);
     if (queue->own && error == cudaSuccess)
         error = cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, most);
     if (error == cudaSuccess) return queue;
+    if (queue->bad) cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
-    return refused(text, text_bytes, "cudaStreamCreateWithFlags", error);
+    return refused(text, text_bytes, "a stream and its pinned memory", error);
 }
 
 extern "C" void dt_cuda_close(void *p) {
@@ -212,6 +224,7 @@ extern "C" void dt_cuda_close(void *p) {
     if (!queue) return;
     cudaStreamSynchronize(queue->stream);
     if (queue->own) cudaStreamDestroy(queue->stream);
+    cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
 
@@ -280,16 +293,18 @@ static __device__ T warp_sum(T v) {
     return v;
 }
 
-/* The sum over a block, for each of its threads: within warps, then warp after warp. */
+/* The sum over a block, or over every THREADS threads of it, for each of its threads: within warps, then warp after
+   warp. */
 template <class T, int THREADS = BLOCK>
 static __device__ T block_sum(T v) {
-    __shared__ T of_warp[THREADS / 32];
+    __shared__ T of_warp[32];
     v = warp_sum(v);
     __syncthreads(); /* everyone has read the sum of the call before */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
-    T total = of_warp[0];
-    for (int w = 1; w < THREADS / 32; w++) total += of_warp[w];
+    const T *mine = of_warp + threadIdx.x / THREADS * (THREADS / 32);
+    T        total = mine[0];
+    for (int w = 1; w < THREADS / 32; w++) total += mine[w];
     return total;
 }
 
@@ -354,9 +369,13 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
     return y;
 }
 
+/* The same from memory; `outside` is what is before 0 and from `count` on. */
 template <int N, class T>
-static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned) {
-    return widened(load_pack<N>(p, i, count, aligned));
+static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned, float outside = 0) {
+    if (aligned && i >= 0 && i + N <= count) return widened(load_pack<N>(p, i, count, true));
+    pack<float, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? widen(p[i + k]) : outside;
+    return x;
 }
 
 /* p[i..] (+)= N finished results, rounded once. */
@@ -375,11 +394,6 @@ static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<f
 template <class T>
 static __device__ void give_one(T *to, float value, int accumulate = 0) {
     round_to(to, accumulate ? widen(*to) + value : value);
-}
-
-static __device__ void give(void *out, size_t i, float value, int accumulate) {
-    float *to = (float *)out + i;
-    *to = accumulate ? *to + value : value;
 }
 
 /* The same where only the host knows the type: sums, which are few. */
@@ -1012,84 +1026,166 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 
 // ==== 8. Sums over a dimension ======================================================================================
 
-/* A block of 32 x 32 threads takes 32 columns. The rows are cut into 32 runs of equal length: threadIdx.y goes down its
-   run, r ascending, and the runs' sums are added in ascending order. The cut depends on `rows` alone. */
-enum { COLUMNS = 32, RUNS = 32 };
+/* in (outer,n,inner) to out (outer,parts,inner), of type `type`: the n are cut into parts, each summed on its own. With
+   scratch a sum is taken twice: of parts, enough to fill a GPU, and of what they gave. */
+struct sums {
+    const void *in;
+    void       *out;
+    dt_dtype    type;
+    size_t      outer, parts, n, inner;
+    float       scale;
+    int         accumulate;
+};
 
-struct row_run { size_t first, end; };
+/* Some of n, and number i of the `count` runs of equal length that they are cut into: the cut depends on n alone. */
+struct run { size_t first, end; };
 
-static __device__ row_run my_rows(size_t rows) {
-    size_t each = rows / RUNS + (rows % RUNS != 0), first = threadIdx.y * each, end = first + each;
-    row_run run = { first < rows ? first : rows, end < rows ? end : rows };
-    return run;
+static __device__ run run_of(run all, size_t count, size_t i) {
+    size_t n = all.end - all.first, each = n / count + (n % count != 0), first = all.first + i * each;
+    run    r = { first, first + each };
+    if (r.first > all.end) r.first = all.end;
+    if (r.end > all.end) r.end = all.end;
+    return r;
 }
 
-/* The total of a column from the sums of its runs; for threadIdx.y 0 only. */
-static __device__ float add_runs(float sum) {
-    __shared__ float of_run[RUNS][COLUMNS];
+/* A block of 32 lanes x 32 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
+   the runs' sums are added in ascending order. The total of one column is for each of the first 32 N threads. */
+enum { COLUMNS = 32, RUNS = 32 };
+
+static __device__ int my_column() { return threadIdx.y * COLUMNS + threadIdx.x; }
+
+template <int N>
+static __device__ float add_runs(pack<float, N> sum) {
+    __shared__ pack<float, N> of_run[RUNS][COLUMNS];
+    int   column = my_column();
+    float total = 0;
     __syncthreads(); /* the totals of the call before have been taken */
     of_run[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    float total = 0;
-    if (threadIdx.y == 0)
-        for (int y = 0; y < RUNS; y++) total += of_run[y][threadIdx.x];
+    for (int y = 0; y < RUNS && column < COLUMNS * N; y++) total += of_run[y][column / N].v[column % N];
     return total;
 }
 
-/* in (outer,n,inner), inner > 1: a block takes 32 neighbouring sums of one `outer`. */
-KERNEL __launch_bounds__(COLUMNS *RUNS) sum_columns_kernel(dt_sum_args a) {
-    row_run run = my_rows(a.n);
-    size_t  tiles = a.inner / COLUMNS + (a.inner % COLUMNS != 0);
-    for (size_t tile = blockIdx.x; tile < a.outer * tiles; tile += gridDim.x) {
-        size_t       o = tile / tiles, c = tile % tiles * COLUMNS + threadIdx.x;
-        const float *in = (const float *)a.in + o * a.n * a.inner;
-        float        sum = 0;
-        if (c < a.inner)
-            for (size_t r = run.first; r < run.end; r++) sum += in[r * a.inner + c];
-        sum = add_runs(sum); /* outside of the condition: every thread of the block must come */
-        if (threadIdx.y == 0 && c < a.inner) give(a.out, o * a.inner + c, (float)a.scale * sum, a.accumulate);
+template <class T>
+KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
+    const int N = pack<T>::N;
+    size_t    tiles = packs_in(a.inner, COLUMNS * N);
+    int64_t   inner = (int64_t)a.inner;
+    bool      aligned = aligned16(a.in) && inner % N == 0;
+    for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
+        size_t         part = i / tiles;
+        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
+        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner;
+        pack<float, N> sum = { { 0 } };
+        for (size_t r = mine.first; r < mine.end && c < inner; r++) {
+            pack<float, N> x = get<N>(in + r * a.inner, c, inner, aligned);
+            for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
+        }
+        float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
+        c = first + my_column();
+        if (my_column() < COLUMNS * N && c < inner)
+            give_typed(a.type, a.out, part * a.inner + (size_t)c, a.scale * total, a.accumulate);
     }
 }
 
-/* inner 1: one block per row, also where there is one row: no scratch, but a sum of everything is one block's work. */
-KERNEL __launch_bounds__(BLOCK) sum_rows_kernel(dt_sum_args a) {
-    for (size_t o = blockIdx.x; o < a.outer; o += gridDim.x) {
-        const float *in = (const float *)a.in + o * a.n;
-        float        sum = 0;
-        for (size_t j = threadIdx.x; j < a.n; j += BLOCK) sum += in[j];
-        sum = block_sum(sum);
-        if (threadIdx.x == 0) give(a.out, o, (float)a.scale * sum, a.accumulate);
+/* Rows, each the business of G threads, a warp or a block: which they begin with, and how many further is the next. */
+template <int G>
+static __device__ size_t row_first() { return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G; }
+template <int G>
+static __device__ size_t row_step() { return (size_t)gridDim.x * (BLOCK / G); }
+template <int G, class T>
+static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T, G>(v); }
+template <int G>
+static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
+
+/* Numbers by which p lies behind a multiple of 16 bytes. Packs of a row that begin so much before it are aligned,
+   wherever the row begins. */
+template <class T>
+static __host__ __device__ int shift_of(const T *p) { return (int)((uintptr_t)p % 16 / sizeof(T)); }
+
+/* inner 1 */
+template <class T, int G>
+KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sums a) {
+    const int N = pack<T>::N;
+    for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
+        run      all = { 0, a.n }, mine = run_of(all, a.parts, part % a.parts);
+        const T *in = (const T *)a.in + part / a.parts * a.n + mine.first;
+        int64_t  n = (int64_t)(mine.end - mine.first);
+        float    sum = 0;
+        for (int64_t c = (int64_t)(threadIdx.x % G) * N - shift_of(in); c < n; c += G * N) {
+            pack<float, N> x = get<N>(in, c, n, true);
+            for (int k = 0; k < N; k++) sum += x.v[k];
+        }
+        sum = group_sum<G>(sum);
+        if (threadIdx.x % G == 0) give_typed(a.type, a.out, part, a.scale * sum, a.accumulate);
     }
 }
 
 /* n 1: nothing to sum. */
-KERNEL __launch_bounds__(BLOCK) scaled_kernel(dt_sum_args a) {
+template <class T>
+KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1))
-        give(a.out, i, (float)a.scale * ((const float *)a.in)[i], a.accumulate);
+        give_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
 }
 
-static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    size_t tiles = a->outer * (a->inner / COLUMNS + (a->inner % COLUMNS != 0));
-    if (a->n == 1) LAUNCH(scaled_kernel, a->outer * a->inner, BLOCK, stream, *a);
-    else if (a->inner == 1) LAUNCH(sum_rows_kernel, a->outer, 1, stream, *a);
+template <class T>
+static void launch_sums(const sums &a, void *stream) {
+    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * pack<T>::N);
+    if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
+    else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
+    else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
     else if (tiles > 0)
-        DT_LAUNCH(sum_columns_kernel, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
+        DT_LAUNCH(column_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+}
+
+/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+   number of its own for every device would give every device its own sums. */
+enum { FILL = 264 };
+
+template <class T>
+static size_t parts_for(const dt_sum_args *a) {
+    size_t blocks = a->outer * (a->inner == 1 ? 1 : packs_in(a->inner, COLUMNS * pack<T>::N));
+    size_t most = a->n / (a->inner == 1 ? 4096 : 2 * RUNS), room = 0; /* no part shorter than that */
+    if (blocks == 0 || blocks >= FILL || !a->work) return 1;
+    room = a->work_bytes / sizeof(float) / (a->outer * a->inner);
+    most = most < room ? most : room;
+    most = most < FILL / blocks ? most : FILL / blocks;
+    return most > 1 ? most : 1;
+}
+
+template <class T>
+static dt_status sum(const dt_sum_args *a, void *stream) {
+    dt_dtype type = widened_type(a->dtype, a->wide);
+    size_t   parts = parts_for<T>(a);
+    sums     last = { a->in, a->out, type, a->outer, 1, a->n, a->inner, (float)a->scale, a->accumulate };
+    if (parts > 1) {
+        sums first = { a->in, a->work, DT_F32, a->outer, parts, a->n, a->inner, 1, 0 };
+        launch_sums<T>(first, stream);
+        last.in = a->work;
+        last.n = parts;
+        launch_sums<float>(last, stream);
+    } else {
+        launch_sums<T>(last, stream);
+    }
     return launched();
 }
 
+static dt_status cuda_sum(const dt_sum_args *a, void *stream) { return BY_TYPE(a->dtype, sum, a, stream); }
+
 // ==== 9. Maxima and places ==========================================================================================
 
-/* Indices come from the caller's data, and one outside the table must be answered by this very call, as on the CPU,
-   while a kernel can only answer later. So the host reads them, four bytes each, in pieces. That waits for the stream:
-   once for the forward and once for the backward. (embedding_back asks only where no forward has: `strict`.) */
-static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *stream) {
+/* Indices come from the caller's data, and one outside the table must not be used. To look at them here would stop the
+   queue in every step, so the kernels look: for them a wrong index is none, and a word in pinned memory tells of it.
+   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in tests
+   of single kernels, there is no such word: the host reads the indices, and the answer is this call's, as on the CPU. */
+static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *queue) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
-    for (size_t at = 0; at < count; at += PIECE) {
+    for (size_t at = 0; at < count && !queue; at += PIECE) {
         size_t    have = count - at < PIECE ? count - at : PIECE;
-        dt_status status = cuda_move(piece, indices + at, have * sizeof *piece, stream);
-        if (status == DT_OK) status = cuda_sync(stream);
+        dt_status status = cuda_move(piece, indices + at, have * sizeof *piece, NULL);
+        if (status == DT_OK) status = cuda_sync(NULL);
         if (status != DT_OK) return status;
         for (size_t i = 0; i < have; i++)
             if (piece[i] < least || piece[i] >= end) return DT_ERR_ARG;
@@ -1097,230 +1193,507 @@ static dt_status check_indices(const int32_t *indices, size_t count, int64_t lea
     return DT_OK;
 }
 
+static int *bad_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad : NULL; }
+
+/* Whether an index may be used. All that write to bad write the same. */
+static __device__ bool good(int64_t index, int64_t least, int64_t end, int *bad) {
+    if (index >= least && index < end) return true;
+    if (bad) *(volatile int *)bad = 1;
+    return false;
+}
+
 /* One thread per maximum, as on the CPU: a NaN never is the maximum, unless it comes first. Meant for a dimension of
    thousands at most: along the last one neighbouring threads read n apart. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
-        const float *in = (const float *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
-        float        best = in[0];
-        int32_t      index = 0;
+        const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
+        float    best = widen(in[0]);
+        int32_t  index = 0;
         for (size_t j = 1; j < a.n; j++) {
-            float x = in[j * a.inner];
+            float x = widen(in[j * a.inner]);
             if (!(x > best)) continue;
             best = x;
             index = (int32_t)j;
         }
-        ((float *)a.out)[i] = best;
+        ((T *)a.out)[i] = in[(size_t)index * a.inner];
         a.index[i] = index;
     }
 }
 
-static dt_status cuda_max(const dt_max_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status max_of(const dt_max_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
-    LAUNCH(max_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    LAUNCH(max_kernel<T>, a->outer * a->inner, BLOCK, stream, *a);
     return launched();
 }
 
+static dt_status cuda_max(const dt_max_args *a, void *stream) { return BY_TYPE(a->dtype, max_of, a, stream); }
+
 /* One thread per row keeps a sorted list of k in the result itself, as the CPU does: k and cols are numbers of experts.
    A later column never moves ahead of an equal one. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = flat_first(1); r < a.rows; r += flat_step(1)) {
-        const float *x = (const float *)a.in + r * a.cols;
-        int32_t     *index = a.index + r * a.k;
+        const T *x = (const T *)a.in + r * a.cols;
+        int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
             size_t at = c < a.k ? c : a.k; /* how many are in the list */
-            while (at > 0 && x[c] > x[index[at - 1]]) {
+            while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
             }
             if (at < a.k) index[at] = (int32_t)c;
         }
-        for (size_t j = 0; j < a.k; j++) ((float *)a.values)[r * a.k + j] = x[index[j]];
+        for (size_t j = 0; j < a.k; j++) ((T *)a.values)[r * a.k + j] = x[index[j]];
     }
 }
 
-static dt_status cuda_topk(const dt_topk_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status topk(const dt_topk_args *a, void *stream) {
     if (a->k > a->cols) return DT_ERR_ARG;
-    LAUNCH(topk_kernel, a->rows, BLOCK, stream, *a);
+    LAUNCH(topk_kernel<T>, a->rows, BLOCK, stream, *a);
     return launched();
 }
 
-/* One thread per (outer,inner), j ascending: two numbers for one place are added in order. */
-KERNEL __launch_bounds__(BLOCK) spread_kernel(dt_spread_args a) {
+static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE(a->dtype, topk, a, stream); }
+
+/* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) spread_kernel(dt_spread_args a, int *bad) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
         size_t o = i / a.inner, c = i % a.inner;
-        float *out = (float *)a.out + o * a.n * a.inner + c;
-        for (size_t j = 0; j < a.n && !a.accumulate; j++) out[j * a.inner] = 0;
+        T     *out = (T *)a.out + o * a.n * a.inner + c;
+        for (size_t j = 0; j < a.n && !a.accumulate; j++) out[j * a.inner] = T();
         for (size_t j = 0; j < a.k; j++) {
             size_t from = (o * a.k + j) * a.inner + c;
-            out[(size_t)a.index[from] * a.inner] += ((const float *)a.in)[from];
+            if (good(a.index[from], 0, (int64_t)a.n, bad))
+                give_one(out + (size_t)a.index[from] * a.inner, widen(((const T *)a.in)[from]), 1);
         }
     }
 }
 
-static dt_status cuda_spread(const dt_spread_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status spread(const dt_spread_args *a, void *stream) {
     dt_status status = check_indices(a->index, a->outer * a->k * a->inner, 0, (int64_t)a->n, stream);
     if (status != DT_OK) return status;
-    LAUNCH(spread_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    LAUNCH(spread_kernel<T>, a->outer * a->inner, BLOCK, stream, *a, bad_of(stream));
     return launched();
 }
+
+static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_TYPE(a->dtype, spread, a, stream); }
 
 // ==== 10. Normalisation and softmax =================================================================================
 
-/* Layer normalisation, arXiv:1607.06450: one block per row, two passes over it, because E[x^2] - E[x]^2 cancels.
-   RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
-KERNEL __launch_bounds__(BLOCK) norm_kernel(dt_norm_args a) {
-    const float *gain = (const float *)a.gain, *bias = a.rms ? NULL : (const float *)a.bias;
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols;
-        float       *out = (float *)a.out + r * a.cols, sum = 0, squares = 0, mean = 0;
+/* What one of G threads has of a row: pack after pack, G packs apart, the first of them `shift` numbers before the row.
+   K packs stay in registers, so that a row of that length is read once; what is beyond is read each time. */
+enum { KEPT = 4 };
+
+template <class T, int G, int K = KEPT>
+struct row_share {
+    enum { N = pack<T>::N };
+    const T *p;
+    int64_t  cols, first;
+    bool     aligned;
+    pack<T>  kept[K];
+
+    __device__ row_share(const T *row, int64_t cols_, int shift)
+        : p(row), cols(cols_), first((int64_t)(threadIdx.x % G) * N - shift), aligned(shift_of(row) == shift) {
+        UNROLL
+        for (int j = 0; j < K; j++) kept[j] = load(p, place(j), cols, aligned);
+    }
+    __device__ int64_t place(int j) const { return first + (int64_t)j * (G * N); }
+
+    /* f(column of the first, numbers) for each pack; what is outside of the row is zero. */
+    template <class F>
+    __device__ void each(F f) const {
+        UNROLL
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) f(place(j), widened(kept[j]));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p, c, cols, aligned));
+    }
+    /* The same for two rows. */
+    template <class F>
+    __device__ void each_with(const row_share &other, F f) const {
+        UNROLL
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
+        for (int64_t c = place(K); c < cols; c += G * N)
+            f(c, get<N>(p, c, cols, aligned), get<N>(other.p, c, cols, other.aligned));
+    }
+    __device__ bool has(int64_t c) const { return c >= 0 && c < cols; }
+};
+
+/* A warp for each row that it can keep, else a block. */
+template <class T>
+static bool warp_keeps(size_t cols) { return cols <= (size_t)32 * KEPT * pack<T>::N; }
+
+#define LAUNCH_ROWS(kernel, T, rows, cols, stream, ...) \
+    do { \
+        if (warp_keeps<T>(cols)) LAUNCH((kernel<T, 32>), rows, WARPS, stream, __VA_ARGS__); \
+        else LAUNCH((kernel<T, BLOCK>), rows, 1, stream, __VA_ARGS__); \
+    } while (0)
+
+/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
+   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+template <class T, int G>
+KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
+    const int N = pack<T>::N;
+    const T  *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
+    int64_t   cols = (int64_t)a.cols;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        const T        *in = (const T *)a.in + r * a.cols;
+        T              *out = (T *)a.out + r * a.cols;
+        int             shift = shift_of(in);
+        bool            same = shift_of(out) == shift, same_gain = shift_of(gains) == shift;
+        bool            same_bias = shift_of(biases) == shift;
+        row_share<T, G> x(in, cols, shift);
+        float           sum = 0, squares = 0, mean = 0;
         if (!a.rms) { /* the same for all threads, so all reach the barriers */
-            for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += x[c];
-            mean = block_sum(sum) / (float)a.cols;
+            x.each([&](int64_t, pack<float, N> v) {
+                for (int k = 0; k < N; k++) sum += v.v[k];
+            });
+            mean = group_sum<G>(sum) / (float)a.cols;
         }
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) squares += (x[c] - mean) * (x[c] - mean);
-        float rstd = (float)(1 / sqrt((double)block_sum(squares) / (double)a.cols + a.eps));
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-            out[c] = (x[c] - mean) * rstd * gain[c] + (bias ? bias[c] : 0);
-        if (threadIdx.x > 0) continue;
+        x.each([&](int64_t c, pack<float, N> v) {
+            for (int k = 0; k < N; k++) squares += x.has(c + k) ? (v.v[k] - mean) * (v.v[k] - mean) : 0;
+        });
+        float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
+        x.each([&](int64_t c, pack<float, N> v) {
+            pack<float, N> gain = get<N>(gains, c, cols, same_gain), bias = { { 0 } };
+            if (biases) bias = get<N>(biases, c, cols, same_bias);
+            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
+            give(out, c, cols, same, v);
+        });
+        if (threadIdx.x % G > 0) continue;
         if (!a.rms) ((float *)a.mean)[r] = mean;
         ((float *)a.rstd)[r] = rstd;
     }
 }
 
-static dt_status cuda_norm(const dt_norm_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(norm_kernel, a->rows, 1, stream, *a);
+template <class T>
+static dt_status norm(const dt_norm_args *a, void *stream) {
+    LAUNCH_ROWS(norm_kernel, T, a->rows, a->cols, stream, *a);
     return launched();
 }
+
+static dt_status cuda_norm(const dt_norm_args *a, void *stream) { return BY_TYPE(a->dtype, norm, a, stream); }
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
-/* dgain(cols) = sum over rows of dout y, dbias(cols) = sum over rows of dout, where y = (x - mean) rstd: as in section
-   8, so no scratch is needed and each sum is complete before it leaves. */
-KERNEL __launch_bounds__(COLUMNS *RUNS) norm_back_gain_kernel(dt_norm_back_args a) {
-    const float *x = (const float *)a.in, *dout = (const float *)a.dout, *rstd = (const float *)a.rstd;
-    row_run      run = my_rows(a.rows);
-    for (size_t first = (size_t)blockIdx.x * COLUMNS; first < a.cols; first += (size_t)gridDim.x * COLUMNS) {
-        size_t c = first + threadIdx.x;
-        float  dgain = 0, dbias = 0;
-        for (size_t r = run.first; r < run.end && c < a.cols; r++) {
-            float d = dout[r * a.cols + c];
-            dgain += d * ((x[r * a.cols + c] - mean_of(a, r)) * rstd[r]);
-            dbias += d;
+/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
+   dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
+   most K packs for each of G threads: a block leaves the sums over its rows, (2,parts,cols) of scratch for all blocks. */
+template <int N, int G, int K>
+static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
+    __shared__ float total[G < BLOCK ? G * K * N : 1];
+    int              lane = threadIdx.x % G;
+    for (int group = 0; group < BLOCK / G && G < BLOCK; group++) { /* one group after the other */
+        UNROLL
+        for (int i = 0; i < K * N; i++) {
+            float *to = &total[G < BLOCK ? (i / N * G + lane) * N + i % N : 0];
+            if ((int)threadIdx.x / G == group) *to = group > 0 ? *to + sum[i / N][i % N] : sum[i / N][i % N];
         }
-        dgain = add_runs(dgain);
-        dbias = add_runs(dbias);
-        if (threadIdx.y > 0 || c >= a.cols) continue;
-        if (a.dgain) give(a.dgain, c, dgain, a.accumulate_gain);
-        if (a.dbias) give(a.dbias, c, dbias, a.accumulate_bias);
+        __syncthreads();
+    }
+    for (int64_t c = threadIdx.x; c < cols && G < BLOCK; c += BLOCK) out[c] = total[c];
+    UNROLL
+    for (int i = 0; i < (G < BLOCK ? 0 : K * N); i++) {
+        int64_t c = (int64_t)(i / N * G + lane) * N + i % N;
+        if (c < cols) out[c] = sum[i / N][i % N];
+    }
+    __syncthreads(); /* total has been read */
+}
+
+template <class T, int G, int K>
+KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
+    const int N = pack<T>::N;
+    const T  *gains = (const T *)a.gain;
+    bool      aligned = aligned16(gains);
+    float     dgain[K][N] = { { 0 } }, dbias[K][N] = { { 0 } };
+    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
+        size_t             r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
+        int64_t            cols = r < a.rows ? (int64_t)a.cols : 0;
+        row_share<T, G, K> x((const T *)a.in + r * a.cols, cols, 0), dout((const T *)a.dout + r * a.cols, cols, 0);
+        T                 *dx = (T *)a.dx + r * a.cols;
+        float              mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
+        float              g_sum = 0, gy_sum = 0;
+        UNROLL
+        for (int j = 0; j < K; j++) {
+            if (x.place(j) >= cols) continue;
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]);
+            pack<float, N> gain = get<N>(gains, x.place(j), cols, aligned);
+            for (int k = 0; k < N; k++) {
+                float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
+                dgain[j][k] += d.v[k] * y;
+                dbias[j][k] += d.v[k];
+                g_sum += g;
+                gy_sum += g * y;
+            }
+        }
+        if (!a.dx) continue;
+        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
+        if (a.rms) mean_g = 0;
+        UNROLL
+        for (int j = 0; j < K; j++) {
+            if (x.place(j) >= cols) continue;
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]);
+            pack<float, N> gain = get<N>(gains, x.place(j), cols, aligned);
+            for (int k = 0; k < N; k++)
+                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
+            give(dx, x.place(j), cols, shift_of(dx) == 0, v, a.accumulate_x);
+        }
+    }
+    float *sums = (float *)a.work + blockIdx.x * a.cols;
+    if (a.dgain) leave_sums<N, G, K>(sums, (int64_t)a.cols, dgain);
+    if (a.dbias) leave_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
+}
+
+/* The same in two kernels, for longer rows. */
+template <class T>
+KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
+    const int N = pack<T>::N;
+    size_t    tiles = packs_in(a.cols, COLUMNS * N);
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.in, a.dout) && cols % N == 0;
+    for (size_t i = blockIdx.x; i < parts * tiles; i += gridDim.x) {
+        size_t         part = i / tiles;
+        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        run            all = { 0, a.rows }, mine = run_of(run_of(all, parts, part), RUNS, threadIdx.y);
+        pack<float, N> dgain = { { 0 } }, dbias = { { 0 } };
+        for (size_t r = mine.first; r < mine.end && c < cols; r++) {
+            pack<float, N> x = get<N>((const T *)a.in + r * a.cols, c, cols, aligned);
+            pack<float, N> d = get<N>((const T *)a.dout + r * a.cols, c, cols, aligned);
+            float          mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r];
+            for (int k = 0; k < N; k++) {
+                dgain.v[k] += d.v[k] * ((x.v[k] - mean) * rstd);
+                dbias.v[k] += d.v[k];
+            }
+        }
+        float gain_total = add_runs(dgain), bias_total = add_runs(dbias), *sums = (float *)a.work + part * a.cols;
+        c = first + my_column();
+        if (my_column() >= COLUMNS * N || c >= cols) continue;
+        sums[c] = gain_total;
+        sums[(int64_t)(parts * a.cols) + c] = bias_total;
     }
 }
 
-/* With g = dout gain: dx = rstd (g - mean(g) - y mean(g y)); mean(g) is the mean's doing, so RMSNorm has none. One
-   block per row. */
-KERNEL __launch_bounds__(BLOCK) norm_back_kernel(dt_norm_back_args a) {
-    const float *gain = (const float *)a.gain;
+template <class T>
+KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
+    const int N = pack<T>::N;
+    const T  *gains = (const T *)a.gain;
+    int64_t   cols = (int64_t)a.cols;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
-        float        mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float g = dout[c] * gain[c];
-            g_sum += g;
-            gy_sum += g * ((x[c] - mean) * rstd);
-        }
+        const T            *in = (const T *)a.in + r * a.cols;
+        T                  *dx = (T *)a.dx + r * a.cols;
+        int                 shift = shift_of(in);
+        bool                same = shift_of(dx) == shift, same_gain = shift_of(gains) == shift;
+        row_share<T, BLOCK> x(in, cols, shift), dout((const T *)a.dout + r * a.cols, cols, shift);
+        float               mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get<N>(gains, c, cols, same_gain);
+            for (int k = 0; k < N; k++) {
+                g_sum += d.v[k] * gain.v[k];
+                gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
+            }
+        });
         float mean_g = block_sum(g_sum) / (float)a.cols, mean_gy = block_sum(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float g = dout[c] * gain[c], y = (x[c] - mean) * rstd;
-            give(a.dx, r * a.cols + c, rstd * (g - mean_g - y * mean_gy), a.accumulate_x);
-        }
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get<N>(gains, c, cols, same_gain);
+            for (int k = 0; k < N; k++)
+                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
+            give(dx, c, cols, same, v, a.accumulate_x);
+        });
     }
+}
+
+/* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
+static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
+    size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
+    parts = parts < 2 * FILL ? parts : 2 * FILL;
+    return parts < room ? parts : room;
+}
+
+/* The blocks that leave sums are as many as the parts; without sums they are as for any other kernel. */
+template <class T, int G, int K>
+static void norm_back_at_once(const dt_norm_back_args *a, size_t parts, void *stream) {
+    unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
+    if (a->rows > 0) DT_LAUNCH((norm_back_kernel<T, G, K>), grid, BLOCK, 0, stream_of(stream), *a);
 }
 
 /* The sums over rows come first: dx may lie where dout does. */
+template <class T>
+static void norm_back_apart(const dt_norm_back_args *a, size_t parts, void *stream) {
+    size_t tiles = parts * packs_in(a->cols, COLUMNS * pack<T>::N);
+    if (tiles > 0)
+        DT_LAUNCH(norm_back_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
+    if (a->dx) LAUNCH(norm_back_rows_kernel<T>, a->rows, 1, stream, *a);
+}
+
+template <class T>
+static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N), parts = 0;
+    bool   summed = (a->dgain || a->dbias) && a->cols > 0;
+    if (summed) parts = norm_back_parts(a, packs <= 32 * 3 ? WARPS : packs <= BLOCK * 3 ? 1 : 2 * RUNS);
+    if (summed && a->rows > 0 && (!a->work || parts == 0)) return DT_ERR_ARG;
+    if (packs <= 32 * 3) norm_back_at_once<T, 32, 3>(a, parts, stream);
+    else if (packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
+    else if (packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
+    else if (packs <= BLOCK * 3) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
+    else norm_back_apart<T>(a, parts, stream);
+    sums dgain = { a->work, a->dgain, widened_type(a->dtype, a->wide_gain), 1, 1, parts, a->cols, 1,
+                   a->accumulate_gain };
+    sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
+                   a->cols, 1, a->accumulate_bias };
+    if (a->dgain) launch_sums<float>(dgain, stream);
+    if (a->dbias) launch_sums<float>(dbias, stream);
+    return launched();
+}
+
 static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if ((a->dgain || a->dbias) && a->cols > 0)
-        DT_LAUNCH(norm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
-    if (a->dx) LAUNCH(norm_back_kernel, a->rows, 1, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, norm_back, a, stream);
 }
 
-/* One block per row. out may be in: a thread meets its own columns only. */
-KERNEL __launch_bounds__(BLOCK) softmax_kernel(dt_softmax_args a) {
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols;
-        float       *out = (float *)a.out + r * a.cols, most = -INFINITY, sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) most = x[c] > most ? x[c] : most;
-        most = block_max(most);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += out[c] = expf(x[c] - most);
-        float inverse = 1 / block_sum(sum);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) out[c] *= inverse;
+/* out may be in: a thread meets its own columns only. */
+template <class T, int G>
+KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        const T        *in = (const T *)a.in + r * a.cols;
+        T              *out = (T *)a.out + r * a.cols;
+        bool            same = shift_of(out) == shift_of(in);
+        row_share<T, G> x(in, cols, shift_of(in));
+        float           most = -INFINITY, sum = 0;
+        x.each([&](int64_t c, pack<float, N> v) {
+            for (int k = 0; k < N; k++) most = x.has(c + k) && v.v[k] > most ? v.v[k] : most;
+        });
+        most = group_max<G>(most);
+        x.each([&](int64_t c, pack<float, N> v) {
+            for (int k = 0; k < N; k++) sum += x.has(c + k) ? exponential<T>(v.v[k] - most) : 0;
+        });
+        float inverse = 1 / group_sum<G>(sum);
+        x.each([&](int64_t c, pack<float, N> v) {
+            for (int k = 0; k < N; k++) v.v[k] = exponential<T>(v.v[k] - most) * inverse;
+            give(out, c, cols, same, v);
+        });
     }
 }
 
-static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->cols > 0) LAUNCH(softmax_kernel, a->rows, 1, stream, *a);
+template <class T>
+static dt_status softmax(const dt_softmax_args *a, void *stream) {
+    if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, a->rows, a->cols, stream, *a);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) softmax_back_kernel(dt_softmax_back_args a) {
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *y = (const float *)a.out + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
-        float        sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += y[c] * dout[c];
-        sum = block_sum(sum);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-            give(a.dx, r * a.cols + c, y[c] * (dout[c] - sum), a.accumulate);
+static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
+
+template <class T, int G>
+KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        const T        *out = (const T *)a.out + r * a.cols;
+        T              *dx = (T *)a.dx + r * a.cols;
+        int             shift = shift_of(out);
+        bool            same = shift_of(dx) == shift;
+        row_share<T, G> y(out, cols, shift), dout((const T *)a.dout + r * a.cols, cols, shift);
+        float           sum = 0;
+        y.each_with(dout, [&](int64_t, pack<float, N> v, pack<float, N> d) {
+            for (int k = 0; k < N; k++) sum += v.v[k] * d.v[k];
+        });
+        sum = group_sum<G>(sum);
+        y.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            for (int k = 0; k < N; k++) v.v[k] *= d.v[k] - sum;
+            give(dx, c, cols, same, v, a.accumulate);
+        });
     }
+}
+
+template <class T>
+static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
+    LAUNCH_ROWS(softmax_back_kernel, T, a->rows, a->cols, stream, *a);
+    return launched();
 }
 
 static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(softmax_back_kernel, a->rows, 1, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, softmax_back, a, stream);
 }
 
-// ==== 11. Rope and dropout ==========================================================================================
+// ==== 11. Rope; the counter RNG: dropout, init ======================================================================
 
-/* arXiv:2104.09864. A thread turns pair i of a token in all its heads, which have one angle; the threads behind the
-   pairs copy what does not turn. The angle is taken in double, because a float's cosine of a position in the thousands
-   has lost its last digits. A thread reads a pair before it writes it: out may be in. */
-KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a) {
-    size_t half = a.rotary / 2, each = a.dim - half;
-    size_t step = a.interleaved ? 2 : 1, apart = a.interleaved ? 1 : half; /* pair i: i step, i step + apart */
-    for (size_t at = flat_first(1); at < a.tokens * each; at += flat_step(1)) {
-        size_t token = at / each, i = at % each;
-        float  cosine = 1, sine = 0;
-        if (i < half) {
-            double angle = a.positions[token] * pow(a.theta, -2.0 * (double)i / (double)a.rotary);
-            cosine = (float)cos(angle);
-            sine = (float)(a.inverse ? -sin(angle) : sin(angle));
+/* arXiv:2104.09864. A block takes as many tokens as have BLOCK pairs: first their angles, which serve all heads, then
+   all heads, N pairs at a time. Angles are taken in double, because a float's cosine of a position in the thousands has
+   lost its last digits; their rates are made on the host. A thread reads pairs before it writes them: out may be in. */
+struct rope_rates { double of[BLOCK]; };
+
+template <class T, int N>
+static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, const float2 *turn, int i) {
+    const bool     aligned = N > 1;
+    int            half = (int)a.rotary / 2;
+    int64_t        dim = (int64_t)a.dim;
+    pack<float, N> x0, x1;
+    if (a.interleaved) {
+        pack<float, 2 * N> both = get<2 * N>(x, 2 * i, dim, aligned);
+        for (int k = 0; k < N; k++) {
+            float x0 = both.v[2 * k], x1 = both.v[2 * k + 1];
+            both.v[2 * k] = x0 * turn[i + k].x - x1 * turn[i + k].y;
+            both.v[2 * k + 1] = x1 * turn[i + k].x + x0 * turn[i + k].y;
         }
-        for (size_t h = token * a.heads; h < (token + 1) * a.heads; h++) {
-            const float *x = (const float *)a.in + h * a.dim;
-            if (i < half) {
-                float x0 = x[i * step], x1 = x[i * step + apart];
-                give(a.out, h * a.dim + i * step, x0 * cosine - x1 * sine, a.accumulate);
-                give(a.out, h * a.dim + i * step + apart, x1 * cosine + x0 * sine, a.accumulate);
-            } else {
-                give(a.out, h * a.dim + half + i, x[half + i], a.accumulate);
-            }
+        give(out, 2 * i, dim, aligned, both, a.accumulate);
+        return;
+    }
+    x0 = get<N>(x, i, dim, aligned);
+    x1 = get<N>(x, half + i, dim, aligned);
+    for (int k = 0; k < N; k++) {
+        float old = x0.v[k];
+        x0.v[k] = old * turn[i + k].x - x1.v[k] * turn[i + k].y;
+        x1.v[k] = x1.v[k] * turn[i + k].x + old * turn[i + k].y;
+    }
+    give(out, i, dim, aligned, x0, a.accumulate);
+    give(out, half + i, dim, aligned, x1, a.accumulate);
+}
+
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, int each) {
+    __shared__ float2 turn[BLOCK];
+    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N, units = (int)(a.dim - a.rotary) / N + turning;
+    for (size_t first = (size_t)blockIdx.x * each; first < a.tokens; first += (size_t)gridDim.x * each) {
+        int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each, me = threadIdx.x;
+        __syncthreads(); /* the angles before have been used */
+        if (me < here * half) {
+            double sine, cosine;
+            sincos(a.positions[first + me / half] * rates.of[me % half], &sine, &cosine);
+            turn[me] = make_float2((float)cosine, (float)(a.inverse ? -sine : sine));
+        }
+        __syncthreads();
+        for (int u = me; u < here * heads * units; u += BLOCK) {
+            int      unit = u % units, head = u / units; /* of all these tokens */
+            const T *x = (const T *)a.in + (first * a.heads + head) * a.dim;
+            T       *out = (T *)a.out + (first * a.heads + head) * a.dim;
+            int      at = (int)a.rotary + (unit - turning) * N;
+            if (unit < turning) rope_pairs<T, N>(a, x, out, turn + head / heads * half, unit * N);
+            else give(out, at, (int64_t)a.dim, N > 1, get<N>(x, at, (int64_t)a.dim, N > 1), a.accumulate);
         }
     }
 }
 
-static dt_status cuda_rope(const dt_rope_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->rotary % 2 || a->rotary > a->dim) return DT_ERR_ARG;
-    LAUNCH(rope_kernel, a->tokens * (a->dim - a->rotary / 2), BLOCK, stream, *a);
+template <class T>
+static dt_status rope(const dt_rope_args *a, void *stream) {
+    const size_t N = pack<T>::N;
+    size_t       half = a->rotary / 2;
+    rope_rates   rates;
+    if (a->rotary % 2 || a->rotary > a->dim || a->dim > 2 * BLOCK) return DT_ERR_ARG;
+    for (size_t i = 0; i < half; i++) rates.of[i] = pow(a->theta, -2.0 * (double)i / (double)a->rotary);
+    int  each = half > BLOCK / 8 ? BLOCK / (int)half : 8;
+    bool aligned = aligned16(a->in, a->out) && a->dim % N == 0 && half % N == 0 && a->rotary % N == 0;
+    if (aligned) LAUNCH((rope_kernel<T, pack<T>::N>), a->tokens, each, stream, *a, rates, each);
+    else LAUNCH((rope_kernel<T, 1>), a->tokens, each, stream, *a, rates, each);
     return launched();
 }
+
+static dt_status cuda_rope(const dt_rope_args *a, void *stream) { return BY_TYPE(a->dtype, rope, a, stream); }
 
 /* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
@@ -1341,232 +1714,527 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four words of counter (token, column / 4): a thread has those of them that
-   are here. least: words below it are dropped. */
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t groups, uint64_t least) {
-    float scale = (float)(1 / (1 - a.p));
-    for (size_t at = flat_first(1); at < a.rows * groups; at += flat_step(1)) {
-        size_t   r = at / groups;
-        uint64_t token = (unsigned)(a.tokens ? a.tokens[r] : (int32_t)r), group = (uint64_t)a.first / 4 + at % groups;
-        unsigned word[4];
-        philox(a.key, token << 32 | group, word);
-        for (int k = 0; k < 4; k++) {
-            int64_t c = (int64_t)(4 * group) + k - a.first;
-            if (c < 0 || c >= (int64_t)a.cols) continue;
-            float x = ((const float *)a.in)[r * a.cols + (size_t)c];
-            give(a.out, r * a.cols + (size_t)c, word[k] < least ? 0 : x * scale, a.accumulate);
+/* Four columns of the full tensor share the four words of counter (token, column / 4). So packs begin at such a group,
+   which may lie before the columns that are here. least: words below it are dropped. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t packs, uint64_t least) {
+    const int N = pack<T>::N;
+    float     scale = (float)(1 / (1 - a.p));
+    int64_t   cols = (int64_t)a.cols, skew = a.first % 4;
+    bool      aligned = aligned16(a.in, a.out) && cols % N == 0 && skew == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        int64_t        c = at.col - skew;
+        uint64_t       token = (unsigned)(a.tokens ? a.tokens[at.row] : (int32_t)at.row);
+        uint64_t       group = (uint64_t)(a.first + c) / 4;
+        pack<float, N> x = get<N>((const T *)a.in + at.row * a.cols, c, cols, aligned);
+        for (int k = 0; k < N; k += 4) {
+            unsigned word[4];
+            philox(a.key, token << 32 | (group + k / 4), word);
+            for (int e = 0; e < 4; e++) x.v[k + e] = word[e] < least ? 0 : x.v[k + e] * scale;
         }
+        give((T *)a.out + at.row * a.cols, c, cols, aligned, x, a.accumulate);
     }
 }
 
-static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    size_t   groups = ((size_t)(a->first % 4) + a->cols + 3) / 4;
+template <class T>
+static dt_status dropout(const dt_dropout_args *a, void *stream) {
+    size_t   packs = packs_in(a->cols + (size_t)(a->first % 4), pack<T>::N);
     uint64_t least = (uint64_t)(a->p * 4294967296.0);
-    if (a->cols > 0) LAUNCH(dropout_kernel, a->rows * groups, BLOCK, stream, *a, groups, least);
+    if (a->cols > 0) LAUNCH(dropout_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, least);
     return launched();
+}
+
+static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) { return BY_TYPE(a->dtype, dropout, a, stream); }
+
+/* Two words as a number in [0, 1) with 53 bits. */
+static __device__ double unit(unsigned high, unsigned low) {
+    return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+/* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform numbers, which are the
+   CPU's to the bit, or a Box-Muller pair, where the functions' last bits of a double may differ from the CPU's. A thread
+   has one counter. Number: what T is computed in. */
+template <class T, class Number>
+KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
+    uint64_t skew = a.first % 2;
+    for (uint64_t i = flat_first(1); 2 * i < a.count + skew; i += flat_step(1)) {
+        unsigned word[4];
+        double   pair[2];
+        philox(a.key, a.first / 2 + i, word);
+        double u = unit(word[0], word[1]), v = unit(word[2], word[3]);
+        if (a.normal) {
+            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u in (0, 1] */
+            sincos(6.283185307179586 * v, &pair[1], &pair[0]);
+            for (int k = 0; k < 2; k++) pair[k] *= radius;
+        } else {
+            pair[0] = a.scale * (2 * u - 1);
+            pair[1] = a.scale * (2 * v - 1);
+        }
+        for (uint64_t k = 0; k < 2; k++) /* what is before the first wraps around, to a large number */
+            if (2 * i + k - skew < a.count) round_to((T *)a.out + (2 * i + k - skew), (Number)pair[k]);
+    }
+}
+
+template <class T, class Number>
+static dt_status init(const dt_init_args *a, void *stream) {
+    LAUNCH((init_kernel<T, Number>), a->count, 2 * BLOCK, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_init(const dt_init_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return init<float, float>(a, stream);
+    case DT_BF16: return init<bf16, float>(a, stream);
+    case DT_F16: return init<f16, float>(a, stream);
+    case DT_F64: return init<double, double>(a, stream);
+    case DT_I32: break;
+    }
+    return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 12. Embedding =================================================================================================
 
-KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        int64_t id = a.ids[i / a.cols], row = id - a.first;
-        bool    here = id >= 0 && row >= 0 && row < a.held;
-        ((float *)a.out)[i] = here ? ((const float *)a.table)[(size_t)row * a.cols + i % a.cols] : 0;
+template <class T>
+KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, size_t packs, int *bad) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.out, a.table) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row  at = in_row_of(i, packs, N);
+        int64_t id = a.ids[at.row], row = id - a.first;
+        pack<T> x = { { T() } };
+        bool    known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
+        if (known && row >= 0 && row < a.held)
+            x = load((const T *)a.table + (size_t)row * a.cols, at.col, cols, aligned);
+        store((T *)a.out + at.row * a.cols, at.col, cols, aligned, x);
     }
+}
+
+template <class T>
+static dt_status embedding(const dt_embedding_args *a, void *stream) {
+    size_t    packs = packs_in(a->cols, pack<T>::N);
+    dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
+    if (status != DT_OK) return status;
+    LAUNCH(embedding_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, bad_of(stream));
+    return launched();
 }
 
 static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
-    if (status != DT_OK) return status;
-    LAUNCH(embedding_kernel, a->rows * a->cols, BLOCK, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, embedding, a, stream);
 }
 
-/* A block owns OWNED rows of the table and looks through all ids, BLOCK at a time. What is its own it adds, r
-   ascending, a thread for each column: no sorting, no scratch, no atomics, the CPU's bits. Every id is read held/OWNED
-   times, 8,192 ids of a table of 50,257 rows 26 million times from the cache; and the rows of one id wait for each
-   other, so that a batch of one word is one block's work. */
-enum { OWNED = 16 };
+/* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
+   pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
+   ids are read held/OWNED times, 8,192 ids of a table of 50,257 rows 13 million times, but from the cache. */
+enum { OWNED = 32, PIECE = 8 * BLOCK };
 
-KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a) {
-    __shared__ int64_t owner[BLOCK];
-    float             *table = (float *)a.dtable;
-    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
-        int64_t end = own + OWNED < a.held ? own + OWNED : a.held;
-        for (size_t i = (size_t)own * a.cols + threadIdx.x; i < (size_t)end * a.cols && !a.accumulate; i += BLOCK)
-            table[i] = 0;
-        for (size_t first = 0; first < a.rows; first += BLOCK) {
-            size_t  have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
-            int64_t row = threadIdx.x < have ? a.ids[first + threadIdx.x] - a.first : -1;
-            owner[threadIdx.x] = row;
-            /* a barrier, for the zeros too; most pieces have nothing for this block */
-            if (!__syncthreads_or(row >= own && row < end)) continue;
-            for (size_t r = 0; r < have; r++) {
-                if (owner[r] < own || owner[r] >= end) continue;
-                for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-                    table[(size_t)owner[r] * a.cols + c] += ((const float *)a.dout)[(first + r) * a.cols + c];
-            }
-            __syncthreads(); /* the ids have been read */
+/* Lists what of this piece of ids belongs to the rows own .. end, r ascending: r's place in the piece times OWNED, plus
+   the row's among the owned. Answers how many. */
+static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, int64_t own, int64_t end, int *found,
+    int *bad) {
+    __shared__ int of_warp[WARPS];
+    int64_t        row[8];
+    int            mine = 0, before, total = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int k = 0; k < 8; k++) {
+        size_t r = first + threadIdx.x * 8 + k;
+        int    id = r < a.rows ? a.ids[r] : -1;
+        row[k] = id - a.first;
+        if (id != -1 && a.strict && own == 0) good(row[k], 0, a.held, bad);
+        if (r >= a.rows || row[k] < own || row[k] >= end) row[k] = -1;
+        mine += row[k] >= 0;
+    }
+    if (!__syncthreads_or(mine)) return 0; /* a barrier: the list before has been used */
+    before = mine;
+    for (int by = 1; by < 32; by *= 2) {
+        int theirs = __shfl_up_sync(0xffffffffu, before, by);
+        if (lane >= by) before += theirs;
+    }
+    if (lane == 31) of_warp[warp] = before;
+    __syncthreads();
+    before -= mine;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += of_warp[w];
+        total += of_warp[w];
+    }
+    for (int k = 0; k < 8; k++)
+        if (row[k] >= 0) found[before++] = ((int)threadIdx.x * 8 + k) * OWNED + (int)(row[k] - own);
+    __syncthreads();
+    return total;
+}
+
+/* Adds what was found for one owned row to a pack of its columns; four rows of dout are on their way at a time. */
+template <class T>
+static __device__ void add_found(float *sum, const T *dout, int64_t c, int64_t cols, bool aligned, const int *found,
+    int count, int owned) {
+    const int      N = pack<T>::N;
+    bool           any = false;
+    pack<float, N> total = { { 0 } };
+    for (int e = 0; e < count; e += 4) {
+        pack<T> x[4];
+        for (int j = 0; j < 4; j++)
+            if (e + j < count && found[e + j] % OWNED == owned)
+                x[j] = load(dout + (size_t)(found[e + j] / OWNED) * cols, c, cols, aligned);
+        for (int j = 0; j < 4; j++) {
+            if (e + j >= count || found[e + j] % OWNED != owned) continue;
+            if (!any) total = get<N>(sum, c, cols, aligned);
+            any = true;
+            for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
         }
     }
+    if (any) give(sum, c, cols, aligned, total);
+}
+
+/* keep: sums are there already */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
+    const int      N = pack<T>::N;
+    __shared__ int found[PIECE];
+    int64_t        cols = (int64_t)a.cols;
+    bool           aligned = aligned16(sums, a.dout) && cols % N == 0;
+    int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
+    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
+        int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
+        float         *mine = sums + own * cols;
+        pack<float, 4> zero = { { 0 } };
+        for (int64_t i = threadIdx.x * 4; i < (end - own) * cols && !keep; i += BLOCK * 4)
+            store(mine, i, (end - own) * cols, aligned, zero);
+        for (size_t first = 0; first < a.rows; first += PIECE) {
+            int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
+            for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
+                int64_t c = (int64_t)(u % chunks * 32 + lane) * N;
+                if (c < cols)
+                    add_found(mine + u / chunks * cols, (const T *)a.dout + first * a.cols, c, cols, aligned, found, count,
+                        u / chunks);
+            }
+        }
+        __syncthreads(); /* this list has been used */
+    }
+}
+
+/* Finished sums to 16 bits. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(out, sums);
+    for (size_t i = flat_first(N); i < count; i += flat_step(N))
+        give(out, i, count, aligned, get<N>(sums, i, count, aligned), accumulate);
+}
+
+template <class T>
+static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
+    dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
+    size_t    all = (size_t)a->held * a->cols;
+    bool      apart = sizeof(T) == 2 && !a->wide;
+    float    *sums = (float *)(apart ? a->work : a->dtable);
+    if (status != DT_OK) return status;
+    if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
+    LAUNCH(embedding_back_kernel<T>, (size_t)a->held, OWNED, stream, *a, sums, a->accumulate && !apart, bad_of(stream));
+    if (apart)
+        LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, (T *)a->dtable, (const float *)sums, all, a->accumulate);
+    return launched();
 }
 
 static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
-    if (status != DT_OK) return status;
-    LAUNCH(embedding_back_kernel, (size_t)a->held, OWNED, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, embedding_back, a, stream);
 }
 
-// ==== 13. Cross-entropy =============================================================================================
+// ==== 13. Losses ====================================================================================================
 
-/* max + log(sum of exp(x - max)), for each thread of the block: the largest term is 1, so nothing overflows. The terms
-   are f32, their sum is double, so that log is accurate where one term is nearly all of it. */
-static __device__ double log_sum_exp(const float *x, size_t cols) {
-    float most = -INFINITY;
-    for (size_t c = threadIdx.x; c < cols; c += BLOCK) most = x[c] > most ? x[c] : most;
-    most = block_max(most);
+/* A row of logits is a block's, because a vocabulary is long. */
+enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 1024 };
+
+/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
+   it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
+   that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
+template <class T>
+static __device__ double log_sum_exp(const T *x, int64_t n) {
+    const int    N = pack<T>::N;
+    const size_t STEP = LOSS_BLOCK * N;
+    float        most = -3.402823466e38f;
+    double       sum = 0;
+    for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < n; c += 2 * STEP) {
+        pack<float, N> v[2];
+        for (int u = 0; u < 2; u++) v[u] = get<N>(x, c + u * STEP, n, true, -INFINITY);
+        for (int u = 0; u < 2; u++) {
+            float top = most, part = 0;
+            for (int k = 0; k < N; k++) top = v[u].v[k] > top ? v[u].v[k] : top;
+            if (top > most) sum *= (double)expf(most - top);
+            most = top;
+            for (int k = 0; k < N; k++) part += exponential<T>(v[u].v[k] - most);
+            sum += (double)part;
+        }
+    }
+    float top = block_max<LOSS_BLOCK>(most);
+    sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
+    return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
+}
+
+template <class T>
+static __device__ double row_total(const T *x, int64_t n) {
     double sum = 0;
-    for (size_t c = threadIdx.x; c < cols; c += BLOCK) sum += (double)expf(x[c] - most);
-    return (double)most + log(block_sum(sum));
+    for (int64_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
+    return block_sum<double, LOSS_BLOCK>(sum);
 }
 
-/* One block per row. The label is the whole block's, so all its threads reach the same barriers. */
-KERNEL __launch_bounds__(BLOCK) cross_entropy_kernel(dt_cross_entropy_args a) {
+/* The columns are those from `first` on of `all`. The label is the whole block's, so all its threads reach the same
+   barriers. */
+template <class T>
+KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
+    int64_t vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.logits + r * a.cols;
-        int32_t      label = a.labels[r];
-        double       lse = 0, loss = 0, sum = 0;
-        if (label >= 0) {
-            lse = log_sum_exp(x, a.vocab);
-            loss = lse - (1 - a.smoothing) * (double)x[label];
+        const T *x = (const T *)a.logits + r * a.cols;
+        int64_t  label = a.labels[r], here = label - a.first;
+        double   lse = 0, target = 0;
+        if (label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL)) {
+            lse = vocab > 0 ? log_sum_exp(x, vocab) : (double)-INFINITY;
+            if (here >= 0 && here < vocab) target = (1 - a.smoothing) * (double)widen(x[here]);
+            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, vocab) / (double)a.all);
         }
-        if (label >= 0 && a.smoothing > 0) {
-            for (size_t c = threadIdx.x; c < a.vocab; c += BLOCK) sum += (double)x[c];
-            loss -= a.smoothing * (block_sum(sum) / (double)a.vocab);
-        }
-        if (threadIdx.x == 0) {
+        if (threadIdx.x > 0) continue;
+        if (a.part) {
+            a.part[2 * r] = lse;
+            a.part[2 * r + 1] = target;
+        } else {
             ((float *)a.lse)[r] = (float)lse;
-            a.row_loss[r] = loss;
+            a.row_loss[r] = lse - target;
         }
     }
 }
 
-/* One block for all rows: it fetches BLOCK rows at a time, and one thread adds them, r ascending. */
-KERNEL __launch_bounds__(BLOCK) loss_total_kernel(dt_cross_entropy_args a) {
-    __shared__ double piece[BLOCK], squares[BLOCK];
-    double            total = 0, z_total = 0;
-    for (size_t first = 0; first < a.rows; first += BLOCK) {
-        size_t have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
-        __syncthreads(); /* the piece before has been added */
-        if (threadIdx.x < have) {
-            double lse = (double)((const float *)a.lse)[first + threadIdx.x];
-            piece[threadIdx.x] = a.row_loss[first + threadIdx.x];
-            squares[threadIdx.x] = lse * lse;
-        }
-        __syncthreads();
-        for (size_t i = 0; i < have && threadIdx.x == 0; i++) {
-            total += piece[i];
-            z_total += squares[i];
-        }
+/* One block for all rows. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) loss_total_kernel(dt_cross_entropy_args a) {
+    double total = 0, squares = 0;
+    for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_BLOCK) {
+        double lse = (double)((const float *)a.lse)[r];
+        total += a.row_loss[r];
+        squares += lse * lse;
     }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
     if (threadIdx.x > 0) return;
     *a.loss = (a.add ? *a.loss : 0) + total / a.denominator;
-    if (a.z_loss) *a.z_loss = (a.add ? *a.z_loss : 0) + z_total / a.denominator;
+    if (a.z_loss) *a.z_loss = (a.add ? *a.z_loss : 0) + squares / a.denominator;
 }
 
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *args, void *stream) {
+template <class T>
+static dt_status cross_entropy(const dt_cross_entropy_args *args, void *stream) {
     dt_cross_entropy_args a = *args;
-    if (a.dtype != DT_F32 || a.part) return DT_ERR_UNSUPPORTED;
-    if (a.vocab == 0) a.vocab = a.cols;
+    if (!a.part && a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
-    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
+    if (!a.part) a.first = 0;
+    if (!a.part) a.all = (int64_t)a.vocab;
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_kernel, a.rows, 1, stream, a);
-    LAUNCH(loss_total_kernel, 1, 1, stream, a);
+    if (a.rows > 0)
+        DT_LAUNCH(cross_entropy_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
+    if (!a.part) DT_LAUNCH(loss_total_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), a);
     return launched();
 }
 
-/* One block per row: dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label. */
-KERNEL __launch_bounds__(BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a) {
-    float factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.vocab);
-    float on = factor * (float)(1 - a.smoothing);
+static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
+    return BY_TYPE(a->dtype, cross_entropy, a, stream);
+}
+
+/* One block: a thread has every TOTAL_BLOCK-th row, of which it adds the parts in their order. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) cross_entropy_join_kernel(dt_cross_entropy_join_args a) {
+    double total = 0, squares = 0;
+    for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_BLOCK) {
+        double lse = 0, target = 0, most = -INFINITY, sum = 0;
+        for (size_t i = 0; i < a.n; i++) {
+            double part = a.parts[2 * (i * a.rows + r)];
+            most = part > most ? part : most;
+        }
+        for (size_t i = 0; i < a.n && a.labels[r] >= 0; i++) {
+            sum += (double)expf((float)(a.parts[2 * (i * a.rows + r)] - most));
+            target += a.parts[2 * (i * a.rows + r) + 1];
+        }
+        if (a.labels[r] >= 0) lse = most + log(sum);
+        ((float *)a.lse)[r] = (float)lse;
+        total += lse - target;
+        squares += lse * lse;
+    }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
+    if (threadIdx.x > 0) return;
+    *a.loss = total / a.denominator;
+    if (a.z_loss) *a.z_loss = squares / a.denominator;
+}
+
+/* The same for all types: parts and lse are not of T. */
+static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, void *stream) {
+    if (a->dtype != DT_F32 && a->dtype != DT_BF16 && a->dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    DT_LAUNCH(cross_entropy_join_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
+    return launched();
+}
+
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label: read once, written
+   once. */
+template <class T>
+KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
+    const int N = pack<T>::N;
+    float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
+    float     on = factor * (float)(1 - a.smoothing);
+    int64_t   cols = (int64_t)a.cols, vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.logits + r * a.cols;
-        float        lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
-        int64_t      label = a.labels[r];
-        if (label < 0 && a.accumulate) continue;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float d = 0;
-            if (label >= 0 && c < a.vocab) d = scale * expf(x[c] - lse) - off - ((int64_t)c == label ? on : 0.0f);
-            give(a.dlogits, r * a.cols + c, d, a.accumulate);
+        const T *x = (const T *)a.logits + r * a.cols;
+        T       *out = (T *)a.dlogits + r * a.cols;
+        float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
+        int64_t  label = a.labels[r], here = label - a.first;
+        bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
+        bool     same = shift_of(out) == shift_of(x);
+        if (!counts && a.accumulate) continue;
+        for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < cols; c += LOSS_BLOCK * N) {
+            pack<float, N> v = { { 0 } };
+            if (counts) v = get<N>(x, c, cols, true);
+            for (int k = 0; k < N && counts; k++) {
+                float d = scale * exponential<T>(v.v[k] - lse) - off - (c + k == here ? on : 0.0f);
+                v.v[k] = c + k < vocab ? d : 0;
+            }
+            give(out, c, cols, same, v, a.accumulate);
         }
     }
 }
 
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
+template <class T>
+static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
     dt_cross_entropy_back_args a = *args;
-    if (a.dtype != DT_F32 || a.all > 0) return DT_ERR_UNSUPPORTED;
-    if (a.vocab == 0) a.vocab = a.cols;
+    if (a.all == 0 && a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
-    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
+    if (a.all == 0) {
+        a.first = 0;
+        a.all = (int64_t)a.vocab;
+    }
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_back_kernel, a.rows, 1, stream, a);
+    if (a.rows > 0)
+        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
     return launched();
+}
+
+static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
+    return BY_TYPE(a->dtype, cross_entropy_back, a, stream);
+}
+
+/* One block, because there is no scratch: for outputs of a model, not for its weights. */
+template <class T>
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) mse_kernel(dt_mse_args a) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(a.a, a.b);
+    double    total = 0;
+    for (size_t i = (size_t)threadIdx.x * N; i < a.count; i += TOTAL_BLOCK * N) {
+        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+        for (int k = 0; k < N; k++) {
+            double d = (double)x.v[k] - (double)y.v[k];
+            total += d * d;
+        }
+    }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    if (threadIdx.x == 0) *a.loss = total / a.denominator;
+}
+
+template <class T>
+static dt_status mse(const dt_mse_args *a, void *stream) {
+    DT_LAUNCH(mse_kernel<T>, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
+    return launched();
+}
+
+static dt_status cuda_mse(const dt_mse_args *a, void *stream) { return BY_TYPE(a->dtype, mse, a, stream); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
+    const int N = pack<T>::N;
+    float     factor = (float)(*a.upstream * a.scale);
+    bool      aligned = aligned16(a.da, a.a, a.b);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] = factor * (x.v[k] - y.v[k]);
+        give((T *)a.da, i, a.count, aligned, x, a.accumulate);
+    }
+}
+
+template <class T>
+static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
+    LAUNCH(mse_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_mse_back(const dt_mse_back_args *a, void *stream) {
+    return BY_TYPE(a->dtype, mse_back, a, stream);
 }
 
 // ==== 14. Norm and optimizers =======================================================================================
 
 /* Half a warp takes a run, 16 runs a block. Lane l adds elements l, l + 16, ..., then lanes are added in halves. That
    is the CPU's order, and a square of a float is exact in double: the norm has the same bits on both. */
-KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a) {
-    const size_t LANES = 16, EACH = BLOCK / LANES;
-    size_t       runs = a.count / DT_RUN + (a.count % DT_RUN != 0), lane = threadIdx.x % LANES;
-    for (size_t first = blockIdx.x * EACH; first < runs; first += gridDim.x * EACH) {
-        size_t       run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
-        const float *x = (const float *)a.in + run * DT_RUN;
-        double       sum = 0;
-        for (size_t j = lane; j < (left < DT_RUN ? left : DT_RUN); j += LANES) sum += (double)x[j] * (double)x[j];
-        for (int w = 8; w > 0; w /= 2) sum += __shfl_down_sync(0xffffffffu, sum, w, 16);
-        if (lane == 0 && run < runs) a.out[run] = sum;
+enum { LANES = 16, RUNS_EACH = BLOCK / LANES };
+
+static __device__ double lanes_sum(double sum) {
+    for (int w = LANES / 2; w > 0; w /= 2) sum += __shfl_down_sync(0xffffffffu, sum, w, LANES);
+    return sum;
+}
+
+static size_t runs_in(size_t count) { return count / DT_RUN + (count % DT_RUN != 0); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a, size_t runs) {
+    for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
+        size_t   run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
+        const T *x = (const T *)a.in + run * DT_RUN;
+        double   sum = 0;
+        for (size_t j = threadIdx.x % LANES; j < (left < DT_RUN ? left : DT_RUN); j += LANES)
+            sum += (double)widen(x[j]) * (double)widen(x[j]);
+        sum = lanes_sum(sum);
+        if (threadIdx.x % LANES == 0 && run < runs) a.out[run] = sum;
     }
 }
 
-static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(square_sums_kernel, a->count, (size_t)DT_RUN * 16, stream, *a);
+template <class T>
+static dt_status square_sums(const dt_square_sums_args *a, void *stream) {
+    LAUNCH(square_sums_kernel<T>, a->count, (size_t)DT_RUN * RUNS_EACH, stream, *a, runs_in(a->count));
     return launched();
+}
+
+static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
+    return BY_TYPE(a->dtype, square_sums, a, stream);
+}
+
+/* Parameters and their state are f32; Narrow is the type of a copy of the parameters, which may be there. */
+#define BY_NARROW(a, f, ...) \
+    ((a)->dtype != DT_F32 ? DT_ERR_UNSUPPORTED : BY_TYPE((a)->narrow ? (a)->narrow_dtype : DT_F32, f, __VA_ARGS__))
+
+template <class Narrow>
+static __device__ void give_copy(void *narrow, size_t i, size_t count, pack<float> param) {
+    if (narrow) give((Narrow *)narrow, (int64_t)i, (int64_t)count, aligned16(narrow), param);
 }
 
 /* The factors of one step, made on the host in double as on the CPU. */
 struct adamw_factors { float beta1, beta2, rest1, rest2, eps, rate, root, keep, decay, grad_scale; };
 
 /* m and v are running means of g and g^2. arXiv:1711.05101; coupled: arXiv:1412.6980 with the decay in the gradient. */
+template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
     const int N = pack<float>::N;
     float    *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
-    bool      wide = aligned16(params, a.grad, ms, vs);
+    bool      aligned = aligned16(params, a.grad, ms, vs);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, wide), grad = load((const float *)a.grad, i, a.count, wide);
-        pack<float> m = load(ms, i, a.count, wide), v = load(vs, i, a.count, wide);
+        pack<float> param = load(params, i, a.count, aligned), grad = load((const float *)a.grad, i, a.count, aligned);
+        pack<float> m = load(ms, i, a.count, aligned), v = load(vs, i, a.count, aligned);
         for (int k = 0; k < N; k++) {
             float g = grad.v[k] * f.grad_scale + f.decay * param.v[k];
             m.v[k] = f.beta1 * m.v[k] + f.rest1 * g;
             v.v[k] = f.beta2 * v.v[k] + f.rest2 * g * g;
             param.v[k] = f.keep * param.v[k] - f.rate * m.v[k] / (sqrtf(v.v[k]) * f.root + f.eps);
         }
-        store(params, i, a.count, wide, param);
-        store(ms, i, a.count, wide, m);
-        store(vs, i, a.count, wide, v);
+        store(params, i, a.count, aligned, param);
+        store(ms, i, a.count, aligned, m);
+        store(vs, i, a.count, aligned, v);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
     }
 }
 
-static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
+template <class Narrow>
+static dt_status adamw(const dt_adamw_args *a, void *stream) {
     if (a->step < 1) return DT_ERR_ARG;
     adamw_factors f;
     f.beta1 = (float)a->beta1;
@@ -1579,34 +2247,194 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
     f.keep = (float)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     f.decay = (float)(a->coupled ? a->weight_decay : 0);
     f.grad_scale = (float)a->grad_scale;
-    LAUNCH(adamw_kernel, a->count, BLOCK * pack<float>::N, stream, *a, f);
+    LAUNCH(adamw_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a, f);
     return launched();
 }
 
+static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) { return BY_NARROW(a, adamw, a, stream); }
+
 /* Without momentum the buffer is neither read nor written; in the first step it is written only. */
+template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
     const int N = pack<float>::N;
     float    *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
     float     lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale;
     float     momentum = (float)a.momentum;
-    bool      wide = aligned16(params, a.grad, buffers);
+    bool      aligned = aligned16(params, a.grad, buffers);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, wide), g = load((const float *)a.grad, i, a.count, wide);
+        pack<float> param = load(params, i, a.count, aligned), g = load((const float *)a.grad, i, a.count, aligned);
         for (int k = 0; k < N; k++) g.v[k] = g.v[k] * scale + decay * param.v[k];
         if (buffers && a.step > 1) {
-            pack<float> b = load(buffers, i, a.count, wide);
+            pack<float> b = load(buffers, i, a.count, aligned);
             for (int k = 0; k < N; k++) g.v[k] = momentum * b.v[k] + g.v[k];
         }
-        if (buffers) store(buffers, i, a.count, wide, g);
+        if (buffers) store(buffers, i, a.count, aligned, g);
         for (int k = 0; k < N; k++) param.v[k] -= lr * g.v[k];
-        store(params, i, a.count, wide, param);
+        store(params, i, a.count, aligned, param);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
     }
 }
 
-static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
-    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
+template <class Narrow>
+static dt_status sgd(const dt_sgd_args *a, void *stream) {
     if (a->momentum != 0 && !a->momentum_buffer) return DT_ERR_ARG;
-    LAUNCH(sgd_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(sgd_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) { return BY_NARROW(a, sgd, a, stream); }
+
+/* ---- 1-bit Adam, arXiv:2102.02888 ---- */
+
+KERNEL __launch_bounds__(BLOCK) momentum_kernel(dt_momentum_args a, float rest) {
+    const int    N = pack<float>::N;
+    float       *ms = (float *)a.m, beta1 = (float)a.beta1;
+    const float *grads = (const float *)a.grad;
+    bool         aligned = aligned16(ms, grads);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> m = load(ms, i, a.count, aligned), g = load(grads, i, a.count, aligned);
+        for (int k = 0; k < N; k++) m.v[k] = beta1 * m.v[k] + rest * g.v[k];
+        store(ms, i, a.count, aligned, m);
+    }
+}
+
+static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    float rest = (float)((1 - a->beta1) * a->grad_scale);
+    LAUNCH(momentum_kernel, a->count, BLOCK * pack<float>::N, stream, *a, rest);
+    return launched();
+}
+
+template <class Narrow>
+KERNEL __launch_bounds__(BLOCK) frozen_adam_kernel(dt_frozen_adam_args a, float keep) {
+    const int    N = pack<float>::N;
+    float       *params = (float *)a.param, lr = (float)a.lr, eps = (float)a.eps;
+    const float *ms = (const float *)a.m, *vs = (const float *)a.v;
+    bool         aligned = aligned16(params, ms, vs);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> param = load(params, i, a.count, aligned), m = load(ms, i, a.count, aligned);
+        pack<float> v = load(vs, i, a.count, aligned);
+        for (int k = 0; k < N; k++) param.v[k] = keep * param.v[k] - lr * m.v[k] / (sqrtf(v.v[k]) + eps);
+        store(params, i, a.count, aligned, param);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
+    }
+}
+
+template <class Narrow>
+static dt_status frozen_adam(const dt_frozen_adam_args *a, void *stream) {
+    float keep = (float)(1 - a->lr * a->weight_decay);
+    LAUNCH(frozen_adam_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a, keep);
+    return launched();
+}
+
+static dt_status cuda_frozen_adam(const dt_frozen_adam_args *a, void *stream) {
+    return BY_NARROW(a, frozen_adam, a, stream);
+}
+
+/* Messages lie anywhere, so their scale is moved byte by byte. */
+static __device__ double read_scale(const unsigned char *p) {
+    double   x;
+    uint64_t bits = 0;
+    for (int i = 7; i >= 0; i--) bits = bits << 8 | p[i];
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static __device__ void write_scale(unsigned char *p, double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
+}
+
+/* Leaves x + error in error, and the sum of its squares and its numbers in sums (2,runs). */
+KERNEL __launch_bounds__(BLOCK) sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t runs) {
+    const float *x = (const float *)a.x, *v = (const float *)a.v;
+    float       *error = (float *)a.error;
+    for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
+        size_t run = first + threadIdx.x / LANES, end = (run + 1) * DT_RUN < a.count ? (run + 1) * DT_RUN : a.count;
+        double squares = 0, numbers = 0;
+        for (size_t i = run * DT_RUN + threadIdx.x % LANES; i < end; i += LANES) {
+            float e = v[i] != 0 ? x[i] + error[i] : 0;
+            error[i] = e;
+            squares += (double)e * (double)e;
+            numbers += v[i] != 0;
+        }
+        squares = lanes_sum(squares);
+        numbers = lanes_sum(numbers);
+        if (threadIdx.x % LANES > 0 || run >= runs) continue;
+        sums[run] = squares;
+        sums[runs + run] = numbers;
+    }
+}
+
+/* One block: the scale, behind the sums. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) sign_scale_kernel(double *sums, size_t runs) {
+    double squares = 0, numbers = 0;
+    for (size_t i = threadIdx.x; i < runs; i += TOTAL_BLOCK) {
+        squares += sums[i];
+        numbers += sums[runs + i];
+    }
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
+    numbers = block_sum<double, TOTAL_BLOCK>(numbers);
+    if (threadIdx.x == 0) sums[2 * runs] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
+}
+
+/* A thread has a byte of signs; the first threads write the scale of a message too. part: bytes of its signs. */
+KERNEL __launch_bounds__(BLOCK) sign_pack_kernel(dt_sign_pack_args a, const double *sent, size_t part) {
+    const float   *vs = (const float *)a.v;
+    float         *errors = (float *)a.error, scale = (float)*sent;
+    unsigned char *out = (unsigned char *)a.out;
+    bool           aligned = aligned16(vs, errors);
+    for (size_t i = flat_first(1); i < a.count / 8 || i < a.parts; i += flat_step(1)) {
+        if (i < a.parts) write_scale(out + i * (part + 8) + part, *sent);
+        if (i >= a.count / 8) continue;
+        pack<float, 8> error = get<8>(errors, (int64_t)i * 8, (int64_t)a.count, aligned);
+        pack<float, 8> v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        unsigned       bits = 0;
+        for (int k = 0; k < 8; k++) {
+            bits |= (unsigned)(error.v[k] >= 0) << k;
+            if (v.v[k] != 0) error.v[k] -= error.v[k] >= 0 ? scale : -scale;
+        }
+        give(errors, (int64_t)i * 8, (int64_t)a.count, aligned, error);
+        out[i + i / part * 8] = (unsigned char)bits;
+    }
+}
+
+static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->parts < 1 || a->count % (8 * a->parts) != 0) return DT_ERR_ARG;
+    size_t  runs = runs_in(a->count), part = a->count / a->parts / 8;
+    double *sums = (double *)a->work;
+    if (!sums || a->work_bytes < (2 * runs + 1) * sizeof *sums) return DT_ERR_ARG;
+    LAUNCH(sign_sums_kernel, runs, RUNS_EACH, stream, *a, sums, runs);
+    DT_LAUNCH(sign_scale_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), sums, runs);
+    LAUNCH(sign_pack_kernel, a->count / 8 + a->parts, BLOCK, stream, *a, (const double *)sums + 2 * runs, part);
+    return launched();
+}
+
+/* A thread has a byte of each message. */
+KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
+    const unsigned char *in = (const unsigned char *)a.in;
+    const float         *vs = (const float *)a.v;
+    float               *out = (float *)a.out;
+    size_t               bytes = a.count / 8;
+    bool                 aligned = aligned16(vs, out);
+    for (size_t i = flat_first(1); i < bytes; i += flat_step(1)) {
+        pack<float, 8> sum = { { 0 } }, v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        for (size_t m = 0; m < a.n; m++) {
+            const unsigned char *signs = in + m * (bytes + 8);
+            float                scale = (float)read_scale(signs + bytes);
+            for (int k = 0; k < 8; k++) sum.v[k] += signs[i] >> k & 1 ? scale : -scale;
+        }
+        for (int k = 0; k < 8; k++) sum.v[k] = v.v[k] != 0 ? sum.v[k] / (float)a.n : 0;
+        give(out, (int64_t)i * 8, (int64_t)a.count, aligned, sum);
+    }
+}
+
+static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->n < 1 || a->count % 8 != 0) return DT_ERR_ARG;
+    LAUNCH(sign_unpack_kernel, a->count / 8, BLOCK, stream, *a);
     return launched();
 }
 
@@ -2611,7 +3439,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
         .fill = cuda_fill,
-        .init = NULL,
+        .init = cuda_init,
         .copy = cuda_copy,
         .permute = cuda_permute,
         .cast = cuda_cast,
@@ -2637,17 +3465,17 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .attention = cuda_attention,
         .attention_back = cuda_attention_back,
         .cross_entropy = cuda_cross_entropy,
-        .cross_entropy_join = NULL,
+        .cross_entropy_join = cuda_cross_entropy_join,
         .cross_entropy_back = cuda_cross_entropy_back,
-        .mse = NULL,
-        .mse_back = NULL,
+        .mse = cuda_mse,
+        .mse_back = cuda_mse_back,
         .square_sums = cuda_square_sums,
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
-        .momentum = NULL,
-        .frozen_adam = NULL,
-        .sign_pack = NULL,
-        .sign_unpack = NULL,
+        .momentum = cuda_momentum,
+        .frozen_adam = cuda_frozen_adam,
+        .sign_pack = cuda_sign_pack,
+        .sign_unpack = cuda_sign_unpack,
     };
     return &table;
 }

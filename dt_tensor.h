@@ -223,6 +223,7 @@ typedef struct dt_reduce_args { /* out[i] = in[0][i] op in[1][i] op ..., in that
 
 typedef struct dt_sum_args { /* out[o,i] (+)= scale * sum over j of in[o,j,i], j ascending; in (outer,n,inner) */
     dt_dtype dtype; void *out; const void *in; size_t outer, n, inner; double scale; int accumulate, wide;
+    void *work; size_t work_bytes;              /* any, NULL too: with some, a GPU sums many parts at a time */
 } dt_sum_args;
 
 typedef struct dt_max_args { /* out[o,i] = max over j of in[o,j,i], index its first j; backward: spread */
@@ -277,7 +278,7 @@ typedef struct dt_norm_back_args { /* each of dx, dgain, dbias may be NULL; sums
     const void *dout, *in, *gain, *mean, *rstd; size_t rows, cols;
     int accumulate_x, accumulate_gain, accumulate_bias, rms;
     int wide_gain, wide_bias;
-    void *work; size_t work_bytes;              /* dt_row_work bytes */
+    void *work; size_t work_bytes;              /* dt_row_work bytes; with more, a GPU sums many parts at a time */
 } dt_norm_back_args;
 
 typedef struct dt_rope_args { /* rotates pairs of each head of a token by position * theta^(-2i/rotary), i the pair */
@@ -425,6 +426,7 @@ typedef struct dt_frozen_adam_args { /* p -= lr (m / (sqrt(v) + eps) + weight_de
 
 typedef struct dt_sign_pack_args { /* out: (parts) messages of count / parts signs of x + error; count / parts in 8s */
     dt_dtype dtype; void *out; const void *x; void *error; const void *v; size_t count, parts;
+    void *work; size_t work_bytes;  /* two doubles for each DT_RUN of count, and one; the CPU wants none */
 } dt_sign_pack_args;        /* one scale for all, |x + error| / sqrt(their number); error: what the messages leave */
 
 typedef struct dt_sign_unpack_args { /* out[i] = mean of number i of n messages of `count` signs, added in order */
@@ -457,7 +459,7 @@ typedef struct dt_kernels {
     int        (*passed)(void *mark);
     dt_status  (*after)(void *stream, void *mark);
     void       (*unmark)(void *mark);
-    size_t      work_bytes;                                     /* the least scratch that products and attention want */
+    size_t      work_bytes;    /* the least scratch that products, attention and sums want */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
@@ -3284,7 +3286,7 @@ static dt_record_desc dt__desc(const char *name, dt_tensor *a, dt_tensor *b, dt_
     return d;
 }
 
-/* Scratch for a product or attention: what the CPU's kernel wants, or the device's if that is more. */
+/* Scratch for a product, attention or sums over rows: what the CPU's kernel wants, or the device's if that is more. */
 static size_t dt__lent(const dt_ctx *ctx, size_t bytes) {
     return bytes > ctx->kernels.work_bytes ? bytes : ctx->kernels.work_bytes;
 }
@@ -3456,7 +3458,7 @@ static dt_status dt__norm_back(dt_node *n) {
     if (dt_wants(n, 0) && !(a.dx = dt_grad_raw(n, 0, &a.accumulate_x))) return dt_error(ctx);
     if (dt_wants(n, 1) && !(a.dgain = dt__grad_wide(n, 1, &a.accumulate_gain, &a.wide_gain))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(a.dbias = dt__grad_wide(n, 2, &a.accumulate_bias, &a.wide_bias))) return dt_error(ctx);
-    a.work_bytes = dt_row_work((int64_t)a.cols, x->dtype);
+    a.work_bytes = dt__lent(ctx, dt_row_work((int64_t)a.cols, x->dtype));
     a.work = dt_scratch(ctx, a.work_bytes);
     return a.work ? DT__KERNEL(ctx, n->name, norm_back, &a) : dt_error(ctx);
 }

@@ -22,7 +22,10 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#ifdef ON_DEVICES   /* models are small: so are NCCL's windows and messages */
+#ifndef ON_DEVICES
+#define ON_DEVICES 0
+#endif
+#if ON_DEVICES      /* models are small: so are NCCL's windows and messages */
 #define DT_NCCL_WIDE 96
 #define DT_NCCL_LEAST 16
 #endif
@@ -30,7 +33,7 @@
 #include "../dt_zero.h"
 #include "../examples/gpt.h"
 #include "check.h"
-#ifdef ON_DEVICES
+#if ON_DEVICES
 #include "fake_cuda.h"
 #include "late_cpu.h"
 #endif
@@ -141,7 +144,7 @@ static spec alone_of(spec s) {
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 17 };
+enum { RULES = 18 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
@@ -149,7 +152,7 @@ static const char *const rules[RULES] = { "one means nothing beside the other",
     "more choices than experts", "several chunks where not interleaved",
     "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
     "numbers of 64 bits on a device", "forks that share a device",
-    "values of a device in a file" };
+    "values of a device in a file", "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -172,6 +175,7 @@ static int refusal(spec s) {
     if (s.devices && s.type == TYPE_F64) return 14;
     if (s.devices && s.procs) return 15;
     if (s.devices && s.offload == OFF_ALL_DISK) return 16;
+    if (s.net == NET_NCCL && !s.devices) return 17;
     return 0;
 }
 
@@ -931,7 +935,7 @@ static void silent(void *user, int level, int rank, const char *text) {
    back. */
 static const dt_kernels *devices_begin(spec s) {
     if (!s.devices) return dt_kernels_cpu();
-#ifdef ON_DEVICES
+#if ON_DEVICES
     fake_cuda_devices(s.net == NET_NCCL ? ranks_of(s) : s.devices);
     fake_cuda_seed((unsigned long long)s.late);
     fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
@@ -945,7 +949,7 @@ static const dt_kernels *devices_begin(spec s) {
 
 static void devices_end(verdict *v, const char *what, spec s) {
     if (!s.devices) return;
-#ifdef ON_DEVICES
+#if ON_DEVICES
     const char *mistake = fake_cuda_error();
     if (mistake) blame(v, "%s: %s", what, mistake);
     if (fake_cuda_leaks(0)) blame(v, "%s: %d things of the devices are not given back", what, fake_cuda_leaks(1));
@@ -1262,22 +1266,33 @@ static void count_case(spec s) {
     tally[WITHOUT] += s.pp > 1 && p.pp == 1;
 }
 
-/* The same case on some devices. */
+/* The cases of a run, in order. */
+static spec *listed;
+static int   n_listed, in_f64;
+
+static void list_case(spec s) {
+    if (n_listed % 64 == 0) listed = (spec *)realloc(listed, (size_t)(n_listed + 64) * sizeof s);
+    listed[n_listed++] = s;
+}
+
+enum { SAMPLE = 24, MOST_DEVICES = 8 };
+static int net_cases[3], not_in_file;
+
+/* The same case on some devices, or over NCCL on one for each rank. */
 static spec on_devices(uint64_t seed, int number, spec s) {
-#ifdef ON_DEVICES
-    s.devices = 1 + (int)(draw(seed + 3, (uint64_t)number) % 8);
-    s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
     s.net = number % 5 == 2 ? NET_NCCL : number % 5 == 4 ? NET_TCP : NET_NONE;
-    if (s.net == NET_NCCL) s.devices = ranks_of(s);
+    if (s.net == NET_NCCL && ranks_of(s) > MOST_DEVICES + 4) s.net = NET_NONE;
+    s.devices = s.net == NET_NCCL ? ranks_of(s) : 1 + (int)(draw(seed + 3, (uint64_t)number) % MOST_DEVICES);
+    s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
     if (s.type == TYPE_F64) s.type = TYPE_F32;
+    not_in_file += s.offload == OFF_ALL_DISK;
     if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
-#endif
-    (void)seed, (void)number;
+    net_cases[s.net]++;
     return s;
 }
 
-static int run_and_report(const char *program, uint64_t seed, int number, spec s) {
-    s = on_devices(seed, number, s);
+static int run_and_report(const char *program, uint64_t seed, int number) {
+    spec    s = ON_DEVICES ? on_devices(seed, number, listed[number]) : listed[number];
     verdict v = run_case(s);
     CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
     if (v.failed) report_failure(program, s, v);
@@ -1364,7 +1379,7 @@ static int values_of(int i) {
 }
 
 /* The pairs that are left. */
-static void close_pairs(const char *program, uint64_t seed) {
+static void list_pairs(uint64_t seed) {
     int pairs = 0, never[RULES] = { 0 };
     for (int i = 0; i < FIELDS; i++)
         for (int k = i + 1; k < FIELDS; k++)
@@ -1375,16 +1390,17 @@ static void close_pairs(const char *program, uint64_t seed) {
                 if (seen[i][a][k][b]) continue;
                 if (find_pair(seed, i, a, k, b, &s)) {
                     new_pairs(s, 1);
-                    if (!run_and_report(program, seed, done, s)) return;
+                    list_case(s);
                     continue;
                 }
                 int rule = pair_refusal(i, a, k, b);
                 CHECK_MSG(rule > 0 || apart(i, a, k, b), "no case was found with %s=%d and %s=%d", fields[i].name,
                     fields[i].values[a], fields[k].name, fields[k].values[b]);
                 never[rule]++;
-                if (rule > 0) printf("  no case can have %s=%d and %s=%d: %s\n", fields[i].name, fields[i].values[a],
+                if (rule > 0 && !ON_DEVICES) printf("  no case can have %s=%d and %s=%d: %s\n", fields[i].name, fields[i].values[a],
                     fields[k].name, fields[k].values[b], rules[rule]);
             }
+    if (ON_DEVICES) return;
     printf("test_matrix: %d pairs of values; impossible:", pairs);
     for (int r = 0; r < RULES; r++)
         if (never[r]) printf(" %d %s;", never[r], rules[r]);
@@ -1404,24 +1420,49 @@ static int one_case(const char *text) {
     return v.failed != 0;
 }
 
-static int run_named(const char *program) {
-    int ok = 1;
-    for (int i = 0; i < NAMED && ok; i++) {
-        spec s;
-        CHECK_MSG(parse_spec(named[i], &s) && refusal(s) == 0, "%s", named[i]);
-        ok = run_and_report(program, 0, i, s);
-    }
-    return ok;
-}
-
 enum { CASES = 348 };
 
-int main(int argc, char **argv) {
-    int      cases = CASES, ok = 1;
-    uint64_t seed = 1;
+/* All cases of a run, those in f64 first. */
+static void list_cases(uint64_t seed, int cases) {
+    spec s;
     list_factorings();
     list_meanings();
     CHECK(n_factorings == 216);
+    for (int i = 0; i < NAMED; i++)
+        if (CHECK_MSG(parse_spec(named[i], &s) && refusal(s) == 0, "%s", named[i])) list_case(s);
+    for (int number = 0; number < cases; number++) {
+        int found = choose(seed, number, TYPE_F64, 20, &s);
+        CHECK_MSG(found, "no case on factoring %d", number % n_factorings);
+        if (!found) continue;
+        new_pairs(s, 1);
+        list_case(s);
+    }
+    if (cases >= n_factorings) list_pairs(seed);
+    in_f64 = n_listed;
+    for (int number = cases; number < cases + cases / 6; number++)
+        if (choose(seed, number, -1, 1, &s)) list_case(s);
+}
+
+static void tell(uint64_t seed, int all) {
+    for (int t = 0; t < TALLIES; t++) {
+        printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
+        if (t == FORKED && ON_DEVICES) continue;    /* forks have no devices */
+        CHECK_MSG(!all || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
+    }
+    if (ON_DEVICES)
+        printf("test_matrix: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
+            "devices; %d of them through NCCL, %d over sockets; in %d values lay in host memory, not in a file\n", done,
+            n_listed, MOST_DEVICES, net_cases[NET_NCCL], net_cases[NET_TCP], not_in_file);
+    printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
+        n_listed - in_f64, n_factorings, (unsigned long long)seed);
+    for (int r = 1; r < RULES; r++)
+        if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
+    printf("\n");
+}
+
+int main(int argc, char **argv) {
+    int      cases = ON_DEVICES ? SAMPLE : CASES, ok = 1;
+    uint64_t seed = 1;
     snprintf(folder, sizeof folder, "/tmp/dt_test_matrix.XXXXXX");
     if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_matrix");
     for (int i = 1; i + 1 < argc; i += 2) {
@@ -1429,30 +1470,11 @@ int main(int argc, char **argv) {
         if (strcmp(argv[i], "--seed") == 0) seed = strtoull(argv[i + 1], NULL, 10);
         if (strcmp(argv[i], "--case") == 0) return one_case(argv[i + 1]);
     }
-    ok = run_named(argv[0]);
-    for (int number = 0; number < cases && ok; number++) {
-        spec s;
-        int  found = choose(seed, number, TYPE_F64, 20, &s);
-        CHECK_MSG(found, "no case on factoring %d", number % n_factorings);
-        if (!found) continue;
-        new_pairs(s, 1);
-        ok = run_and_report(argv[0], seed, number, s);
-    }
-    if (ok && cases >= n_factorings) close_pairs(argv[0], seed);
-    int in_f64 = done;
-    for (int t = 0; t < TALLIES; t++) {
-        printf("test_matrix: in f64 %d cases %s\n", tally[t], tallies[t]);
-        CHECK_MSG(!ok || cases < CASES || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
-    }
-    for (int number = cases; number < cases + cases / 6 && ok; number++) {
-        spec s;
-        if (choose(seed, number, -1, 1, &s)) ok = run_and_report(argv[0], seed, number, s);
-    }
-    printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
-        done - in_f64, n_factorings, (unsigned long long)seed);
-    for (int r = 1; r < RULES; r++)
-        if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
-    printf("\n");
+    list_cases(seed, ON_DEVICES ? CASES : cases);
+    int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
+    for (int i = 0; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
+    tell(seed, ok && n == n_listed && cases >= CASES);
+    free(listed);
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
-    return check_done("test_matrix");
+    return check_done(ON_DEVICES ? "test_matrix_gpu" : "test_matrix");
 }

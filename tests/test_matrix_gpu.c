@@ -1,3 +1,3 @@
 /* test_matrix_gpu.c - test_matrix.c on emulated GPUs */
-#define ON_DEVICES
+#define ON_DEVICES 1
 #include "test_matrix.c"

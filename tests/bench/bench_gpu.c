@@ -110,13 +110,14 @@ static dt_status run_glu_back(bench *b) {
     return b->k->glu_back(&a, b->stream);
 }
 static dt_status run_norm(bench *b) {
-    dt_norm_args a = { b->dtype, b->buf[0], b->buf[3], b->buf[4], b->buf[1], b->buf[5], b->buf[6], b->rows, b->cols, 1e-5,
-        0, b->work, b->k->work_bytes };
+    dt_norm_args a = { b->dtype, b->buf[0], b->buf[3], b->buf[4], b->buf[1], b->buf[5], b->buf[6], b->rows, b->cols,
+        1e-5, 0, b->work, b->k->work_bytes };
     return b->k->norm(&a, b->stream);
 }
 static dt_status run_norm_back(bench *b) {
-    dt_norm_back_args a = { .dtype = b->dtype, .dx = b->buf[0], .dgain = b->buf[6], .dbias = b->buf[7], .dout = b->buf[1],
-        .in = b->buf[2], .gain = b->buf[5], .mean = b->buf[3], .rstd = b->buf[4], .rows = b->rows, .cols = b->cols,
+    dt_norm_back_args a = { .dtype = b->dtype, .dx = b->buf[0], .dgain = b->buf[6], .dbias = b->buf[7],
+        .dout = b->buf[1], .in = b->buf[2], .gain = b->buf[5], .mean = b->buf[3], .rstd = b->buf[4],
+        .rows = b->rows, .cols = b->cols,
         .wide_gain = 1, .wide_bias = 1, .work = b->work, .work_bytes = b->k->work_bytes };
     return b->k->norm_back(&a, b->stream);
 }
@@ -139,7 +140,10 @@ static dt_status run_embedding_back(bench *b) {
     return b->k->embedding_back(&a, b->stream);
 }
 /* As the ops do it: so many rows at a time that their logits fit. */
-static size_t loss_rows(const bench *b) { return b->most / (b->vocab * 4) < b->rows ? b->most / (b->vocab * 4) : b->rows; }
+static size_t loss_rows(const bench *b) {
+    size_t fit = b->most / (b->vocab * 4);
+    return fit < b->rows ? fit : b->rows;
+}
 static dt_status run_loss(bench *b) {
     dt_cross_entropy_args a = { .dtype = b->dtype, .loss = b->losses, .row_loss = b->losses + 1, .lse = b->buf[3],
         .logits = b->buf[1], .labels = b->ids, .rows = loss_rows(b), .cols = b->vocab, .vocab = b->vocab,
@@ -185,8 +189,9 @@ static dt_status run_attention(bench *b) {
     return b->k->attention(&a, b->stream);
 }
 static dt_status run_attention_back(bench *b) {
-    dt_attention_back_args a = { .dtype = b->dtype, .dq = b->buf[5], .dk = b->buf[6], .dv = b->buf[7], .dout = b->buf[0],
-        .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], .v = b->buf[3], .batch = b->batch,
+    dt_attention_back_args a = { .dtype = b->dtype, .dq = b->buf[5], .dk = b->buf[6], .dv = b->buf[7],
+        .dout = b->buf[0], .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], .v = b->buf[3],
+        .batch = b->batch,
         .tq = b->seq, .tk = b->seq, .heads = b->heads, .kv_heads = b->heads, .dim = b->dim, .scale = 0.125,
         .sight = { .causal = 1 }, .work = b->work, .work_bytes = b->k->work_bytes };
     return b->k->attention_back(&a, b->stream);
@@ -230,7 +235,7 @@ static void computing(bench *b) {
     measure(b, "matmul", shape, run_matmul, 0, 2 * m * m * m);
     for (int i = 0; i < 2; i++) {
         b->dim = dims[i];
-        double flops = 2.0 * (double)(b->batch * b->heads * b->dim) * (double)b->seq * (double)b->seq; /* causal: half */
+        double flops = 2.0 * (double)(b->batch * b->heads * b->dim) * (double)b->seq * (double)b->seq; /* causal */
         char   name[40];
         snprintf(shape, sizeof shape, "%lldx%lldx%lldx%lld", (long long)b->batch, (long long)b->heads,
             (long long)b->seq, (long long)b->dim);
