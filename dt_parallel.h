@@ -2324,6 +2324,8 @@ static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows
         db.out = (char *)db.out + (size_t)expert * db.inner * b_size;
         db.in = d;
         db.n = (size_t)rows;
+        db.work_bytes = dt__lent(ctx, 0);
+        db.work = dt_scratch(ctx, db.work_bytes);
         if (rows > 0 && adds) DT__KERNEL(ctx, n->name, sum, &db);
         else if (!db.accumulate) dt__fill(ctx, dt__wide(db.dtype, db.wide), db.out, db.inner, 0);
     }

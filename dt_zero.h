@@ -2262,10 +2262,13 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
     size_t   bytes = dt__onebit_message(zero, u), words = bytes / sizeof(int32_t);
     char    *out = (char *)zero->messages, *in = out + N * bytes;
     void    *m = z->state[0], *v = z->state[1], *mean = dt__zero_at(z, u->grad, r * run);
+    size_t   room = ctx->kernels.work_bytes ? dt__lent(ctx, (2 * (u->padded / DT_RUN + 1) + 1) * sizeof(double)) : 0;
+    void    *work = dt_scratch(ctx, room);
     dt_momentum_args    local = { type, m, u->grad, u->padded, zero->desc.beta1, (double)N * grad_scale };
-    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N };
+    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N, work, room };
     dt_sign_unpack_args served = { type, mean, in, dt__zero_at(z, v, r * run), run, N };
-    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1 };
+    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1,
+        work, room };
     if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
         dt_all_to_all(z->data, out, in, words, DT_I32) != DT_OK ||
