@@ -1447,20 +1447,48 @@ static void list_cases(uint64_t seed, int cases) {
 
 static void tell(uint64_t seed, int all) {
     for (int t = 0; t < TALLIES; t++) {
-        printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
         if (t == FORKED && ON_DEVICES) continue;    /* forks have no devices */
+        if (!ON_DEVICES) printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
         CHECK_MSG(!all || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
     }
-    if (ON_DEVICES)
-        printf("test_matrix: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
+    if (ON_DEVICES) {
+        printf("test_matrix_gpu: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
             "devices; %d of them through NCCL, %d over sockets; in %d values lay in host memory, not in a file\n", done,
             n_listed, MOST_DEVICES, net_cases[NET_NCCL], net_cases[NET_TCP], not_in_file);
+        return;
+    }
     printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
         n_listed - in_f64, n_factorings, (unsigned long long)seed);
     for (int r = 1; r < RULES; r++)
         if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
     printf("\n");
 }
+
+#if ON_DEVICES
+static dt_status never(dt_ctx *ctx, void *user) {
+    (void)user;
+    return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
+}
+
+/* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
+static void check_refusals(void) {
+    dt_report   report;
+    dt_host     host = *dt_host_default();
+    dt_run_desc desc = { .ranks = 3, .timeout_s = 20, .host = &host, .report = &report,
+        .kernels = devices_begin((spec){ .devices = 3 }) };
+    host.log = silent;
+    fake_cuda_no_peers(1);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "peer access") && strstr(report.text, "nccl"), "%s", report.text);
+    fake_cuda_devices(0);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "cudaErrorNoDevice"), "%s", report.text);
+    CHECK(fake_cuda_leaks(1) == 0);
+    fake_cuda_reset();
+}
+#else
+static void check_refusals(void) {}
+#endif
 
 int main(int argc, char **argv) {
     int      cases = ON_DEVICES ? SAMPLE : CASES, ok = 1;
@@ -1475,6 +1503,7 @@ int main(int argc, char **argv) {
     list_cases(seed, ON_DEVICES ? CASES : cases);
     int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
     for (int i = 0; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
+    check_refusals();
     tell(seed, ok && n == n_listed && cases >= CASES);
     free(listed);
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
