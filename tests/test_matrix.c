@@ -143,7 +143,7 @@ static spec alone_of(spec s) {
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 18 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
@@ -151,7 +151,7 @@ static const char *const rules[RULES] = { "one means nothing beside the other",
     "more choices than experts", "several chunks where not interleaved",
     "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
     "numbers of 64 bits on a device", "forks that share a device",
-    "values of a device in a file", "NCCL without devices" };
+    "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -173,8 +173,7 @@ static int refusal(spec s) {
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
     if (s.devices && s.type == TYPE_F64) return 14;
     if (s.devices && s.procs) return 15;
-    if (s.devices && s.offload == OFF_ALL_DISK) return 16;
-    if (s.net == NET_NCCL && !s.devices) return 17;
+    if (s.net == NET_NCCL && !s.devices) return 16;
     return 0;
 }
 
@@ -1049,7 +1048,7 @@ static void other_stage(spec *p) {
     p->no_overlap = !s.no_overlap;
     p->keep = p->stage == 3 && !s.keep;
     p->offload = s.offload ? OFF_NONE : 1 + turn + (turn == 2 && p->stage == 3);
-    if (p->offload >= OFF_ALL && (p->stage < 3 || s.devices)) p->offload = OFF_STATE_DISK;
+    if (p->offload >= OFF_ALL && p->stage < 3) p->offload = OFF_STATE_DISK;
 }
 
 /* The case with what must not change a bit. One kind of change, or all. */
@@ -1278,7 +1277,7 @@ static void list_case(spec s) {
 }
 
 enum { SAMPLE = 24, MOST_DEVICES = 8 };
-static int net_cases[3], not_in_file;
+static int net_cases[3];
 
 /* The same case on some devices, or over NCCL on one for each rank. */
 static spec on_devices(uint64_t seed, int number, spec s) {
@@ -1287,8 +1286,6 @@ static spec on_devices(uint64_t seed, int number, spec s) {
     s.devices = s.net == NET_NCCL ? ranks_of(s) : 1 + (int)(draw(seed + 3, (uint64_t)number) % MOST_DEVICES);
     s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
     if (s.type == TYPE_F64) s.type = TYPE_F32;
-    not_in_file += s.offload == OFF_ALL_DISK;
-    if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
     net_cases[s.net]++;
     return s;
 }
@@ -1453,8 +1450,8 @@ static void tell(uint64_t seed, int all) {
     }
     if (ON_DEVICES) {
         printf("test_matrix_gpu: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
-            "devices; %d of them through NCCL, %d over sockets; in %d values lay in host memory, not in a file\n", done,
-            n_listed, MOST_DEVICES, net_cases[NET_NCCL], net_cases[NET_TCP], not_in_file);
+            "devices; %d of them through NCCL, %d over sockets\n", done, n_listed, MOST_DEVICES, net_cases[NET_NCCL],
+            net_cases[NET_TCP]);
         return;
     }
     printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,

@@ -6,9 +6,9 @@
    threads that share the devices; in every fifth case each has a device of its own and NCCL (at most 12 ranks), and in
    every fifth they meet over sockets. In every fifth the host is killed if it touches a device's memory.
 
-   The cases are the CPU's, in f32 where it has f64. What differs: values that it keeps in a file lie in host memory,
-   because a device's go there only; nothing is forked, because forks cannot use a device; and of NCCL, whose sums have
-   an order of their own, runs that are equal bit for bit elsewhere are compared with one rank alone.
+   The cases are the CPU's, in f32 where it has f64. What differs: nothing is forked, because forks cannot use a device;
+   and of NCCL, whose sums have an order of their own, runs that are equal bit for bit elsewhere are each compared with
+   one rank.
 
        test_matrix_gpu [--cases N] [--seed S]   N of them, spread evenly over the CPU's list; 1000: all, some 15 minutes
        test_matrix_gpu --case 'devices=2,...'   one case */
