@@ -77,7 +77,9 @@
                 or between a start and its dt_wait: then, with an error too, no other rank touches them. Of a forked
                 rank, memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too; what lies
                 elsewhere is copied through it in windows of DT_WINDOW_BYTES. Ranks of MPI have such a range for each
-                machine, where its system lets them.
+                machine, where its system lets them. Ranks that are threads on several GPUs read and write each other's
+                memory: if one of these has no access to another (peer access), dt_run fails with DT_ERR_DEVICE, and
+                backend nccl is the way.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first

@@ -104,7 +104,7 @@ typedef struct block {
 static struct fake {
     pthread_mutex_t lock;
     pthread_cond_t  changed; /* something was queued, ended or given up */
-    int             device_count, order, no_default_stream, guard, streams_made;
+    int             device_count, order, no_default_stream, no_peers, guard, streams_made;
     device          devices[MAX_DEVICES];
     cudaStream_t    streams; /* all but the default ones */
     cudaStream_t   *queued;  /* those of all that hold operations */
@@ -146,7 +146,7 @@ static void defaults(void) {
     fake.draws = 0;
     fake.wait_limit = 20;
     fake.memory = (size_t)8 << 30;
-    fake.no_default_stream = 0;
+    fake.no_default_stream = fake.no_peers = 0;
     fake.guard = getenv("FAKE_CUDA_GUARD") && atoi(getenv("FAKE_CUDA_GUARD"));
     for (int d = 0; d < MAX_DEVICES; d++) {
         device *device = &fake.devices[d];
@@ -707,13 +707,14 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 cudaError_t cudaDeviceCanAccessPeer(int *can, int d, int peer) {
     cudaError_t error = enter();
     if (!error && !(is_device(d) && is_device(peer))) error = cudaErrorInvalidDevice;
-    if (!error) *can = d != peer;
+    if (!error) *can = d != peer && !fake.no_peers;
     return leave(error);
 }
 
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
     cudaError_t error = enter();
     if (!error && (flags || !is_device(peer) || peer == current_device)) error = cudaErrorInvalidDevice;
+    if (!error && fake.no_peers) error = cudaErrorPeerAccessUnsupported;
     if (!error && fake.devices[current_device].peer[peer]) error = cudaErrorPeerAccessAlreadyEnabled;
     if (!error) fake.devices[current_device].peer[peer] = 1;
     return leave(error);
@@ -1249,6 +1250,7 @@ SETTER(fake_cuda_devices, int, fake.device_count = value < MAX_DEVICES ? value :
 SETTER(fake_cuda_memory, size_t, fake.memory = value ? value : (size_t)8 << 30)
 SETTER(fake_cuda_seed, unsigned long long, fake.seed = mix(value); fake.draws = 0)
 SETTER(fake_cuda_order, int, fake.order = value)
+SETTER(fake_cuda_no_peers, int, fake.no_peers = value)
 SETTER(fake_cuda_forbid_default_stream, int, fake.no_default_stream = value)
 SETTER(fake_cuda_guard, int, fake.guard = value)
 SETTER(fake_cuda_wait_limit, double, fake.wait_limit = value)

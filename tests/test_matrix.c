@@ -35,7 +35,6 @@
 #include "check.h"
 #if ON_DEVICES
 #include "fake_cuda.h"
-#include "late_cpu.h"
 #endif
 #include <sys/mman.h>
 #include <time.h>
@@ -144,7 +143,7 @@ static spec alone_of(spec s) {
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 18 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
@@ -152,7 +151,7 @@ static const char *const rules[RULES] = { "one means nothing beside the other",
     "more choices than experts", "several chunks where not interleaved",
     "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
     "numbers of 64 bits on a device", "forks that share a device",
-    "values of a device in a file", "NCCL without devices" };
+    "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -174,8 +173,7 @@ static int refusal(spec s) {
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
     if (s.devices && s.type == TYPE_F64) return 14;
     if (s.devices && s.procs) return 15;
-    if (s.devices && s.offload == OFF_ALL_DISK) return 16;
-    if (s.net == NET_NCCL && !s.devices) return 17;
+    if (s.net == NET_NCCL && !s.devices) return 16;
     return 0;
 }
 
@@ -941,7 +939,10 @@ static const dt_kernels *devices_begin(spec s) {
     fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
     fake_cuda_forbid_default_stream(1);
     if (s.late % 5 == 0) fake_cuda_guard(1);
-    return late_table();
+    static dt_kernels table;
+    table = *dt_kernels_cuda();
+    table.work_bytes = 1 << 16; /* to fill more with 0xFF would be most of the time */
+    return &table;
 #else
     return NULL;
 #endif
@@ -1047,7 +1048,7 @@ static void other_stage(spec *p) {
     p->no_overlap = !s.no_overlap;
     p->keep = p->stage == 3 && !s.keep;
     p->offload = s.offload ? OFF_NONE : 1 + turn + (turn == 2 && p->stage == 3);
-    if (p->offload >= OFF_ALL && (p->stage < 3 || s.devices)) p->offload = OFF_STATE_DISK;
+    if (p->offload >= OFF_ALL && p->stage < 3) p->offload = OFF_STATE_DISK;
 }
 
 /* The case with what must not change a bit. One kind of change, or all. */
@@ -1276,7 +1277,7 @@ static void list_case(spec s) {
 }
 
 enum { SAMPLE = 24, MOST_DEVICES = 8 };
-static int net_cases[3], not_in_file;
+static int net_cases[3];
 
 /* The same case on some devices, or over NCCL on one for each rank. */
 static spec on_devices(uint64_t seed, int number, spec s) {
@@ -1285,8 +1286,6 @@ static spec on_devices(uint64_t seed, int number, spec s) {
     s.devices = s.net == NET_NCCL ? ranks_of(s) : 1 + (int)(draw(seed + 3, (uint64_t)number) % MOST_DEVICES);
     s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
     if (s.type == TYPE_F64) s.type = TYPE_F32;
-    not_in_file += s.offload == OFF_ALL_DISK;
-    if (s.offload == OFF_ALL_DISK) s.offload = OFF_ALL;
     net_cases[s.net]++;
     return s;
 }
@@ -1445,20 +1444,48 @@ static void list_cases(uint64_t seed, int cases) {
 
 static void tell(uint64_t seed, int all) {
     for (int t = 0; t < TALLIES; t++) {
-        printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
         if (t == FORKED && ON_DEVICES) continue;    /* forks have no devices */
+        if (!ON_DEVICES) printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
         CHECK_MSG(!all || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
     }
-    if (ON_DEVICES)
-        printf("test_matrix: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
-            "devices; %d of them through NCCL, %d over sockets; in %d values lay in host memory, not in a file\n", done,
-            n_listed, MOST_DEVICES, net_cases[NET_NCCL], net_cases[NET_TCP], not_in_file);
+    if (ON_DEVICES) {
+        printf("test_matrix_gpu: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
+            "devices; %d of them through NCCL, %d over sockets\n", done, n_listed, MOST_DEVICES, net_cases[NET_NCCL],
+            net_cases[NET_TCP]);
+        return;
+    }
     printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
         n_listed - in_f64, n_factorings, (unsigned long long)seed);
     for (int r = 1; r < RULES; r++)
         if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
     printf("\n");
 }
+
+#if ON_DEVICES
+static dt_status never(dt_ctx *ctx, void *user) {
+    (void)user;
+    return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
+}
+
+/* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
+static void check_refusals(void) {
+    dt_report   report;
+    dt_host     host = *dt_host_default();
+    dt_run_desc desc = { .ranks = 3, .timeout_s = 20, .host = &host, .report = &report,
+        .kernels = devices_begin((spec){ .devices = 3 }) };
+    host.log = silent;
+    fake_cuda_no_peers(1);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "peer access") && strstr(report.text, "nccl"), "%s", report.text);
+    fake_cuda_devices(0);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "cudaErrorNoDevice"), "%s", report.text);
+    CHECK(fake_cuda_leaks(1) == 0);
+    fake_cuda_reset();
+}
+#else
+static void check_refusals(void) {}
+#endif
 
 int main(int argc, char **argv) {
     int      cases = ON_DEVICES ? SAMPLE : CASES, ok = 1;
@@ -1473,6 +1500,7 @@ int main(int argc, char **argv) {
     list_cases(seed, ON_DEVICES ? CASES : cases);
     int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
     for (int i = 0; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
+    check_refusals();
     tell(seed, ok && n == n_listed && cases >= CASES);
     free(listed);
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
