@@ -2147,7 +2147,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
     if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
-        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not there */
+        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not */
         n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
         dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
