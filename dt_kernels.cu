@@ -1868,7 +1868,7 @@ static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 
 template <int M, int J>
 static __device__ void hide_rest(float (&c)[M][J][4], int have) {
     UNROLL for (int e = 0; e < M * J * 4; e++)
-        if (e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+        if (e / 4 % J * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
 }
 
 /* ---- products of a warp ---- */
