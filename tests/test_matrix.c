@@ -940,7 +940,7 @@ static const dt_kernels *devices_begin(spec s) {
     fake_cuda_seed((unsigned long long)s.late);
     fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
     fake_cuda_forbid_default_stream(1);
-    if (s.late % 5 == 0) fake_cuda_guard(1);
+    if (s.late % 10 == 0) fake_cuda_guard(1);
     static dt_kernels table;
     table = *dt_kernels_cuda();
     table.work_bytes = 1 << 16; /* to fill more with 0xFF would be most of the time */
