@@ -58,13 +58,14 @@ TESTING = $(CC) $(TFLAGS)
 UNUSED  = -Wno-unused-function
 endif
 
-WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
+WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
            tests/faults/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+RACES    = -fsanitize=thread -fno-inline -fno-thread-jumps -fno-builtin-memcpy -fno-builtin-memset
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
@@ -165,3 +166,11 @@ $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
+# Their kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
+$(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*_races.cc)): $(B)/%: tests/%.cc $(wildcard tests/*cuda*.cc) \
+    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
+	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
+	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
+$(B)/cuda_races.o: tests/cuda_races.cc tests/cuda_on_cpu.h $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@

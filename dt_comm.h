@@ -29,12 +29,14 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
+       DT_USE_NCCL         the NCCL backend: nccl.h of NCCL 2.18.1 or later; nvcc sets it where it finds that, unless
+                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time
        DT_STATIC           everything static                                                    (everywhere)
        DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
@@ -822,7 +824,7 @@ typedef struct dt__world {
     dt_work       *idle;        /* works to use again */
     dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
     struct dt__nccl *nccl;      /* section 26; NULL: none */
-    uint64_t      *mail;        /* (ranks, 2) of messages from the device over a transport: called, and begun; or NULL */
+    uint64_t      *mail;        /* (ranks, 2) of messages from a device over a transport: called, and begun; or NULL */
     void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
     size_t         copy_bytes;
     int            copy_lent;
@@ -1268,6 +1270,7 @@ static dt__phrase dt__call_text(const dt__call *call) {
     dt__append(text.s, sizeof text.s, &at, " %s", dt_dtype_name(call->dtype));
     if (call->op != DT__ALL_TO_ALL_V) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
     if (pattern->sums) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
+    if (call->host) dt__append(text.s, sizeof text.s, &at, " in host memory");
     if (dt__is_rooted(call->op)) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
     return text;
 }
@@ -1275,12 +1278,13 @@ static dt__phrase dt__call_text(const dt__call *call) {
 /* All but the count of what the ranks of a collective must call alike, in one word; and back, for texts. */
 static uint64_t dt__what(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(uint32_t)call->peer << 32;
+           (uint64_t)(call->host != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
 }
 
 static dt__call dt__call_of_what(uint64_t what, size_t count) {
     dt__call call = dt__call_make((dt__op_code)(what & 255), NULL, NULL, count, (dt_dtype)(what >> 8 & 255));
     call.redop = (dt_op)(what >> 16 & 255);
+    call.host = (int)(what >> 24 & 1);
     call.peer = (int)(uint32_t)(what >> 32);
     return call;
 }
@@ -1301,12 +1305,13 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
 static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int n, size_t count, int far) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
-    if (!call->host) {
+    if (call->op != DT__SUM_DOUBLES) {
         dt_reduce_args args = { call->dtype, comm->out[0], comm->in, n, count, call->redop, comm->out + 1, outs - 1,
                                 far };
+        if (call->host) return dt_kernels_cpu()->reduce(&args, NULL);
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
     }
-    for (size_t i = 0; i < count; i++) {    /* dt_sum_doubles */
+    for (size_t i = 0; i < count; i++) {
         double sum = ((const double *)comm->in[0])[i];
         for (int rank = 1; rank < n; rank++) sum += ((const double *)comm->in[rank])[i];
         for (int k = 0; k < outs; k++) ((double *)comm->out[k])[i] = sum;
@@ -3136,7 +3141,8 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device. */
+/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device: such data go
+   the way of scalars. */
 static int dt__beyond(const dt_comm *comm, const void *p) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     return p && kernels->reaches && !kernels->reaches(p);
@@ -3151,9 +3157,8 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     if (call->peer < 0 && !call->any) return to_one ? "no such rank" : "no such root";
     if (call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
     if (to_one && call->tag < 0 && !call->host) return "the tag is negative";
-    int device = !call->host && (call->count || call->op == DT__ALL_TO_ALL_V);
-    if (device && (dt__beyond(comm, call->send) || dt__beyond(comm, call->recv)))
-        return "a buffer is not in the memory of the rank's device: use a tensor's data or dt_alloc's";
+    if (!call->host && call->send && call->recv && dt__beyond(comm, call->send) != dt__beyond(comm, call->recv))
+        return "one of its buffers is in the device's memory and the other in the host's";
     if (call->op == DT__ALL_TO_ALL_V) {
         if (!call->send_counts || !call->recv_counts) return "counts are NULL";
         for (int i = 0; i < comm->place.size; i++)
@@ -3434,6 +3439,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
                       dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
     if (!work) return NULL;
+    if (dt__beyond(comm, call.send) || dt__beyond(comm, call.recv)) work->call.host = 1;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
     int to_one = dt__is_to_one(call.op), alone = !to_one && comm->place.size == 1;
@@ -7358,8 +7364,8 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #ifdef DT_USE_NCCL
 
-/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp: scalars,
-   comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
+/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp:
+   scalars, comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
 
    A lane is an ncclComm with a queue of its own on the device. Each group has one, split from that of the group which
    it was split from. So has each direction between two ranks that send each other messages, from the first one on.
@@ -7621,7 +7627,7 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
 }
 
 /* A mark in the rank's own queue, when an operation is called: what it reads is there, and what it overwrites was read.
-   Not later: by then the queue may wait for what other ranks send after this operation. NULL: the context has failed. */
+   Not later: by then the queue may wait for what other ranks send after this operation. With NULL it has failed. */
 static void *dt__nccl_called(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->mark(dt_ctx_stream(ctx), mark);

@@ -257,14 +257,6 @@ static __device__ double widen(double x) { return x; }
 static __device__ int    widen(int x) { return x; }
 static __device__ float  widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
-/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
-static __device__ float widen(f16 x) {
-    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
-    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
-                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
-    return __uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
-}
-
 static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
@@ -275,8 +267,26 @@ static __device__ void round_to(bf16 *out, float x) {
     out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
 }
 
-/* Below 2^-14 the spacing of f16 is that of floats in [0.5, 1): adding 0.5 rounds. 65,520 and more are infinity. */
-static __device__ void round_to(f16 *out, float x) {
+/* f16 is CUDA's own business, in one instruction each. What a test has in its place: f16 has 5 bits of exponent, and a
+   product with 2^112 moves them to float's bias and makes denormals normal; below 2^-14 the spacing of f16 is that of
+   floats in [0.5, 1), so that adding 0.5 rounds; 65,520 and more are infinity. */
+#ifdef __CUDACC__
+static __device__ float widen(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+static __device__ void round_to(f16 *out, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out->bits) : "f"(x)); }
+#else
+static float widen(f16 x) {
+    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
+    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
+                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
+    return __uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
+}
+
+static void round_to(f16 *out, float x) {
     unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
     unsigned small = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
     unsigned normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
@@ -285,6 +295,7 @@ static __device__ void round_to(f16 *out, float x) {
     h = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : h;
     out->bits = (uint16_t)(h | (bits >> 16 & 0x8000u));
 }
+#endif
 
 /* The sum over a warp, for each of its lanes: x + y is y + x, so all lanes get the same bits. */
 template <class T>
@@ -390,7 +401,13 @@ static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<f
     store(p, i, count, aligned, rounded);
 }
 
-/* The same of one. */
+/* The same where all N are there, and aligned if they are a pack. */
+template <int N, class T>
+static __device__ pack<float, N> get_whole(const T *p) { return get<N>(p, 0, N, true); }
+template <class T, int N>
+static __device__ void give_whole(T *p, pack<float, N> x, int accumulate = 0) { give(p, 0, N, true, x, accumulate); }
+
+/* The same of one number. */
 template <class T>
 static __device__ void give_one(T *to, float value, int accumulate = 0) {
     round_to(to, accumulate ? widen(*to) + value : value);
@@ -1260,7 +1277,7 @@ static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE
 
 /* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) spread_kernel(dt_spread_args a, int *bad) {
+KERNEL __launch_bounds__(BLOCK, 2) spread_kernel(dt_spread_args a, int *bad) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
         size_t o = i / a.inner, c = i % a.inner;
         T     *out = (T *)a.out + o * a.n * a.inner + c;
@@ -1285,32 +1302,31 @@ static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_
 
 // ==== 10. Normalisation and softmax =================================================================================
 
-/* What one of G threads has of a row: pack after pack, G packs apart, the first of them `shift` numbers before the row.
-   K packs stay in registers, so that a row of that length is read once; what is beyond is read each time. */
+/* What one of G threads has of a row: pack after pack of N, G packs apart. K packs stay in registers, so that a row of
+   that length is read once; what is beyond is read each time. cols is a multiple of N, and packs are aligned; rows of
+   another kind have N 1. */
 enum { KEPT = 4 };
 
-template <class T, int G, int K = KEPT>
+template <class T, int N, int G, int K = KEPT>
 struct row_share {
-    enum { N = pack<T>::N };
-    const T *p;
-    int64_t  cols, first;
-    bool     aligned;
-    pack<T>  kept[K];
+    const T   *p;
+    int64_t    cols;
+    pack<T, N> kept[K];
 
-    __device__ row_share(const T *row, int64_t cols_, int shift)
-        : p(row), cols(cols_), first((int64_t)(threadIdx.x % G) * N - shift), aligned(shift_of(row) == shift) {
+    __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
         UNROLL
-        for (int j = 0; j < K; j++) kept[j] = load(p, place(j), cols, aligned);
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) kept[j] = load_pack<N>(p + place(j), 0, N, true);
     }
-    __device__ int64_t place(int j) const { return first + (int64_t)j * (G * N); }
+    __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
-    /* f(column of the first, numbers) for each pack; what is outside of the row is zero. */
+    /* f(column of the first, numbers) for each pack */
     template <class F>
     __device__ void each(F f) const {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p, c, cols, aligned));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c));
     }
     /* The same for two rows. */
     template <class F>
@@ -1318,52 +1334,43 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N)
-            f(c, get<N>(p, c, cols, aligned), get<N>(other.p, c, cols, other.aligned));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c), get_whole<N>(other.p + c));
     }
-    __device__ bool has(int64_t c) const { return c >= 0 && c < cols; }
 };
 
-/* A warp for each row that it can keep, else a block. */
-template <class T>
-static bool warp_keeps(size_t cols) { return cols <= (size_t)32 * KEPT * pack<T>::N; }
-
-#define LAUNCH_ROWS(kernel, T, rows, cols, stream, ...) \
+/* Launches kernel<T, N, G>: in packs if the rows allow it (`whole`), by a warp for each row that it can keep. */
+#define LAUNCH_ROWS(kernel, T, whole, rows, cols, stream, ...) \
     do { \
-        if (warp_keeps<T>(cols)) LAUNCH((kernel<T, 32>), rows, WARPS, stream, __VA_ARGS__); \
-        else LAUNCH((kernel<T, BLOCK>), rows, 1, stream, __VA_ARGS__); \
+        if (!(whole)) LAUNCH((kernel<T, 1, BLOCK>), rows, 1, stream, __VA_ARGS__); \
+        else if ((cols) <= (size_t)32 * KEPT * pack<T>::N) \
+            LAUNCH((kernel<T, pack<T>::N, 32>), rows, WARPS, stream, __VA_ARGS__); \
+        else LAUNCH((kernel<T, pack<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
 
 /* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
    arXiv:1910.07467, is the same with a mean of zero and without a bias. */
-template <class T, int G>
+template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
-    const int N = pack<T>::N;
-    const T  *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
-    int64_t   cols = (int64_t)a.cols;
+    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
-        const T        *in = (const T *)a.in + r * a.cols;
-        T              *out = (T *)a.out + r * a.cols;
-        int             shift = shift_of(in);
-        bool            same = shift_of(out) == shift, same_gain = shift_of(gains) == shift;
-        bool            same_bias = shift_of(biases) == shift;
-        row_share<T, G> x(in, cols, shift);
-        float           sum = 0, squares = 0, mean = 0;
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        T                 *out = (T *)a.out + r * a.cols;
+        float              sum = 0, squares = 0, mean = 0;
         if (!a.rms) { /* the same for all threads, so all reach the barriers */
             x.each([&](int64_t, pack<float, N> v) {
                 for (int k = 0; k < N; k++) sum += v.v[k];
             });
             mean = group_sum<G>(sum) / (float)a.cols;
         }
-        x.each([&](int64_t c, pack<float, N> v) {
-            for (int k = 0; k < N; k++) squares += x.has(c + k) ? (v.v[k] - mean) * (v.v[k] - mean) : 0;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) squares += (v.v[k] - mean) * (v.v[k] - mean);
         });
         float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
         x.each([&](int64_t c, pack<float, N> v) {
-            pack<float, N> gain = get<N>(gains, c, cols, same_gain), bias = { { 0 } };
-            if (biases) bias = get<N>(biases, c, cols, same_bias);
+            pack<float, N> gain = get_whole<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get_whole<N>(biases + c);
             for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
-            give(out, c, cols, same, v);
+            give_whole(out + c, v);
         });
         if (threadIdx.x % G > 0) continue;
         if (!a.rms) ((float *)a.mean)[r] = mean;
@@ -1373,7 +1380,8 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
 
 template <class T>
 static dt_status norm(const dt_norm_args *a, void *stream) {
-    LAUNCH_ROWS(norm_kernel, T, a->rows, a->cols, stream, *a);
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
+    LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
 
@@ -1409,20 +1417,18 @@ template <class T, int G, int K>
 KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
     const int N = pack<T>::N;
     const T  *gains = (const T *)a.gain;
-    bool      aligned = aligned16(gains);
     float     dgain[K][N] = { { 0 } }, dbias[K][N] = { { 0 } };
     for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
-        size_t             r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
-        int64_t            cols = r < a.rows ? (int64_t)a.cols : 0;
-        row_share<T, G, K> x((const T *)a.in + r * a.cols, cols, 0), dout((const T *)a.dout + r * a.cols, cols, 0);
-        T                 *dx = (T *)a.dx + r * a.cols;
-        float              mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
-        float              g_sum = 0, gy_sum = 0;
+        size_t                r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
+        int64_t               cols = r < a.rows ? (int64_t)a.cols : 0;
+        row_share<T, N, G, K> x((const T *)a.in + r * a.cols, cols), dout((const T *)a.dout + r * a.cols, cols);
+        T                    *dx = (T *)a.dx + r * a.cols;
+        float                 mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
+        float                 g_sum = 0, gy_sum = 0;
         UNROLL
         for (int j = 0; j < K; j++) {
             if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]);
-            pack<float, N> gain = get<N>(gains, x.place(j), cols, aligned);
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get_whole<N>(gains + x.place(j));
             for (int k = 0; k < N; k++) {
                 float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
                 dgain[j][k] += d.v[k] * y;
@@ -1434,22 +1440,19 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         if (!a.dx) continue;
         float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
-        UNROLL
-        for (int j = 0; j < K; j++) {
-            if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]);
-            pack<float, N> gain = get<N>(gains, x.place(j), cols, aligned);
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get_whole<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give(dx, x.place(j), cols, shift_of(dx) == 0, v, a.accumulate_x);
-        }
+            give_whole(dx + c, v, a.accumulate_x);
+        });
     }
     float *sums = (float *)a.work + blockIdx.x * a.cols;
     if (a.dgain) leave_sums<N, G, K>(sums, (int64_t)a.cols, dgain);
     if (a.dbias) leave_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
 }
 
-/* The same in two kernels, for longer rows. */
+/* The same in two kernels, for longer and for odd rows. */
 template <class T>
 KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
     const int N = pack<T>::N;
@@ -1478,32 +1481,28 @@ KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_ar
     }
 }
 
-template <class T>
+template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
-    const int N = pack<T>::N;
-    const T  *gains = (const T *)a.gain;
-    int64_t   cols = (int64_t)a.cols;
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const T            *in = (const T *)a.in + r * a.cols;
-        T                  *dx = (T *)a.dx + r * a.cols;
-        int                 shift = shift_of(in);
-        bool                same = shift_of(dx) == shift, same_gain = shift_of(gains) == shift;
-        row_share<T, BLOCK> x(in, cols, shift), dout((const T *)a.dout + r * a.cols, cols, shift);
-        float               mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
+    const T *gains = (const T *)a.gain;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        row_share<T, N, G> dout((const T *)a.dout + r * a.cols, (int64_t)a.cols);
+        T                 *dx = (T *)a.dx + r * a.cols;
+        float              mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get<N>(gains, c, cols, same_gain);
+            pack<float, N> gain = get_whole<N>(gains + c);
             for (int k = 0; k < N; k++) {
                 g_sum += d.v[k] * gain.v[k];
                 gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
             }
         });
-        float mean_g = block_sum(g_sum) / (float)a.cols, mean_gy = block_sum(gy_sum) / (float)a.cols;
+        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get<N>(gains, c, cols, same_gain);
+            pack<float, N> gain = get_whole<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give(dx, c, cols, same, v, a.accumulate_x);
+            give_whole(dx + c, v, a.accumulate_x);
         });
     }
 }
@@ -1524,24 +1523,26 @@ static void norm_back_at_once(const dt_norm_back_args *a, size_t parts, void *st
 
 /* The sums over rows come first: dx may lie where dout does. */
 template <class T>
-static void norm_back_apart(const dt_norm_back_args *a, size_t parts, void *stream) {
+static void norm_back_apart(const dt_norm_back_args *a, size_t parts, bool whole, void *stream) {
     size_t tiles = parts * packs_in(a->cols, COLUMNS * pack<T>::N);
     if (tiles > 0)
         DT_LAUNCH(norm_back_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
-    if (a->dx) LAUNCH(norm_back_rows_kernel<T>, a->rows, 1, stream, *a);
+    if (a->dx) LAUNCH_ROWS(norm_back_rows_kernel, T, whole, a->rows, a->cols, stream, *a);
 }
 
 template <class T>
 static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     size_t packs = packs_in(a->cols, pack<T>::N), parts = 0;
     bool   summed = (a->dgain || a->dbias) && a->cols > 0;
-    if (summed) parts = norm_back_parts(a, packs <= 32 * 3 ? WARPS : packs <= BLOCK * 3 ? 1 : 2 * RUNS);
+    bool   whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->dout, a->gain, a->dx);
+    bool   warps = whole && packs <= 32 * 3, at_once = whole && packs <= BLOCK * 3;
+    if (summed) parts = norm_back_parts(a, warps ? WARPS : at_once ? 1 : 2 * RUNS);
     if (summed && a->rows > 0 && (!a->work || parts == 0)) return DT_ERR_ARG;
-    if (packs <= 32 * 3) norm_back_at_once<T, 32, 3>(a, parts, stream);
-    else if (packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
-    else if (packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
-    else if (packs <= BLOCK * 3) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
-    else norm_back_apart<T>(a, parts, stream);
+    if (warps) norm_back_at_once<T, 32, 3>(a, parts, stream);
+    else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
+    else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
+    else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
+    else norm_back_apart<T>(a, parts, whole, stream);
     sums dgain = { a->work, a->dgain, widened_type(a->dtype, a->wide_gain), 1, 1, parts, a->cols, 1,
                    a->accumulate_gain };
     sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
@@ -1556,64 +1557,58 @@ static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
 }
 
 /* out may be in: a thread meets its own columns only. */
-template <class T, int G>
+template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
-        const T        *in = (const T *)a.in + r * a.cols;
-        T              *out = (T *)a.out + r * a.cols;
-        bool            same = shift_of(out) == shift_of(in);
-        row_share<T, G> x(in, cols, shift_of(in));
-        float           most = -INFINITY, sum = 0;
-        x.each([&](int64_t c, pack<float, N> v) {
-            for (int k = 0; k < N; k++) most = x.has(c + k) && v.v[k] > most ? v.v[k] : most;
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        T                 *out = (T *)a.out + r * a.cols;
+        float              most = -INFINITY, sum = 0;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) most = v.v[k] > most ? v.v[k] : most;
         });
         most = group_max<G>(most);
-        x.each([&](int64_t c, pack<float, N> v) {
-            for (int k = 0; k < N; k++) sum += x.has(c + k) ? exponential<T>(v.v[k] - most) : 0;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) sum += exponential<T>(v.v[k] - most);
         });
         float inverse = 1 / group_sum<G>(sum);
         x.each([&](int64_t c, pack<float, N> v) {
             for (int k = 0; k < N; k++) v.v[k] = exponential<T>(v.v[k] - most) * inverse;
-            give(out, c, cols, same, v);
+            give_whole(out + c, v);
         });
     }
 }
 
 template <class T>
 static dt_status softmax(const dt_softmax_args *a, void *stream) {
-    if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, a->rows, a->cols, stream, *a);
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out);
+    if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
 
 static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
 
-template <class T, int G>
+template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
     for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
-        const T        *out = (const T *)a.out + r * a.cols;
-        T              *dx = (T *)a.dx + r * a.cols;
-        int             shift = shift_of(out);
-        bool            same = shift_of(dx) == shift;
-        row_share<T, G> y(out, cols, shift), dout((const T *)a.dout + r * a.cols, cols, shift);
-        float           sum = 0;
+        row_share<T, N, G> y((const T *)a.out + r * a.cols, (int64_t)a.cols);
+        row_share<T, N, G> dout((const T *)a.dout + r * a.cols, (int64_t)a.cols);
+        T                 *dx = (T *)a.dx + r * a.cols;
+        float              sum = 0;
         y.each_with(dout, [&](int64_t, pack<float, N> v, pack<float, N> d) {
             for (int k = 0; k < N; k++) sum += v.v[k] * d.v[k];
         });
         sum = group_sum<G>(sum);
         y.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
             for (int k = 0; k < N; k++) v.v[k] *= d.v[k] - sum;
-            give(dx, c, cols, same, v, a.accumulate);
+            give_whole(dx + c, v, a.accumulate);
         });
     }
 }
 
 template <class T>
 static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
-    LAUNCH_ROWS(softmax_back_kernel, T, a->rows, a->cols, stream, *a);
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->out, a->dout, a->dx);
+    LAUNCH_ROWS(softmax_back_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
 
@@ -1942,7 +1937,7 @@ static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stre
 // ==== 13. Losses ====================================================================================================
 
 /* A row of logits is a block's, because a vocabulary is long. */
-enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 1024 };
+enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
 /* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
    it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
@@ -3488,7 +3483,7 @@ static void advise(char *text, size_t text_bytes) {
     bool               known = cudaGetDevice(&device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-                 cudaFuncGetAttributes(&code, (const void *)fill_kernel<float, float>) == cudaSuccess;
+                 cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
     (void)cudaGetLastError();
     if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
     snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",

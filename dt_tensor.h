@@ -22,7 +22,7 @@
        #include <stdio.h>
 
        int main(void) {
-           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });  // we look at data
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_NORMAL(0.1));
            float x[6] = { 1, 2, 3, 4, 5, 6 }, y[2] = { 1, -1 };
            for (int step = 0; step < 100; step++) {
@@ -43,7 +43,7 @@
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
        g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -440,7 +440,9 @@ typedef struct dt_kernels {
     void      *(*alloc)(void *user, size_t bytes);              /* NULL -> the host table's */
     void       (*free)(void *user, void *p, size_t bytes);
     dt_status  (*move)(void *dst, const void *src, size_t bytes, void *stream);  /* host or device to either */
-    dt_status  (*sync)(void *stream);                           /* wait until the stream is empty; NULL -> nothing */
+    /* Wait until the stream is empty; NULL -> nothing. DT_ERR_ARG: since the last time a kernel met an index outside of
+       its table, which it left out. For a table whose kernels do not wait to answer that themselves. */
+    dt_status  (*sync)(void *stream);
     void       *user;
     /* A rank's queue of work on the device: the `stream` of its kernels. place: the rank's number among those of its
        machine. NULL with the reason in text. The CPU has none: what it was asked for is done when a kernel returns. */
@@ -452,8 +454,8 @@ typedef struct dt_kernels {
     /* Kernels of this queue are to reach the memory of the devices of places 0 .. places-1: ranks that are threads read
        and write each other's. DT_ERR_DEVICE with the reason in text; NULL: they do. */
     dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
-    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL: refused.
-       passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
+    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL:
+       refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
        the mark of another queue. */
     void      *(*mark)(void *stream, void *mark);
     int        (*passed)(void *mark);
@@ -1795,6 +1797,9 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
 static dt_status dt__sync(dt_ctx *ctx) {
     dt__settle(ctx);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
+    if (status == DT_ERR_ARG) /* a device that does not stop to look at indices tells of a bad one only now */
+        return dt_fail(ctx, status, "on %s since it was last waited for: an id, a label or a row outside of its table; "
+            "the CPU's kernels (dt_kernels_cpu) would name it", ctx->kernels.name);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "waiting for %s", ctx->kernels.name);
 }
 
@@ -3380,7 +3385,9 @@ static dt_status dt__linear_back(dt_node *n) {
         if (!a.c || dt__matmul(ctx, n->name, NULL, a) != DT_OK) return dt_error(ctx);
     }
     if (dt_wants(n, 2)) {
-        dt_sum_args a = { .dtype = x->dtype, .in = d, .outer = 1, .n = (size_t)rows, .inner = (size_t)out, .scale = 1 };
+        dt_sum_args a = { .dtype = x->dtype, .in = d, .outer = 1, .n = (size_t)rows, .inner = (size_t)out, .scale = 1,
+            .work_bytes = dt__lent(ctx, 0) };
+        a.work = dt_scratch(ctx, a.work_bytes);
         a.out = dt__grad_wide(n, 2, &a.accumulate, &a.wide);
         if (!a.out || DT__KERNEL(ctx, n->name, sum, &a) != DT_OK) return dt_error(ctx);
     }
@@ -3622,6 +3629,8 @@ static dt_status dt__sum_to(dt_node *n, int i, const void *g, double scale, void
         a.wide = dt_grad_dtype(t) != t->dtype; /* a parameter's sums are f32 all the way */
         if (left == 0) {
             a.scale = scale;
+            a.work = turns[turn]; /* free, since the last sum goes elsewhere */
+            a.work_bytes = dt__bytes(n->out);
             a.out = dt__grad_wide(n, i, &a.accumulate, &a.wide);
         }
         if (!a.out || DT__KERNEL(t->ctx, n->name, sum, &a) != DT_OK || left == 0) return dt_error(t->ctx);
@@ -3741,7 +3750,8 @@ static dt_tensor *dt__sum(const char *op, dt_tensor *x, int dim, int mean) {
     dt_tensor *y = dt__new_named(ctx, x->dtype, r.without, op);
     if (!y) return NULL;
     dt_sum_args a = { .dtype = x->dtype, .out = y->data, .in = x->data, .outer = r.outer, .n = r.n, .inner = r.inner,
-        .scale = scale };
+        .scale = scale, .work_bytes = dt__lent(ctx, 0) };
+    a.work = dt_scratch(ctx, a.work_bytes);
     if (DT__OP(op, x, sum, &a) != DT_OK) return NULL;
     dt__sum_saved *saved = (dt__sum_saved *)dt_record_saved(y, dt__desc(op, x, NULL, NULL, dt__sum_back,
         sizeof *saved));

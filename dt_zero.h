@@ -43,7 +43,7 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -2149,7 +2149,7 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
     if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
-        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not there */
+        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not */
         n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
         dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
@@ -2290,10 +2290,13 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
     size_t   bytes = dt__onebit_message(zero, u), words = bytes / sizeof(int32_t);
     char    *out = (char *)zero->messages, *in = out + N * bytes;
     void    *m = z->state[0], *v = z->state[1], *mean = dt__zero_at(z, u->grad, r * run);
+    size_t   room = ctx->kernels.work_bytes ? dt__lent(ctx, (2 * (u->padded / DT_RUN + 1) + 1) * sizeof(double)) : 0;
+    void    *work = dt_scratch(ctx, room);
     dt_momentum_args    local = { type, m, u->grad, u->padded, zero->desc.beta1, (double)N * grad_scale };
-    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N };
+    dt_sign_pack_args   worker = { type, out, m, z->errors[0], v, u->padded, N, work, room };
     dt_sign_unpack_args served = { type, mean, in, dt__zero_at(z, v, r * run), run, N };
-    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1 };
+    dt_sign_pack_args   server = { type, out + r * bytes, mean, z->errors[1], dt__zero_at(z, v, r * run), run, 1,
+        work, room };
     if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
         dt_all_to_all(z->data, out, in, words, DT_I32) != DT_OK ||

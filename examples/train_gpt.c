@@ -114,8 +114,8 @@ enum { BUILT, LATER };
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp, nccl [the launcher's]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, over tcp, nccl") \
-    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "what it holds is the job's secret; over tcp, nccl, mpi") \
-    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank its machine's GPU of its number") \
+    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "it holds the job's secret; over tcp, nccl, mpi") \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank the GPU of its number") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", "after a failure start again from what --save has") \
     X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", "... with fewer replicas each time, N ranks at least") \

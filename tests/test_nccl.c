@@ -41,7 +41,9 @@ typedef struct job {
 } job;
 typedef struct seat { job *job; int rank; } seat;
 
-static void log_quietly(void *user, int level, int rank, const char *text) { (void)user, (void)level, (void)rank, (void)text; }
+static void log_quietly(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
 
 /* A port of the loopback that nobody has now. */
 static int free_port(void) {
@@ -123,7 +125,7 @@ static void array_free(dt_ctx *ctx, array a) { dt_free(ctx, DT_MEM_COMM, a.at, a
 static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
 static const dt_op    redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
 
-/* A sum in another order; of 16-bit numbers it is rounded once, from f32. */
+/* A sum in another order; of 16-bit numbers it is rounded once, from f32: nearly all are the same. */
 static int near(double got, double want, dt_dtype type, int n) {
     double tol = type == DT_F64 ? 1e-14 : type == DT_BF16 ? 1.0 / 128 : type == DT_F16 ? 1.0 / 1024 : 1e-6;
     return fabs(got - want) <= tol * (fabs(want) + 100.0 * n * (narrow(type) ? 1e-5 : 1));
@@ -179,7 +181,7 @@ static void trial_run(trial c) {
     int      cut = c.op == REDUCE_SCATTER || c.op == SCATTER || c.op == ALL_TO_ALL;
     int      wide = c.op == ALL_GATHER || c.op == GATHER || c.op == ALL_TO_ALL;
     int      has = root || (c.op != REDUCE && c.op != GATHER);
-    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0;
+    size_t   size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0, bad = 0, other = 0;
     dt_op    op = c.op <= REDUCE_SCATTER ? redops[c.o] : DT_SUM;
     for (int r = 0; r < n; r++) sent += out[r] = v_count(&c, me, r), came += in[r] = v_count(&c, r, me);
     size_t sends = c.op == ALL_TO_ALL_V ? sent : c.count * (size_t)(cut ? n : 1);
@@ -197,10 +199,13 @@ static void trial_run(trial c) {
     from_device(ctx, host, recv, takes * size);
     for (size_t i = 0; i < takes && has; i++) {
         double want = wanted(&c, i, in), got = get(host, types[c.t], i);
+        other += got != want;
         bad += !(c.op <= REDUCE_SCATTER && op != DT_MAX && op != DT_MIN ? near(got, want, types[c.t], n) : got == want);
     }
+    if (narrow(types[c.t]) && n > 2) bad += 20 * other > takes + 100 ? other : 0;
     CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "operation %d %s x %zu by %d, root %d, %d ranks, rank %d, in place "
-              "%d: %zu of %zu wrong", c.op, dt_dtype_name(types[c.t]), c.count, c.o, c.root, n, me, c.in_place, bad, takes);
+              "%d: %zu of %zu wrong", c.op, dt_dtype_name(types[c.t]), c.count, c.o, c.root, n, me, c.in_place, bad,
+              takes);
     free(host);
     array_free(ctx, a);
     array_free(ctx, b);
@@ -229,6 +234,9 @@ static dt_status collectives(dt_ctx *ctx, void *user) {
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     CHECK(dt_comm_size(odd) == (n + 1 - me % 2) / 2 && (few == NULL) == (me == 0));
     sweep(odd, 4 * j->what);
+    float values[2] = { (float)me, (float)-me };    /* a variable's memory is the host's */
+    dt_all_reduce(world, values, values, 2, DT_F32, DT_MAX);
+    CHECK(dt_error(ctx) == DT_OK && values[0] == (float)(n - 1) && values[1] == 0);
     if (few) sweep(few, 4 * j->what);
     sweep(again, 8 * j->what);
     return dt_error(ctx);
@@ -325,7 +333,8 @@ static void more_mail(dt_comm *world) {
     memset(transfers, 0, sizeof transfers);
     for (int r = 0; r < n; r++) {
         transfers[r] = (dt_transfer){ .send = out[r % MANY].at, .count = LONG, .peer = r, .tag = 1 };
-        transfers[n + r] = (dt_transfer){ .recv = (char *)all.at + (size_t)r * LONG * 4, .count = LONG, .peer = r, .tag = 1 };
+        transfers[n + r] = (dt_transfer){ .recv = (char *)all.at + (size_t)r * LONG * 4, .count = LONG, .peer = r,
+            .tag = 1 };
     }
     CHECK(dt_exchange(world, transfers, 2 * n) == DT_OK);
     for (int r = 0; r < n; r++) {
@@ -416,7 +425,7 @@ static const struct { const char *text; dt_status status; double within; } mista
     { "rank 1 ended without calling all-reduce #3 on world", DT_ERR_COMM, 3 },
     { "calls all-reduce f32 x 2999 sum", DT_ERR_COMM, 3 },
     { "calls reduce-scatter f32 x 3000 sum", DT_ERR_COMM, 3 },
-    { "a buffer is not in the memory of the rank's device", DT_ERR_ARG, 3 },
+    { "calls all-reduce f32 x 4 sum in host memory", DT_ERR_COMM, 3 },
     { "Duplicate GPU detected", DT_ERR_COMM, 3 },
     { "NCCL: a communicator", DT_ERR_COMM, 3 },
 };
@@ -498,8 +507,9 @@ static void *lent_main(void *p) {
     seat *s = (seat *)p;
     char  place[32];
     snprintf(place, sizeof place, "127.0.0.1:%d", s->job->port);
-    dt_run((dt_run_desc){ .ranks = s->job->ranks, .backend = DT_BACKEND_TCP, .timeout_s = 30, .kernels = dt_kernels_cpu(),
-        .report = &s->job->report[s->rank], .rank = s->rank, .rendezvous = place }, lent, s->job);
+    dt_run((dt_run_desc){ .ranks = s->job->ranks, .backend = DT_BACKEND_TCP, .timeout_s = 30,
+        .kernels = dt_kernels_cpu(), .report = &s->job->report[s->rank], .rank = s->rank, .rendezvous = place }, lent,
+        s->job);
     return NULL;
 }
 
