@@ -141,7 +141,9 @@ typedef struct dt_flat {
     int64_t          step;          /* from 1 */
 } dt_flat;
 
-/* Your own update, called for each run that this rank owns. Element i may depend on element i only. */
+/* Your own update, called for each run that this rank owns. Element i may depend on element i only. On a device the
+   arrays are its memory, and your kernels' queue is the context's; where state is offloaded they are host memory, and
+   hold what you have made of them when you return. */
 typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
 
 /* A loss scale that finds its own size (P. Micikevicius et al., arXiv:1710.03740). A step whose gradients are not
