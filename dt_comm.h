@@ -29,12 +29,14 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
+       DT_USE_NCCL         the NCCL backend: nccl.h of NCCL 2.18.1 or later; nvcc sets it where it finds that, unless
+                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time
        DT_STATIC           everything static                                                    (everywhere)
        DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
@@ -75,7 +77,9 @@
                 or between a start and its dt_wait: then, with an error too, no other rank touches them. Of a forked
                 rank, memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too; what lies
                 elsewhere is copied through it in windows of DT_WINDOW_BYTES. Ranks of MPI have such a range for each
-                machine, where its system lets them.
+                machine, where its system lets them. Ranks that are threads on several GPUs read and write each other's
+                memory: if one of these has no access to another (peer access), dt_run fails with DT_ERR_DEVICE, and
+                backend nccl is the way.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
@@ -820,7 +824,7 @@ typedef struct dt__world {
     dt_work       *idle;        /* works to use again */
     dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
     struct dt__nccl *nccl;      /* section 26; NULL: none */
-    uint64_t      *mail;        /* (ranks, 2) of messages from the device over a transport: called, and begun; or NULL */
+    uint64_t      *mail;        /* (ranks, 2) of messages from a device over a transport: called, and begun; or NULL */
     void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
     size_t         copy_bytes;
     int            copy_lent;
@@ -7360,8 +7364,8 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #ifdef DT_USE_NCCL
 
-/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp: scalars,
-   comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
+/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp:
+   scalars, comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
 
    A lane is an ncclComm with a queue of its own on the device. Each group has one, split from that of the group which
    it was split from. So has each direction between two ranks that send each other messages, from the first one on.
@@ -7623,7 +7627,7 @@ static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
 }
 
 /* A mark in the rank's own queue, when an operation is called: what it reads is there, and what it overwrites was read.
-   Not later: by then the queue may wait for what other ranks send after this operation. NULL: the context has failed. */
+   Not later: by then the queue may wait for what other ranks send after this operation. With NULL it has failed. */
 static void *dt__nccl_called(dt_work *work, void *mark) {
     dt_ctx *ctx = work->comm->world->ctx;
     void *made = dt_ctx_kernels(ctx)->mark(dt_ctx_stream(ctx), mark);

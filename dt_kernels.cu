@@ -716,10 +716,10 @@ KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, siz
 /* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
    shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
    it lies in different banks. */
-struct turn { int64_t across, down, in_stride, out_stride; };
+struct quarter_turn { int64_t across, down, in_stride, out_stride; };
 
 template <class Unit>
-KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, quarter_turn t, size_t tiles) {
     __shared__ Unit tile[32][33];
     const Unit     *in = (const Unit *)a.in;
     Unit           *out = (Unit *)a.out;
@@ -746,7 +746,7 @@ static bool transposed(const dt_permute_args *a, strided s, void *stream) {
         if (s.b[i] == 1) in = i;
     }
     if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
-    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    quarter_turn t = { s.d[in], s.d[out], s.b[out], s.a[in] };
     size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
     s.d[in] = s.d[out] = 1;
     tiles *= count_of(&s);
@@ -2482,10 +2482,10 @@ PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { MMA("bf16")
 PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { MMA("f16"); }
 #undef MMA
 
-/* The first `bytes` of 16 come from global memory, the others are zero. */
-PTX void copy16(void *shared, const void *global, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 : : "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+/* 16 bytes from global memory, or zeros. */
+PTX void copy16(void *shared, const void *global, bool there) {
+    asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, none; }"
+                 : : "r"(shared_address(shared)), "l"(global), "r"((int)there) : "memory");
 }
 PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
@@ -2498,7 +2498,9 @@ static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans
 static float exp2_of(float x) { return exp2f(x); }
 static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
 static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
-static void copy16(void *shared, const void *global, int bytes) { dtc_cp_async16(shared, global, bytes); }
+static void copy16(void *shared, const void *global, bool there) {
+    dtc_cp_async16(shared, there ? global : NULL, there ? 16 : 0);
+}
 static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
 #endif
@@ -2538,11 +2540,10 @@ static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned 
 template <class T>
 static __device__ void mma(T, float *d, const unsigned *a, const unsigned *b) { mma_plain(T(), d, a, b); }
 
-static __device__ void copy16(void *shared, const void *global, int bytes) {
-    uint4 none = { 0, 0, 0, 0 };
-    if (bytes == 16) none = *(const uint4 *)global;
-    *(uint4 *)shared = none;
-    for (int i = 0; i < bytes && bytes < 16; i++) ((char *)shared)[i] = ((const char *)global)[i];
+static __device__ void copy16(void *shared, const void *global, bool there) {
+    uint4 x = { 0, 0, 0, 0 };
+    if (there) x = *(const uint4 *)global;
+    *(uint4 *)shared = x;
 }
 static __device__ void copies_sent() {}
 static __device__ void copies_here() {}
@@ -2559,52 +2560,48 @@ static __device__ int place(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
+/* x, which the compiler does not see to be x: what is made from it is made where it is used, and is not held in
+   registers over a loop. */
+static __device__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 /* A tile from memory at p, whose rows are ld apart; beyond `rows` and `cols` it is zero. Asynchronous where `wide`:
-   where p and ld are multiples of 16 bytes. */
-template <class T, int ROWS, int LD, int THREADS>
-static __device__ void fetch_tile(T *tile, const T *p, int64_t ld, int64_t rows, int64_t cols, bool wide) {
-    const int N = pack<T>::N, PACKS = LD / N;
-    UNROLL for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
-        int      row = i / PACKS, col = i % PACKS * N;
-        int64_t  have = row < rows ? cols - col : 0;
-        T       *to = tile + place<T, LD>(row, col);
-        const T *from = have > 0 ? p + row * ld + col : p;
-        have = have < 0 ? 0 : have > N ? N : have;
-        if (wide) {
-            copy16(to, from, (int)have * (int)sizeof(T));
-        } else {
-            pack<T> x = { { T() } };
-            for (int e = 0; e < N; e++)
-                if (e < have) x.v[e] = from[e];
-            *reinterpret_cast<pack<T> *>(to) = x;
-        }
+   where p, ld and cols are multiples of 16 bytes. */
+template <class T, int ROWS, int LD, int THREADS, class index>
+static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool wide) {
+    const int N = pack<T>::N, PACKS = LD / N, DOWN = THREADS / PACKS;
+    int       thread = anew(threadIdx.x), row = thread / PACKS, col = thread % PACKS * N;
+    index     at = row * ld + col;
+    if (wide) {
+        UNROLL for (int i = 0; i < ROWS; i += DOWN, at += DOWN * ld)
+            copy16(tile + place<T, LD>(row + i, col), p + at, row + i < rows && col < cols);
+        return;
+    }
+    UNROLL_BY(1) for (; row < ROWS; row += DOWN, at += DOWN * ld) {
+        pack<T> x = { { T() } };
+        UNROLL for (int e = 0; e < N; e++)
+            if (row < rows && col + e < cols) x.v[e] = p[at + e];
+        *reinterpret_cast<pack<T> *>(tile + place<T, LD>(row, col)) = x;
     }
 }
 
-/* Fragments of mma from tiles. A: 16 rows at `row`, 16 numbers of k; of a tile with rows of k, or `across` it, with k
-   rows. B: 16 columns at `col`, two fragments. */
-template <class T, int LD>
-static __device__ void fragment_a(unsigned *f, const T *tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix(f, tile + place<T, LD>(row + lane % 16, k + lane / 16 * 8));
+/* Fragments of mma from tiles. ldmatrix takes four 8 x 8 matrices, and of each lane the place of one row: of 16 rows,
+   and then of the same rows 8 columns on, for A from a tile with rows of k, and for two fragments of B from one with a
+   row for each k; the other way round for two fragments of B from rows of k, and for A from a row for each k. That
+   place, in row 0 and column 0. With LD a power of two `place` is an exclusive or, so that (x ^ column) is that of
+   another column, and x + row LD, row a multiple of 8, that of another row. */
+template <int LD>
+static __device__ int rows_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
 }
 
-template <class T, int LD>
-static __device__ void fragment_a_across(unsigned *f, const T *tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
-}
-
-template <class T, int LD>
-static __device__ void fragment_b(unsigned *f, const T *tile, int col, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix(f, tile + place<T, LD>(col + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
-}
-
-template <class T, int LD>
-static __device__ void fragment_b_across(unsigned *f, const T *tile, int col, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 16, col + lane / 16 * 8));
+template <int LD>
+static __device__ int columns_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return (lane % 8 + lane / 16 * 8) * LD + (lane / 8 % 2 ^ lane % 8) * 8;
 }
 
 /* ---- the product ---- */
@@ -2635,23 +2632,24 @@ static __device__ void finish(const dt_matmul_args &a, int64_t at, int64_t j, fl
 /* A or B as the kernels see it: `rows` of c's rows or columns. across: neighbours of one k lie together. */
 struct operand {
     const void *p;
-    int64_t     rows, ld, stride;
-    int         across;
-    bool        wide;
+    int64_t     ld, stride;
+    int         rows;
+    bool        across, wide;
 };
 
-static operand operand_of(const void *p, int64_t rows, int64_t ld, int64_t stride, int across, size_t size) {
-    size_t  all = (size_t)p | (size_t)ld * size | (size_t)stride * size;
-    operand x = { p, rows, ld, stride, across, all % 16 == 0 };
+static operand operand_of(const void *p, int64_t rows, int64_t k, int64_t ld, int64_t stride, bool across,
+    size_t size) {
+    size_t  all = (size_t)p | (size_t)(ld | stride | (across ? rows : k)) * size;
+    operand x = { p, ld, stride, (int)rows, across, all % 16 == 0 };
     return x;
 }
 
 /* Where a block's tile of c begins. */
-struct corner { int64_t batch, row, col; };
+struct corner { int batch, row, col; };
 
 static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
-    int64_t across = (a.n + tile - 1) / tile, down = (a.m + tile - 1) / tile, i = blockIdx.x;
-    corner  c = { i / (across * down), i / across % down * tile, i % across * tile };
+    int    across = ((int)a.n + tile - 1) / tile, down = ((int)a.m + tile - 1) / tile, i = blockIdx.x;
+    corner c = { i / across / down, i / across % down * tile, i % across * tile };
     return c;
 }
 
@@ -2660,13 +2658,12 @@ static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
 enum { DEPTH = 16 };
 
 template <int R>
-static __device__ void fetch_f32(pack<float> *next, const operand &x, int64_t batch, int64_t row0, int64_t k0,
-    int64_t k) {
+static __device__ void fetch_f32(pack<float> *next, const operand &x, int batch, int row0, int k0, int k) {
     const float *p = (const float *)x.p + batch * x.stride;
     for (int i = 0; i < R / 4; i++) {
         int     at = threadIdx.x + i * BLOCK, in_line = x.across ? 4 * R : DEPTH / 4;
-        int64_t line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
-        int64_t first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
+        int     line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
+        int     first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
         next[i] = load(p + (line < lines ? line * x.ld : 0), (size_t)first, line < lines ? (size_t)end : 0, x.wide);
     }
 }
@@ -2682,7 +2679,7 @@ static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float
 }
 
 template <int R>
-KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
+KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
     __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
     pack<float> next_x[R / 4], next_y[R / 4];
     float       sum[R][R] = { { 0 } };
@@ -2691,7 +2688,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
     bool        idle = c.row + down * 4 >= a.m || c.col + across * 4 >= a.n;
     fetch_f32<R>(next_x, x, c.batch, c.row, 0, a.k);
     fetch_f32<R>(next_y, y, c.batch, c.col, 0, a.k);
-    for (int64_t k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
+    for (int k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
         keep_f32<R>(xs[s], next_x, x.across);
         keep_f32<R>(ys[s], next_y, y.across);
         __syncthreads(); /* the one barrier: two steps on, all have left this half */
@@ -2710,7 +2707,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
     }
     UNROLL for (int at = 0; at < R * R; at++) {
         int     i = at / R, j = at % R;
-        int64_t row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
+        int     row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
         if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
     }
 }
@@ -2719,7 +2716,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
 enum { SIDE = 128, STEP = 64, MATMUL_STAGES = 2 };
 
 template <class T>
-static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int64_t row0, int64_t k0, int64_t k) {
+static __device__ void fetch_side(T *tile, const operand &x, int batch, int row0, int k0, int k) {
     const T *p = (const T *)x.p + batch * x.stride;
     if (x.across) fetch_tile<T, STEP, SIDE, BLOCK>(tile, p + k0 * x.ld + row0, x.ld, k - k0, x.rows - row0, x.wide);
     else fetch_tile<T, SIDE, STEP, BLOCK>(tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.wide);
@@ -2728,15 +2725,17 @@ static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int6
 /* ACROSS_X, ACROSS_Y: x.across, y.across */
 template <class T, bool ACROSS_X, bool ACROSS_Y>
 static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
+    int at_x = ACROSS_X ? columns_first<SIDE>() : rows_first<STEP>();
+    int at_y = ACROSS_Y ? rows_first<SIDE>() : columns_first<STEP>();
     UNROLL for (int k = 0; k < STEP; k += 16) {
         unsigned u[4][4], v[2][4];
         UNROLL for (int i = 0; i < 4; i++) {
-            if (ACROSS_X) fragment_a_across<T, SIDE>(u[i], xs, row + 16 * i, k);
-            else fragment_a<T, STEP>(u[i], xs, row + 16 * i, k);
+            if (ACROSS_X) ldmatrix_trans(u[i], xs + k * SIDE + (at_x ^ (row + 16 * i)));
+            else ldmatrix(u[i], xs + (row + 16 * i) * STEP + (at_x ^ k));
         }
         UNROLL for (int j = 0; j < 2; j++) {
-            if (ACROSS_Y) fragment_b_across<T, SIDE>(v[j], ys, col + 16 * j, k);
-            else fragment_b<T, STEP>(v[j], ys, col + 16 * j, k);
+            if (ACROSS_Y) ldmatrix_trans(v[j], ys + k * SIDE + (at_y ^ (col + 16 * j)));
+            else ldmatrix(v[j], ys + (col + 16 * j) * STEP + (at_y ^ k));
         }
         UNROLL for (int i = 0; i < 4; i++)
             UNROLL for (int j = 0; j < 4; j++) mma(T(), sum[i][j], u[i], v[j / 2] + j % 2 * 2);
@@ -2744,7 +2743,7 @@ static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const 
 }
 
 template <class T, bool ACROSS_X, bool ACROSS_Y>
-KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
+KERNEL __launch_bounds__(BLOCK, 2) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
     DT_DYN_SMEM(T, shared);
     const int SIZE = SIDE * STEP;
     float     sum[4][4][4] = { { { 0 } } };
@@ -2752,7 +2751,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x
     int       warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / 4 * 64, across = warp % 4 * 32;
     T        *xs = shared, *ys = shared + MATMUL_STAGES * SIZE;
     bool      idle = c.row + down >= a.m || c.col + across >= a.n;
-    for (int64_t k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
+    for (int k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
         copies_here();
         __syncthreads(); /* the tiles of this step are there, and all have left those of the step before */
         if (k0 + STEP < a.k) {
@@ -2764,8 +2763,8 @@ KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x
             multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     UNROLL for (int i = 0; i < 64; i++) {
-        int64_t row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
-        int64_t col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        int row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+        int col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
         if (row < a.m && col < a.n)
             finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
     }
@@ -2811,8 +2810,8 @@ static dt_status matmul_narrow(const dt_matmul_args &a, const operand &x, const 
 
 static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
     size_t  size = a.dtype == DT_F32 ? 4 : 2;
-    operand x = operand_of(a.a, a.m, a.lda, a.stride_a, a.trans_a != 0, size);
-    operand y = operand_of(a.b, a.n, a.ldb, a.stride_b, a.trans_b == 0, size);
+    operand x = operand_of(a.a, a.m, a.k, a.lda, a.stride_a, a.trans_a != 0, size);
+    operand y = operand_of(a.b, a.n, a.k, a.ldb, a.stride_b, a.trans_b == 0, size);
     if (a.dtype == DT_F32) return matmul_f32(a, x, y, stream);
     return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
 }
@@ -2826,54 +2825,64 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
     if (a.ldc == 0) a.ldc = a.n;
+    if (a.m >= INT32_MAX - SIDE || a.n >= INT32_MAX - SIDE || a.k >= INT32_MAX - STEP) return DT_ERR_UNSUPPORTED;
     return a.m == 0 || a.n == 0 ? launched() : own_matmul(a, stream);
 }
 
 // ==== 16. Attention =================================================================================================
 
 /* FlashAttention-2, arXiv:2307.08691. A block has ROWS queries (in keys_back: keys) and walks over the other side, COLS
-   at a time; a warp has 16 M of the rows. Scores stay in registers, as mma leaves them: c[i][j][e] of lane 4 g + t is
-   row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. What follows speaks of 2 M rows of a lane: row r is c[r / 2], and
-   e / 2 is r % 2. f32 is computed in the same places by plain multiply-adds. D is the dimension of a head, padded. */
+   at a time, of which a warp takes PART at a time; 16 M of the rows are a warp's. Scores stay in registers, as mma
+   leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. A lane has 2 M rows:
+   row r is in c[r / 2], with r % 2 for e / 2. f32 is computed in the same places by plain multiply-adds. D is the
+   dimension of a head, padded. */
 
-/* ---- which tiles of keys a tile of queries sees ---- */
+/* ---- who sees whom ---- */
 
-/* The least and the greatest of a tile. */
+/* The least and the greatest of some queries or keys. */
 struct span { int first, last, document_first, document_last; };
 
-/* Queries or keys: of each sequence `length`, in tiles of `each`. Without an array positions are index + shift, and all
-   documents one. With an array there are spans, (batch,tiles), made before. */
+/* Queries or keys: `length` of each sequence, in tiles of `each`. Without an array positions are index + shift, and all
+   documents one. With an array there are spans of tiles, (batch,tiles), made before. */
 struct side {
     const int32_t *position, *document;
     span          *spans;
-    int64_t        length, each, tiles;
-    int            shift;
+    int            length, each, tiles, shift;
 };
 
-struct sight { side q, k; int causal; };
+/* What kernels know beside the pointers: in 32 bits, because registers are scarce. power: scale in powers of two. A
+   grid is (tiles, heads, sequences), from first_kv, first_sequence on. */
+struct task {
+    side  q, k;
+    int   causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv; /* *_row: of all heads */
+    float scale, power;
+    bool  wide, fours; /* inputs can be read 16 bytes at a time, results written four numbers at a time */
+};
 
-static __device__ int position_of(const side &s, int64_t sequence, int64_t i) {
-    return s.position ? s.position[sequence * s.length + i] : (int)i + s.shift;
+static __device__ int position_of(const side &s, int sequence, int i) {
+    return s.position ? s.position[(int64_t)sequence * s.length + i] : i + s.shift;
 }
 
-static __device__ int document_of(const side &s, int64_t sequence, int64_t i) {
-    return s.document ? s.document[sequence * s.length + i] : 0;
+static __device__ int document_of(const side &s, int sequence, int i) {
+    return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-static __device__ span span_of(const side &s, int64_t sequence, int64_t tile) {
-    if (s.spans) return s.spans[sequence * s.tiles + tile];
-    int64_t first = tile * s.each, last = (first + s.each < s.length ? first + s.each : s.length) - 1;
-    span    x = { (int)first + s.shift, (int)last + s.shift, 0, 0 };
+/* Of `count` from `first` on; where there are arrays, of the tile they lie in. */
+static __device__ span span_of(const side &s, int sequence, int first, int count) {
+    first = anew(first);
+    if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.each];
+    span x = { first + s.shift, min(first + count, s.length) - 1 + s.shift, 0, 0 };
     return x;
 }
 
 /* A warp per tile. */
 KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
-    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, sequence = i / s.tiles, first = i % s.tiles * s.each;
+    int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    int     sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.each;
     span    x = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN };
     if (sequence >= batch) return;
-    for (int64_t at = first + threadIdx.x % 32; at < first + s.each && at < s.length; at += 32) {
-        int position = position_of(s, sequence, at), document = document_of(s, sequence, at);
+    for (int i = first + threadIdx.x % 32; i < min(first + s.each, s.length); i += 32) {
+        int position = position_of(s, sequence, i), document = document_of(s, sequence, i);
         x.first = min(x.first, position);
         x.last = max(x.last, position);
         x.document_first = min(x.document_first, document);
@@ -2885,66 +2894,81 @@ KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
         x.document_first = min(x.document_first, __shfl_xor_sync(0xffffffffu, x.document_first, other));
         x.document_last = max(x.document_last, __shfl_xor_sync(0xffffffffu, x.document_last, other));
     }
-    if (threadIdx.x % 32 == 0) s.spans[i] = x;
+    if (threadIdx.x % 32 == 0) s.spans[tile] = x;
 }
 
-static __device__ bool none_seen(const sight &s, span q, span k) {
+static __device__ bool none_seen(const task &s, span q, span k) {
     return (s.causal && k.first > q.last) || k.document_first > q.document_last || k.document_last < q.document_first;
 }
 
-static __device__ bool all_seen(const sight &s, span q, span k) {
+/* With first <= last on both sides, the documents below are one. */
+static __device__ bool all_seen(const task &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
-           q.document_last == k.document_first; /* with first <= last on both sides: one document */
+           q.document_last == k.document_first;
 }
 
-/* The first tile from i on of the other side, which comes `end / tiles` times, that has something to do. */
-static __device__ int64_t next_tile(const sight &s, bool mine_are_keys, span mine, int64_t sequence, int64_t i,
-    int64_t end) {
-    const side &other = mine_are_keys ? s.q : s.k;
-    for (; i < end; i++) {
-        span x = span_of(other, sequence, i % other.tiles);
-        if (!(mine_are_keys ? none_seen(s, x, mine) : none_seen(s, mine, x))) break;
-    }
+/* The first tile of keys from i on that a span of queries sees some of. */
+static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int i) {
+    span q = span_of(s.q, sequence, row0, rows);
+    while (i < s.k.tiles && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
     return i;
 }
 
-/* Minus infinity for what is not seen, or not there. row0, col0: the warp's first ones. */
+/* The first tile of queries from i on; they come once for each head of a group. */
+struct turn { int head, tile; };
+
+static __device__ turn next_queries(const task &s, int sequence, int row0, int rows, turn i) {
+    span k = span_of(s.k, sequence, row0, rows);
+    for (; i.head < s.group; i.head++, i.tile = 0)
+        for (; i.tile < s.q.tiles; i.tile++)
+            if (!none_seen(s, span_of(s.q, sequence, i.tile * s.q.each, s.q.each), k)) return i;
+    return i;
+}
+
+/* Position and document of what a tile has: of row i of it by the caller's thread. */
+static __device__ int2 look(const task &s, const side &of, int sequence, int i) {
+    int2 x = { 0, 0 };
+    if (i >= of.length) return x; /* hidden otherwise, or never looked at */
+    if (s.causal) x.x = position_of(of, sequence, i);
+    x.y = document_of(of, sequence, i);
+    return x;
+}
+
+/* Minus infinity for what is not seen; rows, cols: what `look` says of the warp's rows and of the columns. */
 template <int M, int J>
-static __device__ void hide(float (&c)[M][J][4], const sight &s, bool rows_are_keys, int64_t sequence, int64_t row0,
-    int64_t col0) {
-    const side &rows = rows_are_keys ? s.k : s.q, &cols = rows_are_keys ? s.q : s.k;
-    int         g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, position[2 * M], document[2 * M];
-    bool        there[2 * M];
-    UNROLL for (int r = 0; r < 2 * M; r++) {
-        int64_t row = row0 + 8 * r + g;
-        there[r] = row < rows.length;
-        position[r] = there[r] ? position_of(rows, sequence, row) : 0;
-        document[r] = there[r] ? document_of(rows, sequence, row) : 0;
-    }
+static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL for (int at = 0; at < 2 * J; at++) {
-        int64_t col = col0 + at / 2 * 8 + 2 * t + at % 2;
-        bool    inside = col < cols.length;
-        int     p = inside ? position_of(cols, sequence, col) : 0, d = inside ? document_of(cols, sequence, col) : 0;
+        int2 col = cols[at / 2 * 8 + 2 * t + at % 2];
         UNROLL for (int r = 0; r < 2 * M; r++) {
-            bool late = s.causal && (rows_are_keys ? position[r] > p : p > position[r]);
-            if (!inside || !there[r] || late || d != document[r]) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+            int2 row = rows[8 * r + g];
+            bool late = rows_are_keys ? row.x > col.x : col.x > row.x;
+            if (late || row.y != col.y) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
         }
     }
 }
 
+/* The same for columns that are not there, from number `have` on. */
+template <int M, int J>
+static __device__ void hide_rest(float (&c)[M][J][4], int have) {
+    UNROLL for (int e = 0; e < M * J * 4; e++)
+        if (e / 4 % J * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+}
+
 /* ---- products of a warp ---- */
 
-/* c = rows of x, from `row` on, times rows of y. The sums go over `dim`, or all of D, where tiles are zero. */
+/* c = rows of x, from `row` on, times rows of y. The sums go over all of D, beyond `dim` of which tiles are zero. */
 template <int D, int M, int J, class T>
 static __device__ void scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
+    int at_x = rows_first<D>(), at_y = columns_first<D>();
     (void)dim;
     memset(c, 0, sizeof c);
     UNROLL for (int k = 0; k < D; k += 16) {
         unsigned u[M][4];
-        UNROLL for (int i = 0; i < M; i++) fragment_a<T, D>(u[i], x, row + 16 * i, k);
+        UNROLL for (int i = 0; i < M; i++) ldmatrix(u[i], x + (row + 16 * i) * D + (at_x ^ k));
         UNROLL for (int j = 0; j < J; j += 2) {
             unsigned v[4];
-            fragment_b<T, D>(v, y, 8 * j, k);
+            ldmatrix(v, y + 8 * j * D + (at_y ^ k));
             UNROLL for (int i = 0; i < M; i++) {
                 mma(T(), c[i][j], u[i], v);
                 mma(T(), c[i][j + 1], u[i], v + 2);
@@ -2959,13 +2983,11 @@ static __device__ void scores(float (&c)[M][J][4], const float *x, int row, cons
     memset(c, 0, sizeof c);
     UNROLL_BY(2) for (int k = 0; k < dim; k += 4) {
         pack<float> u[2 * M];
-        for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
+        UNROLL for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
         UNROLL for (int at = 0; at < 2 * J; at++) {
             pack<float> v = *(const pack<float> *)(y + place<float, D>(at / 2 * 8 + 2 * t + at % 2, k));
-            for (int r = 0; r < 2 * M; r++) {
-                float *sum = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
-                for (int e = 0; e < 4; e++) *sum += u[r].v[e] * v.v[e];
-            }
+            UNROLL for (int i = 0; i < 8 * M; i++)
+                c[i / 8][at / 2][i / 4 % 2 * 2 + at % 2] += u[i / 4].v[i % 4] * v.v[i % 4];
         }
     }
 }
@@ -2973,6 +2995,7 @@ static __device__ void scores(float (&c)[M][J][4], const float *x, int row, cons
 /* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to y's type. */
 template <int D, int M, int N, int J, class T>
 static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
+    int at_y = rows_first<D>();
     (void)dim;
     UNROLL for (int j = 0; j < J; j += 2) {
         unsigned u[M][4];
@@ -2980,7 +3003,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
             u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
         UNROLL for (int n = 0; n < N; n += 2) {
             unsigned v[4];
-            fragment_b_across<T, D>(v, y, 8 * n, 8 * j);
+            ldmatrix_trans(v, y + 8 * j * D + (at_y ^ 8 * n));
             UNROLL for (int i = 0; i < M; i++) {
                 mma(T(), c[i][n], u[i], v);
                 mma(T(), c[i][n + 1], u[i], v + 2);
@@ -2999,10 +3022,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
         UNROLL for (int n = 0; n < N; n++) {
             if (8 * n >= dim) continue;
             const float *v = y + place<float, D>(at, 8 * n + 2 * t);
-            for (int r = 0; r < 2 * M; r++) {
-                c[r / 2][n][r % 2 * 2] += u[r] * v[0];
-                c[r / 2][n][r % 2 * 2 + 1] += u[r] * v[1];
-            }
+            UNROLL for (int i = 0; i < 4 * M; i++) c[i / 4][n][i % 4] += u[i / 2] * v[i % 2];
         }
     }
 }
@@ -3018,45 +3038,106 @@ static __device__ float row_max(float v) {
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-/* ---- forward ---- */
+/* ---- tiles ---- */
 
-#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
-
-/* What fits into 255 registers a thread and 99 KB of shared memory, which every GPU since sm_80 has. */
-template <class T, int D, bool BACK>
+/* What fits into the registers, 64 K for the THREADS of AT_ONCE blocks, and into the 99 KB of shared memory that every
+   GPU since sm_80 gives a block. WHAT: 0 the forward, 1 the backward of queries, 2 that of keys. */
+template <class T, int D, int WHAT>
 struct form {
-    enum {
-        NARROW = sizeof(T) == 2,
-        M = NARROW && !BACK && D <= 128 ? 2 : 1,
-        COLS = NARROW ? (D <= 128 ? 64 : 32) : BACK ? (D <= 64 ? 32 : 16) : (D <= 128 ? 32 : 16),
-        WARPS_ = NARROW || D <= 64 || (!BACK && D <= 128) ? 4 : 2,
-        STAGES = NARROW ? (BACK && D > 128 ? 1 : 2) : (D <= 64 && !BACK ? 2 : 1),
-        ROWS = 16 * M * WARPS_,
-        THREADS = 32 * WARPS_
-    };
+    static constexpr bool NARROW = sizeof(T) == 2;
+    static constexpr int M = NARROW && (D == 64 || (D == 128 && WHAT < 2)) ? 2 : 1;
+    static constexpr int COLS = NARROW ? (D == 64 || (D == 128 && WHAT != 1) ? 64 : 32)
+                                       : (D == 256 || (D == 128 && WHAT) ? 16 : 32);
+    static constexpr int PART = !NARROW ? COLS : D == 256 && WHAT ? 16 : 32;
+    static constexpr int OF_WARPS = NARROW || D == 64 || (D == 128 && !WHAT) ? 4 : 2;
+    static constexpr int STAGES = (NARROW && D == 256 && WHAT) || (!NARROW && (D > 64 || WHAT)) ? 1 : 2;
+    static constexpr int AT_ONCE = NARROW && D == 64 && !WHAT ? 3 : 2;
+    static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS;
 };
 
 /* A tile of two arrays whose rows lie alike. */
 template <class T, int ROWS, int D, int THREADS>
-static __device__ void fetch_two(T *x, T *y, const T *from_x, const T *from_y, int64_t ld, int64_t rows, int64_t dim,
-    bool wide) {
-    fetch_tile<T, ROWS, D, THREADS>(x, from_x, ld, rows, dim, wide);
-    fetch_tile<T, ROWS, D, THREADS>(y, from_y, ld, rows, dim, wide);
+static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at, int ld, int rows,
+    const task &s) {
+    fetch_tile<T, ROWS, D, THREADS>(x, (const T *)from_x + at, ld, rows, s.dim, s.wide);
+    fetch_tile<T, ROWS, D, THREADS>(y, (const T *)from_y + at, ld, rows, s.dim, s.wide);
     copies_sent();
 }
 
+/* Element of a row of queries; of keys. */
+static __device__ int64_t query_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
+}
+
+static __device__ int64_t key_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
+}
+
+/* Four neighbours, of which n are there: v, and `old` times what is there already. */
+template <class T>
+static __device__ void give_four(T *to, pack<float> v, int n, bool at_once, float old) {
+    struct alignas(4 * sizeof(T)) four { T v[4]; } x;
+    if (at_once && old != 0) x = *(const four *)to;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n && old != 0) x.v[e] = to[e];
+    for (int e = 0; e < 4; e++)
+        if (e < n) round_to(&x.v[e], old != 0 ? v.v[e] + old * widen(x.v[e]) : v.v[e]);
+    if (at_once) *(four *)to = x;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n) to[e] = x.v[e];
+}
+
+/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them; multiplied with `factor`. What is
+   there already is added if `accumulate`; of row r, keep[r] times. */
+struct target {
+    void        *out;
+    int          wide, accumulate;
+    const float *keep; /* or NULL: once */
+    int64_t      at;
+    int          ld, rows;
+    float        factor;
+};
+
+/* By way of the warp's rows of a tile of floats, so that what a warp writes at once lies together. */
+template <class T, int D, int M, int N>
+static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const target &to, const task &s) {
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        UNROLL for (int n = 0; n < N; n++) {
+            float *two = tile + place<float, D>(8 * r + lane / 4, 8 * n + lane % 4 * 2);
+            two[0] = to.factor * c[r / 2][n][r % 2 * 2];
+            two[1] = to.factor * c[r / 2][n][r % 2 * 2 + 1];
+        }
+    }
+    __syncwarp();
+    UNROLL_BY(1) for (int i = lane; i < 4 * M * D; i += 32) {
+        int row = i / (D / 4), col = i % (D / 4) * 4, have = min(s.dim - col, 4);
+        if (row >= to.rows || have <= 0) continue;
+        pack<float> v = *(const pack<float> *)(tile + place<float, D>(row, col));
+        float       old = !to.accumulate ? 0 : to.keep ? to.keep[row] : 1;
+        int64_t     at = to.at + (int64_t)row * to.ld + col;
+        if (to.wide) give_four((float *)to.out + at, v, have, s.fours, old);
+        else give_four((T *)to.out + at, v, have, s.fours, old);
+    }
+}
+
+/* ---- forward ---- */
+
+#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
+
 /* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
-   maximum. `scale` is that of scores in powers of two. A row that sees nothing yet has maximum -infinity. */
+   maximum. A row that sees nothing yet has maximum -infinity. */
 template <int M, int J, int N>
-static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float scale) {
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float power) {
     UNROLL for (int r = 0; r < 2 * M; r++) {
         float now = most[r], total = 0;
         UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
         now = row_max(now);
-        float base = now == -INFINITY ? 0 : now * scale, factor = exp2_of(most[r] * scale - base);
+        float base = now == -INFINITY ? 0 : now * power, factor = exp2_of(most[r] * power - base);
         UNROLL for (int at = 0; at < 2 * J; at++) {
             float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
-            *p = exp2_of(*p * scale - base);
+            *p = exp2_of(*p * power - base);
             total += *p;
         }
         UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
@@ -3071,346 +3152,403 @@ static __device__ float join_lse(float x, float y) {
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* out and lse of a warp's rows, from `row0` on, from sums that are not yet divided. */
-template <class T, int M, int N>
-static __device__ void attention_end(const dt_attention_args &a, int64_t head, int64_t row0, const float *most,
-    const float *sum, const float (&out)[M][N][4]) {
-    int64_t sequence = head / a.heads, h = head % a.heads;
-    int     g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+/* Divides a warp's rows, from `row0` on, by their sums and writes lse. With `merge` both count with what out and lse
+   hold over other keys: keep, of the warp's rows in shared memory, is how much of that remains. */
+template <int M, int N>
+static __device__ void attention_end(const dt_attention_args &a, const task &s, int head, int row0, const float *most,
+    const float *sum, float (&out)[M][N][4], float *keep) {
+    int g = threadIdx.x % 32 / 4;
     UNROLL for (int r = 0; r < 2 * M; r++) {
-        int64_t row = row0 + 8 * r + g, at = ((sequence * a.tq + row) * a.heads + h) * a.dim;
-        bool    there = row < a.tq;
-        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * (float)a.scale + logf(total) : -INFINITY;
-        float  *lse = (float *)a.lse + head * a.tq + row, before = a.merge && there ? *lse : -INFINITY;
-        float   both = join_lse(mine, before), keep = before > -INFINITY ? expf(before - both) : 0;
+        int     row = row0 + 8 * r + g, at = head * s.q.length + row;
+        bool    there = row < s.q.length;
+        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * s.scale + logf(total) : -INFINITY;
+        float   before = a.merge && there ? ((const float *)a.lse)[at] : -INFINITY, both = join_lse(mine, before);
         float   factor = total > 0 ? expf(mine - both) / total : 0;
+        UNROLL for (int n = 0; n < 2 * N; n++) out[r / 2][n / 2][r % 2 * 2 + n % 2] *= factor;
         __syncwarp(); /* all lanes of the row have read what one now writes */
-        if (there && t == 0) *lse = both;
-        UNROLL for (int n = 0; n < 2 * N; n++) {
-            int   col = n / 2 * 8 + 2 * t + n % 2;
-            float v = out[r / 2][n / 2][r % 2 * 2 + n % 2] * factor;
-            if (!there || col >= a.dim) continue;
-            if (a.merge) v += keep * (a.wide ? ((const float *)a.out)[at + col] : widen(((const T *)a.out)[at + col]));
-            give_as<T>(a.out, a.wide, at + col, v, 0);
-        }
+        if (threadIdx.x % 4 > 0) continue;
+        keep[8 * r + g] = before > -INFINITY ? expf(before - both) : 0;
+        if (there) ((float *)a.lse)[at] = both;
     }
 }
 
 template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, false>::THREADS)) attention_kernel(dt_attention_args a, sight s, bool wide) {
-    typedef form<T, D, false> F;
-    const int SIZE = F::COLS * D;
+KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
+    attention_kernel(dt_attention_args a, task s) {
+    typedef form<T, D, 0> F;
+    const int M = F::M, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
-    T      *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
-    float   out[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], most[2 * F::M], sum[2 * F::M];
-    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles; /* the last queries see most, and begin first */
-    int64_t head = blockIdx.x / s.q.tiles, sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
-    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
-    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
-    const T *q = (const T *)a.q + ((sequence * a.tq + row0) * a.heads + h) * a.dim;
-    span    mine = span_of(s.q, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M; /* the warp's first row */
-    for (int r = 0; r < 2 * F::M; r++) {
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    __shared__ float keep[F::ROWS];
+    T       *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    out[M][D / 8][4] = { { { 0 } } }, c[M][F::PART / 8][4], most[2 * M], sum[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
+    int      sequence = s.first_sequence + blockIdx.z;
+    int      own = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
         most[r] = -INFINITY;
         sum[r] = 0;
     }
-    auto fetch = [&](int64_t i, int stage) {
-        int64_t at = i * F::COLS;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
-                                             a.tk - at, a.dim, wide);
-    };
-    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
-    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, q, a.heads * a.dim, a.tq - row0, a.dim, wide);
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, (const T *)a.q + query_at(s, sequence, row0, blockIdx.y), s.q_row,
+                                          s.q.length - row0, s.dim, s.wide);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
         copies_here();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
-        if (row0 + own < a.tq) {
-            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
-                hide(c, s, false, sequence, row0 + own, i * F::COLS);
-            softmax_step(c, most, sum, out, (float)(a.scale * LOG2_E));
-            mix<D>(out, c, vs + stage * SIZE, (int)a.dim);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, ks + stage * SIZE + part * D, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            softmax_step(c, most, sum, out, s.power);
+            mix<D>(out, c, vs + stage * SIZE + part * D, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
-    attention_end<T>(a, head, row0 + own, most, sum, out);
+    __syncthreads(); /* the tiles have been read */
+    int h = anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    attention_end(a, s, sequence * s.heads + h, row0 + own, most, sum, out, keep + own);
+    target to = { a.out, a.wide, a.merge, keep + own, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, 1 };
+    give_rows<T, D>((float *)qs + own * D, out, to, s);
 }
 
 /* ---- backward ---- */
 
-/* out[from ..] (+)= factor c: a warp's rows, of which the first `rows` are there, ld apart. */
-template <class T, int M, int N>
-static __device__ void give_rows(void *out, int wide, int accumulate, const float (&c)[M][N][4], float factor,
-    int64_t from, int64_t ld, int64_t rows, int64_t dim) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    UNROLL for (int at = 0; at < M * N * 4; at++) {
-        int row = at / 4 / N * 16 + at % 4 / 2 * 8 + g, col = at / 4 % N * 8 + 2 * t + at % 2;
-        if (row < rows && col < dim)
-            give_as<T>(out, wide, from + row * ld + col, factor * c[at / 4 / N][at / 4 % N][at % 4], accumulate);
-    }
+/* Deltas are those of the sequences and heads of one grid. */
+static __device__ int delta_at(const task &s, int sequence, int h, int row) {
+    return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row, a warp per row: that of head `first` and row 0 is delta[0]. */
+/* delta = sum of dout out for each row, a warp per row. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, float *delta, int64_t first, int64_t rows) {
-    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, head = first + i / a.tq;
-    int64_t at = ((head / a.heads * a.tq + i % a.tq) * a.heads + head % a.heads) * a.dim;
+KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, float *delta) {
+    int     row = blockIdx.x * WARPS + threadIdx.x / 32, sequence = s.first_sequence + blockIdx.z;
+    int     h = s.first_kv * s.group + blockIdx.y;
+    int64_t at = query_at(s, sequence, row, h);
     float   sum = 0;
-    if (i >= rows) return;
-    for (int64_t d = at + threadIdx.x % 32; d < at + a.dim; d += 32) {
-        float out = a.wide ? ((const float *)a.out)[d] : widen(((const T *)a.out)[d]);
-        sum += widen(((const T *)a.dout)[d]) * out;
+    if (row >= s.q.length) return;
+    for (int d = threadIdx.x % 32; d < s.dim; d += 32) {
+        float out = a.wide ? ((const float *)a.out)[at + d] : widen(((const T *)a.out)[at + d]);
+        sum += widen(((const T *)a.dout)[at + d]) * out;
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) delta[i] = sum;
+    if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
 }
 
 /* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
-static __device__ float lse_of(const dt_attention_back_args &a, int64_t head, int64_t row) {
-    float lse = row < a.tq ? ((const float *)a.lse)[head * a.tq + row] : INFINITY;
-    return lse == -INFINITY ? INFINITY : lse * (float)LOG2_E;
+static __device__ float lse_of(const void *lse, const task &s, int sequence, int h, int row) {
+    float x = row < s.q.length ? ((const float *)lse)[(sequence * s.heads + h) * s.q.length + row] : INFINITY;
+    return x == -INFINITY ? INFINITY : x * (float)LOG2_E;
+}
+
+static __device__ float delta_of(const float *delta, const task &s, int sequence, int h, int row) {
+    return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
 /* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
 template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, true>::THREADS)) queries_back_kernel(dt_attention_back_args a, sight s,
-    const float *delta, int64_t first, bool wide) {
-    typedef form<T, D, true> F;
-    const int SIZE = F::COLS * D, R = 2 * F::M;
+KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
+    queries_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 1> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
-    T      *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
-    float   dq[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], dp[F::M][F::COLS / 8][4], lse[R], mean[R];
-    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles, head = first + blockIdx.x / s.q.tiles;
-    int64_t sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
-    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
-    int64_t from = ((sequence * a.tq + row0) * a.heads + h) * a.dim;
-    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
-    float   scale = (float)(a.scale * LOG2_E);
-    span    mine = span_of(s.q, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M, g = threadIdx.x % 32 / 4;
-    UNROLL for (int r = 0; r < R; r++) {
-        int64_t row = row0 + own + 8 * r + g;
-        lse[r] = lse_of(a, head, row);
-        mean[r] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
-    }
-    auto fetch = [&](int64_t i, int stage) {
-        int64_t at = i * F::COLS;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
-                                             a.tk - at, a.dim, wide);
+    __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], mean[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
-    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
-    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, (const T *)a.q + from, (const T *)a.dout + from, a.heads * a.dim,
-                                         a.tq - row0, a.dim, wide);
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        lse[r] = lse_of(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+        mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+    }
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
+                                         s.q.length - row0, s);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
         copies_here();
         __syncthreads();
-        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
-        if (row0 + own < a.tq) {
-            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
-            scores<D>(dp, ds, own, vs + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
-                hide(c, s, false, sequence, row0 + own, i * F::COLS);
-            UNROLL for (int at = 0; at < R * F::COLS / 4; at++) {
-                int    r = at % R, j = at / R;
-                float *x = &c[r / 2][j / 2][r % 2 * 2 + j % 2];
-                *x = exp2_of(*x * scale - lse[r]) * (dp[r / 2][j / 2][r % 2 * 2 + j % 2] - mean[r]);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            T   *kt = ks + stage * SIZE + part * D, *vt = vs + stage * SIZE + part * D;
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, kt, s.dim);
+            scores<D>(dp, ds, own, vt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                int    m = e / 4 / J, j = e / 4 % J, r = 2 * m + e % 4 / 2;
+                float *x = &c[m][j][e % 4];
+                *x = exp2_of(*x * s.power - lse[r]) * (dp[m][j][e % 4] - mean[r]);
             }
-            mix<D>(dq, c, ks + stage * SIZE, (int)a.dim);
+            mix<D>(dq, c, kt, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
-    give_rows<T>(a.dq, a.wide, a.accumulate_q, dq, (float)a.scale, from + own * a.heads * a.dim, a.heads * a.dim,
-                 a.tq - row0 - own, a.dim);
+    __syncthreads();
+    h = s.first_kv * s.group + anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    target to = { a.dq, a.wide, a.accumulate_q, NULL, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, s.scale };
+    give_rows<T, D>((float *)qs + own * D, dq, to, s);
 }
 
 /* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
    2 dv, 3 both, for which the sums of a large D are too many. */
 template <class T, int D, int WHAT>
-KERNEL __launch_bounds__((form<T, D, true>::THREADS)) keys_back_kernel(dt_attention_back_args a, sight s,
-    const float *delta, int64_t first, bool wide) {
-    typedef form<T, D, true> F;
-    const int SIZE = F::COLS * D, J = F::COLS / 8;
+KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
+    keys_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 2> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, ks);
     __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
-    T      *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
-    float   dk[F::M][D / 8][4] = { { { 0 } } }, dv[F::M][D / 8][4] = { { { 0 } } }, c[F::M][J][4], dp[F::M][J][4];
-    int64_t tile = blockIdx.x % s.k.tiles, group = a.heads / a.kv_heads, kv = first / group + blockIdx.x / s.k.tiles;
-    int64_t sequence = kv / a.kv_heads, row0 = tile * F::ROWS, end = group * s.q.tiles;
-    int64_t from = ((sequence * a.tk + row0) * a.kv_heads + kv % a.kv_heads) * a.dim, ld = a.heads * a.dim;
-    float   scale = (float)(a.scale * LOG2_E);
-    span    mine = span_of(s.k, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M, t = threadIdx.x % 4;
-    auto    fetch = [&](int64_t i, int stage) {
-        int64_t h = kv % a.kv_heads * group + i / s.q.tiles, row = i % s.q.tiles * F::COLS;
-        int64_t at = ((sequence * a.tq + row) * a.heads + h) * a.dim, head = sequence * a.heads + h;
-        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, (const T *)a.q + at,
-                                             (const T *)a.dout + at, ld, a.tq - row, a.dim, wide);
-        if (threadIdx.x >= F::COLS) return;
-        row += threadIdx.x;
-        lse[stage][threadIdx.x] = lse_of(a, head, row);
-        mean[stage][threadIdx.x] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
+    float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
+    int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
+    auto     fetch = [&](turn i, int stage) {
+        int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
+        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
+                                             query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
+        if (thread >= F::COLS) return;
+        lse[stage][thread] = lse_of(a.lse, s, sequence, h, row + thread);
+        mean[stage][thread] = delta_of(delta, s, sequence, h, row + thread);
+        cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
-    int64_t i = next_tile(s, true, mine, sequence, 0, end);
-    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, (const T *)a.k + from, (const T *)a.v + from, a.kv_heads * a.dim,
-                                         a.tk - row0, a.dim, wide);
-    if (i < end) fetch(i, 0);
-    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
+    turn next = { 0, 0 };
+    next = next_queries(s, sequence, row0, F::ROWS, next);
+    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
+    if (next.head < s.group) fetch(next, 0);
+    for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
+        int tile = next.tile++;
         copies_here();
         __syncthreads();
-        int64_t next = next_tile(s, true, mine, sequence, i + 1, end);
-        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
-        if (row0 + own < a.tk) {
-            int64_t col0 = i % s.q.tiles * F::COLS;
-            scores<D>(c, ks, own, qs + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, span_of(s.q, sequence, i % s.q.tiles), mine) || row0 + F::ROWS > a.tk)
-                hide(c, s, true, sequence, row0 + own, col0);
-            UNROLL for (int at = 0; at < F::M * J * 4; at++) {
-                float *p = &c[at / 4 / J][at / 4 % J][at % 4];
-                *p = exp2_of(*p * scale - lse[stage][at / 4 % J * 8 + 2 * t + at % 2]);
+        next = next_queries(s, sequence, row0, F::ROWS, next);
+        if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = tile * F::COLS + part;
+            span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + own, 16 * M);
+            T   *qt = qs + stage * SIZE + part * D, *dt = ds + stage * SIZE + part * D;
+            if (row0 + own >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
+            scores<D>(c, ks, own, qt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, true, rows + own, cols[stage] + part);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                float *p = &c[e / 4 / J][e / 4 % J][e % 4];
+                *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
             }
-            if (WHAT & 2) mix<D>(dv, c, ds + stage * SIZE, (int)a.dim);
-            if (WHAT & 1) {
-                scores<D>(dp, vs, own, ds + stage * SIZE, (int)a.dim);
-                UNROLL for (int at = 0; at < F::M * J * 4; at++)
-                    c[at / 4 / J][at / 4 % J][at % 4] *= dp[at / 4 / J][at / 4 % J][at % 4] -
-                                                         mean[stage][at / 4 % J * 8 + 2 * t + at % 2];
-                mix<D>(dk, c, qs + stage * SIZE, (int)a.dim);
-            }
+            if (WHAT & 2) mix<D>(dv, c, dt, s.dim);
+            if (WHAT == 2) continue;
+            scores<D>(dp, vs, own, dt, s.dim);
+            UNROLL for (int e = 0; e < M * J * 4; e++)
+                c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] -
+                    mean[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2];
+            mix<D>(dk, c, qt, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < end) fetch(next, 0);
-        i = next;
+        if (F::STAGES == 1 && next.head < s.group) fetch(next, 0);
     }
-    from += own * a.kv_heads * a.dim;
-    row0 += own;
-    if (WHAT & 1)
-        give_rows<T>(a.dk, a.wide, a.accumulate_k, dk, (float)a.scale, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
-    if (WHAT & 2) give_rows<T>(a.dv, a.wide, a.accumulate_v, dv, 1, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+    __syncthreads();
+    target to = { a.dk, a.wide, a.accumulate_k, NULL, key_at(s, sequence, row0 + own, kv), ld, s.k.length - row0 - own,
+                  s.scale };
+    if (WHAT & 1) give_rows<T, D>((float *)ks + own * D, dk, to, s);
+    to.out = a.dv;
+    to.accumulate = a.accumulate_v;
+    to.factor = 1;
+    if (WHAT & 2) give_rows<T, D>((float *)ks + own * D, dv, to, s);
 }
 
 /* ---- launching ---- */
 
+static const int64_t MAX_GRID = 65535; /* blocks of a grid in its second and third dimension */
+
 static int64_t tiles_of(int64_t length, int64_t each) { return (length + each - 1) / each; }
 
-/* The spans of both sides go to the start of `work`, of which *used bytes are taken. */
-static dt_status sight_make(sight *out, const dt_sight &given, int64_t batch, int64_t tq, int64_t tk, int rows,
-    bool rows_are_keys, int cols, void *work, size_t work_bytes, size_t *used, void *stream) {
-    bool    there = given.k_document != NULL, placed = given.causal && (given.q_position || given.k_position);
-    int     each_q = rows_are_keys ? cols : rows, each_k = rows_are_keys ? rows : cols;
-    side    q = { placed ? given.q_position : NULL, there ? given.q_document : NULL, NULL, tq, each_q,
-                  tiles_of(tq, each_q), (int)(tk - tq) };
-    side    k = { placed ? given.k_position : NULL, given.k_document, NULL, tk, each_k, tiles_of(tk, each_k), 0 };
-    int64_t spans = there || placed ? batch * (q.tiles + k.tiles) : 0;
-    *used = (size_t)(spans + 1) / 2 * 2 * sizeof(span);
+static side side_of(const int32_t *position, const int32_t *document, int64_t length, int each, int64_t shift) {
+    side x = { position, document, NULL, (int)length, each, (int)tiles_of(length, each), (int)shift };
+    return x;
+}
+
+/* What is the same forward and backward. Rows are numbered in 32 bits; a scale that is not positive would make the
+   largest score the smallest. */
+template <class args>
+static dt_status task_of(task *out, const args &a, size_t aligned) {
+    int64_t  row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
+    dt_sight s = a.sight;
+    task     x;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.batch * a.heads * longest > INT32_MAX || row > INT32_MAX / 256 || a.heads > MAX_GRID || !(a.scale > 0) ||
+        a.dim > 256) return DT_ERR_UNSUPPORTED;
+    if (!s.causal) s.q_position = s.k_position = NULL;
+    if (!s.k_document) s.q_document = NULL;
+    x.q = side_of(s.q_position, s.q_document, a.tq, 1, a.tk - a.tq);
+    x.k = side_of(s.k_position, s.k_document, a.tk, 1, 0);
+    x.causal = s.causal;
+    x.heads = (int)a.heads;
+    x.kv_heads = (int)a.kv_heads;
+    x.group = (int)(a.heads / a.kv_heads);
+    x.dim = (int)a.dim;
+    x.q_row = (int)row;
+    x.k_row = (int)(a.kv_heads * a.dim);
+    x.first_sequence = x.first_kv = 0;
+    x.scale = (float)a.scale;
+    x.power = (float)(a.scale * LOG2_E);
+    x.wide = (aligned | (size_t)a.dim * dt_dtype_size(a.dtype)) % 16 == 0;
+    x.fours = a.dim % 4 == 0;
+    *out = x;
+    return DT_OK;
+}
+
+/* Cuts a task into tiles; where there are arrays their spans are made at `work`, of which *used bytes are then taken. */
+static dt_status cut(task *s, int64_t batch, int each_q, int each_k, char *work, size_t work_bytes, size_t *used,
+    void *stream) {
+    bool arrays = s->q.position || s->k.position || s->k.document;
+    s->q = side_of(s->q.position, s->q.document, s->q.length, each_q, s->q.shift);
+    s->k = side_of(s->k.position, s->k.document, s->k.length, each_k, 0);
+    int64_t of_q = batch * s->q.tiles, of_k = batch * s->k.tiles;
+    *used = arrays ? (size_t)(of_q + of_k) * sizeof(span) : 0;
     if (*used > work_bytes) return DT_ERR_ARG;
-    if (spans > 0) {
-        q.spans = (span *)work;
-        k.spans = q.spans + batch * q.tiles;
-        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * q.tiles, WARPS), BLOCK, 0, stream_of(stream), q, batch);
-        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * k.tiles, WARPS), BLOCK, 0, stream_of(stream), k, batch);
-    }
-    sight s = { q, k, given.causal };
-    *out = s;
+    if (!arrays) return DT_OK;
+    s->q.spans = (span *)work;
+    s->k.spans = s->q.spans + of_q;
+    if (of_q > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_q, WARPS), BLOCK, 0, stream_of(stream), s->q, batch);
+    if (of_k > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_k, WARPS), BLOCK, 0, stream_of(stream), s->k, batch);
     return DT_OK;
 }
 
 template <class T, int D>
-static dt_status attention_of(const dt_attention_args &a, bool wide, void *stream) {
-    typedef form<T, D, false> F;
+static dt_status attention_of(const dt_attention_args &a, task s, void *stream) {
+    typedef form<T, D, 0> F;
     size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
-    sight     s;
-    dt_status status = sight_make(&s, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, a.work, a.work_bytes,
-                                  &used, stream);
-    unsigned  blocks = blocks_of(a.tq, F::ROWS, a.batch, 1, a.heads);
-    if (status != DT_OK || blocks == 0) return status != DT_OK ? status : DT_ERR_UNSUPPORTED;
-    LAUNCH_SHARED((attention_kernel<T, D>), blocks, F::THREADS, bytes, stream, a, s, wide);
-    return launched();
-}
-
-#define BY_DIM(function, T, a, wide, stream) \
-    ((a).dim <= 64    ? function<T, 64>(a, wide, stream) \
-     : (a).dim <= 128 ? function<T, 128>(a, wide, stream) \
-     : (a).dim <= 256 ? function<T, 256>(a, wide, stream) \
-                      : DT_ERR_UNSUPPORTED)
-
-#define BY_TYPE_AND_DIM(function, a, wide, stream) \
-    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, wide, stream) \
-     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, wide, stream) \
-     : (a).dtype == DT_F16  ? BY_DIM(function, f16, a, wide, stream) \
-                            : DT_ERR_UNSUPPORTED)
-
-/* A scale that is not positive would make the largest score the smallest. */
-static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
-    dt_attention_args a = *args;
-    size_t            row = (size_t)a.dim * dt_dtype_size(a.dtype);
-    bool              wide = aligned16(a.q, a.k, a.v) && row % 16 == 0;
-    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
-    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
-    if (a.dtype == DT_F32) a.wide = 1;
-    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
-    if (a.batch * a.tq * a.heads == 0) return launched();
-    return BY_TYPE_AND_DIM(attention_of, a, wide, stream);
-}
-
-/* Heads are taken some at a time: as many as deltas fit into the scratch. */
-template <class T, int D>
-static dt_status attention_back_of(const dt_attention_back_args &a, bool wide, void *stream) {
-    typedef form<T, D, true> F;
-    size_t    bytes = (size_t)2 * (F::ROWS + F::STAGES * F::COLS) * D * sizeof(T), used_q, used_k;
-    sight     of_q, of_k;
-    char     *work = (char *)a.work;
-    dt_status status = sight_make(&of_q, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, work, a.work_bytes,
-                                  &used_q, stream);
+    dt_status status = cut(&s, a.batch, F::ROWS, F::COLS, (char *)a.work, a.work_bytes, &used, stream);
     if (status != DT_OK) return status;
-    status = sight_make(&of_k, a.sight, a.batch, a.tq, a.tk, F::ROWS, true, F::COLS, work + used_q,
-                        a.work_bytes - used_q, &used_k, stream);
-    if (status != DT_OK) return status;
-    float  *delta = (float *)(work + used_q + used_k);
-    int64_t group = a.heads / a.kv_heads, all = a.batch * a.kv_heads;
-    int64_t most = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)) / (group * a.tq);
-    if (most == 0) return DT_ERR_ARG;
-    for (int64_t kv = 0; kv < all; kv += most) {
-        int64_t  groups = all - kv < most ? all - kv : most, heads = groups * group, first = kv * group;
-        unsigned rows = blocks_of(heads * a.tq, WARPS, 1, 1, 1), q = blocks_of(a.tq, F::ROWS, heads, 1, 1);
-        unsigned k = blocks_of(a.tk, F::ROWS, groups, 1, 1);
-        if (!rows || !q) return DT_ERR_UNSUPPORTED;
-        DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, delta, first, heads * a.tq);
-        if (a.dq)
-            LAUNCH_SHARED((queries_back_kernel<T, D>), q, F::THREADS, bytes, stream, a, of_q, delta, first, wide);
-        if (k == 0) continue;
-        if (D <= 128 && a.dk && a.dv) {
-            LAUNCH_SHARED((keys_back_kernel<T, D, D <= 128 ? 3 : 1>), k, F::THREADS, bytes, stream, a, of_k, delta,
-                          first, wide);
-            continue;
-        }
-        if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
-        if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+    for (int64_t b = 0; b < a.batch && s.q.tiles > 0; b += MAX_GRID) {
+        dim3 grid(s.q.tiles, s.heads, (unsigned)(a.batch - b < MAX_GRID ? a.batch - b : MAX_GRID));
+        s.first_sequence = (int)b;
+        LAUNCH_SHARED((attention_kernel<T, D>), grid, F::THREADS, bytes, stream, a, s);
     }
     return launched();
 }
 
+#define BY_DIM(function, T, a, s, stream) \
+    ((a).dim <= 64    ? function<T, 64>(a, s, stream) \
+     : (a).dim <= 128 ? function<T, 128>(a, s, stream) \
+                      : function<T, 256>(a, s, stream))
+
+#define BY_TYPE_AND_DIM(function, a, s, stream) \
+    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, s, stream) \
+     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, s, stream) \
+                            : BY_DIM(function, f16, a, s, stream))
+
+static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
+    dt_attention_args a = *args;
+    task              s;
+    dt_status         status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v);
+    if (status != DT_OK) return status;
+    if (a.dtype == DT_F32) a.wide = 1;
+    s.fours = s.fours && (size_t)a.out % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_of, a, s, stream);
+}
+
+/* Of `sequences` and kv_heads, of which the tasks name the first. */
+template <class T, int D>
+static dt_status attention_back_some(const dt_attention_back_args &a, const task &q, const task &k, int sequences,
+    int kv_heads, float *delta, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    const int BOTH = D <= 128 ? 3 : 1;
+    size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
+    size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
+    dim3      rows((unsigned)tiles_of(a.tq, WARPS), kv_heads * q.group, sequences);
+    dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
+    if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
+    if (a.tq > 0 && a.dq)
+        LAUNCH_SHARED((queries_back_kernel<T, D>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
+    if (a.tk == 0) return DT_OK;
+    if (BOTH == 3 && a.dk && a.dv) {
+        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+        return DT_OK;
+    }
+    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    return DT_OK;
+}
+
+/* As many sequences at a time as the scratch has room for deltas of, or else as many heads of one. */
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, task q, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    size_t    used_q, used_k;
+    task      k = q;
+    char     *work = (char *)a.work;
+    dt_status status = cut(&q, a.batch, Q::ROWS, Q::COLS, work, a.work_bytes, &used_q, stream);
+    if (status != DT_OK) return status;
+    status = cut(&k, a.batch, K::COLS, K::ROWS, work + used_q, a.work_bytes - used_q, &used_k, stream);
+    if (status != DT_OK) return status;
+    float  *delta = (float *)(work + used_q + used_k);
+    int64_t room = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)), of_kv = q.group * a.tq;
+    int64_t kv_heads = of_kv > 0 ? room / of_kv : a.kv_heads;
+    int64_t sequences = kv_heads / a.kv_heads < MAX_GRID ? kv_heads / a.kv_heads : MAX_GRID;
+    if (kv_heads == 0) return DT_ERR_ARG;
+    if (sequences == 0) sequences = 1;
+    if (kv_heads > a.kv_heads) kv_heads = a.kv_heads;
+    for (int64_t b = 0; b < a.batch; b += sequences) {
+        for (int64_t kv = 0; kv < a.kv_heads && status == DT_OK; kv += kv_heads) {
+            int64_t some = a.batch - b < sequences ? a.batch - b : sequences;
+            q.first_sequence = k.first_sequence = (int)b;
+            q.first_kv = k.first_kv = (int)kv;
+            status = attention_back_some<T, D>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
+                                                                         : kv_heads), delta, stream);
+        }
+    }
+    return status == DT_OK ? launched() : status;
+}
+
 static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
     dt_attention_back_args a = *args;
-    size_t                 row = (size_t)a.dim * dt_dtype_size(a.dtype);
-    bool                   wide = aligned16(a.q, a.k, a.v, a.dout) && row % 16 == 0;
-    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
-    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    task                   s;
+    dt_status              status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v | (size_t)a.dout);
+    if (status != DT_OK) return status;
     if (a.dtype == DT_F32) a.wide = 1;
-    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
-    if (a.batch * a.heads == 0) return launched();
-    return BY_TYPE_AND_DIM(attention_back_of, a, wide, stream);
+    s.fours = s.fours && ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_back_of, a, s, stream);
 }
 #undef BY_DIM
 #undef BY_TYPE_AND_DIM
+#undef LOG2_E
 
 // ==== 17. The table =================================================================================================
 

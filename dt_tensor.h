@@ -22,7 +22,7 @@
        #include <stdio.h>
 
        int main(void) {
-           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });  // we look at data
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_NORMAL(0.1));
            float x[6] = { 1, 2, 3, 4, 5, 6 }, y[2] = { 1, -1 };
            for (int step = 0; step < 100; step++) {
@@ -43,7 +43,7 @@
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
        g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -454,8 +454,8 @@ typedef struct dt_kernels {
     /* Kernels of this queue are to reach the memory of the devices of places 0 .. places-1: ranks that are threads read
        and write each other's. DT_ERR_DEVICE with the reason in text; NULL: they do. */
     dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
-    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL: refused.
-       passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
+    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL:
+       refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
        the mark of another queue. */
     void      *(*mark)(void *stream, void *mark);
     int        (*passed)(void *mark);

@@ -29,6 +29,7 @@ void fake_cuda_memory(size_t bytes);            /* of each device; 0: 8 GiB */
 void fake_cuda_seed(unsigned long long seed);
 void fake_cuda_order(int order);
 void fake_cuda_forbid_default_stream(int on);   /* its use is a mistake and an error */
+void fake_cuda_no_peers(int on);                /* no device has access to another's memory */
 void fake_cuda_guard(int on);                   /* a host that touches device memory made from now on is killed */
 void fake_cuda_wait_limit(double seconds);      /* a wait in which nothing happens for so long fails (20) */
 
