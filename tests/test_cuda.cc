@@ -278,7 +278,7 @@ static void compare_unary(int kind, size_t count, int placement) {
         dt_unary_args args = { TYPE, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
         return t->unary(&args, NULL);
     }, FLAT);
-    a[0].floor = kind == DT_ACT_TANH ? 2 : 0.5; // a slope may cross zero; 1 - tanh^2 cancels
+    a[0].floor = kind == DT_ACT_TANH ? 2 : 1; // a slope may cross zero, and d is up to 2; 1 - tanh^2 cancels
     a[0].grain = kind == DT_ACT_TANH ? 1e-9 : 0; // so that many may differ
     for (int accumulate = 0; accumulate < 2; accumulate++)
         check(dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
@@ -1455,6 +1455,7 @@ int main() {
     test_cast();
     test_init();
     for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
+        if (type == DT_F16 && CUDA_ORDERS == 1) continue; // in the same places as bf16
         TYPE = type;
         test_in_type();
     }
