@@ -1415,7 +1415,8 @@ static float exp2_of(float x) { return exp2f(x); }
 static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
 static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
 static void copy16(void *shared, const void *global, bool there) {
-    dtc_cp_async16(shared, there ? global : NULL, there ? 16 : 0);
+    alignas(16) static const char none[16] = { 0 };
+    dtc_cp_async16(shared, there ? global : none, there ? 16 : 0);
 }
 static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
