@@ -47,6 +47,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
+#error "dt_kernels.cu needs CUDA 12 or later"
+#endif
+
 #if DT_VERSION != 100
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
 #endif
@@ -58,8 +62,13 @@
 #define DT_DYN_SMEM(T, name) \
     extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
+#define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
 #else
 #define KERNEL __global__ void
+#define UNROLL
+#define UNROLL_BY(n)
 #endif
 
 // ==== 1. Launching, queues ==========================================================================================
@@ -88,6 +97,7 @@ struct cuda_queue {
     cudaStream_t stream;
     int          device;
     bool         own; /* the stream was made here */
+    int         *bad; /* pinned: not 0 if a kernel met an index outside of its table, see section 9 */
 };
 
 static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
@@ -117,8 +127,13 @@ static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *strea
     return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
 
+/* Kernels look at their indices themselves, and what they found is told here: see section 9. */
 static dt_status cuda_sync(void *stream) {
-    return cudaStreamSynchronize(stream_of(stream)) == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+    cuda_queue *queue = (cuda_queue *)stream;
+    if (cudaStreamSynchronize(stream_of(stream)) != cudaSuccess) return DT_ERR_DEVICE;
+    if (!queue || *queue->bad == 0) return DT_OK;
+    *queue->bad = 0;
+    return DT_ERR_ARG;
 }
 
 /* Pinned memory: the device reads and writes it by itself, while the processor goes on. */
@@ -132,6 +147,52 @@ static void *cuda_pin(size_t bytes) {
 static void cuda_unpin(void *p, size_t bytes) {
     (void)bytes;
     cudaFreeHost(p);
+}
+
+/* Device memory, managed memory, and what is pinned. */
+static int cuda_reaches(const void *p) {
+    cudaPointerAttributes of;
+    if (cudaPointerGetAttributes(&of, p) == cudaSuccess) return of.type != cudaMemoryTypeUnregistered;
+    (void)cudaGetLastError();
+    return 0;
+}
+
+/* What has been enabled once is enabled for all threads of the process. */
+static dt_status cuda_share(void *stream, int places, char *text, size_t text_bytes) {
+    int         devices = 0, here = ((cuda_queue *)stream)->device;
+    cudaError_t error = cudaGetDeviceCount(&devices);
+    for (int there = 0; there < devices && there < places && error == cudaSuccess; there++) {
+        int can = 0;
+        if (there != here) error = cudaDeviceCanAccessPeer(&can, here, there);
+        if (can) error = cudaDeviceEnablePeerAccess(there, 0);
+        else if (there != here && error == cudaSuccess) error = cudaErrorPeerAccessUnsupported;
+        if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+        (void)cudaGetLastError();
+        if (error != cudaSuccess && text_bytes > 0)
+            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there, cudaGetErrorName(error));
+    }
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void *cuda_mark(void *stream, void *mark) {
+    cudaEvent_t event = (cudaEvent_t)mark;
+    if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
+    return cudaEventRecord(event, stream_of(stream)) == cudaSuccess ? event : NULL;
+}
+
+static int cuda_passed(void *mark) {
+    cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
+    return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
+}
+
+static dt_status cuda_after(void *stream, void *mark) {
+    cudaError_t error = cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0);
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void cuda_unmark(void *mark) {
+    if (mark) cudaEventDestroy((cudaEvent_t)mark);
 }
 
 static void *refused(char *text, size_t text_bytes, const char *what, cudaError_t error) {
@@ -148,10 +209,17 @@ extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) 
     queue->device = desc.device;
     queue->stream = (cudaStream_t)desc.stream;
     queue->own = desc.stream == NULL;
-    if (queue->own) error = cudaStreamCreateWithFlags(&queue->stream, cudaStreamNonBlocking);
+    int least = 0, most = 0; /* priorities: the smaller number goes first */
+    queue->bad = (int *)cuda_pin(sizeof *queue->bad);
+    if (!queue->bad) error = cudaErrorMemoryAllocation;
+    else *queue->bad = 0;
+    if (queue->own && desc.urgent && error == cudaSuccess) error = cudaDeviceGetStreamPriorityRange(&least, &most);
+    if (queue->own && error == cudaSuccess)
+        error = cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, most);
     if (error == cudaSuccess) return queue;
+    if (queue->bad) cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
-    return refused(text, text_bytes, "cudaStreamCreateWithFlags", error);
+    return refused(text, text_bytes, "a stream and its pinned memory", error);
 }
 
 extern "C" void dt_cuda_close(void *p) {
@@ -159,6 +227,7 @@ extern "C" void dt_cuda_close(void *p) {
     if (!queue) return;
     cudaStreamSynchronize(queue->stream);
     if (queue->own) cudaStreamDestroy(queue->stream);
+    cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
 
@@ -170,29 +239,30 @@ static void *cuda_open(int place, char *text, size_t text_bytes) {
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (error == cudaSuccess && devices == 0) error = cudaErrorNoDevice;
     if (error != cudaSuccess) return refused(text, text_bytes, "cudaGetDeviceCount", error);
-    dt_cuda_desc desc = { place % devices, NULL };
+    dt_cuda_desc desc = { place % devices, NULL, 0 };
     return dt_cuda_open(desc, text, text_bytes);
 }
 
 // ==== 3. Numbers in storage, blocks, packs ==========================================================================
 
 /* 16-bit numbers are storage: a kernel widens them to float, computes, and rounds once. CUDA's own types for them would
-   need its headers where a test has none. */
+   need its headers where a test has none. The other types are what they are. */
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-static __device__ float widen(float x) { return x; }
-static __device__ float widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+/* f<T>(...) for the T of a dtype that is computed with in f32. */
+#define BY_TYPE(dtype, f, ...) \
+    ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
+                                               : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
 
-/* f16 has 5 bits of exponent. A product with 2^112 moves them to float's bias and makes denormals normal. */
-static __device__ float widen(f16 x) {
-    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
-    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
-                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
-    return __uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
-}
+static __device__ float  widen(float x) { return x; }
+static __device__ double widen(double x) { return x; }
+static __device__ int    widen(int x) { return x; }
+static __device__ float  widen(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 static __device__ void round_to(float *out, float x) { *out = x; }
+static __device__ void round_to(double *out, double x) { *out = x; }
+static __device__ void round_to(int *out, int x) { *out = x; }
 
 /* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
 static __device__ void round_to(bf16 *out, float x) {
@@ -200,8 +270,26 @@ static __device__ void round_to(bf16 *out, float x) {
     out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
 }
 
-/* Below 2^-14 the spacing of f16 is that of floats in [0.5, 1): adding 0.5 rounds. 65,520 and more are infinity. */
-static __device__ void round_to(f16 *out, float x) {
+/* f16 is CUDA's own business, in one instruction each. What a test has in its place: f16 has 5 bits of exponent, and a
+   product with 2^112 moves them to float's bias and makes denormals normal; below 2^-14 the spacing of f16 is that of
+   floats in [0.5, 1), so that adding 0.5 rounds; 65,520 and more are infinity. */
+#ifdef __CUDACC__
+static __device__ float widen(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+static __device__ void round_to(f16 *out, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out->bits) : "f"(x)); }
+#else
+static float widen(f16 x) {
+    unsigned magnitude = (unsigned)(x.bits & 0x7fff) << 13;
+    unsigned bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u
+                                             : __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);
+    return __uint_as_float(bits | (unsigned)(x.bits & 0x8000) << 16);
+}
+
+static void round_to(f16 *out, float x) {
     unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
     unsigned small = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
     unsigned normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
@@ -210,6 +298,7 @@ static __device__ void round_to(f16 *out, float x) {
     h = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : h;
     out->bits = (uint16_t)(h | (bits >> 16 & 0x8000u));
 }
+#endif
 
 /* The sum over a warp, for each of its lanes: x + y is y + x, so all lanes get the same bits. */
 template <class T>
@@ -218,59 +307,124 @@ static __device__ T warp_sum(T v) {
     return v;
 }
 
-/* The sum over a block of BLOCK threads, for each of them: within warps, then warp after warp. */
-template <class T>
+/* The sum over a block, or over every THREADS threads of it, for each of its threads: within warps, then warp after
+   warp. */
+template <class T, int THREADS = BLOCK>
 static __device__ T block_sum(T v) {
-    __shared__ T of_warp[WARPS];
+    __shared__ T of_warp[32];
     v = warp_sum(v);
     __syncthreads(); /* everyone has read the sum of the call before */
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
-    T total = of_warp[0];
-    for (int w = 1; w < WARPS; w++) total += of_warp[w];
+    const T *mine = of_warp + threadIdx.x / THREADS * (THREADS / 32);
+    T        total = mine[0];
+    for (int w = 1; w < THREADS / 32; w++) total += mine[w];
     return total;
 }
 
-/* The largest value of a block, for each thread; a NaN loses every comparison. */
-static __device__ float block_max(float v) {
-    __shared__ float of_warp[WARPS];
+/* The largest value of a warp, and of a block, for each thread; a NaN loses every comparison. */
+static __device__ float warp_max(float v) {
     for (int other = 16; other > 0; other /= 2) {
         float theirs = __shfl_xor_sync(0xffffffffu, v, other);
         v = theirs > v ? theirs : v;
     }
+    return v;
+}
+
+template <int THREADS = BLOCK>
+static __device__ float block_max(float v) {
+    __shared__ float of_warp[THREADS / 32];
+    v = warp_max(v);
     __syncthreads();
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
     __syncthreads();
     float most = of_warp[0];
-    for (int w = 1; w < WARPS; w++) most = of_warp[w] > most ? of_warp[w] : most;
+    for (int w = 1; w < THREADS / 32; w++) most = of_warp[w] > most ? of_warp[w] : most;
     return most;
 }
 
-/* 16 bytes of neighbours in a flat array: what a thread works on at a time. In memory that is aligned (`wide`) a whole
-   pack is one access; elsewhere, and at the end, it is element by element, and what lies past the end is zero. */
-template <class T>
-struct alignas(16) pack {
-    enum { N = 16 / sizeof(T) };
+/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time. In memory
+   that is `aligned` a whole pack is one access; elsewhere, and at the ends, it is element by element, and what lies
+   before 0 or from `count` on is zero, and is not stored. */
+template <class T, int COUNT = 16 / sizeof(T)>
+struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
+    enum { N = COUNT };
     T v[N];
 };
 
-template <class T>
-static __device__ pack<T> load(const T *p, size_t i, size_t count, bool wide) {
-    if (wide && i + pack<T>::N <= count) return *reinterpret_cast<const pack<T> *>(p + i);
-    pack<T> x;
-    for (int k = 0; k < pack<T>::N; k++) x.v[k] = i + k < count ? p[i + k] : T();
+template <int N, class T>
+static __device__ pack<T, N> load_pack(const T *p, int64_t i, int64_t count, bool aligned) {
+    if (aligned && i >= 0 && i + N <= count) return *reinterpret_cast<const pack<T, N> *>(p + i);
+    pack<T, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? p[i + k] : T();
     return x;
 }
 
 template <class T>
-static __device__ void store(T *p, size_t i, size_t count, bool wide, pack<T> x) {
-    if (wide && i + pack<T>::N <= count) {
-        *reinterpret_cast<pack<T> *>(p + i) = x;
+static __device__ pack<T> load(const T *p, int64_t i, int64_t count, bool aligned) {
+    return load_pack<pack<T>::N>(p, i, count, aligned);
+}
+
+template <class T, int N>
+static __device__ void store(T *p, int64_t i, int64_t count, bool aligned, pack<T, N> x) {
+    if (aligned && i >= 0 && i + N <= count) {
+        *reinterpret_cast<pack<T, N> *>(p + i) = x;
         return;
     }
-    for (int k = 0; k < pack<T>::N; k++)
-        if (i + k < count) p[i + k] = x.v[k];
+    for (int k = 0; k < N; k++)
+        if (i + k >= 0 && i + k < count) p[i + k] = x.v[k];
 }
+
+/* N numbers to compute with. */
+template <int N, class T>
+static __device__ pack<float, N> widened(pack<T, N> x) {
+    pack<float, N> y;
+    for (int k = 0; k < N; k++) y.v[k] = widen(x.v[k]);
+    return y;
+}
+
+/* The same from memory; `outside` is what is before 0 and from `count` on. */
+template <int N, class T>
+static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned, float outside = 0) {
+    if (aligned && i >= 0 && i + N <= count) return widened(load_pack<N>(p, i, count, true));
+    pack<float, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? widen(p[i + k]) : outside;
+    return x;
+}
+
+/* p[i..] (+)= N finished results, rounded once. */
+template <class T, int N>
+static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<float, N> x, int accumulate = 0) {
+    pack<T, N> rounded;
+    if (accumulate) {
+        pack<float, N> old = get<N>(p, i, count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] += old.v[k];
+    }
+    for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
+    store(p, i, count, aligned, rounded);
+}
+
+/* The same where all N are there, and aligned if they are a pack. */
+template <int N, class T>
+static __device__ pack<float, N> get_whole(const T *p) { return get<N>(p, 0, N, true); }
+template <class T, int N>
+static __device__ void give_whole(T *p, pack<float, N> x, int accumulate = 0) { give(p, 0, N, true, x, accumulate); }
+
+/* The same of one number. */
+template <class T>
+static __device__ void give_one(T *to, float value, int accumulate = 0) {
+    round_to(to, accumulate ? widen(*to) + value : value);
+}
+
+/* The same where only the host knows the type: sums, which are few. */
+static __device__ void give_typed(dt_dtype dtype, void *out, size_t i, float value, int accumulate) {
+    if (dtype == DT_F32) give_one((float *)out + i, value, accumulate);
+    else if (dtype == DT_BF16) give_one((bf16 *)out + i, value, accumulate);
+    else give_one((f16 *)out + i, value, accumulate);
+}
+
+/* The type of an output that is f32 where `wide` says so. */
+static dt_dtype widened_type(dt_dtype dtype, int wide) { return wide ? DT_F32 : dtype; }
 
 static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, const void *c = NULL,
     const void *d = NULL) {
@@ -281,37 +435,51 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-static __device__ void give(void *out, size_t i, float value, int accumulate) {
-    float *to = (float *)out + i;
-    *to = accumulate ? *to + value : value;
+/* The same over rows of `cols` numbers, a pack of one row at a time: which pack number i is. */
+struct in_row { size_t row; int64_t col; };
+
+static __host__ __device__ size_t packs_in(size_t cols, int each) { return (cols + each - 1) / each; }
+
+static __device__ in_row in_row_of(size_t i, size_t packs, int each) {
+    size_t row = i / packs;
+    in_row at = { row, (int64_t)((i - row * packs) * each) };
+    return at;
 }
 
 // ==== 4. Fill, copy, reduce =========================================================================================
 
-template <class T>
-KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, T value) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) out[i] = value;
+template <class T, class Value>
+KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, Value value) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(out);
+    pack<T>   x;
+    for (int k = 0; k < N; k++) round_to(&x.v[k], value);
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) store(out, i, count, aligned, x);
 }
 
-template <class T>
-static void fill(const dt_fill_args *a, void *stream) {
-    LAUNCH(fill_kernel<T>, a->count, BLOCK, stream, (T *)a->out, a->count, (T)a->value);
-}
-
-static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
-    if (a->dtype == DT_F32) fill<float>(a, stream);
-    else if (a->dtype == DT_F64) fill<double>(a, stream);
-    else if (a->dtype == DT_I32) fill<int>(a, stream);
-    else return DT_ERR_UNSUPPORTED;
+template <class T, class Value>
+static dt_status fill(const dt_fill_args *a, void *stream) {
+    LAUNCH((fill_kernel<T, Value>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, (Value)a->value);
     return launched();
 }
 
-/* Unit: the largest piece, of 16, 4 or 1 bytes, that divides every address and length of the copy. */
+static dt_status cuda_fill(const dt_fill_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return fill<float, float>(a, stream);
+    case DT_BF16: return fill<bf16, float>(a, stream);
+    case DT_F16: return fill<f16, float>(a, stream);
+    case DT_F64: return fill<double, double>(a, stream);
+    case DT_I32: return fill<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
+}
+
+/* Unit: the largest piece, of 16, 4, 2 or 1 bytes, that divides every address and length of the copy. */
 template <class Unit>
 KERNEL __launch_bounds__(BLOCK) copy_kernel(dt_copy_args a) {
     size_t units = a.row_bytes / sizeof(Unit);
     for (size_t i = flat_first(1); i < a.rows * units; i += flat_step(1)) {
-        size_t      row = i / units, unit = i % units;
+        size_t      row = i / units, unit = i - row * units;
         const Unit *in = (const Unit *)((const char *)a.in + row * a.in_stride);
         Unit       *out = (Unit *)((char *)a.out + row * a.out_stride);
         out[unit] = in[unit];
@@ -329,21 +497,24 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     if (a.rows > 1) all |= a.in_stride | a.out_stride;
     if (all % 16 == 0) LAUNCH(copy_kernel<uint4>, bytes / 16, BLOCK, stream, a);
     else if (all % 4 == 0) LAUNCH(copy_kernel<unsigned>, bytes / 4, BLOCK, stream, a);
+    else if (all % 2 == 0) LAUNCH(copy_kernel<uint16_t>, bytes / 2, BLOCK, stream, a);
     else LAUNCH(copy_kernel<unsigned char>, bytes, BLOCK, stream, a);
     return launched();
 }
 
-/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
-enum { MAX_INPUTS = 64 };
-struct reduce_inputs {
-    const void *p[MAX_INPUTS];
-    int         n;
+/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
+   pointers are in host memory. */
+enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
+struct reduce_places {
+    const void *in[MAX_INPUTS];
+    void       *out[MAX_OUTPUTS];
+    int         n, n_out;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
-    bool        wide;
+    bool        aligned;
 };
 
-/* As on the CPU each step is rounded to the type; int wraps around. */
+/* int wraps around, as on the CPU. */
 static __device__ float  plus(float a, float b) { return a + b; }
 static __device__ double plus(double a, double b) { return a + b; }
 static __device__ int    plus(int a, int b) { return (int)((unsigned)a + (unsigned)b); }
@@ -363,50 +534,68 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. */
-template <class T>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
+/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
+   is computed in: steps in 16 bits would round each time. */
+template <class T, class Number>
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
     const int N = pack<T>::N;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> sum = load((const T *)in.p[0], i, count, in.wide);
-        for (int r = 1; r < in.n; r++) {
-            pack<T> x = load((const T *)in.p[r], i, count, in.wide);
-            for (int k = 0; k < N; k++) sum.v[k] = combine(in.op, sum.v[k], x.v[k]);
+        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
+        Number  sum[N];
+        for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
+        for (int r = 1; r < a.n; r++) {
+            x = load((const T *)a.in[r], i, count, a.aligned);
+            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
         }
-        if (in.divisor > 0)
-            for (int k = 0; k < N; k++) sum.v[k] /= (T)in.divisor;
-        store(out, i, count, in.wide, sum);
+        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
+        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
     }
 }
 
-/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
-   order. An input that the first launch would overwrite cannot be read by a later one. */
-template <class T>
+/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
+static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
+    reduce_places p = { };
+    p.n = p.n_out = 0;
+    p.op = a->op;
+    if (*done > 0) p.in[p.n++] = a->out;
+    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
+    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
+    p.out[p.n_out++] = a->out;
+    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
+    p.aligned = true;
+    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
+    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
+    return p;
+}
+
+/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
+   input that the first launch would overwrite cannot be read by a later one. */
+template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
+    if (a->n < 1) return DT_ERR_ARG;
+    if (a->n > MAX_INPUTS && sizeof(T) < sizeof(Number)) return DT_ERR_UNSUPPORTED;
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_inputs in;
-        in.n = 0;
-        in.op = a->op;
-        if (done > 0) in.p[in.n++] = a->out;
-        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
-        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
-        in.wide = aligned16(a->out);
-        for (int r = 0; r < in.n; r++) in.wide = in.wide && aligned16(in.p[r]);
-        LAUNCH(reduce_kernel<T>, a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
+        reduce_places p = reduce_launch(a, &done);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
     }
     dt_status status = launched();
-    for (int k = 0; k < a->n_also && status == DT_OK; k++)
+    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }
 
 static dt_status cuda_reduce(const dt_reduce_args *a, void *stream) {
-    if (a->dtype != DT_F32 && a->dtype != DT_F64 && a->dtype != DT_I32) return DT_ERR_UNSUPPORTED;
-    if (a->n < 1) return DT_ERR_ARG;
-    if (a->dtype == DT_F32) return reduce<float>(a, stream);
-    return a->dtype == DT_F64 ? reduce<double>(a, stream) : reduce<int>(a, stream);
+    switch (a->dtype) {
+    case DT_F32: return reduce<float, float>(a, stream);
+    case DT_BF16: return reduce<bf16, float>(a, stream);
+    case DT_F16: return reduce<f16, float>(a, stream);
+    case DT_F64: return reduce<double, double>(a, stream);
+    case DT_I32: return reduce<int, int>(a, stream);
+    }
+    return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 5. Strides: binary, permute ===================================================================================
@@ -442,8 +631,8 @@ static size_t count_of(const strided *s) {
 static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b) {
     *a = *b = 0;
     for (int d = s.nd - 1; d > 0; d--) {
-        size_t at = i % (size_t)s.d[d];
-        i /= (size_t)s.d[d];
+        size_t next = i / (size_t)s.d[d], at = i - next * (size_t)s.d[d];
+        i = next;
         *a += (int64_t)at * s.a[d];
         *b += (int64_t)at * s.b[d];
     }
@@ -451,12 +640,11 @@ static __device__ void places(const strided &s, size_t i, int64_t *a, int64_t *b
     *b += (int64_t)i * s.b[0];
 }
 
-/* Whether a pack of the last dimension is one aligned access, or one number repeated. */
-static bool packs(const void *p, const int64_t *stride, const strided *s) {
-    const int64_t N = pack<float>::N;
-    bool          whole = aligned16(p) && stride[s->nd - 1] == 1;
-    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % N == 0;
-    return s->d[s->nd - 1] % N == 0 && (whole || stride[s->nd - 1] == 0);
+/* Whether a pack of each numbers of the last dimension is one aligned access, or one number repeated. */
+static bool packs(const void *p, const int64_t *stride, const strided *s, int64_t each) {
+    bool whole = aligned16(p) && stride[s->nd - 1] == 1;
+    for (int i = 0; i < s->nd - 1; i++) whole = whole && stride[i] % each == 0;
+    return s->d[s->nd - 1] % each == 0 && (whole || stride[s->nd - 1] == 0);
 }
 
 static __device__ float binary(int op, float x, float y) {
@@ -468,96 +656,141 @@ static __device__ float binary(int op, float x, float y) {
     return x + y;
 }
 
-static __device__ pack<float> load_strided(const float *p, int64_t at, int64_t stride) {
-    if (stride != 0) return load(p, (size_t)at, (size_t)at + pack<float>::N, true);
-    pack<float> x = { { p[at], p[at], p[at], p[at] } };
+template <int N, class T>
+static __device__ pack<float, N> get_strided(const T *p, int64_t at, int64_t stride) {
+    if (stride != 0) return get<N>(p, at, at + N, true);
+    pack<float, N> x;
+    for (int k = 0; k < N; k++) x.v[k] = widen(p[at]);
     return x;
 }
 
 /* A thread reads its elements before it writes them, so out may be a or b. */
-KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool wide) {
-    const int    N = pack<float>::N;
-    const float *in_a = (const float *)a.a, *in_b = (const float *)a.b;
+template <class T>
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool aligned) {
+    const int N = pack<T>::N;
+    const T  *in_a = (const T *)a.a, *in_b = (const T *)a.b;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<float> x = { { 0, 0, 0, 0 } }, y = x, out;
-        int64_t     at_a, at_b;
-        if (wide) {
+        pack<float, N> x = { { 0 } }, y = { { 0 } };
+        int64_t        at_a, at_b;
+        if (aligned) {
             places(s, i, &at_a, &at_b);
-            x = load_strided(in_a, at_a, s.a[s.nd - 1]);
-            y = load_strided(in_b, at_b, s.b[s.nd - 1]);
+            x = get_strided<N>(in_a, at_a, s.a[s.nd - 1]);
+            y = get_strided<N>(in_b, at_b, s.b[s.nd - 1]);
         } else {
             for (int k = 0; k < N && i + k < count; k++) {
                 places(s, i + k, &at_a, &at_b);
-                x.v[k] = in_a[at_a];
-                y.v[k] = in_b[at_b];
+                x.v[k] = widen(in_a[at_a]);
+                y.v[k] = widen(in_b[at_b]);
             }
         }
-        for (int k = 0; k < N; k++) out.v[k] = binary(a.op, x.v[k], y.v[k]);
-        if (a.accumulate) {
-            pack<float> old = load((const float *)a.out, i, count, wide);
-            for (int k = 0; k < N; k++) out.v[k] += old.v[k];
-        }
-        store((float *)a.out, i, count, wide, out);
-    }
-}
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
-    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
-    bool    wide = aligned16(a->out) && packs(a->a, s.a, &s) && packs(a->b, s.b, &s);
-    LAUNCH(binary_kernel, count_of(&s), BLOCK * pack<float>::N, stream, *a, s, count_of(&s), wide);
-    return launched();
-}
-
-/* Unit: a type of the element's size, or the type itself where something is added. */
-template <class Unit>
-KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((Unit *)a.out)[to] = ((const Unit *)a.in)[from];
+        for (int k = 0; k < N; k++) x.v[k] = binary(a.op, x.v[k], y.v[k]);
+        give((T *)a.out, i, count, aligned, x, a.accumulate);
     }
 }
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) permute_add_kernel(dt_permute_args a, strided s, size_t count) {
-    for (size_t i = flat_first(1); i < count; i += flat_step(1)) {
-        int64_t from, to;
-        places(s, i, &from, &to);
-        ((T *)a.out)[to] = plus(((const T *)a.out)[to], ((const T *)a.in)[from]);
+static dt_status binary(const dt_binary_args *a, void *stream) {
+    const int N = pack<T>::N;
+    if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
+    strided s = strided_of(a->shape, a->stride_a, a->stride_b);
+    bool    aligned = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
+    LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
+    return launched();
+}
+
+static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+
+/* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, size_t count) {
+    for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
+        int64_t to, from;
+        places(s, i, &to, &from);
+        pack<T, N> x = *reinterpret_cast<const pack<T, N> *>((const T *)a.in + from);
+        pack<T, N> *out = reinterpret_cast<pack<T, N> *>((T *)a.out + to);
+        if (a.accumulate) {
+            pack<T, N> old = *out;
+            for (int k = 0; k < N; k++) round_to(&x.v[k], plus(widen(old.v[k]), widen(x.v[k])));
+        }
+        *out = x;
     }
 }
 
+/* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
+   shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
+   it lies in different banks. */
+struct turn { int64_t across, down, in_stride, out_stride; };
+
+template <class Unit>
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+    __shared__ Unit tile[32][33];
+    const Unit     *in = (const Unit *)a.in;
+    Unit           *out = (Unit *)a.out;
+    size_t          wide = (size_t)(t.across + 31) / 32, each = wide * (size_t)((t.down + 31) / 32);
+    int             lane = threadIdx.x % 32;
+    for (size_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+        int64_t to, from, x = (int64_t)(i % each % wide) * 32, y = (int64_t)(i % each / wide) * 32;
+        places(rest, i / each, &to, &from);
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (y + j < t.down && x + lane < t.across) tile[j][lane] = in[from + (y + j) * t.in_stride + x + lane];
+        __syncthreads();
+        for (int j = threadIdx.x / 32; j < 32; j += WARPS)
+            if (x + j < t.across && y + lane < t.down) out[to + (x + j) * t.out_stride + y + lane] = tile[lane][j];
+        __syncthreads(); /* the tile has been read */
+    }
+}
+
+/* Launches transpose_kernel if s (a: out, b: in) is such a turn, else answers false. Small ones are not worth it. */
+template <class Unit>
+static bool transposed(const dt_permute_args *a, strided s, void *stream) {
+    int in = -1, out = -1;
+    for (int i = 0; i < s.nd; i++) {
+        if (s.a[i] == 1) out = i;
+        if (s.b[i] == 1) in = i;
+    }
+    if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
+    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
+    s.d[in] = s.d[out] = 1;
+    tiles *= count_of(&s);
+    LAUNCH(transpose_kernel<Unit>, tiles, 1, stream, *a, s, t, tiles);
+    return true;
+}
+
+/* Unit: any type of T's size */
+template <class T, class Unit>
+static dt_status permute(const dt_permute_args *a, void *stream) {
+    const int N = pack<T>::N;
+    strided   s = strided_of(a->shape, a->out_stride, a->in_stride);
+    int       last = s.nd - 1;
+    bool      whole = s.a[last] == 1 && s.b[last] == 1 && packs(a->out, s.a, &s, N) && packs(a->in, s.b, &s, N);
+    if (whole) LAUNCH((permute_kernel<T, N>), count_of(&s), BLOCK * N, stream, *a, s, count_of(&s));
+    else if (!transposed<Unit>(a, s, stream))
+        LAUNCH((permute_kernel<T, 1>), count_of(&s), BLOCK, stream, *a, s, count_of(&s));
+    return launched();
+}
+
 static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
-    strided s = strided_of(a->shape, a->in_stride, a->out_stride);
-    size_t  n = count_of(&s);
-    bool    add = a->accumulate != 0;
     switch (a->dtype) {
-    case DT_F32:
-        if (add) LAUNCH(permute_add_kernel<float>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_F64:
-        if (add) LAUNCH(permute_add_kernel<double>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<uint64_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_I32:
-        if (add) LAUNCH(permute_add_kernel<int>, n, BLOCK, stream, *a, s, n);
-        else LAUNCH(permute_kernel<unsigned>, n, BLOCK, stream, *a, s, n);
-        return launched();
-    case DT_BF16:
-    case DT_F16:
-        if (add) return DT_ERR_UNSUPPORTED;
-        LAUNCH(permute_kernel<uint16_t>, n, BLOCK, stream, *a, s, n);
-        return launched();
+    case DT_F32: return permute<float, unsigned>(a, stream);
+    case DT_BF16: return permute<bf16, uint16_t>(a, stream);
+    case DT_F16: return permute<f16, uint16_t>(a, stream);
+    case DT_F64: return permute<double, uint64_t>(a, stream);
+    case DT_I32: return permute<int, unsigned>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 6. Functions of one number: unary, glu ========================================================================
 
-static __device__ float logistic(float x) { return 1 / (1 + expf(-x)); }
+/* What is rounded to 16 bits in the end needs no last bits of a float: there the hardware's exponential and quotient
+   do, with which the functions below cost less than their numbers' way from memory. */
+template <class T>
+static __device__ float exponential(float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); }
+template <class T>
+static __device__ float quotient(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
+template <class T>
+static __device__ float logistic(float x) { return quotient<T>(1, 1 + exponential<T>(-x)); }
 
 /* The normal distribution function. erfcf keeps its digits where 1 + erff would cancel. */
 static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f * x); }
@@ -567,12 +800,13 @@ static __device__ float normal_part(float x) { return 0.5f * erfcf(-0.70710678f 
 #define GELU_A 0.7978845608028654f /* sqrt(2/pi) */
 #define GELU_B 0.044715f
 
-/* f(x) */
+/* f(x), to be stored in T */
+template <class T = float>
 static __device__ float act(int kind, float x, float scale, float shift) {
     switch (kind) {
-    case DT_ACT_GELU: return x / (1 + expf(-2 * GELU_A * (x + GELU_B * x * x * x)));
+    case DT_ACT_GELU: return quotient<T>(x, 1 + exponential<T>(-2 * GELU_A * (x + GELU_B * x * x * x)));
     case DT_ACT_GELU_ERF: return x * normal_part(x);
-    case DT_ACT_SILU: return x * logistic(x);
+    case DT_ACT_SILU: return x * logistic<T>(x);
     case DT_ACT_RELU: return x < 0 ? 0 : x;
     case DT_ACT_TANH: return tanhf(x);
     case DT_ACT_EXP: return expf(x);
@@ -589,9 +823,10 @@ static __device__ float clamped(float x, float bound) {
 }
 
 /* gelu'(x) = s + x s (1 - s) 2 u' */
+template <class T>
 static __device__ float gelu_slope(float x) {
     x = clamped(x, 30);
-    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic(2 * u);
+    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic<T>(2 * u);
     return s + 2 * x * s * (1 - s) * du;
 }
 #undef GELU_A
@@ -602,18 +837,20 @@ static __device__ float gelu_erf_slope(float x) {
     return normal_part(x) + x * 0.3989422804014327f * expf(-0.5f * x * x);
 }
 
+template <class T>
 static __device__ float silu_slope(float x) {
     x = clamped(x, 80);
-    float s = logistic(x);
+    float s = logistic<T>(x);
     return s + x * s * (1 - s);
 }
 
-/* d f'(x); d is not multiplied with where nothing passes, so that its infinities stay out */
+/* d f'(x), to be stored in T; d is not multiplied with where nothing passes, so that its infinities stay out */
+template <class T = float>
 static __device__ float act_back(int kind, float x, float d, float scale) {
     switch (kind) {
-    case DT_ACT_GELU: return d * gelu_slope(x);
+    case DT_ACT_GELU: return d * gelu_slope<T>(x);
     case DT_ACT_GELU_ERF: return d * gelu_erf_slope(x);
-    case DT_ACT_SILU: return d * silu_slope(x);
+    case DT_ACT_SILU: return d * silu_slope<T>(x);
     case DT_ACT_RELU: return x > 0 ? d : 0;
     case DT_ACT_TANH: {
         float t = tanhf(x);
@@ -628,112 +865,170 @@ static __device__ float act_back(int kind, float x, float d, float scale) {
 
 static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale, shift = (float)a.shift;
-    bool      wide = aligned16(a.out, a.in);
+    bool      aligned = aligned16(a.out, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> x = load((const float *)a.in, i, a.count, wide);
-        for (int k = 0; k < N; k++) x.v[k] = act(a.act, x.v[k], scale, shift);
-        store((float *)a.out, i, a.count, wide, x);
+        pack<float, N> x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
+        give((T *)a.out, i, a.count, aligned, x);
     }
 }
 
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status unary(const dt_unary_args *a, void *stream) {
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
 
+static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+
 /* in may be NULL for the kinds whose slope does not depend on it. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    const int N = pack<float>::N;
+    const int N = pack<T>::N;
     float     scale = (float)a.scale;
-    bool      wide = aligned16(a.dx, a.dout, a.in);
+    bool      aligned = aligned16(a.dx, a.dout, a.in);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> dout = load((const float *)a.dout, i, a.count, wide), x = { { 0, 0, 0, 0 } }, dx = x;
-        if (a.in) x = load((const float *)a.in, i, a.count, wide);
-        if (a.accumulate) dx = load((const float *)a.dx, i, a.count, wide);
-        for (int k = 0; k < N; k++) dx.v[k] += act_back(a.act, x.v[k], dout.v[k], scale);
-        store((float *)a.dx, i, a.count, wide, dx);
+        pack<float, N> d = get<N>((const T *)a.dout, i, a.count, aligned), x = { { 0 } };
+        if (a.in) x = get<N>((const T *)a.in, i, a.count, aligned);
+        for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
+        give((T *)a.dx, i, a.count, aligned, d, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
+    return launched();
 }
 
 static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(unary_back_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, unary_back, a, stream);
 }
 
-/* arXiv:2002.05202. A thread has one element of the result: its gate and, cols further, its up. */
-KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        const float *gate = (const float *)a.in + i + i / a.cols * a.cols;
-        ((float *)a.out)[i] = act(a.act, gate[0], 1, 0) * gate[a.cols];
+/* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.out, a.in) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
+        give((T *)a.out + at.row * a.cols, at.col, cols, aligned, up);
     }
 }
 
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status glu(const dt_glu_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_kernel, a->rows * a->cols, BLOCK, stream, *a);
+    LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        size_t at = i + i / a.cols * a.cols;
-        float  gate = ((const float *)a.in)[at], up = ((const float *)a.in)[at + a.cols];
-        float  d = ((const float *)a.dout)[i];
-        give(a.dx, at, act_back(a.act, gate, d * up, 1), a.accumulate);
-        give(a.dx, at + a.cols, act(a.act, gate, 1, 0) * d, a.accumulate);
+static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.dx, a.in, a.dout) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
+        T             *dx = (T *)a.dx + at.row * 2 * a.cols;
+        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+        pack<float, N> d = get<N>((const T *)a.dout + at.row * a.cols, at.col, cols, aligned);
+        for (int k = 0; k < N; k++) {
+            up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
+            gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
+        }
+        give(dx, at.col, cols, aligned, up, a.accumulate);
+        give(dx + cols, at.col, cols, aligned, gate, a.accumulate);
     }
+}
+
+template <class T>
+static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N);
+    if (!known_act(a->act)) return DT_ERR_ARG;
+    LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    return launched();
 }
 
 static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_back_kernel, a->rows * a->cols, BLOCK, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, glu_back, a, stream);
 }
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit and by the same way: through double, which holds every number of the other types, and from
-   there to 16 bits through float. */
-template <class T>
-static __device__ double number(T x) { return (double)widen(x); }
-static __device__ double number(double x) { return x; }
-static __device__ double number(int x) { return (double)x; }
+/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+   goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
+   rounding gives what one would have. */
+static __device__ float to_odd(double x) {
+    float    f = (float)x;
+    unsigned bits = __float_as_uint(f);
+    if ((double)f == x || x != x) return f;
+    return __uint_as_float((fabs((double)f) > fabs(x) ? bits - 1 : bits) | 1);
+}
 
 template <class T>
-static __device__ void round_number(T *out, double x) { round_to(out, (float)x); }
-static __device__ void round_number(double *out, double x) { *out = x; }
+static __device__ void convert(T *out, double x) { round_to(out, to_odd(x)); }
+static __device__ void convert(float *out, double x) { *out = (float)x; }
+static __device__ void convert(double *out, double x) { *out = x; }
 
-static __device__ void round_number(int *out, double x) {
+static __device__ void convert(int *out, double x) {
     x = x != x ? 0 : x > 2147483647.0 ? 2147483647.0 : x < -2147483648.0 ? -2147483648.0 : x;
     *out = (int)x;
 }
 
+/* What is a float when it is widened needs no double on its way to float and 16 bits. */
+template <class T>
+static __device__ void convert(T *out, float x) { round_to(out, x); }
+static __device__ void convert(double *out, float x) { *out = (double)x; }
+static __device__ void convert(int *out, float x) { convert(out, (double)x); }
+template <class T>
+static __device__ void convert(T *out, int x) { convert(out, (double)x); }
+
+/* As many numbers at a time as are 16 bytes of the narrower type. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    To *out = (To *)a.out;
-    for (size_t i = flat_first(1); i < a.count; i += flat_step(1)) {
-        double x = number(((const From *)a.in)[i]);
-        round_number(out + i, a.accumulate ? x + number(out[i]) : x);
+    const int N = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    bool      aligned = aligned16(a.out, a.in);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<From, N> x = load_pack<N>((const From *)a.in, i, a.count, aligned);
+        pack<To, N>   y;
+        if (a.accumulate) y = load_pack<N>((const To *)a.out, i, a.count, aligned);
+        for (int k = 0; k < N; k++) {
+            if (a.accumulate) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+            else convert(&y.v[k], widen(x.v[k]));
+        }
+        store((To *)a.out, i, a.count, aligned, y);
     }
+}
+
+template <class To, class From>
+static dt_status cast(const dt_cast_args *a, void *stream) {
+    LAUNCH((cast_kernel<To, From>), a->count, BLOCK * 4, stream, *a);
+    return launched();
 }
 
 template <class To>
 static dt_status cast_to(const dt_cast_args *a, void *stream) {
     switch (a->from) {
-    case DT_F32: LAUNCH((cast_kernel<To, float>), a->count, BLOCK, stream, *a); return launched();
-    case DT_BF16: LAUNCH((cast_kernel<To, bf16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F16: LAUNCH((cast_kernel<To, f16>), a->count, BLOCK, stream, *a); return launched();
-    case DT_F64: LAUNCH((cast_kernel<To, double>), a->count, BLOCK, stream, *a); return launched();
-    case DT_I32: LAUNCH((cast_kernel<To, int>), a->count, BLOCK, stream, *a); return launched();
+    case DT_F32: return cast<To, float>(a, stream);
+    case DT_BF16: return cast<To, bf16>(a, stream);
+    case DT_F16: return cast<To, f16>(a, stream);
+    case DT_F64: return cast<To, double>(a, stream);
+    case DT_I32: return cast<To, int>(a, stream);
     }
     return DT_ERR_UNSUPPORTED;
 }
@@ -751,84 +1046,166 @@ static dt_status cuda_cast(const dt_cast_args *a, void *stream) {
 
 // ==== 8. Sums over a dimension ======================================================================================
 
-/* A block of 32 x 32 threads takes 32 columns. The rows are cut into 32 runs of equal length: threadIdx.y goes down its
-   run, r ascending, and the runs' sums are added in ascending order. The cut depends on `rows` alone. */
-enum { COLUMNS = 32, RUNS = 32 };
+/* in (outer,n,inner) to out (outer,parts,inner), of type `type`: the n are cut into parts, each summed on its own. With
+   scratch a sum is taken twice: of parts, enough to fill a GPU, and of what they gave. */
+struct sums {
+    const void *in;
+    void       *out;
+    dt_dtype    type;
+    size_t      outer, parts, n, inner;
+    float       scale;
+    int         accumulate;
+};
 
-struct row_run { size_t first, end; };
+/* Some of n, and number i of the `count` runs of equal length that they are cut into: the cut depends on n alone. */
+struct run { size_t first, end; };
 
-static __device__ row_run my_rows(size_t rows) {
-    size_t each = rows / RUNS + (rows % RUNS != 0), first = threadIdx.y * each, end = first + each;
-    row_run run = { first < rows ? first : rows, end < rows ? end : rows };
-    return run;
+static __device__ run run_of(run all, size_t count, size_t i) {
+    size_t n = all.end - all.first, each = n / count + (n % count != 0), first = all.first + i * each;
+    run    r = { first, first + each };
+    if (r.first > all.end) r.first = all.end;
+    if (r.end > all.end) r.end = all.end;
+    return r;
 }
 
-/* The total of a column from the sums of its runs; for threadIdx.y 0 only. */
-static __device__ float add_runs(float sum) {
-    __shared__ float of_run[RUNS][COLUMNS];
+/* A block of 32 lanes x 32 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
+   the runs' sums are added in ascending order. The total of one column is for each of the first 32 N threads. */
+enum { COLUMNS = 32, RUNS = 32 };
+
+static __device__ int my_column() { return threadIdx.y * COLUMNS + threadIdx.x; }
+
+template <int N>
+static __device__ float add_runs(pack<float, N> sum) {
+    __shared__ pack<float, N> of_run[RUNS][COLUMNS];
+    int   column = my_column();
+    float total = 0;
     __syncthreads(); /* the totals of the call before have been taken */
     of_run[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    float total = 0;
-    if (threadIdx.y == 0)
-        for (int y = 0; y < RUNS; y++) total += of_run[y][threadIdx.x];
+    for (int y = 0; y < RUNS && column < COLUMNS * N; y++) total += of_run[y][column / N].v[column % N];
     return total;
 }
 
-/* in (outer,n,inner), inner > 1: a block takes 32 neighbouring sums of one `outer`. */
-KERNEL __launch_bounds__(COLUMNS *RUNS) sum_columns_kernel(dt_sum_args a) {
-    row_run run = my_rows(a.n);
-    size_t  tiles = a.inner / COLUMNS + (a.inner % COLUMNS != 0);
-    for (size_t tile = blockIdx.x; tile < a.outer * tiles; tile += gridDim.x) {
-        size_t       o = tile / tiles, c = tile % tiles * COLUMNS + threadIdx.x;
-        const float *in = (const float *)a.in + o * a.n * a.inner;
-        float        sum = 0;
-        if (c < a.inner)
-            for (size_t r = run.first; r < run.end; r++) sum += in[r * a.inner + c];
-        sum = add_runs(sum); /* outside of the condition: every thread of the block must come */
-        if (threadIdx.y == 0 && c < a.inner) give(a.out, o * a.inner + c, (float)a.scale * sum, a.accumulate);
+template <class T>
+KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
+    const int N = pack<T>::N;
+    size_t    tiles = packs_in(a.inner, COLUMNS * N);
+    int64_t   inner = (int64_t)a.inner;
+    bool      aligned = aligned16(a.in) && inner % N == 0;
+    for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
+        size_t         part = i / tiles;
+        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
+        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner;
+        pack<float, N> sum = { { 0 } };
+        for (size_t r = mine.first; r < mine.end && c < inner; r++) {
+            pack<float, N> x = get<N>(in + r * a.inner, c, inner, aligned);
+            for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
+        }
+        float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
+        c = first + my_column();
+        if (my_column() < COLUMNS * N && c < inner)
+            give_typed(a.type, a.out, part * a.inner + (size_t)c, a.scale * total, a.accumulate);
     }
 }
 
-/* inner 1: one block per row, also where there is one row: no scratch, but a sum of everything is one block's work. */
-KERNEL __launch_bounds__(BLOCK) sum_rows_kernel(dt_sum_args a) {
-    for (size_t o = blockIdx.x; o < a.outer; o += gridDim.x) {
-        const float *in = (const float *)a.in + o * a.n;
-        float        sum = 0;
-        for (size_t j = threadIdx.x; j < a.n; j += BLOCK) sum += in[j];
-        sum = block_sum(sum);
-        if (threadIdx.x == 0) give(a.out, o, (float)a.scale * sum, a.accumulate);
+/* Rows, each the business of G threads, a warp or a block: which they begin with, and how many further is the next. */
+template <int G>
+static __device__ size_t row_first() { return (size_t)blockIdx.x * (BLOCK / G) + threadIdx.x / G; }
+template <int G>
+static __device__ size_t row_step() { return (size_t)gridDim.x * (BLOCK / G); }
+template <int G, class T>
+static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T, G>(v); }
+template <int G>
+static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
+
+/* Numbers by which p lies behind a multiple of 16 bytes. Packs of a row that begin so much before it are aligned,
+   wherever the row begins. */
+template <class T>
+static __host__ __device__ int shift_of(const T *p) { return (int)((uintptr_t)p % 16 / sizeof(T)); }
+
+/* inner 1 */
+template <class T, int G>
+KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sums a) {
+    const int N = pack<T>::N;
+    for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
+        run      all = { 0, a.n }, mine = run_of(all, a.parts, part % a.parts);
+        const T *in = (const T *)a.in + part / a.parts * a.n + mine.first;
+        int64_t  n = (int64_t)(mine.end - mine.first);
+        float    sum = 0;
+        for (int64_t c = (int64_t)(threadIdx.x % G) * N - shift_of(in); c < n; c += G * N) {
+            pack<float, N> x = get<N>(in, c, n, true);
+            for (int k = 0; k < N; k++) sum += x.v[k];
+        }
+        sum = group_sum<G>(sum);
+        if (threadIdx.x % G == 0) give_typed(a.type, a.out, part, a.scale * sum, a.accumulate);
     }
 }
 
 /* n 1: nothing to sum. */
-KERNEL __launch_bounds__(BLOCK) scaled_kernel(dt_sum_args a) {
+template <class T>
+KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1))
-        give(a.out, i, (float)a.scale * ((const float *)a.in)[i], a.accumulate);
+        give_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
 }
 
-static dt_status cuda_sum(const dt_sum_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    size_t tiles = a->outer * (a->inner / COLUMNS + (a->inner % COLUMNS != 0));
-    if (a->n == 1) LAUNCH(scaled_kernel, a->outer * a->inner, BLOCK, stream, *a);
-    else if (a->inner == 1) LAUNCH(sum_rows_kernel, a->outer, 1, stream, *a);
+template <class T>
+static void launch_sums(const sums &a, void *stream) {
+    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * pack<T>::N);
+    if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
+    else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
+    else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
     else if (tiles > 0)
-        DT_LAUNCH(sum_columns_kernel, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
+        DT_LAUNCH(column_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+}
+
+/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+   number of its own for every device would give every device its own sums. */
+enum { FILL = 264 };
+
+template <class T>
+static size_t parts_for(const dt_sum_args *a) {
+    size_t blocks = a->outer * (a->inner == 1 ? 1 : packs_in(a->inner, COLUMNS * pack<T>::N));
+    size_t most = a->n / (a->inner == 1 ? 4096 : 2 * RUNS), room = 0; /* no part shorter than that */
+    if (blocks == 0 || blocks >= FILL || !a->work) return 1;
+    room = a->work_bytes / sizeof(float) / (a->outer * a->inner);
+    most = most < room ? most : room;
+    most = most < FILL / blocks ? most : FILL / blocks;
+    return most > 1 ? most : 1;
+}
+
+template <class T>
+static dt_status sum(const dt_sum_args *a, void *stream) {
+    dt_dtype type = widened_type(a->dtype, a->wide);
+    size_t   parts = parts_for<T>(a);
+    sums     last = { a->in, a->out, type, a->outer, 1, a->n, a->inner, (float)a->scale, a->accumulate };
+    if (parts > 1) {
+        sums first = { a->in, a->work, DT_F32, a->outer, parts, a->n, a->inner, 1, 0 };
+        launch_sums<T>(first, stream);
+        last.in = a->work;
+        last.n = parts;
+        launch_sums<float>(last, stream);
+    } else {
+        launch_sums<T>(last, stream);
+    }
     return launched();
 }
 
+static dt_status cuda_sum(const dt_sum_args *a, void *stream) { return BY_TYPE(a->dtype, sum, a, stream); }
+
 // ==== 9. Maxima and places ==========================================================================================
 
-/* Indices come from the caller's data, and one outside the table must be answered by this very call, as on the CPU,
-   while a kernel can only answer later. So the host reads them, four bytes each, in pieces. That waits for the stream:
-   once for the forward and once for the backward. (embedding_back asks only where no forward has: `strict`.) */
-static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *stream) {
+/* Indices come from the caller's data, and one outside the table must not be used. To look at them here would stop the
+   queue in every step, so the kernels look: for them a wrong index is none, and a word in pinned memory tells of it.
+   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in tests
+   of single kernels, there is no such word: the host reads the indices, and the answer is this call's, as on the CPU. */
+static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *queue) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
-    for (size_t at = 0; at < count; at += PIECE) {
+    for (size_t at = 0; at < count && !queue; at += PIECE) {
         size_t    have = count - at < PIECE ? count - at : PIECE;
-        dt_status status = cuda_move(piece, indices + at, have * sizeof *piece, stream);
-        if (status == DT_OK) status = cuda_sync(stream);
+        dt_status status = cuda_move(piece, indices + at, have * sizeof *piece, NULL);
+        if (status == DT_OK) status = cuda_sync(NULL);
         if (status != DT_OK) return status;
         for (size_t i = 0; i < have; i++)
             if (piece[i] < least || piece[i] >= end) return DT_ERR_ARG;
@@ -836,230 +1213,485 @@ static dt_status check_indices(const int32_t *indices, size_t count, int64_t lea
     return DT_OK;
 }
 
+static int *bad_of(void *queue) { return queue ? ((cuda_queue *)queue)->bad : NULL; }
+
+/* Whether an index may be used. All that write to bad write the same. */
+static __device__ bool good(int64_t index, int64_t least, int64_t end, int *bad) {
+    if (index >= least && index < end) return true;
+    if (bad) *(volatile int *)bad = 1;
+    return false;
+}
+
 /* One thread per maximum, as on the CPU: a NaN never is the maximum, unless it comes first. Meant for a dimension of
    thousands at most: along the last one neighbouring threads read n apart. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) max_kernel(dt_max_args a) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
-        const float *in = (const float *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
-        float        best = in[0];
-        int32_t      index = 0;
+        const T *in = (const T *)a.in + i / a.inner * a.n * a.inner + i % a.inner;
+        float    best = widen(in[0]);
+        int32_t  index = 0;
         for (size_t j = 1; j < a.n; j++) {
-            float x = in[j * a.inner];
+            float x = widen(in[j * a.inner]);
             if (!(x > best)) continue;
             best = x;
             index = (int32_t)j;
         }
-        ((float *)a.out)[i] = best;
+        ((T *)a.out)[i] = in[(size_t)index * a.inner];
         a.index[i] = index;
     }
 }
 
-static dt_status cuda_max(const dt_max_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status max_of(const dt_max_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
-    LAUNCH(max_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    LAUNCH(max_kernel<T>, a->outer * a->inner, BLOCK, stream, *a);
     return launched();
 }
 
+static dt_status cuda_max(const dt_max_args *a, void *stream) { return BY_TYPE(a->dtype, max_of, a, stream); }
+
 /* One thread per row keeps a sorted list of k in the result itself, as the CPU does: k and cols are numbers of experts.
    A later column never moves ahead of an equal one. */
+template <class T>
 KERNEL __launch_bounds__(BLOCK) topk_kernel(dt_topk_args a) {
     for (size_t r = flat_first(1); r < a.rows; r += flat_step(1)) {
-        const float *x = (const float *)a.in + r * a.cols;
-        int32_t     *index = a.index + r * a.k;
+        const T *x = (const T *)a.in + r * a.cols;
+        int32_t *index = a.index + r * a.k;
         for (size_t c = 0; c < a.cols; c++) {
             size_t at = c < a.k ? c : a.k; /* how many are in the list */
-            while (at > 0 && x[c] > x[index[at - 1]]) {
+            while (at > 0 && widen(x[c]) > widen(x[index[at - 1]])) {
                 if (at < a.k) index[at] = index[at - 1];
                 at--;
             }
             if (at < a.k) index[at] = (int32_t)c;
         }
-        for (size_t j = 0; j < a.k; j++) ((float *)a.values)[r * a.k + j] = x[index[j]];
+        for (size_t j = 0; j < a.k; j++) ((T *)a.values)[r * a.k + j] = x[index[j]];
     }
 }
 
-static dt_status cuda_topk(const dt_topk_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status topk(const dt_topk_args *a, void *stream) {
     if (a->k > a->cols) return DT_ERR_ARG;
-    LAUNCH(topk_kernel, a->rows, BLOCK, stream, *a);
+    LAUNCH(topk_kernel<T>, a->rows, BLOCK, stream, *a);
     return launched();
 }
 
-/* One thread per (outer,inner), j ascending: two numbers for one place are added in order. */
-KERNEL __launch_bounds__(BLOCK) spread_kernel(dt_spread_args a) {
+static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE(a->dtype, topk, a, stream); }
+
+/* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK, 2) spread_kernel(dt_spread_args a, int *bad) {
     for (size_t i = flat_first(1); i < a.outer * a.inner; i += flat_step(1)) {
         size_t o = i / a.inner, c = i % a.inner;
-        float *out = (float *)a.out + o * a.n * a.inner + c;
-        for (size_t j = 0; j < a.n && !a.accumulate; j++) out[j * a.inner] = 0;
+        T     *out = (T *)a.out + o * a.n * a.inner + c;
+        for (size_t j = 0; j < a.n && !a.accumulate; j++) out[j * a.inner] = T();
         for (size_t j = 0; j < a.k; j++) {
             size_t from = (o * a.k + j) * a.inner + c;
-            out[(size_t)a.index[from] * a.inner] += ((const float *)a.in)[from];
+            if (good(a.index[from], 0, (int64_t)a.n, bad))
+                give_one(out + (size_t)a.index[from] * a.inner, widen(((const T *)a.in)[from]), 1);
         }
     }
 }
 
-static dt_status cuda_spread(const dt_spread_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+template <class T>
+static dt_status spread(const dt_spread_args *a, void *stream) {
     dt_status status = check_indices(a->index, a->outer * a->k * a->inner, 0, (int64_t)a->n, stream);
     if (status != DT_OK) return status;
-    LAUNCH(spread_kernel, a->outer * a->inner, BLOCK, stream, *a);
+    LAUNCH(spread_kernel<T>, a->outer * a->inner, BLOCK, stream, *a, bad_of(stream));
     return launched();
 }
+
+static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_TYPE(a->dtype, spread, a, stream); }
 
 // ==== 10. Normalisation and softmax =================================================================================
 
-/* Layer normalisation, arXiv:1607.06450: one block per row, two passes over it, because E[x^2] - E[x]^2 cancels.
-   RMSNorm, arXiv:1910.07467, is the same with a mean of zero and without a bias. */
-KERNEL __launch_bounds__(BLOCK) norm_kernel(dt_norm_args a) {
-    const float *gain = (const float *)a.gain, *bias = a.rms ? NULL : (const float *)a.bias;
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols;
-        float       *out = (float *)a.out + r * a.cols, sum = 0, squares = 0, mean = 0;
+/* What one of G threads has of a row: pack after pack of N, G packs apart. K packs stay in registers, so that a row of
+   that length is read once; what is beyond is read each time. cols is a multiple of N, and packs are aligned; rows of
+   another kind have N 1. */
+enum { KEPT = 4 };
+
+template <class T, int N, int G, int K = KEPT>
+struct row_share {
+    const T   *p;
+    int64_t    cols;
+    pack<T, N> kept[K];
+
+    __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
+        UNROLL
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) kept[j] = load_pack<N>(p + place(j), 0, N, true);
+    }
+    __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
+
+    /* f(column of the first, numbers) for each pack */
+    template <class F>
+    __device__ void each(F f) const {
+        UNROLL
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) f(place(j), widened(kept[j]));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c));
+    }
+    /* The same for two rows. */
+    template <class F>
+    __device__ void each_with(const row_share &other, F f) const {
+        UNROLL
+        for (int j = 0; j < K; j++)
+            if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c), get_whole<N>(other.p + c));
+    }
+};
+
+/* Launches kernel<T, N, G>: in packs if the rows allow it (`whole`), by a warp for each row that it can keep. */
+#define LAUNCH_ROWS(kernel, T, whole, rows, cols, stream, ...) \
+    do { \
+        if (!(whole)) LAUNCH((kernel<T, 1, BLOCK>), rows, 1, stream, __VA_ARGS__); \
+        else if ((cols) <= (size_t)32 * KEPT * pack<T>::N) \
+            LAUNCH((kernel<T, pack<T>::N, 32>), rows, WARPS, stream, __VA_ARGS__); \
+        else LAUNCH((kernel<T, pack<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
+    } while (0)
+
+/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
+   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
+    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        T                 *out = (T *)a.out + r * a.cols;
+        float              sum = 0, squares = 0, mean = 0;
         if (!a.rms) { /* the same for all threads, so all reach the barriers */
-            for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += x[c];
-            mean = block_sum(sum) / (float)a.cols;
+            x.each([&](int64_t, pack<float, N> v) {
+                for (int k = 0; k < N; k++) sum += v.v[k];
+            });
+            mean = group_sum<G>(sum) / (float)a.cols;
         }
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) squares += (x[c] - mean) * (x[c] - mean);
-        float rstd = (float)(1 / sqrt((double)block_sum(squares) / (double)a.cols + a.eps));
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-            out[c] = (x[c] - mean) * rstd * gain[c] + (bias ? bias[c] : 0);
-        if (threadIdx.x > 0) continue;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) squares += (v.v[k] - mean) * (v.v[k] - mean);
+        });
+        float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
+        x.each([&](int64_t c, pack<float, N> v) {
+            pack<float, N> gain = get_whole<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get_whole<N>(biases + c);
+            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
+            give_whole(out + c, v);
+        });
+        if (threadIdx.x % G > 0) continue;
         if (!a.rms) ((float *)a.mean)[r] = mean;
         ((float *)a.rstd)[r] = rstd;
     }
 }
 
-static dt_status cuda_norm(const dt_norm_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(norm_kernel, a->rows, 1, stream, *a);
+template <class T>
+static dt_status norm(const dt_norm_args *a, void *stream) {
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
+    LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
+
+static dt_status cuda_norm(const dt_norm_args *a, void *stream) { return BY_TYPE(a->dtype, norm, a, stream); }
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
-/* dgain(cols) = sum over rows of dout y, dbias(cols) = sum over rows of dout, where y = (x - mean) rstd: as in section
-   8, so no scratch is needed and each sum is complete before it leaves. */
-KERNEL __launch_bounds__(COLUMNS *RUNS) norm_back_gain_kernel(dt_norm_back_args a) {
-    const float *x = (const float *)a.in, *dout = (const float *)a.dout, *rstd = (const float *)a.rstd;
-    row_run      run = my_rows(a.rows);
-    for (size_t first = (size_t)blockIdx.x * COLUMNS; first < a.cols; first += (size_t)gridDim.x * COLUMNS) {
-        size_t c = first + threadIdx.x;
-        float  dgain = 0, dbias = 0;
-        for (size_t r = run.first; r < run.end && c < a.cols; r++) {
-            float d = dout[r * a.cols + c];
-            dgain += d * ((x[r * a.cols + c] - mean_of(a, r)) * rstd[r]);
-            dbias += d;
+/* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
+   dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
+   most K packs for each of G threads: a block leaves the sums over its rows, (2,parts,cols) of scratch for all blocks. */
+template <int N, int G, int K>
+static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
+    __shared__ float total[G < BLOCK ? G * K * N : 1];
+    int              lane = threadIdx.x % G;
+    for (int group = 0; group < BLOCK / G && G < BLOCK; group++) { /* one group after the other */
+        UNROLL
+        for (int i = 0; i < K * N; i++) {
+            float *to = &total[G < BLOCK ? (i / N * G + lane) * N + i % N : 0];
+            if ((int)threadIdx.x / G == group) *to = group > 0 ? *to + sum[i / N][i % N] : sum[i / N][i % N];
         }
-        dgain = add_runs(dgain);
-        dbias = add_runs(dbias);
-        if (threadIdx.y > 0 || c >= a.cols) continue;
-        if (a.dgain) give(a.dgain, c, dgain, a.accumulate_gain);
-        if (a.dbias) give(a.dbias, c, dbias, a.accumulate_bias);
+        __syncthreads();
+    }
+    for (int64_t c = threadIdx.x; c < cols && G < BLOCK; c += BLOCK) out[c] = total[c];
+    UNROLL
+    for (int i = 0; i < (G < BLOCK ? 0 : K * N); i++) {
+        int64_t c = (int64_t)(i / N * G + lane) * N + i % N;
+        if (c < cols) out[c] = sum[i / N][i % N];
+    }
+    __syncthreads(); /* total has been read */
+}
+
+template <class T, int G, int K>
+KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
+    const int N = pack<T>::N;
+    const T  *gains = (const T *)a.gain;
+    float     dgain[K][N] = { { 0 } }, dbias[K][N] = { { 0 } };
+    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
+        size_t                r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
+        int64_t               cols = r < a.rows ? (int64_t)a.cols : 0;
+        row_share<T, N, G, K> x((const T *)a.in + r * a.cols, cols), dout((const T *)a.dout + r * a.cols, cols);
+        T                    *dx = (T *)a.dx + r * a.cols;
+        float                 mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
+        float                 g_sum = 0, gy_sum = 0;
+        UNROLL
+        for (int j = 0; j < K; j++) {
+            if (x.place(j) >= cols) continue;
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get_whole<N>(gains + x.place(j));
+            for (int k = 0; k < N; k++) {
+                float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
+                dgain[j][k] += d.v[k] * y;
+                dbias[j][k] += d.v[k];
+                g_sum += g;
+                gy_sum += g * y;
+            }
+        }
+        if (!a.dx) continue;
+        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
+        if (a.rms) mean_g = 0;
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get_whole<N>(gains + c);
+            for (int k = 0; k < N; k++)
+                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
+            give_whole(dx + c, v, a.accumulate_x);
+        });
+    }
+    float *sums = (float *)a.work + blockIdx.x * a.cols;
+    if (a.dgain) leave_sums<N, G, K>(sums, (int64_t)a.cols, dgain);
+    if (a.dbias) leave_sums<N, G, K>(sums + gridDim.x * a.cols, (int64_t)a.cols, dbias);
+}
+
+/* The same in two kernels, for longer and for odd rows. */
+template <class T>
+KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
+    const int N = pack<T>::N;
+    size_t    tiles = packs_in(a.cols, COLUMNS * N);
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.in, a.dout) && cols % N == 0;
+    for (size_t i = blockIdx.x; i < parts * tiles; i += gridDim.x) {
+        size_t         part = i / tiles;
+        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        run            all = { 0, a.rows }, mine = run_of(run_of(all, parts, part), RUNS, threadIdx.y);
+        pack<float, N> dgain = { { 0 } }, dbias = { { 0 } };
+        for (size_t r = mine.first; r < mine.end && c < cols; r++) {
+            pack<float, N> x = get<N>((const T *)a.in + r * a.cols, c, cols, aligned);
+            pack<float, N> d = get<N>((const T *)a.dout + r * a.cols, c, cols, aligned);
+            float          mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r];
+            for (int k = 0; k < N; k++) {
+                dgain.v[k] += d.v[k] * ((x.v[k] - mean) * rstd);
+                dbias.v[k] += d.v[k];
+            }
+        }
+        float gain_total = add_runs(dgain), bias_total = add_runs(dbias), *sums = (float *)a.work + part * a.cols;
+        c = first + my_column();
+        if (my_column() >= COLUMNS * N || c >= cols) continue;
+        sums[c] = gain_total;
+        sums[(int64_t)(parts * a.cols) + c] = bias_total;
     }
 }
 
-/* With g = dout gain: dx = rstd (g - mean(g) - y mean(g y)); mean(g) is the mean's doing, so RMSNorm has none. One
-   block per row. */
-KERNEL __launch_bounds__(BLOCK) norm_back_kernel(dt_norm_back_args a) {
-    const float *gain = (const float *)a.gain;
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
-        float        mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float g = dout[c] * gain[c];
-            g_sum += g;
-            gy_sum += g * ((x[c] - mean) * rstd);
-        }
-        float mean_g = block_sum(g_sum) / (float)a.cols, mean_gy = block_sum(gy_sum) / (float)a.cols;
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
+    const T *gains = (const T *)a.gain;
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        row_share<T, N, G> dout((const T *)a.dout + r * a.cols, (int64_t)a.cols);
+        T                 *dx = (T *)a.dx + r * a.cols;
+        float              mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get_whole<N>(gains + c);
+            for (int k = 0; k < N; k++) {
+                g_sum += d.v[k] * gain.v[k];
+                gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
+            }
+        });
+        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float g = dout[c] * gain[c], y = (x[c] - mean) * rstd;
-            give(a.dx, r * a.cols + c, rstd * (g - mean_g - y * mean_gy), a.accumulate_x);
-        }
+        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            pack<float, N> gain = get_whole<N>(gains + c);
+            for (int k = 0; k < N; k++)
+                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
+            give_whole(dx + c, v, a.accumulate_x);
+        });
     }
+}
+
+/* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
+static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
+    size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
+    parts = parts < 2 * FILL ? parts : 2 * FILL;
+    return parts < room ? parts : room;
+}
+
+/* The blocks that leave sums are as many as the parts; without sums they are as for any other kernel. */
+template <class T, int G, int K>
+static void norm_back_at_once(const dt_norm_back_args *a, size_t parts, void *stream) {
+    unsigned grid = parts > 0 ? (unsigned)parts : grid_for(a->rows, BLOCK / G);
+    if (a->rows > 0) DT_LAUNCH((norm_back_kernel<T, G, K>), grid, BLOCK, 0, stream_of(stream), *a);
 }
 
 /* The sums over rows come first: dx may lie where dout does. */
+template <class T>
+static void norm_back_apart(const dt_norm_back_args *a, size_t parts, bool whole, void *stream) {
+    size_t tiles = parts * packs_in(a->cols, COLUMNS * pack<T>::N);
+    if (tiles > 0)
+        DT_LAUNCH(norm_back_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
+    if (a->dx) LAUNCH_ROWS(norm_back_rows_kernel, T, whole, a->rows, a->cols, stream, *a);
+}
+
+template <class T>
+static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
+    size_t packs = packs_in(a->cols, pack<T>::N), parts = 0;
+    bool   summed = (a->dgain || a->dbias) && a->cols > 0;
+    bool   whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->dout, a->gain, a->dx);
+    bool   warps = whole && packs <= 32 * 3, at_once = whole && packs <= BLOCK * 3;
+    if (summed) parts = norm_back_parts(a, warps ? WARPS : at_once ? 1 : 2 * RUNS);
+    if (summed && a->rows > 0 && (!a->work || parts == 0)) return DT_ERR_ARG;
+    if (warps) norm_back_at_once<T, 32, 3>(a, parts, stream);
+    else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
+    else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
+    else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
+    else norm_back_apart<T>(a, parts, whole, stream);
+    sums dgain = { a->work, a->dgain, widened_type(a->dtype, a->wide_gain), 1, 1, parts, a->cols, 1,
+                   a->accumulate_gain };
+    sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
+                   a->cols, 1, a->accumulate_bias };
+    if (a->dgain) launch_sums<float>(dgain, stream);
+    if (a->dbias) launch_sums<float>(dbias, stream);
+    return launched();
+}
+
 static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if ((a->dgain || a->dbias) && a->cols > 0)
-        DT_LAUNCH(norm_back_gain_kernel, grid_for(a->cols, COLUMNS), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a);
-    if (a->dx) LAUNCH(norm_back_kernel, a->rows, 1, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, norm_back, a, stream);
 }
 
-/* One block per row. out may be in: a thread meets its own columns only. */
-KERNEL __launch_bounds__(BLOCK) softmax_kernel(dt_softmax_args a) {
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.in + r * a.cols;
-        float       *out = (float *)a.out + r * a.cols, most = -INFINITY, sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) most = x[c] > most ? x[c] : most;
-        most = block_max(most);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += out[c] = expf(x[c] - most);
-        float inverse = 1 / block_sum(sum);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) out[c] *= inverse;
+/* out may be in: a thread meets its own columns only. */
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
+        T                 *out = (T *)a.out + r * a.cols;
+        float              most = -INFINITY, sum = 0;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) most = v.v[k] > most ? v.v[k] : most;
+        });
+        most = group_max<G>(most);
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) sum += exponential<T>(v.v[k] - most);
+        });
+        float inverse = 1 / group_sum<G>(sum);
+        x.each([&](int64_t c, pack<float, N> v) {
+            for (int k = 0; k < N; k++) v.v[k] = exponential<T>(v.v[k] - most) * inverse;
+            give_whole(out + c, v);
+        });
     }
 }
 
-static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->cols > 0) LAUNCH(softmax_kernel, a->rows, 1, stream, *a);
+template <class T>
+static dt_status softmax(const dt_softmax_args *a, void *stream) {
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out);
+    if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
 
-KERNEL __launch_bounds__(BLOCK) softmax_back_kernel(dt_softmax_back_args a) {
-    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *y = (const float *)a.out + r * a.cols, *dout = (const float *)a.dout + r * a.cols;
-        float        sum = 0;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) sum += y[c] * dout[c];
-        sum = block_sum(sum);
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-            give(a.dx, r * a.cols + c, y[c] * (dout[c] - sum), a.accumulate);
+static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
+
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
+    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
+        row_share<T, N, G> y((const T *)a.out + r * a.cols, (int64_t)a.cols);
+        row_share<T, N, G> dout((const T *)a.dout + r * a.cols, (int64_t)a.cols);
+        T                 *dx = (T *)a.dx + r * a.cols;
+        float              sum = 0;
+        y.each_with(dout, [&](int64_t, pack<float, N> v, pack<float, N> d) {
+            for (int k = 0; k < N; k++) sum += v.v[k] * d.v[k];
+        });
+        sum = group_sum<G>(sum);
+        y.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
+            for (int k = 0; k < N; k++) v.v[k] *= d.v[k] - sum;
+            give_whole(dx + c, v, a.accumulate);
+        });
     }
+}
+
+template <class T>
+static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
+    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->out, a->dout, a->dx);
+    LAUNCH_ROWS(softmax_back_kernel, T, whole, a->rows, a->cols, stream, *a);
+    return launched();
 }
 
 static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(softmax_back_kernel, a->rows, 1, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, softmax_back, a, stream);
 }
 
-// ==== 11. Rope and dropout ==========================================================================================
+// ==== 11. Rope; the counter RNG: dropout, init ======================================================================
 
-/* arXiv:2104.09864. A thread turns pair i of a token in all its heads, which have one angle; the threads behind the
-   pairs copy what does not turn. The angle is taken in double, because a float's cosine of a position in the thousands
-   has lost its last digits. A thread reads a pair before it writes it: out may be in. */
-KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a) {
-    size_t half = a.rotary / 2, each = a.dim - half;
-    size_t step = a.interleaved ? 2 : 1, apart = a.interleaved ? 1 : half; /* pair i: i step, i step + apart */
-    for (size_t at = flat_first(1); at < a.tokens * each; at += flat_step(1)) {
-        size_t token = at / each, i = at % each;
-        float  cosine = 1, sine = 0;
-        if (i < half) {
-            double angle = a.positions[token] * pow(a.theta, -2.0 * (double)i / (double)a.rotary);
-            cosine = (float)cos(angle);
-            sine = (float)(a.inverse ? -sin(angle) : sin(angle));
+/* arXiv:2104.09864. A block takes as many tokens as have BLOCK pairs: first their angles, which serve all heads, then
+   all heads, N pairs at a time. Angles are taken in double, because a float's cosine of a position in the thousands has
+   lost its last digits; their rates are made on the host. A thread reads pairs before it writes them: out may be in. */
+struct rope_rates { double of[BLOCK]; };
+
+template <class T, int N>
+static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, const float2 *turn, int i) {
+    const bool     aligned = N > 1;
+    int            half = (int)a.rotary / 2;
+    int64_t        dim = (int64_t)a.dim;
+    pack<float, N> x0, x1;
+    if (a.interleaved) {
+        pack<float, 2 * N> both = get<2 * N>(x, 2 * i, dim, aligned);
+        for (int k = 0; k < N; k++) {
+            float x0 = both.v[2 * k], x1 = both.v[2 * k + 1];
+            both.v[2 * k] = x0 * turn[i + k].x - x1 * turn[i + k].y;
+            both.v[2 * k + 1] = x1 * turn[i + k].x + x0 * turn[i + k].y;
         }
-        for (size_t h = token * a.heads; h < (token + 1) * a.heads; h++) {
-            const float *x = (const float *)a.in + h * a.dim;
-            if (i < half) {
-                float x0 = x[i * step], x1 = x[i * step + apart];
-                give(a.out, h * a.dim + i * step, x0 * cosine - x1 * sine, a.accumulate);
-                give(a.out, h * a.dim + i * step + apart, x1 * cosine + x0 * sine, a.accumulate);
-            } else {
-                give(a.out, h * a.dim + half + i, x[half + i], a.accumulate);
-            }
+        give(out, 2 * i, dim, aligned, both, a.accumulate);
+        return;
+    }
+    x0 = get<N>(x, i, dim, aligned);
+    x1 = get<N>(x, half + i, dim, aligned);
+    for (int k = 0; k < N; k++) {
+        float old = x0.v[k];
+        x0.v[k] = old * turn[i + k].x - x1.v[k] * turn[i + k].y;
+        x1.v[k] = x1.v[k] * turn[i + k].x + old * turn[i + k].y;
+    }
+    give(out, i, dim, aligned, x0, a.accumulate);
+    give(out, half + i, dim, aligned, x1, a.accumulate);
+}
+
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, int each) {
+    __shared__ float2 turn[BLOCK];
+    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N, units = (int)(a.dim - a.rotary) / N + turning;
+    for (size_t first = (size_t)blockIdx.x * each; first < a.tokens; first += (size_t)gridDim.x * each) {
+        int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each, me = threadIdx.x;
+        __syncthreads(); /* the angles before have been used */
+        if (me < here * half) {
+            double sine, cosine;
+            sincos(a.positions[first + me / half] * rates.of[me % half], &sine, &cosine);
+            turn[me] = make_float2((float)cosine, (float)(a.inverse ? -sine : sine));
+        }
+        __syncthreads();
+        for (int u = me; u < here * heads * units; u += BLOCK) {
+            int      unit = u % units, head = u / units; /* of all these tokens */
+            const T *x = (const T *)a.in + (first * a.heads + head) * a.dim;
+            T       *out = (T *)a.out + (first * a.heads + head) * a.dim;
+            int      at = (int)a.rotary + (unit - turning) * N;
+            if (unit < turning) rope_pairs<T, N>(a, x, out, turn + head / heads * half, unit * N);
+            else give(out, at, (int64_t)a.dim, N > 1, get<N>(x, at, (int64_t)a.dim, N > 1), a.accumulate);
         }
     }
 }
 
-static dt_status cuda_rope(const dt_rope_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    if (a->rotary % 2 || a->rotary > a->dim) return DT_ERR_ARG;
-    LAUNCH(rope_kernel, a->tokens * (a->dim - a->rotary / 2), BLOCK, stream, *a);
+template <class T>
+static dt_status rope(const dt_rope_args *a, void *stream) {
+    const size_t N = pack<T>::N;
+    size_t       half = a->rotary / 2;
+    rope_rates   rates;
+    if (a->rotary % 2 || a->rotary > a->dim || a->dim > 2 * BLOCK) return DT_ERR_ARG;
+    for (size_t i = 0; i < half; i++) rates.of[i] = pow(a->theta, -2.0 * (double)i / (double)a->rotary);
+    int  each = half > BLOCK / 8 ? BLOCK / (int)half : 8;
+    bool aligned = aligned16(a->in, a->out) && a->dim % N == 0 && half % N == 0 && a->rotary % N == 0;
+    if (aligned) LAUNCH((rope_kernel<T, pack<T>::N>), a->tokens, each, stream, *a, rates, each);
+    else LAUNCH((rope_kernel<T, 1>), a->tokens, each, stream, *a, rates, each);
     return launched();
 }
+
+static dt_status cuda_rope(const dt_rope_args *a, void *stream) { return BY_TYPE(a->dtype, rope, a, stream); }
 
 /* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
@@ -1080,232 +1712,527 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four words of counter (token, column / 4): a thread has those of them that
-   are here. least: words below it are dropped. */
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t groups, uint64_t least) {
-    float scale = (float)(1 / (1 - a.p));
-    for (size_t at = flat_first(1); at < a.rows * groups; at += flat_step(1)) {
-        size_t   r = at / groups;
-        uint64_t token = (unsigned)(a.tokens ? a.tokens[r] : (int32_t)r), group = (uint64_t)a.first / 4 + at % groups;
-        unsigned word[4];
-        philox(a.key, token << 32 | group, word);
-        for (int k = 0; k < 4; k++) {
-            int64_t c = (int64_t)(4 * group) + k - a.first;
-            if (c < 0 || c >= (int64_t)a.cols) continue;
-            float x = ((const float *)a.in)[r * a.cols + (size_t)c];
-            give(a.out, r * a.cols + (size_t)c, word[k] < least ? 0 : x * scale, a.accumulate);
+/* Four columns of the full tensor share the four words of counter (token, column / 4). So packs begin at such a group,
+   which may lie before the columns that are here. least: words below it are dropped. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t packs, uint64_t least) {
+    const int N = pack<T>::N;
+    float     scale = (float)(1 / (1 - a.p));
+    int64_t   cols = (int64_t)a.cols, skew = a.first % 4;
+    bool      aligned = aligned16(a.in, a.out) && cols % N == 0 && skew == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row         at = in_row_of(i, packs, N);
+        int64_t        c = at.col - skew;
+        uint64_t       token = (unsigned)(a.tokens ? a.tokens[at.row] : (int32_t)at.row);
+        uint64_t       group = (uint64_t)(a.first + c) / 4;
+        pack<float, N> x = get<N>((const T *)a.in + at.row * a.cols, c, cols, aligned);
+        for (int k = 0; k < N; k += 4) {
+            unsigned word[4];
+            philox(a.key, token << 32 | (group + k / 4), word);
+            for (int e = 0; e < 4; e++) x.v[k + e] = word[e] < least ? 0 : x.v[k + e] * scale;
         }
+        give((T *)a.out + at.row * a.cols, c, cols, aligned, x, a.accumulate);
     }
 }
 
-static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    size_t   groups = ((size_t)(a->first % 4) + a->cols + 3) / 4;
+template <class T>
+static dt_status dropout(const dt_dropout_args *a, void *stream) {
+    size_t   packs = packs_in(a->cols + (size_t)(a->first % 4), pack<T>::N);
     uint64_t least = (uint64_t)(a->p * 4294967296.0);
-    if (a->cols > 0) LAUNCH(dropout_kernel, a->rows * groups, BLOCK, stream, *a, groups, least);
+    if (a->cols > 0) LAUNCH(dropout_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, least);
     return launched();
+}
+
+static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) { return BY_TYPE(a->dtype, dropout, a, stream); }
+
+/* Two words as a number in [0, 1) with 53 bits. */
+static __device__ double unit(unsigned high, unsigned low) {
+    return (double)(((uint64_t)high << 32 | low) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+/* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform numbers, which are the
+   CPU's to the bit, or a Box-Muller pair, where the functions' last bits of a double may differ from the CPU's. A thread
+   has one counter. Number: what T is computed in. */
+template <class T, class Number>
+KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
+    uint64_t skew = a.first % 2;
+    for (uint64_t i = flat_first(1); 2 * i < a.count + skew; i += flat_step(1)) {
+        unsigned word[4];
+        double   pair[2];
+        philox(a.key, a.first / 2 + i, word);
+        double u = unit(word[0], word[1]), v = unit(word[2], word[3]);
+        if (a.normal) {
+            double radius = a.scale * sqrt(-2 * log(1 - u)); /* 1 - u in (0, 1] */
+            sincos(6.283185307179586 * v, &pair[1], &pair[0]);
+            for (int k = 0; k < 2; k++) pair[k] *= radius;
+        } else {
+            pair[0] = a.scale * (2 * u - 1);
+            pair[1] = a.scale * (2 * v - 1);
+        }
+        for (uint64_t k = 0; k < 2; k++) /* what is before the first wraps around, to a large number */
+            if (2 * i + k - skew < a.count) round_to((T *)a.out + (2 * i + k - skew), (Number)pair[k]);
+    }
+}
+
+template <class T, class Number>
+static dt_status init(const dt_init_args *a, void *stream) {
+    LAUNCH((init_kernel<T, Number>), a->count, 2 * BLOCK, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_init(const dt_init_args *a, void *stream) {
+    switch (a->dtype) {
+    case DT_F32: return init<float, float>(a, stream);
+    case DT_BF16: return init<bf16, float>(a, stream);
+    case DT_F16: return init<f16, float>(a, stream);
+    case DT_F64: return init<double, double>(a, stream);
+    case DT_I32: break;
+    }
+    return DT_ERR_UNSUPPORTED;
 }
 
 // ==== 12. Embedding =================================================================================================
 
-KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a) {
-    for (size_t i = flat_first(1); i < a.rows * a.cols; i += flat_step(1)) {
-        int64_t id = a.ids[i / a.cols], row = id - a.first;
-        bool    here = id >= 0 && row >= 0 && row < a.held;
-        ((float *)a.out)[i] = here ? ((const float *)a.table)[(size_t)row * a.cols + i % a.cols] : 0;
+template <class T>
+KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, size_t packs, int *bad) {
+    const int N = pack<T>::N;
+    int64_t   cols = (int64_t)a.cols;
+    bool      aligned = aligned16(a.out, a.table) && cols % N == 0;
+    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
+        in_row  at = in_row_of(i, packs, N);
+        int64_t id = a.ids[at.row], row = id - a.first;
+        pack<T> x = { { T() } };
+        bool    known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
+        if (known && row >= 0 && row < a.held)
+            x = load((const T *)a.table + (size_t)row * a.cols, at.col, cols, aligned);
+        store((T *)a.out + at.row * a.cols, at.col, cols, aligned, x);
     }
+}
+
+template <class T>
+static dt_status embedding(const dt_embedding_args *a, void *stream) {
+    size_t    packs = packs_in(a->cols, pack<T>::N);
+    dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
+    if (status != DT_OK) return status;
+    LAUNCH(embedding_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, bad_of(stream));
+    return launched();
 }
 
 static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
-    if (status != DT_OK) return status;
-    LAUNCH(embedding_kernel, a->rows * a->cols, BLOCK, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, embedding, a, stream);
 }
 
-/* A block owns OWNED rows of the table and looks through all ids, BLOCK at a time. What is its own it adds, r
-   ascending, a thread for each column: no sorting, no scratch, no atomics, the CPU's bits. Every id is read held/OWNED
-   times, 8,192 ids of a table of 50,257 rows 26 million times from the cache; and the rows of one id wait for each
-   other, so that a batch of one word is one block's work. */
-enum { OWNED = 16 };
+/* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
+   pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
+   ids are read held/OWNED times, 8,192 ids of a table of 50,257 rows 13 million times, but from the cache. */
+enum { OWNED = 32, PIECE = 8 * BLOCK };
 
-KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a) {
-    __shared__ int64_t owner[BLOCK];
-    float             *table = (float *)a.dtable;
-    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
-        int64_t end = own + OWNED < a.held ? own + OWNED : a.held;
-        for (size_t i = (size_t)own * a.cols + threadIdx.x; i < (size_t)end * a.cols && !a.accumulate; i += BLOCK)
-            table[i] = 0;
-        for (size_t first = 0; first < a.rows; first += BLOCK) {
-            size_t  have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
-            int64_t row = threadIdx.x < have ? a.ids[first + threadIdx.x] - a.first : -1;
-            owner[threadIdx.x] = row;
-            /* a barrier, for the zeros too; most pieces have nothing for this block */
-            if (!__syncthreads_or(row >= own && row < end)) continue;
-            for (size_t r = 0; r < have; r++) {
-                if (owner[r] < own || owner[r] >= end) continue;
-                for (size_t c = threadIdx.x; c < a.cols; c += BLOCK)
-                    table[(size_t)owner[r] * a.cols + c] += ((const float *)a.dout)[(first + r) * a.cols + c];
-            }
-            __syncthreads(); /* the ids have been read */
+/* Lists what of this piece of ids belongs to the rows own .. end, r ascending: r's place in the piece times OWNED, plus
+   the row's among the owned. Answers how many. */
+static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, int64_t own, int64_t end, int *found,
+    int *bad) {
+    __shared__ int of_warp[WARPS];
+    int64_t        row[8];
+    int            mine = 0, before, total = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int k = 0; k < 8; k++) {
+        size_t r = first + threadIdx.x * 8 + k;
+        int    id = r < a.rows ? a.ids[r] : -1;
+        row[k] = id - a.first;
+        if (id != -1 && a.strict && own == 0) good(row[k], 0, a.held, bad);
+        if (r >= a.rows || row[k] < own || row[k] >= end) row[k] = -1;
+        mine += row[k] >= 0;
+    }
+    if (!__syncthreads_or(mine)) return 0; /* a barrier: the list before has been used */
+    before = mine;
+    for (int by = 1; by < 32; by *= 2) {
+        int theirs = __shfl_up_sync(0xffffffffu, before, by);
+        if (lane >= by) before += theirs;
+    }
+    if (lane == 31) of_warp[warp] = before;
+    __syncthreads();
+    before -= mine;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += of_warp[w];
+        total += of_warp[w];
+    }
+    for (int k = 0; k < 8; k++)
+        if (row[k] >= 0) found[before++] = ((int)threadIdx.x * 8 + k) * OWNED + (int)(row[k] - own);
+    __syncthreads();
+    return total;
+}
+
+/* Adds what was found for one owned row to a pack of its columns; four rows of dout are on their way at a time. */
+template <class T>
+static __device__ void add_found(float *sum, const T *dout, int64_t c, int64_t cols, bool aligned, const int *found,
+    int count, int owned) {
+    const int      N = pack<T>::N;
+    bool           any = false;
+    pack<float, N> total = { { 0 } };
+    for (int e = 0; e < count; e += 4) {
+        pack<T> x[4];
+        for (int j = 0; j < 4; j++)
+            if (e + j < count && found[e + j] % OWNED == owned)
+                x[j] = load(dout + (size_t)(found[e + j] / OWNED) * cols, c, cols, aligned);
+        for (int j = 0; j < 4; j++) {
+            if (e + j >= count || found[e + j] % OWNED != owned) continue;
+            if (!any) total = get<N>(sum, c, cols, aligned);
+            any = true;
+            for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
         }
     }
+    if (any) give(sum, c, cols, aligned, total);
+}
+
+/* keep: sums are there already */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
+    const int      N = pack<T>::N;
+    __shared__ int found[PIECE];
+    int64_t        cols = (int64_t)a.cols;
+    bool           aligned = aligned16(sums, a.dout) && cols % N == 0;
+    int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
+    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
+        int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
+        float         *mine = sums + own * cols;
+        pack<float, 4> zero = { { 0 } };
+        for (int64_t i = threadIdx.x * 4; i < (end - own) * cols && !keep; i += BLOCK * 4)
+            store(mine, i, (end - own) * cols, aligned, zero);
+        for (size_t first = 0; first < a.rows; first += PIECE) {
+            int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
+            for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
+                int64_t c = (int64_t)(u % chunks * 32 + lane) * N;
+                if (c < cols)
+                    add_found(mine + u / chunks * cols, (const T *)a.dout + first * a.cols, c, cols, aligned, found, count,
+                        u / chunks);
+            }
+        }
+        __syncthreads(); /* this list has been used */
+    }
+}
+
+/* Finished sums to 16 bits. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(out, sums);
+    for (size_t i = flat_first(N); i < count; i += flat_step(N))
+        give(out, i, count, aligned, get<N>(sums, i, count, aligned), accumulate);
+}
+
+template <class T>
+static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
+    dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
+    size_t    all = (size_t)a->held * a->cols;
+    bool      apart = sizeof(T) == 2 && !a->wide;
+    float    *sums = (float *)(apart ? a->work : a->dtable);
+    if (status != DT_OK) return status;
+    if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
+    LAUNCH(embedding_back_kernel<T>, (size_t)a->held, OWNED, stream, *a, sums, a->accumulate && !apart, bad_of(stream));
+    if (apart)
+        LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, (T *)a->dtable, (const float *)sums, all, a->accumulate);
+    return launched();
 }
 
 static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
-    if (status != DT_OK) return status;
-    LAUNCH(embedding_back_kernel, (size_t)a->held, OWNED, stream, *a);
-    return launched();
+    return BY_TYPE(a->dtype, embedding_back, a, stream);
 }
 
-// ==== 13. Cross-entropy =============================================================================================
+// ==== 13. Losses ====================================================================================================
 
-/* max + log(sum of exp(x - max)), for each thread of the block: the largest term is 1, so nothing overflows. The terms
-   are f32, their sum is double, so that log is accurate where one term is nearly all of it. */
-static __device__ double log_sum_exp(const float *x, size_t cols) {
-    float most = -INFINITY;
-    for (size_t c = threadIdx.x; c < cols; c += BLOCK) most = x[c] > most ? x[c] : most;
-    most = block_max(most);
+/* A row of logits is a block's, because a vocabulary is long. */
+enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
+
+/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
+   it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
+   that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
+template <class T>
+static __device__ double log_sum_exp(const T *x, int64_t n) {
+    const int    N = pack<T>::N;
+    const size_t STEP = LOSS_BLOCK * N;
+    float        most = -3.402823466e38f;
+    double       sum = 0;
+    for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < n; c += 2 * STEP) {
+        pack<float, N> v[2];
+        for (int u = 0; u < 2; u++) v[u] = get<N>(x, c + u * STEP, n, true, -INFINITY);
+        for (int u = 0; u < 2; u++) {
+            float top = most, part = 0;
+            for (int k = 0; k < N; k++) top = v[u].v[k] > top ? v[u].v[k] : top;
+            if (top > most) sum *= (double)expf(most - top);
+            most = top;
+            for (int k = 0; k < N; k++) part += exponential<T>(v[u].v[k] - most);
+            sum += (double)part;
+        }
+    }
+    float top = block_max<LOSS_BLOCK>(most);
+    sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
+    return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
+}
+
+template <class T>
+static __device__ double row_total(const T *x, int64_t n) {
     double sum = 0;
-    for (size_t c = threadIdx.x; c < cols; c += BLOCK) sum += (double)expf(x[c] - most);
-    return (double)most + log(block_sum(sum));
+    for (int64_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
+    return block_sum<double, LOSS_BLOCK>(sum);
 }
 
-/* One block per row. The label is the whole block's, so all its threads reach the same barriers. */
-KERNEL __launch_bounds__(BLOCK) cross_entropy_kernel(dt_cross_entropy_args a) {
+/* The columns are those from `first` on of `all`. The label is the whole block's, so all its threads reach the same
+   barriers. */
+template <class T>
+KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
+    int64_t vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.logits + r * a.cols;
-        int32_t      label = a.labels[r];
-        double       lse = 0, loss = 0, sum = 0;
-        if (label >= 0) {
-            lse = log_sum_exp(x, a.vocab);
-            loss = lse - (1 - a.smoothing) * (double)x[label];
+        const T *x = (const T *)a.logits + r * a.cols;
+        int64_t  label = a.labels[r], here = label - a.first;
+        double   lse = 0, target = 0;
+        if (label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL)) {
+            lse = vocab > 0 ? log_sum_exp(x, vocab) : (double)-INFINITY;
+            if (here >= 0 && here < vocab) target = (1 - a.smoothing) * (double)widen(x[here]);
+            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, vocab) / (double)a.all);
         }
-        if (label >= 0 && a.smoothing > 0) {
-            for (size_t c = threadIdx.x; c < a.vocab; c += BLOCK) sum += (double)x[c];
-            loss -= a.smoothing * (block_sum(sum) / (double)a.vocab);
-        }
-        if (threadIdx.x == 0) {
+        if (threadIdx.x > 0) continue;
+        if (a.part) {
+            a.part[2 * r] = lse;
+            a.part[2 * r + 1] = target;
+        } else {
             ((float *)a.lse)[r] = (float)lse;
-            a.row_loss[r] = loss;
+            a.row_loss[r] = lse - target;
         }
     }
 }
 
-/* One block for all rows: it fetches BLOCK rows at a time, and one thread adds them, r ascending. */
-KERNEL __launch_bounds__(BLOCK) loss_total_kernel(dt_cross_entropy_args a) {
-    __shared__ double piece[BLOCK], squares[BLOCK];
-    double            total = 0, z_total = 0;
-    for (size_t first = 0; first < a.rows; first += BLOCK) {
-        size_t have = a.rows - first < BLOCK ? a.rows - first : (size_t)BLOCK;
-        __syncthreads(); /* the piece before has been added */
-        if (threadIdx.x < have) {
-            double lse = (double)((const float *)a.lse)[first + threadIdx.x];
-            piece[threadIdx.x] = a.row_loss[first + threadIdx.x];
-            squares[threadIdx.x] = lse * lse;
-        }
-        __syncthreads();
-        for (size_t i = 0; i < have && threadIdx.x == 0; i++) {
-            total += piece[i];
-            z_total += squares[i];
-        }
+/* One block for all rows. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) loss_total_kernel(dt_cross_entropy_args a) {
+    double total = 0, squares = 0;
+    for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_BLOCK) {
+        double lse = (double)((const float *)a.lse)[r];
+        total += a.row_loss[r];
+        squares += lse * lse;
     }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
     if (threadIdx.x > 0) return;
     *a.loss = (a.add ? *a.loss : 0) + total / a.denominator;
-    if (a.z_loss) *a.z_loss = (a.add ? *a.z_loss : 0) + z_total / a.denominator;
+    if (a.z_loss) *a.z_loss = (a.add ? *a.z_loss : 0) + squares / a.denominator;
 }
 
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *args, void *stream) {
+template <class T>
+static dt_status cross_entropy(const dt_cross_entropy_args *args, void *stream) {
     dt_cross_entropy_args a = *args;
-    if (a.dtype != DT_F32 || a.part) return DT_ERR_UNSUPPORTED;
-    if (a.vocab == 0) a.vocab = a.cols;
+    if (!a.part && a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
-    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
+    if (!a.part) a.first = 0;
+    if (!a.part) a.all = (int64_t)a.vocab;
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_kernel, a.rows, 1, stream, a);
-    LAUNCH(loss_total_kernel, 1, 1, stream, a);
+    if (a.rows > 0)
+        DT_LAUNCH(cross_entropy_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
+    if (!a.part) DT_LAUNCH(loss_total_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), a);
     return launched();
 }
 
-/* One block per row: dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label. */
-KERNEL __launch_bounds__(BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a) {
-    float factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.vocab);
-    float on = factor * (float)(1 - a.smoothing);
+static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
+    return BY_TYPE(a->dtype, cross_entropy, a, stream);
+}
+
+/* One block: a thread has every TOTAL_BLOCK-th row, of which it adds the parts in their order. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) cross_entropy_join_kernel(dt_cross_entropy_join_args a) {
+    double total = 0, squares = 0;
+    for (size_t r = threadIdx.x; r < a.rows; r += TOTAL_BLOCK) {
+        double lse = 0, target = 0, most = -INFINITY, sum = 0;
+        for (size_t i = 0; i < a.n; i++) {
+            double part = a.parts[2 * (i * a.rows + r)];
+            most = part > most ? part : most;
+        }
+        for (size_t i = 0; i < a.n && a.labels[r] >= 0; i++) {
+            sum += (double)expf((float)(a.parts[2 * (i * a.rows + r)] - most));
+            target += a.parts[2 * (i * a.rows + r) + 1];
+        }
+        if (a.labels[r] >= 0) lse = most + log(sum);
+        ((float *)a.lse)[r] = (float)lse;
+        total += lse - target;
+        squares += lse * lse;
+    }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
+    if (threadIdx.x > 0) return;
+    *a.loss = total / a.denominator;
+    if (a.z_loss) *a.z_loss = squares / a.denominator;
+}
+
+/* The same for all types: parts and lse are not of T. */
+static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, void *stream) {
+    if (a->dtype != DT_F32 && a->dtype != DT_BF16 && a->dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    DT_LAUNCH(cross_entropy_join_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
+    return launched();
+}
+
+/* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label: read once, written
+   once. */
+template <class T>
+KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
+    const int N = pack<T>::N;
+    float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
+    float     on = factor * (float)(1 - a.smoothing);
+    int64_t   cols = (int64_t)a.cols, vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const float *x = (const float *)a.logits + r * a.cols;
-        float        lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
-        int64_t      label = a.labels[r];
-        if (label < 0 && a.accumulate) continue;
-        for (size_t c = threadIdx.x; c < a.cols; c += BLOCK) {
-            float d = 0;
-            if (label >= 0 && c < a.vocab) d = scale * expf(x[c] - lse) - off - ((int64_t)c == label ? on : 0.0f);
-            give(a.dlogits, r * a.cols + c, d, a.accumulate);
+        const T *x = (const T *)a.logits + r * a.cols;
+        T       *out = (T *)a.dlogits + r * a.cols;
+        float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
+        int64_t  label = a.labels[r], here = label - a.first;
+        bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
+        bool     same = shift_of(out) == shift_of(x);
+        if (!counts && a.accumulate) continue;
+        for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < cols; c += LOSS_BLOCK * N) {
+            pack<float, N> v = { { 0 } };
+            if (counts) v = get<N>(x, c, cols, true);
+            for (int k = 0; k < N && counts; k++) {
+                float d = scale * exponential<T>(v.v[k] - lse) - off - (c + k == here ? on : 0.0f);
+                v.v[k] = c + k < vocab ? d : 0;
+            }
+            give(out, c, cols, same, v, a.accumulate);
         }
     }
 }
 
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
+template <class T>
+static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void *stream) {
     dt_cross_entropy_back_args a = *args;
-    if (a.dtype != DT_F32 || a.all > 0) return DT_ERR_UNSUPPORTED;
-    if (a.vocab == 0) a.vocab = a.cols;
+    if (a.all == 0 && a.vocab == 0) a.vocab = a.cols;
     if (a.vocab > a.cols) return DT_ERR_ARG;
-    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, (int64_t)a.vocab, stream);
+    if (a.all == 0) {
+        a.first = 0;
+        a.all = (int64_t)a.vocab;
+    }
+    dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
-    LAUNCH(cross_entropy_back_kernel, a.rows, 1, stream, a);
+    if (a.rows > 0)
+        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
     return launched();
+}
+
+static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
+    return BY_TYPE(a->dtype, cross_entropy_back, a, stream);
+}
+
+/* One block, because there is no scratch: for outputs of a model, not for its weights. */
+template <class T>
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) mse_kernel(dt_mse_args a) {
+    const int N = pack<T>::N;
+    bool      aligned = aligned16(a.a, a.b);
+    double    total = 0;
+    for (size_t i = (size_t)threadIdx.x * N; i < a.count; i += TOTAL_BLOCK * N) {
+        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+        for (int k = 0; k < N; k++) {
+            double d = (double)x.v[k] - (double)y.v[k];
+            total += d * d;
+        }
+    }
+    total = block_sum<double, TOTAL_BLOCK>(total);
+    if (threadIdx.x == 0) *a.loss = total / a.denominator;
+}
+
+template <class T>
+static dt_status mse(const dt_mse_args *a, void *stream) {
+    DT_LAUNCH(mse_kernel<T>, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
+    return launched();
+}
+
+static dt_status cuda_mse(const dt_mse_args *a, void *stream) { return BY_TYPE(a->dtype, mse, a, stream); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
+    const int N = pack<T>::N;
+    float     factor = (float)(*a.upstream * a.scale);
+    bool      aligned = aligned16(a.da, a.a, a.b);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+        for (int k = 0; k < N; k++) x.v[k] = factor * (x.v[k] - y.v[k]);
+        give((T *)a.da, i, a.count, aligned, x, a.accumulate);
+    }
+}
+
+template <class T>
+static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
+    LAUNCH(mse_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_mse_back(const dt_mse_back_args *a, void *stream) {
+    return BY_TYPE(a->dtype, mse_back, a, stream);
 }
 
 // ==== 14. Norm and optimizers =======================================================================================
 
 /* Half a warp takes a run, 16 runs a block. Lane l adds elements l, l + 16, ..., then lanes are added in halves. That
    is the CPU's order, and a square of a float is exact in double: the norm has the same bits on both. */
-KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a) {
-    const size_t LANES = 16, EACH = BLOCK / LANES;
-    size_t       runs = a.count / DT_RUN + (a.count % DT_RUN != 0), lane = threadIdx.x % LANES;
-    for (size_t first = blockIdx.x * EACH; first < runs; first += gridDim.x * EACH) {
-        size_t       run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
-        const float *x = (const float *)a.in + run * DT_RUN;
-        double       sum = 0;
-        for (size_t j = lane; j < (left < DT_RUN ? left : DT_RUN); j += LANES) sum += (double)x[j] * (double)x[j];
-        for (int w = 8; w > 0; w /= 2) sum += __shfl_down_sync(0xffffffffu, sum, w, 16);
-        if (lane == 0 && run < runs) a.out[run] = sum;
+enum { LANES = 16, RUNS_EACH = BLOCK / LANES };
+
+static __device__ double lanes_sum(double sum) {
+    for (int w = LANES / 2; w > 0; w /= 2) sum += __shfl_down_sync(0xffffffffu, sum, w, LANES);
+    return sum;
+}
+
+static size_t runs_in(size_t count) { return count / DT_RUN + (count % DT_RUN != 0); }
+
+template <class T>
+KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a, size_t runs) {
+    for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
+        size_t   run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
+        const T *x = (const T *)a.in + run * DT_RUN;
+        double   sum = 0;
+        for (size_t j = threadIdx.x % LANES; j < (left < DT_RUN ? left : DT_RUN); j += LANES)
+            sum += (double)widen(x[j]) * (double)widen(x[j]);
+        sum = lanes_sum(sum);
+        if (threadIdx.x % LANES == 0 && run < runs) a.out[run] = sum;
     }
 }
 
-static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
-    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
-    LAUNCH(square_sums_kernel, a->count, (size_t)DT_RUN * 16, stream, *a);
+template <class T>
+static dt_status square_sums(const dt_square_sums_args *a, void *stream) {
+    LAUNCH(square_sums_kernel<T>, a->count, (size_t)DT_RUN * RUNS_EACH, stream, *a, runs_in(a->count));
     return launched();
+}
+
+static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
+    return BY_TYPE(a->dtype, square_sums, a, stream);
+}
+
+/* Parameters and their state are f32; Narrow is the type of a copy of the parameters, which may be there. */
+#define BY_NARROW(a, f, ...) \
+    ((a)->dtype != DT_F32 ? DT_ERR_UNSUPPORTED : BY_TYPE((a)->narrow ? (a)->narrow_dtype : DT_F32, f, __VA_ARGS__))
+
+template <class Narrow>
+static __device__ void give_copy(void *narrow, size_t i, size_t count, pack<float> param) {
+    if (narrow) give((Narrow *)narrow, (int64_t)i, (int64_t)count, aligned16(narrow), param);
 }
 
 /* The factors of one step, made on the host in double as on the CPU. */
 struct adamw_factors { float beta1, beta2, rest1, rest2, eps, rate, root, keep, decay, grad_scale; };
 
 /* m and v are running means of g and g^2. arXiv:1711.05101; coupled: arXiv:1412.6980 with the decay in the gradient. */
+template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
     const int N = pack<float>::N;
     float    *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
-    bool      wide = aligned16(params, a.grad, ms, vs);
+    bool      aligned = aligned16(params, a.grad, ms, vs);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, wide), grad = load((const float *)a.grad, i, a.count, wide);
-        pack<float> m = load(ms, i, a.count, wide), v = load(vs, i, a.count, wide);
+        pack<float> param = load(params, i, a.count, aligned), grad = load((const float *)a.grad, i, a.count, aligned);
+        pack<float> m = load(ms, i, a.count, aligned), v = load(vs, i, a.count, aligned);
         for (int k = 0; k < N; k++) {
             float g = grad.v[k] * f.grad_scale + f.decay * param.v[k];
             m.v[k] = f.beta1 * m.v[k] + f.rest1 * g;
             v.v[k] = f.beta2 * v.v[k] + f.rest2 * g * g;
             param.v[k] = f.keep * param.v[k] - f.rate * m.v[k] / (sqrtf(v.v[k]) * f.root + f.eps);
         }
-        store(params, i, a.count, wide, param);
-        store(ms, i, a.count, wide, m);
-        store(vs, i, a.count, wide, v);
+        store(params, i, a.count, aligned, param);
+        store(ms, i, a.count, aligned, m);
+        store(vs, i, a.count, aligned, v);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
     }
 }
 
-static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
-    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
+template <class Narrow>
+static dt_status adamw(const dt_adamw_args *a, void *stream) {
     if (a->step < 1) return DT_ERR_ARG;
     adamw_factors f;
     f.beta1 = (float)a->beta1;
@@ -1318,48 +2245,198 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
     f.keep = (float)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     f.decay = (float)(a->coupled ? a->weight_decay : 0);
     f.grad_scale = (float)a->grad_scale;
-    LAUNCH(adamw_kernel, a->count, BLOCK * pack<float>::N, stream, *a, f);
+    LAUNCH(adamw_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a, f);
     return launched();
 }
 
+static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) { return BY_NARROW(a, adamw, a, stream); }
+
 /* Without momentum the buffer is neither read nor written; in the first step it is written only. */
+template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
     const int N = pack<float>::N;
     float    *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
     float     lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale;
     float     momentum = (float)a.momentum;
-    bool      wide = aligned16(params, a.grad, buffers);
+    bool      aligned = aligned16(params, a.grad, buffers);
     for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, wide), g = load((const float *)a.grad, i, a.count, wide);
+        pack<float> param = load(params, i, a.count, aligned), g = load((const float *)a.grad, i, a.count, aligned);
         for (int k = 0; k < N; k++) g.v[k] = g.v[k] * scale + decay * param.v[k];
         if (buffers && a.step > 1) {
-            pack<float> b = load(buffers, i, a.count, wide);
+            pack<float> b = load(buffers, i, a.count, aligned);
             for (int k = 0; k < N; k++) g.v[k] = momentum * b.v[k] + g.v[k];
         }
-        if (buffers) store(buffers, i, a.count, wide, g);
+        if (buffers) store(buffers, i, a.count, aligned, g);
         for (int k = 0; k < N; k++) param.v[k] -= lr * g.v[k];
-        store(params, i, a.count, wide, param);
+        store(params, i, a.count, aligned, param);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
     }
 }
 
-static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) {
-    if (a->dtype != DT_F32 || a->narrow) return DT_ERR_UNSUPPORTED;
+template <class Narrow>
+static dt_status sgd(const dt_sgd_args *a, void *stream) {
     if (a->momentum != 0 && !a->momentum_buffer) return DT_ERR_ARG;
-    LAUNCH(sgd_kernel, a->count, BLOCK * pack<float>::N, stream, *a);
+    LAUNCH(sgd_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a);
+    return launched();
+}
+
+static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) { return BY_NARROW(a, sgd, a, stream); }
+
+/* ---- 1-bit Adam, arXiv:2102.02888 ---- */
+
+KERNEL __launch_bounds__(BLOCK) momentum_kernel(dt_momentum_args a, float rest) {
+    const int    N = pack<float>::N;
+    float       *ms = (float *)a.m, beta1 = (float)a.beta1;
+    const float *grads = (const float *)a.grad;
+    bool         aligned = aligned16(ms, grads);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> m = load(ms, i, a.count, aligned), g = load(grads, i, a.count, aligned);
+        for (int k = 0; k < N; k++) m.v[k] = beta1 * m.v[k] + rest * g.v[k];
+        store(ms, i, a.count, aligned, m);
+    }
+}
+
+static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    float rest = (float)((1 - a->beta1) * a->grad_scale);
+    LAUNCH(momentum_kernel, a->count, BLOCK * pack<float>::N, stream, *a, rest);
+    return launched();
+}
+
+template <class Narrow>
+KERNEL __launch_bounds__(BLOCK) frozen_adam_kernel(dt_frozen_adam_args a, float keep) {
+    const int    N = pack<float>::N;
+    float       *params = (float *)a.param, lr = (float)a.lr, eps = (float)a.eps;
+    const float *ms = (const float *)a.m, *vs = (const float *)a.v;
+    bool         aligned = aligned16(params, ms, vs);
+    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
+        pack<float> param = load(params, i, a.count, aligned), m = load(ms, i, a.count, aligned);
+        pack<float> v = load(vs, i, a.count, aligned);
+        for (int k = 0; k < N; k++) param.v[k] = keep * param.v[k] - lr * m.v[k] / (sqrtf(v.v[k]) + eps);
+        store(params, i, a.count, aligned, param);
+        give_copy<Narrow>(a.narrow, i, a.count, param);
+    }
+}
+
+template <class Narrow>
+static dt_status frozen_adam(const dt_frozen_adam_args *a, void *stream) {
+    float keep = (float)(1 - a->lr * a->weight_decay);
+    LAUNCH(frozen_adam_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a, keep);
+    return launched();
+}
+
+static dt_status cuda_frozen_adam(const dt_frozen_adam_args *a, void *stream) {
+    return BY_NARROW(a, frozen_adam, a, stream);
+}
+
+/* Messages lie anywhere, so their scale is moved byte by byte. */
+static __device__ double read_scale(const unsigned char *p) {
+    double   x;
+    uint64_t bits = 0;
+    for (int i = 7; i >= 0; i--) bits = bits << 8 | p[i];
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static __device__ void write_scale(unsigned char *p, double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    for (int i = 0; i < 8; i++) p[i] = (unsigned char)(bits >> 8 * i);
+}
+
+/* Leaves x + error in error, and the sum of its squares and its numbers in sums (2,runs). */
+KERNEL __launch_bounds__(BLOCK) sign_sums_kernel(dt_sign_pack_args a, double *sums, size_t runs) {
+    const float *x = (const float *)a.x, *v = (const float *)a.v;
+    float       *error = (float *)a.error;
+    for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
+        size_t run = first + threadIdx.x / LANES, end = (run + 1) * DT_RUN < a.count ? (run + 1) * DT_RUN : a.count;
+        double squares = 0, numbers = 0;
+        for (size_t i = run * DT_RUN + threadIdx.x % LANES; i < end; i += LANES) {
+            float e = v[i] != 0 ? x[i] + error[i] : 0;
+            error[i] = e;
+            squares += (double)e * (double)e;
+            numbers += v[i] != 0;
+        }
+        squares = lanes_sum(squares);
+        numbers = lanes_sum(numbers);
+        if (threadIdx.x % LANES > 0 || run >= runs) continue;
+        sums[run] = squares;
+        sums[runs + run] = numbers;
+    }
+}
+
+/* One block: the scale, behind the sums. */
+KERNEL __launch_bounds__(TOTAL_BLOCK, 1) sign_scale_kernel(double *sums, size_t runs) {
+    double squares = 0, numbers = 0;
+    for (size_t i = threadIdx.x; i < runs; i += TOTAL_BLOCK) {
+        squares += sums[i];
+        numbers += sums[runs + i];
+    }
+    squares = block_sum<double, TOTAL_BLOCK>(squares);
+    numbers = block_sum<double, TOTAL_BLOCK>(numbers);
+    if (threadIdx.x == 0) sums[2 * runs] = (double)(float)(numbers > 0 ? sqrt(squares / numbers) : 0);
+}
+
+/* A thread has a byte of signs; the first threads write the scale of a message too. part: bytes of its signs. */
+KERNEL __launch_bounds__(BLOCK) sign_pack_kernel(dt_sign_pack_args a, const double *sent, size_t part) {
+    const float   *vs = (const float *)a.v;
+    float         *errors = (float *)a.error, scale = (float)*sent;
+    unsigned char *out = (unsigned char *)a.out;
+    bool           aligned = aligned16(vs, errors);
+    for (size_t i = flat_first(1); i < a.count / 8 || i < a.parts; i += flat_step(1)) {
+        if (i < a.parts) write_scale(out + i * (part + 8) + part, *sent);
+        if (i >= a.count / 8) continue;
+        pack<float, 8> error = get<8>(errors, (int64_t)i * 8, (int64_t)a.count, aligned);
+        pack<float, 8> v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        unsigned       bits = 0;
+        for (int k = 0; k < 8; k++) {
+            bits |= (unsigned)(error.v[k] >= 0) << k;
+            if (v.v[k] != 0) error.v[k] -= error.v[k] >= 0 ? scale : -scale;
+        }
+        give(errors, (int64_t)i * 8, (int64_t)a.count, aligned, error);
+        out[i + i / part * 8] = (unsigned char)bits;
+    }
+}
+
+static dt_status cuda_sign_pack(const dt_sign_pack_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->parts < 1 || a->count % (8 * a->parts) != 0) return DT_ERR_ARG;
+    size_t  runs = runs_in(a->count), part = a->count / a->parts / 8;
+    double *sums = (double *)a->work;
+    if (!sums || a->work_bytes < (2 * runs + 1) * sizeof *sums) return DT_ERR_ARG;
+    LAUNCH(sign_sums_kernel, runs, RUNS_EACH, stream, *a, sums, runs);
+    DT_LAUNCH(sign_scale_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), sums, runs);
+    LAUNCH(sign_pack_kernel, a->count / 8 + a->parts, BLOCK, stream, *a, (const double *)sums + 2 * runs, part);
+    return launched();
+}
+
+/* A thread has a byte of each message. */
+KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
+    const unsigned char *in = (const unsigned char *)a.in;
+    const float         *vs = (const float *)a.v;
+    float               *out = (float *)a.out;
+    size_t               bytes = a.count / 8;
+    bool                 aligned = aligned16(vs, out);
+    for (size_t i = flat_first(1); i < bytes; i += flat_step(1)) {
+        pack<float, 8> sum = { { 0 } }, v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        for (size_t m = 0; m < a.n; m++) {
+            const unsigned char *signs = in + m * (bytes + 8);
+            float                scale = (float)read_scale(signs + bytes);
+            for (int k = 0; k < 8; k++) sum.v[k] += signs[i] >> k & 1 ? scale : -scale;
+        }
+        for (int k = 0; k < 8; k++) sum.v[k] = v.v[k] != 0 ? sum.v[k] / (float)a.n : 0;
+        give(out, (int64_t)i * 8, (int64_t)a.count, aligned, sum);
+    }
+}
+
+static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
+    if (a->dtype != DT_F32) return DT_ERR_UNSUPPORTED;
+    if (a->n < 1 || a->count % 8 != 0) return DT_ERR_ARG;
+    LAUNCH(sign_unpack_kernel, a->count / 8, BLOCK, stream, *a);
     return launched();
 }
 
 // ==== 15. Matrix product ============================================================================================
-
-/* Sums live in registers, which only loops of constant length that are unrolled can index. */
-#ifdef __CUDACC__
-#define UNROLL _Pragma("unroll")
-#define UNROLL_BY(n) DT_PRAGMA(unroll n)
-#define DT_PRAGMA(x) _Pragma(#x)
-#else
-#define UNROLL
-#define UNROLL_BY(n)
-#endif
 
 /* ---- what tensor cores are fed with ---- */
 
@@ -2384,7 +3461,7 @@ static dt_status attention_of(const dt_attention_args &a, task s, void *stream) 
      : (a).dim <= 128 ? function<T, 128>(a, s, stream) \
                       : function<T, 256>(a, s, stream))
 
-#define BY_TYPE(function, a, s, stream) \
+#define BY_TYPE_AND_DIM(function, a, s, stream) \
     ((a).dtype == DT_F32    ? BY_DIM(function, float, a, s, stream) \
      : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, s, stream) \
                             : BY_DIM(function, f16, a, s, stream))
@@ -2396,7 +3473,7 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
     if (status != DT_OK) return status;
     if (a.dtype == DT_F32) a.wide = 1;
     s.fours = s.fours && (size_t)a.out % 16 == 0;
-    return BY_TYPE(attention_of, a, s, stream);
+    return BY_TYPE_AND_DIM(attention_of, a, s, stream);
 }
 
 /* Of `sequences` and kv_heads, of which the tasks name the first. */
@@ -2461,10 +3538,10 @@ static dt_status cuda_attention_back(const dt_attention_back_args *args, void *s
     if (status != DT_OK) return status;
     if (a.dtype == DT_F32) a.wide = 1;
     s.fours = s.fours && ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % 16 == 0;
-    return BY_TYPE(attention_back_of, a, s, stream);
+    return BY_TYPE_AND_DIM(attention_back_of, a, s, stream);
 }
 #undef BY_DIM
-#undef BY_TYPE
+#undef BY_TYPE_AND_DIM
 #undef LOG2_E
 
 // ==== 17. The table =================================================================================================
@@ -2481,9 +3558,15 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .close = dt_cuda_close,
         .pin = cuda_pin,
         .unpin = cuda_unpin,
+        .reaches = cuda_reaches,
+        .share = cuda_share,
+        .mark = cuda_mark,
+        .passed = cuda_passed,
+        .after = cuda_after,
+        .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
         .fill = cuda_fill,
-        .init = NULL,
+        .init = cuda_init,
         .copy = cuda_copy,
         .permute = cuda_permute,
         .cast = cuda_cast,
@@ -2509,19 +3592,34 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .attention = cuda_attention,
         .attention_back = cuda_attention_back,
         .cross_entropy = cuda_cross_entropy,
-        .cross_entropy_join = NULL,
+        .cross_entropy_join = cuda_cross_entropy_join,
         .cross_entropy_back = cuda_cross_entropy_back,
-        .mse = NULL,
-        .mse_back = NULL,
+        .mse = cuda_mse,
+        .mse_back = cuda_mse_back,
         .square_sums = cuda_square_sums,
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
-        .momentum = NULL,
-        .frozen_adam = NULL,
-        .sign_pack = NULL,
-        .sign_unpack = NULL,
+        .momentum = cuda_momentum,
+        .frozen_adam = cuda_frozen_adam,
+        .sign_pack = cuda_sign_pack,
+        .sign_unpack = cuda_sign_unpack,
     };
     return &table;
+}
+
+/* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
+   sm_80 on. A kernel knows for which GPU it was written. */
+static void advise(char *text, size_t text_bytes) {
+    cudaFuncAttributes code;
+    int                device = 0, major = 0, minor = 0;
+    bool               known = cudaGetDevice(&device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+                 cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
+             code.ptxVersion, major, minor, major, minor);
 }
 
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is
@@ -2530,7 +3628,10 @@ extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int         devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (text_bytes > 0) text[0] = 0;
-    if (error == cudaSuccess && devices > 0) return DT_OK;
+    if (error == cudaSuccess && devices > 0) {
+        advise(text, text_bytes);
+        return DT_OK;
+    }
     (void)cudaGetLastError();
     if (error == cudaSuccess) error = cudaErrorNoDevice;
     bool        no_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;

@@ -35,7 +35,7 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -2210,7 +2210,7 @@ static dt_status dt__combine_back(dt_node *n) {
         const void *home = saved->home ? saved->home->data : rows->data;
         home = dt__rows_wide(ctx, op, dtype, home, room[1], e->sent * O);
         dt__rows_times(ctx, op, wide, product, dyw, home, 0, e->sent, O, 0);
-        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0 };
+        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0, NULL, 0 };
         void       *dgates = dt_grad_raw(n, 1, &accumulate);
         if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
             dt__rows_add(op, wide, dgates, choices, piece[5], e->choice, 1, accumulate, NULL) != DT_OK)
@@ -2324,6 +2324,8 @@ static dt_status dt__expert_weight_back(dt_node *n, int64_t expert, int64_t rows
         db.out = (char *)db.out + (size_t)expert * db.inner * b_size;
         db.in = d;
         db.n = (size_t)rows;
+        db.work_bytes = dt__lent(ctx, 0);
+        db.work = dt_scratch(ctx, db.work_bytes);
         if (rows > 0 && adds) DT__KERNEL(ctx, n->name, sum, &db);
         else if (!db.accumulate) dt__fill(ctx, dt__wide(db.dtype, db.wide), db.out, db.inner, 0);
     }
@@ -2336,7 +2338,7 @@ static dt_status dt__expert_back(dt_node *n) {
     dt_ctx           *ctx = x->ctx;
     dt__expert_sizes  s = dt__expert_of(w);
     dt_matmul_args    dx, dw;
-    dt_sum_args       db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0 };
+    dt_sum_args       db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0, NULL, 0 };
     const char       *d = (const char *)dt__linear_turn(n);
     memset(&dx, 0, sizeof dx);
     memset(&dw, 0, sizeof dw);
@@ -4084,8 +4086,8 @@ DT_KERNELS(DT__DRY_FN)
 
 dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #define DT__DRY_ENTRY(k) dt__dry_##k,
-    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, NULL, NULL, NULL, NULL, 0,
-                         DT_KERNELS(DT__DRY_ENTRY) };
+    dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+                         NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__DRY_ENTRY) };
 #undef DT__DRY_ENTRY
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!dry || ctx->root || ctx->units || ctx->work)

@@ -24,13 +24,17 @@
 static const struct { int order; unsigned seed; } ORDERS[] = { { DTC_FORWARD, 0 }, { DTC_REVERSE, 0 },
                                                                { DTC_PERMUTED, 1 } };
 
+#ifndef CUDA_ORDERS // how many of them a case runs in at most; test_cuda_races.cc wants one
+#define CUDA_ORDERS 3
+#endif
+
 #ifdef DTC_ASAN
 static const size_t GUARD = 0; // ASan watches the end
 #else
 static const size_t GUARD = 32;
 #endif
 
-enum { SCRATCH = -1, EXACT = -2 }; // as a floor: contents are nobody's business; equal bits
+enum { SCRATCH = -1, EXACT = -2 }; // as a floor: contents are nobody's business; equal bits, or no number
 
 // The memory of one argument. It begins `offset` bytes after a multiple of 64 and ends where the allocation ends. The
 // floor is what an error is relative to where the value itself is smaller: the size of what cancelled out.
@@ -110,16 +114,19 @@ static bool close_enough(const array &a, double got, double want) {
     return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), a.floor) + more + a.grain;
 }
 
-// Whether `got` is `want`; says where not.
+// Whether `got` is `want`; says where not. Of what is stored in 16 bits and no more than rounded, few may differ at all.
 static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
     if (got.floor == SCRATCH || got.bytes() == 0) return true;
-    if (got.floor == EXACT && memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
+    if (memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
+    size_t other = 0, some = dt_dtype_size(got.dtype) == 2 && got.grain == 0 ? 2 + got.count / 20 : got.count;
     for (size_t k = 0; k < got.count; k++) {
         bool fine = got.floor == EXACT ? memcmp((char *)got.data() + k * dt_dtype_size(got.dtype),
                                                 (char *)want.data() + k * dt_dtype_size(got.dtype),
                                                 dt_dtype_size(got.dtype)) == 0
                                        : close_enough(got, got.at(k), want.at(k));
-        if (fine) continue;
+        other += got.at(k) != want.at(k) && !std::isnan(want.at(k));
+        fine |= std::isnan(got.at(k)) && std::isnan(want.at(k));
+        if (fine && other <= some) continue;
         printf("%s: array %zu, element %zu of %zu: %.9g, not %.9g\n", what.c_str(), index, k, got.count, got.at(k),
                want.at(k));
         return false;
@@ -144,7 +151,7 @@ typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;
 static void compare(const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
     arrays    want = start, first;
     dt_status status = run(dt_kernels_cpu(), want);
-    for (size_t o = 0; o < orders; o++) {
+    for (size_t o = 0; o < orders && o < CUDA_ORDERS; o++) {
         arrays got = start;
         dtc_set_order(ORDERS[o].order, ORDERS[o].seed);
         dt_status answer = run(dt_kernels_cuda(), got);

@@ -11,12 +11,33 @@
 // Odd lengths, and more than one block of packs.
 static const size_t COUNTS[] = { 0, 1, 3, 4, 17, 127, 1000, 2051 };
 static const struct { size_t rows, cols; } SHAPES[] = { { 0, 5 }, { 1, 1 }, { 1, 1000 }, { 3, 17 }, { 17, 3 },
-                                                        { 31, 4 }, { 127, 1 }, { 33, 257 }, { 5, 1028 }, { 100, 31 } };
+                                                        { 31, 4 }, { 127, 1 }, { 33, 257 }, { 5, 1028 }, { 100, 31 },
+                                                        { 70, 48 } };
+
+// Rows that a warp, or a block, has in registers, and such that nobody has.
+static const struct { size_t rows, cols; } LONG[] = { { 9, 768 }, { 11, 400 }, { 5, 1000 }, { 4, 1536 }, { 3, 2600 },
+                                                      { 2, 9000 } };
+
+// The type of most arrays: main goes through the three.
+static dt_dtype TYPE = DT_F32;
+
+static array &put(arrays &all, int placement, size_t count, double floor) {
+    return push(all, placement, count, floor, TYPE);
+}
+
+static void set(const array &a, size_t k, double x) { dt__set_number(a.dtype, a.data(), k, x); }
+
+// Orders where threads do not meet: for them the type makes no difference.
+#define FLAT (TYPE == DT_F32 ? (size_t)3 : (size_t)1)
+
+static void check(const std::string &what, const arrays &start, const runner &run, size_t orders = 3) {
+    compare(std::string(dt_dtype_name(TYPE)) + " " + what, start, run, orders);
+}
 
 // ==== 2. Flat kernels ===============================================================================================
 
 static void test_fill() {
-    for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32 })
+    for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
         for (size_t count : COUNTS)
             for (double value : { 0.0, -3.7, 1e9 }) {
                 arrays a;
@@ -75,6 +96,20 @@ static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int al
             });
 }
 
+// More places than a launch writes get the result all the same.
+static void test_reduce_also() {
+    arrays a;
+    push(a, ALIGNED, 80 * 20, EXACT);
+    push(a, ALIGNED, 2 * 20, EXACT);
+    compare("reduce into 80 places", a, [=](const dt_kernels *t, arrays &x) {
+        const void *in[2] = { x[1].f(), x[1].f() + 20 };
+        void       *also[79];
+        for (int k = 0; k < 79; k++) also[k] = x[0].f() + 20 * (k + 1);
+        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, 20, DT_SUM, also, 79, 0 };
+        return t->reduce(&args, NULL);
+    });
+}
+
 static void test_reduce() {
     for (dt_op op : { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD }) {
         for (size_t count : COUNTS)
@@ -82,18 +117,27 @@ static void test_reduce() {
                 compare_reduce(DT_F32, op, count, 3, -1, placement);
                 compare_reduce(DT_F32, op, count, 2, placement % 2, placement);
             }
-        for (int n : { 1, 5, 64, 65, 127, 128, 200 }) compare_reduce(DT_F32, op, 17, n, n > 60 ? 60 : -1, ALIGNED);
+        for (int n : { 1, 5, 128, 129, 255, 256, 400 }) compare_reduce(DT_F32, op, 17, n, n > 60 ? 60 : -1, ALIGNED);
         for (dt_dtype dtype : { DT_F64, DT_I32 }) compare_reduce(dtype, op, 127, 4, 3, HALF);
-        compare_reduce(DT_I32, op, 3, 130, -1, ODD);
+        compare_reduce(DT_I32, op, 3, 300, -1, ODD);
+        for (dt_dtype dtype : { DT_BF16, DT_F16 })
+            for (int placement = 0; placement < PLACEMENTS; placement++) {
+                compare_reduce(dtype, op, 1000, 7, placement % 3 - 1, placement);
+                compare_reduce(dtype, op, 17, 128, -1, placement);
+            }
     }
     compare_reduce(DT_F32, DT_SUM, 3, 0, -1, ALIGNED);
 
     // What this table answers and the CPU's need not: a late input that the first launch would overwrite.
-    std::vector<float> x(100);
-    const void        *in[100];
-    for (int r = 0; r < 100; r++) in[r] = &x[(size_t)r];
-    dt_reduce_args args = { DT_F32, &x[70], in, 100, 1, DT_SUM, NULL, 0, 0 };
+    std::vector<float> x(200);
+    const void        *in[200];
+    for (int r = 0; r < 200; r++) in[r] = &x[(size_t)r];
+    dt_reduce_args args = { DT_F32, &x[150], in, 200, 1, DT_SUM, NULL, 0, 0 };
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
+    args.dtype = DT_BF16; // nor 16-bit sums that would be rounded between two launches
+    args.out = &x[0];
+    CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
+    test_reduce_also();
 }
 
 // A tensor as a caller sees it: extents and strides in elements, of which 0 repeats.
@@ -123,6 +167,11 @@ static const view VIEWS[] = {
     { { 3, { 2, 5, 4 } }, { 21, 4, 1 }, { 20, 4, 1 } }, // a pack of a does not begin at a multiple of 16
     { { 2, { 7, 3 } }, { 4, 1 }, { 0, 1 } },            // rows of three with a gap: a pack would end in the next
     { { 6, { 2, 3, 1, 2, 3, 4 } }, { 72, 24, 24, 12, 4, 1 }, { 0, 4, 4, 0, 0, 1 } },
+    { { 2, { 33, 24 } }, { 24, 1 }, { 0, 1 } },                      // in packs of eight
+    { { 4, { 2, 9, 3, 16 } }, { 432, 16, 144, 1 }, { 432, 48, 16, 1 } }, // heads before tokens
+    { { 2, { 40, 70 } }, { 70, 1 }, { 1, 40 } },                     // transposed: several tiles, cut at both ends
+    { { 3, { 3, 33, 9 } }, { 297, 9, 1 }, { 297, 1, 33 } },
+    { { 3, { 32, 3, 64 } }, { 3, 1, 96 }, { 192, 64, 1 } },
 };
 
 static void test_binary() {
@@ -130,24 +179,24 @@ static void test_binary() {
         for (int code = 0; code < 4 * 2 * PLACEMENTS; code++) {
             int    op = code % 4, accumulate = code / 4 % 2, placement = code / 8;
             arrays a;
-            push(a, placement, (size_t)dt_count(v.shape), EXACT);
-            push(a, placement, reach(v.shape, v.a), EXACT);
-            push(a, placement, reach(v.shape, v.b), EXACT);
-            compare(dtc_text("binary %d of view %ld, accumulate %d", op, (long)(&v - VIEWS), accumulate), a,
-                    [=](const dt_kernels *t, arrays &x) {
-                        dt_binary_args args = { DT_F32, op, x[0].data(), x[1].data(), x[2].data(), v.shape, { 0 },
-                                                { 0 }, accumulate };
-                        memcpy(args.stride_a, v.a, sizeof v.a);
-                        memcpy(args.stride_b, v.b, sizeof v.b);
-                        return t->binary(&args, NULL);
-                    });
+            put(a, placement, (size_t)dt_count(v.shape), EXACT);
+            put(a, placement, reach(v.shape, v.a), EXACT);
+            put(a, placement, reach(v.shape, v.b), EXACT);
+            check(dtc_text("binary %d of view %ld, accumulate %d", op, (long)(&v - VIEWS), accumulate), a,
+                  [=](const dt_kernels *t, arrays &x) {
+                      dt_binary_args args = { TYPE, op, x[0].data(), x[1].data(), x[2].data(), v.shape, { 0 }, { 0 },
+                                              accumulate };
+                      memcpy(args.stride_a, v.a, sizeof v.a);
+                      memcpy(args.stride_b, v.b, sizeof v.b);
+                      return t->binary(&args, NULL);
+                  }, FLAT);
         }
     arrays a; // in place; and an operation that is none
-    push(a, ALIGNED, 33 * 20, EXACT);
-    push(a, ALIGNED, 20, EXACT);
+    put(a, ALIGNED, 33 * 24, EXACT);
+    put(a, ALIGNED, 24, EXACT);
     for (int op : { (int)DT_MUL, 4, -1 })
-        compare(dtc_text("binary %d in place", op), a, [=](const dt_kernels *t, arrays &x) {
-            dt_binary_args args = { DT_F32, op, x[0].data(), x[0].data(), x[1].data(), { 2, { 33, 20 } }, { 20, 1 },
+        check(dtc_text("binary %d in place", op), a, [=](const dt_kernels *t, arrays &x) {
+            dt_binary_args args = { TYPE, op, x[0].data(), x[0].data(), x[1].data(), { 2, { 33, 24 } }, { 24, 1 },
                                     { 0, 1 }, 0 };
             return t->binary(&args, NULL);
         });
@@ -157,17 +206,18 @@ static void test_binary() {
 static void test_permute() {
     for (const view &v : VIEWS)
         for (dt_dtype dtype : { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 })
-            for (int accumulate = 0; accumulate < 2; accumulate++) {
+            for (int code = 0; code < 4; code++) {
+                int    accumulate = code % 2, placement = code / 2 ? ALIGNED : ODD;
                 bool   repeats = false;
                 arrays a;
                 for (int i = 0; i < v.shape.nd; i++) repeats |= v.a[i] == 0;
-                if (repeats || (accumulate && dt_dtype_size(dtype) == 2)) continue;
-                array &out = push(a, ODD, reach(v.shape, v.a), EXACT, dtype);
-                array &in = push(a, ODD, reach(v.shape, v.b), EXACT, dtype);
+                if (repeats) continue;
+                array &out = push(a, placement, reach(v.shape, v.a), EXACT, dtype);
+                array &in = push(a, placement, reach(v.shape, v.b), EXACT, dtype);
                 for (size_t k = 0; k < out.count && dtype == DT_I32; k++) out.i()[k] /= 2; // sums that fit
                 for (size_t k = 0; k < in.count && dtype == DT_I32; k++) in.i()[k] /= 2;
-                compare(dtc_text("permute %s of view %ld, accumulate %d", dt_dtype_name(dtype), (long)(&v - VIEWS),
-                                 accumulate), a, [=](const dt_kernels *t, arrays &x) {
+                compare(dtc_text("permute %s of view %ld, code %d", dt_dtype_name(dtype), (long)(&v - VIEWS), code), a,
+                        [=](const dt_kernels *t, arrays &x) {
                             dt_permute_args args = { dtype, x[0].data(), x[1].data(), v.shape, { 0 }, { 0 },
                                                      accumulate };
                             memcpy(args.out_stride, v.a, sizeof v.a);
@@ -175,8 +225,6 @@ static void test_permute() {
                             return t->permute(&args, NULL);
                         });
             }
-    dt_permute_args narrow = { DT_BF16, NULL, NULL, { 1, { 3 } }, { 1 }, { 1 }, 1 };
-    CHECK(dt_kernels_cuda()->permute(&narrow, NULL) == DT_ERR_UNSUPPORTED); // the CPU serves it
 }
 
 // Every bit pattern of the 16-bit types; for the others what rounds: halves of the last place, the ends, no numbers.
@@ -201,9 +249,9 @@ static void test_cast() {
         for (dt_dtype from : types)
             for (int accumulate = 0; accumulate < 2; accumulate++) {
                 arrays a;
-                size_t count = dt_dtype_size(from) == 2 ? 65536 : 3001;
-                push(a, ODD, count, EXACT, to);
-                fill_for_cast(push(a, ODD, count, EXACT, from));
+                size_t count = dt_dtype_size(from) == 2 ? 65536 + 3 : 3001;
+                push(a, accumulate ? ODD : ALIGNED, count, EXACT, to);
+                fill_for_cast(push(a, accumulate ? ODD : ALIGNED, count, EXACT, from));
                 compare(dtc_text("cast %s to %s, accumulate %d", dt_dtype_name(from), dt_dtype_name(to), accumulate), a,
                         [=](const dt_kernels *t, arrays &x) {
                             dt_cast_args args = { to, from, x[0].data(), x[1].data(), count, accumulate };
@@ -221,24 +269,25 @@ static const float ODD_NUMBERS[] = { 0.0f, -0.0f, 40.0f, -40.0f, 1e20f, -1e20f, 
 
 static void compare_unary(int kind, size_t count, int placement) {
     arrays a;
-    push(a, placement, count, 0.01);
-    array &in = push(a, placement, count, EXACT);
-    push(a, placement, count, EXACT);
-    for (size_t k = 0; k < count; k++) in.f()[k] *= 3; // both tails
-    for (size_t k = 0; k < 9 && count > 110; k++) in.f()[k * 13] = ODD_NUMBERS[k];
-    compare(dtc_text("unary %d x %zu", kind, count), a, [=](const dt_kernels *t, arrays &x) {
-        dt_unary_args args = { DT_F32, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
+    put(a, placement, count, 0.01);
+    array &in = put(a, placement, count, EXACT);
+    put(a, placement, count, EXACT);
+    for (size_t k = 0; k < count; k++) set(in, k, 3 * in.at(k)); // both tails
+    for (size_t k = 0; k < 9 && count > 110; k++) set(in, k * 13, ODD_NUMBERS[k]);
+    check(dtc_text("unary %d x %zu", kind, count), a, [=](const dt_kernels *t, arrays &x) {
+        dt_unary_args args = { TYPE, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
         return t->unary(&args, NULL);
-    });
+    }, FLAT);
     a[0].floor = kind == DT_ACT_TANH ? 2 : 0.5; // a slope may cross zero; 1 - tanh^2 cancels
+    a[0].grain = kind == DT_ACT_TANH ? 1e-9 : 0; // so that many may differ
     for (int accumulate = 0; accumulate < 2; accumulate++)
-        compare(dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
+        check(dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
                 [=](const dt_kernels *t, arrays &x) {
                     bool                needless = kind == DT_ACT_NONE || kind == DT_ACT_AFFINE;
-                    dt_unary_back_args args = { DT_F32, kind, x[0].data(), x[2].data(), needless ? NULL : x[1].data(),
+                    dt_unary_back_args args = { TYPE, kind, x[0].data(), x[2].data(), needless ? NULL : x[1].data(),
                                                 count, 1.5, accumulate };
                     return t->unary_back(&args, NULL);
-                });
+                }, FLAT);
 }
 
 static void test_unary() {
@@ -248,28 +297,29 @@ static void test_unary() {
                 if (kind == DT_ACT_GELU || count == 127 || placement == 0) compare_unary(kind, count, placement);
 }
 
+static void compare_glu(int kind, size_t rows, size_t cols, int placement) {
+    arrays a;
+    put(a, placement, rows * cols, 1);
+    put(a, placement, rows * 2 * cols, EXACT);
+    put(a, placement, rows * cols, EXACT);
+    put(a, placement, rows * 2 * cols, 4);
+    for (size_t k = 0; k < a[1].count && kind == DT_ACT_LN; k++) set(a[1], k, fabs(a[1].at(k)) + 0.1);
+    check(dtc_text("glu %d, %zu x %zu", kind, rows, cols), a, [=](const dt_kernels *t, arrays &x) {
+        dt_glu_args args = { TYPE, kind, x[0].data(), x[1].data(), rows, cols };
+        return t->glu(&args, NULL);
+    }, FLAT);
+    for (int accumulate = 0; accumulate < 2; accumulate++)
+        check(dtc_text("glu_back %d, %zu x %zu, accumulate %d", kind, rows, cols, accumulate), a,
+              [=](const dt_kernels *t, arrays &x) {
+                  dt_glu_back_args args = { TYPE, kind, x[3].data(), x[2].data(), x[1].data(), rows, cols, accumulate };
+                  return t->glu_back(&args, NULL);
+              }, FLAT);
+}
+
 static void test_glu() {
     for (int kind = -1; kind <= DT_ACTS; kind++)
-        for (auto shape : SHAPES) {
-            size_t rows = shape.rows, cols = shape.cols;
-            arrays a;
-            push(a, ODD, rows * cols, 1);
-            push(a, ODD, rows * 2 * cols, EXACT);
-            push(a, ODD, rows * cols, EXACT);
-            push(a, ODD, rows * 2 * cols, 4);
-            if (kind == DT_ACT_LN) for (size_t k = 0; k < a[1].count; k++) a[1].f()[k] = fabsf(a[1].f()[k]) + 0.1f;
-            compare(dtc_text("glu %d, %zu x %zu", kind, rows, cols), a, [=](const dt_kernels *t, arrays &x) {
-                dt_glu_args args = { DT_F32, kind, x[0].data(), x[1].data(), rows, cols };
-                return t->glu(&args, NULL);
-            });
-            for (int accumulate = 0; accumulate < 2; accumulate++)
-                compare(dtc_text("glu_back %d, %zu x %zu, accumulate %d", kind, rows, cols, accumulate), a,
-                        [=](const dt_kernels *t, arrays &x) {
-                            dt_glu_back_args args = { DT_F32, kind, x[3].data(), x[2].data(), x[1].data(), rows, cols,
-                                                      accumulate };
-                            return t->glu_back(&args, NULL);
-                        });
-        }
+        for (auto shape : SHAPES)
+            for (int placement : { ALIGNED, ODD }) compare_glu(kind, shape.rows, shape.cols, placement);
 }
 
 // What is dropped is the CPU's choice, bit for bit: full rows, and columns from the middle of a group of four.
@@ -279,45 +329,50 @@ static void test_dropout() {
             for (int code = 0; code < 4; code++) {
                 size_t rows = shape.rows, cols = shape.cols;
                 arrays a;
-                push(a, ODD, rows * cols, EXACT);
-                push(a, ODD, rows * cols, EXACT);
+                put(a, code % 2 ? ODD : ALIGNED, rows * cols, EXACT);
+                put(a, code % 2 ? ODD : ALIGNED, rows * cols, EXACT);
                 push(a, ODD, rows, EXACT, DT_I32);
                 double p = code == 2 ? 0 : 0.3;
-                compare(dtc_text("dropout %zu x %zu from %ld, code %d", rows, cols, (long)first, code), a,
+                check(dtc_text("dropout %zu x %zu from %ld, code %d", rows, cols, (long)first, code), a,
                         [=](const dt_kernels *t, arrays &x) {
-                            dt_dropout_args args = { DT_F32, x[0].data(), x[1].data(), code == 1 ? NULL : x[2].i(),
+                            dt_dropout_args args = { TYPE, x[0].data(), x[1].data(), code == 1 ? NULL : x[2].i(),
                                                      rows, cols, first, p, 0x123456789abcdefu, code == 3 };
                             return t->dropout(&args, NULL);
-                        });
+                        }, FLAT);
             }
 }
 
 // ==== 3. Rows and columns ===========================================================================================
 
+// room: floats of scratch
+static void compare_sum(size_t outer, size_t n, size_t inner, double scale, int accumulate, int wide, size_t room,
+    int placement) {
+    arrays a;
+    push(a, placement, outer * inner, 1 + (double)n, wide ? DT_F32 : TYPE);
+    put(a, placement, outer * n * inner, EXACT);
+    push(a, placement, room, SCRATCH);
+    check(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g, wide %d, room %zu", outer, n, inner, accumulate, scale,
+                   wide, room), a, [=](const dt_kernels *t, arrays &x) {
+              dt_sum_args args = { TYPE, x[0].data(), x[1].data(), outer, n, inner, scale, accumulate, wide,
+                                   room ? x[2].data() : NULL, room * sizeof(float) };
+              return t->sum(&args, NULL);
+          });
+}
+
 static void test_sum() {
     for (auto shape : SHAPES)
         for (size_t outer : { 0, 1, 3 })
-            for (int code = 0; code < 4; code++) { // accumulate and scale; the last dimension too
-                size_t n = shape.rows, inner = code == 3 ? 1 : shape.cols;
-                int    accumulate = code == 1 || code == 3;
-                double scale = code == 0 ? 1 : -0.3;
-                arrays a;
-                push(a, ODD, outer * inner, 1 + (double)n);
-                push(a, ODD, outer * n * inner, EXACT);
-                compare(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g", outer, n, inner, accumulate, scale), a,
-                        [=](const dt_kernels *t, arrays &x) {
-                            dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), outer, n, inner, scale, accumulate,
-                                                 0 };
-                            return t->sum(&args, NULL);
-                        });
-            }
-    arrays a;
-    push(a, ODD, 1, 3000);
-    push(a, ODD, 3001, EXACT);
-    compare("sum of everything, wide says nothing for f32", a, [=](const dt_kernels *t, arrays &x) {
-        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 3001, 1, 0.5, 0, 1 };
-        return t->sum(&args, NULL);
-    });
+            for (int code = 0; code < 4; code++) // accumulate and scale; the last dimension too
+                compare_sum(outer, shape.rows, code == 3 ? 1 : shape.cols, code == 0 ? 1 : -0.3, code % 2, code == 2, 0,
+                            code % 2 ? ODD : ALIGNED);
+    for (int wide = 0; wide < 2; wide++)
+        for (size_t room : { 0, 39, 100, 5000 }) { // none, for no part, for two, for all
+            compare_sum(1, 700, 40, 0.5, wide, wide, room, ALIGNED);
+            compare_sum(1, 700, 39, 0.5, 1 - wide, wide, room, ODD);
+            compare_sum(2, 400, 10, 1, 0, wide, room, ALIGNED);
+            compare_sum(2, 9001, 1, -1, wide, wide, room, ODD);
+        }
+    compare_sum(1, 3001, 1, 0.5, 0, 1, 0, ODD);
 }
 
 // Few different numbers, so that equal ones meet; a NaN first, one later.
@@ -326,29 +381,32 @@ static void test_max_and_topk() {
         for (size_t inner : { 1, 5 }) {
             size_t rows = shape.rows, n = shape.cols;
             arrays a;
-            push(a, ODD, rows * inner, EXACT);
+            put(a, ODD, rows * inner, EXACT);
             push(a, ODD, rows * inner, EXACT, DT_I32);
-            array &in = push(a, ODD, rows * n * inner, EXACT);
-            for (size_t k = 0; k < in.count; k++) in.f()[k] = floorf(in.f()[k] * 4);
-            if (rows > 4 && n > 2) in.f()[0] = in.f()[2 * n * inner + inner] = NAN;
-            compare(dtc_text("max %zu x %zu x %zu", rows, n, inner), a, [=](const dt_kernels *t, arrays &x) {
-                dt_max_args args = { DT_F32, x[0].data(), x[1].i(), x[2].data(), rows, n, inner };
+            array &in = put(a, ODD, rows * n * inner, EXACT);
+            for (size_t k = 0; k < in.count; k++) set(in, k, floor(in.at(k) * 4));
+            if (rows > 4 && n > 2) {
+                set(in, 0, NAN);
+                set(in, 2 * n * inner + inner, NAN);
+            }
+            check(dtc_text("max %zu x %zu x %zu", rows, n, inner), a, [=](const dt_kernels *t, arrays &x) {
+                dt_max_args args = { TYPE, x[0].data(), x[1].i(), x[2].data(), rows, n, inner };
                 return t->max(&args, NULL);
-            });
+            }, FLAT);
             if (inner > 1) continue;
             for (size_t k : { (size_t)0, (size_t)1, (size_t)2, n / 2, n, n + 1 }) {
                 arrays b;
-                push(b, ODD, rows * k, EXACT);
+                put(b, ODD, rows * k, EXACT);
                 push(b, ODD, rows * k, EXACT, DT_I32);
                 b.emplace_back(a[2]);
                 if (rows * n == 0 && k > n) continue;
-                compare(dtc_text("topk %zu of %zu x %zu", k, rows, n), b, [=](const dt_kernels *t, arrays &x) {
-                    dt_topk_args args = { DT_F32, x[0].data(), x[1].i(), x[2].data(), rows, n, k };
+                check(dtc_text("topk %zu of %zu x %zu", k, rows, n), b, [=](const dt_kernels *t, arrays &x) {
+                    dt_topk_args args = { TYPE, x[0].data(), x[1].i(), x[2].data(), rows, n, k };
                     return t->topk(&args, NULL);
-                });
+                }, FLAT);
             }
         }
-    dt_max_args none = { DT_F32, NULL, NULL, NULL, 1, 0, 1 };
+    dt_max_args none = { TYPE, NULL, NULL, NULL, 1, 0, 1 };
     CHECK(dt_kernels_cuda()->max(&none, NULL) == DT_ERR_ARG && dt_kernels_cpu()->max(&none, NULL) == DT_ERR_ARG);
 }
 
@@ -358,194 +416,238 @@ static void test_spread() {
         size_t outer = 7, n = 11, k = 4, inner = code % 2 ? 1 : 6;
         int    accumulate = code / 2 % 2, bad = code / 4;
         arrays a;
-        push(a, ODD, outer * n * inner, EXACT);
-        push(a, ODD, outer * k * inner, EXACT);
+        put(a, ODD, outer * n * inner, EXACT);
+        put(a, ODD, outer * k * inner, EXACT);
         array &index = push(a, ODD, outer * k * inner, EXACT, DT_I32);
         for (size_t i = 0; i < index.count; i++) index.i()[i] = (int32_t)(i * i % n);
         if (bad) index.i()[index.count - 1] = bad == 1 ? (int32_t)n : -1;
-        compare(dtc_text("spread, inner %zu, accumulate %d, bad %d", inner, accumulate, bad), a,
-                [=](const dt_kernels *t, arrays &x) {
-                    dt_spread_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), outer, n, k, inner,
-                                            accumulate };
-                    return t->spread(&args, NULL);
-                });
+        check(dtc_text("spread, inner %zu, accumulate %d, bad %d", inner, accumulate, bad), a,
+              [=](const dt_kernels *t, arrays &x) {
+                  dt_spread_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), outer, n, k, inner, accumulate };
+                  return t->spread(&args, NULL);
+              });
     }
+}
+
+static void compare_softmax(size_t rows, size_t cols, int size, int placement) {
+    arrays a;
+    put(a, placement, rows * cols, 0.1);
+    array &in = put(a, placement, rows * cols, EXACT);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
+    for (size_t k = 0; k < in.count; k++) set(in, k, in.at(k) * size);
+    if (rows > 30 && cols > 3) {
+        set(in, 0, NAN);
+        set(in, cols, INFINITY);
+        for (size_t c = 0; c < cols; c++) set(in, 2 * cols + c, -INFINITY);
+        for (size_t c = 1; c < cols; c++) set(in, 3 * cols + c, -INFINITY);
+    }
+    for (int in_place = 0; in_place < 2; in_place++)
+        check(dtc_text("softmax %zu x %zu of size %d", rows, cols, size), a, [=](const dt_kernels *t, arrays &x) {
+            if (in_place && x[1].bytes()) memcpy(x[0].data(), x[1].data(), x[1].bytes());
+            dt_softmax_args args = { TYPE, x[0].data(), x[in_place ? 0 : 1].data(), rows, cols, x[2].data(),
+                                     x[2].bytes() };
+            return t->softmax(&args, NULL);
+        });
+    if (size > 1) return;
+    a[0].floor = 8 + (double)cols; // the sum of products is what cancels
+    put(a, placement, rows * cols, EXACT);
+    for (size_t k = 0; k < in.count; k++) set(a[1], k, 0.25);
+    for (int accumulate = 0; accumulate < 2; accumulate++)
+        check(dtc_text("softmax_back %zu x %zu, accumulate %d", rows, cols, accumulate), a,
+              [=](const dt_kernels *t, arrays &x) {
+                  dt_softmax_back_args args = { TYPE, x[0].data(), x[3].data(), x[1].data(), rows, cols, accumulate,
+                                                x[2].data(), x[2].bytes() };
+                  return t->softmax_back(&args, NULL);
+              });
 }
 
 static void test_softmax() {
     for (auto shape : SHAPES)
-        for (int size = 1; size <= 1000; size *= 1000) {
-            size_t rows = shape.rows, cols = shape.cols;
-            arrays a;
-            push(a, ODD, rows * cols, 0.1);
-            array &in = push(a, ODD, rows * cols, EXACT);
-            push(a, ODD, 6 * cols + 16, SCRATCH);
-            for (size_t k = 0; k < in.count; k++) in.f()[k] *= (float)size;
-            if (rows > 30 && cols > 3) {
-                in.f()[0] = NAN;
-                in.f()[cols] = INFINITY;
-                for (size_t c = 0; c < cols; c++) in.f()[2 * cols + c] = -INFINITY;
-                for (size_t c = 1; c < cols; c++) in.f()[3 * cols + c] = -INFINITY;
-            }
-            for (int in_place = 0; in_place < 2; in_place++)
-                compare(dtc_text("softmax %zu x %zu of size %d", rows, cols, size), a,
-                        [=](const dt_kernels *t, arrays &x) {
-                            if (in_place) memcpy(x[0].data(), x[1].data(), x[1].bytes());
-                            dt_softmax_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), rows, cols,
-                                                     x[2].data(), x[2].bytes() };
-                            return t->softmax(&args, NULL);
-                        });
-            if (size > 1) continue;
-            a[0].floor = 8 + (double)cols; // the sum of products is what cancels
-            push(a, ODD, rows * cols, EXACT);
-            for (size_t k = 0; k < a[3].count; k++) a[1].f()[k] = 0.25f;
-            for (int accumulate = 0; accumulate < 2; accumulate++)
-                compare(dtc_text("softmax_back %zu x %zu, accumulate %d", rows, cols, accumulate), a,
-                        [=](const dt_kernels *t, arrays &x) {
-                            dt_softmax_back_args args = { DT_F32, x[0].data(), x[3].data(), x[1].data(), rows, cols,
-                                                          accumulate, x[2].data(), x[2].bytes() };
-                            return t->softmax_back(&args, NULL);
-                        });
+        for (int placement : { ALIGNED, ODD }) {
+            compare_softmax(shape.rows, shape.cols, 1, placement);
+            compare_softmax(shape.rows, shape.cols, 1000, placement);
         }
+    for (auto shape : LONG) compare_softmax(shape.rows, shape.cols, 1, ALIGNED);
 }
 
 static void test_rope() {
     const struct { size_t tokens, heads, dim, rotary; } cases[] = { { 0, 2, 4, 4 }, { 5, 1, 2, 2 }, { 17, 3, 8, 8 },
-        { 9, 2, 10, 6 }, { 3, 2, 5, 0 }, { 40, 4, 64, 64 }, { 2, 1, 6, 8 }, { 2, 1, 6, 3 } };
+        { 9, 2, 10, 6 }, { 3, 2, 5, 0 }, { 40, 4, 64, 64 }, { 2, 1, 6, 8 }, { 2, 1, 6, 3 }, { 19, 2, 48, 32 },
+        { 3, 1, 512, 512 }, { 3, 1, 514, 2 } };
     for (auto c : cases)
         for (int code = 0; code < 2 * 2 * 2 * 2; code++) {
             int    interleaved = code & 1, inverse = code >> 1 & 1, accumulate = code >> 2 & 1, in_place = code >> 3;
             size_t count = c.tokens * c.heads * c.dim;
             arrays a;
             if (in_place && accumulate) continue;
-            push(a, ODD, count, 2);
-            push(a, ODD, count, EXACT);
+            put(a, in_place ? ODD : ALIGNED, count, 2);
+            put(a, in_place ? ODD : ALIGNED, count, EXACT);
             array &position = push(a, ODD, c.tokens, EXACT, DT_I32);
             for (size_t k = 0; k < c.tokens; k++) position.i()[k] = (int32_t)(k * k * 1000 + k);
-            compare(dtc_text("rope %zu x %zu x %zu, rotary %zu, code %d", c.tokens, c.heads, c.dim, c.rotary, code), a,
-                    [=](const dt_kernels *t, arrays &x) {
-                        if (in_place && count) memcpy(x[0].data(), x[1].data(), x[1].bytes());
-                        dt_rope_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].i(), c.tokens,
-                                              c.heads, c.dim, c.rotary, 10000, interleaved, inverse, accumulate };
-                        return t->rope(&args, NULL);
-                    });
+            check(dtc_text("rope %zu x %zu x %zu, rotary %zu, code %d", c.tokens, c.heads, c.dim, c.rotary, code), a,
+                  [=](const dt_kernels *t, arrays &x) {
+                      if (in_place && count) memcpy(x[0].data(), x[1].data(), x[1].bytes());
+                      dt_rope_args args = { TYPE, x[0].data(), x[in_place ? 0 : 1].data(), x[2].i(), c.tokens,
+                                            c.heads, c.dim, c.rotary, 10000, interleaved, inverse, accumulate };
+                      return t->rope(&args, NULL);
+                  });
         }
+}
+
+// Uniform numbers are the CPU's to the bit; normal ones may differ where log, sin and cos do.
+static void test_init() {
+    for (dt_dtype dtype : { DT_F32, DT_BF16, DT_F16, DT_F64 })
+        for (size_t count : COUNTS)
+            for (uint64_t first : { (uint64_t)0, (uint64_t)7, (uint64_t)1 << 40 })
+                for (int normal = 0; normal < 2; normal++) {
+                    arrays a;
+                    push(a, ODD, count, normal ? 1 : EXACT, dtype);
+                    compare(dtc_text("init %s x %zu, normal %d", dt_dtype_name(dtype), count, normal), a,
+                            [=](const dt_kernels *t, arrays &x) {
+                                dt_init_args args = { dtype, x[0].data(), count, normal, 0.02, 0x123456789abcdefu,
+                                                      first };
+                                return t->init(&args, NULL);
+                            }, FLAT);
+                }
 }
 
 // A part of a table of 53 rows, in which every fifth id is a hole. bad: an id outside of the whole table.
-static void compare_embedding(size_t rows, size_t cols, int64_t first, int64_t held, int32_t bad, int holes) {
-    const int64_t vocab = 53;
-    arrays        a;
-    push(a, ODD, rows * cols, EXACT);
-    push(a, ODD, (size_t)held * cols, EXACT);
-    array &ids = push(a, ODD, rows, EXACT, DT_I32);
-    for (size_t r = 0; r < rows; r++) ids.i()[r] = holes && r % 5 == 4 ? -1 : (int32_t)(r * r % (size_t)vocab);
-    if (bad) ids.i()[rows - 1] = bad;
-    compare(dtc_text("embedding %zu x %zu, rows %ld + %ld, bad %d, holes %d", rows, cols, (long)first, (long)held, bad,
-                     holes), a, [=](const dt_kernels *t, arrays &x) {
-                dt_embedding_args args = { DT_F32, x[0].data(), x[1].data(), x[2].i(), rows, cols, first, held, vocab,
-                                           holes };
-                return t->embedding(&args, NULL);
-            });
-    if (first == 0)
-        compare(dtc_text("embedding_back %zu x %zu, bad %d, strict", rows, cols, bad), a,
-                [=](const dt_kernels *t, arrays &x) {
-                    dt_embedding_back_args args = { DT_F32, x[1].data(), x[0].data(), x[2].i(), rows, cols, 0, held, 0,
-                                                    0, NULL, 0, 1 };
-                    dt_status status = t->embedding_back(&args, NULL);
-                    CHECK((status == DT_ERR_ARG) == (bad != 0 && bad != -1));
-                    if (status != DT_OK) memset(x[1].data(), 0, (size_t)held * cols * 4); // undefined contents
-                    return status;
-                });
-    if (bad) return;
-    for (int accumulate = 0; accumulate < 2; accumulate++)
-        compare(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, accumulate %d", rows, cols, (long)first, (long)held,
-                         accumulate), a, [=](const dt_kernels *t, arrays &x) {
-                    dt_embedding_back_args args = { DT_F32, x[1].data(), x[0].data(), x[2].i(), rows, cols, first, held,
-                                                    accumulate, 0, NULL, 0, 0 };
-                    return t->embedding_back(&args, NULL);
-                });
+struct ids_case { size_t rows, cols; int64_t first, held; int32_t bad; int holes; };
+
+static array &push_ids(arrays &a, const ids_case &c) {
+    array &ids = push(a, ODD, c.rows, EXACT, DT_I32);
+    for (size_t r = 0; r < c.rows; r++) ids.i()[r] = c.holes && r % 5 == 4 ? -1 : (int32_t)(r * r % 53);
+    if (c.bad) ids.i()[c.rows - 1] = c.bad;
+    return ids;
+}
+
+static void compare_embedding_back(const ids_case &c, int accumulate, int wide, int strict, int placement) {
+    arrays a;
+    push(a, placement, (size_t)c.held * c.cols, EXACT, wide ? DT_F32 : TYPE);
+    put(a, placement, c.rows * c.cols, EXACT);
+    push_ids(a, c);
+    push(a, placement, (size_t)c.held * c.cols, SCRATCH); // of f32
+    bool room = dt_dtype_size(TYPE) == 2 && !wide;
+    check(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d", c.rows, c.cols,
+                   (long)c.first, (long)c.held, c.bad, accumulate, wide, strict), a,
+          [=](const dt_kernels *t, arrays &x) {
+              dt_embedding_back_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), c.rows, c.cols, c.first, c.held,
+                                              accumulate, wide, room ? x[3].data() : NULL, room ? x[3].bytes() : 0,
+                                              strict };
+              dt_status status = t->embedding_back(&args, NULL);
+              if (strict) CHECK((status == DT_ERR_ARG) == (c.bad != 0 && c.bad != -1));
+              return status;
+          });
+}
+
+static void compare_embedding(const ids_case &c, int placement = ODD) {
+    arrays a;
+    put(a, placement, c.rows * c.cols, EXACT);
+    put(a, placement, (size_t)c.held * c.cols, EXACT);
+    push_ids(a, c);
+    check(dtc_text("embedding %zu x %zu, rows %ld + %ld, bad %d, holes %d", c.rows, c.cols, (long)c.first, (long)c.held,
+                   c.bad, c.holes), a, [=](const dt_kernels *t, arrays &x) {
+              dt_embedding_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), c.rows, c.cols, c.first, c.held, 53,
+                                         c.holes };
+              return t->embedding(&args, NULL);
+          }, FLAT);
+    if (c.first == 0) compare_embedding_back(c, 0, 0, 1, placement);
+    if (c.bad) return;
+    for (int wide = 0; wide < (TYPE == DT_F32 ? 1 : 2); wide++)
+        for (int accumulate = 0; accumulate < 2; accumulate++)
+            compare_embedding_back(c, accumulate, wide, 0, placement);
 }
 
 static void test_embedding() {
-    for (auto shape : SHAPES)
-        for (int holes = 0; holes < 2; holes++) {
-            compare_embedding(shape.rows, shape.cols, 0, 53, 0, holes);
-            compare_embedding(shape.rows, shape.cols, 20, 17, 0, holes);
-        }
-    compare_embedding(700, 3, 0, 53, 0, 1); // several pieces of ids
-    compare_embedding(700, 300, 37, 16, 0, 0);
-    for (int32_t bad : { -1, -2, 53, INT32_MAX, INT32_MIN }) compare_embedding(17, 5, 0, 53, bad, 0);
-    for (int32_t bad : { -2, 53 }) compare_embedding(17, 5, 20, 17, bad, 1);
+    for (auto shape : SHAPES) {
+        int holes = shape.cols % 2;
+        compare_embedding({ shape.rows, shape.cols, 0, 53, 0, holes }, ALIGNED);
+        compare_embedding({ shape.rows, shape.cols, 20, 17, 0, 1 - holes });
+    }
+    compare_embedding({ 5000, 3, 0, 53, 0, 1 }); // several pieces of ids
+    compare_embedding({ 3000, 300, 37, 16, 0, 0 }, ALIGNED);
+    for (int32_t bad : { -1, -2, 53, INT32_MAX, INT32_MIN }) compare_embedding({ 17, 5, 0, 53, bad, 0 });
+    for (int32_t bad : { -2, 53 }) compare_embedding({ 17, 5, 20, 17, bad, 1 });
 }
 
-static void compare_norm(int rms, size_t rows, size_t cols, double eps, double shift, size_t orders = 3) {
+static void compare_norm(int rms, size_t rows, size_t cols, double eps, double shift, int placement,
+    size_t orders = 3) {
     arrays a;
-    for (double floor : { 4.0, 1.0, 0.0 }) push(a, ODD, floor == 4.0 ? rows * cols : rows, floor);
-    array &in = push(a, ODD, rows * cols, EXACT);
-    push(a, ODD, cols, EXACT);
-    push(a, ODD, cols, EXACT);
+    put(a, placement, rows * cols, 4);
+    push(a, ODD, rows, 1);
+    push(a, ODD, rows, 0);
+    array &in = put(a, placement, rows * cols, EXACT);
+    put(a, placement, cols, EXACT);
+    put(a, placement, cols, EXACT);
     push(a, ODD, 6 * cols + 16, SCRATCH);
-    for (size_t k = 0; k < rows * cols; k++) in.f()[k] += (float)shift;
-    compare(dtc_text("norm %zu x %zu, eps %g, rms %d", rows, cols, eps, rms), a, [=](const dt_kernels *t, arrays &x) {
-        dt_norm_args args = { DT_F32, x[0].data(), rms ? NULL : x[1].data(), x[2].data(), x[3].data(), x[4].data(),
+    for (size_t k = 0; k < rows * cols; k++) set(in, k, in.at(k) + shift);
+    check(dtc_text("norm %zu x %zu, eps %g, rms %d", rows, cols, eps, rms), a, [=](const dt_kernels *t, arrays &x) {
+        dt_norm_args args = { TYPE, x[0].data(), rms ? NULL : x[1].data(), x[2].data(), x[3].data(), x[4].data(),
                               rms ? NULL : x[5].data(), rows, cols, eps, rms, x[6].data(), x[6].bytes() };
         return t->norm(&args, NULL);
     }, orders);
 }
 
-// outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted; accumulate: whether they are added to.
-static void compare_norm_back(int rms, size_t rows, size_t cols, int outputs, int accumulate, bool in_place,
-    size_t orders = 3) {
+// What a backward is asked for. outputs: bits 0, 1, 2 say whether dx, dgain, dbias are wanted; accumulate: whether they
+// are added to; wide: whether dgain and dbias are f32. room: rows of sums that the scratch holds, at least 3.
+struct norm_case { int rms; size_t rows, cols; int outputs, accumulate, wide; bool in_place; size_t room; };
+
+static void compare_norm_back(const norm_case &c, int placement, size_t orders = 3) {
     arrays a;
-    double down = 4 * (1 + (double)rows);
-    push(a, ODD, rows * cols, 8);
-    push(a, ODD, cols, down);
-    push(a, ODD, cols, down);
-    array &dout = push(a, ODD, rows * cols, EXACT), &in = push(a, ODD, rows * cols, EXACT);
-    push(a, ODD, cols, EXACT);
-    array &mean = push(a, ODD, rows, EXACT), &rstd = push(a, ODD, rows, EXACT);
-    push(a, ODD, 6 * cols + 16, SCRATCH);
-    for (size_t r = 0; r < rows; r++) {
+    double down = 4 * (1 + (double)c.rows);
+    put(a, placement, c.rows * c.cols, 8);
+    push(a, placement, c.cols, down, c.wide & 1 ? DT_F32 : TYPE);
+    push(a, placement, c.cols, down, c.wide & 2 ? DT_F32 : TYPE);
+    array &dout = put(a, placement, c.rows * c.cols, EXACT), &in = put(a, placement, c.rows * c.cols, EXACT);
+    put(a, placement, c.cols, EXACT);
+    array &mean = push(a, ODD, c.rows, EXACT), &rstd = push(a, ODD, c.rows, EXACT);
+    push(a, ODD, 2 * c.room * c.cols + 16, SCRATCH);
+    for (size_t r = 0; r < c.rows; r++) {
         double sum = 0, squares = 0;
-        for (size_t c = 0; c < cols && !rms; c++) sum += in.f()[r * cols + c];
-        for (size_t c = 0; c < cols; c++) squares += pow(in.f()[r * cols + c] - sum / (double)cols, 2);
-        mean.f()[r] = rms ? NAN : (float)(sum / (double)cols);
-        rstd.f()[r] = (float)(1 / sqrt(squares / (double)cols + 1));
+        for (size_t k = 0; k < c.cols && !c.rms; k++) sum += in.at(r * c.cols + k);
+        for (size_t k = 0; k < c.cols; k++) squares += pow(in.at(r * c.cols + k) - sum / (double)c.cols, 2);
+        mean.f()[r] = c.rms ? NAN : (float)(sum / (double)c.cols);
+        rstd.f()[r] = (float)(1 / sqrt(squares / (double)c.cols + 1));
     }
-    if (in_place) {
+    if (c.in_place) {
         memcpy(a[0].data(), dout.data(), dout.bytes());
         dout.floor = SCRATCH;
     }
-    compare(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, rms %d", rows, cols, outputs, accumulate, rms), a,
-            [=](const dt_kernels *t, arrays &x) {
-                void *out[3];
-                for (int k = 0; k < 3; k++) out[k] = outputs >> k & 1 ? x[(size_t)k].data() : NULL;
-                dt_norm_back_args args = { DT_F32, out[0], out[1], out[2], x[in_place ? 0 : 3].data(), x[4].data(),
-                                           x[5].data(), rms ? NULL : x[6].data(), x[7].data(), rows, cols,
-                                           accumulate & 1, accumulate >> 1 & 1, accumulate >> 2 & 1, rms, 1, 1,
-                                           x[8].data(), x[8].bytes() };
-                return t->norm_back(&args, NULL);
-            }, orders);
+    check(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, wide %d, rms %d, room %zu", c.rows, c.cols, c.outputs,
+                   c.accumulate, c.wide, c.rms, c.room), a, [=](const dt_kernels *t, arrays &x) {
+              void *out[3];
+              for (int k = 0; k < 3; k++) out[k] = c.outputs >> k & 1 ? x[(size_t)k].data() : NULL;
+              dt_norm_back_args args = { TYPE, out[0], out[1], out[2], x[c.in_place ? 0 : 3].data(), x[4].data(),
+                                         x[5].data(), c.rms ? NULL : x[6].data(), x[7].data(), c.rows, c.cols,
+                                         c.accumulate & 1, c.accumulate >> 1 & 1, c.accumulate >> 2 & 1, c.rms,
+                                         c.wide & 1, c.wide >> 1, x[8].data(), x[8].bytes() };
+              return t->norm_back(&args, NULL);
+          }, orders);
 }
 
 static void test_norm() {
     for (auto shape : SHAPES)
         for (int rms = 0; rms < 2; rms++) {
-            compare_norm(rms, shape.rows, shape.cols, 1e-5, 0);
-            compare_norm_back(rms, shape.rows, shape.cols, 7, 0, false);
-            compare_norm_back(rms, shape.rows, shape.cols, 7, 7, false);
+            compare_norm(rms, shape.rows, shape.cols, 1e-5, 0, rms ? ALIGNED : ODD);
+            compare_norm_back({ rms, shape.rows, shape.cols, 7, 0, 3, false, 50 }, ALIGNED);
+            compare_norm_back({ rms, shape.rows, shape.cols, 7, 7, 0, false, 3 }, rms ? ALIGNED : ODD);
         }
-    compare_norm(0, 3, 17, 0.5, 3);
-    compare_norm(1, 3, 17, 0.5, 3);
-    for (int bits = 0; bits < 16; bits++) {
-        compare_norm_back(bits / 8, 5, 37, bits % 8, 0, false);
-        compare_norm_back(bits / 8, 5, 37, 7, bits % 8, false);
+    for (auto shape : LONG) {
+        compare_norm(0, shape.rows, shape.cols, 1e-5, 1, ALIGNED, 2);
+        compare_norm_back({ 0, shape.rows, shape.cols, 7, 1, 1, false, 50 }, ALIGNED, 2);
+        compare_norm_back({ 0, shape.rows, shape.cols, 3, 0, 0, true, 3 }, ALIGNED, 2);
     }
-    compare_norm_back(0, 5, 37, 7, 6, true);
+    compare_norm(0, 3, 17, 0.5, 3, ODD);
+    compare_norm(1, 3, 17, 0.5, 3, ODD);
+    for (int bits = 0; bits < 16; bits++) {
+        compare_norm_back({ bits / 8, 19, 40, bits % 8, 0, bits % 4, false, 3 }, ALIGNED);
+        compare_norm_back({ bits / 8, 5, 37, 7, bits % 8, bits % 4, false, 3 }, ODD);
+    }
+    compare_norm_back({ 0, 5, 37, 7, 6, 0, true, 3 }, ODD);
+    compare_norm_back({ 0, 19, 40, 7, 6, 0, true, 3 }, ALIGNED);
 }
 
-// ==== 4. Cross-entropy ==============================================================================================
+// ==== 4. Losses =====================================================================================================
 
 // How a loss is taken beside its plain form: columns that are padding, smoothing, z loss, a chunk that is added.
 struct manner { size_t padding; double smoothing, z; int add; };
@@ -560,46 +662,94 @@ static void compare_cross_entropy(size_t rows, size_t vocab, long bad, double si
     push(a, ODD, 1, (1 + size) * (1 + (double)rows), DT_F64);
     push(a, ODD, rows, 1 + size, DT_F64);
     push(a, ODD, rows, 1 + size);
-    array &logits = push(a, ODD, rows * cols, EXACT);
+    array &logits = put(a, rows % 2 ? ODD : ALIGNED, rows * cols, EXACT);
     array &labels = push(a, ODD, rows, EXACT, DT_I32);
     push(a, ODD, 1, pow(10 + size, 2) * (1 + (double)rows), DT_F64);
     push(a, ODD, 6 * cols + 16, SCRATCH);
-    for (size_t k = 0; k < rows * cols; k++) logits.f()[k] *= (float)size;
+    for (size_t k = 0; k < rows * cols; k++) set(logits, k, logits.at(k) * size);
     for (size_t r = 0; r < rows; r++) labels.i()[r] = r % 7 == 3 ? -1 - (int32_t)r : (int32_t)(r * 5 % vocab);
     if (bad >= 0) labels.i()[bad] = (int32_t)vocab;
-    compare(dtc_text("cross_entropy %zu x %zu + %zu, bad label at %ld, size %g, smoothing %g", rows, vocab, how.padding,
-                     bad, size, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
-                dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), rows,
-                                               cols, how.padding ? vocab : 0, 3.5, how.smoothing,
-                                               how.z > 0 ? x[5].d() : NULL, how.add, x[6].data(), x[6].bytes() };
-                return t->cross_entropy(&args, NULL);
-            }, orders);
+    check(dtc_text("cross_entropy %zu x %zu + %zu, bad label at %ld, size %g, smoothing %g", rows, vocab, how.padding,
+                   bad, size, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
+              dt_cross_entropy_args args = { TYPE, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), rows, cols,
+                                             how.padding ? vocab : 0, 3.5, how.smoothing, how.z > 0 ? x[5].d() : NULL,
+                                             how.add, x[6].data(), x[6].bytes(), NULL, 0, 0 };
+              return t->cross_entropy(&args, NULL);
+          }, orders);
 }
 
 static void compare_cross_entropy_back(size_t rows, size_t vocab, long bad, int accumulate, bool in_place,
     size_t orders = 3, manner how = MANNERS[0]) {
     arrays a;
     size_t cols = vocab + how.padding;
-    push(a, ODD, rows * cols, 1);
-    array &logits = push(a, ODD, rows * cols, EXACT), &lse = push(a, ODD, rows, EXACT);
+    int    placement = rows % 2 ? ODD : ALIGNED;
+    put(a, placement, rows * cols, 1);
+    array &logits = put(a, placement, rows * cols, EXACT), &lse = push(a, ODD, rows, EXACT);
     array &labels = push(a, ODD, rows, EXACT, DT_I32);
     push(a, ODD, 1, EXACT, DT_F64);
     push(a, ODD, 6 * cols + 16, SCRATCH);
     for (size_t r = 0; r < rows; r++) {
         double sum = 0;
-        for (size_t c = 0; c < vocab; c++) sum += exp((double)logits.f()[r * cols + c]);
+        for (size_t c = 0; c < vocab; c++) sum += exp(logits.at(r * cols + c));
         lse.f()[r] = (float)log(sum);
         labels.i()[r] = r % 7 == 3 ? -1 : (int32_t)(r * 5 % vocab);
     }
     if (bad >= 0) labels.i()[bad] = INT32_MAX;
-    if (in_place) memcpy(a[0].data(), logits.data(), logits.bytes());
-    compare(dtc_text("cross_entropy_back %zu x %zu + %zu, bad label at %ld, accumulate %d, smoothing %g", rows, vocab,
-                     how.padding, bad, accumulate, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
-                dt_cross_entropy_back_args args = { DT_F32, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(),
-                                                    x[3].i(), rows, cols, how.padding ? vocab : 0, x[4].d(), 0.25,
-                                                    how.smoothing, how.z, accumulate, x[5].data(), x[5].bytes() };
-                return t->cross_entropy_back(&args, NULL);
-            }, orders);
+    if (in_place && logits.bytes()) memcpy(a[0].data(), logits.data(), logits.bytes());
+    check(dtc_text("cross_entropy_back %zu x %zu + %zu, bad label at %ld, accumulate %d, smoothing %g", rows, vocab,
+                   how.padding, bad, accumulate, how.smoothing), a, [=](const dt_kernels *t, arrays &x) {
+              dt_cross_entropy_back_args args = { TYPE, x[0].data(), x[in_place ? 0 : 1].data(), x[2].data(), x[3].i(),
+                                                  rows, cols, how.padding ? vocab : 0, x[4].d(), 0.25, how.smoothing,
+                                                  how.z, accumulate, x[5].data(), x[5].bytes(), 0, 0 };
+              return t->cross_entropy_back(&args, NULL);
+          }, orders);
+}
+
+// Columns first .. first + cols of 40, of which `vocab` are no padding: the loss of this part, and its gradient.
+static void compare_part(int64_t first, size_t cols, size_t vocab, double smoothing, bool bad) {
+    const size_t rows = 13;
+    arrays       a;
+    push(a, ODD, 2 * rows, 2, DT_F64);
+    put(a, ODD, rows * cols, EXACT);
+    array &lse = push(a, ODD, rows, EXACT), &labels = push(a, ODD, rows, EXACT, DT_I32);
+    put(a, ODD, rows * cols, 1);
+    push(a, ODD, 1, EXACT, DT_F64);
+    push(a, ODD, 6 * cols + 16, SCRATCH);
+    for (size_t r = 0; r < rows; r++) {
+        lse.f()[r] += 4;
+        labels.i()[r] = r % 7 == 3 ? -1 : (int32_t)(r * 17 % 40);
+    }
+    if (bad) labels.i()[5] = 40;
+    check(dtc_text("cross_entropy of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing), a,
+          [=](const dt_kernels *t, arrays &x) {
+              dt_cross_entropy_args args = { TYPE, NULL, NULL, NULL, x[1].data(), x[3].i(), rows, cols, vocab, 1,
+                                             smoothing, NULL, 0, x[6].data(), x[6].bytes(), x[0].d(), first, 40 };
+              return t->cross_entropy(&args, NULL);
+          });
+    check(dtc_text("cross_entropy_back of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing), a,
+          [=](const dt_kernels *t, arrays &x) {
+              dt_cross_entropy_back_args args = { TYPE, x[4].data(), x[1].data(), x[2].data(), x[3].i(), rows, cols,
+                                                  vocab, x[5].d(), 0.25, smoothing, 0.01, 0, x[6].data(), x[6].bytes(),
+                                                  first, 40 };
+              return t->cross_entropy_back(&args, NULL);
+          });
+}
+
+static void compare_join(size_t n, size_t rows, bool z) {
+    arrays a;
+    push(a, ODD, 1, 8 * (1 + (double)rows), DT_F64);
+    push(a, ODD, rows, 4);
+    push(a, ODD, 1, 16 * (1 + (double)rows), DT_F64);
+    array &parts = push(a, ODD, 2 * n * rows, EXACT, DT_F64), &labels = push(a, ODD, rows, EXACT, DT_I32);
+    for (size_t k = 0; k < rows; k++) {
+        if (k % 5 == 1) parts.d()[2 * k] = -INFINITY; // a part without columns
+        if (k % 4 == 2) labels.i()[k] = -1;
+    }
+    check(dtc_text("cross_entropy_join of %zu x %zu", n, rows), a, [=](const dt_kernels *t, arrays &x) {
+        dt_cross_entropy_join_args args = { TYPE, x[0].d(), x[1].data(), x[3].d(), x[4].i(), n, rows, 2.5,
+                                            z ? x[2].d() : NULL };
+        return t->cross_entropy_join(&args, NULL);
+    });
 }
 
 // Rows that are not numbers: the answer is NaN or infinity on both, and other rows are as they should be.
@@ -608,16 +758,16 @@ static void test_cross_entropy_special() {
     push(a, ALIGNED, 1, 1, DT_F64);
     push(a, ALIGNED, 5, 1, DT_F64);
     push(a, ALIGNED, 5, 1);
-    array &logits = push(a, ALIGNED, 5 * 300, EXACT), &labels = push(a, ALIGNED, 5, EXACT, DT_I32);
+    array &logits = put(a, ALIGNED, 5 * 300, EXACT), &labels = push(a, ALIGNED, 5, EXACT, DT_I32);
     for (int r = 0; r < 5; r++) labels.i()[r] = 299;
-    logits.f()[0 * 300 + 7] = NAN;
-    logits.f()[1 * 300 + 7] = INFINITY;
-    for (int c = 0; c < 300; c++) logits.f()[2 * 300 + c] = -INFINITY;
-    for (int c = 0; c < 299; c++) logits.f()[3 * 300 + c] = -INFINITY; // the label is certain: loss 0
+    set(logits, 0 * 300 + 7, NAN);
+    set(logits, 1 * 300 + 7, INFINITY);
+    for (size_t c = 0; c < 300; c++) set(logits, 2 * 300 + c, -INFINITY);
+    for (size_t c = 0; c < 299; c++) set(logits, 3 * 300 + c, -INFINITY); // the label is certain: loss 0
     push(a, ALIGNED, 6 * 300 + 16, SCRATCH);
-    compare("cross_entropy with NaN and infinity", a, [](const dt_kernels *t, arrays &x) {
-        dt_cross_entropy_args args = { DT_F32, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), 5, 300, 0, 5, 0,
-                                       NULL, 0, x[5].data(), x[5].bytes() };
+    check("cross_entropy with NaN and infinity", a, [](const dt_kernels *t, arrays &x) {
+        dt_cross_entropy_args args = { TYPE, x[0].d(), x[1].d(), x[2].data(), x[3].data(), x[4].i(), 5, 300, 0, 5, 0,
+                                       NULL, 0, x[5].data(), x[5].bytes(), NULL, 0, 0 };
         return t->cross_entropy(&args, NULL);
     });
 }
@@ -630,25 +780,57 @@ static void test_cross_entropy() {
     }
     for (const manner &how : MANNERS) {
         compare_cross_entropy(17, 127, -1, 1, 3, how);
-        compare_cross_entropy(600, 3, 5, 1, 3, how); // a label that is a column of padding
+        compare_cross_entropy(70, 3, 5, 1, 3, how); // a label that is a column of padding
         for (int accumulate = 0; accumulate < 2; accumulate++)
             compare_cross_entropy_back(17, 127, -1, accumulate, accumulate == 0, 3, how);
         compare_cross_entropy_back(17, 5, 4, 0, false, 3, how);
     }
-    dt_cross_entropy_args      wide = { DT_F32, NULL, NULL, NULL, NULL, NULL, 0, 5, 6, 1, 0, NULL, 0, NULL, 0 };
-    dt_cross_entropy_back_args wide_back = { DT_F32, NULL, NULL, NULL, NULL, 0, 5, 6, NULL, 1, 0, 0, 0, NULL, 0 };
+    dt_cross_entropy_args      wide = { TYPE, NULL, NULL, NULL, NULL, NULL, 0, 5, 6, 1, 0, NULL, 0, NULL, 0, NULL, 0,
+                                        0 };
+    dt_cross_entropy_back_args wide_back = { TYPE, NULL, NULL, NULL, NULL, 0, 5, 6, NULL, 1, 0, 0, 0, NULL, 0, 0, 0 };
     CHECK(dt_kernels_cuda()->cross_entropy(&wide, NULL) == DT_ERR_ARG);
     CHECK(dt_kernels_cuda()->cross_entropy_back(&wide_back, NULL) == DT_ERR_ARG);
     compare_cross_entropy(17, 127, -1, 1000);
-    compare_cross_entropy(600, 3, -1, 1); // several pieces of the total
+    compare_cross_entropy(2, 20003, -1, 3); // several steps of a block
     compare_cross_entropy_back(17, 127, -1, 0, true);
+    compare_cross_entropy_back(3, 20003, -1, 0, false, 2);
     for (long bad : { 0, 3, 16 }) {
         compare_cross_entropy(17, 5, bad, 1);
         compare_cross_entropy_back(17, 5, bad, 0, false);
         compare_cross_entropy_back(17, 5, bad, 1, false);
     }
-    compare_cross_entropy(5000, 1, 4999, 1); // a later piece of the labels
+    compare_cross_entropy(4100, 1, 4099, 1, 1); // a later piece of the labels
+    for (double smoothing : { 0.0, 0.2 })
+        for (bool bad : { false, true }) {
+            compare_part(0, 20, 20, smoothing, bad);
+            compare_part(20, 20, 17, smoothing, bad);
+            compare_part(40, 20, 0, smoothing, bad);
+        }
+    for (size_t rows : { 0, 1, 700 }) compare_join(3, rows, rows > 1);
     test_cross_entropy_special();
+}
+
+static void test_mse() {
+    for (size_t count : COUNTS)
+        for (int placement : { ALIGNED, ODD }) {
+            arrays a;
+            push(a, ODD, 1, 0, DT_F64);
+            put(a, placement, count, EXACT);
+            put(a, placement, count, EXACT);
+            push(a, ODD, 1, EXACT, DT_F64);
+            put(a, placement, count, 1);
+            check(dtc_text("mse %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+                dt_mse_args args = { TYPE, x[0].d(), x[1].data(), x[2].data(), count, 7 };
+                return t->mse(&args, NULL);
+            });
+            for (int accumulate = 0; accumulate < 2; accumulate++)
+                check(dtc_text("mse_back %zu, accumulate %d", count, accumulate), a,
+                      [=](const dt_kernels *t, arrays &x) {
+                          dt_mse_back_args args = { TYPE, x[4].data(), x[1].data(), x[2].data(), count, x[3].d(), 0.5,
+                                                    accumulate };
+                          return t->mse_back(&args, NULL);
+                      }, FLAT);
+        }
 }
 
 // ==== 5. Norm and optimizers ========================================================================================
@@ -658,13 +840,16 @@ static void test_square_sums() {
         for (int placement : { ALIGNED, ODD }) {
             arrays a;
             push(a, placement, (count + DT_RUN - 1) / DT_RUN, EXACT, DT_F64);
-            push(a, placement, count, EXACT);
-            compare(dtc_text("square_sums %zu", count), a, [=](const dt_kernels *t, arrays &x) {
-                dt_square_sums_args args = { DT_F32, x[0].d(), x[1].data(), count };
+            put(a, placement, count, EXACT);
+            check(dtc_text("square_sums %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+                dt_square_sums_args args = { TYPE, x[0].d(), x[1].data(), count };
                 return t->square_sums(&args, NULL);
             });
         }
 }
+
+// Parameters are f32; TYPE is that of the copy, of which f32 stands for none.
+static void *copy_in(const array &a) { return TYPE == DT_F32 ? NULL : a.data(); }
 
 static void compare_adamw(size_t count, int placement, int64_t step, int coupled, double decay) {
     arrays a;
@@ -672,13 +857,14 @@ static void compare_adamw(size_t count, int placement, int64_t step, int coupled
     push(a, placement, count, EXACT);
     push(a, placement, count, 0.1);
     array &v = push(a, placement, count, 0);
+    put(a, placement, count, 1);
     for (size_t k = 0; k < count; k++) v.f()[k] = fabsf(v.f()[k]);
-    compare(dtc_text("adamw %zu, step %ld, coupled %d, decay %g", count, (long)step, coupled, decay), a,
-            [=](const dt_kernels *t, arrays &x) {
-                dt_adamw_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, 0.1, 0.9,
-                                       0.95, 1e-3, decay, 0.5, step, coupled, DT_F32, NULL };
-                return t->adamw(&args, NULL);
-            });
+    check(dtc_text("adamw %zu, step %ld, coupled %d, decay %g", count, (long)step, coupled, decay), a,
+          [=](const dt_kernels *t, arrays &x) {
+              dt_adamw_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, 0.1, 0.9, 0.95,
+                                     1e-3, decay, 0.5, step, coupled, TYPE, copy_in(x[4]) };
+              return t->adamw(&args, NULL);
+          }, FLAT);
 }
 
 // buffer: 0 none, 1 there, 2 there and never written
@@ -687,13 +873,33 @@ static void compare_sgd(size_t count, int placement, int64_t step, double moment
     push(a, placement, count, 1);
     push(a, placement, count, EXACT);
     array &b = push(a, placement, count, 1);
+    put(a, placement, count, 1);
     for (size_t k = 0; k < count && buffer == 2; k++) b.f()[k] = NAN;
-    compare(dtc_text("sgd %zu, step %ld, momentum %g, buffer %d", count, (long)step, momentum, buffer), a,
-            [=](const dt_kernels *t, arrays &x) {
-                dt_sgd_args args = { DT_F32, x[0].data(), x[1].data(), buffer ? x[2].data() : NULL, count, 0.1,
-                                     momentum, 0.3, 0.5, step, DT_F32, NULL };
-                return t->sgd(&args, NULL);
-            });
+    check(dtc_text("sgd %zu, step %ld, momentum %g, buffer %d", count, (long)step, momentum, buffer), a,
+          [=](const dt_kernels *t, arrays &x) {
+              dt_sgd_args args = { DT_F32, x[0].data(), x[1].data(), buffer ? x[2].data() : NULL, count, 0.1, momentum,
+                                   0.3, 0.5, step, TYPE, copy_in(x[3]) };
+              return t->sgd(&args, NULL);
+          }, FLAT);
+}
+
+static void compare_frozen(size_t count, int placement) {
+    arrays a;
+    push(a, placement, count, 1);
+    push(a, placement, count, 1);
+    array &v = push(a, placement, count, EXACT);
+    push(a, placement, count, EXACT);
+    put(a, placement, count, 1);
+    for (size_t k = 0; k < count; k++) v.f()[k] = fabsf(v.f()[k]);
+    check(dtc_text("frozen_adam %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+        dt_frozen_adam_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), count, 0.1, 1e-3, 0.2, TYPE,
+                                     copy_in(x[4]) };
+        return t->frozen_adam(&args, NULL);
+    }, FLAT);
+    check(dtc_text("momentum %zu", count), a, [=](const dt_kernels *t, arrays &x) {
+        dt_momentum_args args = { DT_F32, x[1].data(), x[3].data(), count, 0.9, 0.5 };
+        return t->momentum(&args, NULL);
+    }, FLAT);
 }
 
 static void test_optimizers() {
@@ -701,6 +907,7 @@ static void test_optimizers() {
         for (int placement = 0; placement < PLACEMENTS; placement++) {
             compare_adamw(count, placement, 3, 0, 0.1);
             compare_sgd(count, placement, 2, 0.9, 1);
+            compare_frozen(count, placement);
         }
     for (int64_t step : { 0, 1, 2, 1000 })
         for (int coupled = 0; coupled < 2; coupled++) {
@@ -711,6 +918,60 @@ static void test_optimizers() {
         for (double momentum : { 0.0, 0.8 })
             for (int64_t step : { 0, 1, 2 })
                 if (buffer < 2 || step < 2) compare_sgd(17, ALIGNED, step, momentum, buffer);
+}
+
+// Messages of signs; their scale is the last 8 bytes, of which the last bits of a float may differ.
+static void compare_signs(size_t count, size_t parts, int placement, size_t room) {
+    size_t bytes = count / 8 + 8 * parts;
+    arrays a;
+    push(a, placement, (bytes + 3) / 4, EXACT, DT_I32); // what is sent, of which the scales are compared below
+    push(a, placement, count, EXACT);
+    push(a, placement, count, 4);
+    array &v = push(a, placement, count, EXACT);
+    push(a, ODD, room, SCRATCH, DT_F64);
+    push(a, ODD, parts, 0, DT_F64);
+    for (size_t k = 0; k < count; k += 3) v.f()[k] = 0;
+    memset(a[0].data(), 0, a[0].bytes());
+    check(dtc_text("sign_pack %zu in %zu, room %zu", count, parts, room), a, [=](const dt_kernels *t, arrays &x) {
+        dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts, x[4].data(),
+                                   x[4].bytes() };
+        dt_status status = t->sign_pack(&args, NULL);
+        size_t    part = parts ? count / parts / 8 : 0;
+        for (size_t p = 0; p < parts && status == DT_OK; p++) {
+            char *scale = (char *)x[0].data() + p * (part + 8) + part;
+            memcpy(x[5].d() + p, scale, 8);
+            memset(scale, 0, 8);
+        }
+        return status;
+    });
+}
+
+static void test_signs() {
+    for (int placement : { ALIGNED, ODD }) {
+        compare_signs(8, 1, placement, 3);
+        compare_signs(0, 2, placement, 1);
+        compare_signs(3 * 1040, 3, placement, 9);
+        compare_signs(20 * 1024, 1, placement, 41);
+    }
+    compare_signs(12, 1, ODD, 3);
+    compare_signs(16, 0, ODD, 3);
+    for (size_t n : { 0, 1, 3 })
+        for (size_t count : { 0, 8, 1040, 12 }) {
+            arrays a;
+            push(a, ODD, count, EXACT);
+            array &in = push(a, ODD, n * (count / 8 + 8) / 4 + 2, EXACT, DT_I32), &v = push(a, ODD, count, EXACT);
+            for (size_t k = 0; k < count; k += 3) v.f()[k] = 0;
+            for (size_t m = 0; m < n; m++) {
+                double scale = 0.1 * (double)(float)(m + 1);
+                memcpy((char *)in.data() + m * (count / 8 + 8) + count / 8, &scale, 8);
+            }
+            check(dtc_text("sign_unpack %zu of %zu", n, count), a, [=](const dt_kernels *t, arrays &x) {
+                dt_sign_unpack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), count, n };
+                return t->sign_unpack(&args, NULL);
+            });
+        }
+    dt_sign_pack_args none = { DT_F32, NULL, NULL, NULL, NULL, 8, 1, NULL, 0 }; // a GPU cannot do without scratch
+    CHECK(dt_kernels_cuda()->sign_pack(&none, NULL) == DT_ERR_ARG);
 }
 
 // ==== 6. Sizes beyond one grid ======================================================================================
@@ -749,21 +1010,22 @@ static void test_several_rounds() {
         dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM, NULL, 0, 0 };
         return t->reduce(&args, NULL);
     }, 1);
-    compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, 1);
-    compare_norm_back(0, MAX_BLOCKS + 3, 2, 1, 0, false, 1);
+    compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, ODD, 1);
+    compare_norm_back({ 0, MAX_BLOCKS + 3, 2, 1, 0, 0, false, 3 }, ODD, 1);
+    compare_norm_back({ 0, 8 * 2 * FILL + 11, 4, 7, 0, 0, false, 2 * FILL }, ALIGNED, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
     compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
     test_square_sums_rounds();
 
     arrays sums;
-    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 32 + 33, 8);
+    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 128 + 33, 8);
     push(sums, ALIGNED, 2 * sums[0].count, EXACT);
     compare("sum of columns, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
-        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 2, x[0].count, 1, 1, 0 };
+        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 2, x[0].count, 1, 1, 0, NULL, 0 };
         return t->sum(&args, NULL);
     }, 1);
     compare("sum of rows, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
-        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), x[0].count, 2, 1, 1, 1, 0 };
+        dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), x[0].count, 2, 1, 1, 1, 0, NULL, 0 };
         return t->sum(&args, NULL);
     }, 1);
     arrays table; // more rows than a grid owns
@@ -781,7 +1043,7 @@ static void test_several_rounds() {
 
 // ==== 7. The table ==================================================================================================
 
-// Every kernel that is there refuses a type it does not serve before it looks at anything else; the CPU serves f64.
+// Every kernel refuses a type it does not serve before it looks at anything else; the CPU serves f64.
 static void test_types() {
     const dt_kernels *t = dt_kernels_cuda();
     int               there = 0;
@@ -793,11 +1055,12 @@ static void test_types() {
         CHECK_MSG(t->k(&args, NULL) == DT_ERR_UNSUPPORTED, #k " takes " #type); \
         there++; \
     }
-#define REFUSES_ALL(k) REFUSES(k, DT_BF16) REFUSES(k, DT_F16) REFUSES(k, DT_F64) REFUSES(k, (dt_dtype)7)
-    REFUSES(fill, DT_BF16)
-    REFUSES(reduce, DT_BF16)
+#define REFUSES_ALL(k) REFUSES(k, DT_F64) REFUSES(k, DT_I32) REFUSES(k, (dt_dtype)7)
+    REFUSES(fill, (dt_dtype)7)
+    REFUSES(reduce, (dt_dtype)7)
     REFUSES(permute, (dt_dtype)7)
     REFUSES(cast, (dt_dtype)7)
+    REFUSES(init, DT_I32)
     REFUSES_ALL(sum)
     REFUSES_ALL(max)
     REFUSES_ALL(binary)
@@ -816,20 +1079,67 @@ static void test_types() {
     REFUSES_ALL(topk)
     REFUSES_ALL(spread)
     REFUSES_ALL(cross_entropy)
+    REFUSES_ALL(cross_entropy_join)
     REFUSES_ALL(cross_entropy_back)
+    REFUSES_ALL(mse)
+    REFUSES_ALL(mse_back)
     REFUSES_ALL(square_sums)
     REFUSES_ALL(adamw)
     REFUSES_ALL(sgd)
+    REFUSES_ALL(momentum)
+    REFUSES_ALL(frozen_adam)
+    REFUSES_ALL(sign_pack)
+    REFUSES_ALL(sign_unpack)
+    REFUSES(adamw, DT_BF16) // parameters in 16 bits have a master copy in f32
+    REFUSES(sgd, DT_F16)
 #undef REFUSES_ALL
 #undef REFUSES
-    CHECK(there == 4 + 4 * 22);
-    uint16_t      narrow[4] = { 1, 2, 3, 4 }; // a copy of the parameters in 16 bits: refused, and nothing is touched
+    CHECK(there == 5 + 3 * 29 + 2);
+    uint16_t      narrow[4] = { 1, 2, 3, 4 }; // a copy of no such type: refused, and nothing is touched
     float         x[4] = { 1, 2, 3, 4 };
-    dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_BF16, narrow };
-    dt_sgd_args   sgd = { DT_F32, x, x, NULL, 4, 1, 0, 0, 1, 1, DT_F16, narrow };
+    dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_F64, narrow };
+    dt_sgd_args   sgd = { DT_F32, x, x, NULL, 4, 1, 0, 0, 1, 1, DT_I32, narrow };
     CHECK(t->adamw(&adamw, NULL) == DT_ERR_UNSUPPORTED && t->sgd(&sgd, NULL) == DT_ERR_UNSUPPORTED);
     CHECK(x[0] == 1 && x[3] == 4 && narrow[0] == 1 && narrow[3] == 4);
     check_no_mistake("refusing types");
+}
+
+// In a queue kernels look at their indices themselves: nothing outside is read or written, such a row counts as one
+// without an id or label, and the next wait tells of it, once.
+static void test_bad_indices() {
+    const dt_kernels *t = dt_kernels_cuda();
+    dt_cuda_desc      desc = { 0, NULL };
+    char              text[64] = "";
+    void             *queue = dt_cuda_open(desc, text, sizeof text);
+    const float       table[6] = { 1, 2, 3, 4, 5, 6 };
+    float             out[8], lse[4], sums[6];
+    double            loss = 0, row_loss[4], up = 1;
+    if (!CHECK_MSG(queue, "%s", text)) return;
+    for (int32_t bad : { 1, 3, -1, INT32_MAX, INT32_MIN }) {
+        bool                   wrong = bad != 1, wrong_label = bad > 2, wrong_row = bad != 1 && bad != -1;
+        const int32_t          ids[4] = { 0, bad, 2, 1 };
+        dt_embedding_args      take = { DT_F32, out, table, ids, 4, 2, 0, 3, 3, 0 };
+        dt_embedding_back_args give = { DT_F32, sums, table, ids, 3, 2, 0, 3, 0, 0, NULL, 0, 1 };
+        dt_spread_args         spread = { DT_F32, out, table, ids, 1, 3, 4, 1, 0 };
+        CHECK(t->embedding(&take, queue) == DT_OK);
+        CHECK(t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK) && t->sync(queue) == DT_OK);
+        CHECK(out[0] == 1 && out[2] == (wrong ? 0 : 3) && out[5] == 6);
+        CHECK(t->embedding_back(&give, queue) == DT_OK);
+        CHECK(t->sync(queue) == (wrong_row ? DT_ERR_ARG : DT_OK));
+        CHECK(sums[0] == 1 && sums[2] == (wrong ? 0 : 3) && sums[5] == 6);
+        CHECK(t->spread(&spread, queue) == DT_OK && t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK));
+        CHECK(out[0] == 1 && out[1] == (wrong ? 4 : 2 + 4) && out[2] == 3);
+        dt_cross_entropy_args loss_args = { DT_F32, &loss, row_loss, lse, table, ids, 2, 3, 0, 1, 0, NULL, 0, NULL, 0,
+                                            NULL, 0, 0 };
+        dt_cross_entropy_back_args back = { DT_F32, out, table, lse, ids, 2, 3, 0, &up, 1, 0, 0, 0, NULL, 0, 0, 0 };
+        CHECK(t->cross_entropy(&loss_args, queue) == DT_OK);
+        CHECK(t->sync(queue) == (wrong_label ? DT_ERR_ARG : DT_OK));
+        CHECK((row_loss[1] == 0) == wrong && row_loss[0] > 2 && loss == row_loss[0] + row_loss[1]);
+        CHECK(t->cross_entropy_back(&back, queue) == DT_OK);
+        CHECK(t->sync(queue) == (wrong_label ? DT_ERR_ARG : DT_OK) && (out[4] == 0) == wrong && out[0] < 0);
+    }
+    check_no_mistake("indices outside");
+    dt_cuda_close(queue);
 }
 
 __global__ void stuck(int some) {
@@ -849,7 +1159,8 @@ static void test_memory_and_errors() {
 
     DT_LAUNCH(stuck, 1, 64, 0, 0, 3); // from here on the device is lost, as after a failed kernel on a GPU
     dt_fill_args          fill_args = { DT_F32, p, 5, 7 };
-    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 0, 1, 0, NULL, 0, NULL, 0 };
+    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 0, 1, 0, NULL, 0, NULL, 0,
+                                        NULL, 0, 0 };
     CHECK(t->fill(&fill_args, NULL) == DT_ERR_DEVICE);
     CHECK(t->cross_entropy(&loss_args, NULL) == DT_ERR_DEVICE);
     CHECK(t->sync(NULL) == DT_ERR_DEVICE);
@@ -865,16 +1176,22 @@ static void test_ready() {
     char              text[64] = "x", small[5];
     CHECK(dt_cuda_ready(text, sizeof text) == DT_OK && text[0] == 0);
     CHECK(dt_cuda_ready(NULL, 0) == DT_OK);
-    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver };
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "no NVIDIA driver found"));
     CHECK(dt_cuda_ready(small, sizeof small) == DT_ERR_DEVICE && !strcmp(small, "no N"));
     CHECK(dt_cuda_ready(NULL, 0) == DT_ERR_DEVICE);
-    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver };
+    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorInsufficientDriver"));
-    dtc_this_machine = { 0, 13000, cudaErrorNoDevice };
+    dtc_this_machine = { 0, 13000, cudaErrorNoDevice, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
-    dtc_this_machine = { 0, 13000, cudaSuccess };
+    dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
+    char advice[160] = "";
+    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75 };
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
+    CHECK(!strcmp(advice, "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90 makes it faster"));
+    dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100 };
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK && !advice[0]);
     dtc_this_machine = here;
 }
 
@@ -883,7 +1200,7 @@ static void test_ready() {
 // CUDA's table with what it lacks from the CPU's, which can be mixed here because device memory is host memory. Its
 // calls are counted, and so is its memory. Nothing in it is per context: one chain runs at a time.
 static struct { size_t live, calls, wrong_streams; } seen;
-static char the_stream;
+static void *the_stream;
 
 static void *counting_alloc(void *, size_t bytes) {
     seen.live += bytes;
@@ -898,7 +1215,7 @@ static void counting_free(void *, void *p, size_t bytes) {
 #define COUNTED(k) \
     static dt_status counting_##k(const dt_##k##_args *args, void *stream) { \
         seen.calls++; \
-        seen.wrong_streams += stream != &the_stream; \
+        seen.wrong_streams += stream != the_stream; \
         return dt_kernels_cuda()->k(args, stream); \
     }
 COUNTED(norm)
@@ -974,7 +1291,7 @@ static std::vector<double> run_chain(const dt_kernels *table) {
     dt_ctx_desc         desc;
     memset(&desc, 0, sizeof desc);
     desc.kernels = table;
-    desc.stream = &the_stream;
+    desc.stream = the_stream;
     dt_ctx *ctx = dt_ctx_make(desc);
     model   m;
     model_make(ctx, &m);
@@ -991,9 +1308,9 @@ static std::vector<double> run_chain(const dt_kernels *table) {
             std::vector<float> host(unit->padded);
             dt_sgd_args        args = { DT_F32, unit->data, unit->grad, NULL, unit->padded, 0.02, 0, 0.1, 1, step,
                                         DT_F32, NULL };
-            ctx->kernels.move(host.data(), unit->grad, unit->padded * sizeof(float), &the_stream);
+            ctx->kernels.move(host.data(), unit->grad, unit->padded * sizeof(float), the_stream);
             if (step == 1) out.insert(out.end(), host.begin(), host.end());
-            CHECK(ctx->kernels.sgd(&args, &the_stream) == DT_OK);
+            CHECK(ctx->kernels.sgd(&args, the_stream) == DT_OK);
         }
         dt_clear_grads(ctx);
     }
@@ -1008,8 +1325,12 @@ static std::vector<double> run_chain(const dt_kernels *table) {
 }
 
 static void test_chain() {
+    dt_cuda_desc        desc = { 0, NULL };
+    char                text[64] = "";
     std::vector<double> want = run_chain(dt_kernels_cpu()), first;
     const dt_kernels    table = mixed_table();
+    the_stream = dt_cuda_open(desc, text, sizeof text);
+    if (!CHECK_MSG(the_stream, "%s", text)) return;
     for (const auto &o : ORDERS) {
         memset(&seen, 0, sizeof seen);
         dtc_set_order(o.order, o.seed);
@@ -1027,31 +1348,37 @@ static void test_chain() {
         CHECK(seen.wrong_streams == 0);
         CHECK_MSG(seen.calls == 6 * (2 * 9 + 2), "%zu kernel calls", seen.calls); // 9 a block, 2 the loss
     }
+    dt_cuda_close(the_stream);
 }
 
 static void quiet(void *, int, int, const char *) {}
 
-// The bare table: what is missing is named, a bad label and a lost device are errors of the context.
+// What is missing is named, a bad label is an error where the loss is read, a lost device one at once.
 static void test_op_errors() {
     dt_host     host = *dt_host_default();
+    dt_kernels  table = *dt_kernels_cuda();
     dt_ctx_desc desc;
     host.log = quiet;
+    table.mse = NULL;
     memset(&desc, 0, sizeof desc);
-    desc.kernels = dt_kernels_cuda();
+    desc.kernels = &table;
     desc.host = &host;
     for (int mistake = 0; mistake < 4; mistake++) {
-        const char *const texts[] = { "kernel init on cuda: not available", "kernel unary on cuda: not available",
-                                      "dt_cross_entropy(dt_input): label 3 at place 1", "DT_ERR_DEVICE" };
+        const char *const texts[] = { "kernel mse on cuda: not available", "kernel unary on cuda: not available",
+                                      "a label or a row outside of its table", "DT_ERR_DEVICE" };
         const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
         const float       x[6] = { 0 };
         const int32_t     labels[2] = { 0, 3 };
         dt_ctx           *ctx = dt_ctx_make(desc);
-        if (mistake == 0) dt_gelu(dt_param(ctx, "w", DT_SHAPE(3), DT_NORMAL(1.0)));
-        if (mistake == 1) dt_gelu(dt_input(ctx, DT_F64, DT_SHAPE(3), x));
-        if (mistake == 2)
-            dt_cross_entropy(dt_input(ctx, DT_F32, DT_SHAPE(2, 3), x), dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 2);
+        dt_tensor        *t = dt_input(ctx, mistake == 1 ? DT_F64 : DT_F32, DT_SHAPE(2, 3), x);
+        if (mistake == 0) dt_mse(t, t, 1);
+        if (mistake == 1) dt_gelu(t);
+        if (mistake == 2) {
+            dt_tensor *loss = dt_cross_entropy(t, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 2);
+            CHECK(dt_error(ctx) == DT_OK);
+            dt_item(loss);
+        }
         if (mistake == 3) {
-            dt_tensor *t = dt_input(ctx, DT_F32, DT_SHAPE(6), x);
             DT_LAUNCH(stuck, 1, 64, 0, 0, 3);
             dt_gelu(t);
             CHECK(dtc_error() != NULL);
@@ -1086,7 +1413,7 @@ static void test_default() {
         dt_ctx_free(ctx);
     }
     CHECK(notices.empty());
-    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver };
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
     for (desc.rank = 0; desc.rank < 3; desc.rank++) {
         dt_ctx *ctx = dt_ctx_make(desc);
         CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cpu") && dt_error(ctx) == DT_OK);
@@ -1102,13 +1429,8 @@ static void test_default() {
     dtc_this_machine = here;
 }
 
-int main() {
-    test_fill();
-    test_copy();
-    test_reduce();
+static void test_in_type() {
     test_binary();
-    test_permute();
-    test_cast();
     test_unary();
     test_glu();
     test_dropout();
@@ -1120,10 +1442,26 @@ int main() {
     test_embedding();
     test_norm();
     test_cross_entropy();
+    test_mse();
     test_square_sums();
     test_optimizers();
-    test_several_rounds();
+}
+
+int main() {
+    test_fill();
+    test_copy();
+    test_reduce();
+    test_permute();
+    test_cast();
+    test_init();
+    for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
+        TYPE = type;
+        test_in_type();
+    }
+    test_signs();
+    if (CUDA_ORDERS > 1) test_several_rounds();
     test_types();
+    test_bad_indices();
     test_memory_and_errors();
     test_ready();
     test_chain();
