@@ -2909,9 +2909,9 @@ static __device__ int next_keys(const task &s, int sequence, int row0, int rows,
 }
 
 /* The first tile of queries from i on; they come once for each head of a group. */
-struct turn { int head, tile; };
+struct visit { int head, tile; };
 
-static __device__ turn next_queries(const task &s, int sequence, int row0, int rows, turn i) {
+static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, visit i) {
     span k = span_of(s.k, sequence, row0, rows);
     for (; i.head < s.group; i.head++, i.tile = 0)
         for (; i.tile < s.q.tiles; i.tile++)
@@ -3331,7 +3331,7 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
     float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
     int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
-    auto     fetch = [&](turn i, int stage) {
+    auto     fetch = [&](visit i, int stage) {
         int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
         fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
                                              query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
@@ -3341,7 +3341,7 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
         cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
-    turn next = { 0, 0 };
+    visit next = { 0, 0 };
     next = next_queries(s, sequence, row0, F::ROWS, next);
     fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
     if (next.head < s.group) fetch(next, 0);
