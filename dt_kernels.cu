@@ -63,9 +63,12 @@
     extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
 #else
 #define KERNEL __global__ void
 #define UNROLL
+#define UNROLL_BY(n)
 #endif
 
 // ==== 1. Launching, queues ==========================================================================================
@@ -2435,16 +2438,6 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 
 // ==== 15. Matrix product ============================================================================================
 
-/* Sums live in registers, which only loops of constant length that are unrolled can index. */
-#ifdef __CUDACC__
-#define UNROLL _Pragma("unroll")
-#define UNROLL_BY(n) DT_PRAGMA(unroll n)
-#define DT_PRAGMA(x) _Pragma(#x)
-#else
-#define UNROLL
-#define UNROLL_BY(n)
-#endif
-
 /* ---- what tensor cores are fed with ---- */
 
 /* Each wrapper is one PTX instruction, or what a test puts in its place. mma: d (16,8) += a (16,16) b (16,8); lane
@@ -2499,7 +2492,8 @@ static float exp2_of(float x) { return exp2f(x); }
 static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
 static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
 static void copy16(void *shared, const void *global, bool there) {
-    dtc_cp_async16(shared, there ? global : NULL, there ? 16 : 0);
+    alignas(16) static const char none[16] = { 0 };
+    dtc_cp_async16(shared, there ? global : none, there ? 16 : 0);
 }
 static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
@@ -2915,9 +2909,9 @@ static __device__ int next_keys(const task &s, int sequence, int row0, int rows,
 }
 
 /* The first tile of queries from i on; they come once for each head of a group. */
-struct turn { int head, tile; };
+struct visit { int head, tile; };
 
-static __device__ turn next_queries(const task &s, int sequence, int row0, int rows, turn i) {
+static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, visit i) {
     span k = span_of(s.k, sequence, row0, rows);
     for (; i.head < s.group; i.head++, i.tile = 0)
         for (; i.tile < s.q.tiles; i.tile++)
@@ -3337,7 +3331,7 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
     float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
     int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
-    auto     fetch = [&](turn i, int stage) {
+    auto     fetch = [&](visit i, int stage) {
         int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
         fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
                                              query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
@@ -3347,7 +3341,7 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
         cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
-    turn next = { 0, 0 };
+    visit next = { 0, 0 };
     next = next_queries(s, sequence, row0, F::ROWS, next);
     fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
     if (next.head < s.group) fetch(next, 0);
