@@ -55,6 +55,17 @@
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
 #endif
 
+/* Products by cuBLASLt where nvcc finds it, and by the kernels here where it refuses: -DDT_NO_CUBLASLT for these alone.
+   Other compilers take it on request. */
+#if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && defined(__has_include)
+#if __has_include(<cublasLt.h>)
+#define DT_CUBLASLT
+#endif
+#endif
+#ifdef DT_CUBLASLT
+#include <cublasLt.h>
+#endif
+
 /* A test runs this file on a CPU (tests/cuda_on_cpu.h): there a launch is a call, and a kernel is static already. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
@@ -98,7 +109,10 @@ struct cuda_queue {
     int          device;
     bool         own; /* the stream was made here */
     int         *bad; /* pinned: not 0 if a kernel met an index outside of its table, see section 9 */
+    struct blas *blas; /* NULL before the first product; see section 15 */
 };
+
+static void blas_close(struct blas *blas);
 
 static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
 
@@ -227,6 +241,7 @@ extern "C" void dt_cuda_close(void *p) {
     if (!queue) return;
     cudaStreamSynchronize(queue->stream);
     if (queue->own) cudaStreamDestroy(queue->stream);
+    blas_close(queue->blas);
     cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
@@ -2810,8 +2825,234 @@ static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
     return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
 }
 
+/* ---- by cuBLASLt ---- */
+
+#ifdef DT_CUBLASLT
+/* All that an algorithm depends on; compared as bytes. Alignments are those of the pointers, up to 256. */
+struct product_key {
+    int64_t  m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
+    size_t   work_bytes;
+    int      dtype, wide, trans_a, trans_b, epilogue, adds;
+    unsigned align_a, align_b, align_c, align_d;
+};
+
+/* A product that cuBLASLt has been asked for: column-major, so that C^T = B^T A^T is what it computes. */
+struct product_plan {
+    product_key                  key;
+    bool                         used, works;
+    cublasLtMatmulDescOpaque_t   what;
+    cublasLtMatrixLayoutOpaque_t a, b, c;
+    cublasLtMatmulAlgo_t         algorithm;
+    size_t                       workspace;
+};
+
+/* A plan lies at one of TRIES places from its hash on; when others lie there the first gives way. */
+enum { PLANS = 256, TRIES = 4 };
+
+struct blas {
+    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
+    bool             gelu;   /* its GELU is no slower than one apart: since Hopper */
+    product_plan     plans[PLANS];
+};
+
+static void blas_close(blas *b) {
+    if (b && b->handle) cublasLtDestroy(b->handle);
+    free(b);
+}
+
+static blas *blas_of(cuda_queue *queue) {
+    int major = 0;
+    if (queue->blas) return queue->blas;
+    queue->blas = (blas *)calloc(1, sizeof *queue->blas);
+    if (!queue->blas) return NULL;
+    if (cublasLtCreate(&queue->blas->handle) != CUBLAS_STATUS_SUCCESS) queue->blas->handle = NULL;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, queue->device) == cudaSuccess)
+        queue->blas->gelu = major >= 9;
+    return queue->blas;
+}
+
+static unsigned alignment_of(const void *p) {
+    size_t low = (size_t)p & (~(size_t)p + 1);
+    return low == 0 || low > 256 ? 256 : (unsigned)low;
+}
+
+static cudaDataType_t number_of(int dtype) {
+    return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+/* rows and columns as stored by rows: the other way round by columns. */
+static void layout_of(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols, int64_t ld, int64_t batch,
+    int64_t stride) {
+    int32_t count = (int32_t)batch;
+    cublasLtMatrixLayoutInit(l, number_of(dtype), (uint64_t)cols, (uint64_t)rows, ld);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+#define SET(name, value) \
+    cublasLtMatmulDescSetAttribute(&p->what, CUBLASLT_MATMUL_DESC_##name, &(value), sizeof(value))
+#define PREFER(name, value) \
+    cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
+
+/* Sums in parts are added in f32, so that a result is rounded once. */
+static void plan_make(blas *b, product_plan *p, const product_key &key) {
+    cublasLtMatmulPreferenceOpaque_t wish;
+    cublasLtMatmulHeuristicResult_t  best;
+    cublasOperation_t                op_a = key.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t                op_b = key.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t               epilogue = (cublasLtEpilogue_t)key.epilogue;
+    uint32_t                         schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    int                              found = 0, to = key.wide ? (int)DT_F32 : key.dtype;
+    p->key = key;
+    p->used = true;
+    cublasLtMatmulDescInit(&p->what, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    SET(EPILOGUE, epilogue);
+    SET(EPILOGUE_AUX_LD, key.ldc);
+    SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
+    layout_of(&p->a, key.dtype, key.trans_b ? key.n : key.k, key.trans_b ? key.k : key.n, key.ldb, key.batch,
+              key.stride_b);
+    layout_of(&p->b, key.dtype, key.trans_a ? key.k : key.m, key.trans_a ? key.m : key.k, key.lda, key.batch,
+              key.stride_a);
+    layout_of(&p->c, to, key.m, key.n, key.ldc, key.batch, key.stride_c);
+    cublasLtMatmulPreferenceInit(&wish);
+    PREFER(MAX_WORKSPACE_BYTES, key.work_bytes);
+    PREFER(REDUCTION_SCHEME_MASK, schemes);
+    PREFER(MIN_ALIGNMENT_A_BYTES, key.align_b);
+    PREFER(MIN_ALIGNMENT_B_BYTES, key.align_a);
+    PREFER(MIN_ALIGNMENT_C_BYTES, key.align_c);
+    PREFER(MIN_ALIGNMENT_D_BYTES, key.align_d);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(b->handle, &p->what, &p->a, &p->b, &p->c, &p->c, &wish, 1,
+                                                           &best, &found);
+    p->works = status == CUBLAS_STATUS_SUCCESS && found > 0 && best.state == CUBLAS_STATUS_SUCCESS;
+    if (!p->works) return;
+    p->algorithm = best.algo;
+    p->workspace = best.workspaceSize;
+}
+#undef PREFER
+
+static product_plan *plan_of(blas *b, const product_key &key) {
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof key; i++) hash = (hash ^ ((const unsigned char *)&key)[i]) * 1099511628211u;
+    product_plan *first = NULL;
+    for (int i = 0; i < TRIES; i++) {
+        product_plan *p = &b->plans[((hash >> 32) + i) % PLANS];
+        if (p->used && memcmp(&p->key, &key, sizeof key) == 0) return p;
+        if (!first || (first->used && !p->used)) first = p;
+    }
+    plan_make(b, first, key);
+    return first;
+}
+
+/* How a call is shared: the library's epilogue, and what is left in `rest` for a kernel after it. from: where the
+   library reads what it adds, or NULL; to: where it writes. False: not its work. */
+struct blas_split {
+    cublasLtEpilogue_t epilogue;
+    dt_matmul_args     rest;
+    const void        *from;
+    void              *to;
+    bool               more; /* something is left */
+};
+
+/* GELU with the value before it, or its derivative from that value, at once. */
+static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
+    bool aux = !a.before || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) && (size_t)a.before % 16 == 0);
+    if (a.activation != DT_ACT_GELU || !aux || (a.derivative && a.bias) || (a.bias && (size_t)a.bias % 16)) return false;
+    if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
+    else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    s->rest.bias = NULL;
+    s->rest.before = NULL;
+    s->rest.activation = s->rest.derivative = 0;
+    return true;
+}
+
+static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
+    bool plain = !a.activation && !a.derivative && !a.before;
+    if (a.wide && a.dtype != DT_F32 && (a.bias || a.residual || !plain)) return false;
+    if (a.accumulate && (a.residual || !plain)) return false;
+    s->rest = a;
+    s->rest.accumulate = 0;
+    s->from = a.accumulate ? a.c : NULL;
+    s->to = a.c;
+    if (!gelu || !split_gelu(a, s)) {
+        bool bias = a.bias && (size_t)a.bias % 16 == 0;
+        s->epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        if (bias) s->rest.bias = NULL;
+        if (a.accumulate && s->rest.bias) return false;
+        if (a.residual && plain && !s->rest.bias) s->from = a.residual, s->rest.residual = NULL;
+        if (a.before && !a.derivative && !s->rest.bias) s->to = a.before, s->rest.before = NULL;
+    }
+    s->more = s->rest.bias || s->rest.before || s->rest.activation || s->rest.residual || s->to != a.c;
+    return true;
+}
+
+/* What is left of each element, which the library has written at `from`, rounded. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) matmul_rest_kernel(dt_matmul_args a, const T *from) {
+    for (size_t i = flat_first(1); i < (size_t)(a.batch * a.m * a.n); i += flat_step(1)) {
+        int64_t row = (int64_t)i / a.n, col = (int64_t)i % a.n;
+        int64_t at = row / a.m * a.stride_c + row % a.m * a.ldc + col;
+        finish<T>(a, at, col, widen(from[at]));
+    }
+}
+
+static dt_status matmul_rest(const blas_split &s, void *stream) {
+    const dt_matmul_args &a = s.rest;
+    size_t                count = (size_t)(a.batch * a.m * a.n);
+    if (!s.more) return launched();
+    if (a.dtype == DT_F32) LAUNCH(matmul_rest_kernel<float>, count, BLOCK, stream, a, (const float *)s.to);
+    else if (a.dtype == DT_BF16) LAUNCH(matmul_rest_kernel<bf16>, count, BLOCK, stream, a, (const bf16 *)s.to);
+    else LAUNCH(matmul_rest_kernel<f16>, count, BLOCK, stream, a, (const f16 *)s.to);
+    return launched();
+}
+
+static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
+    product_key key;
+    memset(&key, 0, sizeof key); /* what lies between members too */
+    key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
+    key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
+    key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
+    key.work_bytes = (size_t)a.work % 16 == 0 ? a.work_bytes : 0;
+    key.dtype = a.dtype, key.wide = a.wide, key.trans_a = a.trans_a != 0, key.trans_b = a.trans_b != 0;
+    key.epilogue = (int)s.epilogue, key.adds = s.from != NULL;
+    key.align_a = alignment_of(a.a), key.align_b = alignment_of(a.b);
+    key.align_c = alignment_of(s.from ? s.from : s.to), key.align_d = alignment_of(s.to);
+    return key;
+}
+
+/* False: the library cannot, and nothing has been done. */
+static bool blas_matmul(const dt_matmul_args &a, cuda_queue *queue, dt_status *status) {
+    blas         *b = a.k > 0 && a.batch <= INT32_MAX ? blas_of(queue) : NULL;
+    blas_split    s;
+    product_plan *p = NULL;
+    float         one = 1, adds;
+    if (!b || !b->handle) return false;
+    for (int gelu = b->gelu; gelu >= 0 && (!p || !p->works); gelu--) {
+        if (!split_call(a, gelu, &s)) return false;
+        p = plan_of(b, key_of(a, s));
+    }
+    if (!p->works) return false;
+    adds = s.from ? 1.0f : 0.0f;
+    SET(BIAS_POINTER, a.bias);
+    SET(EPILOGUE_AUX_POINTER, a.before);
+    cublasStatus_t done = cublasLtMatmul(b->handle, &p->what, &one, a.b, &p->a, a.a, &p->b, &adds,
+                                         s.from ? s.from : s.to, &p->c, s.to, &p->c, &p->algorithm, a.work,
+                                         p->workspace, queue->stream);
+    p->works = done == CUBLAS_STATUS_SUCCESS;
+    if (p->works) *status = matmul_rest(s, queue);
+    return p->works;
+}
+#undef SET
+#else
+static void blas_close(struct blas *) {}
+static bool blas_matmul(const dt_matmul_args &, cuda_queue *, dt_status *) { return false; }
+#endif
+
 static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     dt_matmul_args a = *args;
+    dt_status      status = DT_OK;
     if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
         (a.derivative && !a.before)) return DT_ERR_ARG;
@@ -2819,8 +3060,10 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
     if (a.ldc == 0) a.ldc = a.n;
+    if (a.m == 0 || a.n == 0) return launched();
+    if (stream && blas_matmul(a, (cuda_queue *)stream, &status)) return status;
     if (a.m >= INT32_MAX - SIDE || a.n >= INT32_MAX - SIDE || a.k >= INT32_MAX - STEP) return DT_ERR_UNSUPPORTED;
-    return a.m == 0 || a.n == 0 ? launched() : own_matmul(a, stream);
+    return own_matmul(a, stream);
 }
 
 // ==== 16. Attention =================================================================================================

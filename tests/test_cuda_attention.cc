@@ -43,7 +43,9 @@ static arrays product_arrays(const product &p, const dt_matmul_args &m) {
     return x;
 }
 
-static void compare_product(const product &p, size_t orders = 3) {
+static void *the_queue; // NULL; test_cuda_blas.cc has one
+
+static void compare_product(const product &p, size_t orders = 3, double grain = 0) {
     dt_matmul_args m;
     memset(&m, 0, sizeof m);
     m.dtype = p.dtype;
@@ -55,6 +57,7 @@ static void compare_product(const product &p, size_t orders = 3) {
     m.stride_c = m.ldc * p.m + p.gap;
     arrays start = product_arrays(p, m);
     if (p.gap == 0) m.lda = m.ldb = m.ldc = 0; // dense
+    start[0].grain = start[5].grain = grain;
     m.activation = p.activation, m.derivative = p.derivative, m.accumulate = p.accumulate, m.wide = p.wide;
     compare(name_of(p), start, [=](const dt_kernels *t, arrays &x) {
         dt_matmul_args args = m;
@@ -63,7 +66,8 @@ static void compare_product(const product &p, size_t orders = 3) {
         args.residual = p.residual ? x[4].data() : NULL;
         args.before = p.before || p.derivative ? x[5].data() : NULL;
         args.work = x[6].data(), args.work_bytes = x[6].bytes();
-        return t->matmul(&args, NULL);
+        dt_status status = t->matmul(&args, the_queue);
+        return status == DT_OK && t->sync ? t->sync(the_queue) : status;
     }, orders);
 }
 
