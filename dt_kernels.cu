@@ -6,11 +6,10 @@
 
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
-   DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL (init, matmul, attention, mse and their backwards) are
-   answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
-   reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
-   a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate but for a queue (scratch is the caller's), keep state, choose a device (the thread's current one
+   is used), add with atomics. f32, bf16 and f16 are served; f64 and i32 by fill, copy, permute, cast and reduce too,
+   f64 by init, because a loss is an f64 scalar. Parameters and their state are f32, with a copy in 16 bits. All else,
+   and a reduction of more than MAX_INPUTS inputs of 16 bits, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
      1. Launching, queues
@@ -23,21 +22,26 @@
      8. Sums over a dimension
      9. Maxima and places
     10. Normalisation and softmax
-    11. Rope and dropout
+    11. Rope; the counter RNG: dropout, init
     12. Embedding
-    13. Cross-entropy
+    13. Losses
     14. Norm and optimizers
     15. The table
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
-   build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
-   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. What has nothing
-   to contract gives the CPU's bits: fill, copy, permute, cast, reduce, max, topk, spread, embedding and its backward,
-   square_sums; binary and dropout too, unless they accumulate. Never compile this file with -use_fast_math: nvcc
-   defines no macro by which it could be refused here.
+   SPEED. All these kernels wait for memory. So each number is read and written once where that can be: 16 bytes at a
+   time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and places are served element by
+   element.
+
+   ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
+   gives the same bits on the same build. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
+   one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
+   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. What has nothing to contract gives the CPU's
+   bits: fill, copy, permute, cast, reduce, max, topk, spread, uniform init, embedding and its backward, square_sums;
+   binary and dropout too, unless they accumulate. What a NaN carries is nobody's business. Never compile this file with
+   -use_fast_math: nvcc defines no macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
-   sync: that is how CUDA works. */
+   sync: that is how CUDA works. An index outside of its table shows in sync as DT_ERR_ARG: see section 9. */
 
 #include "dt_tensor.h"
 
@@ -193,6 +197,10 @@ struct f16 { uint16_t bits; };
 #define BY_TYPE(dtype, f, ...) \
     ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
                                                : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
+
+/* The table's function for kernel k from k<T>. */
+#define TYPED(k) \
+    static dt_status cuda_##k(const dt_##k##_args *a, void *stream) { return BY_TYPE(a->dtype, k, a, stream); }
 
 static __device__ float  widen(float x) { return x; }
 static __device__ double widen(double x) { return x; }
@@ -636,8 +644,7 @@ static dt_status binary(const dt_binary_args *a, void *stream) {
     LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
     return launched();
 }
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+TYPED(binary)
 
 /* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
 template <class T, int N>
@@ -822,8 +829,7 @@ static dt_status unary(const dt_unary_args *a, void *stream) {
     LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+TYPED(unary)
 
 /* in may be NULL for the kinds whose slope does not depend on it. */
 template <class T>
@@ -845,10 +851,7 @@ static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
     LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, unary_back, a, stream);
-}
+TYPED(unary_back)
 
 /* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
 template <class T>
@@ -872,8 +875,7 @@ static dt_status glu(const dt_glu_args *a, void *stream) {
     LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
     return launched();
 }
-
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+TYPED(glu)
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
@@ -902,14 +904,11 @@ static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
     LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
     return launched();
 }
-
-static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, glu_back, a, stream);
-}
+TYPED(glu_back)
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+/* As on the CPU, bit for bit: by way of double, which holds every number of the other types. From there to 16 bits it
    goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
    rounding gives what one would have. */
 static __device__ float to_odd(double x) {
@@ -1129,15 +1128,15 @@ static dt_status sum(const dt_sum_args *a, void *stream) {
     }
     return launched();
 }
-
-static dt_status cuda_sum(const dt_sum_args *a, void *stream) { return BY_TYPE(a->dtype, sum, a, stream); }
+TYPED(sum)
 
 // ==== 9. Maxima and places ==========================================================================================
 
 /* Indices come from the caller's data, and one outside the table must not be used. To look at them here would stop the
    queue in every step, so the kernels look: for them a wrong index is none, and a word in pinned memory tells of it.
-   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in tests
-   of single kernels, there is no such word: the host reads the indices, and the answer is this call's, as on the CPU. */
+   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in
+   tests of single kernels, there is no such word: the host reads the indices, and the answer is at once, as on the
+   CPU. */
 static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *queue) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
@@ -1214,8 +1213,7 @@ static dt_status topk(const dt_topk_args *a, void *stream) {
     LAUNCH(topk_kernel<T>, a->rows, BLOCK, stream, *a);
     return launched();
 }
-
-static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE(a->dtype, topk, a, stream); }
+TYPED(topk)
 
 /* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
 template <class T>
@@ -1239,8 +1237,7 @@ static dt_status spread(const dt_spread_args *a, void *stream) {
     LAUNCH(spread_kernel<T>, a->outer * a->inner, BLOCK, stream, *a, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_TYPE(a->dtype, spread, a, stream); }
+TYPED(spread)
 
 // ==== 10. Normalisation and softmax =================================================================================
 
@@ -1326,14 +1323,13 @@ static dt_status norm(const dt_norm_args *a, void *stream) {
     LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_norm(const dt_norm_args *a, void *stream) { return BY_TYPE(a->dtype, norm, a, stream); }
+TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
-   most K packs for each of G threads: a block leaves the sums over its rows, (2,parts,cols) of scratch for all blocks. */
+   most K packs for each of G threads: a block leaves the sums over its rows in scratch, (2,parts,cols) of all. */
 template <int N, int G, int K>
 static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
     __shared__ float total[G < BLOCK ? G * K * N : 1];
@@ -1493,10 +1489,7 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     if (a->dbias) launch_sums<float>(dbias, stream);
     return launched();
 }
-
-static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, norm_back, a, stream);
-}
+TYPED(norm_back)
 
 /* out may be in: a thread meets its own columns only. */
 template <class T, int N, int G>
@@ -1526,8 +1519,7 @@ static dt_status softmax(const dt_softmax_args *a, void *stream) {
     if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
+TYPED(softmax)
 
 template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
@@ -1553,10 +1545,7 @@ static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
     LAUNCH_ROWS(softmax_back_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, softmax_back, a, stream);
-}
+TYPED(softmax_back)
 
 // ==== 11. Rope; the counter RNG: dropout, init ======================================================================
 
@@ -1595,7 +1584,8 @@ static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, con
 template <class T, int N>
 KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, int each) {
     __shared__ float2 turn[BLOCK];
-    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N, units = (int)(a.dim - a.rotary) / N + turning;
+    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N;
+    int units = (int)(a.dim - a.rotary) / N + turning; /* of a head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens; first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each, me = threadIdx.x;
         __syncthreads(); /* the angles before have been used */
@@ -1629,8 +1619,7 @@ static dt_status rope(const dt_rope_args *a, void *stream) {
     else LAUNCH((rope_kernel<T, 1>), a->tokens, each, stream, *a, rates, each);
     return launched();
 }
-
-static dt_status cuda_rope(const dt_rope_args *a, void *stream) { return BY_TYPE(a->dtype, rope, a, stream); }
+TYPED(rope)
 
 /* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
@@ -1681,8 +1670,7 @@ static dt_status dropout(const dt_dropout_args *a, void *stream) {
     if (a->cols > 0) LAUNCH(dropout_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, least);
     return launched();
 }
-
-static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) { return BY_TYPE(a->dtype, dropout, a, stream); }
+TYPED(dropout)
 
 /* Two words as a number in [0, 1) with 53 bits. */
 static __device__ double unit(unsigned high, unsigned low) {
@@ -1690,8 +1678,8 @@ static __device__ double unit(unsigned high, unsigned low) {
 }
 
 /* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform numbers, which are the
-   CPU's to the bit, or a Box-Muller pair, where the functions' last bits of a double may differ from the CPU's. A thread
-   has one counter. Number: what T is computed in. */
+   CPU's to the bit, or a Box-Muller pair, where the last bits of a double may differ from the CPU's. A thread has one
+   counter. Number: what T is computed in. */
 template <class T, class Number>
 KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.first % 2;
@@ -1756,10 +1744,7 @@ static dt_status embedding(const dt_embedding_args *a, void *stream) {
     LAUNCH(embedding_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding, a, stream);
-}
+TYPED(embedding)
 
 /* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
    pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
@@ -1839,10 +1824,10 @@ KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, 
         for (size_t first = 0; first < a.rows; first += PIECE) {
             int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
             for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
-                int64_t c = (int64_t)(u % chunks * 32 + lane) * N;
+                int64_t  c = (int64_t)(u % chunks * 32 + lane) * N;
+                const T *dout = (const T *)a.dout + first * a.cols;
                 if (c < cols)
-                    add_found(mine + u / chunks * cols, (const T *)a.dout + first * a.cols, c, cols, aligned, found, count,
-                        u / chunks);
+                    add_found(mine + u / chunks * cols, dout, c, cols, aligned, found, count, u / chunks);
             }
         }
         __syncthreads(); /* this list has been used */
@@ -1867,23 +1852,21 @@ static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
     if (status != DT_OK) return status;
     if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     LAUNCH(embedding_back_kernel<T>, (size_t)a->held, OWNED, stream, *a, sums, a->accumulate && !apart, bad_of(stream));
-    if (apart)
-        LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, (T *)a->dtable, (const float *)sums, all, a->accumulate);
+    T *table = (T *)a->dtable;
+    if (!apart) return launched();
+    LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, table, (const float *)sums, all, a->accumulate);
     return launched();
 }
-
-static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding_back, a, stream);
-}
+TYPED(embedding_back)
 
 // ==== 13. Losses ====================================================================================================
 
 /* A row of logits is a block's, because a vocabulary is long. */
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
-/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
-   it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
-   that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
+/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
+   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in
+   double, so that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
 template <class T>
 static __device__ double log_sum_exp(const T *x, int64_t n) {
     const int    N = pack<T>::N;
@@ -1968,10 +1951,7 @@ static dt_status cross_entropy(const dt_cross_entropy_args *args, void *stream) 
     if (!a.part) DT_LAUNCH(loss_total_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), a);
     return launched();
 }
-
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy, a, stream);
-}
+TYPED(cross_entropy)
 
 /* One block: a thread has every TOTAL_BLOCK-th row, of which it adds the parts in their order. */
 KERNEL __launch_bounds__(TOTAL_BLOCK, 1) cross_entropy_join_kernel(dt_cross_entropy_join_args a) {
@@ -2045,13 +2025,11 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
     if (a.rows > 0)
-        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
+        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a,
+            bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy_back, a, stream);
-}
+TYPED(cross_entropy_back)
 
 /* One block, because there is no scratch: for outputs of a model, not for its weights. */
 template <class T>
@@ -2075,8 +2053,7 @@ static dt_status mse(const dt_mse_args *a, void *stream) {
     DT_LAUNCH(mse_kernel<T>, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
     return launched();
 }
-
-static dt_status cuda_mse(const dt_mse_args *a, void *stream) { return BY_TYPE(a->dtype, mse, a, stream); }
+TYPED(mse)
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
@@ -2095,10 +2072,7 @@ static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
     LAUNCH(mse_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_mse_back(const dt_mse_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, mse_back, a, stream);
-}
+TYPED(mse_back)
 
 // ==== 14. Norm and optimizers =======================================================================================
 
@@ -2131,10 +2105,7 @@ static dt_status square_sums(const dt_square_sums_args *a, void *stream) {
     LAUNCH(square_sums_kernel<T>, a->count, (size_t)DT_RUN * RUNS_EACH, stream, *a, runs_in(a->count));
     return launched();
 }
-
-static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
-    return BY_TYPE(a->dtype, square_sums, a, stream);
-}
+TYPED(square_sums)
 
 /* Parameters and their state are f32; Narrow is the type of a copy of the parameters, which may be there. */
 #define BY_NARROW(a, f, ...) \

@@ -2210,7 +2210,7 @@ static dt_status dt__combine_back(dt_node *n) {
         const void *home = saved->home ? saved->home->data : rows->data;
         home = dt__rows_wide(ctx, op, dtype, home, room[1], e->sent * O);
         dt__rows_times(ctx, op, wide, product, dyw, home, 0, e->sent, O, 0);
-        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0 };
+        dt_sum_args sum = { wide, piece[5], product, (size_t)e->sent, (size_t)O, 1, 1, 0, 0, NULL, 0 };
         void       *dgates = dt_grad_raw(n, 1, &accumulate);
         if (!dgates || DT__KERNEL(ctx, op, sum, &sum) != DT_OK ||
             dt__rows_add(op, wide, dgates, choices, piece[5], e->choice, 1, accumulate, NULL) != DT_OK)
@@ -2338,7 +2338,7 @@ static dt_status dt__expert_back(dt_node *n) {
     dt_ctx           *ctx = x->ctx;
     dt__expert_sizes  s = dt__expert_of(w);
     dt_matmul_args    dx, dw;
-    dt_sum_args       db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0 };
+    dt_sum_args       db = { x->dtype, NULL, NULL, 1, 0, (size_t)s.out, 1, 0, 0, NULL, 0 };
     const char       *d = (const char *)dt__linear_turn(n);
     memset(&dx, 0, sizeof dx);
     memset(&dw, 0, sizeof dw);

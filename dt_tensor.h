@@ -450,7 +450,7 @@ typedef struct dt_kernels {
     void       (*close)(void *stream);
     void      *(*pin)(size_t bytes);                            /* host memory that moves at full speed, also after */
     void       (*unpin)(void *p, size_t bytes);                 /* move has returned; NULL: the host table's */
-    size_t      work_bytes;                                     /* the least scratch that products, attention and sums want */
+    size_t      work_bytes;                             /* the least scratch that products, attention and sums want */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY

@@ -351,8 +351,8 @@ static void compare_sum(size_t outer, size_t n, size_t inner, double scale, int 
     push(a, placement, outer * inner, 1 + (double)n, wide ? DT_F32 : TYPE);
     put(a, placement, outer * n * inner, EXACT);
     push(a, placement, room, SCRATCH);
-    check(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g, wide %d, room %zu", outer, n, inner, accumulate, scale,
-                   wide, room), a, [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g, wide %d, room %zu", outer, n, inner, accumulate,
+                   scale, wide, room), a, [=](const dt_kernels *t, arrays &x) {
               dt_sum_args args = { TYPE, x[0].data(), x[1].data(), outer, n, inner, scale, accumulate, wide,
                                    room ? x[2].data() : NULL, room * sizeof(float) };
               return t->sum(&args, NULL);
@@ -528,8 +528,8 @@ static void compare_embedding_back(const ids_case &c, int accumulate, int wide, 
     push_ids(a, c);
     push(a, placement, (size_t)c.held * c.cols, SCRATCH); // of f32
     bool room = dt_dtype_size(TYPE) == 2 && !wide;
-    check(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d", c.rows, c.cols,
-                   (long)c.first, (long)c.held, c.bad, accumulate, wide, strict), a,
+    check(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d", c.rows,
+                   c.cols, (long)c.first, (long)c.held, c.bad, accumulate, wide, strict), a,
           [=](const dt_kernels *t, arrays &x) {
               dt_embedding_back_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), c.rows, c.cols, c.first, c.held,
                                               accumulate, wide, room ? x[3].data() : NULL, room ? x[3].bytes() : 0,
@@ -613,8 +613,8 @@ static void compare_norm_back(const norm_case &c, int placement, size_t orders =
         memcpy(a[0].data(), dout.data(), dout.bytes());
         dout.floor = SCRATCH;
     }
-    check(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, wide %d, rms %d, room %zu", c.rows, c.cols, c.outputs,
-                   c.accumulate, c.wide, c.rms, c.room), a, [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, wide %d, rms %d, room %zu", c.rows, c.cols,
+                   c.outputs, c.accumulate, c.wide, c.rms, c.room), a, [=](const dt_kernels *t, arrays &x) {
               void *out[3];
               for (int k = 0; k < 3; k++) out[k] = c.outputs >> k & 1 ? x[(size_t)k].data() : NULL;
               dt_norm_back_args args = { TYPE, out[0], out[1], out[2], x[c.in_place ? 0 : 3].data(), x[4].data(),
@@ -726,8 +726,8 @@ static void compare_part(int64_t first, size_t cols, size_t vocab, double smooth
                                              smoothing, NULL, 0, x[6].data(), x[6].bytes(), x[0].d(), first, 40 };
               return t->cross_entropy(&args, NULL);
           });
-    check(dtc_text("cross_entropy_back of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing), a,
-          [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("cross_entropy_back of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing),
+          a, [=](const dt_kernels *t, arrays &x) {
               dt_cross_entropy_back_args args = { TYPE, x[4].data(), x[1].data(), x[2].data(), x[3].i(), rows, cols,
                                                   vocab, x[5].d(), 0.25, smoothing, 0.01, 0, x[6].data(), x[6].bytes(),
                                                   first, 40 };
@@ -933,8 +933,8 @@ static void compare_signs(size_t count, size_t parts, int placement, size_t room
     for (size_t k = 0; k < count; k += 3) v.f()[k] = 0;
     memset(a[0].data(), 0, a[0].bytes());
     check(dtc_text("sign_pack %zu in %zu, room %zu", count, parts, room), a, [=](const dt_kernels *t, arrays &x) {
-        dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts, x[4].data(),
-                                   x[4].bytes() };
+        dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts,
+                                   x[4].data(), x[4].bytes() };
         dt_status status = t->sign_pack(&args, NULL);
         size_t    part = parts ? count / parts / 8 : 0;
         for (size_t p = 0; p < parts && status == DT_OK; p++) {
@@ -1361,7 +1361,7 @@ static void test_op_errors() {
         const char *const texts[] = { "kernel mse on cuda: not available", "kernel unary on cuda: not available",
                                       "a label or a row outside of its table", "DT_ERR_DEVICE" };
         const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
-        const float       x[6] = { 0 };
+        const double      x[6] = { 0 };
         const int32_t     labels[2] = { 0, 3 };
         dt_ctx           *ctx = dt_ctx_make(desc);
         dt_tensor        *t = dt_input(ctx, mistake == 1 ? DT_F64 : DT_F32, DT_SHAPE(2, 3), x);
