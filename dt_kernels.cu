@@ -449,13 +449,11 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launched();
 }
 
-/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
-   pointers are in host memory. */
-enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
-struct reduce_places {
-    const void *in[MAX_INPUTS];
-    void       *out[MAX_OUTPUTS];
-    int         n, n_out;
+/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
+enum { MAX_INPUTS = 128 };
+struct reduce_inputs {
+    const void *p[MAX_INPUTS];
+    int         n;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
     bool        aligned;
@@ -481,43 +479,28 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
-   is computed in: steps in 16 bits would round each time. */
+/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. Number is what T is
+   computed in: steps in 16 bits would round each time. */
 template <class T, class Number>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
     const int N = pack<T>::N;
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
+        pack<T> x = load((const T *)in.p[0], i, count, in.aligned);
         Number  sum[N];
         for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
-        for (int r = 1; r < a.n; r++) {
-            x = load((const T *)a.in[r], i, count, a.aligned);
-            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
+        for (int r = 1; r < in.n; r++) {
+            x = load((const T *)in.p[r], i, count, in.aligned);
+            for (int k = 0; k < N; k++) sum[k] = combine(in.op, sum[k], (Number)widen(x.v[k]));
         }
-        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N && in.divisor > 0; k++) sum[k] /= (Number)in.divisor;
         for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
-        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
+        store(out, i, count, in.aligned, x);
     }
 }
 
-/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
-static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
-    reduce_places p;
-    p.n = p.n_out = 0;
-    p.op = a->op;
-    if (*done > 0) p.in[p.n++] = a->out;
-    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
-    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
-    p.out[p.n_out++] = a->out;
-    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
-    p.aligned = true;
-    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
-    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
-    return p;
-}
-
-/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
-   input that the first launch would overwrite cannot be read by a later one. */
+/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
+   order. But 16 bits would be rounded in between, and an input that the first launch would overwrite cannot be read by
+   a later one. */
 template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
@@ -525,11 +508,18 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_places p = reduce_launch(a, &done);
-        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
+        reduce_inputs in;
+        in.n = 0;
+        in.op = a->op;
+        if (done > 0) in.p[in.n++] = a->out;
+        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
+        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
+        in.aligned = aligned16(a->out);
+        for (int r = 0; r < in.n; r++) in.aligned = in.aligned && aligned16(in.p[r]);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
     }
     dt_status status = launched();
-    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
+    for (int k = 0; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }

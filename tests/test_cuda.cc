@@ -96,20 +96,6 @@ static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int al
             });
 }
 
-// More places than a launch writes get the result all the same.
-static void test_reduce_also() {
-    arrays a;
-    push(a, ALIGNED, 80 * 20, EXACT);
-    push(a, ALIGNED, 2 * 20, EXACT);
-    compare("reduce into 80 places", a, [=](const dt_kernels *t, arrays &x) {
-        const void *in[2] = { x[1].f(), x[1].f() + 20 };
-        void       *also[79];
-        for (int k = 0; k < 79; k++) also[k] = x[0].f() + 20 * (k + 1);
-        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, 20, DT_SUM, also, 79, 0 };
-        return t->reduce(&args, NULL);
-    });
-}
-
 static void test_reduce() {
     for (dt_op op : { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD }) {
         for (size_t count : COUNTS)
@@ -137,7 +123,6 @@ static void test_reduce() {
     args.dtype = DT_BF16; // nor 16-bit sums that would be rounded between two launches
     args.out = &x[0];
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
-    test_reduce_also();
 }
 
 // A tensor as a caller sees it: extents and strides in elements, of which 0 repeats.
