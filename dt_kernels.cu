@@ -974,9 +974,9 @@ static __device__ run run_of(run all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 lanes x 32 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
+/* A block of 32 lanes x 16 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
    the runs' sums are added in ascending order. The total of one column is for each of the first 32 N threads. */
-enum { COLUMNS = 32, RUNS = 32 };
+enum { COLUMNS = 32, RUNS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMNS + threadIdx.x; }
 
@@ -1074,9 +1074,9 @@ static void launch_sums(const sums &a, void *stream) {
     else launch_column_sums<T, 1>(a, stream);
 }
 
-/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+/* Blocks that fill a GPU, for which sums are cut into parts: four for each of the 132 multiprocessors of an H100. A
    number of its own for every device would give every device its own sums. */
-enum { FILL = 264 };
+enum { FILL = 528 };
 
 template <class T>
 static size_t parts_for(const dt_sum_args *a) {
@@ -1420,7 +1420,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
 /* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
-    parts = parts < 2 * FILL ? parts : 2 * FILL;
+    parts = parts < FILL ? parts : FILL;
     return parts < room ? parts : room;
 }
 
@@ -1436,7 +1436,8 @@ template <class T, int N>
 static void norm_back_apart(const dt_norm_back_args *a, size_t parts, void *stream) {
     size_t tiles = parts * packs_in(a->cols, COLUMNS * N);
     if (tiles > 0)
-        DT_LAUNCH((norm_back_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
+        DT_LAUNCH((norm_back_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a,
+            parts);
     if (a->dx) LAUNCH((norm_back_rows_kernel<T, N, BLOCK>), a->rows, 1, stream, *a);
 }
 
@@ -1622,7 +1623,9 @@ KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least
         unsigned       word[4];
         for (int k = 0; k < N; k++) {
             if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
-            x.v[k] = word[N > 1 ? k % 4 : column % 4] < least ? 0 : x.v[k] * scale;
+            int      e = N > 1 ? k % 4 : (int)(column % 4); /* which word, without an index into registers */
+            unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
+            x.v[k] = mine < least ? 0 : x.v[k] * scale;
         }
         give((T *)a.out + row * a.cols + col, x, a.accumulate);
     });

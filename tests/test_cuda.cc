@@ -997,13 +997,13 @@ static void test_several_rounds() {
     }, 1);
     compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, ODD, 1);
     compare_norm_back({ 0, MAX_BLOCKS + 3, 2, 1, 0, 0, false, 3 }, ODD, 1);
-    compare_norm_back({ 0, 8 * 2 * FILL + 11, 4, 7, 0, 0, false, 2 * FILL }, ALIGNED, 1);
+    compare_norm_back({ 0, 8 * FILL + 11, 8, 7, 0, 0, false, FILL }, ALIGNED, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
     compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
     test_square_sums_rounds();
 
     arrays sums;
-    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 128 + 33, 8);
+    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 128 + 36, 8);
     push(sums, ALIGNED, 2 * sums[0].count, EXACT);
     compare("sum of columns, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
         dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 2, x[0].count, 1, 1, 0, NULL, 0 };
