@@ -1420,7 +1420,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
 /* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
-    parts = parts < FILL ? parts : FILL;
+    parts = parts < (size_t)FILL ? parts : (size_t)FILL;
     return parts < room ? parts : room;
 }
 
@@ -1784,7 +1784,6 @@ KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, 
                 if (c < a.cols) add_found<N>(mine + row * a.cols + c, dout, a.cols, found, count, (int)row);
             }
         }
-        __syncthreads(); /* this list has been used */
     }
 }
 
