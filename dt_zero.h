@@ -3841,6 +3841,7 @@ static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
+    d.kernels = dt_kernels_cpu();   /* a queue of its own would be another device's */
     f->why[0] = 0;
     f->newer = 0;
     f->aside = dt_ctx_make(d);

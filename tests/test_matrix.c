@@ -377,10 +377,14 @@ enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, N
 enum { MOST_RANKS = 32, MOST_MICROS = 16 };
 enum { BALANCE, Z, CHOICES, DROPPED, FELL, COUNTS = FELL + MAX_EXPERTS }; /* of a layer's router */
 
+static char folder[64]; /* of offload and checkpoints */
+enum { CHECKPOINT_NONE, CHECKPOINT_SAVE, CHECKPOINT_LOAD };
+
 /* Where the ranks of one run leave what is compared: full logical tensors, filled box by box. Shared memory, so that
    ranks may be processes. */
 typedef struct result {
     spec    s;
+    int     checkpoint;                 /* CHECKPOINT_*: beside training, or in its place */
     double  loss[MAX_STEPS], norm[MAX_STEPS];
     double  route[MAX_STEPS][MOST_LAYERS][COUNTS];
     int     params;
@@ -480,7 +484,6 @@ static dt_status adagrad(const dt_flat *f, void *user) {
     return status ? status : dt__sync(f->ctx);  /* what is offloaded is read by the host next */
 }
 
-static char folder[64]; /* of offload */
 
 /* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow 1e-18 up to 1e-10
    of a step, which says nothing of a layout. */
@@ -750,18 +753,28 @@ static void leave_bytes(job *j) {
     j->r->sent[rank][1] = (double)dt_comm_bytes(j->ctx, DT_AXIS_EP);
 }
 
+/* Saves what was trained, or takes what another layout has saved. */
+static void checkpoint(job *j, int saves) {
+    dt_checkpoint *c = dt_checkpoint_open(j->zero, (dt_checkpoint_desc){ .dir = folder, .background = 1 });
+    if (saves) dt_checkpoint_save(c);
+    else if (dt_checkpoint_load(c, NULL) != 1) dt_fail(j->ctx, DT_ERR_IO, "there is no checkpoint of step 1");
+    dt_checkpoint_close(c);
+}
+
 static void run_job(job *j) {
     spec     s = j->s;
     size_t   n = (size_t)(s.accum * s.micro * tokens_of(s)), width = (size_t)(heads_of(s) * s.dim);
     int32_t *numbers = (int32_t *)calloc(6 * n, sizeof *numbers);
     j->b = (batch){ numbers, numbers + n, numbers + 2 * n, numbers + 3 * n, numbers + 4 * n, numbers + 5 * n,
         (double *)calloc(n * width, 8), (double *)calloc(n * OUT, 8), 0 };
+    if (j->r->checkpoint == CHECKPOINT_LOAD) checkpoint(j, 0);
     for (j->step = 1; j->step <= s.steps && dt_error(j->ctx) == DT_OK; j->step++) {
-        train_step(j);
+        if (j->r->checkpoint != CHECKPOINT_LOAD) train_step(j);
         if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
     }
     leave_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
     leave_bytes(j);
+    if (j->r->checkpoint == CHECKPOINT_SAVE) checkpoint(j, 1);
     free(numbers);
     free(j->b.x);
     free(j->b.y);
@@ -1484,6 +1497,33 @@ static dt_status never(dt_ctx *ctx, void *user) {
     return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
 }
 
+/* What ranks on some devices save others load, with the same bits. */
+static void check_checkpoint(void) {
+    static const char *const layouts[] = { "dp=2,tp=2,devices=3,late=11,type=1,layers=2,heads=2,dim=4,stage=3,accum=2",
+        "dp=3,devices=2,late=12,type=1,layers=2,heads=4,dim=4,stage=1,offload=1,accum=2" };
+    verdict v = { 0 };
+    spec    s[2];
+    CHECK(parse_spec(layouts[0], &s[0]) && parse_spec(layouts[1], &s[1]));
+    result *b = result_make(alone_of(s[0]), NULL);
+    run_ranks(&v, "one rank", b);
+    result *saved = result_make(s[0], b), *loaded = result_make(s[1], b);
+    saved->checkpoint = CHECKPOINT_SAVE;
+    loaded->checkpoint = CHECKPOINT_LOAD;
+    run_ranks(&v, "saved", saved);
+    loaded->loss[0] = saved->loss[0];
+    loaded->norm[0] = saved->norm[0];
+    memcpy(loaded->grad, saved->grad, sizeof saved->grad);
+    run_ranks(&v, "loaded", loaded);
+    if (!v.failed) compare_bits(&v, "a checkpoint", loaded, saved);
+    CHECK_MSG(!v.failed, "%s", v.why);
+    result_free(b);
+    result_free(saved);
+    result_free(loaded);
+    char line[100];
+    snprintf(line, sizeof line, "rm -r %s/*", folder);
+    CHECK(system(line) == 0);
+}
+
 /* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
 static void check_refusals(void) {
     dt_report   report;
@@ -1501,6 +1541,7 @@ static void check_refusals(void) {
     fake_cuda_reset();
 }
 #else
+static void check_checkpoint(void) {}
 static void check_refusals(void) {}
 #endif
 
@@ -1518,6 +1559,7 @@ int main(int argc, char **argv) {
     list_cases(seed, ON_DEVICES ? CASES : cases);
     int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
     for (int i = from; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
+    check_checkpoint();
     check_refusals();
     tell(seed, ok && n == n_listed && cases >= CASES && from == 0);
     free(listed);
