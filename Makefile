@@ -65,7 +65,8 @@ EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
-RACES    = -fsanitize=thread -fno-inline -fno-thread-jumps -fno-builtin-memcpy -fno-builtin-memset
+RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fno-thread-jumps -fno-builtin-memcpy \
+           -fno-builtin-memset
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
@@ -145,9 +146,11 @@ GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
 $(GPU_TESTS): $(EMULATED)
 $(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
 $(B)/test_matrix_gpu: tests/test_matrix.c
+$(B)/test_cuda_blas: tests/test_cuda_attention.cc $(B)/fake_cuda.o
+$(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
-	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA \
+	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
 	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@

@@ -6,11 +6,10 @@
 
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
-   DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL (init, mse and its backward) are
-   answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
-   reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
-   a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate but for a queue (scratch is the caller's), keep state, choose a device (the thread's current one
+   is used), add with atomics. f32, bf16 and f16 are served; f64 and i32 by fill, copy, permute, cast and reduce too,
+   f64 by init, because a loss is an f64 scalar. Parameters and their state are f32, with a copy in 16 bits. All else,
+   and a reduction of more than MAX_INPUTS inputs of 16 bits, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
      1. Launching, queues
@@ -23,23 +22,28 @@
      8. Sums over a dimension
      9. Maxima and places
     10. Normalisation and softmax
-    11. Rope and dropout
+    11. Rope; the counter RNG: dropout, init
     12. Embedding
-    13. Cross-entropy
+    13. Losses
     14. Norm and optimizers
     15. Matrix product
     16. Attention
     17. The table
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
-   build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
-   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. What has nothing
-   to contract gives the CPU's bits: fill, copy, permute, cast, reduce, max, topk, spread, embedding and its backward,
-   square_sums; binary and dropout too, unless they accumulate. Never compile this file with -use_fast_math: nvcc
-   defines no macro by which it could be refused here.
+   SPEED. All these kernels wait for memory. So each number is read and written once where that can be: 16 bytes at a
+   time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and places are served element by
+   element.
+
+   ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
+   gives the same bits on the same build. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
+   one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
+   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. What has nothing to contract gives the CPU's
+   bits: fill, copy, permute, cast, reduce, max, topk, spread, uniform init, embedding and its backward, square_sums;
+   binary and dropout too, unless they accumulate. What a NaN carries is nobody's business. Never compile this file with
+   -use_fast_math: nvcc defines no macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
-   sync: that is how CUDA works. */
+   sync: that is how CUDA works. An index outside of its table shows in sync as DT_ERR_ARG: see section 9. */
 
 #include "dt_tensor.h"
 
@@ -55,6 +59,17 @@
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
 #endif
 
+/* Products by cuBLASLt where nvcc finds it, and by the kernels here where it refuses: -DDT_NO_CUBLASLT for these alone.
+   Other compilers take it on request. */
+#if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && defined(__has_include)
+#if __has_include(<cublasLt.h>)
+#define DT_CUBLASLT
+#endif
+#endif
+#ifdef DT_CUBLASLT
+#include <cublasLt.h>
+#endif
+
 /* A test runs this file on a CPU (tests/cuda_on_cpu.h): there a launch is a call, and a kernel is static already. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
@@ -63,9 +78,12 @@
     extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
 #else
 #define KERNEL __global__ void
 #define UNROLL
+#define UNROLL_BY(n)
 #endif
 
 // ==== 1. Launching, queues ==========================================================================================
@@ -95,7 +113,10 @@ struct cuda_queue {
     int          device;
     bool         own; /* the stream was made here */
     int         *bad; /* pinned: not 0 if a kernel met an index outside of its table, see section 9 */
+    struct blas *blas; /* NULL before the first product; see section 15 */
 };
+
+static void blas_close(struct blas *blas);
 
 static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
 
@@ -224,6 +245,7 @@ extern "C" void dt_cuda_close(void *p) {
     if (!queue) return;
     cudaStreamSynchronize(queue->stream);
     if (queue->own) cudaStreamDestroy(queue->stream);
+    blas_close(queue->blas);
     cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
@@ -251,6 +273,10 @@ struct f16 { uint16_t bits; };
 #define BY_TYPE(dtype, f, ...) \
     ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
                                                : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
+
+/* The table's function for kernel k from k<T>. */
+#define TYPED(k) \
+    static dt_status cuda_##k(const dt_##k##_args *a, void *stream) { return BY_TYPE(a->dtype, k, a, stream); }
 
 static __device__ float  widen(float x) { return x; }
 static __device__ double widen(double x) { return x; }
@@ -340,9 +366,8 @@ static __device__ float block_max(float v) {
     return most;
 }
 
-/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time. In memory
-   that is `aligned` a whole pack is one access; elsewhere, and at the ends, it is element by element, and what lies
-   before 0 or from `count` on is zero, and is not stored. */
+/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time, in one access
+   if it lies at a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
     enum { N = COUNT };
@@ -350,26 +375,18 @@ struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
 };
 
 template <int N, class T>
-static __device__ pack<T, N> load_pack(const T *p, int64_t i, int64_t count, bool aligned) {
-    if (aligned && i >= 0 && i + N <= count) return *reinterpret_cast<const pack<T, N> *>(p + i);
-    pack<T, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? p[i + k] : T();
-    return x;
-}
-
-template <class T>
-static __device__ pack<T> load(const T *p, int64_t i, int64_t count, bool aligned) {
-    return load_pack<pack<T>::N>(p, i, count, aligned);
-}
-
+static __device__ pack<T, N> take(const T *p) { return *reinterpret_cast<const pack<T, N> *>(p); }
 template <class T, int N>
-static __device__ void store(T *p, int64_t i, int64_t count, bool aligned, pack<T, N> x) {
-    if (aligned && i >= 0 && i + N <= count) {
-        *reinterpret_cast<pack<T, N> *>(p + i) = x;
-        return;
-    }
-    for (int k = 0; k < N; k++)
-        if (i + k >= 0 && i + k < count) p[i + k] = x.v[k];
+static __device__ void put(T *p, pack<T, N> x) { *reinterpret_cast<pack<T, N> *>(p) = x; }
+
+/* A pack that may be cut by the end of its array: what lies past it is zero. aligned: p + i is. */
+template <class T>
+static __device__ pack<T> load(const T *p, size_t i, size_t count, bool aligned) {
+    const int N = pack<T>::N;
+    if (aligned && i + N <= count) return take<N>(p + i);
+    pack<T> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k < count ? p[i + k] : T();
+    return x;
 }
 
 /* N numbers to compute with. */
@@ -380,32 +397,20 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
     return y;
 }
 
-/* The same from memory; `outside` is what is before 0 and from `count` on. */
 template <int N, class T>
-static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned, float outside = 0) {
-    if (aligned && i >= 0 && i + N <= count) return widened(load_pack<N>(p, i, count, true));
-    pack<float, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? widen(p[i + k]) : outside;
-    return x;
-}
+static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
-/* p[i..] (+)= N finished results, rounded once. */
+/* p[0..] (+)= N finished results, rounded once. */
 template <class T, int N>
-static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<float, N> x, int accumulate = 0) {
+static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
     pack<T, N> rounded;
     if (accumulate) {
-        pack<float, N> old = get<N>(p, i, count, aligned);
+        pack<float, N> old = get<N>(p);
         for (int k = 0; k < N; k++) x.v[k] += old.v[k];
     }
     for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
-    store(p, i, count, aligned, rounded);
+    put(p, rounded);
 }
-
-/* The same where all N are there, and aligned if they are a pack. */
-template <int N, class T>
-static __device__ pack<float, N> get_whole(const T *p) { return get<N>(p, 0, N, true); }
-template <class T, int N>
-static __device__ void give_whole(T *p, pack<float, N> x, int accumulate = 0) { give(p, 0, N, true, x, accumulate); }
 
 /* The same of one number. */
 template <class T>
@@ -432,26 +437,43 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* The same over rows of `cols` numbers, a pack of one row at a time: which pack number i is. */
-struct in_row { size_t row; int64_t col; };
+/* A walk calls f(.., by) for so many numbers at a time: packs where they are whole and aligned, else single ones. f is
+   compiled for both. */
+template <int COUNT>
+struct by { enum { N = COUNT }; };
+
+template <int N, class F>
+static __device__ void each_flat(size_t count, bool aligned, F f) {
+    size_t whole = aligned ? count / N * N : 0;
+    for (size_t i = flat_first(N); i < whole; i += flat_step(N)) f(i, by<N>());
+    for (size_t i = whole + flat_first(1); i < count; i += flat_step(1)) f(i, by<1>());
+}
+
+/* The same over rows of cols numbers: f(row, column, by). */
+template <int N, class F>
+static __device__ void each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
+    size_t each = aligned && cols % N == 0 ? N : 1, packs = cols / each;
+    for (size_t i = flat_first(1); i < rows * packs; i += flat_step(1)) {
+        size_t row = i / packs, col = (i - row * packs) * each;
+        if (each == N) f(row, col, by<N>());
+        else f(row, col, by<1>());
+    }
+}
 
 static __host__ __device__ size_t packs_in(size_t cols, int each) { return (cols + each - 1) / each; }
-
-static __device__ in_row in_row_of(size_t i, size_t packs, int each) {
-    size_t row = i / packs;
-    in_row at = { row, (int64_t)((i - row * packs) * each) };
-    return at;
-}
 
 // ==== 4. Fill, copy, reduce =========================================================================================
 
 template <class T, class Value>
 KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, Value value) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(out);
-    pack<T>   x;
-    for (int k = 0; k < N; k++) round_to(&x.v[k], value);
-    for (size_t i = flat_first(N); i < count; i += flat_step(N)) store(out, i, count, aligned, x);
+    T x;
+    round_to(&x, value);
+    each_flat<pack<T>::N>(count, aligned16(out), [&](size_t i, auto by) {
+        const int     N = decltype(by)::N;
+        pack<T, N> same;
+        for (int k = 0; k < N; k++) same.v[k] = x;
+        put(out + i, same);
+    });
 }
 
 template <class T, class Value>
@@ -499,13 +521,11 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launched();
 }
 
-/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
-   pointers are in host memory. */
-enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
-struct reduce_places {
-    const void *in[MAX_INPUTS];
-    void       *out[MAX_OUTPUTS];
-    int         n, n_out;
+/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
+enum { MAX_INPUTS = 128 };
+struct reduce_inputs {
+    const void *p[MAX_INPUTS];
+    int         n;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
     bool        aligned;
@@ -531,43 +551,28 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
-   is computed in: steps in 16 bits would round each time. */
+/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. Number is what T is
+   computed in: steps in 16 bits would round each time. */
 template <class T, class Number>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
-    const int N = pack<T>::N;
-    for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
-        Number  sum[N];
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
+    each_flat<pack<T>::N>(count, in.aligned, [&](size_t i, auto by) {
+        const int  N = decltype(by)::N;
+        pack<T, N> x = take<N>((const T *)in.p[0] + i);
+        Number     sum[N];
         for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
-        for (int r = 1; r < a.n; r++) {
-            x = load((const T *)a.in[r], i, count, a.aligned);
-            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
+        for (int r = 1; r < in.n; r++) {
+            x = take<N>((const T *)in.p[r] + i);
+            for (int k = 0; k < N; k++) sum[k] = combine(in.op, sum[k], (Number)widen(x.v[k]));
         }
-        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N && in.divisor > 0; k++) sum[k] /= (Number)in.divisor;
         for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
-        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
-    }
+        put(out + i, x);
+    });
 }
 
-/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
-static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
-    reduce_places p = { };
-    p.n = p.n_out = 0;
-    p.op = a->op;
-    if (*done > 0) p.in[p.n++] = a->out;
-    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
-    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
-    p.out[p.n_out++] = a->out;
-    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
-    p.aligned = true;
-    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
-    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
-    return p;
-}
-
-/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
-   input that the first launch would overwrite cannot be read by a later one. */
+/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
+   order. But 16 bits would be rounded in between, and an input that the first launch would overwrite cannot be read by
+   a later one. */
 template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
@@ -575,11 +580,18 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_places p = reduce_launch(a, &done);
-        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
+        reduce_inputs in;
+        in.n = 0;
+        in.op = a->op;
+        if (done > 0) in.p[in.n++] = a->out;
+        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
+        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
+        in.aligned = aligned16(a->out);
+        for (int r = 0; r < in.n; r++) in.aligned = in.aligned && aligned16(in.p[r]);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
     }
     dt_status status = launched();
-    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
+    for (int k = 0; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }
@@ -654,34 +666,23 @@ static __device__ float binary(int op, float x, float y) {
 }
 
 template <int N, class T>
-static __device__ pack<float, N> get_strided(const T *p, int64_t at, int64_t stride) {
-    if (stride != 0) return get<N>(p, at, at + N, true);
+static __device__ pack<float, N> get_strided(const T *p, int64_t stride) {
+    if (stride != 0) return get<N>(p);
     pack<float, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = widen(p[at]);
+    for (int k = 0; k < N; k++) x.v[k] = widen(*p);
     return x;
 }
 
-/* A thread reads its elements before it writes them, so out may be a or b. */
-template <class T>
-KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool aligned) {
-    const int N = pack<T>::N;
-    const T  *in_a = (const T *)a.a, *in_b = (const T *)a.b;
+/* N neighbours at a time. A thread reads its elements before it writes them, so out may be a or b. */
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<float, N> x = { { 0 } }, y = { { 0 } };
-        int64_t        at_a, at_b;
-        if (aligned) {
-            places(s, i, &at_a, &at_b);
-            x = get_strided<N>(in_a, at_a, s.a[s.nd - 1]);
-            y = get_strided<N>(in_b, at_b, s.b[s.nd - 1]);
-        } else {
-            for (int k = 0; k < N && i + k < count; k++) {
-                places(s, i + k, &at_a, &at_b);
-                x.v[k] = widen(in_a[at_a]);
-                y.v[k] = widen(in_b[at_b]);
-            }
-        }
+        int64_t at_a, at_b;
+        places(s, i, &at_a, &at_b);
+        pack<float, N> x = get_strided<N>((const T *)a.a + at_a, s.a[s.nd - 1]);
+        pack<float, N> y = get_strided<N>((const T *)a.b + at_b, s.b[s.nd - 1]);
         for (int k = 0; k < N; k++) x.v[k] = binary(a.op, x.v[k], y.v[k]);
-        give((T *)a.out, i, count, aligned, x, a.accumulate);
+        give((T *)a.out + i, x, a.accumulate);
     }
 }
 
@@ -690,12 +691,12 @@ static dt_status binary(const dt_binary_args *a, void *stream) {
     const int N = pack<T>::N;
     if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
     strided s = strided_of(a->shape, a->stride_a, a->stride_b);
-    bool    aligned = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
-    LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
+    bool    whole = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
+    if (whole) LAUNCH((binary_kernel<T, N>), count_of(&s), BLOCK * N, stream, *a, s, count_of(&s));
+    else LAUNCH((binary_kernel<T, 1>), count_of(&s), BLOCK, stream, *a, s, count_of(&s));
     return launched();
 }
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+TYPED(binary)
 
 /* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
 template <class T, int N>
@@ -703,23 +704,23 @@ KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, siz
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
         int64_t to, from;
         places(s, i, &to, &from);
-        pack<T, N> x = *reinterpret_cast<const pack<T, N> *>((const T *)a.in + from);
-        pack<T, N> *out = reinterpret_cast<pack<T, N> *>((T *)a.out + to);
+        pack<T, N> x = take<N>((const T *)a.in + from);
+        T         *out = (T *)a.out + to;
         if (a.accumulate) {
-            pack<T, N> old = *out;
+            pack<T, N> old = take<N>(out);
             for (int k = 0; k < N; k++) round_to(&x.v[k], plus(widen(old.v[k]), widen(x.v[k])));
         }
-        *out = x;
+        put(out, x);
     }
 }
 
 /* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
    shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
    it lies in different banks. */
-struct turn { int64_t across, down, in_stride, out_stride; };
+struct quarter_turn { int64_t across, down, in_stride, out_stride; };
 
 template <class Unit>
-KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, quarter_turn t, size_t tiles) {
     __shared__ Unit tile[32][33];
     const Unit     *in = (const Unit *)a.in;
     Unit           *out = (Unit *)a.out;
@@ -746,7 +747,7 @@ static bool transposed(const dt_permute_args *a, strided s, void *stream) {
         if (s.b[i] == 1) in = i;
     }
     if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
-    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    quarter_turn t = { s.d[in], s.d[out], s.b[out], s.a[in] };
     size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
     s.d[in] = s.d[out] = 1;
     tiles *= count_of(&s);
@@ -864,14 +865,13 @@ static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
-    const int N = pack<T>::N;
-    float     scale = (float)a.scale, shift = (float)a.shift;
-    bool      aligned = aligned16(a.out, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> x = get<N>((const T *)a.in, i, a.count, aligned);
+    float scale = (float)a.scale, shift = (float)a.shift;
+    each_flat<pack<T>::N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> x = get<N>((const T *)a.in + i);
         for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
-        give((T *)a.out, i, a.count, aligned, x);
-    }
+        give((T *)a.out + i, x);
+    });
 }
 
 template <class T>
@@ -880,21 +880,19 @@ static dt_status unary(const dt_unary_args *a, void *stream) {
     LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+TYPED(unary)
 
 /* in may be NULL for the kinds whose slope does not depend on it. */
 template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    const int N = pack<T>::N;
-    float     scale = (float)a.scale;
-    bool      aligned = aligned16(a.dx, a.dout, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> d = get<N>((const T *)a.dout, i, a.count, aligned), x = { { 0 } };
-        if (a.in) x = get<N>((const T *)a.in, i, a.count, aligned);
+    float scale = (float)a.scale;
+    each_flat<pack<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> d = get<N>((const T *)a.dout + i), x = { { 0 } };
+        if (a.in) x = get<N>((const T *)a.in + i);
         for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
-        give((T *)a.dx, i, a.count, aligned, d, a.accumulate);
-    }
+        give((T *)a.dx + i, d, a.accumulate);
+    });
 }
 
 template <class T>
@@ -903,71 +901,56 @@ static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
     LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, unary_back, a, stream);
-}
+TYPED(unary_back)
 
 /* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a, size_t packs) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.out, a.in) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
-        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        const T       *gates = (const T *)a.in + row * 2 * a.cols + col;
+        pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
         for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
-        give((T *)a.out + at.row * a.cols, at.col, cols, aligned, up);
-    }
+        give((T *)a.out + row * a.cols + col, up);
+    });
 }
 
 template <class T>
 static dt_status glu(const dt_glu_args *a, void *stream) {
-    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    LAUNCH(glu_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+TYPED(glu)
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.dx, a.in, a.dout) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
-        T             *dx = (T *)a.dx + at.row * 2 * a.cols;
-        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
-        pack<float, N> d = get<N>((const T *)a.dout + at.row * a.cols, at.col, cols, aligned);
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.dx, a.in, a.dout), [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        size_t         at = row * 2 * a.cols + col;
+        const T       *gates = (const T *)a.in + at;
+        pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
+        pack<float, N> d = get<N>((const T *)a.dout + row * a.cols + col);
         for (int k = 0; k < N; k++) {
             up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
             gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
         }
-        give(dx, at.col, cols, aligned, up, a.accumulate);
-        give(dx + cols, at.col, cols, aligned, gate, a.accumulate);
-    }
+        give((T *)a.dx + at, up, a.accumulate);
+        give((T *)a.dx + at + a.cols, gate, a.accumulate);
+    });
 }
 
 template <class T>
 static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
-    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    LAUNCH(glu_back_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, glu_back, a, stream);
-}
+TYPED(glu_back)
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+/* As on the CPU, bit for bit: by way of double, which holds every number of the other types. From there to 16 bits it
    goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
    rounding gives what one would have. */
 static __device__ float to_odd(double x) {
@@ -998,18 +981,20 @@ static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 /* As many numbers at a time as are 16 bytes of the narrower type. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    const int N = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
-    bool      aligned = aligned16(a.out, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<From, N> x = load_pack<N>((const From *)a.in, i, a.count, aligned);
+    const int MOST = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    each_flat<MOST>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
+        const int     N = decltype(by)::N;
+        To           *out = (To *)a.out + i;
+        pack<From, N> x = take<N>((const From *)a.in + i);
         pack<To, N>   y;
-        if (a.accumulate) y = load_pack<N>((const To *)a.out, i, a.count, aligned);
-        for (int k = 0; k < N; k++) {
-            if (a.accumulate) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
-            else convert(&y.v[k], widen(x.v[k]));
+        if (a.accumulate) {
+            y = take<N>(out);
+            for (int k = 0; k < N; k++) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+        } else {
+            for (int k = 0; k < N; k++) convert(&y.v[k], widen(x.v[k]));
         }
-        store((To *)a.out, i, a.count, aligned, y);
-    }
+        put(out, y);
+    });
 }
 
 template <class To, class From>
@@ -1065,9 +1050,9 @@ static __device__ run run_of(run all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 lanes x 32 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
+/* A block of 32 lanes x 16 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
    the runs' sums are added in ascending order. The total of one column is for each of the first 32 N threads. */
-enum { COLUMNS = 32, RUNS = 32 };
+enum { COLUMNS = 32, RUNS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMNS + threadIdx.x; }
 
@@ -1083,26 +1068,22 @@ static __device__ float add_runs(pack<float, N> sum) {
     return total;
 }
 
-template <class T>
+template <class T, int N>
 KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
-    const int N = pack<T>::N;
-    size_t    tiles = packs_in(a.inner, COLUMNS * N);
-    int64_t   inner = (int64_t)a.inner;
-    bool      aligned = aligned16(a.in) && inner % N == 0;
+    size_t tiles = packs_in(a.inner, COLUMNS * N);
     for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
-        size_t         part = i / tiles;
-        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
-        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner;
+        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner + c;
         pack<float, N> sum = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < inner; r++) {
-            pack<float, N> x = get<N>(in + r * a.inner, c, inner, aligned);
+        for (size_t r = mine.first; r < mine.end && c < a.inner; r++) {
+            pack<float, N> x = get<N>(in + r * a.inner);
             for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
         }
         float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
         c = first + my_column();
-        if (my_column() < COLUMNS * N && c < inner)
-            give_typed(a.type, a.out, part * a.inner + (size_t)c, a.scale * total, a.accumulate);
+        if (my_column() < COLUMNS * N && c < a.inner)
+            give_typed(a.type, a.out, part * a.inner + c, a.scale * total, a.accumulate);
     }
 }
 
@@ -1116,24 +1097,30 @@ static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T,
 template <int G>
 static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
 
-/* Numbers by which p lies behind a multiple of 16 bytes. Packs of a row that begin so much before it are aligned,
-   wherever the row begins. */
-template <class T>
-static __host__ __device__ int shift_of(const T *p) { return (int)((uintptr_t)p % 16 / sizeof(T)); }
+/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). The first packs lie at multiples of 16
+   bytes, wherever p does. */
+template <int N, int THREADS, class T, class F>
+static __device__ void each_in_run(const T *p, size_t n, F f) {
+    size_t me = threadIdx.x % THREADS, head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
+    if (head > n) head = n;
+    size_t end = head + (n - head) / N * N;
+    if (me < head) f(me, by<1>());
+    for (size_t c = head + me * N; c < end; c += THREADS * N) f(c, by<N>());
+    for (size_t c = end + me; c < n; c += THREADS) f(c, by<1>());
+}
 
 /* inner 1 */
 template <class T, int G>
 KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sums a) {
-    const int N = pack<T>::N;
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         run      all = { 0, a.n }, mine = run_of(all, a.parts, part % a.parts);
         const T *in = (const T *)a.in + part / a.parts * a.n + mine.first;
-        int64_t  n = (int64_t)(mine.end - mine.first);
         float    sum = 0;
-        for (int64_t c = (int64_t)(threadIdx.x % G) * N - shift_of(in); c < n; c += G * N) {
-            pack<float, N> x = get<N>(in, c, n, true);
+        each_in_run<pack<T>::N, G>(in, mine.end - mine.first, [&](size_t c, auto by) {
+            const int      N = decltype(by)::N;
+            pack<float, N> x = get<N>(in + c);
             for (int k = 0; k < N; k++) sum += x.v[k];
-        }
+        });
         sum = group_sum<G>(sum);
         if (threadIdx.x % G == 0) give_typed(a.type, a.out, part, a.scale * sum, a.accumulate);
     }
@@ -1146,19 +1133,26 @@ KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
         give_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
 }
 
+template <class T, int N>
+static void launch_column_sums(const sums &a, void *stream) {
+    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * N);
+    if (tiles > 0)
+        DT_LAUNCH((column_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+}
+
 template <class T>
 static void launch_sums(const sums &a, void *stream) {
-    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * pack<T>::N);
+    const int N = pack<T>::N;
     if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
     else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
     else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
-    else if (tiles > 0)
-        DT_LAUNCH(column_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+    else if (aligned16(a.in) && a.inner % N == 0) launch_column_sums<T, N>(a, stream);
+    else launch_column_sums<T, 1>(a, stream);
 }
 
-/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+/* Blocks that fill a GPU, for which sums are cut into parts: four for each of the 132 multiprocessors of an H100. A
    number of its own for every device would give every device its own sums. */
-enum { FILL = 264 };
+enum { FILL = 528 };
 
 template <class T>
 static size_t parts_for(const dt_sum_args *a) {
@@ -1187,15 +1181,15 @@ static dt_status sum(const dt_sum_args *a, void *stream) {
     }
     return launched();
 }
-
-static dt_status cuda_sum(const dt_sum_args *a, void *stream) { return BY_TYPE(a->dtype, sum, a, stream); }
+TYPED(sum)
 
 // ==== 9. Maxima and places ==========================================================================================
 
 /* Indices come from the caller's data, and one outside the table must not be used. To look at them here would stop the
    queue in every step, so the kernels look: for them a wrong index is none, and a word in pinned memory tells of it.
-   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in tests
-   of single kernels, there is no such word: the host reads the indices, and the answer is this call's, as on the CPU. */
+   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in
+   tests of single kernels, there is no such word: the host reads the indices, and the answer is at once, as on the
+   CPU. */
 static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *queue) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
@@ -1272,8 +1266,7 @@ static dt_status topk(const dt_topk_args *a, void *stream) {
     LAUNCH(topk_kernel<T>, a->rows, BLOCK, stream, *a);
     return launched();
 }
-
-static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE(a->dtype, topk, a, stream); }
+TYPED(topk)
 
 /* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
 template <class T>
@@ -1297,8 +1290,7 @@ static dt_status spread(const dt_spread_args *a, void *stream) {
     LAUNCH(spread_kernel<T>, a->outer * a->inner, BLOCK, stream, *a, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_TYPE(a->dtype, spread, a, stream); }
+TYPED(spread)
 
 // ==== 10. Normalisation and softmax =================================================================================
 
@@ -1316,7 +1308,7 @@ struct row_share {
     __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
         UNROLL
         for (int j = 0; j < K; j++)
-            if (place(j) < cols) kept[j] = load_pack<N>(p + place(j), 0, N, true);
+            if (place(j) < cols) kept[j] = take<N>(p + place(j));
     }
     __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
@@ -1326,7 +1318,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c));
     }
     /* The same for two rows. */
     template <class F>
@@ -1334,7 +1326,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c), get_whole<N>(other.p + c));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c), get<N>(other.p + c));
     }
 };
 
@@ -1367,10 +1359,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
         });
         float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
         x.each([&](int64_t c, pack<float, N> v) {
-            pack<float, N> gain = get_whole<N>(gains + c), bias = { { 0 } };
-            if (biases) bias = get_whole<N>(biases + c);
+            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get<N>(biases + c);
             for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
-            give_whole(out + c, v);
+            give(out + c, v);
         });
         if (threadIdx.x % G > 0) continue;
         if (!a.rms) ((float *)a.mean)[r] = mean;
@@ -1384,14 +1376,13 @@ static dt_status norm(const dt_norm_args *a, void *stream) {
     LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_norm(const dt_norm_args *a, void *stream) { return BY_TYPE(a->dtype, norm, a, stream); }
+TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
-   most K packs for each of G threads: a block leaves the sums over its rows, (2,parts,cols) of scratch for all blocks. */
+   most K packs for each of G threads: a block leaves the sums over its rows in scratch, (2,parts,cols) of all. */
 template <int N, int G, int K>
 static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
     __shared__ float total[G < BLOCK ? G * K * N : 1];
@@ -1428,7 +1419,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         UNROLL
         for (int j = 0; j < K; j++) {
             if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get_whole<N>(gains + x.place(j));
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get<N>(gains + x.place(j));
             for (int k = 0; k < N; k++) {
                 float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
                 dgain[j][k] += d.v[k] * y;
@@ -1441,10 +1432,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give_whole(dx + c, v, a.accumulate_x);
+            give(dx + c, v, a.accumulate_x);
         });
     }
     float *sums = (float *)a.work + blockIdx.x * a.cols;
@@ -1453,20 +1444,15 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
 }
 
 /* The same in two kernels, for longer and for odd rows. */
-template <class T>
+template <class T, int N>
 KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
-    const int N = pack<T>::N;
-    size_t    tiles = packs_in(a.cols, COLUMNS * N);
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.in, a.dout) && cols % N == 0;
+    size_t tiles = packs_in(a.cols, COLUMNS * N);
     for (size_t i = blockIdx.x; i < parts * tiles; i += gridDim.x) {
-        size_t         part = i / tiles;
-        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.rows }, mine = run_of(run_of(all, parts, part), RUNS, threadIdx.y);
         pack<float, N> dgain = { { 0 } }, dbias = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < cols; r++) {
-            pack<float, N> x = get<N>((const T *)a.in + r * a.cols, c, cols, aligned);
-            pack<float, N> d = get<N>((const T *)a.dout + r * a.cols, c, cols, aligned);
+        for (size_t r = mine.first; r < mine.end && c < a.cols; r++) {
+            pack<float, N> x = get<N>((const T *)a.in + r * a.cols + c), d = get<N>((const T *)a.dout + r * a.cols + c);
             float          mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r];
             for (int k = 0; k < N; k++) {
                 dgain.v[k] += d.v[k] * ((x.v[k] - mean) * rstd);
@@ -1475,9 +1461,9 @@ KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_ar
         }
         float gain_total = add_runs(dgain), bias_total = add_runs(dbias), *sums = (float *)a.work + part * a.cols;
         c = first + my_column();
-        if (my_column() >= COLUMNS * N || c >= cols) continue;
+        if (my_column() >= COLUMNS * N || c >= a.cols) continue;
         sums[c] = gain_total;
-        sums[(int64_t)(parts * a.cols) + c] = bias_total;
+        sums[parts * a.cols + c] = bias_total;
     }
 }
 
@@ -1490,7 +1476,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
         T                 *dx = (T *)a.dx + r * a.cols;
         float              mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++) {
                 g_sum += d.v[k] * gain.v[k];
                 gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
@@ -1499,10 +1485,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
         float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give_whole(dx + c, v, a.accumulate_x);
+            give(dx + c, v, a.accumulate_x);
         });
     }
 }
@@ -1510,7 +1496,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
 /* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
-    parts = parts < 2 * FILL ? parts : 2 * FILL;
+    parts = parts < (size_t)FILL ? parts : (size_t)FILL;
     return parts < room ? parts : room;
 }
 
@@ -1522,12 +1508,13 @@ static void norm_back_at_once(const dt_norm_back_args *a, size_t parts, void *st
 }
 
 /* The sums over rows come first: dx may lie where dout does. */
-template <class T>
-static void norm_back_apart(const dt_norm_back_args *a, size_t parts, bool whole, void *stream) {
-    size_t tiles = parts * packs_in(a->cols, COLUMNS * pack<T>::N);
+template <class T, int N>
+static void norm_back_apart(const dt_norm_back_args *a, size_t parts, void *stream) {
+    size_t tiles = parts * packs_in(a->cols, COLUMNS * N);
     if (tiles > 0)
-        DT_LAUNCH(norm_back_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
-    if (a->dx) LAUNCH_ROWS(norm_back_rows_kernel, T, whole, a->rows, a->cols, stream, *a);
+        DT_LAUNCH((norm_back_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a,
+            parts);
+    if (a->dx) LAUNCH((norm_back_rows_kernel<T, N, BLOCK>), a->rows, 1, stream, *a);
 }
 
 template <class T>
@@ -1542,7 +1529,8 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
     else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
     else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
-    else norm_back_apart<T>(a, parts, whole, stream);
+    else if (whole) norm_back_apart<T, pack<T>::N>(a, parts, stream);
+    else norm_back_apart<T, 1>(a, parts, stream);
     sums dgain = { a->work, a->dgain, widened_type(a->dtype, a->wide_gain), 1, 1, parts, a->cols, 1,
                    a->accumulate_gain };
     sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
@@ -1551,10 +1539,7 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     if (a->dbias) launch_sums<float>(dbias, stream);
     return launched();
 }
-
-static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, norm_back, a, stream);
-}
+TYPED(norm_back)
 
 /* out may be in: a thread meets its own columns only. */
 template <class T, int N, int G>
@@ -1573,7 +1558,7 @@ KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
         float inverse = 1 / group_sum<G>(sum);
         x.each([&](int64_t c, pack<float, N> v) {
             for (int k = 0; k < N; k++) v.v[k] = exponential<T>(v.v[k] - most) * inverse;
-            give_whole(out + c, v);
+            give(out + c, v);
         });
     }
 }
@@ -1584,8 +1569,7 @@ static dt_status softmax(const dt_softmax_args *a, void *stream) {
     if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
+TYPED(softmax)
 
 template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
@@ -1600,7 +1584,7 @@ KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
         sum = group_sum<G>(sum);
         y.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
             for (int k = 0; k < N; k++) v.v[k] *= d.v[k] - sum;
-            give_whole(dx + c, v, a.accumulate);
+            give(dx + c, v, a.accumulate);
         });
     }
 }
@@ -1611,10 +1595,7 @@ static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
     LAUNCH_ROWS(softmax_back_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, softmax_back, a, stream);
-}
+TYPED(softmax_back)
 
 // ==== 11. Rope; the counter RNG: dropout, init ======================================================================
 
@@ -1625,35 +1606,32 @@ struct rope_rates { double of[BLOCK]; };
 
 template <class T, int N>
 static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, const float2 *turn, int i) {
-    const bool     aligned = N > 1;
-    int            half = (int)a.rotary / 2;
-    int64_t        dim = (int64_t)a.dim;
-    pack<float, N> x0, x1;
+    int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        pack<float, 2 * N> both = get<2 * N>(x, 2 * i, dim, aligned);
+        pack<float, 2 * N> both = get<2 * N>(x + 2 * i);
         for (int k = 0; k < N; k++) {
             float x0 = both.v[2 * k], x1 = both.v[2 * k + 1];
             both.v[2 * k] = x0 * turn[i + k].x - x1 * turn[i + k].y;
             both.v[2 * k + 1] = x1 * turn[i + k].x + x0 * turn[i + k].y;
         }
-        give(out, 2 * i, dim, aligned, both, a.accumulate);
+        give(out + 2 * i, both, a.accumulate);
         return;
     }
-    x0 = get<N>(x, i, dim, aligned);
-    x1 = get<N>(x, half + i, dim, aligned);
+    pack<float, N> x0 = get<N>(x + i), x1 = get<N>(x + half + i);
     for (int k = 0; k < N; k++) {
         float old = x0.v[k];
         x0.v[k] = old * turn[i + k].x - x1.v[k] * turn[i + k].y;
         x1.v[k] = x1.v[k] * turn[i + k].x + old * turn[i + k].y;
     }
-    give(out, i, dim, aligned, x0, a.accumulate);
-    give(out, half + i, dim, aligned, x1, a.accumulate);
+    give(out + i, x0, a.accumulate);
+    give(out + half + i, x1, a.accumulate);
 }
 
 template <class T, int N>
 KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, int each) {
     __shared__ float2 turn[BLOCK];
-    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N, units = (int)(a.dim - a.rotary) / N + turning;
+    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N;
+    int units = (int)(a.dim - a.rotary) / N + turning; /* of a head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens; first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each, me = threadIdx.x;
         __syncthreads(); /* the angles before have been used */
@@ -1669,7 +1647,7 @@ KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, in
             T       *out = (T *)a.out + (first * a.heads + head) * a.dim;
             int      at = (int)a.rotary + (unit - turning) * N;
             if (unit < turning) rope_pairs<T, N>(a, x, out, turn + head / heads * half, unit * N);
-            else give(out, at, (int64_t)a.dim, N > 1, get<N>(x, at, (int64_t)a.dim, N > 1), a.accumulate);
+            else give(out + at, get<N>(x + at), a.accumulate);
         }
     }
 }
@@ -1687,8 +1665,7 @@ static dt_status rope(const dt_rope_args *a, void *stream) {
     else LAUNCH((rope_kernel<T, 1>), a->tokens, each, stream, *a, rates, each);
     return launched();
 }
-
-static dt_status cuda_rope(const dt_rope_args *a, void *stream) { return BY_TYPE(a->dtype, rope, a, stream); }
+TYPED(rope)
 
 /* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
@@ -1709,38 +1686,34 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four words of counter (token, column / 4). So packs begin at such a group,
-   which may lie before the columns that are here. least: words below it are dropped. */
+/* Four columns of the full tensor share the four words of counter (token, column / 4). Packs are taken where they begin
+   at such a group. least: words below it are dropped. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t packs, uint64_t least) {
-    const int N = pack<T>::N;
-    float     scale = (float)(1 / (1 - a.p));
-    int64_t   cols = (int64_t)a.cols, skew = a.first % 4;
-    bool      aligned = aligned16(a.in, a.out) && cols % N == 0 && skew == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        int64_t        c = at.col - skew;
-        uint64_t       token = (unsigned)(a.tokens ? a.tokens[at.row] : (int32_t)at.row);
-        uint64_t       group = (uint64_t)(a.first + c) / 4;
-        pack<float, N> x = get<N>((const T *)a.in + at.row * a.cols, c, cols, aligned);
-        for (int k = 0; k < N; k += 4) {
-            unsigned word[4];
-            philox(a.key, token << 32 | (group + k / 4), word);
-            for (int e = 0; e < 4; e++) x.v[k + e] = word[e] < least ? 0 : x.v[k + e] * scale;
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least) {
+    float scale = (float)(1 / (1 - a.p));
+    bool  aligned = aligned16(a.in, a.out) && a.first % 4 == 0;
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned, [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        uint64_t       token = (unsigned)(a.tokens ? a.tokens[row] : (int32_t)row), column = (uint64_t)a.first + col;
+        pack<float, N> x = get<N>((const T *)a.in + row * a.cols + col);
+        unsigned       word[4];
+        for (int k = 0; k < N; k++) {
+            if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
+            int      e = N > 1 ? k % 4 : (int)(column % 4); /* which word, without an index into registers */
+            unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
+            x.v[k] = mine < least ? 0 : x.v[k] * scale;
         }
-        give((T *)a.out + at.row * a.cols, c, cols, aligned, x, a.accumulate);
-    }
+        give((T *)a.out + row * a.cols + col, x, a.accumulate);
+    });
 }
 
 template <class T>
 static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    size_t   packs = packs_in(a->cols + (size_t)(a->first % 4), pack<T>::N);
     uint64_t least = (uint64_t)(a->p * 4294967296.0);
-    if (a->cols > 0) LAUNCH(dropout_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, least);
+    LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, least);
     return launched();
 }
-
-static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) { return BY_TYPE(a->dtype, dropout, a, stream); }
+TYPED(dropout)
 
 /* Two words as a number in [0, 1) with 53 bits. */
 static __device__ double unit(unsigned high, unsigned low) {
@@ -1748,8 +1721,8 @@ static __device__ double unit(unsigned high, unsigned low) {
 }
 
 /* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform numbers, which are the
-   CPU's to the bit, or a Box-Muller pair, where the functions' last bits of a double may differ from the CPU's. A thread
-   has one counter. Number: what T is computed in. */
+   CPU's to the bit, or a Box-Muller pair, where the last bits of a double may differ from the CPU's. A thread has one
+   counter. Number: what T is computed in. */
 template <class T, class Number>
 KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.first % 2;
@@ -1791,33 +1764,25 @@ static dt_status cuda_init(const dt_init_args *a, void *stream) {
 // ==== 12. Embedding =================================================================================================
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, size_t packs, int *bad) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.out, a.table) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row  at = in_row_of(i, packs, N);
-        int64_t id = a.ids[at.row], row = id - a.first;
-        pack<T> x = { { T() } };
-        bool    known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
-        if (known && row >= 0 && row < a.held)
-            x = load((const T *)a.table + (size_t)row * a.cols, at.col, cols, aligned);
-        store((T *)a.out + at.row * a.cols, at.col, cols, aligned, x);
-    }
+KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, int *bad) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.out, a.table), [&](size_t r, size_t col, auto by) {
+        const int  N = decltype(by)::N;
+        int64_t    id = a.ids[r], row = id - a.first;
+        pack<T, N> x = { { T() } };
+        bool       known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
+        if (known && row >= 0 && row < a.held) x = take<N>((const T *)a.table + (size_t)row * a.cols + col);
+        put((T *)a.out + r * a.cols + col, x);
+    });
 }
 
 template <class T>
 static dt_status embedding(const dt_embedding_args *a, void *stream) {
-    size_t    packs = packs_in(a->cols, pack<T>::N);
     dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
     if (status != DT_OK) return status;
-    LAUNCH(embedding_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, bad_of(stream));
+    LAUNCH(embedding_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding, a, stream);
-}
+TYPED(embedding)
 
 /* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
    pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
@@ -1858,117 +1823,104 @@ static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, 
     return total;
 }
 
-/* Adds what was found for one owned row to a pack of its columns; four rows of dout are on their way at a time. */
-template <class T>
-static __device__ void add_found(float *sum, const T *dout, int64_t c, int64_t cols, bool aligned, const int *found,
-    int count, int owned) {
-    const int      N = pack<T>::N;
+/* Adds what was found for one owned row to N of its columns; four rows of dout are on their way at a time. */
+template <int N, class T>
+static __device__ void add_found(float *sum, const T *dout, size_t cols, const int *found, int count, int owned) {
     bool           any = false;
     pack<float, N> total = { { 0 } };
     for (int e = 0; e < count; e += 4) {
-        pack<T> x[4];
+        pack<T, N> x[4];
         for (int j = 0; j < 4; j++)
-            if (e + j < count && found[e + j] % OWNED == owned)
-                x[j] = load(dout + (size_t)(found[e + j] / OWNED) * cols, c, cols, aligned);
+            if (e + j < count && found[e + j] % OWNED == owned) x[j] = take<N>(dout + found[e + j] / OWNED * cols);
         for (int j = 0; j < 4; j++) {
             if (e + j >= count || found[e + j] % OWNED != owned) continue;
-            if (!any) total = get<N>(sum, c, cols, aligned);
+            if (!any) total = get<N>(sum);
             any = true;
             for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
         }
     }
-    if (any) give(sum, c, cols, aligned, total);
+    if (any) give(sum, total);
 }
 
-/* keep: sums are there already */
-template <class T>
+/* keep: sums are there already. cols is a multiple of N. */
+template <class T, int N>
 KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
-    const int      N = pack<T>::N;
     __shared__ int found[PIECE];
-    int64_t        cols = (int64_t)a.cols;
-    bool           aligned = aligned16(sums, a.dout) && cols % N == 0;
     int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
     for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
         int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
-        float         *mine = sums + own * cols;
-        pack<float, 4> zero = { { 0 } };
-        for (int64_t i = threadIdx.x * 4; i < (end - own) * cols && !keep; i += BLOCK * 4)
-            store(mine, i, (end - own) * cols, aligned, zero);
+        float         *mine = sums + (size_t)own * a.cols;
+        pack<float, N> zero = { { 0 } };
+        for (size_t i = threadIdx.x * N; i < (size_t)(end - own) * a.cols && !keep; i += BLOCK * N) put(mine + i, zero);
         for (size_t first = 0; first < a.rows; first += PIECE) {
             int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
             for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
-                int64_t c = (int64_t)(u % chunks * 32 + lane) * N;
-                if (c < cols)
-                    add_found(mine + u / chunks * cols, (const T *)a.dout + first * a.cols, c, cols, aligned, found, count,
-                        u / chunks);
+                size_t   c = (size_t)(u % chunks * 32 + lane) * N, row = u / chunks;
+                const T *dout = (const T *)a.dout + first * a.cols + c;
+                if (c < a.cols) add_found<N>(mine + row * a.cols + c, dout, a.cols, found, count, (int)row);
             }
         }
-        __syncthreads(); /* this list has been used */
     }
 }
 
 /* Finished sums to 16 bits. */
 template <class T>
 KERNEL __launch_bounds__(BLOCK) rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(out, sums);
-    for (size_t i = flat_first(N); i < count; i += flat_step(N))
-        give(out, i, count, aligned, get<N>(sums, i, count, aligned), accumulate);
+    each_flat<pack<T>::N>(count, aligned16(out, sums), [&](size_t i, auto by) {
+        give(out + i, get<decltype(by)::N>(sums + i), accumulate);
+    });
 }
 
 template <class T>
 static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
+    const int N = pack<T>::N;
     dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
     size_t    all = (size_t)a->held * a->cols;
-    bool      apart = sizeof(T) == 2 && !a->wide;
+    bool      apart = sizeof(T) == 2 && !a->wide, keep = a->accumulate && !apart;
     float    *sums = (float *)(apart ? a->work : a->dtable);
+    T        *table = (T *)a->dtable;
     if (status != DT_OK) return status;
     if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
-    LAUNCH(embedding_back_kernel<T>, (size_t)a->held, OWNED, stream, *a, sums, a->accumulate && !apart, bad_of(stream));
-    if (apart)
-        LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, (T *)a->dtable, (const float *)sums, all, a->accumulate);
+    size_t held = a->held > 0 ? (size_t)a->held : 1; /* ids are looked at all the same */
+    if (a->cols % N == 0 && aligned16(sums, a->dout))
+        LAUNCH((embedding_back_kernel<T, N>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+    else LAUNCH((embedding_back_kernel<T, 1>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+    if (apart) LAUNCH(rounded_kernel<T>, all, BLOCK * N, stream, table, (const float *)sums, all, a->accumulate);
     return launched();
 }
-
-static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding_back, a, stream);
-}
+TYPED(embedding_back)
 
 // ==== 13. Losses ====================================================================================================
 
 /* A row of logits is a block's, because a vocabulary is long. */
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
-/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
-   it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
-   that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
+/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
+   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in
+   double, so that log is accurate where one term is nearly all of it. */
 template <class T>
-static __device__ double log_sum_exp(const T *x, int64_t n) {
-    const int    N = pack<T>::N;
-    const size_t STEP = LOSS_BLOCK * N;
-    float        most = -3.402823466e38f;
-    double       sum = 0;
-    for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < n; c += 2 * STEP) {
-        pack<float, N> v[2];
-        for (int u = 0; u < 2; u++) v[u] = get<N>(x, c + u * STEP, n, true, -INFINITY);
-        for (int u = 0; u < 2; u++) {
-            float top = most, part = 0;
-            for (int k = 0; k < N; k++) top = v[u].v[k] > top ? v[u].v[k] : top;
-            if (top > most) sum *= (double)expf(most - top);
-            most = top;
-            for (int k = 0; k < N; k++) part += exponential<T>(v[u].v[k] - most);
-            sum += (double)part;
-        }
-    }
+static __device__ double log_sum_exp(const T *x, size_t n) {
+    float  most = -3.402823466e38f;
+    double sum = 0;
+    each_in_run<2 * pack<T>::N, LOSS_BLOCK>(x, n, [&](size_t c, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> v = get<N>(x + c);
+        float          top = most, part = 0;
+        for (int k = 0; k < N; k++) top = fmaxf(top, v.v[k]);
+        if (top > most) sum *= (double)expf(most - top);
+        most = top;
+        for (int k = 0; k < N; k++) part += exponential<T>(v.v[k] - most);
+        sum += (double)part;
+    });
     float top = block_max<LOSS_BLOCK>(most);
     sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
     return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
 }
 
 template <class T>
-static __device__ double row_total(const T *x, int64_t n) {
+static __device__ double row_total(const T *x, size_t n) {
     double sum = 0;
-    for (int64_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
+    for (size_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
     return block_sum<double, LOSS_BLOCK>(sum);
 }
 
@@ -1982,9 +1934,9 @@ KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args 
         int64_t  label = a.labels[r], here = label - a.first;
         double   lse = 0, target = 0;
         if (label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL)) {
-            lse = vocab > 0 ? log_sum_exp(x, vocab) : (double)-INFINITY;
+            lse = vocab > 0 ? log_sum_exp(x, a.vocab) : (double)-INFINITY;
             if (here >= 0 && here < vocab) target = (1 - a.smoothing) * (double)widen(x[here]);
-            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, vocab) / (double)a.all);
+            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, a.vocab) / (double)a.all);
         }
         if (threadIdx.x > 0) continue;
         if (a.part) {
@@ -2026,10 +1978,7 @@ static dt_status cross_entropy(const dt_cross_entropy_args *args, void *stream) 
     if (!a.part) DT_LAUNCH(loss_total_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), a);
     return launched();
 }
-
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy, a, stream);
-}
+TYPED(cross_entropy)
 
 /* One block: a thread has every TOTAL_BLOCK-th row, of which it adds the parts in their order. */
 KERNEL __launch_bounds__(TOTAL_BLOCK, 1) cross_entropy_join_kernel(dt_cross_entropy_join_args a) {
@@ -2067,27 +2016,28 @@ static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, vo
    once. */
 template <class T>
 KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
-    const int N = pack<T>::N;
+    const int MOST = pack<T>::N;
     float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
     float     on = factor * (float)(1 - a.smoothing);
-    int64_t   cols = (int64_t)a.cols, vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
         T       *out = (T *)a.dlogits + r * a.cols;
         float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
         int64_t  label = a.labels[r], here = label - a.first;
         bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
-        bool     same = shift_of(out) == shift_of(x);
-        if (!counts && a.accumulate) continue;
-        for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < cols; c += LOSS_BLOCK * N) {
+        auto     back = [&](size_t c, auto by) {
+            const int      N = decltype(by)::N;
             pack<float, N> v = { { 0 } };
-            if (counts) v = get<N>(x, c, cols, true);
+            if (counts) v = get<N>(x + c);
             for (int k = 0; k < N && counts; k++) {
-                float d = scale * exponential<T>(v.v[k] - lse) - off - (c + k == here ? on : 0.0f);
-                v.v[k] = c + k < vocab ? d : 0;
+                float d = scale * exponential<T>(v.v[k] - lse) - off - ((int64_t)c + k == here ? on : 0.0f);
+                v.v[k] = c + k < a.vocab ? d : 0;
             }
-            give(out, c, cols, same, v, a.accumulate);
-        }
+            give(out + c, v, a.accumulate);
+        };
+        if (!counts && a.accumulate) continue;
+        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, a.cols, back);
+        else each_in_run<1, LOSS_BLOCK>(x, a.cols, back);
     }
 }
 
@@ -2103,27 +2053,24 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
     if (a.rows > 0)
-        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
+        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a,
+            bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy_back, a, stream);
-}
+TYPED(cross_entropy_back)
 
 /* One block, because there is no scratch: for outputs of a model, not for its weights. */
 template <class T>
 KERNEL __launch_bounds__(TOTAL_BLOCK, 1) mse_kernel(dt_mse_args a) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(a.a, a.b);
-    double    total = 0;
-    for (size_t i = (size_t)threadIdx.x * N; i < a.count; i += TOTAL_BLOCK * N) {
-        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
-        for (int k = 0; k < N; k++) {
-            double d = (double)x.v[k] - (double)y.v[k];
-            total += d * d;
-        }
-    }
+    const T *x = (const T *)a.a, *y = (const T *)a.b;
+    double   total = 0;
+    auto     add = [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> u = get<N>(x + i), v = get<N>(y + i);
+        for (int k = 0; k < N; k++) total += ((double)u.v[k] - (double)v.v[k]) * ((double)u.v[k] - (double)v.v[k]);
+    };
+    if ((uintptr_t)x % 16 == (uintptr_t)y % 16) each_in_run<pack<T>::N, TOTAL_BLOCK>(x, a.count, add);
+    else each_in_run<1, TOTAL_BLOCK>(x, a.count, add);
     total = block_sum<double, TOTAL_BLOCK>(total);
     if (threadIdx.x == 0) *a.loss = total / a.denominator;
 }
@@ -2133,19 +2080,17 @@ static dt_status mse(const dt_mse_args *a, void *stream) {
     DT_LAUNCH(mse_kernel<T>, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
     return launched();
 }
-
-static dt_status cuda_mse(const dt_mse_args *a, void *stream) { return BY_TYPE(a->dtype, mse, a, stream); }
+TYPED(mse)
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
-    const int N = pack<T>::N;
-    float     factor = (float)(*a.upstream * a.scale);
-    bool      aligned = aligned16(a.da, a.a, a.b);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+    float factor = (float)(*a.upstream * a.scale);
+    each_flat<pack<T>::N>(a.count, aligned16(a.da, a.a, a.b), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> x = get<N>((const T *)a.a + i), y = get<N>((const T *)a.b + i);
         for (int k = 0; k < N; k++) x.v[k] = factor * (x.v[k] - y.v[k]);
-        give((T *)a.da, i, a.count, aligned, x, a.accumulate);
-    }
+        give((T *)a.da + i, x, a.accumulate);
+    });
 }
 
 template <class T>
@@ -2153,10 +2098,7 @@ static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
     LAUNCH(mse_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_mse_back(const dt_mse_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, mse_back, a, stream);
-}
+TYPED(mse_back)
 
 // ==== 14. Norm and optimizers =======================================================================================
 
@@ -2189,18 +2131,15 @@ static dt_status square_sums(const dt_square_sums_args *a, void *stream) {
     LAUNCH(square_sums_kernel<T>, a->count, (size_t)DT_RUN * RUNS_EACH, stream, *a, runs_in(a->count));
     return launched();
 }
-
-static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
-    return BY_TYPE(a->dtype, square_sums, a, stream);
-}
+TYPED(square_sums)
 
 /* Parameters and their state are f32; Narrow is the type of a copy of the parameters, which may be there. */
 #define BY_NARROW(a, f, ...) \
     ((a)->dtype != DT_F32 ? DT_ERR_UNSUPPORTED : BY_TYPE((a)->narrow ? (a)->narrow_dtype : DT_F32, f, __VA_ARGS__))
 
-template <class Narrow>
-static __device__ void give_copy(void *narrow, size_t i, size_t count, pack<float> param) {
-    if (narrow) give((Narrow *)narrow, (int64_t)i, (int64_t)count, aligned16(narrow), param);
+template <class Narrow, int N>
+static __device__ void give_copy(void *narrow, size_t i, pack<float, N> param) {
+    if (narrow) give((Narrow *)narrow + i, param);
 }
 
 /* The factors of one step, made on the host in double as on the CPU. */
@@ -2209,23 +2148,23 @@ struct adamw_factors { float beta1, beta2, rest1, rest2, eps, rate, root, keep, 
 /* m and v are running means of g and g^2. arXiv:1711.05101; coupled: arXiv:1412.6980 with the decay in the gradient. */
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
-    const int N = pack<float>::N;
-    float    *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
-    bool      aligned = aligned16(params, a.grad, ms, vs);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), grad = load((const float *)a.grad, i, a.count, aligned);
-        pack<float> m = load(ms, i, a.count, aligned), v = load(vs, i, a.count, aligned);
+    float *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
+    bool   aligned = aligned16(params, a.grad, ms, vs) && aligned16(a.narrow);
+    each_flat<pack<float>::N>(a.count, aligned, [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), grad = take<N>((const float *)a.grad + i);
+        pack<float, N> m = take<N>(ms + i), v = take<N>(vs + i);
         for (int k = 0; k < N; k++) {
             float g = grad.v[k] * f.grad_scale + f.decay * param.v[k];
             m.v[k] = f.beta1 * m.v[k] + f.rest1 * g;
             v.v[k] = f.beta2 * v.v[k] + f.rest2 * g * g;
             param.v[k] = f.keep * param.v[k] - f.rate * m.v[k] / (sqrtf(v.v[k]) * f.root + f.eps);
         }
-        store(params, i, a.count, aligned, param);
-        store(ms, i, a.count, aligned, m);
-        store(vs, i, a.count, aligned, v);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        put(ms + i, m);
+        put(vs + i, v);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2251,23 +2190,22 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) { return BY_NA
 /* Without momentum the buffer is neither read nor written; in the first step it is written only. */
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
-    const int N = pack<float>::N;
-    float    *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
-    float     lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale;
-    float     momentum = (float)a.momentum;
-    bool      aligned = aligned16(params, a.grad, buffers);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), g = load((const float *)a.grad, i, a.count, aligned);
+    float *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
+    float  lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale, momentum = (float)a.momentum;
+    bool   aligned = aligned16(params, a.grad, buffers, a.narrow);
+    each_flat<pack<float>::N>(a.count, aligned, [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), g = take<N>((const float *)a.grad + i);
         for (int k = 0; k < N; k++) g.v[k] = g.v[k] * scale + decay * param.v[k];
         if (buffers && a.step > 1) {
-            pack<float> b = load(buffers, i, a.count, aligned);
+            pack<float, N> b = take<N>(buffers + i);
             for (int k = 0; k < N; k++) g.v[k] = momentum * b.v[k] + g.v[k];
         }
-        if (buffers) store(buffers, i, a.count, aligned, g);
+        if (buffers) put(buffers + i, g);
         for (int k = 0; k < N; k++) param.v[k] -= lr * g.v[k];
-        store(params, i, a.count, aligned, param);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2282,15 +2220,14 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) { return BY_NARROW
 /* ---- 1-bit Adam, arXiv:2102.02888 ---- */
 
 KERNEL __launch_bounds__(BLOCK) momentum_kernel(dt_momentum_args a, float rest) {
-    const int    N = pack<float>::N;
     float       *ms = (float *)a.m, beta1 = (float)a.beta1;
     const float *grads = (const float *)a.grad;
-    bool         aligned = aligned16(ms, grads);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> m = load(ms, i, a.count, aligned), g = load(grads, i, a.count, aligned);
+    each_flat<pack<float>::N>(a.count, aligned16(ms, grads), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> m = take<N>(ms + i), g = take<N>(grads + i);
         for (int k = 0; k < N; k++) m.v[k] = beta1 * m.v[k] + rest * g.v[k];
-        store(ms, i, a.count, aligned, m);
-    }
+        put(ms + i, m);
+    });
 }
 
 static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
@@ -2302,17 +2239,15 @@ static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
 
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) frozen_adam_kernel(dt_frozen_adam_args a, float keep) {
-    const int    N = pack<float>::N;
     float       *params = (float *)a.param, lr = (float)a.lr, eps = (float)a.eps;
     const float *ms = (const float *)a.m, *vs = (const float *)a.v;
-    bool         aligned = aligned16(params, ms, vs);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), m = load(ms, i, a.count, aligned);
-        pack<float> v = load(vs, i, a.count, aligned);
+    each_flat<pack<float>::N>(a.count, aligned16(params, ms, vs, a.narrow), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), m = take<N>(ms + i), v = take<N>(vs + i);
         for (int k = 0; k < N; k++) param.v[k] = keep * param.v[k] - lr * m.v[k] / (sqrtf(v.v[k]) + eps);
-        store(params, i, a.count, aligned, param);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2379,18 +2314,15 @@ KERNEL __launch_bounds__(BLOCK) sign_pack_kernel(dt_sign_pack_args a, const doub
     const float   *vs = (const float *)a.v;
     float         *errors = (float *)a.error, scale = (float)*sent;
     unsigned char *out = (unsigned char *)a.out;
-    bool           aligned = aligned16(vs, errors);
     for (size_t i = flat_first(1); i < a.count / 8 || i < a.parts; i += flat_step(1)) {
+        unsigned bits = 0;
         if (i < a.parts) write_scale(out + i * (part + 8) + part, *sent);
         if (i >= a.count / 8) continue;
-        pack<float, 8> error = get<8>(errors, (int64_t)i * 8, (int64_t)a.count, aligned);
-        pack<float, 8> v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
-        unsigned       bits = 0;
-        for (int k = 0; k < 8; k++) {
-            bits |= (unsigned)(error.v[k] >= 0) << k;
-            if (v.v[k] != 0) error.v[k] -= error.v[k] >= 0 ? scale : -scale;
+        for (size_t k = 0; k < 8; k++) {
+            float error = errors[8 * i + k];
+            bits |= (unsigned)(error >= 0) << k;
+            if (vs[8 * i + k] != 0) errors[8 * i + k] = error - (error >= 0 ? scale : -scale);
         }
-        give(errors, (int64_t)i * 8, (int64_t)a.count, aligned, error);
         out[i + i / part * 8] = (unsigned char)bits;
     }
 }
@@ -2413,16 +2345,14 @@ KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const float         *vs = (const float *)a.v;
     float               *out = (float *)a.out;
     size_t               bytes = a.count / 8;
-    bool                 aligned = aligned16(vs, out);
     for (size_t i = flat_first(1); i < bytes; i += flat_step(1)) {
-        pack<float, 8> sum = { { 0 } }, v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        float sum[8] = { 0 };
         for (size_t m = 0; m < a.n; m++) {
             const unsigned char *signs = in + m * (bytes + 8);
             float                scale = (float)read_scale(signs + bytes);
-            for (int k = 0; k < 8; k++) sum.v[k] += signs[i] >> k & 1 ? scale : -scale;
+            for (int k = 0; k < 8; k++) sum[k] += signs[i] >> k & 1 ? scale : -scale;
         }
-        for (int k = 0; k < 8; k++) sum.v[k] = v.v[k] != 0 ? sum.v[k] / (float)a.n : 0;
-        give(out, (int64_t)i * 8, (int64_t)a.count, aligned, sum);
+        for (size_t k = 0; k < 8; k++) out[8 * i + k] = vs[8 * i + k] != 0 ? sum[k] / (float)a.n : 0;
     }
 }
 
@@ -2434,16 +2364,6 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
 }
 
 // ==== 15. Matrix product ============================================================================================
-
-/* Sums live in registers, which only loops of constant length that are unrolled can index. */
-#ifdef __CUDACC__
-#define UNROLL _Pragma("unroll")
-#define UNROLL_BY(n) DT_PRAGMA(unroll n)
-#define DT_PRAGMA(x) _Pragma(#x)
-#else
-#define UNROLL
-#define UNROLL_BY(n)
-#endif
 
 /* ---- what tensor cores are fed with ---- */
 
@@ -2482,10 +2402,10 @@ PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { MMA("bf16")
 PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { MMA("f16"); }
 #undef MMA
 
-/* The first `bytes` of 16 come from global memory, the others are zero. */
-PTX void copy16(void *shared, const void *global, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 : : "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+/* 16 bytes from global memory, or zeros. */
+PTX void copy16(void *shared, const void *global, bool there) {
+    asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, none; }"
+                 : : "r"(shared_address(shared)), "l"(global), "r"((int)there) : "memory");
 }
 PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
@@ -2498,7 +2418,10 @@ static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans
 static float exp2_of(float x) { return exp2f(x); }
 static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
 static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
-static void copy16(void *shared, const void *global, int bytes) { dtc_cp_async16(shared, global, bytes); }
+static void copy16(void *shared, const void *global, bool there) {
+    alignas(16) static const char none[16] = { 0 };
+    dtc_cp_async16(shared, there ? global : none, there ? 16 : 0);
+}
 static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
 #endif
@@ -2538,11 +2461,10 @@ static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned 
 template <class T>
 static __device__ void mma(T, float *d, const unsigned *a, const unsigned *b) { mma_plain(T(), d, a, b); }
 
-static __device__ void copy16(void *shared, const void *global, int bytes) {
-    uint4 none = { 0, 0, 0, 0 };
-    if (bytes == 16) none = *(const uint4 *)global;
-    *(uint4 *)shared = none;
-    for (int i = 0; i < bytes && bytes < 16; i++) ((char *)shared)[i] = ((const char *)global)[i];
+static __device__ void copy16(void *shared, const void *global, bool there) {
+    uint4 x = { 0, 0, 0, 0 };
+    if (there) x = *(const uint4 *)global;
+    *(uint4 *)shared = x;
 }
 static __device__ void copies_sent() {}
 static __device__ void copies_here() {}
@@ -2559,52 +2481,48 @@ static __device__ int place(int row, int col) {
     return row * LD + (col / N ^ (row & 7)) * N + col % N;
 }
 
+/* x, which the compiler does not see to be x: what is made from it is made where it is used, and is not held in
+   registers over a loop. */
+static __device__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 /* A tile from memory at p, whose rows are ld apart; beyond `rows` and `cols` it is zero. Asynchronous where `wide`:
-   where p and ld are multiples of 16 bytes. */
-template <class T, int ROWS, int LD, int THREADS>
-static __device__ void fetch_tile(T *tile, const T *p, int64_t ld, int64_t rows, int64_t cols, bool wide) {
-    const int N = pack<T>::N, PACKS = LD / N;
-    UNROLL for (int i = threadIdx.x; i < ROWS * PACKS; i += THREADS) {
-        int      row = i / PACKS, col = i % PACKS * N;
-        int64_t  have = row < rows ? cols - col : 0;
-        T       *to = tile + place<T, LD>(row, col);
-        const T *from = have > 0 ? p + row * ld + col : p;
-        have = have < 0 ? 0 : have > N ? N : have;
-        if (wide) {
-            copy16(to, from, (int)have * (int)sizeof(T));
-        } else {
-            pack<T> x = { { T() } };
-            for (int e = 0; e < N; e++)
-                if (e < have) x.v[e] = from[e];
-            *reinterpret_cast<pack<T> *>(to) = x;
-        }
+   where p, ld and cols are multiples of 16 bytes. */
+template <class T, int ROWS, int LD, int THREADS, class index>
+static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool wide) {
+    const int N = pack<T>::N, PACKS = LD / N, DOWN = THREADS / PACKS;
+    int       thread = anew(threadIdx.x), row = thread / PACKS, col = thread % PACKS * N;
+    index     at = row * ld + col;
+    if (wide) {
+        UNROLL for (int i = 0; i < ROWS; i += DOWN, at += DOWN * ld)
+            copy16(tile + place<T, LD>(row + i, col), p + at, row + i < rows && col < cols);
+        return;
+    }
+    UNROLL_BY(1) for (; row < ROWS; row += DOWN, at += DOWN * ld) {
+        pack<T> x = { { T() } };
+        UNROLL for (int e = 0; e < N; e++)
+            if (row < rows && col + e < cols) x.v[e] = p[at + e];
+        *reinterpret_cast<pack<T> *>(tile + place<T, LD>(row, col)) = x;
     }
 }
 
-/* Fragments of mma from tiles. A: 16 rows at `row`, 16 numbers of k; of a tile with rows of k, or `across` it, with k
-   rows. B: 16 columns at `col`, two fragments. */
-template <class T, int LD>
-static __device__ void fragment_a(unsigned *f, const T *tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix(f, tile + place<T, LD>(row + lane % 16, k + lane / 16 * 8));
+/* Fragments of mma from tiles. ldmatrix takes four 8 x 8 matrices, and of each lane the place of one row: of 16 rows,
+   and then of the same rows 8 columns on, for A from a tile with rows of k, and for two fragments of B from one with a
+   row for each k; the other way round for two fragments of B from rows of k, and for A from a row for each k. That
+   place, in row 0 and column 0. With LD a power of two `place` is an exclusive or, so that (x ^ column) is that of
+   another column, and x + row LD, row a multiple of 8, that of another row. */
+template <int LD>
+static __device__ int rows_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
 }
 
-template <class T, int LD>
-static __device__ void fragment_a_across(unsigned *f, const T *tile, int row, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8));
-}
-
-template <class T, int LD>
-static __device__ void fragment_b(unsigned *f, const T *tile, int col, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix(f, tile + place<T, LD>(col + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
-}
-
-template <class T, int LD>
-static __device__ void fragment_b_across(unsigned *f, const T *tile, int col, int k) {
-    int lane = threadIdx.x % 32;
-    ldmatrix_trans(f, tile + place<T, LD>(k + lane % 16, col + lane / 16 * 8));
+template <int LD>
+static __device__ int columns_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return (lane % 8 + lane / 16 * 8) * LD + (lane / 8 % 2 ^ lane % 8) * 8;
 }
 
 /* ---- the product ---- */
@@ -2635,23 +2553,24 @@ static __device__ void finish(const dt_matmul_args &a, int64_t at, int64_t j, fl
 /* A or B as the kernels see it: `rows` of c's rows or columns. across: neighbours of one k lie together. */
 struct operand {
     const void *p;
-    int64_t     rows, ld, stride;
-    int         across;
-    bool        wide;
+    int64_t     ld, stride;
+    int         rows;
+    bool        across, wide;
 };
 
-static operand operand_of(const void *p, int64_t rows, int64_t ld, int64_t stride, int across, size_t size) {
-    size_t  all = (size_t)p | (size_t)ld * size | (size_t)stride * size;
-    operand x = { p, rows, ld, stride, across, all % 16 == 0 };
+static operand operand_of(const void *p, int64_t rows, int64_t k, int64_t ld, int64_t stride, bool across,
+    size_t size) {
+    size_t  all = (size_t)p | (size_t)(ld | stride | (across ? rows : k)) * size;
+    operand x = { p, ld, stride, (int)rows, across, all % 16 == 0 };
     return x;
 }
 
 /* Where a block's tile of c begins. */
-struct corner { int64_t batch, row, col; };
+struct corner { int batch, row, col; };
 
 static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
-    int64_t across = (a.n + tile - 1) / tile, down = (a.m + tile - 1) / tile, i = blockIdx.x;
-    corner  c = { i / (across * down), i / across % down * tile, i % across * tile };
+    int    across = ((int)a.n + tile - 1) / tile, down = ((int)a.m + tile - 1) / tile, i = blockIdx.x;
+    corner c = { i / across / down, i / across % down * tile, i % across * tile };
     return c;
 }
 
@@ -2660,13 +2579,12 @@ static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
 enum { DEPTH = 16 };
 
 template <int R>
-static __device__ void fetch_f32(pack<float> *next, const operand &x, int64_t batch, int64_t row0, int64_t k0,
-    int64_t k) {
+static __device__ void fetch_f32(pack<float> *next, const operand &x, int batch, int row0, int k0, int k) {
     const float *p = (const float *)x.p + batch * x.stride;
     for (int i = 0; i < R / 4; i++) {
         int     at = threadIdx.x + i * BLOCK, in_line = x.across ? 4 * R : DEPTH / 4;
-        int64_t line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
-        int64_t first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
+        int     line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
+        int     first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
         next[i] = load(p + (line < lines ? line * x.ld : 0), (size_t)first, line < lines ? (size_t)end : 0, x.wide);
     }
 }
@@ -2682,7 +2600,7 @@ static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float
 }
 
 template <int R>
-KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
+KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
     __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
     pack<float> next_x[R / 4], next_y[R / 4];
     float       sum[R][R] = { { 0 } };
@@ -2691,7 +2609,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
     bool        idle = c.row + down * 4 >= a.m || c.col + across * 4 >= a.n;
     fetch_f32<R>(next_x, x, c.batch, c.row, 0, a.k);
     fetch_f32<R>(next_y, y, c.batch, c.col, 0, a.k);
-    for (int64_t k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
+    for (int k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
         keep_f32<R>(xs[s], next_x, x.across);
         keep_f32<R>(ys[s], next_y, y.across);
         __syncthreads(); /* the one barrier: two steps on, all have left this half */
@@ -2710,7 +2628,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
     }
     UNROLL for (int at = 0; at < R * R; at++) {
         int     i = at / R, j = at % R;
-        int64_t row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
+        int     row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
         if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
     }
 }
@@ -2719,7 +2637,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_f32_kernel(dt_matmul_args a, operand x, o
 enum { SIDE = 128, STEP = 64, MATMUL_STAGES = 2 };
 
 template <class T>
-static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int64_t row0, int64_t k0, int64_t k) {
+static __device__ void fetch_side(T *tile, const operand &x, int batch, int row0, int k0, int k) {
     const T *p = (const T *)x.p + batch * x.stride;
     if (x.across) fetch_tile<T, STEP, SIDE, BLOCK>(tile, p + k0 * x.ld + row0, x.ld, k - k0, x.rows - row0, x.wide);
     else fetch_tile<T, SIDE, STEP, BLOCK>(tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.wide);
@@ -2728,15 +2646,17 @@ static __device__ void fetch_side(T *tile, const operand &x, int64_t batch, int6
 /* ACROSS_X, ACROSS_Y: x.across, y.across */
 template <class T, bool ACROSS_X, bool ACROSS_Y>
 static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
+    int at_x = ACROSS_X ? columns_first<SIDE>() : rows_first<STEP>();
+    int at_y = ACROSS_Y ? rows_first<SIDE>() : columns_first<STEP>();
     UNROLL for (int k = 0; k < STEP; k += 16) {
         unsigned u[4][4], v[2][4];
         UNROLL for (int i = 0; i < 4; i++) {
-            if (ACROSS_X) fragment_a_across<T, SIDE>(u[i], xs, row + 16 * i, k);
-            else fragment_a<T, STEP>(u[i], xs, row + 16 * i, k);
+            if (ACROSS_X) ldmatrix_trans(u[i], xs + k * SIDE + (at_x ^ (row + 16 * i)));
+            else ldmatrix(u[i], xs + (row + 16 * i) * STEP + (at_x ^ k));
         }
         UNROLL for (int j = 0; j < 2; j++) {
-            if (ACROSS_Y) fragment_b_across<T, SIDE>(v[j], ys, col + 16 * j, k);
-            else fragment_b<T, STEP>(v[j], ys, col + 16 * j, k);
+            if (ACROSS_Y) ldmatrix_trans(v[j], ys + k * SIDE + (at_y ^ (col + 16 * j)));
+            else ldmatrix(v[j], ys + (col + 16 * j) * STEP + (at_y ^ k));
         }
         UNROLL for (int i = 0; i < 4; i++)
             UNROLL for (int j = 0; j < 4; j++) mma(T(), sum[i][j], u[i], v[j / 2] + j % 2 * 2);
@@ -2744,7 +2664,7 @@ static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const 
 }
 
 template <class T, bool ACROSS_X, bool ACROSS_Y>
-KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
+KERNEL __launch_bounds__(BLOCK, 2) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
     DT_DYN_SMEM(T, shared);
     const int SIZE = SIDE * STEP;
     float     sum[4][4][4] = { { { 0 } } };
@@ -2752,7 +2672,7 @@ KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x
     int       warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / 4 * 64, across = warp % 4 * 32;
     T        *xs = shared, *ys = shared + MATMUL_STAGES * SIZE;
     bool      idle = c.row + down >= a.m || c.col + across >= a.n;
-    for (int64_t k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
+    for (int k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
         copies_here();
         __syncthreads(); /* the tiles of this step are there, and all have left those of the step before */
         if (k0 + STEP < a.k) {
@@ -2764,8 +2684,8 @@ KERNEL __launch_bounds__(BLOCK) matmul_narrow_kernel(dt_matmul_args a, operand x
             multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
     UNROLL for (int i = 0; i < 64; i++) {
-        int64_t row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
-        int64_t col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        int row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+        int col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
         if (row < a.m && col < a.n)
             finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
     }
@@ -2811,14 +2731,240 @@ static dt_status matmul_narrow(const dt_matmul_args &a, const operand &x, const 
 
 static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
     size_t  size = a.dtype == DT_F32 ? 4 : 2;
-    operand x = operand_of(a.a, a.m, a.lda, a.stride_a, a.trans_a != 0, size);
-    operand y = operand_of(a.b, a.n, a.ldb, a.stride_b, a.trans_b == 0, size);
+    operand x = operand_of(a.a, a.m, a.k, a.lda, a.stride_a, a.trans_a != 0, size);
+    operand y = operand_of(a.b, a.n, a.k, a.ldb, a.stride_b, a.trans_b == 0, size);
     if (a.dtype == DT_F32) return matmul_f32(a, x, y, stream);
     return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
 }
 
+/* ---- by cuBLASLt ---- */
+
+#ifdef DT_CUBLASLT
+/* All that an algorithm depends on; compared as bytes. Alignments are those of the pointers, up to 256. */
+struct product_key {
+    int64_t  m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
+    size_t   work_bytes;
+    int      dtype, wide, trans_a, trans_b, epilogue, adds;
+    unsigned align_a, align_b, align_c, align_d;
+};
+
+/* A product that cuBLASLt has been asked for: column-major, so that C^T = B^T A^T is what it computes. */
+struct product_plan {
+    product_key                  key;
+    bool                         used, works;
+    cublasLtMatmulDescOpaque_t   what;
+    cublasLtMatrixLayoutOpaque_t a, b, c;
+    cublasLtMatmulAlgo_t         algorithm;
+    size_t                       workspace;
+};
+
+/* A plan lies at one of TRIES places from its hash on; when others lie there the first gives way. */
+enum { PLANS = 256, TRIES = 4 };
+
+struct blas {
+    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
+    bool             gelu;   /* its GELU is no slower than one apart: since Hopper */
+    product_plan     plans[PLANS];
+};
+
+static void blas_close(blas *b) {
+    if (b && b->handle) cublasLtDestroy(b->handle);
+    free(b);
+}
+
+static blas *blas_of(cuda_queue *queue) {
+    int major = 0;
+    if (queue->blas) return queue->blas;
+    queue->blas = (blas *)calloc(1, sizeof *queue->blas);
+    if (!queue->blas) return NULL;
+    if (cublasLtCreate(&queue->blas->handle) != CUBLAS_STATUS_SUCCESS) queue->blas->handle = NULL;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, queue->device) == cudaSuccess)
+        queue->blas->gelu = major >= 9;
+    return queue->blas;
+}
+
+static unsigned alignment_of(const void *p) {
+    size_t low = (size_t)p & (~(size_t)p + 1);
+    return low == 0 || low > 256 ? 256 : (unsigned)low;
+}
+
+static cudaDataType_t number_of(int dtype) {
+    return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+/* rows and columns as stored by rows: the other way round by columns. */
+static void layout_of(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols, int64_t ld, int64_t batch,
+    int64_t stride) {
+    int32_t count = (int32_t)batch;
+    cublasLtMatrixLayoutInit(l, number_of(dtype), (uint64_t)cols, (uint64_t)rows, ld);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+#define SET(name, value) \
+    cublasLtMatmulDescSetAttribute(&p->what, CUBLASLT_MATMUL_DESC_##name, &(value), sizeof(value))
+#define PREFER(name, value) \
+    cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
+
+/* Sums in parts are added in f32, so that a result is rounded once. */
+static void plan_make(blas *b, product_plan *p, const product_key &key) {
+    cublasLtMatmulPreferenceOpaque_t wish;
+    cublasLtMatmulHeuristicResult_t  best;
+    cublasOperation_t                op_a = key.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t                op_b = key.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t               epilogue = (cublasLtEpilogue_t)key.epilogue;
+    uint32_t                         schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    int                              found = 0, to = key.wide ? (int)DT_F32 : key.dtype;
+    p->key = key;
+    p->used = true;
+    cublasLtMatmulDescInit(&p->what, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    SET(EPILOGUE, epilogue);
+    SET(EPILOGUE_AUX_LD, key.ldc);
+    SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
+    layout_of(&p->a, key.dtype, key.trans_b ? key.n : key.k, key.trans_b ? key.k : key.n, key.ldb, key.batch,
+              key.stride_b);
+    layout_of(&p->b, key.dtype, key.trans_a ? key.k : key.m, key.trans_a ? key.m : key.k, key.lda, key.batch,
+              key.stride_a);
+    layout_of(&p->c, to, key.m, key.n, key.ldc, key.batch, key.stride_c);
+    cublasLtMatmulPreferenceInit(&wish);
+    PREFER(MAX_WORKSPACE_BYTES, key.work_bytes);
+    PREFER(REDUCTION_SCHEME_MASK, schemes);
+    PREFER(MIN_ALIGNMENT_A_BYTES, key.align_b);
+    PREFER(MIN_ALIGNMENT_B_BYTES, key.align_a);
+    PREFER(MIN_ALIGNMENT_C_BYTES, key.align_c);
+    PREFER(MIN_ALIGNMENT_D_BYTES, key.align_d);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(b->handle, &p->what, &p->a, &p->b, &p->c, &p->c, &wish, 1,
+                                                           &best, &found);
+    p->works = status == CUBLAS_STATUS_SUCCESS && found > 0 && best.state == CUBLAS_STATUS_SUCCESS;
+    if (!p->works) return;
+    p->algorithm = best.algo;
+    p->workspace = best.workspaceSize;
+}
+#undef PREFER
+
+static product_plan *plan_of(blas *b, const product_key &key) {
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof key; i++) hash = (hash ^ ((const unsigned char *)&key)[i]) * 1099511628211u;
+    product_plan *first = NULL;
+    for (int i = 0; i < TRIES; i++) {
+        product_plan *p = &b->plans[((hash >> 32) + i) % PLANS];
+        if (p->used && memcmp(&p->key, &key, sizeof key) == 0) return p;
+        if (!first || (first->used && !p->used)) first = p;
+    }
+    plan_make(b, first, key);
+    return first;
+}
+
+/* How a call is shared: the library's epilogue, and what is left in `rest` for a kernel after it. from: where the
+   library reads what it adds, or NULL; to: where it writes. False: not its work. */
+struct blas_split {
+    cublasLtEpilogue_t epilogue;
+    dt_matmul_args     rest;
+    const void        *from;
+    void              *to;
+    bool               more; /* something is left */
+};
+
+/* GELU with the value before it, or its derivative from that value, at once. */
+static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
+    bool aux = !a.before || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) && (size_t)a.before % 16 == 0);
+    if (a.activation != DT_ACT_GELU || !aux || (a.derivative && a.bias) || (a.bias && (size_t)a.bias % 16)) return false;
+    if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
+    else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    s->rest.bias = NULL;
+    s->rest.before = NULL;
+    s->rest.activation = s->rest.derivative = 0;
+    return true;
+}
+
+static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
+    bool plain = !a.activation && !a.derivative && !a.before;
+    if (a.wide && a.dtype != DT_F32 && (a.bias || a.residual || !plain)) return false;
+    if (a.accumulate && (a.residual || !plain)) return false;
+    s->rest = a;
+    s->rest.accumulate = 0;
+    s->from = a.accumulate ? a.c : NULL;
+    s->to = a.c;
+    if (!gelu || !split_gelu(a, s)) {
+        bool bias = a.bias && (size_t)a.bias % 16 == 0;
+        s->epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        if (bias) s->rest.bias = NULL;
+        if (a.accumulate && s->rest.bias) return false;
+        if (a.residual && plain && !s->rest.bias) s->from = a.residual, s->rest.residual = NULL;
+        if (a.before && !a.derivative && !s->rest.bias) s->to = a.before, s->rest.before = NULL;
+    }
+    s->more = s->rest.bias || s->rest.before || s->rest.activation || s->rest.residual || s->to != a.c;
+    return true;
+}
+
+/* What is left of each element, which the library has written at `from`, rounded. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) matmul_rest_kernel(dt_matmul_args a, const T *from) {
+    for (size_t i = flat_first(1); i < (size_t)(a.batch * a.m * a.n); i += flat_step(1)) {
+        int64_t row = (int64_t)i / a.n, col = (int64_t)i % a.n;
+        int64_t at = row / a.m * a.stride_c + row % a.m * a.ldc + col;
+        finish<T>(a, at, col, widen(from[at]));
+    }
+}
+
+static dt_status matmul_rest(const blas_split &s, void *stream) {
+    const dt_matmul_args &a = s.rest;
+    size_t                count = (size_t)(a.batch * a.m * a.n);
+    if (!s.more) return launched();
+    if (a.dtype == DT_F32) LAUNCH(matmul_rest_kernel<float>, count, BLOCK, stream, a, (const float *)s.to);
+    else if (a.dtype == DT_BF16) LAUNCH(matmul_rest_kernel<bf16>, count, BLOCK, stream, a, (const bf16 *)s.to);
+    else LAUNCH(matmul_rest_kernel<f16>, count, BLOCK, stream, a, (const f16 *)s.to);
+    return launched();
+}
+
+static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
+    product_key key;
+    memset(&key, 0, sizeof key); /* what lies between members too */
+    key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
+    key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
+    key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
+    key.work_bytes = (size_t)a.work % 16 == 0 ? a.work_bytes : 0;
+    key.dtype = a.dtype, key.wide = a.wide, key.trans_a = a.trans_a != 0, key.trans_b = a.trans_b != 0;
+    key.epilogue = (int)s.epilogue, key.adds = s.from != NULL;
+    key.align_a = alignment_of(a.a), key.align_b = alignment_of(a.b);
+    key.align_c = alignment_of(s.from ? s.from : s.to), key.align_d = alignment_of(s.to);
+    return key;
+}
+
+/* False: the library cannot, and nothing has been done. */
+static bool blas_matmul(const dt_matmul_args &a, cuda_queue *queue, dt_status *status) {
+    blas         *b = a.k > 0 && a.batch <= INT32_MAX ? blas_of(queue) : NULL;
+    blas_split    s;
+    product_plan *p = NULL;
+    float         one = 1, adds;
+    if (!b || !b->handle) return false;
+    for (int gelu = b->gelu; gelu >= 0 && (!p || !p->works); gelu--) {
+        if (!split_call(a, gelu, &s)) return false;
+        p = plan_of(b, key_of(a, s));
+    }
+    if (!p->works) return false;
+    adds = s.from ? 1.0f : 0.0f;
+    SET(BIAS_POINTER, a.bias);
+    SET(EPILOGUE_AUX_POINTER, a.before);
+    cublasStatus_t done = cublasLtMatmul(b->handle, &p->what, &one, a.b, &p->a, a.a, &p->b, &adds,
+                                         s.from ? s.from : s.to, &p->c, s.to, &p->c, &p->algorithm, a.work,
+                                         p->workspace, queue->stream);
+    p->works = done == CUBLAS_STATUS_SUCCESS;
+    if (p->works) *status = matmul_rest(s, queue);
+    return p->works;
+}
+#undef SET
+#else
+static void blas_close(struct blas *) {}
+static bool blas_matmul(const dt_matmul_args &, cuda_queue *, dt_status *) { return false; }
+#endif
+
 static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     dt_matmul_args a = *args;
+    dt_status      status = DT_OK;
     if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
     if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
         (a.derivative && !a.before)) return DT_ERR_ARG;
@@ -2826,54 +2972,66 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
     if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
     if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
     if (a.ldc == 0) a.ldc = a.n;
-    return a.m == 0 || a.n == 0 ? launched() : own_matmul(a, stream);
+    if (a.m == 0 || a.n == 0) return launched();
+    if (stream && blas_matmul(a, (cuda_queue *)stream, &status)) return status;
+    if (a.m >= INT32_MAX - SIDE || a.n >= INT32_MAX - SIDE || a.k >= INT32_MAX - STEP) return DT_ERR_UNSUPPORTED;
+    return own_matmul(a, stream);
 }
 
 // ==== 16. Attention =================================================================================================
 
 /* FlashAttention-2, arXiv:2307.08691. A block has ROWS queries (in keys_back: keys) and walks over the other side, COLS
-   at a time; a warp has 16 M of the rows. Scores stay in registers, as mma leaves them: c[i][j][e] of lane 4 g + t is
-   row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. What follows speaks of 2 M rows of a lane: row r is c[r / 2], and
-   e / 2 is r % 2. f32 is computed in the same places by plain multiply-adds. D is the dimension of a head, padded. */
+   at a time, of which a warp takes PART at a time; 16 M of the rows are a warp's. Scores stay in registers, as mma
+   leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. A lane has 2 M rows:
+   row r is in c[r / 2], with r % 2 for e / 2. f32 is computed in the same places by plain multiply-adds. D is the
+   dimension of a head, padded. */
 
-/* ---- which tiles of keys a tile of queries sees ---- */
+/* ---- who sees whom ---- */
 
-/* The least and the greatest of a tile. */
+/* The least and the greatest of some queries or keys. */
 struct span { int first, last, document_first, document_last; };
 
-/* Queries or keys: of each sequence `length`, in tiles of `each`. Without an array positions are index + shift, and all
-   documents one. With an array there are spans, (batch,tiles), made before. */
+/* Queries or keys: `length` of each sequence, in tiles of `each`. Without an array positions are index + shift, and all
+   documents one. With an array there are spans of tiles, (batch,tiles), made before. */
 struct side {
     const int32_t *position, *document;
     span          *spans;
-    int64_t        length, each, tiles;
-    int            shift;
+    int            length, each, tiles, shift;
 };
 
-struct sight { side q, k; int causal; };
+/* What kernels know beside the pointers: in 32 bits, because registers are scarce. power: scale in powers of two. A
+   grid is (tiles, heads, sequences), from first_kv, first_sequence on. */
+struct task {
+    side  q, k;
+    int   causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv; /* *_row: of all heads */
+    float scale, power;
+    bool  wide, fours; /* inputs can be read 16 bytes at a time, results written four numbers at a time */
+};
 
-static __device__ int position_of(const side &s, int64_t sequence, int64_t i) {
-    return s.position ? s.position[sequence * s.length + i] : (int)i + s.shift;
+static __device__ int position_of(const side &s, int sequence, int i) {
+    return s.position ? s.position[(int64_t)sequence * s.length + i] : i + s.shift;
 }
 
-static __device__ int document_of(const side &s, int64_t sequence, int64_t i) {
-    return s.document ? s.document[sequence * s.length + i] : 0;
+static __device__ int document_of(const side &s, int sequence, int i) {
+    return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
 }
 
-static __device__ span span_of(const side &s, int64_t sequence, int64_t tile) {
-    if (s.spans) return s.spans[sequence * s.tiles + tile];
-    int64_t first = tile * s.each, last = (first + s.each < s.length ? first + s.each : s.length) - 1;
-    span    x = { (int)first + s.shift, (int)last + s.shift, 0, 0 };
+/* Of `count` from `first` on; where there are arrays, of the tile they lie in. */
+static __device__ span span_of(const side &s, int sequence, int first, int count) {
+    first = anew(first);
+    if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.each];
+    span x = { first + s.shift, min(first + count, s.length) - 1 + s.shift, 0, 0 };
     return x;
 }
 
 /* A warp per tile. */
 KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
-    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, sequence = i / s.tiles, first = i % s.tiles * s.each;
+    int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    int     sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.each;
     span    x = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN };
     if (sequence >= batch) return;
-    for (int64_t at = first + threadIdx.x % 32; at < first + s.each && at < s.length; at += 32) {
-        int position = position_of(s, sequence, at), document = document_of(s, sequence, at);
+    for (int i = first + threadIdx.x % 32; i < min(first + s.each, s.length); i += 32) {
+        int position = position_of(s, sequence, i), document = document_of(s, sequence, i);
         x.first = min(x.first, position);
         x.last = max(x.last, position);
         x.document_first = min(x.document_first, document);
@@ -2885,66 +3043,81 @@ KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
         x.document_first = min(x.document_first, __shfl_xor_sync(0xffffffffu, x.document_first, other));
         x.document_last = max(x.document_last, __shfl_xor_sync(0xffffffffu, x.document_last, other));
     }
-    if (threadIdx.x % 32 == 0) s.spans[i] = x;
+    if (threadIdx.x % 32 == 0) s.spans[tile] = x;
 }
 
-static __device__ bool none_seen(const sight &s, span q, span k) {
+static __device__ bool none_seen(const task &s, span q, span k) {
     return (s.causal && k.first > q.last) || k.document_first > q.document_last || k.document_last < q.document_first;
 }
 
-static __device__ bool all_seen(const sight &s, span q, span k) {
+/* With first <= last on both sides, the documents below are one. */
+static __device__ bool all_seen(const task &s, span q, span k) {
     return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
-           q.document_last == k.document_first; /* with first <= last on both sides: one document */
+           q.document_last == k.document_first;
 }
 
-/* The first tile from i on of the other side, which comes `end / tiles` times, that has something to do. */
-static __device__ int64_t next_tile(const sight &s, bool mine_are_keys, span mine, int64_t sequence, int64_t i,
-    int64_t end) {
-    const side &other = mine_are_keys ? s.q : s.k;
-    for (; i < end; i++) {
-        span x = span_of(other, sequence, i % other.tiles);
-        if (!(mine_are_keys ? none_seen(s, x, mine) : none_seen(s, mine, x))) break;
-    }
+/* The first tile of keys from i on that a span of queries sees some of. */
+static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int i) {
+    span q = span_of(s.q, sequence, row0, rows);
+    while (i < s.k.tiles && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
     return i;
 }
 
-/* Minus infinity for what is not seen, or not there. row0, col0: the warp's first ones. */
+/* The first tile of queries from i on; they come once for each head of a group. */
+struct visit { int head, tile; };
+
+static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, visit i) {
+    span k = span_of(s.k, sequence, row0, rows);
+    for (; i.head < s.group; i.head++, i.tile = 0)
+        for (; i.tile < s.q.tiles; i.tile++)
+            if (!none_seen(s, span_of(s.q, sequence, i.tile * s.q.each, s.q.each), k)) return i;
+    return i;
+}
+
+/* Position and document of what a tile has: of row i of it by the caller's thread. */
+static __device__ int2 look(const task &s, const side &of, int sequence, int i) {
+    int2 x = { 0, 0 };
+    if (i >= of.length) return x; /* hidden otherwise, or never looked at */
+    if (s.causal) x.x = position_of(of, sequence, i);
+    x.y = document_of(of, sequence, i);
+    return x;
+}
+
+/* Minus infinity for what is not seen; rows, cols: what `look` says of the warp's rows and of the columns. */
 template <int M, int J>
-static __device__ void hide(float (&c)[M][J][4], const sight &s, bool rows_are_keys, int64_t sequence, int64_t row0,
-    int64_t col0) {
-    const side &rows = rows_are_keys ? s.k : s.q, &cols = rows_are_keys ? s.q : s.k;
-    int         g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, position[2 * M], document[2 * M];
-    bool        there[2 * M];
-    UNROLL for (int r = 0; r < 2 * M; r++) {
-        int64_t row = row0 + 8 * r + g;
-        there[r] = row < rows.length;
-        position[r] = there[r] ? position_of(rows, sequence, row) : 0;
-        document[r] = there[r] ? document_of(rows, sequence, row) : 0;
-    }
+static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL for (int at = 0; at < 2 * J; at++) {
-        int64_t col = col0 + at / 2 * 8 + 2 * t + at % 2;
-        bool    inside = col < cols.length;
-        int     p = inside ? position_of(cols, sequence, col) : 0, d = inside ? document_of(cols, sequence, col) : 0;
+        int2 col = cols[at / 2 * 8 + 2 * t + at % 2];
         UNROLL for (int r = 0; r < 2 * M; r++) {
-            bool late = s.causal && (rows_are_keys ? position[r] > p : p > position[r]);
-            if (!inside || !there[r] || late || d != document[r]) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+            int2 row = rows[8 * r + g];
+            bool late = rows_are_keys ? row.x > col.x : col.x > row.x;
+            if (late || row.y != col.y) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
         }
     }
 }
 
+/* The same for columns that are not there, from number `have` on. */
+template <int M, int J>
+static __device__ void hide_rest(float (&c)[M][J][4], int have) {
+    UNROLL for (int e = 0; e < M * J * 4; e++)
+        if (e / 4 % J * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+}
+
 /* ---- products of a warp ---- */
 
-/* c = rows of x, from `row` on, times rows of y. The sums go over `dim`, or all of D, where tiles are zero. */
+/* c = rows of x, from `row` on, times rows of y. The sums go over all of D, beyond `dim` of which tiles are zero. */
 template <int D, int M, int J, class T>
 static __device__ void scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
+    int at_x = rows_first<D>(), at_y = columns_first<D>();
     (void)dim;
     memset(c, 0, sizeof c);
     UNROLL for (int k = 0; k < D; k += 16) {
         unsigned u[M][4];
-        UNROLL for (int i = 0; i < M; i++) fragment_a<T, D>(u[i], x, row + 16 * i, k);
+        UNROLL for (int i = 0; i < M; i++) ldmatrix(u[i], x + (row + 16 * i) * D + (at_x ^ k));
         UNROLL for (int j = 0; j < J; j += 2) {
             unsigned v[4];
-            fragment_b<T, D>(v, y, 8 * j, k);
+            ldmatrix(v, y + 8 * j * D + (at_y ^ k));
             UNROLL for (int i = 0; i < M; i++) {
                 mma(T(), c[i][j], u[i], v);
                 mma(T(), c[i][j + 1], u[i], v + 2);
@@ -2959,13 +3132,11 @@ static __device__ void scores(float (&c)[M][J][4], const float *x, int row, cons
     memset(c, 0, sizeof c);
     UNROLL_BY(2) for (int k = 0; k < dim; k += 4) {
         pack<float> u[2 * M];
-        for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
+        UNROLL for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
         UNROLL for (int at = 0; at < 2 * J; at++) {
             pack<float> v = *(const pack<float> *)(y + place<float, D>(at / 2 * 8 + 2 * t + at % 2, k));
-            for (int r = 0; r < 2 * M; r++) {
-                float *sum = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
-                for (int e = 0; e < 4; e++) *sum += u[r].v[e] * v.v[e];
-            }
+            UNROLL for (int i = 0; i < 8 * M; i++)
+                c[i / 8][at / 2][i / 4 % 2 * 2 + at % 2] += u[i / 4].v[i % 4] * v.v[i % 4];
         }
     }
 }
@@ -2973,6 +3144,7 @@ static __device__ void scores(float (&c)[M][J][4], const float *x, int row, cons
 /* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to y's type. */
 template <int D, int M, int N, int J, class T>
 static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
+    int at_y = rows_first<D>();
     (void)dim;
     UNROLL for (int j = 0; j < J; j += 2) {
         unsigned u[M][4];
@@ -2980,7 +3152,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
             u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
         UNROLL for (int n = 0; n < N; n += 2) {
             unsigned v[4];
-            fragment_b_across<T, D>(v, y, 8 * n, 8 * j);
+            ldmatrix_trans(v, y + 8 * j * D + (at_y ^ 8 * n));
             UNROLL for (int i = 0; i < M; i++) {
                 mma(T(), c[i][n], u[i], v);
                 mma(T(), c[i][n + 1], u[i], v + 2);
@@ -2999,10 +3171,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
         UNROLL for (int n = 0; n < N; n++) {
             if (8 * n >= dim) continue;
             const float *v = y + place<float, D>(at, 8 * n + 2 * t);
-            for (int r = 0; r < 2 * M; r++) {
-                c[r / 2][n][r % 2 * 2] += u[r] * v[0];
-                c[r / 2][n][r % 2 * 2 + 1] += u[r] * v[1];
-            }
+            UNROLL for (int i = 0; i < 4 * M; i++) c[i / 4][n][i % 4] += u[i / 2] * v[i % 2];
         }
     }
 }
@@ -3018,45 +3187,106 @@ static __device__ float row_max(float v) {
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-/* ---- forward ---- */
+/* ---- tiles ---- */
 
-#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
-
-/* What fits into 255 registers a thread and 99 KB of shared memory, which every GPU since sm_80 has. */
-template <class T, int D, bool BACK>
+/* What fits into the registers, 64 K for the THREADS of AT_ONCE blocks, and into the 99 KB of shared memory that every
+   GPU since sm_80 gives a block. WHAT: 0 the forward, 1 the backward of queries, 2 that of keys. */
+template <class T, int D, int WHAT>
 struct form {
-    enum {
-        NARROW = sizeof(T) == 2,
-        M = NARROW && !BACK && D <= 128 ? 2 : 1,
-        COLS = NARROW ? (D <= 128 ? 64 : 32) : BACK ? (D <= 64 ? 32 : 16) : (D <= 128 ? 32 : 16),
-        WARPS_ = NARROW || D <= 64 || (!BACK && D <= 128) ? 4 : 2,
-        STAGES = NARROW ? (BACK && D > 128 ? 1 : 2) : (D <= 64 && !BACK ? 2 : 1),
-        ROWS = 16 * M * WARPS_,
-        THREADS = 32 * WARPS_
-    };
+    static constexpr bool NARROW = sizeof(T) == 2;
+    static constexpr int M = NARROW && (D == 64 || (D == 128 && WHAT < 2)) ? 2 : 1;
+    static constexpr int COLS = NARROW ? (D == 64 || (D == 128 && WHAT != 1) ? 64 : 32)
+                                       : (D == 256 || (D == 128 && WHAT) ? 16 : 32);
+    static constexpr int PART = !NARROW ? COLS : D == 256 && WHAT ? 16 : 32;
+    static constexpr int OF_WARPS = NARROW || D == 64 || (D == 128 && !WHAT) ? 4 : 2;
+    static constexpr int STAGES = (NARROW && D == 256 && WHAT) || (!NARROW && (D > 64 || WHAT)) ? 1 : 2;
+    static constexpr int AT_ONCE = NARROW && D == 64 && !WHAT ? 3 : 2;
+    static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS;
 };
 
 /* A tile of two arrays whose rows lie alike. */
 template <class T, int ROWS, int D, int THREADS>
-static __device__ void fetch_two(T *x, T *y, const T *from_x, const T *from_y, int64_t ld, int64_t rows, int64_t dim,
-    bool wide) {
-    fetch_tile<T, ROWS, D, THREADS>(x, from_x, ld, rows, dim, wide);
-    fetch_tile<T, ROWS, D, THREADS>(y, from_y, ld, rows, dim, wide);
+static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at, int ld, int rows,
+    const task &s) {
+    fetch_tile<T, ROWS, D, THREADS>(x, (const T *)from_x + at, ld, rows, s.dim, s.wide);
+    fetch_tile<T, ROWS, D, THREADS>(y, (const T *)from_y + at, ld, rows, s.dim, s.wide);
     copies_sent();
 }
 
+/* Element of a row of queries; of keys. */
+static __device__ int64_t query_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
+}
+
+static __device__ int64_t key_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
+}
+
+/* Four neighbours, of which n are there: v, and `old` times what is there already. */
+template <class T>
+static __device__ void give_four(T *to, pack<float> v, int n, bool at_once, float old) {
+    struct alignas(4 * sizeof(T)) four { T v[4]; } x;
+    if (at_once && old != 0) x = *(const four *)to;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n && old != 0) x.v[e] = to[e];
+    for (int e = 0; e < 4; e++)
+        if (e < n) round_to(&x.v[e], old != 0 ? v.v[e] + old * widen(x.v[e]) : v.v[e]);
+    if (at_once) *(four *)to = x;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n) to[e] = x.v[e];
+}
+
+/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them; multiplied with `factor`. What is
+   there already is added if `accumulate`; of row r, keep[r] times. */
+struct target {
+    void        *out;
+    int          wide, accumulate;
+    const float *keep; /* or NULL: once */
+    int64_t      at;
+    int          ld, rows;
+    float        factor;
+};
+
+/* By way of the warp's rows of a tile of floats, so that what a warp writes at once lies together. */
+template <class T, int D, int M, int N>
+static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const target &to, const task &s) {
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        UNROLL for (int n = 0; n < N; n++) {
+            float *two = tile + place<float, D>(8 * r + lane / 4, 8 * n + lane % 4 * 2);
+            two[0] = to.factor * c[r / 2][n][r % 2 * 2];
+            two[1] = to.factor * c[r / 2][n][r % 2 * 2 + 1];
+        }
+    }
+    __syncwarp();
+    UNROLL_BY(1) for (int i = lane; i < 4 * M * D; i += 32) {
+        int row = i / (D / 4), col = i % (D / 4) * 4, have = min(s.dim - col, 4);
+        if (row >= to.rows || have <= 0) continue;
+        pack<float> v = *(const pack<float> *)(tile + place<float, D>(row, col));
+        float       old = !to.accumulate ? 0 : to.keep ? to.keep[row] : 1;
+        int64_t     at = to.at + (int64_t)row * to.ld + col;
+        if (to.wide) give_four((float *)to.out + at, v, have, s.fours, old);
+        else give_four((T *)to.out + at, v, have, s.fours, old);
+    }
+}
+
+/* ---- forward ---- */
+
+#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
+
 /* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
-   maximum. `scale` is that of scores in powers of two. A row that sees nothing yet has maximum -infinity. */
+   maximum. A row that sees nothing yet has maximum -infinity. */
 template <int M, int J, int N>
-static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float scale) {
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float power) {
     UNROLL for (int r = 0; r < 2 * M; r++) {
         float now = most[r], total = 0;
         UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
         now = row_max(now);
-        float base = now == -INFINITY ? 0 : now * scale, factor = exp2_of(most[r] * scale - base);
+        float base = now == -INFINITY ? 0 : now * power, factor = exp2_of(most[r] * power - base);
         UNROLL for (int at = 0; at < 2 * J; at++) {
             float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
-            *p = exp2_of(*p * scale - base);
+            *p = exp2_of(*p * power - base);
             total += *p;
         }
         UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
@@ -3071,346 +3301,403 @@ static __device__ float join_lse(float x, float y) {
     return high == -INFINITY ? high : high + log1pf(expf(low - high));
 }
 
-/* out and lse of a warp's rows, from `row0` on, from sums that are not yet divided. */
-template <class T, int M, int N>
-static __device__ void attention_end(const dt_attention_args &a, int64_t head, int64_t row0, const float *most,
-    const float *sum, const float (&out)[M][N][4]) {
-    int64_t sequence = head / a.heads, h = head % a.heads;
-    int     g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+/* Divides a warp's rows, from `row0` on, by their sums and writes lse. With `merge` both count with what out and lse
+   hold over other keys: keep, of the warp's rows in shared memory, is how much of that remains. */
+template <int M, int N>
+static __device__ void attention_end(const dt_attention_args &a, const task &s, int head, int row0, const float *most,
+    const float *sum, float (&out)[M][N][4], float *keep) {
+    int g = threadIdx.x % 32 / 4;
     UNROLL for (int r = 0; r < 2 * M; r++) {
-        int64_t row = row0 + 8 * r + g, at = ((sequence * a.tq + row) * a.heads + h) * a.dim;
-        bool    there = row < a.tq;
-        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * (float)a.scale + logf(total) : -INFINITY;
-        float  *lse = (float *)a.lse + head * a.tq + row, before = a.merge && there ? *lse : -INFINITY;
-        float   both = join_lse(mine, before), keep = before > -INFINITY ? expf(before - both) : 0;
+        int     row = row0 + 8 * r + g, at = head * s.q.length + row;
+        bool    there = row < s.q.length;
+        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * s.scale + logf(total) : -INFINITY;
+        float   before = a.merge && there ? ((const float *)a.lse)[at] : -INFINITY, both = join_lse(mine, before);
         float   factor = total > 0 ? expf(mine - both) / total : 0;
+        UNROLL for (int n = 0; n < 2 * N; n++) out[r / 2][n / 2][r % 2 * 2 + n % 2] *= factor;
         __syncwarp(); /* all lanes of the row have read what one now writes */
-        if (there && t == 0) *lse = both;
-        UNROLL for (int n = 0; n < 2 * N; n++) {
-            int   col = n / 2 * 8 + 2 * t + n % 2;
-            float v = out[r / 2][n / 2][r % 2 * 2 + n % 2] * factor;
-            if (!there || col >= a.dim) continue;
-            if (a.merge) v += keep * (a.wide ? ((const float *)a.out)[at + col] : widen(((const T *)a.out)[at + col]));
-            give_as<T>(a.out, a.wide, at + col, v, 0);
-        }
+        if (threadIdx.x % 4 > 0) continue;
+        keep[8 * r + g] = before > -INFINITY ? expf(before - both) : 0;
+        if (there) ((float *)a.lse)[at] = both;
     }
 }
 
 template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, false>::THREADS)) attention_kernel(dt_attention_args a, sight s, bool wide) {
-    typedef form<T, D, false> F;
-    const int SIZE = F::COLS * D;
+KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
+    attention_kernel(dt_attention_args a, task s) {
+    typedef form<T, D, 0> F;
+    const int M = F::M, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
-    T      *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
-    float   out[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], most[2 * F::M], sum[2 * F::M];
-    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles; /* the last queries see most, and begin first */
-    int64_t head = blockIdx.x / s.q.tiles, sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
-    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
-    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
-    const T *q = (const T *)a.q + ((sequence * a.tq + row0) * a.heads + h) * a.dim;
-    span    mine = span_of(s.q, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M; /* the warp's first row */
-    for (int r = 0; r < 2 * F::M; r++) {
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    __shared__ float keep[F::ROWS];
+    T       *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    out[M][D / 8][4] = { { { 0 } } }, c[M][F::PART / 8][4], most[2 * M], sum[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
+    int      sequence = s.first_sequence + blockIdx.z;
+    int      own = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
         most[r] = -INFINITY;
         sum[r] = 0;
     }
-    auto fetch = [&](int64_t i, int stage) {
-        int64_t at = i * F::COLS;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
-                                             a.tk - at, a.dim, wide);
-    };
-    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
-    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, q, a.heads * a.dim, a.tq - row0, a.dim, wide);
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, (const T *)a.q + query_at(s, sequence, row0, blockIdx.y), s.q_row,
+                                          s.q.length - row0, s.dim, s.wide);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
         copies_here();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
-        if (row0 + own < a.tq) {
-            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
-                hide(c, s, false, sequence, row0 + own, i * F::COLS);
-            softmax_step(c, most, sum, out, (float)(a.scale * LOG2_E));
-            mix<D>(out, c, vs + stage * SIZE, (int)a.dim);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, ks + stage * SIZE + part * D, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            softmax_step(c, most, sum, out, s.power);
+            mix<D>(out, c, vs + stage * SIZE + part * D, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
-    attention_end<T>(a, head, row0 + own, most, sum, out);
+    __syncthreads(); /* the tiles have been read */
+    int h = anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    attention_end(a, s, sequence * s.heads + h, row0 + own, most, sum, out, keep + own);
+    target to = { a.out, a.wide, a.merge, keep + own, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, 1 };
+    give_rows<T, D>((float *)qs + own * D, out, to, s);
 }
 
 /* ---- backward ---- */
 
-/* out[from ..] (+)= factor c: a warp's rows, of which the first `rows` are there, ld apart. */
-template <class T, int M, int N>
-static __device__ void give_rows(void *out, int wide, int accumulate, const float (&c)[M][N][4], float factor,
-    int64_t from, int64_t ld, int64_t rows, int64_t dim) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    UNROLL for (int at = 0; at < M * N * 4; at++) {
-        int row = at / 4 / N * 16 + at % 4 / 2 * 8 + g, col = at / 4 % N * 8 + 2 * t + at % 2;
-        if (row < rows && col < dim)
-            give_as<T>(out, wide, from + row * ld + col, factor * c[at / 4 / N][at / 4 % N][at % 4], accumulate);
-    }
+/* Deltas are those of the sequences and heads of one grid. */
+static __device__ int delta_at(const task &s, int sequence, int h, int row) {
+    return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row, a warp per row: that of head `first` and row 0 is delta[0]. */
+/* delta = sum of dout out for each row, a warp per row. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, float *delta, int64_t first, int64_t rows) {
-    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, head = first + i / a.tq;
-    int64_t at = ((head / a.heads * a.tq + i % a.tq) * a.heads + head % a.heads) * a.dim;
+KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, float *delta) {
+    int     row = blockIdx.x * WARPS + threadIdx.x / 32, sequence = s.first_sequence + blockIdx.z;
+    int     h = s.first_kv * s.group + blockIdx.y;
+    int64_t at = query_at(s, sequence, row, h);
     float   sum = 0;
-    if (i >= rows) return;
-    for (int64_t d = at + threadIdx.x % 32; d < at + a.dim; d += 32) {
-        float out = a.wide ? ((const float *)a.out)[d] : widen(((const T *)a.out)[d]);
-        sum += widen(((const T *)a.dout)[d]) * out;
+    if (row >= s.q.length) return;
+    for (int d = threadIdx.x % 32; d < s.dim; d += 32) {
+        float out = a.wide ? ((const float *)a.out)[at + d] : widen(((const T *)a.out)[at + d]);
+        sum += widen(((const T *)a.dout)[at + d]) * out;
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) delta[i] = sum;
+    if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
 }
 
 /* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
-static __device__ float lse_of(const dt_attention_back_args &a, int64_t head, int64_t row) {
-    float lse = row < a.tq ? ((const float *)a.lse)[head * a.tq + row] : INFINITY;
-    return lse == -INFINITY ? INFINITY : lse * (float)LOG2_E;
+static __device__ float lse_of(const void *lse, const task &s, int sequence, int h, int row) {
+    float x = row < s.q.length ? ((const float *)lse)[(sequence * s.heads + h) * s.q.length + row] : INFINITY;
+    return x == -INFINITY ? INFINITY : x * (float)LOG2_E;
+}
+
+static __device__ float delta_of(const float *delta, const task &s, int sequence, int h, int row) {
+    return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
 }
 
 /* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
 template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, true>::THREADS)) queries_back_kernel(dt_attention_back_args a, sight s,
-    const float *delta, int64_t first, bool wide) {
-    typedef form<T, D, true> F;
-    const int SIZE = F::COLS * D, R = 2 * F::M;
+KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
+    queries_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 1> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
-    T      *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
-    float   dq[F::M][D / 8][4] = { { { 0 } } }, c[F::M][F::COLS / 8][4], dp[F::M][F::COLS / 8][4], lse[R], mean[R];
-    int64_t tile = s.q.tiles - 1 - blockIdx.x % s.q.tiles, head = first + blockIdx.x / s.q.tiles;
-    int64_t sequence = head / a.heads, h = head % a.heads, row0 = tile * F::ROWS;
-    int64_t kv = sequence * a.tk * a.kv_heads + h / (a.heads / a.kv_heads), ld = a.kv_heads * a.dim;
-    int64_t from = ((sequence * a.tq + row0) * a.heads + h) * a.dim;
-    const T *k = (const T *)a.k + kv * a.dim, *v = (const T *)a.v + kv * a.dim;
-    float   scale = (float)(a.scale * LOG2_E);
-    span    mine = span_of(s.q, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M, g = threadIdx.x % 32 / 4;
-    UNROLL for (int r = 0; r < R; r++) {
-        int64_t row = row0 + own + 8 * r + g;
-        lse[r] = lse_of(a, head, row);
-        mean[r] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
-    }
-    auto fetch = [&](int64_t i, int stage) {
-        int64_t at = i * F::COLS;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, k + at * ld, v + at * ld, ld,
-                                             a.tk - at, a.dim, wide);
+    __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], mean[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
-    int64_t i = next_tile(s, false, mine, sequence, 0, s.k.tiles);
-    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, (const T *)a.q + from, (const T *)a.dout + from, a.heads * a.dim,
-                                         a.tq - row0, a.dim, wide);
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        lse[r] = lse_of(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+        mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+    }
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
+                                         s.q.length - row0, s);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
         copies_here();
         __syncthreads();
-        int64_t next = next_tile(s, false, mine, sequence, i + 1, s.k.tiles);
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
-        if (row0 + own < a.tq) {
-            scores<D>(c, qs, own, ks + stage * SIZE, (int)a.dim);
-            scores<D>(dp, ds, own, vs + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, mine, span_of(s.k, sequence, i)) || (i + 1) * F::COLS > a.tk)
-                hide(c, s, false, sequence, row0 + own, i * F::COLS);
-            UNROLL for (int at = 0; at < R * F::COLS / 4; at++) {
-                int    r = at % R, j = at / R;
-                float *x = &c[r / 2][j / 2][r % 2 * 2 + j % 2];
-                *x = exp2_of(*x * scale - lse[r]) * (dp[r / 2][j / 2][r % 2 * 2 + j % 2] - mean[r]);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            T   *kt = ks + stage * SIZE + part * D, *vt = vs + stage * SIZE + part * D;
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, kt, s.dim);
+            scores<D>(dp, ds, own, vt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                int    m = e / 4 / J, j = e / 4 % J, r = 2 * m + e % 4 / 2;
+                float *x = &c[m][j][e % 4];
+                *x = exp2_of(*x * s.power - lse[r]) * (dp[m][j][e % 4] - mean[r]);
             }
-            mix<D>(dq, c, ks + stage * SIZE, (int)a.dim);
+            mix<D>(dq, c, kt, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
-    give_rows<T>(a.dq, a.wide, a.accumulate_q, dq, (float)a.scale, from + own * a.heads * a.dim, a.heads * a.dim,
-                 a.tq - row0 - own, a.dim);
+    __syncthreads();
+    h = s.first_kv * s.group + anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    target to = { a.dq, a.wide, a.accumulate_q, NULL, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, s.scale };
+    give_rows<T, D>((float *)qs + own * D, dq, to, s);
 }
 
 /* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
    2 dv, 3 both, for which the sums of a large D are too many. */
 template <class T, int D, int WHAT>
-KERNEL __launch_bounds__((form<T, D, true>::THREADS)) keys_back_kernel(dt_attention_back_args a, sight s,
-    const float *delta, int64_t first, bool wide) {
-    typedef form<T, D, true> F;
-    const int SIZE = F::COLS * D, J = F::COLS / 8;
+KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
+    keys_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 2> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, ks);
     __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
-    T      *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
-    float   dk[F::M][D / 8][4] = { { { 0 } } }, dv[F::M][D / 8][4] = { { { 0 } } }, c[F::M][J][4], dp[F::M][J][4];
-    int64_t tile = blockIdx.x % s.k.tiles, group = a.heads / a.kv_heads, kv = first / group + blockIdx.x / s.k.tiles;
-    int64_t sequence = kv / a.kv_heads, row0 = tile * F::ROWS, end = group * s.q.tiles;
-    int64_t from = ((sequence * a.tk + row0) * a.kv_heads + kv % a.kv_heads) * a.dim, ld = a.heads * a.dim;
-    float   scale = (float)(a.scale * LOG2_E);
-    span    mine = span_of(s.k, sequence, tile);
-    int     own = threadIdx.x / 32 * 16 * F::M, t = threadIdx.x % 4;
-    auto    fetch = [&](int64_t i, int stage) {
-        int64_t h = kv % a.kv_heads * group + i / s.q.tiles, row = i % s.q.tiles * F::COLS;
-        int64_t at = ((sequence * a.tq + row) * a.heads + h) * a.dim, head = sequence * a.heads + h;
-        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, (const T *)a.q + at,
-                                             (const T *)a.dout + at, ld, a.tq - row, a.dim, wide);
-        if (threadIdx.x >= F::COLS) return;
-        row += threadIdx.x;
-        lse[stage][threadIdx.x] = lse_of(a, head, row);
-        mean[stage][threadIdx.x] = row < a.tq ? delta[(head - first) * a.tq + row] : 0;
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
+    float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
+    int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
+    auto     fetch = [&](visit i, int stage) {
+        int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
+        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
+                                             query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
+        if (thread >= F::COLS) return;
+        lse[stage][thread] = lse_of(a.lse, s, sequence, h, row + thread);
+        mean[stage][thread] = delta_of(delta, s, sequence, h, row + thread);
+        cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
-    int64_t i = next_tile(s, true, mine, sequence, 0, end);
-    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, (const T *)a.k + from, (const T *)a.v + from, a.kv_heads * a.dim,
-                                         a.tk - row0, a.dim, wide);
-    if (i < end) fetch(i, 0);
-    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
+    visit next = { 0, 0 };
+    next = next_queries(s, sequence, row0, F::ROWS, next);
+    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
+    if (next.head < s.group) fetch(next, 0);
+    for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
+        int tile = next.tile++;
         copies_here();
         __syncthreads();
-        int64_t next = next_tile(s, true, mine, sequence, i + 1, end);
-        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
-        if (row0 + own < a.tk) {
-            int64_t col0 = i % s.q.tiles * F::COLS;
-            scores<D>(c, ks, own, qs + stage * SIZE, (int)a.dim);
-            if (!all_seen(s, span_of(s.q, sequence, i % s.q.tiles), mine) || row0 + F::ROWS > a.tk)
-                hide(c, s, true, sequence, row0 + own, col0);
-            UNROLL for (int at = 0; at < F::M * J * 4; at++) {
-                float *p = &c[at / 4 / J][at / 4 % J][at % 4];
-                *p = exp2_of(*p * scale - lse[stage][at / 4 % J * 8 + 2 * t + at % 2]);
+        next = next_queries(s, sequence, row0, F::ROWS, next);
+        if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = tile * F::COLS + part;
+            span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + own, 16 * M);
+            T   *qt = qs + stage * SIZE + part * D, *dt = ds + stage * SIZE + part * D;
+            if (row0 + own >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
+            scores<D>(c, ks, own, qt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, true, rows + own, cols[stage] + part);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                float *p = &c[e / 4 / J][e / 4 % J][e % 4];
+                *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
             }
-            if (WHAT & 2) mix<D>(dv, c, ds + stage * SIZE, (int)a.dim);
-            if (WHAT & 1) {
-                scores<D>(dp, vs, own, ds + stage * SIZE, (int)a.dim);
-                UNROLL for (int at = 0; at < F::M * J * 4; at++)
-                    c[at / 4 / J][at / 4 % J][at % 4] *= dp[at / 4 / J][at / 4 % J][at % 4] -
-                                                         mean[stage][at / 4 % J * 8 + 2 * t + at % 2];
-                mix<D>(dk, c, qs + stage * SIZE, (int)a.dim);
-            }
+            if (WHAT & 2) mix<D>(dv, c, dt, s.dim);
+            if (WHAT == 2) continue;
+            scores<D>(dp, vs, own, dt, s.dim);
+            UNROLL for (int e = 0; e < M * J * 4; e++)
+                c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] -
+                    mean[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2];
+            mix<D>(dk, c, qt, s.dim);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < end) fetch(next, 0);
-        i = next;
+        if (F::STAGES == 1 && next.head < s.group) fetch(next, 0);
     }
-    from += own * a.kv_heads * a.dim;
-    row0 += own;
-    if (WHAT & 1)
-        give_rows<T>(a.dk, a.wide, a.accumulate_k, dk, (float)a.scale, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
-    if (WHAT & 2) give_rows<T>(a.dv, a.wide, a.accumulate_v, dv, 1, from, a.kv_heads * a.dim, a.tk - row0, a.dim);
+    __syncthreads();
+    target to = { a.dk, a.wide, a.accumulate_k, NULL, key_at(s, sequence, row0 + own, kv), ld, s.k.length - row0 - own,
+                  s.scale };
+    if (WHAT & 1) give_rows<T, D>((float *)ks + own * D, dk, to, s);
+    to.out = a.dv;
+    to.accumulate = a.accumulate_v;
+    to.factor = 1;
+    if (WHAT & 2) give_rows<T, D>((float *)ks + own * D, dv, to, s);
 }
 
 /* ---- launching ---- */
 
+static const int64_t MAX_GRID = 65535; /* blocks of a grid in its second and third dimension */
+
 static int64_t tiles_of(int64_t length, int64_t each) { return (length + each - 1) / each; }
 
-/* The spans of both sides go to the start of `work`, of which *used bytes are taken. */
-static dt_status sight_make(sight *out, const dt_sight &given, int64_t batch, int64_t tq, int64_t tk, int rows,
-    bool rows_are_keys, int cols, void *work, size_t work_bytes, size_t *used, void *stream) {
-    bool    there = given.k_document != NULL, placed = given.causal && (given.q_position || given.k_position);
-    int     each_q = rows_are_keys ? cols : rows, each_k = rows_are_keys ? rows : cols;
-    side    q = { placed ? given.q_position : NULL, there ? given.q_document : NULL, NULL, tq, each_q,
-                  tiles_of(tq, each_q), (int)(tk - tq) };
-    side    k = { placed ? given.k_position : NULL, given.k_document, NULL, tk, each_k, tiles_of(tk, each_k), 0 };
-    int64_t spans = there || placed ? batch * (q.tiles + k.tiles) : 0;
-    *used = (size_t)(spans + 1) / 2 * 2 * sizeof(span);
+static side side_of(const int32_t *position, const int32_t *document, int64_t length, int each, int64_t shift) {
+    side x = { position, document, NULL, (int)length, each, (int)tiles_of(length, each), (int)shift };
+    return x;
+}
+
+/* What is the same forward and backward. Rows are numbered in 32 bits; a scale that is not positive would make the
+   largest score the smallest. */
+template <class args>
+static dt_status task_of(task *out, const args &a, size_t aligned) {
+    int64_t  row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
+    dt_sight s = a.sight;
+    task     x;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.batch * a.heads * longest > INT32_MAX || row > INT32_MAX / 256 || a.heads > MAX_GRID || !(a.scale > 0) ||
+        a.dim > 256) return DT_ERR_UNSUPPORTED;
+    if (!s.causal) s.q_position = s.k_position = NULL;
+    if (!s.k_document) s.q_document = NULL;
+    x.q = side_of(s.q_position, s.q_document, a.tq, 1, a.tk - a.tq);
+    x.k = side_of(s.k_position, s.k_document, a.tk, 1, 0);
+    x.causal = s.causal;
+    x.heads = (int)a.heads;
+    x.kv_heads = (int)a.kv_heads;
+    x.group = (int)(a.heads / a.kv_heads);
+    x.dim = (int)a.dim;
+    x.q_row = (int)row;
+    x.k_row = (int)(a.kv_heads * a.dim);
+    x.first_sequence = x.first_kv = 0;
+    x.scale = (float)a.scale;
+    x.power = (float)(a.scale * LOG2_E);
+    x.wide = (aligned | (size_t)a.dim * dt_dtype_size(a.dtype)) % 16 == 0;
+    x.fours = a.dim % 4 == 0;
+    *out = x;
+    return DT_OK;
+}
+
+/* Cuts a task into tiles; where there are arrays their spans are made at `work`, of which *used bytes are then taken. */
+static dt_status cut(task *s, int64_t batch, int each_q, int each_k, char *work, size_t work_bytes, size_t *used,
+    void *stream) {
+    bool arrays = s->q.position || s->k.position || s->k.document;
+    s->q = side_of(s->q.position, s->q.document, s->q.length, each_q, s->q.shift);
+    s->k = side_of(s->k.position, s->k.document, s->k.length, each_k, 0);
+    int64_t of_q = batch * s->q.tiles, of_k = batch * s->k.tiles;
+    *used = arrays ? (size_t)(of_q + of_k) * sizeof(span) : 0;
     if (*used > work_bytes) return DT_ERR_ARG;
-    if (spans > 0) {
-        q.spans = (span *)work;
-        k.spans = q.spans + batch * q.tiles;
-        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * q.tiles, WARPS), BLOCK, 0, stream_of(stream), q, batch);
-        DT_LAUNCH(spans_kernel, (unsigned)tiles_of(batch * k.tiles, WARPS), BLOCK, 0, stream_of(stream), k, batch);
-    }
-    sight s = { q, k, given.causal };
-    *out = s;
+    if (!arrays) return DT_OK;
+    s->q.spans = (span *)work;
+    s->k.spans = s->q.spans + of_q;
+    if (of_q > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_q, WARPS), BLOCK, 0, stream_of(stream), s->q, batch);
+    if (of_k > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_k, WARPS), BLOCK, 0, stream_of(stream), s->k, batch);
     return DT_OK;
 }
 
 template <class T, int D>
-static dt_status attention_of(const dt_attention_args &a, bool wide, void *stream) {
-    typedef form<T, D, false> F;
+static dt_status attention_of(const dt_attention_args &a, task s, void *stream) {
+    typedef form<T, D, 0> F;
     size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
-    sight     s;
-    dt_status status = sight_make(&s, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, a.work, a.work_bytes,
-                                  &used, stream);
-    unsigned  blocks = blocks_of(a.tq, F::ROWS, a.batch, 1, a.heads);
-    if (status != DT_OK || blocks == 0) return status != DT_OK ? status : DT_ERR_UNSUPPORTED;
-    LAUNCH_SHARED((attention_kernel<T, D>), blocks, F::THREADS, bytes, stream, a, s, wide);
-    return launched();
-}
-
-#define BY_DIM(function, T, a, wide, stream) \
-    ((a).dim <= 64    ? function<T, 64>(a, wide, stream) \
-     : (a).dim <= 128 ? function<T, 128>(a, wide, stream) \
-     : (a).dim <= 256 ? function<T, 256>(a, wide, stream) \
-                      : DT_ERR_UNSUPPORTED)
-
-#define BY_TYPE_AND_DIM(function, a, wide, stream) \
-    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, wide, stream) \
-     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, wide, stream) \
-     : (a).dtype == DT_F16  ? BY_DIM(function, f16, a, wide, stream) \
-                            : DT_ERR_UNSUPPORTED)
-
-/* A scale that is not positive would make the largest score the smallest. */
-static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
-    dt_attention_args a = *args;
-    size_t            row = (size_t)a.dim * dt_dtype_size(a.dtype);
-    bool              wide = aligned16(a.q, a.k, a.v) && row % 16 == 0;
-    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
-    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
-    if (a.dtype == DT_F32) a.wide = 1;
-    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
-    if (a.batch * a.tq * a.heads == 0) return launched();
-    return BY_TYPE_AND_DIM(attention_of, a, wide, stream);
-}
-
-/* Heads are taken some at a time: as many as deltas fit into the scratch. */
-template <class T, int D>
-static dt_status attention_back_of(const dt_attention_back_args &a, bool wide, void *stream) {
-    typedef form<T, D, true> F;
-    size_t    bytes = (size_t)2 * (F::ROWS + F::STAGES * F::COLS) * D * sizeof(T), used_q, used_k;
-    sight     of_q, of_k;
-    char     *work = (char *)a.work;
-    dt_status status = sight_make(&of_q, a.sight, a.batch, a.tq, a.tk, F::ROWS, false, F::COLS, work, a.work_bytes,
-                                  &used_q, stream);
+    dt_status status = cut(&s, a.batch, F::ROWS, F::COLS, (char *)a.work, a.work_bytes, &used, stream);
     if (status != DT_OK) return status;
-    status = sight_make(&of_k, a.sight, a.batch, a.tq, a.tk, F::ROWS, true, F::COLS, work + used_q,
-                        a.work_bytes - used_q, &used_k, stream);
-    if (status != DT_OK) return status;
-    float  *delta = (float *)(work + used_q + used_k);
-    int64_t group = a.heads / a.kv_heads, all = a.batch * a.kv_heads;
-    int64_t most = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)) / (group * a.tq);
-    if (most == 0) return DT_ERR_ARG;
-    for (int64_t kv = 0; kv < all; kv += most) {
-        int64_t  groups = all - kv < most ? all - kv : most, heads = groups * group, first = kv * group;
-        unsigned rows = blocks_of(heads * a.tq, WARPS, 1, 1, 1), q = blocks_of(a.tq, F::ROWS, heads, 1, 1);
-        unsigned k = blocks_of(a.tk, F::ROWS, groups, 1, 1);
-        if (!rows || !q) return DT_ERR_UNSUPPORTED;
-        DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, delta, first, heads * a.tq);
-        if (a.dq)
-            LAUNCH_SHARED((queries_back_kernel<T, D>), q, F::THREADS, bytes, stream, a, of_q, delta, first, wide);
-        if (k == 0) continue;
-        if (D <= 128 && a.dk && a.dv) {
-            LAUNCH_SHARED((keys_back_kernel<T, D, D <= 128 ? 3 : 1>), k, F::THREADS, bytes, stream, a, of_k, delta,
-                          first, wide);
-            continue;
-        }
-        if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
-        if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), k, F::THREADS, bytes, stream, a, of_k, delta, first, wide);
+    for (int64_t b = 0; b < a.batch && s.q.tiles > 0; b += MAX_GRID) {
+        dim3 grid(s.q.tiles, s.heads, (unsigned)(a.batch - b < MAX_GRID ? a.batch - b : MAX_GRID));
+        s.first_sequence = (int)b;
+        LAUNCH_SHARED((attention_kernel<T, D>), grid, F::THREADS, bytes, stream, a, s);
     }
     return launched();
 }
 
+#define BY_DIM(function, T, a, s, stream) \
+    ((a).dim <= 64    ? function<T, 64>(a, s, stream) \
+     : (a).dim <= 128 ? function<T, 128>(a, s, stream) \
+                      : function<T, 256>(a, s, stream))
+
+#define BY_TYPE_AND_DIM(function, a, s, stream) \
+    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, s, stream) \
+     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, s, stream) \
+                            : BY_DIM(function, f16, a, s, stream))
+
+static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
+    dt_attention_args a = *args;
+    task              s;
+    dt_status         status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v);
+    if (status != DT_OK) return status;
+    if (a.dtype == DT_F32) a.wide = 1;
+    s.fours = s.fours && (size_t)a.out % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_of, a, s, stream);
+}
+
+/* Of `sequences` and kv_heads, of which the tasks name the first. */
+template <class T, int D>
+static dt_status attention_back_some(const dt_attention_back_args &a, const task &q, const task &k, int sequences,
+    int kv_heads, float *delta, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    const int BOTH = D <= 128 ? 3 : 1;
+    size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
+    size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
+    dim3      rows((unsigned)tiles_of(a.tq, WARPS), kv_heads * q.group, sequences);
+    dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
+    if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
+    if (a.tq > 0 && a.dq)
+        LAUNCH_SHARED((queries_back_kernel<T, D>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
+    if (a.tk == 0) return DT_OK;
+    if (BOTH == 3 && a.dk && a.dv) {
+        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+        return DT_OK;
+    }
+    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    return DT_OK;
+}
+
+/* As many sequences at a time as the scratch has room for deltas of, or else as many heads of one. */
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, task q, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    size_t    used_q, used_k;
+    task      k = q;
+    char     *work = (char *)a.work;
+    dt_status status = cut(&q, a.batch, Q::ROWS, Q::COLS, work, a.work_bytes, &used_q, stream);
+    if (status != DT_OK) return status;
+    status = cut(&k, a.batch, K::COLS, K::ROWS, work + used_q, a.work_bytes - used_q, &used_k, stream);
+    if (status != DT_OK) return status;
+    float  *delta = (float *)(work + used_q + used_k);
+    int64_t room = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)), of_kv = q.group * a.tq;
+    int64_t kv_heads = of_kv > 0 ? room / of_kv : a.kv_heads;
+    int64_t sequences = kv_heads / a.kv_heads < MAX_GRID ? kv_heads / a.kv_heads : MAX_GRID;
+    if (kv_heads == 0) return DT_ERR_ARG;
+    if (sequences == 0) sequences = 1;
+    if (kv_heads > a.kv_heads) kv_heads = a.kv_heads;
+    for (int64_t b = 0; b < a.batch; b += sequences) {
+        for (int64_t kv = 0; kv < a.kv_heads && status == DT_OK; kv += kv_heads) {
+            int64_t some = a.batch - b < sequences ? a.batch - b : sequences;
+            q.first_sequence = k.first_sequence = (int)b;
+            q.first_kv = k.first_kv = (int)kv;
+            status = attention_back_some<T, D>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
+                                                                         : kv_heads), delta, stream);
+        }
+    }
+    return status == DT_OK ? launched() : status;
+}
+
 static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
     dt_attention_back_args a = *args;
-    size_t                 row = (size_t)a.dim * dt_dtype_size(a.dtype);
-    bool                   wide = aligned16(a.q, a.k, a.v, a.dout) && row % 16 == 0;
-    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
-    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    task                   s;
+    dt_status              status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v | (size_t)a.dout);
+    if (status != DT_OK) return status;
     if (a.dtype == DT_F32) a.wide = 1;
-    if (!(a.scale > 0)) return DT_ERR_UNSUPPORTED;
-    if (a.batch * a.heads == 0) return launched();
-    return BY_TYPE_AND_DIM(attention_back_of, a, wide, stream);
+    s.fours = s.fours && ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_back_of, a, s, stream);
 }
 #undef BY_DIM
 #undef BY_TYPE_AND_DIM
+#undef LOG2_E
 
 // ==== 17. The table =================================================================================================
 

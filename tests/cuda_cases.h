@@ -17,6 +17,10 @@
 
 #include "../dt_kernels.cu"
 
+#ifdef DTC_QUEUED
+#include "fake_cuda.h"
+#endif
+
 #include <cmath>
 #include <initializer_list>
 #include <vector>
@@ -52,11 +56,17 @@ struct array {
         memcpy(data(), a.data(), bytes());
     }
     array &operator=(const array &) = delete;
+#ifdef DTC_QUEUED // memory of a device of fake_cuda.c
+    ~array() { cudaFree(base); }
+    static int new_memory(void **p, size_t bytes) { return cudaMalloc(p, bytes); }
+#else
     ~array() { free(base); }
+    static int new_memory(void **p, size_t bytes) { return posix_memalign(p, 64, bytes); }
+#endif
 
     char *make() const {
         void *p = NULL;
-        if (posix_memalign(&p, 64, offset + bytes() + GUARD) != 0) exit(1);
+        if (new_memory(&p, offset + bytes() + GUARD) != 0) exit(1);
         memset(p, 0xa5, offset + bytes() + GUARD);
         return static_cast<char *>(p);
     }
@@ -114,7 +124,7 @@ static bool close_enough(const array &a, double got, double want) {
     return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), a.floor) + more + a.grain;
 }
 
-// Whether `got` is `want`; says where not. Of what is stored in 16 bits and no more than rounded, few may differ at all.
+// Whether `got` is `want`; says where not. Of what is stored in 16 bits and only rounded few may differ at all.
 static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
     if (got.floor == SCRATCH || got.bytes() == 0) return true;
     if (memcmp(got.data(), want.data(), got.bytes()) == 0) return true;
@@ -140,9 +150,15 @@ static bool same_bits(const array &a, const array &b) {
 
 // A launch that was abandoned is a failure, and is cleared so that the next call runs.
 static void check_no_mistake(const std::string &what) {
+#ifdef DTC_QUEUED
+    const char *error = fake_cuda_error();
+    CHECK_MSG(!error, "%s: %s", what.c_str(), error);
+    fake_cuda_clear_error();
+#else
     const char *error = dtc_error();
     CHECK_MSG(!error, "%s: %s", what.c_str(), error);
     dtc_clear_error();
+#endif
 }
 
 typedef std::function<dt_status(const dt_kernels *table, arrays &a)> runner;

@@ -43,7 +43,9 @@ static arrays product_arrays(const product &p, const dt_matmul_args &m) {
     return x;
 }
 
-static void compare_product(const product &p, size_t orders = 3) {
+static void *the_queue; // NULL; test_cuda_blas.cc has one
+
+static void compare_product(const product &p, size_t orders = 3, double grain = 0) {
     dt_matmul_args m;
     memset(&m, 0, sizeof m);
     m.dtype = p.dtype;
@@ -55,6 +57,7 @@ static void compare_product(const product &p, size_t orders = 3) {
     m.stride_c = m.ldc * p.m + p.gap;
     arrays start = product_arrays(p, m);
     if (p.gap == 0) m.lda = m.ldb = m.ldc = 0; // dense
+    start[0].grain = start[5].grain = grain;
     m.activation = p.activation, m.derivative = p.derivative, m.accumulate = p.accumulate, m.wide = p.wide;
     compare(name_of(p), start, [=](const dt_kernels *t, arrays &x) {
         dt_matmul_args args = m;
@@ -63,7 +66,8 @@ static void compare_product(const product &p, size_t orders = 3) {
         args.residual = p.residual ? x[4].data() : NULL;
         args.before = p.before || p.derivative ? x[5].data() : NULL;
         args.work = x[6].data(), args.work_bytes = x[6].bytes();
-        return t->matmul(&args, NULL);
+        dt_status status = t->matmul(&args, the_queue);
+        return status == DT_OK && t->sync ? t->sync(the_queue) : status;
     }, orders);
 }
 
@@ -141,7 +145,7 @@ static arrays attention_arrays(const attention_case &c) {
     dt_dtype to = c.wide ? DT_F32 : c.dtype;
     size_t   n_q = (size_t)(c.batch * c.tq), n_k = (size_t)(c.batch * c.tk);
     size_t   q = n_q * (size_t)(c.heads * c.dim), k = n_k * (size_t)(c.kv_heads * c.dim);
-    double   size = 4, grads = 4 * (double)c.tq * (double)(c.heads / c.kv_heads);
+    double   size = 4, grads = 4 * sqrt((double)(c.tq * c.heads / c.kv_heads));
     for (size_t count : { q, k, k }) push(x, c.placement, count, EXACT, c.dtype);
     fill_numbers(push(x, ALIGNED, n_q, EXACT, DT_I32), c.sight, c.tq, c.tk - c.tq, false);
     fill_numbers(push(x, ALIGNED, n_k, EXACT, DT_I32), c.sight == BLIND ? -1 : c.sight, c.tk, 0, false);
@@ -218,23 +222,156 @@ static void compare_attention_back(const attention_case &c, size_t orders = 3, i
     }, orders);
 }
 
-static void test_attention_shapes() {
+static void compare_both(const attention_case &c, size_t orders = 1) {
+    compare_attention(c, orders);
+    compare_attention_back(c, orders);
+}
+
+// Lengths around the edges of tiles; a dimension below, of and between those that tiles are made for.
+static void test_attention_lengths() {
     for (dt_dtype dtype : TYPES)
         for (int64_t tq : { 1, 17, 33, 65, 129 })
             for (int64_t tk : { 1, 17, 33, 65, 129 }) {
                 bool all = tq == tk || tq + tk == 146;
                 for (int64_t dim : { 16, 64, 80 }) {
                     attention_case c = { dtype, 1, tq, tk, 2, 1, dim, tq <= tk, DEFAULT, ALIGNED, 0, 0 };
-                    if (!all && dim != 16) continue;
-                    compare_attention(c, dim == 64 && all ? 3 : 1);
-                    compare_attention_back(c, dim == 64 && all ? 3 : 1);
+                    if (all || dim == 16) compare_both(c, dim == 64 && all ? 3 : 1);
                 }
             }
+    for (dt_dtype dtype : TYPES)
+        for (int64_t dim : { 1, 5, 24, 65, 100, 128, 132, 200, 256 })
+            compare_both({ dtype, 1, 40, 70, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 }, dim == 256 || dim == 128 ? 3 : 1);
+}
+
+// Several sequences and heads, in groups; what is seen; unaligned memory; full results; added to what is there.
+static void test_attention_fields() {
+    for (dt_dtype dtype : TYPES) {
+        for (int64_t kv_heads : { 1, 2, 4, 8 })
+            compare_both({ dtype, 2, 37, 37, 8, kv_heads, 32, 1, DEFAULT, ALIGNED, 0, 0 });
+        for (int sight = 0; sight < SIGHTS; sight++)
+            for (int causal = 0; causal < 2; causal++) {
+                compare_both({ dtype, 2, 150, 150, 2, 1, 16, causal, sight, ALIGNED, 0, 0 }, causal ? 3 : 1);
+                compare_both({ dtype, 1, 30, 190, 2, 2, 24, causal, sight, ALIGNED, 1, 0 });
+                compare_both({ dtype, 1, 150, 60, 1, 1, 72, causal, sight, ODD, 0, 0 });
+            }
+        for (int placement = 0; placement < PLACEMENTS; placement++)
+            for (int64_t dim : { 16, 17, 18 })
+                compare_both({ dtype, 1, 20, 35, 2, 1, dim, 1, DEFAULT, placement, placement % 2, 7 });
+        for (int accumulate = 0; accumulate < 8; accumulate++)
+            for (int wide = 0; wide < 2; wide++)
+                compare_attention_back({ dtype, 1, 20, 35, 2, 1, 16, 0, DEFAULT, ALIGNED, wide, accumulate }, 1,
+                                       7 - accumulate);
+    }
+    for (int64_t dim : { 64, 256 }) // each of dq, dk, dv left out
+        for (int leave = 0; leave < 8; leave++)
+            compare_attention_back({ DT_BF16, 1, 20, 35, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 }, 1, leave);
+}
+
+// Attention over all keys is that over one half, and then merged over the other.
+static void test_merge() {
+    for (dt_dtype dtype : TYPES)
+        for (int sight = 0; sight < SIGHTS; sight++) {
+            attention_case c = { dtype, 1, 50, 90, 2, 1, 32, sight != DEFAULT, sight, ALIGNED, 1, 1 };
+            compare_attention(c, 3);
+            c.sight = DEFAULT, c.causal = 0;
+            arrays whole = attention_arrays(c), parts = whole;
+            CHECK(run_attention(dt_kernels_cuda(), c, 0, whole) == DT_OK);
+            dt_attention_args a;
+            for (int half = 0; half < 2; half++) {
+                memset(&a, 0, sizeof a);
+                size_t skip = (size_t)(half ? 50 * c.kv_heads * c.dim : 0) * dt_dtype_size(dtype);
+                a.dtype = dtype;
+                a.out = parts[OUT].data(), a.lse = parts[LSE].data(), a.q = parts[Q].data();
+                a.k = (char *)parts[K].data() + skip, a.v = (char *)parts[V].data() + skip;
+                a.batch = 1, a.tq = c.tq, a.tk = half ? 40 : 50, a.heads = 2, a.kv_heads = 1, a.dim = c.dim;
+                a.scale = 1 / sqrt((double)c.dim), a.merge = half, a.wide = 1;
+                a.work = parts[WORK].data(), a.work_bytes = parts[WORK].bytes();
+                CHECK(dt_kernels_cuda()->attention(&a, NULL) == DT_OK);
+            }
+            parts[OUT].grain = dtype == DT_F32 ? 0 : step_of(dtype, 1);
+            CHECK(agrees("halves", OUT, parts[OUT], whole[OUT]) && agrees("halves", LSE, parts[LSE], whole[LSE]));
+        }
+}
+
+// The scratch has room for the deltas of three heads only, of which there are eight; then of none.
+static void test_small_scratch() {
+    attention_case c = { DT_F32, 2, 33, 33, 4, 4, 16, 1, DEFAULT, ALIGNED, 0, 0 };
+    for (int64_t kv_heads : { 4, 2 })
+        for (size_t heads : { 1, 2, 3, 4, 7, 0 }) {
+            c.kv_heads = kv_heads;
+            arrays start = attention_arrays(c), got = start;
+            CHECK(run_attention(dt_kernels_cpu(), c, 0, start) == DT_OK);
+            arrays want = start;
+            CHECK(run_attention_back(dt_kernels_cpu(), c, 0, want) == DT_OK);
+            arrays small = start;
+            small[WORK].count = heads * 33;
+            dt_status status = run_attention_back(dt_kernels_cuda(), c, 0, small);
+            CHECK(status == (heads * (size_t)kv_heads < 4 ? DT_ERR_ARG : DT_OK));
+            for (size_t i = DQ; i <= DV && status == DT_OK; i++)
+                CHECK(agrees("small scratch", i, small[i], want[i]));
+        }
+}
+
+static void test_attention_refusals() {
+    attention_case c = { DT_F32, 1, 5, 5, 3, 2, 8, 1, DEFAULT, ALIGNED, 0, 0 };
+    compare_attention(c, 1); // heads that kv_heads do not divide
+    c.heads = 2;
+    arrays            x = attention_arrays(c);
+    const dt_kernels *t = dt_kernels_cuda();
+    c.dim = 257;
+    CHECK(run_attention(t, c, 0, x) == DT_ERR_UNSUPPORTED && run_attention_back(t, c, 0, x) == DT_ERR_UNSUPPORTED);
+    c.dim = 8, c.dtype = DT_F64;
+    CHECK(run_attention(t, c, 0, x) == DT_ERR_UNSUPPORTED && run_attention_back(t, c, 0, x) == DT_ERR_UNSUPPORTED);
+    c.dtype = DT_F32, c.kv_heads = 0;
+    CHECK(run_attention(t, c, 0, x) == DT_ERR_ARG && run_attention_back(t, c, 0, x) == DT_ERR_ARG);
+    c.kv_heads = 2, c.batch = 0;
+    CHECK(run_attention(t, c, 0, x) == DT_OK && run_attention_back(t, c, 0, x) == DT_OK);
+    c.batch = 1, c.sight = ZIGZAG, x[WORK].count = 1; // no room for spans
+    CHECK(run_attention(t, c, 0, x) == DT_ERR_ARG && run_attention_back(t, c, 0, x) == DT_ERR_ARG);
+    dt_matmul_args m;
+    memset(&m, 0, sizeof m);
+    m.dtype = DT_F64;
+    CHECK(t->matmul(&m, NULL) == DT_ERR_UNSUPPORTED);
+    m.dtype = DT_F32;
+    CHECK(t->matmul(&m, NULL) == DT_OK);
+    m.n = -1;
+    CHECK(t->matmul(&m, NULL) == DT_ERR_ARG);
+    m.n = 1, m.derivative = 1;
+    CHECK(t->matmul(&m, NULL) == DT_ERR_ARG);
+    check_no_mistake("refusals");
+}
+
+// ==== 3. mma ========================================================================================================
+
+struct fragments { float d[2][32][4]; unsigned a[32][4], b[32][2]; };
+
+template <class T>
+__global__ void mma_both(fragments *f, T) {
+    int lane = threadIdx.x;
+    mma(T(), f->d[0][lane], f->a[lane], f->b[lane]);
+    mma_plain(T(), f->d[1][lane], f->a[lane], f->b[lane]);
+}
+
+// What older GPUs do instead of mma, beside the instruction as the emulator knows it.
+template <class T>
+static void test_mma() {
+    fragments f;
+    for (unsigned *p = f.a[0]; p < f.b[0] + 64; p++) *p = pair_of<T>((float)random_number(), (float)random_number());
+    for (int i = 0; i < 128; i++) f.d[0][i / 4][i % 4] = f.d[1][i / 4][i % 4] = (float)random_number();
+    DT_LAUNCH(mma_both<T>, 1, 32, 0, NULL, &f, T());
+    check_no_mistake("mma");
+    for (int i = 0; i < 128; i++) CHECK(fabs(f.d[0][i / 4][i % 4] - f.d[1][i / 4][i % 4]) < 1e-5);
 }
 
 int main() {
     test_product_shapes();
     test_product_fusions();
-    test_attention_shapes();
+    test_attention_lengths();
+    test_attention_fields();
+    test_merge();
+    test_small_scratch();
+    test_attention_refusals();
+    test_mma<bf16>();
+    test_mma<f16>();
     return check_done("test_cuda_attention");
 }
