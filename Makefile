@@ -150,7 +150,7 @@ $(B)/test_cuda_blas: tests/test_cuda_attention.cc $(B)/fake_cuda.o
 $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
 $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
-	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
+	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
 	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@

@@ -49,6 +49,7 @@ typedef struct spec {
     int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
 
+enum { SAMPLE = 24, MOST_DEVICES = 8 };
 enum { MODEL_GPT = 0, MODEL_OWN };
 enum { NET_NONE = 0, NET_TCP, NET_NCCL };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
@@ -384,7 +385,8 @@ enum { CHECKPOINT_NONE, CHECKPOINT_SAVE, CHECKPOINT_LOAD };
    ranks may be processes. */
 typedef struct result {
     spec    s;
-    int     checkpoint;                 /* CHECKPOINT_*: beside training, or in its place */
+    int     fails, fails_at;            /* 1 + the rank that fails, in its so manieth forward */
+    int     checkpoint;                 /* CHECKPOINT_*: after the first step, or in its place */
     double  loss[MAX_STEPS], norm[MAX_STEPS];
     double  route[MAX_STEPS][MOST_LAYERS][COUNTS];
     int     params;
@@ -573,6 +575,7 @@ typedef struct job {
     batch        b;
     int          step;
     double       loss[MOST_MICROS];         /* of each micro-batch */
+    int          forwards;
     double       fell[MOST_LAYERS * MAX_EXPERTS];
 } job;
 
@@ -621,6 +624,8 @@ static dt_tensor *gpt_stage(job *j, int stage, dt_tensor *x, int64_t micro) {
 
 static dt_tensor *run_stage(dt_tensor *x, int stage, int micro, void *user) {
     job *j = (job *)user;
+    if (j->r->fails == 1 + dt_ctx_rank(j->ctx) && j->forwards++ == j->r->fails_at)
+        dt_fail(j->ctx, DT_ERR_ARG, "a planted failure");
     x = j->s.model == MODEL_OWN ? own_stage(j, stage, x, micro) : gpt_stage(j, stage, x, micro);
     if (stage == stages_of(j->s) - 1) j->loss[micro] = dt_item(x);
     return x;
@@ -767,14 +772,14 @@ static void run_job(job *j) {
     int32_t *numbers = (int32_t *)calloc(6 * n, sizeof *numbers);
     j->b = (batch){ numbers, numbers + n, numbers + 2 * n, numbers + 3 * n, numbers + 4 * n, numbers + 5 * n,
         (double *)calloc(n * width, 8), (double *)calloc(n * OUT, 8), 0 };
-    if (j->r->checkpoint == CHECKPOINT_LOAD) checkpoint(j, 0);
     for (j->step = 1; j->step <= s.steps && dt_error(j->ctx) == DT_OK; j->step++) {
-        if (j->r->checkpoint != CHECKPOINT_LOAD) train_step(j);
+        if (j->step == 1 && j->r->checkpoint == CHECKPOINT_LOAD) checkpoint(j, 0);
+        else train_step(j);
         if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
+        if (j->step == 1 && j->r->checkpoint == CHECKPOINT_SAVE) checkpoint(j, 1);
     }
     leave_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
     leave_bytes(j);
-    if (j->r->checkpoint == CHECKPOINT_SAVE) checkpoint(j, 1);
     free(numbers);
     free(j->b.x);
     free(j->b.y);
@@ -1003,7 +1008,7 @@ static void run_seats(dt_run_desc desc, result *r) {
     free(seats);
 }
 
-static void run_ranks(verdict *v, const char *what, result *r) {
+static dt_report run_silently(result *r) {
     dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = silent;
@@ -1011,6 +1016,11 @@ static void run_ranks(verdict *v, const char *what, result *r) {
         .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, .kernels = devices_begin(r->s) };
     if (r->s.net) run_seats(desc, r);
     else dt_run(desc, rank_main, r);
+    return report;
+}
+
+static void run_ranks(verdict *v, const char *what, result *r) {
+    dt_report report = run_silently(r);
     if (report.status != DT_OK) blame(v, "%s: %s", what, report.text);
     devices_end(v, what, r->s);
     if (r->optim_bytes != r->optim_formula)
@@ -1080,7 +1090,8 @@ static spec partner_of(spec s, int change) {
     if (all || change == CHANGE_SPLIT) p.split = !s.split;
     if ((all && turn_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS) p.procs = !s.procs;
     if (all || change == CHANGE_PIPELINE) other_pipeline(&p);
-    if (p.devices) p.procs = 0;     /* forks have none; and another order of the streams */
+    if (p.devices) p.procs = 0;     /* forks have none; and other devices, and another order of the streams */
+    if (p.devices && p.net != NET_NCCL) p.devices = 1 + (p.devices + turn_of(s)) % MOST_DEVICES;
     if (p.devices) p.late += change + 1;
     return p;
 }
@@ -1306,7 +1317,6 @@ static void list_case(spec s) {
     listed[n_listed++] = s;
 }
 
-enum { SAMPLE = 24, MOST_DEVICES = 8 };
 static int net_cases[3];
 
 /* The same case on some devices, or over NCCL on one for each rank. */
@@ -1497,10 +1507,10 @@ static dt_status never(dt_ctx *ctx, void *user) {
     return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
 }
 
-/* What ranks on some devices save others load, with the same bits. */
+/* What ranks on some devices save others load and go on from, with the same bits. */
 static void check_checkpoint(void) {
-    static const char *const layouts[] = { "dp=2,tp=2,devices=3,late=11,type=1,layers=2,heads=2,dim=4,stage=3,accum=2",
-        "dp=3,devices=2,late=12,type=1,layers=2,heads=4,dim=4,stage=1,offload=1,accum=2" };
+    static const char *const layouts[] = { "dp=2,tp=2,devices=3,late=11,type=1,layers=2,dim=4,stage=3,steps=2,clip=1",
+        "dp=2,tp=2,devices=2,late=12,type=1,layers=2,dim=4,stage=2,steps=2,clip=1,offload=1" };
     verdict v = { 0 };
     spec    s[2];
     CHECK(parse_spec(layouts[0], &s[0]) && parse_spec(layouts[1], &s[1]));
@@ -1524,6 +1534,30 @@ static void check_checkpoint(void) {
     CHECK(system(line) == 0);
 }
 
+/* A rank that ends in the middle leaves nothing on the devices, whatever the others wait for. */
+static void check_failures(void) {
+    static const char *const layouts[] = { "dp=2,tp=2,devices=3,type=1,layers=2,stage=3,offload=3,accum=4,sp=1",
+        "pp=2,dp=2,devices=2,net=1,type=1,layers=2,stage=3,accum=4,sched=2,offload=4",
+        "pp=2,ep=2,devices=4,net=2,type=1,layers=2,experts=2,stage=3,accum=4,sched=2" };
+    for (int i = 0; i < 3 * 4; i++) {
+        spec    s;
+        verdict v = { 0 };
+        CHECK(parse_spec(layouts[i % 3], &s) && !refusal(s));
+        s.late = 100 + i;
+        result *b = result_make(alone_of(s), NULL);
+        run_ranks(&v, "one rank", b);
+        result *r = result_make(s, b);
+        r->fails = 1 + (i + i / 4) % 4;
+        r->fails_at = i / 3;
+        dt_report report = run_silently(r);
+        CHECK_MSG(report.status != DT_OK && strstr(report.text, "planted"), "%d: %s", i, report.text);
+        devices_end(&v, "after a failure", s);
+        CHECK_MSG(!v.failed, "%s: %s", layouts[i % 3], v.why);
+        result_free(b);
+        result_free(r);
+    }
+}
+
 /* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
 static void check_refusals(void) {
     dt_report   report;
@@ -1542,6 +1576,7 @@ static void check_refusals(void) {
 }
 #else
 static void check_checkpoint(void) {}
+static void check_failures(void) {}
 static void check_refusals(void) {}
 #endif
 
@@ -1560,6 +1595,7 @@ int main(int argc, char **argv) {
     int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
     for (int i = from; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
     check_checkpoint();
+    check_failures();
     check_refusals();
     tell(seed, ok && n == n_listed && cases >= CASES && from == 0);
     free(listed);
