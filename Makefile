@@ -65,7 +65,8 @@ EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
-RACES    = -fsanitize=thread -fno-inline -fno-thread-jumps -fno-builtin-memcpy -fno-builtin-memset
+RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fno-thread-jumps -fno-builtin-memcpy \
+           -fno-builtin-memset
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and

@@ -2,15 +2,14 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -o train -lpthread
+       nvcc -O3 train.c dt_kernels.cu -o train -lcublasLt -lpthread
 
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
-   DOES NOT: allocate (scratch is the caller's), keep state, choose a device (the thread's current one is used), add
-   with atomics. The table is a part: entries that are NULL (init, mse and its backward) are
-   answered by the ops with an error that names the kernel. f32 is served; f64 and i32 by fill, copy, permute, cast and
-   reduce too, because a loss is an f64 scalar; bf16 and f16 by cast, copy, and a permute that adds nothing. All else,
-   a narrow copy of the parameters among it, is DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate but for a queue (scratch is the caller's), keep state, choose a device (the thread's current one
+   is used), add with atomics. f32, bf16 and f16 are served; f64 and i32 by fill, copy, permute, cast and reduce too,
+   f64 by init, because a loss is an f64 scalar. Parameters and their state are f32, with a copy in 16 bits. All else,
+   and a reduction of more than MAX_INPUTS inputs of 16 bits, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
      1. Launching, queues
@@ -23,23 +22,31 @@
      8. Sums over a dimension
      9. Maxima and places
     10. Normalisation and softmax
-    11. Rope and dropout
+    11. Rope; the counter RNG: dropout, init
     12. Embedding
-    13. Cross-entropy
+    13. Losses
     14. Norm and optimizers
     15. Matrix product
     16. Attention
     17. The table
 
-   ORDER OF SUMS. Every sum has an order that depends on sizes only, so the same call gives the same bits on the same
-   build. They are not the CPU's bits: long sums are taken in other parts, nvcc contracts a product and a sum into one
-   rounding, expf is CUDA's. tests/test_cuda.cc runs these kernels on a CPU and allows 1e-6 relative. What has nothing
-   to contract gives the CPU's bits: fill, copy, permute, cast, reduce, max, topk, spread, embedding and its backward,
-   square_sums; binary and dropout too, unless they accumulate. Never compile this file with -use_fast_math: nvcc
-   defines no macro by which it could be refused here.
+   SPEED. All kernels but those of sections 15 and 16 wait for memory. So each number is read and written once where
+   that can be: 16 bytes at a time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and
+   places are served element by element. Products are cuBLASLt's where there is a queue, and attention runs on tensor
+   cores; both have kernels that need neither.
+
+   ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
+   gives the same bits on the same build. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
+   one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
+   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits: attention in
+   bf16 and f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has an order of
+   its own, by the sizes of the product. What has nothing to contract gives the CPU's bits: fill, copy, permute, cast,
+   reduce, max, topk, spread, uniform init, embedding and its backward, square_sums; binary and dropout too, unless they
+   accumulate. What a NaN carries is nobody's business. Never compile this file with -use_fast_math: nvcc defines no
+   macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
-   sync: that is how CUDA works. */
+   sync: that is how CUDA works. An index outside of its table shows in sync as DT_ERR_ARG: see section 9. */
 
 #include "dt_tensor.h"
 
@@ -270,6 +277,10 @@ struct f16 { uint16_t bits; };
     ((dtype) == DT_F32 ? f<float>(__VA_ARGS__) : (dtype) == DT_BF16 ? f<bf16>(__VA_ARGS__) \
                                                : (dtype) == DT_F16  ? f<f16>(__VA_ARGS__) : DT_ERR_UNSUPPORTED)
 
+/* The table's function for kernel k from k<T>. */
+#define TYPED(k) \
+    static dt_status cuda_##k(const dt_##k##_args *a, void *stream) { return BY_TYPE(a->dtype, k, a, stream); }
+
 static __device__ float  widen(float x) { return x; }
 static __device__ double widen(double x) { return x; }
 static __device__ int    widen(int x) { return x; }
@@ -358,9 +369,8 @@ static __device__ float block_max(float v) {
     return most;
 }
 
-/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time. In memory
-   that is `aligned` a whole pack is one access; elsewhere, and at the ends, it is element by element, and what lies
-   before 0 or from `count` on is zero, and is not stored. */
+/* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time, in one access
+   if it lies at a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
 struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
     enum { N = COUNT };
@@ -368,26 +378,18 @@ struct alignas(COUNT * sizeof(T) < 16 ? COUNT * sizeof(T) : 16) pack {
 };
 
 template <int N, class T>
-static __device__ pack<T, N> load_pack(const T *p, int64_t i, int64_t count, bool aligned) {
-    if (aligned && i >= 0 && i + N <= count) return *reinterpret_cast<const pack<T, N> *>(p + i);
-    pack<T, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? p[i + k] : T();
-    return x;
-}
-
-template <class T>
-static __device__ pack<T> load(const T *p, int64_t i, int64_t count, bool aligned) {
-    return load_pack<pack<T>::N>(p, i, count, aligned);
-}
-
+static __device__ pack<T, N> take(const T *p) { return *reinterpret_cast<const pack<T, N> *>(p); }
 template <class T, int N>
-static __device__ void store(T *p, int64_t i, int64_t count, bool aligned, pack<T, N> x) {
-    if (aligned && i >= 0 && i + N <= count) {
-        *reinterpret_cast<pack<T, N> *>(p + i) = x;
-        return;
-    }
-    for (int k = 0; k < N; k++)
-        if (i + k >= 0 && i + k < count) p[i + k] = x.v[k];
+static __device__ void put(T *p, pack<T, N> x) { *reinterpret_cast<pack<T, N> *>(p) = x; }
+
+/* A pack that may be cut by the end of its array: what lies past it is zero. aligned: p + i is. */
+template <class T>
+static __device__ pack<T> load(const T *p, size_t i, size_t count, bool aligned) {
+    const int N = pack<T>::N;
+    if (aligned && i + N <= count) return take<N>(p + i);
+    pack<T> x;
+    for (int k = 0; k < N; k++) x.v[k] = i + k < count ? p[i + k] : T();
+    return x;
 }
 
 /* N numbers to compute with. */
@@ -398,32 +400,20 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
     return y;
 }
 
-/* The same from memory; `outside` is what is before 0 and from `count` on. */
 template <int N, class T>
-static __device__ pack<float, N> get(const T *p, int64_t i, int64_t count, bool aligned, float outside = 0) {
-    if (aligned && i >= 0 && i + N <= count) return widened(load_pack<N>(p, i, count, true));
-    pack<float, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = i + k >= 0 && i + k < count ? widen(p[i + k]) : outside;
-    return x;
-}
+static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
-/* p[i..] (+)= N finished results, rounded once. */
+/* p[0..] (+)= N finished results, rounded once. */
 template <class T, int N>
-static __device__ void give(T *p, int64_t i, int64_t count, bool aligned, pack<float, N> x, int accumulate = 0) {
+static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
     pack<T, N> rounded;
     if (accumulate) {
-        pack<float, N> old = get<N>(p, i, count, aligned);
+        pack<float, N> old = get<N>(p);
         for (int k = 0; k < N; k++) x.v[k] += old.v[k];
     }
     for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
-    store(p, i, count, aligned, rounded);
+    put(p, rounded);
 }
-
-/* The same where all N are there, and aligned if they are a pack. */
-template <int N, class T>
-static __device__ pack<float, N> get_whole(const T *p) { return get<N>(p, 0, N, true); }
-template <class T, int N>
-static __device__ void give_whole(T *p, pack<float, N> x, int accumulate = 0) { give(p, 0, N, true, x, accumulate); }
 
 /* The same of one number. */
 template <class T>
@@ -450,26 +440,43 @@ static __host__ __device__ bool aligned16(const void *a, const void *b = NULL, c
 static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLOCK + threadIdx.x) * each; }
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
-/* The same over rows of `cols` numbers, a pack of one row at a time: which pack number i is. */
-struct in_row { size_t row; int64_t col; };
+/* A walk calls f(.., by) for so many numbers at a time: packs where they are whole and aligned, else single ones. f is
+   compiled for both. */
+template <int COUNT>
+struct by { enum { N = COUNT }; };
+
+template <int N, class F>
+static __device__ void each_flat(size_t count, bool aligned, F f) {
+    size_t whole = aligned ? count / N * N : 0;
+    for (size_t i = flat_first(N); i < whole; i += flat_step(N)) f(i, by<N>());
+    for (size_t i = whole + flat_first(1); i < count; i += flat_step(1)) f(i, by<1>());
+}
+
+/* The same over rows of cols numbers: f(row, column, by). */
+template <int N, class F>
+static __device__ void each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
+    size_t each = aligned && cols % N == 0 ? N : 1, packs = cols / each;
+    for (size_t i = flat_first(1); i < rows * packs; i += flat_step(1)) {
+        size_t row = i / packs, col = (i - row * packs) * each;
+        if (each == N) f(row, col, by<N>());
+        else f(row, col, by<1>());
+    }
+}
 
 static __host__ __device__ size_t packs_in(size_t cols, int each) { return (cols + each - 1) / each; }
-
-static __device__ in_row in_row_of(size_t i, size_t packs, int each) {
-    size_t row = i / packs;
-    in_row at = { row, (int64_t)((i - row * packs) * each) };
-    return at;
-}
 
 // ==== 4. Fill, copy, reduce =========================================================================================
 
 template <class T, class Value>
 KERNEL __launch_bounds__(BLOCK) fill_kernel(T *out, size_t count, Value value) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(out);
-    pack<T>   x;
-    for (int k = 0; k < N; k++) round_to(&x.v[k], value);
-    for (size_t i = flat_first(N); i < count; i += flat_step(N)) store(out, i, count, aligned, x);
+    T x;
+    round_to(&x, value);
+    each_flat<pack<T>::N>(count, aligned16(out), [&](size_t i, auto by) {
+        const int     N = decltype(by)::N;
+        pack<T, N> same;
+        for (int k = 0; k < N; k++) same.v[k] = x;
+        put(out + i, same);
+    });
 }
 
 template <class T, class Value>
@@ -517,13 +524,11 @@ static dt_status cuda_copy(const dt_copy_args *args, void *stream) {
     return launched();
 }
 
-/* The inputs and outputs of one launch travel in its arguments, which are 4 KB at most, because the caller's arrays of
-   pointers are in host memory. */
-enum { MAX_INPUTS = 128, MAX_OUTPUTS = 64 };
-struct reduce_places {
-    const void *in[MAX_INPUTS];
-    void       *out[MAX_OUTPUTS];
-    int         n, n_out;
+/* The inputs of one launch travel in its arguments, because the caller's array of pointers is in host memory. */
+enum { MAX_INPUTS = 128 };
+struct reduce_inputs {
+    const void *p[MAX_INPUTS];
+    int         n;
     dt_op       op;
     int         divisor; /* DT_AVG in its last launch: the number of all inputs; else 0 */
     bool        aligned;
@@ -549,43 +554,28 @@ static __device__ T combine(dt_op op, T a, T b) {
     return a;
 }
 
-/* A thread reads its elements of all inputs before it writes them, so outputs may be among the inputs. Number is what T
-   is computed in: steps in 16 bits would round each time. */
+/* A thread reads its elements of all inputs before it writes them, so out may be one of the inputs. Number is what T is
+   computed in: steps in 16 bits would round each time. */
 template <class T, class Number>
-KERNEL __launch_bounds__(BLOCK) reduce_kernel(size_t count, reduce_places a) {
-    const int N = pack<T>::N;
-    for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<T> x = load((const T *)a.in[0], i, count, a.aligned);
-        Number  sum[N];
+KERNEL __launch_bounds__(BLOCK) reduce_kernel(T *out, size_t count, reduce_inputs in) {
+    each_flat<pack<T>::N>(count, in.aligned, [&](size_t i, auto by) {
+        const int  N = decltype(by)::N;
+        pack<T, N> x = take<N>((const T *)in.p[0] + i);
+        Number     sum[N];
         for (int k = 0; k < N; k++) sum[k] = widen(x.v[k]);
-        for (int r = 1; r < a.n; r++) {
-            x = load((const T *)a.in[r], i, count, a.aligned);
-            for (int k = 0; k < N; k++) sum[k] = combine(a.op, sum[k], (Number)widen(x.v[k]));
+        for (int r = 1; r < in.n; r++) {
+            x = take<N>((const T *)in.p[r] + i);
+            for (int k = 0; k < N; k++) sum[k] = combine(in.op, sum[k], (Number)widen(x.v[k]));
         }
-        for (int k = 0; k < N && a.divisor > 0; k++) sum[k] /= (Number)a.divisor;
+        for (int k = 0; k < N && in.divisor > 0; k++) sum[k] /= (Number)in.divisor;
         for (int k = 0; k < N; k++) round_to(&x.v[k], sum[k]);
-        for (int o = 0; o < a.n_out; o++) store((T *)a.out[o], i, count, a.aligned, x);
-    }
+        put(out + i, x);
+    });
 }
 
-/* The next launch: as many inputs as fit, behind what out holds from the one before; in the last one all outputs. */
-static reduce_places reduce_launch(const dt_reduce_args *a, int *done) {
-    reduce_places p = { };
-    p.n = p.n_out = 0;
-    p.op = a->op;
-    if (*done > 0) p.in[p.n++] = a->out;
-    while (*done < a->n && p.n < MAX_INPUTS) p.in[p.n++] = a->in[(*done)++];
-    p.divisor = a->op == DT_AVG && *done == a->n ? a->n : 0;
-    p.out[p.n_out++] = a->out;
-    for (int k = 0; k < a->n_also && p.n_out < MAX_OUTPUTS && *done == a->n; k++) p.out[p.n_out++] = a->also[k];
-    p.aligned = true;
-    for (int r = 0; r < p.n; r++) p.aligned = p.aligned && aligned16(p.in[r]);
-    for (int o = 0; o < p.n_out; o++) p.aligned = p.aligned && aligned16(p.out[o]);
-    return p;
-}
-
-/* More than MAX_INPUTS inputs take several launches: the same order. But 16 bits would be rounded in between, and an
-   input that the first launch would overwrite cannot be read by a later one. */
+/* More than MAX_INPUTS inputs take several launches, of which all but the first begin with what out holds: the same
+   order. But 16 bits would be rounded in between, and an input that the first launch would overwrite cannot be read by
+   a later one. */
 template <class T, class Number>
 static dt_status reduce(const dt_reduce_args *a, void *stream) {
     if (a->n < 1) return DT_ERR_ARG;
@@ -593,11 +583,18 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_places p = reduce_launch(a, &done);
-        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, a->count, p);
+        reduce_inputs in;
+        in.n = 0;
+        in.op = a->op;
+        if (done > 0) in.p[in.n++] = a->out;
+        while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
+        in.divisor = a->op == DT_AVG && done == a->n ? a->n : 0;
+        in.aligned = aligned16(a->out);
+        for (int r = 0; r < in.n; r++) in.aligned = in.aligned && aligned16(in.p[r]);
+        LAUNCH((reduce_kernel<T, Number>), a->count, BLOCK * pack<T>::N, stream, (T *)a->out, a->count, in);
     }
     dt_status status = launched();
-    for (int k = MAX_OUTPUTS - 1; k < a->n_also && status == DT_OK; k++)
+    for (int k = 0; k < a->n_also && status == DT_OK; k++)
         status = cuda_move(a->also[k], a->out, a->count * sizeof(T), stream);
     return status;
 }
@@ -672,34 +669,23 @@ static __device__ float binary(int op, float x, float y) {
 }
 
 template <int N, class T>
-static __device__ pack<float, N> get_strided(const T *p, int64_t at, int64_t stride) {
-    if (stride != 0) return get<N>(p, at, at + N, true);
+static __device__ pack<float, N> get_strided(const T *p, int64_t stride) {
+    if (stride != 0) return get<N>(p);
     pack<float, N> x;
-    for (int k = 0; k < N; k++) x.v[k] = widen(p[at]);
+    for (int k = 0; k < N; k++) x.v[k] = widen(*p);
     return x;
 }
 
-/* A thread reads its elements before it writes them, so out may be a or b. */
-template <class T>
-KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count, bool aligned) {
-    const int N = pack<T>::N;
-    const T  *in_a = (const T *)a.a, *in_b = (const T *)a.b;
+/* N neighbours at a time. A thread reads its elements before it writes them, so out may be a or b. */
+template <class T, int N>
+KERNEL __launch_bounds__(BLOCK) binary_kernel(dt_binary_args a, strided s, size_t count) {
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
-        pack<float, N> x = { { 0 } }, y = { { 0 } };
-        int64_t        at_a, at_b;
-        if (aligned) {
-            places(s, i, &at_a, &at_b);
-            x = get_strided<N>(in_a, at_a, s.a[s.nd - 1]);
-            y = get_strided<N>(in_b, at_b, s.b[s.nd - 1]);
-        } else {
-            for (int k = 0; k < N && i + k < count; k++) {
-                places(s, i + k, &at_a, &at_b);
-                x.v[k] = widen(in_a[at_a]);
-                y.v[k] = widen(in_b[at_b]);
-            }
-        }
+        int64_t at_a, at_b;
+        places(s, i, &at_a, &at_b);
+        pack<float, N> x = get_strided<N>((const T *)a.a + at_a, s.a[s.nd - 1]);
+        pack<float, N> y = get_strided<N>((const T *)a.b + at_b, s.b[s.nd - 1]);
         for (int k = 0; k < N; k++) x.v[k] = binary(a.op, x.v[k], y.v[k]);
-        give((T *)a.out, i, count, aligned, x, a.accumulate);
+        give((T *)a.out + i, x, a.accumulate);
     }
 }
 
@@ -708,12 +694,12 @@ static dt_status binary(const dt_binary_args *a, void *stream) {
     const int N = pack<T>::N;
     if (a->op < DT_ADD || a->op > DT_DIV) return DT_ERR_ARG;
     strided s = strided_of(a->shape, a->stride_a, a->stride_b);
-    bool    aligned = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
-    LAUNCH(binary_kernel<T>, count_of(&s), BLOCK * N, stream, *a, s, count_of(&s), aligned);
+    bool    whole = aligned16(a->out) && packs(a->a, s.a, &s, N) && packs(a->b, s.b, &s, N);
+    if (whole) LAUNCH((binary_kernel<T, N>), count_of(&s), BLOCK * N, stream, *a, s, count_of(&s));
+    else LAUNCH((binary_kernel<T, 1>), count_of(&s), BLOCK, stream, *a, s, count_of(&s));
     return launched();
 }
-
-static dt_status cuda_binary(const dt_binary_args *a, void *stream) { return BY_TYPE(a->dtype, binary, a, stream); }
+TYPED(binary)
 
 /* N neighbours at a time: a pack where both sides have them together, else one. a of s is out. */
 template <class T, int N>
@@ -721,23 +707,23 @@ KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, siz
     for (size_t i = flat_first(N); i < count; i += flat_step(N)) {
         int64_t to, from;
         places(s, i, &to, &from);
-        pack<T, N> x = *reinterpret_cast<const pack<T, N> *>((const T *)a.in + from);
-        pack<T, N> *out = reinterpret_cast<pack<T, N> *>((T *)a.out + to);
+        pack<T, N> x = take<N>((const T *)a.in + from);
+        T         *out = (T *)a.out + to;
         if (a.accumulate) {
-            pack<T, N> old = *out;
+            pack<T, N> old = take<N>(out);
             for (int k = 0; k < N; k++) round_to(&x.v[k], plus(widen(old.v[k]), widen(x.v[k])));
         }
-        *out = x;
+        put(out, x);
     }
 }
 
 /* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
    shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
    it lies in different banks. */
-struct turn { int64_t across, down, in_stride, out_stride; };
+struct quarter_turn { int64_t across, down, in_stride, out_stride; };
 
 template <class Unit>
-KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, quarter_turn t, size_t tiles) {
     __shared__ Unit tile[32][33];
     const Unit     *in = (const Unit *)a.in;
     Unit           *out = (Unit *)a.out;
@@ -764,7 +750,7 @@ static bool transposed(const dt_permute_args *a, strided s, void *stream) {
         if (s.b[i] == 1) in = i;
     }
     if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
-    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    quarter_turn t = { s.d[in], s.d[out], s.b[out], s.a[in] };
     size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
     s.d[in] = s.d[out] = 1;
     tiles *= count_of(&s);
@@ -882,14 +868,13 @@ static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
-    const int N = pack<T>::N;
-    float     scale = (float)a.scale, shift = (float)a.shift;
-    bool      aligned = aligned16(a.out, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> x = get<N>((const T *)a.in, i, a.count, aligned);
+    float scale = (float)a.scale, shift = (float)a.shift;
+    each_flat<pack<T>::N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> x = get<N>((const T *)a.in + i);
         for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
-        give((T *)a.out, i, a.count, aligned, x);
-    }
+        give((T *)a.out + i, x);
+    });
 }
 
 template <class T>
@@ -898,21 +883,19 @@ static dt_status unary(const dt_unary_args *a, void *stream) {
     LAUNCH(unary_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary(const dt_unary_args *a, void *stream) { return BY_TYPE(a->dtype, unary, a, stream); }
+TYPED(unary)
 
 /* in may be NULL for the kinds whose slope does not depend on it. */
 template <class T>
 KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
-    const int N = pack<T>::N;
-    float     scale = (float)a.scale;
-    bool      aligned = aligned16(a.dx, a.dout, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> d = get<N>((const T *)a.dout, i, a.count, aligned), x = { { 0 } };
-        if (a.in) x = get<N>((const T *)a.in, i, a.count, aligned);
+    float scale = (float)a.scale;
+    each_flat<pack<T>::N>(a.count, aligned16(a.dx, a.dout, a.in), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> d = get<N>((const T *)a.dout + i), x = { { 0 } };
+        if (a.in) x = get<N>((const T *)a.in + i);
         for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
-        give((T *)a.dx, i, a.count, aligned, d, a.accumulate);
-    }
+        give((T *)a.dx + i, d, a.accumulate);
+    });
 }
 
 template <class T>
@@ -921,71 +904,56 @@ static dt_status unary_back(const dt_unary_back_args *a, void *stream) {
     LAUNCH(unary_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_unary_back(const dt_unary_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, unary_back, a, stream);
-}
+TYPED(unary_back)
 
 /* arXiv:2002.05202. A thread has a pack of the result: its gates and, cols further, its ups. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a, size_t packs) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.out, a.in) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
-        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
+KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.out, a.in), [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        const T       *gates = (const T *)a.in + row * 2 * a.cols + col;
+        pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
         for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
-        give((T *)a.out + at.row * a.cols, at.col, cols, aligned, up);
-    }
+        give((T *)a.out + row * a.cols + col, up);
+    });
 }
 
 template <class T>
 static dt_status glu(const dt_glu_args *a, void *stream) {
-    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    LAUNCH(glu_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_glu(const dt_glu_args *a, void *stream) { return BY_TYPE(a->dtype, glu, a, stream); }
+TYPED(glu)
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a, size_t packs) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.dx, a.in, a.dout) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        const T       *gates = (const T *)a.in + at.row * 2 * a.cols;
-        T             *dx = (T *)a.dx + at.row * 2 * a.cols;
-        pack<float, N> gate = get<N>(gates, at.col, cols, aligned), up = get<N>(gates + cols, at.col, cols, aligned);
-        pack<float, N> d = get<N>((const T *)a.dout + at.row * a.cols, at.col, cols, aligned);
+KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.dx, a.in, a.dout), [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        size_t         at = row * 2 * a.cols + col;
+        const T       *gates = (const T *)a.in + at;
+        pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
+        pack<float, N> d = get<N>((const T *)a.dout + row * a.cols + col);
         for (int k = 0; k < N; k++) {
             up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
             gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
         }
-        give(dx, at.col, cols, aligned, up, a.accumulate);
-        give(dx + cols, at.col, cols, aligned, gate, a.accumulate);
-    }
+        give((T *)a.dx + at, up, a.accumulate);
+        give((T *)a.dx + at + a.cols, gate, a.accumulate);
+    });
 }
 
 template <class T>
 static dt_status glu_back(const dt_glu_back_args *a, void *stream) {
-    size_t packs = packs_in(a->cols, pack<T>::N);
     if (!known_act(a->act)) return DT_ERR_ARG;
-    LAUNCH(glu_back_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs);
+    LAUNCH(glu_back_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_glu_back(const dt_glu_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, glu_back, a, stream);
-}
+TYPED(glu_back)
 
 // ==== 7. Cast =======================================================================================================
 
-/* As on the CPU, bit for bit but for what a NaN carries: by way of double, which holds every number of the other types. From there to 16 bits it
+/* As on the CPU, bit for bit: by way of double, which holds every number of the other types. From there to 16 bits it
    goes through a float whose last bit still knows that something was cut off ("round to odd"), so that the second
    rounding gives what one would have. */
 static __device__ float to_odd(double x) {
@@ -1016,18 +984,20 @@ static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 /* As many numbers at a time as are 16 bytes of the narrower type. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    const int N = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
-    bool      aligned = aligned16(a.out, a.in);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<From, N> x = load_pack<N>((const From *)a.in, i, a.count, aligned);
+    const int MOST = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    each_flat<MOST>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
+        const int     N = decltype(by)::N;
+        To           *out = (To *)a.out + i;
+        pack<From, N> x = take<N>((const From *)a.in + i);
         pack<To, N>   y;
-        if (a.accumulate) y = load_pack<N>((const To *)a.out, i, a.count, aligned);
-        for (int k = 0; k < N; k++) {
-            if (a.accumulate) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
-            else convert(&y.v[k], widen(x.v[k]));
+        if (a.accumulate) {
+            y = take<N>(out);
+            for (int k = 0; k < N; k++) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+        } else {
+            for (int k = 0; k < N; k++) convert(&y.v[k], widen(x.v[k]));
         }
-        store((To *)a.out, i, a.count, aligned, y);
-    }
+        put(out, y);
+    });
 }
 
 template <class To, class From>
@@ -1083,9 +1053,9 @@ static __device__ run run_of(run all, size_t count, size_t i) {
     return r;
 }
 
-/* A block of 32 lanes x 32 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
+/* A block of 32 lanes x 16 runs takes 32 packs of neighbouring columns: threadIdx.y goes down its run, ascending, and
    the runs' sums are added in ascending order. The total of one column is for each of the first 32 N threads. */
-enum { COLUMNS = 32, RUNS = 32 };
+enum { COLUMNS = 32, RUNS = 16 };
 
 static __device__ int my_column() { return threadIdx.y * COLUMNS + threadIdx.x; }
 
@@ -1101,26 +1071,22 @@ static __device__ float add_runs(pack<float, N> sum) {
     return total;
 }
 
-template <class T>
+template <class T, int N>
 KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
-    const int N = pack<T>::N;
-    size_t    tiles = packs_in(a.inner, COLUMNS * N);
-    int64_t   inner = (int64_t)a.inner;
-    bool      aligned = aligned16(a.in) && inner % N == 0;
+    size_t tiles = packs_in(a.inner, COLUMNS * N);
     for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
-        size_t         part = i / tiles;
-        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
-        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner;
+        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner + c;
         pack<float, N> sum = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < inner; r++) {
-            pack<float, N> x = get<N>(in + r * a.inner, c, inner, aligned);
+        for (size_t r = mine.first; r < mine.end && c < a.inner; r++) {
+            pack<float, N> x = get<N>(in + r * a.inner);
             for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
         }
         float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
         c = first + my_column();
-        if (my_column() < COLUMNS * N && c < inner)
-            give_typed(a.type, a.out, part * a.inner + (size_t)c, a.scale * total, a.accumulate);
+        if (my_column() < COLUMNS * N && c < a.inner)
+            give_typed(a.type, a.out, part * a.inner + c, a.scale * total, a.accumulate);
     }
 }
 
@@ -1134,24 +1100,30 @@ static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T,
 template <int G>
 static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
 
-/* Numbers by which p lies behind a multiple of 16 bytes. Packs of a row that begin so much before it are aligned,
-   wherever the row begins. */
-template <class T>
-static __host__ __device__ int shift_of(const T *p) { return (int)((uintptr_t)p % 16 / sizeof(T)); }
+/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). The first packs lie at multiples of 16
+   bytes, wherever p does. */
+template <int N, int THREADS, class T, class F>
+static __device__ void each_in_run(const T *p, size_t n, F f) {
+    size_t me = threadIdx.x % THREADS, head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
+    if (head > n) head = n;
+    size_t end = head + (n - head) / N * N;
+    if (me < head) f(me, by<1>());
+    for (size_t c = head + me * N; c < end; c += THREADS * N) f(c, by<N>());
+    for (size_t c = end + me; c < n; c += THREADS) f(c, by<1>());
+}
 
 /* inner 1 */
 template <class T, int G>
 KERNEL __launch_bounds__(BLOCK) row_sums_kernel(sums a) {
-    const int N = pack<T>::N;
     for (size_t part = row_first<G>(); part < a.outer * a.parts; part += row_step<G>()) {
         run      all = { 0, a.n }, mine = run_of(all, a.parts, part % a.parts);
         const T *in = (const T *)a.in + part / a.parts * a.n + mine.first;
-        int64_t  n = (int64_t)(mine.end - mine.first);
         float    sum = 0;
-        for (int64_t c = (int64_t)(threadIdx.x % G) * N - shift_of(in); c < n; c += G * N) {
-            pack<float, N> x = get<N>(in, c, n, true);
+        each_in_run<pack<T>::N, G>(in, mine.end - mine.first, [&](size_t c, auto by) {
+            const int      N = decltype(by)::N;
+            pack<float, N> x = get<N>(in + c);
             for (int k = 0; k < N; k++) sum += x.v[k];
-        }
+        });
         sum = group_sum<G>(sum);
         if (threadIdx.x % G == 0) give_typed(a.type, a.out, part, a.scale * sum, a.accumulate);
     }
@@ -1164,19 +1136,26 @@ KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
         give_typed(a.type, a.out, i, a.scale * widen(((const T *)a.in)[i]), a.accumulate);
 }
 
+template <class T, int N>
+static void launch_column_sums(const sums &a, void *stream) {
+    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * N);
+    if (tiles > 0)
+        DT_LAUNCH((column_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+}
+
 template <class T>
 static void launch_sums(const sums &a, void *stream) {
-    size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * pack<T>::N);
+    const int N = pack<T>::N;
     if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
     else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
     else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
-    else if (tiles > 0)
-        DT_LAUNCH(column_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+    else if (aligned16(a.in) && a.inner % N == 0) launch_column_sums<T, N>(a, stream);
+    else launch_column_sums<T, 1>(a, stream);
 }
 
-/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+/* Blocks that fill a GPU, for which sums are cut into parts: four for each of the 132 multiprocessors of an H100. A
    number of its own for every device would give every device its own sums. */
-enum { FILL = 264 };
+enum { FILL = 528 };
 
 template <class T>
 static size_t parts_for(const dt_sum_args *a) {
@@ -1205,15 +1184,15 @@ static dt_status sum(const dt_sum_args *a, void *stream) {
     }
     return launched();
 }
-
-static dt_status cuda_sum(const dt_sum_args *a, void *stream) { return BY_TYPE(a->dtype, sum, a, stream); }
+TYPED(sum)
 
 // ==== 9. Maxima and places ==========================================================================================
 
 /* Indices come from the caller's data, and one outside the table must not be used. To look at them here would stop the
    queue in every step, so the kernels look: for them a wrong index is none, and a word in pinned memory tells of it.
-   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in tests
-   of single kernels, there is no such word: the host reads the indices, and the answer is this call's, as on the CPU. */
+   cuda_sync answers it, with DT_ERR_ARG; what was computed since the sync before is void then. Without a queue, in
+   tests of single kernels, there is no such word: the host reads the indices, and the answer is at once, as on the
+   CPU. */
 static dt_status check_indices(const int32_t *indices, size_t count, int64_t least, int64_t end, void *queue) {
     const size_t PIECE = 4096;
     int32_t      piece[PIECE];
@@ -1290,8 +1269,7 @@ static dt_status topk(const dt_topk_args *a, void *stream) {
     LAUNCH(topk_kernel<T>, a->rows, BLOCK, stream, *a);
     return launched();
 }
-
-static dt_status cuda_topk(const dt_topk_args *a, void *stream) { return BY_TYPE(a->dtype, topk, a, stream); }
+TYPED(topk)
 
 /* One thread per (outer,inner), j ascending: two numbers for one place are added in order, each sum rounded. */
 template <class T>
@@ -1315,8 +1293,7 @@ static dt_status spread(const dt_spread_args *a, void *stream) {
     LAUNCH(spread_kernel<T>, a->outer * a->inner, BLOCK, stream, *a, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_spread(const dt_spread_args *a, void *stream) { return BY_TYPE(a->dtype, spread, a, stream); }
+TYPED(spread)
 
 // ==== 10. Normalisation and softmax =================================================================================
 
@@ -1334,7 +1311,7 @@ struct row_share {
     __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
         UNROLL
         for (int j = 0; j < K; j++)
-            if (place(j) < cols) kept[j] = load_pack<N>(p + place(j), 0, N, true);
+            if (place(j) < cols) kept[j] = take<N>(p + place(j));
     }
     __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
@@ -1344,7 +1321,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c));
     }
     /* The same for two rows. */
     template <class F>
@@ -1352,7 +1329,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
-        for (int64_t c = place(K); c < cols; c += G * N) f(c, get_whole<N>(p + c), get_whole<N>(other.p + c));
+        for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c), get<N>(other.p + c));
     }
 };
 
@@ -1385,10 +1362,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
         });
         float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
         x.each([&](int64_t c, pack<float, N> v) {
-            pack<float, N> gain = get_whole<N>(gains + c), bias = { { 0 } };
-            if (biases) bias = get_whole<N>(biases + c);
+            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get<N>(biases + c);
             for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
-            give_whole(out + c, v);
+            give(out + c, v);
         });
         if (threadIdx.x % G > 0) continue;
         if (!a.rms) ((float *)a.mean)[r] = mean;
@@ -1402,14 +1379,13 @@ static dt_status norm(const dt_norm_args *a, void *stream) {
     LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_norm(const dt_norm_args *a, void *stream) { return BY_TYPE(a->dtype, norm, a, stream); }
+TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
-   most K packs for each of G threads: a block leaves the sums over its rows, (2,parts,cols) of scratch for all blocks. */
+   most K packs for each of G threads: a block leaves the sums over its rows in scratch, (2,parts,cols) of all. */
 template <int N, int G, int K>
 static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
     __shared__ float total[G < BLOCK ? G * K * N : 1];
@@ -1446,7 +1422,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         UNROLL
         for (int j = 0; j < K; j++) {
             if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get_whole<N>(gains + x.place(j));
+            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get<N>(gains + x.place(j));
             for (int k = 0; k < N; k++) {
                 float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
                 dgain[j][k] += d.v[k] * y;
@@ -1459,10 +1435,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
         float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give_whole(dx + c, v, a.accumulate_x);
+            give(dx + c, v, a.accumulate_x);
         });
     }
     float *sums = (float *)a.work + blockIdx.x * a.cols;
@@ -1471,20 +1447,15 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
 }
 
 /* The same in two kernels, for longer and for odd rows. */
-template <class T>
+template <class T, int N>
 KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_args a, size_t parts) {
-    const int N = pack<T>::N;
-    size_t    tiles = packs_in(a.cols, COLUMNS * N);
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.in, a.dout) && cols % N == 0;
+    size_t tiles = packs_in(a.cols, COLUMNS * N);
     for (size_t i = blockIdx.x; i < parts * tiles; i += gridDim.x) {
-        size_t         part = i / tiles;
-        int64_t        first = (int64_t)(i % tiles * COLUMNS * N), c = first + threadIdx.x * N;
+        size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.rows }, mine = run_of(run_of(all, parts, part), RUNS, threadIdx.y);
         pack<float, N> dgain = { { 0 } }, dbias = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < cols; r++) {
-            pack<float, N> x = get<N>((const T *)a.in + r * a.cols, c, cols, aligned);
-            pack<float, N> d = get<N>((const T *)a.dout + r * a.cols, c, cols, aligned);
+        for (size_t r = mine.first; r < mine.end && c < a.cols; r++) {
+            pack<float, N> x = get<N>((const T *)a.in + r * a.cols + c), d = get<N>((const T *)a.dout + r * a.cols + c);
             float          mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r];
             for (int k = 0; k < N; k++) {
                 dgain.v[k] += d.v[k] * ((x.v[k] - mean) * rstd);
@@ -1493,9 +1464,9 @@ KERNEL __launch_bounds__(COLUMNS *RUNS, 1) norm_back_sums_kernel(dt_norm_back_ar
         }
         float gain_total = add_runs(dgain), bias_total = add_runs(dbias), *sums = (float *)a.work + part * a.cols;
         c = first + my_column();
-        if (my_column() >= COLUMNS * N || c >= cols) continue;
+        if (my_column() >= COLUMNS * N || c >= a.cols) continue;
         sums[c] = gain_total;
-        sums[(int64_t)(parts * a.cols) + c] = bias_total;
+        sums[parts * a.cols + c] = bias_total;
     }
 }
 
@@ -1508,7 +1479,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
         T                 *dx = (T *)a.dx + r * a.cols;
         float              mean = mean_of(a, r), rstd = ((const float *)a.rstd)[r], g_sum = 0, gy_sum = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++) {
                 g_sum += d.v[k] * gain.v[k];
                 gy_sum += d.v[k] * gain.v[k] * ((v.v[k] - mean) * rstd);
@@ -1517,10 +1488,10 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
         float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
         if (a.rms) mean_g = 0;
         x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get_whole<N>(gains + c);
+            pack<float, N> gain = get<N>(gains + c);
             for (int k = 0; k < N; k++)
                 v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give_whole(dx + c, v, a.accumulate_x);
+            give(dx + c, v, a.accumulate_x);
         });
     }
 }
@@ -1528,7 +1499,7 @@ KERNEL __launch_bounds__(BLOCK, 2) norm_back_rows_kernel(dt_norm_back_args a) {
 /* Into how many parts the rows are cut, `each` or more of them: as many as fill a GPU and find room. */
 static size_t norm_back_parts(const dt_norm_back_args *a, size_t each) {
     size_t parts = a->rows / each + (a->rows % each != 0), room = a->work_bytes / sizeof(float) / 2 / a->cols;
-    parts = parts < 2 * FILL ? parts : 2 * FILL;
+    parts = parts < (size_t)FILL ? parts : (size_t)FILL;
     return parts < room ? parts : room;
 }
 
@@ -1540,12 +1511,13 @@ static void norm_back_at_once(const dt_norm_back_args *a, size_t parts, void *st
 }
 
 /* The sums over rows come first: dx may lie where dout does. */
-template <class T>
-static void norm_back_apart(const dt_norm_back_args *a, size_t parts, bool whole, void *stream) {
-    size_t tiles = parts * packs_in(a->cols, COLUMNS * pack<T>::N);
+template <class T, int N>
+static void norm_back_apart(const dt_norm_back_args *a, size_t parts, void *stream) {
+    size_t tiles = parts * packs_in(a->cols, COLUMNS * N);
     if (tiles > 0)
-        DT_LAUNCH(norm_back_sums_kernel<T>, grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a, parts);
-    if (a->dx) LAUNCH_ROWS(norm_back_rows_kernel, T, whole, a->rows, a->cols, stream, *a);
+        DT_LAUNCH((norm_back_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), *a,
+            parts);
+    if (a->dx) LAUNCH((norm_back_rows_kernel<T, N, BLOCK>), a->rows, 1, stream, *a);
 }
 
 template <class T>
@@ -1560,7 +1532,8 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
     else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
     else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
-    else norm_back_apart<T>(a, parts, whole, stream);
+    else if (whole) norm_back_apart<T, pack<T>::N>(a, parts, stream);
+    else norm_back_apart<T, 1>(a, parts, stream);
     sums dgain = { a->work, a->dgain, widened_type(a->dtype, a->wide_gain), 1, 1, parts, a->cols, 1,
                    a->accumulate_gain };
     sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
@@ -1569,10 +1542,7 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     if (a->dbias) launch_sums<float>(dbias, stream);
     return launched();
 }
-
-static dt_status cuda_norm_back(const dt_norm_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, norm_back, a, stream);
-}
+TYPED(norm_back)
 
 /* out may be in: a thread meets its own columns only. */
 template <class T, int N, int G>
@@ -1591,7 +1561,7 @@ KERNEL __launch_bounds__(BLOCK, 2) softmax_kernel(dt_softmax_args a) {
         float inverse = 1 / group_sum<G>(sum);
         x.each([&](int64_t c, pack<float, N> v) {
             for (int k = 0; k < N; k++) v.v[k] = exponential<T>(v.v[k] - most) * inverse;
-            give_whole(out + c, v);
+            give(out + c, v);
         });
     }
 }
@@ -1602,8 +1572,7 @@ static dt_status softmax(const dt_softmax_args *a, void *stream) {
     if (a->cols > 0) LAUNCH_ROWS(softmax_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax(const dt_softmax_args *a, void *stream) { return BY_TYPE(a->dtype, softmax, a, stream); }
+TYPED(softmax)
 
 template <class T, int N, int G>
 KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
@@ -1618,7 +1587,7 @@ KERNEL __launch_bounds__(BLOCK, 2) softmax_back_kernel(dt_softmax_back_args a) {
         sum = group_sum<G>(sum);
         y.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
             for (int k = 0; k < N; k++) v.v[k] *= d.v[k] - sum;
-            give_whole(dx + c, v, a.accumulate);
+            give(dx + c, v, a.accumulate);
         });
     }
 }
@@ -1629,10 +1598,7 @@ static dt_status softmax_back(const dt_softmax_back_args *a, void *stream) {
     LAUNCH_ROWS(softmax_back_kernel, T, whole, a->rows, a->cols, stream, *a);
     return launched();
 }
-
-static dt_status cuda_softmax_back(const dt_softmax_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, softmax_back, a, stream);
-}
+TYPED(softmax_back)
 
 // ==== 11. Rope; the counter RNG: dropout, init ======================================================================
 
@@ -1643,35 +1609,32 @@ struct rope_rates { double of[BLOCK]; };
 
 template <class T, int N>
 static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, const float2 *turn, int i) {
-    const bool     aligned = N > 1;
-    int            half = (int)a.rotary / 2;
-    int64_t        dim = (int64_t)a.dim;
-    pack<float, N> x0, x1;
+    int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        pack<float, 2 * N> both = get<2 * N>(x, 2 * i, dim, aligned);
+        pack<float, 2 * N> both = get<2 * N>(x + 2 * i);
         for (int k = 0; k < N; k++) {
             float x0 = both.v[2 * k], x1 = both.v[2 * k + 1];
             both.v[2 * k] = x0 * turn[i + k].x - x1 * turn[i + k].y;
             both.v[2 * k + 1] = x1 * turn[i + k].x + x0 * turn[i + k].y;
         }
-        give(out, 2 * i, dim, aligned, both, a.accumulate);
+        give(out + 2 * i, both, a.accumulate);
         return;
     }
-    x0 = get<N>(x, i, dim, aligned);
-    x1 = get<N>(x, half + i, dim, aligned);
+    pack<float, N> x0 = get<N>(x + i), x1 = get<N>(x + half + i);
     for (int k = 0; k < N; k++) {
         float old = x0.v[k];
         x0.v[k] = old * turn[i + k].x - x1.v[k] * turn[i + k].y;
         x1.v[k] = x1.v[k] * turn[i + k].x + old * turn[i + k].y;
     }
-    give(out, i, dim, aligned, x0, a.accumulate);
-    give(out, half + i, dim, aligned, x1, a.accumulate);
+    give(out + i, x0, a.accumulate);
+    give(out + half + i, x1, a.accumulate);
 }
 
 template <class T, int N>
 KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, int each) {
     __shared__ float2 turn[BLOCK];
-    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N, units = (int)(a.dim - a.rotary) / N + turning;
+    int half = (int)a.rotary / 2, heads = (int)a.heads, turning = half / N;
+    int units = (int)(a.dim - a.rotary) / N + turning; /* of a head */
     for (size_t first = (size_t)blockIdx.x * each; first < a.tokens; first += (size_t)gridDim.x * each) {
         int here = a.tokens - first < (size_t)each ? (int)(a.tokens - first) : each, me = threadIdx.x;
         __syncthreads(); /* the angles before have been used */
@@ -1687,7 +1650,7 @@ KERNEL __launch_bounds__(BLOCK) rope_kernel(dt_rope_args a, rope_rates rates, in
             T       *out = (T *)a.out + (first * a.heads + head) * a.dim;
             int      at = (int)a.rotary + (unit - turning) * N;
             if (unit < turning) rope_pairs<T, N>(a, x, out, turn + head / heads * half, unit * N);
-            else give(out, at, (int64_t)a.dim, N > 1, get<N>(x, at, (int64_t)a.dim, N > 1), a.accumulate);
+            else give(out + at, get<N>(x + at), a.accumulate);
         }
     }
 }
@@ -1705,8 +1668,7 @@ static dt_status rope(const dt_rope_args *a, void *stream) {
     else LAUNCH((rope_kernel<T, 1>), a->tokens, each, stream, *a, rates, each);
     return launched();
 }
-
-static dt_status cuda_rope(const dt_rope_args *a, void *stream) { return BY_TYPE(a->dtype, rope, a, stream); }
+TYPED(rope)
 
 /* Philox4x32-10: as in dt_tensor.h, word for word. */
 static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
@@ -1727,38 +1689,34 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     out[3] = c3;
 }
 
-/* Four columns of the full tensor share the four words of counter (token, column / 4). So packs begin at such a group,
-   which may lie before the columns that are here. least: words below it are dropped. */
+/* Four columns of the full tensor share the four words of counter (token, column / 4). Packs are taken where they begin
+   at such a group. least: words below it are dropped. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, size_t packs, uint64_t least) {
-    const int N = pack<T>::N;
-    float     scale = (float)(1 / (1 - a.p));
-    int64_t   cols = (int64_t)a.cols, skew = a.first % 4;
-    bool      aligned = aligned16(a.in, a.out) && cols % N == 0 && skew == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row         at = in_row_of(i, packs, N);
-        int64_t        c = at.col - skew;
-        uint64_t       token = (unsigned)(a.tokens ? a.tokens[at.row] : (int32_t)at.row);
-        uint64_t       group = (uint64_t)(a.first + c) / 4;
-        pack<float, N> x = get<N>((const T *)a.in + at.row * a.cols, c, cols, aligned);
-        for (int k = 0; k < N; k += 4) {
-            unsigned word[4];
-            philox(a.key, token << 32 | (group + k / 4), word);
-            for (int e = 0; e < 4; e++) x.v[k + e] = word[e] < least ? 0 : x.v[k + e] * scale;
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least) {
+    float scale = (float)(1 / (1 - a.p));
+    bool  aligned = aligned16(a.in, a.out) && a.first % 4 == 0;
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned, [&](size_t row, size_t col, auto by) {
+        const int      N = decltype(by)::N;
+        uint64_t       token = (unsigned)(a.tokens ? a.tokens[row] : (int32_t)row), column = (uint64_t)a.first + col;
+        pack<float, N> x = get<N>((const T *)a.in + row * a.cols + col);
+        unsigned       word[4];
+        for (int k = 0; k < N; k++) {
+            if (k % 4 == 0) philox(a.key, token << 32 | (column + k) / 4, word);
+            int      e = N > 1 ? k % 4 : (int)(column % 4); /* which word, without an index into registers */
+            unsigned mine = e < 2 ? e < 1 ? word[0] : word[1] : e < 3 ? word[2] : word[3];
+            x.v[k] = mine < least ? 0 : x.v[k] * scale;
         }
-        give((T *)a.out + at.row * a.cols, c, cols, aligned, x, a.accumulate);
-    }
+        give((T *)a.out + row * a.cols + col, x, a.accumulate);
+    });
 }
 
 template <class T>
 static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    size_t   packs = packs_in(a->cols + (size_t)(a->first % 4), pack<T>::N);
     uint64_t least = (uint64_t)(a->p * 4294967296.0);
-    if (a->cols > 0) LAUNCH(dropout_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, least);
+    LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, least);
     return launched();
 }
-
-static dt_status cuda_dropout(const dt_dropout_args *a, void *stream) { return BY_TYPE(a->dtype, dropout, a, stream); }
+TYPED(dropout)
 
 /* Two words as a number in [0, 1) with 53 bits. */
 static __device__ double unit(unsigned high, unsigned low) {
@@ -1766,8 +1724,8 @@ static __device__ double unit(unsigned high, unsigned low) {
 }
 
 /* Elements 2c and 2c + 1 of the full tensor come from the four words of counter c: two uniform numbers, which are the
-   CPU's to the bit, or a Box-Muller pair, where the functions' last bits of a double may differ from the CPU's. A thread
-   has one counter. Number: what T is computed in. */
+   CPU's to the bit, or a Box-Muller pair, where the last bits of a double may differ from the CPU's. A thread has one
+   counter. Number: what T is computed in. */
 template <class T, class Number>
 KERNEL __launch_bounds__(BLOCK) init_kernel(dt_init_args a) {
     uint64_t skew = a.first % 2;
@@ -1809,33 +1767,25 @@ static dt_status cuda_init(const dt_init_args *a, void *stream) {
 // ==== 12. Embedding =================================================================================================
 
 template <class T>
-KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, size_t packs, int *bad) {
-    const int N = pack<T>::N;
-    int64_t   cols = (int64_t)a.cols;
-    bool      aligned = aligned16(a.out, a.table) && cols % N == 0;
-    for (size_t i = flat_first(1); i < a.rows * packs; i += flat_step(1)) {
-        in_row  at = in_row_of(i, packs, N);
-        int64_t id = a.ids[at.row], row = id - a.first;
-        pack<T> x = { { T() } };
-        bool    known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
-        if (known && row >= 0 && row < a.held)
-            x = load((const T *)a.table + (size_t)row * a.cols, at.col, cols, aligned);
-        store((T *)a.out + at.row * a.cols, at.col, cols, aligned, x);
-    }
+KERNEL __launch_bounds__(BLOCK) embedding_kernel(dt_embedding_args a, int *bad) {
+    each_in_rows<pack<T>::N>(a.rows, a.cols, aligned16(a.out, a.table), [&](size_t r, size_t col, auto by) {
+        const int  N = decltype(by)::N;
+        int64_t    id = a.ids[r], row = id - a.first;
+        pack<T, N> x = { { T() } };
+        bool       known = good(id, a.holes ? -1 : 0, a.vocab, bad) && id >= 0;
+        if (known && row >= 0 && row < a.held) x = take<N>((const T *)a.table + (size_t)row * a.cols + col);
+        put((T *)a.out + r * a.cols + col, x);
+    });
 }
 
 template <class T>
 static dt_status embedding(const dt_embedding_args *a, void *stream) {
-    size_t    packs = packs_in(a->cols, pack<T>::N);
     dt_status status = check_indices(a->ids, a->rows, a->holes ? -1 : 0, a->vocab, stream);
     if (status != DT_OK) return status;
-    LAUNCH(embedding_kernel<T>, a->rows * packs, BLOCK, stream, *a, packs, bad_of(stream));
+    LAUNCH(embedding_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_embedding(const dt_embedding_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding, a, stream);
-}
+TYPED(embedding)
 
 /* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
    pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
@@ -1876,117 +1826,104 @@ static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, 
     return total;
 }
 
-/* Adds what was found for one owned row to a pack of its columns; four rows of dout are on their way at a time. */
-template <class T>
-static __device__ void add_found(float *sum, const T *dout, int64_t c, int64_t cols, bool aligned, const int *found,
-    int count, int owned) {
-    const int      N = pack<T>::N;
+/* Adds what was found for one owned row to N of its columns; four rows of dout are on their way at a time. */
+template <int N, class T>
+static __device__ void add_found(float *sum, const T *dout, size_t cols, const int *found, int count, int owned) {
     bool           any = false;
     pack<float, N> total = { { 0 } };
     for (int e = 0; e < count; e += 4) {
-        pack<T> x[4];
+        pack<T, N> x[4];
         for (int j = 0; j < 4; j++)
-            if (e + j < count && found[e + j] % OWNED == owned)
-                x[j] = load(dout + (size_t)(found[e + j] / OWNED) * cols, c, cols, aligned);
+            if (e + j < count && found[e + j] % OWNED == owned) x[j] = take<N>(dout + found[e + j] / OWNED * cols);
         for (int j = 0; j < 4; j++) {
             if (e + j >= count || found[e + j] % OWNED != owned) continue;
-            if (!any) total = get<N>(sum, c, cols, aligned);
+            if (!any) total = get<N>(sum);
             any = true;
             for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
         }
     }
-    if (any) give(sum, c, cols, aligned, total);
+    if (any) give(sum, total);
 }
 
-/* keep: sums are there already */
-template <class T>
+/* keep: sums are there already. cols is a multiple of N. */
+template <class T, int N>
 KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
-    const int      N = pack<T>::N;
     __shared__ int found[PIECE];
-    int64_t        cols = (int64_t)a.cols;
-    bool           aligned = aligned16(sums, a.dout) && cols % N == 0;
     int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
     for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
         int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
-        float         *mine = sums + own * cols;
-        pack<float, 4> zero = { { 0 } };
-        for (int64_t i = threadIdx.x * 4; i < (end - own) * cols && !keep; i += BLOCK * 4)
-            store(mine, i, (end - own) * cols, aligned, zero);
+        float         *mine = sums + (size_t)own * a.cols;
+        pack<float, N> zero = { { 0 } };
+        for (size_t i = threadIdx.x * N; i < (size_t)(end - own) * a.cols && !keep; i += BLOCK * N) put(mine + i, zero);
         for (size_t first = 0; first < a.rows; first += PIECE) {
             int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
             for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
-                int64_t c = (int64_t)(u % chunks * 32 + lane) * N;
-                if (c < cols)
-                    add_found(mine + u / chunks * cols, (const T *)a.dout + first * a.cols, c, cols, aligned, found, count,
-                        u / chunks);
+                size_t   c = (size_t)(u % chunks * 32 + lane) * N, row = u / chunks;
+                const T *dout = (const T *)a.dout + first * a.cols + c;
+                if (c < a.cols) add_found<N>(mine + row * a.cols + c, dout, a.cols, found, count, (int)row);
             }
         }
-        __syncthreads(); /* this list has been used */
     }
 }
 
 /* Finished sums to 16 bits. */
 template <class T>
 KERNEL __launch_bounds__(BLOCK) rounded_kernel(T *out, const float *sums, size_t count, int accumulate) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(out, sums);
-    for (size_t i = flat_first(N); i < count; i += flat_step(N))
-        give(out, i, count, aligned, get<N>(sums, i, count, aligned), accumulate);
+    each_flat<pack<T>::N>(count, aligned16(out, sums), [&](size_t i, auto by) {
+        give(out + i, get<decltype(by)::N>(sums + i), accumulate);
+    });
 }
 
 template <class T>
 static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
+    const int N = pack<T>::N;
     dt_status status = a->strict ? check_indices(a->ids, a->rows, -1, a->held, stream) : DT_OK;
     size_t    all = (size_t)a->held * a->cols;
-    bool      apart = sizeof(T) == 2 && !a->wide;
+    bool      apart = sizeof(T) == 2 && !a->wide, keep = a->accumulate && !apart;
     float    *sums = (float *)(apart ? a->work : a->dtable);
+    T        *table = (T *)a->dtable;
     if (status != DT_OK) return status;
     if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
-    LAUNCH(embedding_back_kernel<T>, (size_t)a->held, OWNED, stream, *a, sums, a->accumulate && !apart, bad_of(stream));
-    if (apart)
-        LAUNCH(rounded_kernel<T>, all, BLOCK * pack<T>::N, stream, (T *)a->dtable, (const float *)sums, all, a->accumulate);
+    size_t held = a->held > 0 ? (size_t)a->held : 1; /* ids are looked at all the same */
+    if (a->cols % N == 0 && aligned16(sums, a->dout))
+        LAUNCH((embedding_back_kernel<T, N>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+    else LAUNCH((embedding_back_kernel<T, 1>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+    if (apart) LAUNCH(rounded_kernel<T>, all, BLOCK * N, stream, table, (const float *)sums, all, a->accumulate);
     return launched();
 }
-
-static dt_status cuda_embedding_back(const dt_embedding_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, embedding_back, a, stream);
-}
+TYPED(embedding_back)
 
 // ==== 13. Losses ====================================================================================================
 
 /* A row of logits is a block's, because a vocabulary is long. */
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
-/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number that
-   it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in double, so
-   that log is accurate where one term is nearly all of it. What is outside of the row is e^-infinity. */
+/* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
+   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in
+   double, so that log is accurate where one term is nearly all of it. */
 template <class T>
-static __device__ double log_sum_exp(const T *x, int64_t n) {
-    const int    N = pack<T>::N;
-    const size_t STEP = LOSS_BLOCK * N;
-    float        most = -3.402823466e38f;
-    double       sum = 0;
-    for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < n; c += 2 * STEP) {
-        pack<float, N> v[2];
-        for (int u = 0; u < 2; u++) v[u] = get<N>(x, c + u * STEP, n, true, -INFINITY);
-        for (int u = 0; u < 2; u++) {
-            float top = most, part = 0;
-            for (int k = 0; k < N; k++) top = v[u].v[k] > top ? v[u].v[k] : top;
-            if (top > most) sum *= (double)expf(most - top);
-            most = top;
-            for (int k = 0; k < N; k++) part += exponential<T>(v[u].v[k] - most);
-            sum += (double)part;
-        }
-    }
+static __device__ double log_sum_exp(const T *x, size_t n) {
+    float  most = -3.402823466e38f;
+    double sum = 0;
+    each_in_run<2 * pack<T>::N, LOSS_BLOCK>(x, n, [&](size_t c, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> v = get<N>(x + c);
+        float          top = most, part = 0;
+        for (int k = 0; k < N; k++) top = fmaxf(top, v.v[k]);
+        if (top > most) sum *= (double)expf(most - top);
+        most = top;
+        for (int k = 0; k < N; k++) part += exponential<T>(v.v[k] - most);
+        sum += (double)part;
+    });
     float top = block_max<LOSS_BLOCK>(most);
     sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
     return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
 }
 
 template <class T>
-static __device__ double row_total(const T *x, int64_t n) {
+static __device__ double row_total(const T *x, size_t n) {
     double sum = 0;
-    for (int64_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
+    for (size_t c = threadIdx.x; c < n; c += LOSS_BLOCK) sum += (double)widen(x[c]);
     return block_sum<double, LOSS_BLOCK>(sum);
 }
 
@@ -2000,9 +1937,9 @@ KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args 
         int64_t  label = a.labels[r], here = label - a.first;
         double   lse = 0, target = 0;
         if (label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL)) {
-            lse = vocab > 0 ? log_sum_exp(x, vocab) : (double)-INFINITY;
+            lse = vocab > 0 ? log_sum_exp(x, a.vocab) : (double)-INFINITY;
             if (here >= 0 && here < vocab) target = (1 - a.smoothing) * (double)widen(x[here]);
-            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, vocab) / (double)a.all);
+            if (a.smoothing > 0 && vocab > 0) target += a.smoothing * (row_total(x, a.vocab) / (double)a.all);
         }
         if (threadIdx.x > 0) continue;
         if (a.part) {
@@ -2044,10 +1981,7 @@ static dt_status cross_entropy(const dt_cross_entropy_args *args, void *stream) 
     if (!a.part) DT_LAUNCH(loss_total_kernel, 1, TOTAL_BLOCK, 0, stream_of(stream), a);
     return launched();
 }
-
-static dt_status cuda_cross_entropy(const dt_cross_entropy_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy, a, stream);
-}
+TYPED(cross_entropy)
 
 /* One block: a thread has every TOTAL_BLOCK-th row, of which it adds the parts in their order. */
 KERNEL __launch_bounds__(TOTAL_BLOCK, 1) cross_entropy_join_kernel(dt_cross_entropy_join_args a) {
@@ -2085,27 +2019,28 @@ static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, vo
    once. */
 template <class T>
 KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
-    const int N = pack<T>::N;
+    const int MOST = pack<T>::N;
     float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
     float     on = factor * (float)(1 - a.smoothing);
-    int64_t   cols = (int64_t)a.cols, vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
         T       *out = (T *)a.dlogits + r * a.cols;
         float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
         int64_t  label = a.labels[r], here = label - a.first;
         bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
-        bool     same = shift_of(out) == shift_of(x);
-        if (!counts && a.accumulate) continue;
-        for (int64_t c = (int64_t)threadIdx.x * N - shift_of(x); c < cols; c += LOSS_BLOCK * N) {
+        auto     back = [&](size_t c, auto by) {
+            const int      N = decltype(by)::N;
             pack<float, N> v = { { 0 } };
-            if (counts) v = get<N>(x, c, cols, true);
+            if (counts) v = get<N>(x + c);
             for (int k = 0; k < N && counts; k++) {
-                float d = scale * exponential<T>(v.v[k] - lse) - off - (c + k == here ? on : 0.0f);
-                v.v[k] = c + k < vocab ? d : 0;
+                float d = scale * exponential<T>(v.v[k] - lse) - off - ((int64_t)c + k == here ? on : 0.0f);
+                v.v[k] = c + k < a.vocab ? d : 0;
             }
-            give(out, c, cols, same, v, a.accumulate);
-        }
+            give(out + c, v, a.accumulate);
+        };
+        if (!counts && a.accumulate) continue;
+        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, a.cols, back);
+        else each_in_run<1, LOSS_BLOCK>(x, a.cols, back);
     }
 }
 
@@ -2121,27 +2056,24 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
     if (a.rows > 0)
-        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a, bad_of(stream));
+        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a,
+            bad_of(stream));
     return launched();
 }
-
-static dt_status cuda_cross_entropy_back(const dt_cross_entropy_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, cross_entropy_back, a, stream);
-}
+TYPED(cross_entropy_back)
 
 /* One block, because there is no scratch: for outputs of a model, not for its weights. */
 template <class T>
 KERNEL __launch_bounds__(TOTAL_BLOCK, 1) mse_kernel(dt_mse_args a) {
-    const int N = pack<T>::N;
-    bool      aligned = aligned16(a.a, a.b);
-    double    total = 0;
-    for (size_t i = (size_t)threadIdx.x * N; i < a.count; i += TOTAL_BLOCK * N) {
-        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
-        for (int k = 0; k < N; k++) {
-            double d = (double)x.v[k] - (double)y.v[k];
-            total += d * d;
-        }
-    }
+    const T *x = (const T *)a.a, *y = (const T *)a.b;
+    double   total = 0;
+    auto     add = [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> u = get<N>(x + i), v = get<N>(y + i);
+        for (int k = 0; k < N; k++) total += ((double)u.v[k] - (double)v.v[k]) * ((double)u.v[k] - (double)v.v[k]);
+    };
+    if ((uintptr_t)x % 16 == (uintptr_t)y % 16) each_in_run<pack<T>::N, TOTAL_BLOCK>(x, a.count, add);
+    else each_in_run<1, TOTAL_BLOCK>(x, a.count, add);
     total = block_sum<double, TOTAL_BLOCK>(total);
     if (threadIdx.x == 0) *a.loss = total / a.denominator;
 }
@@ -2151,19 +2083,17 @@ static dt_status mse(const dt_mse_args *a, void *stream) {
     DT_LAUNCH(mse_kernel<T>, 1, TOTAL_BLOCK, 0, stream_of(stream), *a);
     return launched();
 }
-
-static dt_status cuda_mse(const dt_mse_args *a, void *stream) { return BY_TYPE(a->dtype, mse, a, stream); }
+TYPED(mse)
 
 template <class T>
 KERNEL __launch_bounds__(BLOCK) mse_back_kernel(dt_mse_back_args a) {
-    const int N = pack<T>::N;
-    float     factor = (float)(*a.upstream * a.scale);
-    bool      aligned = aligned16(a.da, a.a, a.b);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float, N> x = get<N>((const T *)a.a, i, a.count, aligned), y = get<N>((const T *)a.b, i, a.count, aligned);
+    float factor = (float)(*a.upstream * a.scale);
+    each_flat<pack<T>::N>(a.count, aligned16(a.da, a.a, a.b), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> x = get<N>((const T *)a.a + i), y = get<N>((const T *)a.b + i);
         for (int k = 0; k < N; k++) x.v[k] = factor * (x.v[k] - y.v[k]);
-        give((T *)a.da, i, a.count, aligned, x, a.accumulate);
-    }
+        give((T *)a.da + i, x, a.accumulate);
+    });
 }
 
 template <class T>
@@ -2171,10 +2101,7 @@ static dt_status mse_back(const dt_mse_back_args *a, void *stream) {
     LAUNCH(mse_back_kernel<T>, a->count, BLOCK * pack<T>::N, stream, *a);
     return launched();
 }
-
-static dt_status cuda_mse_back(const dt_mse_back_args *a, void *stream) {
-    return BY_TYPE(a->dtype, mse_back, a, stream);
-}
+TYPED(mse_back)
 
 // ==== 14. Norm and optimizers =======================================================================================
 
@@ -2207,18 +2134,15 @@ static dt_status square_sums(const dt_square_sums_args *a, void *stream) {
     LAUNCH(square_sums_kernel<T>, a->count, (size_t)DT_RUN * RUNS_EACH, stream, *a, runs_in(a->count));
     return launched();
 }
-
-static dt_status cuda_square_sums(const dt_square_sums_args *a, void *stream) {
-    return BY_TYPE(a->dtype, square_sums, a, stream);
-}
+TYPED(square_sums)
 
 /* Parameters and their state are f32; Narrow is the type of a copy of the parameters, which may be there. */
 #define BY_NARROW(a, f, ...) \
     ((a)->dtype != DT_F32 ? DT_ERR_UNSUPPORTED : BY_TYPE((a)->narrow ? (a)->narrow_dtype : DT_F32, f, __VA_ARGS__))
 
-template <class Narrow>
-static __device__ void give_copy(void *narrow, size_t i, size_t count, pack<float> param) {
-    if (narrow) give((Narrow *)narrow, (int64_t)i, (int64_t)count, aligned16(narrow), param);
+template <class Narrow, int N>
+static __device__ void give_copy(void *narrow, size_t i, pack<float, N> param) {
+    if (narrow) give((Narrow *)narrow + i, param);
 }
 
 /* The factors of one step, made on the host in double as on the CPU. */
@@ -2227,23 +2151,23 @@ struct adamw_factors { float beta1, beta2, rest1, rest2, eps, rate, root, keep, 
 /* m and v are running means of g and g^2. arXiv:1711.05101; coupled: arXiv:1412.6980 with the decay in the gradient. */
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
-    const int N = pack<float>::N;
-    float    *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
-    bool      aligned = aligned16(params, a.grad, ms, vs);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), grad = load((const float *)a.grad, i, a.count, aligned);
-        pack<float> m = load(ms, i, a.count, aligned), v = load(vs, i, a.count, aligned);
+    float *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
+    bool   aligned = aligned16(params, a.grad, ms, vs) && aligned16(a.narrow);
+    each_flat<pack<float>::N>(a.count, aligned, [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), grad = take<N>((const float *)a.grad + i);
+        pack<float, N> m = take<N>(ms + i), v = take<N>(vs + i);
         for (int k = 0; k < N; k++) {
             float g = grad.v[k] * f.grad_scale + f.decay * param.v[k];
             m.v[k] = f.beta1 * m.v[k] + f.rest1 * g;
             v.v[k] = f.beta2 * v.v[k] + f.rest2 * g * g;
             param.v[k] = f.keep * param.v[k] - f.rate * m.v[k] / (sqrtf(v.v[k]) * f.root + f.eps);
         }
-        store(params, i, a.count, aligned, param);
-        store(ms, i, a.count, aligned, m);
-        store(vs, i, a.count, aligned, v);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        put(ms + i, m);
+        put(vs + i, v);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2269,23 +2193,22 @@ static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) { return BY_NA
 /* Without momentum the buffer is neither read nor written; in the first step it is written only. */
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) sgd_kernel(dt_sgd_args a) {
-    const int N = pack<float>::N;
-    float    *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
-    float     lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale;
-    float     momentum = (float)a.momentum;
-    bool      aligned = aligned16(params, a.grad, buffers);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), g = load((const float *)a.grad, i, a.count, aligned);
+    float *params = (float *)a.param, *buffers = a.momentum != 0 ? (float *)a.momentum_buffer : NULL;
+    float  lr = (float)a.lr, decay = (float)a.weight_decay, scale = (float)a.grad_scale, momentum = (float)a.momentum;
+    bool   aligned = aligned16(params, a.grad, buffers, a.narrow);
+    each_flat<pack<float>::N>(a.count, aligned, [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), g = take<N>((const float *)a.grad + i);
         for (int k = 0; k < N; k++) g.v[k] = g.v[k] * scale + decay * param.v[k];
         if (buffers && a.step > 1) {
-            pack<float> b = load(buffers, i, a.count, aligned);
+            pack<float, N> b = take<N>(buffers + i);
             for (int k = 0; k < N; k++) g.v[k] = momentum * b.v[k] + g.v[k];
         }
-        if (buffers) store(buffers, i, a.count, aligned, g);
+        if (buffers) put(buffers + i, g);
         for (int k = 0; k < N; k++) param.v[k] -= lr * g.v[k];
-        store(params, i, a.count, aligned, param);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2300,15 +2223,14 @@ static dt_status cuda_sgd(const dt_sgd_args *a, void *stream) { return BY_NARROW
 /* ---- 1-bit Adam, arXiv:2102.02888 ---- */
 
 KERNEL __launch_bounds__(BLOCK) momentum_kernel(dt_momentum_args a, float rest) {
-    const int    N = pack<float>::N;
     float       *ms = (float *)a.m, beta1 = (float)a.beta1;
     const float *grads = (const float *)a.grad;
-    bool         aligned = aligned16(ms, grads);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> m = load(ms, i, a.count, aligned), g = load(grads, i, a.count, aligned);
+    each_flat<pack<float>::N>(a.count, aligned16(ms, grads), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> m = take<N>(ms + i), g = take<N>(grads + i);
         for (int k = 0; k < N; k++) m.v[k] = beta1 * m.v[k] + rest * g.v[k];
-        store(ms, i, a.count, aligned, m);
-    }
+        put(ms + i, m);
+    });
 }
 
 static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
@@ -2320,17 +2242,15 @@ static dt_status cuda_momentum(const dt_momentum_args *a, void *stream) {
 
 template <class Narrow>
 KERNEL __launch_bounds__(BLOCK) frozen_adam_kernel(dt_frozen_adam_args a, float keep) {
-    const int    N = pack<float>::N;
     float       *params = (float *)a.param, lr = (float)a.lr, eps = (float)a.eps;
     const float *ms = (const float *)a.m, *vs = (const float *)a.v;
-    bool         aligned = aligned16(params, ms, vs);
-    for (size_t i = flat_first(N); i < a.count; i += flat_step(N)) {
-        pack<float> param = load(params, i, a.count, aligned), m = load(ms, i, a.count, aligned);
-        pack<float> v = load(vs, i, a.count, aligned);
+    each_flat<pack<float>::N>(a.count, aligned16(params, ms, vs, a.narrow), [&](size_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> param = take<N>(params + i), m = take<N>(ms + i), v = take<N>(vs + i);
         for (int k = 0; k < N; k++) param.v[k] = keep * param.v[k] - lr * m.v[k] / (sqrtf(v.v[k]) + eps);
-        store(params, i, a.count, aligned, param);
-        give_copy<Narrow>(a.narrow, i, a.count, param);
-    }
+        put(params + i, param);
+        give_copy<Narrow>(a.narrow, i, param);
+    });
 }
 
 template <class Narrow>
@@ -2397,18 +2317,15 @@ KERNEL __launch_bounds__(BLOCK) sign_pack_kernel(dt_sign_pack_args a, const doub
     const float   *vs = (const float *)a.v;
     float         *errors = (float *)a.error, scale = (float)*sent;
     unsigned char *out = (unsigned char *)a.out;
-    bool           aligned = aligned16(vs, errors);
     for (size_t i = flat_first(1); i < a.count / 8 || i < a.parts; i += flat_step(1)) {
+        unsigned bits = 0;
         if (i < a.parts) write_scale(out + i * (part + 8) + part, *sent);
         if (i >= a.count / 8) continue;
-        pack<float, 8> error = get<8>(errors, (int64_t)i * 8, (int64_t)a.count, aligned);
-        pack<float, 8> v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
-        unsigned       bits = 0;
-        for (int k = 0; k < 8; k++) {
-            bits |= (unsigned)(error.v[k] >= 0) << k;
-            if (v.v[k] != 0) error.v[k] -= error.v[k] >= 0 ? scale : -scale;
+        for (size_t k = 0; k < 8; k++) {
+            float error = errors[8 * i + k];
+            bits |= (unsigned)(error >= 0) << k;
+            if (vs[8 * i + k] != 0) errors[8 * i + k] = error - (error >= 0 ? scale : -scale);
         }
-        give(errors, (int64_t)i * 8, (int64_t)a.count, aligned, error);
         out[i + i / part * 8] = (unsigned char)bits;
     }
 }
@@ -2431,16 +2348,14 @@ KERNEL __launch_bounds__(BLOCK) sign_unpack_kernel(dt_sign_unpack_args a) {
     const float         *vs = (const float *)a.v;
     float               *out = (float *)a.out;
     size_t               bytes = a.count / 8;
-    bool                 aligned = aligned16(vs, out);
     for (size_t i = flat_first(1); i < bytes; i += flat_step(1)) {
-        pack<float, 8> sum = { { 0 } }, v = get<8>(vs, (int64_t)i * 8, (int64_t)a.count, aligned);
+        float sum[8] = { 0 };
         for (size_t m = 0; m < a.n; m++) {
             const unsigned char *signs = in + m * (bytes + 8);
             float                scale = (float)read_scale(signs + bytes);
-            for (int k = 0; k < 8; k++) sum.v[k] += signs[i] >> k & 1 ? scale : -scale;
+            for (int k = 0; k < 8; k++) sum[k] += signs[i] >> k & 1 ? scale : -scale;
         }
-        for (int k = 0; k < 8; k++) sum.v[k] = v.v[k] != 0 ? sum.v[k] / (float)a.n : 0;
-        give(out, (int64_t)i * 8, (int64_t)a.count, aligned, sum);
+        for (size_t k = 0; k < 8; k++) out[8 * i + k] = vs[8 * i + k] != 0 ? sum[k] / (float)a.n : 0;
     }
 }
 

@@ -455,8 +455,8 @@ typedef struct dt_kernels {
        and write each other's. DT_ERR_DEVICE with the reason in text; NULL: they do. */
     dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
     /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL:
-       refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on waits for
-       the mark of another queue. */
+       refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on
+       waits for the mark of another queue. */
     void      *(*mark)(void *stream, void *mark);
     int        (*passed)(void *mark);
     dt_status  (*after)(void *stream, void *mark);

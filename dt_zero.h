@@ -141,7 +141,9 @@ typedef struct dt_flat {
     int64_t          step;          /* from 1 */
 } dt_flat;
 
-/* Your own update, called for each run that this rank owns. Element i may depend on element i only. */
+/* Your own update, called for each run that this rank owns. Element i may depend on element i only. On a device the
+   arrays are its memory, and your kernels' queue is the context's; where state is offloaded they are host memory, and
+   hold what you have made of them when you return. */
 typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
 
 /* A loss scale that finds its own size (P. Micikevicius et al., arXiv:1710.03740). A step whose gradients are not
@@ -3839,6 +3841,7 @@ static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
+    d.kernels = dt_kernels_cpu();   /* a queue of its own would be another device's */
     f->why[0] = 0;
     f->newer = 0;
     f->aside = dt_ctx_make(d);

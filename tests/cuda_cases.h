@@ -124,7 +124,7 @@ static bool close_enough(const array &a, double got, double want) {
     return got == want || fabs(got - want) <= 1e-6 * fmax(fabs(want), a.floor) + more + a.grain;
 }
 
-// Whether `got` is `want`; says where not. Of what is stored in 16 bits and no more than rounded, few may differ at all.
+// Whether `got` is `want`; says where not. Of what is stored in 16 bits and only rounded few may differ at all.
 static bool agrees(const std::string &what, size_t index, const array &got, const array &want) {
     if (got.floor == SCRATCH || got.bytes() == 0) return true;
     if (memcmp(got.data(), want.data(), got.bytes()) == 0) return true;

@@ -4,15 +4,15 @@ The file with the kernels is compiled with -fsanitize=thread, so that the compil
 before every access to memory; those functions are here, instead of the thread sanitizer's, which
 is not linked:
 
-    g++ -std=c++17 -O1 -g -fsanitize=thread -fno-inline -fno-thread-jumps \
-        -fno-builtin-memcpy -fno-builtin-memset -c kernels_and_test.cc
+    g++ -std=c++17 -O1 -g -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline \
+        -fno-thread-jumps -fno-builtin-memcpy -fno-builtin-memset -c kernels_and_test.cc
     g++ -std=c++17 -O1 -g kernels_and_test.o cuda_races.cc -Wl,--wrap=memcpy,--wrap=memset
 
 Without -fno-inline a call of a helper leaves no trace, and without the options on memcpy GCC copies
 small blocks without telling.
 
-WHAT IS A RACE. Two threads of a launch touch the same byte, one of them writes, not both by atomics,
-and nothing orders the two:
+WHAT IS A RACE. Two threads of a launch touch the same byte, one of them writes, not both by atomics
+or through volatile, and nothing orders the two:
   - __syncthreads orders the threads of a block;
   - __syncwarp orders the lanes in its mask. Shuffles, votes and mma do not, as CUDA says, although
     lanes wait for each other in them;
@@ -462,6 +462,15 @@ ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
+
+// Volatile accesses are as atomic as CUDA makes them, and order nothing.
+#define VOLATILE(n)                                                      \
+    void __tsan_volatile_read##n(void *p) { access(p, n, ATOMIC, HERE); } \
+    void __tsan_volatile_write##n(void *p) { access(p, n, ATOMIC, HERE); }
+VOLATILE(1)
+VOLATILE(2)
+VOLATILE(4)
+VOLATILE(8)
 
 void __tsan_read_range(void *p, size_t bytes) { access(p, bytes, READ, HERE); }
 void __tsan_write_range(void *p, size_t bytes) { access(p, bytes, WRITE, HERE); }

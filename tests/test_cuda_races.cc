@@ -138,6 +138,11 @@ __global__ void count(unsigned *n, int plainly) {
     else atomicAdd(n, 1);
 }
 
+__global__ void tell(int *word, int plainly) { // all write the same
+    if (plainly) *word = 1;
+    else *(volatile int *)word = 1;
+}
+
 static void test_atomics() {
     float    sum = 0, partial[5 * 64];
     unsigned done = 0;
@@ -156,6 +161,11 @@ static void test_atomics() {
     }
     dtc_set_order(DTC_FORWARD, 0);
     CHECK(sum == 2 * 5 * 64);
+    int word = 0;
+    DT_LAUNCH(tell, 3, 64, 0, 0, &word, 0);
+    check_no_mistake("telling through volatile");
+    DT_LAUNCH(tell, 3, 64, 0, 0, &word, 1);
+    CHECK(reported({ "race in global memory", "writes 4 bytes" }));
 }
 
 // Tiles come one after another into two buffers. which: 0 right, 1 no barrier after the wait, 2 the next tile is asked

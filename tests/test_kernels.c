@@ -400,7 +400,7 @@ static void bench_sum(bench *b) {
             for (size_t j = 0; j < n; j++) sum += get(x, b->t, (int64_t)((i / inner * n + j) * inner + i % inner));
             want[i] = (add ? want[i] : 0) + 0.375 * sum;
         }
-        dt_sum_args a = { b->t, out, x, outer, n, inner, 0.375, add, wide };
+        dt_sum_args a = { b->t, out, x, outer, n, inner, 0.375, add, wide, NULL, 0 };
         OK(b->v->sum(&a));
         same(b, "sum", out, to, want, outer * inner, 4);
     }
@@ -736,7 +736,7 @@ static void bench_signs(bench *b) {
         wp[i] = wp[i] - 0.3 * (wm[i] / (sqrt(get(v, b->t, i)) + 0.25) + 0.1 * wp[i]);
     }
     scale = sqrt(squares / numbers);
-    dt_sign_pack_args   pack = { b->t, out, x, error, v, MANY, 3 };
+    dt_sign_pack_args   pack = { b->t, out, x, error, v, MANY, 3, NULL, 0 };
     dt_sign_unpack_args unpack = { b->t, mean, out + BYTES, v, PART, 2 };
     OK(b->v->sign_pack(&pack));
     OK(b->v->sign_unpack(&unpack));
@@ -1287,7 +1287,7 @@ static void nan_elementwise(bench *b) {
     CHECK(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, C + 3)));
     OK(b->v->glu_back(&glu_back));
     CHECK(nans(z, b->t, 0, 2 * N) == 2 && isnan(get(z, b->t, 2 * C + 3)) && isnan(get(z, b->t, 3 * C + 3)));
-    dt_sum_args sum = { b->t, z, x, R, C, 1, 1, 0, 0 };
+    dt_sum_args sum = { b->t, z, x, R, C, 1, 1, 0, 0, NULL, 0 };
     OK(b->v->sum(&sum));
     CHECK(nans(z, b->t, 0, R) == 1 && isnan(get(z, b->t, 1)));
     const void *both[2] = { y, x };

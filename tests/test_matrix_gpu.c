@@ -4,7 +4,7 @@
    order drawn from a seed, and compared with one rank on the CPU: what the host reads without waiting, hands to a kernel
    or reuses too early, and kernels that touch another device's memory without access, make a case fail. Ranks are
    threads that share the devices; in every fifth case each has a device of its own and NCCL (at most 12 ranks), and in
-   every fifth they meet over sockets. In every fifth the host is killed if it touches a device's memory.
+   every fifth they meet over sockets. In every tenth run the host is killed if it touches a device's memory.
 
    The cases are the CPU's, in f32 where it has f64. What differs: nothing is forked, because forks cannot use a device;
    and of NCCL, whose sums have an order of their own, runs that are equal bit for bit elsewhere are each compared with
