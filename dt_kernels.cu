@@ -2,7 +2,7 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -o train -lpthread
+       nvcc -O3 train.c dt_kernels.cu -o train -lcublasLt -lpthread
 
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
@@ -30,17 +30,20 @@
     16. Attention
     17. The table
 
-   SPEED. All these kernels wait for memory. So each number is read and written once where that can be: 16 bytes at a
-   time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and places are served element by
-   element.
+   SPEED. All kernels but those of sections 15 and 16 wait for memory. So each number is read and written once where
+   that can be: 16 bytes at a time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and
+   places are served element by element. Products are cuBLASLt's where there is a queue, and attention runs on tensor
+   cores; both have kernels that need neither.
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
    gives the same bits on the same build. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
    one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
-   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. What has nothing to contract gives the CPU's
-   bits: fill, copy, permute, cast, reduce, max, topk, spread, uniform init, embedding and its backward, square_sums;
-   binary and dropout too, unless they accumulate. What a NaN carries is nobody's business. Never compile this file with
-   -use_fast_math: nvcc defines no macro by which it could be refused here.
+   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits: attention in
+   bf16 and f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has an order of
+   its own, by the sizes of the product. What has nothing to contract gives the CPU's bits: fill, copy, permute, cast,
+   reduce, max, topk, spread, uniform init, embedding and its backward, square_sums; binary and dropout too, unless they
+   accumulate. What a NaN carries is nobody's business. Never compile this file with -use_fast_math: nvcc defines no
+   macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
    sync: that is how CUDA works. An index outside of its table shows in sync as DT_ERR_ARG: see section 9. */
@@ -2574,6 +2577,17 @@ static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
     return c;
 }
 
+/* The end of a block's tile, whose sums lie in shared memory: neighbours go to threads side by side, and `finish` is in
+   the code once. */
+template <class T, int ROWS, int COLS>
+static __device__ void finish_tile(const dt_matmul_args &a, corner c, const float *tile) {
+    UNROLL_BY(1) for (int i = threadIdx.x; i < ROWS * COLS; i += BLOCK) {
+        int row = c.row + i / COLS, col = c.col + i % COLS;
+        if (row < a.m && col < a.n)
+            finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, tile[place<float, COLS>(i / COLS, i % COLS)]);
+    }
+}
+
 /* In f32. 16 x 16 threads, each with R x R sums; an element is one chain of multiply-adds, k ascending, whatever the
    tile. What comes from memory next is under way during the sums. */
 enum { DEPTH = 16 };
@@ -2601,7 +2615,8 @@ static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float
 
 template <int R>
 KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
-    __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
+    __shared__ pack<float> tiles[2][2][DEPTH][4 * R + 1];
+    pack<float>(*xs)[DEPTH][4 * R + 1] = tiles[0], (*ys)[DEPTH][4 * R + 1] = tiles[1];
     pack<float> next_x[R / 4], next_y[R / 4];
     float       sum[R][R] = { { 0 } };
     corner      c = corner_of(a, 16 * R);
@@ -2626,10 +2641,16 @@ KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, operand x
                 sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
         }
     }
-    UNROLL for (int at = 0; at < R * R; at++) {
-        int     i = at / R, j = at % R;
-        int     row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
-        if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
+    float *tile = (float *)tiles; /* has room for 64 rows */
+    UNROLL for (int part = 0; part < R / 4; part++) {
+        __syncthreads();
+        UNROLL for (int at = 0; at < 4 * R; at++) {
+            int row = down * 4 + at / R, col = at % R / 4 * 64 + across * 4 + at % 4;
+            tile[place<float, 16 * R>(row, col)] = sum[4 * part + at / R][at % R];
+        }
+        __syncthreads();
+        finish_tile<float, 64, 16 * R>(a, c, tile);
+        c.row += 64;
     }
 }
 
@@ -2683,12 +2704,14 @@ KERNEL __launch_bounds__(BLOCK, 2) matmul_narrow_kernel(dt_matmul_args a, operan
         if (k0 >= 0 && !idle)
             multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
     }
+    __syncthreads();
+    float *tile = (float *)shared; /* 64 KB, as the tiles of two stages */
     UNROLL for (int i = 0; i < 64; i++) {
-        int row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
-        int col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
-        if (row < a.m && col < a.n)
-            finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
+        int row = down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4, col = across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        tile[place<float, SIDE>(row, col)] = sum[i / 16][i / 4 % 4][i % 4];
     }
+    __syncthreads();
+    finish_tile<T, SIDE, SIDE>(a, c, tile);
 }
 
 /* Blocks of a grid; 0: more than a grid can have. */
@@ -2738,6 +2761,10 @@ static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
 }
 
 /* ---- by cuBLASLt ---- */
+
+/* Which algorithm it takes depends on m and n too: an element depends on its row, its column and k only with the
+   kernels above. Its sums are f32's, never TF32's. Bias and GELU are its own work; what else follows is done after it,
+   on results that have been rounded once more where they are stored in 16 bits. */
 
 #ifdef DT_CUBLASLT
 /* All that an algorithm depends on; compared as bytes. Alignments are those of the pointers, up to 256. */
@@ -2870,7 +2897,8 @@ struct blas_split {
 /* GELU with the value before it, or its derivative from that value, at once. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.before || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) && (size_t)a.before % 16 == 0);
-    if (a.activation != DT_ACT_GELU || !aux || (a.derivative && a.bias) || (a.bias && (size_t)a.bias % 16)) return false;
+    bool bias = !a.bias || (!a.derivative && (size_t)a.bias % 16 == 0);
+    if (a.activation != DT_ACT_GELU || !aux || !bias) return false;
     if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
     else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
@@ -3580,7 +3608,7 @@ static dt_status task_of(task *out, const args &a, size_t aligned) {
     return DT_OK;
 }
 
-/* Cuts a task into tiles; where there are arrays their spans are made at `work`, of which *used bytes are then taken. */
+/* Cuts a task into tiles; where there are arrays the spans are made at `work`, of which *used bytes are then taken. */
 static dt_status cut(task *s, int64_t batch, int each_q, int each_k, char *work, size_t work_bytes, size_t *used,
     void *stream) {
     bool arrays = s->q.position || s->k.position || s->k.document;

@@ -45,16 +45,17 @@ static void test_shapes() {
     for (dt_dtype dtype : TYPES)
         for (const auto &s : sizes)
             for (int code = 0; code < 4 * 2 * 2 * 2; code++) {
-                product p = { dtype, s[0], s[1], s[2], 1 + code % 3, code & 3, code & 4 ? ODD : ALIGNED, code & 4 ? 3 : 8,
-                              0, 0, 0, 0, 0, code >> 3 & 1, code >> 4 };
+                int     odd = code & 4;
+                product p = { dtype, s[0], s[1], s[2], 1 + code % 3, code & 3, odd ? ODD : ALIGNED, odd ? 3 : 8, 0, 0, 0,
+                              0, 0, code >> 3 & 1, code >> 4 };
                 compare_product(p, 1);
             }
     CHECK(working_plans() > 100 && working_plans() == plans());
     close_queue();
 }
 
-// Whatever is fused: in the library, after it, or in the kernels of dt_kernels.cu; with rows that its GELU can take, and
-// with others.
+// Whatever is fused: in the library, after it, or in the kernels of dt_kernels.cu; with rows that its GELU can take,
+// and with others.
 static void test_fusions(int gelu) {
     open_queue();
     compare_product({ DT_F32, 1, 1, 1, 0, 0, ALIGNED, 0, 0, 0, 0, 0, 0, 0, 0 }, 1);
@@ -62,8 +63,8 @@ static void test_fusions(int gelu) {
     for (dt_dtype dtype : TYPES)
         for (int act : { (int)DT_ACT_NONE, (int)DT_ACT_GELU, (int)DT_ACT_SILU })
             for (int code = 0; code < 256; code++) {
-                product p = { dtype, 19, 24, 9, 2, 2, code & 1 ? FIRST_ODD : ALIGNED, code & 2 ? 5 : 8, code >> 2 & 1, act,
-                              code >> 3 & 1, code >> 4 & 1, code >> 5 & 1, code >> 6 & 1, code >> 7 & 1 };
+                product p = { dtype, 19, 24, 9, 2, 2, code & 1 ? FIRST_ODD : ALIGNED, code & 2 ? 5 : 8, code >> 2 & 1,
+                              act, code >> 3 & 1, code >> 4 & 1, code >> 5 & 1, code >> 6 & 1, code >> 7 & 1 };
                 if (p.before && p.derivative) continue; // one array
                 if (act == DT_ACT_NONE && code % 4 == 1) p.placement = ODD;
                 compare_product(p, 1, dtype == DT_F32 ? 0 : step_of(dtype, 16));
