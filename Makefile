@@ -10,7 +10,7 @@
 #   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 15
 #                 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
-#   make CUDA=1   with nvcc and dt_kernels.cu
+#   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90: for that GPU alone
 #   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
 #   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #
@@ -24,9 +24,8 @@ NVCC      ?= nvcc
 MPICC     ?= mpicc
 NVCCFLAGS ?= -O3
 B         ?= build
+CUDA_HOME ?= /usr/local/cuda
 
-part = $(if $(filter 1,$($(1))),$(error $(1)=1: $(2) is not built in this version))
-$(call part,NCCL,the NCCL backend)
 ifeq ($(BLAS),1)
 CFLAGS += -DDT_USE_CBLAS
 LDLIBS += -lopenblas
@@ -43,31 +42,43 @@ CC      = $(MPICC)
 endif
 
 ifeq ($(CUDA),1)
-COMPILE = $(NVCC) $(NVCCFLAGS)
-TESTING = $(NVCC) -O1
+# Machine code for each, and for the newest what later devices compile at start.
+ARCH      ?= 80 90 100
+NVCCFLAGS += $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+             -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH))
+NVCCFLAGS += $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
+COMPILE = $(NVCC) $(NVCCFLAGS) -Xcompiler -Wall,-Wextra
+TESTING = $(NVCC) -O1 $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)
 KERNELS = $(B)/dt_kernels.o
+UNUSED  = -Xcompiler -Wno-unused-function
+LDLIBS += -lcublasLt $(if $(filter 1,$(NCCL)),-lnccl)
 else
 COMPILE = $(CC) $(CFLAGS)
 TESTING = $(CC) $(TFLAGS)
 UNUSED  = -Wno-unused-function
 endif
 
-WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(LDLIBS)
+WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
            tests/faults/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fno-thread-jumps -fno-builtin-memcpy \
+           -fno-builtin-memset
 
 # The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
 # and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
 # what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
-WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim
+WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
 $(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
+$(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
+$(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
+$(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
 $(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
@@ -125,6 +136,22 @@ $(B)/fuzz/fuzz_config: examples/train_gpt.c
 $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	@mkdir -p $(B)/fuzz
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
+# The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
+$(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
+	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
+# dt_kernels.cu on the CPU, its launches in that stand-in's queues.
+ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
+EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
+GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
+$(GPU_TESTS): $(EMULATED)
+$(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
+$(B)/test_matrix_gpu: tests/test_matrix.c
+$(B)/test_cuda_blas: tests/test_cuda_attention.cc $(B)/fake_cuda.o
+$(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
+endif
+$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
+	$(CXX) -std=c++17 -O2 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
+	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
@@ -135,9 +162,18 @@ $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
+$(B)/test_fake_cuda: tests/fake_cuda.c
 $(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
+# Their kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
+$(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*_races.cc)): $(B)/%: tests/%.cc $(wildcard tests/*cuda*.cc) \
+    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
+	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
+	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
+$(B)/cuda_races.o: tests/cuda_races.cc tests/cuda_on_cpu.h $(B)/words
+	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@

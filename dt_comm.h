@@ -29,12 +29,14 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
        mpicc -O3 -DDT_USE_MPI train.c -lm -lpthread     MPI; mpirun -np 4 ./a.out
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
+       DT_USE_NCCL         the NCCL backend: nccl.h of NCCL 2.18.1 or later; nvcc sets it where it finds that, unless
+                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time
        DT_STATIC           everything static                                                    (everywhere)
        DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
@@ -64,8 +66,9 @@
     23. Who this process is
     24. TCP
     25. MPI
-    26. Attach and launch: code
-    27. Trace: code
+    26. NCCL
+    27. Attach and launch: code
+    28. Trace: code
 
    CONTRACT
      Memory     dt_run takes one range for all that ranks share: about 130 KiB for each pair of ranks and 34 KiB for
@@ -74,7 +77,9 @@
                 or between a start and its dt_wait: then, with an error too, no other rank touches them. Of a forked
                 rank, memory of the classes params, grads, acts and comm (dt_alloc) lies in the range too; what lies
                 elsewhere is copied through it in windows of DT_WINDOW_BYTES. Ranks of MPI have such a range for each
-                machine, where its system lets them.
+                machine, where its system lets them. Ranks that are threads on several GPUs read and write each other's
+                memory: if one of these has no access to another (peer access), dt_run fails with DT_ERR_DEVICE, and
+                backend nccl is the way.
      Errors     A collective that cannot be done fails the context (dt_error, dt_error_text) and returns its status. Any
                 failure of any context - dt_fail from an op, from your code, a refused allocation - poisons the
                 world: every rank that waits, and every later call, returns DT_ERR_PEER and a text that names the first
@@ -105,6 +110,12 @@
 #error "dt_comm.h 0.1.0 needs dt_tensor.h 0.1.0: copy all headers from one release"
 #endif
 
+#if defined(__NVCC__) && defined(__has_include) && !defined(DT_NO_CUDA) && !defined(DT_NO_NCCL)
+#if __has_include(<nccl.h>) && !defined(DT_USE_NCCL)
+#define DT_USE_NCCL
+#endif
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -118,7 +129,7 @@ typedef enum dt_backend {
     DT_BACKEND_PROCS,       /* a rank is a fork of this process */
     DT_BACKEND_TCP,         /* the calling process is one rank; others are started elsewhere, and meet over sockets */
     DT_BACKEND_MPI,         /* with DT_USE_MPI: a rank is a process that MPI's launcher started */
-    DT_BACKEND_NCCL
+    DT_BACKEND_NCCL         /* with DT_USE_NCCL: as tcp, each rank with a GPU of its own; large data go through NCCL */
 } dt_backend;
 
 /* The first failure of a run. */
@@ -190,7 +201,7 @@ typedef struct dt_run_desc {
    from the thread that did. While dt_run runs, errors of MPI_COMM_WORLD are returned. Every rank's dt_run returns the
    first failure. After one that a rank does not learn of within timeout_s, MPI is not ended: the launcher ends such a
    rank once this process has ended with an error. Groups on one machine do their collectives in its memory: node_ranks.
-   Large messages are the device's memory only if the MPI knows the device. */
+   A device's memory travels through the host's, over tcp and MPI alike; by NCCL not. */
 DT_API dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user);
 
 /* Which rank the launcher of this process made it. */
@@ -431,6 +442,8 @@ typedef struct dt_attach_desc {
     int                 size;       /* ranks of a transport */
     double              timeout_s;  /* of a transport: 0 -> 120 */
     dt_link             link;       /* of a transport */
+    void               *nccl;       /* an ncclComm_t of the transport's ranks, in the same order: what is large goes
+                                       through it. The context's table is CUDA's. It remains yours. NULL: none */
 } dt_attach_desc;
 /* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank; its world. NULL after a failure. A context for
    a team is made with dt_team_ctx, which gives it the team's tables. */
@@ -565,6 +578,15 @@ DT_API dt_comm *dt_here(dt_comm *comm, const char *file, int line);
 #define OMPI_SKIP_MPICXX 1      /* its C++ interface, which nobody asks for */
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
+#endif
+#ifdef DT_USE_NCCL
+#include <nccl.h>
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 18, 1)
+#error "dt_comm.h needs NCCL 2.18.1 or later: ncclCommSplit. -DDT_NO_NCCL builds without"
+#endif
+#ifdef DT_NCCL_DLOPEN
+#include <dlfcn.h>
+#endif
 #endif
 
 /* Ranks that are threads or forks of one process are one implementation. All that they share lies in one range that is
@@ -760,6 +782,8 @@ typedef struct dt__control {
     int  (*pid)(void *user, int rank);      /* of a process on this machine; else 0 */
     uint32_t (*came)(void *user, int rank); /* messages that have come from it, received or not; NULL: not known */
     int  check;                             /* of dt_run_desc, rank 0's */
+    int (*look)(void *user, char *why);     /* moves it on: 0, or what dt_transport's test says of a lost or failed
+                                               rank; NULL: its messages tell */
 } dt__control;
 
 /* What stands for a team's range where no memory is shared. */
@@ -798,6 +822,9 @@ typedef struct dt__world {
     uint32_t       channels;    /* given to groups so far */
     dt_work       *first, *last;    /* started and not waited for, in order of their starts */
     dt_work       *idle;        /* works to use again */
+    dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
+    struct dt__nccl *nccl;      /* section 26; NULL: none */
+    uint64_t      *mail;        /* (ranks, 2) of messages from a device over a transport: called, and begun; or NULL */
     void          *copy;        /* of a large message that its receiver cannot reach; kept for the next */
     size_t         copy_bytes;
     int            copy_lent;
@@ -813,7 +840,7 @@ typedef struct dt__world {
     double         said_at;
     uint32_t       came;        /* messages, before the last look */
     uint64_t       said_moves;  /* then */
-    struct dt__trace *trace;    /* section 27; NULL: none */
+    struct dt__trace *trace;    /* section 28; NULL: none */
     int           *ask;         /* of dt_run_desc, where no supervisor looks at it */
 } dt__world;
 
@@ -824,6 +851,7 @@ struct dt_comm {
     dt__group          *group;
     uint64_t            seq;        /* collectives called so far that go in the backend's own way */
     uint64_t            posted, moved;      /* of these: shown to the group; done with others' memory */
+    uint64_t            begun;      /* and of those that the backend's own algorithm does */
     uint64_t            messages;   /* collectives called so far that go as messages; and what they were */
     uint64_t            chain;
     uint64_t            window;     /* windows done with so far */
@@ -832,6 +860,7 @@ struct dt_comm {
     int                 aside[DT_MAX_STARTED];          /* that operation's sum still lies in the post */
     char               *staging;    /* two windows, in the range; NULL until needed */
     dt_algorithm        algorithm;
+    struct dt__lane    *lane;       /* of NCCL; NULL: none */
     int                 rails;      /* ranks on each machine, if these lie one after another: section 16; else 0 */
     dt_axis             axis;
     dt_comm            *next;
@@ -989,15 +1018,22 @@ static void dt__publish_failure(dt__shared *shared, int rank, dt_status status, 
     __atomic_store_n(&shared->aborted, 1, __ATOMIC_SEQ_CST);
 }
 
+#ifdef DT_USE_NCCL
+static void dt__nccl_abort(dt__world *world);
+#else
+#define dt__nccl_abort(world) (void)0
+#endif
+
 /* The listener through which dt_tensor.h tells of every first failure of a context. Several ranks may notice the same
    one, a norm that is not finite for example: one line of log is enough. */
 static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void *user) {
     dt__world *world = (dt__world *)user;
     (void)ctx;
-    if (!world->claimed && !dt__claim(world->shared, world->rank)) return 1;
-    dt__publish_failure(world->shared, world->rank, status, text);
-    if (world->transport.fail) world->transport.fail(world->transport.user, text);
-    return 0;
+    int first = world->claimed || dt__claim(world->shared, world->rank);
+    if (first) dt__publish_failure(world->shared, world->rank, status, text);
+    if (first && world->transport.fail) world->transport.fail(world->transport.user, text);
+    if (world->nccl) dt__nccl_abort(world);
+    return !first;
 }
 
 /* One turn of these waits. 0: on a node, which has no supervisor, whoever is waited for has died. */
@@ -1103,6 +1139,10 @@ struct dt_work {
     const dt_work *checks;          /* this is one: of that */
     dt__fault_kind fault;           /* planted in what it received, when it is over */
     double      ended;              /* of a started one, with a trace: when it was over */
+    void       *mark;               /* in a queue of the device, behind the operation; kept for the next work */
+    int         flies, lands;       /* over for the host but not for the device; this is that operation's second half */
+    struct dt__lane *lane;          /* by NCCL: the communicator, and which of its operations it is, from 1 */
+    uint64_t    turn;
     dt_work    *later;              /* of those under way, the next started */
 };
 
@@ -1116,6 +1156,14 @@ struct dt__comm_ops {
     const char *name;
     int       (*message)(dt_work *work, struct dt__part *part);
     int       (*collective)(dt_work *work);
+    /* What follows may be NULL. Which algorithm of those that the backend adds does a call, NULL: one of section 16; it
+       is called; a group has been split, and made (or NULL) is what this rank is in; a group ends; is all well with an
+       operation that the device has not finished? Else the context fails. */
+    int     (*(*algorithm)(const dt_comm *comm, const dt__call *call))(dt_work *work);
+    void      (*begin)(dt_work *work);
+    void      (*split)(dt_comm *comm, dt_comm *made, int color);
+    void      (*close)(dt_comm *comm);
+    void      (*sound)(dt_work *work);
 };
 
 /* All collectives are one thing: some ranks send, some receive, what is sent may be cut into a share for each, and
@@ -1222,6 +1270,7 @@ static dt__phrase dt__call_text(const dt__call *call) {
     dt__append(text.s, sizeof text.s, &at, " %s", dt_dtype_name(call->dtype));
     if (call->op != DT__ALL_TO_ALL_V) dt__append(text.s, sizeof text.s, &at, " x %zu", call->count);
     if (pattern->sums) dt__append(text.s, sizeof text.s, &at, " %s", dt__redop_name(call->redop));
+    if (call->host) dt__append(text.s, sizeof text.s, &at, " in host memory");
     if (dt__is_rooted(call->op)) dt__append(text.s, sizeof text.s, &at, " root %d", call->peer);
     return text;
 }
@@ -1229,12 +1278,13 @@ static dt__phrase dt__call_text(const dt__call *call) {
 /* All but the count of what the ranks of a collective must call alike, in one word; and back, for texts. */
 static uint64_t dt__what(const dt__call *call) {
     return (uint64_t)call->op | (uint64_t)call->dtype << 8 | (uint64_t)call->redop << 16 |
-           (uint64_t)(uint32_t)call->peer << 32;
+           (uint64_t)(call->host != 0) << 24 | (uint64_t)(uint32_t)call->peer << 32;
 }
 
 static dt__call dt__call_of_what(uint64_t what, size_t count) {
     dt__call call = dt__call_make((dt__op_code)(what & 255), NULL, NULL, count, (dt_dtype)(what >> 8 & 255));
     call.redop = (dt_op)(what >> 16 & 255);
+    call.host = (int)(what >> 24 & 1);
     call.peer = (int)(uint32_t)(what >> 32);
     return call;
 }
@@ -1255,12 +1305,13 @@ static dt_status dt__comm_move(dt_comm *comm, const dt__call *call, void *dst, c
 static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int n, size_t count, int far) {
     const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
     if (count == 0) return DT_OK;
-    if (!call->host) {
+    if (call->op != DT__SUM_DOUBLES) {
         dt_reduce_args args = { call->dtype, comm->out[0], comm->in, n, count, call->redop, comm->out + 1, outs - 1,
                                 far };
+        if (call->host) return dt_kernels_cpu()->reduce(&args, NULL);
         return kernels->reduce ? kernels->reduce(&args, dt_ctx_stream(comm->world->ctx)) : DT_ERR_UNSUPPORTED;
     }
-    for (size_t i = 0; i < count; i++) {    /* dt_sum_doubles */
+    for (size_t i = 0; i < count; i++) {
         double sum = ((const double *)comm->in[0])[i];
         for (int rank = 1; rank < n; rank++) sum += ((const double *)comm->in[rank])[i];
         for (int k = 0; k < outs; k++) ((double *)comm->out[k])[i] = sum;
@@ -1559,7 +1610,7 @@ static void dt__check_free(dt_work *work);
 static void dt__fault_before(dt_work *work);
 static void dt__fault_after(dt_work *work);
 
-/* The trace, section 27: called only if there is one. */
+/* The trace, section 28: called only if there is one. */
 static void dt__trace_op(dt_work *work, double begin, double end);
 static void dt__trace_wait(dt_work *work, double begin, double end);
 static uint64_t dt__trace_number(dt__world *world, const dt_work *work);
@@ -1654,8 +1705,15 @@ typedef struct dt__part {
     uint64_t     order;         /* which of the pair's it is: of a send, and of a receive once it has come */
     dt__message *message;
     void        *copy;          /* of a buffer that cannot be reached */
+    void        *aside, *mark;  /* of a device's buffer, in host memory; behind the copying from it or to it */
+    uint64_t     number;        /* of a send from a device: which of those to that rank, from 0 */
+    uint64_t     turn;          /* by NCCL: which of its lane's messages it is, from 0 */
+    int          called;        /* it has its number, and a mark */
+    void        *card;          /* what its sender announces */
     void        *request;       /* of a transport */
 } dt__part;
+
+enum { DT__CARD_BYTES = 128 };
 
 /* The text of a message in a failure; of one that a collective is made of, the collective's. */
 static dt__phrase dt__part_text(const dt_work *work, const dt__part *part) {
@@ -2339,26 +2397,100 @@ static int dt__shared_collective(dt_work *work) {
 
 /* Five functions of the caller's, or of a backend below, carry bytes. A group has two channels: one for the messages of
    section 4, one for those that collectives are made of, so that neither is mistaken for the other. Of a node's ranks
-   the latter go through the memory that they share, as in section 13. */
+   the latter go through the memory that they share, as in section 13. A device's memory travels as a copy in the
+   host's. */
 
-static int dt__transport_begin(dt_work *work, dt__part *part) {
+static int dt__on_device(const dt_work *work) {
+    return !work->call.host && dt_ctx_kernels(work->comm->world->ctx)->open != NULL;
+}
+
+/* The copy lies in pinned memory, and the host does not wait for the device: a mark behind the copying says when it is
+   done. */
+static int dt__aside_copy(dt_work *work, dt__part *part, void *to, const void *from, size_t bytes) {
+    const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
+    void *stream = dt_ctx_stream(work->comm->world->ctx);
+    dt_status status = kernels->move(to, from, bytes, stream);
+    if (status == DT_OK) part->mark = kernels->mark(stream, part->mark);
+    if (status == DT_OK && part->mark) return 1;
+    return dt__data_failed(work->comm, &work->call, status ? status : DT_ERR_DEVICE), -1;
+}
+
+/* 1: the copying is done, or there was none. */
+static int dt__aside_there(dt_work *work, const dt__part *part) {
+    int passed = part->mark ? dt_ctx_kernels(work->comm->world->ctx)->passed(part->mark) : 1;
+    if (passed < 0) dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return passed;
+}
+
+/* After a failure the copying may be under way still. */
+static void dt__aside_free(dt_work *work, dt__part *part) {
+    dt_ctx *ctx = work->comm->world->ctx;
+    if (part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
+    if (part->mark) dt_ctx_kernels(ctx)->unmark(part->mark);
+    dt_unpin(ctx, part->aside, part->count * dt_dtype_size(work->call.dtype));
+    part->aside = part->mark = NULL;
+}
+
+/* How the transport knows a message. */
+typedef struct dt__address { uint32_t channel; int other, tag; } dt__address;
+
+static dt__address dt__address_of(const dt_work *work, const dt__part *part) {
+    dt__address a = { 2 * work->comm->group->channel + (part->tag < 0), DT_ANY, part->tag };
+    if (part->peer != DT_ANY) a.other = work->comm->group->ranks[part->peer];
+    if (part->tag < 0) a.tag = -1 - part->tag;
+    return a;
+}
+
+/* The transport begins a message of the part. 1, or -1 with the context failed. */
+static int dt__transport_take(dt_work *work, dt__part *part, dt__address to, int sends, void *buf, size_t bytes) {
     dt__world *world = work->comm->world;
     const dt_transport *t = &world->transport;
-    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
-    uint32_t channel = 2 * work->comm->group->channel + (part->tag < 0);
-    int other = part->peer == DT_ANY ? DT_ANY : work->comm->group->ranks[part->peer];
-    int tag = part->tag < 0 ? -1 - part->tag : part->tag;
     uint64_t word = dt__word_of(&work->call, part->count);
-    part->request = part->op == DT__SEND ? t->send(t->user, other, channel, tag, word, part->send, bytes)
-                                         : t->recv(t->user, other, channel, tag, part->recv, bytes);
+    part->request = sends ? t->send(t->user, to.other, to.channel, to.tag, word, buf, bytes)
+                          : t->recv(t->user, to.other, to.channel, to.tag, buf, bytes);
     if (part->request) {
-        if (part->op == DT__SEND) __atomic_fetch_add(&world->state->away, 2, __ATOMIC_SEQ_CST);
-        if (part->op == DT__SEND && world->others) world->others[other].sent++;
+        if (sends) __atomic_fetch_add(&world->state->away, 2, __ATOMIC_SEQ_CST);
+        if (sends && world->others) world->others[to.other].sent++;
         dt__moved(world);
         return 1;
     }
     dt__comm_fail(world, DT_ERR_COMM, "%s: the transport '%s' cannot begin it", dt__part_text(work, part).s, t->name);
     return -1;
+}
+
+/* What a device sends may have to wait for its copy, and nothing later to the same rank may overtake it. */
+static void dt__mail_enter(dt_work *work, dt__part *part) {
+    uint64_t *mail = work->comm->world->mail;
+    if (mail && part->op == DT__SEND) part->number = mail[2 * work->comm->group->ranks[part->peer]]++;
+    part->called = 1;
+}
+
+/* 1: all before it have begun, and so does it. */
+static int dt__mail_begins(dt_work *work, const dt__part *part) {
+    uint64_t *mail = work->comm->world->mail;
+    uint64_t *begun = mail && part->op == DT__SEND ? &mail[2 * work->comm->group->ranks[part->peer] + 1] : NULL;
+    if (begun && *begun != part->number) return 0;
+    if (begun) ++*begun;
+    return 1;
+}
+
+/* A device's part has a copy first: of a send with what is sent. */
+static int dt__transport_begin(dt_work *work, dt__part *part) {
+    dt_ctx *ctx = work->comm->world->ctx;
+    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
+    void *buf = part->op == DT__SEND ? (void *)part->send : part->recv;
+    int device = dt__on_device(work);
+    if (device && !part->called) {
+        dt__mail_enter(work, part);
+        if (bytes > 0) part->aside = dt_pin(ctx, bytes, "a copy of a device's memory");
+        if (bytes > 0 && !part->aside) return -1;
+        if (part->op == DT__SEND && bytes > 0 && dt__aside_copy(work, part, part->aside, part->send, bytes) < 0)
+            return -1;
+    }
+    int there = dt__aside_there(work, part);
+    if (there <= 0 || (device && !dt__mail_begins(work, part))) return there < 0 ? -1 : 0;
+    return dt__transport_take(work, part, dt__address_of(work, part), part->op == DT__SEND,
+                              part->aside ? part->aside : buf, bytes);
 }
 
 /* The rank of the group that a world rank is. */
@@ -2379,29 +2511,56 @@ static int dt__transport_failed(dt_work *work, const dt__part *part, int answer,
     return -1;
 }
 
-static int dt__transport_message(dt_work *work, dt__part *part) {
+/* 1: the transport's message is over, with who sent it, its word and its bytes; 0: not yet; -1: the context failed. */
+typedef struct dt__arrival { int from; uint64_t word; size_t bytes; } dt__arrival;
+
+static int dt__transport_over(dt_work *work, dt__part *part, dt__arrival *came) {
     dt__world *world = work->comm->world;
-    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     char why[512] = "";
-    int from = DT_ANY;
-    if (part->tag < 0 && world->node && dt__seat_of(world, work->comm->group->ranks[part->peer]) >= 0)
-        return dt__shared_message(work, part);
-    if (!part->request && dt__transport_begin(work, part) < 0) return -1;
-    uint64_t word = 0;
-    int done = world->transport.test(world->transport.user, part->request, &from, &word, &bytes, why);
+    came->from = DT_ANY;
+    came->word = 0;
+    int done = world->transport.test(world->transport.user, part->request, &came->from, &came->word, &came->bytes, why);
     if (done == 0) return 0;
     part->request = NULL;
     why[sizeof why - 1] = 0;
     if (done < 0) return dt__transport_failed(work, part, done, why);
     __atomic_fetch_sub(&world->state->away, 1, __ATOMIC_SEQ_CST);
-    if (part->op == DT__SEND) return 1;
-    if (part->peer == DT_ANY) from = dt__rank_in(work->comm->group, from);
-    else from = part->peer;
-    if (dt__part_fits(work, part, from, word, bytes) < 0) return -1;
+    return 1;
+}
+
+/* A message has come for the part: is it the right one? Then its sender is known. */
+static int dt__transport_got(dt_work *work, dt__part *part, const dt__arrival *came) {
+    dt__world *world = work->comm->world;
+    int from = part->peer == DT_ANY ? dt__rank_in(work->comm->group, came->from) : part->peer;
+    if (dt__part_fits(work, part, from, came->word, came->bytes) < 0) return -1;
     if (work->call.from) *work->call.from = from;
     part->peer = from;
     if (world->others) world->others[work->comm->group->ranks[from]].got++;
     return 1;
+}
+
+/* States of a part: 0 to be begun, 1 begun, 2 what came is on its way to the device. */
+static int dt__transport_message(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    dt__arrival came = { DT_ANY, 0, part->count * dt_dtype_size(work->call.dtype) };
+    if (part->tag < 0 && world->node && dt__seat_of(world, work->comm->group->ranks[part->peer]) >= 0)
+        return dt__shared_message(work, part);
+    if (part->state == 0) {
+        int begun = dt__transport_begin(work, part);
+        if (begun <= 0) return begun;
+        part->state = 1;
+    }
+    if (part->state == 1) {
+        int done = dt__transport_over(work, part, &came);
+        if (done <= 0) return done;
+        if (part->op == DT__RECV && dt__transport_got(work, part, &came) < 0) return -1;
+        if (part->op == DT__RECV && part->aside &&
+            dt__aside_copy(work, part, part->recv, part->aside, came.bytes) < 0) return -1;
+        part->state = 2;
+    }
+    int there = dt__aside_there(work, part);
+    if (there > 0) dt__aside_free(work, part);
+    return there;
 }
 
 // ==== 16. Algorithms ================================================================================================
@@ -2467,7 +2626,7 @@ static void dt__keep(dt_work *work, void *dst, const void *src, size_t count) {
 static void dt__add_up(dt_work *work, void *out, int n, size_t count) {
     work->comm->out[0] = out;
     dt_status status = dt__combine(work->comm, &work->call, 1, n, count, 0);
-    if (status == DT_OK) status = dt__comm_sync(work->comm->world);
+    if (status == DT_OK && !dt__on_device(work)) status = dt__comm_sync(work->comm->world);
     if (status) dt__data_failed(work->comm, &work->call, status);
 }
 
@@ -2936,6 +3095,9 @@ static int dt__parts_make(dt_work *work, int need) {
     return work->parts != NULL;
 }
 
+/* In place of 1, there is a round, or 0, there is none: ask again. */
+enum { DT__NOT_YET = -1 };
+
 /* Moves the messages of the round on, and after them the algorithm to the next. */
 static int dt__algorithm_advance(dt_work *work) {
     for (;;) {
@@ -2952,6 +3114,7 @@ static int dt__algorithm_advance(dt_work *work) {
         work->n_parts = 0;
         int more = work->algorithm ? work->algorithm(work) : 0;
         if (dt_error(work->comm->world->ctx)) return -1;
+        if (more == DT__NOT_YET) return 0;
         if (!more) return 1;
         work->round++;
     }
@@ -2959,9 +3122,12 @@ static int dt__algorithm_advance(dt_work *work) {
 
 // ==== 17. Begin, wait, dispatch =====================================================================================
 
-static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective };
-static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL };
-static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective };
+static const dt__comm_ops dt__threads_ops = { "threads", dt__shared_message, dt__shared_collective,
+                                              NULL, NULL, NULL, NULL, NULL };
+static const dt__comm_ops dt__transport_ops = { "transport", dt__transport_message, NULL, NULL, NULL, NULL, NULL,
+                                                NULL };
+static const dt__comm_ops dt__node_ops = { "node", dt__transport_message, dt__shared_collective,
+                                           NULL, NULL, NULL, NULL, NULL };
 
 static const char *dt__backend_name(dt_backend backend) {
     switch (backend) {
@@ -2975,6 +3141,13 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
+/* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device: such data go
+   the way of scalars. */
+static int dt__beyond(const dt_comm *comm, const void *p) {
+    const dt_kernels *kernels = dt_ctx_kernels(comm->world->ctx);
+    return p && kernels->reaches && !kernels->reaches(p);
+}
+
 /* Arguments that are wrong whatever the other ranks do; NULL if none, else what is wrong. One rule a line. */
 static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     size_t most = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->place.size;
@@ -2984,6 +3157,8 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     if (call->peer < 0 && !call->any) return to_one ? "no such rank" : "no such root";
     if (call->peer >= comm->place.size) return to_one ? "no such rank" : "no such root";
     if (to_one && call->tag < 0 && !call->host) return "the tag is negative";
+    if (!call->host && call->send && call->recv && dt__beyond(comm, call->send) != dt__beyond(comm, call->recv))
+        return "one of its buffers is in the device's memory and the other in the host's";
     if (call->op == DT__ALL_TO_ALL_V) {
         if (!call->send_counts || !call->recv_counts) return "counts are NULL";
         for (int i = 0; i < comm->place.size; i++)
@@ -3026,6 +3201,7 @@ static dt_work *dt__work_take(dt_comm *comm, const dt__call *call) {
     dt__world *world = comm->world;
     dt_work *work = world->idle;
     dt__part *parts = work ? work->parts : NULL;
+    void *mark = work ? work->mark : NULL;
     int room = work ? work->room : 0;
     if (work) world->idle = work->later;
     else work = (dt_work *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *work, "dt_work");
@@ -3033,6 +3209,7 @@ static dt_work *dt__work_take(dt_comm *comm, const dt__call *call) {
     memset(work, 0, sizeof *work);
     work->parts = parts;
     work->room = room;
+    work->mark = mark;
     work->comm = comm;
     work->call = *call;
     work->axis = comm->axis;
@@ -3045,6 +3222,8 @@ static void dt__work_release(dt__world *world, dt_work *work) {
         dt__part *part = &work->parts[i];
         if (part->request && !part->over) world->transport.cancel(world->transport.user, part->request);
         dt__copy_give(world, part->copy, part->count * dt_dtype_size(work->call.dtype));
+        dt__aside_free(work, part);
+        dt_free(world->ctx, DT_MEM_HOST, part->card, DT__CARD_BYTES);
     }
     dt__scratch_free(work);
     if (work->check) dt__check_free(work);
@@ -3178,6 +3357,8 @@ static int dt__work_route(dt_work *work) {
     const dt__call *call = &work->call;
     int to_one = dt__is_to_one(call->op);
     if (comm->algorithm != DT_ALGORITHM_AUTO) work->algorithm = dt__algorithm_of(call, comm->algorithm);
+    else if (comm->ops->algorithm) work->algorithm = comm->ops->algorithm(comm, call);
+    if (work->algorithm && comm->algorithm == DT_ALGORITHM_AUTO) comm->ops->begin(work);
     if (!work->algorithm && !comm->ops->collective && !to_one) work->algorithm = dt__algorithm_by_size(comm, call);
     if (work->algorithm) {
         work->call.seq = ++comm->messages;
@@ -3189,12 +3370,66 @@ static int dt__work_route(dt_work *work) {
     return (!work->algorithm && !to_one) || dt__parts_make(work, to_one ? 1 : 2 * comm->place.size);
 }
 
+/* ---- what the device does ---- */
+
+/* A backend may leave an operation to a device, behind a mark of its table: for the host it is over then. Whoever waits
+   for it makes the rank's queue wait for the mark, and the host goes on. Its second half, the flight, lands when the
+   device has passed the mark. Nothing in a device knows a limit of time: so before the host waits for the device
+   without one, all flights land by the wait of section 12. */
+
+static int dt__landed(dt_work *work) {
+    int passed = dt_ctx_kernels(work->comm->world->ctx)->passed(work->mark);
+    if (passed < 0) dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    else if (passed == 0 && work->comm->ops->sound) work->comm->ops->sound(work);
+    return passed == 0 ? DT__NOT_YET : 0;
+}
+
+static void dt__fly(dt__world *world, dt_work *work) {
+    dt_status status = dt_ctx_kernels(world->ctx)->after(dt_ctx_stream(world->ctx), work->mark);
+    dt_work *flight = status ? NULL : dt__work_take(work->comm, &work->call);
+    if (status) dt__data_failed(work->comm, &work->call, status);
+    if (!flight) return;
+    void *mark = flight->mark;
+    flight->mark = work->mark;
+    work->mark = mark;
+    flight->number = work->number;
+    flight->lane = work->lane;
+    flight->lands = 1;
+    flight->algorithm = dt__landed;
+    if (world->flight) world->last_flight->later = flight;
+    else world->flight = flight;
+    world->last_flight = flight;
+}
+
+static void dt__flight_end(dt__world *world) {
+    dt_work *flight = world->flight;
+    world->flight = flight->later;
+    dt__work_release(world, flight);
+}
+
+/* Those that have landed by now. */
+static void dt__flights_look(dt__world *world) {
+    while (world->flight && dt_ctx_kernels(world->ctx)->passed(world->flight->mark) > 0) dt__flight_end(world);
+}
+
+/* The listener's: all land, or the context has failed, and the backend has ended them. */
+static void dt__on_settle(dt_ctx *ctx, void *user) {
+    dt__world *world = (dt__world *)user;
+    (void)ctx;
+    while (world->flight) {
+        double begin = -1;
+        if (dt_error(world->ctx) == DT_OK) dt__drive(world, world->flight, &begin);
+        dt__flight_end(world);
+    }
+}
+
 /* Every operation begins here. NULL: the context has failed. */
 static dt_work *dt__begin(dt_comm *comm, dt__call call) {
     dt__world *world = comm->world;
     if (dt_error(world->ctx)) return NULL;
     dt__look(world);
     if (dt__aborted(world->shared)) return dt__peer_failed(world), (dt_work *)NULL;
+    if (world->flight) dt__flights_look(world);
     const char *wrong = dt_dtype_size(call.dtype) ? dt__wrong(comm, &call) : NULL;
     if (dt_dtype_size(call.dtype) == 0)
         dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s on %s%s: %d is no element type", dt__call_text(&call).s,
@@ -3204,6 +3439,7 @@ static dt_work *dt__begin(dt_comm *comm, dt__call call) {
                       dt__site_text(world->file, world->line).s, wrong);
     dt_work *work = dt_error(world->ctx) ? NULL : dt__work_take(comm, &call);
     if (!work) return NULL;
+    if (dt__beyond(comm, call.send) || dt__beyond(comm, call.recv)) work->call.host = 1;
     if (call.op != DT__ALL_TO_ALL_V && call.count == 0)     /* not touched; but NULL + 0 is undefined in C */
         work->call.send = work->call.recv = comm->words;
     int to_one = dt__is_to_one(call.op), alone = !to_one && comm->place.size == 1;
@@ -3240,8 +3476,9 @@ static dt_status dt__end(dt__world *world, dt_work *work) {
     if (work->fault && status == DT_OK) dt__fault_after(work);
     if (status == DT_OK) world->bytes[1 + (int)work->axis] += dt__sent_bytes(work->comm, &work->call);
     else dt__hands_off(world);
+    if (status == DT_OK && work->flies) dt__fly(world, work);
     dt__work_release(world, work);
-    return status;
+    return dt_error(world->ctx);
 }
 
 /* A blocking operation. */
@@ -3494,9 +3731,26 @@ static dt_work *dt__first_to_move(dt_work *work) {
     return work;
 }
 
+static uint32_t dt__way_of(const dt_comm *comm, int posts);
+
+/* A device waits for the other ranks' part of a collective: the first that has not said that it has begun it. */
+static int dt__not_begun(const dt_work *work) {
+    const dt__world *world = work->comm->world;
+    for (int i = 0; world->others && i < work->comm->place.size && !dt__is_to_one(work->call.op); i++) {
+        int rank = work->comm->group->ranks[i], begun = rank == world->rank;
+        const dt__bulletin *last = &world->others[rank].last;
+        for (uint32_t g = 0; g < last->groups; g++)
+            begun |= last->channels[g] == dt__way_of(work->comm, 0) &&
+                     (int32_t)(last->begun[g] - (uint32_t)work->call.seq) >= 0;
+        if (!begun) return rank;
+    }
+    return DT_ANY;
+}
+
 /* The world rank that it waits for; DT_ANY: it is not one. */
 static int dt__awaited(const dt_work *work) {
     const dt_comm *comm = work->comm;
+    if (work->lands) return dt__not_begun(work);
     if (work->check) work = work->check;
     for (int i = 0; i < work->n_parts; i++) {
         int peer = work->parts[i].peer;
@@ -3609,7 +3863,7 @@ static dt_status dt__late(dt_work *work) {
         dt__append(text, sizeof text, &at, part->peer == DT_ANY ? "%s: nobody sent it" : "%s: rank %d %s",
                    dt__part_text(work, part).s, awaited, part->tag < 0 ? "did not do its part"
                    : part->op == DT__SEND ? "did not receive it" : "did not send it");
-    else if (work->check)
+    else if (work->check || work->lands)
         dt__append(text, sizeof text, &at, awaited == DT_ANY ? "%s #%llu on %s%s" :
                    "%s #%llu on %s%s: rank %d did not come",
                    dt__call_text(&work->call).s, (unsigned long long)work->call.seq, group, site.s, awaited);
@@ -3775,7 +4029,7 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
                                               : world->others[rank].got;
     }
     for (const dt_work *w = world->first; work && w; w = w->later) own->sends += w == work ? 0 : dt__sending(w);
-    if (work) own->sends += dt__sending(work);
+    if (work) own->sends += dt__sending(work) + (uint32_t)work->lands;     /* a device may go on: no deadlock */
     world->said = work != NULL;
     world->said_moves = world->state->moves;
     world->said_at = world->host->now(world->host->user);
@@ -4267,6 +4521,7 @@ static void dt__comms_free(dt__world *world) {
     while (world->comms) {
         dt_comm *comm = world->comms;
         world->comms = comm->next;
+        if (comm->ops->close) comm->ops->close(comm);
         if (world->transport.send) dt_free(world->ctx, DT_MEM_HOST, comm->group, dt__listed_bytes(comm->group->size));
         dt_free(world->ctx, DT_MEM_COMM, comm->staging, 2 * DT_WINDOW_BYTES);
         dt_free(world->ctx, DT_MEM_HOST, comm, comm->bytes);
@@ -4327,7 +4582,8 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name, int
     dt__world *world = comm->world;
     int place = dt__split_place(comm, comm->place.rank);
     dt__group *group = color >= 0 ? dt__split_make(comm, color, name) : NULL;
-    dt_comm *made = group ? dt__comm_make(world, &dt__transport_ops, group, place) : NULL;
+    const dt__comm_ops *ops = world->comm->ops->split ? world->comm->ops : &dt__transport_ops;
+    dt_comm *made = group ? dt__comm_make(world, ops, group, place) : NULL;
     int32_t words[2] = { (int32_t)world->channels, -1 };
     uint32_t channel = 0;
     if (made && place == 0 && dt__on_node(world, group)) {
@@ -4338,8 +4594,9 @@ static dt_comm *dt__split_listed(dt_comm *comm, int color, const char *name, int
     for (int rank = 0; rank < comm->place.size; rank++)
         channel = (uint32_t)comm->words[2 * rank] > channel ? (uint32_t)comm->words[2 * rank] : channel;
     world->channels = channel + 1;
-    if (!made) return NULL;
-    group->channel = channel;
+    if (made) group->channel = channel;
+    if (ops->split) ops->split(comm, made, color);
+    if (!made || dt_error(world->ctx)) return NULL;
     if (comm->words[2 * first + 1] < 0) return made;
     dt__group_share(group, dt__room_group(world->shared, comm->words[2 * first + 1]));
     made->ops = &dt__node_ops;
@@ -5508,6 +5765,16 @@ static int dt__tcp_test(void *user, void *request, int *from, uint64_t *word, si
     return hopeless;
 }
 
+static int dt__tcp_look(void *user, char *why) {
+    dt__tcp *t = (dt__tcp *)user;
+    dt__tcp_progress(t);
+    if (t->failed) return snprintf(why, DT__TCP_TEXT, "%s", t->first.text), -3;
+    for (int rank = 0; rank < t->size; rank++)
+        if (t->peers[rank].state > DT__TCP_ENDED)
+            return snprintf(why, DT__TCP_TEXT, "%s", dt__tcp_loss(t, rank).s), -1;
+    return 0;
+}
+
 static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
 static void dt__tcp_nap(const dt__tcp *t, double seconds) { t->host->sleep(t->host->user, seconds); }
 
@@ -6477,16 +6744,6 @@ static int dt__mpi_place(dt__mpi *mpi, dt__mpi_request *r, uint32_t channel, int
     return 1;
 }
 
-/* Between an envelope and a buffer, which may be a device's. */
-static void dt__mpi_move(dt__mpi *mpi, dt__mpi_request *r, void *to, const void *from, size_t bytes) {
-    const dt_kernels *kernels = dt_ctx_kernels(mpi->ctx);
-    void *stream = dt_ctx_stream(mpi->ctx);
-    if (bytes == 0) return;
-    if (!kernels->move) memcpy(to, from, bytes);
-    else if (kernels->move(to, from, bytes, stream) || (kernels->sync && kernels->sync(stream)))
-        r->wrong = "the kernel table cannot copy it";
-}
-
 /* Who sends what fits into the envelope can go on: 8 for each receiver, as in shared memory. */
 static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf,
                           size_t bytes) {
@@ -6498,7 +6755,7 @@ static void *dt__mpi_send(void *user, int to, uint32_t channel, int tag, uint64_
     r->peer = to;
     r->e.word = word;
     r->e.bytes = bytes;
-    dt__mpi_move(mpi, r, r->e.small, buf, small);
+    if (small > 0) memcpy(r->e.small, buf, small);
     if (r->wrong) return r;
     if (mpi->flies[to] >= DT__MESSAGES) dt__mpi_reap(mpi);
     r->flies = small == bytes && mpi->flies[to] < DT__MESSAGES;
@@ -6532,7 +6789,7 @@ static void dt__mpi_opened(dt__mpi *mpi, dt__mpi_request *r, int from) {
     mpi->balance--;
     if (r->e.bytes > r->bytes) return;
     if (r->e.bytes <= DT_EAGER_BYTES) {
-        dt__mpi_move(mpi, r, r->buf, r->e.small, (size_t)r->e.bytes);
+        if (r->e.bytes > 0) memcpy(r->buf, r->e.small, (size_t)r->e.bytes);
         return;
     }
     r->error = dt__mpi_type((size_t)r->e.bytes, &r->type, &count);
@@ -7103,7 +7360,605 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
 
 #endif /* DT_USE_MPI */
 
-// ==== 26. Attach and launch: code ===================================================================================
+// ==== 26. NCCL ======================================================================================================
+
+#ifdef DT_USE_NCCL
+
+/* Ranks with a GPU each. What lies in the devices' memory and is large goes through NCCL; the rest as over tcp:
+   scalars, comparisons, what the ranks say of themselves, failures, messages of up to DT_EAGER_BYTES.
+
+   A lane is an ncclComm with a queue of its own on the device. Each group has one, split from that of the group which
+   it was split from. So has each direction between two ranks that send each other messages, from the first one on.
+
+   A collective is put into the lane's queue behind a mark in the rank's own, which has what it reads; in the order of
+   the group's calls, so it is the same on all ranks. For the host it is over as soon as it is in the queue: section 17
+   says how it lands.
+
+   A message. NCCL knows no tags: what one rank sends another arrives in the order in which it was sent. So
+
+       sender      "here is a message", and the lane's id    as any message: by group, tag, any rank
+       receiver                                              "it is number 5 of the lane"
+       both        ncclSend and ncclRecv, number after number
+
+   The lane's order is the one in which the receiver asked; no message waits behind another that nobody wants.
+
+   Sums. NCCL rounds to the type at every hop. Sums of bf16 and f16 by more than two ranks are taken in f32, through
+   windows in memory of the lane, and rounded once, as everywhere. The order of a sum is NCCL's own.
+
+   Communicators do not block: a call may answer ncclInProgress, and until ncclCommGetAsyncError says that it is done
+   nobody touches the communicator. After a failure all of them are aborted, which ends what hangs in the device.
+
+   docs.nvidia.com/deeplearning/nccl, "Communicators", "Fault tolerance", "Group calls". */
+
+/* The functions that are used: linked, or with DT_NCCL_DLOPEN looked up in libnccl.so.2 when a run begins. */
+#define DT__NCCL_FUNCTIONS(X) \
+    X(GetUniqueId) X(CommInitRankConfig) X(CommSplit) X(CommGetAsyncError) X(CommFinalize) X(CommDestroy) \
+    X(CommAbort) X(GetErrorString) X(GetLastError) X(AllReduce) X(Reduce) X(ReduceScatter) X(AllGather) X(Broadcast) \
+    X(Send) X(Recv) X(GroupStart) X(GroupEnd)
+
+typedef struct dt__nccl_functions {
+#define DT__NCCL_POINTER(name) __typeof__(&nccl##name) name;
+    DT__NCCL_FUNCTIONS(DT__NCCL_POINTER)
+#undef DT__NCCL_POINTER
+} dt__nccl_functions;
+
+typedef struct dt__lane {
+    ncclComm_t   comm;
+    void        *queue;
+    int          busy;          /* a call on comm is in progress */
+    int          borrowed;      /* comm is the caller's */
+    uint64_t     done;          /* operations in the queue: the next is that one's turn */
+    uint64_t     asked;         /* of messages: taken by this receiver so far */
+    ncclUniqueId id;            /* of messages: what both of its ranks begin with */
+    int          has_id;
+    float       *wide;          /* (DT_NCCL_WIDE) for sums of 16-bit numbers */
+} dt__lane;
+
+#ifndef DT_NCCL_WIDE
+#define DT_NCCL_WIDE (4 << 20)  /* elements of that window */
+#endif
+#ifndef DT_NCCL_LEAST
+#define DT_NCCL_LEAST DT_EAGER_BYTES    /* larger messages go by NCCL */
+#endif
+
+typedef struct dt__nccl {
+    dt__nccl_functions call;
+    void    *library;
+    dt__lane world;             /* the first group's lane */
+    dt__lane *lanes;            /* (2 * ranks): to each rank, from each */
+} dt__nccl;
+
+static size_t dt__nccl_bytes(const dt__world *world) {
+    return sizeof(dt__nccl) + 2 * (size_t)world->comm->place.size * sizeof(dt__lane);
+}
+
+/* ---- lanes ---- */
+
+/* Always 0, with the context failed. */
+static int dt__nccl_fail(dt__world *world, const dt__lane *lane, const char *what, ncclResult_t result) {
+    const dt__nccl *nccl = world->nccl;
+    const char *more = nccl->call.GetLastError(lane ? lane->comm : NULL);
+    dt__comm_fail(world, DT_ERR_COMM, "NCCL: %s: %s%s%s", what, nccl->call.GetErrorString(result),
+                  more && more[0] ? ": " : "", more ? more : "");
+    return 0;
+}
+
+/* What a call on the lane's communicator answered: 1 it is done, or goes on; 0 with the context failed. */
+static int dt__lane_called(dt__world *world, dt__lane *lane, const char *what, ncclResult_t result) {
+    lane->busy = result == ncclInProgress;
+    return result == ncclSuccess || lane->busy || dt__nccl_fail(world, lane, what, result);
+}
+
+/* 1: nothing goes on there, the next call may come; 0: not yet, or the context has failed. */
+static int dt__lane_free(dt__world *world, dt__lane *lane) {
+    ncclResult_t state = ncclSuccess;
+    if (!lane->busy) return 1;
+    ncclResult_t result = world->nccl->call.CommGetAsyncError(lane->comm, &state);
+    if (result != ncclSuccess) return dt__nccl_fail(world, lane, "ncclCommGetAsyncError", result);
+    if (state == ncclInProgress) return 0;
+    return dt__lane_called(world, lane, "a communicator", state);
+}
+
+/* A lane's queue, on the rank's device. */
+static int dt__lane_open(dt__world *world, dt__lane *lane) {
+    char why[160] = "";
+    dt_cuda_desc desc = { dt_cuda_device(dt_ctx_stream(world->ctx)), NULL, 1 };
+    if (!lane->queue) lane->queue = dt_cuda_open(desc, why, sizeof why);
+    if (!lane->queue) dt__comm_fail(world, DT_ERR_DEVICE, "a queue for NCCL: %s", why);
+    return lane->queue != NULL;
+}
+
+static ncclConfig_t dt__nccl_config(void) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    return config;
+}
+
+/* The lane's communicator begins; dt__lane_free tells when it can be used. */
+static int dt__lane_join(dt__world *world, dt__lane *lane, ncclUniqueId id, int rank, int size) {
+    ncclConfig_t config = dt__nccl_config();
+    if (!dt__lane_open(world, lane)) return 0;
+    return dt__lane_called(world, lane, "ncclCommInitRankConfig",
+                           world->nccl->call.CommInitRankConfig(&lane->comm, size, id, rank, &config));
+}
+
+static void dt__lane_close(dt__world *world, dt__lane *lane) {
+    if (lane->comm && !lane->borrowed) world->nccl->call.CommDestroy(lane->comm);
+    dt_free(world->ctx, DT_MEM_COMM, lane->wide, DT_NCCL_WIDE * sizeof(float));
+    dt_cuda_close(lane->queue);
+    memset(lane, 0, sizeof *lane);
+}
+
+/* ncclCommDestroy waits for the others as long as they take; this wait has a limit. */
+static int dt__lane_finished(dt_work *work) {
+    dt__world *world = work->comm->world;
+    dt__lane *lane = work->lane;
+    if (!dt__lane_free(world, lane)) return DT__NOT_YET;
+    if (work->stage++ == 0 && lane->comm && !lane->borrowed)
+        dt__lane_called(world, lane, "ncclCommFinalize", world->nccl->call.CommFinalize(lane->comm));
+    return lane->busy ? DT__NOT_YET : 0;
+}
+
+/* A wait of section 12 for what goes on in a lane: until step says that there is no more. */
+static void dt__lane_wait(dt_comm *comm, dt__lane *lane, int (*step)(dt_work *work)) {
+    dt__world *world = comm->world;
+    dt__call call = dt__call_make(DT__SPLIT, NULL, NULL, 0, DT_I32);
+    double begin = -1;
+    if (dt_error(world->ctx)) return;
+    call.host = 1;
+    dt_work *work = dt__work_take(comm, &call);
+    if (!work) return;
+    work->lane = lane;
+    work->algorithm = step;
+    work->number = (uint64_t)world->state->records;
+    dt__drive(world, work, &begin);
+    dt__work_release(world, work);
+}
+
+/* The others may have failed, and a communicator does not learn of it. */
+static void dt__others_look(dt__world *world) {
+    char why[512] = "";
+    int answer = world->control && world->control->look ? world->control->look(world->control->user, why) : 0;
+    if (answer < 0) dt__comm_fail(world, DT_ERR_PEER, answer == -3 ? "peer failed first: %s" : "%s", why);
+}
+
+static int dt__lane_joined(dt_work *work) {
+    dt__world *world = work->comm->world;
+    if (dt__lane_free(world, work->lane)) return 0;
+    if (dt_error(world->ctx) == DT_OK) dt__others_look(world);
+    return DT__NOT_YET;
+}
+
+/* ---- a group's collectives ---- */
+
+static ncclDataType_t dt__nccl_type(dt_dtype dtype) {
+    switch (dtype) {
+    case DT_BF16: return ncclBfloat16;
+    case DT_F16: return ncclFloat16;
+    case DT_I32: return ncclInt32;
+    case DT_F64: return ncclFloat64;
+    default: return ncclFloat32;
+    }
+}
+
+static ncclRedOp_t dt__nccl_op(dt_op op) {
+    switch (op) {
+    case DT_AVG: return ncclAvg;
+    case DT_MAX: return ncclMax;
+    case DT_MIN: return ncclMin;
+    case DT_PROD: return ncclProd;
+    default: return ncclSum;
+    }
+}
+
+/* Is it a sum that must not be rounded on its way? One of two terms is rounded once. */
+static int dt__goes_wide(const dt_comm *comm, const dt__call *call) {
+    return dt__pattern_of(call->op)->sums && dt__narrow(call->dtype) && comm->place.size > 2 &&
+           call->redop != DT_MAX && call->redop != DT_MIN;
+}
+
+/* The window's elements of each share, between the call's buffer and the lane's, in the lane's queue. */
+static void dt__nccl_cast(dt_work *work, int back) {
+    const dt__call *call = &work->call;
+    const dt_kernels *kernels = dt_ctx_kernels(work->comm->world->ctx);
+    int whole = !back && dt__pattern_of(call->op)->cut, me = work->comm->place.rank;
+    int first = call->op == DT__REDUCE_SCATTER && back ? me : 0;
+    size_t n = call->count - work->at < work->run ? call->count - work->at : work->run;
+    for (int i = 0; i < (whole ? work->comm->place.size : 1); i++) {
+        char *buf = (char *)(back ? call->recv : (void *)call->send);
+        void *narrow = buf + ((whole ? (size_t)i * call->count : 0) + work->at) * dt_dtype_size(call->dtype);
+        void *wide = work->lane->wide + (size_t)(first + i) * n;
+        dt_cast_args a = { back ? call->dtype : DT_F32, back ? DT_F32 : call->dtype, back ? narrow : wide,
+                           back ? wide : narrow, n, 0 };
+        dt_status status = kernels->cast ? kernels->cast(&a, work->lane->queue) : DT_ERR_UNSUPPORTED;
+        if (status) dt__data_failed(work->comm, call, status);
+    }
+}
+
+/* Gather, scatter and all-to-all: what the pattern says goes from each to each, all at once. */
+static ncclResult_t dt__nccl_each(dt_work *work, void *stream) {
+    const dt_comm *comm = work->comm;
+    const dt__call *c = &work->call;
+    const dt__pattern *pattern = dt__pattern_of(c->op);
+    const dt__nccl_functions *call = &comm->world->nccl->call;
+    ncclDataType_t type = dt__nccl_type(c->dtype);
+    ncclResult_t result = call->GroupStart();
+    int v = c->op == DT__ALL_TO_ALL_V;
+    for (int other = 0; other < comm->place.size; other++) {
+        int to = dt__sends(comm, c) && (pattern->all_recv || other == c->peer);
+        int of = dt__receives(comm, c) && (pattern->all_send || other == c->peer);
+        size_t out = v ? c->send_counts[other] : c->count, in = v ? c->recv_counts[other] : c->count;
+        size_t from = v ? dt__sum_of(c->send_counts, other) : pattern->cut ? (size_t)other * c->count : 0;
+        size_t at = v ? dt__sum_of(c->recv_counts, other) : pattern->all_send ? (size_t)other * c->count : 0;
+        if (other == comm->place.rank && dt__element(work, c->send, from) == dt__element(work, c->recv, at)) continue;
+        if (to && out > 0 && result == ncclSuccess)
+            result = call->Send(dt__element(work, c->send, from), out, type, other, work->lane->comm,
+                                (cudaStream_t)stream);
+        if (of && in > 0 && result == ncclSuccess)
+            result = call->Recv(dt__element(work, c->recv, at), in, type, other, work->lane->comm,
+                                (cudaStream_t)stream);
+        if (result == ncclInProgress) result = ncclSuccess;     /* the group's end tells */
+    }
+    ncclResult_t end = call->GroupEnd();
+    return result == ncclSuccess ? end : result;
+}
+
+/* One window of a collective goes into the lane's queue. */
+static ncclResult_t dt__nccl_issue(dt_work *work, int wide) {
+    const dt__call *c = &work->call;
+    const dt__nccl_functions *call = &work->comm->world->nccl->call;
+    const void *send = wide ? work->lane->wide : c->send;
+    size_t n = c->count - work->at < work->run ? c->count - work->at : work->run;
+    void *recv = wide ? work->lane->wide : c->recv;
+    ncclDataType_t type = dt__nccl_type(wide ? DT_F32 : c->dtype);
+    ncclRedOp_t op = dt__nccl_op(c->redop);
+    ncclComm_t comm = work->lane->comm;
+    cudaStream_t stream = (cudaStream_t)dt_cuda_stream(work->lane->queue);
+    switch (c->op) {
+    case DT__ALL_REDUCE: return call->AllReduce(send, recv, n, type, op, comm, stream);
+    case DT__REDUCE: return call->Reduce(send, recv, n, type, op, c->peer, comm, stream);
+    case DT__REDUCE_SCATTER:
+        if (wide) recv = work->lane->wide + (size_t)work->comm->place.rank * n;
+        return call->ReduceScatter(send, recv, n, type, op, comm, stream);
+    case DT__ALL_GATHER: return call->AllGather(send, recv, n, type, comm, stream);
+    case DT__BROADCAST: return call->Broadcast(recv, recv, n, type, c->peer, comm, stream);
+    default: return dt__nccl_each(work, stream);
+    }
+}
+
+/* A mark in the rank's own queue, when an operation is called: what it reads is there, and what it overwrites was read.
+   Not later: by then the queue may wait for what other ranks send after this operation. With NULL it has failed. */
+static void *dt__nccl_called(dt_work *work, void *mark) {
+    dt_ctx *ctx = work->comm->world->ctx;
+    void *made = dt_ctx_kernels(ctx)->mark(dt_ctx_stream(ctx), mark);
+    if (!made) dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    return made ? made : mark;
+}
+
+/* The lane's queue waits for that. 0: the context has failed. */
+static int dt__lane_follow(dt_work *work, dt__lane *lane, void *mark) {
+    dt_status status = dt_ctx_kernels(work->comm->world->ctx)->after(lane->queue, mark);
+    if (status) dt__data_failed(work->comm, &work->call, status);
+    return !status;
+}
+
+/* And the mark is set behind all that the lane holds. */
+static int dt__lane_mark(dt_work *work, dt__lane *lane) {
+    void *mark = dt_ctx_kernels(work->comm->world->ctx)->mark(lane->queue, work->mark);
+    if (mark) work->mark = mark;
+    else dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE);
+    work->flies = 1;
+    return mark != NULL;
+}
+
+/* stage 0: begins, in its turn; 1: a window is in the queue; 2: all are. */
+static int dt__nccl_collective(dt_work *work) {
+    dt_comm *comm = work->comm;
+    dt__lane *lane = work->lane;
+    int wide = dt__goes_wide(comm, &work->call), sum_here = dt__receives(comm, &work->call);
+    size_t shares = dt__pattern_of(work->call.op)->cut ? (size_t)comm->place.size : 1;
+    if (work->turn != lane->done + 1) return DT__NOT_YET;
+    while (dt__lane_free(comm->world, lane) && dt_error(comm->world->ctx) == DT_OK) {
+        if (work->stage == 0) {
+            if (!dt__lane_follow(work, lane, work->mark)) return 0;
+            work->run = wide ? DT_NCCL_WIDE / shares : work->call.count + 1;
+        } else {
+            if (wide && sum_here) dt__nccl_cast(work, 1);
+            work->at += work->run;
+            if (work->at >= work->call.count) {
+                lane->done++;
+                dt__lane_mark(work, lane);
+                return 0;
+            }
+        }
+        work->stage = 1;
+        if (wide) dt__nccl_cast(work, 0);
+        dt__lane_called(comm->world, lane, dt__pattern_of(work->call.op)->name, dt__nccl_issue(work, wide));
+    }
+    return DT__NOT_YET;
+}
+
+/* What the group's lane does: all on the device that moves data. */
+static int (*dt__nccl_algorithm(const dt_comm *comm, const dt__call *call))(dt_work *work) {
+    dt__lane *lane = comm->lane;
+    if (call->host || !lane || dt__is_to_one(call->op) || !dt__pattern_of(call->op)->counted) return NULL;
+    if (call->count == 0 && call->op != DT__ALL_TO_ALL_V) return NULL;
+    if (dt__goes_wide(comm, call) && !lane->wide)
+        lane->wide = (float *)dt_alloc(comm->world->ctx, DT_MEM_COMM, DT_NCCL_WIDE * sizeof(float), "sums in f32");
+    return dt__nccl_collective;
+}
+
+static void dt__nccl_begun(dt_work *work) {
+    work->lane = work->comm->lane;
+    work->turn = ++work->comm->begun;
+    work->mark = dt__nccl_called(work, work->mark);
+}
+
+/* ---- messages ---- */
+
+static dt__lane *dt__lane_of(dt_work *work, const dt__part *part) {
+    dt__nccl *nccl = work->comm->world->nccl;
+    return &nccl->lanes[2 * work->comm->group->ranks[part->peer] + (part->op == DT__RECV)];
+}
+
+/* Where the receiver answers. */
+static dt__address dt__nccl_back(const dt_work *work, const dt__part *part) {
+    dt__address a = dt__address_of(work, part);
+    a.channel |= 0x80000000u;
+    return a;
+}
+
+/* A sender announces the message. */
+static int dt__nccl_announce(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    dt__lane *lane = dt__lane_of(work, part);
+    ncclResult_t result = lane->has_id ? ncclSuccess : world->nccl->call.GetUniqueId(&lane->id);
+    if (result != ncclSuccess) return dt__nccl_fail(world, NULL, "ncclGetUniqueId", result) - 1;
+    lane->has_id = 1;
+    return dt__transport_take(work, part, dt__address_of(work, part), 1, &lane->id, sizeof lane->id);
+}
+
+/* The announcement has come: the message has a number, and the lane a beginning. */
+static int dt__nccl_accept(dt_work *work, dt__part *part, dt__arrival *came) {
+    if (came->bytes == sizeof(ncclUniqueId)) came->bytes = part->count * dt_dtype_size(work->call.dtype);
+    if (dt__transport_got(work, part, came) < 0) return -1;
+    dt__lane *lane = dt__lane_of(work, part);
+    if (!lane->has_id) memcpy(&lane->id, part->card, sizeof lane->id);
+    lane->has_id = 1;
+    part->turn = lane->asked++;
+    return dt__transport_take(work, part, dt__nccl_back(work, part), 1, &part->turn, sizeof part->turn);
+}
+
+/* NCCL's part, in the lane's turn. 1: it is in the queue. */
+static int dt__nccl_move(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    const dt__nccl_functions *call = &world->nccl->call;
+    dt__lane *lane = dt__lane_of(work, part);
+    ncclDataType_t type = dt__nccl_type(work->call.dtype);
+    int sends = part->op == DT__SEND;
+    if (!lane->comm && !dt__lane_join(world, lane, lane->id, sends ? 0 : 1, 2)) return -1;
+    if (part->turn != lane->done || !dt__lane_free(world, lane)) return dt_error(world->ctx) ? -1 : 0;
+    if (!dt__lane_follow(work, lane, part->mark)) return -1;
+    cudaStream_t stream = (cudaStream_t)dt_cuda_stream(lane->queue);
+    ncclResult_t result = sends ? call->Send(part->send, part->count, type, 1, lane->comm, stream)
+                                : call->Recv(part->recv, part->count, type, 0, lane->comm, stream);
+    return dt__lane_called(world, lane, sends ? "ncclSend" : "ncclRecv", result) ? 1 : -1;
+}
+
+/* It is on its way. An algorithm's next round uses what this one brings: the rank's queue waits. */
+static int dt__nccl_moved(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    dt__lane *lane = dt__lane_of(work, part);
+    if (!dt__lane_free(world, lane)) return dt_error(world->ctx) ? -1 : 0;
+    lane->done++;
+    work->lane = lane;
+    if (!dt__lane_mark(work, lane)) return -1;
+    if (work->algorithm && dt_ctx_kernels(world->ctx)->after(dt_ctx_stream(world->ctx), work->mark) != DT_OK)
+        return dt__data_failed(work->comm, &work->call, DT_ERR_DEVICE), -1;
+    return 1;
+}
+
+static int dt__nccl_begin_message(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    if (!part->called) {
+        dt__mail_enter(work, part);
+        part->mark = dt__nccl_called(work, part->mark);
+        if (part->op == DT__RECV) part->card = dt_alloc(world->ctx, DT_MEM_HOST, DT__CARD_BYTES, "an announcement");
+        if (dt_error(world->ctx) != DT_OK) return -1;
+    }
+    if (!dt__mail_begins(work, part)) return 0;
+    return part->op == DT__SEND ? dt__nccl_announce(work, part)
+           : dt__transport_take(work, part, dt__address_of(work, part), 0, part->card, DT__CARD_BYTES);
+}
+
+/* States of a part: 0 to be begun, 1 the announcement is under way, 2 the answer, 3 it may go, 4 it goes. */
+static int dt__nccl_message(dt_work *work, dt__part *part) {
+    dt__world *world = work->comm->world;
+    size_t bytes = part->count * dt_dtype_size(work->call.dtype);
+    int sends = part->op == DT__SEND, self = part->peer == work->comm->place.rank;
+    dt__arrival came = { DT_ANY, 0, DT__CARD_BYTES };
+    if (!dt__on_device(work) || bytes <= DT_NCCL_LEAST || self) return dt__transport_message(work, part);
+    if (part->state == 0) {
+        int begun = dt__nccl_begin_message(work, part);
+        if (begun <= 0) return begun;
+        part->state = 1;
+    }
+    if (part->state == 1) {
+        int done = dt__transport_over(work, part, &came);
+        if (done <= 0) return done;
+        done = sends ? dt__transport_take(work, part, dt__nccl_back(work, part), 0, &part->turn, sizeof part->turn)
+                     : dt__nccl_accept(work, part, &came);
+        if (done < 0) return -1;
+        part->state = 2;
+    }
+    if (part->state == 2) {
+        int done = dt__transport_over(work, part, &came);
+        if (done <= 0) return done;
+        if (sends && world->others) world->others[work->comm->group->ranks[part->peer]].got++;
+        dt_free(world->ctx, DT_MEM_HOST, part->card, DT__CARD_BYTES);
+        part->card = NULL;
+        part->state = 3;
+    }
+    int moves = part->state == 3 ? dt__nccl_move(work, part) : 1;
+    if (moves <= 0) return moves;
+    part->state = 4;
+    moves = dt__nccl_moved(work, part);
+    if (moves > 0) dt__aside_free(work, part);
+    return moves;
+}
+
+/* ---- groups ---- */
+
+/* Of a group that has a lane all ranks come: those of each color get a lane, unless they are alone. */
+static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
+    dt__world *world = comm->world;
+    ncclConfig_t config = dt__nccl_config();
+    int several = made && made->place.size > 1;
+    if (!comm->lane || dt_error(world->ctx)) return;
+    dt__on_settle(world->ctx, world);   /* nothing else may be under way on a communicator that is split */
+    dt__lane *lane = several ? (dt__lane *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *lane, "a lane of NCCL") : NULL;
+    if (several && !lane) return;
+    ncclComm_t child = NULL;
+    if (lane) memset(lane, 0, sizeof *lane);
+    if (lane) made->lane = lane;
+    if (lane && !dt__lane_open(world, lane)) return;
+    ncclResult_t result = world->nccl->call.CommSplit(comm->lane->comm, several ? color : NCCL_SPLIT_NOCOLOR,
+                                                      several ? made->place.rank : 0, lane ? &lane->comm : &child,
+                                                      &config);
+    if (!dt__lane_called(world, comm->lane, "ncclCommSplit", result)) return;
+    dt__lane_wait(comm, comm->lane, dt__lane_joined);
+    if (!lane || dt_error(world->ctx)) return;
+    lane->busy = 1;
+    dt__lane_wait(comm, lane, dt__lane_joined);
+}
+
+static void dt__nccl_free(dt__world *world) {
+    dt__nccl *nccl = world->nccl;
+    for (int i = 0; i < 2 * world->comm->place.size; i++) dt__lane_close(world, &nccl->lanes[i]);
+#ifdef DT_NCCL_DLOPEN
+    if (nccl->library) dlclose(nccl->library);
+#endif
+    world->nccl = NULL;
+    dt_free(world->ctx, DT_MEM_HOST, nccl, dt__nccl_bytes(world));
+}
+
+/* A group ends; the first of all is the last to. */
+static void dt__nccl_close(dt_comm *comm) {
+    dt__world *world = comm->world;
+    if (comm->lane) {
+        dt__lane_wait(comm, comm->lane, dt__lane_finished);
+        dt__lane_close(world, comm->lane);
+        if (comm->lane != &world->nccl->world) dt_free(world->ctx, DT_MEM_HOST, comm->lane, sizeof *comm->lane);
+        comm->lane = NULL;
+    }
+    if (world->nccl && comm == world->comm) dt__nccl_free(world);
+}
+
+/* The context has failed: what hangs in the device ends. */
+static void dt__nccl_abort(dt__world *world) {
+    dt__nccl *nccl = world->nccl;
+    for (dt_comm *comm = world->comms; comm; comm = comm->next) {
+        if (comm->lane && comm->lane->comm && !comm->lane->borrowed) nccl->call.CommAbort(comm->lane->comm);
+        if (comm->lane) comm->lane->comm = NULL;
+    }
+    for (int i = 0; i < 2 * world->comm->place.size; i++) {
+        if (nccl->lanes[i].comm) nccl->call.CommAbort(nccl->lanes[i].comm);
+        nccl->lanes[i].comm = NULL;
+    }
+}
+
+/* Who waits for long says in what. Does another rank of the group wait in another collective in this one's place? */
+static void dt__nccl_compare(dt_work *work) {
+    dt_comm *comm = work->comm;
+    const dt__world *world = comm->world;
+    uint64_t what = dt__what(&work->call), count = work->call.count;
+    for (int rank = 0; world->others && rank < comm->place.size && !dt__is_to_one(work->call.op); rank++) {
+        const dt__bulletin *last = &world->others[comm->group->ranks[rank]].last;
+        const dt__op_record *r = &last->wait;
+        if (!last->waiting || last->waiting == DT__SAID_END || last->channel != dt__way_of(comm, 0)) continue;
+        if (r->seq != work->call.seq || (r->what == what && r->count == count)) continue;
+        dt__shown its = { r->what, r->count, dt__site_text(r->file, r->line) }, own;
+        dt__show_own(work, &own);
+        dt__calls_differ(work, rank, &its, comm->place.rank, &own);
+        return;
+    }
+}
+
+/* An operation that the device has not finished: is its communicator well, and are the others? */
+static void dt__nccl_sound(dt_work *work) {
+    dt__world *world = work->comm->world;
+    ncclResult_t state = ncclSuccess;
+    if (work->lane && work->lane->comm) world->nccl->call.CommGetAsyncError(work->lane->comm, &state);
+    if (state != ncclSuccess && state != ncclInProgress) dt__nccl_fail(world, work->lane, "a communicator", state);
+    else dt__others_look(world);
+    if (dt_error(world->ctx) == DT_OK) dt__nccl_compare(work);
+    int awaited = dt__not_begun(work);
+    if (dt_error(world->ctx) == DT_OK && awaited != DT_ANY && world->others[awaited].last.waiting == DT__SAID_END)
+        dt__ended_without(work, awaited);
+}
+
+static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm, dt__nccl_begun,
+                                           dt__nccl_split, dt__nccl_close, dt__nccl_sound };
+
+/* The functions. 0 with the context failed. */
+static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
+#ifdef DT_NCCL_DLOPEN
+    nccl->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!nccl->library) return dt__comm_fail(world, DT_ERR_COMM, "NCCL: %s", dlerror()), 0;
+#define DT__NCCL_LOAD(name) \
+    *(void **)&nccl->call.name = dlsym(nccl->library, "nccl" #name); \
+    if (!nccl->call.name) return dt__comm_fail(world, DT_ERR_COMM, "NCCL: this libnccl.so.2 has no nccl" #name), 0;
+#else
+#define DT__NCCL_LOAD(name) nccl->call.name = nccl##name;
+    (void)world;
+#endif
+    DT__NCCL_FUNCTIONS(DT__NCCL_LOAD)
+#undef DT__NCCL_LOAD
+    return 1;
+}
+
+/* The world gets a lane: of `given`, the caller's communicator, or of a new one, whose id rank 0 tells the others. */
+static void dt__nccl_begin(dt__world *world, void *given) {
+    dt_comm *comm = world->comm;
+    dt__nccl *nccl = NULL;
+    ncclUniqueId id;
+    memset(&id, 0, sizeof id);
+    if (!dt_ctx_kernels(world->ctx)->mark)
+        dt__comm_fail(world, DT_ERR_UNSUPPORTED, "backend nccl: rank %d runs on %s, and needs a CUDA device",
+                      world->rank, dt_ctx_kernels(world->ctx)->name);
+    else nccl = (dt__nccl *)dt_alloc(world->ctx, DT_MEM_HOST, dt__nccl_bytes(world), "NCCL");
+    if (!nccl) return;
+    memset(nccl, 0, dt__nccl_bytes(world));
+    nccl->lanes = (dt__lane *)(void *)(nccl + 1);
+    world->nccl = nccl;
+    comm->ops = &dt__nccl_ops;
+    if (!dt__nccl_load(world, nccl) || comm->place.size == 1) return;
+    comm->lane = &nccl->world;
+    if (given) {
+        comm->lane->comm = (ncclComm_t)given;
+        comm->lane->borrowed = 1;
+        dt__lane_open(world, comm->lane);
+        return;
+    }
+    ncclResult_t result = world->rank == 0 ? nccl->call.GetUniqueId(&id) : ncclSuccess;
+    if (result != ncclSuccess) dt__nccl_fail(world, NULL, "ncclGetUniqueId", result);
+    dt__call call = dt__call_make(DT__BROADCAST, &id, &id, sizeof id / sizeof(int32_t), DT_I32);
+    call.host = 1;
+    if (dt__do(comm, call) == DT_OK && dt__lane_join(world, comm->lane, id, comm->place.rank, comm->place.size))
+        dt__lane_wait(comm, comm->lane, dt__lane_joined);
+}
+
+#else
+
+static void dt__nccl_begin(dt__world *world, void *given) {
+    (void)given;
+    dt__comm_fail(world, DT_ERR_UNSUPPORTED, "NCCL is not in this build: DT_USE_NCCL, which nvcc sets where it finds "
+                  "<nccl.h>");
+}
+
+#endif /* DT_USE_NCCL */
+
+// ==== 27. Attach and launch: code ===================================================================================
 
 /*     dt_team_make     checks, takes the shared range
        a rank           context, dt_comm_attach, the rank function, dt_comm_detach
@@ -7210,12 +8065,22 @@ static void dt__others_make(dt__world *world, const dt__control *control, int si
     }
 }
 
+/* The context has failed, and nobody listens to it yet. Always NULL. */
+static dt_comm *dt__attach_failed(dt_ctx *ctx, const dt_attach_desc *desc, dt__shared *shared) {
+    if (shared && dt__claim(shared, desc->rank))
+        dt__publish_failure(shared, desc->rank, dt_error(ctx), dt_error_text(ctx));
+    if (!desc->team && desc->transport && desc->transport->fail)
+        desc->transport->fail(desc->transport->user, dt_error_text(ctx));
+    return NULL;
+}
+
 /* node: of a transport's ranks those that share memory, NULL: none do. control: their way to say who waits, or NULL.
    run: what dt_run was told, for a transport's. */
 static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *node, const dt__control *control,
                            const dt_run_desc *run) {
     int size = desc.team ? desc.team->desc.ranks : desc.size;
-    if (!ctx || dt_error(ctx)) return NULL;
+    if (!ctx) return NULL;
+    if (dt_error(ctx)) return dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared : NULL);
     if (dt__world_of(ctx) || !desc.team == !desc.transport || size < 1 || desc.rank < 0 || desc.rank >= size) {
         dt_fail(ctx, DT_ERR_ARG, "dt_comm_attach: rank %d of %d, %s", desc.rank, size, dt__world_of(ctx) ?
                 "but it is attached already" : "by either a team or a transport");
@@ -7223,15 +8088,12 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     }
     dt__world *world = dt__world_make(ctx, &desc, node);
     dt__group *group = world ? dt__world_group(world, size) : NULL;
-    if (!group) {   /* nobody listens to this context yet */
-        dt__shared *shared = desc.team ? desc.team->shared : node ? node->shared : world ? world->shared : NULL;
-        if (shared && dt__claim(shared, desc.rank))
-            dt__publish_failure(shared, desc.rank, dt_error(ctx), dt_error_text(ctx));
-        if (!desc.team && desc.transport->fail) desc.transport->fail(desc.transport->user, dt_error_text(ctx));
-        if (!world) return NULL;
-    }
+    if (!group) dt__attach_failed(ctx, &desc, desc.team ? desc.team->shared : node ? node->shared
+                                              : world ? world->shared : NULL);
+    if (!world) return NULL;
     world->listener.failed = dt__on_failure;
     world->listener.kernel_done = dt__on_kernel;
+    world->listener.settle = dt__on_settle;
     world->listener.user = world;
     dt_listen(ctx, &world->listener);
     dt_ctx_attach(ctx, world);
@@ -7243,6 +8105,12 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
     world->check = control ? control->check : run ? run->check : 0;
     if (control && group) dt__others_make(world, control, size);
     if (group) world->comm = dt__comm_make(world, ops, group, desc.rank);
+    size_t mail = 2 * (size_t)size * sizeof *world->mail;
+    if (world->comm && desc.transport && dt_ctx_kernels(ctx)->open) {
+        world->mail = (uint64_t *)dt_alloc(ctx, DT_MEM_HOST, mail, "messages from a device");
+        if (world->mail) memset(world->mail, 0, mail);
+    }
+    if (world->comm && (desc.nccl || (run && run->backend == DT_BACKEND_NCCL))) dt__nccl_begin(world, desc.nccl);
     return world->comm;
 }
 
@@ -7250,6 +8118,7 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ct
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
+    dt__on_settle(world->ctx, world);
     while (world->first) {
         dt_work *work = world->first;
         world->first = work->later;
@@ -7259,6 +8128,7 @@ static void dt__works_free(dt__world *world) {
         dt_work *work = world->idle;
         world->idle = work->later;
         dt_free(world->ctx, DT_MEM_HOST, work->parts, (size_t)work->room * sizeof(dt__part));
+        if (work->mark) dt_ctx_kernels(world->ctx)->unmark(work->mark);
         dt_free(world->ctx, DT_MEM_HOST, work, sizeof *work);
     }
     dt_free(world->ctx, DT_MEM_COMM, world->copy, world->copy_bytes);
@@ -7280,6 +8150,7 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
         dt_free(ctx, DT_MEM_HOST, world->others, (size_t)world->comm_size * sizeof(dt__other));
     world->others = NULL;
     dt__works_free(world);
+    dt_free(ctx, DT_MEM_HOST, world->mail, world->comm ? 2 * (size_t)world->comm->place.size * sizeof *world->mail : 0);
     dt__comms_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
@@ -7354,6 +8225,9 @@ static int dt__team_valid(dt_run_desc *desc) {
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
         dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
                    dt__backend_name(desc->backend));
+    else if (procs && desc->kernels && desc->kernels->open)
+        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: forks cannot use a device of the process they come from: ranks "
+                   "that a launcher starts can, by backend nccl or tcp, and threads");
     else if (procs && desc->host && !desc->host->map)
         dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend procs needs a host table that maps memory");
     else return dt__run_valid(desc);
@@ -7390,17 +8264,35 @@ dt_team *dt_team_make(dt_run_desc desc) {
     return team;
 }
 
+/* A rank's number among those of its machine: what its launcher says, else all are on one. */
+static int dt__place(const dt_run_desc *desc, int rank) {
+    dt_launch launch;
+    if (desc->backend <= DT_BACKEND_PROCS || dt_launch_find(&launch) != DT_OK) return rank;
+    return launch.rank == rank && launch.local_rank >= 0 ? launch.local_rank : rank;
+}
+
 /* The context of a rank. */
 static dt_ctx *dt__rank_ctx(const dt_run_desc *desc, int rank, const dt_host *host) {
     dt_ctx_desc of;
     memset(&of, 0, sizeof of);
     of.seed = desc->seed;
     of.rank = rank;
+    of.place = dt__place(desc, rank);
     of.kernels = desc->kernels;
+    if (!of.kernels && desc->backend == DT_BACKEND_PROCS) of.kernels = dt_kernels_cpu();   /* forks have no device */
     of.host = host;
     of.io = desc->io;
     of.mem_limit = desc->mem_limit;
     return dt_ctx_make(of);
+}
+
+/* Ranks that are threads read and write each other's memory. */
+static void dt__share_devices(dt_ctx *ctx, int ranks) {
+    const dt_kernels *kernels = dt_ctx_kernels(ctx);
+    char why[160] = "";
+    if (dt_error(ctx) || ranks < 2 || !kernels->share) return;
+    if (kernels->share(dt_ctx_stream(ctx), ranks, why, sizeof why) == DT_OK) return;
+    dt_fail(ctx, DT_ERR_DEVICE, "ranks that are threads need peer access, from %s; those of backend nccl do not", why);
 }
 
 dt_ctx *dt_team_ctx(dt_team *team, int rank) {
@@ -7414,6 +8306,7 @@ dt_ctx *dt_team_ctx(dt_team *team, int rank) {
         host = dt__heap_make(team->shared, team->host, rank);
     dt_ctx *ctx = dt__rank_ctx(&team->desc, rank, host);
     if (!ctx) dt__run_fail(team->shared, team->host, rank, DT_ERR_MEM, "rank %d: no memory for its context", rank);
+    else dt__share_devices(ctx, team->desc.ranks);
     return ctx;
 }
 
@@ -7670,7 +8563,7 @@ static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, cons
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
-    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came, t ? t->check : 0 };
+    dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came, t ? t->check : 0, dt__tcp_look };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
         if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
@@ -7699,8 +8592,9 @@ static dt_status dt__run_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ct
         dt__refuse(&desc, DT_ERR_ARG, "dt_run: rendezvous '%s': not an address or name that is found, and a port, as "
                    "127.0.0.1:29500", desc.rendezvous);
     else if (!dt__tcp_key(&desc, rendezvous, key, why)) dt__refuse(&desc, DT_ERR_ARG, "dt_run: %s", why);
-    else if (desc.kernels && desc.kernels->alloc)
-        dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend tcp does not reach the memory of a device");
+    else if (desc.kernels && desc.kernels->alloc && !desc.kernels->open)
+        dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s does not reach the memory of a device without queues",
+                   dt__backend_name(desc.backend));
     else dt__tcp_rank(&desc, rendezvous, key, rank_main, user);
     return desc.report->status;
 }
@@ -7720,7 +8614,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
         return desc->report->status;
     }
     dt_transport transport = { "mpi", mpi, dt__mpi_send, dt__mpi_recv, dt__mpi_test, dt__mpi_cancel, dt__mpi_fail };
-    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL, mpi->tcp->check };
+    dt__control control = { mpi->tcp, dt__tcp_bulletin, dt__tcp_pid, NULL, mpi->tcp->check, NULL };
     int wrong = desc->ranks != 0 && desc->ranks != mpi->size;
     const dt__node *node = mpi->node.shared ? &mpi->node : NULL;
     const dt_host *of_rank = node ? dt__heap_make(node->shared, host, node->seat) : desc->host;
@@ -7750,6 +8644,9 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     memset(desc.report, 0, sizeof *desc.report);
     if (!rank_main) dt__refuse(&desc, DT_ERR_ARG, "dt_run: rank_main is NULL");
     else if (desc.backend == DT_BACKEND_TCP) return dt__run_tcp(desc, rank_main, user);
+#ifdef DT_USE_NCCL
+    if (rank_main && desc.backend == DT_BACKEND_NCCL) return dt__run_tcp(desc, rank_main, user);
+#endif
 #ifdef DT_USE_MPI
     if (rank_main && desc.backend == DT_BACKEND_MPI) return dt__run_mpi(&desc, rank_main, user);
 #endif
@@ -7775,7 +8672,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     return desc.report->status;
 }
 
-// ==== 27. Trace: code ===============================================================================================
+// ==== 28. Trace: code ===============================================================================================
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already, written by the rank's
    own thread, without a lock and without a format; all text is made by dt_trace_write. Measured (tests/test_trace.c,

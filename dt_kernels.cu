@@ -26,7 +26,9 @@
     12. Embedding
     13. Losses
     14. Norm and optimizers
-    15. The table
+    15. Matrix product
+    16. Attention
+    17. The table
 
    SPEED. All these kernels wait for memory. So each number is read and written once where that can be: 16 bytes at a
    time, rows in registers, sums over rows in as many parts as fill a GPU. Odd lengths and places are served element by
@@ -49,18 +51,39 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
+#error "dt_kernels.cu needs CUDA 12 or later"
+#endif
+
 #if DT_VERSION != 100
 #error "dt_kernels.cu 0.1.0 needs dt_tensor.h 0.1.0: copy all files from one release"
+#endif
+
+/* Products by cuBLASLt where nvcc finds it, and by the kernels here where it refuses: -DDT_NO_CUBLASLT for these alone.
+   Other compilers take it on request. */
+#if !defined(DT_NO_CUBLASLT) && !defined(DT_CUBLASLT) && defined(__CUDACC__) && defined(__has_include)
+#if __has_include(<cublasLt.h>)
+#define DT_CUBLASLT
+#endif
+#endif
+#ifdef DT_CUBLASLT
+#include <cublasLt.h>
 #endif
 
 /* A test runs this file on a CPU (tests/cuda_on_cpu.h): there a launch is a call, and a kernel is static already. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define KERNEL static __global__ void
+#define DT_DYN_SMEM(T, name) \
+    extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
+    T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
+#define UNROLL_BY(n) DT_PRAGMA(unroll n)
+#define DT_PRAGMA(x) _Pragma(#x)
 #else
 #define KERNEL __global__ void
 #define UNROLL
+#define UNROLL_BY(n)
 #endif
 
 // ==== 1. Launching, queues ==========================================================================================
@@ -90,7 +113,10 @@ struct cuda_queue {
     int          device;
     bool         own; /* the stream was made here */
     int         *bad; /* pinned: not 0 if a kernel met an index outside of its table, see section 9 */
+    struct blas *blas; /* NULL before the first product; see section 15 */
 };
+
+static void blas_close(struct blas *blas);
 
 static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue)->stream : NULL; }
 
@@ -141,6 +167,52 @@ static void cuda_unpin(void *p, size_t bytes) {
     cudaFreeHost(p);
 }
 
+/* Device memory, managed memory, and what is pinned. */
+static int cuda_reaches(const void *p) {
+    cudaPointerAttributes of;
+    if (cudaPointerGetAttributes(&of, p) == cudaSuccess) return of.type != cudaMemoryTypeUnregistered;
+    (void)cudaGetLastError();
+    return 0;
+}
+
+/* What has been enabled once is enabled for all threads of the process. */
+static dt_status cuda_share(void *stream, int places, char *text, size_t text_bytes) {
+    int         devices = 0, here = ((cuda_queue *)stream)->device;
+    cudaError_t error = cudaGetDeviceCount(&devices);
+    for (int there = 0; there < devices && there < places && error == cudaSuccess; there++) {
+        int can = 0;
+        if (there != here) error = cudaDeviceCanAccessPeer(&can, here, there);
+        if (can) error = cudaDeviceEnablePeerAccess(there, 0);
+        else if (there != here && error == cudaSuccess) error = cudaErrorPeerAccessUnsupported;
+        if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+        (void)cudaGetLastError();
+        if (error != cudaSuccess && text_bytes > 0)
+            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there, cudaGetErrorName(error));
+    }
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void *cuda_mark(void *stream, void *mark) {
+    cudaEvent_t event = (cudaEvent_t)mark;
+    if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
+    return cudaEventRecord(event, stream_of(stream)) == cudaSuccess ? event : NULL;
+}
+
+static int cuda_passed(void *mark) {
+    cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
+    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
+    return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
+}
+
+static dt_status cuda_after(void *stream, void *mark) {
+    cudaError_t error = cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0);
+    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+}
+
+static void cuda_unmark(void *mark) {
+    if (mark) cudaEventDestroy((cudaEvent_t)mark);
+}
+
 static void *refused(char *text, size_t text_bytes, const char *what, cudaError_t error) {
     (void)cudaGetLastError();
     if (text_bytes > 0) snprintf(text, text_bytes, "%s: %s", what, cudaGetErrorName(error));
@@ -155,10 +227,13 @@ extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) 
     queue->device = desc.device;
     queue->stream = (cudaStream_t)desc.stream;
     queue->own = desc.stream == NULL;
+    int least = 0, most = 0; /* priorities: the smaller number goes first */
     queue->bad = (int *)cuda_pin(sizeof *queue->bad);
     if (!queue->bad) error = cudaErrorMemoryAllocation;
     else *queue->bad = 0;
-    if (queue->own && queue->bad) error = cudaStreamCreateWithFlags(&queue->stream, cudaStreamNonBlocking);
+    if (queue->own && desc.urgent && error == cudaSuccess) error = cudaDeviceGetStreamPriorityRange(&least, &most);
+    if (queue->own && error == cudaSuccess)
+        error = cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, most);
     if (error == cudaSuccess) return queue;
     if (queue->bad) cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
@@ -170,6 +245,7 @@ extern "C" void dt_cuda_close(void *p) {
     if (!queue) return;
     cudaStreamSynchronize(queue->stream);
     if (queue->own) cudaStreamDestroy(queue->stream);
+    blas_close(queue->blas);
     cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
@@ -182,7 +258,7 @@ static void *cuda_open(int place, char *text, size_t text_bytes) {
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (error == cudaSuccess && devices == 0) error = cudaErrorNoDevice;
     if (error != cudaSuccess) return refused(text, text_bytes, "cudaGetDeviceCount", error);
-    dt_cuda_desc desc = { place % devices, NULL };
+    dt_cuda_desc desc = { place % devices, NULL, 0 };
     return dt_cuda_open(desc, text, text_bytes);
 }
 
@@ -640,10 +716,10 @@ KERNEL __launch_bounds__(BLOCK) permute_kernel(dt_permute_args a, strided s, siz
 /* Two dimensions that change places: `across` is dense in the input, `down` in the output. Tiles of 32 x 32 go through
    shared memory, so that both sides are read and written along their rows; its rows are one longer, so that a column of
    it lies in different banks. */
-struct turn { int64_t across, down, in_stride, out_stride; };
+struct quarter_turn { int64_t across, down, in_stride, out_stride; };
 
 template <class Unit>
-KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, turn t, size_t tiles) {
+KERNEL __launch_bounds__(BLOCK) transpose_kernel(dt_permute_args a, strided rest, quarter_turn t, size_t tiles) {
     __shared__ Unit tile[32][33];
     const Unit     *in = (const Unit *)a.in;
     Unit           *out = (Unit *)a.out;
@@ -670,7 +746,7 @@ static bool transposed(const dt_permute_args *a, strided s, void *stream) {
         if (s.b[i] == 1) in = i;
     }
     if (in < 0 || out < 0 || in == out || a->accumulate || s.d[in] < 8 || s.d[out] < 8) return false;
-    turn   t = { s.d[in], s.d[out], s.b[out], s.a[in] };
+    quarter_turn t = { s.d[in], s.d[out], s.b[out], s.a[in] };
     size_t tiles = (size_t)((t.across + 31) / 32) * (size_t)((t.down + 31) / 32);
     s.d[in] = s.d[out] = 1;
     tiles *= count_of(&s);
@@ -2286,7 +2362,1343 @@ static dt_status cuda_sign_unpack(const dt_sign_unpack_args *a, void *stream) {
     return launched();
 }
 
-// ==== 15. The table =================================================================================================
+// ==== 15. Matrix product ============================================================================================
+
+/* ---- what tensor cores are fed with ---- */
+
+/* Each wrapper is one PTX instruction, or what a test puts in its place. mma: d (16,8) += a (16,16) b (16,8); lane
+   4 g + t holds rows g and g + 8 of d, columns 2 t and 2 t + 1. bf16 products and cp.async need sm_80: older code adds
+   and copies plainly, to the same end. */
+#ifdef __CUDACC__
+#define PTX static __device__ __forceinline__
+#define HAS_SM80 (__CUDA_ARCH__ >= 800)
+
+PTX unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+PTX void ldmatrix(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX void ldmatrix_trans(unsigned *r, const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+PTX float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#if HAS_SM80
+#define MMA(type) \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+                 "{%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+PTX void mma(bf16, float *d, const unsigned *a, const unsigned *b) { MMA("bf16"); }
+PTX void mma(f16, float *d, const unsigned *a, const unsigned *b) { MMA("f16"); }
+#undef MMA
+
+/* 16 bytes from global memory, or zeros. */
+PTX void copy16(void *shared, const void *global, bool there) {
+    asm volatile("{ .reg .pred none; setp.eq.b32 none, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, none; }"
+                 : : "r"(shared_address(shared)), "l"(global), "r"((int)there) : "memory");
+}
+PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
+#endif
+#undef PTX
+#else
+#define HAS_SM80 1
+static void ldmatrix(unsigned *r, const void *row) { dtc_ldmatrix_x4(r, row); }
+static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans(r, row); }
+static float exp2_of(float x) { return exp2f(x); }
+static void mma(bf16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_bf16(d, a, b); }
+static void mma(f16, float *d, const unsigned *a, const unsigned *b) { dtc_mma_m16n8k16_f16(d, a, b); }
+static void copy16(void *shared, const void *global, bool there) {
+    alignas(16) static const char none[16] = { 0 };
+    dtc_cp_async16(shared, there ? global : none, there ? 16 : 0);
+}
+static void copies_sent() { dtc_cp_async_commit(); }
+static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
+#endif
+
+/* Two numbers in a word, the first in its low half. */
+template <class T>
+static __device__ unsigned pair_of(float x, float y) {
+    T low, high;
+    round_to(&low, x);
+    round_to(&high, y);
+    return low.bits | (unsigned)high.bits << 16;
+}
+
+template <class T>
+static __device__ float half_of(unsigned pair, int which) {
+    T x;
+    x.bits = (uint16_t)(which ? pair >> 16 : pair & 0xffff);
+    return widen(x);
+}
+
+/* mma without tensor cores: pair after pair along k, each from the lane that holds it. */
+template <class T>
+static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned *b) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 8; i++) {
+        int      holder = i % 4, late = i / 4;
+        unsigned row[2], col[2];
+        row[0] = __shfl_sync(0xffffffffu, a[2 * late], 4 * g + holder);
+        row[1] = __shfl_sync(0xffffffffu, a[2 * late + 1], 4 * g + holder);
+        col[0] = __shfl_sync(0xffffffffu, b[late], 8 * t + holder);
+        col[1] = __shfl_sync(0xffffffffu, b[late], 8 * t + 4 + holder);
+        for (int e = 0; e < 8; e++) d[e / 2] += half_of<T>(row[e / 4], e % 2) * half_of<T>(col[e / 2 % 2], e % 2);
+    }
+}
+
+#if !HAS_SM80
+template <class T>
+static __device__ void mma(T, float *d, const unsigned *a, const unsigned *b) { mma_plain(T(), d, a, b); }
+
+static __device__ void copy16(void *shared, const void *global, bool there) {
+    uint4 x = { 0, 0, 0, 0 };
+    if (there) x = *(const uint4 *)global;
+    *(uint4 *)shared = x;
+}
+static __device__ void copies_sent() {}
+static __device__ void copies_here() {}
+#endif
+#undef HAS_SM80
+
+/* ---- tiles in shared memory ---- */
+
+/* A tile has rows of LD numbers, at least 128 bytes. The 16 bytes of a column lie in another bank group for each of 8
+   rows, so that 8 rows are read at once. */
+template <class T, int LD>
+static __device__ int place(int row, int col) {
+    const int N = pack<T>::N;
+    return row * LD + (col / N ^ (row & 7)) * N + col % N;
+}
+
+/* x, which the compiler does not see to be x: what is made from it is made where it is used, and is not held in
+   registers over a loop. */
+static __device__ int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* A tile from memory at p, whose rows are ld apart; beyond `rows` and `cols` it is zero. Asynchronous where `wide`:
+   where p, ld and cols are multiples of 16 bytes. */
+template <class T, int ROWS, int LD, int THREADS, class index>
+static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int cols, bool wide) {
+    const int N = pack<T>::N, PACKS = LD / N, DOWN = THREADS / PACKS;
+    int       thread = anew(threadIdx.x), row = thread / PACKS, col = thread % PACKS * N;
+    index     at = row * ld + col;
+    if (wide) {
+        UNROLL for (int i = 0; i < ROWS; i += DOWN, at += DOWN * ld)
+            copy16(tile + place<T, LD>(row + i, col), p + at, row + i < rows && col < cols);
+        return;
+    }
+    UNROLL_BY(1) for (; row < ROWS; row += DOWN, at += DOWN * ld) {
+        pack<T> x = { { T() } };
+        UNROLL for (int e = 0; e < N; e++)
+            if (row < rows && col + e < cols) x.v[e] = p[at + e];
+        *reinterpret_cast<pack<T> *>(tile + place<T, LD>(row, col)) = x;
+    }
+}
+
+/* Fragments of mma from tiles. ldmatrix takes four 8 x 8 matrices, and of each lane the place of one row: of 16 rows,
+   and then of the same rows 8 columns on, for A from a tile with rows of k, and for two fragments of B from one with a
+   row for each k; the other way round for two fragments of B from rows of k, and for A from a row for each k. That
+   place, in row 0 and column 0. With LD a power of two `place` is an exclusive or, so that (x ^ column) is that of
+   another column, and x + row LD, row a multiple of 8, that of another row. */
+template <int LD>
+static __device__ int rows_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return lane % 16 * LD + (lane / 16 ^ lane % 8) * 8;
+}
+
+template <int LD>
+static __device__ int columns_first() {
+    int lane = anew(threadIdx.x) % 32;
+    return (lane % 8 + lane / 16 * 8) * LD + (lane / 8 % 2 ^ lane % 8) * 8;
+}
+
+/* ---- the product ---- */
+
+/* out[at] (+)= v; wide: of float, else of T */
+template <class T>
+static __device__ void give_as(void *out, int wide, int64_t at, float v, int accumulate) {
+    T     *narrow = (T *)out + at;
+    float *full = (float *)out + at;
+    if (wide) *full = accumulate ? *full + v : v;
+    else round_to(narrow, accumulate ? widen(*narrow) + v : v);
+}
+
+/* c[at] in column j from its sum of products: all the fusions, in their order. The pointers may be one. */
+template <class T>
+static __device__ void finish(const dt_matmul_args &a, int64_t at, int64_t j, float v) {
+    if (a.bias) v += widen(((const T *)a.bias)[j]);
+    if (a.derivative) {
+        v = act_back(a.activation, widen(((const T *)a.before)[at]), v, 1);
+    } else {
+        if (a.before) round_to((T *)a.before + at, v);
+        v = act(a.activation, v, 1, 0);
+    }
+    if (a.residual) v += widen(((const T *)a.residual)[at]);
+    give_as<T>(a.c, a.wide, at, v, a.accumulate);
+}
+
+/* A or B as the kernels see it: `rows` of c's rows or columns. across: neighbours of one k lie together. */
+struct operand {
+    const void *p;
+    int64_t     ld, stride;
+    int         rows;
+    bool        across, wide;
+};
+
+static operand operand_of(const void *p, int64_t rows, int64_t k, int64_t ld, int64_t stride, bool across,
+    size_t size) {
+    size_t  all = (size_t)p | (size_t)(ld | stride | (across ? rows : k)) * size;
+    operand x = { p, ld, stride, (int)rows, across, all % 16 == 0 };
+    return x;
+}
+
+/* Where a block's tile of c begins. */
+struct corner { int batch, row, col; };
+
+static __device__ corner corner_of(const dt_matmul_args &a, int tile) {
+    int    across = ((int)a.n + tile - 1) / tile, down = ((int)a.m + tile - 1) / tile, i = blockIdx.x;
+    corner c = { i / across / down, i / across % down * tile, i % across * tile };
+    return c;
+}
+
+/* In f32. 16 x 16 threads, each with R x R sums; an element is one chain of multiply-adds, k ascending, whatever the
+   tile. What comes from memory next is under way during the sums. */
+enum { DEPTH = 16 };
+
+template <int R>
+static __device__ void fetch_f32(pack<float> *next, const operand &x, int batch, int row0, int k0, int k) {
+    const float *p = (const float *)x.p + batch * x.stride;
+    for (int i = 0; i < R / 4; i++) {
+        int     at = threadIdx.x + i * BLOCK, in_line = x.across ? 4 * R : DEPTH / 4;
+        int     line = (x.across ? k0 : row0) + at / in_line, lines = x.across ? k : x.rows;
+        int     first = (x.across ? row0 : k0) + at % in_line * 4, end = x.across ? x.rows : k;
+        next[i] = load(p + (line < lines ? line * x.ld : 0), (size_t)first, line < lines ? (size_t)end : 0, x.wide);
+    }
+}
+
+/* Into the tile (DEPTH,16 R), of packs along the rows. */
+template <int R>
+static __device__ void keep_f32(pack<float> (*tile)[4 * R + 1], const pack<float> *next, int across) {
+    for (int i = 0; i < R / 4; i++) {
+        int at = threadIdx.x + i * BLOCK, row = at / (DEPTH / 4), k = at % (DEPTH / 4) * 4;
+        if (across) tile[at / (4 * R)][at % (4 * R)] = next[i];
+        else for (int e = 0; e < 4; e++) tile[k + e][row / 4].v[row % 4] = next[i].v[e];
+    }
+}
+
+template <int R>
+KERNEL __launch_bounds__(BLOCK, 2) matmul_f32_kernel(dt_matmul_args a, operand x, operand y) {
+    __shared__ pack<float> xs[2][DEPTH][4 * R + 1], ys[2][DEPTH][4 * R + 1];
+    pack<float> next_x[R / 4], next_y[R / 4];
+    float       sum[R][R] = { { 0 } };
+    corner      c = corner_of(a, 16 * R);
+    int         down = threadIdx.x / 16, across = threadIdx.x % 16;
+    bool        idle = c.row + down * 4 >= a.m || c.col + across * 4 >= a.n;
+    fetch_f32<R>(next_x, x, c.batch, c.row, 0, a.k);
+    fetch_f32<R>(next_y, y, c.batch, c.col, 0, a.k);
+    for (int k0 = 0, s = 0; k0 < a.k; k0 += DEPTH, s ^= 1) {
+        keep_f32<R>(xs[s], next_x, x.across);
+        keep_f32<R>(ys[s], next_y, y.across);
+        __syncthreads(); /* the one barrier: two steps on, all have left this half */
+        fetch_f32<R>(next_x, x, c.batch, c.row, k0 + DEPTH, a.k);
+        fetch_f32<R>(next_y, y, c.batch, c.col, k0 + DEPTH, a.k);
+        UNROLL for (int k = 0; k < DEPTH; k++) {
+            pack<float> u[R / 4], v[R / 4];
+            if (idle) break;
+            UNROLL for (int i = 0; i < R / 4; i++) {
+                u[i] = xs[s][k][16 * i + down];
+                v[i] = ys[s][k][16 * i + across];
+            }
+            UNROLL for (int i = 0; i < R * R; i++)
+                sum[i / R][i % R] += u[i / R / 4].v[i / R % 4] * v[i % R / 4].v[i % 4];
+        }
+    }
+    UNROLL for (int at = 0; at < R * R; at++) {
+        int     i = at / R, j = at % R;
+        int     row = c.row + i / 4 * 64 + down * 4 + i % 4, col = c.col + j / 4 * 64 + across * 4 + j % 4;
+        if (row < a.m && col < a.n) finish<float>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i][j]);
+    }
+}
+
+/* bf16 and f16 on tensor cores: 128 x 128 of c, 64 of k at a time; eight warps with 64 x 32 of c each. */
+enum { SIDE = 128, STEP = 64, MATMUL_STAGES = 2 };
+
+template <class T>
+static __device__ void fetch_side(T *tile, const operand &x, int batch, int row0, int k0, int k) {
+    const T *p = (const T *)x.p + batch * x.stride;
+    if (x.across) fetch_tile<T, STEP, SIDE, BLOCK>(tile, p + k0 * x.ld + row0, x.ld, k - k0, x.rows - row0, x.wide);
+    else fetch_tile<T, SIDE, STEP, BLOCK>(tile, p + row0 * x.ld + k0, x.ld, x.rows - row0, k - k0, x.wide);
+}
+
+/* ACROSS_X, ACROSS_Y: x.across, y.across */
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+static __device__ void multiply_tiles(float (&sum)[4][4][4], const T *xs, const T *ys, int row, int col) {
+    int at_x = ACROSS_X ? columns_first<SIDE>() : rows_first<STEP>();
+    int at_y = ACROSS_Y ? rows_first<SIDE>() : columns_first<STEP>();
+    UNROLL for (int k = 0; k < STEP; k += 16) {
+        unsigned u[4][4], v[2][4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (ACROSS_X) ldmatrix_trans(u[i], xs + k * SIDE + (at_x ^ (row + 16 * i)));
+            else ldmatrix(u[i], xs + (row + 16 * i) * STEP + (at_x ^ k));
+        }
+        UNROLL for (int j = 0; j < 2; j++) {
+            if (ACROSS_Y) ldmatrix_trans(v[j], ys + k * SIDE + (at_y ^ (col + 16 * j)));
+            else ldmatrix(v[j], ys + (col + 16 * j) * STEP + (at_y ^ k));
+        }
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int j = 0; j < 4; j++) mma(T(), sum[i][j], u[i], v[j / 2] + j % 2 * 2);
+    }
+}
+
+template <class T, bool ACROSS_X, bool ACROSS_Y>
+KERNEL __launch_bounds__(BLOCK, 2) matmul_narrow_kernel(dt_matmul_args a, operand x, operand y) {
+    DT_DYN_SMEM(T, shared);
+    const int SIZE = SIDE * STEP;
+    float     sum[4][4][4] = { { { 0 } } };
+    corner    c = corner_of(a, SIDE);
+    int       warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / 4 * 64, across = warp % 4 * 32;
+    T        *xs = shared, *ys = shared + MATMUL_STAGES * SIZE;
+    bool      idle = c.row + down >= a.m || c.col + across >= a.n;
+    for (int k0 = -STEP, s = 1; k0 < a.k; k0 += STEP, s ^= 1) {
+        copies_here();
+        __syncthreads(); /* the tiles of this step are there, and all have left those of the step before */
+        if (k0 + STEP < a.k) {
+            fetch_side(xs + (s ^ 1) * SIZE, x, c.batch, c.row, k0 + STEP, a.k);
+            fetch_side(ys + (s ^ 1) * SIZE, y, c.batch, c.col, k0 + STEP, a.k);
+            copies_sent();
+        }
+        if (k0 >= 0 && !idle)
+            multiply_tiles<T, ACROSS_X, ACROSS_Y>(sum, xs + s * SIZE, ys + s * SIZE, down, across);
+    }
+    UNROLL for (int i = 0; i < 64; i++) {
+        int row = c.row + down + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+        int col = c.col + across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        if (row < a.m && col < a.n)
+            finish<T>(a, c.batch * a.stride_c + row * a.ldc + col, col, sum[i / 16][i / 4 % 4][i % 4]);
+    }
+}
+
+/* Blocks of a grid; 0: more than a grid can have. */
+static unsigned blocks_of(int64_t rows, int64_t row_tile, int64_t cols, int64_t col_tile, int64_t batch) {
+    double all = ceil((double)rows / (double)row_tile) * ceil((double)cols / (double)col_tile) * (double)batch;
+    return all <= INT32_MAX ? (unsigned)all : 0;
+}
+
+/* A launch with more shared memory than the 48 KB that need no permission; permission is the device's, and cheap. */
+#define LAUNCH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+    do { \
+        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(bytes)) != cudaSuccess) { \
+            (void)cudaGetLastError(); \
+            return DT_ERR_UNSUPPORTED; /* the device has less */ \
+        } \
+        DT_LAUNCH((kernel), blocks, threads, bytes, stream_of(stream), __VA_ARGS__); \
+    } while (0)
+
+static dt_status matmul_f32(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned large = blocks_of(a.m, 128, a.n, 128, a.batch), small = blocks_of(a.m, 64, a.n, 64, a.batch);
+    if (large == 0) return DT_ERR_UNSUPPORTED;
+    if (large >= 128 || small == 0) DT_LAUNCH(matmul_f32_kernel<8>, large, BLOCK, 0, stream_of(stream), a, x, y);
+    else DT_LAUNCH(matmul_f32_kernel<4>, small, BLOCK, 0, stream_of(stream), a, x, y);
+    return launched();
+}
+
+template <class T>
+static dt_status matmul_narrow(const dt_matmul_args &a, const operand &x, const operand &y, void *stream) {
+    unsigned blocks = blocks_of(a.m, SIDE, a.n, SIDE, a.batch);
+    size_t   bytes = 2 * MATMUL_STAGES * SIDE * STEP * sizeof(T);
+    if (blocks == 0) return DT_ERR_UNSUPPORTED;
+#define GO(X, Y) LAUNCH_SHARED((matmul_narrow_kernel<T, X, Y>), blocks, BLOCK, bytes, stream, a, x, y)
+    if (x.across && y.across) GO(true, true);
+    else if (x.across) GO(true, false);
+    else if (y.across) GO(false, true);
+    else GO(false, false);
+#undef GO
+    return launched();
+}
+
+static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
+    size_t  size = a.dtype == DT_F32 ? 4 : 2;
+    operand x = operand_of(a.a, a.m, a.k, a.lda, a.stride_a, a.trans_a != 0, size);
+    operand y = operand_of(a.b, a.n, a.k, a.ldb, a.stride_b, a.trans_b == 0, size);
+    if (a.dtype == DT_F32) return matmul_f32(a, x, y, stream);
+    return a.dtype == DT_BF16 ? matmul_narrow<bf16>(a, x, y, stream) : matmul_narrow<f16>(a, x, y, stream);
+}
+
+/* ---- by cuBLASLt ---- */
+
+#ifdef DT_CUBLASLT
+/* All that an algorithm depends on; compared as bytes. Alignments are those of the pointers, up to 256. */
+struct product_key {
+    int64_t  m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
+    size_t   work_bytes;
+    int      dtype, wide, trans_a, trans_b, epilogue, adds;
+    unsigned align_a, align_b, align_c, align_d;
+};
+
+/* A product that cuBLASLt has been asked for: column-major, so that C^T = B^T A^T is what it computes. */
+struct product_plan {
+    product_key                  key;
+    bool                         used, works;
+    cublasLtMatmulDescOpaque_t   what;
+    cublasLtMatrixLayoutOpaque_t a, b, c;
+    cublasLtMatmulAlgo_t         algorithm;
+    size_t                       workspace;
+};
+
+/* A plan lies at one of TRIES places from its hash on; when others lie there the first gives way. */
+enum { PLANS = 256, TRIES = 4 };
+
+struct blas {
+    cublasLtHandle_t handle; /* NULL: the library could not start, and is not asked again */
+    bool             gelu;   /* its GELU is no slower than one apart: since Hopper */
+    product_plan     plans[PLANS];
+};
+
+static void blas_close(blas *b) {
+    if (b && b->handle) cublasLtDestroy(b->handle);
+    free(b);
+}
+
+static blas *blas_of(cuda_queue *queue) {
+    int major = 0;
+    if (queue->blas) return queue->blas;
+    queue->blas = (blas *)calloc(1, sizeof *queue->blas);
+    if (!queue->blas) return NULL;
+    if (cublasLtCreate(&queue->blas->handle) != CUBLAS_STATUS_SUCCESS) queue->blas->handle = NULL;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, queue->device) == cudaSuccess)
+        queue->blas->gelu = major >= 9;
+    return queue->blas;
+}
+
+static unsigned alignment_of(const void *p) {
+    size_t low = (size_t)p & (~(size_t)p + 1);
+    return low == 0 || low > 256 ? 256 : (unsigned)low;
+}
+
+static cudaDataType_t number_of(int dtype) {
+    return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+/* rows and columns as stored by rows: the other way round by columns. */
+static void layout_of(cublasLtMatrixLayoutOpaque_t *l, int dtype, int64_t rows, int64_t cols, int64_t ld, int64_t batch,
+    int64_t stride) {
+    int32_t count = (int32_t)batch;
+    cublasLtMatrixLayoutInit(l, number_of(dtype), (uint64_t)cols, (uint64_t)rows, ld);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+    cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+#define SET(name, value) \
+    cublasLtMatmulDescSetAttribute(&p->what, CUBLASLT_MATMUL_DESC_##name, &(value), sizeof(value))
+#define PREFER(name, value) \
+    cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_##name, &(value), sizeof(value))
+
+/* Sums in parts are added in f32, so that a result is rounded once. */
+static void plan_make(blas *b, product_plan *p, const product_key &key) {
+    cublasLtMatmulPreferenceOpaque_t wish;
+    cublasLtMatmulHeuristicResult_t  best;
+    cublasOperation_t                op_a = key.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t                op_b = key.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t               epilogue = (cublasLtEpilogue_t)key.epilogue;
+    uint32_t                         schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    int                              found = 0, to = key.wide ? (int)DT_F32 : key.dtype;
+    p->key = key;
+    p->used = true;
+    cublasLtMatmulDescInit(&p->what, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    SET(TRANSA, op_a);
+    SET(TRANSB, op_b);
+    SET(EPILOGUE, epilogue);
+    SET(EPILOGUE_AUX_LD, key.ldc);
+    SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
+    layout_of(&p->a, key.dtype, key.trans_b ? key.n : key.k, key.trans_b ? key.k : key.n, key.ldb, key.batch,
+              key.stride_b);
+    layout_of(&p->b, key.dtype, key.trans_a ? key.k : key.m, key.trans_a ? key.m : key.k, key.lda, key.batch,
+              key.stride_a);
+    layout_of(&p->c, to, key.m, key.n, key.ldc, key.batch, key.stride_c);
+    cublasLtMatmulPreferenceInit(&wish);
+    PREFER(MAX_WORKSPACE_BYTES, key.work_bytes);
+    PREFER(REDUCTION_SCHEME_MASK, schemes);
+    PREFER(MIN_ALIGNMENT_A_BYTES, key.align_b);
+    PREFER(MIN_ALIGNMENT_B_BYTES, key.align_a);
+    PREFER(MIN_ALIGNMENT_C_BYTES, key.align_c);
+    PREFER(MIN_ALIGNMENT_D_BYTES, key.align_d);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(b->handle, &p->what, &p->a, &p->b, &p->c, &p->c, &wish, 1,
+                                                           &best, &found);
+    p->works = status == CUBLAS_STATUS_SUCCESS && found > 0 && best.state == CUBLAS_STATUS_SUCCESS;
+    if (!p->works) return;
+    p->algorithm = best.algo;
+    p->workspace = best.workspaceSize;
+}
+#undef PREFER
+
+static product_plan *plan_of(blas *b, const product_key &key) {
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof key; i++) hash = (hash ^ ((const unsigned char *)&key)[i]) * 1099511628211u;
+    product_plan *first = NULL;
+    for (int i = 0; i < TRIES; i++) {
+        product_plan *p = &b->plans[((hash >> 32) + i) % PLANS];
+        if (p->used && memcmp(&p->key, &key, sizeof key) == 0) return p;
+        if (!first || (first->used && !p->used)) first = p;
+    }
+    plan_make(b, first, key);
+    return first;
+}
+
+/* How a call is shared: the library's epilogue, and what is left in `rest` for a kernel after it. from: where the
+   library reads what it adds, or NULL; to: where it writes. False: not its work. */
+struct blas_split {
+    cublasLtEpilogue_t epilogue;
+    dt_matmul_args     rest;
+    const void        *from;
+    void              *to;
+    bool               more; /* something is left */
+};
+
+/* GELU with the value before it, or its derivative from that value, at once. */
+static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
+    bool aux = !a.before || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) && (size_t)a.before % 16 == 0);
+    if (a.activation != DT_ACT_GELU || !aux || (a.derivative && a.bias) || (a.bias && (size_t)a.bias % 16)) return false;
+    if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
+    else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    s->rest.bias = NULL;
+    s->rest.before = NULL;
+    s->rest.activation = s->rest.derivative = 0;
+    return true;
+}
+
+static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
+    bool plain = !a.activation && !a.derivative && !a.before;
+    if (a.wide && a.dtype != DT_F32 && (a.bias || a.residual || !plain)) return false;
+    if (a.accumulate && (a.residual || !plain)) return false;
+    s->rest = a;
+    s->rest.accumulate = 0;
+    s->from = a.accumulate ? a.c : NULL;
+    s->to = a.c;
+    if (!gelu || !split_gelu(a, s)) {
+        bool bias = a.bias && (size_t)a.bias % 16 == 0;
+        s->epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        if (bias) s->rest.bias = NULL;
+        if (a.accumulate && s->rest.bias) return false;
+        if (a.residual && plain && !s->rest.bias) s->from = a.residual, s->rest.residual = NULL;
+        if (a.before && !a.derivative && !s->rest.bias) s->to = a.before, s->rest.before = NULL;
+    }
+    s->more = s->rest.bias || s->rest.before || s->rest.activation || s->rest.residual || s->to != a.c;
+    return true;
+}
+
+/* What is left of each element, which the library has written at `from`, rounded. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) matmul_rest_kernel(dt_matmul_args a, const T *from) {
+    for (size_t i = flat_first(1); i < (size_t)(a.batch * a.m * a.n); i += flat_step(1)) {
+        int64_t row = (int64_t)i / a.n, col = (int64_t)i % a.n;
+        int64_t at = row / a.m * a.stride_c + row % a.m * a.ldc + col;
+        finish<T>(a, at, col, widen(from[at]));
+    }
+}
+
+static dt_status matmul_rest(const blas_split &s, void *stream) {
+    const dt_matmul_args &a = s.rest;
+    size_t                count = (size_t)(a.batch * a.m * a.n);
+    if (!s.more) return launched();
+    if (a.dtype == DT_F32) LAUNCH(matmul_rest_kernel<float>, count, BLOCK, stream, a, (const float *)s.to);
+    else if (a.dtype == DT_BF16) LAUNCH(matmul_rest_kernel<bf16>, count, BLOCK, stream, a, (const bf16 *)s.to);
+    else LAUNCH(matmul_rest_kernel<f16>, count, BLOCK, stream, a, (const f16 *)s.to);
+    return launched();
+}
+
+static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
+    product_key key;
+    memset(&key, 0, sizeof key); /* what lies between members too */
+    key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
+    key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
+    key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
+    key.work_bytes = (size_t)a.work % 16 == 0 ? a.work_bytes : 0;
+    key.dtype = a.dtype, key.wide = a.wide, key.trans_a = a.trans_a != 0, key.trans_b = a.trans_b != 0;
+    key.epilogue = (int)s.epilogue, key.adds = s.from != NULL;
+    key.align_a = alignment_of(a.a), key.align_b = alignment_of(a.b);
+    key.align_c = alignment_of(s.from ? s.from : s.to), key.align_d = alignment_of(s.to);
+    return key;
+}
+
+/* False: the library cannot, and nothing has been done. */
+static bool blas_matmul(const dt_matmul_args &a, cuda_queue *queue, dt_status *status) {
+    blas         *b = a.k > 0 && a.batch <= INT32_MAX ? blas_of(queue) : NULL;
+    blas_split    s;
+    product_plan *p = NULL;
+    float         one = 1, adds;
+    if (!b || !b->handle) return false;
+    for (int gelu = b->gelu; gelu >= 0 && (!p || !p->works); gelu--) {
+        if (!split_call(a, gelu, &s)) return false;
+        p = plan_of(b, key_of(a, s));
+    }
+    if (!p->works) return false;
+    adds = s.from ? 1.0f : 0.0f;
+    SET(BIAS_POINTER, a.bias);
+    SET(EPILOGUE_AUX_POINTER, a.before);
+    cublasStatus_t done = cublasLtMatmul(b->handle, &p->what, &one, a.b, &p->a, a.a, &p->b, &adds,
+                                         s.from ? s.from : s.to, &p->c, s.to, &p->c, &p->algorithm, a.work,
+                                         p->workspace, queue->stream);
+    p->works = done == CUBLAS_STATUS_SUCCESS;
+    if (p->works) *status = matmul_rest(s, queue);
+    return p->works;
+}
+#undef SET
+#else
+static void blas_close(struct blas *) {}
+static bool blas_matmul(const dt_matmul_args &, cuda_queue *, dt_status *) { return false; }
+#endif
+
+static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
+    dt_matmul_args a = *args;
+    dt_status      status = DT_OK;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.m < 0 || a.n < 0 || a.k < 0 || a.batch < 0 || a.activation < 0 || a.activation >= DT_ACT_AFFINE ||
+        (a.derivative && !a.before)) return DT_ERR_ARG;
+    if (a.batch == 0) a.batch = 1;
+    if (a.lda == 0) a.lda = a.trans_a ? a.m : a.k;
+    if (a.ldb == 0) a.ldb = a.trans_b ? a.k : a.n;
+    if (a.ldc == 0) a.ldc = a.n;
+    if (a.m == 0 || a.n == 0) return launched();
+    if (stream && blas_matmul(a, (cuda_queue *)stream, &status)) return status;
+    if (a.m >= INT32_MAX - SIDE || a.n >= INT32_MAX - SIDE || a.k >= INT32_MAX - STEP) return DT_ERR_UNSUPPORTED;
+    return own_matmul(a, stream);
+}
+
+// ==== 16. Attention =================================================================================================
+
+/* FlashAttention-2, arXiv:2307.08691. A block has ROWS queries (in keys_back: keys) and walks over the other side, COLS
+   at a time, of which a warp takes PART at a time; 16 M of the rows are a warp's. Scores stay in registers, as mma
+   leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. A lane has 2 M rows:
+   row r is in c[r / 2], with r % 2 for e / 2. f32 is computed in the same places by plain multiply-adds. D is the
+   dimension of a head, padded. */
+
+/* ---- who sees whom ---- */
+
+/* The least and the greatest of some queries or keys. */
+struct span { int first, last, document_first, document_last; };
+
+/* Queries or keys: `length` of each sequence, in tiles of `each`. Without an array positions are index + shift, and all
+   documents one. With an array there are spans of tiles, (batch,tiles), made before. */
+struct side {
+    const int32_t *position, *document;
+    span          *spans;
+    int            length, each, tiles, shift;
+};
+
+/* What kernels know beside the pointers: in 32 bits, because registers are scarce. power: scale in powers of two. A
+   grid is (tiles, heads, sequences), from first_kv, first_sequence on. */
+struct task {
+    side  q, k;
+    int   causal, heads, kv_heads, group, dim, q_row, k_row, first_sequence, first_kv; /* *_row: of all heads */
+    float scale, power;
+    bool  wide, fours; /* inputs can be read 16 bytes at a time, results written four numbers at a time */
+};
+
+static __device__ int position_of(const side &s, int sequence, int i) {
+    return s.position ? s.position[(int64_t)sequence * s.length + i] : i + s.shift;
+}
+
+static __device__ int document_of(const side &s, int sequence, int i) {
+    return s.document ? s.document[(int64_t)sequence * s.length + i] : 0;
+}
+
+/* Of `count` from `first` on; where there are arrays, of the tile they lie in. */
+static __device__ span span_of(const side &s, int sequence, int first, int count) {
+    first = anew(first);
+    if (s.spans) return s.spans[(int64_t)sequence * s.tiles + first / s.each];
+    span x = { first + s.shift, min(first + count, s.length) - 1 + s.shift, 0, 0 };
+    return x;
+}
+
+/* A warp per tile. */
+KERNEL __launch_bounds__(BLOCK) spans_kernel(side s, int64_t batch) {
+    int64_t tile = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    int     sequence = (int)(tile / s.tiles), first = (int)(tile % s.tiles) * s.each;
+    span    x = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN };
+    if (sequence >= batch) return;
+    for (int i = first + threadIdx.x % 32; i < min(first + s.each, s.length); i += 32) {
+        int position = position_of(s, sequence, i), document = document_of(s, sequence, i);
+        x.first = min(x.first, position);
+        x.last = max(x.last, position);
+        x.document_first = min(x.document_first, document);
+        x.document_last = max(x.document_last, document);
+    }
+    for (int other = 16; other > 0; other /= 2) {
+        x.first = min(x.first, __shfl_xor_sync(0xffffffffu, x.first, other));
+        x.last = max(x.last, __shfl_xor_sync(0xffffffffu, x.last, other));
+        x.document_first = min(x.document_first, __shfl_xor_sync(0xffffffffu, x.document_first, other));
+        x.document_last = max(x.document_last, __shfl_xor_sync(0xffffffffu, x.document_last, other));
+    }
+    if (threadIdx.x % 32 == 0) s.spans[tile] = x;
+}
+
+static __device__ bool none_seen(const task &s, span q, span k) {
+    return (s.causal && k.first > q.last) || k.document_first > q.document_last || k.document_last < q.document_first;
+}
+
+/* With first <= last on both sides, the documents below are one. */
+static __device__ bool all_seen(const task &s, span q, span k) {
+    return (!s.causal || k.last <= q.first) && q.document_first == k.document_last &&
+           q.document_last == k.document_first;
+}
+
+/* The first tile of keys from i on that a span of queries sees some of. */
+static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int i) {
+    span q = span_of(s.q, sequence, row0, rows);
+    while (i < s.k.tiles && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
+    return i;
+}
+
+/* The first tile of queries from i on; they come once for each head of a group. */
+struct visit { int head, tile; };
+
+static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, visit i) {
+    span k = span_of(s.k, sequence, row0, rows);
+    for (; i.head < s.group; i.head++, i.tile = 0)
+        for (; i.tile < s.q.tiles; i.tile++)
+            if (!none_seen(s, span_of(s.q, sequence, i.tile * s.q.each, s.q.each), k)) return i;
+    return i;
+}
+
+/* Position and document of what a tile has: of row i of it by the caller's thread. */
+static __device__ int2 look(const task &s, const side &of, int sequence, int i) {
+    int2 x = { 0, 0 };
+    if (i >= of.length) return x; /* hidden otherwise, or never looked at */
+    if (s.causal) x.x = position_of(of, sequence, i);
+    x.y = document_of(of, sequence, i);
+    return x;
+}
+
+/* Minus infinity for what is not seen; rows, cols: what `look` says of the warp's rows and of the columns. */
+template <int M, int J>
+static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < 2 * J; at++) {
+        int2 col = cols[at / 2 * 8 + 2 * t + at % 2];
+        UNROLL for (int r = 0; r < 2 * M; r++) {
+            int2 row = rows[8 * r + g];
+            bool late = rows_are_keys ? row.x > col.x : col.x > row.x;
+            if (late || row.y != col.y) c[r / 2][at / 2][r % 2 * 2 + at % 2] = -INFINITY;
+        }
+    }
+}
+
+/* The same for columns that are not there, from number `have` on. */
+template <int M, int J>
+static __device__ void hide_rest(float (&c)[M][J][4], int have) {
+    UNROLL for (int e = 0; e < M * J * 4; e++)
+        if (e / 4 % J * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+}
+
+/* ---- products of a warp ---- */
+
+/* c = rows of x, from `row` on, times rows of y. The sums go over all of D, beyond `dim` of which tiles are zero. */
+template <int D, int M, int J, class T>
+static __device__ void scores(float (&c)[M][J][4], const T *x, int row, const T *y, int dim) {
+    int at_x = rows_first<D>(), at_y = columns_first<D>();
+    (void)dim;
+    memset(c, 0, sizeof c);
+    UNROLL for (int k = 0; k < D; k += 16) {
+        unsigned u[M][4];
+        UNROLL for (int i = 0; i < M; i++) ldmatrix(u[i], x + (row + 16 * i) * D + (at_x ^ k));
+        UNROLL for (int j = 0; j < J; j += 2) {
+            unsigned v[4];
+            ldmatrix(v, y + 8 * j * D + (at_y ^ k));
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][j], u[i], v);
+                mma(T(), c[i][j + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int J>
+static __device__ void scores(float (&c)[M][J][4], const float *x, int row, const float *y, int dim) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    memset(c, 0, sizeof c);
+    UNROLL_BY(2) for (int k = 0; k < dim; k += 4) {
+        pack<float> u[2 * M];
+        UNROLL for (int r = 0; r < 2 * M; r++) u[r] = *(const pack<float> *)(x + place<float, D>(row + 8 * r + g, k));
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            pack<float> v = *(const pack<float> *)(y + place<float, D>(at / 2 * 8 + 2 * t + at % 2, k));
+            UNROLL for (int i = 0; i < 8 * M; i++)
+                c[i / 8][at / 2][i / 4 % 2 * 2 + at % 2] += u[i / 4].v[i % 4] * v.v[i % 4];
+        }
+    }
+}
+
+/* c += p times the tile y, which has a row for each column of p. On tensor cores p is rounded to y's type. */
+template <int D, int M, int N, int J, class T>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int dim) {
+    int at_y = rows_first<D>();
+    (void)dim;
+    UNROLL for (int j = 0; j < J; j += 2) {
+        unsigned u[M][4];
+        UNROLL for (int e = 0; e < 4 * M; e++)
+            u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
+        UNROLL for (int n = 0; n < N; n += 2) {
+            unsigned v[4];
+            ldmatrix_trans(v, y + 8 * j * D + (at_y ^ 8 * n));
+            UNROLL for (int i = 0; i < M; i++) {
+                mma(T(), c[i][n], u[i], v);
+                mma(T(), c[i][n + 1], u[i], v + 2);
+            }
+        }
+    }
+}
+
+template <int D, int M, int N, int J>
+static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const float *y, int dim) {
+    int first = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
+    UNROLL for (int at = 0; at < 8 * J; at++) {
+        float u[2 * M]; /* of the lane of this row that has column `at` */
+        UNROLL for (int r = 0; r < 2 * M; r++)
+            u[r] = __shfl_sync(0xffffffffu, p[r / 2][at / 8][r % 2 * 2 + at % 2], first + at % 8 / 2);
+        UNROLL for (int n = 0; n < N; n++) {
+            if (8 * n >= dim) continue;
+            const float *v = y + place<float, D>(at, 8 * n + 2 * t);
+            UNROLL for (int i = 0; i < 4 * M; i++) c[i / 4][n][i % 4] += u[i / 2] * v[i % 2];
+        }
+    }
+}
+
+/* The sum, or the largest, of the four lanes that share a row, for each of them. */
+static __device__ float row_sum(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+static __device__ float row_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+/* ---- tiles ---- */
+
+/* What fits into the registers, 64 K for the THREADS of AT_ONCE blocks, and into the 99 KB of shared memory that every
+   GPU since sm_80 gives a block. WHAT: 0 the forward, 1 the backward of queries, 2 that of keys. */
+template <class T, int D, int WHAT>
+struct form {
+    static constexpr bool NARROW = sizeof(T) == 2;
+    static constexpr int M = NARROW && (D == 64 || (D == 128 && WHAT < 2)) ? 2 : 1;
+    static constexpr int COLS = NARROW ? (D == 64 || (D == 128 && WHAT != 1) ? 64 : 32)
+                                       : (D == 256 || (D == 128 && WHAT) ? 16 : 32);
+    static constexpr int PART = !NARROW ? COLS : D == 256 && WHAT ? 16 : 32;
+    static constexpr int OF_WARPS = NARROW || D == 64 || (D == 128 && !WHAT) ? 4 : 2;
+    static constexpr int STAGES = (NARROW && D == 256 && WHAT) || (!NARROW && (D > 64 || WHAT)) ? 1 : 2;
+    static constexpr int AT_ONCE = NARROW && D == 64 && !WHAT ? 3 : 2;
+    static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS;
+};
+
+/* A tile of two arrays whose rows lie alike. */
+template <class T, int ROWS, int D, int THREADS>
+static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at, int ld, int rows,
+    const task &s) {
+    fetch_tile<T, ROWS, D, THREADS>(x, (const T *)from_x + at, ld, rows, s.dim, s.wide);
+    fetch_tile<T, ROWS, D, THREADS>(y, (const T *)from_y + at, ld, rows, s.dim, s.wide);
+    copies_sent();
+}
+
+/* Element of a row of queries; of keys. */
+static __device__ int64_t query_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.q.length + row) * s.heads + head) * s.dim;
+}
+
+static __device__ int64_t key_at(const task &s, int sequence, int row, int head) {
+    return (int64_t)((sequence * s.k.length + row) * s.kv_heads + head) * s.dim;
+}
+
+/* Four neighbours, of which n are there: v, and `old` times what is there already. */
+template <class T>
+static __device__ void give_four(T *to, pack<float> v, int n, bool at_once, float old) {
+    struct alignas(4 * sizeof(T)) four { T v[4]; } x;
+    if (at_once && old != 0) x = *(const four *)to;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n && old != 0) x.v[e] = to[e];
+    for (int e = 0; e < 4; e++)
+        if (e < n) round_to(&x.v[e], old != 0 ? v.v[e] + old * widen(x.v[e]) : v.v[e]);
+    if (at_once) *(four *)to = x;
+    for (int e = 0; e < 4 && !at_once; e++)
+        if (e < n) to[e] = x.v[e];
+}
+
+/* Where a warp's rows go: from element `at` on, ld apart, the first `rows` of them; multiplied with `factor`. What is
+   there already is added if `accumulate`; of row r, keep[r] times. */
+struct target {
+    void        *out;
+    int          wide, accumulate;
+    const float *keep; /* or NULL: once */
+    int64_t      at;
+    int          ld, rows;
+    float        factor;
+};
+
+/* By way of the warp's rows of a tile of floats, so that what a warp writes at once lies together. */
+template <class T, int D, int M, int N>
+static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const target &to, const task &s) {
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        UNROLL for (int n = 0; n < N; n++) {
+            float *two = tile + place<float, D>(8 * r + lane / 4, 8 * n + lane % 4 * 2);
+            two[0] = to.factor * c[r / 2][n][r % 2 * 2];
+            two[1] = to.factor * c[r / 2][n][r % 2 * 2 + 1];
+        }
+    }
+    __syncwarp();
+    UNROLL_BY(1) for (int i = lane; i < 4 * M * D; i += 32) {
+        int row = i / (D / 4), col = i % (D / 4) * 4, have = min(s.dim - col, 4);
+        if (row >= to.rows || have <= 0) continue;
+        pack<float> v = *(const pack<float> *)(tile + place<float, D>(row, col));
+        float       old = !to.accumulate ? 0 : to.keep ? to.keep[row] : 1;
+        int64_t     at = to.at + (int64_t)row * to.ld + col;
+        if (to.wide) give_four((float *)to.out + at, v, have, s.fours, old);
+        else give_four((T *)to.out + at, v, have, s.fours, old);
+    }
+}
+
+/* ---- forward ---- */
+
+#define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
+
+/* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
+   maximum. A row that sees nothing yet has maximum -infinity. */
+template <int M, int J, int N>
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float power) {
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        float now = most[r], total = 0;
+        UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
+        now = row_max(now);
+        float base = now == -INFINITY ? 0 : now * power, factor = exp2_of(most[r] * power - base);
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
+            *p = exp2_of(*p * power - base);
+            total += *p;
+        }
+        UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
+        most[r] = now;
+        sum[r] = sum[r] * factor + total;
+    }
+}
+
+/* log(e^x + e^y), of which either may be minus infinity */
+static __device__ float join_lse(float x, float y) {
+    float high = x > y ? x : y, low = x > y ? y : x;
+    return high == -INFINITY ? high : high + log1pf(expf(low - high));
+}
+
+/* Divides a warp's rows, from `row0` on, by their sums and writes lse. With `merge` both count with what out and lse
+   hold over other keys: keep, of the warp's rows in shared memory, is how much of that remains. */
+template <int M, int N>
+static __device__ void attention_end(const dt_attention_args &a, const task &s, int head, int row0, const float *most,
+    const float *sum, float (&out)[M][N][4], float *keep) {
+    int g = threadIdx.x % 32 / 4;
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        int     row = row0 + 8 * r + g, at = head * s.q.length + row;
+        bool    there = row < s.q.length;
+        float   total = row_sum(sum[r]), mine = total > 0 ? most[r] * s.scale + logf(total) : -INFINITY;
+        float   before = a.merge && there ? ((const float *)a.lse)[at] : -INFINITY, both = join_lse(mine, before);
+        float   factor = total > 0 ? expf(mine - both) / total : 0;
+        UNROLL for (int n = 0; n < 2 * N; n++) out[r / 2][n / 2][r % 2 * 2 + n % 2] *= factor;
+        __syncwarp(); /* all lanes of the row have read what one now writes */
+        if (threadIdx.x % 4 > 0) continue;
+        keep[8 * r + g] = before > -INFINITY ? expf(before - both) : 0;
+        if (there) ((float *)a.lse)[at] = both;
+    }
+}
+
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
+    attention_kernel(dt_attention_args a, task s) {
+    typedef form<T, D, 0> F;
+    const int M = F::M, SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, qs);
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    __shared__ float keep[F::ROWS];
+    T       *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    out[M][D / 8][4] = { { { 0 } } }, c[M][F::PART / 8][4], most[2 * M], sum[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
+    int      sequence = s.first_sequence + blockIdx.z;
+    int      own = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        most[r] = -INFINITY;
+        sum[r] = 0;
+    }
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, (const T *)a.q + query_at(s, sequence, row0, blockIdx.y), s.q_row,
+                                          s.q.length - row0, s.dim, s.wide);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads(); /* this tile is there, and all have left the other stage */
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, ks + stage * SIZE + part * D, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            softmax_step(c, most, sum, out, s.power);
+            mix<D>(out, c, vs + stage * SIZE + part * D, s.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    __syncthreads(); /* the tiles have been read */
+    int h = anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    attention_end(a, s, sequence * s.heads + h, row0 + own, most, sum, out, keep + own);
+    target to = { a.out, a.wide, a.merge, keep + own, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, 1 };
+    give_rows<T, D>((float *)qs + own * D, out, to, s);
+}
+
+/* ---- backward ---- */
+
+/* Deltas are those of the sequences and heads of one grid. */
+static __device__ int delta_at(const task &s, int sequence, int h, int row) {
+    return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
+}
+
+/* delta = sum of dout out for each row, a warp per row. */
+template <class T>
+KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, float *delta) {
+    int     row = blockIdx.x * WARPS + threadIdx.x / 32, sequence = s.first_sequence + blockIdx.z;
+    int     h = s.first_kv * s.group + blockIdx.y;
+    int64_t at = query_at(s, sequence, row, h);
+    float   sum = 0;
+    if (row >= s.q.length) return;
+    for (int d = threadIdx.x % 32; d < s.dim; d += 32) {
+        float out = a.wide ? ((const float *)a.out)[at + d] : widen(((const T *)a.out)[at + d]);
+        sum += widen(((const T *)a.dout)[at + d]) * out;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
+}
+
+/* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
+static __device__ float lse_of(const void *lse, const task &s, int sequence, int h, int row) {
+    float x = row < s.q.length ? ((const float *)lse)[(sequence * s.heads + h) * s.q.length + row] : INFINITY;
+    return x == -INFINITY ? INFINITY : x * (float)LOG2_E;
+}
+
+static __device__ float delta_of(const float *delta, const task &s, int sequence, int h, int row) {
+    return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
+}
+
+/* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
+    queries_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 1> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, qs);
+    __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
+    float    dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], mean[2 * M];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
+    auto     fetch = [&](int i, int stage) {
+        int kv = s.first_kv + anew(blockIdx.y) / s.group;
+        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
+                                             s.k.length - i * F::COLS, s);
+        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    UNROLL for (int r = 0; r < 2 * M; r++) {
+        lse[r] = lse_of(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+        mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+    }
+    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
+                                         s.q.length - row0, s);
+    if (i < s.k.tiles) fetch(i, 0);
+    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+        copies_here();
+        __syncthreads();
+        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
+        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = i * F::COLS + part;
+            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
+            T   *kt = ks + stage * SIZE + part * D, *vt = vs + stage * SIZE + part * D;
+            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores<D>(c, qs, own, kt, s.dim);
+            scores<D>(dp, ds, own, vt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
+            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                int    m = e / 4 / J, j = e / 4 % J, r = 2 * m + e % 4 / 2;
+                float *x = &c[m][j][e % 4];
+                *x = exp2_of(*x * s.power - lse[r]) * (dp[m][j][e % 4] - mean[r]);
+            }
+            mix<D>(dq, c, kt, s.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        i = next;
+    }
+    __syncthreads();
+    h = s.first_kv * s.group + anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    target to = { a.dq, a.wide, a.accumulate_q, NULL, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, s.scale };
+    give_rows<T, D>((float *)qs + own * D, dq, to, s);
+}
+
+/* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
+   2 dv, 3 both, for which the sums of a large D are too many. */
+template <class T, int D, int WHAT>
+KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
+    keys_back_kernel(dt_attention_back_args a, task s, const float *delta) {
+    typedef form<T, D, 2> F;
+    const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, ks);
+    __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
+    __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
+    T       *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
+    float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
+    int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
+    auto     fetch = [&](visit i, int stage) {
+        int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
+        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
+                                             query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
+        if (thread >= F::COLS) return;
+        lse[stage][thread] = lse_of(a.lse, s, sequence, h, row + thread);
+        mean[stage][thread] = delta_of(delta, s, sequence, h, row + thread);
+        cols[stage][thread] = look(s, s.q, sequence, row + thread);
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
+    visit next = { 0, 0 };
+    next = next_queries(s, sequence, row0, F::ROWS, next);
+    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
+    if (next.head < s.group) fetch(next, 0);
+    for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
+        int tile = next.tile++;
+        copies_here();
+        __syncthreads();
+        next = next_queries(s, sequence, row0, F::ROWS, next);
+        if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
+        UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
+            int  col0 = tile * F::COLS + part;
+            span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + own, 16 * M);
+            T   *qt = qs + stage * SIZE + part * D, *dt = ds + stage * SIZE + part * D;
+            if (row0 + own >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
+            scores<D>(c, ks, own, qt, s.dim);
+            if (!all_seen(s, q, k)) hide(c, true, rows + own, cols[stage] + part);
+            UNROLL for (int e = 0; e < M * J * 4; e++) {
+                float *p = &c[e / 4 / J][e / 4 % J][e % 4];
+                *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
+            }
+            if (WHAT & 2) mix<D>(dv, c, dt, s.dim);
+            if (WHAT == 2) continue;
+            scores<D>(dp, vs, own, dt, s.dim);
+            UNROLL for (int e = 0; e < M * J * 4; e++)
+                c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] -
+                    mean[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2];
+            mix<D>(dk, c, qt, s.dim);
+        }
+        if (F::STAGES == 1) __syncthreads();
+        if (F::STAGES == 1 && next.head < s.group) fetch(next, 0);
+    }
+    __syncthreads();
+    target to = { a.dk, a.wide, a.accumulate_k, NULL, key_at(s, sequence, row0 + own, kv), ld, s.k.length - row0 - own,
+                  s.scale };
+    if (WHAT & 1) give_rows<T, D>((float *)ks + own * D, dk, to, s);
+    to.out = a.dv;
+    to.accumulate = a.accumulate_v;
+    to.factor = 1;
+    if (WHAT & 2) give_rows<T, D>((float *)ks + own * D, dv, to, s);
+}
+
+/* ---- launching ---- */
+
+static const int64_t MAX_GRID = 65535; /* blocks of a grid in its second and third dimension */
+
+static int64_t tiles_of(int64_t length, int64_t each) { return (length + each - 1) / each; }
+
+static side side_of(const int32_t *position, const int32_t *document, int64_t length, int each, int64_t shift) {
+    side x = { position, document, NULL, (int)length, each, (int)tiles_of(length, each), (int)shift };
+    return x;
+}
+
+/* What is the same forward and backward. Rows are numbered in 32 bits; a scale that is not positive would make the
+   largest score the smallest. */
+template <class args>
+static dt_status task_of(task *out, const args &a, size_t aligned) {
+    int64_t  row = a.heads * a.dim, longest = (a.tq > a.tk ? a.tq : a.tk) + 256;
+    dt_sight s = a.sight;
+    task     x;
+    if (a.dtype != DT_F32 && a.dtype != DT_BF16 && a.dtype != DT_F16) return DT_ERR_UNSUPPORTED;
+    if (a.kv_heads < 1 || a.heads % a.kv_heads || !a.work) return DT_ERR_ARG;
+    if (a.batch * a.heads * longest > INT32_MAX || row > INT32_MAX / 256 || a.heads > MAX_GRID || !(a.scale > 0) ||
+        a.dim > 256) return DT_ERR_UNSUPPORTED;
+    if (!s.causal) s.q_position = s.k_position = NULL;
+    if (!s.k_document) s.q_document = NULL;
+    x.q = side_of(s.q_position, s.q_document, a.tq, 1, a.tk - a.tq);
+    x.k = side_of(s.k_position, s.k_document, a.tk, 1, 0);
+    x.causal = s.causal;
+    x.heads = (int)a.heads;
+    x.kv_heads = (int)a.kv_heads;
+    x.group = (int)(a.heads / a.kv_heads);
+    x.dim = (int)a.dim;
+    x.q_row = (int)row;
+    x.k_row = (int)(a.kv_heads * a.dim);
+    x.first_sequence = x.first_kv = 0;
+    x.scale = (float)a.scale;
+    x.power = (float)(a.scale * LOG2_E);
+    x.wide = (aligned | (size_t)a.dim * dt_dtype_size(a.dtype)) % 16 == 0;
+    x.fours = a.dim % 4 == 0;
+    *out = x;
+    return DT_OK;
+}
+
+/* Cuts a task into tiles; where there are arrays their spans are made at `work`, of which *used bytes are then taken. */
+static dt_status cut(task *s, int64_t batch, int each_q, int each_k, char *work, size_t work_bytes, size_t *used,
+    void *stream) {
+    bool arrays = s->q.position || s->k.position || s->k.document;
+    s->q = side_of(s->q.position, s->q.document, s->q.length, each_q, s->q.shift);
+    s->k = side_of(s->k.position, s->k.document, s->k.length, each_k, 0);
+    int64_t of_q = batch * s->q.tiles, of_k = batch * s->k.tiles;
+    *used = arrays ? (size_t)(of_q + of_k) * sizeof(span) : 0;
+    if (*used > work_bytes) return DT_ERR_ARG;
+    if (!arrays) return DT_OK;
+    s->q.spans = (span *)work;
+    s->k.spans = s->q.spans + of_q;
+    if (of_q > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_q, WARPS), BLOCK, 0, stream_of(stream), s->q, batch);
+    if (of_k > 0) DT_LAUNCH(spans_kernel, (unsigned)tiles_of(of_k, WARPS), BLOCK, 0, stream_of(stream), s->k, batch);
+    return DT_OK;
+}
+
+template <class T, int D>
+static dt_status attention_of(const dt_attention_args &a, task s, void *stream) {
+    typedef form<T, D, 0> F;
+    size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
+    dt_status status = cut(&s, a.batch, F::ROWS, F::COLS, (char *)a.work, a.work_bytes, &used, stream);
+    if (status != DT_OK) return status;
+    for (int64_t b = 0; b < a.batch && s.q.tiles > 0; b += MAX_GRID) {
+        dim3 grid(s.q.tiles, s.heads, (unsigned)(a.batch - b < MAX_GRID ? a.batch - b : MAX_GRID));
+        s.first_sequence = (int)b;
+        LAUNCH_SHARED((attention_kernel<T, D>), grid, F::THREADS, bytes, stream, a, s);
+    }
+    return launched();
+}
+
+#define BY_DIM(function, T, a, s, stream) \
+    ((a).dim <= 64    ? function<T, 64>(a, s, stream) \
+     : (a).dim <= 128 ? function<T, 128>(a, s, stream) \
+                      : function<T, 256>(a, s, stream))
+
+#define BY_TYPE_AND_DIM(function, a, s, stream) \
+    ((a).dtype == DT_F32    ? BY_DIM(function, float, a, s, stream) \
+     : (a).dtype == DT_BF16 ? BY_DIM(function, bf16, a, s, stream) \
+                            : BY_DIM(function, f16, a, s, stream))
+
+static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
+    dt_attention_args a = *args;
+    task              s;
+    dt_status         status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v);
+    if (status != DT_OK) return status;
+    if (a.dtype == DT_F32) a.wide = 1;
+    s.fours = s.fours && (size_t)a.out % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_of, a, s, stream);
+}
+
+/* Of `sequences` and kv_heads, of which the tasks name the first. */
+template <class T, int D>
+static dt_status attention_back_some(const dt_attention_back_args &a, const task &q, const task &k, int sequences,
+    int kv_heads, float *delta, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    const int BOTH = D <= 128 ? 3 : 1;
+    size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
+    size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
+    dim3      rows((unsigned)tiles_of(a.tq, WARPS), kv_heads * q.group, sequences);
+    dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
+    if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
+    if (a.tq > 0 && a.dq)
+        LAUNCH_SHARED((queries_back_kernel<T, D>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
+    if (a.tk == 0) return DT_OK;
+    if (BOTH == 3 && a.dk && a.dv) {
+        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+        return DT_OK;
+    }
+    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    return DT_OK;
+}
+
+/* As many sequences at a time as the scratch has room for deltas of, or else as many heads of one. */
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, task q, void *stream) {
+    typedef form<T, D, 1> Q;
+    typedef form<T, D, 2> K;
+    size_t    used_q, used_k;
+    task      k = q;
+    char     *work = (char *)a.work;
+    dt_status status = cut(&q, a.batch, Q::ROWS, Q::COLS, work, a.work_bytes, &used_q, stream);
+    if (status != DT_OK) return status;
+    status = cut(&k, a.batch, K::COLS, K::ROWS, work + used_q, a.work_bytes - used_q, &used_k, stream);
+    if (status != DT_OK) return status;
+    float  *delta = (float *)(work + used_q + used_k);
+    int64_t room = (int64_t)((a.work_bytes - used_q - used_k) / sizeof(float)), of_kv = q.group * a.tq;
+    int64_t kv_heads = of_kv > 0 ? room / of_kv : a.kv_heads;
+    int64_t sequences = kv_heads / a.kv_heads < MAX_GRID ? kv_heads / a.kv_heads : MAX_GRID;
+    if (kv_heads == 0) return DT_ERR_ARG;
+    if (sequences == 0) sequences = 1;
+    if (kv_heads > a.kv_heads) kv_heads = a.kv_heads;
+    for (int64_t b = 0; b < a.batch; b += sequences) {
+        for (int64_t kv = 0; kv < a.kv_heads && status == DT_OK; kv += kv_heads) {
+            int64_t some = a.batch - b < sequences ? a.batch - b : sequences;
+            q.first_sequence = k.first_sequence = (int)b;
+            q.first_kv = k.first_kv = (int)kv;
+            status = attention_back_some<T, D>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
+                                                                         : kv_heads), delta, stream);
+        }
+    }
+    return status == DT_OK ? launched() : status;
+}
+
+static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
+    dt_attention_back_args a = *args;
+    task                   s;
+    dt_status              status = task_of(&s, a, (size_t)a.q | (size_t)a.k | (size_t)a.v | (size_t)a.dout);
+    if (status != DT_OK) return status;
+    if (a.dtype == DT_F32) a.wide = 1;
+    s.fours = s.fours && ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % 16 == 0;
+    return BY_TYPE_AND_DIM(attention_back_of, a, s, stream);
+}
+#undef BY_DIM
+#undef BY_TYPE_AND_DIM
+#undef LOG2_E
+
+// ==== 17. The table =================================================================================================
 
 extern "C" const dt_kernels *dt_kernels_cuda(void) {
     static const dt_kernels table = {
@@ -2300,6 +3712,12 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .close = dt_cuda_close,
         .pin = cuda_pin,
         .unpin = cuda_unpin,
+        .reaches = cuda_reaches,
+        .share = cuda_share,
+        .mark = cuda_mark,
+        .passed = cuda_passed,
+        .after = cuda_after,
+        .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
         .fill = cuda_fill,
         .init = cuda_init,
@@ -2324,9 +3742,9 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .embedding_back = cuda_embedding_back,
         .topk = cuda_topk,
         .spread = cuda_spread,
-        .matmul = NULL,
-        .attention = NULL,
-        .attention_back = NULL,
+        .matmul = cuda_matmul,
+        .attention = cuda_attention,
+        .attention_back = cuda_attention_back,
         .cross_entropy = cuda_cross_entropy,
         .cross_entropy_join = cuda_cross_entropy_join,
         .cross_entropy_back = cuda_cross_entropy_back,
@@ -2343,13 +3761,31 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
     return &table;
 }
 
+/* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
+   sm_80 on. A kernel knows for which GPU it was written. */
+static void advise(char *text, size_t text_bytes) {
+    cudaFuncAttributes code;
+    int                device = 0, major = 0, minor = 0;
+    bool               known = cudaGetDevice(&device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+                 cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
+    (void)cudaGetLastError();
+    if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
+             code.ptxVersion, major, minor, major, minor);
+}
+
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is
    insufficient"; cudaDriverGetVersion tells the two apart: version 0 is no driver at all. */
 extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int         devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (text_bytes > 0) text[0] = 0;
-    if (error == cudaSuccess && devices > 0) return DT_OK;
+    if (error == cudaSuccess && devices > 0) {
+        advise(text, text_bytes);
+        return DT_OK;
+    }
     (void)cudaGetLastError();
     if (error == cudaSuccess) error = cudaErrorNoDevice;
     bool        no_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;

@@ -22,7 +22,7 @@
        #include <stdio.h>
 
        int main(void) {
-           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+           dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });  // we look at data
            dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(1, 3), DT_NORMAL(0.1));
            float x[6] = { 1, 2, 3, 4, 5, 6 }, y[2] = { 1, -1 };
            for (int step = 0; step < 100; step++) {
@@ -43,7 +43,7 @@
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang; no -march needed
        g++ -Wextra -Wno-missing-field-initializers  g++ alone warns of what (dt_ctx_desc){ .seed = 1 } leaves zero
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA; nvcc sets __NVCC__, which turns DT_USE_CUDA on
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -450,7 +450,18 @@ typedef struct dt_kernels {
     void       (*close)(void *stream);
     void      *(*pin)(size_t bytes);                            /* host memory that moves at full speed, also after */
     void       (*unpin)(void *p, size_t bytes);                 /* move has returned; NULL: the host table's */
-    size_t      work_bytes;                             /* the least scratch that products, attention and sums want */
+    int        (*reaches)(const void *p);                       /* may kernels read and write there? NULL: everywhere */
+    /* Kernels of this queue are to reach the memory of the devices of places 0 .. places-1: ranks that are threads read
+       and write each other's. DT_ERR_DEVICE with the reason in text; NULL: they do. */
+    dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
+    /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL:
+       refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on
+       waits for the mark of another queue. */
+    void      *(*mark)(void *stream, void *mark);
+    int        (*passed)(void *mark);
+    dt_status  (*after)(void *stream, void *mark);
+    void       (*unmark)(void *mark);
+    size_t      work_bytes;    /* the least scratch that products, attention and sums want */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
@@ -474,6 +485,7 @@ extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
 typedef struct dt_cuda_desc {
     int   device;
     void *stream;   /* a cudaStream_t of that device; NULL: a new one */
+    int   urgent;   /* what the new one holds goes before other queues' work */
 } dt_cuda_desc;
 extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
 extern void dt_cuda_close(void *queue);
@@ -604,6 +616,10 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). It is given
+   back when the copies are done. */
+DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
+DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
 DT_API void *dt_scratch(dt_ctx *ctx, size_t bytes);
 
@@ -767,6 +783,7 @@ typedef struct dt_listener {
     /* What was whole for one access only may go; what its owner wrote into the whole has to be kept. */
     void (*release)(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user);
     void (*reset)(dt_ctx *ctx, void *user);         /* dt_reset has freed the tensors */
+    void (*settle)(dt_ctx *ctx, void *user);        /* the host is about to wait for the device, without a limit */
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -1566,14 +1583,16 @@ static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
 
 static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_HOST || !ctx->kernels.alloc; }
 
-void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
+static void *dt__take(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
     const dt_memory *m = &ctx->memory;
     char             limit[48] = "", table[512] = "";
     if (bytes == 0 || ctx->status != DT_OK) return NULL;
     int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
-    void *p = over ? NULL : dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
-                                                    : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    void *p = over                                ? NULL
+              : pinned && ctx->kernels.pin        ? ctx->kernels.pin(bytes)
+              : pinned || dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
+                                                  : ctx->kernels.alloc(ctx->kernels.user, bytes);
     if (!p) {
         if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
         dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
@@ -1587,11 +1606,33 @@ void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) {
     return p;
 }
 
+void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) { return dt__take(ctx, mem, bytes, what, 0); }
+void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) { return dt__take(ctx, DT_MEM_HOST, bytes, what, 1); }
+
+/* What waits for the device without a limit comes after this: of what is under way there some may wait for others. */
+static void dt__settle(dt_ctx *ctx) {
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->settle) l->settle(ctx, l->user);
+}
+
 void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
     if (!p) return;
-    if (dt__from_host(ctx, mem)) ctx->host.free(ctx->host.user, p, bytes, mem);
-    else ctx->kernels.free(ctx->kernels.user, p, bytes);
+    if (dt__from_host(ctx, mem)) {
+        ctx->host.free(ctx->host.user, p, bytes, mem);
+    } else {
+        dt__settle(ctx);    /* a device frees memory when it is idle */
+        ctx->kernels.free(ctx->kernels.user, p, bytes);
+    }
     dt__account(ctx, mem, bytes, -1);
+}
+
+void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
+    if (!p || !ctx->kernels.unpin) {
+        dt_free(ctx, DT_MEM_HOST, p, bytes);
+        return;
+    }
+    ctx->kernels.unpin(p, bytes);
+    dt__account(ctx, DT_MEM_HOST, bytes, -1);
 }
 
 static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
@@ -1748,11 +1789,13 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
+    if (ctx->kernels.reaches && !ctx->kernels.reaches(dst)) dt__settle(ctx);  /* a copy to such memory waits */
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
 }
 
 static dt_status dt__sync(dt_ctx *ctx) {
+    dt__settle(ctx);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
     if (status == DT_ERR_ARG) /* a device that does not stop to look at indices tells of a bad one only now */
         return dt_fail(ctx, status, "on %s since it was last waited for: an id, a label or a row outside of its table; "
@@ -8361,8 +8404,8 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) dt__cpu_##k,
-    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL, 0,
-                                      DT_KERNELS(DT__TABLE_ENTRY) };
+    static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+                                      NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
 #undef DT__TABLE_ENTRY
     return &table;
 }

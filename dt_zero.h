@@ -43,7 +43,7 @@
 
    BUILD
        cc -O3 train.c -lm -lpthread                 C11 or C++17; gcc, clang
-       nvcc -O3 train.c dt_kernels.cu -lpthread     CUDA
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     CUDA
 
    OPTIONS (define before including)
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
@@ -141,7 +141,9 @@ typedef struct dt_flat {
     int64_t          step;          /* from 1 */
 } dt_flat;
 
-/* Your own update, called for each run that this rank owns. Element i may depend on element i only. */
+/* Your own update, called for each run that this rank owns. Element i may depend on element i only. On a device the
+   arrays are its memory, and your kernels' queue is the context's; where state is offloaded they are host memory, and
+   hold what you have made of them when you return. */
 typedef dt_status (*dt_update_fn)(const dt_flat *run, void *user);
 
 /* A loss scale that finds its own size (P. Micikevicius et al., arXiv:1710.03740). A step whose gradients are not
@@ -396,6 +398,7 @@ typedef struct dt__disk_job {
     int64_t     done;               /* bytes that went, fewer than `bytes` after a failure */
     int         error;              /* errno of it */
     struct dt__disk_job *next;
+    void       *device;             /* not NULL: what `at`, in the host's memory, is a copy of */
 } dt__disk_job;
 
 enum { DT__STATE_0 = 0, DT__STATE_1, DT__MASTER, DT__VALUES, DT__GRAD, DT__ARRAYS, DT__SETS = 3 };
@@ -1760,7 +1763,7 @@ static void *dt__disk_thread(void *arg) {
 
 static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
     const char *what) {
-    dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL };
+    dt__disk_job fresh = { write, 1, at, bytes, offset, what, 0, 0, NULL, job->device };
     if (!d->runs) return; /* a dry run */
     *job = fresh;
     pthread_mutex_lock(&d->lock);
@@ -1769,6 +1772,28 @@ static void dt__disk_start(dt__disk *d, dt__disk_job *job, int write, void *at, 
     d->last = job;
     pthread_cond_signal(&d->more);
     pthread_mutex_unlock(&d->lock);
+}
+
+/* A transfer to or from a unit's memory: a device's is copied through the host's, which goes when the job is over. */
+static dt_status dt__disk_begin(dt_zero *zero, dt__disk_job *job, int write, void *at, size_t bytes, int64_t offset,
+    const char *what) {
+    dt_ctx *ctx = zero->ctx;
+    if (zero->table != &ctx->kernels) {
+        void *host = dt_alloc(ctx, DT_MEM_HOST, bytes, "a copy for the disk");
+        if (!host) return dt_error(ctx);
+        if (write && dt__move(ctx, host, at, bytes) == DT_OK) dt__sync(ctx);
+        job->device = at;
+        at = host;
+    }
+    dt__disk_start(zero->disk, job, write, at, bytes, offset, what);
+    return dt_error(ctx);
+}
+
+static void dt__disk_end(dt_zero *zero, dt__disk_job *job, int arrived) {
+    if (!job->device) return;
+    if (arrived && !job->write && dt__move(zero->ctx, job->device, job->at, job->bytes) == DT_OK) dt__sync(zero->ctx);
+    dt_free(zero->ctx, DT_MEM_HOST, job->at, job->bytes);
+    job->device = NULL;
 }
 
 /* From here on a thread that has not ended is on its own. */
@@ -1796,7 +1821,8 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     }
     const char *what = job->what;
     job->what = NULL;
-    if (job->done == (int64_t)job->bytes) return DT_OK;
+    dt__disk_end(zero, job, job->done == (int64_t)job->bytes);
+    if (job->done == (int64_t)job->bytes) return dt_error(zero->ctx);
     return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path, job->write ? "writing" : "reading",
         what, (long long)job->done, job->bytes, job->error ? strerror(job->error)
         : job->write ? "the device took no more" : "the file has become shorter");
@@ -1927,7 +1953,7 @@ static void dt__disk_close(dt_zero *zero) {
         pthread_cond_destroy(&d->more);
     }
     for (int i = 0; zero->sets && i < DT__SETS * DT__ARRAYS; i++)
-        dt_free(ctx, DT_MEM_HOST, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
+        dt_unpin(ctx, zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS], zero->chunk_bytes);
     dt_free(ctx, DT_MEM_HOST, zero->sets, DT__SETS * sizeof *zero->sets);
     if (d && !lost && d->fd >= 0) d->io.close(d->io.user, d->fd);
     if (!lost) dt_free(ctx, DT_MEM_HOST, d, sizeof *d);
@@ -1957,7 +1983,7 @@ static dt_status dt__chunks_make(dt_zero *zero) {
         int needed = a == DT__VALUES || (a == DT__GRAD && (on_device || dt__grads_on_disk(zero))) ||
             (a == DT__MASTER && on_disk && masters) || (a < zero->states && on_disk);
         void **buf = &zero->sets[i / DT__ARRAYS].buf[i % DT__ARRAYS];
-        if (needed) *buf = dt_alloc(zero->ctx, DT_MEM_HOST, zero->chunk_bytes, "chunks of offloaded state");
+        if (needed) *buf = dt_pin(zero->ctx, zero->chunk_bytes, "chunks of offloaded state");
         if (needed && !*buf) return dt_error(zero->ctx);
     }
     return DT_OK;
@@ -1970,11 +1996,13 @@ static dt_status dt__values_store(dt_zero *zero, dt__zero_unit *z, dt_unit *unit
     size_t bytes = unit->run * dt_dtype_size(unit->dtype);
     if (dt__on_disk(zero->desc.offload_params)) {
         if (!zero->disk && dt__disk_open(zero) != DT_OK) return dt_error(zero->ctx);
-        return dt__disk_now(zero, &z->read, 1, run, bytes,
-            dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot), "values");
+        if (dt__disk_wait(zero, &z->read) != DT_OK || dt__disk_begin(zero, &z->read, 1, run, bytes,
+            dt__disk_offset(zero, unit->index, DT__VALUES, zero->disk->slot), "values") != DT_OK)
+            return dt_error(zero->ctx);
+        return dt__disk_wait(zero, &z->read);
     }
     if (!dt__in_host(zero->desc.offload_params)) return dt__move(zero->ctx, unit->kept, run, bytes);
-    if (!z->host_values) z->host_values = dt_alloc(zero->ctx, DT_MEM_HOST, bytes, "parameters in host memory");
+    if (!z->host_values) z->host_values = dt_pin(zero->ctx, bytes, "parameters in host memory");
     return z->host_values ? dt__move(zero->ctx, z->host_values, run, bytes) : dt_error(zero->ctx);
 }
 
@@ -1985,7 +2013,7 @@ static dt_status dt__values_read_start(dt_zero *zero, dt__zero_unit *z) {
     z->whole = dt__spare_take(zero->ctx, u->padded * size);
     char *mine = z->whole ? (char *)z->whole + u->first * size : NULL;
     if (mine && z->host_values) return dt__move(zero->ctx, mine, z->host_values, u->run * size);
-    if (mine && zero->disk && !u->kept) dt__disk_start(zero->disk, &z->read, 0, mine, u->run * size,
+    if (mine && zero->disk && !u->kept) dt__disk_begin(zero, &z->read, 0, mine, u->run * size,
         dt__disk_offset(zero, u->index, DT__VALUES, zero->disk->slot), "values");
     return dt_error(zero->ctx);
 }
@@ -2005,7 +2033,7 @@ static dt_status dt__values_peek(dt_zero *zero, const dt_unit *unit, size_t at, 
 static dt_status dt__grads_begin(dt_zero *zero, dt__zero_unit *z) {
     size_t bytes = z->count * dt__zero_size(z);
     z->grad = dt__spare_take(zero->ctx, bytes);
-    if (z->grad && z->filled) dt__disk_start(zero->disk, &z->grad_job, 0, z->grad, bytes,
+    if (z->grad && z->filled) dt__disk_begin(zero, &z->grad_job, 0, z->grad, bytes,
         dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
     return dt_error(zero->ctx);
 }
@@ -2029,7 +2057,7 @@ static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z) {
     if (last && (dt__zero_copies_end(zero, z) != DT_OK || dt__zero_unit_sums(zero, z) != DT_OK))
         return dt_error(zero->ctx);
     if (dt__grads_settle(zero) != DT_OK) return dt_error(zero->ctx);
-    dt__disk_start(zero->disk, &z->grad_job, 1, z->grad, z->count * dt__zero_size(z),
+    dt__disk_begin(zero, &z->grad_job, 1, z->grad, z->count * dt__zero_size(z),
         dt__disk_offset(zero, z->unit->index, DT__GRAD, 0), "gradients");
     zero->storing = z->unit->index;
     return dt_error(zero->ctx);
@@ -2121,12 +2149,12 @@ static dt_status dt__offload_commit(dt_zero *zero, dt__zero_unit *z) {
     if (u->frozen || dt__disk_bytes(zero, u, DT__VALUES) > 0) return dt_error(ctx);
     for (size_t at = 0, n; at < z->count; at += n) {
         char *from = (char *)dt__zero_run_grad(z) + at * size, *to = (char *)dt__zero_values(z) + at * narrow;
-        void *host = z->host_values ? zero->sets[0].buf[DT__GRAD] : NULL; /* values in host memory, gradients not */
+        void *host = z->host_values && size != narrow ? zero->sets[0].buf[DT__GRAD] : NULL; /* gradients are not */
         n = z->count - at < zero->chunk ? z->count - at : zero->chunk;
         if (host && (dt__move(ctx, host, from, n * size) != DT_OK || dt__sync(ctx) != DT_OK)) return dt_error(ctx);
         dt_cast_args a = { u->dtype, u->grad_dtype, to, host ? host : from, n, 0 };
-        dt_status status = size == narrow ? dt__move(ctx, to, a.in, n * size)
-            : z->host_values ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
+        dt_status status = size == narrow ? dt__move(ctx, to, from, n * size)
+            : host ? DT__UPDATE(zero, "values", cast, &a) : DT__KERNEL(ctx, "values", cast, &a);
         if (status != DT_OK) return dt_error(ctx);
     }
     return DT_OK;
@@ -2287,10 +2315,11 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
 
 static void dt__zero_release(dt_ctx *ctx, void *user) {
     dt_zero *zero = (dt_zero *)user;
+    if (zero->sets) dt__sync(ctx);  /* copies from and to pinned memory */
     for (int u = 0; zero->units && u < zero->n_units; u++) {
         dt__zero_unit *z = &zero->units[u];
         const dt_unit *unit = dt_unit_get(ctx, u);
-        dt_free(ctx, DT_MEM_HOST, z->host_values, unit->run * dt_dtype_size(unit->dtype));
+        dt_unpin(ctx, z->host_values, unit->run * dt_dtype_size(unit->dtype));
         if (!z->unit) continue;
         size_t bytes = z->count * dt__zero_size(z);
         dt_mem mem = dt__in_host(zero->desc.offload_optim) ? DT_MEM_HOST : DT_MEM_OPTIM;
@@ -2301,6 +2330,10 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_GRADS, z->levels, z->levels_bytes);
     }
     dt__disk_close(zero);
+    for (int u = 0; zero->units && u < zero->n_units; u++) {    /* what nobody waited for, after a failure */
+        dt__disk_end(zero, &zero->units[u].read, 0);
+        dt__disk_end(zero, &zero->units[u].grad_job, 0);
+    }
     dt__onebit_free(zero);
     for (int i = 0; zero->plans && i < 3 * zero->n_stages; i++)
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
@@ -2327,15 +2360,15 @@ static dt_status dt__zero_check(dt_ctx *ctx, const dt_zero_desc *d) {
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: beta1 %g, beta2 %g, eps %g, clip %g, momentum %g, weight_decay "
             "%g: betas lie in [0,1), the others are not negative", d->beta1, d->beta2, d->eps, d->clip, d->momentum,
             d->weight_decay);
-    int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc, host = dt__in_host(d->offload_optim);
+    int on_device = ctx->kernels.alloc && ctx->kernels.alloc != dt__dry_alloc;
+    int state = dt__in_host(d->offload_optim) || dt__on_disk(d->offload_optim);
     int values = dt__in_host(d->offload_params) || dt__on_disk(d->offload_params);
     if ((d->offload_optim && !*d->offload_optim) || (d->offload_params && !*d->offload_params))
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to a folder without a name");
     if (values && d->stage != 3)
         return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload_params needs stage 3, got stage %d", d->stage);
-    if (on_device && (dt__on_disk(d->offload_params) || (values && !host && !dt__on_disk(d->offload_optim))))
-        return dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_zero_make: values of a device can be offloaded to host memory, "
-            "together with the optimizer state");
+    if (on_device && values && !state) return dt_fail(ctx, DT_ERR_UNSUPPORTED,
+            "dt_zero_make: values of a device are offloaded together with the optimizer state");
     if (dt__on_disk(d->offload_optim) && dt__on_disk(d->offload_params) &&
         strcmp(d->offload_optim, d->offload_params) != 0) return dt_fail(ctx, DT_ERR_ARG, "dt_zero_make: offload to %s "
             "and to %s: one folder is needed", d->offload_optim, d->offload_params);
@@ -3808,6 +3841,7 @@ static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
     memset(f->w, 0, sizeof f->w);
     d.host = &host;
     d.io = dt_ctx_io(c->ctx);
+    d.kernels = dt_kernels_cpu();   /* a queue of its own would be another device's */
     f->why[0] = 0;
     f->newer = 0;
     f->aside = dt_ctx_make(d);

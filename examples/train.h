@@ -499,7 +499,8 @@ static inline void train_cut_by_cost(dt_ctx *ctx, gpt_config sizes, dt_shape tok
     char    why[300];
     int     items = gpt_items(sizes);
     if (dt_ctx_rank(ctx) == 0) {
-        dt_ctx *alone = dt_ctx_make((dt_ctx_desc){ .host = dt_ctx_host(ctx) });
+        dt_ctx *alone = dt_ctx_make((dt_ctx_desc){ .kernels = dt_ctx_kernels(ctx), .stream = dt_ctx_stream(ctx),
+            .host = dt_ctx_host(ctx) });
         if (!alone || train_time_parts(alone, sizes, tokens, seconds) != DT_OK)
             dt_fail(ctx, DT_ERR_MEM, "timing the parts of the model: %s", alone ? dt_error_text(alone) : "no memory");
         dt_ctx_free(alone);

@@ -43,10 +43,19 @@
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, LATER };
 
-#ifdef DT_USE_MPI
+#if defined(DT_USE_MPI) && defined(DT_USE_NCCL)
+#define BACKENDS "threads|procs|tcp|mpi|nccl"
+#elif defined(DT_USE_MPI)
 #define BACKENDS "threads|procs|tcp|mpi;nccl"
+#elif defined(DT_USE_NCCL)
+#define BACKENDS "threads|procs|tcp|nccl;mpi"
 #else
 #define BACKENDS "threads|procs|tcp;mpi|nccl"
+#endif
+#ifdef DT_USE_CUDA
+#define DEVICES "cpu|cuda"
+#else
+#define DEVICES "cpu;cuda"
 #endif
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
@@ -103,10 +112,10 @@ enum { BUILT, LATER };
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
     X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
-    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp [the launcher's]") \
-    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, with --backend tcp") \
-    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "what it holds is the job's secret; over tcp, mpi") \
-    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, "cpu;cuda", "") \
+    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp, nccl [the launcher's]") \
+    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, over tcp, nccl") \
+    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "it holds the job's secret; over tcp, nccl, mpi") \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank the GPU of its number") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", "after a failure start again from what --save has") \
     X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", "... with fewer replicas each time, N ranks at least") \
@@ -802,7 +811,7 @@ static void errors_at_once(void *user, int level, int rank, const char *text) {
 static dt_ctx *look(void) {
     dt_host host = *dt_host_default();
     host.log = quiet_errors;
-    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &host });
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = dt_kernels_cpu(), .host = &host });
     if (!ctx) refuse("out of memory");
     return ctx;
 }
@@ -903,10 +912,41 @@ static gpt_config resolve_model(value *v) {
     return c;
 }
 
-static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0; }
+static int is_nccl(const value *v) { return strcmp(v[O_BACKEND].text, "nccl") == 0; }
+static int is_cuda(const value *v) { return strcmp(v[O_DEVICE].text, "cuda") == 0; }
+
+/* One process for each rank, which meet over sockets. */
+static int is_tcp(const value *v) { return strcmp(v[O_BACKEND].text, "tcp") == 0 || is_nccl(v); }
+
+/* A machine without a GPU trains on the CPU, and says so; NCCL needs one. */
+static void resolve_device(value *v) {
+    if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
+    if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
+    if (is_cuda(v) && strcmp(v[O_BACKEND].text, "procs") == 0)
+        refuse("--device cuda --backend procs: a fork cannot use the GPU of the process it comes from; use threads, or "
+            "start the ranks with examples/launch");
+    if (is_cuda(v) && strcmp(v[O_DTYPE].text, "f64") == 0)
+        refuse("--device cuda --dtype f64: GPUs compute f32, bf16 and f16 here; f64 is the CPU's");
+#ifdef DT_USE_CUDA
+    char why[160] = "";
+    if (!is_cuda(v) || dt_cuda_ready(why, sizeof why) == DT_OK) return;
+    if (is_nccl(v)) refuse("--backend nccl: no CUDA device (%s)", why);
+    fprintf(stderr, "no CUDA device (%s): running on the CPU\n", why);
+    set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
+#endif
+}
+
+/* The kernels of --device, which a build with CUDA would otherwise choose by itself. */
+static const dt_kernels *kernels_of(const value *v) {
+#ifdef DT_USE_CUDA
+    if (is_cuda(v)) return dt_kernels_cuda();
+#endif
+    (void)v;
+    return dt_kernels_cpu();
+}
 
 /* Who started this process. What the command line says goes before the environment; a launcher that started several
-   ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built with it. */
+   ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built with it; on GPUs, of NCCL. */
 static void find_launch(value *v) {
     const dt_launch *by = &launched.by;
     const char      *backend = "tcp";
@@ -915,6 +955,9 @@ static void find_launch(value *v) {
     if (launched.wrong) refuse("%s", by->text);
 #ifdef DT_USE_MPI
     if (strcmp(by->by, "Open MPI") == 0 || strcmp(by->by, "PMI") == 0) backend = "mpi";
+#endif
+#ifdef DT_USE_NCCL
+    if (is_cuda(v)) backend = "nccl";
 #endif
     if (by->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
@@ -947,8 +990,9 @@ static void resolve_tcp(value *v) {
         refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text, by->by, by->size);
     if (by->by[0] && !v[O_RANKS].text) compute(&v[O_RANKS], by->size);
     if (told) compute(&v[O_RANK], by->rank);
-    if (!v[O_RANKS].text) refuse("--backend tcp needs --ranks N, or a launcher that tells it: %s", by->text);
-    if (!v[O_RANK].text) refuse("--backend tcp needs --rank R, or a launcher that tells it: %s", by->text);
+    const char *backend = v[O_BACKEND].text;
+    if (!v[O_RANKS].text) refuse("--backend %s needs --ranks N, or a launcher that tells it: %s", backend, by->text);
+    if (!v[O_RANK].text) refuse("--backend %s needs --rank R, or a launcher that tells it: %s", backend, by->text);
     if (v[O_RANKS].number > table[O_RANKS].hi) refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
         refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
@@ -994,6 +1038,7 @@ static dt_mesh_desc resolve_mesh(value *v) {
     char         why[256];
     dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
     memcpy(launched.text, launched.by.text, sizeof launched.by.text);
+    resolve_device(v);
     if (is_tcp(v)) resolve_tcp(v);
     else if (launched.size) resolve_mpi(v);
     else refuse_alone(v);
@@ -1785,9 +1830,11 @@ static void catch_signals(job *j) {
 
 static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
+    dt_backend              backend = is_nccl(j->v) ? DT_BACKEND_NCCL
+                                      : launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)];
     return dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
-        .backend = launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)],
-        .timeout_s = j->v[O_TIMEOUT].number, .seed = (uint64_t)j->v[O_SEED].number, .host = host, .report = report,
+        .backend = backend, .timeout_s = j->v[O_TIMEOUT].number,
+        .seed = (uint64_t)j->v[O_SEED].number, .host = host, .kernels = kernels_of(j->v), .report = report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
         .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
@@ -1944,7 +1991,7 @@ static dry_figures dry(const job *j, train_config c, double limit) {
     dt_host host = *dt_host_default();
     host.log = no_log;
     dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = j->v[O_TIMEOUT].number, .host = &host, .report = &f.report,
-        .mem_limit = (size_t)limit }, train, &c);
+        .kernels = kernels_of(j->v), .mem_limit = (size_t)limit }, train, &c);
     for (int r = 0; r < ranks; r++) {
         f.flops = fmax(f.flops, counts[r].flops / STEPS);
         if (need[r].memory.peak_total > need[f.rank].memory.peak_total) f.rank = r;

@@ -18,8 +18,8 @@ them itself for nvcc; this header defines them for the CPU:
     #endif
 
 Kernels take at least one argument and are written `__global__ void`, without static; device
-functions are `static __device__`, also templates (GCC refuses shared variables of static and of
-inline functions side by side). A template kernel with a comma goes in parentheses:
+functions are `static __device__`, also templates (of inline functions GCC and the assembler refuse
+shared variables). A template kernel with a comma goes in parentheses:
 DT_LAUNCH((scale<float, 4>), ...). After launches the file asks cudaGetLastError(), as under nvcc.
 Of the CUDA runtime there are the few calls of section 9: memory, copies, waiting, device count.
 Inline PTX needs its own #ifdef, and #pragma unroll the option -Wno-unknown-pragmas. Toolkit
@@ -40,19 +40,24 @@ What it makes visible to the test's own checks:
     which is NaN as a float;
   - a missing barrier: run the kernel in several lane orders (dtc_set_order: forward, reverse,
     permuted by a seed; warps and blocks follow the same order) and compare bits. One order alone
-    can hide it;
+    can hide it. cuda_races.cc beside this file reports races, but is slower;
   - device memory read before it is written: cudaMalloc gives 0xFF bytes too;
   - what cp.async brings, read before the wait for its group: until then it is 0xFF bytes;
-  - reads and writes out of bounds: compile with -fsanitize=address,undefined. Static __shared__
-    arrays are covered by the latter only.
+  - reads and writes out of bounds: compile with -fsanitize=address,undefined. With clang only
+    the latter sees static __shared__ arrays.
+
+LATE LAUNCHES. With -DDTC_QUEUED a launch is put into its stream by fake_cuda.c, which stands in
+for the CUDA runtime and runs it some time later; the toolkit's headers are needed then. A launch's
+mistake makes its device fail, as in CUDA, and fake_cuda_error() tells it.
+
 By hand: DTC_ORDER=forward, reverse or permuted:SEED in the environment, where the program sets no
 order itself; a debugger stops at a mistake with `break dtc_fail`: in the thread that made it, or
 in the scheduler when nobody can go on.
 
-WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX; no
-race check; waiting in a loop without atomics hangs. A helper called from two branches is one
-place: lanes that meet in it from both are taken to be together. ELF systems only. It tells
-ASan of its stacks, not TSan. Launches from several host threads take turns. */
+WHAT IT DOES NOT DO. No cooperative groups, textures, constant-memory copies or inline PTX;
+waiting in a loop without atomics hangs. A helper called from two branches is one place: lanes
+that meet in it from both are taken to be together, except under cuda_races.cc, which knows the
+calls. ELF systems only. It tells ASan of its stacks, not TSan. Launches from several host threads take turns. */
 
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
@@ -81,6 +86,8 @@ ASan of its stacks, not TSan. Launches from several host threads take turns. */
 #if defined(__has_include) && __has_include(<cuda_runtime_api.h>)
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
+#elif defined(DTC_QUEUED)
+#error "DTC_QUEUED needs the toolkit's headers: -isystem /usr/local/cuda/include"
 #else
 
 struct int2 { int x, y; };
@@ -97,15 +104,8 @@ struct dim3 {
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-
 typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -115,15 +115,40 @@ enum cudaError_t {
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorPeerAccessUnsupported = 217,
+    cudaErrorNotReady = 600,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719
 };
-enum { cudaStreamNonBlocking = 1 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+struct cudaFuncAttributes { int ptxVersion; };
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
+struct cudaPointerAttributes { cudaMemoryType type; };
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 #define __align__(n) __attribute__((aligned(n)))
 
 #endif
+
+// Always inline, or cuda_races.cc would not hear of `shared[i] = make_float4(...)`.
+#define DTC_MAKE(V, parameters, ...) \
+    __attribute__((always_inline)) inline V dtc_make_##V parameters { return {__VA_ARGS__}; }
+DTC_MAKE(int2, (int x, int y), x, y)
+DTC_MAKE(int4, (int x, int y, int z, int w), x, y, z, w)
+DTC_MAKE(uint2, (unsigned x, unsigned y), x, y)
+DTC_MAKE(uint4, (unsigned x, unsigned y, unsigned z, unsigned w), x, y, z, w)
+DTC_MAKE(float2, (float x, float y), x, y)
+DTC_MAKE(float3, (float x, float y, float z), x, y, z)
+DTC_MAKE(float4, (float x, float y, float z, float w), x, y, z, w)
+#define make_int2 dtc_make_int2
+#define make_int4 dtc_make_int4
+#define make_uint2 dtc_make_uint2
+#define make_uint4 dtc_make_uint4
+#define make_float2 dtc_make_float2
+#define make_float3 dtc_make_float3
+#define make_float4 dtc_make_float4
 
 // ==== 2. CUDA's keywords =======================================================================
 
@@ -139,31 +164,43 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 #define __device__
 #define __host__
 #define __constant__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-// All shared variables lie in one section, so that they can be poisoned together; the linker
-// defines the section's bounds. `used` keeps the compiler from reasoning that a variable nobody
-// writes is zero.
+// All shared variables of a source file lie in one section, so that they can be poisoned together.
+// GCC forgets `section` for variables in templates, but not `noinit`, which is a section too. `used`
+// keeps the compiler from reasoning that a variable nobody writes is zero.
+#ifdef __clang__
 #define __shared__ static __attribute__((used, section("dt_smem")))
-extern "C" {
-extern char __start_dt_smem[] __attribute__((weak));
-extern char __stop_dt_smem[] __attribute__((weak));
-}
+#define DTC_SECTION(part) ".pushsection dt_smem," part "\"aw\",%progbits\n"
+#else
+#define __shared__ static __attribute__((used, noinit))
+#define DTC_SECTION(part) ".pushsection .noinit," part "\"aw\",%nobits\n"
+#endif
+
+// Marks of the section's bounds in this file: the assembler puts part 8191 after the variables.
+asm(DTC_SECTION("") ".balign 64\n dtc_shared_first:\n .popsection\n"
+    DTC_SECTION("8191,") ".balign 64\n dtc_shared_end:\n .popsection\n");
+extern "C" __attribute__((visibility("hidden"))) char dtc_shared_first[], dtc_shared_end[];
+struct dtc_range { char *first, *end; };
 
 #define DT_DYN_SMEM(T, name) T *name = reinterpret_cast<T *>(dtc.dynamic)
+
+// The simulator's own access to the kernel's memory, which the compiler shall not report.
+#define DTC_UNSEEN __attribute__((no_sanitize("thread")))
 
 // The lambda lets a template kernel find its types in the arguments, as `kernel<<<>>>` does.
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \
     dtc_launch(grid, block, smem, stream, #kernel,        \
-               [=](const auto &...args) { kernel(args...); }, __VA_ARGS__)
+               [=](const auto &...args) DTC_UNSEEN {      \
+                   dtc.observer->thread_starts();         \
+                   kernel(args...);                       \
+               }, __VA_ARGS__)
 
-inline uint3 dtc_thread_idx, dtc_block_idx;
-inline dim3 dtc_block_dim, dtc_grid_dim;
-#define threadIdx dtc_thread_idx
-#define blockIdx dtc_block_idx
-#define blockDim dtc_block_dim
-#define gridDim dtc_grid_dim
+#define threadIdx dtc.thread_index
+#define blockIdx dtc.block_index
+#define blockDim dtc.block_size
+#define gridDim dtc.grid_size
 #define warpSize 32
 
 // ==== 3. Switching stacks ======================================================================
@@ -324,6 +361,7 @@ enum {
     DTC_GUARD_BYTES = 64 << 10,       // below it; more than a page, for frames with large arrays
     DTC_SMEM_DEFAULT = 48 << 10,      // dynamic shared memory that needs no opt-in
     DTC_SMEM_MAX = 227 << 10,         // and with it, on sm_90
+    DTC_COPIES = 256,                 // cp.async of one thread under way
     DTC_SPIN_LIMIT = 10 * 1000 * 1000 // atomics of one thread between two waits
 };
 
@@ -346,28 +384,51 @@ struct dtc_fiber {
     int lane, warp;
     dtc_state state;
     dtc_site site;    // where it waits,
+    uint64_t path;    // called from where,
     unsigned mask;    // for which lanes (warp operations),
     uint64_t value;   // and what it brings along: to a barrier,
     const void *brings; // to a warp operation, on its own stack,
     size_t bytes;     // which is at most a parcel
-    std::vector<dtc_copy> copies; // cp.async: not yet waited for,
+    dtc_copy copies[DTC_COPIES]; // cp.async: those not yet waited for,
+    int copying;      // how many,
     unsigned groups;  // and how often it has committed
 };
 
+// Hears what happens in a launch: tests/cuda_races.cc has one that finds races.
+struct dtc_observer {
+    virtual void launch_starts() {}
+    virtual void launch_ends() {}
+    virtual void block_starts() {}
+    virtual void thread_starts() {}
+    virtual void barrier_opens() {}
+    virtual void warp_synced(int, unsigned) {}      // warp, mask: after __syncwarp
+    virtual void fenced() {}                        // __threadfence
+    virtual void read(const void *, size_t) {}      // by a function of this header, for the kernel
+    virtual void written(const void *, size_t) {}
+    virtual void changed(const void *, size_t) {}   // atomically
+    virtual uint64_t path() { return 0; }           // the calls that the running thread is in,
+    virtual std::string calls(int) { return ""; }   // and of any thread in words
+};
+inline dtc_observer dtc_no_observer;
+
 struct dtc_simulator {
     std::mutex lock; // one launch at a time
+    dtc_observer *observer = &dtc_no_observer;
+    uint3 thread_index = {}, block_index = {};
+    dim3 block_size, grid_size;
     dtc_order order = DTC_FORWARD;
     unsigned seed = 0;
     uint64_t walks = 0; // orders drawn in this launch
 
     const char *kernel = nullptr; // the launch
     const std::function<void()> *body = nullptr;
+    std::vector<dtc_range> shared; // static shared memory, of each source file
     unsigned char *dynamic = nullptr;
     size_t dynamic_bytes = 0;
     size_t dynamic_allowed = DTC_SMEM_DEFAULT; // bytes a launch may ask for
 
     int threads = 0; // the block
-    dtc_fiber fibers[DTC_MAX_THREADS] = {};
+    dtc_fiber fibers[DTC_MAX_THREADS]; // begin as zeros, as all of a global variable does
     dtc_parcel published[DTC_MAX_THREADS / DTC_WARP][DTC_WARP] = {}; // of the last warp operation
     int barrier_count = 0; // threads that came to the last barrier with a true predicate
 
@@ -387,6 +448,11 @@ struct dtc_simulator {
 };
 
 inline dtc_simulator dtc;
+
+struct dtc_file {
+    dtc_file(dtc_range shared) { dtc.shared.push_back(shared); }
+};
+static const dtc_file dtc_this_file(dtc_range{dtc_shared_first, dtc_shared_end});
 
 // ==== 5. Errors and settings ===================================================================
 
@@ -434,8 +500,10 @@ inline cudaError_t dtc_last_error()
     std::lock_guard<std::mutex> guard(dtc.lock);
     return dtc.failure;
 }
+#ifndef DTC_QUEUED
 #define cudaGetLastError() dtc_last_error()
 #define cudaPeekAtLastError() dtc_last_error()
+#endif
 
 inline void dtc_set_order(int order, unsigned seed)
 {
@@ -480,9 +548,9 @@ inline dtc_simulator::dtc_simulator()
 // Runs one thread until it waits or ends.
 inline void dtc_resume(dtc_fiber *fiber)
 {
-    dtc.self = fiber;
     dtc.spins = 0;
-    dtc_thread_idx = fiber->index;
+    threadIdx = fiber->index;
+    dtc.self = fiber;
     dtc_asan_leave(&dtc.scheduler_fake_stack, fiber->stack, DTC_STACK_BYTES);
     dtc_switch(&dtc.scheduler, &fiber->context);
     dtc_asan_arrive(dtc.scheduler_fake_stack, nullptr, nullptr);
@@ -509,6 +577,12 @@ inline void dtc_fiber_main()
     }
 }
 
+inline std::string dtc_thread_name(uint3 block, uint3 thread)
+{
+    return dtc_text("block (%u,%u,%u), thread (%u,%u,%u)", block.x, block.y, block.z,
+                    thread.x, thread.y, thread.z);
+}
+
 // Ends the launch from inside a thread that made a mistake: it is never resumed. So nothing that
 // has a destructor may be alive here or in the callers.
 __attribute__((format(printf, 1, 2), noreturn))
@@ -519,9 +593,7 @@ inline void dtc_abandon(const char *format, ...)
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    dtc_fail(cudaErrorLaunchFailure,
-             dtc_text("block (%u,%u,%u), thread (%u,%u,%u): %s", blockIdx.x, blockIdx.y, blockIdx.z,
-                      threadIdx.x, threadIdx.y, threadIdx.z, text));
+    dtc_fail(cudaErrorLaunchFailure, dtc_thread_name(blockIdx, threadIdx) + ": " + text);
     for (;;)
         dtc_give_way();
 }
@@ -592,6 +664,13 @@ inline int dtc_lanes(int warp)
     return left < DTC_WARP ? left : DTC_WARP;
 }
 
+// Whether two threads wait at one place: another call of the same function is another place, if
+// somebody observes the calls.
+inline bool dtc_same_place(const dtc_fiber &a, const dtc_fiber &b)
+{
+    return a.site.id == b.site.id && a.path == b.path;
+}
+
 // Whether all lanes that `lane` waits for wait for it too: same operation, same mask.
 inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
 {
@@ -600,7 +679,7 @@ inline bool dtc_has_all_partners(const dtc_fiber *warp, int lanes, int lane)
         if (!(mask >> other & 1))
             continue;
         if (other >= lanes || warp[other].state != DTC_AT_WARP_OP ||
-            warp[other].mask != mask || warp[other].site.id != warp[lane].site.id)
+            warp[other].mask != mask || !dtc_same_place(warp[other], warp[lane]))
             return false;
     }
     return true;
@@ -623,6 +702,8 @@ inline bool dtc_release_warp_ops(int index)
                 warp[other].state = DTC_READY;
             }
         }
+        if (warp[lane].bytes == 0) // __syncwarp; the others move values and order nothing in memory
+            dtc.observer->warp_synced(index, mask);
         released = true;
     }
     return released;
@@ -649,11 +730,12 @@ inline bool dtc_release_barrier()
     int count = 0;
     for (int i = 0; i < dtc.threads; i++) {
         const dtc_fiber &fiber = dtc.fibers[i];
-        if (fiber.state != DTC_AT_BARRIER || fiber.site.id != dtc.fibers[0].site.id)
+        if (fiber.state != DTC_AT_BARRIER || !dtc_same_place(fiber, dtc.fibers[0]))
             return false;
         count += fiber.value != 0;
     }
     dtc.barrier_count = count;
+    dtc.observer->barrier_opens();
     for (int i = 0; i < dtc.threads; i++)
         dtc.fibers[i].state = DTC_READY;
     return true;
@@ -679,7 +761,7 @@ inline std::string dtc_who_waits()
             if (next.state != fiber.state)
                 break;
             if (fiber.state != DTC_EXITED &&
-                (next.site.id != fiber.site.id || next.mask != fiber.mask))
+                (!dtc_same_place(next, fiber) || next.mask != fiber.mask))
                 break;
         }
         if (++lines > 8)
@@ -691,6 +773,8 @@ inline std::string dtc_who_waits()
             text += dtc_text("wait at %s, %s:%d", fiber.site.op, fiber.site.file, fiber.site.line);
         if (fiber.state == DTC_AT_WARP_OP)
             text += dtc_text(", mask %08x", fiber.mask);
+        if (fiber.state != DTC_EXITED)
+            text += dtc.observer->calls(first);
     }
     return text;
 }
@@ -737,11 +821,18 @@ inline void dtc_report_stall()
              dtc_who_waits());
 }
 
+// ASan's gaps between variables are filled too, which only ASan must not see.
+__attribute__((no_sanitize("address", "thread")))
+inline void dtc_poison(dtc_range range)
+{
+    for (volatile char *p = range.first; p < range.end; p += 8)
+        *reinterpret_cast<volatile uint64_t *>(p) = UINT64_MAX;
+}
+
 inline void dtc_prepare_block(size_t smem)
 {
-    char *first = &__start_dt_smem[0], *end = &__stop_dt_smem[0];
-    if (first != end) // both are NULL in a program without shared variables
-        memset(first, 0xff, static_cast<size_t>(end - first));
+    for (const dtc_range &range : dtc.shared)
+        dtc_poison(range);
     memset(dtc.dynamic, 0xff, smem);
     for (int i = 0; i < dtc.threads; i++) {
         dtc_fiber *fiber = &dtc.fibers[i];
@@ -753,7 +844,7 @@ inline void dtc_prepare_block(size_t smem)
         fiber->lane = i % DTC_WARP;
         fiber->warp = i / DTC_WARP;
         fiber->state = DTC_READY;
-        fiber->copies.clear();
+        fiber->copying = 0;
         fiber->groups = 0;
         if (!fiber->started)
             dtc_start_fiber(fiber);
@@ -764,6 +855,7 @@ inline void dtc_run_block(size_t smem)
 {
     int warps = (dtc.threads + DTC_WARP - 1) / DTC_WARP;
     dtc_prepare_block(smem);
+    dtc.observer->block_starts();
     do {
         dtc_walk walk(static_cast<uint64_t>(warps));
         for (int i = 0; i < warps && dtc.failure == cudaSuccess; i++)
@@ -825,6 +917,7 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
         return;
     }
+    dtc.observer->launch_starts();
     dtc_walk walk(static_cast<uint64_t>(grid.x) * grid.y * grid.z);
     for (uint64_t i = 0; i < walk.n && dtc.failure == cudaSuccess; i++) {
         uint64_t rest = walk.next();
@@ -834,10 +927,12 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
         blockIdx.z = static_cast<unsigned>(rest / grid.y);
         dtc_run_block(smem);
     }
+    dtc.observer->launch_ends();
     free(dtc.dynamic);
     dtc.dynamic = nullptr;
 }
 
+#ifndef DTC_QUEUED
 // The arguments are evaluated once, as in a real launch; each thread gets a copy.
 template <class Kernel, class... Args>
 void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *name,
@@ -846,7 +941,70 @@ void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t, const char *na
     const std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
     dtc_run_grid(grid, block, smem, name, [&] { std::apply(kernel, values); });
 }
+#else
 
+// fake_cuda.c's queues; see fake_cuda.h.
+extern "C" {
+void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *));
+void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes);
+void fake_cuda_launch_failed(cudaError_t error, const char *text);
+}
+
+struct dtc_queued {
+    dim3 grid, block;
+    size_t smem;
+    const char *name;
+    std::function<void()> body;
+};
+
+// A mistake is the device's from here on: the simulator serves the other devices too.
+inline void dtc_hand_over_failure()
+{
+    std::unique_lock<std::mutex> guard(dtc.lock);
+    if (dtc.failure == cudaSuccess)
+        return;
+    cudaError_t failure = dtc.failure;
+    std::string text = dtc.error;
+    dtc.failure = cudaSuccess;
+    dtc.error.clear();
+    dtc.error_was_read = true;
+    guard.unlock();
+    fake_cuda_launch_failed(failure, text.c_str());
+}
+
+// A launch beyond the limits is refused at once, as in CUDA.
+inline bool dtc_may_launch(const dtc_queued &launch)
+{
+    std::lock_guard<std::mutex> guard(dtc.lock);
+    dtc.kernel = launch.name;
+    return dtc_check_launch(launch.grid, launch.block, launch.smem);
+}
+
+template <class Kernel, class... Args>
+void dtc_launch(dim3 grid, dim3 block, size_t smem, cudaStream_t stream, const char *name,
+                Kernel kernel, Args &&...args)
+{
+    (fake_cuda_check_argument(name, &args, sizeof args), ...);
+    std::tuple<std::decay_t<Args>...> values(std::forward<Args>(args)...);
+    dtc_queued *launch = new dtc_queued{grid, block, smem, name,
+                                        [kernel, values] { std::apply(kernel, values); }};
+    if (!dtc_may_launch(*launch)) {
+        dtc_hand_over_failure();
+        delete launch;
+        return;
+    }
+    fake_cuda_launch(
+        stream,
+        [](void *arg) {
+            const dtc_queued *queued = static_cast<dtc_queued *>(arg);
+            dtc_run_grid(queued->grid, queued->block, queued->smem, queued->name, queued->body);
+            dtc_hand_over_failure();
+        },
+        launch, [](void *arg) { delete static_cast<dtc_queued *>(arg); });
+}
+#endif
+
+#ifndef DTC_QUEUED
 // ==== 9. Memory, streams, devices ==============================================================
 
 // Device memory is host memory. It starts as 0xFF bytes, and its end is where ASan says it is.
@@ -874,17 +1032,26 @@ inline cudaError_t dtc_memcpy(void *to, const void *from, size_t bytes)
     return failure;
 }
 
-// A stream is an address that is not NULL.
-inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned)
+// A stream, or an event, is an address that is not NULL.
+template <class Handle> cudaError_t dtc_handle(Handle *handle)
 {
     static char place;
-    *stream = reinterpret_cast<cudaStream_t>(&place);
+    *handle = reinterpret_cast<Handle>(&place);
     return cudaSuccess;
 }
+inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dtc_handle(stream); }
+inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
-struct dtc_machine { int devices, driver; cudaError_t error; };
-inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess};
+struct dtc_machine { int devices, driver; cudaError_t error; int arch, code; };
+inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess, 90, 90};
+
+inline cudaError_t dtc_attribute(int *value, cudaDeviceAttr attribute)
+{
+    bool major = attribute == cudaDevAttrComputeCapabilityMajor;
+    *value = major ? dtc_this_machine.arch / 10 : dtc_this_machine.arch % 10;
+    return cudaSuccess;
+}
 
 inline cudaError_t dtc_get_device_count(int *count) // as CUDA's, silent when it fails
 {
@@ -927,14 +1094,30 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaMemcpyAsync(to, from, bytes, kind, stream) \
     (static_cast<void>(kind), static_cast<void>(stream), dtc_memcpy(to, from, bytes))
 #define cudaStreamSynchronize(stream) (static_cast<void>(stream), dtc_last_error())
-#define cudaStreamCreateWithFlags(stream, flags) dtc_stream_create(stream, flags)
+#define cudaStreamCreateWithPriority(stream, flags, priority) dtc_stream_create(stream, flags)
+#define cudaDeviceGetStreamPriorityRange(least, most) (*(least) = *(most) = 0, cudaSuccess)
 #define cudaStreamDestroy(stream) (static_cast<void>(stream), cudaSuccess)
+#define cudaEventCreateWithFlags(event, flags) dtc_event_create(event, flags)
+#define cudaEventRecord(event, stream) (static_cast<void>(stream), dtc_last_error())
+#define cudaEventQuery(event) (static_cast<void>(event), dtc_last_error())
+#define cudaStreamWaitEvent(stream, event, flags) \
+    (static_cast<void>(stream), static_cast<void>(event), cudaSuccess)
+#define cudaEventDestroy(event) (static_cast<void>(event), cudaSuccess)
 #define cudaSetDevice(device) dtc_set_device(device)
+#define cudaPointerGetAttributes(of, p) ((of)->type = cudaMemoryTypeDevice, static_cast<void>(p), cudaSuccess)
+#define cudaDeviceCanAccessPeer(can, device, peer) \
+    (static_cast<void>(device), static_cast<void>(peer), *(can) = 0, cudaSuccess)
+#define cudaDeviceEnablePeerAccess(peer, flags) (static_cast<void>(peer), cudaErrorInvalidDevice)
 #define cudaMallocHost(p, bytes) dtc_malloc(p, bytes)
 #define cudaFreeHost(p) dtc_free(p)
+#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
+#define cudaDeviceGetAttribute(value, attribute, device) \
+    (static_cast<void>(device), dtc_attribute(value, attribute))
+#define cudaFuncGetAttributes(of, kernel) ((of)->ptxVersion = dtc_this_machine.code, static_cast<void>(kernel), cudaSuccess)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)
+#endif // !DTC_QUEUED
 
 // ==== 10. Barriers and warp operations =========================================================
 
@@ -944,6 +1127,7 @@ inline void dtc_syncthreads(dtc_site site, bool predicate)
 {
     dtc_fiber *self = dtc.self;
     self->site = site;
+    self->path = dtc.observer->path();
     self->mask = 0;
     self->value = predicate;
     self->state = DTC_AT_BARRIER;
@@ -973,6 +1157,7 @@ inline const dtc_parcel *dtc_exchange(dtc_site site, unsigned mask, const void *
         dtc_abandon("%s, %s:%d: lane %d is not in its own mask %08x",
                     site.op, site.file, site.line, self->lane, mask);
     self->site = site;
+    self->path = dtc.observer->path();
     self->mask = mask;
     self->brings = brings;
     self->bytes = bytes;
@@ -1073,7 +1258,7 @@ T dtc_shfl_xor(dtc_site site, unsigned mask, T value, int bits, int width = DTC_
 // What inline PTX does under nvcc, by the PTX ISA: all 32 lanes take part, and a fragment is a
 // lane's own share of a matrix. Each name is a macro of its place, as in section 10.
 
-inline float dtc_bf16_to_float(unsigned bits)
+DTC_UNSEEN inline float dtc_bf16_to_float(unsigned bits)
 {
     float x;
     bits <<= 16;
@@ -1082,7 +1267,7 @@ inline float dtc_bf16_to_float(unsigned bits)
 }
 
 // 5 bits of exponent, of which all ones are infinity or NaN and all zeros are denormals.
-inline float dtc_f16_to_float(unsigned bits)
+DTC_UNSEEN inline float dtc_f16_to_float(unsigned bits)
 {
     int exponent = static_cast<int>(bits >> 10 & 31);
     float fraction = static_cast<float>(bits & 1023), x;
@@ -1100,7 +1285,7 @@ inline float dtc_f16_to_float(unsigned bits)
 // 2 t + 8 and 2 t + 9. Each lane brings its share of a and b as floats and adds up its own four
 // sums, k ascending; the hardware has an order of its own.
 template <float (*to_float)(unsigned)>
-void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsigned b[2])
+DTC_UNSEEN void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsigned b[2])
 {
     float mine[12];
     for (int i = 0; i < 12; i++) {
@@ -1108,7 +1293,9 @@ void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsi
         mine[i] = to_float(i % 2 ? pair >> 16 : pair & 0xffff);
     }
     const dtc_parcel *theirs = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
-    auto share = [theirs](int lane) { return reinterpret_cast<const float *>(theirs[lane].bytes); };
+    auto share = [theirs](int lane) DTC_UNSEEN {
+        return reinterpret_cast<const float *>(theirs[lane].bytes);
+    };
     int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
     for (int k = 0; k < 16; k++) {
         int holder = k % 8 / 2, late = k / 8, odd = k % 2;
@@ -1129,10 +1316,14 @@ void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4], const unsi
 inline bool dtc_in_shared(const void *p, size_t bytes)
 {
     uintptr_t at = reinterpret_cast<uintptr_t>(p);
-    auto within = [at, bytes](const void *first, const void *end) {
-        return at >= reinterpret_cast<uintptr_t>(first) && at + bytes <= reinterpret_cast<uintptr_t>(end);
-    };
-    return within(__start_dt_smem, __stop_dt_smem) || within(dtc.dynamic, dtc.dynamic + dtc.dynamic_bytes);
+    uintptr_t dynamic = reinterpret_cast<uintptr_t>(dtc.dynamic);
+    if (at >= dynamic && at + bytes <= dynamic + dtc.dynamic_bytes)
+        return true;
+    for (const dtc_range &range : dtc.shared)
+        if (at >= reinterpret_cast<uintptr_t>(range.first) &&
+            at + bytes <= reinterpret_cast<uintptr_t>(range.end))
+            return true;
+    return false;
 }
 
 // The 16 bytes at p, which must lie in shared memory.
@@ -1142,6 +1333,13 @@ inline void dtc_check_shared16(dtc_site site, const void *p)
         dtc_abandon("%s, %s:%d: address %p is not a multiple of 16", site.op, site.file, site.line, p);
     if (!dtc_in_shared(p, 16))
         dtc_abandon("%s, %s:%d: address %p is not in shared memory", site.op, site.file, site.line, p);
+}
+
+// Moves what the observer has been told of.
+DTC_UNSEEN inline void dtc_move(void *to, const void *from, int bytes)
+{
+    for (int i = 0; i < bytes; i++)
+        static_cast<unsigned char *>(to)[i] = static_cast<const unsigned char *>(from)[i];
 }
 
 // ldmatrix.sync.aligned.m8n8: lane i gives the address of row i % 8 of matrix i / 8, a row being
@@ -1154,7 +1352,8 @@ void dtc_ldmatrix(dtc_site site, unsigned *r, const void *row)
     unsigned char mine[16] = {};
     if (dtc.self->lane < 8 * matrices) { // the addresses of the others are not looked at
         dtc_check_shared16(site, row);
-        memcpy(mine, row, sizeof mine);
+        dtc.observer->read(row, sizeof mine);
+        dtc_move(mine, row, 16);
     }
     const dtc_parcel *rows = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
     int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
@@ -1181,10 +1380,16 @@ inline void dtc_cp_async(dtc_site site, void *shared, const void *global, int by
     if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || dtc_in_shared(global, 1))
         dtc_abandon("%s, %s:%d: source %p is not a multiple of 16 in global memory",
                     site.op, site.file, site.line, global);
-    dtc_copy copy = {shared, {}, dtc.self->groups};
-    memcpy(copy.bytes, global, static_cast<size_t>(bytes));
-    memset(shared, 0xff, sizeof copy.bytes);
-    dtc.self->copies.push_back(copy);
+    if (dtc.self->copying == DTC_COPIES)
+        dtc_abandon("%s, %s:%d: more than %d under way", site.op, site.file, site.line, DTC_COPIES);
+    unsigned char not_yet[16];
+    memset(not_yet, 0xff, sizeof not_yet);
+    dtc_copy *copy = &dtc.self->copies[dtc.self->copying++];
+    *copy = {shared, {}, dtc.self->groups};
+    dtc.observer->read(global, static_cast<size_t>(bytes));
+    dtc.observer->written(shared, sizeof copy->bytes);
+    dtc_move(copy->bytes, global, bytes);
+    dtc_move(shared, not_yet, 16);
 }
 #define dtc_cp_async16(...) dtc_cp_async(DTC_SITE("cp.async"), __VA_ARGS__)
 
@@ -1193,15 +1398,17 @@ inline void dtc_cp_async_commit() { dtc.self->groups++; }
 // cp.async.wait_group: of the committed groups all but the last n have arrived.
 inline void dtc_cp_async_wait(int n)
 {
-    std::vector<dtc_copy> &copies = dtc.self->copies;
-    size_t arrived = 0;
-    for (; arrived < copies.size(); arrived++) {
-        const dtc_copy &copy = copies[arrived];
-        if (copy.group + static_cast<unsigned>(n) >= dtc.self->groups)
+    dtc_fiber *self = dtc.self;
+    int arrived = 0;
+    for (; arrived < self->copying; arrived++) {
+        const dtc_copy &copy = self->copies[arrived];
+        if (copy.group + static_cast<unsigned>(n) >= self->groups)
             break;
-        memcpy(copy.to, copy.bytes, sizeof copy.bytes);
+        dtc.observer->written(copy.to, sizeof copy.bytes);
+        dtc_move(copy.to, copy.bytes, 16);
     }
-    copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(arrived));
+    self->copying -= arrived;
+    memmove(self->copies, self->copies + arrived, static_cast<size_t>(self->copying) * sizeof(dtc_copy));
 }
 
 // ==== 12. Atomics, loads and stores, mathematics ===============================================
@@ -1209,10 +1416,11 @@ inline void dtc_cp_async_wait(int n)
 // One fiber runs at a time, so atomics are plain operations. They only watch for a thread that
 // asks over and over for what another one will never get the chance to write.
 template <class T, class Operation>
-T dtc_atomic(T *place, Operation operation)
+DTC_UNSEEN T dtc_atomic(T *place, Operation operation)
 {
     if (dtc.self && ++dtc.spins > DTC_SPIN_LIMIT)
         dtc_abandon("deadlock: waits in a loop of atomics for another thread or block");
+    dtc.observer->changed(place, sizeof *place);
     T old = *place;
     *place = operation(old);
     return old;
@@ -1264,7 +1472,7 @@ template <class T> T __ldcs(const T *p) { return *p; }
 template <class T> T __ldcg(const T *p) { return *p; }
 template <class T> void __stcs(T *p, dtc_operand<T> v) { *p = v; }
 template <class T> void __stcg(T *p, dtc_operand<T> v) { *p = v; }
-inline void __threadfence() {}
+inline void __threadfence() { dtc.observer->fenced(); }
 inline void __threadfence_block() {}
 
 // Macros, since the C library may declare these names itself.

@@ -93,8 +93,8 @@ run_one() { start "$@"; judge "$1"; }
 # Of these each keeps one processor busy and does not look at the clock, and its ranks, if it has any, hardly wait: as
 # many at a time as there are processors, the longest first. All others have the machine for themselves: where many
 # ranks wait for each other, two tests side by side take longer than one after the other.
-together="test_cuda test_cli.sh test_kernels test_tensor test_account test_gpt test_seeds test_ops \
-          test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz"
+together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cuda test_cli.sh test_kernels test_tensor test_account test_gpt \
+          test_seeds test_ops test_layers test_files test_cuda_shim test_schedule test_onebit test_fuzz"
 
 command_of() { # command_of NAME: sets command
     case $1 in

@@ -17,15 +17,25 @@
    values of two fields meet in one (of an axis: 1, or more), or no draw with both can be (named, with the rule:
    arithmetic only). Other types follow.
 
-       test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/6 in other types
+       test_matrix [--cases N] [--seed S]       at least N cases in f64, and N/6 in other types; --from I: from the I-th
        test_matrix --case 'model=1,dp=2,...'    one case; fields not named have their simplest value */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
+#ifndef ON_DEVICES
+#define ON_DEVICES 0
+#endif
+#if ON_DEVICES      /* models are small: so are NCCL's windows and messages */
+#define DT_NCCL_WIDE 96
+#define DT_NCCL_LEAST 16
 #endif
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include "../examples/gpt.h"
 #include "check.h"
+#if ON_DEVICES
+#include "fake_cuda.h"
+#endif
 #include <sys/mman.h>
 #include <time.h>
 
@@ -36,10 +46,11 @@ typedef struct spec {
     int model, llama, layers, heads, dim, gqa, ffn, seq, vocab, tied, dropout, smoothing, ignore, docs, type;
     int experts, top_k, capacity, every, shared, balance, z, bias;
     int sched, chunks, cut, sp, kind, accum, micro, stage, shard, keep, no_overlap, tree, offload;
-    int optimizer, clip, bucket, freeze, split, recompute, steps, procs;
+    int optimizer, clip, bucket, freeze, split, recompute, steps, procs, devices, late, net;
 } spec;
 
 enum { MODEL_GPT = 0, MODEL_OWN };
+enum { NET_NONE = 0, NET_TCP, NET_NCCL };
 enum { TYPE_F64 = 0, TYPE_F32, TYPE_BF16, TYPE_F16 };
 enum { OFF_NONE = 0, OFF_STATE, OFF_STATE_DISK, OFF_ALL, OFF_ALL_DISK };
 enum { REC_NONE = 0, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3 };
@@ -49,13 +60,15 @@ enum { CUT_EVEN = 0, CUT_ENDS, CUT_LIST, CUT_LIST_2 };
 /* Parser, printer, generator and shrinker all read this table. The first value is the simplest. heads: of one rank of
    tp; gqa: query heads that share a key head; seq: tokens of one rank, of cp and, with sp, of tp; experts: of one rank
    of ep; capacity: half units; chunks: stages of each rank; cut: even, embedding and head alone, or some list; accum:
-   micro-batches; shard: ranks of a shard group, 0: all. */
+   micro-batches; shard: ranks of a shard group, 0: all; devices: 0: the CPU; late: the seed of their streams' order; net: ranks
+   share memory, or meet over sockets, or have a device each and NCCL. */
 typedef struct field { const char *name; size_t at; int n; int values[8]; } field;
 #define COUNT(...) (int)(sizeof((int[]){ __VA_ARGS__ }) / sizeof(int))
 #define F(name, ...) { #name, offsetof(spec, name), COUNT(__VA_ARGS__), { __VA_ARGS__ } }
 static const field fields[] = {
     F(dp, 1, 2, 3, 4, 6), F(tp, 1, 2, 3, 4, 6), F(cp, 1, 2, 3, 4, 6), F(pp, 1, 2, 3, 4, 6), F(ep, 1, 2, 3, 4, 6),
-    F(procs, 0, 1), /* up to here the generator does not draw them field by field */
+    F(procs, 0, 1), F(devices, 0, 1, 2, 3, 4, 5, 6, 8), F(late, 0), F(net, NET_NONE, NET_TCP, NET_NCCL),
+    /* up to here the generator does not draw them field by field */
     F(model, MODEL_GPT, MODEL_OWN), F(llama, 0, 1), F(layers, 1, 2, 3, 6), F(heads, 1, 2, 3),
     F(dim, 1, 2, 3, 4), F(gqa, 1, 2, 3), F(ffn, 1, 4, 7, 16), F(seq, 1, 2, 3, 8), F(vocab, 2, 5, 17, 31),
     F(tied, 0, 1), F(dropout, 0, 1), F(smoothing, 0, 1), F(ignore, 0, 1), F(docs, 0, 1),
@@ -71,7 +84,7 @@ static const field fields[] = {
     F(bucket, 0, 64, 4096), F(freeze, 0, 1), F(split, 0, 1),
     F(recompute, REC_NONE, REC_SELECTIVE, REC_FULL, REC_FULL_2, REC_FULL_3), F(steps, 1, 2),
 };
-enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 6 };
+enum { FIELDS = sizeof fields / sizeof *fields, AXES = 5, FIRST = 9, DRAWN = FIELDS - FIRST + 6 };
 
 static int *value_of(spec *s, const field *f) { return (int *)((char *)s + f->at); }
 
@@ -124,19 +137,21 @@ static spec alone_of(spec s) {
     a.experts = experts_of(s);
     a.dp = a.ep = a.tp = a.cp = a.pp = a.accum = a.chunks = 1;
     a.stage = a.shard = a.keep = a.no_overlap = a.tree = a.split = a.bucket = a.recompute = a.sp = a.kind = 0;
-    a.sched = a.cut = a.procs = 0;
+    a.sched = a.cut = a.procs = a.devices = a.late = a.net = 0;
     a.offload = OFF_NONE;
     return a;
 }
 
 /* Why a draw is no case, by number; 0: it is one. Arithmetic only. */
-enum { RULES = 14 };
+enum { RULES = 17 };
 static const char *const rules[RULES] = { "one means nothing beside the other",
     "fewer items of the model than stages", "keys over tp", "heads shared by keys",
     "odd width of a head that is turned", "tokens over cp by zigzag", "heads over cp by ulysses",
     "data group by shard groups", "kept gathered below stage 3", "values offloaded below stage 3",
     "more choices than experts", "several chunks where not interleaved",
-    "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank" };
+    "zero-bubble with fewer micro-batches than ranks", "a tied head and its embedding in two stages of one rank",
+    "numbers of 64 bits on a device", "forks that share a device",
+    "NCCL without devices" };
 
 static int refusal(spec s) {
     char why[300];
@@ -156,6 +171,9 @@ static int refusal(spec s) {
     if (gpt && s.tied && s.chunks > 1 && s.pp == 1) return 13;
     if (s.chunks > 1 && s.sched != DT_SCHEDULE_INTERLEAVED) return 11;
     if (s.pp > 1 && s.sched == DT_SCHEDULE_ZB && s.accum < s.pp) return 12;
+    if (s.devices && s.type == TYPE_F64) return 14;
+    if (s.devices && s.procs) return 15;
+    if (s.net == NET_NCCL && !s.devices) return 16;
     return 0;
 }
 
@@ -208,26 +226,29 @@ static dt_dtype type_of(spec s) {
 
 static int narrow(spec s) { return s.type >= TYPE_BF16; }
 
-/* y = x + x^2 / 10, written as a user writes an op: for numbers of any type. */
+/* y = x + x^2 / 10 = (0.1 x + 1) x, written as a user writes an op: by kernels of the context's table, which have
+   tensors of any type on any device. */
+static dt_status times_slope(const dt_tensor *x, double scale, const void *a, void *out, int accumulate) {
+    dt_ctx           *ctx = x->ctx;
+    const dt_kernels *kernels = dt_ctx_kernels(ctx);
+    size_t            count = (size_t)dt_count(x->shape);
+    void             *slope = dt_scratch(ctx, count * dt_dtype_size(x->dtype));
+    dt_unary_args     line = { x->dtype, DT_ACT_AFFINE, slope, x->data, count, scale, 1 };
+    dt_binary_args    product = { x->dtype, DT_MUL, out, a, slope, DT_SHAPE(count), { 1 }, { 1 }, accumulate };
+    dt_status         status = slope ? kernels->unary(&line, dt_ctx_stream(ctx)) : dt_error(ctx);
+    return status ? status : kernels->binary(&product, dt_ctx_stream(ctx));
+}
+
 static dt_status square_back(dt_node *n) {
-    dt_tensor  *x = n->in[0];
-    size_t      count = (size_t)dt_count(x->shape);
-    void       *dx = dt_wants(n, 0) ? dt_grad(n, 0) : NULL;
-    const void *dy = n->out->grad;
-    for (size_t i = 0; dx && i < count; i++) {
-        double slope = 1 + 0.2 * dt__number(x->dtype, x->data, i);
-        dt__set_number(x->dtype, dx, i, dt__number(x->dtype, dx, i) + dt__number(x->dtype, dy, i) * slope);
-    }
-    return DT_OK;
+    int   accumulate = 0;
+    void *dx = dt_wants(n, 0) ? dt_grad_raw(n, 0, &accumulate) : NULL;
+    return dx ? times_slope(n->in[0], 0.2, n->out->grad, dx, accumulate) : dt_error(n->out->ctx);
 }
 
 static dt_tensor *square(dt_tensor *x) {
     dt_tensor *y = x ? dt_new(x->ctx, x->dtype, x->shape) : NULL;
-    for (size_t i = 0; y && i < (size_t)dt_count(x->shape); i++) {
-        double v = dt__number(x->dtype, x->data, i);
-        dt__set_number(x->dtype, y->data, i, v + 0.1 * v * v);
-    }
-    return y ? dt_record(y, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back }) : NULL;
+    if (!y || times_slope(x, 0.1, x->data, y->data, 0) != DT_OK) return NULL;
+    return dt_record(y, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
 }
 
 /* The first half of a layer: up; of a mixture something added. The second: down, and all of the mixture. */
@@ -356,10 +377,14 @@ enum { MAX_STEPS = 3, MAX_VALUES = 300000, MAX_PARAMS = 160, MAX_EXPERTS = 40, N
 enum { MOST_RANKS = 32, MOST_MICROS = 16 };
 enum { BALANCE, Z, CHOICES, DROPPED, FELL, COUNTS = FELL + MAX_EXPERTS }; /* of a layer's router */
 
+static char folder[64]; /* of offload and checkpoints */
+enum { CHECKPOINT_NONE, CHECKPOINT_SAVE, CHECKPOINT_LOAD };
+
 /* Where the ranks of one run leave what is compared: full logical tensors, filled box by box. Shared memory, so that
    ranks may be processes. */
 typedef struct result {
     spec    s;
+    int     checkpoint;                 /* CHECKPOINT_*: beside training, or in its place */
     double  loss[MAX_STEPS], norm[MAX_STEPS];
     double  route[MAX_STEPS][MOST_LAYERS][COUNTS];
     int     params;
@@ -437,25 +462,28 @@ static void leave_all(dt_ctx *ctx, dt_zero *zero, result *r, const dt_mesh *mesh
     }
 }
 
-/* A user's update that is none of dt's: AdaGrad. */
+/* A user's update that is none of dt's: AdaGrad. In the host's memory, wherever the numbers are. */
 static dt_status adagrad(const dt_flat *f, void *user) {
+    dt_dtype type = f->tensor->dtype == DT_F64 ? DT_F64 : DT_F32;
+    size_t   bytes = f->count * dt_dtype_size(type);
+    char    *p = (char *)malloc(3 * bytes), *grad = p + bytes, *state = grad + bytes;
     (void)user;
-    for (size_t i = 0; i < f->count; i++) {
-        if (f->tensor->dtype == DT_F64) {
-            double g = ((const double *)f->grad)[i] * f->grad_scale, *h = (double *)f->state[0] + i;
-            *h += g * g;
-            ((double *)f->param)[i] -= f->lr * (g / (sqrt(*h) + 1e-3) + f->weight_decay * ((double *)f->param)[i]);
-        } else {
-            float g = ((const float *)f->grad)[i] * (float)f->grad_scale, *h = (float *)f->state[0] + i;
-            *h += g * g;
-            ((float *)f->param)[i] -= (float)f->lr * (g / (sqrtf(*h) + 1e-3f) +
-                (float)f->weight_decay * ((float *)f->param)[i]);
-        }
+    dt__move(f->ctx, p, f->param, bytes);
+    dt__move(f->ctx, grad, f->grad, bytes);
+    dt__move(f->ctx, state, f->state[0], bytes);
+    dt_status status = dt__sync(f->ctx);
+    for (size_t i = 0; i < f->count && status == DT_OK; i++) {
+        double g = dt__number(type, grad, i) * f->grad_scale, h = dt__number(type, state, i) + g * g;
+        double v = dt__number(type, p, i);
+        dt__set_number(type, state, i, h);
+        dt__set_number(type, p, i, v - f->lr * (g / (sqrt(h) + 1e-3) + f->weight_decay * v));
     }
-    return DT_OK;
+    dt__move(f->ctx, f->param, p, bytes);
+    dt__move(f->ctx, f->state[0], state, bytes);
+    free(p);
+    return status ? status : dt__sync(f->ctx);  /* what is offloaded is read by the host next */
 }
 
-static char folder[64]; /* of offload */
 
 /* AdamW's eps is 1e-5: the gradient of a key bias is zero but for rounding, and eps 1e-8 would blow 1e-18 up to 1e-10
    of a step, which says nothing of a layout. */
@@ -510,8 +538,11 @@ static void fill_batch(batch *b, spec s, const dt_mesh *mesh, int step) {
 }
 
 static dt_tensor *real_input(dt_ctx *ctx, spec s, dt_shape shape, const double *host) {
-    dt_tensor *t = dt_input(ctx, type_of(s), shape, NULL);
-    for (size_t i = 0; t && i < (size_t)dt_count(shape); i++) dt__set_number(t->dtype, t->data, i, host[i]);
+    size_t     count = (size_t)dt_count(shape);
+    void      *numbers = malloc(count * sizeof *host + 1);
+    for (size_t i = 0; i < count; i++) dt__set_number(type_of(s), numbers, i, host[i]);
+    dt_tensor *t = dt_input(ctx, type_of(s), shape, numbers);
+    free(numbers);
     return t;
 }
 
@@ -722,18 +753,28 @@ static void leave_bytes(job *j) {
     j->r->sent[rank][1] = (double)dt_comm_bytes(j->ctx, DT_AXIS_EP);
 }
 
+/* Saves what was trained, or takes what another layout has saved. */
+static void checkpoint(job *j, int saves) {
+    dt_checkpoint *c = dt_checkpoint_open(j->zero, (dt_checkpoint_desc){ .dir = folder, .background = 1 });
+    if (saves) dt_checkpoint_save(c);
+    else if (dt_checkpoint_load(c, NULL) != 1) dt_fail(j->ctx, DT_ERR_IO, "there is no checkpoint of step 1");
+    dt_checkpoint_close(c);
+}
+
 static void run_job(job *j) {
     spec     s = j->s;
     size_t   n = (size_t)(s.accum * s.micro * tokens_of(s)), width = (size_t)(heads_of(s) * s.dim);
     int32_t *numbers = (int32_t *)calloc(6 * n, sizeof *numbers);
     j->b = (batch){ numbers, numbers + n, numbers + 2 * n, numbers + 3 * n, numbers + 4 * n, numbers + 5 * n,
         (double *)calloc(n * width, 8), (double *)calloc(n * OUT, 8), 0 };
+    if (j->r->checkpoint == CHECKPOINT_LOAD) checkpoint(j, 0);
     for (j->step = 1; j->step <= s.steps && dt_error(j->ctx) == DT_OK; j->step++) {
-        train_step(j);
+        if (j->r->checkpoint != CHECKPOINT_LOAD) train_step(j);
         if (j->step == 1) leave_all(j->ctx, j->zero, j->r, &j->mesh, STATES);
     }
     leave_all(j->ctx, j->zero, j->r, &j->mesh, VALUES);
     leave_bytes(j);
+    if (j->r->checkpoint == CHECKPOINT_SAVE) checkpoint(j, 1);
     free(numbers);
     free(j->b.x);
     free(j->b.y);
@@ -827,7 +868,9 @@ static void shares(const result *r, double norm, double *scale) {
    over tp or cp; the gradient of the positions, an activation that repeats over the batch, which is rounded once a
    micro-batch; and a parameter whose master lies so near the middle of two numbers that the last digit of f32 decides.
    Cancellation makes a bound from u alone useless, so these are held to 8 u, of a norm below 0.2 to 8 u of 0.2: such a
-   gradient is what is left of terms that cancel. Random cases differed by 4.3 u at most, with tp 9. */
+   gradient is what is left of terms that cancel. Random cases differed by 4.3 u at most, with tp 9. A device's kernels
+   add in another order than the CPU's, so that of 16 bits anything may be rounded elsewhere: one rank on a device is
+   held to 8 u of one on the CPU, and a layout to the rules above beside one rank on a device. */
 static double loose(spec s) { return s.type == TYPE_BF16 ? 8 / 256.0 : 8 / 2048.0; }
 
 static int has_positions(const result *r, int param) { return strcmp(r->name[param], "wpe.weight") == 0; }
@@ -848,9 +891,9 @@ static void compare_routes(verdict *v, const result *a, const result *b, double 
 static void compare(verdict *v, const result *a, const result *b) {
     spec   s = a->s;
     double tol = s.type ? 1e-5 : 1e-12, scale[MAX_PARAMS], part[MAX_PARAMS] = { 0 }, clip = 0;
-    int    sums_round = narrow(s) && s.tp * s.cp > 1;
+    int    sums_round = narrow(s) && (s.tp * s.cp > 1 || (s.devices && !b->s.devices));
     double least = narrow(s) ? 0.2 : s.type ? 1e-3 : 0; /* of a norm that is measured by itself */
-    int    norm_rounds = narrow(s) && (s.tp * s.cp > 1 || s.model == MODEL_GPT);
+    int    norm_rounds = sums_round || (narrow(s) && s.model == MODEL_GPT);
     for (int i = 0; i < s.steps; i++) {
         double later = narrow(s) ? loose(s) : s.type ? 10 * tol : tol;
         if (!near_value(a->loss[i], b->loss[i], i > 0 ? later : sums_round ? loose(s) : tol, 0))
@@ -900,14 +943,76 @@ static void silent(void *user, int level, int rank, const char *text) {
     (void)text;
 }
 
+/* The ranks share that many emulated devices, whose streams run late, in an order that the seed draws. What the devices
+   find, a kernel beyond its memory or a queue that was used wrongly, is a failure; and so is what they are not given
+   back. */
+static const dt_kernels *devices_begin(spec s) {
+    if (!s.devices) return dt_kernels_cpu();
+#if ON_DEVICES
+    fake_cuda_devices(s.net == NET_NCCL ? ranks_of(s) : s.devices);
+    fake_cuda_seed((unsigned long long)s.late);
+    fake_cuda_order(s.late % 4 == 3 ? FAKE_CUDA_LAZY : FAKE_CUDA_RANDOM);
+    fake_cuda_forbid_default_stream(1);
+    if (s.late % 10 == 0) fake_cuda_guard(1);
+    static dt_kernels table;
+    table = *dt_kernels_cuda();
+    table.work_bytes = 1 << 16; /* to fill more with 0xFF would be most of the time */
+    return &table;
+#else
+    return NULL;
+#endif
+}
+
+static void devices_end(verdict *v, const char *what, spec s) {
+    if (!s.devices) return;
+#if ON_DEVICES
+    const char *mistake = fake_cuda_error();
+    if (mistake) blame(v, "%s: %s", what, mistake);
+    if (fake_cuda_leaks(0)) blame(v, "%s: %d things of the devices are not given back", what, fake_cuda_leaks(1));
+    fake_cuda_reset();
+#endif
+    (void)v, (void)what;
+}
+
+/* Ranks that would be processes are threads here, and meet as those do. */
+typedef struct seat { dt_run_desc desc; result *r; pthread_t thread; dt_report report; } seat;
+
+static void *seat_main(void *arg) {
+    seat *one = (seat *)arg;
+    dt_run(one->desc, rank_main, one->r);
+    return NULL;
+}
+
+static void run_seats(dt_run_desc desc, result *r) {
+    seat *seats = (seat *)calloc((size_t)desc.ranks, sizeof *seats);
+    char  place[32];
+    dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
+    int   fd = dt__tcp_listen(any, 1);
+    snprintf(place, sizeof place, "127.0.0.1:%d", (int)dt__tcp_own_place(fd).port);
+    close(fd);
+    desc.rendezvous = place;
+    desc.backend = r->s.net == NET_TCP ? DT_BACKEND_TCP : DT_BACKEND_NCCL;
+    for (int i = 0; i < desc.ranks; i++) {
+        seats[i] = (seat){ .desc = desc, .r = r };
+        seats[i].desc.rank = i;
+        seats[i].desc.report = &seats[i].report;
+        pthread_create(&seats[i].thread, NULL, seat_main, &seats[i]);
+    }
+    for (int i = 0; i < desc.ranks; i++) pthread_join(seats[i].thread, NULL);
+    for (int i = 0; i < desc.ranks && desc.report->status == DT_OK; i++) *desc.report = seats[i].report;
+    free(seats);
+}
+
 static void run_ranks(verdict *v, const char *what, result *r) {
-    dt_report report;
+    dt_report report = { DT_OK, 0, "" };
     dt_host   host = *dt_host_default();
     host.log = silent;
     dt_run_desc desc = { .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report,
-        .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS };
-    dt_status   status = dt_run(desc, rank_main, r);
-    if (status != DT_OK) blame(v, "%s: %s", what, report.text);
+        .backend = r->s.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS, .kernels = devices_begin(r->s) };
+    if (r->s.net) run_seats(desc, r);
+    else dt_run(desc, rank_main, r);
+    if (report.status != DT_OK) blame(v, "%s: %s", what, report.text);
+    devices_end(v, what, r->s);
     if (r->optim_bytes != r->optim_formula)
         blame(v, "%s: %zu bytes of optimizer state, formula %zu", what, r->optim_bytes, r->optim_formula);
     for (int i = 0; i < ranks_of(r->s) && !v->failed; i++)
@@ -975,28 +1080,46 @@ static spec partner_of(spec s, int change) {
     if (all || change == CHANGE_SPLIT) p.split = !s.split;
     if ((all && turn_of(s) % 16 == 7 && ranks_of(s) <= 8) || change == CHANGE_PROCS) p.procs = !s.procs;
     if (all || change == CHANGE_PIPELINE) other_pipeline(&p);
+    if (p.devices) p.procs = 0;     /* forks have none; and another order of the streams */
+    if (p.devices) p.late += change + 1;
     return p;
 }
 
-static void compare_partner(verdict *v, const result *a, int change) {
+static void compare_partner(verdict *v, const result *a, const result *b, int change) {
     result *c = result_make(partner_of(a->s, change), a);
     run_ranks(v, changes[change], c);
-    if (!v->failed) compare_bits(v, changes[change], a, c);
+    if (!v->failed && a->s.net == NET_NCCL) compare(v, c, b); /* its sums have an order of their own */
+    else if (!v->failed) compare_bits(v, changes[change], a, c);
     result_free(c);
+}
+
+/* One rank on a device takes the place of one on the CPU, of which it must be near; unless a near choice of experts may
+   fall otherwise. */
+static result *alone_on_device(verdict *v, spec s, result *on_cpu) {
+    spec alone = alone_of(s);
+    int  choices = experts_of(s) > s.top_k || (s.experts > 0 && s.capacity > 0);
+    alone.devices = 1;
+    alone.late = s.late;
+    result *r = result_make(alone, on_cpu);
+    run_ranks(v, "one rank on a device", r);
+    if (!v->failed && !choices) compare(v, r, on_cpu);
+    result_free(on_cpu);
+    return r;
 }
 
 static verdict run_case(spec s) {
     verdict v = { 0 };
     result *b = result_make(alone_of(s), NULL);
     run_ranks(&v, "one rank", b);
+    if (s.devices && narrow(s) && !v.failed) b = alone_on_device(&v, s, b);
     result *a = result_make(s, b);
     if (!v.failed) run_ranks(&v, "layout", a);
     if (!v.failed) compare(&v, a, b);
-    if (!v.failed) compare_partner(&v, a, CHANGES);
+    if (!v.failed) compare_partner(&v, a, b, CHANGES);
     if (v.failed && *v.why == *changes[CHANGES])
         for (int change = 0; change < CHANGES; change++) { /* which of them? */
             verdict one = { 0 };
-            compare_partner(&one, a, change);
+            compare_partner(&one, a, b, change);
             if (!one.failed) continue;
             v = one;
             break;
@@ -1058,7 +1181,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
         f.tp = 1;
     }
     for (int i = FIRST; i < FIELDS; i++) {
-        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)number * FIELDS + (uint64_t)i);
+        uint32_t d = draw(seed + (uint64_t)attempt * 0x9E3779B97F4A7C15u, (uint64_t)(number * DRAWN + i - FIRST + 6));
         *value_of(&s, &fields[i]) = fields[i].values[d % (uint32_t)fields[i].n];
     }
     s.dp = f.dp;
@@ -1066,7 +1189,7 @@ static spec random_spec(uint64_t seed, int number, int attempt) {
     s.cp = f.cp;
     s.pp = f.pp;
     s.ep = f.ep;
-    s.procs = 0;
+    s.procs = s.devices = s.late = s.net = 0;
     if (number >= n_factorings && number % 4 == 0 && s.pp > 1 && s.pp < 6) { /* ranks that divide no micro-batches */
         s.sched = DT_SCHEDULE_INTERLEAVED;
         s.chunks = 2 + (s.pp < 4 && number / 4 % 2);
@@ -1174,7 +1297,31 @@ static void count_case(spec s) {
     tally[WITHOUT] += s.pp > 1 && p.pp == 1;
 }
 
-static int run_and_report(const char *program, uint64_t seed, int number, spec s) {
+/* The cases of a run, in order. */
+static spec *listed;
+static int   n_listed, in_f64;
+
+static void list_case(spec s) {
+    if (n_listed % 64 == 0) listed = (spec *)realloc(listed, (size_t)(n_listed + 64) * sizeof s);
+    listed[n_listed++] = s;
+}
+
+enum { SAMPLE = 24, MOST_DEVICES = 8 };
+static int net_cases[3];
+
+/* The same case on some devices, or over NCCL on one for each rank. */
+static spec on_devices(uint64_t seed, int number, spec s) {
+    s.net = number % 5 == 2 ? NET_NCCL : number % 5 == 4 ? NET_TCP : NET_NONE;
+    if (s.net == NET_NCCL && ranks_of(s) > MOST_DEVICES + 4) s.net = NET_NONE;
+    s.devices = s.net == NET_NCCL ? ranks_of(s) : 1 + (int)(draw(seed + 3, (uint64_t)number) % MOST_DEVICES);
+    s.late = (int)(draw(seed + 4, (uint64_t)number) % 100000);
+    if (s.type == TYPE_F64) s.type = TYPE_F32;
+    net_cases[s.net]++;
+    return s;
+}
+
+static int run_and_report(const char *program, uint64_t seed, int number) {
+    spec    s = ON_DEVICES ? on_devices(seed, number, listed[number]) : listed[number];
     verdict v = run_case(s);
     CHECK_MSG(!v.failed, "case %d of seed %llu: %s", number, (unsigned long long)seed, v.why);
     if (v.failed) report_failure(program, s, v);
@@ -1261,7 +1408,7 @@ static int values_of(int i) {
 }
 
 /* The pairs that are left. */
-static void close_pairs(const char *program, uint64_t seed) {
+static void list_pairs(uint64_t seed) {
     int pairs = 0, never[RULES] = { 0 };
     for (int i = 0; i < FIELDS; i++)
         for (int k = i + 1; k < FIELDS; k++)
@@ -1272,16 +1419,17 @@ static void close_pairs(const char *program, uint64_t seed) {
                 if (seen[i][a][k][b]) continue;
                 if (find_pair(seed, i, a, k, b, &s)) {
                     new_pairs(s, 1);
-                    if (!run_and_report(program, seed, done, s)) return;
+                    list_case(s);
                     continue;
                 }
                 int rule = pair_refusal(i, a, k, b);
                 CHECK_MSG(rule > 0 || apart(i, a, k, b), "no case was found with %s=%d and %s=%d", fields[i].name,
                     fields[i].values[a], fields[k].name, fields[k].values[b]);
                 never[rule]++;
-                if (rule > 0) printf("  no case can have %s=%d and %s=%d: %s\n", fields[i].name, fields[i].values[a],
+                if (rule > 0 && !ON_DEVICES) printf("  no case can have %s=%d and %s=%d: %s\n", fields[i].name, fields[i].values[a],
                     fields[k].name, fields[k].values[b], rules[rule]);
             }
+    if (ON_DEVICES) return;
     printf("test_matrix: %d pairs of values; impossible:", pairs);
     for (int r = 0; r < RULES; r++)
         if (never[r]) printf(" %d %s;", never[r], rules[r]);
@@ -1301,55 +1449,120 @@ static int one_case(const char *text) {
     return v.failed != 0;
 }
 
-static int run_named(const char *program) {
-    int ok = 1;
-    for (int i = 0; i < NAMED && ok; i++) {
-        spec s;
-        CHECK_MSG(parse_spec(named[i], &s) && refusal(s) == 0, "%s", named[i]);
-        ok = run_and_report(program, 0, i, s);
-    }
-    return ok;
-}
-
 enum { CASES = 348 };
 
-int main(int argc, char **argv) {
-    int      cases = CASES, ok = 1;
-    uint64_t seed = 1;
+/* All cases of a run, those in f64 first. */
+static void list_cases(uint64_t seed, int cases) {
+    spec s;
     list_factorings();
     list_meanings();
     CHECK(n_factorings == 216);
+    for (int i = 0; i < NAMED; i++)
+        if (CHECK_MSG(parse_spec(named[i], &s) && refusal(s) == 0, "%s", named[i])) list_case(s);
+    for (int number = 0; number < cases; number++) {
+        int found = choose(seed, number, TYPE_F64, 20, &s);
+        CHECK_MSG(found, "no case on factoring %d", number % n_factorings);
+        if (!found) continue;
+        new_pairs(s, 1);
+        list_case(s);
+    }
+    if (cases >= n_factorings) list_pairs(seed);
+    in_f64 = n_listed;
+    for (int number = cases; number < cases + cases / 6; number++)
+        if (choose(seed, number, -1, 1, &s)) list_case(s);
+}
+
+static void tell(uint64_t seed, int all) {
+    for (int t = 0; t < TALLIES; t++) {
+        if (t == FORKED && ON_DEVICES) continue;    /* forks have no devices */
+        if (!ON_DEVICES) printf("test_matrix: %d cases %s\n", tally[t], tallies[t]);
+        CHECK_MSG(!all || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
+    }
+    if (ON_DEVICES) {
+        printf("test_matrix_gpu: %d cases of %d of the CPU's run through the emulated GPU, f32 in place of f64, on 1 to %d "
+            "devices; %d of them through NCCL, %d over sockets\n", done, n_listed, MOST_DEVICES, net_cases[NET_NCCL],
+            net_cases[NET_TCP]);
+        return;
+    }
+    printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
+        n_listed - in_f64, n_factorings, (unsigned long long)seed);
+    for (int r = 1; r < RULES; r++)
+        if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
+    printf("\n");
+}
+
+#if ON_DEVICES
+static dt_status never(dt_ctx *ctx, void *user) {
+    (void)user;
+    return dt_fail(ctx, DT_ERR_ARG, "this rank must not run");
+}
+
+/* What ranks on some devices save others load, with the same bits. */
+static void check_checkpoint(void) {
+    static const char *const layouts[] = { "dp=2,tp=2,devices=3,late=11,type=1,layers=2,heads=2,dim=4,stage=3,accum=2",
+        "dp=3,devices=2,late=12,type=1,layers=2,heads=4,dim=4,stage=1,offload=1,accum=2" };
+    verdict v = { 0 };
+    spec    s[2];
+    CHECK(parse_spec(layouts[0], &s[0]) && parse_spec(layouts[1], &s[1]));
+    result *b = result_make(alone_of(s[0]), NULL);
+    run_ranks(&v, "one rank", b);
+    result *saved = result_make(s[0], b), *loaded = result_make(s[1], b);
+    saved->checkpoint = CHECKPOINT_SAVE;
+    loaded->checkpoint = CHECKPOINT_LOAD;
+    run_ranks(&v, "saved", saved);
+    loaded->loss[0] = saved->loss[0];
+    loaded->norm[0] = saved->norm[0];
+    memcpy(loaded->grad, saved->grad, sizeof saved->grad);
+    run_ranks(&v, "loaded", loaded);
+    if (!v.failed) compare_bits(&v, "a checkpoint", loaded, saved);
+    CHECK_MSG(!v.failed, "%s", v.why);
+    result_free(b);
+    result_free(saved);
+    result_free(loaded);
+    char line[100];
+    snprintf(line, sizeof line, "rm -r %s/*", folder);
+    CHECK(system(line) == 0);
+}
+
+/* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
+static void check_refusals(void) {
+    dt_report   report;
+    dt_host     host = *dt_host_default();
+    dt_run_desc desc = { .ranks = 3, .timeout_s = 20, .host = &host, .report = &report,
+        .kernels = devices_begin((spec){ .devices = 3 }) };
+    host.log = silent;
+    fake_cuda_no_peers(1);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "peer access") && strstr(report.text, "nccl"), "%s", report.text);
+    fake_cuda_devices(0);
+    CHECK(dt_run(desc, never, NULL) == DT_ERR_DEVICE);
+    CHECK_MSG(strstr(report.text, "cudaErrorNoDevice"), "%s", report.text);
+    CHECK(fake_cuda_leaks(1) == 0);
+    fake_cuda_reset();
+}
+#else
+static void check_checkpoint(void) {}
+static void check_refusals(void) {}
+#endif
+
+int main(int argc, char **argv) {
+    int      cases = ON_DEVICES ? SAMPLE : CASES, from = 0, ok = 1;
+    uint64_t seed = 1;
     snprintf(folder, sizeof folder, "/tmp/dt_test_matrix.XXXXXX");
     if (!CHECK(mkdtemp(folder) != NULL)) return check_done("test_matrix");
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--cases") == 0) cases = atoi(argv[i + 1]);
+        if (strcmp(argv[i], "--from") == 0) from = atoi(argv[i + 1]);
         if (strcmp(argv[i], "--seed") == 0) seed = strtoull(argv[i + 1], NULL, 10);
         if (strcmp(argv[i], "--case") == 0) return one_case(argv[i + 1]);
     }
-    ok = run_named(argv[0]);
-    for (int number = 0; number < cases && ok; number++) {
-        spec s;
-        int  found = choose(seed, number, TYPE_F64, 20, &s);
-        CHECK_MSG(found, "no case on factoring %d", number % n_factorings);
-        if (!found) continue;
-        new_pairs(s, 1);
-        ok = run_and_report(argv[0], seed, number, s);
-    }
-    if (ok && cases >= n_factorings) close_pairs(argv[0], seed);
-    int in_f64 = done;
-    for (int t = 0; t < TALLIES; t++) {
-        printf("test_matrix: in f64 %d cases %s\n", tally[t], tallies[t]);
-        CHECK_MSG(!ok || cases < CASES || tally[t] >= (t == SEVERAL ? 300 : 3), "%d cases %s", tally[t], tallies[t]);
-    }
-    for (int number = cases; number < cases + cases / 6 && ok; number++) {
-        spec s;
-        if (choose(seed, number, -1, 1, &s)) ok = run_and_report(argv[0], seed, number, s);
-    }
-    printf("test_matrix: %d cases in f64, %d in other types, %d factorings, seed %llu; draws refused:", in_f64,
-        done - in_f64, n_factorings, (unsigned long long)seed);
-    for (int r = 1; r < RULES; r++)
-        if (refused[r]) printf(" %d %s%s", refused[r], rules[r], r + 1 < RULES ? "," : "");
-    printf("\n");
+    list_cases(seed, ON_DEVICES ? CASES : cases);
+    int n = ON_DEVICES && cases < n_listed ? cases : n_listed;
+    for (int i = from; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
+    check_checkpoint();
+    check_refusals();
+    tell(seed, ok && n == n_listed && cases >= CASES && from == 0);
+    free(listed);
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
-    return check_done("test_matrix");
+    return check_done(ON_DEVICES ? "test_matrix_gpu" : "test_matrix");
 }
