@@ -583,8 +583,7 @@ static dt_status reduce(const dt_reduce_args *a, void *stream) {
     for (int r = MAX_INPUTS; r < a->n; r++)
         if (a->in[r] == a->out) return DT_ERR_UNSUPPORTED;
     for (int done = 0; done < a->n;) {
-        reduce_inputs in;
-        in.n = 0;
+        reduce_inputs in = {};
         in.op = a->op;
         if (done > 0) in.p[in.n++] = a->out;
         while (done < a->n && in.n < MAX_INPUTS) in.p[in.n++] = a->in[done++];
