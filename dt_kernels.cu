@@ -2953,7 +2953,7 @@ static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
     key.m = a.m, key.n = a.n, key.k = a.k, key.batch = a.batch;
     key.lda = a.lda, key.ldb = a.ldb, key.ldc = a.ldc;
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
-    key.work_bytes = (size_t)a.work % 16 == 0 ? a.work_bytes : 0;
+    key.work_bytes = a.work_bytes;
     key.dtype = a.dtype, key.wide = a.wide, key.trans_a = a.trans_a != 0, key.trans_b = a.trans_b != 0;
     key.epilogue = (int)s.epilogue, key.adds = s.from != NULL;
     key.align_a = alignment_of(a.a), key.align_b = alignment_of(a.b);
@@ -2962,12 +2962,16 @@ static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
 }
 
 /* False: the library cannot, and nothing has been done. */
-static bool blas_matmul(const dt_matmul_args &a, cuda_queue *queue, dt_status *status) {
+static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) {
+    size_t        off = (256 - (size_t)a.work % 256) % 256; /* it refuses scratch that lies elsewhere */
     blas         *b = a.k > 0 && a.batch <= INT32_MAX ? blas_of(queue) : NULL;
     blas_split    s;
     product_plan *p = NULL;
     float         one = 1, adds;
     if (!b || !b->handle) return false;
+    if (!a.work || a.work_bytes < off) a.work = NULL, a.work_bytes = off = 0;
+    a.work = (char *)a.work + off;
+    a.work_bytes -= off;
     for (int gelu = b->gelu; gelu >= 0 && (!p || !p->works); gelu--) {
         if (!split_call(a, gelu, &s)) return false;
         p = plan_of(b, key_of(a, s));
@@ -2986,7 +2990,7 @@ static bool blas_matmul(const dt_matmul_args &a, cuda_queue *queue, dt_status *s
 #undef SET
 #else
 static void blas_close(struct blas *) {}
-static bool blas_matmul(const dt_matmul_args &, cuda_queue *, dt_status *) { return false; }
+static bool blas_matmul(dt_matmul_args, cuda_queue *, dt_status *) { return false; }
 #endif
 
 static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
@@ -3747,6 +3751,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .after = cuda_after,
         .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
+        .loss_numbers = (size_t)1 << 28,
         .fill = cuda_fill,
         .init = cuda_init,
         .copy = cuda_copy,

@@ -462,6 +462,7 @@ typedef struct dt_kernels {
     dt_status  (*after)(void *stream, void *mark);
     void       (*unmark)(void *mark);
     size_t      work_bytes;    /* the least scratch that products, attention and sums want */
+    size_t      loss_numbers;  /* logits at a time in dt_linear_cross_entropy, about; 0: 2^20 */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
@@ -4362,10 +4363,11 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* Rows of logits at a time: about 2^20 numbers, and enough rows to make a product of it. A function of V alone, so that
-   the bits of the gradient of w do not depend on the number of rows. */
-static int64_t dt__loss_rows(int64_t vocab) {
-    int64_t rows = ((int64_t)1 << 20) / (vocab > 0 ? vocab : 1);
+/* Rows of logits at a time: about 2^20 numbers, on a GPU what its table says, and enough rows to make a product of it. A
+   function of V alone, so that the bits of the gradient of w do not depend on the number of rows. */
+static int64_t dt__loss_rows(const dt_ctx *ctx, int64_t vocab) {
+    size_t  most = ctx->kernels.loss_numbers;
+    int64_t rows = (most ? (int64_t)most : (int64_t)1 << 20) / (vocab > 0 ? vocab : 1);
     return rows < 64 ? 64 : rows > 4096 ? 4096 : rows;
 }
 
@@ -4375,7 +4377,7 @@ typedef struct dt__loss_work { char *logits; double *row_loss, *part; void *row,
 
 static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, size_t room, dt__loss_work *k) {
     int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], all = (int64_t)dt__rows(x);
-    int64_t rows = all < dt__loss_rows(V) ? all : dt__loss_rows(V); /* no more than there are */
+    int64_t rows = all < dt__loss_rows(ctx, V) ? all : dt__loss_rows(ctx, V); /* no more than there are */
     size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
     size_t  c = dt_matmul_work(C, rows, x->dtype);
     size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
@@ -4406,7 +4408,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
     dt_tensor    *x = n->in[0], *labels = n->in[1], *w = n->in[2];
     dt_ctx       *ctx = x->ctx;
     dt__loss_work k;
-    int64_t       all = (int64_t)dt__rows(x), C = (int64_t)dt__last(w), V = w->shape.d[0], most = dt__loss_rows(V);
+    int64_t       all = (int64_t)dt__rows(x), C = (int64_t)dt__last(w), V = w->shape.d[0];
+    int64_t       most = dt__loss_rows(ctx, V);
     size_t        size = dt_dtype_size(x->dtype);
     dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V }, dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
     if (!dt__loss_work_make(ctx, x, w, 0, &k)) return dt_error(ctx);
@@ -4453,7 +4456,7 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
     size_t room = dt__loss_part_room(desc.part, dt__rows(x));
     if (!dt__loss_work_make(ctx, x, w, room, &k)) return NULL;
-    int64_t all = (int64_t)dt__rows(x), most = dt__loss_rows(w->shape.d[0]);
+    int64_t all = (int64_t)dt__rows(x), most = dt__loss_rows(ctx, w->shape.d[0]);
     for (int64_t r = 0; r < all || r == 0; r += most) {
         int64_t rows = all - r < most ? all - r : most;
         if (rows > 0 && dt__loss_logits(op, x, w, &k, r, rows) != DT_OK) return NULL;
@@ -8405,7 +8408,7 @@ static dt_status dt__cpu_move(void *dst, const void *src, size_t bytes, void *st
 const dt_kernels *dt_kernels_cpu(void) {
 #define DT__TABLE_ENTRY(k) dt__cpu_##k,
     static const dt_kernels table = { "cpu", NULL, NULL, dt__cpu_move, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                                      NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__TABLE_ENTRY) };
+                                      NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__TABLE_ENTRY) };
 #undef DT__TABLE_ENTRY
     return &table;
 }

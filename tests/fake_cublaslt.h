@@ -420,7 +420,7 @@ static cublasStatus_t check_memory(job *j, const algorithm *algo, int device) {
     if (algo && (j->workspace_bytes < algo->workspace || (algo->workspace && !j->workspace)))
         return refuse(CUBLAS_STATUS_INVALID_VALUE, "less workspace than the algorithm needs");
     if (algo) j->workspace_bytes = algo->workspace; /* more is not touched */
-    if (j->workspace_bytes && ((uintptr_t)j->workspace % 16 || !device_reads(j->workspace, j->workspace_bytes, device,
+    if (j->workspace_bytes && ((uintptr_t)j->workspace % 256 || !device_reads(j->workspace, j->workspace_bytes, device,
                                                                              "workspace")))
         return refuse(CUBLAS_STATUS_INVALID_VALUE, "the workspace's alignment or place");
     return CUBLAS_STATUS_SUCCESS;
