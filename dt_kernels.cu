@@ -78,7 +78,7 @@
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define KERNEL static __global__ void
 #define DT_DYN_SMEM(T, name) \
-    extern __shared__ __align__(16) unsigned char dt_dyn_smem[]; \
+    extern __shared__ __align__(1024) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
 #define UNROLL_BY(n) DT_PRAGMA(unroll n)
@@ -290,10 +290,15 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. */
+/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. Since sm_80 it is one
+   instruction, also for two numbers. */
 static __device__ void round_to(bf16 *out, float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
+#else
     unsigned bits = __float_as_uint(x), rounded = bits + 0x7fffu + (bits >> 16 & 1);
     out->bits = (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) >> 16);
+#endif
 }
 
 /* f16 is CUDA's own business, in one instruction each. What a test has in its place: f16 has 5 bits of exponent, and a
@@ -369,6 +374,27 @@ static __device__ float block_max(float v) {
     return most;
 }
 
+/* Two numbers in a word, the first in its low half. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define PAIR(T, type) \
+    static __device__ unsigned pair_as(T, float x, float y) { \
+        unsigned two; \
+        asm("cvt.rn." type "x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x)); \
+        return two; \
+    }
+#else
+#define PAIR(T, type) \
+    static __device__ unsigned pair_as(T, float x, float y) { \
+        T low, high; \
+        round_to(&low, x); \
+        round_to(&high, y); \
+        return low.bits | (unsigned)high.bits << 16; \
+    }
+#endif
+PAIR(bf16, "bf16")
+PAIR(f16, "f16")
+#undef PAIR
+
 /* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time, in one access
    if it lies at a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
@@ -403,16 +429,22 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
 template <int N, class T>
 static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
+/* N numbers to store. */
+template <class T, int N>
+static __device__ pack<T, N> rounded(pack<float, N> x) {
+    pack<T, N> y;
+    for (int k = 0; k < N; k++) round_to(&y.v[k], x.v[k]);
+    return y;
+}
+
 /* p[0..] (+)= N finished results, rounded once. */
 template <class T, int N>
 static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
-    pack<T, N> rounded;
     if (accumulate) {
         pack<float, N> old = get<N>(p);
         for (int k = 0; k < N; k++) x.v[k] += old.v[k];
     }
-    for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
-    put(p, rounded);
+    put(p, rounded<T>(x));
 }
 
 /* The same of one number. */
@@ -2412,9 +2444,79 @@ PTX void copy16(void *shared, const void *global, bool there) {
 PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
+
+/* wgmma: four warps, a group, multiply 64 rows at a time, with B (and A) read from shared memory; see `matrix`. Only code
+   for sm_90a has it: elsewhere the kernels that use it are empty, and cannot be launched with as many threads as they
+   want. d (64,N) = a b, plus d if `add`: of warp w rows 16 w .. 16 w + 15, in the places of mma. What has been started
+   is done after group_done. */
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_GROUPS 1
+#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define D32 D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+#define D64 D32, D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
+#define P32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define P64 P32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA(type, n, add, places, rest) \
+    "{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+    " {" places "}, " rest "; }"
+#define WGMMAS(T, type) \
+    PTX void wgmma(T, float (&d)[8][4], uint64_t a, uint64_t b, int add) { \
+        asm volatile(WGMMA(type, "64", "%34", P32, "%32, %33, add, 1, 1, 0, 0") \
+                     : D32 : "l"(a), "l"(b), "r"(add)); \
+    } \
+    PTX void wgmma(T, float (&d)[16][4], uint64_t a, uint64_t b, int add) { \
+        asm volatile(WGMMA(type, "128", "%66", P64, "%64, %65, add, 1, 1, 0, 0") \
+                     : D64 : "l"(a), "l"(b), "r"(add)); \
+    } \
+    PTX void wgmma_across(T, float (&d)[8][4], const unsigned *a, uint64_t b, int add) { \
+        asm volatile(WGMMA(type, "64", "%37", P32, "{%32, %33, %34, %35}, %36, add, 1, 1, 1") \
+                     : D32 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    } \
+    PTX void wgmma_across(T, float (&d)[16][4], const unsigned *a, uint64_t b, int add) { \
+        asm volatile(WGMMA(type, "128", "%69", P64, "{%64, %65, %66, %67}, %68, add, 1, 1, 1") \
+                     : D64 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    }
+WGMMAS(bf16, "bf16")
+WGMMAS(f16, "f16")
+#undef WGMMAS
+#undef WGMMA
+#undef P64
+#undef P32
+#undef D64
+#undef D32
+#undef D4
+
+/* k along the rows of 64 numbers, or (wgmma_across) a row for each k; `slab` numbers on are the next 64 columns. */
+PTX uint64_t matrix(const void *p, int slab) {
+    return (uint64_t)(shared_address(p) >> 4 & 0x3fff) | (uint64_t)(slab * 2 >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62; /* 8 rows of 128 bytes lie together, their 16 bytes exchanged */
+}
+PTX void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+PTX void group_sent() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+template <int LEFT>
+PTX void group_done() { asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(LEFT) : "memory"); }
+PTX void copies_seen() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+PTX void hold(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
+#else
+#define HAS_GROUPS 0
+template <class T, class sums, class left>
+PTX void wgmma(T, sums &, left, uint64_t, int) {}
+template <class T, class sums>
+PTX void wgmma_across(T, sums &, const unsigned *, uint64_t, int) {}
+PTX uint64_t matrix(const void *, int) { return 0; }
+PTX void group_begin() {}
+PTX void group_sent() {}
+template <int LEFT>
+PTX void group_done() {}
+PTX void copies_seen() {}
+PTX void hold(float &) {}
+#endif
 #undef PTX
 #else
 #define HAS_SM80 1
+#define HAS_GROUPS 1
 static void ldmatrix(unsigned *r, const void *row) { dtc_ldmatrix_x4(r, row); }
 static void ldmatrix_trans(unsigned *r, const void *row) { dtc_ldmatrix_x4_trans(r, row); }
 static float exp2_of(float x) { return exp2f(x); }
@@ -2426,16 +2528,45 @@ static void copy16(void *shared, const void *global, bool there) {
 }
 static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
-#endif
 
-/* Two numbers in a word, the first in its low half. */
-template <class T>
-static __device__ unsigned pair_of(float x, float y) {
-    T low, high;
-    round_to(&low, x);
-    round_to(&high, y);
-    return low.bits | (unsigned)high.bits << 16;
+/* Warp by warp by mma, from what the matrices are said to be. */
+struct matrix { const char *p; int slab; matrix(const void *p_, int slab_) : p((const char *)p_), slab(slab_) {} };
+
+static unsigned number_in(const matrix &m, int row, int col) {
+    size_t at = (size_t)m.p + (size_t)(row / 8) * 1024 + row % 8 * 128 + col / 64 * (size_t)m.slab * 2 + col % 64 * 2;
+    return *(const uint16_t *)(at ^ (at >> 3 & 0x70));
 }
+template <class T, int J>
+static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2;
+    if (!add) memset(d, 0, sizeof d);
+    for (int j = 0; j < J; j++) {
+        unsigned v[2];
+        for (int i = 0; i < 2; i++)
+            v[i] = number_in(b, t + 8 * i, 8 * j + g) | number_in(b, t + 8 * i + 1, 8 * j + g) << 16;
+        mma(T(), d[j], a, v);
+    }
+}
+template <class T, int J>
+static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
+    int      g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2, row = threadIdx.x / 32 % 4 * 16 + g;
+    unsigned u[4], v[2];
+    if (!add) memset(d, 0, sizeof d);
+    for (int i = 0; i < 4; i++)
+        u[i] = number_in(a, row + i % 2 * 8, t + i / 2 * 8) | number_in(a, row + i % 2 * 8, t + i / 2 * 8 + 1) << 16;
+    for (int j = 0; j < J; j++) {
+        for (int i = 0; i < 2; i++)
+            v[i] = number_in(b, 8 * j + g, t + 8 * i) | number_in(b, 8 * j + g, t + 8 * i + 1) << 16;
+        mma(T(), d[j], u, v);
+    }
+}
+static void group_begin() {}
+static void group_sent() {}
+template <int LEFT>
+static void group_done() {}
+static void copies_seen() {}
+static void hold(float &) {}
+#endif
 
 template <class T>
 static __device__ float half_of(unsigned pair, int which) {
@@ -3180,7 +3311,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
     UNROLL for (int j = 0; j < J; j += 2) {
         unsigned u[M][4];
         UNROLL for (int e = 0; e < 4 * M; e++)
-            u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
+            u[e / 4][e % 4] = pair_as(T(), p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
         UNROLL for (int n = 0; n < N; n += 2) {
             unsigned v[4];
             ldmatrix_trans(v, y + 8 * j * D + (at_y ^ 8 * n));
@@ -3218,13 +3349,14 @@ static __device__ float row_max(float v) {
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-/* ---- tiles ---- */
+/* ---- forms ---- */
 
 /* What fits into the registers, 64 K for the THREADS of AT_ONCE blocks, and into the 99 KB of shared memory that every
-   GPU since sm_80 gives a block. WHAT: 0 the forward, 1 the backward of queries, 2 that of keys. */
-template <class T, int D, int WHAT>
+   GPU since sm_80 gives a block. WHAT: 0 the forward, 1 the backward of queries, 2 that of keys. TOGETHER: rows that do
+   the same; SLAB: columns of a tile that lie together. */
+template <class T, int D, int WHAT, bool GROUPS>
 struct form {
-    static constexpr bool NARROW = sizeof(T) == 2;
+    static constexpr bool NARROW = sizeof(T) == 2, GROUP = false;
     static constexpr int M = NARROW && (D == 64 || (D == 128 && WHAT < 2)) ? 2 : 1;
     static constexpr int COLS = NARROW ? (D == 64 || (D == 128 && WHAT != 1) ? 64 : 32)
                                        : (D == 256 || (D == 128 && WHAT) ? 16 : 32);
@@ -3232,16 +3364,95 @@ struct form {
     static constexpr int OF_WARPS = NARROW || D == 64 || (D == 128 && !WHAT) ? 4 : 2;
     static constexpr int STAGES = (NARROW && D == 256 && WHAT) || (!NARROW && (D > 64 || WHAT)) ? 1 : 2;
     static constexpr int AT_ONCE = NARROW && D == 64 && !WHAT ? 3 : 2;
-    static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS;
+    static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS, TOGETHER = 16 * M, SLAB = D;
 };
 
+#ifndef GROUPS_FORWARD
+#define GROUPS_FORWARD 2
+#define COLS_FORWARD 128
+#define PART_FORWARD 64
+#define FORWARD_AT_ONCE (D == 64 ? 2 : 1)
+#define GROUPS_BACK 1
+#define BACK_AT_ONCE_64 3
+#define BACK_AT_ONCE_128 2
+#endif
+/* With wgmma, where a block has 227 KB. */
+template <class T, int D, int WHAT>
+struct form<T, D, WHAT, true> {
+    static constexpr bool NARROW = true, GROUP = true;
+    static constexpr int M = 1, OF_WARPS = WHAT ? GROUPS_BACK : GROUPS_FORWARD, COLS = WHAT ? 64 : COLS_FORWARD;
+    static constexpr int PART = WHAT ? 64 : PART_FORWARD, STAGES = 2;
+    static constexpr int AT_ONCE = WHAT ? (D == 64 ? BACK_AT_ONCE_64 : BACK_AT_ONCE_128) : FORWARD_AT_ONCE;
+    static constexpr int ROWS = 64 * OF_WARPS, THREADS = 128 * OF_WARPS, TOGETHER = 64, SLAB = 64;
+};
+
+template <class F>
+static constexpr int threads_of() { return F::GROUP && !HAS_GROUPS ? 32 : F::THREADS; }
+
+/* ---- products ---- */
+
+/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. By a group it is there after `done`. */
+template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
+static __device__ void scores_of(float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
+    if constexpr (F::GROUP) {
+        group_begin();
+        UNROLL for (int k = 0; k < D; k += 16)
+            wgmma(T(), c[0], matrix(x + k / 64 * X_ROWS * 64 + row / 64 * 64 * 64 + k % 64, 0),
+                  matrix(y + k / 64 * Y_ROWS * 64 + col * 64 + k % 64, 0), k > 0);
+        group_sent();
+    } else {
+        scores<D>(c, x, row, y + col * D, dim);
+    }
+}
+
+/* c += p times rows of the tile y, from `row` on. */
+template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
+static __device__ void mix_of(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
+    if constexpr (F::GROUP) {
+        unsigned u[J / 2][4];
+        UNROLL for (int e = 0; e < 2 * J; e++)
+            u[e / 4][e % 4] = pair_as(T(), p[0][e / 2][e % 2 * 2], p[0][e / 2][e % 2 * 2 + 1]);
+        group_begin();
+        UNROLL for (int j = 0; j < J / 2; j++)
+            wgmma_across(T(), c[0], u[j], matrix(y + (row + 16 * j) * 64, Y_ROWS * 64), 1);
+        group_sent();
+    } else {
+        mix<D>(c, p, y + row * D, dim);
+    }
+}
+
+/* All but the last LEFT products have been made, c among them. */
+template <class F, int LEFT, int M, int J>
+static __device__ void done(float (&c)[M][J][4]) {
+    if constexpr (F::GROUP) {
+        group_done<LEFT>();
+        UNROLL for (int e = 0; e < M * J * 4; e++) hold(c[e / 4 / J][e / 4 % J][e % 4]);
+    }
+}
+
+/* ---- tiles ---- */
+
+template <class F, int D, class T, int ROWS>
+static __device__ void fetch_rows(T *tile, const void *from, int64_t at, int ld, int rows, const task &s) {
+    UNROLL for (int col = 0; col < D; col += F::SLAB)
+        fetch_tile<T, ROWS, F::SLAB, F::THREADS>(tile + col * ROWS, (const T *)from + at + col, ld, rows, s.dim - col,
+                                                 s.wide);
+}
+
 /* A tile of two arrays whose rows lie alike. */
-template <class T, int ROWS, int D, int THREADS>
+template <class F, int D, int ROWS, class T>
 static __device__ void fetch_two(T *x, T *y, const void *from_x, const void *from_y, int64_t at, int ld, int rows,
     const task &s) {
-    fetch_tile<T, ROWS, D, THREADS>(x, (const T *)from_x + at, ld, rows, s.dim, s.wide);
-    fetch_tile<T, ROWS, D, THREADS>(y, (const T *)from_y + at, ld, rows, s.dim, s.wide);
+    fetch_rows<F, D, T, ROWS>(x, from_x, at, ld, rows, s);
+    fetch_rows<F, D, T, ROWS>(y, from_y, at, ld, rows, s);
     copies_sent();
+}
+
+/* What this thread has fetched is there, for a group to read too. */
+template <class F>
+static __device__ void tiles_here() {
+    copies_here();
+    if constexpr (F::GROUP) copies_seen();
 }
 
 /* Element of a row of queries; of keys. */
@@ -3352,10 +3563,11 @@ static __device__ void attention_end(const dt_attention_args &a, const task &s, 
     }
 }
 
-template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
+template <class T, int D, bool GROUPS>
+KERNEL __launch_bounds__((threads_of<form<T, D, 0, GROUPS>>()), (form<T, D, 0, GROUPS>::AT_ONCE))
     attention_kernel(dt_attention_args a, task s) {
-    typedef form<T, D, 0> F;
+    typedef form<T, D, 0, GROUPS> F;
+    if constexpr (GROUPS && !HAS_GROUPS) return;
     const int M = F::M, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
     __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
@@ -3365,9 +3577,10 @@ KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
     int      sequence = s.first_sequence + blockIdx.z;
     int      own = threadIdx.x / 32 * 16 * M; /* the warp's first row */
+    int      mine = own / F::TOGETHER * F::TOGETHER;
     auto     fetch = [&](int i, int stage) {
         int kv = s.first_kv + anew(blockIdx.y) / s.group;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
         if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
@@ -3378,23 +3591,24 @@ KERNEL __launch_bounds__((form<T, D, 0>::THREADS), (form<T, D, 0>::AT_ONCE))
         sum[r] = 0;
     }
     int i = next_keys(s, sequence, row0, F::ROWS, 0);
-    fetch_tile<T, F::ROWS, D, F::THREADS>(qs, (const T *)a.q + query_at(s, sequence, row0, blockIdx.y), s.q_row,
-                                          s.q.length - row0, s.dim, s.wide);
+    fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
-        copies_here();
+        tiles_here<F>();
         __syncthreads(); /* this tile is there, and all have left the other stage */
         int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
-            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
-            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
-            scores<D>(c, qs, own, ks + stage * SIZE + part * D, s.dim);
+            span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
+            if (row0 + mine >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, part, s.dim);
+            done<F, 0>(c);
             if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
             if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
             softmax_step(c, most, sum, out, s.power);
-            mix<D>(out, c, vs + stage * SIZE + part * D, s.dim);
+            mix_of<F, D, F::COLS>(out, c, vs + stage * SIZE, part, s.dim);
+            done<F, 0>(out);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
@@ -3443,20 +3657,22 @@ static __device__ float delta_of(const float *delta, const task &s, int sequence
 }
 
 /* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
-template <class T, int D>
-KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
+template <class T, int D, bool GROUPS>
+KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, GROUPS>::AT_ONCE))
     queries_back_kernel(dt_attention_back_args a, task s, const float *delta) {
-    typedef form<T, D, 1> F;
+    typedef form<T, D, 1, GROUPS> F;
+    if constexpr (GROUPS && !HAS_GROUPS) return;
     const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T       *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float    dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], mean[2 * M];
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      mine = own / F::TOGETHER * F::TOGETHER;
     int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto     fetch = [&](int i, int stage) {
         int kv = s.first_kv + anew(blockIdx.y) / s.group;
-        fetch_two<T, F::COLS, D, F::THREADS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
+        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
         if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
@@ -3467,29 +3683,33 @@ KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
         mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
     }
     int i = next_keys(s, sequence, row0, F::ROWS, 0);
-    fetch_two<T, F::ROWS, D, F::THREADS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
+    fetch_two<F, D, F::ROWS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
                                          s.q.length - row0, s);
     if (i < s.k.tiles) fetch(i, 0);
     for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
-        copies_here();
+        tiles_here<F>();
         __syncthreads();
         int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
         if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
-            span q = span_of(s.q, sequence, row0 + own, 16 * M), k = span_of(s.k, sequence, col0, F::PART);
-            T   *kt = ks + stage * SIZE + part * D, *vt = vs + stage * SIZE + part * D;
-            if (row0 + own >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
-            scores<D>(c, qs, own, kt, s.dim);
-            scores<D>(dp, ds, own, vt, s.dim);
+            span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
+            T   *kt = ks + stage * SIZE, *vt = vs + stage * SIZE;
+            if (row0 + mine >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, kt, part, s.dim);
+            scores_of<F, D, F::ROWS, F::COLS>(dp, ds, own, vt, part, s.dim);
+            done<F, 1>(c);
             if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
             if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
-                int    m = e / 4 / J, j = e / 4 % J, r = 2 * m + e % 4 / 2;
-                float *x = &c[m][j][e % 4];
-                *x = exp2_of(*x * s.power - lse[r]) * (dp[m][j][e % 4] - mean[r]);
+                float *p = &c[e / 4 / J][e / 4 % J][e % 4];
+                *p = exp2_of(*p * s.power - lse[e / 4 / J * 2 + e % 4 / 2]);
             }
-            mix<D>(dq, c, kt, s.dim);
+            done<F, 0>(dp);
+            UNROLL for (int e = 0; e < M * J * 4; e++)
+                c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] - mean[e / 4 / J * 2 + e % 4 / 2];
+            mix_of<F, D, F::COLS>(dq, c, kt, part, s.dim);
+            done<F, 0>(dq);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
@@ -3505,10 +3725,11 @@ KERNEL __launch_bounds__((form<T, D, 1>::THREADS), (form<T, D, 1>::AT_ONCE))
 
 /* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
    2 dv, 3 both, for which the sums of a large D are too many. */
-template <class T, int D, int WHAT>
-KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
+template <class T, int D, int WHAT, bool GROUPS>
+KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, GROUPS>::AT_ONCE))
     keys_back_kernel(dt_attention_back_args a, task s, const float *delta) {
-    typedef form<T, D, 2> F;
+    typedef form<T, D, 2, GROUPS> F;
+    if constexpr (GROUPS && !HAS_GROUPS) return;
     const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, ks);
     __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
@@ -3516,10 +3737,11 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
     T       *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
     int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
+    int      mine = own / F::TOGETHER * F::TOGETHER;
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
     auto     fetch = [&](visit i, int stage) {
         int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
-        fetch_two<T, F::COLS, D, F::THREADS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
+        fetch_two<F, D, F::COLS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
                                              query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
         if (thread >= F::COLS) return;
         lse[stage][thread] = lse_of(a.lse, s, sequence, h, row + thread);
@@ -3529,32 +3751,40 @@ KERNEL __launch_bounds__((form<T, D, 2>::THREADS), (form<T, D, 2>::AT_ONCE))
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
     visit next = { 0, 0 };
     next = next_queries(s, sequence, row0, F::ROWS, next);
-    fetch_two<T, F::ROWS, D, F::THREADS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
+    fetch_two<F, D, F::ROWS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
     if (next.head < s.group) fetch(next, 0);
     for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
         int tile = next.tile++;
-        copies_here();
+        tiles_here<F>();
         __syncthreads();
         next = next_queries(s, sequence, row0, F::ROWS, next);
         if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = tile * F::COLS + part;
-            span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + own, 16 * M);
-            T   *qt = qs + stage * SIZE + part * D, *dt = ds + stage * SIZE + part * D;
-            if (row0 + own >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
-            scores<D>(c, ks, own, qt, s.dim);
+            span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + mine, F::TOGETHER);
+            T   *qt = qs + stage * SIZE, *dt = ds + stage * SIZE;
+            if (row0 + mine >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
+            scores_of<F, D, F::ROWS, F::COLS>(c, ks, own, qt, part, s.dim);
+            if (F::GROUP && WHAT != 2) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, own, dt, part, s.dim);
+            done<F, WHAT == 2 ? 0 : 1>(c);
             if (!all_seen(s, q, k)) hide(c, true, rows + own, cols[stage] + part);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
                 float *p = &c[e / 4 / J][e / 4 % J][e % 4];
                 *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
             }
-            if (WHAT & 2) mix<D>(dv, c, dt, s.dim);
-            if (WHAT == 2) continue;
-            scores<D>(dp, vs, own, dt, s.dim);
+            if (WHAT & 2) mix_of<F, D, F::COLS>(dv, c, dt, part, s.dim);
+            if (WHAT == 2) {
+                done<F, 0>(dv);
+                continue;
+            }
+            if (!F::GROUP) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, own, dt, part, s.dim);
+            done<F, WHAT / 2>(dp);
             UNROLL for (int e = 0; e < M * J * 4; e++)
                 c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] -
                     mean[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2];
-            mix<D>(dk, c, qt, s.dim);
+            mix_of<F, D, F::COLS>(dk, c, qt, part, s.dim);
+            done<F, 0>(dk);
+            if (WHAT & 2) done<F, 0>(dv);
         }
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next.head < s.group) fetch(next, 0);
@@ -3628,18 +3858,34 @@ static dt_status cut(task *s, int64_t batch, int each_q, int each_k, char *work,
     return DT_OK;
 }
 
-template <class T, int D>
-static dt_status attention_of(const dt_attention_args &a, task s, void *stream) {
-    typedef form<T, D, 0> F;
+/* Whether a kernel has been compiled for this device so that it can use wgmma. */
+static bool takes(const void *kernel, int threads) {
+    cudaFuncAttributes code;
+    if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess) return code.maxThreadsPerBlock >= threads;
+    (void)cudaGetLastError();
+    return false;
+}
+
+template <class T, int D, bool GROUPS>
+static dt_status attention_with(const dt_attention_args &a, task s, void *stream) {
+    typedef form<T, D, 0, GROUPS> F;
     size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
     dt_status status = cut(&s, a.batch, F::ROWS, F::COLS, (char *)a.work, a.work_bytes, &used, stream);
     if (status != DT_OK) return status;
     for (int64_t b = 0; b < a.batch && s.q.tiles > 0; b += MAX_GRID) {
         dim3 grid(s.q.tiles, s.heads, (unsigned)(a.batch - b < MAX_GRID ? a.batch - b : MAX_GRID));
         s.first_sequence = (int)b;
-        LAUNCH_SHARED((attention_kernel<T, D>), grid, F::THREADS, bytes, stream, a, s);
+        LAUNCH_SHARED((attention_kernel<T, D, GROUPS>), grid, F::THREADS, bytes, stream, a, s);
     }
     return launched();
+}
+
+template <class T, int D>
+static dt_status attention_of(const dt_attention_args &a, const task &s, void *stream) {
+    if constexpr (sizeof(T) == 2 && D <= 128)
+        if (takes((const void *)attention_kernel<T, D, true>, form<T, D, 0, true>::THREADS))
+            return attention_with<T, D, true>(a, s, stream);
+    return attention_with<T, D, false>(a, s, stream);
 }
 
 #define BY_DIM(function, T, a, s, stream) \
@@ -3663,11 +3909,11 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
 }
 
 /* Of `sequences` and kv_heads, of which the tasks name the first. */
-template <class T, int D>
+template <class T, int D, bool GROUPS>
 static dt_status attention_back_some(const dt_attention_back_args &a, const task &q, const task &k, int sequences,
     int kv_heads, float *delta, void *stream) {
-    typedef form<T, D, 1> Q;
-    typedef form<T, D, 2> K;
+    typedef form<T, D, 1, GROUPS> Q;
+    typedef form<T, D, 2, GROUPS> K;
     const int BOTH = D <= 128 ? 3 : 1;
     size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
     size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
@@ -3675,22 +3921,22 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const task
     dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
     if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
     if (a.tq > 0 && a.dq)
-        LAUNCH_SHARED((queries_back_kernel<T, D>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
+        LAUNCH_SHARED((queries_back_kernel<T, D, GROUPS>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
     if (a.tk == 0) return DT_OK;
     if (BOTH == 3 && a.dk && a.dv) {
-        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
         return DT_OK;
     }
-    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
-    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
     return DT_OK;
 }
 
 /* As many sequences at a time as the scratch has room for deltas of, or else as many heads of one. */
-template <class T, int D>
-static dt_status attention_back_of(const dt_attention_back_args &a, task q, void *stream) {
-    typedef form<T, D, 1> Q;
-    typedef form<T, D, 2> K;
+template <class T, int D, bool GROUPS>
+static dt_status attention_back_with(const dt_attention_back_args &a, task q, void *stream) {
+    typedef form<T, D, 1, GROUPS> Q;
+    typedef form<T, D, 2, GROUPS> K;
     size_t    used_q, used_k;
     task      k = q;
     char     *work = (char *)a.work;
@@ -3710,11 +3956,19 @@ static dt_status attention_back_of(const dt_attention_back_args &a, task q, void
             int64_t some = a.batch - b < sequences ? a.batch - b : sequences;
             q.first_sequence = k.first_sequence = (int)b;
             q.first_kv = k.first_kv = (int)kv;
-            status = attention_back_some<T, D>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
+            status = attention_back_some<T, D, GROUPS>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
                                                                          : kv_heads), delta, stream);
         }
     }
     return status == DT_OK ? launched() : status;
+}
+
+template <class T, int D>
+static dt_status attention_back_of(const dt_attention_back_args &a, const task &s, void *stream) {
+    if constexpr (sizeof(T) == 2 && D <= 128)
+        if (takes((const void *)queries_back_kernel<T, D, true>, form<T, D, 1, true>::THREADS))
+            return attention_back_with<T, D, true>(a, s, stream);
+    return attention_back_with<T, D, false>(a, s, stream);
 }
 
 static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {

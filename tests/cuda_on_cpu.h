@@ -121,7 +121,7 @@ enum cudaError_t {
     cudaErrorLaunchFailure = 719
 };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
-struct cudaFuncAttributes { int ptxVersion; };
+struct cudaFuncAttributes { int ptxVersion, maxThreadsPerBlock; };
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
 struct cudaPointerAttributes { cudaMemoryType type; };
@@ -911,7 +911,8 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     dtc.walks = 0;
     gridDim = grid;
     blockDim = block;
-    dtc.dynamic = static_cast<unsigned char *>(malloc(smem ? smem : 1));
+    void *dynamic = nullptr; // where a device lets it begin that is asked for the most
+    dtc.dynamic = posix_memalign(&dynamic, 1024, smem ? smem : 1) == 0 ? static_cast<unsigned char *>(dynamic) : nullptr;
     dtc.dynamic_bytes = smem;
     if (!dtc.dynamic) {
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");
@@ -1043,8 +1044,8 @@ inline cudaError_t dtc_stream_create(cudaStream_t *stream, unsigned) { return dt
 inline cudaError_t dtc_event_create(cudaEvent_t *event, unsigned) { return dtc_handle(event); }
 
 // What a machine without a GPU or without a driver answers: set it, ask, set it back.
-struct dtc_machine { int devices, driver; cudaError_t error; int arch, code; };
-inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess, 90, 90};
+struct dtc_machine { int devices, driver; cudaError_t error; int arch, code, threads; };
+inline dtc_machine dtc_this_machine = {1, 13000, cudaSuccess, 90, 90, 1024};
 
 inline cudaError_t dtc_attribute(int *value, cudaDeviceAttr attribute)
 {
@@ -1113,7 +1114,9 @@ inline const char *dtc_error_name(cudaError_t error)
 #define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
 #define cudaDeviceGetAttribute(value, attribute, device) \
     (static_cast<void>(device), dtc_attribute(value, attribute))
-#define cudaFuncGetAttributes(of, kernel) ((of)->ptxVersion = dtc_this_machine.code, static_cast<void>(kernel), cudaSuccess)
+#define cudaFuncGetAttributes(of, kernel) \
+    ((of)->ptxVersion = dtc_this_machine.code, (of)->maxThreadsPerBlock = dtc_this_machine.threads, \
+     static_cast<void>(kernel), cudaSuccess)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)

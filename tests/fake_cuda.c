@@ -676,6 +676,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *code, const void *k
     (void)kernel;
     memset(code, 0, sizeof *code);
     code->ptxVersion = code->binaryVersion = 90;
+    code->maxThreadsPerBlock = 1024;
     return leave(enter());
 }
 
