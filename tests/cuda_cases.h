@@ -195,7 +195,7 @@ static void compare(const std::string &what, const arrays &start, const runner &
         if (o == 0) for (const array &a : got) first.push_back(a);
         for (size_t i = 0; i < got.size() && status == DT_OK; i++) {
             CHECK_MSG(agrees(what, i, got[i], want[i]), "%s: array %zu differs from the CPU's", what.c_str(), i);
-            CHECK_MSG(same_bits(got[i], first[i]), "%s: array %zu is not what it was in the first order", what.c_str(), i);
+            CHECK_MSG(same_bits(got[i], first[i]), "%s: array %zu is not that of the first order", what.c_str(), i);
         }
         for (size_t i = 0; i < got.size(); i++)
             CHECK_MSG(got[i].guards_hold(), "%s: wrote outside of array %zu", what.c_str(), i);
