@@ -169,6 +169,11 @@ $(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
 $(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
+# The same cases for a GPU, by the host's compiler; without CUDA=1 with the stand-in, to see that the host waits.
+$(B)/%_on_gpu: tests/%.cc tests/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/words
+	$(CXX) $(CXXFLAGS) -DCUDA_ON_GPU -isystem $(CUDA_HOME)/include -I. -c $< -o $@.o
+	$(if $(KERNELS),$(NVCC),$(CXX) $(CXXFLAGS)) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ \
+	    $(filter-out -lnccl,$(LDLIBS))
 # Their kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
 $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*_races.cc)): $(B)/%: tests/%.cc $(wildcard tests/*cuda*.cc) \
     $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words

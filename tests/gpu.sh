@@ -37,16 +37,14 @@ GPUS=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
 row machine "$GPUS x $name, sm_$ARCH, driver $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
 M="make -s CUDA=1 NCCL=1 ARCH=$ARCH B=$B"
 try "build" 300 $M -j"$(nproc)" "$B/train_gpt" "$B/bench_gpu"
-for t in test_cuda test_cuda_attention; do  # the same cases as on the CPU, in memory that both reach
-    nvcc -O1 -std=c++17 -x cu -arch="sm_$ARCH" -I. "tests/$t.cc" -o "$B/$t" -lcublasLt >"$W/$t.build" 2>&1 &
-done
-wait
+KERNEL_TESTS="test_cuda test_cuda_attention test_cuda_blas" # the same cases as on the CPU, in memory that both reach
+$M -k -j"$(nproc)" $(printf "$B/%s_on_gpu " $KERNEL_TESTS) >/dev/null 2>&1
 G=$B/train_gpt
 
 # ---- tests --------------------------------------------------------------------------------------------------------
 
-for t in test_cuda test_cuda_attention; do
-    if [ -x "$B/$t" ]; then try "kernels beside the CPU's: $t" 120 "$B/$t"
+for t in $KERNEL_TESTS; do
+    if $M "$B/${t}_on_gpu" >"$W/$t.build" 2>&1; then try "kernels beside the CPU's: $t" 120 "$B/${t}_on_gpu"
     else fail "kernels beside the CPU's: $t" "does not build"; tail -n 5 "$W/$t.build"; fi
 done
 

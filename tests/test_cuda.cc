@@ -922,6 +922,7 @@ static void compare_signs(size_t count, size_t parts, int placement, size_t room
         dt_sign_pack_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, parts,
                                    x[4].data(), x[4].bytes() };
         dt_status status = t->sign_pack(&args, NULL);
+        if (status == DT_OK) status = wait_for(t, NULL);
         size_t    part = parts ? count / parts / 8 : 0;
         for (size_t p = 0; p < parts && status == DT_OK; p++) {
             char *scale = (char *)x[0].data() + p * (part + 8) + part;
@@ -962,24 +963,40 @@ static void test_signs() {
 
 // ==== 6. Sizes beyond one grid ======================================================================================
 
-// Half a warp a run makes many runs, so the numbers are nearly all zero, in pages that nobody writes.
+// Zeros, in pages that nobody writes; behind them is where nobody may read.
+static float *many_zeros(size_t bytes, size_t beyond) {
+#ifdef CUDA_ON_GPU
+    void *p = NULL;
+    if (dtc_pinned.get(&p, bytes + beyond) != 0) return NULL;
+    memset(p, 0, bytes);
+    memset((char *)p + bytes, 0xff, beyond); // which is no number
+#else
+    void *p = mmap(NULL, bytes + beyond, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED || mprotect((char *)p + bytes, beyond, PROT_NONE) != 0) return NULL;
+#endif
+    return (float *)p;
+}
+
+// Half a warp a run makes many runs, so the numbers are nearly all zero.
 static void test_square_sums_rounds() {
-    const size_t        runs = (size_t)MAX_BLOCKS * 16 + 5;
-    const size_t        bytes = runs * DT_RUN * sizeof(float), beyond = 1 << 20; // where nobody may read
-    void               *p = mmap(NULL, bytes + beyond, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    float              *x = static_cast<float *>(p);
-    std::vector<double> sums(runs, NAN);
-    if (!CHECK(p != MAP_FAILED && mprotect((char *)p + bytes, beyond, PROT_NONE) == 0)) return;
+    const size_t runs = (size_t)MAX_BLOCKS * 16 + 5, bytes = runs * DT_RUN * sizeof(float), beyond = 1 << 20;
+    float       *x = many_zeros(bytes, beyond);
+    arrays       a;
+    double      *sums = push(a, ALIGNED, runs, EXACT, DT_F64).d(), total = 0;
+    if (!CHECK(x)) return;
     x[0] = 2;
     x[(runs - 6) * DT_RUN] = 3;
     x[runs * DT_RUN - 2] = 4;
-    dt_square_sums_args args = { DT_F32, sums.data(), x, runs * DT_RUN - 1 };
-    CHECK(dt_kernels_cuda()->square_sums(&args, NULL) == DT_OK);
-    double total = 0;
-    for (double sum : sums) total += sum;
+    dt_square_sums_args args = { DT_F32, sums, x, runs * DT_RUN - 1 };
+    CHECK(dt_kernels_cuda()->square_sums(&args, NULL) == DT_OK && wait_for(dt_kernels_cuda(), NULL) == DT_OK);
+    for (size_t k = 0; k < runs; k++) total += sums[k];
     CHECK(sums[0] == 4 && sums[runs - 6] == 9 && sums[runs - 1] == 16 && total == 29);
-    munmap(p, bytes + beyond);
+    CHECK(a[0].guards_hold());
+#ifdef CUDA_ON_GPU
+    dtc_pinned.give(x);
+#else
+    munmap(x, bytes + beyond);
+#endif
 }
 
 // Each kind of loop once over more than MAX_BLOCKS blocks, in one order: it is a matter of indices only.
@@ -1094,16 +1111,21 @@ static void test_types() {
 // without an id or label, and the next wait tells of it, once.
 static void test_bad_indices() {
     const dt_kernels *t = dt_kernels_cuda();
-    dt_cuda_desc      desc = { 0, NULL };
+    dt_cuda_desc      desc = { 0, NULL, 0 };
     char              text[64] = "";
     void             *queue = dt_cuda_open(desc, text, sizeof text);
-    const float       table[6] = { 1, 2, 3, 4, 5, 6 };
-    float             out[8], lse[4], sums[6];
-    double            loss = 0, row_loss[4], up = 1;
+    arrays            a;
+    float            *table = push(a, ALIGNED, 6, EXACT).f(), *out = push(a, ALIGNED, 8, 0).f();
+    float            *lse = push(a, ALIGNED, 4, 0).f(), *sums = push(a, ALIGNED, 6, 0).f();
+    double           *loss = push(a, ALIGNED, 1, 0, DT_F64).d(), *row_loss = push(a, ALIGNED, 4, 0, DT_F64).d();
+    double           *up = push(a, ALIGNED, 1, EXACT, DT_F64).d();
+    int32_t          *ids = push(a, ALIGNED, 4, EXACT, DT_I32).i();
     if (!CHECK_MSG(queue, "%s", text)) return;
+    for (int k = 0; k < 6; k++) table[k] = (float)(k + 1);
+    *up = 1;
     for (int32_t bad : { 1, 3, -1, INT32_MAX, INT32_MIN }) {
-        bool                   wrong = bad != 1, wrong_label = bad > 2, wrong_row = bad != 1 && bad != -1;
-        const int32_t          ids[4] = { 0, bad, 2, 1 };
+        bool wrong = bad != 1, wrong_label = bad > 2, wrong_row = bad != 1 && bad != -1;
+        ids[0] = 0, ids[1] = bad, ids[2] = 2, ids[3] = 1;
         dt_embedding_args      take = { DT_F32, out, table, ids, 4, 2, 0, 3, 3, 0 };
         dt_embedding_back_args give = { DT_F32, sums, table, ids, 3, 2, 0, 3, 0, 0, NULL, 0, 1 };
         dt_spread_args         spread = { DT_F32, out, table, ids, 1, 3, 4, 1, 0 };
@@ -1115,24 +1137,21 @@ static void test_bad_indices() {
         CHECK(sums[0] == 1 && sums[2] == (wrong ? 0 : 3) && sums[5] == 6);
         CHECK(t->spread(&spread, queue) == DT_OK && t->sync(queue) == (wrong ? DT_ERR_ARG : DT_OK));
         CHECK(out[0] == 1 && out[1] == (wrong ? 4 : 2 + 4) && out[2] == 3);
-        dt_cross_entropy_args loss_args = { DT_F32, &loss, row_loss, lse, table, ids, 2, 3, 0, 1, 0, NULL, 0, NULL, 0,
+        dt_cross_entropy_args loss_args = { DT_F32, loss, row_loss, lse, table, ids, 2, 3, 0, 1, 0, NULL, 0, NULL, 0,
                                             NULL, 0, 0 };
-        dt_cross_entropy_back_args back = { DT_F32, out, table, lse, ids, 2, 3, 0, &up, 1, 0, 0, 0, NULL, 0, 0, 0 };
+        dt_cross_entropy_back_args back = { DT_F32, out, table, lse, ids, 2, 3, 0, up, 1, 0, 0, 0, NULL, 0, 0, 0 };
         CHECK(t->cross_entropy(&loss_args, queue) == DT_OK);
         CHECK(t->sync(queue) == (wrong_label ? DT_ERR_ARG : DT_OK));
-        CHECK((row_loss[1] == 0) == wrong && row_loss[0] > 2 && loss == row_loss[0] + row_loss[1]);
+        CHECK((row_loss[1] == 0) == wrong && row_loss[0] > 2 && *loss == row_loss[0] + row_loss[1]);
         CHECK(t->cross_entropy_back(&back, queue) == DT_OK);
         CHECK(t->sync(queue) == (wrong_label ? DT_ERR_ARG : DT_OK) && (out[4] == 0) == wrong && out[0] < 0);
     }
+    for (const array &x : a) CHECK(x.guards_hold());
     check_no_mistake("indices outside");
     dt_cuda_close(queue);
 }
 
-__global__ void stuck(int some) {
-    if ((int)threadIdx.x < some) __syncthreads();
-}
-
-static void test_memory_and_errors() {
+static void test_memory() {
     const dt_kernels *t = dt_kernels_cuda();
     float             there[5] = { 1, 2, 3, 4, 5 }, back[5] = { 0 };
     CHECK(!strcmp(t->name, "cuda"));
@@ -1142,43 +1161,7 @@ static void test_memory_and_errors() {
     CHECK(t->move(p, there, sizeof there, NULL) == DT_OK && t->move(back, p, sizeof back, NULL) == DT_OK);
     CHECK(t->move(NULL, NULL, 0, NULL) == DT_OK);
     CHECK(t->sync(NULL) == DT_OK && !memcmp(there, back, sizeof back));
-
-    DT_LAUNCH(stuck, 1, 64, 0, 0, 3); // from here on the device is lost, as after a failed kernel on a GPU
-    dt_fill_args          fill_args = { DT_F32, p, 5, 7 };
-    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 0, 1, 0, NULL, 0, NULL, 0,
-                                        NULL, 0, 0 };
-    CHECK(t->fill(&fill_args, NULL) == DT_ERR_DEVICE);
-    CHECK(t->cross_entropy(&loss_args, NULL) == DT_ERR_DEVICE);
-    CHECK(t->sync(NULL) == DT_ERR_DEVICE);
-    CHECK(t->move(back, p, sizeof back, NULL) == DT_ERR_DEVICE);
-    CHECK(dtc_error() && strstr(dtc_error(), "divergent barrier"));
-    dtc_clear_error();
-    CHECK(t->fill(&fill_args, NULL) == DT_OK && p[4] == 7);
     t->free(t->user, p, sizeof there);
-}
-
-static void test_ready() {
-    const dtc_machine here = dtc_this_machine;
-    char              text[64] = "x", small[5];
-    CHECK(dt_cuda_ready(text, sizeof text) == DT_OK && text[0] == 0);
-    CHECK(dt_cuda_ready(NULL, 0) == DT_OK);
-    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
-    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "no NVIDIA driver found"));
-    CHECK(dt_cuda_ready(small, sizeof small) == DT_ERR_DEVICE && !strcmp(small, "no N"));
-    CHECK(dt_cuda_ready(NULL, 0) == DT_ERR_DEVICE);
-    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver, 0, 0 };
-    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorInsufficientDriver"));
-    dtc_this_machine = { 0, 13000, cudaErrorNoDevice, 0, 0 };
-    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
-    dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0 };
-    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
-    char advice[160] = "";
-    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75 };
-    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
-    CHECK(!strcmp(advice, "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90 makes it faster"));
-    dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100 };
-    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK && !advice[0]);
-    dtc_this_machine = here;
 }
 
 // ==== 8. A small model through the ops ==============================================================================
@@ -1311,7 +1294,7 @@ static std::vector<double> run_chain(const dt_kernels *table) {
 }
 
 static void test_chain() {
-    dt_cuda_desc        desc = { 0, NULL };
+    dt_cuda_desc        desc = { 0, NULL, 0 };
     char                text[64] = "";
     std::vector<double> want = run_chain(dt_kernels_cpu()), first;
     const dt_kernels    table = mixed_table();
@@ -1339,8 +1322,8 @@ static void test_chain() {
 
 static void quiet(void *, int, int, const char *) {}
 
-// What is missing is named, a bad label is an error where the loss is read, a lost device one at once.
-static void test_op_errors() {
+// What a step of ops on a table without mse ends with.
+static void compare_op_error(dt_status status, const char *text, const std::function<void(dt_ctx *ctx)> &step) {
     dt_host     host = *dt_host_default();
     dt_kernels  table = *dt_kernels_cuda();
     dt_ctx_desc desc;
@@ -1349,31 +1332,92 @@ static void test_op_errors() {
     memset(&desc, 0, sizeof desc);
     desc.kernels = &table;
     desc.host = &host;
-    for (int mistake = 0; mistake < 4; mistake++) {
-        const char *const texts[] = { "kernel mse on cuda: not available", "kernel unary on cuda: not available",
-                                      "a label or a row outside of its table", "DT_ERR_DEVICE" };
-        const dt_status   statuses[] = { DT_ERR_UNSUPPORTED, DT_ERR_UNSUPPORTED, DT_ERR_ARG, DT_ERR_DEVICE };
-        const double      x[6] = { 0 };
-        const int32_t     labels[2] = { 0, 3 };
-        dt_ctx           *ctx = dt_ctx_make(desc);
-        dt_tensor        *t = dt_input(ctx, mistake == 1 ? DT_F64 : DT_F32, DT_SHAPE(2, 3), x);
-        if (mistake == 0) dt_mse(t, t, 1);
-        if (mistake == 1) dt_gelu(t);
-        if (mistake == 2) {
-            dt_tensor *loss = dt_cross_entropy(t, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 2);
-            CHECK(dt_error(ctx) == DT_OK);
-            dt_item(loss);
-        }
-        if (mistake == 3) {
-            DT_LAUNCH(stuck, 1, 64, 0, 0, 3);
-            dt_gelu(t);
-            CHECK(dtc_error() != NULL);
-            dtc_clear_error();
-        }
-        CHECK(dt_error(ctx) == statuses[mistake]);
-        CHECK_MSG(strstr(dt_error_text(ctx), texts[mistake]), "%s", dt_error_text(ctx));
-        dt_ctx_free(ctx);
-    }
+    dt_ctx *ctx = dt_ctx_make(desc);
+    step(ctx);
+    CHECK(dt_error(ctx) == status);
+    CHECK_MSG(strstr(dt_error_text(ctx), text), "%s", dt_error_text(ctx));
+    dt_ctx_free(ctx);
+}
+
+static dt_tensor *zeros_of(dt_ctx *ctx, dt_dtype dtype) {
+    const double x[6] = { 0 };
+    return dt_input(ctx, dtype, DT_SHAPE(2, 3), x);
+}
+
+// What is missing is named, a bad label is an error where the loss is read.
+static void test_op_errors() {
+    compare_op_error(DT_ERR_UNSUPPORTED, "kernel mse on cuda: not available", [](dt_ctx *ctx) {
+        dt_tensor *t = zeros_of(ctx, DT_F32);
+        dt_mse(t, t, 1);
+    });
+    compare_op_error(DT_ERR_UNSUPPORTED, "kernel unary on cuda: not available", [](dt_ctx *ctx) {
+        dt_gelu(zeros_of(ctx, DT_F64));
+    });
+    compare_op_error(DT_ERR_ARG, "a label or a row outside of its table", [](dt_ctx *ctx) {
+        const int32_t labels[2] = { 0, 3 };
+        dt_tensor    *t = zeros_of(ctx, DT_F32);
+        dt_tensor    *loss = dt_cross_entropy(t, dt_input(ctx, DT_I32, DT_SHAPE(2), labels), 2);
+        CHECK(dt_error(ctx) == DT_OK);
+        dt_item(loss);
+    });
+}
+
+// ==== 9. What only cuda_on_cpu.h can do =============================================================================
+
+#ifndef CUDA_ON_GPU // a real device does not come back after a failed kernel, and its driver cannot be another one
+
+__global__ void stuck(int some) {
+    if ((int)threadIdx.x < some) __syncthreads();
+}
+
+// From the failed kernel on the device is lost.
+static void test_lost_device() {
+    const dt_kernels *t = dt_kernels_cuda();
+    float             back[5] = { 0 };
+    float            *p = (float *)t->alloc(t->user, sizeof back);
+    DT_LAUNCH(stuck, 1, 64, 0, 0, 3);
+    dt_fill_args          fill_args = { DT_F32, p, 5, 7 };
+    dt_cross_entropy_args loss_args = { DT_F32, NULL, NULL, NULL, p, (int32_t *)p, 5, 1, 0, 1, 0, NULL, 0, NULL, 0,
+                                        NULL, 0, 0 };
+    CHECK(t->fill(&fill_args, NULL) == DT_ERR_DEVICE);
+    CHECK(t->cross_entropy(&loss_args, NULL) == DT_ERR_DEVICE);
+    CHECK(t->sync(NULL) == DT_ERR_DEVICE);
+    CHECK(t->move(back, p, sizeof back, NULL) == DT_ERR_DEVICE);
+    CHECK(dtc_error() && strstr(dtc_error(), "divergent barrier"));
+    dtc_clear_error();
+    CHECK(t->fill(&fill_args, NULL) == DT_OK && p[4] == 7);
+    t->free(t->user, p, sizeof back);
+    compare_op_error(DT_ERR_DEVICE, "DT_ERR_DEVICE", [](dt_ctx *ctx) {
+        dt_tensor *x = zeros_of(ctx, DT_F32);
+        DT_LAUNCH(stuck, 1, 64, 0, 0, 3);
+        dt_gelu(x);
+        CHECK(dtc_error() != NULL);
+        dtc_clear_error();
+    });
+}
+
+static void test_ready() {
+    const dtc_machine here = dtc_this_machine;
+    char              text[64] = "x", small[5];
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_OK && text[0] == 0);
+    CHECK(dt_cuda_ready(NULL, 0) == DT_OK);
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "no NVIDIA driver found"));
+    CHECK(dt_cuda_ready(small, sizeof small) == DT_ERR_DEVICE && !strcmp(small, "no N"));
+    CHECK(dt_cuda_ready(NULL, 0) == DT_ERR_DEVICE);
+    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver, 0, 0 };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorInsufficientDriver"));
+    dtc_this_machine = { 0, 13000, cudaErrorNoDevice, 0, 0 };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
+    dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0 };
+    CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
+    char advice[160] = "";
+    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75 };
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
+    CHECK(!strcmp(advice, "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90 makes it faster"));
+    dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100 };
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK && !advice[0]);
+    dtc_this_machine = here;
 }
 
 static void keep_notices(void *user, int level, int, const char *text) {
@@ -1415,6 +1459,10 @@ static void test_default() {
     dtc_this_machine = here;
 }
 
+#endif
+
+// ==== 10. All ========================================================================================================
+
 static void test_in_type() {
     test_binary();
     test_unary();
@@ -1449,10 +1497,13 @@ int main() {
     if (CUDA_ORDERS > 1) test_several_rounds();
     test_types();
     test_bad_indices();
-    test_memory_and_errors();
-    test_ready();
+    test_memory();
     test_chain();
     test_op_errors();
+#ifndef CUDA_ON_GPU
+    test_lost_device();
+    test_ready();
     test_default();
+#endif
     return check_done("test_cuda");
 }
