@@ -43,7 +43,7 @@ endif
 
 ifeq ($(CUDA),1)
 # Machine code for each, and for the newest what later devices compile at start.
-ARCH      ?= 80 90 100
+ARCH      ?= 80 90a 100
 NVCCFLAGS += $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH))
 NVCCFLAGS += $(if $(filter 1,$(NCCL)),,-DDT_NO_NCCL)

@@ -1642,13 +1642,15 @@ template <class T, int N>
 static __device__ void rope_pairs(const dt_rope_args &a, const T *x, T *out, const float2 *turn, int i) {
     int half = (int)a.rotary / 2;
     if (a.interleaved) {
-        pack<float, 2 * N> both = get<2 * N>(x + 2 * i);
+        const int      M = N == 1 ? 1 : 2 * N; /* a pair may lie at an odd place */
+        pack<float, M> both[2 * N / M];
+        for (int k = 0; k < 2 * N; k += M) both[k / M] = get<M>(x + 2 * i + k);
         for (int k = 0; k < N; k++) {
-            float x0 = both.v[2 * k], x1 = both.v[2 * k + 1];
-            both.v[2 * k] = x0 * turn[i + k].x - x1 * turn[i + k].y;
-            both.v[2 * k + 1] = x1 * turn[i + k].x + x0 * turn[i + k].y;
+            float *x0 = &both[2 * k / M].v[2 * k % M], *x1 = &both[(2 * k + 1) / M].v[(2 * k + 1) % M], old = *x0;
+            *x0 = old * turn[i + k].x - *x1 * turn[i + k].y;
+            *x1 = *x1 * turn[i + k].x + old * turn[i + k].y;
         }
-        give(out + 2 * i, both, a.accumulate);
+        for (int k = 0; k < 2 * N; k += M) give(out + 2 * i + k, both[k / M], a.accumulate);
         return;
     }
     pack<float, N> x0 = get<N>(x + i), x1 = get<N>(x + half + i);
@@ -2630,7 +2632,8 @@ static __device__ void fetch_tile(T *tile, const T *p, index ld, int rows, int c
     index     at = row * ld + col;
     if (wide) {
         UNROLL for (int i = 0; i < ROWS; i += DOWN, at += DOWN * ld)
-            copy16(tile + place<T, LD>(row + i, col), p + at, row + i < rows && col < cols);
+            if (ROWS % DOWN == 0 || row + i < ROWS)
+                copy16(tile + place<T, LD>(row + i, col), p + at, row + i < rows && col < cols);
         return;
     }
     UNROLL_BY(1) for (; row < ROWS; row += DOWN, at += DOWN * ld) {
@@ -3614,6 +3617,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, GROUPS>>()), (form<T, D, 0, G
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
+    copies_here();   /* also where no tile was looked at */
     __syncthreads(); /* the tiles have been read */
     int h = anew(blockIdx.y);
     row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
@@ -3715,6 +3719,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
         if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
         i = next;
     }
+    copies_here();
     __syncthreads();
     h = s.first_kv * s.group + anew(blockIdx.y);
     row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
@@ -3789,6 +3794,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
         if (F::STAGES == 1) __syncthreads();
         if (F::STAGES == 1 && next.head < s.group) fetch(next, 0);
     }
+    copies_here();
     __syncthreads();
     target to = { a.dk, a.wide, a.accumulate_k, NULL, key_at(s, sequence, row0 + own, kv), ld, s.k.length - row0 - own,
                   s.scale };

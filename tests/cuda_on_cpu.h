@@ -33,7 +33,8 @@ dtc_error() then tell, and later launches do nothing until dtc_clear_error():
   - a warp operation whose mask names lanes that have exited, do not exist or wait elsewhere; a
     shuffle that reads a lane outside its mask;
   - any other deadlock, and endless waiting with atomics, for example for another block;
-  - ldmatrix and cp.async at an address that is not aligned or not in shared memory;
+  - ldmatrix and cp.async at an address that is not aligned or not in shared memory; a thread that
+    exits before a cp.async of its own has landed;
   - a launch beyond the limits: threads, grid, dynamic shared memory without the opt-in.
 What it makes visible to the test's own checks:
   - shared memory read before it is written: it is filled with 0xFF bytes before every block,
@@ -864,6 +865,10 @@ inline void dtc_run_block(size_t smem)
 
     if (dtc.failure == cudaSuccess && !dtc_all_exited())
         dtc_report_stall();
+    for (int i = 0; i < dtc.threads && dtc.failure == cudaSuccess; i++)
+        if (dtc.fibers[i].copying > 0)
+            dtc_fail(cudaErrorLaunchFailure, dtc_text("block (%u,%u,%u), thread %d exits with a cp.async that it "
+                     "has not waited for: it may land at any time", blockIdx.x, blockIdx.y, blockIdx.z, i));
     if (dtc.failure == cudaSuccess)
         return;
     for (int i = 0; i < dtc.threads; i++) // left in the middle of the kernel: start anew next time
