@@ -4011,7 +4011,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
         .after = cuda_after,
         .unmark = cuda_unmark,
         .work_bytes = (size_t)32 << 20, /* what cuBLASLt is recommended to have on Hopper */
-        .loss_numbers = (size_t)1 << 28,
+        .loss_numbers = (size_t)1 << 30,
         .fill = cuda_fill,
         .init = cuda_init,
         .copy = cuda_copy,

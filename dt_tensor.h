@@ -462,7 +462,7 @@ typedef struct dt_kernels {
     dt_status  (*after)(void *stream, void *mark);
     void       (*unmark)(void *mark);
     size_t      work_bytes;    /* the least scratch that products, attention and sums want */
-    size_t      loss_numbers;  /* logits at a time in dt_linear_cross_entropy, about; 0: 2^20 */
+    size_t      loss_numbers;  /* so many logits dt_linear_cross_entropy keeps for its backward; 0: none, see there */
 #define DT_KERNEL_ENTRY(k) dt_status (*k)(const dt_##k##_args *args, void *stream);
     DT_KERNELS(DT_KERNEL_ENTRY)
 #undef DT_KERNEL_ENTRY
@@ -4248,7 +4248,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 /* ---- losses ---- */
 
-typedef struct dt__loss_saved { dt_tensor *lse; double scale; dt_loss_desc desc; } dt__loss_saved;
+/* logits: kept, or NULL. */
+typedef struct dt__loss_saved { dt_tensor *lse, *logits; double scale; dt_loss_desc desc; } dt__loss_saved;
 
 static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
     if (denominator > 0 && denominator < HUGE_VAL) return 1;
@@ -4271,12 +4272,13 @@ static int dt__loss_desc_ok(dt_ctx *ctx, const char *op, dt_loss_desc d, int64_t
 }
 
 /* What a loss over rows makes beside itself. */
-typedef struct dt__loss_parts { dt_tensor *loss, *lse, *z; } dt__loss_parts;
+typedef struct dt__loss_parts { dt_tensor *loss, *lse, *z, *logits; } dt__loss_parts;
 
 static int dt__loss_begin(const char *op, dt_tensor *x, dt_loss_desc d, dt__loss_parts *p) {
     dt_ctx *ctx = x->ctx;
     p->loss = dt__new_named(ctx, DT_F64, DT_SCALAR, op);
     p->lse = dt__new_named(ctx, dt__wide(x->dtype, 1), DT_SHAPE((int64_t)dt__rows(x)), "lse");
+    p->logits = NULL;
     p->z = d.z_loss ? dt__new_named(ctx, DT_F64, DT_SCALAR, "z loss") : NULL;
     if (d.z_loss) *d.z_loss = p->z;
     return p->loss && p->lse && (p->z || !d.z_loss);
@@ -4288,6 +4290,7 @@ static dt_tensor *dt__loss_end(const char *op, dt_tensor *x, dt_tensor *w, dt_te
         sizeof *saved));
     if (saved) {
         saved->lse = p.lse;
+        saved->logits = p.logits;
         saved->scale = 1.0 / denominator;
         saved->desc = desc;
     }
@@ -4363,32 +4366,41 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
     return dt__loss_end(op, logits, NULL, labels, p, denominator, desc, dt__cross_entropy_back);
 }
 
-/* Rows of logits at a time: about 2^20 numbers, on a GPU what its table says, and enough rows to make a product of it. A
-   function of V alone, so that the bits of the gradient of w do not depend on the number of rows. */
+/* Rows of logits at a time: about 2^20 numbers, on a GPU more, and enough rows to make a product of it. A function of V
+   alone, so that the bits of the gradient of w do not depend on the number of rows. They are made once more in the
+   backward, where they become their own gradient; but a GPU keeps them all if there is room. */
 static int64_t dt__loss_rows(const dt_ctx *ctx, int64_t vocab) {
-    size_t  most = ctx->kernels.loss_numbers;
-    int64_t rows = (most ? (int64_t)most : (int64_t)1 << 20) / (vocab > 0 ? vocab : 1);
+    int64_t most = ctx->kernels.loss_numbers ? (int64_t)ctx->kernels.loss_numbers : (int64_t)1 << 20;
+    int64_t rows = most / (vocab > 0 ? vocab : 1);
     return rows < 64 ? 64 : rows > 4096 ? 4096 : rows;
 }
 
-/* Scratch of one chunk: its logits, row losses, a row, and what its products want. Behind them that of parts. */
-typedef struct dt__loss_work { char *logits; double *row_loss, *part; void *row, *product; size_t row_bytes,
-    product_bytes; } dt__loss_work;
+static int dt__loss_keeps(const dt_ctx *ctx, const dt_tensor *x, int64_t vocab) {
+    double numbers = (double)dt__rows(x) * (double)vocab;
+    return numbers > 0 && numbers <= (double)ctx->kernels.loss_numbers && !ctx->no_grad;
+}
 
-static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, size_t room, dt__loss_work *k) {
+/* Scratch of one chunk: its logits, row losses, a row, and what its products want. Behind them that of parts. */
+typedef struct dt__loss_work { int64_t rows; char *logits; double *row_loss, *part; void *row, *product;
+    size_t row_bytes, product_bytes; } dt__loss_work;
+
+static int dt__loss_work_make(dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w, size_t room, const dt_tensor *kept,
+    dt__loss_work *k) {
     int64_t C = (int64_t)dt__last(w), V = w->shape.d[0], all = (int64_t)dt__rows(x);
-    int64_t rows = all < dt__loss_rows(ctx, V) ? all : dt__loss_rows(ctx, V); /* no more than there are */
+    int64_t rows = kept || all < dt__loss_rows(ctx, V) ? all : dt__loss_rows(ctx, V); /* no more than there are */
     size_t  a = dt_matmul_work(V, C, x->dtype), b = dt_matmul_work(C, V, x->dtype);
     size_t  c = dt_matmul_work(C, rows, x->dtype);
-    size_t  logits = ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
+    size_t  logits = kept ? 0 : ((size_t)(rows * V) * dt_dtype_size(x->dtype) + 63) / 64 * 64;
     k->row_bytes = (dt_row_work(V, x->dtype) + 63) / 64 * 64;
     k->product_bytes = dt__lent(ctx, a > b ? a > c ? a : c : b > c ? b : c);
+    k->rows = rows > 0 ? rows : 1;
     k->logits = (char *)dt_scratch(ctx, logits + ((size_t)rows + room) * sizeof(double) + k->row_bytes +
         k->product_bytes + 64);
     k->part = (double *)(k->logits + logits);
     k->row_loss = k->part + room;
     k->row = k->row_loss + rows;
     k->product = (char *)k->row + k->row_bytes;
+    if (k->logits && kept) k->logits = (char *)kept->data;
     return k->logits != NULL;
 }
 
@@ -4404,20 +4416,20 @@ static dt_status dt__loss_logits(const char *op, const dt_tensor *x, const dt_te
 }
 
 static dt_status dt__linear_cross_entropy_back(dt_node *n) {
-    const dt__loss_saved *saved = (const dt__loss_saved *)n->saved;
-    dt_tensor    *x = n->in[0], *labels = n->in[1], *w = n->in[2];
+    dt__loss_saved *saved = (dt__loss_saved *)n->saved;
+    dt_tensor    *x = n->in[0], *labels = n->in[1], *w = n->in[2], *kept = saved->logits;
     dt_ctx       *ctx = x->ctx;
     dt__loss_work k;
     int64_t       all = (int64_t)dt__rows(x), C = (int64_t)dt__last(w), V = w->shape.d[0];
-    int64_t       most = dt__loss_rows(ctx, V);
     size_t        size = dt_dtype_size(x->dtype);
     dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V }, dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
-    if (!dt__loss_work_make(ctx, x, w, 0, &k)) return dt_error(ctx);
+    if (!dt__loss_work_make(ctx, x, w, 0, kept, &k)) return dt_error(ctx);
+    saved->logits = NULL; /* they become their gradient: who comes again makes them anew */
     if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
-    for (int64_t r = 0; r < all || r == 0; r += most) { /* once even if there are no rows: gradients of zero */
-        int64_t rows = all - r < most ? all - r : most;
-        if (rows > 0 && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
+    for (int64_t r = 0; r < all || r == 0; r += k.rows) { /* once even if there are no rows: gradients of zero */
+        int64_t rows = all - r < k.rows ? all - r : k.rows;
+        if (rows > 0 && !kept && dt__loss_logits(n->name, x, w, &k, r, rows) != DT_OK) return dt_error(ctx);
         dt_cross_entropy_back_args a = { .dtype = x->dtype, .dlogits = k.logits, .logits = k.logits,
             .lse = (char *)saved->lse->data + (size_t)r * dt_dtype_size(saved->lse->dtype),
             .labels = (const int32_t *)labels->data + r, .rows = (size_t)rows, .cols = (size_t)V,
@@ -4455,10 +4467,11 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
         return dt__mismatch(op, x, labels, "one i32 label a row is needed");
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
     size_t room = dt__loss_part_room(desc.part, dt__rows(x));
-    if (!dt__loss_work_make(ctx, x, w, room, &k)) return NULL;
-    int64_t all = (int64_t)dt__rows(x), most = dt__loss_rows(ctx, w->shape.d[0]);
-    for (int64_t r = 0; r < all || r == 0; r += most) {
-        int64_t rows = all - r < most ? all - r : most;
+    int64_t all = (int64_t)dt__rows(x), V = w->shape.d[0];
+    if (dt__loss_keeps(ctx, x, V) && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits"))) return NULL;
+    if (!dt__loss_work_make(ctx, x, w, room, p.logits, &k)) return NULL;
+    for (int64_t r = 0; r < all || r == 0; r += k.rows) {
+        int64_t rows = all - r < k.rows ? all - r : k.rows;
         if (rows > 0 && dt__loss_logits(op, x, w, &k, r, rows) != DT_OK) return NULL;
         dt_cross_entropy_args a = { .dtype = x->dtype, .loss = (double *)p.loss->data, .row_loss = k.row_loss,
             .lse = (char *)p.lse->data + (size_t)r * dt_dtype_size(p.lse->dtype), .logits = k.logits,
