@@ -3408,17 +3408,27 @@ static __device__ void scores_of(float (&c)[M][J][4], const T *x, int row, const
     }
 }
 
+/* p, rounded, as a group multiplies with it. */
+template <class T, int J>
+static __device__ void pack_rows(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
+    UNROLL for (int e = 0; e < 2 * J; e++)
+        u[e / 4][e % 4] = pair_as(T(), p[0][e / 2][e % 2 * 2], p[0][e / 2][e % 2 * 2 + 1]);
+}
+
+template <int Y_ROWS, int N, int K, class T>
+static __device__ void mix_packed(float (&c)[1][N][4], const unsigned (&u)[K][4], const T *y) {
+    group_begin();
+    UNROLL for (int k = 0; k < K; k++) wgmma_across(T(), c[0], u[k], matrix(y + 16 * k * 64, Y_ROWS * 64), 1);
+    group_sent();
+}
+
 /* c += p times rows of the tile y, from `row` on. */
 template <class F, int D, int Y_ROWS, int M, int N, int J, class T>
 static __device__ void mix_of(float (&c)[M][N][4], const float (&p)[M][J][4], const T *y, int row, int dim) {
     if constexpr (F::GROUP) {
         unsigned u[J / 2][4];
-        UNROLL for (int e = 0; e < 2 * J; e++)
-            u[e / 4][e % 4] = pair_as(T(), p[0][e / 2][e % 2 * 2], p[0][e / 2][e % 2 * 2 + 1]);
-        group_begin();
-        UNROLL for (int j = 0; j < J / 2; j++)
-            wgmma_across(T(), c[0], u[j], matrix(y + (row + 16 * j) * 64, Y_ROWS * 64), 1);
-        group_sent();
+        pack_rows<T>(u, p);
+        mix_packed<Y_ROWS>(c, u, y + row * 64);
     } else {
         mix<D>(c, p, y + row * D, dim);
     }
@@ -3520,24 +3530,29 @@ static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const t
 
 #define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
 
-/* p = e^(scores - max) in place of the scores, its sums to `sum`, and what was summed before made relative to the new
-   maximum. A row that sees nothing yet has maximum -infinity. */
-template <int M, int J, int N>
-static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&out)[M][N][4], float power) {
+/* p = e^(scores - max) in place of the scores, and its sums to `sum`. factor: what was summed before is to be multiplied
+   with, for it is relative to the maximum before. A row that sees nothing yet has maximum -infinity. */
+template <int M, int J>
+static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&factor)[2 * M], float power) {
     UNROLL for (int r = 0; r < 2 * M; r++) {
         float now = most[r], total = 0;
         UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
         now = row_max(now);
-        float base = now == -INFINITY ? 0 : now * power, factor = exp2_of(most[r] * power - base);
+        float base = now == -INFINITY ? 0 : now * power;
+        factor[r] = exp2_of(most[r] * power - base);
         UNROLL for (int at = 0; at < 2 * J; at++) {
             float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
             *p = exp2_of(*p * power - base);
             total += *p;
         }
-        UNROLL for (int at = 0; at < 2 * N; at++) out[r / 2][at / 2][r % 2 * 2 + at % 2] *= factor;
         most[r] = now;
-        sum[r] = sum[r] * factor + total;
+        sum[r] = sum[r] * factor[r] + total;
     }
+}
+
+template <int M, int N>
+static __device__ void scale_rows(float (&out)[M][N][4], const float (&factor)[2 * M]) {
+    UNROLL for (int e = 0; e < M * N * 4; e++) out[e / 4 / N][e / 4 % N][e % 4] *= factor[e / 4 / N * 2 + e % 4 / 2];
 }
 
 /* log(e^x + e^y), of which either may be minus infinity */
@@ -3566,17 +3581,16 @@ static __device__ void attention_end(const dt_attention_args &a, const task &s, 
     }
 }
 
-template <class T, int D, bool GROUPS>
-KERNEL __launch_bounds__((threads_of<form<T, D, 0, GROUPS>>()), (form<T, D, 0, GROUPS>::AT_ONCE))
+template <class T, int D>
+KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>::AT_ONCE))
     attention_kernel(dt_attention_args a, task s) {
-    typedef form<T, D, 0, GROUPS> F;
-    if constexpr (GROUPS && !HAS_GROUPS) return;
+    typedef form<T, D, 0, false> F;
     const int M = F::M, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
     __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
     __shared__ float keep[F::ROWS];
     T       *ks = qs + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
-    float    out[M][D / 8][4] = { { { 0 } } }, c[M][F::PART / 8][4], most[2 * M], sum[2 * M];
+    float    out[M][D / 8][4] = { { { 0 } } }, c[M][F::PART / 8][4], most[2 * M], sum[2 * M], factor[2 * M];
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
     int      sequence = s.first_sequence + blockIdx.z;
     int      own = threadIdx.x / 32 * 16 * M; /* the warp's first row */
@@ -3609,7 +3623,8 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, GROUPS>>()), (form<T, D, 0, G
             done<F, 0>(c);
             if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
             if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
-            softmax_step(c, most, sum, out, s.power);
+            softmax_step(c, most, sum, factor, s.power);
+            scale_rows(out, factor);
             mix_of<F, D, F::COLS>(out, c, vs + stage * SIZE, part, s.dim);
             done<F, 0>(out);
         }
@@ -3618,6 +3633,88 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, GROUPS>>()), (form<T, D, 0, G
         i = next;
     }
     copies_here();   /* also where no tile was looked at */
+    __syncthreads(); /* the tiles have been read */
+    int h = anew(blockIdx.y);
+    row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
+    attention_end(a, s, sequence * s.heads + h, row0 + own, most, sum, out, keep + own);
+    target to = { a.out, a.wide, a.merge, keep + own, query_at(s, sequence, row0 + own, h), s.q_row,
+                  s.q.length - row0 - own, 1 };
+    give_rows<T, D>((float *)qs + own * D, out, to, s);
+}
+
+/* By groups, which multiply while they do other things: a group first begins the scores of a tile and the output of the
+   tile before, and makes the softmax of the one during the other. So values come with the keys of the next tile. */
+template <class T, int D>
+KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, true>::AT_ONCE))
+    attention_groups_kernel(dt_attention_args a, task s) {
+    typedef form<T, D, 0, true> F;
+    if constexpr (!HAS_GROUPS) return;
+    const int SIZE = F::COLS * D;
+    DT_DYN_SMEM(T, qs);
+    __shared__ int2  rows[F::ROWS], cols[2][F::COLS];
+    __shared__ float keep[F::ROWS];
+    T       *ks = qs + F::ROWS * D, *vs = ks + 2 * SIZE;
+    float    out[1][D / 8][4] = { { { 0 } } }, c[1][F::COLS / 8][4], most[2], sum[2] = { 0, 0 }, factor[2];
+    unsigned u[F::COLS / 16][4];
+    int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
+    int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + anew(blockIdx.y) / s.group;
+    int      own = threadIdx.x / 32 * 16, mine = own / 64 * 64;
+    auto     fetch = [&](int keys, int values, int stage) {
+        int k0 = keys * F::COLS, v0 = values * F::COLS;
+        if (keys < s.k.tiles) {
+            fetch_rows<F, D, T, F::COLS>(ks + stage * SIZE, a.k, key_at(s, sequence, k0, kv), s.k_row,
+                                         s.k.length - k0, s);
+            if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, k0 + threadIdx.x);
+        }
+        if (values >= 0)
+            fetch_rows<F, D, T, F::COLS>(vs + stage * SIZE, a.v, key_at(s, sequence, v0, kv), s.k_row,
+                                         s.k.length - v0, s);
+        copies_sent();
+    };
+    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    most[0] = most[1] = -INFINITY;
+    int i = next_keys(s, sequence, row0, F::ROWS, 0), before = -1;
+    fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
+    fetch(i, before, 0);
+    bool mixes = false;
+    for (int stage = 0; i < s.k.tiles || before >= 0; stage ^= 1) {
+        tiles_here<F>();
+        __syncthreads(); /* this tile is there, and all have left the other stage */
+        int  next = next_keys(s, sequence, row0, F::ROWS, i + 1), col0 = i * F::COLS;
+        bool sees = i < s.k.tiles && row0 + mine < s.q.length;
+        if (i < s.k.tiles) fetch(next, i, stage ^ 1);
+        span q = span_of(s.q, sequence, row0 + mine, 64), k = q;
+        if (sees) k = span_of(s.k, sequence, col0, F::COLS);
+        sees = sees && !none_seen(s, q, k);
+        bool hides = !all_seen(s, q, k);
+        auto softmax = [&]() {
+            if (hides) hide(c, false, rows + own, cols[stage]);
+            if (col0 + F::COLS > s.k.length) hide_rest(c, s.k.length - col0);
+            softmax_step(c, most, sum, factor, s.power);
+        };
+        if (sees && mixes) { /* no branches in between: nvcc would give up and wait for each product */
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
+            mix_packed<F::COLS>(out, u, vs + stage * SIZE);
+            done<F, 1>(c);
+            softmax();
+            done<F, 0>(out);
+            scale_rows(out, factor);
+            pack_rows<T>(u, c);
+        } else if (sees) {
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
+            done<F, 0>(c);
+            softmax();
+            scale_rows(out, factor);
+            pack_rows<T>(u, c);
+        } else if (mixes) {
+            mix_packed<F::COLS>(out, u, vs + stage * SIZE);
+            done<F, 0>(out);
+        }
+        mixes = sees;
+        before = i < s.k.tiles ? i : -1;
+        i = next;
+    }
+    copies_here();
     __syncthreads(); /* the tiles have been read */
     int h = anew(blockIdx.y);
     row0 = (s.q.tiles - 1 - anew(blockIdx.x)) * F::ROWS;
@@ -3872,8 +3969,8 @@ static bool takes(const void *kernel, int threads) {
     return false;
 }
 
-template <class T, int D, bool GROUPS>
-static dt_status attention_with(const dt_attention_args &a, task s, void *stream) {
+template <class T, int D, bool GROUPS, class run>
+static dt_status attention_with(const dt_attention_args &a, task s, run kernel, void *stream) {
     typedef form<T, D, 0, GROUPS> F;
     size_t    bytes = (size_t)(F::ROWS + 2 * F::STAGES * F::COLS) * D * sizeof(T), used;
     dt_status status = cut(&s, a.batch, F::ROWS, F::COLS, (char *)a.work, a.work_bytes, &used, stream);
@@ -3881,7 +3978,7 @@ static dt_status attention_with(const dt_attention_args &a, task s, void *stream
     for (int64_t b = 0; b < a.batch && s.q.tiles > 0; b += MAX_GRID) {
         dim3 grid(s.q.tiles, s.heads, (unsigned)(a.batch - b < MAX_GRID ? a.batch - b : MAX_GRID));
         s.first_sequence = (int)b;
-        LAUNCH_SHARED((attention_kernel<T, D, GROUPS>), grid, F::THREADS, bytes, stream, a, s);
+        LAUNCH_SHARED(kernel, grid, F::THREADS, bytes, stream, a, s);
     }
     return launched();
 }
@@ -3889,9 +3986,9 @@ static dt_status attention_with(const dt_attention_args &a, task s, void *stream
 template <class T, int D>
 static dt_status attention_of(const dt_attention_args &a, const task &s, void *stream) {
     if constexpr (sizeof(T) == 2 && D <= 128)
-        if (takes((const void *)attention_kernel<T, D, true>, form<T, D, 0, true>::THREADS))
-            return attention_with<T, D, true>(a, s, stream);
-    return attention_with<T, D, false>(a, s, stream);
+        if (takes((const void *)attention_groups_kernel<T, D>, form<T, D, 0, true>::THREADS))
+            return attention_with<T, D, true>(a, s, attention_groups_kernel<T, D>, stream);
+    return attention_with<T, D, false>(a, s, attention_kernel<T, D>, stream);
 }
 
 #define BY_DIM(function, T, a, s, stream) \
