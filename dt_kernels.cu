@@ -1786,81 +1786,127 @@ static dt_status embedding(const dt_embedding_args *a, void *stream) {
 }
 TYPED(embedding)
 
-/* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
-   pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
-   ids are read held/OWNED times, 8,192 ids of a table of 50,257 rows 13 million times, but from the cache. */
-enum { OWNED = 32, PIECE = 8 * BLOCK };
+/* A block owns at most OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own. It
+   lists their places, in the order of its rows, and then adds: rows of dout in order, in f32. These are the CPU's bits,
+   without scratch and atomics. All ids are read once for each block, 16,384 ids of a table of 50,257 rows 26 million
+   times, but from the cache. */
+enum { OWNED = 32, PIECE = 8 * BLOCK, LISTED = 2 * PIECE, WINDOW = 1 << 26 };
 
-/* Lists what of this piece of ids belongs to the rows own .. end, r ascending: r's place in the piece times OWNED, plus
-   the row's among the owned. Answers how many. */
-static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, int64_t own, int64_t end, int *found,
-    int *bad) {
-    __shared__ int of_warp[WARPS];
-    int64_t        row[8];
-    int            mine = 0, before, total = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+/* The rows own .. end of the table, and those of the ids from `base` on, fewer than 2 WINDOW, that name them: how far
+   from base times OWNED, plus the row's number among the owned. */
+struct owned_list {
+    unsigned found[LISTED], by_row[LISTED]; /* ascending; and row after row, each ascending */
+    int      of_row[OWNED], begin[OWNED + 1], of_warp[WARPS];
+};
+
+/* Appends to the list what ids first .. first + PIECE bring. Answers how many it has then. */
+static __device__ int list_owned(owned_list &list, int count, const dt_embedding_back_args &a, size_t base, size_t first,
+    int64_t own, int64_t end, int *bad) {
+    int      row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned hits[8];
+    size_t   begin = first + warp * 8 * 32 + lane;
+    UNROLL
     for (int k = 0; k < 8; k++) {
-        size_t r = first + threadIdx.x * 8 + k;
-        int    id = r < a.rows ? a.ids[r] : -1;
-        row[k] = id - a.first;
-        if (id != -1 && a.strict && own == 0) good(row[k], 0, a.held, bad);
-        if (r >= a.rows || row[k] < own || row[k] >= end) row[k] = -1;
+        int     id = begin + k * 32 < a.rows ? a.ids[begin + k * 32] : -1;
+        int64_t at = id - a.first;
+        if (id != -1 && a.strict && own == 0) good(at, 0, a.held, bad);
+        row[k] = id != -1 && at >= own && at < end ? (int)(at - own) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return 0; /* a barrier: the list before has been used */
-    before = mine;
-    for (int by = 1; by < 32; by *= 2) {
-        int theirs = __shfl_up_sync(0xffffffffu, before, by);
-        if (lane >= by) before += theirs;
-    }
-    if (lane == 31) of_warp[warp] = before;
+    if (!__syncthreads_or(mine)) return count; /* a barrier: the list before has been used */
+    mine = 0;
+    for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
+    if (lane == 0) list.of_warp[warp] = mine;
     __syncthreads();
-    before -= mine;
     for (int w = 0; w < WARPS; w++) {
-        if (w < warp) before += of_warp[w];
-        total += of_warp[w];
+        before += w < warp ? list.of_warp[w] : 0;
+        count += list.of_warp[w];
     }
-    for (int k = 0; k < 8; k++)
-        if (row[k] >= 0) found[before++] = ((int)threadIdx.x * 8 + k) * OWNED + (int)(row[k] - own);
-    __syncthreads();
-    return total;
+    for (int k = 0; k < 8; k++) {
+        int at = before + __popc(hits[k] & ((1u << lane) - 1));
+        if (row[k] >= 0) list.found[at] = (unsigned)(begin + k * 32 - base) * OWNED + (unsigned)row[k];
+        before += __popc(hits[k]);
+    }
+    return count;
 }
 
-/* Adds what was found for one owned row to N of its columns; four rows of dout are on their way at a time. */
-template <int N, class T>
-static __device__ void add_found(float *sum, const T *dout, size_t cols, const int *found, int count, int owned) {
-    bool           any = false;
-    pack<float, N> total = { { 0 } };
-    for (int e = 0; e < count; e += 4) {
-        pack<T, N> x[4];
-        for (int j = 0; j < 4; j++)
-            if (e + j < count && found[e + j] % OWNED == owned) x[j] = take<N>(dout + found[e + j] / OWNED * cols);
-        for (int j = 0; j < 4; j++) {
-            if (e + j >= count || found[e + j] % OWNED != owned) continue;
-            if (!any) total = get<N>(sum);
-            any = true;
-            for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
+/* Takes every WARPS-th row, a warp each: counts what is found for it, and copies that to list.by_row where `copy`. */
+static __device__ void count_owned(owned_list &list, int count, bool copy) {
+    int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < OWNED; row += WARPS) {
+        int at = copy ? list.begin[row] : 0;
+        for (int e = 0; e < count; e += 32) {
+            unsigned found = e + lane < count ? list.found[e + lane] : 0;
+            bool     here = e + lane < count && (int)(found % OWNED) == row;
+            unsigned hits = __ballot_sync(0xffffffffu, here);
+            if (copy && here) list.by_row[at + __popc(hits & ((1u << lane) - 1))] = found / OWNED;
+            at += __popc(hits);
         }
+        if (!copy && lane == 0) list.of_row[row] = at;
     }
-    if (any) give(sum, total);
+    __syncthreads();
 }
 
-/* keep: sums are there already. cols is a multiple of N. */
+static __device__ void sort_owned(owned_list &list, int count) {
+    int begin = 0;
+    __syncthreads(); /* the list is complete */
+    count_owned(list, count, false);
+    for (int row = 0; row < OWNED && row < (int)threadIdx.x; row++) begin += list.of_row[row];
+    if (threadIdx.x <= OWNED) list.begin[threadIdx.x] = begin;
+    __syncthreads();
+    count_owned(list, count, true);
+}
+
+/* Adds what was found for the owned rows that have least .. most of it: a warp takes 32 N columns of a row, and AT_ONCE
+   of what is to be added is on its way at a time. anew: sums are not there yet. */
+template <int N, int AT_ONCE, class T>
+static __device__ void add_owned(const owned_list &list, int rows, int least, int most, float *sums, const T *dout,
+    size_t cols, bool anew) {
+    int chunks = (int)packs_in(cols, 32 * N);
+    for (int u = threadIdx.x / 32; u < rows * chunks; u += WARPS) {
+        int            row = u / chunks, begin = list.begin[row], n = list.begin[row + 1] - begin;
+        size_t         c = (size_t)(u % chunks * 32 + threadIdx.x % 32) * N;
+        const unsigned *from = list.by_row + begin;
+        pack<float, N> sum = { { 0 } };
+        if (c >= cols || n < least || n > most) continue;
+        if (!anew) sum = take<N>(sums + row * cols + c);
+        for (int e = 0; e < n; e += AT_ONCE) {
+            pack<T, N> x[AT_ONCE];
+            UNROLL
+            for (int j = 0; j < AT_ONCE; j++)
+                if (e + j < n) x[j] = take<N>(dout + from[e + j] * cols + c);
+            UNROLL
+            for (int j = 0; j < AT_ONCE; j++)
+                for (int k = 0; k < N && e + j < n; k++) sum.v[k] += widen(x[j].v[k]);
+        }
+        put(sums + row * cols + c, sum);
+    }
+}
+
+/* keep: sums are there already. owned: rows of a block. cols is a multiple of N. A row that is met often is cut into
+   more pieces, because the order makes it wait for each of them. */
 template <class T, int N>
-KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
-    __shared__ int found[PIECE];
-    int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
-    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
-        int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
-        float         *mine = sums + (size_t)own * a.cols;
-        pack<float, N> zero = { { 0 } };
-        for (size_t i = threadIdx.x * N; i < (size_t)(end - own) * a.cols && !keep; i += BLOCK * N) put(mine + i, zero);
-        for (size_t first = 0; first < a.rows; first += PIECE) {
-            int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
-            for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
-                size_t   c = (size_t)(u % chunks * 32 + lane) * N, row = u / chunks;
-                const T *dout = (const T *)a.dout + first * a.cols + c;
-                if (c < a.cols) add_found<N>(mine + row * a.cols + c, dout, a.cols, found, count, (int)row);
-            }
+KERNEL __launch_bounds__(BLOCK, 4)
+    embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int owned, int *bad) {
+    const int FEW = 16, LESS = (N + 3) / 4;
+    __shared__ owned_list list;
+    for (int64_t own = (int64_t)blockIdx.x * owned; own == 0 || own < a.held; own += (int64_t)gridDim.x * owned) {
+        int64_t end = own + owned < a.held ? own + owned : a.held;
+        size_t  base = 0;
+        int     count = 0;
+        bool    anew = !keep;
+        for (size_t first = 0; first < a.rows || anew; first += PIECE) {
+            size_t   next = first + PIECE;
+            const T *dout = (const T *)a.dout + base * a.cols;
+            float   *mine = sums + own * a.cols;
+            count = list_owned(list, count, a, base, first, own, end, bad);
+            if (next < a.rows && count <= LISTED - PIECE && next - base < WINDOW) continue;
+            sort_owned(list, count);
+            add_owned<N, 4>(list, (int)(end - own), anew ? 0 : 1, FEW, mine, dout, a.cols, anew);
+            add_owned<LESS, 16>(list, (int)(end - own), FEW + 1, LISTED, mine, dout, a.cols, anew);
+            anew = false;
+            base = next;
+            count = 0;
         }
     }
 }
@@ -1884,9 +1930,10 @@ static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
     if (status != DT_OK) return status;
     if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held = a->held > 0 ? (size_t)a->held : 1; /* ids are looked at all the same */
+    int    owned = held < FILL ? 1 : held < (size_t)FILL * OWNED ? (int)(held / FILL) : (int)OWNED; /* to fill a GPU */
     if (a->cols % N == 0 && aligned16(sums, a->dout))
-        LAUNCH((embedding_back_kernel<T, N>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
-    else LAUNCH((embedding_back_kernel<T, 1>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+        LAUNCH((embedding_back_kernel<T, N>), held, owned, stream, *a, sums, keep, owned, bad_of(stream));
+    else LAUNCH((embedding_back_kernel<T, 1>), held, owned, stream, *a, sums, keep, owned, bad_of(stream));
     if (apart) LAUNCH(rounded_kernel<T>, all, BLOCK * N, stream, table, (const float *)sums, all, a->accumulate);
     return launched();
 }
