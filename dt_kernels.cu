@@ -53,6 +53,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
 #error "dt_kernels.cu needs CUDA 12 or later"
@@ -400,6 +401,35 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
     return y;
 }
 
+/* N finished results, each rounded once. */
+template <int N, class T>
+static __device__ void round_to(pack<T, N> *out, pack<float, N> x) {
+    for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
+}
+
+/* The same where two numbers are a word, the first its low half: an instruction for each, or for both. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <int N>
+static __device__ pack<float, N> widened(pack<bf16, N> x) {
+    pack<float, N> y;
+    unsigned       words[(N + 1) / 2] = { 0 };
+    memcpy(words, &x, sizeof x);
+    for (int k = 0; k < N; k++) y.v[k] = __uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
+    return y;
+}
+
+#define ROUND_PAIRS(T, type) \
+    template <int N> \
+    static __device__ void round_to(pack<T, N> *out, pack<float, N> x) { \
+        unsigned words[(N + 1) / 2]; \
+        for (int k = 0; k < N; k += 2) \
+            asm("cvt.rn." type ".f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(k + 1 < N ? x.v[k + 1] : 0), "f"(x.v[k])); \
+        memcpy(out, words, sizeof *out); \
+    }
+ROUND_PAIRS(bf16, "bf16x2")
+ROUND_PAIRS(f16, "f16x2")
+#endif
+
 template <int N, class T>
 static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
@@ -411,7 +441,7 @@ static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
         pack<float, N> old = get<N>(p);
         for (int k = 0; k < N; k++) x.v[k] += old.v[k];
     }
-    for (int k = 0; k < N; k++) round_to(&rounded.v[k], x.v[k]);
+    round_to(&rounded, x);
     put(p, rounded);
 }
 
@@ -456,10 +486,15 @@ static __device__ void each_flat(size_t count, bool aligned, F f) {
 template <int N, class F>
 static __device__ void each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, packs = cols / each;
-    for (size_t i = flat_first(1); i < rows * packs; i += flat_step(1)) {
-        size_t row = i / packs, col = (i - row * packs) * each;
-        if (each == N) f(row, col, by<N>());
-        else f(row, col, by<1>());
+    if (packs == 0) return;
+    size_t row = flat_first(1) / packs, at = flat_first(1) % packs; /* divided once, not for each step */
+    size_t rows_on = flat_step(1) / packs, on = flat_step(1) % packs;
+    while (row < rows) {
+        if (each == N) f(row, at * each, by<N>());
+        else f(row, at * each, by<1>());
+        at += on;
+        row += rows_on + (at >= packs);
+        at -= at >= packs ? packs : 0;
     }
 }
 
@@ -980,10 +1015,26 @@ static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T>
 static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* As many numbers at a time as are 16 bytes of the narrower type. */
+/* Packs: a loop, but for floats to 16 bits. */
+template <class To, class From, int N>
+static __device__ void convert(pack<To, N> *out, pack<From, N> x) {
+    for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
+}
+template <int N>
+static __device__ void convert(pack<bf16, N> *out, pack<float, N> x) { round_to(out, x); }
+template <int N>
+static __device__ void convert(pack<f16, N> *out, pack<float, N> x) { round_to(out, x); }
+
+/* What x and y give when it is rounded once. Two floats' sum may go through a double on its way to float or not: that
+   has more than twice the digits. */
+template <class To, class X, class Y>
+static __device__ double plus_for(To *, X x, Y y) { return (double)x + (double)y; }
+static __device__ float plus_for(float *, float x, float y) { return x + y; }
+
+/* As many numbers at a time as are 16 bytes of the wider type: accesses of a warp have no gaps. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    const int MOST = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    const int MOST = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     each_flat<MOST>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
         const int     N = decltype(by)::N;
         To           *out = (To *)a.out + i;
@@ -991,9 +1042,9 @@ KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
         pack<To, N>   y;
         if (a.accumulate) {
             y = take<N>(out);
-            for (int k = 0; k < N; k++) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+            for (int k = 0; k < N; k++) convert(&y.v[k], plus_for(&y.v[k], widen(x.v[k]), widen(y.v[k])));
         } else {
-            for (int k = 0; k < N; k++) convert(&y.v[k], widen(x.v[k]));
+            convert(&y, x);
         }
         put(out, y);
     });
@@ -1691,7 +1742,7 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
 /* Four columns of the full tensor share the four words of counter (token, column / 4). Packs are taken where they begin
    at such a group. least: words below it are dropped. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least) {
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned least) {
     float scale = (float)(1 / (1 - a.p));
     bool  aligned = aligned16(a.in, a.out) && a.first % 4 == 0;
     each_in_rows<pack<T>::N>(a.rows, a.cols, aligned, [&](size_t row, size_t col, auto by) {
@@ -1711,7 +1762,7 @@ KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least
 
 template <class T>
 static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    uint64_t least = (uint64_t)(a->p * 4294967296.0);
+    unsigned least = (unsigned)(a->p * 4294967296.0); /* p is below 1 */
     LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, least);
     return launched();
 }
