@@ -433,6 +433,22 @@ ROUND_PAIRS(f16, "f16x2")
 template <int N, class T>
 static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
+/* sum += the packs at at(0), at(1), ..., at(n - 1), in this order; COUNT of them are on their way at a time. */
+template <int COUNT, int N, class F>
+static __device__ void add_packs(pack<float, N> *sum, size_t n, F at) {
+    for (size_t e = 0; e < n; e += COUNT) {
+        decltype(take<N>(at(e))) x[COUNT];
+        UNROLL
+        for (int j = 0; j < COUNT; j++)
+            if (e + j < n) x[j] = take<N>(at(e + j));
+        UNROLL
+        for (int j = 0; j < COUNT; j++) {
+            pack<float, N> next = widened(x[j]);
+            for (int k = 0; k < N && e + j < n; k++) sum->v[k] += next.v[k];
+        }
+    }
+}
+
 /* p[0..] (+)= N finished results, rounded once. */
 template <class T, int N>
 static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
@@ -1121,18 +1137,18 @@ static __device__ float add_runs(pack<float, N> sum) {
     return total;
 }
 
+/* Two sums of the same sizes, or one of them. */
 template <class T, int N>
-KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
+KERNEL __launch_bounds__(COLUMNS *RUNS, 2) column_sums_kernel(sums a, sums b) {
     size_t tiles = packs_in(a.inner, COLUMNS * N);
+    if (blockIdx.y > 0) a = b;
     for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
         size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
-        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner + c;
+        const T       *in = (const T *)a.in + (part / a.parts * a.n + mine.first) * a.inner + c;
         pack<float, N> sum = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < a.inner; r++) {
-            pack<float, N> x = get<N>(in + r * a.inner);
-            for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
-        }
+        if (c < a.inner)
+            add_packs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
         float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
         c = first + my_column();
         if (my_column() < COLUMNS * N && c < a.inner)
@@ -1187,25 +1203,28 @@ KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
 }
 
 template <class T, int N>
-static void launch_column_sums(const sums &a, void *stream) {
+static void launch_column_sums(const sums &a, const sums *b, void *stream) {
     size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * N);
+    dim3   grid(grid_for(tiles, 1), b ? 2 : 1);
     if (tiles > 0)
-        DT_LAUNCH((column_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+        DT_LAUNCH((column_sums_kernel<T, N>), grid, dim3(COLUMNS, RUNS), 0, stream_of(stream), a, b ? *b : a);
 }
 
+/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+   number of its own for every device would give every device its own sums. */
+enum { FILL = 264 };
+
+/* Few columns are taken one by one, so that they are the business of more blocks. */
 template <class T>
 static void launch_sums(const sums &a, void *stream) {
     const int N = pack<T>::N;
+    bool      few = a.outer * a.parts * packs_in(a.inner, COLUMNS * N) < FILL / 4;
     if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
     else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
     else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
-    else if (aligned16(a.in) && a.inner % N == 0) launch_column_sums<T, N>(a, stream);
-    else launch_column_sums<T, 1>(a, stream);
+    else if (aligned16(a.in) && a.inner % N == 0 && !few) launch_column_sums<T, N>(a, NULL, stream);
+    else launch_column_sums<T, 1>(a, NULL, stream);
 }
-
-/* Blocks that fill a GPU, for which sums are cut into parts: four for each of the 132 multiprocessors of an H100. A
-   number of its own for every device would give every device its own sums. */
-enum { FILL = 528 };
 
 template <class T>
 static size_t parts_for(const dt_sum_args *a) {
@@ -1433,63 +1452,88 @@ TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
+/* The sums of N numbers over every G threads, a warp or a part of the block, for each of them. turn is 0 and 1 by turns,
+   so that no barrier is needed before the next call. */
+template <int G, int N>
+static __device__ pack<float, N> group_sums(pack<float, N> v, int turn) {
+    __shared__ pack<float, N> of_warp[2][WARPS];
+    for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
+    if (G == 32) return v;
+    if (threadIdx.x % 32 == 0) of_warp[turn][threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int k = 0; k < N; k++) v.v[k] = 0;
+    for (int w = 0; w < G / 32; w++)
+        for (int k = 0; k < N; k++) v.v[k] += of_warp[turn][threadIdx.x / G * (G / 32) + w].v[k];
+    return v;
+}
+
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
    most K packs for each of G threads: a block leaves the sums over its rows in scratch, (2,parts,cols) of all. */
 template <int N, int G, int K>
-static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
-    __shared__ float total[G < BLOCK ? G * K * N : 1];
-    int              lane = threadIdx.x % G;
-    for (int group = 0; group < BLOCK / G && G < BLOCK; group++) { /* one group after the other */
-        UNROLL
-        for (int i = 0; i < K * N; i++) {
-            float *to = &total[G < BLOCK ? (i / N * G + lane) * N + i % N : 0];
-            if ((int)threadIdx.x / G == group) *to = group > 0 ? *to + sum[i / N][i % N] : sum[i / N][i % N];
-        }
-        __syncthreads();
+static __device__ void leave_sums(float *out, int64_t cols, pack<float, N> *sum) {
+    __shared__ pack<float, N> of_group[BLOCK / G][K * G];
+    for (int j = 0; j < K; j++) of_group[threadIdx.x / G][j * G + threadIdx.x % G] = sum[j];
+    __syncthreads();
+    for (int c = threadIdx.x; c < cols; c += BLOCK) {
+        float total = 0;
+        for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
+        out[c] = total;
     }
-    for (int64_t c = threadIdx.x; c < cols && G < BLOCK; c += BLOCK) out[c] = total[c];
-    UNROLL
-    for (int i = 0; i < (G < BLOCK ? 0 : K * N); i++) {
-        int64_t c = (int64_t)(i / N * G + lane) * N + i % N;
-        if (c < cols) out[c] = sum[i / N][i % N];
-    }
-    __syncthreads(); /* total has been read */
+    __syncthreads(); /* the sums have been read */
 }
 
+/* A row and its gradient, as one of G threads has them; a row past the end has no columns. */
+template <class T, int G, int K>
+struct norm_row {
+    float                            mean, rstd;
+    row_share<T, pack<T>::N, G, K> x, dout;
+
+    __device__ norm_row(const dt_norm_back_args &a, size_t r)
+        : mean(r < a.rows ? mean_of(a, r) : 0), rstd(r < a.rows ? ((const float *)a.rstd)[r] : 0),
+          x((const T *)a.in + r * a.cols, r < a.rows ? (int64_t)a.cols : 0),
+          dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
+};
+
+/* The next row is on its way while one is computed. */
 template <class T, int G, int K>
 KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
-    const int N = pack<T>::N;
-    const T  *gains = (const T *)a.gain;
-    float     dgain[K][N] = { { 0 } }, dbias[K][N] = { { 0 } };
-    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
-        size_t                r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
-        int64_t               cols = r < a.rows ? (int64_t)a.cols : 0;
-        row_share<T, N, G, K> x((const T *)a.in + r * a.cols, cols), dout((const T *)a.dout + r * a.cols, cols);
-        T                    *dx = (T *)a.dx + r * a.cols;
-        float                 mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
-        float                 g_sum = 0, gy_sum = 0;
+    const int      N = pack<T>::N;
+    const T       *gains = (const T *)a.gain;
+    size_t         first = (size_t)blockIdx.x * (BLOCK / G), me = threadIdx.x / G;
+    pack<float, N> dgain[K] = { { { 0 } } }, dbias[K] = { { { 0 } } };
+    norm_row<T, G, K> next(a, first + me);
+    for (int turn = 0; first < a.rows; turn ^= 1) { /* of the block: all its threads come to the barriers */
+        norm_row<T, G, K> row = next;
+        T                *dx = (T *)a.dx + (first + me) * a.cols;
+        pack<float, 2>    sum = { { 0, 0 } }; /* of g, of g y */
+        first += row_step<G>();
+        next = norm_row<T, G, K>(a, first + me);
         UNROLL
         for (int j = 0; j < K; j++) {
-            if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get<N>(gains + x.place(j));
+            if (row.x.place(j) >= row.x.cols) continue;
+            pack<float, N> v = widened(row.x.kept[j]), d = widened(row.dout.kept[j]);
+            pack<float, N> gain = get<N>(gains + row.x.place(j));
             for (int k = 0; k < N; k++) {
-                float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
-                dgain[j][k] += d.v[k] * y;
-                dbias[j][k] += d.v[k];
-                g_sum += g;
-                gy_sum += g * y;
+                float y = (v.v[k] - row.mean) * row.rstd, g = d.v[k] * gain.v[k];
+                dgain[j].v[k] += d.v[k] * y;
+                dbias[j].v[k] += d.v[k];
+                sum.v[0] += g;
+                sum.v[1] += g * y;
             }
         }
         if (!a.dx) continue;
-        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
-        if (a.rms) mean_g = 0;
-        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get<N>(gains + c);
+        sum = group_sums<G>(sum, turn);
+        float mean_g = a.rms ? 0 : sum.v[0] / (float)a.cols, slope = row.rstd * (sum.v[1] / (float)a.cols);
+        UNROLL
+        for (int j = 0; j < K; j++) {
+            if (row.x.place(j) >= row.x.cols) continue;
+            pack<float, N> v = widened(row.x.kept[j]), d = widened(row.dout.kept[j]);
+            pack<float, N> gain = get<N>(gains + row.x.place(j));
             for (int k = 0; k < N; k++)
-                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give(dx + c, v, a.accumulate_x);
-        });
+                v.v[k] = row.rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - row.mean) * slope);
+            give(dx + row.x.place(j), v, a.accumulate_x);
+        }
     }
     float *sums = (float *)a.work + blockIdx.x * a.cols;
     if (a.dgain) leave_sums<N, G, K>(sums, (int64_t)a.cols, dgain);
@@ -1575,12 +1619,13 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     size_t packs = packs_in(a->cols, pack<T>::N), parts = 0;
     bool   summed = (a->dgain || a->dbias) && a->cols > 0;
     bool   whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->dout, a->gain, a->dx);
-    bool   warps = whole && packs <= 32 * 3, at_once = whole && packs <= BLOCK * 3;
-    if (summed) parts = norm_back_parts(a, warps ? WARPS : at_once ? 1 : 2 * RUNS);
+    bool   at_once = whole && packs <= BLOCK * 3;
+    size_t threads = packs <= 32 * 3 ? 32 : packs <= 64 * 3 ? 64 : packs <= 128 * 3 ? 128 : BLOCK; /* for a row */
+    if (summed) parts = norm_back_parts(a, at_once ? BLOCK / threads : 2 * RUNS);
     if (summed && a->rows > 0 && (!a->work || parts == 0)) return DT_ERR_ARG;
-    if (warps) norm_back_at_once<T, 32, 3>(a, parts, stream);
-    else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
-    else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
+    if (at_once && threads == 32) norm_back_at_once<T, 32, 3>(a, parts, stream);
+    else if (at_once && threads == 64) norm_back_at_once<T, 64, 3>(a, parts, stream);
+    else if (at_once && threads == 128) norm_back_at_once<T, 128, 3>(a, parts, stream);
     else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
     else if (whole) norm_back_apart<T, pack<T>::N>(a, parts, stream);
     else norm_back_apart<T, 1>(a, parts, stream);
@@ -1588,8 +1633,8 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
                    a->accumulate_gain };
     sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
                    a->cols, 1, a->accumulate_bias };
-    if (a->dgain) launch_sums<float>(dgain, stream);
-    if (a->dbias) launch_sums<float>(dbias, stream);
+    if (a->dgain || a->dbias)
+        launch_column_sums<float, 1>(a->dgain ? dgain : dbias, a->dgain && a->dbias ? &dbias : NULL, stream);
     return launched();
 }
 TYPED(norm_back)
@@ -1725,11 +1770,12 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (unsigned)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (unsigned)p1;
-        c2 = (unsigned)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (unsigned)p0;
+        unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0; /* one instruction */
+        unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
@@ -1921,15 +1967,7 @@ static __device__ void add_owned(const owned_list &list, int rows, int least, in
         pack<float, N> sum = { { 0 } };
         if (c >= cols || n < least || n > most) continue;
         if (!anew) sum = take<N>(sums + row * cols + c);
-        for (int e = 0; e < n; e += AT_ONCE) {
-            pack<T, N> x[AT_ONCE];
-            UNROLL
-            for (int j = 0; j < AT_ONCE; j++)
-                if (e + j < n) x[j] = take<N>(dout + from[e + j] * cols + c);
-            UNROLL
-            for (int j = 0; j < AT_ONCE; j++)
-                for (int k = 0; k < N && e + j < n; k++) sum.v[k] += widen(x[j].v[k]);
-        }
+        add_packs<AT_ONCE>(&sum, n, [&](size_t e) { return dout + from[e] * cols + c; });
         put(sums + row * cols + c, sum);
     }
 }
