@@ -422,8 +422,10 @@ static __device__ pack<float, N> widened(pack<bf16, N> x) {
     template <int N> \
     static __device__ void round_to(pack<T, N> *out, pack<float, N> x) { \
         unsigned words[(N + 1) / 2]; \
-        for (int k = 0; k < N; k += 2) \
-            asm("cvt.rn." type ".f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(k + 1 < N ? x.v[k + 1] : 0), "f"(x.v[k])); \
+        for (int k = 0; k < N; k += 2) { \
+            float high = k + 1 < N ? x.v[k + 1] : 0; \
+            asm("cvt.rn." type ".f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(high), "f"(x.v[k])); \
+        } \
         memcpy(out, words, sizeof *out); \
     }
 ROUND_PAIRS(bf16, "bf16x2")
@@ -432,6 +434,23 @@ ROUND_PAIRS(f16, "f16x2")
 
 template <int N, class T>
 static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
+
+/* A pack that is used later: words, because numbers of 16 bits would be taken apart, and waited for, when they come. */
+template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0>
+struct held {
+    pack<unsigned, N * sizeof(T) / 4> x;
+};
+template <class T, int N>
+struct held<T, N, false> {
+    pack<T, N> x;
+};
+
+template <int N, class T>
+static __device__ pack<float, N> widened(const held<T, N> &later) {
+    pack<T, N> x;
+    memcpy(&x, &later.x, sizeof x);
+    return widened(x);
+}
 
 /* sum += the packs at at(0), at(1), ..., at(n - 1), in this order; COUNT of them are on their way at a time. */
 template <int COUNT, int N, class F>
@@ -1375,12 +1394,12 @@ template <class T, int N, int G, int K = KEPT>
 struct row_share {
     const T   *p;
     int64_t    cols;
-    pack<T, N> kept[K];
+    held<T, N> kept[K];
 
     __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
         UNROLL
         for (int j = 0; j < K; j++)
-            if (place(j) < cols) kept[j] = take<N>(p + place(j));
+            if (place(j) < cols) kept[j] = *reinterpret_cast<const held<T, N> *>(p + place(j));
     }
     __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
@@ -1452,8 +1471,8 @@ TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
-/* The sums of N numbers over every G threads, a warp or a part of the block, for each of them. turn is 0 and 1 by turns,
-   so that no barrier is needed before the next call. */
+/* The sums of N numbers over every G threads, a warp or part of a block, for each of them. turn is 0 and 1 by turns, so
+   that the call before needs no barrier of its own. */
 template <int G, int N>
 static __device__ pack<float, N> group_sums(pack<float, N> v, int turn) {
     __shared__ pack<float, N> of_warp[2][WARPS];
@@ -1486,7 +1505,7 @@ static __device__ void leave_sums(float *out, int64_t cols, pack<float, N> *sum)
 /* A row and its gradient, as one of G threads has them; a row past the end has no columns. */
 template <class T, int G, int K>
 struct norm_row {
-    float                            mean, rstd;
+    float                          mean, rstd;
     row_share<T, pack<T>::N, G, K> x, dout;
 
     __device__ norm_row(const dt_norm_back_args &a, size_t r)
@@ -1883,10 +1902,10 @@ static dt_status embedding(const dt_embedding_args *a, void *stream) {
 }
 TYPED(embedding)
 
-/* A block owns at most OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own. It
-   lists their places, in the order of its rows, and then adds: rows of dout in order, in f32. These are the CPU's bits,
-   without scratch and atomics. All ids are read once for each block, 16,384 ids of a table of 50,257 rows 26 million
-   times, but from the cache. */
+/* A block owns at most OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own.
+   It lists their places, in the order of its rows, and then adds: rows of dout in order, in f32. These are the CPU's
+   bits, without scratch and atomics. All ids are read once by each block, 16,384 ids for a table of 50,257 rows 26
+   million times, but from the cache. */
 enum { OWNED = 32, PIECE = 8 * BLOCK, LISTED = 2 * PIECE, WINDOW = 1 << 26 };
 
 /* The rows own .. end of the table, and those of the ids from `base` on, fewer than 2 WINDOW, that name them: how far
@@ -1897,8 +1916,8 @@ struct owned_list {
 };
 
 /* Appends to the list what ids first .. first + PIECE bring. Answers how many it has then. */
-static __device__ int list_owned(owned_list &list, int count, const dt_embedding_back_args &a, size_t base, size_t first,
-    int64_t own, int64_t end, int *bad) {
+static __device__ int list_owned(owned_list &list, int count, const dt_embedding_back_args &a, size_t base,
+    size_t first, int64_t own, int64_t end, int *bad) {
     int      row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned hits[8];
     size_t   begin = first + warp * 8 * 32 + lane;
