@@ -53,6 +53,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
 #error "dt_kernels.cu needs CUDA 12 or later"
@@ -291,7 +292,7 @@ static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
 /* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. Since sm_80 it is one
-   instruction, also for two numbers. */
+   instruction. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -374,27 +375,6 @@ static __device__ float block_max(float v) {
     return most;
 }
 
-/* Two numbers in a word, the first in its low half. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define PAIR(T, type) \
-    static __device__ unsigned pair_as(T, float x, float y) { \
-        unsigned two; \
-        asm("cvt.rn." type "x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x)); \
-        return two; \
-    }
-#else
-#define PAIR(T, type) \
-    static __device__ unsigned pair_as(T, float x, float y) { \
-        T low, high; \
-        round_to(&low, x); \
-        round_to(&high, y); \
-        return low.bits | (unsigned)high.bits << 16; \
-    }
-#endif
-PAIR(bf16, "bf16")
-PAIR(f16, "f16")
-#undef PAIR
-
 /* Neighbours in an array, 16 bytes of them unless COUNT says otherwise: what a thread works on at a time, in one access
    if it lies at a multiple of its size. */
 template <class T, int COUNT = 16 / sizeof(T)>
@@ -426,25 +406,94 @@ static __device__ pack<float, N> widened(pack<T, N> x) {
     return y;
 }
 
+/* N finished results, each rounded once. */
+template <int N, class T>
+static __device__ void round_to(pack<T, N> *out, pack<float, N> x) {
+    for (int k = 0; k < N; k++) round_to(&out->v[k], x.v[k]);
+}
+
+/* The same where two numbers are a word, the first its low half: an instruction for each, or for both. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <int N>
+static __device__ pack<float, N> widened(pack<bf16, N> x) {
+    pack<float, N> y;
+    unsigned       words[(N + 1) / 2] = { 0 };
+    memcpy(words, &x, sizeof x);
+    for (int k = 0; k < N; k++) y.v[k] = __uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
+    return y;
+}
+
+#define ROUND_PAIRS(T, type) \
+    template <int N> \
+    static __device__ void round_to(pack<T, N> *out, pack<float, N> x) { \
+        unsigned words[(N + 1) / 2]; \
+        for (int k = 0; k < N; k += 2) { \
+            float high = k + 1 < N ? x.v[k + 1] : 0; \
+            asm("cvt.rn." type ".f32 %0, %1, %2;" : "=r"(words[k / 2]) : "f"(high), "f"(x.v[k])); \
+        } \
+        memcpy(out, words, sizeof *out); \
+    }
+ROUND_PAIRS(bf16, "bf16x2")
+ROUND_PAIRS(f16, "f16x2")
+#endif
+
+/* Two numbers in a word, the first in its low half. */
+template <class T>
+static __device__ unsigned pair_of(float x, float y) {
+    pack<float, 2> two = { { x, y } };
+    pack<T, 2>     rounded;
+    unsigned       word;
+    round_to(&rounded, two);
+    memcpy(&word, &rounded, sizeof word);
+    return word;
+}
+
 template <int N, class T>
 static __device__ pack<float, N> get(const T *p) { return widened(take<N>(p)); }
 
-/* N numbers to store. */
+/* A pack that is used later: words, because numbers of 16 bits would be taken apart, and waited for, when they come. */
+template <class T, int N, bool WORDS = N * sizeof(T) % 4 == 0>
+struct held {
+    pack<unsigned, N * sizeof(T) / 4> x;
+};
 template <class T, int N>
-static __device__ pack<T, N> rounded(pack<float, N> x) {
-    pack<T, N> y;
-    for (int k = 0; k < N; k++) round_to(&y.v[k], x.v[k]);
-    return y;
+struct held<T, N, false> {
+    pack<T, N> x;
+};
+
+template <int N, class T>
+static __device__ pack<float, N> widened(const held<T, N> &later) {
+    pack<T, N> x;
+    memcpy(&x, &later.x, sizeof x);
+    return widened(x);
+}
+
+/* sum += the packs at at(0), at(1), ..., at(n - 1), in this order; COUNT of them are on their way at a time. */
+template <int COUNT, int N, class F>
+static __device__ void add_packs(pack<float, N> *sum, size_t n, F at) {
+    for (size_t e = 0; e < n; e += COUNT) {
+        decltype(take<N>(at(e))) x[COUNT];
+        UNROLL
+        for (int j = 0; j < COUNT; j++)
+            if (e + j < n) x[j] = take<N>(at(e + j));
+        UNROLL
+        for (int j = 0; j < COUNT; j++) {
+            pack<float, N> next = widened(x[j]);
+            for (int k = 0; k < N && e + j < n; k++) sum->v[k] += next.v[k];
+        }
+    }
 }
 
 /* p[0..] (+)= N finished results, rounded once. */
 template <class T, int N>
 static __device__ void give(T *p, pack<float, N> x, int accumulate = 0) {
+    pack<T, N> rounded;
     if (accumulate) {
         pack<float, N> old = get<N>(p);
         for (int k = 0; k < N; k++) x.v[k] += old.v[k];
     }
-    put(p, rounded<T>(x));
+    round_to(&rounded, x);
+    put(p, rounded);
 }
 
 /* The same of one number. */
@@ -488,10 +537,15 @@ static __device__ void each_flat(size_t count, bool aligned, F f) {
 template <int N, class F>
 static __device__ void each_in_rows(size_t rows, size_t cols, bool aligned, F f) {
     size_t each = aligned && cols % N == 0 ? N : 1, packs = cols / each;
-    for (size_t i = flat_first(1); i < rows * packs; i += flat_step(1)) {
-        size_t row = i / packs, col = (i - row * packs) * each;
-        if (each == N) f(row, col, by<N>());
-        else f(row, col, by<1>());
+    if (packs == 0) return;
+    size_t row = flat_first(1) / packs, at = flat_first(1) % packs; /* divided once, not for each step */
+    size_t rows_on = flat_step(1) / packs, on = flat_step(1) % packs;
+    while (row < rows) {
+        if (each == N) f(row, at * each, by<N>());
+        else f(row, at * each, by<1>());
+        at += on;
+        row += rows_on + (at >= packs);
+        at -= at >= packs ? packs : 0;
     }
 }
 
@@ -1012,10 +1066,26 @@ static __device__ void convert(int *out, float x) { convert(out, (double)x); }
 template <class T>
 static __device__ void convert(T *out, int x) { convert(out, (double)x); }
 
-/* As many numbers at a time as are 16 bytes of the narrower type. */
+/* Packs: a loop, but for floats to 16 bits. */
+template <class To, class From, int N>
+static __device__ void convert(pack<To, N> *out, pack<From, N> x) {
+    for (int k = 0; k < N; k++) convert(&out->v[k], widen(x.v[k]));
+}
+template <int N>
+static __device__ void convert(pack<bf16, N> *out, pack<float, N> x) { round_to(out, x); }
+template <int N>
+static __device__ void convert(pack<f16, N> *out, pack<float, N> x) { round_to(out, x); }
+
+/* What x and y give when it is rounded once. Two floats' sum may go through a double on its way to float or not: that
+   has more than twice the digits. */
+template <class To, class X, class Y>
+static __device__ double plus_for(To *, X x, Y y) { return (double)x + (double)y; }
+static __device__ float plus_for(float *, float x, float y) { return x + y; }
+
+/* As many numbers at a time as are 16 bytes of the wider type: accesses of a warp have no gaps. */
 template <class To, class From>
 KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
-    const int MOST = sizeof(To) < sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
+    const int MOST = sizeof(To) > sizeof(From) ? 16 / sizeof(To) : 16 / sizeof(From);
     each_flat<MOST>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
         const int     N = decltype(by)::N;
         To           *out = (To *)a.out + i;
@@ -1023,9 +1093,9 @@ KERNEL __launch_bounds__(BLOCK) cast_kernel(dt_cast_args a) {
         pack<To, N>   y;
         if (a.accumulate) {
             y = take<N>(out);
-            for (int k = 0; k < N; k++) convert(&y.v[k], (double)widen(x.v[k]) + (double)widen(y.v[k]));
+            for (int k = 0; k < N; k++) convert(&y.v[k], plus_for(&y.v[k], widen(x.v[k]), widen(y.v[k])));
         } else {
-            for (int k = 0; k < N; k++) convert(&y.v[k], widen(x.v[k]));
+            convert(&y, x);
         }
         put(out, y);
     });
@@ -1102,18 +1172,18 @@ static __device__ float add_runs(pack<float, N> sum) {
     return total;
 }
 
+/* Two sums of the same sizes, or one of them. */
 template <class T, int N>
-KERNEL __launch_bounds__(COLUMNS *RUNS, 1) column_sums_kernel(sums a) {
+KERNEL __launch_bounds__(COLUMNS *RUNS, 2) column_sums_kernel(sums a, sums b) {
     size_t tiles = packs_in(a.inner, COLUMNS * N);
+    if (blockIdx.y > 0) a = b;
     for (size_t i = blockIdx.x; i < a.outer * a.parts * tiles; i += gridDim.x) {
         size_t         part = i / tiles, first = i % tiles * COLUMNS * N, c = first + threadIdx.x * N;
         run            all = { 0, a.n }, mine = run_of(run_of(all, a.parts, part % a.parts), RUNS, threadIdx.y);
-        const T       *in = (const T *)a.in + part / a.parts * a.n * a.inner + c;
+        const T       *in = (const T *)a.in + (part / a.parts * a.n + mine.first) * a.inner + c;
         pack<float, N> sum = { { 0 } };
-        for (size_t r = mine.first; r < mine.end && c < a.inner; r++) {
-            pack<float, N> x = get<N>(in + r * a.inner);
-            for (int k = 0; k < N; k++) sum.v[k] += x.v[k];
-        }
+        if (c < a.inner)
+            add_packs<8>(&sum, mine.end - mine.first, [&](size_t r) { return in + r * a.inner; });
         float total = add_runs(sum); /* outside of any condition: every thread of the block must come */
         c = first + my_column();
         if (my_column() < COLUMNS * N && c < a.inner)
@@ -1168,25 +1238,28 @@ KERNEL __launch_bounds__(BLOCK) scaled_kernel(sums a) {
 }
 
 template <class T, int N>
-static void launch_column_sums(const sums &a, void *stream) {
+static void launch_column_sums(const sums &a, const sums *b, void *stream) {
     size_t tiles = a.outer * a.parts * packs_in(a.inner, COLUMNS * N);
+    dim3   grid(grid_for(tiles, 1), b ? 2 : 1);
     if (tiles > 0)
-        DT_LAUNCH((column_sums_kernel<T, N>), grid_for(tiles, 1), dim3(COLUMNS, RUNS), 0, stream_of(stream), a);
+        DT_LAUNCH((column_sums_kernel<T, N>), grid, dim3(COLUMNS, RUNS), 0, stream_of(stream), a, b ? *b : a);
 }
 
+/* Blocks that fill a GPU, for which sums are cut into parts: two for each of the 132 multiprocessors of an H100. A
+   number of its own for every device would give every device its own sums. */
+enum { FILL = 264 };
+
+/* Few columns are taken one by one, so that they are the business of more blocks. */
 template <class T>
 static void launch_sums(const sums &a, void *stream) {
     const int N = pack<T>::N;
+    bool      few = a.outer * a.parts * packs_in(a.inner, COLUMNS * N) < FILL / 4;
     if (a.n == 1) LAUNCH(scaled_kernel<T>, a.outer * a.inner, BLOCK, stream, a);
     else if (a.inner == 1 && a.n <= 1024) LAUNCH((row_sums_kernel<T, 32>), a.outer * a.parts, WARPS, stream, a);
     else if (a.inner == 1) LAUNCH((row_sums_kernel<T, BLOCK>), a.outer * a.parts, 1, stream, a);
-    else if (aligned16(a.in) && a.inner % N == 0) launch_column_sums<T, N>(a, stream);
-    else launch_column_sums<T, 1>(a, stream);
+    else if (aligned16(a.in) && a.inner % N == 0 && !few) launch_column_sums<T, N>(a, NULL, stream);
+    else launch_column_sums<T, 1>(a, NULL, stream);
 }
-
-/* Blocks that fill a GPU, for which sums are cut into parts: four for each of the 132 multiprocessors of an H100. A
-   number of its own for every device would give every device its own sums. */
-enum { FILL = 528 };
 
 template <class T>
 static size_t parts_for(const dt_sum_args *a) {
@@ -1337,12 +1410,12 @@ template <class T, int N, int G, int K = KEPT>
 struct row_share {
     const T   *p;
     int64_t    cols;
-    pack<T, N> kept[K];
+    held<T, N> kept[K];
 
     __device__ row_share(const T *row, int64_t cols_) : p(row), cols(cols_) {
         UNROLL
         for (int j = 0; j < K; j++)
-            if (place(j) < cols) kept[j] = take<N>(p + place(j));
+            if (place(j) < cols) kept[j] = *reinterpret_cast<const held<T, N> *>(p + place(j));
     }
     __device__ int64_t place(int j) const { return (int64_t)(threadIdx.x % G + j * G) * N; }
 
@@ -1414,63 +1487,88 @@ TYPED(norm)
 
 static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
+/* The sums of N numbers over every G threads, a warp or part of a block, for each of them. turn is 0 and 1 by turns, so
+   that the call before needs no barrier of its own. */
+template <int G, int N>
+static __device__ pack<float, N> group_sums(pack<float, N> v, int turn) {
+    __shared__ pack<float, N> of_warp[2][WARPS];
+    for (int k = 0; k < N; k++) v.v[k] = warp_sum(v.v[k]);
+    if (G == 32) return v;
+    if (threadIdx.x % 32 == 0) of_warp[turn][threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int k = 0; k < N; k++) v.v[k] = 0;
+    for (int w = 0; w < G / 32; w++)
+        for (int k = 0; k < N; k++) v.v[k] += of_warp[turn][threadIdx.x / G * (G / 32) + w].v[k];
+    return v;
+}
+
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
    most K packs for each of G threads: a block leaves the sums over its rows in scratch, (2,parts,cols) of all. */
 template <int N, int G, int K>
-static __device__ void leave_sums(float *out, int64_t cols, float (*sum)[N]) {
-    __shared__ float total[G < BLOCK ? G * K * N : 1];
-    int              lane = threadIdx.x % G;
-    for (int group = 0; group < BLOCK / G && G < BLOCK; group++) { /* one group after the other */
-        UNROLL
-        for (int i = 0; i < K * N; i++) {
-            float *to = &total[G < BLOCK ? (i / N * G + lane) * N + i % N : 0];
-            if ((int)threadIdx.x / G == group) *to = group > 0 ? *to + sum[i / N][i % N] : sum[i / N][i % N];
-        }
-        __syncthreads();
+static __device__ void leave_sums(float *out, int64_t cols, pack<float, N> *sum) {
+    __shared__ pack<float, N> of_group[BLOCK / G][K * G];
+    for (int j = 0; j < K; j++) of_group[threadIdx.x / G][j * G + threadIdx.x % G] = sum[j];
+    __syncthreads();
+    for (int c = threadIdx.x; c < cols; c += BLOCK) {
+        float total = 0;
+        for (int group = 0; group < BLOCK / G; group++) total += of_group[group][c / N].v[c % N];
+        out[c] = total;
     }
-    for (int64_t c = threadIdx.x; c < cols && G < BLOCK; c += BLOCK) out[c] = total[c];
-    UNROLL
-    for (int i = 0; i < (G < BLOCK ? 0 : K * N); i++) {
-        int64_t c = (int64_t)(i / N * G + lane) * N + i % N;
-        if (c < cols) out[c] = sum[i / N][i % N];
-    }
-    __syncthreads(); /* total has been read */
+    __syncthreads(); /* the sums have been read */
 }
 
+/* A row and its gradient, as one of G threads has them; a row past the end has no columns. */
+template <class T, int G, int K>
+struct norm_row {
+    float                          mean, rstd;
+    row_share<T, pack<T>::N, G, K> x, dout;
+
+    __device__ norm_row(const dt_norm_back_args &a, size_t r)
+        : mean(r < a.rows ? mean_of(a, r) : 0), rstd(r < a.rows ? ((const float *)a.rstd)[r] : 0),
+          x((const T *)a.in + r * a.cols, r < a.rows ? (int64_t)a.cols : 0),
+          dout((const T *)a.dout + r * a.cols, r < a.rows ? (int64_t)a.cols : 0) {}
+};
+
+/* The next row is on its way while one is computed. */
 template <class T, int G, int K>
 KERNEL __launch_bounds__(BLOCK, 2) norm_back_kernel(dt_norm_back_args a) {
-    const int N = pack<T>::N;
-    const T  *gains = (const T *)a.gain;
-    float     dgain[K][N] = { { 0 } }, dbias[K][N] = { { 0 } };
-    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
-        size_t                r = first + threadIdx.x / G; /* past the end, too: all threads come to the barriers */
-        int64_t               cols = r < a.rows ? (int64_t)a.cols : 0;
-        row_share<T, N, G, K> x((const T *)a.in + r * a.cols, cols), dout((const T *)a.dout + r * a.cols, cols);
-        T                    *dx = (T *)a.dx + r * a.cols;
-        float                 mean = cols ? mean_of(a, r) : 0, rstd = cols ? ((const float *)a.rstd)[r] : 0;
-        float                 g_sum = 0, gy_sum = 0;
+    const int      N = pack<T>::N;
+    const T       *gains = (const T *)a.gain;
+    size_t         first = (size_t)blockIdx.x * (BLOCK / G), me = threadIdx.x / G;
+    pack<float, N> dgain[K] = { { { 0 } } }, dbias[K] = { { { 0 } } };
+    norm_row<T, G, K> next(a, first + me);
+    for (int turn = 0; first < a.rows; turn ^= 1) { /* of the block: all its threads come to the barriers */
+        norm_row<T, G, K> row = next;
+        T                *dx = (T *)a.dx + (first + me) * a.cols;
+        pack<float, 2>    sum = { { 0, 0 } }; /* of g, of g y */
+        first += row_step<G>();
+        next = norm_row<T, G, K>(a, first + me);
         UNROLL
         for (int j = 0; j < K; j++) {
-            if (x.place(j) >= cols) continue;
-            pack<float, N> v = widened(x.kept[j]), d = widened(dout.kept[j]), gain = get<N>(gains + x.place(j));
+            if (row.x.place(j) >= row.x.cols) continue;
+            pack<float, N> v = widened(row.x.kept[j]), d = widened(row.dout.kept[j]);
+            pack<float, N> gain = get<N>(gains + row.x.place(j));
             for (int k = 0; k < N; k++) {
-                float y = (v.v[k] - mean) * rstd, g = d.v[k] * gain.v[k];
-                dgain[j][k] += d.v[k] * y;
-                dbias[j][k] += d.v[k];
-                g_sum += g;
-                gy_sum += g * y;
+                float y = (v.v[k] - row.mean) * row.rstd, g = d.v[k] * gain.v[k];
+                dgain[j].v[k] += d.v[k] * y;
+                dbias[j].v[k] += d.v[k];
+                sum.v[0] += g;
+                sum.v[1] += g * y;
             }
         }
         if (!a.dx) continue;
-        float mean_g = group_sum<G>(g_sum) / (float)a.cols, mean_gy = group_sum<G>(gy_sum) / (float)a.cols;
-        if (a.rms) mean_g = 0;
-        x.each_with(dout, [&](int64_t c, pack<float, N> v, pack<float, N> d) {
-            pack<float, N> gain = get<N>(gains + c);
+        sum = group_sums<G>(sum, turn);
+        float mean_g = a.rms ? 0 : sum.v[0] / (float)a.cols, slope = row.rstd * (sum.v[1] / (float)a.cols);
+        UNROLL
+        for (int j = 0; j < K; j++) {
+            if (row.x.place(j) >= row.x.cols) continue;
+            pack<float, N> v = widened(row.x.kept[j]), d = widened(row.dout.kept[j]);
+            pack<float, N> gain = get<N>(gains + row.x.place(j));
             for (int k = 0; k < N; k++)
-                v.v[k] = rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - mean) * rstd * mean_gy);
-            give(dx + c, v, a.accumulate_x);
-        });
+                v.v[k] = row.rstd * (d.v[k] * gain.v[k] - mean_g - (v.v[k] - row.mean) * slope);
+            give(dx + row.x.place(j), v, a.accumulate_x);
+        }
     }
     float *sums = (float *)a.work + blockIdx.x * a.cols;
     if (a.dgain) leave_sums<N, G, K>(sums, (int64_t)a.cols, dgain);
@@ -1556,12 +1654,13 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
     size_t packs = packs_in(a->cols, pack<T>::N), parts = 0;
     bool   summed = (a->dgain || a->dbias) && a->cols > 0;
     bool   whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->dout, a->gain, a->dx);
-    bool   warps = whole && packs <= 32 * 3, at_once = whole && packs <= BLOCK * 3;
-    if (summed) parts = norm_back_parts(a, warps ? WARPS : at_once ? 1 : 2 * RUNS);
+    bool   at_once = whole && packs <= BLOCK * 3;
+    size_t threads = packs <= 32 * 3 ? 32 : packs <= 64 * 3 ? 64 : packs <= 128 * 3 ? 128 : BLOCK; /* for a row */
+    if (summed) parts = norm_back_parts(a, at_once ? BLOCK / threads : 2 * RUNS);
     if (summed && a->rows > 0 && (!a->work || parts == 0)) return DT_ERR_ARG;
-    if (warps) norm_back_at_once<T, 32, 3>(a, parts, stream);
-    else if (at_once && packs <= 128) norm_back_at_once<T, 128, 1>(a, parts, stream);
-    else if (at_once && packs <= BLOCK) norm_back_at_once<T, BLOCK, 1>(a, parts, stream);
+    if (at_once && threads == 32) norm_back_at_once<T, 32, 3>(a, parts, stream);
+    else if (at_once && threads == 64) norm_back_at_once<T, 64, 3>(a, parts, stream);
+    else if (at_once && threads == 128) norm_back_at_once<T, 128, 3>(a, parts, stream);
     else if (at_once) norm_back_at_once<T, BLOCK, 3>(a, parts, stream);
     else if (whole) norm_back_apart<T, pack<T>::N>(a, parts, stream);
     else norm_back_apart<T, 1>(a, parts, stream);
@@ -1569,8 +1668,8 @@ static dt_status norm_back(const dt_norm_back_args *a, void *stream) {
                    a->accumulate_gain };
     sums dbias = { (float *)a->work + parts * a->cols, a->dbias, widened_type(a->dtype, a->wide_bias), 1, 1, parts,
                    a->cols, 1, a->accumulate_bias };
-    if (a->dgain) launch_sums<float>(dgain, stream);
-    if (a->dbias) launch_sums<float>(dbias, stream);
+    if (a->dgain || a->dbias)
+        launch_column_sums<float, 1>(a->dgain ? dgain : dbias, a->dgain && a->dbias ? &dbias : NULL, stream);
     return launched();
 }
 TYPED(norm_back)
@@ -1708,11 +1807,12 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
     unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
     unsigned c0 = (unsigned)counter, c1 = (unsigned)(counter >> 32), c2 = 0, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (unsigned)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (unsigned)p1;
-        c2 = (unsigned)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (unsigned)p0;
+        unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0; /* one instruction */
+        unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
@@ -1725,7 +1825,7 @@ static __device__ void philox(uint64_t key, uint64_t counter, unsigned out[4]) {
 /* Four columns of the full tensor share the four words of counter (token, column / 4). Packs are taken where they begin
    at such a group. least: words below it are dropped. */
 template <class T>
-KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least) {
+KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, unsigned least) {
     float scale = (float)(1 / (1 - a.p));
     bool  aligned = aligned16(a.in, a.out) && a.first % 4 == 0;
     each_in_rows<pack<T>::N>(a.rows, a.cols, aligned, [&](size_t row, size_t col, auto by) {
@@ -1745,7 +1845,7 @@ KERNEL __launch_bounds__(BLOCK) dropout_kernel(dt_dropout_args a, uint64_t least
 
 template <class T>
 static dt_status dropout(const dt_dropout_args *a, void *stream) {
-    uint64_t least = (uint64_t)(a->p * 4294967296.0);
+    unsigned least = (unsigned)(a->p * 4294967296.0); /* p is below 1 */
     LAUNCH(dropout_kernel<T>, a->rows * a->cols, BLOCK * pack<T>::N, stream, *a, least);
     return launched();
 }
@@ -1820,81 +1920,119 @@ static dt_status embedding(const dt_embedding_args *a, void *stream) {
 }
 TYPED(embedding)
 
-/* A block owns OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own; most
-   pieces have one or none. What it found it adds, r ascending, in f32: the CPU's bits, without sorting and atomics. All
-   ids are read held/OWNED times, 8,192 ids of a table of 50,257 rows 13 million times, but from the cache. */
-enum { OWNED = 32, PIECE = 8 * BLOCK };
+/* A block owns at most OWNED rows of the table and looks through all ids, PIECE at a time, for those that are its own.
+   It lists their places, in the order of its rows, and then adds: rows of dout in order, in f32. These are the CPU's
+   bits, without scratch and atomics. All ids are read once by each block, 16,384 ids for a table of 50,257 rows 26
+   million times, but from the cache. */
+enum { OWNED = 32, PIECE = 8 * BLOCK, LISTED = 2 * PIECE, WINDOW = 1 << 26 };
 
-/* Lists what of this piece of ids belongs to the rows own .. end, r ascending: r's place in the piece times OWNED, plus
-   the row's among the owned. Answers how many. */
-static __device__ int find_owned(const dt_embedding_back_args &a, size_t first, int64_t own, int64_t end, int *found,
-    int *bad) {
-    __shared__ int of_warp[WARPS];
-    int64_t        row[8];
-    int            mine = 0, before, total = 0, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+/* The rows own .. end of the table, and those of the ids from `base` on, fewer than 2 WINDOW, that name them: how far
+   from base times OWNED, plus the row's number among the owned. */
+struct owned_list {
+    unsigned found[LISTED], by_row[LISTED]; /* ascending; and row after row, each ascending */
+    int      of_row[OWNED], begin[OWNED + 1], of_warp[WARPS];
+};
+
+/* Appends to the list what ids first .. first + PIECE bring. Answers how many it has then. */
+static __device__ int list_owned(owned_list &list, int count, const dt_embedding_back_args &a, size_t base,
+    size_t first, int64_t own, int64_t end, int *bad) {
+    int      row[8], mine = 0, before = count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned hits[8];
+    size_t   begin = first + warp * 8 * 32 + lane;
+    UNROLL
     for (int k = 0; k < 8; k++) {
-        size_t r = first + threadIdx.x * 8 + k;
-        int    id = r < a.rows ? a.ids[r] : -1;
-        row[k] = id - a.first;
-        if (id != -1 && a.strict && own == 0) good(row[k], 0, a.held, bad);
-        if (r >= a.rows || row[k] < own || row[k] >= end) row[k] = -1;
+        int     id = begin + k * 32 < a.rows ? a.ids[begin + k * 32] : -1;
+        int64_t at = id - a.first;
+        if (id != -1 && a.strict && own == 0) good(at, 0, a.held, bad);
+        row[k] = id != -1 && at >= own && at < end ? (int)(at - own) : -1;
         mine += row[k] >= 0;
     }
-    if (!__syncthreads_or(mine)) return 0; /* a barrier: the list before has been used */
-    before = mine;
-    for (int by = 1; by < 32; by *= 2) {
-        int theirs = __shfl_up_sync(0xffffffffu, before, by);
-        if (lane >= by) before += theirs;
-    }
-    if (lane == 31) of_warp[warp] = before;
+    if (!__syncthreads_or(mine)) return count; /* a barrier: the list before has been used */
+    mine = 0;
+    for (int k = 0; k < 8; k++) mine += __popc(hits[k] = __ballot_sync(0xffffffffu, row[k] >= 0));
+    if (lane == 0) list.of_warp[warp] = mine;
     __syncthreads();
-    before -= mine;
     for (int w = 0; w < WARPS; w++) {
-        if (w < warp) before += of_warp[w];
-        total += of_warp[w];
+        before += w < warp ? list.of_warp[w] : 0;
+        count += list.of_warp[w];
     }
-    for (int k = 0; k < 8; k++)
-        if (row[k] >= 0) found[before++] = ((int)threadIdx.x * 8 + k) * OWNED + (int)(row[k] - own);
-    __syncthreads();
-    return total;
+    for (int k = 0; k < 8; k++) {
+        int at = before + __popc(hits[k] & ((1u << lane) - 1));
+        if (row[k] >= 0) list.found[at] = (unsigned)(begin + k * 32 - base) * OWNED + (unsigned)row[k];
+        before += __popc(hits[k]);
+    }
+    return count;
 }
 
-/* Adds what was found for one owned row to N of its columns; four rows of dout are on their way at a time. */
-template <int N, class T>
-static __device__ void add_found(float *sum, const T *dout, size_t cols, const int *found, int count, int owned) {
-    bool           any = false;
-    pack<float, N> total = { { 0 } };
-    for (int e = 0; e < count; e += 4) {
-        pack<T, N> x[4];
-        for (int j = 0; j < 4; j++)
-            if (e + j < count && found[e + j] % OWNED == owned) x[j] = take<N>(dout + found[e + j] / OWNED * cols);
-        for (int j = 0; j < 4; j++) {
-            if (e + j >= count || found[e + j] % OWNED != owned) continue;
-            if (!any) total = get<N>(sum);
-            any = true;
-            for (int k = 0; k < N; k++) total.v[k] += widen(x[j].v[k]);
+/* Takes every WARPS-th row, a warp each: counts what is found for it, and copies that to list.by_row where `copy`. */
+static __device__ void count_owned(owned_list &list, int count, bool copy) {
+    int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < OWNED; row += WARPS) {
+        int at = copy ? list.begin[row] : 0;
+        for (int e = 0; e < count; e += 32) {
+            unsigned found = e + lane < count ? list.found[e + lane] : 0;
+            bool     here = e + lane < count && (int)(found % OWNED) == row;
+            unsigned hits = __ballot_sync(0xffffffffu, here);
+            if (copy && here) list.by_row[at + __popc(hits & ((1u << lane) - 1))] = found / OWNED;
+            at += __popc(hits);
         }
+        if (!copy && lane == 0) list.of_row[row] = at;
     }
-    if (any) give(sum, total);
+    __syncthreads();
 }
 
-/* keep: sums are there already. cols is a multiple of N. */
+static __device__ void sort_owned(owned_list &list, int count) {
+    int begin = 0;
+    __syncthreads(); /* the list is complete */
+    count_owned(list, count, false);
+    for (int row = 0; row < OWNED && row < (int)threadIdx.x; row++) begin += list.of_row[row];
+    if (threadIdx.x <= OWNED) list.begin[threadIdx.x] = begin;
+    __syncthreads();
+    count_owned(list, count, true);
+}
+
+/* Adds what was found for the owned rows that have least .. most of it: a warp takes 32 N columns of a row, and AT_ONCE
+   of what is to be added is on its way at a time. anew: sums are not there yet. */
+template <int N, int AT_ONCE, class T>
+static __device__ void add_owned(const owned_list &list, int rows, int least, int most, float *sums, const T *dout,
+    size_t cols, bool anew) {
+    int chunks = (int)packs_in(cols, 32 * N);
+    for (int u = threadIdx.x / 32; u < rows * chunks; u += WARPS) {
+        int            row = u / chunks, begin = list.begin[row], n = list.begin[row + 1] - begin;
+        size_t         c = (size_t)(u % chunks * 32 + threadIdx.x % 32) * N;
+        const unsigned *from = list.by_row + begin;
+        pack<float, N> sum = { { 0 } };
+        if (c >= cols || n < least || n > most) continue;
+        if (!anew) sum = take<N>(sums + row * cols + c);
+        add_packs<AT_ONCE>(&sum, n, [&](size_t e) { return dout + from[e] * cols + c; });
+        put(sums + row * cols + c, sum);
+    }
+}
+
+/* keep: sums are there already. owned: rows of a block. cols is a multiple of N. A row that is met often is cut into
+   more pieces, because the order makes it wait for each of them. */
 template <class T, int N>
-KERNEL __launch_bounds__(BLOCK) embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int *bad) {
-    __shared__ int found[PIECE];
-    int            chunks = (int)packs_in(a.cols, 32 * N), lane = threadIdx.x % 32;
-    for (int64_t own = (int64_t)blockIdx.x * OWNED; own < a.held; own += (int64_t)gridDim.x * OWNED) {
-        int64_t        end = own + OWNED < a.held ? own + OWNED : a.held;
-        float         *mine = sums + (size_t)own * a.cols;
-        pack<float, N> zero = { { 0 } };
-        for (size_t i = threadIdx.x * N; i < (size_t)(end - own) * a.cols && !keep; i += BLOCK * N) put(mine + i, zero);
-        for (size_t first = 0; first < a.rows; first += PIECE) {
-            int count = find_owned(a, first, own, end, found, bad); /* its barriers are for the zeros too */
-            for (int u = threadIdx.x / 32; u < OWNED * chunks && count > 0; u += WARPS) {
-                size_t   c = (size_t)(u % chunks * 32 + lane) * N, row = u / chunks;
-                const T *dout = (const T *)a.dout + first * a.cols + c;
-                if (c < a.cols) add_found<N>(mine + row * a.cols + c, dout, a.cols, found, count, (int)row);
-            }
+KERNEL __launch_bounds__(BLOCK, 4)
+    embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int owned, int *bad) {
+    const int FEW = 16, LESS = (N + 3) / 4;
+    __shared__ owned_list list;
+    for (int64_t own = (int64_t)blockIdx.x * owned; own == 0 || own < a.held; own += (int64_t)gridDim.x * owned) {
+        int64_t end = own + owned < a.held ? own + owned : a.held;
+        size_t  base = 0;
+        int     count = 0;
+        bool    anew = !keep;
+        for (size_t first = 0; first < a.rows || anew; first += PIECE) {
+            size_t   next = first + PIECE;
+            const T *dout = (const T *)a.dout + base * a.cols;
+            float   *mine = sums + own * a.cols;
+            count = list_owned(list, count, a, base, first, own, end, bad);
+            if (next < a.rows && count <= LISTED - PIECE && next - base < WINDOW) continue;
+            sort_owned(list, count);
+            add_owned<N, 4>(list, (int)(end - own), anew ? 0 : 1, FEW, mine, dout, a.cols, anew);
+            add_owned<LESS, 16>(list, (int)(end - own), FEW + 1, LISTED, mine, dout, a.cols, anew);
+            anew = false;
+            base = next;
+            count = 0;
         }
     }
 }
@@ -1918,9 +2056,10 @@ static dt_status embedding_back(const dt_embedding_back_args *a, void *stream) {
     if (status != DT_OK) return status;
     if (apart && (!sums || a->work_bytes < all * sizeof *sums)) return DT_ERR_ARG;
     size_t held = a->held > 0 ? (size_t)a->held : 1; /* ids are looked at all the same */
+    int    owned = held < FILL ? 1 : held < (size_t)FILL * OWNED ? (int)(held / FILL) : (int)OWNED; /* to fill a GPU */
     if (a->cols % N == 0 && aligned16(sums, a->dout))
-        LAUNCH((embedding_back_kernel<T, N>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
-    else LAUNCH((embedding_back_kernel<T, 1>), held, OWNED, stream, *a, sums, keep, bad_of(stream));
+        LAUNCH((embedding_back_kernel<T, N>), held, owned, stream, *a, sums, keep, owned, bad_of(stream));
+    else LAUNCH((embedding_back_kernel<T, 1>), held, owned, stream, *a, sums, keep, owned, bad_of(stream));
     if (apart) LAUNCH(rounded_kernel<T>, all, BLOCK * N, stream, table, (const float *)sums, all, a->accumulate);
     return launched();
 }
@@ -3314,7 +3453,7 @@ static __device__ void mix(float (&c)[M][N][4], const float (&p)[M][J][4], const
     UNROLL for (int j = 0; j < J; j += 2) {
         unsigned u[M][4];
         UNROLL for (int e = 0; e < 4 * M; e++)
-            u[e / 4][e % 4] = pair_as(T(), p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
+            u[e / 4][e % 4] = pair_of<T>(p[e / 4][j + e / 2 % 2][e % 2 * 2], p[e / 4][j + e / 2 % 2][e % 2 * 2 + 1]);
         UNROLL for (int n = 0; n < N; n += 2) {
             unsigned v[4];
             ldmatrix_trans(v, y + 8 * j * D + (at_y ^ 8 * n));
@@ -3373,9 +3512,9 @@ struct form {
 #ifndef GROUPS_FORWARD
 #define GROUPS_FORWARD 2
 #define COLS_FORWARD 128
-#define PART_FORWARD 64
 #define FORWARD_AT_ONCE (D == 64 ? 2 : 1)
 #define GROUPS_BACK 1
+#define COLS_BACK 64
 #define BACK_AT_ONCE_64 3
 #define BACK_AT_ONCE_128 2
 #endif
@@ -3383,8 +3522,8 @@ struct form {
 template <class T, int D, int WHAT>
 struct form<T, D, WHAT, true> {
     static constexpr bool NARROW = true, GROUP = true;
-    static constexpr int M = 1, OF_WARPS = WHAT ? GROUPS_BACK : GROUPS_FORWARD, COLS = WHAT ? 64 : COLS_FORWARD;
-    static constexpr int PART = WHAT ? 64 : PART_FORWARD, STAGES = 2;
+    static constexpr int M = 1, OF_WARPS = WHAT ? GROUPS_BACK : GROUPS_FORWARD, COLS = WHAT ? COLS_BACK : COLS_FORWARD;
+    static constexpr int PART = WHAT ? COLS_BACK : COLS_FORWARD, STAGES = 2;
     static constexpr int AT_ONCE = WHAT ? (D == 64 ? BACK_AT_ONCE_64 : BACK_AT_ONCE_128) : FORWARD_AT_ONCE;
     static constexpr int ROWS = 64 * OF_WARPS, THREADS = 128 * OF_WARPS, TOGETHER = 64, SLAB = 64;
 };
@@ -3412,7 +3551,7 @@ static __device__ void scores_of(float (&c)[M][J][4], const T *x, int row, const
 template <class T, int J>
 static __device__ void pack_rows(unsigned (&u)[J / 2][4], const float (&p)[1][J][4]) {
     UNROLL for (int e = 0; e < 2 * J; e++)
-        u[e / 4][e % 4] = pair_as(T(), p[0][e / 2][e % 2 * 2], p[0][e / 2][e % 2 * 2 + 1]);
+        u[e / 4][e % 4] = pair_of<T>(p[0][e / 2][e % 2 * 2], p[0][e / 2][e % 2 * 2 + 1]);
 }
 
 template <int Y_ROWS, int N, int K, class T>

@@ -4087,7 +4087,7 @@ DT_KERNELS(DT__DRY_FN)
 dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
 #define DT__DRY_ENTRY(k) dt__dry_##k,
     dt_kernels table = { "dry", dt__dry_alloc, dt__dry_free, dt__dry_move, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-                         NULL, NULL, NULL, NULL, NULL, 0, DT_KERNELS(DT__DRY_ENTRY) };
+                         NULL, NULL, NULL, NULL, NULL, 0, 0, DT_KERNELS(DT__DRY_ENTRY) };
 #undef DT__DRY_ENTRY
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
     if (!dry || ctx->root || ctx->units || ctx->work)

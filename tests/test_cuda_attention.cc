@@ -363,7 +363,7 @@ __global__ void mma_both(fragments *f, T) {
 template <class T>
 static void test_mma() {
     fragments f;
-    for (unsigned *p = f.a[0]; p < f.b[0] + 64; p++) *p = pair_as(T(), (float)random_number(), (float)random_number());
+    for (unsigned *p = f.a[0]; p < f.b[0] + 64; p++) *p = pair_of<T>((float)random_number(), (float)random_number());
     for (int i = 0; i < 128; i++) f.d[0][i / 4][i % 4] = f.d[1][i / 4][i % 4] = (float)random_number();
     DT_LAUNCH(mma_both<T>, 1, 32, 0, NULL, &f, T());
     check_no_mistake("mma");
