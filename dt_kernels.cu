@@ -2640,6 +2640,10 @@ template <int LEFT>
 PTX void group_done() { asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(LEFT) : "memory"); }
 PTX void copies_seen() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 PTX void hold(float &x) { asm volatile("" : "+f"(x) : : "memory"); }
+/* What follows is not taken before x, which is never negative, is known. */
+PTX void after(float x) {
+    if (x < 0) asm volatile("nanosleep.u32 1;" : : : "memory");
+}
 #else
 #define HAS_GROUPS 0
 template <class T, class sums, class left>
@@ -2653,6 +2657,7 @@ template <int LEFT>
 PTX void group_done() {}
 PTX void copies_seen() {}
 PTX void hold(float &) {}
+PTX void after(float) {}
 #endif
 #undef PTX
 #else
@@ -2707,6 +2712,7 @@ template <int LEFT>
 static void group_done() {}
 static void copies_seen() {}
 static void hold(float &) {}
+static void after(float) {}
 #endif
 
 template <class T>
@@ -3670,22 +3676,26 @@ static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const t
 #define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
 
 /* p = e^(scores - max) in place of the scores, and its sums to `sum`. factor: what was summed before is to be multiplied
-   with, for it is relative to the maximum before. A row that sees nothing yet has maximum -infinity. */
+   with, for it is relative to the maximum before. A row that sees nothing yet has maximum -infinity. Maxima and sums are
+   taken in four parts, because each step of one waits for the step before. */
 template <int M, int J>
 static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&factor)[2 * M], float power) {
     UNROLL for (int r = 0; r < 2 * M; r++) {
-        float now = most[r], total = 0;
-        UNROLL for (int at = 0; at < 2 * J; at++) now = fmaxf(now, c[r / 2][at / 2][r % 2 * 2 + at % 2]);
-        now = row_max(now);
+        float part[4], now;
+        UNROLL for (int at = 0; at < 2 * J; at++) {
+            float x = c[r / 2][at / 2][r % 2 * 2 + at % 2];
+            part[at % 4] = at < 4 ? x : fmaxf(part[at % 4], x);
+        }
+        now = row_max(fmaxf(fmaxf(most[r], fmaxf(part[0], part[1])), fmaxf(part[2], part[3])));
         float base = now == -INFINITY ? 0 : now * power;
         factor[r] = exp2_of(most[r] * power - base);
         UNROLL for (int at = 0; at < 2 * J; at++) {
             float *p = &c[r / 2][at / 2][r % 2 * 2 + at % 2];
             *p = exp2_of(*p * power - base);
-            total += *p;
+            part[at % 4] = at < 4 ? *p : part[at % 4] + *p;
         }
         most[r] = now;
-        sum[r] = sum[r] * factor[r] + total;
+        sum[r] = sum[r] * factor[r] + ((part[0] + part[1]) + (part[2] + part[3]));
     }
 }
 
@@ -3825,29 +3835,28 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
         span q = span_of(s.q, sequence, row0 + mine, 64), k = q;
         if (sees) k = span_of(s.k, sequence, col0, F::COLS);
         sees = sees && !none_seen(s, q, k);
-        bool hides = !all_seen(s, q, k);
-        auto softmax = [&]() {
-            if (hides) hide(c, false, rows + own, cols[stage]);
-            if (col0 + F::COLS > s.k.length) hide_rest(c, s.k.length - col0);
-            softmax_step(c, most, sum, factor, s.power);
-        };
-        if (sees && mixes) { /* no branches in between: nvcc would give up and wait for each product */
+        bool all = col0 + F::COLS <= s.k.length && all_seen(s, q, k);
+        if (sees && all && mixes) { /* without a branch: before one nvcc would wait for all that is under way */
             scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
             mix_packed<F::COLS>(out, u, vs + stage * SIZE);
             done<F, 1>(c);
-            softmax();
+            softmax_step(c, most, sum, factor, s.power);
+            after(sum[0] + sum[1]);
             done<F, 0>(out);
             scale_rows(out, factor);
             pack_rows<T>(u, c);
-        } else if (sees) {
-            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
-            done<F, 0>(c);
-            softmax();
-            scale_rows(out, factor);
-            pack_rows<T>(u, c);
-        } else if (mixes) {
-            mix_packed<F::COLS>(out, u, vs + stage * SIZE);
+        } else {
+            if (mixes) mix_packed<F::COLS>(out, u, vs + stage * SIZE);
             done<F, 0>(out);
+            if (sees) {
+                scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
+                done<F, 0>(c);
+                if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage]);
+                if (col0 + F::COLS > s.k.length) hide_rest(c, s.k.length - col0);
+                softmax_step(c, most, sum, factor, s.power);
+                scale_rows(out, factor);
+                pack_rows<T>(u, c);
+            }
         }
         mixes = sees;
         before = i < s.k.tiles ? i : -1;
