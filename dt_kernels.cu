@@ -3366,21 +3366,34 @@ static __device__ bool all_seen(const task &s, span q, span k) {
            q.document_last == k.document_first;
 }
 
-/* The first tile of keys from i on that a span of queries sees some of. */
-static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int i) {
+/* Without arrays queries see all keys up to their own place: tiles from `end` on are seen by none of `rows`. */
+static __device__ int end_of_keys(const task &s, int row0, int rows) {
+    if (s.k.spans || !s.causal) return s.k.tiles;
+    int seen = max(min(row0 + rows, s.q.length) + s.q.shift, 0);
+    return min((seen + s.k.each - 1) / s.k.each, s.k.tiles);
+}
+
+/* The first tile of keys from i on that a span of queries sees some of; `end` and more: none. */
+static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int end, int i) {
+    if (!s.k.spans) return i;
     span q = span_of(s.q, sequence, row0, rows);
-    while (i < s.k.tiles && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
+    while (i < end && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
     return i;
 }
 
-/* The first tile of queries from i on; they come once for each head of a group. */
+/* The same of queries, which come once for each head of a group: none before tile `first` sees the keys. */
 struct visit { int head, tile; };
 
-static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, visit i) {
+static __device__ int first_of_queries(const task &s, int row0) {
+    return s.q.spans || !s.causal ? 0 : min(max(row0 - s.q.shift, 0) / s.q.each, s.q.tiles);
+}
+
+static __device__ visit next_queries(const task &s, int sequence, int row0, int rows, int first, visit i) {
     span k = span_of(s.k, sequence, row0, rows);
+    if (first >= s.q.tiles) i.head = s.group;
     for (; i.head < s.group; i.head++, i.tile = 0)
-        for (; i.tile < s.q.tiles; i.tile++)
-            if (!none_seen(s, span_of(s.q, sequence, i.tile * s.q.each, s.q.each), k)) return i;
+        for (i.tile = max(i.tile, first); i.tile < s.q.tiles; i.tile++)
+            if (!s.q.spans || !none_seen(s, span_of(s.q, sequence, i.tile * s.q.each, s.q.each), k)) return i;
     return i;
 }
 
@@ -3756,14 +3769,14 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
         most[r] = -INFINITY;
         sum[r] = 0;
     }
-    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    int end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0);
     fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
-    if (i < s.k.tiles) fetch(i, 0);
-    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+    if (i < end) fetch(i, 0);
+    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
         tiles_here<F>();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
-        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        int next = next_keys(s, sequence, row0, F::ROWS, end, i + 1);
+        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
             span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
@@ -3778,7 +3791,7 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
             done<F, 0>(out);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        if (F::STAGES == 1 && next < end) fetch(next, 0);
         i = next;
     }
     copies_here();   /* also where no tile was looked at */
@@ -3808,9 +3821,10 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + anew(blockIdx.y) / s.group;
     int      own = threadIdx.x / 32 * 16, mine = own / 64 * 64;
+    int      end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0), before = -1;
     auto     fetch = [&](int keys, int values, int stage) {
         int k0 = keys * F::COLS, v0 = values * F::COLS;
-        if (keys < s.k.tiles) {
+        if (keys < end) {
             fetch_rows<F, D, T, F::COLS>(ks + stage * SIZE, a.k, key_at(s, sequence, k0, kv), s.k_row,
                                          s.k.length - k0, s);
             if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, k0 + threadIdx.x);
@@ -3822,16 +3836,15 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
     };
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     most[0] = most[1] = -INFINITY;
-    int i = next_keys(s, sequence, row0, F::ROWS, 0), before = -1;
     fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
     fetch(i, before, 0);
     bool mixes = false;
-    for (int stage = 0; i < s.k.tiles || before >= 0; stage ^= 1) {
+    for (int stage = 0; i < end || before >= 0; stage ^= 1) {
         tiles_here<F>();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int  next = next_keys(s, sequence, row0, F::ROWS, i + 1), col0 = i * F::COLS;
-        bool sees = i < s.k.tiles && row0 + mine < s.q.length;
-        if (i < s.k.tiles) fetch(next, i, stage ^ 1);
+        int  next = next_keys(s, sequence, row0, F::ROWS, end, i + 1), col0 = i * F::COLS;
+        bool sees = i < end && row0 + mine < s.q.length;
+        if (i < end) fetch(next, i, stage ^ 1);
         span q = span_of(s.q, sequence, row0 + mine, 64), k = q;
         if (sees) k = span_of(s.k, sequence, col0, F::COLS);
         sees = sees && !none_seen(s, q, k);
@@ -3859,7 +3872,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
             }
         }
         mixes = sees;
-        before = i < s.k.tiles ? i : -1;
+        before = i < end ? i : -1;
         i = next;
     }
     copies_here();
@@ -3895,11 +3908,12 @@ KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, f
     if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
 }
 
-/* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
-static __device__ float lse_of(const void *lse, const task &s, int sequence, int h, int row) {
-    float x = row < s.q.length ? ((const float *)lse)[(sequence * s.heads + h) * s.q.length + row] : INFINITY;
-    return x == -INFINITY ? INFINITY : x * (float)LOG2_E;
+static __device__ float lse_at(const void *lse, const task &s, int sequence, int h, int row) {
+    return row < s.q.length ? ((const float *)lse)[(sequence * s.heads + h) * s.q.length + row] : -INFINITY;
 }
+
+/* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
+static __device__ float exponent_of(float lse) { return lse == -INFINITY ? INFINITY : lse * (float)LOG2_E; }
 
 static __device__ float delta_of(const float *delta, const task &s, int sequence, int h, int row) {
     return row < s.q.length ? delta[delta_at(s, sequence, h, row)] : 0;
@@ -3928,18 +3942,18 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
     };
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     UNROLL for (int r = 0; r < 2 * M; r++) {
-        lse[r] = lse_of(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
+        lse[r] = exponent_of(lse_at(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4));
         mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
     }
-    int i = next_keys(s, sequence, row0, F::ROWS, 0);
+    int end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0);
     fetch_two<F, D, F::ROWS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
                                          s.q.length - row0, s);
-    if (i < s.k.tiles) fetch(i, 0);
-    for (int stage = 0; i < s.k.tiles; stage = (stage + 1) % F::STAGES) {
+    if (i < end) fetch(i, 0);
+    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
         tiles_here<F>();
         __syncthreads();
-        int next = next_keys(s, sequence, row0, F::ROWS, i + 1);
-        if (F::STAGES == 2 && next < s.k.tiles) fetch(next, stage ^ 1);
+        int next = next_keys(s, sequence, row0, F::ROWS, end, i + 1);
+        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
             span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
@@ -3961,7 +3975,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
             done<F, 0>(dq);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < s.k.tiles) fetch(next, 0);
+        if (F::STAGES == 1 && next < end) fetch(next, 0);
         i = next;
     }
     copies_here();
@@ -3986,6 +4000,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
     __shared__ int2  rows[F::ROWS], cols[F::STAGES][F::COLS];
     T       *vs = ks + F::ROWS * D, *qs = vs + F::ROWS * D, *ds = qs + F::STAGES * SIZE;
     float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
+    float    row_lse = 0, row_mean = 0; /* of a query of the next tile: on their way while this one is computed */
     int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
     int      mine = own / F::TOGETHER * F::TOGETHER;
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
@@ -3994,20 +4009,25 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
         fetch_two<F, D, F::COLS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
                                              query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
         if (thread >= F::COLS) return;
-        lse[stage][thread] = lse_of(a.lse, s, sequence, h, row + thread);
-        mean[stage][thread] = delta_of(delta, s, sequence, h, row + thread);
+        row_lse = lse_at(a.lse, s, sequence, h, row + thread);
+        row_mean = delta_of(delta, s, sequence, h, row + thread);
         cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
     if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
+    int   first = first_of_queries(s, row0);
     visit next = { 0, 0 };
-    next = next_queries(s, sequence, row0, F::ROWS, next);
+    next = next_queries(s, sequence, row0, F::ROWS, first, next);
     fetch_two<F, D, F::ROWS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
     if (next.head < s.group) fetch(next, 0);
     for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
         int tile = next.tile++;
+        if (threadIdx.x < F::COLS) {
+            lse[stage][threadIdx.x] = exponent_of(row_lse);
+            mean[stage][threadIdx.x] = row_mean;
+        }
         tiles_here<F>();
         __syncthreads();
-        next = next_queries(s, sequence, row0, F::ROWS, next);
+        next = next_queries(s, sequence, row0, F::ROWS, first, next);
         if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = tile * F::COLS + part;
