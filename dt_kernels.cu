@@ -1409,6 +1409,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]));
+        UNROLL_BY(1)
         for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c));
     }
     /* The same for two rows. */
@@ -1417,6 +1418,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
+        UNROLL_BY(1)
         for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c), get<N>(other.p + c));
     }
 };
@@ -1429,47 +1431,6 @@ struct row_share {
             LAUNCH((kernel<T, pack<T>::N, 32>), rows, WARPS, stream, __VA_ARGS__); \
         else LAUNCH((kernel<T, pack<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
-
-/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
-   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
-template <class T, int N, int G>
-KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
-    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
-    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
-        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
-        T                 *out = (T *)a.out + r * a.cols;
-        float              sum = 0, squares = 0, mean = 0;
-        if (!a.rms) { /* the same for all threads, so all reach the barriers */
-            x.each([&](int64_t, pack<float, N> v) {
-                for (int k = 0; k < N; k++) sum += v.v[k];
-            });
-            mean = group_sum<G>(sum) / (float)a.cols;
-        }
-        x.each([&](int64_t, pack<float, N> v) {
-            for (int k = 0; k < N; k++) squares += (v.v[k] - mean) * (v.v[k] - mean);
-        });
-        float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
-        x.each([&](int64_t c, pack<float, N> v) {
-            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
-            if (biases) bias = get<N>(biases + c);
-            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
-            give(out + c, v);
-        });
-        if (threadIdx.x % G > 0) continue;
-        if (!a.rms) ((float *)a.mean)[r] = mean;
-        ((float *)a.rstd)[r] = rstd;
-    }
-}
-
-template <class T>
-static dt_status norm(const dt_norm_args *a, void *stream) {
-    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
-    LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
-    return launched();
-}
-TYPED(norm)
-
-static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* The sums of N numbers over every G threads, a warp or part of a block, for each of them. turn is 0 and 1 by turns, so
    that the call before needs no barrier of its own. */
@@ -1485,6 +1446,59 @@ static __device__ pack<float, N> group_sums(pack<float, N> v, int turn) {
         for (int k = 0; k < N; k++) v.v[k] += of_warp[turn][threadIdx.x / G * (G / 32) + w].v[k];
     return v;
 }
+
+/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
+   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+enum { NORM_KEPT = 6 };
+
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
+    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
+    int      turn = 0;
+    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
+        size_t                        r = first + threadIdx.x / G;
+        int64_t                       cols = r < a.rows ? (int64_t)a.cols : 0; /* all threads come to the barriers */
+        row_share<T, N, G, NORM_KEPT> x((const T *)a.in + r * a.cols, cols);
+        T                            *out = (T *)a.out + r * a.cols;
+        pack<float, 1>                sum = { { 0 } }, squares = { { 0 } };
+        if (!a.rms) { /* the same for all threads */
+            x.each([&](int64_t, pack<float, N> v) {
+                for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
+            });
+            sum = group_sums<G>(sum, turn ^= 1);
+        }
+        float mean = sum.v[0] / (float)a.cols;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) squares.v[0] += (v.v[k] - mean) * (v.v[k] - mean);
+        });
+        squares = group_sums<G>(squares, turn ^= 1);
+        float rstd = 1 / sqrtf(squares.v[0] / (float)a.cols + (float)a.eps);
+        x.each([&](int64_t c, pack<float, N> v) {
+            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get<N>(biases + c);
+            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
+            give(out + c, v);
+        });
+        if (threadIdx.x % G > 0 || r >= a.rows) continue;
+        if (!a.rms) ((float *)a.mean)[r] = mean;
+        ((float *)a.rstd)[r] = rstd;
+    }
+}
+
+template <class T>
+static dt_status norm(const dt_norm_args *a, void *stream) {
+    const int N = pack<T>::N;
+    size_t    each = N * NORM_KEPT; /* columns that a thread keeps */
+    bool      whole = a->cols % N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
+    if (!whole) LAUNCH((norm_kernel<T, 1, BLOCK>), a->rows, 1, stream, *a);
+    else if (a->cols <= 32 * each) LAUNCH((norm_kernel<T, N, 32>), a->rows, WARPS, stream, *a);
+    else if (a->cols <= 128 * each) LAUNCH((norm_kernel<T, N, 128>), a->rows, BLOCK / 128, stream, *a);
+    else LAUNCH((norm_kernel<T, N, BLOCK>), a->rows, 1, stream, *a);
+    return launched();
+}
+TYPED(norm)
+
+static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
