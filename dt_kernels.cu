@@ -3581,20 +3581,27 @@ static __device__ int delta_at(const task &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row, a warp per row. */
+/* delta = sum of dout out for each row. Eight threads have a row, so that each reads 16 bytes of a usual one. */
+enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
+
 template <class T>
 KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, float *delta) {
-    int     row = blockIdx.x * WARPS + threadIdx.x / 32, sequence = s.first_sequence + blockIdx.z;
-    int     h = s.first_kv * s.group + blockIdx.y;
-    int64_t at = query_at(s, sequence, row, h);
-    float   sum = 0;
-    if (row >= s.q.length) return;
-    for (int d = threadIdx.x % 32; d < s.dim; d += 32) {
-        float out = a.wide ? ((const float *)a.out)[at + d] : widen(((const T *)a.out)[at + d]);
-        sum += widen(((const T *)a.dout)[at + d]) * out;
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
+    const int MOST = pack<T>::N;
+    int       row = blockIdx.x * DELTA_ROWS + threadIdx.x / DELTA_LANES, lane = threadIdx.x % DELTA_LANES;
+    int       sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
+    int       dim = row < s.q.length ? s.dim : 0, whole = s.dim % MOST == 0 && aligned16(a.out, a.dout) ? dim : 0;
+    int64_t   at = query_at(s, sequence, row, h);
+    float     sum = 0;
+    auto      add = [&](int64_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> d = get<N>((const T *)a.dout + i), out;
+        out = a.wide ? get<N>((const float *)a.out + i) : get<N>((const T *)a.out + i);
+        for (int k = 0; k < N; k++) sum += d.v[k] * out.v[k];
+    };
+    for (int d = lane * MOST; d < whole; d += DELTA_LANES * MOST) add(at + d, by<MOST>());
+    for (int d = whole + lane; d < dim; d += DELTA_LANES) add(at + d, by<1>());
+    for (int other = DELTA_LANES / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    if (lane == 0 && row < s.q.length) delta[delta_at(s, sequence, h, row)] = sum;
 }
 
 /* lse of a query in powers of two; infinity, which makes all of p zero, for one that is not there or sees nothing. */
@@ -3836,7 +3843,7 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const task
     const int BOTH = D <= 128 ? 3 : 1;
     size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
     size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
-    dim3      rows((unsigned)tiles_of(a.tq, WARPS), kv_heads * q.group, sequences);
+    dim3      rows((unsigned)tiles_of(a.tq, DELTA_ROWS), kv_heads * q.group, sequences);
     dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
     if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
     if (a.tq > 0 && a.dq)
