@@ -933,6 +933,22 @@ static __device__ float act_back(int kind, float x, float d, float scale) {
     return d;
 }
 
+/* f(by<kind>()): a walk chooses once for a pack, so that its numbers are computed side by side. */
+template <class F>
+static __device__ void for_act(int kind, F f) {
+    switch (kind) {
+    case DT_ACT_GELU: return f(by<DT_ACT_GELU>());
+    case DT_ACT_GELU_ERF: return f(by<DT_ACT_GELU_ERF>());
+    case DT_ACT_SILU: return f(by<DT_ACT_SILU>());
+    case DT_ACT_RELU: return f(by<DT_ACT_RELU>());
+    case DT_ACT_TANH: return f(by<DT_ACT_TANH>());
+    case DT_ACT_EXP: return f(by<DT_ACT_EXP>());
+    case DT_ACT_LN: return f(by<DT_ACT_LN>());
+    case DT_ACT_AFFINE: return f(by<DT_ACT_AFFINE>());
+    }
+    f(by<DT_ACT_NONE>());
+}
+
 static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
 template <class T>
@@ -941,7 +957,9 @@ KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
     each_flat<pack<T>::N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
         const int      N = decltype(by)::N;
         pack<float, N> x = get<N>((const T *)a.in + i);
-        for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) x.v[k] = act<T>(decltype(kind)::N, x.v[k], scale, shift);
+        });
         give((T *)a.out + i, x);
     });
 }
@@ -962,7 +980,9 @@ KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
         const int      N = decltype(by)::N;
         pack<float, N> d = get<N>((const T *)a.dout + i), x = { { 0 } };
         if (a.in) x = get<N>((const T *)a.in + i);
-        for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) d.v[k] = act_back<T>(decltype(kind)::N, x.v[k], d.v[k], scale);
+        });
         give((T *)a.dx + i, d, a.accumulate);
     });
 }
@@ -982,7 +1002,9 @@ KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
         const int      N = decltype(by)::N;
         const T       *gates = (const T *)a.in + row * 2 * a.cols + col;
         pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
-        for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) up.v[k] *= act<T>(decltype(kind)::N, gate.v[k], 1, 0);
+        });
         give((T *)a.out + row * a.cols + col, up);
     });
 }
@@ -1003,10 +1025,12 @@ KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
         const T       *gates = (const T *)a.in + at;
         pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
         pack<float, N> d = get<N>((const T *)a.dout + row * a.cols + col);
-        for (int k = 0; k < N; k++) {
-            up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
-            gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
-        }
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) {
+                up.v[k] = act_back<T>(decltype(kind)::N, gate.v[k], d.v[k] * up.v[k], 1);
+                gate.v[k] = act<T>(decltype(kind)::N, gate.v[k], 1, 0) * d.v[k];
+            }
+        });
         give((T *)a.dx + at, up, a.accumulate);
         give((T *)a.dx + at + a.cols, gate, a.accumulate);
     });
