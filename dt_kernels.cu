@@ -855,8 +855,17 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 
 /* What is rounded to 16 bits in the end needs no last bits of a float: there the hardware's exponential and quotient
    do, with which the functions below cost less than their numbers' way from memory. */
+#ifdef __CUDACC__
+static __device__ float quick_exponential(float x) { /* 0 below 2^-126, which spares __expf's way there */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
+#else
+static float quick_exponential(float x) { return __expf(x); }
+#endif
 template <class T>
-static __device__ float exponential(float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); }
+static __device__ float exponential(float x) { return sizeof(T) == 2 ? quick_exponential(x) : expf(x); }
 template <class T>
 static __device__ float quotient(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
 template <class T>
@@ -1209,16 +1218,23 @@ static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T,
 template <int G>
 static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
 
-/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). The first packs lie at multiples of 16
-   bytes, wherever p does. */
+/* Which of n numbers at p are whole packs at multiples of 16 bytes, wherever p lies. */
+template <int N, class T>
+static __device__ run whole_packs(const T *p, size_t n) {
+    size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
+    if (head > n) head = n;
+    run whole = { head, head + (n - head) / N * N };
+    return whole;
+}
+
+/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). */
 template <int N, int THREADS, class T, class F>
 static __device__ void each_in_run(const T *p, size_t n, F f) {
-    size_t me = threadIdx.x % THREADS, head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
-    if (head > n) head = n;
-    size_t end = head + (n - head) / N * N;
-    if (me < head) f(me, by<1>());
-    for (size_t c = head + me * N; c < end; c += THREADS * N) f(c, by<N>());
-    for (size_t c = end + me; c < n; c += THREADS) f(c, by<1>());
+    run    whole = whole_packs<N>(p, n);
+    size_t me = threadIdx.x % THREADS;
+    if (me < whole.first) f(me, by<1>());
+    for (size_t c = whole.first + me * N; c < whole.end; c += THREADS * N) f(c, by<N>());
+    for (size_t c = whole.end + me; c < n; c += THREADS) f(c, by<1>());
 }
 
 /* inner 1 */
@@ -2091,24 +2107,46 @@ TYPED(embedding_back)
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
 /* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
-   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in
+   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of some packs of them are added in
    double, so that log is accurate where one term is nearly all of it. */
+struct exponentials { float most; double sum; };
+
+/* Adds PACKS packs of x, LOSS_BLOCK packs apart and before `end`. */
+template <class T, int N, int PACKS>
+static __device__ void add_exponentials(exponentials *e, const T *x, size_t c, size_t end) {
+    const size_t APART = LOSS_BLOCK * N;
+    held<T, N>   packs[PACKS];
+    float        top = e->most, part = 0;
+    UNROLL
+    for (int j = 0; j < PACKS; j++)
+        if (c + j * APART < end) packs[j] = *reinterpret_cast<const held<T, N> *>(x + c + j * APART);
+    UNROLL
+    for (int j = 0; j < PACKS; j++) {
+        pack<float, N> v = widened(packs[j]);
+        for (int k = 0; k < N && c + j * APART < end; k++) top = fmaxf(top, v.v[k]);
+    }
+    if (top > e->most) e->sum *= (double)expf(e->most - top);
+    e->most = top;
+    UNROLL
+    for (int j = 0; j < PACKS; j++) {
+        pack<float, N> v = widened(packs[j]);
+        for (int k = 0; k < N && c + j * APART < end; k++) part += exponential<T>(v.v[k] - top);
+    }
+    e->sum += (double)part;
+}
+
 template <class T>
 static __device__ double log_sum_exp(const T *x, size_t n) {
-    float  most = -3.402823466e38f;
-    double sum = 0;
-    each_in_run<2 * pack<T>::N, LOSS_BLOCK>(x, n, [&](size_t c, auto by) {
-        const int      N = decltype(by)::N;
-        pack<float, N> v = get<N>(x + c);
-        float          top = most, part = 0;
-        for (int k = 0; k < N; k++) top = fmaxf(top, v.v[k]);
-        if (top > most) sum *= (double)expf(most - top);
-        most = top;
-        for (int k = 0; k < N; k++) part += exponential<T>(v.v[k] - most);
-        sum += (double)part;
-    });
-    float top = block_max<LOSS_BLOCK>(most);
-    sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
+    const int    N = pack<T>::N, PACKS = 4;
+    run          whole = whole_packs<N>(x, n);
+    size_t       me = threadIdx.x;
+    exponentials e = { -3.402823466e38f, 0 };
+    if (me < whole.first) add_exponentials<T, 1, 1>(&e, x, me, n);
+    for (size_t c = whole.first + me * N; c < whole.end; c += LOSS_BLOCK * N * PACKS)
+        add_exponentials<T, N, PACKS>(&e, x, c, whole.end);
+    for (size_t c = whole.end + me; c < n; c += LOSS_BLOCK) add_exponentials<T, 1, 1>(&e, x, c, n);
+    float  top = block_max<LOSS_BLOCK>(e.most);
+    double sum = block_sum<double, LOSS_BLOCK>(e.sum * (double)expf(e.most - top));
     return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
 }
 
@@ -2122,7 +2160,7 @@ static __device__ double row_total(const T *x, size_t n) {
 /* The columns are those from `first` on of `all`. The label is the whole block's, so all its threads reach the same
    barriers. */
 template <class T>
-KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
+KERNEL __launch_bounds__(LOSS_BLOCK, 3) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
     int64_t vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
@@ -2208,17 +2246,19 @@ static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, vo
 }
 
 /* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label: read once, written
-   once. */
+   once. A row is cut into gridDim.y pieces. */
 template <class T>
 KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
     const int MOST = pack<T>::N;
     float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
     float     on = factor * (float)(1 - a.smoothing);
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const T *x = (const T *)a.logits + r * a.cols;
-        T       *out = (T *)a.dlogits + r * a.cols;
+        run      all = { 0, a.cols }, mine = run_of(all, gridDim.y, blockIdx.y);
+        const T *x = (const T *)a.logits + r * a.cols + mine.first;
+        T       *out = (T *)a.dlogits + r * a.cols + mine.first;
         float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
-        int64_t  label = a.labels[r], here = label - a.first;
+        int64_t  label = a.labels[r], here = label - a.first - (int64_t)mine.first;
+        int64_t  vocab = (int64_t)a.vocab - (int64_t)mine.first;
         bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
         auto     back = [&](size_t c, auto by) {
             const int      N = decltype(by)::N;
@@ -2226,13 +2266,13 @@ KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_
             if (counts) v = get<N>(x + c);
             for (int k = 0; k < N && counts; k++) {
                 float d = scale * exponential<T>(v.v[k] - lse) - off - ((int64_t)c + k == here ? on : 0.0f);
-                v.v[k] = c + k < a.vocab ? d : 0;
+                v.v[k] = (int64_t)c + k < vocab ? d : 0;
             }
             give(out + c, v, a.accumulate);
         };
         if (!counts && a.accumulate) continue;
-        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, a.cols, back);
-        else each_in_run<1, LOSS_BLOCK>(x, a.cols, back);
+        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, mine.end - mine.first, back);
+        else each_in_run<1, LOSS_BLOCK>(x, mine.end - mine.first, back);
     }
 }
 
@@ -2247,9 +2287,12 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     }
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
+    size_t pieces = a.rows >= 2 * FILL ? 1 : 2 * FILL / (a.rows + 1); /* few rows, too, fill a GPU */
+    size_t most = a.cols / (LOSS_BLOCK * pack<T>::N);
+    pieces = pieces > most ? most : pieces;
     if (a.rows > 0)
-        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a,
-            bad_of(stream));
+        DT_LAUNCH(cross_entropy_back_kernel<T>, dim3(grid_for(a.rows, 1), pieces > 1 ? pieces : 1), LOSS_BLOCK, 0,
+            stream_of(stream), a, bad_of(stream));
     return launched();
 }
 TYPED(cross_entropy_back)
@@ -2313,9 +2356,10 @@ KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a, size_t
     for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
         size_t   run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
         const T *x = (const T *)a.in + run * DT_RUN;
+        int      end = left < DT_RUN ? (int)left : DT_RUN;
         double   sum = 0;
-        for (size_t j = threadIdx.x % LANES; j < (left < DT_RUN ? left : DT_RUN); j += LANES)
-            sum += (double)widen(x[j]) * (double)widen(x[j]);
+        UNROLL_BY(16)
+        for (int j = threadIdx.x % LANES; j < end; j += LANES) sum += (double)widen(x[j]) * (double)widen(x[j]);
         sum = lanes_sum(sum);
         if (threadIdx.x % LANES == 0 && run < runs) a.out[run] = sum;
     }
