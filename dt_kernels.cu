@@ -871,8 +871,17 @@ static dt_status cuda_permute(const dt_permute_args *a, void *stream) {
 
 /* What is rounded to 16 bits in the end needs no last bits of a float: there the hardware's exponential and quotient
    do, with which the functions below cost less than their numbers' way from memory. */
+#ifdef __CUDACC__
+static __device__ float quick_exponential(float x) { /* 0 below 2^-126, which spares __expf's way there */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
+#else
+static float quick_exponential(float x) { return __expf(x); }
+#endif
 template <class T>
-static __device__ float exponential(float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); }
+static __device__ float exponential(float x) { return sizeof(T) == 2 ? quick_exponential(x) : expf(x); }
 template <class T>
 static __device__ float quotient(float x, float y) { return sizeof(T) == 2 ? __fdividef(x, y) : x / y; }
 template <class T>
@@ -949,6 +958,22 @@ static __device__ float act_back(int kind, float x, float d, float scale) {
     return d;
 }
 
+/* f(by<kind>()): a walk chooses once for a pack, so that its numbers are computed side by side. */
+template <class F>
+static __device__ void for_act(int kind, F f) {
+    switch (kind) {
+    case DT_ACT_GELU: return f(by<DT_ACT_GELU>());
+    case DT_ACT_GELU_ERF: return f(by<DT_ACT_GELU_ERF>());
+    case DT_ACT_SILU: return f(by<DT_ACT_SILU>());
+    case DT_ACT_RELU: return f(by<DT_ACT_RELU>());
+    case DT_ACT_TANH: return f(by<DT_ACT_TANH>());
+    case DT_ACT_EXP: return f(by<DT_ACT_EXP>());
+    case DT_ACT_LN: return f(by<DT_ACT_LN>());
+    case DT_ACT_AFFINE: return f(by<DT_ACT_AFFINE>());
+    }
+    f(by<DT_ACT_NONE>());
+}
+
 static bool known_act(int kind) { return kind >= 0 && kind < DT_ACTS; }
 
 template <class T>
@@ -957,7 +982,9 @@ KERNEL __launch_bounds__(BLOCK) unary_kernel(dt_unary_args a) {
     each_flat<pack<T>::N>(a.count, aligned16(a.out, a.in), [&](size_t i, auto by) {
         const int      N = decltype(by)::N;
         pack<float, N> x = get<N>((const T *)a.in + i);
-        for (int k = 0; k < N; k++) x.v[k] = act<T>(a.act, x.v[k], scale, shift);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) x.v[k] = act<T>(decltype(kind)::N, x.v[k], scale, shift);
+        });
         give((T *)a.out + i, x);
     });
 }
@@ -978,7 +1005,9 @@ KERNEL __launch_bounds__(BLOCK) unary_back_kernel(dt_unary_back_args a) {
         const int      N = decltype(by)::N;
         pack<float, N> d = get<N>((const T *)a.dout + i), x = { { 0 } };
         if (a.in) x = get<N>((const T *)a.in + i);
-        for (int k = 0; k < N; k++) d.v[k] = act_back<T>(a.act, x.v[k], d.v[k], scale);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) d.v[k] = act_back<T>(decltype(kind)::N, x.v[k], d.v[k], scale);
+        });
         give((T *)a.dx + i, d, a.accumulate);
     });
 }
@@ -998,7 +1027,9 @@ KERNEL __launch_bounds__(BLOCK) glu_kernel(dt_glu_args a) {
         const int      N = decltype(by)::N;
         const T       *gates = (const T *)a.in + row * 2 * a.cols + col;
         pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
-        for (int k = 0; k < N; k++) up.v[k] *= act<T>(a.act, gate.v[k], 1, 0);
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) up.v[k] *= act<T>(decltype(kind)::N, gate.v[k], 1, 0);
+        });
         give((T *)a.out + row * a.cols + col, up);
     });
 }
@@ -1019,10 +1050,12 @@ KERNEL __launch_bounds__(BLOCK) glu_back_kernel(dt_glu_back_args a) {
         const T       *gates = (const T *)a.in + at;
         pack<float, N> gate = get<N>(gates), up = get<N>(gates + a.cols);
         pack<float, N> d = get<N>((const T *)a.dout + row * a.cols + col);
-        for (int k = 0; k < N; k++) {
-            up.v[k] = act_back<T>(a.act, gate.v[k], d.v[k] * up.v[k], 1);
-            gate.v[k] = act<T>(a.act, gate.v[k], 1, 0) * d.v[k];
-        }
+        for_act(a.act, [&](auto kind) {
+            for (int k = 0; k < N; k++) {
+                up.v[k] = act_back<T>(decltype(kind)::N, gate.v[k], d.v[k] * up.v[k], 1);
+                gate.v[k] = act<T>(decltype(kind)::N, gate.v[k], 1, 0) * d.v[k];
+            }
+        });
         give((T *)a.dx + at, up, a.accumulate);
         give((T *)a.dx + at + a.cols, gate, a.accumulate);
     });
@@ -1201,16 +1234,23 @@ static __device__ T group_sum(T v) { return G == 32 ? warp_sum(v) : block_sum<T,
 template <int G>
 static __device__ float group_max(float v) { return G == 32 ? warp_max(v) : block_max(v); }
 
-/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). The first packs lie at multiples of 16
-   bytes, wherever p does. */
+/* Which of n numbers at p are whole packs at multiples of 16 bytes, wherever p lies. */
+template <int N, class T>
+static __device__ run whole_packs(const T *p, size_t n) {
+    size_t head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
+    if (head > n) head = n;
+    run whole = { head, head + (n - head) / N * N };
+    return whole;
+}
+
+/* The walk of THREADS threads over n numbers that are all theirs: f(place, by). */
 template <int N, int THREADS, class T, class F>
 static __device__ void each_in_run(const T *p, size_t n, F f) {
-    size_t me = threadIdx.x % THREADS, head = (16 - (uintptr_t)p % 16) % 16 / sizeof(T);
-    if (head > n) head = n;
-    size_t end = head + (n - head) / N * N;
-    if (me < head) f(me, by<1>());
-    for (size_t c = head + me * N; c < end; c += THREADS * N) f(c, by<N>());
-    for (size_t c = end + me; c < n; c += THREADS) f(c, by<1>());
+    run    whole = whole_packs<N>(p, n);
+    size_t me = threadIdx.x % THREADS;
+    if (me < whole.first) f(me, by<1>());
+    for (size_t c = whole.first + me * N; c < whole.end; c += THREADS * N) f(c, by<N>());
+    for (size_t c = whole.end + me; c < n; c += THREADS) f(c, by<1>());
 }
 
 /* inner 1 */
@@ -1425,6 +1465,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]));
+        UNROLL_BY(1)
         for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c));
     }
     /* The same for two rows. */
@@ -1433,6 +1474,7 @@ struct row_share {
         UNROLL
         for (int j = 0; j < K; j++)
             if (place(j) < cols) f(place(j), widened(kept[j]), widened(other.kept[j]));
+        UNROLL_BY(1)
         for (int64_t c = place(K); c < cols; c += G * N) f(c, get<N>(p + c), get<N>(other.p + c));
     }
 };
@@ -1445,47 +1487,6 @@ struct row_share {
             LAUNCH((kernel<T, pack<T>::N, 32>), rows, WARPS, stream, __VA_ARGS__); \
         else LAUNCH((kernel<T, pack<T>::N, BLOCK>), rows, 1, stream, __VA_ARGS__); \
     } while (0)
-
-/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
-   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
-template <class T, int N, int G>
-KERNEL __launch_bounds__(BLOCK, 2) norm_kernel(dt_norm_args a) {
-    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
-    for (size_t r = row_first<G>(); r < a.rows; r += row_step<G>()) {
-        row_share<T, N, G> x((const T *)a.in + r * a.cols, (int64_t)a.cols);
-        T                 *out = (T *)a.out + r * a.cols;
-        float              sum = 0, squares = 0, mean = 0;
-        if (!a.rms) { /* the same for all threads, so all reach the barriers */
-            x.each([&](int64_t, pack<float, N> v) {
-                for (int k = 0; k < N; k++) sum += v.v[k];
-            });
-            mean = group_sum<G>(sum) / (float)a.cols;
-        }
-        x.each([&](int64_t, pack<float, N> v) {
-            for (int k = 0; k < N; k++) squares += (v.v[k] - mean) * (v.v[k] - mean);
-        });
-        float rstd = 1 / sqrtf(group_sum<G>(squares) / (float)a.cols + (float)a.eps);
-        x.each([&](int64_t c, pack<float, N> v) {
-            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
-            if (biases) bias = get<N>(biases + c);
-            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
-            give(out + c, v);
-        });
-        if (threadIdx.x % G > 0) continue;
-        if (!a.rms) ((float *)a.mean)[r] = mean;
-        ((float *)a.rstd)[r] = rstd;
-    }
-}
-
-template <class T>
-static dt_status norm(const dt_norm_args *a, void *stream) {
-    bool whole = a->cols % pack<T>::N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
-    LAUNCH_ROWS(norm_kernel, T, whole, a->rows, a->cols, stream, *a);
-    return launched();
-}
-TYPED(norm)
-
-static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* The sums of N numbers over every G threads, a warp or part of a block, for each of them. turn is 0 and 1 by turns, so
    that the call before needs no barrier of its own. */
@@ -1501,6 +1502,59 @@ static __device__ pack<float, N> group_sums(pack<float, N> v, int turn) {
         for (int k = 0; k < N; k++) v.v[k] += of_warp[turn][threadIdx.x / G * (G / 32) + w].v[k];
     return v;
 }
+
+/* Layer normalisation, arXiv:1607.06450: two passes over what is kept, because E[x^2] - E[x]^2 cancels. RMSNorm,
+   arXiv:1910.07467, is the same with a mean of zero and without a bias. */
+enum { NORM_KEPT = 6 };
+
+template <class T, int N, int G>
+KERNEL __launch_bounds__(BLOCK, 4) norm_kernel(dt_norm_args a) {
+    const T *gains = (const T *)a.gain, *biases = a.rms ? NULL : (const T *)a.bias;
+    int      turn = 0;
+    for (size_t first = (size_t)blockIdx.x * (BLOCK / G); first < a.rows; first += row_step<G>()) {
+        size_t                        r = first + threadIdx.x / G;
+        int64_t                       cols = r < a.rows ? (int64_t)a.cols : 0; /* all threads come to the barriers */
+        row_share<T, N, G, NORM_KEPT> x((const T *)a.in + r * a.cols, cols);
+        T                            *out = (T *)a.out + r * a.cols;
+        pack<float, 1>                sum = { { 0 } }, squares = { { 0 } };
+        if (!a.rms) { /* the same for all threads */
+            x.each([&](int64_t, pack<float, N> v) {
+                for (int k = 0; k < N; k++) sum.v[0] += v.v[k];
+            });
+            sum = group_sums<G>(sum, turn ^= 1);
+        }
+        float mean = sum.v[0] / (float)a.cols;
+        x.each([&](int64_t, pack<float, N> v) {
+            for (int k = 0; k < N; k++) squares.v[0] += (v.v[k] - mean) * (v.v[k] - mean);
+        });
+        squares = group_sums<G>(squares, turn ^= 1);
+        float rstd = 1 / sqrtf(squares.v[0] / (float)a.cols + (float)a.eps);
+        x.each([&](int64_t c, pack<float, N> v) {
+            pack<float, N> gain = get<N>(gains + c), bias = { { 0 } };
+            if (biases) bias = get<N>(biases + c);
+            for (int k = 0; k < N; k++) v.v[k] = (v.v[k] - mean) * rstd * gain.v[k] + bias.v[k];
+            give(out + c, v);
+        });
+        if (threadIdx.x % G > 0 || r >= a.rows) continue;
+        if (!a.rms) ((float *)a.mean)[r] = mean;
+        ((float *)a.rstd)[r] = rstd;
+    }
+}
+
+template <class T>
+static dt_status norm(const dt_norm_args *a, void *stream) {
+    const int N = pack<T>::N;
+    size_t    each = N * NORM_KEPT; /* columns that a thread keeps */
+    bool      whole = a->cols % N == 0 && aligned16(a->in, a->out, a->gain, a->rms ? NULL : a->bias);
+    if (!whole) LAUNCH((norm_kernel<T, 1, BLOCK>), a->rows, 1, stream, *a);
+    else if (a->cols <= 32 * each) LAUNCH((norm_kernel<T, N, 32>), a->rows, WARPS, stream, *a);
+    else if (a->cols <= 128 * each) LAUNCH((norm_kernel<T, N, 128>), a->rows, BLOCK / 128, stream, *a);
+    else LAUNCH((norm_kernel<T, N, BLOCK>), a->rows, 1, stream, *a);
+    return launched();
+}
+TYPED(norm)
+
+static __device__ float mean_of(const dt_norm_back_args &a, size_t r) { return a.rms ? 0 : ((const float *)a.mean)[r]; }
 
 /* With y = (x - mean) rstd and g = dout gain: dx = rstd (g - mean(g) - y mean(g y)), dgain = sum over rows of dout y,
    dbias = sum over rows of dout; mean(g) is the mean's doing, so RMSNorm has none. Everything at once, for rows of at
@@ -2071,24 +2125,46 @@ TYPED(embedding_back)
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
 /* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
-   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of packs of them are added in
+   that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of some packs of them are added in
    double, so that log is accurate where one term is nearly all of it. */
+struct exponentials { float most; double sum; };
+
+/* Adds PACKS packs of x, LOSS_BLOCK packs apart and before `end`. */
+template <class T, int N, int PACKS>
+static __device__ void add_exponentials(exponentials *e, const T *x, size_t c, size_t end) {
+    const size_t APART = LOSS_BLOCK * N;
+    held<T, N>   packs[PACKS];
+    float        top = e->most, part = 0;
+    UNROLL
+    for (int j = 0; j < PACKS; j++)
+        if (c + j * APART < end) packs[j] = *reinterpret_cast<const held<T, N> *>(x + c + j * APART);
+    UNROLL
+    for (int j = 0; j < PACKS; j++) {
+        pack<float, N> v = widened(packs[j]);
+        for (int k = 0; k < N && c + j * APART < end; k++) top = fmaxf(top, v.v[k]);
+    }
+    if (top > e->most) e->sum *= (double)expf(e->most - top);
+    e->most = top;
+    UNROLL
+    for (int j = 0; j < PACKS; j++) {
+        pack<float, N> v = widened(packs[j]);
+        for (int k = 0; k < N && c + j * APART < end; k++) part += exponential<T>(v.v[k] - top);
+    }
+    e->sum += (double)part;
+}
+
 template <class T>
 static __device__ double log_sum_exp(const T *x, size_t n) {
-    float  most = -3.402823466e38f;
-    double sum = 0;
-    each_in_run<2 * pack<T>::N, LOSS_BLOCK>(x, n, [&](size_t c, auto by) {
-        const int      N = decltype(by)::N;
-        pack<float, N> v = get<N>(x + c);
-        float          top = most, part = 0;
-        for (int k = 0; k < N; k++) top = fmaxf(top, v.v[k]);
-        if (top > most) sum *= (double)expf(most - top);
-        most = top;
-        for (int k = 0; k < N; k++) part += exponential<T>(v.v[k] - most);
-        sum += (double)part;
-    });
-    float top = block_max<LOSS_BLOCK>(most);
-    sum = block_sum<double, LOSS_BLOCK>(sum * (double)expf(most - top));
+    const int    N = pack<T>::N, PACKS = 4;
+    run          whole = whole_packs<N>(x, n);
+    size_t       me = threadIdx.x;
+    exponentials e = { -3.402823466e38f, 0 };
+    if (me < whole.first) add_exponentials<T, 1, 1>(&e, x, me, n);
+    for (size_t c = whole.first + me * N; c < whole.end; c += LOSS_BLOCK * N * PACKS)
+        add_exponentials<T, N, PACKS>(&e, x, c, whole.end);
+    for (size_t c = whole.end + me; c < n; c += LOSS_BLOCK) add_exponentials<T, 1, 1>(&e, x, c, n);
+    float  top = block_max<LOSS_BLOCK>(e.most);
+    double sum = block_sum<double, LOSS_BLOCK>(e.sum * (double)expf(e.most - top));
     return sum == 0 ? NAN : (double)top + log(sum); /* 0: all are -infinity */
 }
 
@@ -2102,7 +2178,7 @@ static __device__ double row_total(const T *x, size_t n) {
 /* The columns are those from `first` on of `all`. The label is the whole block's, so all its threads reach the same
    barriers. */
 template <class T>
-KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
+KERNEL __launch_bounds__(LOSS_BLOCK, 3) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
     int64_t vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
@@ -2188,17 +2264,19 @@ static dt_status cuda_cross_entropy_join(const dt_cross_entropy_join_args *a, vo
 }
 
 /* dlogits (+)= factor (exp(x - lse) (1 + 2 z lse) - target), nothing for a row without a label: read once, written
-   once. */
+   once. A row is cut into gridDim.y pieces. */
 template <class T>
 KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_back_args a, int *bad) {
     const int MOST = pack<T>::N;
     float     factor = (float)(*a.upstream * a.scale), off = factor * (float)(a.smoothing / (double)a.all);
     float     on = factor * (float)(1 - a.smoothing);
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const T *x = (const T *)a.logits + r * a.cols;
-        T       *out = (T *)a.dlogits + r * a.cols;
+        run      all = { 0, a.cols }, mine = run_of(all, gridDim.y, blockIdx.y);
+        const T *x = (const T *)a.logits + r * a.cols + mine.first;
+        T       *out = (T *)a.dlogits + r * a.cols + mine.first;
         float    lse = ((const float *)a.lse)[r], scale = factor * (1 + (float)(2 * a.z) * lse);
-        int64_t  label = a.labels[r], here = label - a.first;
+        int64_t  label = a.labels[r], here = label - a.first - (int64_t)mine.first;
+        int64_t  vocab = (int64_t)a.vocab - (int64_t)mine.first;
         bool     counts = label >= 0 && good(label, 0, a.all, threadIdx.x == 0 ? bad : NULL);
         auto     back = [&](size_t c, auto by) {
             const int      N = decltype(by)::N;
@@ -2206,13 +2284,13 @@ KERNEL __launch_bounds__(LOSS_BLOCK) cross_entropy_back_kernel(dt_cross_entropy_
             if (counts) v = get<N>(x + c);
             for (int k = 0; k < N && counts; k++) {
                 float d = scale * exponential<T>(v.v[k] - lse) - off - ((int64_t)c + k == here ? on : 0.0f);
-                v.v[k] = c + k < a.vocab ? d : 0;
+                v.v[k] = (int64_t)c + k < vocab ? d : 0;
             }
             give(out + c, v, a.accumulate);
         };
         if (!counts && a.accumulate) continue;
-        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, a.cols, back);
-        else each_in_run<1, LOSS_BLOCK>(x, a.cols, back);
+        if ((uintptr_t)out % 16 == (uintptr_t)x % 16) each_in_run<MOST, LOSS_BLOCK>(x, mine.end - mine.first, back);
+        else each_in_run<1, LOSS_BLOCK>(x, mine.end - mine.first, back);
     }
 }
 
@@ -2227,9 +2305,12 @@ static dt_status cross_entropy_back(const dt_cross_entropy_back_args *args, void
     }
     dt_status status = check_indices(a.labels, a.rows, INT32_MIN, a.all, stream);
     if (status != DT_OK) return status;
+    size_t pieces = a.rows >= 2 * FILL ? 1 : 2 * FILL / (a.rows + 1); /* few rows, too, fill a GPU */
+    size_t most = a.cols / (LOSS_BLOCK * pack<T>::N);
+    pieces = pieces > most ? most : pieces;
     if (a.rows > 0)
-        DT_LAUNCH(cross_entropy_back_kernel<T>, grid_for(a.rows, 1), LOSS_BLOCK, 0, stream_of(stream), a,
-            bad_of(stream));
+        DT_LAUNCH(cross_entropy_back_kernel<T>, dim3(grid_for(a.rows, 1), pieces > 1 ? pieces : 1), LOSS_BLOCK, 0,
+            stream_of(stream), a, bad_of(stream));
     return launched();
 }
 TYPED(cross_entropy_back)
@@ -2293,9 +2374,10 @@ KERNEL __launch_bounds__(BLOCK) square_sums_kernel(dt_square_sums_args a, size_t
     for (size_t first = (size_t)blockIdx.x * RUNS_EACH; first < runs; first += (size_t)gridDim.x * RUNS_EACH) {
         size_t   run = first + threadIdx.x / LANES, left = run < runs ? a.count - run * DT_RUN : 0;
         const T *x = (const T *)a.in + run * DT_RUN;
+        int      end = left < DT_RUN ? (int)left : DT_RUN;
         double   sum = 0;
-        for (size_t j = threadIdx.x % LANES; j < (left < DT_RUN ? left : DT_RUN); j += LANES)
-            sum += (double)widen(x[j]) * (double)widen(x[j]);
+        UNROLL_BY(16)
+        for (int j = threadIdx.x % LANES; j < end; j += LANES) sum += (double)widen(x[j]) * (double)widen(x[j]);
         sum = lanes_sum(sum);
         if (threadIdx.x % LANES == 0 && run < runs) a.out[run] = sum;
     }
@@ -3892,20 +3974,27 @@ static __device__ int delta_at(const task &s, int sequence, int h, int row) {
     return ((sequence - s.first_sequence) * s.heads + h - s.first_kv * s.group) * s.q.length + row;
 }
 
-/* delta = sum of dout out for each row, a warp per row. */
+/* delta = sum of dout out for each row. Eight threads have a row, so that each reads 16 bytes of a usual one. */
+enum { DELTA_LANES = 8, DELTA_ROWS = BLOCK / DELTA_LANES };
+
 template <class T>
 KERNEL __launch_bounds__(BLOCK) delta_kernel(dt_attention_back_args a, task s, float *delta) {
-    int     row = blockIdx.x * WARPS + threadIdx.x / 32, sequence = s.first_sequence + blockIdx.z;
-    int     h = s.first_kv * s.group + blockIdx.y;
-    int64_t at = query_at(s, sequence, row, h);
-    float   sum = 0;
-    if (row >= s.q.length) return;
-    for (int d = threadIdx.x % 32; d < s.dim; d += 32) {
-        float out = a.wide ? ((const float *)a.out)[at + d] : widen(((const T *)a.out)[at + d]);
-        sum += widen(((const T *)a.dout)[at + d]) * out;
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) delta[delta_at(s, sequence, h, row)] = sum;
+    const int MOST = pack<T>::N;
+    int       row = blockIdx.x * DELTA_ROWS + threadIdx.x / DELTA_LANES, lane = threadIdx.x % DELTA_LANES;
+    int       sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
+    int       dim = row < s.q.length ? s.dim : 0, whole = s.dim % MOST == 0 && aligned16(a.out, a.dout) ? dim : 0;
+    int64_t   at = query_at(s, sequence, row, h);
+    float     sum = 0;
+    auto      add = [&](int64_t i, auto by) {
+        const int      N = decltype(by)::N;
+        pack<float, N> d = get<N>((const T *)a.dout + i), out;
+        out = a.wide ? get<N>((const float *)a.out + i) : get<N>((const T *)a.out + i);
+        for (int k = 0; k < N; k++) sum += d.v[k] * out.v[k];
+    };
+    for (int d = lane * MOST; d < whole; d += DELTA_LANES * MOST) add(at + d, by<MOST>());
+    for (int d = whole + lane; d < dim; d += DELTA_LANES) add(at + d, by<1>());
+    for (int other = DELTA_LANES / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    if (lane == 0 && row < s.q.length) delta[delta_at(s, sequence, h, row)] = sum;
 }
 
 static __device__ float lse_at(const void *lse, const task &s, int sequence, int h, int row) {
@@ -4188,7 +4277,7 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const task
     const int BOTH = D <= 128 ? 3 : 1;
     size_t    bytes_q = (size_t)2 * (Q::ROWS + Q::STAGES * Q::COLS) * D * sizeof(T);
     size_t    bytes_k = (size_t)2 * (K::ROWS + K::STAGES * K::COLS) * D * sizeof(T);
-    dim3      rows((unsigned)tiles_of(a.tq, WARPS), kv_heads * q.group, sequences);
+    dim3      rows((unsigned)tiles_of(a.tq, DELTA_ROWS), kv_heads * q.group, sequences);
     dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
     if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
     if (a.tq > 0 && a.dq)
