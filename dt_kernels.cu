@@ -3124,14 +3124,14 @@ static dt_status own_matmul(const dt_matmul_args &a, void *stream) {
 
 /* Which algorithm it takes depends on m and n too: an element depends on its row, its column and k only with the
    kernels above. Its sums are f32's, never TF32's. Bias and GELU are its own work; what else follows is done after it,
-   on results that have been rounded once more where they are stored in 16 bits. */
+   on results that have been rounded once more where they are stored in 16 bits; so are those that it adds itself. */
 
 #ifdef DT_CUBLASLT
 /* All that an algorithm depends on; compared as bytes. Alignments are those of the pointers, up to 256. */
 struct product_key {
     int64_t  m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c;
     size_t   work_bytes;
-    int      dtype, wide, trans_a, trans_b, epilogue, adds;
+    int      dtype, wide, trans_a, trans_b, epilogue, adds, aux;
     unsigned align_a, align_b, align_c, align_d;
 };
 
@@ -3208,8 +3208,10 @@ static void plan_make(blas *b, product_plan *p, const product_key &key) {
     SET(TRANSA, op_a);
     SET(TRANSB, op_b);
     SET(EPILOGUE, epilogue);
-    SET(EPILOGUE_AUX_LD, key.ldc);
-    SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
+    if (key.aux) { /* without one they make the library write to it */
+        SET(EPILOGUE_AUX_LD, key.ldc);
+        SET(EPILOGUE_AUX_BATCH_STRIDE, key.stride_c);
+    }
     layout_of(&p->a, key.dtype, key.trans_b ? key.n : key.k, key.trans_b ? key.k : key.n, key.ldb, key.batch,
               key.stride_b);
     layout_of(&p->b, key.dtype, key.trans_a ? key.k : key.m, key.trans_a ? key.m : key.k, key.lda, key.batch,
@@ -3250,8 +3252,8 @@ struct blas_split {
     cublasLtEpilogue_t epilogue;
     dt_matmul_args     rest;
     const void        *from;
-    void              *to;
-    bool               more; /* something is left */
+    void              *to, *aux; /* aux: the value before GELU, written or read, or NULL */
+    bool               more;     /* something is left */
 };
 
 /* GELU with the value before it, or its derivative from that value, at once. */
@@ -3262,6 +3264,7 @@ static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
     else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    s->aux = a.before;
     s->rest.bias = NULL;
     s->rest.before = NULL;
     s->rest.activation = s->rest.derivative = 0;
@@ -3276,6 +3279,7 @@ static bool split_call(const dt_matmul_args &a, bool gelu, blas_split *s) {
     s->rest.accumulate = 0;
     s->from = a.accumulate ? a.c : NULL;
     s->to = a.c;
+    s->aux = NULL;
     if (!gelu || !split_gelu(a, s)) {
         bool bias = a.bias && (size_t)a.bias % 16 == 0;
         s->epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
@@ -3316,7 +3320,7 @@ static product_key key_of(const dt_matmul_args &a, const blas_split &s) {
     key.stride_a = a.stride_a, key.stride_b = a.stride_b, key.stride_c = a.stride_c;
     key.work_bytes = a.work_bytes;
     key.dtype = a.dtype, key.wide = a.wide, key.trans_a = a.trans_a != 0, key.trans_b = a.trans_b != 0;
-    key.epilogue = (int)s.epilogue, key.adds = s.from != NULL;
+    key.epilogue = (int)s.epilogue, key.adds = s.from != NULL, key.aux = s.aux != NULL;
     key.align_a = alignment_of(a.a), key.align_b = alignment_of(a.b);
     key.align_c = alignment_of(s.from ? s.from : s.to), key.align_d = alignment_of(s.to);
     return key;
@@ -3340,7 +3344,7 @@ static bool blas_matmul(dt_matmul_args a, cuda_queue *queue, dt_status *status) 
     if (!p->works) return false;
     adds = s.from ? 1.0f : 0.0f;
     SET(BIAS_POINTER, a.bias);
-    SET(EPILOGUE_AUX_POINTER, a.before);
+    SET(EPILOGUE_AUX_POINTER, s.aux);
     cublasStatus_t done = cublasLtMatmul(b->handle, &p->what, &one, a.b, &p->a, a.a, &p->b, &adds,
                                          s.from ? s.from : s.to, &p->c, s.to, &p->c, &p->algorithm, a.work,
                                          p->workspace, queue->stream);
@@ -3611,12 +3615,12 @@ struct form {
 };
 
 #ifndef GROUPS_FORWARD
-#define GROUPS_FORWARD 2
+#define GROUPS_FORWARD (D == 64 ? 1 : 2)
 #define COLS_FORWARD 128
-#define FORWARD_AT_ONCE (D == 64 ? 2 : 1)
+#define FORWARD_AT_ONCE (D == 64 ? 3 : 1)
 #define GROUPS_BACK 1
-#define COLS_BACK 64
-#define BACK_AT_ONCE_64 3
+#define COLS_BACK (D == 64 ? 128 : 64)
+#define BACK_AT_ONCE_64 2
 #define BACK_AT_ONCE_128 2
 #endif
 /* With wgmma, where a block has 227 KB. */

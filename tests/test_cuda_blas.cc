@@ -15,8 +15,10 @@
 
 #ifdef CUDA_ON_GPU // dt_kernels.o does not show its plans, and the real library cannot be told to refuse
 #define INSIDE(...)
+static const bool ON_GPU = true;
 #else
 #define INSIDE(...) __VA_ARGS__
+static const bool ON_GPU = false;
 static cuda_queue *queue() { return (cuda_queue *)the_queue; }
 
 static size_t plans() {
@@ -55,7 +57,9 @@ static void test_shapes() {
                 int     odd = code & 4;
                 product p = { dtype, s[0], s[1], s[2], 1 + code % 3, code & 3, odd ? ODD : ALIGNED, odd ? 3 : 8, 0, 0, 0,
                               0, 0, code >> 3 & 1, code >> 4 };
-                compare_product(p, 1);
+                // NVIDIA's library rounds a product to 16 bits before it adds it to what is there in 16 bits
+                bool twice = ON_GPU && p.accumulate && !p.wide && dtype != DT_F32;
+                compare_product(p, 1, twice ? step_of(dtype, 16) : 0);
             }
     INSIDE(CHECK(working_plans() > 100 && working_plans() == plans());)
     close_queue();

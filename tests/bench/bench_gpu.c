@@ -29,7 +29,7 @@ typedef struct bench {
     int32_t          *ids;          /* (rows) */
     double           *losses;       /* (rows + 1) */
     void             *work;
-    size_t            most, rows, cols, vocab, params;
+    size_t            most, rows, cols, vocab, held, params; /* held: rows of a table of floats that fits */
     dt_dtype          dtype;
     double            copy;         /* bytes a second */
     int64_t           batch, heads, seq, dim, mm;
@@ -132,12 +132,12 @@ static dt_status run_dropout(bench *b) {
     return b->k->dropout(&a, b->stream);
 }
 static dt_status run_embedding(bench *b) {
-    dt_embedding_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->vocab,
-        (int64_t)b->vocab, 0 };
+    dt_embedding_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->held,
+        (int64_t)b->held, 0 };
     return b->k->embedding(&a, b->stream);
 }
 static dt_status run_embedding_back(bench *b) {
-    dt_embedding_back_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->vocab, 1, 1,
+    dt_embedding_back_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->held, 1, 1,
         b->work, b->k->work_bytes, 0 };
     return b->k->embedding_back(&a, b->stream);
 }
@@ -273,7 +273,7 @@ static int prepare(bench *b) {
     b->losses = (double *)dt_alloc(b->ctx, DT_MEM_ACTS, (b->rows + 1) * sizeof(double), "losses");
     b->work = dt_alloc(b->ctx, DT_MEM_TEMP, b->k->work_bytes, "scratch");
     int32_t *ids = (int32_t *)malloc(b->rows * sizeof *ids);
-    for (size_t i = 0; i < b->rows && ids; i++) ids[i] = (int32_t)(i * 2654435761u % b->vocab);
+    for (size_t i = 0; i < b->rows && ids; i++) ids[i] = (int32_t)(i * 2654435761u % b->held);
     int ready = ids && b->ids && b->losses && b->work &&
                 b->k->move(b->ids, ids, b->rows * sizeof *ids, b->stream) == DT_OK;
     dt_fill_args one = { DT_F64, b->losses, b->rows + 1, 1 };
@@ -301,6 +301,7 @@ int main(int argc, char **argv) {
     b.params = b.small ? 5000 : 124u << 20, b.mm = b.small ? 32 : 8192;
     b.batch = b.small ? 1 : 8, b.heads = b.small ? 2 : 16, b.seq = b.small ? 16 : 4096;
     b.most = b.small ? 1u << 20 : (size_t)512 << 20;
+    b.held = b.most / (b.cols * sizeof(float)) < b.vocab ? b.most / (b.cols * sizeof(float)) : b.vocab;
     if (!prepare(&b)) {
         printf("# bench_gpu: %s\n", dt_error_text(b.ctx));
         return 1;
