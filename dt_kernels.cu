@@ -3256,11 +3256,11 @@ struct blas_split {
     bool               more;     /* something is left */
 };
 
-/* GELU with the value before it, or its derivative from that value, at once. */
+/* GELU with the value before it, or its derivative from that value, at once: the library's is good for 16 bits. */
 static bool split_gelu(const dt_matmul_args &a, blas_split *s) {
     bool aux = !a.before || (a.ldc % 8 == 0 && (a.batch == 1 || a.stride_c % 8 == 0) && (size_t)a.before % 16 == 0);
     bool bias = !a.bias || (!a.derivative && (size_t)a.bias % 16 == 0);
-    if (a.activation != DT_ACT_GELU || !aux || !bias) return false;
+    if (a.activation != DT_ACT_GELU || a.dtype == DT_F32 || !aux || !bias) return false;
     if (a.derivative) s->epilogue = CUBLASLT_EPILOGUE_DGELU;
     else if (a.before) s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     else s->epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
@@ -3380,7 +3380,11 @@ static dt_status cuda_matmul(const dt_matmul_args *args, void *stream) {
    at a time, of which a warp takes PART at a time; 16 M of the rows are a warp's. Scores stay in registers, as mma
    leaves them: c[i][j][e] of lane 4 g + t is row 16 i + 8 (e / 2) + g, column 8 j + 2 t + e % 2. A lane has 2 M rows:
    row r is in c[r / 2], with r % 2 for e / 2. f32 is computed in the same places by plain multiply-adds. D is the
-   dimension of a head, padded. */
+   dimension of a head, padded.
+
+   A Hopper's fast tensor cores are fed by wgmma (arXiv:2407.08608 says how): a group of four warps has 64 rows, reads
+   its operands from shared memory, and goes on while they are multiplied. Scores lie in the same places, so all but the
+   products is shared. Its tiles are slabs of 64 columns: rows of 128 bytes, as `place` lays them. */
 
 /* ---- who sees whom ---- */
 
@@ -3614,23 +3618,14 @@ struct form {
     static constexpr int ROWS = 16 * M * OF_WARPS, THREADS = 32 * OF_WARPS, TOGETHER = 16 * M, SLAB = D;
 };
 
-#ifndef GROUPS_FORWARD
-#define GROUPS_FORWARD (D == 64 ? 1 : 2)
-#define COLS_FORWARD 128
-#define FORWARD_AT_ONCE (D == 64 ? 3 : 1)
-#define GROUPS_BACK 1
-#define COLS_BACK (D == 64 ? 128 : 64)
-#define BACK_AT_ONCE_64 2
-#define BACK_AT_ONCE_128 2
-#endif
-/* With wgmma, where a block has 227 KB. */
+/* With wgmma, where a block has 227 KB: measured on an H100. */
 template <class T, int D, int WHAT>
 struct form<T, D, WHAT, true> {
     static constexpr bool NARROW = true, GROUP = true;
-    static constexpr int M = 1, OF_WARPS = WHAT ? GROUPS_BACK : GROUPS_FORWARD, COLS = WHAT ? COLS_BACK : COLS_FORWARD;
-    static constexpr int PART = WHAT ? COLS_BACK : COLS_FORWARD, STAGES = 2;
-    static constexpr int AT_ONCE = WHAT ? (D == 64 ? BACK_AT_ONCE_64 : BACK_AT_ONCE_128) : FORWARD_AT_ONCE;
-    static constexpr int ROWS = 64 * OF_WARPS, THREADS = 128 * OF_WARPS, TOGETHER = 64, SLAB = 64;
+    static constexpr int M = 1, OF_GROUPS = D == 64 || WHAT ? 1 : 2, STAGES = 2;
+    static constexpr int COLS = D == 64 || !WHAT ? 128 : 64, PART = COLS;
+    static constexpr int AT_ONCE = WHAT ? 2 : D == 64 ? 3 : 1;
+    static constexpr int ROWS = 64 * OF_GROUPS, THREADS = 128 * OF_GROUPS, TOGETHER = 64, SLAB = 64;
 };
 
 template <class F>
