@@ -4408,7 +4408,7 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
 }
 
 /* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
-   sm_80 on. A kernel knows for which GPU it was written. */
+   sm_80 on, and wgmma in none but sm_90a. A kernel knows for which GPU it was written. */
 static void advise(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int                device = 0, major = 0, minor = 0;
@@ -4416,10 +4416,12 @@ static void advise(char *text, size_t text_bytes) {
                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
                  cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
+    bool               hopper = known && major == 9 && minor == 0;
     (void)cudaGetLastError();
-    if (!known || code.ptxVersion / 10 >= major || text_bytes == 0) return;
-    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d makes it faster",
-             code.ptxVersion, major, minor, major, minor);
+    if (!known || text_bytes == 0) return;
+    if (code.ptxVersion / 10 >= major && !(hopper && !takes((const void *)attention_groups_kernel<bf16, 64>, 128))) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it faster",
+             code.ptxVersion, major, minor, major, minor, hopper ? "a" : "");
 }
 
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is

@@ -1413,10 +1413,13 @@ static void test_ready() {
     dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
     char advice[160] = "";
-    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75 };
+    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75, 32 };
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
-    CHECK(!strcmp(advice, "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90 makes it faster"));
-    dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100 };
+    CHECK(!strcmp(advice, "this build is for sm_75 and the GPU is an sm_90: nvcc -arch=sm_90a makes it faster"));
+    dtc_this_machine = { 1, 13000, cudaSuccess, 90, 90, 32 }; // without wgmma: kernels that use it are empty
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
+    CHECK(!strcmp(advice, "this build is for sm_90 and the GPU is an sm_90: nvcc -arch=sm_90a makes it faster"));
+    dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100, 32 };
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK && !advice[0]);
     dtc_this_machine = here;
 }

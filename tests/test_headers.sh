@@ -220,7 +220,7 @@ group_others() {
     if have nvcc; then
         if [ -e dt_kernels.cu ]; then
             cuda= kernels=$T/kernels.o
-            job "nvcc: dt_kernels.cu within its budgets" tests/budget.sh -o "$kernels" 90
+            job "nvcc: dt_kernels.cu within its budgets" tests/budget.sh -o "$kernels" 90a
             at=$((n_jobs - 1)) KERNELS_AT=$at libs="-lcublasLt -lnccl"
             job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
         else

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """torch_gpu.py - PyTorch on the same GPU: products, attention, GPT-2 124M - public domain or MIT, at your choice
 
-    python3 torch_gpu.py [--batch 16] [--steps 20]
+    python3 torch_gpu.py [--batch 16 32] [--steps 20]
 
 Prints what bench_gpu and train_gpt print of dt: summary,NAME,VALUE. bf16 throughout; attention is
 torch.nn.functional.scaled_dot_product_attention, causal, over (8, 16, 4096, 64 and 128); the model is GPT-2 124M with
@@ -87,6 +87,7 @@ class GPT2(torch.nn.Module):
 
 def model(batch, steps):
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.reset()
     net = GPT2().cuda()
     fast = torch.compile(net)
     opt = torch.optim.AdamW(net.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -110,16 +111,17 @@ def model(batch, steps):
             step()
         torch.cuda.synchronize()
         best = max(best, batch * 1024 * steps / (time.perf_counter() - begin))
-    print("summary,torch_gpt2_124m_tokens_per_s,%.0f" % best, flush=True)
+    print("summary,torch_gpt2_124m_b%d_tokens_per_s,%.0f" % (batch, best), flush=True)
 
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser()
-    p.add_argument("--batch", type=int, default=16)
+    p.add_argument("--batch", type=int, nargs="+", default=[16])
     p.add_argument("--steps", type=int, default=20)
     args = p.parse_args()
     print("# PyTorch %s on %s" % (torch.__version__, torch.cuda.get_device_name()))
     products()
     attention(64)
     attention(128)
-    model(args.batch, args.steps)
+    for batch in args.batch:
+        model(batch, args.steps)
