@@ -2681,41 +2681,46 @@ PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define P64 P32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA(type, n, add, places, rest) \
-    "{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+#define OTHER ", 0x40000040}; "
+#define WGMMA(type, n, add, matrices, places, rest) \
+    "{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, " add ", 0; " matrices " wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
     " {" places "}, " rest "; }"
 #define WGMMAS(T, type) \
-    PTX void wgmma(T, float (&d)[8][4], uint64_t a, uint64_t b, int add) { \
-        asm volatile(WGMMA(type, "64", "%34", P32, "%32, %33, add, 1, 1, 0, 0") \
-                     : D32 : "l"(a), "l"(b), "r"(add)); \
+    PTX void wgmma(T, float (&d)[8][4], unsigned a, unsigned b, int add) { \
+        asm volatile(WGMMA(type, "64", "%34", "mov.b64 a, {%32" OTHER "mov.b64 b, {%33" OTHER, P32, \
+                           "a, b, add, 1, 1, 0, 0") \
+                     : D32 : "r"(a), "r"(b), "r"(add)); \
     } \
-    PTX void wgmma(T, float (&d)[16][4], uint64_t a, uint64_t b, int add) { \
-        asm volatile(WGMMA(type, "128", "%66", P64, "%64, %65, add, 1, 1, 0, 0") \
-                     : D64 : "l"(a), "l"(b), "r"(add)); \
+    PTX void wgmma(T, float (&d)[16][4], unsigned a, unsigned b, int add) { \
+        asm volatile(WGMMA(type, "128", "%66", "mov.b64 a, {%64" OTHER "mov.b64 b, {%65" OTHER, P64, \
+                           "a, b, add, 1, 1, 0, 0") \
+                     : D64 : "r"(a), "r"(b), "r"(add)); \
     } \
-    PTX void wgmma_across(T, float (&d)[8][4], const unsigned *a, uint64_t b, int add) { \
-        asm volatile(WGMMA(type, "64", "%37", P32, "{%32, %33, %34, %35}, %36, add, 1, 1, 1") \
-                     : D32 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    PTX void wgmma_across(T, float (&d)[8][4], const unsigned *a, unsigned b, int add) { \
+        asm volatile(WGMMA(type, "64", "%37", "mov.b64 b, {%36" OTHER, P32, "{%32, %33, %34, %35}, b, add, 1, 1, 1") \
+                     : D32 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add)); \
     } \
-    PTX void wgmma_across(T, float (&d)[16][4], const unsigned *a, uint64_t b, int add) { \
-        asm volatile(WGMMA(type, "128", "%69", P64, "{%64, %65, %66, %67}, %68, add, 1, 1, 1") \
-                     : D64 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    PTX void wgmma_across(T, float (&d)[16][4], const unsigned *a, unsigned b, int add) { \
+        asm volatile(WGMMA(type, "128", "%69", "mov.b64 b, {%68" OTHER, P64, "{%64, %65, %66, %67}, b, add, 1, 1, 1") \
+                     : D64 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add)); \
     }
 WGMMAS(bf16, "bf16")
 WGMMAS(f16, "f16")
 #undef WGMMAS
 #undef WGMMA
+#undef OTHER
 #undef P64
 #undef P32
 #undef D64
 #undef D32
 #undef D4
 
-/* k along the rows of 64 numbers, or (wgmma_across) a row for each k; `slab` numbers on are the next 64 columns. */
-PTX uint64_t matrix(const void *p, int slab) {
-    return (uint64_t)(shared_address(p) >> 4 & 0x3fff) | (uint64_t)(slab * 2 >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
-           (uint64_t)1 << 62; /* 8 rows of 128 bytes lie together, their 16 bytes exchanged */
-}
+/* A matrix in shared memory: rows of 64 numbers, k along them or (wgmma_across) a row for each k; `slab` numbers on are
+   the next 64 columns. This is the part of its descriptor that differs; the other says that 8 rows of 128 bytes lie
+   together, their 16 bytes exchanged. `further` numbers on in the same slab. */
+typedef unsigned matrix;
+PTX matrix matrix_at(const void *p, int slab) { return shared_address(p) >> 4 | (unsigned)(slab * 2 >> 4) << 16; }
+PTX matrix further(matrix m, int numbers) { return m + (unsigned)(numbers * 2 >> 4); }
 PTX void group_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 PTX void group_sent() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 template <int LEFT>
@@ -2728,11 +2733,13 @@ PTX void after(float x) {
 }
 #else
 #define HAS_GROUPS 0
-template <class T, class sums, class left>
-PTX void wgmma(T, sums &, left, uint64_t, int) {}
+typedef unsigned matrix;
 template <class T, class sums>
-PTX void wgmma_across(T, sums &, const unsigned *, uint64_t, int) {}
-PTX uint64_t matrix(const void *, int) { return 0; }
+PTX void wgmma(T, sums &, matrix, matrix, int) {}
+template <class T, class sums>
+PTX void wgmma_across(T, sums &, const unsigned *, matrix, int) {}
+PTX matrix matrix_at(const void *, int) { return 0; }
+PTX matrix further(matrix, int) { return 0; }
 PTX void group_begin() {}
 PTX void group_sent() {}
 template <int LEFT>
@@ -2758,7 +2765,9 @@ static void copies_sent() { dtc_cp_async_commit(); }
 static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
 
 /* Warp by warp by mma, from what the matrices are said to be. */
-struct matrix { const char *p; int slab; matrix(const void *p_, int slab_) : p((const char *)p_), slab(slab_) {} };
+struct matrix { const char *p; int slab; };
+static matrix matrix_at(const void *p, int slab) { return { (const char *)p, slab }; }
+static matrix further(matrix m, int numbers) { return { m.p + 2 * numbers, m.slab }; }
 
 static unsigned number_in(const matrix &m, int row, int col) {
     size_t at = (size_t)m.p + (size_t)(row / 8) * 1024 + row % 8 * 128 + col / 64 * (size_t)m.slab * 2 + col % 64 * 2;
@@ -3496,7 +3505,7 @@ static __device__ int2 look(const task &s, const side &of, int sequence, int i) 
     return x;
 }
 
-/* Minus infinity for what is not seen; rows, cols: what `look` says of the warp's rows and of the columns. */
+/* Minus infinity for what is not seen. With arrays; rows, cols: what `look` says of the warp's rows and of the columns. */
 template <int M, int J>
 static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -3510,11 +3519,31 @@ static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 
     }
 }
 
-/* The same for columns that are not there, from number `have` on. */
+/* Columns before `first` and from `end` on, both of the warp's first row and `later` more for each row after it. */
 template <int M, int J>
-static __device__ void hide_rest(float (&c)[M][J][4], int have) {
-    UNROLL for (int e = 0; e < M * J * 4; e++)
-        if (e / 4 % J * 8 + (int)threadIdx.x % 4 * 2 + e % 2 >= have) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+static __device__ void hide_outside(float (&c)[M][J][4], int first, int end, int later) {
+    int g = threadIdx.x % 32 / 4 * later, t = threadIdx.x % 4 * 2;
+    UNROLL for (int e = 0; e < M * J * 4; e++) {
+        int r = e / 4 / J * 2 + e % 4 / 2, at = e / 4 % J * 8 + e % 2, row = 8 * r * later + g - t;
+        if (at < first + row || at >= end + row) c[e / 4 / J][e / 4 % J][e % 4] = -INFINITY;
+    }
+}
+
+/* What queries from row0 on do not see of keys from col0 on, and keys that are not there. */
+template <int M, int J>
+static __device__ void hide_keys(float (&c)[M][J][4], const task &s, int row0, int col0, bool all, const int2 *rows,
+    const int2 *cols) {
+    if (!all && s.k.spans) hide(c, false, rows, cols);
+    else if (!all) hide_outside(c, INT32_MIN / 2, row0 + s.q.shift + 1 - col0, 1);
+    if (col0 + 8 * J > s.k.length) hide_outside(c, 0, s.k.length - col0, 0);
+}
+
+/* The other way round, of queries from col0 on; p of those that are not there is zero by their lse. */
+template <int M, int J>
+static __device__ void hide_queries(float (&c)[M][J][4], const task &s, int row0, int col0, bool all, const int2 *rows,
+    const int2 *cols) {
+    if (!all && s.k.spans) hide(c, true, rows, cols);
+    else if (!all) hide_outside(c, row0 - s.q.shift - col0, INT32_MAX / 2, 1);
 }
 
 /* ---- products of a warp ---- */
@@ -3637,10 +3666,10 @@ static constexpr int threads_of() { return F::GROUP && !HAS_GROUPS ? 32 : F::THR
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void scores_of(float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
     if constexpr (F::GROUP) {
+        matrix a = matrix_at(x + row / 64 * 64 * 64, 0), b = matrix_at(y + col * 64, 0);
         group_begin();
         UNROLL for (int k = 0; k < D; k += 16)
-            wgmma(T(), c[0], matrix(x + k / 64 * X_ROWS * 64 + row / 64 * 64 * 64 + k % 64, 0),
-                  matrix(y + k / 64 * Y_ROWS * 64 + col * 64 + k % 64, 0), k > 0);
+            wgmma(T(), c[0], further(a, k / 64 * X_ROWS * 64 + k % 64), further(b, k / 64 * Y_ROWS * 64 + k % 64), k > 0);
         group_sent();
     } else {
         scores<D>(c, x, row, y + col * D, dim);
@@ -3656,8 +3685,9 @@ static __device__ void pack_rows(unsigned (&u)[J / 2][4], const float (&p)[1][J]
 
 template <int Y_ROWS, int N, int K, class T>
 static __device__ void mix_packed(float (&c)[1][N][4], const unsigned (&u)[K][4], const T *y) {
+    matrix b = matrix_at(y, Y_ROWS * 64);
     group_begin();
-    UNROLL for (int k = 0; k < K; k++) wgmma_across(T(), c[0], u[k], matrix(y + 16 * k * 64, Y_ROWS * 64), 1);
+    UNROLL for (int k = 0; k < K; k++) wgmma_across(T(), c[0], u[k], further(b, 16 * k * 64), 1);
     group_sent();
 }
 
@@ -3843,9 +3873,9 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
         fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
-        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+        if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
-    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     UNROLL for (int r = 0; r < 2 * M; r++) {
         most[r] = -INFINITY;
         sum[r] = 0;
@@ -3864,8 +3894,7 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
             if (row0 + mine >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
             scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, part, s.dim);
             done<F, 0>(c);
-            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
-            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            hide_keys(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage] + part);
             softmax_step(c, most, sum, factor, s.power);
             scale_rows(out, factor);
             mix_of<F, D, F::COLS>(out, c, vs + stage * SIZE, part, s.dim);
@@ -3908,14 +3937,14 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
         if (keys < end) {
             fetch_rows<F, D, T, F::COLS>(ks + stage * SIZE, a.k, key_at(s, sequence, k0, kv), s.k_row,
                                          s.k.length - k0, s);
-            if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, k0 + threadIdx.x);
+            if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, k0 + threadIdx.x);
         }
         if (values >= 0)
             fetch_rows<F, D, T, F::COLS>(vs + stage * SIZE, a.v, key_at(s, sequence, v0, kv), s.k_row,
                                          s.k.length - v0, s);
         copies_sent();
     };
-    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     most[0] = most[1] = -INFINITY;
     fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
     fetch(i, before, 0);
@@ -3945,8 +3974,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
             if (sees) {
                 scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
                 done<F, 0>(c);
-                if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage]);
-                if (col0 + F::COLS > s.k.length) hide_rest(c, s.k.length - col0);
+                hide_keys(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage]);
                 softmax_step(c, most, sum, factor, s.power);
                 scale_rows(out, factor);
                 pack_rows<T>(u, c);
@@ -4026,9 +4054,9 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
         fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
-        if (threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+        if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
-    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
+    if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     UNROLL for (int r = 0; r < 2 * M; r++) {
         lse[r] = exponent_of(lse_at(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4));
         mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
@@ -4050,8 +4078,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
             scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, kt, part, s.dim);
             scores_of<F, D, F::ROWS, F::COLS>(dp, ds, own, vt, part, s.dim);
             done<F, 1>(c);
-            if (!all_seen(s, q, k)) hide(c, false, rows + own, cols[stage] + part);
-            if (col0 + F::PART > s.k.length) hide_rest(c, s.k.length - col0);
+            hide_keys(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage] + part);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
                 float *p = &c[e / 4 / J][e / 4 % J][e % 4];
                 *p = exp2_of(*p * s.power - lse[e / 4 / J * 2 + e % 4 / 2]);
@@ -4099,9 +4126,9 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
         if (thread >= F::COLS) return;
         row_lse = lse_at(a.lse, s, sequence, h, row + thread);
         row_mean = delta_of(delta, s, sequence, h, row + thread);
-        cols[stage][thread] = look(s, s.q, sequence, row + thread);
+        if (s.k.spans) cols[stage][thread] = look(s, s.q, sequence, row + thread);
     };
-    if (threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
+    if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
     int   first = first_of_queries(s, row0);
     visit next = { 0, 0 };
     next = next_queries(s, sequence, row0, F::ROWS, first, next);
@@ -4125,7 +4152,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
             scores_of<F, D, F::ROWS, F::COLS>(c, ks, own, qt, part, s.dim);
             if (F::GROUP && WHAT != 2) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, own, dt, part, s.dim);
             done<F, WHAT == 2 ? 0 : 1>(c);
-            if (!all_seen(s, q, k)) hide(c, true, rows + own, cols[stage] + part);
+            hide_queries(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage] + part);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
                 float *p = &c[e / 4 / J][e / 4 % J][e % 4];
                 *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
