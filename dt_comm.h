@@ -1141,6 +1141,7 @@ struct dt_work {
     double      ended;              /* of a started one, with a trace: when it was over */
     void       *mark;               /* in a queue of the device, behind the operation; kept for the next work */
     int         flies, lands;       /* over for the host but not for the device; this is that operation's second half */
+    int         apart;              /* what is waited for goes on in a library */
     struct dt__lane *lane;          /* by NCCL: the communicator, and which of its operations it is, from 1 */
     uint64_t    turn;
     dt_work    *later;              /* of those under way, the next started */
@@ -4029,7 +4030,7 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
                                               : world->others[rank].got;
     }
     for (const dt_work *w = world->first; work && w; w = w->later) own->sends += w == work ? 0 : dt__sending(w);
-    if (work) own->sends += dt__sending(work) + (uint32_t)work->lands;     /* a device may go on: no deadlock */
+    if (work) own->sends += dt__sending(work) + (uint32_t)(work->lands || work->apart); /* it may go on: no deadlock */
     world->said = work != NULL;
     world->said_moves = world->state->moves;
     world->said_at = world->host->now(world->host->user);
@@ -7509,6 +7510,7 @@ static void dt__lane_wait(dt_comm *comm, dt__lane *lane, int (*step)(dt_work *wo
     dt_work *work = dt__work_take(comm, &call);
     if (!work) return;
     work->lane = lane;
+    work->apart = 1;
     work->algorithm = step;
     work->number = (uint64_t)world->state->records;
     dt__drive(world, work, &begin);

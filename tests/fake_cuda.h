@@ -57,6 +57,8 @@ void fake_nccl_fail(int device, int after, int error);
 /* A device runs one communicator's operation at a time, in the order of the calls, as a full GPU does: ranks that call
    their communicators in different orders hang. */
 void fake_nccl_one_at_a_time(int on);
+/* What does not block takes so long, as with real communicators, which connect to each other. */
+void fake_nccl_slow(double seconds);
 
 #ifdef __cplusplus
 }

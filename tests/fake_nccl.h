@@ -52,6 +52,7 @@ struct ncclComm {
     int           inside;                            /* threads in a call */
     int           joining, splitting, finalizing, unfinished; /* what is waited for */
     int           in_progress, polls;                /* a call answered ncclInProgress; questions until it is over */
+    double        begun;                             /* when */
     int           aborted, destroyed;
     ncclResult_t  state;
     part         *held, *posted;
@@ -68,6 +69,7 @@ static struct { /* under fake.lock */
     ncclComm_t comms;
     uint64_t   ids;
     int        clique_count, one_at_a_time;
+    double     slow;
     int        fail_after[MAX_DEVICES]; /* parts until the planted failure; 0: none planted */
     int        failure[MAX_DEVICES];
 } nccl;
@@ -83,6 +85,7 @@ static __thread struct group {
 } group;
 
 SETTER(fake_nccl_one_at_a_time, int, nccl.one_at_a_time = value)
+SETTER(fake_nccl_slow, double, nccl.slow = value)
 
 void fake_nccl_fail(int device, int after, int error) {
     pthread_mutex_lock(&fake.lock);
@@ -433,6 +436,7 @@ static ncclResult_t comm_leave(ncclComm_t comm, ncclResult_t result) {
 static ncclResult_t begun(ncclComm_t comm, int surely) {
     if (comm->blocking) return ncclSuccess;
     comm->polls = (int)draw(4) + surely;
+    comm->begun = now();
     comm->in_progress = comm->polls > 0;
     return comm->in_progress ? ncclInProgress : ncclSuccess;
 }
@@ -755,7 +759,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
     if (comm->aborted || comm->destroyed) result = MISUSE(comm, ncclInvalidArgument, "a communicator after its end");
     else if (comm->in_progress && !comm->state) {
         int waits = comm->joining || comm->splitting || (comm->finalizing && comm->unfinished);
-        if (!waits && --comm->polls <= 0) {
+        if (!waits && now() - comm->begun >= nccl.slow && --comm->polls <= 0) {
             comm->in_progress = 0;
             if (comm->held) part_launch(comm->held);
             if (comm->child_at) *comm->child_at = comm->child;

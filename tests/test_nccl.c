@@ -407,6 +407,15 @@ static dt_status overlap(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
+/* While communicators are made all ranks wait and no message is on its way: that is no deadlock. */
+static void test_slow(void) {
+    job j = { .ranks = 3, .fn = overlap };
+    machine(3, 1, FAKE_CUDA_RANDOM);
+    fake_nccl_slow(0.3);
+    job_run(&j);
+    check_clean(&j, "slow communicators");
+}
+
 static void test_overlap(void) {
     for (int seed = 0; seed < 30; seed++) {
         job j = { .ranks = 2 + seed % 4, .fn = overlap };
@@ -532,6 +541,7 @@ int main(void) {
     test_collectives();
     test_messages();
     test_overlap();
+    test_slow();
     test_mistakes();
     test_attach();
     return check_done("test_nccl");
