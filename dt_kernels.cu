@@ -1978,13 +1978,14 @@ TYPED(embedding)
    It lists their places, in the order of its rows, and then adds: rows of dout in order, in f32. These are the CPU's
    bits, without scratch and atomics. All ids are read once by each block, 16,384 ids for a table of 50,257 rows 26
    million times, but from the cache. */
-enum { OWNED = 32, PIECE = 8 * BLOCK, LISTED = 2 * PIECE, WINDOW = 1 << 26 };
+enum { OWNED = 32, PIECE = 8 * BLOCK, LISTED = 2 * PIECE, WINDOW = 1 << 26, FEW = 16 };
 
 /* The rows own .. end of the table, and those of the ids from `base` on, fewer than 2 WINDOW, that name them: how far
    from base times OWNED, plus the row's number among the owned. */
 struct owned_list {
     unsigned found[LISTED], by_row[LISTED]; /* ascending; and row after row, each ascending */
     int      of_row[OWNED], begin[OWNED + 1], of_warp[WARPS];
+    int      rows[2][OWNED], count[2]; /* those that are named up to FEW times, and those that are more often */
 };
 
 /* Appends to the list what ids first .. first + PIECE bring. Answers how many it has then. */
@@ -1994,11 +1995,11 @@ static __device__ int list_owned(owned_list &list, int count, const dt_embedding
     unsigned hits[8];
     size_t   begin = first + warp * 8 * 32 + lane;
     UNROLL
+    for (int k = 0; k < 8; k++) row[k] = begin + k * 32 < a.rows ? a.ids[begin + k * 32] : -1;
     for (int k = 0; k < 8; k++) {
-        int     id = begin + k * 32 < a.rows ? a.ids[begin + k * 32] : -1;
-        int64_t at = id - a.first;
-        if (id != -1 && a.strict && own == 0) good(at, 0, a.held, bad);
-        row[k] = id != -1 && at >= own && at < end ? (int)(at - own) : -1;
+        int64_t at = row[k] - a.first;
+        if (row[k] != -1 && a.strict && own == 0) good(at, 0, a.held, bad);
+        row[k] = row[k] != -1 && at >= own && at < end ? (int)(at - own) : -1;
         mine += row[k] >= 0;
     }
     if (!__syncthreads_or(mine)) return count; /* a barrier: the list before has been used */
@@ -2035,40 +2036,48 @@ static __device__ void count_owned(owned_list &list, int count, bool copy) {
     __syncthreads();
 }
 
-static __device__ void sort_owned(owned_list &list, int count) {
-    int begin = 0;
+/* least: how often a row must be named to be in list.rows. rows: those that are owned. */
+static __device__ void sort_owned(owned_list &list, int count, int least, int rows) {
+    int begin = 0, row = threadIdx.x;
     __syncthreads(); /* the list is complete */
     count_owned(list, count, false);
-    for (int row = 0; row < OWNED && row < (int)threadIdx.x; row++) begin += list.of_row[row];
-    if (threadIdx.x <= OWNED) list.begin[threadIdx.x] = begin;
+    for (int before = 0; before < OWNED && before < row; before++) begin += list.of_row[before];
+    if (row <= OWNED) list.begin[row] = begin;
+    for (int often = 0; often < 2 && row < OWNED; often++) { /* the first warp's lanes */
+        int      n = list.of_row[row];
+        bool     here = often ? n > FEW : n <= FEW && n >= least && row < rows;
+        unsigned hits = __ballot_sync(0xffffffffu, here);
+        if (here) list.rows[often][__popc(hits & ((1u << row) - 1))] = row;
+        if (row == 0) list.count[often] = __popc(hits);
+    }
     __syncthreads();
     count_owned(list, count, true);
 }
 
-/* Adds what was found for the owned rows that have least .. most of it: a warp takes 32 N columns of a row, and AT_ONCE
-   of what is to be added is on its way at a time. anew: sums are not there yet. */
+/* Adds what was found for the rows that are named often, or are not: a warp takes 32 N columns of a row, and AT_ONCE of
+   what is to be added is on its way at a time. anew: sums are not there yet. */
 template <int N, int AT_ONCE, class T>
-static __device__ void add_owned(const owned_list &list, int rows, int least, int most, float *sums, const T *dout,
-    size_t cols, bool anew) {
+static __device__ void add_owned(const owned_list &list, int often, float *sums, const T *dout, size_t cols,
+    bool anew) {
     int chunks = (int)packs_in(cols, 32 * N);
-    for (int u = threadIdx.x / 32; u < rows * chunks; u += WARPS) {
-        int            row = u / chunks, begin = list.begin[row], n = list.begin[row + 1] - begin;
+    for (int u = threadIdx.x / 32; u < list.count[often] * chunks; u += WARPS) {
+        int            row = list.rows[often][u / chunks], begin = list.begin[row];
         size_t         c = (size_t)(u % chunks * 32 + threadIdx.x % 32) * N;
-        const unsigned *from = list.by_row + begin;
         pack<float, N> sum = { { 0 } };
-        if (c >= cols || n < least || n > most) continue;
+        if (c >= cols) continue;
         if (!anew) sum = take<N>(sums + row * cols + c);
-        add_packs<AT_ONCE>(&sum, n, [&](size_t e) { return dout + from[e] * cols + c; });
+        add_packs<AT_ONCE>(&sum, list.begin[row + 1] - begin,
+                           [&](size_t e) { return dout + list.by_row[begin + e] * cols + c; });
         put(sums + row * cols + c, sum);
     }
 }
 
-/* keep: sums are there already. owned: rows of a block. cols is a multiple of N. A row that is met often is cut into
+/* keep: sums are there already. owned: rows of a block. cols is a multiple of N. A row that is named often is cut into
    more pieces, because the order makes it wait for each of them. */
 template <class T, int N>
 KERNEL __launch_bounds__(BLOCK, 4)
     embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int owned, int *bad) {
-    const int FEW = 16, LESS = (N + 3) / 4;
+    const int LESS = (N + 3) / 4;
     __shared__ owned_list list;
     for (int64_t own = (int64_t)blockIdx.x * owned; own == 0 || own < a.held; own += (int64_t)gridDim.x * owned) {
         int64_t end = own + owned < a.held ? own + owned : a.held;
@@ -2081,9 +2090,9 @@ KERNEL __launch_bounds__(BLOCK, 4)
             float   *mine = sums + own * a.cols;
             count = list_owned(list, count, a, base, first, own, end, bad);
             if (next < a.rows && count <= LISTED - PIECE && next - base < WINDOW) continue;
-            sort_owned(list, count);
-            add_owned<N, 4>(list, (int)(end - own), anew ? 0 : 1, FEW, mine, dout, a.cols, anew);
-            add_owned<LESS, 16>(list, (int)(end - own), FEW + 1, LISTED, mine, dout, a.cols, anew);
+            sort_owned(list, count, anew ? 0 : 1, (int)(end - own));
+            add_owned<N, 4>(list, 0, mine, dout, a.cols, anew);
+            add_owned<LESS, 16>(list, 1, mine, dout, a.cols, anew);
             anew = false;
             base = next;
             count = 0;
