@@ -7828,6 +7828,7 @@ static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
                                                       several ? made->place.rank : 0, lane ? &lane->comm : &child,
                                                       &config);
     if (!dt__lane_called(world, comm->lane, "ncclCommSplit", result)) return;
+    comm->lane->busy = 1;               /* NCCL 2.28 says ncclSuccess to a split that goes on */
     dt__lane_wait(comm, comm->lane, dt__lane_joined);
     if (!lane || dt_error(world->ctx)) return;
     lane->busy = 1;

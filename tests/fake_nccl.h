@@ -741,7 +741,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *chil
     comm->child_config = config ? *config : (ncclConfig_t)NCCL_CONFIG_INITIALIZER;
     comm->splitting = 1;
     if (++comm->clique->splitting == comm->clique->size) split_complete(comm->clique);
-    result = begun(comm, 1);
+    begun(comm, 1); /* only the state says that it goes on: so does NCCL 2.28 */
     if (comm->blocking) {
         result = wait_zero(comm, &comm->splitting, "the other ranks of ncclCommSplit");
         *child = comm->child;
