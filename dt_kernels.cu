@@ -191,7 +191,8 @@ static dt_status cuda_share(void *stream, int places, char *text, size_t text_by
         if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
         (void)cudaGetLastError();
         if (error != cudaSuccess && text_bytes > 0)
-            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there, cudaGetErrorName(error));
+            snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there,
+                     cudaGetErrorName(error));
     }
     return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
 }
@@ -291,8 +292,8 @@ static __device__ void round_to(float *out, float x) { *out = x; }
 static __device__ void round_to(double *out, double x) { *out = x; }
 static __device__ void round_to(int *out, int x) { *out = x; }
 
-/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. Since sm_80 it is one
-   instruction. */
+/* To nearest, ties to even; rounding could carry a NaN into the sign, so a NaN is only made quiet. Since sm_80 one
+   instruction does it. */
 static __device__ void round_to(bf16 *out, float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
@@ -2677,9 +2678,9 @@ PTX void copies_sent() { asm volatile("cp.async.commit_group;" : : : "memory"); 
 PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 #endif
 
-/* wgmma: four warps, a group, multiply 64 rows at a time, with B (and A) read from shared memory; see `matrix`. Only code
-   for sm_90a has it: elsewhere the kernels that use it are empty, and cannot be launched with as many threads as they
-   want. d (64,N) = a b, plus d if `add`: of warp w rows 16 w .. 16 w + 15, in the places of mma. What has been started
+/* wgmma: four warps, a group, multiply 64 rows at a time, with B (and A) read from shared memory; see `matrix`. Only
+   code for sm_90a has it: elsewhere the kernels that use it are empty, and cannot be launched with as many threads as
+   they want. d (64,N) = a b, plus d if `add`: of warp w rows 16 w .. 16 w + 15, in the places of mma. What has been started
    is done after group_done. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_GROUPS 1
@@ -2692,7 +2693,8 @@ PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define OTHER ", 0x40000040}; "
 #define WGMMA(type, n, add, matrices, places, rest) \
-    "{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, " add ", 0; " matrices " wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+    "{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, " add ", 0; " matrices \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
     " {" places "}, " rest "; }"
 #define WGMMAS(T, type) \
     PTX void wgmma(T, float (&d)[8][4], unsigned a, unsigned b, int add) { \
@@ -3514,7 +3516,7 @@ static __device__ int2 look(const task &s, const side &of, int sequence, int i) 
     return x;
 }
 
-/* Minus infinity for what is not seen. With arrays; rows, cols: what `look` says of the warp's rows and of the columns. */
+/* Minus infinity for what is not seen. With arrays; rows, cols: what `look` says of the warp's rows and the columns. */
 template <int M, int J>
 static __device__ void hide(float (&c)[M][J][4], bool rows_are_keys, const int2 *rows, const int2 *cols) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -3671,14 +3673,15 @@ static constexpr int threads_of() { return F::GROUP && !HAS_GROUPS ? 32 : F::THR
 
 /* ---- products ---- */
 
-/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. By a group it is there after `done`. */
+/* c = rows of the tile x, from `row` on, times rows of the tile y, from `col` on. A group has it after `done`. */
 template <class F, int D, int X_ROWS, int Y_ROWS, int M, int J, class T>
 static __device__ void scores_of(float (&c)[M][J][4], const T *x, int row, const T *y, int col, int dim) {
     if constexpr (F::GROUP) {
         matrix a = matrix_at(x + row / 64 * 64 * 64, 0), b = matrix_at(y + col * 64, 0);
         group_begin();
         UNROLL for (int k = 0; k < D; k += 16)
-            wgmma(T(), c[0], further(a, k / 64 * X_ROWS * 64 + k % 64), further(b, k / 64 * Y_ROWS * 64 + k % 64), k > 0);
+            wgmma(T(), c[0], further(a, k / 64 * X_ROWS * 64 + k % 64),
+                  further(b, k / 64 * Y_ROWS * 64 + k % 64), k > 0);
         group_sent();
     } else {
         scores<D>(c, x, row, y + col * D, dim);
@@ -3808,9 +3811,9 @@ static __device__ void give_rows(float *tile, const float (&c)[M][N][4], const t
 
 #define LOG2_E 1.4426950408889634 /* e^x is 2^(x LOG2_E), which is one instruction */
 
-/* p = e^(scores - max) in place of the scores, and its sums to `sum`. factor: what was summed before is to be multiplied
-   with, for it is relative to the maximum before. A row that sees nothing yet has maximum -infinity. Maxima and sums are
-   taken in four parts, because each step of one waits for the step before. */
+/* p = e^(scores - max) in place of the scores, and its sums to `sum`. factor: what was summed before is to be
+   multiplied with, for it is relative to the maximum before. A row that sees nothing yet has maximum -infinity. Maxima
+   and sums are taken in four parts, because each step of one waits for the step before. */
 template <int M, int J>
 static __device__ void softmax_step(float (&c)[M][J][4], float *most, float *sum, float (&factor)[2 * M], float power) {
     UNROLL for (int r = 0; r < 2 * M; r++) {
@@ -3882,7 +3885,8 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
         fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
-        if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+        if (s.k.spans && threadIdx.x < F::COLS)
+            cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
     if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     UNROLL for (int r = 0; r < 2 * M; r++) {
@@ -4063,7 +4067,8 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
         fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
                                              key_at(s, sequence, i * F::COLS, kv), s.k_row,
                                              s.k.length - i * F::COLS, s);
-        if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
+        if (s.k.spans && threadIdx.x < F::COLS)
+            cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
     if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.q, sequence, row0 + threadIdx.x);
     UNROLL for (int r = 0; r < 2 * M; r++) {
@@ -4351,8 +4356,8 @@ static dt_status attention_back_with(const dt_attention_back_args &a, task q, vo
             int64_t some = a.batch - b < sequences ? a.batch - b : sequences;
             q.first_sequence = k.first_sequence = (int)b;
             q.first_kv = k.first_kv = (int)kv;
-            status = attention_back_some<T, D, GROUPS>(a, q, k, (int)some, (int)(a.kv_heads - kv < kv_heads ? a.kv_heads - kv
-                                                                         : kv_heads), delta, stream);
+            int64_t heads = a.kv_heads - kv < kv_heads ? a.kv_heads - kv : kv_heads;
+            status = attention_back_some<T, D, GROUPS>(a, q, k, (int)some, (int)heads, delta, stream);
         }
     }
     return status == DT_OK ? launched() : status;
@@ -4455,9 +4460,10 @@ static void advise(char *text, size_t text_bytes) {
     bool               hopper = known && major == 9 && minor == 0;
     (void)cudaGetLastError();
     if (!known || text_bytes == 0) return;
-    if (code.ptxVersion / 10 >= major && !(hopper && !takes((const void *)attention_groups_kernel<bf16, 64>, 128))) return;
-    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it faster",
-             code.ptxVersion, major, minor, major, minor, hopper ? "a" : "");
+    bool fit = code.ptxVersion / 10 >= major;
+    if (fit && (!hopper || takes((const void *)attention_groups_kernel<bf16, 64>, 128))) return;
+    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it "
+             "faster", code.ptxVersion, major, minor, major, minor, hopper ? "a" : "");
 }
 
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is

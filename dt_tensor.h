@@ -4468,7 +4468,8 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
     size_t room = dt__loss_part_room(desc.part, dt__rows(x));
     int64_t all = (int64_t)dt__rows(x), V = w->shape.d[0];
-    if (dt__loss_keeps(ctx, x, V) && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits"))) return NULL;
+    int     keeps = dt__loss_keeps(ctx, x, V);
+    if (keeps && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits"))) return NULL;
     if (!dt__loss_work_make(ctx, x, w, room, p.logits, &k)) return NULL;
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {
         int64_t rows = all - r < k.rows ? all - r : k.rows;

@@ -917,7 +917,8 @@ inline void dtc_run_grid(dim3 grid, dim3 block, size_t smem, const char *name,
     gridDim = grid;
     blockDim = block;
     void *dynamic = nullptr; // where a device lets it begin that is asked for the most
-    dtc.dynamic = posix_memalign(&dynamic, 1024, smem ? smem : 1) == 0 ? static_cast<unsigned char *>(dynamic) : nullptr;
+    if (posix_memalign(&dynamic, 1024, smem ? smem : 1) != 0) dynamic = nullptr;
+    dtc.dynamic = static_cast<unsigned char *>(dynamic);
     dtc.dynamic_bytes = smem;
     if (!dtc.dynamic) {
         dtc_fail(cudaErrorMemoryAllocation, "no memory for dynamic shared memory");

@@ -95,9 +95,10 @@ if ldconfig -p | grep -q libnccl.so.2; then
 else skip "NCCL" "libnccl.so.2 is not here"; fi
 
 if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck racecheck synccheck initcheck; do
-        try "compute-sanitizer $tool" 100 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$W/$tool" \
-            $G --data README.md --layers 1 --width 64 --heads 2 --seq 32 --batch 2 --steps 1 --device cuda --dtype bf16 --quiet
+    for tool in memcheck racecheck synccheck initcheck; do # initcheck does not see what cuBLASLt's 16-bit kernels write
+        d=$([ $tool = initcheck ] && echo f32 || echo bf16)
+        try "compute-sanitizer $tool, $d" 100 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$W/$tool" \
+            $G --data README.md --layers 1 --width 64 --heads 2 --seq 32 --batch 2 --steps 1 --device cuda --dtype $d --quiet
     done
 else skip "compute-sanitizer" "it is not installed"; fi
 
