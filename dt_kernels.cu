@@ -2680,8 +2680,8 @@ PTX void copies_here() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
 /* wgmma: four warps, a group, multiply 64 rows at a time, with B (and A) read from shared memory; see `matrix`. Only
    code for sm_90a has it: elsewhere the kernels that use it are empty, and cannot be launched with as many threads as
-   they want. d (64,N) = a b, plus d if `add`: of warp w rows 16 w .. 16 w + 15, in the places of mma. What has been started
-   is done after group_done. */
+   they want. d (64,N) = a b, plus d if `add`: of warp w rows 16 w .. 16 w + 15, in the places of mma. What has been
+   started is done after group_done. */
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_GROUPS 1
 #define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
