@@ -1575,8 +1575,24 @@ typedef struct dt__zero_span {
 #define DT__UPDATE(zero, what, k, args) dt__kernel_done((zero)->ctx, (what), NULL, #k, \
     (zero)->table->k ? (zero)->table->k((args), (zero)->stream) : DT_ERR_UNSUPPORTED)
 
-/* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
-static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
+/* Updates that wait for others of their unit, to be made in one call. */
+enum { DT__UPDATES = 32 };
+typedef struct dt__zero_updates {
+    int           n;
+    const char   *name;     /* of the first one's parameter */
+    dt_adamw_args adamw[DT__UPDATES];
+} dt__zero_updates;
+
+static dt_status dt__zero_updates_end(dt_zero *zero, dt__zero_updates *updates) {
+    for (int i = 1; i < updates->n; i++) updates->adamw[i - 1].next = &updates->adamw[i];
+    int waited = updates->n > 0;
+    updates->n = 0;
+    return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
+}
+
+/* At once, or later with others. narrow: receives the run rounded to the parameter's own type, or NULL where that is
+   the type of the update. */
+static dt_status dt__zero_update_run(dt_zero *zero, dt__zero_updates *later, const dt_flat *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
     dt_dtype            type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OWN) {
@@ -1598,15 +1614,19 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
     }
     int64_t       step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step; /* no bias correction */
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
-        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
-    return DT__UPDATE(zero, f->tensor->name, adamw, &a);
+        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow, NULL };
+    if (later->n == 0) later->name = f->tensor->name;
+    later->adamw[later->n++] = a;
+    return later->n == DT__UPDATES ? dt__zero_updates_end(zero, later) : dt_error(zero->ctx);
 }
 
 /* Updates the part of each parameter that lies in the span. */
 static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt__zero_span *s, double lr,
     double grad_scale) {
-    const dt_unit *u = z->unit;
-    size_t         size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype), end = s->first + s->count;
+    const dt_unit   *u = z->unit;
+    dt__zero_updates later;
+    size_t           size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype), end = s->first + s->count;
+    later.n = 0;
     for (int i = u->first_param; i < u->first_param + u->params; i++) {
         const dt_tensor     *t = dt_param_get(zero->ctx, i);
         const dt_param_info *p = t->param;
@@ -1620,9 +1640,9 @@ static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt_
             lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale, decays ? zero->desc.weight_decay : 0,
             zero->step + 1 };
         for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
-        if (dt__zero_update_run(zero, &f, s->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
+        if (dt__zero_update_run(zero, &later, &f, s->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
     }
-    return DT_OK;
+    return dt__zero_updates_end(zero, &later);
 }
 
 /* Updates this rank's run of a unit. */
