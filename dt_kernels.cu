@@ -523,15 +523,21 @@ static __device__ size_t flat_first(int each) { return ((size_t)blockIdx.x * BLO
 static __device__ size_t flat_step(int each) { return (size_t)gridDim.x * BLOCK * each; }
 
 /* A walk calls f(.., by) for so many numbers at a time: packs where they are whole and aligned, else single ones. f is
-   compiled for both. */
+   compiled for both. The blocks that share it are the grid's, or some of them. */
 template <int COUNT>
 struct by { enum { N = COUNT }; };
 
 template <int N, class F>
-static __device__ void each_flat(size_t count, bool aligned, F f) {
+static __device__ void each_of_blocks(unsigned block, unsigned blocks, size_t count, bool aligned, F f) {
+    size_t first = (size_t)block * BLOCK + threadIdx.x, step = (size_t)blocks * BLOCK;
     size_t whole = aligned ? count / N * N : 0;
-    for (size_t i = flat_first(N); i < whole; i += flat_step(N)) f(i, by<N>());
-    for (size_t i = whole + flat_first(1); i < count; i += flat_step(1)) f(i, by<1>());
+    for (size_t i = first * N; i < whole; i += step * N) f(i, by<N>());
+    for (size_t i = whole + first; i < count; i += step) f(i, by<1>());
+}
+
+template <int N, class F>
+static __device__ void each_flat(size_t count, bool aligned, F f) {
+    each_of_blocks<N>(blockIdx.x, gridDim.x, count, aligned, f);
 }
 
 /* The same over rows of cols numbers: f(row, column, by). */
@@ -2409,35 +2415,61 @@ static __device__ void give_copy(void *narrow, size_t i, pack<float, N> param) {
     if (narrow) give((Narrow *)narrow + i, param);
 }
 
-/* The factors of one step, made on the host in double as on the CPU. */
-struct adamw_factors { float beta1, beta2, rest1, rest2, eps, rate, root, keep, decay, grad_scale; };
+/* A run of parameters and the factors of its step, which are made on the host in double as on the CPU. */
+struct adamw_run {
+    float       *param, *m, *v;
+    const float *grad;
+    void        *narrow;
+    size_t       count;
+    float        beta1, beta2, rest1, rest2, eps, rate, root, keep, decay, grad_scale;
+};
+
+/* What one launch updates: run r by the blocks from first[r] up to first[r + 1]. All of it are a kernel's parameters,
+   which may have 4 KiB. */
+enum { ADAMW_RUNS = 32 };
+struct adamw_runs {
+    unsigned  n, first[ADAMW_RUNS + 1];
+    adamw_run run[ADAMW_RUNS];
+};
+static_assert(sizeof(adamw_runs) <= 4096, "the parameters of a kernel");
 
 /* m and v are running means of g and g^2. arXiv:1711.05101; coupled: arXiv:1412.6980 with the decay in the gradient. */
 template <class Narrow>
-KERNEL __launch_bounds__(BLOCK) adamw_kernel(dt_adamw_args a, adamw_factors f) {
-    float *params = (float *)a.param, *ms = (float *)a.m, *vs = (float *)a.v;
-    bool   aligned = aligned16(params, a.grad, ms, vs) && aligned16(a.narrow);
-    each_flat<pack<float>::N>(a.count, aligned, [&](size_t i, auto by) {
+KERNEL __launch_bounds__(BLOCK) adamw_kernel(adamw_runs all) {
+    unsigned mine = 0, end = all.n;
+    while (end - mine > 1) { /* the run of this block lies in [mine, end) */
+        unsigned middle = (mine + end) / 2;
+        if (blockIdx.x < all.first[middle]) end = middle;
+        else mine = middle;
+    }
+    unsigned  first = all.first[mine], blocks = all.first[mine + 1] - first;
+    adamw_run f = all.run[mine];
+    bool      aligned = aligned16(f.param, f.grad, f.m, f.v) && aligned16(f.narrow);
+    each_of_blocks<pack<float>::N>(blockIdx.x - first, blocks, f.count, aligned, [&](size_t i, auto by) {
         const int      N = decltype(by)::N;
-        pack<float, N> param = take<N>(params + i), grad = take<N>((const float *)a.grad + i);
-        pack<float, N> m = take<N>(ms + i), v = take<N>(vs + i);
+        pack<float, N> param = take<N>(f.param + i), grad = take<N>(f.grad + i);
+        pack<float, N> m = take<N>(f.m + i), v = take<N>(f.v + i);
         for (int k = 0; k < N; k++) {
             float g = grad.v[k] * f.grad_scale + f.decay * param.v[k];
             m.v[k] = f.beta1 * m.v[k] + f.rest1 * g;
             v.v[k] = f.beta2 * v.v[k] + f.rest2 * g * g;
             param.v[k] = f.keep * param.v[k] - f.rate * m.v[k] / (sqrtf(v.v[k]) * f.root + f.eps);
         }
-        put(params + i, param);
-        put(ms + i, m);
-        put(vs + i, v);
-        give_copy<Narrow>(a.narrow, i, param);
+        put(f.param + i, param);
+        put(f.m + i, m);
+        put(f.v + i, v);
+        give_copy<Narrow>(f.narrow, i, param);
     });
 }
 
-template <class Narrow>
-static dt_status adamw(const dt_adamw_args *a, void *stream) {
-    if (a->step < 1) return DT_ERR_ARG;
-    adamw_factors f;
+static adamw_run adamw_run_of(const dt_adamw_args *a) {
+    adamw_run f;
+    f.param = (float *)a->param;
+    f.m = (float *)a->m;
+    f.v = (float *)a->v;
+    f.grad = (const float *)a->grad;
+    f.narrow = a->narrow;
+    f.count = a->count;
     f.beta1 = (float)a->beta1;
     f.beta2 = (float)a->beta2;
     f.rest1 = (float)(1 - a->beta1);
@@ -2448,11 +2480,35 @@ static dt_status adamw(const dt_adamw_args *a, void *stream) {
     f.keep = (float)(a->coupled ? 1 : 1 - a->lr * a->weight_decay);
     f.decay = (float)(a->coupled ? a->weight_decay : 0);
     f.grad_scale = (float)a->grad_scale;
-    LAUNCH(adamw_kernel<Narrow>, a->count, BLOCK * pack<float>::N, stream, *a, f);
+    return f;
+}
+
+/* Each run gets the blocks it would have alone: a small one gets one, and a large one as many as fill a GPU. */
+template <class Narrow>
+static dt_status adamw(const dt_adamw_args *a, void *stream) {
+    while (a) {
+        adamw_runs all;
+        unsigned   blocks = 0;
+        for (all.n = 0; a && all.n < ADAMW_RUNS; a = a->next) {
+            if (a->count == 0) continue;
+            all.run[all.n] = adamw_run_of(a);
+            all.first[all.n++] = blocks;
+            blocks += grid_for(a->count, BLOCK * pack<float>::N);
+        }
+        all.first[all.n] = blocks;
+        if (blocks > 0) DT_LAUNCH(adamw_kernel<Narrow>, blocks, BLOCK, 0, stream_of(stream), all);
+    }
     return launched();
 }
 
-static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) { return BY_NARROW(a, adamw, a, stream); }
+static dt_status cuda_adamw(const dt_adamw_args *a, void *stream) {
+    const dt_adamw_args *of = a; /* one with a copy, whose type counts, if there is any */
+    for (const dt_adamw_args *n = a; n && a->dtype == DT_F32; n = n->next) {
+        if (n->step < 1 || n->dtype != a->dtype || n->narrow_dtype != a->narrow_dtype) return DT_ERR_ARG;
+        if (n->narrow) of = n;
+    }
+    return BY_NARROW(of, adamw, a, stream);
+}
 
 /* Without momentum the buffer is neither read nor written; in the first step it is written only. */
 template <class Narrow>

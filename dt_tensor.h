@@ -403,7 +403,8 @@ typedef struct dt_adamw_args { /* one step over a flat run; arXiv:1711.05101; co
     int64_t step;                   /* from 1: bias correction 1 - beta^step, which of INT64_MAX is none */
     int     coupled;                /* 0: decay apart from the moments (AdamW); 1: added to the gradient (Adam) */
     dt_dtype narrow_dtype; void *narrow; /* receives param rounded to bf16 or f16: param is then the master; or NULL */
-} dt_adamw_args;
+    const struct dt_adamw_args *next;   /* another run of the same types, in the same call, or NULL: a GPU takes many */
+} dt_adamw_args;                        /* small ones in one launch. No run overlaps another */
 
 typedef struct dt_sgd_args { /* b = momentum b + g; p -= lr b; g includes weight_decay p; the first step sets b = g */
     dt_dtype dtype; void *param; const void *grad; void *momentum_buffer; size_t count;
@@ -8152,11 +8153,10 @@ DT__FN void DT__K(square_roots)(DT__REAL *tile) {
 
 /* m and v are running means of g and g^2; both begin at zero, and 1 - beta^step undoes that bias. Decay on its own
    (AdamW) shrinks the parameter; coupled (Adam) it is a part of the gradient. */
-DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
+DT__FN void DT__K(adamw_run)(const dt_adamw_args *a) {
     DT__REAL *__restrict__ param = (DT__REAL *)a->param;
     DT__REAL *__restrict__ m = (DT__REAL *)a->m, *__restrict__ v = (DT__REAL *)a->v;
     const DT__REAL *grad = (const DT__REAL *)a->grad;
-    if (a->step < 1) return DT_ERR_ARG;
     DT__REAL beta1 = (DT__REAL)a->beta1, beta2 = (DT__REAL)a->beta2, eps = (DT__REAL)a->eps;
     DT__REAL rest1 = (DT__REAL)(1 - a->beta1), rest2 = (DT__REAL)(1 - a->beta2), grad_scale = (DT__REAL)a->grad_scale;
     DT__REAL rate = (DT__REAL)(a->lr / (1 - pow(a->beta1, (double)a->step)));
@@ -8177,6 +8177,12 @@ DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
         for (size_t i = at; i < end; i++) param[i] = keep * param[i] - rate * m[i] / (root[i - at] * unbias + eps);
         DT__K(give)(a->narrow_dtype, a->narrow, (int64_t)at, (int64_t)(end - at), param + at, 0);
     }
+}
+
+DT__FN dt_status DT__K(adamw)(const dt_adamw_args *a) {
+    for (const dt_adamw_args *n = a; n; n = n->next) /* before anything is changed */
+        if (n->step < 1 || n->dtype != a->dtype || n->narrow_dtype != a->narrow_dtype) return DT_ERR_ARG;
+    for (; a; a = a->next) DT__K(adamw_run)(a);
     return DT_OK;
 }
 

@@ -687,7 +687,7 @@ static dt_status dt__zero_sums_make(dt_zero *zero) {
         if (kind == DT__DENSE) zero->n_dense = zero->n_sums;
     }
     if (dt__zero_places(zero) != DT_OK) return dt_error(ctx);
-    zero->sums = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_sums * sizeof *zero->sums, "sums of the norm");
+    zero->sums = (double *)dt_pin(ctx, zero->n_sums * sizeof *zero->sums, "sums of the norm");
     zero->totals = (double *)dt_alloc(ctx, DT_MEM_HOST, zero->n_places * sizeof *zero->totals, "sums of the norm");
     return dt_error(ctx);
 }
@@ -1036,7 +1036,7 @@ static dt_status dt__zero_reduce_until(dt_zero *zero, int most) {
     return dt_error(zero->ctx);
 }
 
-static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z);
+static dt_status dt__zero_sums(dt_zero *zero, int first, int end, int on_disk);
 
 /* The sums of a unit's run beyond its shard group: over the copies, and over the groups that marks name. */
 static void dt__zero_copies_start(dt__zero_unit *z) {
@@ -1359,28 +1359,54 @@ static void dt__zero_reset(dt_ctx *ctx, void *user) {
 
 // ==== 9. The norm ===================================================================================================
 
-/* Sums of squares of each run of 1,024 elements of a unit: those this rank owns, zero elsewhere. */
-static dt_status dt__zero_unit_sums(dt_zero *zero, const dt__zero_unit *z) {
-    double *sums = zero->sums + z->sums;
-    memset(sums, 0, z->unit->padded / DT_RUN * sizeof *sums);
-    if (z->unit->frozen) return DT_OK;
-    size_t  bytes = z->count / DT_RUN * sizeof(double); /* the kernel writes to the device, the sums live with us */
-    double *work = (double *)dt_scratch(zero->ctx, bytes);
-    if (!work) return dt_error(zero->ctx);
-    dt_square_sums_args a = { z->unit->grad_dtype, work, dt__zero_run_grad(z), z->count };
-    if (DT__KERNEL(zero->ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(zero->ctx);
-    if (dt__move(zero->ctx, sums + z->first / DT_RUN, work, bytes) != DT_OK) return dt_error(zero->ctx);
-    return dt__sync(zero->ctx);
+/* Whether this step's sums of a unit are made with those whose gradients are on disk, or with the others. */
+static int dt__zero_has_sums(const dt_zero *zero, const dt__zero_unit *z, int on_disk) {
+    return !z->unit->frozen && dt__grad_on_disk(zero, z->unit) == on_disk;
+}
+
+/* Sums of squares of each run of 1,024 elements of units first .. end-1: those this rank owns, zero elsewhere. The
+   kernels write to the device, the sums live with us: all go there together, and what is one piece here and there is
+   copied as one. */
+static dt_status dt__zero_sums(dt_zero *zero, int first, int end, int on_disk) {
+    dt_ctx *ctx = zero->ctx;
+    size_t  runs = 0, n = 0;
+    for (int u = first; u < end; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        size_t all = z->unit->padded / DT_RUN;
+        if (dt__zero_has_sums(zero, z, on_disk)) runs += z->count / DT_RUN;
+        if (z->unit->frozen || (dt__zero_has_sums(zero, z, on_disk) && z->count < z->unit->padded))
+            memset(zero->sums + z->sums, 0, all * sizeof *zero->sums);
+    }
+    double *from = (double *)dt_scratch(ctx, runs * sizeof *from), *at = from, *to = zero->sums;
+    for (int u = first; u < end && runs > 0; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        if (!dt__zero_has_sums(zero, z, on_disk)) continue;
+        dt_square_sums_args a = { z->unit->grad_dtype, at, dt__zero_run_grad(z), z->count };
+        if (!from || DT__KERNEL(ctx, "the gradient norm", square_sums, &a) != DT_OK) return dt_error(ctx);
+        at += z->count / DT_RUN;
+    }
+    for (int u = first; u < end && runs > 0; u++) {
+        const dt__zero_unit *z = &zero->units[u];
+        double *place = zero->sums + z->sums + z->first / DT_RUN;
+        if (!dt__zero_has_sums(zero, z, on_disk)) continue;
+        if (place != to + n) { /* another piece begins */
+            dt__move(ctx, to, from, n * sizeof *from);
+            from += n;
+            to = place;
+            n = 0;
+        }
+        n += z->count / DT_RUN;
+    }
+    if (runs > 0) dt__move(ctx, to, from, n * sizeof *from);
+    dt_status status = runs > 0 ? dt__sync(ctx) : DT_OK; /* after a failure, too: nothing is under way to the sums */
+    return status == DT_OK ? dt_error(ctx) : status;
 }
 
 /* Those of all units, summed over the shard group. A run's sum is computed by exactly one rank of it (at stage 0 by
-   each for itself), and x + 0 is x: every stage gets the same bits. */
+   each for itself), and x + 0 is x: every stage gets the same bits. Of gradients on disk they were made before these
+   were written. */
 static dt_status dt__zero_square_sums(dt_zero *zero) {
-    for (int u = 0; u < zero->n_units; u++) { /* of gradients on disk they were made before these were written */
-        const dt__zero_unit *z = &zero->units[u];
-        if (!dt__grad_on_disk(zero, z->unit) && dt__zero_unit_sums(zero, z) != DT_OK)
-            return dt_error(zero->ctx);
-    }
+    if (dt__zero_sums(zero, 0, zero->n_units, 0) != DT_OK) return dt_error(zero->ctx);
     if (dt__onebit_frozen(zero)) return dt__onebit_sums(zero);
     if (zero->desc.stage == 0) return DT_OK;
     return dt__zero_sum_kinds(zero, zero->groups[DT__DENSE].shard, zero->groups[DT__EXPERTS].shard);
@@ -1402,16 +1428,45 @@ static dt_status dt__zero_sum_cuts(dt_zero *zero) {
     return DT_OK;
 }
 
+/* zero->totals of the units, each the sum of its runs in their order. An addition waits for the one before it, so four
+   units take turns; a turn without one does what another does, for nothing. */
+static void dt__zero_add_up(dt_zero *zero) {
+    enum { TURNS = 4 };
+    const double *run[TURNS];
+    double        sum[TURNS] = { 0 }, *total[TURNS] = { NULL };
+    size_t        left[TURNS] = { 0 };
+    for (int u = 0, busy = 0; busy >= 0;) {
+        busy = -1;
+        for (int t = 0; t < TURNS; t++) {
+            if (total[t] && left[t] == 0) {
+                *total[t] = sum[t];
+                total[t] = NULL;
+            }
+            if (!total[t] && u < zero->n_units) {
+                const dt__zero_unit *z = &zero->units[u++];
+                total[t] = &zero->totals[z->place];
+                run[t] = zero->sums + z->sums;
+                left[t] = z->unit->padded / DT_RUN;
+                sum[t] = 0;
+            }
+            if (total[t] && (busy < 0 || left[t] < left[busy])) busy = t;
+        }
+        size_t n = busy < 0 ? 0 : left[busy];
+        for (int t = 0; t < TURNS && busy >= 0; t++)
+            if (!total[t]) run[t] = run[busy];
+        for (size_t i = 0; i < n; i++)
+            for (int t = 0; t < TURNS; t++) sum[t] += *run[t]++;
+        for (int t = 0; t < TURNS; t++) left[t] -= total[t] ? n : 0;
+    }
+}
+
 /* The 2-norm of the gradients as they are, scaled; infinite or NaN if some element is. Every unit's part comes from the
    one stage that has it, and is added in its place: as many stages as there are, the bits are those of one. */
 static dt_status dt__zero_norm(dt_zero *zero, double *norm) {
     double total = 0;
     if (dt__zero_square_sums(zero) != DT_OK) return dt_error(zero->ctx);
     memset(zero->totals, 0, zero->n_places * sizeof *zero->totals);
-    for (int u = 0; u < zero->n_units; u++) {
-        const dt__zero_unit *z = &zero->units[u];
-        for (size_t i = 0; i < z->unit->padded / DT_RUN; i++) zero->totals[z->place] += zero->sums[z->sums + i];
-    }
+    dt__zero_add_up(zero);
     if (dt__zero_sum_cuts(zero) != DT_OK) return dt_error(zero->ctx);
     if (dt_sum_doubles(zero->mesh.pp, zero->totals, zero->n_places) != DT_OK) return dt_error(zero->ctx);
     for (size_t i = 0; i < zero->n_places; i++) total += zero->totals[i];
@@ -1575,8 +1630,24 @@ typedef struct dt__zero_span {
 #define DT__UPDATE(zero, what, k, args) dt__kernel_done((zero)->ctx, (what), NULL, #k, \
     (zero)->table->k ? (zero)->table->k((args), (zero)->stream) : DT_ERR_UNSUPPORTED)
 
-/* narrow: receives the run rounded to the parameter's own type, or NULL where that is the type of the update. */
-static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narrow) {
+/* Updates that wait for others of their unit, to be made in one call. */
+enum { DT__UPDATES = 32 };
+typedef struct dt__zero_updates {
+    int           n;
+    const char   *name;     /* of the first one's parameter */
+    dt_adamw_args adamw[DT__UPDATES];
+} dt__zero_updates;
+
+static dt_status dt__zero_updates_end(dt_zero *zero, dt__zero_updates *updates) {
+    for (int i = 1; i < updates->n; i++) updates->adamw[i - 1].next = &updates->adamw[i];
+    int waited = updates->n > 0;
+    updates->n = 0;
+    return waited ? DT__UPDATE(zero, updates->name, adamw, updates->adamw) : dt_error(zero->ctx);
+}
+
+/* At once, or later with others. narrow: receives the run rounded to the parameter's own type, or NULL where that is
+   the type of the update. */
+static dt_status dt__zero_update_run(dt_zero *zero, dt__zero_updates *later, const dt_flat *f, void *narrow) {
     const dt_zero_desc *d = &zero->desc;
     dt_dtype            type = dt_grad_dtype(f->tensor);
     if (d->optimizer == DT_OWN) {
@@ -1598,15 +1669,19 @@ static dt_status dt__zero_update_run(dt_zero *zero, const dt_flat *f, void *narr
     }
     int64_t       step = d->optimizer == DT_ONEBIT_ADAM ? INT64_MAX : f->step; /* no bias correction */
     dt_adamw_args a = { type, f->param, f->grad, f->state[0], f->state[1], f->count, f->lr, d->beta1, d->beta2, d->eps,
-        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow };
-    return DT__UPDATE(zero, f->tensor->name, adamw, &a);
+        f->weight_decay, f->grad_scale, step, d->optimizer == DT_ADAM, f->tensor->dtype, narrow, NULL };
+    if (later->n == 0) later->name = f->tensor->name;
+    later->adamw[later->n++] = a;
+    return later->n == DT__UPDATES ? dt__zero_updates_end(zero, later) : dt_error(zero->ctx);
 }
 
 /* Updates the part of each parameter that lies in the span. */
 static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt__zero_span *s, double lr,
     double grad_scale) {
-    const dt_unit *u = z->unit;
-    size_t         size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype), end = s->first + s->count;
+    const dt_unit   *u = z->unit;
+    dt__zero_updates later;
+    size_t           size = dt__zero_size(z), narrow_size = dt_dtype_size(u->dtype), end = s->first + s->count;
+    later.n = 0;
     for (int i = u->first_param; i < u->first_param + u->params; i++) {
         const dt_tensor     *t = dt_param_get(zero->ctx, i);
         const dt_param_info *p = t->param;
@@ -1620,9 +1695,9 @@ static dt_status dt__zero_update_span(dt_zero *zero, dt__zero_unit *z, const dt_
             lr * (p->desc.lr_scale != 0 ? p->desc.lr_scale : 1), grad_scale, decays ? zero->desc.weight_decay : 0,
             zero->step + 1 };
         for (int k = 0; k < zero->states; k++) f.state[k] = (char *)s->state[k] + at * size;
-        if (dt__zero_update_run(zero, &f, s->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
+        if (dt__zero_update_run(zero, &later, &f, s->master ? value : NULL) != DT_OK) return dt_error(zero->ctx);
     }
-    return DT_OK;
+    return dt__zero_updates_end(zero, &later);
 }
 
 /* Updates this rank's run of a unit. */
@@ -2052,9 +2127,9 @@ static dt_status dt__grads_settle(dt_zero *zero) {
 /* A micro-batch has been added: the run is written while the next unit is reduced. After the last one it is first
    summed over its copies, and over marks, and its squares go into the norm. */
 static dt_status dt__grads_end(dt_zero *zero, dt__zero_unit *z) {
-    int last = zero->ctx->micro == zero->ctx->micro_count - 1;
+    int last = zero->ctx->micro == zero->ctx->micro_count - 1, u = z->unit->index;
     if (last) dt__zero_copies_start(z);
-    if (last && (dt__zero_copies_end(zero, z) != DT_OK || dt__zero_unit_sums(zero, z) != DT_OK))
+    if (last && (dt__zero_copies_end(zero, z) != DT_OK || dt__zero_sums(zero, u, u + 1, 1) != DT_OK))
         return dt_error(zero->ctx);
     if (dt__grads_settle(zero) != DT_OK) return dt_error(zero->ctx);
     dt__disk_begin(zero, &z->grad_job, 1, z->grad, z->count * dt__zero_size(z),
@@ -2339,7 +2414,7 @@ static void dt__zero_release(dt_ctx *ctx, void *user) {
         dt_free(ctx, DT_MEM_HOST, zero->plans[i].items, (size_t)zero->plans[i].room * sizeof *zero->plans[i].items);
     dt_free(ctx, DT_MEM_HOST, zero->plans, 3 * (size_t)zero->n_stages * sizeof *zero->plans);
     dt_free(ctx, DT_MEM_COMM, zero->leaves, zero->leaves_bytes);
-    dt_free(ctx, DT_MEM_HOST, zero->sums, zero->n_sums * sizeof *zero->sums);
+    dt_unpin(ctx, zero->sums, zero->n_sums * sizeof *zero->sums);
     dt_free(ctx, DT_MEM_HOST, zero->totals, zero->n_places * sizeof *zero->totals);
     dt_free(ctx, DT_MEM_HOST, zero->units, (size_t)zero->n_units * sizeof *zero->units);
     dt_free(ctx, DT_MEM_HOST, zero, sizeof *zero);

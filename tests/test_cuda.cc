@@ -849,9 +849,79 @@ static void compare_adamw(size_t count, int placement, int64_t step, int coupled
     check(dtc_text("adamw %zu, step %ld, coupled %d, decay %g", count, (long)step, coupled, decay), a,
           [=](const dt_kernels *t, arrays &x) {
               dt_adamw_args args = { DT_F32, x[0].data(), x[1].data(), x[2].data(), x[3].data(), count, 0.1, 0.9, 0.95,
-                                     1e-3, decay, 0.5, step, coupled, TYPE, copy_in(x[4]) };
+                                     1e-3, decay, 0.5, step, coupled, TYPE, copy_in(x[4]), NULL };
               return t->adamw(&args, NULL);
           }, FLAT);
+}
+
+// Where the runs of a list lie in common arrays: every third one in odd places, some empty, one of many blocks.
+struct listed { size_t first, count; };
+
+static std::vector<listed> list_of(size_t runs, size_t longest) {
+    static const size_t counts[] = { 5, 0, 1, 1024, 3000, 64, 4097, 2, 333, 0, 1025 };
+    std::vector<listed> list;
+    size_t              at = 0;
+    for (size_t i = 0; i < runs; i++) {
+        size_t count = i == runs / 2 ? longest : counts[i % 11];
+        list.push_back({ at + (i % 3 == 1), count });
+        at = (at + 1 + count + 7) / 4 * 4;
+    }
+    return list;
+}
+
+// One call for all, or one for each. Whatever is not in all runs alike differs.
+static dt_status adamw_list(const dt_kernels *t, arrays &x, const std::vector<listed> &list, int coupled, bool alone) {
+    std::vector<dt_adamw_args> args;
+    for (size_t i = 0; i < list.size(); i++) {
+        size_t at = list[i].first;
+        char  *narrow = static_cast<char *>(x[4].data()) + at * dt_dtype_size(TYPE);
+        args.push_back({ DT_F32, x[0].f() + at, x[1].f() + at, x[2].f() + at, x[3].f() + at, list[i].count,
+                         0.01 * (double)(1 + i % 13), 0.9, 0.95, 1e-3, 0.1 * (double)(i % 4), 0.5, 3, coupled, TYPE,
+                         TYPE == DT_F32 || i % 5 == 4 ? NULL : narrow, NULL });
+    }
+    for (size_t i = 1; i < args.size() && !alone; i++) args[i - 1].next = &args[i];
+    dt_status status = t->adamw(&args[0], NULL);
+    for (size_t i = 1; i < args.size() && alone && status == DT_OK; i++) status = t->adamw(&args[i], NULL);
+    return status;
+}
+
+// The CPU's results, and in every bit those of single calls. A launch takes 32 runs, of which empty ones are none.
+static void compare_adamw_list(size_t runs, size_t longest, int coupled) {
+    std::vector<listed> list = list_of(runs, longest);
+    size_t              count = list.back().first + list.back().count + 5;
+    arrays              a;
+    push(a, ALIGNED, count, 1);
+    push(a, ALIGNED, count, EXACT);
+    push(a, ALIGNED, count, 0.1);
+    array &v = push(a, ALIGNED, count, 0);
+    put(a, ALIGNED, count, 1);
+    for (size_t k = 0; k < count; k++) v.f()[k] = fabsf(v.f()[k]);
+    std::string what = dtc_text("adamw of %zu runs, coupled %d", runs, coupled);
+    check(what, a, [&](const dt_kernels *t, arrays &x) { return adamw_list(t, x, list, coupled, false); }, FLAT);
+    arrays one = a, many = a;
+    CHECK(adamw_list(dt_kernels_cuda(), many, list, coupled, false) == DT_OK);
+    CHECK(adamw_list(dt_kernels_cuda(), one, list, coupled, true) == DT_OK);
+    CHECK(wait_for(dt_kernels_cuda(), NULL) == DT_OK);
+    check_no_mistake(what);
+    for (size_t i = 0; i < a.size(); i++)
+        CHECK_MSG(same_bits(many[i], one[i]), "%s: array %zu is not that of single calls", what.c_str(), i);
+}
+
+// A run that cannot be in the list, at its end: nothing is launched.
+static void test_unlike_runs() {
+    float         x[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    dt_adamw_args last = { DT_F32, x + 4, x, x + 4, x + 4, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, TYPE, NULL, NULL };
+    for (int wrong = 0; wrong < 3; wrong++) {
+        dt_adamw_args bad = last, first = last;
+        first.param = first.m = first.v = x;
+        first.next = &bad;
+        if (wrong == 0) bad.step = 0;
+        if (wrong == 1) bad.dtype = DT_F64;
+        if (wrong == 2) bad.narrow_dtype = DT_I32;
+        CHECK(dt_kernels_cuda()->adamw(&first, NULL) == DT_ERR_ARG);
+    }
+    CHECK(x[0] == 1 && x[4] == 5);
+    check_no_mistake("a list of runs that are not alike");
 }
 
 // buffer: 0 none, 1 there, 2 there and never written
@@ -901,6 +971,8 @@ static void test_optimizers() {
             compare_adamw(17, ALIGNED, step, coupled, 0.2);
             compare_adamw(17, ALIGNED, step, coupled, 0);
         }
+    for (size_t runs : { 2, 12, 32, 33, 39, 90 }) compare_adamw_list(runs, 9000, runs % 2);
+    test_unlike_runs();
     for (int buffer = 0; buffer < 3; buffer++)
         for (double momentum : { 0.0, 0.8 })
             for (int64_t step : { 0, 1, 2 })
@@ -1101,7 +1173,7 @@ static void test_types() {
     CHECK(there == 5 + 3 * 29 + 2);
     uint16_t      narrow[4] = { 1, 2, 3, 4 }; // a copy of no such type: refused, and nothing is touched
     float         x[4] = { 1, 2, 3, 4 };
-    dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_F64, narrow };
+    dt_adamw_args adamw = { DT_F32, x, x, x, x, 4, 1, 0.9, 0.9, 1, 0, 1, 1, 0, DT_F64, narrow, NULL };
     dt_sgd_args   sgd = { DT_F32, x, x, NULL, 4, 1, 0, 0, 1, 1, DT_I32, narrow };
     CHECK(t->adamw(&adamw, NULL) == DT_ERR_UNSUPPORTED && t->sgd(&sgd, NULL) == DT_ERR_UNSUPPORTED);
     CHECK(x[0] == 1 && x[3] == 4 && narrow[0] == 1 && narrow[3] == 4);

@@ -705,7 +705,8 @@ static void bench_updates(bench *b) {
             }
         }
         dt_sgd_args   sgd = { b->t, p, g, m, N, 0.1, 0.9, 0.01, 0.5, 2, narrow, copy };
-        dt_adamw_args adamw = { b->t, p, g, m, v, N, 0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, 3, kind == 3, narrow, copy };
+        dt_adamw_args adamw = { b->t, p, g, m, v, N, 0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, 3, kind == 3, narrow, copy,
+            NULL };
         if (kind < 2) OK(b->v->sgd(&sgd));
         else OK(b->v->adamw(&adamw));
         same(b, "updated", p, b->t, want, N, 1);
@@ -714,6 +715,45 @@ static void bench_updates(bench *b) {
         int wrong = 0;
         for (int i = 0; i < N; i++) wrong += ((uint16_t *)copy)[i] != to16(narrow, get(p, b->t, i));
         CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+    }
+}
+
+/* A list is the calls of its runs one by one, in every bit of all their memory. Each second run lies in odd places. */
+static void bench_update_lists(bench *b) {
+    enum { RUNS = 6, EACH = 2100, ARRAYS = 5 };
+    static const size_t counts[RUNS] = { 5, 0, 1, 700, 2050, 33 };
+    size_t size = dt_dtype_size(b->t), bytes = ARRAYS * EACH * size;
+    for (int kind = 0; kind < 4 && !is_narrow(b->t); kind++) {
+        dt_adamw_args list[RUNS], alone[RUNS];
+        char         *data[2][RUNS], *start = (char *)keep(b, room(bytes));
+        for (int i = 0; i < RUNS; i++) {
+            data[0][i] = (char *)array(b, ARRAYS * EACH);
+            data[1][i] = (char *)keep(b, room(bytes));
+            for (int k = 3 * EACH; k < 4 * EACH; k++) put(data[0][i], b->t, k, fabs(get(data[0][i], b->t, k)));
+            memcpy(data[1][i], data[0][i], bytes);
+            for (int copy = 0; copy < 2; copy++) {
+                char *p = data[copy][i] + (size_t)(i % 2) * size, *narrow = data[copy][i] + 4 * EACH * size + i % 2 * 2;
+                dt_adamw_args a = { b->t, p, p + EACH * size, p + 2 * EACH * size, p + 3 * EACH * size, counts[i],
+                    0.01 * (i + 1), 0.9, 0.99, 1e-8, i % 3 * 0.1, 0.5, 3, kind % 2, DT_F16, kind > 1 ? narrow : NULL,
+                    copy || i == RUNS - 1 ? NULL : &list[i + 1] };
+                *(copy ? &alone[i] : &list[i]) = a;
+            }
+        }
+        memcpy(start, data[0][4], bytes);
+        for (int wrong = 0; wrong < 3; wrong++) { /* a run that cannot be: none is touched */
+            dt_adamw_args right = list[RUNS - 1];
+            if (wrong == 0) list[RUNS - 1].step = 0;
+            if (wrong == 1) list[RUNS - 1].dtype = b->t == DT_F32 ? DT_F64 : DT_F32;
+            if (wrong == 2) list[RUNS - 1].narrow_dtype = DT_BF16;
+            CHECK(b->v->adamw(list) == DT_ERR_ARG && memcmp(start, data[0][4], bytes) == 0);
+            list[RUNS - 1] = right;
+        }
+        OK(b->v->adamw(list));
+        for (int i = 0; i < RUNS; i++) {
+            OK(b->v->adamw(&alone[i]));
+            CHECK_MSG(memcmp(data[0][i], data[1][i], bytes) == 0, "run %d of a list, kind %d", i, kind);
+        }
+        CHECK(memcmp(start, data[0][4], bytes) != 0);
     }
 }
 
@@ -1070,7 +1110,7 @@ static void all_attention(bench *b) {
 /* All kernels whose bits are promised to be every set's; the hash of what they wrote. */
 static uint64_t bench_all(bench *b) {
     static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu, bench_sum,
-        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_signs,
+        bench_pick, bench_softmax, bench_rows, bench_others, bench_updates, bench_update_lists, bench_signs,
         bench_dropout };
     for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
         group[i](b);

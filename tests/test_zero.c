@@ -1608,6 +1608,31 @@ static void test_rare(void) {
     }
 }
 
+/* Many parameters in one unit, each with a learning rate of its own: decay alone moves all but the last, which has a
+   gradient. */
+static dt_status many_main(dt_ctx *ctx, void *user) {
+    enum { MANY = 70 };
+    dt_tensor *w[MANY];
+    for (int i = 0; i < MANY; i++) {
+        dt_param_desc p = { .lr_scale = 1 + i % 9 };
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        w[i] = dt_param_at(ctx, name, DT_SHAPE(i == MANY - 1 ? 8 : 2, i == MANY - 1 ? 8 : 1 + i % 5), DT_ONES, p);
+    }
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = *(int *)user, .weight_decay = 0.5 });
+    if (!zero) return dt_error(ctx);
+    CHECK(dt_unit_count(ctx) == 1);
+    dt_backward(rare_loss(ctx, w[MANY - 1], 1));
+    dt_zero_step(zero, 0.01);
+    for (int i = 0; i < MANY; i++) {
+        float h[64], want = (float)(1 - 0.01 * (1 + i % 9) * 0.5);
+        CHECK(dt_read(w[i], h) == DT_OK);
+        for (int k = 0; k < 2 * (1 + i % 5); k++)
+            CHECK_MSG((h[k] == want) == (i < MANY - 1), "parameter %d of many: %g, not %g", i, h[k], want);
+    }
+    return dt_error(ctx);
+}
+
 /* Files of others in the folder stay, and links are not followed. */
 static void test_folder(void) {
     char path[3][100];
@@ -1654,6 +1679,7 @@ int main(int argc, char **argv) {
     test_late_failure();
     test_refused_memory();
     test_rare();
+    for (int stage = 0; stage < 4; stage++) CHECK(run(2, many_main, &stage).status == DT_OK);
     test_folder();
     CHECK(rmdir(folder) == 0); /* nothing was left in it */
     return check_done("test_zero");
