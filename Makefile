@@ -10,7 +10,7 @@
 #   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 15
 #                 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
-#   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90: for that GPU alone
+#   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90a: for that GPU alone
 #   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
 #   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
 #

@@ -36,7 +36,7 @@
    cores; both have kernels that need neither.
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
-   gives the same bits on the same build. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
+   gives the same bits on the same build and kind of device. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
    one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
    kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits: attention in
    bf16 and f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has an order of
@@ -78,8 +78,13 @@
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) kernel<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #define KERNEL static __global__ void
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define DT_DYN_ALIGN 1024 /* for wgmma */
+#else
+#define DT_DYN_ALIGN 16
+#endif
 #define DT_DYN_SMEM(T, name) \
-    extern __shared__ __align__(1024) unsigned char dt_dyn_smem[]; \
+    extern __shared__ __align__(DT_DYN_ALIGN) unsigned char dt_dyn_smem[]; \
     T *name = reinterpret_cast<T *>(dt_dyn_smem)
 #define UNROLL _Pragma("unroll") /* before loops over what must stay in registers, where nvcc might not see it */
 #define UNROLL_BY(n) DT_PRAGMA(unroll n)
@@ -4505,21 +4510,25 @@ extern "C" const dt_kernels *dt_kernels_cuda(void) {
 }
 
 /* Code for an older GPU runs on a newer one, compiled once more at start; what is for tensor cores is in it only from
-   sm_80 on, and wgmma in none but sm_90a. A kernel knows for which GPU it was written. */
-static void advise(char *text, size_t text_bytes) {
+   sm_80 on, and wgmma in none but sm_90a, which runs nowhere else. A kernel knows for which GPU it was written. False:
+   this device cannot run it. */
+static bool advise(char *text, size_t text_bytes) {
     cudaFuncAttributes code;
     int                device = 0, major = 0, minor = 0;
     bool               known = cudaGetDevice(&device) == cudaSuccess &&
                  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-                 cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
-    bool               hopper = known && major == 9 && minor == 0;
+                 cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+    bool               hopper = major == 9 && minor == 0;
+    bool               runs = cudaFuncGetAttributes(&code, (const void *)(fill_kernel<float, float>)) == cudaSuccess;
+    const char        *a = hopper ? "a" : "";
     (void)cudaGetLastError();
-    if (!known || text_bytes == 0) return;
-    bool fit = code.ptxVersion / 10 >= major;
-    if (fit && (!hopper || takes((const void *)attention_groups_kernel<bf16, 64>, 128))) return;
-    snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it "
-             "faster", code.ptxVersion, major, minor, major, minor, hopper ? "a" : "");
+    if (!known) return true;
+    if (!runs) snprintf(text, text_bytes, "this build has no code for an sm_%d%d: nvcc -arch=sm_%d%d%s", major, minor,
+                        major, minor, a);
+    else if (code.ptxVersion / 10 < major || (hopper && !takes((const void *)attention_groups_kernel<bf16, 64>, 128)))
+        snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it "
+                 "faster", code.ptxVersion, major, minor, major, minor, a);
+    return runs;
 }
 
 /* cudaGetDeviceCount does not write its result when it fails, and without a driver it answers "driver version is
@@ -4528,10 +4537,7 @@ extern "C" dt_status dt_cuda_ready(char *text, size_t text_bytes) {
     int         devices = 0, driver = 0;
     cudaError_t error = cudaGetDeviceCount(&devices);
     if (text_bytes > 0) text[0] = 0;
-    if (error == cudaSuccess && devices > 0) {
-        advise(text, text_bytes);
-        return DT_OK;
-    }
+    if (error == cudaSuccess && devices > 0) return advise(text, text_bytes) ? DT_OK : DT_ERR_DEVICE;
     (void)cudaGetLastError();
     if (error == cudaSuccess) error = cudaErrorNoDevice;
     bool        no_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0;

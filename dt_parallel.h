@@ -4093,7 +4093,8 @@ dt_status dt_dry_begin(dt_ctx *ctx, dt_dry *dry) {
     if (!dry || ctx->root || ctx->units || ctx->work)
         return dt_fail(ctx, DT_ERR_ARG, "dt_dry_begin: %s", dry ? "the context has tensors already" : "no dt_dry");
     table.user = dry;
-    table.work_bytes = ctx->kernels.work_bytes;     /* what the device's kernels are lent counts */
+    table.work_bytes = ctx->kernels.work_bytes;     /* what the device's kernels are lent counts, and what is kept */
+    table.loss_numbers = ctx->kernels.loss_numbers;
     if (ctx->opened) ctx->kernels.close(ctx->stream);
     ctx->opened = 0;
     ctx->kernels = table;

@@ -906,8 +906,9 @@ typedef struct dt_loss_desc {
    count of labels of the whole step over all ranks (dt_tokens) and the loss needs no further scaling in any layout. */
 DT_API dt_tensor *dt_cross_entropy(dt_tensor *logits, dt_tensor *labels, double denominator);
 DT_API dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double denominator, dt_loss_desc desc);
-/* The same of logits x w^T, x (..,C), w (V,C), a few rows at a time: all logits are never in memory. The backward
-   computes them again. */
+/* The same of logits x w^T, x (..,C), w (V,C), a few rows at a time: on a CPU all logits are never in memory, and the
+   backward computes them again. A GPU keeps them where they are at most 2^30 numbers (2 GiB in bf16), see loss_numbers;
+   more go as on a CPU. */
 DT_API dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels, double denominator,
     dt_loss_desc desc);
 /* Sum of (a - b)^2 over all elements divided by denominator -> f64 scalar. */
@@ -4249,8 +4250,8 @@ dt_tensor *dt_attention(dt_tensor *q, dt_tensor *k, dt_tensor *v, dt_attn_desc d
 
 /* ---- losses ---- */
 
-/* logits: kept, or NULL. */
-typedef struct dt__loss_saved { dt_tensor *lse, *logits; double scale; dt_loss_desc desc; } dt__loss_saved;
+/* logits: kept, or NULL; turned: they have become their gradient. */
+typedef struct dt__loss_saved { dt_tensor *lse, *logits; int turned; double scale; dt_loss_desc desc; } dt__loss_saved;
 
 static int dt__denominator(dt_ctx *ctx, const char *op, double denominator) {
     if (denominator > 0 && denominator < HUGE_VAL) return 1;
@@ -4369,16 +4370,18 @@ dt_tensor *dt_cross_entropy_at(dt_tensor *logits, dt_tensor *labels, double deno
 
 /* Rows of logits at a time: about 2^20 numbers, on a GPU more, and enough rows to make a product of it. A function of V
    alone, so that the bits of the gradient of w do not depend on the number of rows. They are made once more in the
-   backward, where they become their own gradient; but a GPU keeps them all if there is room. */
+   backward, where they become their own gradient. A table that has memory for them keeps up to loss_numbers: then the
+   gradient of w is one product over all rows. */
 static int64_t dt__loss_rows(const dt_ctx *ctx, int64_t vocab) {
     int64_t most = ctx->kernels.loss_numbers ? (int64_t)ctx->kernels.loss_numbers : (int64_t)1 << 20;
     int64_t rows = most / (vocab > 0 ? vocab : 1);
     return rows < 64 ? 64 : rows > 4096 ? 4096 : rows;
 }
 
-static int dt__loss_keeps(const dt_ctx *ctx, const dt_tensor *x, int64_t vocab) {
-    double numbers = (double)dt__rows(x) * (double)vocab;
-    return numbers > 0 && numbers <= (double)ctx->kernels.loss_numbers && !ctx->no_grad;
+static int dt__loss_keeps(const dt_ctx *ctx, const dt_tensor *x, const dt_tensor *w) {
+    double numbers = (double)dt__rows(x) * (double)w->shape.d[0];
+    return numbers > 0 && numbers <= (double)ctx->kernels.loss_numbers && !ctx->no_grad &&
+           (x->needs_grad || w->needs_grad);
 }
 
 /* Scratch of one chunk: its logits, row losses, a row, and what its products want. Behind them that of parts. */
@@ -4425,7 +4428,6 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
     size_t        size = dt_dtype_size(x->dtype);
     dt_matmul_args dx = { .dtype = x->dtype, .n = C, .k = V }, dw = { .dtype = x->dtype, .m = V, .n = C, .trans_a = 1 };
     if (!dt__loss_work_make(ctx, x, w, 0, kept, &k)) return dt_error(ctx);
-    saved->logits = NULL; /* they become their gradient: who comes again makes them anew */
     if (dt_wants(n, 0) && !(dx.c = dt__grad_wide(n, 0, &dx.accumulate, &dx.wide))) return dt_error(ctx);
     if (dt_wants(n, 2) && !(dw.c = dt__grad_wide(n, 2, &dw.accumulate, &dw.wide))) return dt_error(ctx);
     for (int64_t r = 0; r < all || r == 0; r += k.rows) { /* once even if there are no rows: gradients of zero */
@@ -4437,7 +4439,8 @@ static dt_status dt__linear_cross_entropy_back(dt_node *n) {
             .vocab = (size_t)saved->desc.vocab, .upstream = (const double *)n->out->grad, .scale = saved->scale,
             .smoothing = saved->desc.smoothing, .z = saved->desc.z_weight, .work = k.row, .work_bytes = k.row_bytes,
             .first = saved->desc.part.first, .all = saved->desc.part.all };
-        if (DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK) return dt_error(ctx);
+        if (!saved->turned && DT__KERNEL(ctx, n->name, cross_entropy_back, &a) != DT_OK) return dt_error(ctx);
+        saved->turned = kept != NULL;   /* the other half of the backward finds them so */
         dt_matmul_args p = dx;
         p.m = rows;
         p.a = k.logits;
@@ -4469,7 +4472,7 @@ dt_tensor *dt_linear_cross_entropy(dt_tensor *x, dt_tensor *w, dt_tensor *labels
     if (!dt__loss_desc_ok(ctx, op, desc, w->shape.d[0], denominator) || !dt__loss_begin(op, x, desc, &p)) return NULL;
     size_t room = dt__loss_part_room(desc.part, dt__rows(x));
     int64_t all = (int64_t)dt__rows(x), V = w->shape.d[0];
-    int     keeps = dt__loss_keeps(ctx, x, V);
+    int     keeps = dt__loss_keeps(ctx, x, w);
     if (keeps && !(p.logits = dt__new_named(ctx, x->dtype, DT_SHAPE(all, V), "logits"))) return NULL;
     if (!dt__loss_work_make(ctx, x, w, room, p.logits, &k)) return NULL;
     for (int64_t r = 0; r < all || r == 0; r += k.rows) {

@@ -1122,7 +1122,7 @@ inline const char *dtc_error_name(cudaError_t error)
     (static_cast<void>(device), dtc_attribute(value, attribute))
 #define cudaFuncGetAttributes(of, kernel) \
     ((of)->ptxVersion = dtc_this_machine.code, (of)->maxThreadsPerBlock = dtc_this_machine.threads, \
-     static_cast<void>(kernel), cudaSuccess)
+     static_cast<void>(kernel), dtc_this_machine.code ? cudaSuccess : cudaErrorInvalidDevice)
 #define cudaGetDeviceCount(count) dtc_get_device_count(count)
 #define cudaDriverGetVersion(version) dtc_driver_version(version)
 #define cudaGetErrorName(error) dtc_error_name(error)

@@ -4,7 +4,7 @@
    CUDA runtime: kernels and host share memory that is pinned. Linked with fake_cuda.c instead they run without a GPU,
    which tests what is here: that the host waits before it reads.
 
-       make CUDA=1 ARCH=90 B=build-gpu build-gpu/test_cuda_on_gpu        for a GPU
+       make CUDA=1 ARCH=90a B=build-gpu build-gpu/test_cuda_on_gpu        for a GPU
        make build/test_cuda_on_gpu                                       for fake_cuda.c */
 
 #ifndef CUDA_ON_GPU_H

@@ -98,7 +98,8 @@ if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck synccheck initcheck; do # initcheck does not see what cuBLASLt's 16-bit kernels write
         d=$([ $tool = initcheck ] && echo f32 || echo bf16)
         try "compute-sanitizer $tool, $d" 100 compute-sanitizer --tool $tool --error-exitcode 9 --log-file "$W/$tool" \
-            $G --data README.md --layers 1 --width 64 --heads 2 --seq 32 --batch 2 --steps 1 --device cuda --dtype $d --quiet
+            $G --data README.md --layers 1 --width 256 --heads 2 --seq 300 --batch 1 --steps 1 --device cuda \
+            --dtype $d --quiet
     done
 else skip "compute-sanitizer" "it is not installed"; fi
 
@@ -107,7 +108,7 @@ else skip "compute-sanitizer" "it is not installed"; fi
 if [ "$1" != tests ]; then
     try "bench_gpu" 150 $B/bench_gpu
     sed -n 's/^summary,//p' "$W/log" | while IFS=, read -r n v; do echo "$n $v"; done >"$W/figures"
-    # GPT-2 124M on random tokens, as torch_gpu.py: the mean of the last 20 steps, beside the best of three runs of as many.
+    # GPT-2 124M on random tokens, as torch_gpu.py: the mean of the last 20 steps, beside its best of three times 20.
     text=README.md
     $PYTHON - "$W/ids.bin" <<'END' && text=$W/ids.bin
 import array, random, struct, sys

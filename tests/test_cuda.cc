@@ -1491,6 +1491,9 @@ static void test_ready() {
     dtc_this_machine = { 1, 13000, cudaSuccess, 90, 90, 32 }; // without wgmma: kernels that use it are empty
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK);
     CHECK(!strcmp(advice, "this build is for sm_90 and the GPU is an sm_90: nvcc -arch=sm_90a makes it faster"));
+    dtc_this_machine = { 1, 13000, cudaSuccess, 80, 0, 0 }; // code for sm_90a alone
+    CHECK(dt_cuda_ready(advice, sizeof advice) == DT_ERR_DEVICE);
+    CHECK(!strcmp(advice, "this build has no code for an sm_80: nvcc -arch=sm_80"));
     dtc_this_machine = { 1, 13000, cudaSuccess, 103, 100, 32 };
     CHECK(dt_cuda_ready(advice, sizeof advice) == DT_OK && !advice[0]);
     dtc_this_machine = here;

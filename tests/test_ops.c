@@ -1249,8 +1249,49 @@ static void narrow_chunks(void) {
     free(exact);
 }
 
+/* The gradients of a loss of `rows` by a table that keeps `kept` logits: at once, or in two halves. */
+static void kept_grads(size_t kept, int64_t rows, int halves, double *out) {
+    meter      m = METER;
+    dt_kernels table = *dt_kernels_cpu();
+    table.loss_numbers = kept;
+    dt_ctx    *ctx = open_with(&m, &table, 7);
+    dt_tensor *x = dt_param(ctx, "x", DT_SHAPE(rows, 16), DT_NORMAL(1)), *all[2];
+    all[0] = x, all[1] = dt_param(ctx, "w", DT_SHAPE(30, 16), DT_NORMAL(1));
+    int32_t   *labels = (int32_t *)room((size_t)rows * sizeof *labels);
+    for (int64_t i = 0; i < rows; i++) labels[i] = below(30, (uint64_t)i, 5);
+    dt_tensor *loss = dt_linear_cross_entropy(x, all[1], dt_input(ctx, DT_I32, DT_SHAPE(rows), labels), 9,
+        (dt_loss_desc){ .smoothing = 0.1 });
+    size_t acts = dt_memory_used(ctx).live[DT_MEM_ACTS], all_logits = (size_t)rows * 30;
+    CHECK(rows < 1000 || (acts > all_logits * sizeof(float)) == (kept >= all_logits));
+    if (halves) dt_backward_input(loss), dt_backward_weight(loss);
+    else dt_backward(loss);
+    dt_read(loss, out++);
+    for (int k = 0; k < 2; k++)
+        for (int64_t i = 0; i < dt_count(all[k]->shape); i++) *out++ = get(all[k]->grad, DT_F32, i);
+    free(labels);
+    close_good(ctx, &m, "kept logits");
+}
+
+/* Bits of whole and halves; of kept and not, where one chunk holds all rows, else nearly. */
+static void kept_logits(void) {
+    const int64_t few = 300, many = 9001, n = 1 + (many + 30) * 16;
+    double *a = (double *)room((size_t)n * 8), *b = (double *)room((size_t)n * 8);
+    for (int i = 0; i < 2; i++) {
+        int64_t rows = i ? many : few, count = 1 + (rows + 30) * 16, wrong = 0;
+        kept_grads(1 << 20, rows, 0, a);
+        kept_grads(1 << 20, rows, 1, b);
+        CHECK(memcmp(a, b, (size_t)count * 8) == 0);
+        kept_grads(0, rows, 0, b);
+        for (int64_t k = 0; k < count; k++) wrong += fabs(a[k] - b[k]) > (i ? 1e-5 : 0) * (1 + fabs(b[k]));
+        CHECK_MSG(wrong == 0, "%lld numbers of %lld rows differ", (long long)wrong, (long long)rows);
+    }
+    free(a);
+    free(b);
+}
+
 static void test_narrow(void) {
     narrow_chunks();
+    kept_logits();
     narrow_accumulation(DT_BF16);
     narrow_accumulation(DT_F16);
     own_op_narrow();
