@@ -929,12 +929,14 @@ static __device__ float clamped(float x, float bound) {
     return x > bound ? bound : x;
 }
 
-/* gelu'(x) = s + x s (1 - s) 2 u' */
+/* gelu'(x) = s + x s (1 - s) 2 u'. With s = 1 / (1 + e), 1 - s is e s: where s is close to 1, and x^3 large, a
+   difference would have too few digits. */
 template <class T>
 static __device__ float gelu_slope(float x) {
     x = clamped(x, 30);
-    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x), s = logistic<T>(2 * u);
-    return s + 2 * x * s * (1 - s) * du;
+    float u = GELU_A * (x + GELU_B * x * x * x), du = GELU_A * (1 + 3 * GELU_B * x * x);
+    float e = exponential<T>(-clamped(2 * u, 80)), s = quotient<T>(1, 1 + e);
+    return s + 2 * x * s * (e * s) * du;
 }
 #undef GELU_A
 #undef GELU_B
@@ -947,8 +949,8 @@ static __device__ float gelu_erf_slope(float x) {
 template <class T>
 static __device__ float silu_slope(float x) {
     x = clamped(x, 80);
-    float s = logistic<T>(x);
-    return s + x * s * (1 - s);
+    float e = exponential<T>(-x), s = quotient<T>(1, 1 + e);
+    return s + x * s * (e * s);
 }
 
 /* d f'(x), to be stored in T; d is not multiplied with where nothing passes, so that its infinities stay out */
