@@ -184,6 +184,7 @@ __global__ void fetch_tiles(float *out, const float *in, int which) {
         if (which != 1) __syncthreads();
         sum += tile[t % 2][63 - i].x;
     }
+    dtc_cp_async_wait(0);
     out[i] = sum;
 }
 
