@@ -2355,6 +2355,12 @@ static int dt__onebit_at_fault(dt_zero *zero, const dt_unit *unit, size_t run) {
     return !isfinite(squares);
 }
 
+/* The ranks' messages to each other; of one rank alone, which may have no group, in the memory of its device. */
+static dt_status dt__onebit_exchange(dt_zero *zero, const dt__zero_unit *z, const char *out, char *in, size_t bytes) {
+    if (!z->data) return dt__move(zero->ctx, in, out, bytes);
+    return dt_all_to_all(z->data, out, in, bytes / sizeof(int32_t), DT_I32);
+}
+
 /* A unit's momentum after this rank's gradient, exchanged. The server's mean takes the place of the gradient, which has
    been used up. */
 static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double grad_scale) {
@@ -2374,7 +2380,7 @@ static dt_status dt__onebit_momentum(dt_zero *zero, dt__zero_unit *z, double gra
         work, room };
     if (DT__KERNEL(ctx, "1-bit Adam", momentum, &local) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &worker) != DT_OK ||
-        dt_all_to_all(z->data, out, in, words, DT_I32) != DT_OK ||
+        dt__onebit_exchange(zero, z, out, in, bytes) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_unpack, &served) != DT_OK ||
         DT__KERNEL(ctx, "1-bit Adam", sign_pack, &server) != DT_OK ||
         dt_all_gather(z->data, out + r * bytes, out, words, DT_I32) != DT_OK) return dt_error(ctx);
