@@ -36,14 +36,14 @@
    cores; both have kernels that need neither.
 
    ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them, so the same call
-   gives the same bits on the same build and kind of device. They are not the CPU's bits: long sums are taken in other parts, nvcc makes
-   one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these
-   kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits: attention in
-   bf16 and f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has an order of
-   its own, by the sizes of the product. What has nothing to contract gives the CPU's bits: fill, copy, permute, cast,
-   reduce, max, topk, spread, uniform init, embedding and its backward, square_sums; binary and dropout too, unless they
-   accumulate. What a NaN carries is nobody's business. Never compile this file with -use_fast_math: nvcc defines no
-   macro by which it could be refused here.
+   gives the same bits on the same build and kind of device. They are not the CPU's bits: long sums are taken in other
+   parts, nvcc makes one rounding of a product and a sum, expf is CUDA's, for 16 bits the hardware's. tests/test_cuda.cc
+   runs these kernels on a CPU and allows 1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits:
+   attention in bf16 and f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has
+   an order of its own, by the sizes of the product. What has nothing to contract gives the CPU's bits: fill, copy,
+   permute, cast, reduce, max, topk, spread, uniform init, embedding and its backward, square_sums; binary and dropout
+   too, unless they accumulate. What a NaN carries is nobody's business. Never compile this file with -use_fast_math:
+   nvcc defines no macro by which it could be refused here.
 
    ERRORS. A refused launch is DT_ERR_DEVICE at once. A kernel that fails later shows in a later call, at the latest in
    sync: that is how CUDA works. An index outside of its table shows in sync as DT_ERR_ARG: see section 9. */
@@ -2836,9 +2836,9 @@ static void copy16(void *shared, const void *global, bool there) {
     dtc_cp_async16(shared, there ? global : none, there ? 16 : 0);
 }
 static void copies_sent() { dtc_cp_async_commit(); }
-static void copies_here() { dtc_cp_async_commit(), dtc_cp_async_wait(0); }
 
-/* Warp by warp by mma, from what the matrices are said to be. */
+/* Warp by warp by mma, from what the matrices are said to be. As late as can be: in group_done; until then sums are
+   NaN. A forgotten fence is a mistake that ends the kernel. */
 struct matrix { const char *p; int slab; };
 static matrix matrix_at(const void *p, int slab) { return { (const char *)p, slab }; }
 static matrix further(matrix m, int numbers) { return { m.p + 2 * numbers, m.slab }; }
@@ -2847,35 +2847,73 @@ static unsigned number_in(const matrix &m, int row, int col) {
     size_t at = (size_t)m.p + (size_t)(row / 8) * 1024 + row % 8 * 128 + col / 64 * (size_t)m.slab * 2 + col % 64 * 2;
     return *(const uint16_t *)(at ^ (at >> 3 & 0x70));
 }
-template <class T, int J>
-static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2;
-    if (!add) memset(d, 0, sizeof d);
-    for (int j = 0; j < J; j++) {
-        unsigned v[2];
-        for (int i = 0; i < 2; i++)
-            v[i] = number_in(b, t + 8 * i, 8 * j + g) | number_in(b, t + 8 * i + 1, 8 * j + g) << 16;
-        mma(T(), d[j], a, v);
-    }
+
+struct product {
+    void   (*run)(const product &);
+    float  (*d)[4], before[16][4]; /* before: what d held, of the first product that is to change it */
+    matrix   a, b;
+    unsigned u[4];
+    int      n, add, group;
+    bool     first;
+};
+static struct { product at[32]; int count, groups; bool begun, unseen; } under_way[2 * BLOCK];
+
+static product &begin_product(float (*d)[4], int n, int add, matrix b) {
+    auto    &mine = under_way[threadIdx.x];
+    product &p = mine.at[mine.count];
+    if (!mine.begun || mine.unseen || mine.count == 32) dtc_abandon("wgmma without group_begin or copies_seen");
+    p.d = d, p.n = n, p.add = add, p.b = b, p.group = mine.groups, p.first = true;
+    for (int i = 0; i < mine.count; i++) p.first = p.first && mine.at[i].d != d;
+    if (p.first) memcpy(p.before, d, (size_t)n * sizeof *d), memset((void *)d, 0xff, (size_t)n * sizeof *d);
+    mine.count++;
+    return p;
 }
-template <class T, int J>
-static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
+
+template <class T, bool ACROSS>
+static void run_product(const product &p) {
     int      g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2, row = threadIdx.x / 32 % 4 * 16 + g;
     unsigned u[4], v[2];
-    if (!add) memset(d, 0, sizeof d);
-    for (int i = 0; i < 4; i++)
-        u[i] = number_in(a, row + i % 2 * 8, t + i / 2 * 8) | number_in(a, row + i % 2 * 8, t + i / 2 * 8 + 1) << 16;
-    for (int j = 0; j < J; j++) {
+    memcpy(u, p.u, sizeof u);
+    if (p.first) memcpy(p.d, p.before, (size_t)p.n * sizeof *p.d);
+    if (!p.add) memset((void *)p.d, 0, (size_t)p.n * sizeof *p.d);
+    for (int i = 0; i < 4 && !ACROSS; i++)
+        u[i] = number_in(p.a, row + i % 2 * 8, t + i / 2 * 8) |
+               number_in(p.a, row + i % 2 * 8, t + i / 2 * 8 + 1) << 16;
+    for (int j = 0; j < p.n; j++) {
         for (int i = 0; i < 2; i++)
-            v[i] = number_in(b, 8 * j + g, t + 8 * i) | number_in(b, 8 * j + g, t + 8 * i + 1) << 16;
-        mma(T(), d[j], u, v);
+            v[i] = ACROSS ? number_in(p.b, t + 8 * i, 8 * j + g) | number_in(p.b, t + 8 * i + 1, 8 * j + g) << 16
+                          : number_in(p.b, 8 * j + g, t + 8 * i) | number_in(p.b, 8 * j + g, t + 8 * i + 1) << 16;
+        mma(T(), p.d[j], u, v);
     }
 }
-static void group_begin() {}
-static void group_sent() {}
+
+template <class T, int J>
+static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
+    product &p = begin_product(d, J, add, b);
+    p.run = run_product<T, false>;
+    p.a = a;
+}
+template <class T, int J>
+static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
+    product &p = begin_product(d, J, add, b);
+    p.run = run_product<T, true>;
+    memcpy(p.u, a, sizeof p.u);
+}
+static void group_begin() { under_way[threadIdx.x].begun = true; }
+static void group_sent() { under_way[threadIdx.x].begun = false, under_way[threadIdx.x].groups++; }
 template <int LEFT>
-static void group_done() {}
-static void copies_seen() {}
+static void group_done() {
+    auto &mine = under_way[threadIdx.x];
+    int   done = 0;
+    for (; done < mine.count && mine.at[done].group < mine.groups - LEFT; done++) mine.at[done].run(mine.at[done]);
+    mine.count -= done;
+    memmove((void *)mine.at, mine.at + done, (size_t)mine.count * sizeof *mine.at);
+}
+static void copies_here() {
+    dtc_cp_async_commit(), dtc_cp_async_wait(0);
+    under_way[threadIdx.x].unseen = true;
+}
+static void copies_seen() { under_way[threadIdx.x].unseen = false; }
 static void hold(float &) {}
 static void after(float) {}
 #endif

@@ -530,6 +530,11 @@ static ncclResult_t settle(ncclComm_t comm, ncclResult_t result) {
     return result;
 }
 
+/* A split that goes on may answer ncclSuccess. */
+static ncclResult_t settle_split(ncclComm_t comm, ncclResult_t result) {
+    return settle(comm, result == ncclSuccess ? ncclInProgress : result);
+}
+
 /* What a client does instead of a wait without an end; a mistake that was found ends it too. */
 static cudaError_t poll_stream(cudaStream_t s, double seconds) {
     double      until = now() + seconds;
@@ -859,7 +864,7 @@ static void planted(rank *r) {
 
 static void divided(rank *r) {
     ncclComm_t   part = NULL, none = r->comm;
-    ncclResult_t result = settle(r->comm, ncclCommSplit(r->comm, r->rank % 2, -r->rank, &part, NULL));
+    ncclResult_t result = settle_split(r->comm, ncclCommSplit(r->comm, r->rank % 2, -r->rank, &part, NULL));
     int          size = 0, me = -1, device = -1, wrong = 0;
     CHECK(result == ncclSuccess && part);
     ncclCommCount(part, &size), ncclCommUserRank(part, &me), ncclCommCuDevice(part, &device);
@@ -867,7 +872,7 @@ static void divided(rank *r) {
     settle(part, ncclAllGather(r->x, r->y, 1, ncclFloat, part, r->stream));
     fetch(r);
     for (int i = 0; i < size; i++) wrong += r->out[i] != (float)(r->rank % 2 + 2 * (size - 1 - i));
-    result = settle(r->comm, ncclCommSplit(r->comm, r->rank == 2 ? 0 : NCCL_SPLIT_NOCOLOR, 0, &none, NULL));
+    result = settle_split(r->comm, ncclCommSplit(r->comm, r->rank == 2 ? 0 : NCCL_SPLIT_NOCOLOR, 0, &none, NULL));
     CHECK(result == ncclSuccess && (none != NULL) == (r->rank == 2));
     if (none) CHECK(settle(none, ncclCommFinalize(none)) == ncclSuccess && ncclCommDestroy(none) == ncclSuccess);
     CHECK(settle(part, ncclCommFinalize(part)) == ncclSuccess);
