@@ -463,7 +463,7 @@ __global__ void pipeline(float *out, const float *in, int n, int left, int barri
             __syncthreads();
     }
     memcpy(out + 4 * (31 - i), &sum, 16);
-    dtc_cp_async16(&tile[0][i], in + 4 * i, 16); // still under way at the end: no harm
+    dtc_cp_async_wait(0);
 }
 
 static void test_async_copies()
@@ -798,6 +798,7 @@ __global__ void odd_address(const float *global, int which)
     case 6: dtc_cp_async16(mine, mine, 16); break;
     case 7: dtc_cp_async16(mine, source, 17); break;
     case 8: dtc_ldmatrix_x2(r, threadIdx.x < 16 ? mine : nullptr); break; // these are not looked at
+    case 9: dtc_cp_async16(mine, source, 16); break; // and nobody waits
     }
 }
 
@@ -863,6 +864,8 @@ static void launch_mistakes(float *f, int *out)
         DT_LAUNCH(odd_address, 1, 32, 0, 0, global, which);
         CHECK(reported(odd[which]));
     }
+    DT_LAUNCH(odd_address, 1, 32, 0, 0, global, 9);
+    CHECK(reported("exits with a cp.async that it has not waited for"));
     DT_LAUNCH(odd_address, 1, 32, 0, 0, global, 8);
     CHECK(!dtc_error());
     unsigned arrived = 0;
