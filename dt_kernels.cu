@@ -2848,19 +2848,19 @@ static unsigned number_in(const matrix &m, int row, int col) {
     return *(const uint16_t *)(at ^ (at >> 3 & 0x70));
 }
 
-struct product {
-    void   (*run)(const product &);
-    float  (*d)[4], before[16][4]; /* before: what d held, of the first product that is to change it */
-    matrix   a, b;
-    unsigned u[4];
-    int      n, add, group;
-    bool     first;
+struct wgmma_begun {
+    void        (*run)(const wgmma_begun &);
+    float       (*d)[4], before[16][4]; /* before: what d held, of the first that changes it */
+    matrix        a, b;
+    unsigned      u[4];
+    int           n, add, group;
+    bool          first;
 };
-static struct { product at[32]; int count, groups; bool begun, unseen; } under_way[2 * BLOCK];
+static struct { wgmma_begun at[32]; int count, groups; bool begun, unseen; } under_way[2 * BLOCK];
 
-static product &begin_product(float (*d)[4], int n, int add, matrix b) {
-    auto    &mine = under_way[threadIdx.x];
-    product &p = mine.at[mine.count];
+static wgmma_begun &begin_product(float (*d)[4], int n, int add, matrix b) {
+    auto        &mine = under_way[threadIdx.x];
+    wgmma_begun &p = mine.at[mine.count];
     if (!mine.begun || mine.unseen || mine.count == 32) dtc_abandon("wgmma without group_begin or copies_seen");
     p.d = d, p.n = n, p.add = add, p.b = b, p.group = mine.groups, p.first = true;
     for (int i = 0; i < mine.count; i++) p.first = p.first && mine.at[i].d != d;
@@ -2870,7 +2870,7 @@ static product &begin_product(float (*d)[4], int n, int add, matrix b) {
 }
 
 template <class T, bool ACROSS>
-static void run_product(const product &p) {
+static void run_product(const wgmma_begun &p) {
     int      g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2, row = threadIdx.x / 32 % 4 * 16 + g;
     unsigned u[4], v[2];
     memcpy(u, p.u, sizeof u);
@@ -2889,13 +2889,13 @@ static void run_product(const product &p) {
 
 template <class T, int J>
 static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
-    product &p = begin_product(d, J, add, b);
+    wgmma_begun &p = begin_product(d, J, add, b);
     p.run = run_product<T, false>;
     p.a = a;
 }
 template <class T, int J>
 static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
-    product &p = begin_product(d, J, add, b);
+    wgmma_begun &p = begin_product(d, J, add, b);
     p.run = run_product<T, true>;
     memcpy(p.u, a, sizeof p.u);
 }
