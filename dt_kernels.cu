@@ -3983,9 +3983,8 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
     int      mine = own / F::TOGETHER * F::TOGETHER;
     auto     fetch = [&](int i, int stage) {
         int kv = s.first_kv + anew(blockIdx.y) / s.group;
-        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
-                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
-                                             s.k.length - i * F::COLS, s);
+        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v, key_at(s, sequence, i * F::COLS, kv),
+                                 s.k_row, s.k.length - i * F::COLS, s);
         if (s.k.spans && threadIdx.x < F::COLS)
             cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
@@ -4165,9 +4164,8 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
     int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto     fetch = [&](int i, int stage) {
         int kv = s.first_kv + anew(blockIdx.y) / s.group;
-        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v,
-                                             key_at(s, sequence, i * F::COLS, kv), s.k_row,
-                                             s.k.length - i * F::COLS, s);
+        fetch_two<F, D, F::COLS>(ks + stage * SIZE, vs + stage * SIZE, a.k, a.v, key_at(s, sequence, i * F::COLS, kv),
+                                 s.k_row, s.k.length - i * F::COLS, s);
         if (s.k.spans && threadIdx.x < F::COLS)
             cols[stage][threadIdx.x] = look(s, s.k, sequence, i * F::COLS + threadIdx.x);
     };
@@ -4177,8 +4175,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
         mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
     }
     int end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0);
-    fetch_two<F, D, F::ROWS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row,
-                                         s.q.length - row0, s);
+    fetch_two<F, D, F::ROWS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row, s.q.length - row0, s);
     if (i < end) fetch(i, 0);
     for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
         tiles_here<F>();
@@ -4236,8 +4233,8 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
     auto     fetch = [&](visit i, int stage) {
         int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
-        fetch_two<F, D, F::COLS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout,
-                                             query_at(s, sequence, row, h), s.q_row, s.q.length - row, s);
+        fetch_two<F, D, F::COLS>(qs + stage * SIZE, ds + stage * SIZE, a.q, a.dout, query_at(s, sequence, row, h),
+                                 s.q_row, s.q.length - row, s);
         if (thread >= F::COLS) return;
         row_lse = lse_at(a.lse, s, sequence, h, row + thread);
         row_mean = delta_of(delta, s, sequence, h, row + thread);
