@@ -246,6 +246,8 @@ static void test_attention_lengths() {
                 }
             }
         compare_both({ dtype, 1, 100, 140, 1, 1, 80, 1, DEFAULT, ALIGNED, 0, 0 }); // keys that half of a block sees
+        for (int64_t dim : { 64, 80 }) // tiles that are seen whole, one after the other
+            compare_both({ dtype, 1, 20, 300, 1, 1, dim, dim > 64, DEFAULT, ALIGNED, 0, 0 });
         for (int64_t dim : { 1, 5, 24, 65, 100, 128, 132, 200, 256 })
             compare_both({ dtype, 1, 40, 70, 2, 1, dim, 1, DEFAULT, ALIGNED, 0, 0 }, dim == 256 || dim == 128 ? 3 : 1);
     }
