@@ -2089,7 +2089,7 @@ static __device__ void add_owned(const owned_list &list, int often, float *sums,
 /* keep: sums are there already. owned: rows of a block. cols is a multiple of N. A row that is named often is cut into
    more pieces, because the order makes it wait for each of them. */
 template <class T, int N>
-KERNEL __launch_bounds__(BLOCK, 4)
+KERNEL __launch_bounds__(BLOCK, 3)
     embedding_back_kernel(dt_embedding_back_args a, float *sums, bool keep, int owned, int *bad) {
     const int LESS = (N + 3) / 4;
     __shared__ owned_list list;
