@@ -2856,29 +2856,32 @@ struct wgmma_begun {
     int           n, add, group;
     bool          first;
 };
-static struct { wgmma_begun at[32]; int count, groups; bool begun, unseen; } under_way[2 * BLOCK];
+static struct { wgmma_begun at[40]; int done, count, groups; bool begun, unseen; } under_way[2 * BLOCK];
 
-static wgmma_begun &begin_product(float (*d)[4], int n, int add, matrix b) {
+DTC_UNSEEN static wgmma_begun &begin_product(float (*d)[4], int n, int add, const matrix &b) {
     auto        &mine = under_way[threadIdx.x];
     wgmma_begun &p = mine.at[mine.count];
-    if (!mine.begun || mine.unseen || mine.count == 32) dtc_abandon("wgmma without group_begin or copies_seen");
-    p.d = d, p.n = n, p.add = add, p.b = b, p.group = mine.groups, p.first = true;
-    for (int i = 0; i < mine.count; i++) p.first = p.first && mine.at[i].d != d;
-    if (p.first) memcpy(p.before, d, (size_t)n * sizeof *d), memset((void *)d, 0xff, (size_t)n * sizeof *d);
+    if (!mine.begun || mine.unseen || mine.count == 40) dtc_abandon("wgmma without group_begin or copies_seen");
+    p.d = d, p.n = n, p.add = add, p.group = mine.groups, p.first = true;
+    p.b.p = b.p, p.b.slab = b.slab;
+    for (int i = mine.done; i < mine.count; i++) p.first = p.first && mine.at[i].d != d;
+    for (int i = 0; i < 4 * n && p.first; i++) {
+        p.before[i / 4][i % 4] = d[i / 4][i % 4];
+        d[i / 4][i % 4] = NAN;
+    }
     mine.count++;
     return p;
 }
 
 template <class T, bool ACROSS>
-static void run_product(const wgmma_begun &p) {
+DTC_UNSEEN static void run_product(const wgmma_begun &p) {
     int      g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2, row = threadIdx.x / 32 % 4 * 16 + g;
     unsigned u[4], v[2];
-    memcpy(u, p.u, sizeof u);
-    if (p.first) memcpy(p.d, p.before, (size_t)p.n * sizeof *p.d);
-    if (!p.add) memset((void *)p.d, 0, (size_t)p.n * sizeof *p.d);
-    for (int i = 0; i < 4 && !ACROSS; i++)
-        u[i] = number_in(p.a, row + i % 2 * 8, t + i / 2 * 8) |
-               number_in(p.a, row + i % 2 * 8, t + i / 2 * 8 + 1) << 16;
+    for (int i = 0; i < 4 * p.n; i++)
+        if (p.first || !p.add) p.d[i / 4][i % 4] = p.add ? p.before[i / 4][i % 4] : 0;
+    for (int i = 0; i < 4; i++)
+        u[i] = ACROSS ? p.u[i] : number_in(p.a, row + i % 2 * 8, t + i / 2 * 8) |
+                                     number_in(p.a, row + i % 2 * 8, t + i / 2 * 8 + 1) << 16;
     for (int j = 0; j < p.n; j++) {
         for (int i = 0; i < 2; i++)
             v[i] = ACROSS ? number_in(p.b, t + 8 * i, 8 * j + g) | number_in(p.b, t + 8 * i + 1, 8 * j + g) << 16
@@ -2888,32 +2891,31 @@ static void run_product(const wgmma_begun &p) {
 }
 
 template <class T, int J>
-static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
+DTC_UNSEEN static void wgmma(T, float (&d)[J][4], const matrix &a, const matrix &b, int add) {
     wgmma_begun &p = begin_product(d, J, add, b);
     p.run = run_product<T, false>;
-    p.a = a;
+    p.a.p = a.p, p.a.slab = a.slab;
 }
 template <class T, int J>
-static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
+DTC_UNSEEN static void wgmma_across(T, float (&d)[J][4], const unsigned *a, const matrix &b, int add) {
     wgmma_begun &p = begin_product(d, J, add, b);
     p.run = run_product<T, true>;
-    memcpy(p.u, a, sizeof p.u);
+    for (int i = 0; i < 4; i++) p.u[i] = a[i];
 }
-static void group_begin() { under_way[threadIdx.x].begun = true; }
-static void group_sent() { under_way[threadIdx.x].begun = false, under_way[threadIdx.x].groups++; }
+DTC_UNSEEN static void group_begin() { under_way[threadIdx.x].begun = true; }
+DTC_UNSEEN static void group_sent() { under_way[threadIdx.x].begun = false, under_way[threadIdx.x].groups++; }
 template <int LEFT>
-static void group_done() {
+DTC_UNSEEN static void group_done() {
     auto &mine = under_way[threadIdx.x];
-    int   done = 0;
-    for (; done < mine.count && mine.at[done].group < mine.groups - LEFT; done++) mine.at[done].run(mine.at[done]);
-    mine.count -= done;
-    memmove((void *)mine.at, mine.at + done, (size_t)mine.count * sizeof *mine.at);
+    for (; mine.done < mine.count && mine.at[mine.done].group < mine.groups - LEFT; mine.done++)
+        mine.at[mine.done].run(mine.at[mine.done]);
+    if (mine.done == mine.count) mine.done = mine.count = 0;
 }
-static void copies_here() {
+DTC_UNSEEN static void copies_here() {
     dtc_cp_async_commit(), dtc_cp_async_wait(0);
     under_way[threadIdx.x].unseen = true;
 }
-static void copies_seen() { under_way[threadIdx.x].unseen = false; }
+DTC_UNSEEN static void copies_seen() { under_way[threadIdx.x].unseen = false; }
 static void hold(float &) {}
 static void after(float) {}
 #endif
