@@ -1559,6 +1559,39 @@ static void check_failures(void) {
     }
 }
 
+/* 1-bit Adam of a rank that has nobody to exchange with, before and after the freeze: what it sends itself lies on the
+   device, where the host that touches it is killed. */
+static dt_status onebit_alone(dt_ctx *ctx, void *user) {
+    enum { ROWS = 8, IN = 96, OUT = 32 };
+    float      x[ROWS * IN], y[ROWS * OUT];
+    dt_mesh    mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .dp = 1 });
+    dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(OUT, IN), DT_NORMAL(0.1));
+    dt_zero   *zero = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh, .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 2 });
+    for (int i = 0; i < ROWS * IN; i++) x[i] = (float)sin(i);
+    for (int i = 0; i < ROWS * OUT; i++) y[i] = (float)cos(3 * i);
+    for (int step = 1; step <= 5 && dt_error(ctx) == DT_OK; step++) {
+        dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(ROWS, IN), x), w, NULL);
+        dt_backward(dt_mse(out, dt_input(ctx, DT_F32, DT_SHAPE(ROWS, OUT), y), ROWS));
+        dt_zero_step(zero, 0.01);
+        dt_reset(ctx);
+    }
+    dt_read(w, user);
+    return dt_error(ctx);
+}
+
+static void check_onebit(void) {
+    enum { N = 32 * 96 };
+    static float cpu[N], gpu[N];
+    verdict      v = { 0 };
+    spec         s = { .devices = 1, .late = 10 };
+    double       worst = 0, moved = 0;
+    CHECK(dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, onebit_alone, cpu) == DT_OK);
+    CHECK(dt_run((dt_run_desc){ .ranks = 1, .kernels = devices_begin(s) }, onebit_alone, gpu) == DT_OK);
+    devices_end(&v, "1-bit Adam of one rank", s);
+    for (int i = 0; i < N; i++) worst = fmax(worst, fabs(cpu[i] - gpu[i])), moved = fmax(moved, fabs(cpu[i]));
+    CHECK_MSG(!v.failed && worst < 1e-5 && moved > 0.1, "1-bit Adam of one rank: %s, %g", v.why, worst);
+}
+
 /* Ranks that are threads on devices which cannot be shared, or are not there, do not begin, and say why. */
 static void check_refusals(void) {
     dt_report   report;
@@ -1578,6 +1611,7 @@ static void check_refusals(void) {
 #else
 static void check_checkpoint(void) {}
 static void check_failures(void) {}
+static void check_onebit(void) {}
 static void check_refusals(void) {}
 #endif
 
@@ -1597,6 +1631,7 @@ int main(int argc, char **argv) {
     for (int i = from; i < n && ok; i++) ok = run_and_report(argv[0], seed, (int)((int64_t)i * n_listed / n));
     check_checkpoint();
     check_failures();
+    check_onebit();
     check_refusals();
     tell(seed, ok && n == n_listed && cases >= CASES && from == 0);
     free(listed);
