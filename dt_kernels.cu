@@ -2147,6 +2147,13 @@ TYPED(embedding_back)
 /* A row of logits is a block's, because a vocabulary is long. */
 enum { LOSS_BLOCK = 512, TOTAL_BLOCK = 512 };
 
+/* Before sm_80 a multiprocessor may have no more than 1,024 threads. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+enum { LOSS_AT_ONCE = 2 };
+#else
+enum { LOSS_AT_ONCE = 3 };
+#endif
+
 /* log(sum of exp(x)) in one pass, for each thread of the block: a thread's terms are relative to the largest number
    that it has met (arXiv:1805.02867), so nothing overflows. The terms are f32, sums of some packs of them are added in
    double, so that log is accurate where one term is nearly all of it. */
@@ -2201,7 +2208,7 @@ static __device__ double row_total(const T *x, size_t n) {
 /* The columns are those from `first` on of `all`. The label is the whole block's, so all its threads reach the same
    barriers. */
 template <class T>
-KERNEL __launch_bounds__(LOSS_BLOCK, 3) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
+KERNEL __launch_bounds__(LOSS_BLOCK, LOSS_AT_ONCE) cross_entropy_kernel(dt_cross_entropy_args a, int *bad) {
     int64_t vocab = (int64_t)a.vocab;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
@@ -2927,9 +2934,15 @@ static __device__ float half_of(unsigned pair, int which) {
     return widen(x);
 }
 
-/* mma without tensor cores: pair after pair along k, each from the lane that holds it. */
+/* mma without tensor cores: pair after pair along k, each from the lane that holds it. Not inlined: it is called in
+   unrolled loops, which would take nvcc many minutes. */
+#ifdef __CUDACC__
+#define APART __noinline__
+#else
+#define APART
+#endif
 template <class T>
-static __device__ void mma_plain(T, float *d, const unsigned *a, const unsigned *b) {
+static __device__ APART void mma_plain(T, float *d, const unsigned *a, const unsigned *b) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int i = 0; i < 8; i++) {
         int      holder = i % 4, late = i / 4;
@@ -2955,6 +2968,7 @@ static __device__ void copies_sent() {}
 static __device__ void copies_here() {}
 #endif
 #undef HAS_SM80
+#undef APART
 
 /* ---- tiles in shared memory ---- */
 
