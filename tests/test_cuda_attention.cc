@@ -356,7 +356,8 @@ static void test_attention_refusals() {
 
 // ==== 3. mma ========================================================================================================
 
-#ifndef CUDA_ON_GPU // mma_plain is for older GPUs, and its kernel would be one of dt_kernels.o
+// mma_plain is for older GPUs, and its kernel would be one of dt_kernels.o
+#if !defined(CUDA_ON_GPU) && !defined(DTC_QUEUED)
 struct fragments { float d[2][32][4]; unsigned a[32][4], b[32][2]; };
 
 template <class T>
@@ -386,7 +387,7 @@ int main() {
     test_merge();
     test_small_scratch();
     test_attention_refusals();
-#ifndef CUDA_ON_GPU
+#if !defined(CUDA_ON_GPU) && !defined(DTC_QUEUED)
     only_bf16 = true; // without wgmma: the kernels that use it are empty, and say so by how few threads they take
     dtc_this_machine.threads = 32;
     test_attention_lengths();

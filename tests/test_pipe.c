@@ -400,6 +400,18 @@ static int are_planned(const dt_zero *zero) {
     return good;
 }
 
+/* What the ranks did when, and how long it should have taken. Ranks may be threads that share j->r. */
+static void keep_spans(net *n, const dt_schedule *s, const dt_span *mine) {
+    result  *r = n->j->r;
+    dt_span *all = (dt_span *)calloc(2, sizeof r->spans), *ideal = all + 4096;
+    if (dt_pipe_spans(n->mesh.pp, s, mine, all) == DT_OK && dt_ctx_rank(n->ctx) == 0) {
+        memcpy(r->spans, all, sizeof r->spans);
+        dt_schedule_simulate(s, *n->j->c.pace, ideal);
+        r->makespan = dt_schedule_idle(s, ideal, -1).makespan;
+    }
+    free(all);
+}
+
 static dt_status train(dt_ctx *ctx, void *user) {
     job    *j = (job *)user;
     config *c = &j->c;
@@ -435,12 +447,7 @@ static dt_status train(dt_ctx *ctx, void *user) {
     }
     if (zero && c->zero == 3) j->r->planned[dt_ctx_rank(ctx)] = are_planned(zero);
     keep(&n, zero, 1);
-    if (c->pace && dt_pipe_spans(n.mesh.pp, s, mine, j->r->spans) == DT_OK && dt_ctx_rank(ctx) == 0) {
-        dt_span *ideal = (dt_span *)malloc(sizeof j->r->spans);
-        dt_schedule_simulate(s, *c->pace, ideal);
-        j->r->makespan = dt_schedule_idle(s, ideal, -1).makespan;
-        free(ideal);
-    }
+    if (c->pace) keep_spans(&n, s, mine);
     return dt_error(ctx);
 }
 
