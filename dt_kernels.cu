@@ -3600,11 +3600,12 @@ static __device__ int end_of_keys(const task &s, int row0, int rows) {
     return min((seen + s.k.each - 1) / s.k.each, s.k.tiles);
 }
 
-/* The first tile of keys from i on that a span of queries sees some of; `end` and more: none. */
-static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int end, int i) {
+/* The last tile of keys up to tile i that a span of queries sees some of; -1: none. From the last to the first, because
+   a tile of which only a part is seen, the slowest, is then the first one, which has nothing beside it anyway. */
+static __device__ int next_keys(const task &s, int sequence, int row0, int rows, int i) {
     if (!s.k.spans) return i;
     span q = span_of(s.q, sequence, row0, rows);
-    while (i < end && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i++;
+    while (i >= 0 && none_seen(s, q, span_of(s.k, sequence, i * s.k.each, s.k.each))) i--;
     return i;
 }
 
@@ -3784,6 +3785,23 @@ struct form<T, D, WHAT, true> {
     static constexpr int AT_ONCE = WHAT ? 2 : D == 64 ? 3 : 1;
     static constexpr int ROWS = 64 * OF_GROUPS, THREADS = 128 * OF_GROUPS, TOGETHER = 64, SLAB = 64;
 };
+
+/* The first of the TOGETHER rows that a warp's row `own` is one of, so that the compiler sees that a warp shares it. */
+template <class F>
+static __device__ int together(int own) {
+    if (F::ROWS == F::TOGETHER) return 0;
+    own = own / F::TOGETHER * F::TOGETHER;
+    return F::GROUP ? __shfl_sync(0xffffffffu, own, 0) : own;
+}
+
+/* A task that is PLAIN: without arrays, and 16 bytes can be read at a time. The way through its loop depends on nothing
+   that is read, so that places of tiles lie in registers that a warp shares, and the next tiles can be asked for while
+   products are under way: ptxas lets them go on over a branch only if all of a warp take the same way. */
+static __device__ task plain(task s) {
+    s.q.spans = s.k.spans = NULL;
+    s.wide = true;
+    return s;
+}
 
 template <class F>
 static constexpr int threads_of() { return F::GROUP && !HAS_GROUPS ? 32 : F::THREADS; }
@@ -4009,14 +4027,14 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
         most[r] = -INFINITY;
         sum[r] = 0;
     }
-    int end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0);
+    int i = next_keys(s, sequence, row0, F::ROWS, end_of_keys(s, row0, F::ROWS) - 1);
     fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
-    if (i < end) fetch(i, 0);
-    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+    if (i >= 0) fetch(i, 0);
+    for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         tiles_here<F>();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int next = next_keys(s, sequence, row0, F::ROWS, end, i + 1);
-        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
+        int next = next_keys(s, sequence, row0, F::ROWS, i - 1);
+        if (F::STAGES == 2 && next >= 0) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
             span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
@@ -4030,7 +4048,7 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
             done<F, 0>(out);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < end) fetch(next, 0);
+        if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
     copies_here();   /* also where no tile was looked at */
@@ -4045,11 +4063,12 @@ KERNEL __launch_bounds__((form<T, D, 0, false>::THREADS), (form<T, D, 0, false>:
 
 /* By groups, which multiply while they do other things: a group first begins the scores of a tile and the output of the
    tile before, and makes the softmax of the one during the other. So values come with the keys of the next tile. */
-template <class T, int D>
+template <class T, int D, bool PLAIN>
 KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, true>::AT_ONCE))
     attention_groups_kernel(dt_attention_args a, task s) {
     typedef form<T, D, 0, true> F;
     if constexpr (!HAS_GROUPS) return;
+    if constexpr (PLAIN) s = plain(s);
     const int SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
     __shared__ int2  rows[F::ROWS], cols[2][F::COLS];
@@ -4059,13 +4078,13 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
     unsigned u[F::COLS / 16][4];
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS; /* the last see most, and begin first */
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + anew(blockIdx.y) / s.group;
-    int      own = threadIdx.x / 32 * 16, mine = own / 64 * 64;
-    int      end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0), before = -1;
+    int      own = threadIdx.x / 32 * 16, mine = together<F>(own);
+    int      i = next_keys(s, sequence, row0, F::ROWS, end_of_keys(s, row0, F::ROWS) - 1), before = -1;
     auto     fetch = [&](int keys, int values, int stage) {
         int k0 = keys * F::COLS, v0 = values * F::COLS;
-        if (keys < end) {
+        if (PLAIN || keys >= 0) {
             fetch_rows<F, D, T, F::COLS>(ks + stage * SIZE, a.k, key_at(s, sequence, k0, kv), s.k_row,
-                                         s.k.length - k0, s);
+                                         keys >= 0 ? s.k.length - k0 : 0, s);
             if (s.k.spans && threadIdx.x < F::COLS) cols[stage][threadIdx.x] = look(s, s.k, sequence, k0 + threadIdx.x);
         }
         if (values >= 0)
@@ -4078,19 +4097,20 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
     fetch_rows<F, D, T, F::ROWS>(qs, a.q, query_at(s, sequence, row0, blockIdx.y), s.q_row, s.q.length - row0, s);
     fetch(i, before, 0);
     bool mixes = false;
-    for (int stage = 0; i < end || before >= 0; stage ^= 1) {
+    for (int stage = 0; i >= 0 || before >= 0; stage ^= 1) {
         tiles_here<F>();
         __syncthreads(); /* this tile is there, and all have left the other stage */
-        int  next = next_keys(s, sequence, row0, F::ROWS, end, i + 1), col0 = i * F::COLS;
-        bool sees = i < end && row0 + mine < s.q.length;
-        if (i < end) fetch(next, i, stage ^ 1);
+        int  next = next_keys(s, sequence, row0, F::ROWS, i - 1), col0 = i * F::COLS;
+        bool sees = i >= 0 && row0 + mine < s.q.length;
         span q = span_of(s.q, sequence, row0 + mine, 64), k = q;
         if (sees) k = span_of(s.k, sequence, col0, F::COLS);
         sees = sees && !none_seen(s, q, k);
-        bool all = col0 + F::COLS <= s.k.length && all_seen(s, q, k);
-        if (sees && all && mixes) { /* without a branch: before one nvcc would wait for all that is under way */
-            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
+        bool beside = sees && mixes && all_seen(s, q, k); /* not the tile with the last key, which comes first */
+        if (i >= 0 && !(PLAIN && beside)) fetch(next, i, stage ^ 1);
+        if (beside) {
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, mine, ks + stage * SIZE, 0, s.dim);
             mix_packed<F::COLS>(out, u, vs + stage * SIZE);
+            if constexpr (PLAIN) fetch(next, i, stage ^ 1);
             done<F, 1>(c);
             softmax_step(c, most, sum, factor, s.power);
             after(sum[0] + sum[1]);
@@ -4101,7 +4121,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
             if (mixes) mix_packed<F::COLS>(out, u, vs + stage * SIZE);
             done<F, 0>(out);
             if (sees) {
-                scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, ks + stage * SIZE, 0, s.dim);
+                scores_of<F, D, F::ROWS, F::COLS>(c, qs, mine, ks + stage * SIZE, 0, s.dim);
                 done<F, 0>(c);
                 hide_keys(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage]);
                 softmax_step(c, most, sum, factor, s.power);
@@ -4110,7 +4130,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 0, true>>()), (form<T, D, 0, tru
             }
         }
         mixes = sees;
-        before = i < end ? i : -1;
+        before = i;
         i = next;
     }
     copies_here();
@@ -4165,18 +4185,19 @@ static __device__ float delta_of(const float *delta, const task &s, int sequence
 }
 
 /* dq = scale ds k, where p = e^(scale q k - lse), dp = dout v and ds = p (dp - delta). */
-template <class T, int D, bool GROUPS>
+template <class T, int D, bool GROUPS, bool PLAIN>
 KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, GROUPS>::AT_ONCE))
     queries_back_kernel(dt_attention_back_args a, task s, const float *delta) {
     typedef form<T, D, 1, GROUPS> F;
     if constexpr (GROUPS && !HAS_GROUPS) return;
+    if constexpr (PLAIN) s = plain(s);
     const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, qs);
     __shared__ int2 rows[F::ROWS], cols[F::STAGES][F::COLS];
     T       *ds = qs + F::ROWS * D, *ks = ds + F::ROWS * D, *vs = ks + F::STAGES * SIZE;
     float    dq[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4], lse[2 * M], mean[2 * M];
     int      row0 = (s.q.tiles - 1 - blockIdx.x) * F::ROWS, own = threadIdx.x / 32 * 16 * M;
-    int      mine = own / F::TOGETHER * F::TOGETHER;
+    int      mine = together<F>(own), from = GROUPS ? mine : own; /* a product's first row */
     int      sequence = s.first_sequence + blockIdx.z, h = s.first_kv * s.group + blockIdx.y;
     auto     fetch = [&](int i, int stage) {
         int kv = s.first_kv + anew(blockIdx.y) / s.group;
@@ -4190,21 +4211,22 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
         lse[r] = exponent_of(lse_at(a.lse, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4));
         mean[r] = delta_of(delta, s, sequence, h, row0 + own + 8 * r + threadIdx.x % 32 / 4);
     }
-    int end = end_of_keys(s, row0, F::ROWS), i = next_keys(s, sequence, row0, F::ROWS, end, 0);
+    int i = next_keys(s, sequence, row0, F::ROWS, end_of_keys(s, row0, F::ROWS) - 1);
     fetch_two<F, D, F::ROWS>(qs, ds, a.q, a.dout, query_at(s, sequence, row0, h), s.q_row, s.q.length - row0, s);
-    if (i < end) fetch(i, 0);
-    for (int stage = 0; i < end; stage = (stage + 1) % F::STAGES) {
+    if (i >= 0) fetch(i, 0);
+    for (int stage = 0; i >= 0; stage = (stage + 1) % F::STAGES) {
         tiles_here<F>();
         __syncthreads();
-        int next = next_keys(s, sequence, row0, F::ROWS, end, i + 1);
-        if (F::STAGES == 2 && next < end) fetch(next, stage ^ 1);
+        int next = next_keys(s, sequence, row0, F::ROWS, i - 1);
+        if (F::STAGES == 2 && next >= 0 && !PLAIN) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = i * F::COLS + part;
             span q = span_of(s.q, sequence, row0 + mine, F::TOGETHER), k = span_of(s.k, sequence, col0, F::PART);
             T   *kt = ks + stage * SIZE, *vt = vs + stage * SIZE;
-            if (row0 + mine >= s.q.length || col0 >= s.k.length || none_seen(s, q, k)) continue;
-            scores_of<F, D, F::ROWS, F::COLS>(c, qs, own, kt, part, s.dim);
-            scores_of<F, D, F::ROWS, F::COLS>(dp, ds, own, vt, part, s.dim);
+            if (!PLAIN && (row0 + mine >= s.q.length || col0 >= s.k.length || none_seen(s, q, k))) continue;
+            scores_of<F, D, F::ROWS, F::COLS>(c, qs, from, kt, part, s.dim);
+            scores_of<F, D, F::ROWS, F::COLS>(dp, ds, from, vt, part, s.dim);
+            if (PLAIN && next >= 0) fetch(next, stage ^ 1);
             done<F, 1>(c);
             hide_keys(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage] + part);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
@@ -4218,7 +4240,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
             done<F, 0>(dq);
         }
         if (F::STAGES == 1) __syncthreads();
-        if (F::STAGES == 1 && next < end) fetch(next, 0);
+        if (F::STAGES == 1 && next >= 0) fetch(next, 0);
         i = next;
     }
     copies_here();
@@ -4232,11 +4254,12 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 1, GROUPS>>()), (form<T, D, 1, G
 
 /* dk = scale ds^T q and dv = p^T dout, over the queries of all heads that share the key's, head after head. WHAT: 1 dk,
    2 dv, 3 both, for which the sums of a large D are too many. */
-template <class T, int D, int WHAT, bool GROUPS>
+template <class T, int D, int WHAT, bool GROUPS, bool PLAIN>
 KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, GROUPS>::AT_ONCE))
     keys_back_kernel(dt_attention_back_args a, task s, const float *delta) {
     typedef form<T, D, 2, GROUPS> F;
     if constexpr (GROUPS && !HAS_GROUPS) return;
+    if constexpr (PLAIN) s = plain(s);
     const int M = F::M, J = F::PART / 8, SIZE = F::COLS * D;
     DT_DYN_SMEM(T, ks);
     __shared__ float lse[F::STAGES][F::COLS], mean[F::STAGES][F::COLS];
@@ -4245,7 +4268,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
     float    dk[M][D / 8][4] = { { { 0 } } }, dv[M][D / 8][4] = { { { 0 } } }, c[M][J][4], dp[M][J][4];
     float    row_lse = 0, row_mean = 0; /* of a query of the next tile: on their way while this one is computed */
     int      row0 = blockIdx.x * F::ROWS, own = threadIdx.x / 32 * 16 * M;
-    int      mine = own / F::TOGETHER * F::TOGETHER;
+    int      mine = together<F>(own), from = GROUPS ? mine : own; /* a product's first row */
     int      sequence = s.first_sequence + blockIdx.z, kv = s.first_kv + blockIdx.y, ld = s.k_row;
     auto     fetch = [&](visit i, int stage) {
         int row = i.tile * F::COLS, h = kv * s.group + i.head, thread = threadIdx.x;
@@ -4271,14 +4294,15 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
         tiles_here<F>();
         __syncthreads();
         next = next_queries(s, sequence, row0, F::ROWS, first, next);
-        if (F::STAGES == 2 && next.head < s.group) fetch(next, stage ^ 1);
+        if (F::STAGES == 2 && next.head < s.group && !PLAIN) fetch(next, stage ^ 1);
         UNROLL_BY(1) for (int part = 0; part < F::COLS; part += F::PART) {
             int  col0 = tile * F::COLS + part;
             span q = span_of(s.q, sequence, col0, F::PART), k = span_of(s.k, sequence, row0 + mine, F::TOGETHER);
             T   *qt = qs + stage * SIZE, *dt = ds + stage * SIZE;
-            if (row0 + mine >= s.k.length || col0 >= s.q.length || none_seen(s, q, k)) continue;
-            scores_of<F, D, F::ROWS, F::COLS>(c, ks, own, qt, part, s.dim);
-            if (F::GROUP && WHAT != 2) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, own, dt, part, s.dim);
+            if (!PLAIN && (row0 + mine >= s.k.length || col0 >= s.q.length || none_seen(s, q, k))) continue;
+            scores_of<F, D, F::ROWS, F::COLS>(c, ks, from, qt, part, s.dim);
+            if (F::GROUP && WHAT != 2) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, from, dt, part, s.dim);
+            if (PLAIN && next.head < s.group) fetch(next, stage ^ 1);
             done<F, WHAT == 2 ? 0 : 1>(c);
             hide_queries(c, s, row0 + own, col0, all_seen(s, q, k), rows + own, cols[stage] + part);
             UNROLL for (int e = 0; e < M * J * 4; e++) {
@@ -4290,7 +4314,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
                 done<F, 0>(dv);
                 continue;
             }
-            if (!F::GROUP) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, own, dt, part, s.dim);
+            if (!F::GROUP) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, from, dt, part, s.dim);
             done<F, WHAT / 2>(dp);
             UNROLL for (int e = 0; e < M * J * 4; e++)
                 c[e / 4 / J][e / 4 % J][e % 4] *= dp[e / 4 / J][e / 4 % J][e % 4] -
@@ -4380,6 +4404,8 @@ static bool takes(const void *kernel, int threads) {
     return false;
 }
 
+static bool is_plain(const task &s) { return s.wide && !s.q.position && !s.k.position && !s.k.document; }
+
 template <class T, int D, bool GROUPS, class run>
 static dt_status attention_with(const dt_attention_args &a, task s, run kernel, void *stream) {
     typedef form<T, D, 0, GROUPS> F;
@@ -4397,8 +4423,9 @@ static dt_status attention_with(const dt_attention_args &a, task s, run kernel, 
 template <class T, int D>
 static dt_status attention_of(const dt_attention_args &a, const task &s, void *stream) {
     if constexpr (sizeof(T) == 2 && D <= 128)
-        if (takes((const void *)attention_groups_kernel<T, D>, form<T, D, 0, true>::THREADS))
-            return attention_with<T, D, true>(a, s, attention_groups_kernel<T, D>, stream);
+        if (takes((const void *)attention_groups_kernel<T, D, true>, form<T, D, 0, true>::THREADS))
+            return is_plain(s) ? attention_with<T, D, true>(a, s, attention_groups_kernel<T, D, true>, stream)
+                               : attention_with<T, D, true>(a, s, attention_groups_kernel<T, D, false>, stream);
     return attention_with<T, D, false>(a, s, attention_kernel<T, D>, stream);
 }
 
@@ -4423,7 +4450,7 @@ static dt_status cuda_attention(const dt_attention_args *args, void *stream) {
 }
 
 /* Of `sequences` and kv_heads, of which the tasks name the first. */
-template <class T, int D, bool GROUPS>
+template <class T, int D, bool GROUPS, bool PLAIN>
 static dt_status attention_back_some(const dt_attention_back_args &a, const task &q, const task &k, int sequences,
     int kv_heads, float *delta, void *stream) {
     typedef form<T, D, 1, GROUPS> Q;
@@ -4435,19 +4462,21 @@ static dt_status attention_back_some(const dt_attention_back_args &a, const task
     dim3      grid_q(q.q.tiles, kv_heads * q.group, sequences), grid_k(k.k.tiles, kv_heads, sequences);
     if (a.tq > 0) DT_LAUNCH(delta_kernel<T>, rows, BLOCK, 0, stream_of(stream), a, q, delta);
     if (a.tq > 0 && a.dq)
-        LAUNCH_SHARED((queries_back_kernel<T, D, GROUPS>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
+        LAUNCH_SHARED((queries_back_kernel<T, D, GROUPS, PLAIN>), grid_q, Q::THREADS, bytes_q, stream, a, q, delta);
     if (a.tk == 0) return DT_OK;
     if (BOTH == 3 && a.dk && a.dv) {
-        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+        LAUNCH_SHARED((keys_back_kernel<T, D, BOTH, GROUPS, PLAIN>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
         return DT_OK;
     }
-    if (a.dk) LAUNCH_SHARED((keys_back_kernel<T, D, 1, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
-    if (a.dv) LAUNCH_SHARED((keys_back_kernel<T, D, 2, GROUPS>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dk)
+        LAUNCH_SHARED((keys_back_kernel<T, D, 1, GROUPS, false>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
+    if (a.dv)
+        LAUNCH_SHARED((keys_back_kernel<T, D, 2, GROUPS, false>), grid_k, K::THREADS, bytes_k, stream, a, k, delta);
     return DT_OK;
 }
 
 /* As many sequences at a time as the scratch has room for deltas of, or else as many heads of one. */
-template <class T, int D, bool GROUPS>
+template <class T, int D, bool GROUPS, bool PLAIN>
 static dt_status attention_back_with(const dt_attention_back_args &a, task q, void *stream) {
     typedef form<T, D, 1, GROUPS> Q;
     typedef form<T, D, 2, GROUPS> K;
@@ -4471,7 +4500,7 @@ static dt_status attention_back_with(const dt_attention_back_args &a, task q, vo
             q.first_sequence = k.first_sequence = (int)b;
             q.first_kv = k.first_kv = (int)kv;
             int64_t heads = a.kv_heads - kv < kv_heads ? a.kv_heads - kv : kv_heads;
-            status = attention_back_some<T, D, GROUPS>(a, q, k, (int)some, (int)heads, delta, stream);
+            status = attention_back_some<T, D, GROUPS, PLAIN>(a, q, k, (int)some, (int)heads, delta, stream);
         }
     }
     return status == DT_OK ? launched() : status;
@@ -4480,9 +4509,10 @@ static dt_status attention_back_with(const dt_attention_back_args &a, task q, vo
 template <class T, int D>
 static dt_status attention_back_of(const dt_attention_back_args &a, const task &s, void *stream) {
     if constexpr (sizeof(T) == 2 && D <= 128)
-        if (takes((const void *)queries_back_kernel<T, D, true>, form<T, D, 1, true>::THREADS))
-            return attention_back_with<T, D, true>(a, s, stream);
-    return attention_back_with<T, D, false>(a, s, stream);
+        if (takes((const void *)queries_back_kernel<T, D, true, true>, form<T, D, 1, true>::THREADS))
+            return is_plain(s) ? attention_back_with<T, D, true, true>(a, s, stream)
+                               : attention_back_with<T, D, true, false>(a, s, stream);
+    return attention_back_with<T, D, false, false>(a, s, stream);
 }
 
 static dt_status cuda_attention_back(const dt_attention_back_args *args, void *stream) {
@@ -4578,7 +4608,8 @@ static bool advise(char *text, size_t text_bytes) {
     if (!known) return true;
     if (!runs) snprintf(text, text_bytes, "this build has no code for an sm_%d%d: nvcc -arch=sm_%d%d%s", major, minor,
                         major, minor, a);
-    else if (code.ptxVersion / 10 < major || (hopper && !takes((const void *)attention_groups_kernel<bf16, 64>, 128)))
+    else if (code.ptxVersion / 10 < major ||
+             (hopper && !takes((const void *)attention_groups_kernel<bf16, 64, true>, 128)))
         snprintf(text, text_bytes, "this build is for sm_%d and the GPU is an sm_%d%d: nvcc -arch=sm_%d%d%s makes it "
                  "faster", code.ptxVersion, major, minor, major, minor, a);
     return runs;
