@@ -1302,20 +1302,26 @@ DTC_UNSEEN void dtc_mma_m16n8k16(dtc_site site, float d[4], const unsigned a[4],
         mine[i] = to_float(i % 2 ? pair >> 16 : pair & 0xffff);
     }
     const dtc_parcel *theirs = dtc_exchange(site, 0xffffffffu, mine, sizeof mine);
-    auto share = [theirs](int lane) DTC_UNSEEN {
-        return reinterpret_cast<const float *>(theirs[lane].bytes);
-    };
     int g = dtc.self->lane / 4, t = dtc.self->lane % 4;
-    for (int k = 0; k < 16; k++) {
-        int holder = k % 8 / 2, late = k / 8, odd = k % 2;
-        const float *row = share(4 * g + holder) + 4 * late + odd; // row g; 2 further: row g + 8
-        const float *column = share(8 * t + holder) + 8 + 2 * late + odd; // column 2 t
-        const float *next = share(8 * t + 4 + holder) + 8 + 2 * late + odd;
-        d[0] += row[0] * column[0];
-        d[1] += row[0] * next[0];
-        d[2] += row[2] * column[0];
-        d[3] += row[2] * next[0];
+    const float *rows[4], *columns[4], *nexts[4]; // of the lanes that hold two neighbouring k each
+    for (int i = 0; i < 4; i++) {
+        rows[i] = reinterpret_cast<const float *>(theirs[4 * g + i].bytes);
+        columns[i] = reinterpret_cast<const float *>(theirs[8 * t + i].bytes) + 8;
+        nexts[i] = reinterpret_cast<const float *>(theirs[8 * t + 4 + i].bytes) + 8;
     }
+    float sum[4] = { d[0], d[1], d[2], d[3] };
+    for (int late = 0; late < 2; late++)
+        for (int i = 0; i < 4; i++) {
+            const float *row = rows[i] + 4 * late; // row g; 2 further: row g + 8
+            const float *column = columns[i] + 2 * late, *next = nexts[i] + 2 * late; // columns 2 t, 2 t + 1
+            for (int odd = 0; odd < 2; odd++) {
+                sum[0] += row[odd] * column[odd];
+                sum[1] += row[odd] * next[odd];
+                sum[2] += row[odd + 2] * column[odd];
+                sum[3] += row[odd + 2] * next[odd];
+            }
+        }
+    memcpy(d, sum, sizeof sum);
 }
 #define dtc_mma_m16n8k16_bf16(...) \
     dtc_mma_m16n8k16<dtc_bf16_to_float>(DTC_SITE("mma.sync"), __VA_ARGS__)
