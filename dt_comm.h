@@ -443,7 +443,8 @@ typedef struct dt_attach_desc {
     double              timeout_s;  /* of a transport: 0 -> 120 */
     dt_link             link;       /* of a transport */
     void               *nccl;       /* an ncclComm_t of the transport's ranks, in the same order: what is large goes
-                                       through it. The context's table is CUDA's. It remains yours. NULL: none */
+                                       through it. The context's table is CUDA's. It remains yours, but if
+                                       the context fails it has been aborted: do not destroy it. NULL: none */
 } dt_attach_desc;
 /* [collective: the ranks to be] Makes ctx (from dt_ctx_make) a rank; its world. NULL after a failure. A context for
    a team is made with dt_team_ctx, which gives it the team's tables. */
@@ -2423,10 +2424,10 @@ static int dt__aside_there(dt_work *work, const dt__part *part) {
     return passed;
 }
 
-/* After a failure the copying may be under way still. */
-static void dt__aside_free(dt_work *work, dt__part *part) {
+/* What a part has of a device. After a failure the copying may be under way still. */
+static void dt__part_end(dt_work *work, dt__part *part) {
     dt_ctx *ctx = work->comm->world->ctx;
-    if (part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
+    if (part->aside && part->mark && dt_ctx_kernels(ctx)->passed(part->mark) == 0) dt__comm_sync(work->comm->world);
     if (part->mark) dt_ctx_kernels(ctx)->unmark(part->mark);
     dt_unpin(ctx, part->aside, part->count * dt_dtype_size(work->call.dtype));
     part->aside = part->mark = NULL;
@@ -2560,7 +2561,7 @@ static int dt__transport_message(dt_work *work, dt__part *part) {
         part->state = 2;
     }
     int there = dt__aside_there(work, part);
-    if (there > 0) dt__aside_free(work, part);
+    if (there > 0) dt__part_end(work, part);
     return there;
 }
 
@@ -3223,7 +3224,7 @@ static void dt__work_release(dt__world *world, dt_work *work) {
         dt__part *part = &work->parts[i];
         if (part->request && !part->over) world->transport.cancel(world->transport.user, part->request);
         dt__copy_give(world, part->copy, part->count * dt_dtype_size(work->call.dtype));
-        dt__aside_free(work, part);
+        dt__part_end(work, part);
         dt_free(world->ctx, DT_MEM_HOST, part->card, DT__CARD_BYTES);
     }
     dt__scratch_free(work);
@@ -3413,15 +3414,18 @@ static void dt__flights_look(dt__world *world) {
     while (world->flight && dt_ctx_kernels(world->ctx)->passed(world->flight->mark) > 0) dt__flight_end(world);
 }
 
-/* The listener's: all land, or the context has failed, and the backend has ended them. */
-static void dt__on_settle(dt_ctx *ctx, void *user) {
+/* The listener's: all land, or the context has failed, and the backend has ended them. What was started and not waited
+   for may go on: others may not have come to it yet. */
+static int dt__on_settle(dt_ctx *ctx, void *user) {
     dt__world *world = (dt__world *)user;
-    (void)ctx;
     while (world->flight) {
         double begin = -1;
-        if (dt_error(world->ctx) == DT_OK) dt__drive(world, world->flight, &begin);
+        if (dt_error(ctx) == DT_OK) dt__drive(world, world->flight, &begin);
         dt__flight_end(world);
     }
+    for (const dt_work *w = world->nccl && dt_error(ctx) == DT_OK ? world->first : NULL; w; w = w->later)
+        if (!w->over || (w->flies && dt_ctx_kernels(ctx)->passed(w->mark) == 0)) return 0;
+    return 1;
 }
 
 /* Every operation begins here. NULL: the context has failed. */
@@ -7805,7 +7809,7 @@ static int dt__nccl_message(dt_work *work, dt__part *part) {
     if (moves <= 0) return moves;
     part->state = 4;
     moves = dt__nccl_moved(work, part);
-    if (moves > 0) dt__aside_free(work, part);
+    if (moves > 0) dt__part_end(work, part);
     return moves;
 }
 
@@ -7857,17 +7861,20 @@ static void dt__nccl_close(dt_comm *comm) {
     if (world->nccl && comm == world->comm) dt__nccl_free(world);
 }
 
-/* The context has failed: what hangs in the device ends. */
+/* The context has failed: what hangs in the device ends. In one group, because an abort frees memory, for which all of
+   the device has to be idle (from NCCL 2.22 on; before, the end of the first may wait for the second). */
 static void dt__nccl_abort(dt__world *world) {
     dt__nccl *nccl = world->nccl;
+    nccl->call.GroupStart();
     for (dt_comm *comm = world->comms; comm; comm = comm->next) {
-        if (comm->lane && comm->lane->comm && !comm->lane->borrowed) nccl->call.CommAbort(comm->lane->comm);
+        if (comm->lane && comm->lane->comm) nccl->call.CommAbort(comm->lane->comm);
         if (comm->lane) comm->lane->comm = NULL;
     }
     for (int i = 0; i < 2 * world->comm->place.size; i++) {
         if (nccl->lanes[i].comm) nccl->call.CommAbort(nccl->lanes[i].comm);
         nccl->lanes[i].comm = NULL;
     }
+    nccl->call.GroupEnd();
 }
 
 /* Who waits for long says in what. Does another rank of the group wait in another collective in this one's place? */

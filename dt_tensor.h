@@ -785,7 +785,8 @@ typedef struct dt_listener {
     /* What was whole for one access only may go; what its owner wrote into the whole has to be kept. */
     void (*release)(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user);
     void (*reset)(dt_ctx *ctx, void *user);         /* dt_reset has freed the tensors */
-    void (*settle)(dt_ctx *ctx, void *user);        /* the host is about to wait for the device, without a limit */
+    /* The host may be about to wait for the device, without a limit. 1: nothing that was started goes on there now. */
+    int  (*settle)(dt_ctx *ctx, void *user);
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -1519,6 +1520,13 @@ typedef struct dt__arena {
 } dt__arena;
 
 /* A buffer for a unit's passing gradient or gathered values, kept for reuse. */
+/* Memory of a device's table that was given back while something went on there. */
+typedef struct dt__kept {
+    void  *p;
+    size_t bytes;
+    int    pinned;
+} dt__kept;
+
 typedef struct dt__spare {
     void  *data;
     size_t bytes;
@@ -1538,6 +1546,8 @@ struct dt_ctx {
     char         text[512];
     dt_memory    memory;
     size_t       mem_limit;
+    dt__kept    *kept;
+    int          n_kept, kept_room;
     void        *work;
     size_t       work_bytes;
     dt_listener *listeners;
@@ -1586,58 +1596,6 @@ static void dt__account(dt_ctx *ctx, dt_mem mem, size_t bytes, int sign) {
 
 static int dt__from_host(const dt_ctx *ctx, dt_mem mem) { return mem == DT_MEM_HOST || !ctx->kernels.alloc; }
 
-static void *dt__take(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
-    static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
-    const dt_memory *m = &ctx->memory;
-    char             limit[48] = "", table[512] = "";
-    if (bytes == 0 || ctx->status != DT_OK) return NULL;
-    int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
-    void *p = over                                ? NULL
-              : pinned && ctx->kernels.pin        ? ctx->kernels.pin(bytes)
-              : pinned || dt__from_host(ctx, mem) ? ctx->host.alloc(ctx->host.user, bytes, mem)
-                                                  : ctx->kernels.alloc(ctx->kernels.user, bytes);
-    if (!p) {
-        if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
-        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
-            classes[mem], m->live_total, limit);
-        for (int i = 0, at = 0; i < DT_MEM_CLASSES; i++)
-            at += snprintf(table + at, sizeof table - (size_t)at, " %s %zu (%zu)", classes[i], m->live[i], m->peak[i]);
-        dt_log(ctx, DT_LOG_NOTICE, "rank %d: live bytes (and peak):%s", ctx->rank, table);
-        return NULL;
-    }
-    dt__account(ctx, mem, bytes, +1);
-    return p;
-}
-
-void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) { return dt__take(ctx, mem, bytes, what, 0); }
-void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) { return dt__take(ctx, DT_MEM_HOST, bytes, what, 1); }
-
-/* What waits for the device without a limit comes after this: of what is under way there some may wait for others. */
-static void dt__settle(dt_ctx *ctx) {
-    for (dt_listener *l = ctx->listeners; l; l = l->next)
-        if (l->settle) l->settle(ctx, l->user);
-}
-
-void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
-    if (!p) return;
-    if (dt__from_host(ctx, mem)) {
-        ctx->host.free(ctx->host.user, p, bytes, mem);
-    } else {
-        dt__settle(ctx);    /* a device frees memory when it is idle */
-        ctx->kernels.free(ctx->kernels.user, p, bytes);
-    }
-    dt__account(ctx, mem, bytes, -1);
-}
-
-void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
-    if (!p || !ctx->kernels.unpin) {
-        dt_free(ctx, DT_MEM_HOST, p, bytes);
-        return;
-    }
-    ctx->kernels.unpin(p, bytes);
-    dt__account(ctx, DT_MEM_HOST, bytes, -1);
-}
-
 static void *dt__host_zeroed(dt_ctx *ctx, size_t bytes, const char *what) {
     void *p = dt_alloc(ctx, DT_MEM_HOST, bytes, what);
     if (p) memset(p, 0, bytes);
@@ -1654,6 +1612,95 @@ static void *dt__grow(dt_ctx *ctx, void *array, int used, int *room, size_t elem
     dt_free(ctx, DT_MEM_HOST, array, (size_t)*room * element);
     *room = more;
     return p;
+}
+
+/* A device gives memory back when it is idle, and what goes on there may need what this rank does next. So memory that
+   is given back meanwhile is kept, for who asks for as many bytes: the rank's queue has it in order. 1: it is kept. */
+static int dt__kept_put(dt_ctx *ctx, void *p, size_t bytes, int pinned) {
+    dt__kept *grown = (dt__kept *)dt__grow(ctx, ctx->kept, ctx->n_kept, &ctx->kept_room, sizeof *grown, "kept memory");
+    if (!grown) return 0;
+    ctx->kept = grown;
+    grown[ctx->n_kept].p = p;
+    grown[ctx->n_kept].bytes = bytes;
+    grown[ctx->n_kept++].pinned = pinned;
+    return 1;
+}
+
+static void *dt__kept_take(dt_ctx *ctx, size_t bytes, int pinned) {
+    for (int i = 0; i < ctx->n_kept; i++) {
+        if (ctx->kept[i].bytes != bytes || ctx->kept[i].pinned != pinned) continue;
+        void *p = ctx->kept[i].p;
+        ctx->kept[i] = ctx->kept[--ctx->n_kept];
+        return p;
+    }
+    return NULL;
+}
+
+static void dt__kept_free(dt_ctx *ctx) {
+    while (ctx->n_kept > 0) {
+        dt__kept k = ctx->kept[--ctx->n_kept];
+        if (k.pinned) ctx->kernels.unpin(k.p, k.bytes);
+        else ctx->kernels.free(ctx->kernels.user, k.p, k.bytes);
+    }
+}
+
+/* What waits for the device without a limit comes after this: of what is under way there some may wait for others. 1:
+   nothing is any more. */
+static int dt__settle(dt_ctx *ctx) {
+    int idle = 1;
+    for (dt_listener *l = ctx->listeners; l; l = l->next)
+        if (l->settle && !l->settle(ctx, l->user)) idle = 0;
+    if (idle) dt__kept_free(ctx);
+    return idle;
+}
+
+static void *dt__ask(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinned) {
+    if (pinned ? !ctx->kernels.pin : dt__from_host(ctx, mem)) return ctx->host.alloc(ctx->host.user, bytes, mem);
+    void *p = dt__kept_take(ctx, bytes, pinned);
+    for (int turn = 0; !p && turn < 2; turn++) {
+        if (turn > 0 && (ctx->n_kept == 0 || !dt__settle(ctx))) break;
+        p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
+    }
+    return p;
+}
+
+static void *dt__take(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
+    static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
+    const dt_memory *m = &ctx->memory;
+    char             limit[48] = "", table[512] = "";
+    if (bytes == 0 || ctx->status != DT_OK) return NULL;
+    int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
+    void *p = over ? NULL : dt__ask(ctx, mem, bytes, pinned);
+    if (!p) {
+        if (over) snprintf(limit, sizeof limit, " of a limit of %zu", ctx->mem_limit);
+        dt_fail(ctx, DT_ERR_MEM, "%s: %zu bytes of class %s were refused; %zu bytes are in use%s", what, bytes,
+            classes[mem], m->live_total, limit);
+        for (int i = 0, at = 0; i < DT_MEM_CLASSES; i++)
+            at += snprintf(table + at, sizeof table - (size_t)at, " %s %zu (%zu)", classes[i], m->live[i], m->peak[i]);
+        dt_log(ctx, DT_LOG_NOTICE, "rank %d: live bytes (and peak):%s", ctx->rank, table);
+        return NULL;
+    }
+    dt__account(ctx, mem, bytes, +1);
+    return p;
+}
+
+void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what) { return dt__take(ctx, mem, bytes, what, 0); }
+void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) { return dt__take(ctx, DT_MEM_HOST, bytes, what, 1); }
+
+void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
+    if (!p) return;
+    if (dt__from_host(ctx, mem)) ctx->host.free(ctx->host.user, p, bytes, mem);
+    else if (dt__settle(ctx) || !dt__kept_put(ctx, p, bytes, 0)) ctx->kernels.free(ctx->kernels.user, p, bytes);
+    dt__account(ctx, mem, bytes, -1);
+}
+
+void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
+    if (!p || !ctx->kernels.unpin) {
+        dt_free(ctx, DT_MEM_HOST, p, bytes);
+        return;
+    }
+    if (!dt__kept_put(ctx, p, bytes, 1)) ctx->kernels.unpin(p, bytes);
+    dt__account(ctx, DT_MEM_HOST, bytes, -1);
 }
 
 void *dt_scratch(dt_ctx *ctx, size_t bytes) {
@@ -1725,6 +1772,8 @@ void dt_ctx_free(dt_ctx *ctx) {
     dt__tape_free(ctx);
     dt__params_free(ctx);
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
+    dt__kept_free(ctx);
+    dt_free(ctx, DT_MEM_HOST, ctx->kept, (size_t)ctx->kept_room * sizeof *ctx->kept);
     if (ctx->opened) ctx->kernels.close(ctx->stream);
     dt_host host = ctx->host;
     host.free(host.user, ctx, sizeof *ctx, DT_MEM_HOST);
@@ -1792,7 +1841,9 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
         memcpy(dst, src, bytes);
         return DT_OK;
     }
-    if (ctx->kernels.reaches && !ctx->kernels.reaches(dst)) dt__settle(ctx);  /* a copy to such memory waits */
+    enum { STAGED = 64 << 10 };     /* of memory that it does not reach a device takes so much along at once */
+    int (*reaches)(const void *) = ctx->kernels.reaches;
+    if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__settle(ctx);   /* such a copy waits */
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
 }

@@ -847,12 +847,16 @@ cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
 
 cudaError_t cudaMallocHost(void **p, size_t bytes) { return cudaHostAlloc(p, bytes, cudaHostAllocDefault); }
 
+/* CUDA may wait for the device here, and does not promise to: who relies on neither is right. */
 cudaError_t cudaFreeHost(void *p) {
     cudaError_t error = enter();
     if (error || !p) return leave(error);
     const block *b = owned(p, BLOCK_PINNED, "cudaFreeHost");
     if (!b) return leave(cudaErrorInvalidValue);
     check_untouched(b, "cudaFreeHost");
+    error = wait_device(current_device);
+    b = owned(p, BLOCK_PINNED, "cudaFreeHost"); /* the table may have moved meanwhile */
+    if (error || !b) return leave(error ? error : cudaErrorInvalidValue);
     block_remove(b);
     free(p);
     return leave(cudaSuccess);

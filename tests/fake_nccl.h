@@ -77,7 +77,7 @@ static struct { /* under fake.lock */
 /* The calls since ncclGroupStart. */
 typedef struct call { ncclComm_t comm; cudaStream_t stream; task task; } call;
 static __thread struct group {
-    int          depth, call_count, call_room, init_count;
+    int          depth, call_count, call_room, init_count, aborts;
     ncclResult_t error;
     call        *calls;
     ncclComm_t   inits[MAX_DEVICES];
@@ -791,7 +791,9 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return comm_leave(comm, result);
 }
 
-/* From any thread at any time. What this rank has in streams ends; the others go on waiting. */
+/* From any thread at any time. What this rank has in streams ends; the others go on waiting. The memory of what was
+   aborted is freed, for which the device has to be idle; in a group, after all of it has been aborted. */
+static ncclResult_t abort_end(void) { return wait_device(current_device) ? ncclUnhandledCudaError : ncclSuccess; }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     enter();
@@ -804,6 +806,8 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
         comm->joining = comm->splitting = 0;
         comm->aborted = 1;
         pthread_cond_broadcast(&fake.changed);
+        if (group.depth > 0) group.aborts = 1;
+        else result = abort_end();
     }
     leave(cudaSuccess);
     return result;
@@ -844,6 +848,11 @@ ncclResult_t ncclGroupEnd(void) {
     group.init_count = 0;
     if (result) group.error = result;
     result = group_launch();
+    if (group.aborts) {
+        ncclResult_t end = abort_end();
+        if (!result) result = end;
+    }
+    group.aborts = 0;
     leave(cudaSuccess);
     return result;
 }

@@ -487,27 +487,150 @@ static void test_mistakes(void) {
         }
 }
 
-// ==== 7. A communicator of the caller's =============================================================================
+// ==== 7. While the device goes on ====================================================================================
 
-/* Its sockets are the caller's too: here the messages of a run over tcp. */
+/* The device still has an operation that others have not come to: neither a message nor memory that is given back waits
+   for it, and when the context fails what hangs on several communicators ends together. */
+enum { BAD_INDEX, SEND_BEHIND, FREE_STARTED, HANGS_ONCE, HANGS_TWICE, GOING_ON };
+static const struct { const char *text; dt_status status; } goes_on[GOING_ON] = {
+    [BAD_INDEX] = { "outside of its table", DT_ERR_ARG },
+    [SEND_BEHIND] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+    [HANGS_ONCE] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+    [HANGS_TWICE] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+};
+enum { SOME = 5000 };
+
+static double seconds(void) { return dt_host_default()->now(NULL); }
+
+static void stay_away(void) { dt_host_default()->sleep(NULL, 2.5); }
+
+/* A message does not take along what the device has found: the next wait tells of it. */
+static void bad_index(dt_ctx *ctx, array a, array b) {
+    const dt_kernels *k = dt_ctx_kernels(ctx);
+    int32_t           ids[8] = { 0, 1, 2, 3, 99, 1, 2, 3 };
+    if (dt_ctx_rank(ctx) == 1) dt_recv(dt_world(ctx), b.at, SOME, DT_F32, 0, 0);
+    if (dt_ctx_rank(ctx) > 0) return;
+    to_device(ctx, b.at, ids, sizeof ids);
+    dt_embedding_args e = { .dtype = DT_F32, .out = (float *)b.at + 64, .table = (float *)b.at + 200,
+        .ids = (int32_t *)b.at, .rows = 8, .cols = 8, .vocab = 4, .held = 4 };
+    CHECK(k->embedding(&e, dt_ctx_stream(ctx)) == DT_OK);
+    for (int i = 0; i < 300; i++) k->fill(&(dt_fill_args){ DT_F32, a.at, 64, i }, dt_ctx_stream(ctx));
+    dt_send(dt_world(ctx), a.at, SOME, DT_F32, 1, 0);
+}
+
+static void send_behind(dt_ctx *ctx, array a, array b) {
+    dt_comm *world = dt_world(ctx);
+    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) return;
+    dt_all_reduce(world, a.at, a.at, SOME, DT_F32, DT_SUM);
+    double begin = seconds();
+    if (dt_ctx_rank(ctx) == 0) dt_send(world, b.at, SOME, DT_F32, 2, 0);
+    else dt_recv(world, b.at, SOME, DT_F32, 0, 0);
+    CHECK_MSG(dt_error(ctx) == DT_OK && seconds() - begin < 0.9, "a message took %.1f s", seconds() - begin);
+}
+
+/* Rank 1 begins the sum when it has the message, which rank 0 sends after it has given back memory. */
+static void free_started(dt_ctx *ctx, array a) {
+    dt_comm *world = dt_world(ctx);
+    array    kept = array_make(ctx, 1 << 20), words = array_make(ctx, 64);
+    void    *first = kept.at;
+    if (!words.at) return;
+    if (dt_ctx_rank(ctx) == 1) dt_recv(world, words.at, 4, DT_F32, 0, 0);
+    dt_work *work = dt_all_reduce_start(world, a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (dt_ctx_rank(ctx) == 0) {
+        for (int i = 0; i < 50; i++) dt_test(ctx, work);
+        array_free(ctx, kept);
+        kept = array_make(ctx, 1 << 20);
+        CHECK(kept.at == first);
+        void *pinned = dt_pin(ctx, 100, "some");
+        dt_unpin(ctx, pinned, 100);
+        dt_send(world, words.at, 4, DT_F32, 1, 0);
+    }
+    dt_wait(ctx, work);
+    array_free(ctx, kept);
+    array_free(ctx, words);
+}
+
+static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
+    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) return;
+    dt_work *one = twin ? dt_all_reduce_start(twin, b.at, b.at, SOME, DT_F32, DT_SUM) : NULL;
+    dt_work *two = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (one) dt_wait(ctx, one);
+    dt_wait(ctx, two);
+}
+
+static dt_status going_on(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm   *twin = dt_comm_split(dt_world(ctx), 0, 0, "twin");
+    array      a = array_make(ctx, SOME * 4), b = array_make(ctx, SOME * 4);
+    if (!b.at) return dt_error(ctx);
+    for (int step = 0; step < 120; step++) dt_comm_step(dt_world(ctx)); /* nothing is compared any more */
+    dt_all_reduce(twin, a.at, a.at, SOME, DT_F32, DT_MAX);
+    dt_all_reduce(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_MAX);
+    dt__sync(ctx);
+    if (j->what == BAD_INDEX) bad_index(ctx, a, b);
+    if (j->what == SEND_BEHIND) send_behind(ctx, a, b);
+    if (j->what == FREE_STARTED) free_started(ctx, a);
+    if (j->what == HANGS_ONCE || j->what == HANGS_TWICE) hang(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
+    dt__sync(ctx);
+    array_free(ctx, a);
+    array_free(ctx, b);
+    return dt_error(ctx);
+}
+
+static void test_going_on(void) {
+    for (int what = 0; what < GOING_ON; what++)
+        for (int order = 0; order < (goes_on[what].status == DT_ERR_TIMEOUT ? 1 : 3); order++) {
+            job j = { .ranks = what == SEND_BEHIND ? 3 : 2, .fn = going_on, .what = what, .quiet = 1 };
+            if (goes_on[what].status == DT_ERR_TIMEOUT) j.timeout_s = 1;
+            machine(j.ranks, (unsigned long long)(what * 10 + order), order);
+            job_run(&j);
+            if (!goes_on[what].text) check_clean(&j, "a sum that is begun late");
+            for (int r = 0; r < j.ranks && goes_on[what].text; r++)
+                CHECK_MSG(j.report[r].status == goes_on[what].status &&
+                          strstr(j.report[r].text, goes_on[what].text) && j.took[r] < 4,
+                          "case %d, rank %d after %.1f s: %s, %s", what, r, j.took[r],
+                          dt_status_name(j.report[r].status), j.report[r].text);
+            CHECK_MSG(!fake_cuda_error(), "case %d: %s", what, fake_cuda_error());
+            fake_cuda_clear_error();
+        }
+}
+
+// ==== 8. A communicator of the caller's =============================================================================
+
+/* Its sockets are the caller's too: here the messages of a run over tcp. What 1: rank 0 is left alone in a sum. */
 static ncclUniqueId given_id;
 static dt_status lent(dt_ctx *ctx, void *user) {
+    int        fails = ((const job *)user)->what;
     dt_comm  *world = dt_world(ctx);
     dt__world *w = world->world;
     ncclComm_t comm = NULL;
     dt_ctx   *mine = dt_ctx_make((dt_ctx_desc){ .rank = dt_ctx_rank(ctx), .place = dt_ctx_rank(ctx) });
-    (void)user;
     CHECK(ncclCommInitRank(&comm, dt_comm_size(world), given_id, dt_comm_rank(world)) == ncclSuccess);
     dt_comm *own = dt_comm_attach(mine, (dt_attach_desc){ .rank = dt_ctx_rank(ctx), .transport = &w->transport,
-        .size = dt_comm_size(world), .timeout_s = 30, .nccl = comm });
+        .size = dt_comm_size(world), .timeout_s = fails ? 1 : 30, .nccl = comm });
     CHECK(own && dt_error(mine) == DT_OK);
     if (own) sweep(own, 40);
     dt_comm *pair = own ? dt_comm_split(own, dt_comm_rank(own) / 2, 0, "pair") : NULL;
     if (pair) sweep(pair, 100);
     dt_barrier(own);
-    dt_comm_detach(mine, DT_OK);
-    CHECK_MSG(dt_error(mine) == DT_OK, "%s", dt_error_text(mine));
-    CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    if (fails) {
+        array  a = array_make(mine, SOME * 4);
+        double begin = seconds();
+        for (int step = 0; step < 120; step++) dt_comm_step(own);
+        if (dt_comm_rank(own) == 0) dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
+        else stay_away();
+        dt__sync(mine);
+        array_free(mine, a);
+        dt_comm_detach(mine, DT_OK);
+        CHECK_MSG(seconds() - begin < 4 && (dt_error(mine) == DT_ERR_TIMEOUT) == (dt_comm_rank(world) == 0),
+                  "rank %d after %.1f s: %s", dt_comm_rank(world), seconds() - begin, dt_error_text(mine));
+    } else {
+        dt_comm_detach(mine, DT_OK);
+        CHECK_MSG(dt_error(mine) == DT_OK, "%s", dt_error_text(mine));
+    }
+    if (dt_error(mine) == DT_OK) CHECK(ncclCommDestroy(comm) == ncclSuccess);   /* else it has been aborted */
     dt_ctx_free(mine);
     return dt_error(ctx);
 }
@@ -522,8 +645,8 @@ static void *lent_main(void *p) {
     return NULL;
 }
 
-static void test_attach(void) {
-    job       j = { .ranks = 4, .port = free_port() };
+static void test_attach(int fails) {
+    job       j = { .ranks = 4, .port = free_port(), .what = fails };
     pthread_t threads[4];
     seat      seats[4];
     machine(4, 5, FAKE_CUDA_RANDOM);
@@ -533,7 +656,9 @@ static void test_attach(void) {
         pthread_create(&threads[r], NULL, lent_main, &seats[r]);
     }
     for (int r = 0; r < 4; r++) pthread_join(threads[r], NULL);
-    check_clean(&j, "a communicator of the caller's");
+    if (!fails) check_clean(&j, "a communicator of the caller's");
+    for (int r = 0; r < 4 && fails; r++) CHECK(j.report[r].status == (r ? DT_ERR_PEER : DT_OK)); /* not rank 0's run */
+    CHECK_MSG(!fake_cuda_error() && fake_cuda_leaks(1) == 0, "%s", fake_cuda_error());
 }
 
 int main(void) {
@@ -543,7 +668,9 @@ int main(void) {
     test_overlap();
     test_slow();
     test_mistakes();
-    test_attach();
+    test_going_on();
+    test_attach(0);
+    test_attach(1);
     return check_done("test_nccl");
 }
 #endif
