@@ -115,7 +115,7 @@ static void test_product_fusions() {
 
 // ==== 2. Attention ==================================================================================================
 
-enum { DEFAULT, DOCUMENTS, ZIGZAG, SHUFFLED, BLIND, SIGHTS }; // which keys are seen
+enum { DEFAULT, DOCUMENTS, ZIGZAG, SHUFFLED, BLIND, SIGHTS, QUARTER = SIGHTS }; // which keys are seen
 
 struct attention_case {
     dt_dtype dtype;
@@ -136,7 +136,8 @@ enum { Q, K, V, Q_POSITION, K_POSITION, Q_DOCUMENT, K_DOCUMENT, WORK, OUT, LSE, 
 static void fill_numbers(array &a, int kind, int64_t length, int64_t first, bool documents) {
     for (size_t i = 0; i < a.count; i++) {
         int64_t at = (int64_t)i % length, other = (int64_t)(i * 7919 % 31);
-        if (documents) // runs of odd lengths; documents mixed up; or one that nobody else has
+        if (documents && kind == QUARTER) a.i()[i] = at >= length * 3 / 4;
+        else if (documents) // runs of odd lengths; documents mixed up; or one that nobody else has
             a.i()[i] = (int32_t)(kind == DOCUMENTS ? (first + at) / 19 : kind == SHUFFLED ? other % 3 : 5);
         else if (kind == ZIGZAG) a.i()[i] = (int32_t)(at < length / 2 ? at : 2 * length + at);
         else if (kind == SHUFFLED) a.i()[i] = (int32_t)((at * 37 + 11) % length);
@@ -168,8 +169,8 @@ static arrays attention_arrays(const attention_case &c) {
 
 static dt_sight sight_of(const attention_case &c, const arrays &x) {
     dt_sight s = { c.causal, NULL, NULL, NULL, NULL };
-    if (c.sight >= ZIGZAG) s.q_position = x[Q_POSITION].i(), s.k_position = x[K_POSITION].i();
-    if (c.sight == DOCUMENTS || c.sight == SHUFFLED)
+    if (c.sight >= ZIGZAG && c.sight < SIGHTS) s.q_position = x[Q_POSITION].i(), s.k_position = x[K_POSITION].i();
+    if (c.sight == DOCUMENTS || c.sight == SHUFFLED || c.sight == QUARTER)
         s.q_document = x[Q_DOCUMENT].i(), s.k_document = x[K_DOCUMENT].i();
     if (c.sight == BLIND && !c.causal) s.k_document = x[K_DOCUMENT].i(); // 5, and the queries are of 0
     return s;
@@ -246,6 +247,7 @@ static void test_attention_lengths() {
                 }
             }
         compare_both({ dtype, 1, 100, 140, 1, 1, 80, 1, DEFAULT, ALIGNED, 0, 0 }); // keys that half of a block sees
+        compare_both({ dtype, 1, 256, 256, 1, 1, 80, 1, QUARTER, ALIGNED, 0, 0 }); // and that the other half then does
         for (int64_t dim : { 64, 80 }) // tiles that are seen whole, one after the other
             compare_both({ dtype, 1, 20, 300, 1, 1, dim, dim > 64, DEFAULT, ALIGNED, 0, 0 });
         for (int64_t dim : { 1, 5, 24, 65, 100, 128, 132, 200, 256 })
