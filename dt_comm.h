@@ -1321,11 +1321,12 @@ static dt_status dt__combine(dt_comm *comm, const dt__call *call, int outs, int 
     return DT_OK;
 }
 
-/* A copy or a kernel of this call answered with an error. */
+/* A copy or a kernel of this call answered with an error; or one before it, of which a device tells only now. */
 static dt_status dt__data_failed(dt_comm *comm, const dt__call *call, dt_status status) {
-    return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s",
+    return dt__comm_fail(comm->world, status, "%s #%llu on %s: the kernel table '%s' answers %s%s",
                          dt__call_text(call).s, (unsigned long long)call->seq, comm->group->name,
-                         dt_ctx_kernels(comm->world->ctx)->name, dt_status_name(status));
+                         dt_ctx_kernels(comm->world->ctx)->name, dt_status_name(status), status == DT_ERR_ARG ?
+                         " (an id, a label or a row outside of its table, here or before)" : "");
 }
 
 /* What dt_comm_bytes documents. */
