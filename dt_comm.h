@@ -7929,8 +7929,8 @@ static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
     return 1;
 }
 
-/* NCCL's kernels spin until the other ranks' have come. One that CUDA loads when it is first launched waits until the
-   device is idle: behind a spinning kernel for good, if what that one waits for needs the loading. */
+/* NCCL's kernels wait on the device for the other ranks'. A kernel that CUDA loads at its first launch may wait until
+   the device is idle, so for them; and if another rank waits for what comes after it, nobody goes on. */
 static void dt__nccl_advise(const dt__world *world) {
     const char *loading = dt__launch_env("CUDA_MODULE_LOADING");
     if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;

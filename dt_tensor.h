@@ -575,9 +575,9 @@ typedef struct dt_ctx_desc {
     const dt_io      *io;       /* NULL -> dt_io_default() */
     void             *stream;   /* handed to every kernel; NULL -> what the table opens */
     int               place;    /* this rank's number among those of its machine: a device's table takes the device of
-                                   that number, modulo their number. A context with a device is made and called from
-                                   threads whose current device is the context's: dt_ctx_make makes it so, and dt_run's
-                                   threads are so */
+                                   that number, modulo their number. Calls on a context with a device come from a
+                                   thread whose current device is that one: dt_ctx_make's caller is, and dt_run's ranks
+                                   are */
     size_t            mem_limit;    /* bytes that may be live, over all classes; 0: no limit */
 } dt_ctx_desc;
 
@@ -624,8 +624,8 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). dt_unpin
-   gives it back at once: wait until the copies are done first. */
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). Wait
+   until its copies are done before dt_unpin, which does not. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */
