@@ -166,7 +166,7 @@ nccl_at_run_time() {
     [[ " $HEADERS " == *" dt_comm.h "* && " $CONFIGS " == *" gcc:c11 "* ]] && have gcc || return
     for f in cuda_runtime.h nccl.h; do
         echo "#include <$f>" | gcc -isystem "$CUDA_HOME/include" -fsyntax-only -x c - 2>/dev/null ||
-            { skip "$what" "$f is not in $CUDA_HOME/include"; return; }
+            { skip "$what" "$f is not found"; return; }
     done
     printf '#define _GNU_SOURCE\n#define DT_IMPLEMENTATION\n#include "dt_comm.h"\n' >"$T/dlopen.c"
     job "$what" gcc -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_HOME/include" -I"$ROOT" -DDT_USE_CUDA -DDT_USE_NCCL \
