@@ -36,7 +36,10 @@
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_USE_MPI          the MPI backend: needs mpi.h of an MPI 3.1 or later
        DT_USE_NCCL         the NCCL backend: nccl.h of NCCL 2.18.1 or later; nvcc sets it where it finds that, unless
-                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time
+                           DT_NO_NCCL. DT_NCCL_DLOPEN: libnccl.so.2 is looked for at run time, and then stays loaded
+       DT_NCCL_LEAST       4096: messages between devices of more bytes go by NCCL; the same on every rank
+       DT_NCCL_WIDE        4194304: numbers in a group's f32 window, through which sums of bf16 and f16 go by NCCL; the
+                           same on every rank, and not less than their number
        DT_STATIC           everything static                                                    (everywhere)
        DT_NO_CHECKS        no records, no comparison in shared memory, no deadlocks found: to measure what they cost
 
@@ -94,7 +97,9 @@
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, the backend
                 and the algorithm (but DT_RING, see dt_comm_set_algorithm), and the same bits on every rank; of bf16 and
                 f16 it is taken in f32 and rounded once, at its end. So an all-reduce equals a reduce and a broadcast,
-                and a reduce-scatter and an all-gather, bit for bit.
+                and a reduce-scatter and an all-gather, bit for bit. But by NCCL, of what lies on devices, sums and
+                products are taken in an order of NCCL's own (section 26): of floating-point numbers their last bits,
+                and those of an all-reduce and of a reduce and a broadcast, may differ.
      In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv == send + rank * count;
                 all-gather and gather send == recv + rank * count. Any other overlap is the caller's error.
      Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
@@ -152,7 +157,7 @@ typedef struct dt_run_desc {
     const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once. procs: must map; its alloc
                                        is not asked for the classes that lie in the range. mpi: one that does not map
                                        shares no memory */
-    const dt_kernels *kernels;      /* NULL -> dt_kernels_cpu() */
+    const dt_kernels *kernels;      /* NULL -> as in dt_ctx_desc; of procs dt_kernels_cpu() */
     const dt_io      *io;           /* NULL -> dt_io_default() */
     dt_report        *report;       /* not NULL: receives the first failure */
     size_t            user_bytes;   /* procs: `user` points to so much: all ranks share one copy of it, which comes back
@@ -7219,6 +7224,7 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     memset(&quiet, 0, sizeof quiet);
     quiet.rank = mpi->rank;
     quiet.host = host;
+    quiet.kernels = dt_kernels_cpu();   /* it computes nothing: a queue of its own would be device 0's on every rank */
     mpi->quiet = dt_ctx_make(quiet);
     dt__mpi_address got, *address = (dt__mpi_address *)host->alloc(host->user, sizeof *address, DT_MEM_HOST);
     if (!mpi->quiet || !address) return "no memory for it";
@@ -7391,6 +7397,11 @@ static int dt__mpi_close(dt__mpi *mpi, dt_report *report) {
    Sums. NCCL rounds to the type at every hop. Sums of bf16 and f16 by more than two ranks are taken in f32, through
    windows in memory of the lane, and rounded once, as everywhere. The order of a sum is NCCL's own.
 
+   KNOWN LIMIT. A kernel of NCCL holds its place on the device until the other ranks' kernels of the same operation
+   run. So operations of different groups that ranks start in different orders need room beside each other, which NCCL
+   does not promise: its rule for several communicators is one order on all ranks. Start what may be under way at once
+   in one order; NCCL 2.26 and later can then hold the device to it too: NCCL_LAUNCH_ORDER_IMPLICIT=1.
+
    Communicators do not block: a call may answer ncclInProgress, and until ncclCommGetAsyncError says that it is done
    nobody touches the communicator. After a failure all of them are aborted, which ends what hangs in the device.
 
@@ -7429,7 +7440,6 @@ typedef struct dt__lane {
 
 typedef struct dt__nccl {
     dt__nccl_functions call;
-    void    *library;
     dt__lane world;             /* the first group's lane */
     dt__lane *lanes;            /* (2 * ranks): to each rank, from each */
 } dt__nccl;
@@ -7843,9 +7853,6 @@ static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
 static void dt__nccl_free(dt__world *world) {
     dt__nccl *nccl = world->nccl;
     for (int i = 0; i < 2 * world->comm->place.size; i++) dt__lane_close(world, &nccl->lanes[i]);
-#ifdef DT_NCCL_DLOPEN
-    if (nccl->library) dlclose(nccl->library);
-#endif
     world->nccl = NULL;
     dt_free(world->ctx, DT_MEM_HOST, nccl, dt__nccl_bytes(world));
 }
@@ -7911,13 +7918,15 @@ static void dt__nccl_sound(dt_work *work) {
 static const dt__comm_ops dt__nccl_ops = { "nccl", dt__nccl_message, NULL, dt__nccl_algorithm, dt__nccl_begun,
                                            dt__nccl_split, dt__nccl_close, dt__nccl_sound };
 
-/* The functions. 0 with the context failed. */
+/* The functions. 0 with the context failed. The library is never closed: it has threads of its own, the one that
+   ncclGetUniqueId starts among them, whose end nobody can wait for, and which would run on in code that is gone. Each
+   run's dlopen finds the one that is there. */
 static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
 #ifdef DT_NCCL_DLOPEN
-    nccl->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    if (!nccl->library) return dt__comm_fail(world, DT_ERR_COMM, "NCCL: %s", dlerror()), 0;
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!library) return dt__comm_fail(world, DT_ERR_COMM, "NCCL: %s", dlerror()), 0;
 #define DT__NCCL_LOAD(name) \
-    *(void **)&nccl->call.name = dlsym(nccl->library, "nccl" #name); \
+    *(void **)&nccl->call.name = dlsym(library, "nccl" #name); \
     if (!nccl->call.name) return dt__comm_fail(world, DT_ERR_COMM, "NCCL: this libnccl.so.2 has no nccl" #name), 0;
 #else
 #define DT__NCCL_LOAD(name) nccl->call.name = nccl##name;
@@ -7926,6 +7935,15 @@ static int dt__nccl_load(dt__world *world, dt__nccl *nccl) {
     DT__NCCL_FUNCTIONS(DT__NCCL_LOAD)
 #undef DT__NCCL_LOAD
     return 1;
+}
+
+/* NCCL's kernels wait on the device for the other ranks'. A kernel that CUDA loads at its first launch may wait until
+   the device is idle, so for them; and if another rank waits for what comes after it, nobody goes on. */
+static void dt__nccl_advise(const dt__world *world) {
+    const char *loading = dt__launch_env("CUDA_MODULE_LOADING");
+    if (world->rank != 0 || (loading && strcmp(loading, "EAGER") == 0)) return;
+    dt_log(world->ctx, DT_LOG_NOTICE, "backend nccl: set CUDA_MODULE_LOADING=EAGER before the program starts: a kernel "
+           "that CUDA loads late can wait for one of NCCL's, and that for another rank");
 }
 
 /* The world gets a lane: of `given`, the caller's communicator, or of a new one, whose id rank 0 tells the others. */
@@ -7944,6 +7962,7 @@ static void dt__nccl_begin(dt__world *world, void *given) {
     world->nccl = nccl;
     comm->ops = &dt__nccl_ops;
     if (!dt__nccl_load(world, nccl) || comm->place.size == 1) return;
+    dt__nccl_advise(world);
     comm->lane = &nccl->world;
     if (given) {
         comm->lane->comm = (ncclComm_t)given;

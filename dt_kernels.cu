@@ -4,12 +4,14 @@
 
        nvcc -O3 train.c dt_kernels.cu -o train -lcublasLt -lpthread
 
-   It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
+   It gives six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(), dt_cuda_open(),
+   dt_cuda_close(), dt_cuda_stream() and dt_cuda_device().
 
-   DOES NOT: allocate but for a queue (scratch is the caller's), keep state, choose a device (the thread's current one
-   is used), add with atomics. f32, bf16 and f16 are served; f64 and i32 by fill, copy, permute, cast and reduce too,
-   f64 by init, because a loss is an f64 scalar. Parameters and their state are f32, with a copy in 16 bits. All else,
-   and a reduction of more than MAX_INPUTS inputs of 16 bits, is DT_ERR_UNSUPPORTED before anything is launched.
+   DOES NOT: allocate but for a queue (scratch is the caller's), keep state outside of queues (one has a stream and the
+   plans of its products), choose a device but where a queue is opened (a kernel runs on the thread's current one), add
+   with atomics. f32, bf16 and f16 are served; f64 and i32 by fill, copy, permute, cast and reduce too, f64 by init,
+   because a loss is an f64 scalar. Parameters and their state are f32, with a copy in 16 bits. All else, and a
+   reduction of more than MAX_INPUTS inputs of 16 bits, is DT_ERR_UNSUPPORTED before anything is launched.
 
    CONTENTS
      1. Launching, queues
@@ -131,33 +133,36 @@ static cudaStream_t stream_of(void *queue) { return queue ? ((cuda_queue *)queue
 
 // ==== 2. Device memory ==============================================================================================
 
-/* All calls of the CUDA runtime but launches and cudaGetLastError. */
+/* Memory, copies, marks, devices. What a call here refuses is its answer, and must not show at the next launch too. */
+
+static bool went_well(cudaError_t error) {
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    return error == cudaSuccess;
+}
 
 static void *cuda_alloc(void *user, size_t bytes) {
     void *p = NULL;
     (void)user;
-    if (cudaMalloc(&p, bytes) == cudaSuccess) return p;
-    (void)cudaGetLastError(); /* the refusal is answered here; it must not show at the next launch */
-    return NULL;
+    return went_well(cudaMalloc(&p, bytes)) ? p : NULL;
 }
 
 static void cuda_free(void *user, void *p, size_t bytes) {
     (void)user;
     (void)bytes;
-    cudaFree(p);
+    (void)went_well(cudaFree(p));
 }
 
 /* Pageable host memory may be read or written again as soon as this returns; pinned memory after cuda_sync. */
 static dt_status cuda_move(void *dst, const void *src, size_t bytes, void *stream) {
     if (bytes == 0) return DT_OK;
-    cudaError_t error = cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream));
-    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+    bool moves = went_well(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_of(stream)));
+    return moves ? DT_OK : DT_ERR_DEVICE;
 }
 
 /* Kernels look at their indices themselves, and what they found is told here: see section 9. */
 static dt_status cuda_sync(void *stream) {
     cuda_queue *queue = (cuda_queue *)stream;
-    if (cudaStreamSynchronize(stream_of(stream)) != cudaSuccess) return DT_ERR_DEVICE;
+    if (!went_well(cudaStreamSynchronize(stream_of(stream)))) return DT_ERR_DEVICE;
     if (!queue || *queue->bad == 0) return DT_OK;
     *queue->bad = 0;
     return DT_ERR_ARG;
@@ -166,22 +171,18 @@ static dt_status cuda_sync(void *stream) {
 /* Pinned memory: the device reads and writes it by itself, while the processor goes on. */
 static void *cuda_pin(size_t bytes) {
     void *p = NULL;
-    if (cudaMallocHost(&p, bytes) == cudaSuccess) return p;
-    (void)cudaGetLastError();
-    return NULL;
+    return went_well(cudaMallocHost(&p, bytes)) ? p : NULL;
 }
 
 static void cuda_unpin(void *p, size_t bytes) {
     (void)bytes;
-    cudaFreeHost(p);
+    (void)went_well(cudaFreeHost(p));
 }
 
 /* Device memory, managed memory, and what is pinned. */
 static int cuda_reaches(const void *p) {
     cudaPointerAttributes of;
-    if (cudaPointerGetAttributes(&of, p) == cudaSuccess) return of.type != cudaMemoryTypeUnregistered;
-    (void)cudaGetLastError();
-    return 0;
+    return went_well(cudaPointerGetAttributes(&of, p)) && of.type != cudaMemoryTypeUnregistered;
 }
 
 /* What has been enabled once is enabled for all threads of the process. */
@@ -193,8 +194,7 @@ static dt_status cuda_share(void *stream, int places, char *text, size_t text_by
         if (there != here) error = cudaDeviceCanAccessPeer(&can, here, there);
         if (can) error = cudaDeviceEnablePeerAccess(there, 0);
         else if (there != here && error == cudaSuccess) error = cudaErrorPeerAccessUnsupported;
-        if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
-        (void)cudaGetLastError();
+        if (!went_well(error) && error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
         if (error != cudaSuccess && text_bytes > 0)
             snprintf(text, text_bytes, "device %d to the memory of device %d: %s", here, there,
                      cudaGetErrorName(error));
@@ -204,23 +204,23 @@ static dt_status cuda_share(void *stream, int places, char *text, size_t text_by
 
 static void *cuda_mark(void *stream, void *mark) {
     cudaEvent_t event = (cudaEvent_t)mark;
-    if (!event && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return NULL;
-    return cudaEventRecord(event, stream_of(stream)) == cudaSuccess ? event : NULL;
+    if (!event && !went_well(cudaEventCreateWithFlags(&event, cudaEventDisableTiming))) return NULL;
+    if (went_well(cudaEventRecord(event, stream_of(stream)))) return event;
+    if (!mark) (void)went_well(cudaEventDestroy(event));
+    return NULL;
 }
 
 static int cuda_passed(void *mark) {
     cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
-    if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* it must not show at the next launch */
-    return error == cudaSuccess ? 1 : error == cudaErrorNotReady ? 0 : -1;
+    return went_well(error) ? 1 : error == cudaErrorNotReady ? 0 : -1;
 }
 
 static dt_status cuda_after(void *stream, void *mark) {
-    cudaError_t error = cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0);
-    return error == cudaSuccess ? DT_OK : DT_ERR_DEVICE;
+    return went_well(cudaStreamWaitEvent(stream_of(stream), (cudaEvent_t)mark, 0)) ? DT_OK : DT_ERR_DEVICE;
 }
 
 static void cuda_unmark(void *mark) {
-    if (mark) cudaEventDestroy((cudaEvent_t)mark);
+    if (mark) (void)went_well(cudaEventDestroy((cudaEvent_t)mark));
 }
 
 static void *refused(char *text, size_t text_bytes, const char *what, cudaError_t error) {
@@ -253,15 +253,20 @@ extern "C" void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes) 
 extern "C" void dt_cuda_close(void *p) {
     cuda_queue *queue = (cuda_queue *)p;
     if (!queue) return;
-    cudaStreamSynchronize(queue->stream);
-    if (queue->own) cudaStreamDestroy(queue->stream);
+    (void)went_well(cudaStreamSynchronize(queue->stream));
+    if (queue->own) (void)went_well(cudaStreamDestroy(queue->stream));
     blas_close(queue->blas);
     cuda_unpin(queue->bad, sizeof *queue->bad);
     free(queue);
 }
 
 extern "C" void *dt_cuda_stream(void *queue) { return stream_of(queue); }
-extern "C" int dt_cuda_device(void *queue) { return ((cuda_queue *)queue)->device; }
+extern "C" int dt_cuda_device(void *queue) {
+    int current = 0;
+    if (queue) return ((cuda_queue *)queue)->device;
+    (void)went_well(cudaGetDevice(&current));
+    return current;
+}
 
 static void *cuda_open(int place, char *text, size_t text_bytes) {
     int         devices = 0;

@@ -457,7 +457,7 @@ typedef struct dt_kernels {
     dt_status  (*share)(void *stream, int places, char *text, size_t text_bytes);
     /* A mark in a queue: the place behind all that it holds now. mark NULL makes one, else it is set anew; NULL:
        refused. passed: 1 the device is past it, 0 not yet, -1 it has failed. after: what the queue gets from now on
-       waits for the mark of another queue. */
+       waits for the mark of another queue. A mark that was refused is as it was, and stays yours. */
     void      *(*mark)(void *stream, void *mark);
     int        (*passed)(void *mark);
     dt_status  (*after)(void *stream, void *mark);
@@ -483,7 +483,9 @@ extern const dt_kernels *dt_kernels_cuda(void);
 extern dt_status dt_cuda_ready(char *text, size_t text_bytes);
 /* [local] A queue of work on a device, for dt_ctx_desc.stream: on a device of your choice, or in a stream of your own.
    The calling thread's current device is that one from then on. NULL with the reason in text. A context that is given
-   none opens one on device place % devices, and closes it. Closing waits for the queue; your stream remains. */
+   none opens one on device place % devices, and closes it. Closing waits for the queue; your stream remains. Calls on
+   a context, and closing a queue, come from a thread whose current device is the queue's: another one calls
+   cudaSetDevice first. */
 typedef struct dt_cuda_desc {
     int   device;
     void *stream;   /* a cudaStream_t of that device; NULL: a new one */
@@ -491,7 +493,8 @@ typedef struct dt_cuda_desc {
 } dt_cuda_desc;
 extern void *dt_cuda_open(dt_cuda_desc desc, char *text, size_t text_bytes);
 extern void dt_cuda_close(void *queue);
-/* [local] Of dt_ctx_stream(ctx), the cudaStream_t in which its kernels run and yours may; and its device. */
+/* [local] Of dt_ctx_stream(ctx), the cudaStream_t in which its kernels run and yours may; and its device. Of NULL the
+   default stream, and the thread's current device. */
 extern void *dt_cuda_stream(void *queue);
 extern int dt_cuda_device(void *queue);
 #endif
@@ -566,12 +569,15 @@ typedef struct dt_group { int rank, size; } dt_group;
 typedef struct dt_ctx_desc {
     uint64_t          seed;     /* 0 -> 1; initial values are f(seed, name, global index) */
     int               rank;     /* for messages */
-    const dt_kernels *kernels;  /* NULL -> dt_kernels_cpu() */
+    const dt_kernels *kernels;  /* NULL -> dt_kernels_cpu(); with DT_USE_CUDA dt_kernels_cuda() where dt_cuda_ready
+                                   answers DT_OK */
     const dt_host    *host;     /* NULL -> dt_host_default() */
     const dt_io      *io;       /* NULL -> dt_io_default() */
     void             *stream;   /* handed to every kernel; NULL -> what the table opens */
     int               place;    /* this rank's number among those of its machine: a device's table takes the device of
-                                   that number, modulo their number */
+                                   that number, modulo their number. Calls on a context with a device come from a
+                                   thread whose current device is that one: dt_ctx_make's caller is, and dt_run's ranks
+                                   are */
     size_t            mem_limit;    /* bytes that may be live, over all classes; 0: no limit */
 } dt_ctx_desc;
 
@@ -618,8 +624,8 @@ DT_API void dt_memory_reset_peak(dt_ctx *ctx);
 DT_API void *dt_alloc(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what);
 /* [local] p from dt_alloc with the same mem and bytes; NULL is allowed. */
 DT_API void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes);
-/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). It is given
-   back when the copies are done. */
+/* [local] Host memory, class host, that a device's table copies to and from without the processor (pinned). Wait
+   until its copies are done before dt_unpin, which does not. */
 DT_API void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what);
 DT_API void dt_unpin(dt_ctx *ctx, void *p, size_t bytes);
 /* [local] Scratch of at least `bytes` until the next dt_scratch call: one buffer that grows to the largest request. */

@@ -2162,6 +2162,11 @@ static int leave(int failed) {
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
     job   j = { .v = v };
+#ifdef DT_USE_NCCL
+    /* CUDA reads it at its first call. A kernel that is loaded late waits for the device, which may be waiting in NCCL
+       for another rank. */
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+#endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
     if (v[O_HELP].number) print_help();

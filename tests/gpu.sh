@@ -49,7 +49,7 @@ for t in $KERNEL_TESTS; do
     else fail "kernels beside the CPU's: $t" "does not build"; tail -n 5 "$W/$t.build"; fi
 done
 
-# Losses of a layout against those of one rank on the CPU, relative to 1e-5 (bf16: to 1e-2 of one rank on this GPU).
+# Losses of a layout against those of one rank on the CPU, relative to 1e-5 (16 bits: to 1e-3 of one rank on this GPU).
 data="--data README.md --layers 4 --width 128 --heads 4 --seq 64 --batch 8 --steps 5 --quiet"
 losses() { cut -d, -f"$(head -n 1 "$1" | tr , '\n' | grep -n '^loss$' | cut -d: -f1)" "$1" | tail -n +2; }
 near() { # near A B TOLERANCE
@@ -64,9 +64,10 @@ layout() { # layout OPTIONS: rank threads that share the GPUs
 for l in "--ranks 1" "--dp 2" "--dp 4 --zero 3" "--tp 2 --sp on" "--cp 2" "--cp 4 --cp-kind ulysses" "--pp 2 --accum 4" \
          "--dp 2 --tp 2 --pp 2 --zero 1 --accum 2" "--offload-optim cpu --dp 2 --zero 2"; do layout "$l"; done
 for d in bf16 f16; do
+    rm -f "$W/one.csv"
     timeout 60 $G $data --device cuda --dtype $d --log-csv "$W/one.csv" >/dev/null 2>&1
     if timeout 60 $G $data --device cuda --dtype $d --tp 2 --dp 2 --zero 2 --log-csv "$W/gpu.csv" >"$W/log" 2>&1 &&
-        near "$W/gpu.csv" "$W/one.csv" 1e-2; then pass "threads, $d: tp 2, dp 2, zero 2"
+        near "$W/gpu.csv" "$W/one.csv" 1e-3; then pass "threads, $d: tp 2, dp 2, zero 2"
     else fail "threads, $d: tp 2, dp 2, zero 2" "$(tail -n 1 "$W/log")"; fi
 done
 
@@ -118,10 +119,11 @@ with open(sys.argv[1], "wb") as f:
     array.array("H", [random.randrange(50257) for _ in range(n)]).tofile(f)
 END
     for batch in 16 32; do
+        rm -f "$W/gpt2.csv" # a run that fails must not be measured by the one before
         timeout 60 $G --device cuda --dtype bf16 --data "$text" --layers 12 --width 768 --heads 12 --seq 1024 \
             --vocab 50304 --batch $batch --steps 40 --log-csv "$W/gpt2.csv" --quiet >"$W/log" 2>&1 ||
             fail "GPT-2 124M, batch $batch" "$(tail -n 1 "$W/log")"
-        col=$(head -n 1 "$W/gpt2.csv" | tr , '\n' | grep -n '^tokens_per_s$' | cut -d: -f1)
+        col=$(head -n 1 "$W/gpt2.csv" 2>/dev/null | tr , '\n' | grep -n '^tokens_per_s$' | cut -d: -f1)
         [ -z "$col" ] || echo "gpt2_124m_b${batch}_tokens_per_s" \
             "$(tail -n 20 "$W/gpt2.csv" | cut -d, -f"$col" | awk '{ s += 1 / $1 } END { printf "%.0f", NR / s }')" \
             >>"$W/figures"

@@ -1474,15 +1474,15 @@ static void test_ready() {
     char              text[64] = "x", small[5];
     CHECK(dt_cuda_ready(text, sizeof text) == DT_OK && text[0] == 0);
     CHECK(dt_cuda_ready(NULL, 0) == DT_OK);
-    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "no NVIDIA driver found"));
     CHECK(dt_cuda_ready(small, sizeof small) == DT_ERR_DEVICE && !strcmp(small, "no N"));
     CHECK(dt_cuda_ready(NULL, 0) == DT_ERR_DEVICE);
-    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver, 0, 0 };
+    dtc_this_machine = { 0, 11000, cudaErrorInsufficientDriver, 0, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorInsufficientDriver"));
-    dtc_this_machine = { 0, 13000, cudaErrorNoDevice, 0, 0 };
+    dtc_this_machine = { 0, 13000, cudaErrorNoDevice, 0, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
-    dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0 };
+    dtc_this_machine = { 0, 13000, cudaSuccess, 0, 0, 0 };
     CHECK(dt_cuda_ready(text, sizeof text) == DT_ERR_DEVICE && !strcmp(text, "cudaErrorNoDevice"));
     char advice[160] = "";
     dtc_this_machine = { 1, 13000, cudaSuccess, 90, 75, 32 };
@@ -1522,7 +1522,7 @@ static void test_default() {
         dt_ctx_free(ctx);
     }
     CHECK(notices.empty());
-    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0 };
+    dtc_this_machine = { 0, 0, cudaErrorInsufficientDriver, 0, 0, 0 };
     for (desc.rank = 0; desc.rank < 3; desc.rank++) {
         dt_ctx *ctx = dt_ctx_make(desc);
         CHECK(!strcmp(dt_ctx_kernels(ctx)->name, "cpu") && dt_error(ctx) == DT_OK);

@@ -1,4 +1,5 @@
-// test_cuda_blas.cc - products of dt_kernels.cu through cuBLASLt, for which fake_cuda.c stands in
+// test_cuda_blas.cc - products of dt_kernels.cu through cuBLASLt, for which fake_cuda.c stands in; and calls that CUDA
+// refuses
 //
 // The cases are compared as in test_cuda_attention.cc. An activation sees the value before it as it is stored: where
 // that is in 16 bits, a result has been rounded twice. With -DCUDA_ON_GPU the library is the real one.
@@ -111,6 +112,38 @@ static void test_refused() {
     CHECK(plans() == 2 && working_plans() == 0);
     close_queue();
 }
+
+// What CUDA refuses is that call's answer: nothing is left of it, and the next launch does not see it.
+static void test_refused_calls() {
+    const dt_kernels *t = dt_kernels_cuda();
+    char              text[128];
+    float             here = 0;
+    auto              seen = [] { return cudaGetLastError() != cudaSuccess || !fake_cuda_error(); };
+    fake_cuda_devices(2);
+    void *there = dt_cuda_open({ 1, NULL, 0 }, text, sizeof text); // an event of device 0 is none for its stream
+    CHECK(dt_cuda_device(there) == 1 && dt_cuda_device(NULL) == 1);
+    open_queue();
+    CHECK(dt_cuda_device(the_queue) == 0 && dt_cuda_device(NULL) == 0);
+    void  *mark = t->mark(the_queue, NULL);
+    float *p = (float *)t->alloc(t->user, sizeof *p);
+    CHECK(mark && p && !fake_cuda_error());
+    CHECK(t->mark(there, NULL) == NULL && !seen());
+    CHECK(t->mark(there, mark) == NULL && !seen());
+    fake_cuda_clear_error();
+    CHECK(t->move(p, &here, 1000, the_queue) == DT_ERR_DEVICE && !seen());
+    fake_cuda_clear_error();
+    t->free(t->user, &here, sizeof here);
+    CHECK(!seen());
+    fake_cuda_clear_error();
+    dt_fill_args fill = { DT_F32, p, 1, 7 };
+    CHECK(t->fill(&fill, the_queue) == DT_OK && t->move(&here, p, sizeof here, the_queue) == DT_OK);
+    CHECK(t->mark(the_queue, mark) == mark && t->sync(the_queue) == DT_OK && here == 7 && t->passed(mark) == 1);
+    t->unmark(mark);
+    t->free(t->user, p, sizeof *p);
+    dt_cuda_close(there);
+    close_queue();
+    CHECK(!fake_cuda_error());
+}
 #endif
 
 int main() {
@@ -121,6 +154,7 @@ int main() {
     INSIDE(test_fusions(false);)
     test_plans();
     INSIDE(test_refused();)
+    INSIDE(test_refused_calls();)
     return check_done("test_cuda_blas");
 }
 #else

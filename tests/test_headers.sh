@@ -5,7 +5,8 @@
 #   tests/test_headers.sh [-C DIR] [GROUP...]     DIR: the project to look at; no group: all but planted
 #
 #   compile    each header, in C11 and C++17 with gcc and clang: declarations alone, declarations then implementation,
-#              implementation and use in two files, DT_STATIC in two files of one program
+#              implementation and use in two files, DT_STATIC in two files of one program; and with
+#              DT_NCCL_DLOPEN
 #   others     the same program under nvcc (.c and .cu) and for aarch64
 #   symbols    no writable data, no foreign names, all that is declared is defined and no more, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, examples' use of dt__
@@ -28,6 +29,7 @@ trap 'rm -rf "$T"' EXIT
 passed=0 failed=0 skipped=0 n_jobs=0
 export LC_ALL=C
 CPUS=$(nproc 2>/dev/null || echo 2)
+CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 
 # ---- counting, and jobs side by side --------------------------------------------------------------------------------
 
@@ -158,6 +160,19 @@ static_twice() { # static_twice DIR EXT COMPILE...
         build_and_run "$d/ab" "$@" "$d/a.o" "$d/b.o" "$d/ab.$x"
 }
 
+# What no other build has: the NCCL backend without libnccl at hand. Headers are all it needs.
+nccl_at_run_time() {
+    local f what="gcc c11: DT_NCCL_DLOPEN"
+    [[ " $HEADERS " == *" dt_comm.h "* && " $CONFIGS " == *" gcc:c11 "* ]] && have gcc || return
+    for f in cuda_runtime.h nccl.h; do
+        echo "#include <$f>" | gcc -isystem "$CUDA_HOME/include" -fsyntax-only -x c - 2>/dev/null ||
+            { skip "$what" "$f is not found"; return; }
+    done
+    printf '#define _GNU_SOURCE\n#define DT_IMPLEMENTATION\n#include "dt_comm.h"\n' >"$T/dlopen.c"
+    job "$what" gcc -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_HOME/include" -I"$ROOT" -DDT_USE_CUDA -DDT_USE_NCCL \
+        -DDT_NCCL_DLOPEN -fsyntax-only "$T/dlopen.c"
+}
+
 group_compile() {
     local config cc std x h d flags i parse twos=()
     for config in $CONFIGS; do
@@ -183,6 +198,7 @@ group_compile() {
             else job "$cc $std $h: DT_STATIC in two files" static_twice "$d" $x $cc $flags; fi
         done
     done
+    nccl_at_run_time
     # the implementation asked for at every include, in both orders
     { echo "#define _GNU_SOURCE"; echo "#define DT_IMPLEMENTATION"
       for h in $HEADERS; do echo "#include \"$h\""; done
@@ -641,6 +657,12 @@ int dt_planted_extern(void) { return 1; }'
     plant "$P/dt_tensor.h" '#endif /* DT_TENSOR_IMPL */' 'static int dt__planted_unused(int n) { int m; return n; }'
     planted_run compile
     expect "a warning in the implementation" 'gcc c11 dt_tensor.h: declarations, then implementation'
+    fresh_copy
+    planted_headers="dt_tensor.h dt_comm.h"
+    plant "$P/dt_comm.h" '#define DT__NCCL_LOAD(name) \' '    int planted;'
+    planted_run compile
+    if grep -q '^SKIP gcc c11: DT_NCCL_DLOPEN' "$T/planted.out"; then skip "planted: NCCL" "its headers are not here"
+    else expect "a warning where NCCL is looked up at run time" 'gcc c11: DT_NCCL_DLOPEN'; fi
 }
 
 group_planted() {
