@@ -4286,8 +4286,7 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
     };
     if (s.k.spans && threadIdx.x < F::ROWS) rows[threadIdx.x] = look(s, s.k, sequence, row0 + threadIdx.x);
     int   first = first_of_queries(s, row0);
-    visit next = { 0, 0 };
-    next = next_queries(s, sequence, row0, F::ROWS, first, next);
+    visit next = next_queries(s, sequence, row0, F::ROWS, first, visit{ 0, 0 });
     fetch_two<F, D, F::ROWS>(ks, vs, a.k, a.v, key_at(s, sequence, row0, kv), ld, s.k.length - row0, s);
     if (next.head < s.group) fetch(next, 0);
     for (int stage = 0; next.head < s.group; stage = (stage + 1) % F::STAGES) {
@@ -4315,10 +4314,8 @@ KERNEL __launch_bounds__((threads_of<form<T, D, 2, GROUPS>>()), (form<T, D, 2, G
                 *p = exp2_of(*p * s.power - lse[stage][part + e / 4 % J * 8 + threadIdx.x % 4 * 2 + e % 2]);
             }
             if (WHAT & 2) mix_of<F, D, F::COLS>(dv, c, dt, part, s.dim);
-            if (WHAT == 2) {
-                done<F, 0>(dv);
-                continue;
-            }
+            if (WHAT == 2) done<F, 0>(dv);
+            if (WHAT == 2) continue;
             if (!F::GROUP) scores_of<F, D, F::ROWS, F::COLS>(dp, vs, from, dt, part, s.dim);
             done<F, WHAT / 2>(dp);
             UNROLL for (int e = 0; e < M * J * 4; e++)

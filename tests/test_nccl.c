@@ -37,12 +37,20 @@ typedef struct job {
     dt_report report[MAX_RANKS];
     double    took[MAX_RANKS];
     char      fault[64];
-    int       quiet;
+    int       quiet, counted;
 } job;
 typedef struct seat { job *job; int rank; } seat;
 
 static void log_quietly(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* Notices about CUDA_MODULE_LOADING; one of another rank than 0 counts 100. */
+static int notices;
+static void log_counted(void *user, int level, int rank, const char *text) {
+    (void)user;
+    if (level == DT_LOG_NOTICE && strstr(text, "CUDA_MODULE_LOADING"))
+        __atomic_fetch_add(&notices, rank == 0 ? 1 : 100, __ATOMIC_SEQ_CST);
 }
 
 /* A port of the loopback that nobody has now. */
@@ -66,6 +74,7 @@ static void *seat_main(void *p) {
     double  begin = host.now(NULL);
     snprintf(place, sizeof place, "127.0.0.1:%d", j->port);
     if (j->quiet) host.log = log_quietly;
+    if (j->counted) host.log = log_counted;
     dt_run_desc desc = { .ranks = j->ranks, .backend = DT_BACKEND_NCCL, .timeout_s = j->timeout_s, .host = &host,
         .report = &j->report[s->rank], .rank = s->rank, .rendezvous = place, .fault = j->fault[0] ? j->fault : NULL };
     dt_run(desc, j->fn, j);
@@ -661,8 +670,24 @@ static void test_attach(int fails) {
     CHECK_MSG(!fake_cuda_error() && fake_cuda_leaks(1) == 0, "%s", fake_cuda_error());
 }
 
+/* Rank 0 says once that kernels may be loaded late, unless they may not: as in all tests after this one. */
+static void test_loading(void) {
+    static const char *const set[] = { NULL, "LAZY", "EAGER" };
+    for (int i = 0; i < 3; i++) {
+        job j = { .ranks = 3, .fn = overlap, .counted = 1 };
+        if (set[i]) setenv("CUDA_MODULE_LOADING", set[i], 1);
+        else unsetenv("CUDA_MODULE_LOADING");
+        machine(3, 1, FAKE_CUDA_RANDOM);
+        notices = 0;
+        job_run(&j);
+        check_clean(&j, "loading");
+        CHECK_MSG(notices == (i < 2), "CUDA_MODULE_LOADING %s: %d notices", set[i] ? set[i] : "not set", notices);
+    }
+}
+
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
+    test_loading();
     test_collectives();
     test_messages();
     test_overlap();
