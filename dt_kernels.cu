@@ -2,7 +2,7 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -o train -lcublasLt -lpthread
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     -lnccl is for dt_comm.h; -DDT_NO_NCCL builds without
 
    It gives two functions, dt_kernels_cuda() and dt_cuda_ready(), both declared in dt_tensor.h.
 
