@@ -193,8 +193,8 @@ typedef struct dt_run_desc {
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
    of one thread. Those that have not ended timeout_s after the first failure are killed, a stopped one after a second.
-   tcp, nccl: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has ended
-   waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
+   tcp, nccl: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has
+   ended waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
    another rank told it of; DT_OK says that this rank went well, and the others as far as it could learn.
    Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
    of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
@@ -3145,12 +3145,16 @@ static const char *dt__backend_name(dt_backend backend) {
     return "unknown";
 }
 
-/* Why a build does not have it. */
+/* Why there are no such ranks: they are not in this build, or not of one process. */
 static const char *dt__backend_missing(dt_backend backend) {
+#ifndef DT_USE_NCCL
     if (backend == DT_BACKEND_NCCL)
         return "NCCL is not in this build: DT_USE_NCCL, which nvcc sets where it finds <nccl.h>";
+#endif
+#ifndef DT_USE_MPI
     if (backend == DT_BACKEND_MPI) return "MPI is not in this build: mpicc -DDT_USE_MPI";
-    return "it is not in this version";
+#endif
+    return backend > DT_BACKEND_NCCL ? "it is not in this version" : "a team is threads or forks of one process";
 }
 
 /* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device: such data go
