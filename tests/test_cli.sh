@@ -25,6 +25,9 @@ try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error,
     report $? "status $status, wanted $want and '$pattern': train_gpt $*"
 }
 
+$MAKE -Bn 2>"$dir/err" | grep -q 'examples/train_gpt.c'
+report $? "make without a target builds the programs"
+
 head -c 5000 README.md >"$dir/text"
 : >"$dir/empty"
 printf 'short' >"$dir/short"

@@ -6,7 +6,7 @@
 #
 #   compile    each header, in C11 and C++17 with gcc and clang: declarations alone, declarations then implementation,
 #              implementation and use in two files, DT_STATIC in two files of one program
-#   others     the same program under nvcc (.c and .cu) and for aarch64
+#   others     the same program under nvcc (.c and .cu) and for aarch64; the example that is for GPUs
 #   symbols    no writable data, no foreign names, all that is declared is defined and no more, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, examples' use of dt__
 #   guards     headers of different releases refuse each other; -ffast-math is refused
@@ -225,6 +225,10 @@ group_others() {
             job "nvcc: dt_kernels.cu for a GPU without bf16" nvcc -arch=compute_75 -I"$ROOT" -ptx dt_kernels.cu -o "$T/75.ptx"
         else
             skip "nvcc with CUDA" "dt_kernels.cu is not there; the headers are compiled with DT_NO_CUDA"
+        fi
+        if [ -n "$kernels" ] && [ -e examples/15_own_kernel.cu ]; then
+            job "nvcc: examples/15_own_kernel.cu" after $at build_and_run "$T/own_kernel" nvcc -O0 -arch=sm_90a -Xcompiler \
+                -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings examples/15_own_kernel.cu $kernels -lcublasLt
         fi
         for h in $HEADERS; do
             for x in c cu; do
