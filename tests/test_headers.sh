@@ -6,7 +6,7 @@
 #
 #   compile    each header, in C11 and C++17 with gcc and clang: declarations alone, declarations then implementation,
 #              implementation and use in two files, DT_STATIC in two files of one program
-#   others     the same program under nvcc (.c and .cu) and for aarch64; the example that is for GPUs
+#   others     the same program under nvcc (.c and .cu) and for aarch64
 #   symbols    no writable data, no foreign names, all that is declared is defined and no more, libc only through tables
 #   text       contents, tags of functions, line lengths, header lengths, function lengths, examples' use of dt__
 #   guards     headers of different releases refuse each other; -ffast-math is refused
