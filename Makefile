@@ -16,6 +16,8 @@
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
+.DEFAULT_GOAL := all
+
 CFLAGS    ?= -O3 -Wall -Wextra
 TFLAGS    ?= -O1 -g1 -Wall -Wextra
 CXXFLAGS  ?= -std=c++17 -O1 -g -Wall -Wextra
@@ -61,7 +63,8 @@ endif
 WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
            tests/faults/*.h)
-EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
+EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c)) \
+           $(if $(KERNELS),$(patsubst examples/%.cu,$(B)/%,$(wildcard examples/*.cu)))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
            $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
@@ -159,6 +162,8 @@ $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 $(B)/implementation.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) $(UNUSED) -I. -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
+	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
+$(B)/%: examples/%.cu $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)

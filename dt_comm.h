@@ -164,25 +164,26 @@ typedef struct dt_run_desc {
                                        when dt_run returns. 0: each rank has the fork's private copy */
     dt_link           link;
     int               node_ranks;   /* mpi: as many neighbouring ranks share memory, 1: none; 0: all on one machine */
-    int               rank;         /* tcp: which of the ranks this process is */
-    const char       *rendezvous;   /* tcp: where rank 0 listens until all have come, "10.0.0.1:29500" or
+    int               rank;         /* tcp, nccl: which of the ranks this process is */
+    const char       *rendezvous;   /* tcp, nccl: where rank 0 listens until all have come, "10.0.0.1:29500" or
                                        "node17:29500"; NULL -> "127.0.0.1:29500". A name is looked up as an IPv4
                                        address: that takes as long as the system's resolver, and timeout_s does not
                                        end it. The others listen at free ports of the interface by which they reach it.
                                        Beyond the loopback (127.0.0.0/8) ranks must prove that they know the job's
                                        token. Nothing is encrypted */
     size_t            mem_limit;    /* bytes that one rank may have live, over all classes of dt_memory; 0: no limit */
-    const char       *token;        /* tcp, mpi: the secret that ranks of the job prove they know, 16 bytes or more;
-                                       NULL: what the file holds that DT_TOKEN_FILE names (which nobody else may read),
-                                       else DT_TOKEN of the environment. On the loopback it may be missing; of mpi rank
-                                       0's counts, and if that has none it makes one */
+    const char       *token;        /* tcp, nccl, mpi: the secret that ranks of the job prove they know, 16 bytes or
+                                       more; NULL: what the file holds that DT_TOKEN_FILE names (which nobody else may
+                                       read), else DT_TOKEN of the environment. On the loopback it may be missing; of
+                                       mpi rank 0's counts, and if that has none it makes one */
     int               faults;       /* 1: DT_FAULT of the environment is heeded */
     const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
-    int               check;        /* tcp, mpi: 0 -> what the ranks call is compared before each operation in the first
-                                       100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1 never */
+    int               check;        /* tcp, nccl, mpi: 0 -> what the ranks call is compared before each operation in the
+                                       first 100 steps, and always with DT_CHECK=1 in the environment; 1 always, -1
+                                       never */
     int              *ask;          /* not NULL: once a signal handler or another thread has set it to 1, the table of
                                        dt_ranks_text is logged as a notice, and it is 0 again. Of procs the supervisor's
-                                       counts; over tcp and mpi a rank looks at it while it waits */
+                                       counts; over tcp, nccl and mpi a rank looks at it while it waits */
 } dt_run_desc;
 
 /* A planted fault, for tests and to see what happens: KIND:rank=R:seq=N[:s=SECONDS], several with commas between. N
@@ -197,8 +198,8 @@ typedef struct dt_run_desc {
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
    of one thread. Those that have not ended timeout_s after the first failure are killed, a stopped one after a second.
-   tcp: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has ended
-   waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
+   tcp, nccl: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has
+   ended waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
    another rank told it of; DT_OK says that this rank went well, and the others as far as it could learn.
    Under MPI the caller is one rank, which the launcher started, and runs rank_main itself: `ranks` is 0 or the number
    of the launcher's processes, and all of them call dt_run alike. MPI is begun and ended in here unless the program has
@@ -304,9 +305,11 @@ DT_API dt_traffic dt_comm_traffic(const dt_ctx *ctx);
 
 /* All [collective: comm]. Counts are elements; types are those of dt_dtype (others, and a reduction of a type that the
    context's kernel table does not reduce: DT_ERR_UNSUPPORTED). Buffers are memory of the context's device (with comm
-   NULL: host memory, or in place) and may be NULL when count is 0, and where a rank has none. N is the size of the
-   group. Errors besides those of the contract: DT_ERR_ARG for a value outside its range or a missing buffer,
-   DT_ERR_COMM when ranks call different things, DT_ERR_TIMEOUT, and the kernel table's own. */
+   NULL: host memory, or in place) and may be NULL when count is 0, and where a rank has none. Where that is a GPU they
+   may lie in host memory instead, both of a call and on all ranks alike: it goes by the processors, is for small data,
+   and not in dt_comm_bytes. N is the size of the group. Errors besides those of the contract: DT_ERR_ARG for a value
+   outside its range or a missing buffer, DT_ERR_COMM when ranks call different things, DT_ERR_TIMEOUT, and the kernel
+   table's own. */
 
 /* recv[i] = send of rank 0 [i] op send of rank 1 [i] op ..., on every rank. send, recv: count. */
 DT_API dt_status dt_all_reduce(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, dt_op op);
@@ -3147,6 +3150,18 @@ static const char *dt__backend_name(dt_backend backend) {
     case DT_BACKEND_NCCL: return "nccl";
     }
     return "unknown";
+}
+
+/* Why there are no such ranks: they are not in this build, or not of one process. */
+static const char *dt__backend_missing(dt_backend backend) {
+#ifndef DT_USE_NCCL
+    if (backend == DT_BACKEND_NCCL)
+        return "NCCL is not in this build: DT_USE_NCCL, which nvcc sets where it finds <nccl.h>";
+#endif
+#ifndef DT_USE_MPI
+    if (backend == DT_BACKEND_MPI) return "MPI is not in this build: mpicc -DDT_USE_MPI";
+#endif
+    return backend > DT_BACKEND_NCCL ? "it is not in this version" : "a team is threads or forks of one process";
 }
 
 /* Memory that a rank's kernels cannot read, as a variable of its function where tensors lie on a device: such data go
@@ -7982,8 +7997,7 @@ static void dt__nccl_begin(dt__world *world, void *given) {
 
 static void dt__nccl_begin(dt__world *world, void *given) {
     (void)given;
-    dt__comm_fail(world, DT_ERR_UNSUPPORTED, "NCCL is not in this build: DT_USE_NCCL, which nvcc sets where it finds "
-                  "<nccl.h>");
+    dt__comm_fail(world, DT_ERR_UNSUPPORTED, "%s", dt__backend_missing(DT_BACKEND_NCCL));
 }
 
 #endif /* DT_USE_NCCL */
@@ -8253,8 +8267,8 @@ static int dt__run_valid(dt_run_desc *desc) {
 static int dt__team_valid(dt_run_desc *desc) {
     int procs = desc->backend == DT_BACKEND_PROCS;
     if (!procs && desc->backend != DT_BACKEND_AUTO && desc->backend != DT_BACKEND_THREADS)
-        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s is not in this version",
-                   dt__backend_name(desc->backend));
+        dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s: %s", dt__backend_name(desc->backend),
+                   dt__backend_missing(desc->backend));
     else if (procs && desc->kernels && desc->kernels->open)
         dt__refuse(desc, DT_ERR_UNSUPPORTED, "dt_run: forks cannot use a device of the process they come from: ranks "
                    "that a launcher starts can, by backend nccl or tcp, and threads");

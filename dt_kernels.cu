@@ -2,7 +2,7 @@
 
    Compile it with nvcc beside the file that defines DT_IMPLEMENTATION:
 
-       nvcc -O3 train.c dt_kernels.cu -o train -lcublasLt -lpthread
+       nvcc -O3 train.c dt_kernels.cu -lcublasLt -lnccl     -lnccl is for dt_comm.h; -DDT_NO_NCCL builds without
 
    It gives six functions, all declared in dt_tensor.h: dt_kernels_cuda(), dt_cuda_ready(), dt_cuda_open(),
    dt_cuda_close(), dt_cuda_stream() and dt_cuda_device().

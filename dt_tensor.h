@@ -49,7 +49,8 @@
        DT_IMPLEMENTATION   in exactly one file: the code, not only the declarations
        DT_STATIC           everything static: several files may each have their own copy. A file that includes dt
                            has the code too then: DT_IMPLEMENTATION in each, or gcc warns            (everywhere)
-       DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc)                    (implementation)
+       DT_USE_CUDA         CUDA runtime calls and dt_kernels.cu (set by nvcc): in the implementation, and in each
+                           file that calls dt_cuda_* or dt_kernels_cuda
        DT_NO_CUDA          not even under nvcc                                                   (implementation)
        DT_USE_CBLAS        products of f32 and f64 by <cblas.h>; link one, e.g. -lopenblas       (implementation)
        DT_USE_OMP          threads inside a rank, with -fopenmp; the same bits                   (implementation)

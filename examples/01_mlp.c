@@ -75,7 +75,7 @@ static dt_status train(dt_ctx *ctx, result *out) {
 
 int main(void) {
     result    r = { 0, 0 };
-    dt_ctx   *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+    dt_ctx   *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });   /* we look at data */
     dt_status status = train(ctx, &r);
     dt_ctx_free(ctx);
     int learned = status == DT_OK && r.last < r.first / 10;

@@ -105,7 +105,7 @@ static void descend(dt_ctx *ctx, double lr) {
 int main(void) {
     double x[B], y[B], first = 0, last = 0;
     for (int i = 0; i < B; i++) x[i] = -3 + 6.0 * i / (B - 1), y[i] = sin(x[i]);
-    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });   /* we look at data */
     model   m = model_make(ctx);
     double  error = check_op(ctx, &m, x, y);
     for (int step = 0; step < STEPS; step++) {

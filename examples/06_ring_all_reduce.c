@@ -90,7 +90,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < RANKS * COUNT; i++)         /* numbers in [-1/3, 1/3) */
         r.in[i / COUNT][i % COUNT] = ((float)((seed = seed * 1664525u + 1013904223u) >> 8) / 8388608.0f - 1) / 3;
     dt_status status = dt_run((dt_run_desc){ .ranks = RANKS, .backend = procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS,
-        .user_bytes = sizeof r }, compare, &r);
+        .user_bytes = sizeof r, .kernels = dt_kernels_cpu() }, compare, &r);
     for (int i = 0; i < COUNT; i++) {
         float sum = ((r.in[0][i] + r.in[1][i]) + r.in[2][i]) + r.in[3][i];
         in_order &= r.out[DEFAULT][i] == sum;

@@ -185,7 +185,8 @@ static int run(const row *r, train_config config, const table *t, result *out) {
     out->table = t;
     out->mesh = m;
     out->params = (double *)calloc((size_t)gpt_count(config.model), sizeof *out->params);
-    return out->params && dt_run((dt_run_desc){ .ranks = ranks }, train, &config) == DT_OK;
+    /* The CPU, in a build for GPUs too: some rows are f64. */
+    return out->params && dt_run((dt_run_desc){ .ranks = ranks, .kernels = dt_kernels_cpu() }, train, &config) == DT_OK;
 }
 
 /* The parameters, as the registration of a model without memory gives them. */

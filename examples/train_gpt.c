@@ -111,11 +111,11 @@ enum { BUILT, LATER };
     X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", "bad steps are run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is; launched: tcp, on GPUs nccl") \
     X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp, nccl [the launcher's]") \
     X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, over tcp, nccl") \
     X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "it holds the job's secret; over tcp, nccl, mpi") \
-    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank the GPU of its number") \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank the GPU of its number, modulo GPUs") \
     X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
     X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", "after a failure start again from what --save has") \
     X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", "... with fewer replicas each time, N ranks at least") \
@@ -192,12 +192,13 @@ typedef struct value {
 // ==== 2. Parser =====================================================================================================
 
 /* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
-   launcher, and what is wrong with what it said. text: the line of the settings. token: the job's secret; "": none. */
+   launcher, and what is wrong with what it said. text: the line of the settings. token: the job's secret; "": none.
+   device: what there is to say of --device. */
 static struct {
     int       rank, size;
     dt_launch by;
     dt_status wrong;
-    char      text[512], token[257];
+    char      text[512], token[257], device[160];
     int      *told;     /* the first failure is printed; of forked ranks memory of all, as is */
     int      *stop;     /* SIGTERM came */
     int      *steps;    /* this attempt has made one */
@@ -314,14 +315,23 @@ static int word_place(const char *arg, const char *text, int *built) {
     return place;
 }
 
+/* How a build is made that has the word. */
+static const char *built_by(const char *word) {
+    if (strcmp(word, "mpi") == 0) return ": make MPI=1";
+    return strcmp(word, "cuda") == 0 || strcmp(word, "nccl") == 0 ? ": make CUDA=1 NCCL=1" : "";
+}
+
 static void parse_word(int id, value *v, const char *text) {
     const option *o = &table[id];
     int built, place = word_place(o->arg, text, &built);
     int length = (int)strcspn(o->arg, ";");
     const char *verb = built > 1 ? "values are" : "value is";
-    if (place < 0) refuse("--%s %s: the legal %s %.*s", o->name, *text ? text : "''", verb, length, o->arg);
+    if (place < 0)
+        refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, o->arg,
+            strncmp(text, "cuda:", 5) == 0 ? "; CUDA_VISIBLE_DEVICES chooses among GPUs" : "");
     if (place >= built)
-        refuse("--%s is not available in this build with %s; the legal %s %.*s", o->name, text, verb, length, o->arg);
+        refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text, built_by(text), verb,
+            length, o->arg);
     v->number = place;
 }
 
@@ -928,10 +938,13 @@ static void resolve_device(value *v) {
     if (is_cuda(v) && strcmp(v[O_DTYPE].text, "f64") == 0)
         refuse("--device cuda --dtype f64: GPUs compute f32, bf16 and f16 here; f64 is the CPU's");
 #ifdef DT_USE_CUDA
-    char why[160] = "";
-    if (!is_cuda(v) || dt_cuda_ready(why, sizeof why) == DT_OK) return;
-    if (is_nccl(v)) refuse("--backend nccl: no CUDA device (%s)", why);
+    char *why = launched.device;
+    if (v[O_DEVICE].from == DEFAULT) strcpy(why, "the CPU, as --device is not given; --device cuda is for the GPU");
+    if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device) == DT_OK) return;
+    if (is_nccl(v)) refuse("--backend nccl%s: no CUDA device (%s)", v[O_BACKEND].from == GIVEN ? "" :
+        ", by which a launcher's ranks on GPUs meet", why);
     fprintf(stderr, "no CUDA device (%s): running on the CPU\n", why);
+    *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
 #endif
 }
@@ -1012,7 +1025,7 @@ static void resolve_tcp(value *v) {
 static void refuse_alone(const value *v) {
     const dt_launch *by = &launched.by;
     if (by->size > 1)
-        refuse("--backend %s: this is %s; each needs --backend tcp, or one process alone has --ranks",
+        refuse("--backend %s: this is %s; each needs --backend tcp (on GPUs nccl), or one process alone has --ranks",
             v[O_BACKEND].text, by->text);
     if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
     if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
@@ -1514,6 +1527,7 @@ static void print_settings(const value *v, const train_config *c) {
     if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
     putchar('\n');
     printf("launch  %s\n", launched.text);
+    if (*launched.device) printf("device  %s\n", launched.device);
     if (v[O_CONFIG].text) printf("config  %s%s%s\n", v[O_CONFIG].text, *config.ignored ? "   no meaning here:" : "",
                                  config.ignored);
     printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# budget.sh - dt_kernels.cu compiled for a GPU: no warning, and no kernel over its budget of spilled bytes and shared
-# memory
+# budget.sh - dt_kernels.cu compiled for a GPU: no warning, and no kernel over its budget: 256 bytes of spilled
+# registers, and 48 KiB of shared memory that its launch does not ask for
 #
 #   tests/budget.sh [-o OBJECT] ARCH...      75 80 90a 100; the object is of the last
 #
-# Prints one line for each architecture, and ends with 1 if any is over. A block of 256 threads with at most 128
-# registers, or of 128 with 255, lets two run on a multiprocessor.
+# Prints one line for each architecture, and ends with 1 if any is over. Needs nvcc, but no GPU; each takes one to three
+# minutes. A block of 256 threads with at most 128 registers, or of 128 with 255, lets two run on a multiprocessor.
 cd "$(dirname "$0")/.." || exit 1
+case ${1:--h} in
+-h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' tests/budget.sh; exit $((2 * ($# == 0))) ;;
+esac
 object=/dev/null
 if [ "$1" = -o ]; then object=$2; shift 2; fi
 log=$(mktemp)

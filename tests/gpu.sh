@@ -3,10 +3,17 @@
 #
 #   tests/gpu.sh             within 10 minutes
 #   tests/gpu.sh tests       without the benchmarks
+#   tests/gpu.sh --help      this
 #
-# Needs nvcc, and nccl.h and libnccl; compute-sanitizer and PyTorch (PYTHON, default python3) are used if they are there.
-# B is the folder of the programs (build-gpu). The last line is "N passed, N failed, N skipped".
+# Needs make, g++ (C++17), nvcc and cuBLASLt of the CUDA toolkit, nccl.h and libnccl, and for the benchmarks python3
+# (PYTHON=...); PyTorch and compute-sanitizer are used if they are there. B is the folder of the programs (build-gpu).
+# The last line is "N passed, N failed, N skipped".
 cd "$(dirname "$0")/.." || exit 1
+case $#$1 in
+0 | 1tests) ;;
+1-h | 1--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' tests/gpu.sh; exit 0 ;;
+*) echo "gpu.sh: unknown argument ${1:+'$*'}: tests/gpu.sh [tests]" >&2; exit 2 ;;
+esac
 B=${B:-build-gpu} PYTHON=${PYTHON:-python3}
 passed=0 failed=0 skipped=0
 rows=()
@@ -28,6 +35,12 @@ try() { # try NAME SECONDS COMMAND...: it must end well; its last line is the re
     fi
 }
 
+stop() { # stop WHY: no other row can be right
+    echo "gpu.sh: $1"
+    echo "$passed passed, $failed failed, $skipped skipped"
+    exit 1
+}
+
 # ---- build --------------------------------------------------------------------------------------------------------
 
 command -v nvidia-smi >/dev/null && name=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
@@ -37,10 +50,21 @@ ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr
 GPUS=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
 row machine "$GPUS x $name, sm_$ARCH, driver $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
 M="make -s CUDA=1 NCCL=1 ARCH=$ARCH B=$B"
+command -v "${NVCC:-nvcc}" >/dev/null ||
+    { failed=1; stop 'nvcc is not in PATH: install the CUDA toolkit, or PATH=/usr/local/cuda/bin:$PATH'; }
 try "build" 300 $M -j"$(nproc)" "$B/train_gpt" "$B/bench_gpu"
+[ $failed = 0 ] || stop "the build failed, so nothing was tested"
+G=$B/train_gpt
+# Where no driver works train_gpt says so, trains on the CPU and ends well: that is no test of a GPU.
+on_cpu() { cat "$@" 2>/dev/null | grep -m 1 'running on the CPU'; }
+if timeout 60 $G --data README.md --layers 1 --width 64 --heads 2 --seq 32 --batch 2 --steps 1 --device cuda --quiet \
+    >"$W/log" 2>&1 && ! on_cpu "$W/log" >/dev/null; then pass "a step on the GPU"
+else
+    fail "a step on the GPU" "$(on_cpu "$W/log" || tail -n 1 "$W/log")"
+    stop "the GPU does not compute, so nothing else was tested"
+fi
 KERNEL_TESTS="test_cuda test_cuda_attention test_cuda_blas" # the same cases as on the CPU, in memory that both reach
 $M -k -j"$(nproc)" $(printf "$B/%s_on_gpu " $KERNEL_TESTS) >/dev/null 2>&1
-G=$B/train_gpt
 
 # ---- tests --------------------------------------------------------------------------------------------------------
 
@@ -53,6 +77,7 @@ done
 data="--data README.md --layers 4 --width 128 --heads 4 --seq 64 --batch 8 --steps 5 --quiet"
 losses() { cut -d, -f"$(head -n 1 "$1" | tr , '\n' | grep -n '^loss$' | cut -d: -f1)" "$1" | tail -n +2; }
 near() { # near A B TOLERANCE
+    ! on_cpu "$W/log" "$W"/rank? >/dev/null || return 1
     paste <(losses "$1") <(losses "$2") | awk -v t="$3" '{ d = $1 - $2; if (d < 0) d = -d; if (!($1 > 0) || d > t * $2) bad = 1 }
         END { exit bad || NR == 0 }'
 }

@@ -25,6 +25,9 @@ try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error,
     report $? "status $status, wanted $want and '$pattern': train_gpt $*"
 }
 
+$MAKE -Bn 2>"$dir/err" | grep -q 'examples/train_gpt.c'
+report $? "make without a target builds the programs"
+
 head -c 5000 README.md >"$dir/text"
 : >"$dir/empty"
 printf 'short' >"$dir/short"
@@ -54,6 +57,9 @@ try 2 'data .*given before' --data "$dir/text" --data "$dir/text"
 for x in "--backend mpi" "--backend nccl" "--device cuda" "--report x"; do
     try 2 'is not available in this build' $x
 done
+try 2 'device is not available in this build with cuda: make CUDA=1 NCCL=1; the legal value is cpu$' --device cuda
+try 2 'backend is not available in this build with nccl: make CUDA=1 NCCL=1; the legal values are' --backend nccl
+try 2 'device cuda:1: the legal value is cpu; CUDA_VISIBLE_DEVICES chooses among GPUs$' --device cuda:1
 try 0 '' $tiny --data "$dir/text" --tp 1 --pp 1 --sp off --dropout 0 --recompute none --quiet
 
 # ---- sizes that do not fit

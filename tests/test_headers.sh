@@ -242,6 +242,10 @@ group_others() {
         else
             skip "nvcc with CUDA" "dt_kernels.cu is not there; the headers are compiled with DT_NO_CUDA"
         fi
+        if [ -n "$kernels" ] && [ -e examples/15_own_kernel.cu ]; then
+            job "nvcc: examples/15_own_kernel.cu" after $at build_and_run "$T/own_kernel" nvcc -O0 -arch=sm_90a -Xcompiler \
+                -Wall,-Wextra,-Wno-missing-field-initializers -Werror all-warnings examples/15_own_kernel.cu $kernels -lcublasLt
+        fi
         for h in $HEADERS; do
             for x in c cu; do
                 [ $x = c ] || [ $h = $last ] || continue
