@@ -1086,6 +1086,13 @@ static void test_several_rounds() {
         dt_reduce_args args = { DT_F32, x[0].data(), in, 2, count, DT_SUM, NULL, 0, 0 };
         return t->reduce(&args, NULL);
     }, 1);
+    arrays turned;
+    for (int i = 0; i < 2; i++) push(turned, ODD, (MAX_BLOCKS + 3) * 72, EXACT);
+    compare("turned tiles, several rounds", turned, [=](const dt_kernels *t, arrays &x) {
+        dt_permute_args args = { DT_F32, x[0].data(), x[1].data(), { 3, { MAX_BLOCKS + 3, 8, 9 } }, { 72, 1, 8 },
+                                 { 72, 9, 1 }, 0 };
+        return t->permute(&args, NULL);
+    }, 1);
     compare_norm(0, MAX_BLOCKS + 3, 2, 1e-5, 0, ODD, 1);
     compare_norm_back({ 0, MAX_BLOCKS + 3, 2, 1, 0, 0, false, 3 }, ODD, 1);
     compare_norm_back({ 0, 8 * FILL + 11, 8, 7, 0, 0, false, FILL }, ALIGNED, 1);
