@@ -3436,9 +3436,14 @@ static void dt__flights_look(dt__world *world) {
 }
 
 /* The listener's: all land, or the context has failed, and the backend has ended them. What was started and not waited
-   for may go on: others may not have come to it yet. */
-static int dt__on_settle(dt_ctx *ctx, void *user) {
+   for may go on: others may not have come to it yet. With `all` it is as if it were waited for now. */
+static int dt__on_settle(dt_ctx *ctx, int all, void *user) {
     dt__world *world = (dt__world *)user;
+    for (dt_work *w = all ? world->first : NULL; w && dt_error(ctx) == DT_OK; w = w->later) {
+        double begin = -1;
+        if (dt__drive(world, w, &begin) == DT_OK && w->flies) dt__fly(world, w);
+        w->flies = 0;
+    }
     while (world->flight) {
         double begin = -1;
         if (dt_error(ctx) == DT_OK) dt__drive(world, world->flight, &begin);
@@ -7847,7 +7852,7 @@ static void dt__nccl_split(dt_comm *comm, dt_comm *made, int color) {
     ncclConfig_t config = dt__nccl_config();
     int several = made && made->place.size > 1;
     if (!comm->lane || dt_error(world->ctx)) return;
-    dt__on_settle(world->ctx, world);   /* nothing else may be under way on a communicator that is split */
+    dt__on_settle(world->ctx, 0, world);    /* nothing else may be under way on a communicator that is split */
     dt__lane *lane = several ? (dt__lane *)dt_alloc(world->ctx, DT_MEM_HOST, sizeof *lane, "a lane of NCCL") : NULL;
     if (several && !lane) return;
     ncclComm_t child = NULL;
@@ -8162,7 +8167,7 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ct
 
 /* Gives back works that are idle, and those that a failure left. */
 static void dt__works_free(dt__world *world) {
-    dt__on_settle(world->ctx, world);
+    dt__on_settle(world->ctx, 0, world);
     while (world->first) {
         dt_work *work = world->first;
         world->first = work->later;

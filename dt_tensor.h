@@ -792,8 +792,9 @@ typedef struct dt_listener {
     /* What was whole for one access only may go; what its owner wrote into the whole has to be kept. */
     void (*release)(dt_ctx *ctx, dt_unit *unit, int written, int unused, void *user);
     void (*reset)(dt_ctx *ctx, void *user);         /* dt_reset has freed the tensors */
-    /* The host may be about to wait for the device, without a limit. 1: nothing that was started goes on there now. */
-    int  (*settle)(dt_ctx *ctx, void *user);
+    /* The host may be about to wait for the device, without a limit. all: what was started and not waited for has to
+       end too. 1: nothing of it goes on there now. */
+    int  (*settle)(dt_ctx *ctx, int all, void *user);
     struct dt_listener *next;   /* set by dt_listen */
 } dt_listener;
 /* [local] Appends to the chain; removes from it. */
@@ -1653,10 +1654,10 @@ static void dt__kept_free(dt_ctx *ctx) {
 
 /* What waits for the device without a limit comes after this: of what is under way there some may wait for others. 1:
    nothing is any more. */
-static int dt__settle(dt_ctx *ctx) {
+static int dt__settle(dt_ctx *ctx, int all) {
     int idle = 1;
     for (dt_listener *l = ctx->listeners; l; l = l->next)
-        if (l->settle && !l->settle(ctx, l->user)) idle = 0;
+        if (l->settle && !l->settle(ctx, all, l->user)) idle = 0;
     if (idle) dt__kept_free(ctx);
     return idle;
 }
@@ -1665,7 +1666,7 @@ static void *dt__ask(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinned) {
     if (pinned ? !ctx->kernels.pin : dt__from_host(ctx, mem)) return ctx->host.alloc(ctx->host.user, bytes, mem);
     void *p = dt__kept_take(ctx, bytes, pinned);
     for (int turn = 0; !p && turn < 2; turn++) {
-        if (turn > 0 && (ctx->n_kept == 0 || !dt__settle(ctx))) break;
+        if (turn > 0 && (ctx->n_kept == 0 || !dt__settle(ctx, 1))) break;
         p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
     }
     return p;
@@ -1697,7 +1698,7 @@ void *dt_pin(dt_ctx *ctx, size_t bytes, const char *what) { return dt__take(ctx,
 void dt_free(dt_ctx *ctx, dt_mem mem, void *p, size_t bytes) {
     if (!p) return;
     if (dt__from_host(ctx, mem)) ctx->host.free(ctx->host.user, p, bytes, mem);
-    else if (dt__settle(ctx) || !dt__kept_put(ctx, p, bytes, 0)) ctx->kernels.free(ctx->kernels.user, p, bytes);
+    else if (dt__settle(ctx, 0) || !dt__kept_put(ctx, p, bytes, 0)) ctx->kernels.free(ctx->kernels.user, p, bytes);
     dt__account(ctx, mem, bytes, -1);
 }
 
@@ -1850,13 +1851,13 @@ static dt_status dt__move(dt_ctx *ctx, void *dst, const void *src, size_t bytes)
     }
     enum { STAGED = 64 << 10 };     /* of memory that it does not reach a device takes so much along at once */
     int (*reaches)(const void *) = ctx->kernels.reaches;
-    if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__settle(ctx);   /* such a copy waits */
+    if (reaches && (!reaches(dst) || (bytes > STAGED && !reaches(src)))) dt__settle(ctx, 0);   /* such a copy waits */
     dt_status status = ctx->kernels.move(dst, src, bytes, ctx->stream);
     return status == DT_OK ? DT_OK : dt_fail(ctx, status, "copying %zu bytes on %s", bytes, ctx->kernels.name);
 }
 
 static dt_status dt__sync(dt_ctx *ctx) {
-    dt__settle(ctx);
+    dt__settle(ctx, 0);
     dt_status status = ctx->kernels.sync ? ctx->kernels.sync(ctx->stream) : DT_OK;
     if (status == DT_ERR_ARG) /* a device that does not stop to look at indices tells of a bad one only now */
         return dt_fail(ctx, status, "on %s since it was last waited for: an id, a label or a row outside of its table; "

@@ -500,7 +500,7 @@ static void test_mistakes(void) {
 
 /* The device still has an operation that others have not come to: neither a message nor memory that is given back waits
    for it, and when the context fails what hangs on several communicators ends together. */
-enum { BAD_INDEX, SEND_BEHIND, FREE_STARTED, HANGS_ONCE, HANGS_TWICE, GOING_ON };
+enum { BAD_INDEX, SEND_BEHIND, FREE_STARTED, NO_MEMORY, HANGS_ONCE, HANGS_TWICE, GOING_ON };
 static const struct { const char *text; dt_status status; } goes_on[GOING_ON] = {
     [BAD_INDEX] = { "outside of its table", DT_ERR_ARG },
     [SEND_BEHIND] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
@@ -560,6 +560,19 @@ static void free_started(dt_ctx *ctx, array a) {
     array_free(ctx, words);
 }
 
+/* What is kept does not keep memory from who asks for another size: that waits for what was started. */
+static void no_memory(dt_ctx *ctx, array a) {
+    enum { MUCH = 6 << 20 };
+    array    kept = array_make(ctx, MUCH);
+    dt_work *work = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (dt_ctx_rank(ctx) == 1) dt_host_default()->sleep(NULL, 0.2);
+    array_free(ctx, kept);
+    kept = array_make(ctx, MUCH + 4096);
+    CHECK_MSG(kept.at, "%s", dt_error_text(ctx));
+    dt_wait(ctx, work);
+    array_free(ctx, kept);
+}
+
 static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
     if (dt_ctx_rank(ctx) == 1) stay_away();
     if (dt_ctx_rank(ctx) == 1) return;
@@ -581,6 +594,7 @@ static dt_status going_on(dt_ctx *ctx, void *user) {
     if (j->what == BAD_INDEX) bad_index(ctx, a, b);
     if (j->what == SEND_BEHIND) send_behind(ctx, a, b);
     if (j->what == FREE_STARTED) free_started(ctx, a);
+    if (j->what == NO_MEMORY) no_memory(ctx, a);
     if (j->what == HANGS_ONCE || j->what == HANGS_TWICE) hang(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
     dt__sync(ctx);
     array_free(ctx, a);
@@ -594,6 +608,7 @@ static void test_going_on(void) {
             job j = { .ranks = what == SEND_BEHIND ? 3 : 2, .fn = going_on, .what = what, .quiet = 1 };
             if (goes_on[what].status == DT_ERR_TIMEOUT) j.timeout_s = 1;
             machine(j.ranks, (unsigned long long)(what * 10 + order), order);
+            if (what == NO_MEMORY) fake_cuda_memory(10 << 20);
             job_run(&j);
             if (!goes_on[what].text) check_clean(&j, "a sum that is begun late");
             for (int r = 0; r < j.ranks && goes_on[what].text; r++)
