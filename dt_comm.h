@@ -8165,14 +8165,17 @@ static dt_comm *dt__attach(dt_ctx *ctx, dt_attach_desc desc, const dt__node *nod
 
 dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ctx, desc, NULL, NULL, NULL); }
 
-/* Gives back works that are idle, and those that a failure left. */
-static void dt__works_free(dt__world *world) {
+/* Those that a failure left become idle. */
+static void dt__works_end(dt__world *world) {
     dt__on_settle(world->ctx, 0, world);
     while (world->first) {
         dt_work *work = world->first;
         world->first = work->later;
         dt__work_release(world, work);
     }
+}
+
+static void dt__works_free(dt__world *world) {
     while (world->idle) {
         dt_work *work = world->idle;
         world->idle = work->later;
@@ -8198,9 +8201,10 @@ void dt_comm_detach(dt_ctx *ctx, dt_status status) {
     if (world->others)
         dt_free(ctx, DT_MEM_HOST, world->others, (size_t)world->comm_size * sizeof(dt__other));
     world->others = NULL;
-    dt__works_free(world);
+    dt__works_end(world);
     dt_free(ctx, DT_MEM_HOST, world->mail, world->comm ? 2 * (size_t)world->comm->place.size * sizeof *world->mail : 0);
-    dt__comms_free(world);
+    dt__comms_free(world);      /* takes works too */
+    dt__works_free(world);
     dt_ctx_attach(ctx, NULL);
     dt_unlisten(ctx, &world->listener);
     if (!world->shared->state) dt_free(ctx, DT_MEM_HOST, world->shared, sizeof(dt__lone));
