@@ -247,7 +247,7 @@ static void test_attention_lengths() {
                 }
             }
         compare_both({ dtype, 1, 100, 140, 1, 1, 80, 1, DEFAULT, ALIGNED, 0, 0 }); // keys that half of a block sees
-        compare_both({ dtype, 1, 256, 256, 1, 1, 80, 1, QUARTER, ALIGNED, 0, 0 }); // and that the other half then does
+        compare_both({ dtype, 1, 256, 256, 1, 1, 80, 1, QUARTER, ALIGNED, 0, 0 }); // documents that part a block
         for (int64_t dim : { 64, 80 }) // tiles that are seen whole, one after the other
             compare_both({ dtype, 1, 20, 300, 1, 1, dim, dim > 64, DEFAULT, ALIGNED, 0, 0 });
         for (int64_t dim : { 1, 5, 24, 65, 100, 128, 132, 200, 256 })
