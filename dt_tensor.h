@@ -1527,7 +1527,6 @@ typedef struct dt__arena {
     struct dt__arena *next;     /* in a pool of arenas */
 } dt__arena;
 
-/* A buffer for a unit's passing gradient or gathered values, kept for reuse. */
 /* Memory of a device's table that was given back while something went on there. */
 typedef struct dt__kept {
     void  *p;
@@ -1535,6 +1534,7 @@ typedef struct dt__kept {
     int    pinned;
 } dt__kept;
 
+/* A buffer for a unit's passing gradient or gathered values, kept for reuse. */
 typedef struct dt__spare {
     void  *data;
     size_t bytes;
