@@ -1666,7 +1666,8 @@ static void *dt__ask(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinned) {
     if (pinned ? !ctx->kernels.pin : dt__from_host(ctx, mem)) return ctx->host.alloc(ctx->host.user, bytes, mem);
     void *p = dt__kept_take(ctx, bytes, pinned);
     for (int turn = 0; !p && turn < 2; turn++) {
-        if (turn > 0 && (ctx->n_kept == 0 || !dt__settle(ctx, 1))) break;
+        /* not for pinned memory: operations ask for it as they move on, and cannot wait for themselves */
+        if (turn > 0 && (pinned || ctx->n_kept == 0 || !dt__settle(ctx, 1))) break;
         p = pinned ? ctx->kernels.pin(bytes) : ctx->kernels.alloc(ctx->kernels.user, bytes);
     }
     return p;
