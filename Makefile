@@ -6,8 +6,9 @@
 #                 (DEPS=no: install nothing)
 #   make mutants  all planted mistakes: each must make its test fail
 #   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed
-#   make asan     the test programs under address, leak and undefined-behaviour checks; ubsan, tsan likewise
-#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 15
+#   make asan     the test programs and train_gpt under address, leak and undefined-behaviour checks; ubsan, tsan
+#                 likewise; T=sanitized: only train_gpt, demo and the ladder
+#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 20
 #                 minutes
 #   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
 #   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90a: for that GPU alone
@@ -60,7 +61,7 @@ TESTING = $(CC) $(TFLAGS)
 UNUSED  = -Wno-unused-function
 endif
 
-WORDS    = $(COMPILE) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
+WORDS    = $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
            tests/faults/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c)) \
@@ -78,14 +79,16 @@ IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_I
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
 SHARING     = $(if $(filter no,$(SHARE)),,$(filter-out $(WHOLE),$(TESTS)))
-$(SHARING) $(B)/net_rank: $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank $(B)/packets $(B)/power: $(B)/tests_kernels.o
 $(B)/test_fake_cuda: OWN = -isystem $(CUDA_HOME)/include
 $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 $(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
-$(SHARING) $(B)/net_rank: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+$(SHARING) $(B)/net_rank $(B)/packets $(B)/power: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
+# KFLAGS: demo and the ladder link kernels.o, which is not sanitized; the tests, and the train_gpt of
+# test_sanitized.sh, link tests_kernels.o.
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
-           CXXFLAGS="-std=c++17 -O1 -g $(1)" $(2) sanitized
+           CFLAGS="-O1 -g1 -Wall -Wextra $(1)" KFLAGS="-O2 -fno-sanitize=all" CXXFLAGS="-std=c++17 -O1 -g $(1)" sanitized
 
 .PHONY: all demo test mutants tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
 all: $(EXAMPLES)
@@ -105,7 +108,7 @@ ubsan: ; @$(call SANITIZE,-fsanitize=undefined -fno-sanitize-recover=undefined)
 tsan:  ; @$(call SANITIZE,-fsanitize=thread)
 comma := ,
 sanitized:
-	@B=$(B) tests/run.sh programs
+	@B=$(B) tests/run.sh $(or $(T),programs)
 
 bench: $(BENCHES)
 	@for p in $^; do echo "== $$p"; $$p || exit 1; done
@@ -156,7 +159,7 @@ $(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
 	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
 	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
 $(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
-	$(COMPILE) -DKERNELS -I. -c $< -o $@
+	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
 $(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
 	$(TESTING) -DKERNELS -I. -c $< -o $@
 $(B)/implementation.o: tests/implementation.c $(HEADERS) $(B)/words

@@ -91,7 +91,8 @@
                 mpi: dt_run_desc.check); when all ranks wait and nothing is under way, the circle of waits at once. A
                 rank that ended or died is named with its signal; one that does not come within timeout_s with what it
                 does instead: stopped, spinning, asleep, late. Messages give world ranks. The first failure alone is
-                logged as an error.
+                logged as an error. Timeouts count only time in which a rank's process runs: a job
+                that is suspended as a whole (Ctrl-Z, scontrol suspend) continues when resumed.
      Threads    dt_run's caller is the supervisor and never a rank. A dt_comm belongs to its rank's thread. Tables of
                 dt_run_desc are used by all ranks at once. Several dt_run may run at once.
      Order      A reduction is ((r0 op r1) op r2) ... in rank order for every element, whatever the count, the backend
@@ -101,7 +102,8 @@
                 products are taken in an order of NCCL's own (section 26): of floating-point numbers their last bits,
                 and those of an all-reduce and of a reduce and a broadcast, may differ.
      In place   as in NCCL: all-reduce and reduce send == recv; reduce-scatter and scatter recv == send + rank * count;
-                all-gather and gather send == recv + rank * count. Any other overlap is the caller's error.
+                all-gather and gather send == recv + rank * count. Any other overlap of a rank's
+                send and recv, and any overlap in an all-to-all, is DT_ERR_ARG before data move.
      Groups     comm NULL is a group of one everywhere, and a group of one is a local copy.
      Tags       [local] any rank by itself; [pairwise] two ranks; [collective: comm] every rank of the group, in
                 the same order. */
@@ -142,6 +144,7 @@ typedef struct dt_report {
     dt_status status;       /* DT_OK: none */
     int       rank;         /* who recorded it; -1: the run could not start */
     char      text[512];    /* "rank 3: dt_linear(w1): ..." */
+    int       left_behind;  /* ranks whose thread or process still ran when dt_run returned */
 } dt_report;
 
 /* A network that is slower than this machine's memory, to learn on: an operation is not over before latency_s plus its
@@ -152,7 +155,9 @@ typedef struct dt_link { double latency_s, bytes_per_s; } dt_link;
 typedef struct dt_run_desc {
     int               ranks;        /* 0 -> 1; MPI: the launcher's */
     dt_backend        backend;      /* AUTO -> threads */
-    double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9 */
+    double            timeout_s;    /* 0 -> 120: the longest that a rank waits for another, in seconds, at most 1e9.
+                                       tcp survives a partition that ends max(timeout_s / 8, 1 s)
+                                       earlier; before Linux 6.15, one of timeout_s / 2 */
     uint64_t          seed;         /* 0 -> 1 */
     const dt_host    *host;         /* NULL -> dt_host_default(); used by all ranks at once. procs: must map; its alloc
                                        is not asked for the classes that lie in the range. mpi: one that does not map
@@ -175,7 +180,9 @@ typedef struct dt_run_desc {
     const char       *token;        /* tcp, nccl, mpi: the secret that ranks of the job prove they know, 16 bytes or
                                        more; NULL: what the file holds that DT_TOKEN_FILE names (which nobody else may
                                        read), else DT_TOKEN of the environment. On the loopback it may be missing; of
-                                       mpi rank 0's counts, and if that has none it makes one */
+                                       mpi rank 0's counts, and if that has none it makes one. After the
+                                       rendezvous dt has erased the token and all keys derived
+                                       from it; `token` and DT_TOKEN stay, so prefer the file */
     int               faults;       /* 1: DT_FAULT of the environment is heeded */
     const char       *fault;        /* planted faults, in place of DT_FAULT's: see below */
     int               check;        /* tcp, nccl, mpi: 0 -> what the ranks call is compared before each operation in the
@@ -198,6 +205,14 @@ typedef struct dt_run_desc {
    returns an error without a failed context is a failure too. Forked ranks flush stdio and end with _exit: handlers
    of atexit do not run in them; memory that a rank writes is its own, but for `user` (user_bytes). Fork from a process
    of one thread. Those that have not ended timeout_s after the first failure are killed, a stopped one after a second.
+   While no rank has failed, dt_run waits for every rank function to return: it cannot tell a long
+   computation from an endless one. exit() in a rank that is a thread ends the process.
+   A thread cannot be killed: dt_run returns without one that has not ended by then, or a process
+   that the kernel does not let die, logs a notice and counts it in dt_report.left_behind. The run's
+   memory that such a thread may touch is freed when the thread ends. If its rank_main goes on,
+   operations fail, but it still uses `user` and what desc points to: keep both valid,
+   or end the process with _exit. A rank_main that ends its thread (pthread_exit, pthread_cancel) is
+   a failure of that rank; in the calling thread (tcp, nccl, mpi) dt_run cannot return then.
    tcp, nccl: rank_main runs in the calling thread, as rank `rank`. All ranks must come within timeout_s; one that has
    ended waits as long for the others to end. The status and the report are the first failure that this rank noticed, or
    another rank told it of; DT_OK says that this rank went well, and the others as far as it could learn.
@@ -326,9 +341,9 @@ DT_API dt_status dt_gather(dt_comm *comm, const void *send, void *recv, size_t c
 DT_API dt_status dt_scatter(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype, int root);
 /* Share j of rank i's send becomes share i of rank j's recv. send, recv: N * count; not in place. */
 DT_API dt_status dt_all_to_all(dt_comm *comm, const void *send, void *recv, size_t count, dt_dtype dtype);
-/* The same with shares of any length, dense and in rank order on both sides: send_counts[j] elements go to rank j,
-   recv_counts[i] come from rank i (both of N numbers, read until the operation ends). A rank that expects another
-   count than it is sent: DT_ERR_COMM, naming both. */
+/* The same with shares of any length, not in place, dense and in rank order on both sides: send_counts[j]
+   elements go to rank j, recv_counts[i] come from rank i (both of N numbers, read until the operation ends). A rank
+   that expects another count than it is sent: DT_ERR_COMM, naming both. */
 DT_API dt_status dt_all_to_all_v(dt_comm *comm, const void *send, const size_t *send_counts, void *recv,
                                  const size_t *recv_counts, dt_dtype dtype);
 /* buf of rank `root` on every rank. buf: count. */
@@ -380,8 +395,8 @@ DT_API dt_work *dt_recv_any_start(dt_comm *comm, void *buf, size_t count, dt_dty
 
 /* [local] Waits until the operation is over: its buffers are yours again, the work is gone. Returns dt_error of ctx. */
 DT_API dt_status dt_wait(dt_ctx *ctx, dt_work *work);
-/* [local] Moves all started operations on as far as they can go now; 1 when this one is over (dt_wait returns at once).
-   */
+/* [local] Advances started operations as far as they can go now; if they are many, each call
+   advances only some. Returns 1 when this one is over (dt_wait returns at once). */
 DT_API int dt_test(dt_ctx *ctx, dt_work *work);
 
 /* Sends and receives of one call, all under way at once, in any order: what NCCL calls a group. */
@@ -694,6 +709,11 @@ typedef struct __attribute__((aligned(64))) dt__message {
 typedef struct __attribute__((aligned(64))) dt__pair {  /* from one rank to one other */
     uint64_t    sent, begun;    /* messages posted; and sends begun: both the sender's */
     dt__message *more;          /* places besides these; the list only grows */
+    /* With this list, a message that comes in order is found without a scan of the list: */
+    uint64_t    posted;         /* the sender's: `sent`, stored after the message is visible */
+    dt__message *last, *free;   /* the sender's: end of `more`; first place to try for a free one */
+    __attribute__((aligned(64))) dt__message *next;     /* the receiver's: first to try in `more` */
+    uint64_t    low;            /* the receiver's: the oldest message not taken, if known */
     dt__message message[DT__MESSAGES];
 } dt__pair;
 
@@ -707,10 +727,12 @@ typedef struct dt__op_record {
     char     file[DT__FILE_BYTES];
 } dt__op_record;
 
-/* What one rank shows all others of itself. */
-typedef struct __attribute__((aligned(128))) dt__rank_state {
+/* What one rank shows all others of itself: DT__LINE bytes, aligned like host memory, which holds
+   some of these. */
+typedef struct __attribute__((aligned(64))) dt__rank_state {
     int      busy;          /* this rank reads or writes memory of others now */
-    int      ended;         /* its rank function has returned, or its process is gone */
+    int      ended;         /* 1: its rank function has returned, or its process is gone; 2: its
+                               process has only to exit with 0 */
     int      pid, tid;
     uint64_t moves;         /* grows with everything it does that another, or itself, may wait for: section 11 */
     uint64_t idle_at;       /* the sum of all ranks' moves before its last look, which found nothing to do; of one
@@ -830,6 +852,9 @@ typedef struct dt__world {
     dt_transport   transport;   /* if that carries the messages */
     uint32_t       channels;    /* given to groups so far */
     dt_work       *first, *last;    /* started and not waited for, in order of their starts */
+    dt_work       *open, *last_open;    /* the unfinished ones of these, in the same order */
+    size_t         started, opened, credit;     /* lengths of both lists; see dt__advance_some */
+    dt_work       *blocking;    /* that a blocking call waits for; else NULL */
     dt_work       *idle;        /* works to use again */
     dt_work       *flight, *last_flight;    /* what the device has not finished, in the order of their waits */
     struct dt__nccl *nccl;      /* section 26; NULL: none */
@@ -991,6 +1016,28 @@ static dt__group *dt__group_make(dt__shared *shared, int size, const char *name)
     return group;
 }
 
+/* A timeout clock that leaves out time in which the process is suspended: between two reads it
+   advances by at most an eighth of the limit, and at most 1 s. So a process that was stopped in a
+   wait (Ctrl-Z, scontrol suspend, a debugger, a suspended machine) does not time out, and a job
+   that is suspended as a whole continues when resumed. If one rank alone is stopped, the other
+   ranks' stopwatches advance, and they report that rank as late. Because each gap counts a little,
+   a wait in a job that is suspended again and again ends too. */
+#define DT__READ_MOST_S 1.0
+typedef struct dt__stopwatch { const dt_host *host; double last, seconds, most; } dt__stopwatch;
+
+static dt__stopwatch dt__stopwatch_start(const dt_host *host, double limit) {
+    dt__stopwatch watch = { host, host->now(host->user), 0, fmin(limit / 8, DT__READ_MOST_S) };
+    return watch;
+}
+
+/* Seconds counted so far. A waiting loop calls this every few milliseconds. */
+static double dt__waited(dt__stopwatch *watch) {
+    double now = watch->host->now(watch->host->user);
+    watch->seconds += fmin(now - watch->last, watch->most);
+    watch->last = now;
+    return watch->seconds;
+}
+
 // ==== 9. The first failure ==========================================================================================
 
 /* One record for the whole run. Whoever claims it (compare and exchange) fills it and sets the abort word; that word
@@ -1046,26 +1093,24 @@ static int dt__on_failure(dt_ctx *ctx, dt_status status, const char *text, void 
 }
 
 /* One turn of these waits. 0: on a node, which has no supervisor, whoever is waited for has died. */
-static int dt__still(const dt__world *world, double *until) {
-    const dt_host *host = world->host;
-    double now = host->now(host->user);
-    if (*until == 0) *until = now + world->shared->timeout_s;
-    host->sleep(host->user, 0);
-    return !world->node || now < *until;
+static int dt__still(const dt__world *world, dt__stopwatch *watch) {
+    if (!watch->host) *watch = dt__stopwatch_start(world->host, world->shared->timeout_s);
+    world->host->sleep(world->host->user, 0);
+    return dt__waited(watch) < world->shared->timeout_s || !world->node;
 }
 
 static void dt__quiesce(const dt__world *world) {
-    double until = 0;
+    dt__stopwatch watch = { NULL, 0, 0, 0 };
     for (int seat = 0; world->shared->state && seat < world->shared->ranks; seat++) {
         const int *busy = &world->shared->state[seat].busy;
-        while (__atomic_load_n(busy, __ATOMIC_SEQ_CST) && dt__still(world, &until)) {}
+        while (__atomic_load_n(busy, __ATOMIC_SEQ_CST) && dt__still(world, &watch)) {}
     }
 }
 
 /* Somebody has claimed the record, and fills it. */
 static void dt__await_record(const dt__world *world) {
-    double until = 0;
-    while (!dt__aborted(world->shared) && dt__still(world, &until)) {}
+    dt__stopwatch watch = { NULL, 0, 0, 0 };
+    while (!dt__aborted(world->shared) && dt__still(world, &watch)) {}
 }
 
 /* Returns 1: memory of others may be touched until dt__touch_end; 0: aborted, hands off. */
@@ -1153,7 +1198,9 @@ struct dt_work {
     int         apart;              /* what is waited for goes on in a library */
     struct dt__lane *lane;          /* by NCCL: the communicator, and which of its operations it is, from 1 */
     uint64_t    turn;
-    dt_work    *later;              /* of those under way, the next started */
+    dt_work    *later, *earlier;    /* neighbours among the started works */
+    dt_work    *open_later, *open_earlier;  /* neighbours among the unfinished ones */
+    int         open;               /* it is unfinished, and so in that list */
 };
 
 /* The work that a comparison belongs to is the one that texts name. */
@@ -1501,6 +1548,7 @@ static dt__phrase dt__record_text(const dt__op_record *r) {
     else dt__append(text.s, sizeof text.s, &at, " %s its rank %d with tag %d", call.op == DT__SEND ? "to" : "from",
                     call.peer, r->tag);
     dt__append(text.s, sizeof text.s, &at, " on %s%s", r->group, dt__site_text(r->file, r->line).s);
+    dt__escape(text.s, sizeof text.s);
     return text;
 }
 
@@ -1645,24 +1693,50 @@ static int dt__advance(dt_work *work) {
     return work->over = 1;
 }
 
-/* All that was started, in the order of the starts. */
+static void dt__open_end(dt__world *world, dt_work *work) {
+    if (!work->open) return;
+    work->open = 0;
+    world->opened--;
+    if (work->open_earlier) work->open_earlier->open_later = work->open_later;
+    else world->open = work->open_later;
+    if (work->open_later) work->open_later->open_earlier = work->open_earlier;
+    else world->last_open = work->open_earlier;
+}
+
+/* Advances all started works that are unfinished, in the order of their starts. */
 static void dt__advance_all(dt__world *world) {
-    for (dt_work *work = world->first; work; work = work->later) {
+    for (dt_work *work = world->open; work; work = work->open_later) {
         if (dt__advance(work) < 0) return;
+        if (work->over) dt__open_end(world, work);      /* work->open_later stays */
     }
+}
+
+/* The same for callers that do not wait, and so may call once for each start: every call earns
+   DT__STEPS of credit, and all works advance once the credit covers their number. So n started
+   operations cost O(n), not O(n^2). 1: all have advanced. */
+enum { DT__STEPS = 16 };
+static int dt__advance_some(dt__world *world) {
+    world->credit += DT__STEPS;
+    if (world->credit < world->opened) return 0;
+    world->credit = 0;
+    dt__advance_all(world);
+    return 1;
 }
 
 /* Until `work` is over. *begin below 0: becomes the time at which it was no longer just about to be. */
 static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
     const dt_host *host = world->host;
     double since = 0, timeout = world->shared->timeout_s;
+    dt__stopwatch watch = { NULL, 0, 0, 0 };
     uint64_t seen = world->state->moves, at = 0;
+    int turned = 0;     /* from the second turn on, there is time to advance all */
     for (int turn = -world->shared->spins; ; turn += turn < DT__YIELDS) {
         if (turn >= 0) world->turns = DT__LOOK - 1;     /* look now: the wait is long enough */
         dt__look(world);
         int naps = turn == DT__YIELDS;
         if (naps && world->shared->state) at = dt__moves_of_all(world->shared);
-        if (world->first) dt__advance_all(world);
+        if (world->open && turned++) dt__advance_all(world);
+        else if (world->open) dt__advance_some(world);
         int done = dt_error(world->ctx) ? -1 : dt__advance(work);
         if (done > 0) return DT_OK;
         if (done < 0) return dt_error(world->ctx);
@@ -1675,18 +1749,21 @@ static dt_status dt__wait_for(dt__world *world, dt_work *work, double *begin) {
             dt__pause();
             continue;
         }
-        double now = host->now(host->user);
+        if (turn == 0) {
+            watch = dt__stopwatch_start(host, timeout);
+            since = fmax(watch.last, work->link_until);
+            watch.seconds = watch.last - since;     /* time on the slow link is no wait */
+        }
+        double waited = dt__waited(&watch), now = watch.last;
         if (*begin < 0) *begin = now;
-        if (turn == 0) since = work->link_until > now ? work->link_until : now;
-        /* a stopped process wakes up late */
-        if (now > since + timeout) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
+        if (waited > timeout) return dt__advance(work) > 0 ? DT_OK : dt__late(work);
         if (naps && turn == DT__YIELDS && dt__idle(work, at, since)) return dt_error(world->ctx);
         double left = work->link_until - now;
         if (left > 0 || turn < DT__YIELDS) {
             host->sleep(host->user, left <= 0 ? 0 : left < DT__NAP_MAX ? left : DT__NAP_MAX);
             continue;
         }
-        host->sleep(host->user, fmin(fmax((now - since) / 16, DT__NAP_MIN), DT__NAP_MAX));
+        host->sleep(host->user, fmin(fmax(waited / 16, DT__NAP_MIN), DT__NAP_MAX));
     }
 }
 
@@ -1715,6 +1792,7 @@ typedef struct dt__part {
     int          state, over;
     uint64_t     order;         /* which of the pair's it is: of a send, and of a receive once it has come */
     dt__message *message;
+    uint64_t     seen;          /* of a receive: see dt__message_there */
     void        *copy;          /* of a buffer that cannot be reached */
     void        *aside, *mark;  /* of a device's buffer, in host memory; behind the copying from it or to it */
     uint64_t     number;        /* of a send from a device: which of those to that rank, from 0 */
@@ -1814,14 +1892,38 @@ static dt__message *dt__next_message(dt__pair *pair, dt__message *message) {
     return __atomic_load_n(message == last ? &pair->more : &message->next, __ATOMIC_ACQUIRE);
 }
 
+/* The next message of `more`; after the last comes the first. */
+static dt__message *dt__more_after(dt__pair *pair, dt__message *message) {
+    dt__message *next = __atomic_load_n(&message->next, __ATOMIC_ACQUIRE);
+    return next ? next : __atomic_load_n(&pair->more, __ATOMIC_ACQUIRE);
+}
+
+static int dt__is_more(const dt__pair *pair, const dt__message *message) {
+    return message < pair->message || message >= pair->message + DT__MESSAGES;
+}
+
+static dt__message *dt__free_more(dt__pair *pair) {
+    dt__message *first = pair->free ? pair->free : pair->more, *message = first;
+    while (message) {
+        dt__message *after = dt__more_after(pair, message);
+        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) {
+            pair->free = after;
+            return message;
+        }
+        message = after == first ? NULL : after;
+    }
+    return NULL;
+}
+
 /* A free message of the pair; NULL: none now. One more is made for a started send that finds none, of which any number
    may be under way, and on a node for a collective: the receiver may not take the others before it has this one.
    Without room for it a send waits for one of the others; in a collective the rank fails, as it would wait for ever. */
 static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, int started) {
     dt__message *message = NULL;
     dt__shared *shared = world->shared;
-    while ((message = dt__next_message(pair, message)))
-        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) == DT__FREE) return message;
+    for (int i = 0; i < DT__MESSAGES; i++)
+        if (__atomic_load_n(&pair->message[i].state, __ATOMIC_ACQUIRE) == DT__FREE) return &pair->message[i];
+    if ((message = dt__free_more(pair))) return message;
     if (tag >= 0 ? !started : !world->node) return NULL;
     message = (dt__message *)(void *)(tag >= 0
         ? dt__room_take(shared->more, shared->more_bytes, &shared->more_used, DT__LINE)
@@ -1830,8 +1932,8 @@ static dt__message *dt__free_message(dt__world *world, dt__pair *pair, int tag, 
         dt__comm_fail(world, DT_ERR_MEM, "the range of this machine has no room for one more message under way");
     if (!message) return NULL;
     memset(message, 0, sizeof *message);
-    message->next = pair->more;
-    __atomic_store_n(&pair->more, message, __ATOMIC_RELEASE);
+    __atomic_store_n(pair->last ? &pair->last->next : &pair->more, message, __ATOMIC_RELEASE);
+    pair->last = message;
     return message;
 }
 
@@ -1859,7 +1961,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     dt_status status = DT_OK;
     message->tag = part->tag;
-    message->eager = bytes <= DT_EAGER_BYTES && message >= pair->message && message < pair->message + DT__MESSAGES;
+    message->eager = bytes <= DT_EAGER_BYTES && !dt__is_more(pair, message);
     message->word = dt__word_of(&work->call, part->count);
     message->bytes = bytes;
     message->channel = comm->group->channel;
@@ -1880,6 +1982,7 @@ static dt_status dt__message_post(dt_work *work, dt__part *part, dt__pair *pair,
     message->order = pair->sent++;
     if (world->others) world->others[comm->group->ranks[part->peer]].sent++;
     __atomic_store_n(&message->state, DT__POSTED, __ATOMIC_RELEASE);
+    if (pair->more) __atomic_store_n(&pair->posted, pair->sent, __ATOMIC_RELEASE);
     dt__moved(world);
     return DT_OK;
 }
@@ -1913,29 +2016,50 @@ static int dt__shared_send(dt_work *work, dt__part *part) {
     return 1;
 }
 
-/* The oldest message of this group and tag that is posted, or NULL. */
+/* The oldest posted message of this group and tag, or NULL; group NULL: of any group and tag. */
 static dt__message *dt__oldest(dt__pair *pair, const dt__group *group, int tag) {
     dt__message *oldest = NULL, *message = NULL;
     while ((message = dt__next_message(pair, message))) {
         if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED) continue;
-        if (message->tag != tag || message->channel != group->channel) continue;
+        if (group && (message->tag != tag || message->channel != group->channel)) continue;
         if (!oldest || message->order < oldest->order) oldest = message;
     }
     return oldest;
 }
 
-/* A rank may send and then end: its flag is read first, so that a message which is not there then will never be. And it
-   may send two while we look: the older into a place we have passed, the newer into one still ahead. Seeing the
-   newer makes the older visible, so a second look finds it. *ended: nobody will send it any more. */
+/* The oldest message not taken, if it is where to look first and of this group and tag; or NULL. */
+static dt__message *dt__low_message(dt__pair *pair, const dt__group *group, int tag) {
+    for (int i = 0; i <= DT__MESSAGES; i++) {
+        dt__message *message = i < DT__MESSAGES ? &pair->message[i] : pair->next;
+        if (__atomic_load_n(&message->state, __ATOMIC_ACQUIRE) != DT__POSTED || message->order != pair->low) continue;
+        return message->tag == tag && message->channel == group->channel ? message : NULL;
+    }
+    return NULL;
+}
+
+/* A rank may send and then end: its flag is read first, so that a message which is not there then
+   will never be. And it may send two while we look: the older into a place we have passed, the
+   newer into one still ahead. Seeing the newer makes the older visible, so a second look finds it.
+   *ended: nobody will send it any more. *seen: pair->posted + 1 at this receive's last search of
+   the list: it searches again only after a new post. */
 static dt__message *dt__message_there(const dt__shared *shared, dt__pair *pair, const dt__group *group, int tag,
-                                      int from, int alone, int *ended) {
+                                      int from, int alone, int *ended, uint64_t *seen) {
     *ended = alone || dt__has_ended(shared, from);
-    return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
+    if (!pair->next) return dt__oldest(pair, group, tag) ? dt__oldest(pair, group, tag) : NULL;
+    uint64_t posted = __atomic_load_n(&pair->posted, __ATOMIC_ACQUIRE) + 1;
+    dt__message *low = dt__low_message(pair, group, tag);
+    if (low || *seen == posted) return low;
+    if (!dt__oldest(pair, group, tag)) {
+        *seen = posted;
+        return NULL;
+    }
+    pair->low = dt__oldest(pair, NULL, 0)->order;
+    return dt__oldest(pair, group, tag);
 }
 
 /* An earlier receive of this rank that waits for a message of rank `from` with that tag goes first. */
 static int dt__not_its_turn(const dt_work *work, const dt__part *part, int from) {
-    for (const dt_work *w = work->comm->world->first; w && w != work; w = w->later) {
+    for (const dt_work *w = work->comm->world->open; w && w != work; w = w->open_later) {
         if (w->comm->group != work->comm->group) continue;
         for (int i = 0; i < w->n_parts; i++) {
             const dt__part *p = &w->parts[i];
@@ -1949,7 +2073,7 @@ static int dt__not_its_turn(const dt_work *work, const dt__part *part, int from)
     return 0;
 }
 
-static int dt__shared_take(dt_work *work, dt__part *part, dt__message *message, int from) {
+static int dt__shared_take(dt_work *work, dt__part *part, dt__pair *pair, dt__message *message, int from) {
     dt_comm *comm = work->comm;
     size_t bytes = part->count * dt_dtype_size(work->call.dtype);
     if (dt__part_fits(work, part, from, message->word, message->bytes) < 0) return -1;
@@ -1959,6 +2083,8 @@ static int dt__shared_take(dt_work *work, dt__part *part, dt__message *message, 
     if (status) return dt__data_failed(comm, &work->call, status), -1;
     part->order = message->order;
     part->peer = from;
+    if (dt__is_more(pair, message)) pair->next = dt__more_after(pair, message);
+    if (pair->next && message->order == pair->low) pair->low++;
     if (comm->world->others) comm->world->others[comm->group->ranks[from]].got++;
     __atomic_store_n(&message->state, message->eager ? DT__FREE : DT__TAKEN, __ATOMIC_RELEASE);
     if (work->call.from) *work->call.from = from;
@@ -1972,9 +2098,12 @@ static int dt__shared_recv(dt_work *work, dt__part *part) {
     for (int step = 0; step < n; step++) {      /* from any: begins at the right neighbour, so that none is starved */
         int from = part->peer == DT_ANY ? (comm->place.rank + 1 + step) % n : part->peer, ended;
         int other = dt__seat_of(comm->world, comm->group->ranks[from]);
-        dt__message *message = dt__message_there(shared, dt__pair_of(shared, other, me, part->tag), comm->group,
-                                                 part->tag, other, me == other && !work->started, &ended);
-        if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, message, from);
+        dt__pair *pair = dt__pair_of(shared, other, me, part->tag);
+        uint64_t never = 0; /* DT_ANY: search every time */
+        dt__message *message = dt__message_there(shared, pair, comm->group, part->tag, other,
+                                                 me == other && !work->started, &ended,
+                                                 part->peer == DT_ANY ? &never : &part->seen);
+        if (message && !dt__not_its_turn(work, part, from)) return dt__shared_take(work, part, pair, message, from);
         over = over && ended && !message;
         if (part->peer != DT_ANY) break;
     }
@@ -3171,6 +3300,42 @@ static int dt__beyond(const dt_comm *comm, const void *p) {
     return p && kernels->reaches && !kernels->reaches(p);
 }
 
+/* Elements in recv. */
+static size_t dt__recv_count(const dt_comm *comm, const dt__call *call) {
+    int shares = call->op == DT__ALL_GATHER || call->op == DT__GATHER || call->op == DT__ALL_TO_ALL;
+    if (call->op == DT__ALL_TO_ALL_V) return dt__sum_of(call->recv_counts, comm->place.size);
+    return shares ? call->count * (size_t)comm->place.size : call->count;
+}
+
+static int dt__overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return x < y ? y - x < a_bytes : x - y < b_bytes;
+}
+
+/* NULL, or why this rank's send and recv overlap illegally: the operation would overwrite data
+   before it reads them. A legal overlap is in place: this rank's share at its own offset in the
+   larger buffer. */
+static const char *dt__wrong_place(const dt_comm *comm, const dt__call *call) {
+    size_t size = dt_dtype_size(call->dtype), mine = (size_t)comm->place.rank * call->count * size;
+    size_t sent = dt__send_count(comm, call) * size, got = dt__recv_count(comm, call) * size;
+    const char *send = (const char *)call->send, *recv = (const char *)call->recv;
+    if (!dt__sends(comm, call) || !dt__receives(comm, call) || sent == 0 || got == 0) return NULL;
+    if (!dt__overlap(send, sent, recv, got)) return NULL;
+    switch (call->op) {
+    case DT__ALL_REDUCE:
+    case DT__REDUCE: return send == recv ? NULL : "send and recv overlap; use another buffer, or recv == send";
+    case DT__REDUCE_SCATTER:
+    case DT__SCATTER:
+        return recv == send + mine ? NULL : "send and recv overlap; use another buffer, or recv == send + rank * count";
+    case DT__ALL_GATHER:
+    case DT__GATHER:
+        return send == recv + mine ? NULL : "send and recv overlap; use another buffer, or send == recv + rank * count";
+    case DT__ALL_TO_ALL:
+    case DT__ALL_TO_ALL_V: return "send and recv overlap; use another buffer: it is not possible in place";
+    default: return NULL;
+    }
+}
+
 /* Arguments that are wrong whatever the other ranks do; NULL if none, else what is wrong. One rule a line. */
 static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
     size_t most = (size_t)-1 / 2 / dt_dtype_size(call->dtype) / (size_t)comm->place.size;
@@ -3188,12 +3353,11 @@ static const char *dt__wrong(const dt_comm *comm, const dt__call *call) {
             if (call->send_counts[i] > most || call->recv_counts[i] > most) return "count too large";
         if (!call->send && dt__sum_of(call->send_counts, comm->place.size)) return "send is NULL";
         if (!call->recv && dt__sum_of(call->recv_counts, comm->place.size)) return "recv is NULL";
-        return NULL;
+        return dt__wrong_place(comm, call);
     }
     if (call->count && dt__sends(comm, call) && !call->send) return "send is NULL";
     if (call->count && dt__receives(comm, call) && !call->recv) return "recv is NULL";
-    if (call->op == DT__ALL_TO_ALL && call->count && call->send == call->recv) return "not possible in place";
-    return NULL;
+    return dt__wrong_place(comm, call);
 }
 
 /* comm NULL: no context, so nothing to fail and no table to copy with. */
@@ -3206,8 +3370,9 @@ static dt_status dt__nobody(const dt__call *call) {
         if (!call->send_counts || !call->recv_counts || call->send_counts[0] != call->recv_counts[0]) return DT_ERR_ARG;
         bytes = call->send_counts[0] * dt_dtype_size(call->dtype);
     }
-    if (call->op == DT__BROADCAST || call->op == DT__BARRIER || bytes == 0 || send == call->recv) return DT_OK;
-    if (!send || !call->recv) return DT_ERR_ARG;
+    int in_place = send == call->recv && call->op != DT__ALL_TO_ALL && call->op != DT__ALL_TO_ALL_V;
+    if (call->op == DT__BROADCAST || call->op == DT__BARRIER || bytes == 0 || in_place) return DT_OK;
+    if (!send || !call->recv || dt__overlap(send, bytes, call->recv, bytes)) return DT_ERR_ARG;
     memcpy(call->recv, send, bytes);
     return DT_OK;
 }
@@ -3520,7 +3685,9 @@ static dt_status dt__do(dt_comm *comm, dt__call call) {
     double begin = timed ? world->host->now(world->host->user) : -1;
     dt_work *work = dt__begin(comm, call);
     if (!work) return dt_error(world->ctx);
+    world->blocking = work;     /* pthread_cancel may end the thread in the wait */
     dt__drive(world, work, &begin);
+    world->blocking = NULL;
     double end = begin >= 0 ? world->host->now(world->host->user) : begin;
     world->seconds += end - begin;
     if (begin >= 0) __atomic_store_n(&world->state->left, (int64_t)(end * 1e6), __ATOMIC_RELAXED);
@@ -3539,23 +3706,31 @@ static dt_work *dt__start(dt_comm *comm, dt__call call) {
     double begin = world->host->now(world->host->user);
     dt_work *work = dt__begin(comm, call);
     if (!work) return NULL;
-    work->started = 1;
+    work->started = work->open = 1;
+    work->earlier = world->last;
     if (world->first) world->last->later = work;
     else world->first = work;
     world->last = work;
+    world->started++;
+    work->open_earlier = world->last_open;
+    if (world->open) world->last_open->open_later = work;
+    else world->open = work;
+    world->last_open = work;
+    world->opened++;
     work->begun = begin;
-    dt__advance_all(world);
+    if (!dt__advance_some(world)) dt__advance(work);     /* messages leave in start order */
     world->seconds += world->host->now(world->host->user) - begin;
     world->file = NULL;
     return work;
 }
 
 static void dt__forget(dt__world *world, dt_work *work) {
-    dt_work *before = NULL;
-    for (dt_work *w = world->first; w != work; w = w->later) before = w;
-    if (before) before->later = work->later;
+    dt__open_end(world, work);
+    world->started--;
+    if (work->earlier) work->earlier->later = work->later;
     else world->first = work->later;
-    if (world->last == work) world->last = before;
+    if (work->later) work->later->earlier = work->earlier;
+    else world->last = work->earlier;
 }
 
 dt_status dt_wait(dt_ctx *ctx, dt_work *work) {
@@ -3576,7 +3751,7 @@ int dt_test(dt_ctx *ctx, dt_work *work) {
     dt__world *world = dt__world_of(ctx);
     if (!world || !work || !work->comm || dt_error(ctx)) return 1;
     if (dt__aborted(world->shared)) dt__peer_failed(world);
-    else dt__advance_all(world);
+    else if (!dt__advance_some(world)) dt__advance(work);
     return work->over || dt_error(ctx);
 }
 
@@ -3729,10 +3904,13 @@ dt_work *(dt_recv_any_start)(dt_comm *comm, void *buf, size_t count, dt_dtype dt
 }
 
 dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
-    if (!comm) return n > 0 ? DT_ERR_ARG : DT_OK;
+    if (!comm) return n != 0 ? DT_ERR_ARG : DT_OK;
     dt__world *world = comm->world;
     dt_work *before = world->last;
     const char *file = world->file;
+    if (n < 0 || (n > 0 && !transfers))
+        return dt__comm_fail(world, DT_ERR_ARG, "dt_exchange on %s%s: %d transfers%s", comm->group->name,
+                             dt__site_text(world->file, world->line).s, n, n < 0 ? "" : ", which are NULL");
     for (int i = 0; i < n && dt_error(world->ctx) == DT_OK; i++) {
         const dt_transfer *t = &transfers[i];
         world->file = file;
@@ -3756,7 +3934,7 @@ dt_status (dt_exchange)(dt_comm *comm, const dt_transfer *transfers, int n) {
 
 /* Of a group's operations the one that must move before this one can. */
 static dt_work *dt__first_to_move(dt_work *work) {
-    for (dt_work *w = work->comm->world->first; w && work->n_parts == 0; w = w->later) {
+    for (dt_work *w = work->comm->world->open; w && work->n_parts == 0; w = w->open_later) {
         if (w->comm == work->comm && !w->over && !w->algorithm && w->call.seq == work->comm->moved + 1) work = w;
     }
     return work;
@@ -3795,7 +3973,7 @@ static int dt__awaited(const dt_work *work) {
 
 /* A small file, as text. Its bytes; 0 or less: it cannot be read. */
 static int64_t dt__read_text(const dt_io *io, const char *path, char *text, size_t bytes) {
-    int fd = io->open(io->user, path, 0);
+    int fd = io->open(io->user, path, DT_IO_READ);
     int64_t got = fd < 0 ? -1 : io->pread(io->user, fd, text, bytes - 1, 0);
     if (fd >= 0) io->close(io->user, fd);
     text[got > 0 ? got : 0] = 0;
@@ -3962,7 +4140,7 @@ static void dt__deadlocked(dt__world *world) {
 /* Does anything wait for the time alone? */
 static int dt__link_busy(const dt__world *world, const dt_work *work) {
     int busy = work->done > 0 && !work->over;
-    for (const dt_work *w = world->first; w; w = w->later) busy = busy || (w->done > 0 && !w->over);
+    for (const dt_work *w = world->open; w; w = w->open_later) busy = busy || (w->done > 0 && !w->over);
     return busy;
 }
 
@@ -4059,7 +4237,7 @@ static void dt__say_wait(dt__world *world, const dt_work *work, int ended) {
         own->got[rank] = world->control->came ? world->control->came(world->control->user, rank)
                                               : world->others[rank].got;
     }
-    for (const dt_work *w = world->first; work && w; w = w->later) own->sends += w == work ? 0 : dt__sending(w);
+    for (const dt_work *w = world->open; work && w; w = w->open_later) own->sends += w == work ? 0 : dt__sending(w);
     if (work) own->sends += dt__sending(work) + (uint32_t)(work->lands || work->apart); /* it may go on: no deadlock */
     world->said = work != NULL;
     world->said_moves = world->state->moves;
@@ -4815,16 +4993,13 @@ enum {
     DT__LAUNCH_GIVEN = 32768        /* those from here on systems give to whoever asks for any: the next may be taken */
 };
 
-/* A value as a text shows it: short, and in one line. */
+/* A value, cut short for a message. */
 typedef struct dt__launch_word { char s[40]; } dt__launch_word;
 
 static dt__launch_word dt__launch_show(const char *value) {
     dt__launch_word shown;
-    size_t length = strlen(value), most = sizeof shown.s - 1;
-    memset(&shown, 0, sizeof shown);
-    for (size_t i = 0; i < length && i < most; i++)
-        shown.s[i] = value[i] >= 0x20 && value[i] < 0x7f ? value[i] : '?';
-    if (length > most) memcpy(shown.s + most - 3, "...", 3);
+    int length = snprintf(shown.s, sizeof shown.s, "%s", value);
+    if (length >= (int)sizeof shown.s) memcpy(shown.s + sizeof shown.s - 4, "...", 3);
     return shown;
 }
 
@@ -5039,6 +5214,7 @@ static dt_status dt__launch_look(dt_launch *out) {
 DT_API dt_status dt_launch_find(dt_launch *out) {
     if (!out) return DT_ERR_ARG;
     dt_status status = dt__launch_look(out);
+    dt__escape(out->text, sizeof out->text);
     if (status == DT_OK) return DT_OK;
     out->rank = 0;      /* nothing is known: one process */
     out->size = 1;
@@ -5098,6 +5274,7 @@ enum {
 };
 #define DT__TCP_MOST ((uint64_t)1 << 40)    /* bytes of one message: more is no message */
 #define DT__TCP_GUEST_S 2.0                 /* a guest that has not proved who it is by then must go */
+#define DT__TCP_LATE_S 0.5                  /* another rank's timeout may begin that much later */
 #define DT__TCP_PATIENCE_S 0.03             /* a guest who spoke that recently does not give way */
 #define DT__TCP_FLUSH_S 0.25                /* how long a failure is pushed towards peers whose sockets are full */
 #define DT__TCP_GRACE_S 0.75                /* how long a rank that failed waits for the others to have read it */
@@ -5199,6 +5376,7 @@ typedef struct dt__tcp {
     const dt_host   *host;
     int              rank, size, check;
     double           timeout_s;
+    dt__stopwatch    watch;         /* since dt__tcp_make; all deadlines are on this clock */
     dt__tcp_place    rendezvous;
     uint64_t         job;           /* 0: not known yet */
     uint8_t          key[32], seed[32];     /* of the proofs; of the random numbers */
@@ -5208,7 +5386,9 @@ typedef struct dt__tcp {
     struct pollfd   *polls;         /* (size) */
     char            *input;         /* (DT__TCP_INPUT) */
     dt__tcp_request *posted, *idle;     /* receives nothing has come for, the oldest first */
+    dt__tcp_request **posted_end;   /* the end of `posted`, unless that is empty */
     dt__tcp_message *kept;          /* unasked for, the oldest first */
+    dt__tcp_message **kept_end;     /* the end of `kept`, unless that is empty */
     int              busy, closing;
     int              live, skipped;     /* requests under way; tests since the sockets were last looked at */
     dt__tcp_request *probe;         /* whose test looked, and found nothing */
@@ -5218,6 +5398,13 @@ typedef struct dt__tcp {
 } dt__tcp;
 
 /* ---- proofs: SHA-256 and HMAC ---- */
+
+/* Zeroes a secret that is no longer needed: the token, its key, or data that reveal them. Volatile,
+   because a compiler drops a memset of memory that nothing reads again. */
+static void dt__wipe(void *secret, size_t bytes) {
+    volatile uint8_t *at = (volatile uint8_t *)secret;
+    for (size_t i = 0; i < bytes; i++) at[i] = 0;
+}
 
 typedef struct dt__sha256 {
     uint32_t h[8];
@@ -5260,6 +5447,8 @@ static void dt__sha256_block(uint32_t h[8], const uint8_t block[64]) {
         v[0] = one + two;
     }
     for (int i = 0; i < 8; i++) h[i] += v[i];
+    dt__wipe(w, sizeof w);
+    dt__wipe(v, sizeof v);
 }
 
 static void dt__sha256_begin(dt__sha256 *s) {
@@ -5278,12 +5467,14 @@ static void dt__sha256_add(dt__sha256 *s, const void *data, size_t bytes) {
 }
 
 static void dt__sha256_end(dt__sha256 *s, uint8_t digest[32]) {
-    static const uint8_t padding[64] = { 0x80 };
+    static const uint8_t padding[64] = { 0x80 }, nothing[64] = { 0 };
     uint8_t length[8];
     for (int i = 0; i < 8; i++) length[i] = (uint8_t)(s->bytes * 8 >> (56 - 8 * i));
     dt__sha256_add(s, padding, 1 + (119 - (size_t)(s->bytes % 64)) % 64);
     dt__sha256_add(s, length, sizeof length);
     for (int i = 0; i < 32; i++) digest[i] = (uint8_t)(s->h[i / 4] >> (24 - 8 * (i % 4)));
+    dt__wipe(s, sizeof *s);
+    dt__sha256_add(s, nothing, sizeof nothing);     /* overwrites registers that held the secret */
 }
 
 static void dt__sha256_of(const void *data, size_t bytes, uint8_t digest[32]) {
@@ -5293,21 +5484,30 @@ static void dt__sha256_of(const void *data, size_t bytes, uint8_t digest[32]) {
     dt__sha256_end(&s, digest);
 }
 
+static void dt__hmac_begin(dt__sha256 *s, const uint8_t *key, size_t bytes, int pad) {
+    dt__sha256_begin(s);
+    for (size_t i = 0; i < 64; i++) {
+        uint8_t byte = (uint8_t)((i < bytes ? key[i] : 0) ^ pad);
+        dt__sha256_add(s, &byte, 1);
+    }
+}
+
 static void dt__hmac(const void *key, size_t key_bytes, const void *data, size_t bytes, uint8_t digest[32]) {
-    uint8_t block[64] = { 0 };
+    uint8_t short_key[32], inner[32]; /* apart from digest, which may be the key */
     dt__sha256 s;
-    if (key_bytes > sizeof block) dt__sha256_of(key, key_bytes, block);
-    else if (key_bytes) memcpy(block, key, key_bytes);
-    for (int i = 0; i < 64; i++) block[i] ^= 0x36;
-    dt__sha256_begin(&s);
-    dt__sha256_add(&s, block, sizeof block);
+    if (key_bytes > 64) {
+        dt__sha256_of(key, key_bytes, short_key);
+        key = short_key;
+        key_bytes = sizeof short_key;
+    }
+    dt__hmac_begin(&s, (const uint8_t *)key, key_bytes, 0x36);
     dt__sha256_add(&s, data, bytes);
+    dt__sha256_end(&s, inner);
+    dt__hmac_begin(&s, (const uint8_t *)key, key_bytes, 0x5c);
+    dt__sha256_add(&s, inner, 32);
     dt__sha256_end(&s, digest);
-    for (int i = 0; i < 64; i++) block[i] ^= 0x36 ^ 0x5c;
-    dt__sha256_begin(&s);
-    dt__sha256_add(&s, block, sizeof block);
-    dt__sha256_add(&s, digest, 32);
-    dt__sha256_end(&s, digest);
+    dt__wipe(short_key, sizeof short_key);
+    dt__wipe(inner, sizeof inner);
 }
 
 /* In a time that does not tell where they differ. */
@@ -5327,6 +5527,7 @@ static void dt__tcp_poison(dt__tcp *t, const dt__tcp_peer *peer) {
     t->first.rank = (int)peer->frame.channel;
     memcpy(t->first.text, peer->text, sizeof t->first.text - 1);
     t->first.text[sizeof t->first.text - 1] = 0;
+    dt__escape(t->first.text, sizeof t->first.text);
 }
 
 static void dt__tcp_hang_up(dt__tcp_peer *peer, dt__tcp_state state) {
@@ -5346,6 +5547,7 @@ static dt__tcp_request *dt__tcp_claim(dt__tcp *t, int from, const dt__tcp_frame 
         dt__tcp_request *r = *at;
         if (!dt__tcp_matches(r, from, frame)) continue;
         *at = r->next;
+        if (!*at) t->posted_end = at;
         r->peer = from;
         r->frame.word = frame->word;
         r->frame.bytes = frame->bytes;
@@ -5366,15 +5568,17 @@ static dt__tcp_message *dt__tcp_keep(dt__tcp *t, int from, const dt__tcp_frame *
     memset(m, 0, sizeof *m);
     m->from = from;
     m->frame = *frame;
-    dt__tcp_message **at = &t->kept;
-    while (*at) at = &(*at)->next;
-    return *at = m;
+    if (!t->kept) t->kept_end = &t->kept;
+    *t->kept_end = m;
+    t->kept_end = &m->next;
+    return m;
 }
 
 static void dt__tcp_forget(dt__tcp *t, dt__tcp_message *m) {
     dt__tcp_message **at = &t->kept;
     while (*at && *at != m) at = &(*at)->next;
     if (*at) *at = m->next;
+    if (!*at) t->kept_end = at;
     dt_free(t->ctx, DT_MEM_HOST, m, dt__tcp_message_bytes(m->frame.bytes));
 }
 
@@ -5657,9 +5861,9 @@ static void *dt__tcp_recv(void *user, int from, uint32_t channel, int tag, void 
         if (m->whole) dt__tcp_deliver(t, m, r);
         return r;
     }
-    dt__tcp_request **at = &t->posted;
-    while (*at) at = &(*at)->next;
-    *at = r;
+    if (!t->posted) t->posted_end = &t->posted;
+    *t->posted_end = r;
+    t->posted_end = &r->next;
     return r;
 }
 
@@ -5730,6 +5934,7 @@ static void dt__tcp_cancel(void *user, void *request) {
     for (dt__tcp_request **at = &t->posted; *at; at = &(*at)->next) {
         if (*at != r) continue;
         *at = r->next;
+        if (!*at) t->posted_end = at;
         break;
     }
     if (peer && peer->into == r) peer->into = NULL;     /* the rest of it goes nowhere */
@@ -5806,7 +6011,7 @@ static int dt__tcp_look(void *user, char *why) {
     return 0;
 }
 
-static double dt__tcp_now(const dt__tcp *t) { return t->host->now(t->host->user); }
+static double dt__tcp_now(dt__tcp *t) { return dt__waited(&t->watch); }
 static void dt__tcp_nap(const dt__tcp *t, double seconds) { t->host->sleep(t->host->user, seconds); }
 
 /* This rank has failed: tells all others, once. */
@@ -5906,14 +6111,15 @@ static int dt__tcp_place_read(const char *text, dt__tcp_place *place) {
 
 /* ---- the token ---- */
 
-/* What a file holds, without white space at its end; 0: why not. Whoever can read it could join the job. */
-static int dt__tcp_token_file(const char *path, char *token, size_t room, size_t *bytes, char *why) {
+/* Reads the token's file, without white space at its end, or says why not. Whoever can read the
+   file could join the job. */
+static void dt__tcp_token_file(const char *path, char *token, size_t room, size_t *bytes, char *why) {
     struct stat is;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    int fd = dt__io_open(NULL, path, DT_IO_READ);
     ssize_t n = -1;
-    why[0] = 0;
     if (fd < 0 || fstat(fd, &is) != 0)
-        snprintf(why, DT__TCP_TEXT, "the token's file DT_TOKEN_FILE=%.200s cannot be opened (error %d)", path, errno);
+        snprintf(why, DT__TCP_TEXT, "the token's file DT_TOKEN_FILE=%.200s cannot be opened: %s", path,
+                 dt__io_reason());
     else if (is.st_mode & 077)
         snprintf(why, DT__TCP_TEXT, "others than its owner may use the token's file DT_TOKEN_FILE=%.200s (mode %03o): "
                  "chmod 600", path, (unsigned)is.st_mode & 0777);
@@ -5922,34 +6128,35 @@ static int dt__tcp_token_file(const char *path, char *token, size_t room, size_t
     if (fd >= 0) close(fd);
     while (n > 0 && (token[n - 1] == '\n' || token[n - 1] == '\r' || token[n - 1] == ' ')) n--;
     *bytes = n > 0 ? (size_t)n : 0;
-    return !why[0];
 }
 
-/* What the proofs are made with; 0: there must be a token and is none, or a bad one: why (DT__TCP_TEXT). */
+/* Computes the key of the proofs (HMAC) from the token; the caller wipes the key. 0: the token is
+   missing or bad, and why (DT__TCP_TEXT) says so. */
 static int dt__tcp_key(const dt_run_desc *desc, dt__tcp_place place, uint8_t key[32], char *why) {
     char room[4096];
     const char *token = desc->token, *from = "dt_run_desc.token", *path = getenv("DT_TOKEN_FILE");
     size_t bytes = token ? strlen(token) : 0;
+    why[0] = 0;
     if (!token && path && path[0]) {
         from = "DT_TOKEN_FILE";
         token = room;
-        if (!dt__tcp_token_file(path, room, sizeof room, &bytes, why)) return 0;
+        dt__tcp_token_file(path, room, sizeof room, &bytes, why);
     } else if (!token && getenv("DT_TOKEN") && getenv("DT_TOKEN")[0]) {
         from = "DT_TOKEN";
         token = getenv("DT_TOKEN");
         bytes = strlen(token);
     }
-    if (token && bytes < DT__TCP_SECRET)
-        return snprintf(why, DT__TCP_TEXT, "the token of %s has %zu bytes; it needs at least %d", from, bytes,
-                        (int)DT__TCP_SECRET), 0;
+    if (token && bytes < DT__TCP_SECRET && !why[0])
+        snprintf(why, DT__TCP_TEXT, "the token of %s has %zu bytes; it needs at least %d", from, bytes,
+                 (int)DT__TCP_SECRET);
     if (!token && !dt__tcp_is_loopback(place) && desc->ranks > 1)
-        return snprintf(why, DT__TCP_TEXT, "the rendezvous %s can be reached from other machines, so ranks must prove "
-                        "that they belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | "
-                        "base64 > token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
-                        dt__tcp_place_text(place).s), 0;
-    dt__sha256_of(token, bytes, key);
-    memset(room, 0, sizeof room);
-    return 1;
+        snprintf(why, DT__TCP_TEXT, "the rendezvous %s can be reached from other machines, so ranks must prove "
+                 "that they belong to the job, and there is no token. Make one: head -c 32 /dev/urandom | "
+                 "base64 > token; chmod 600 token; and start each rank with DT_TOKEN_FILE=token",
+                 dt__tcp_place_text(place).s);
+    if (!why[0]) dt__sha256_of(token, bytes, key);
+    dt__wipe(room, sizeof room);
+    return !why[0];
 }
 
 static struct sockaddr_in dt__tcp_sockaddr(dt__tcp_place place) {
@@ -5969,13 +6176,27 @@ static int dt__tcp_set_up(int fd) {
     return fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0;
 }
 
-/* A connection on which nothing moves is probed, so that a machine that has gone without a word is noticed, within
-   timeout_s and a second. (Not by TCP_USER_TIMEOUT: that would also end connections to a rank which computes for long
-   and reads nothing meanwhile. If data is under way, whoever waits for it watches the clock.) */
+#if defined(__linux__) && !defined(TCP_RTO_MAX_MS)
+#define TCP_RTO_MAX_MS 44   /* Linux 6.15: older headers lack it, older kernels refuse it */
+#endif
+
+/* TCP keepalive: notices within timeout_s + 1 s that a peer's machine has vanished, by up to 8
+   probes, because probes get lost. (TCP_USER_TIMEOUT would also end connections to a rank that
+   computes for long and reads nothing meanwhile. If data is in flight, the rank that waits for it
+   has a timeout of its own.)
+
+   TCP retransmits after 0.2 s, 0.4 s, 0.8 s, ...: a partition of 3.1 s may cost 6.2 s. Where the
+   kernel can cap this backoff, the cap is max(timeout_s / 8, 1 s). (Not less: after 15
+   retransmissions the kernel gives the connection up.) */
 static void dt__tcp_probe(int fd, double timeout_s) {
-    int one = 1, idle = timeout_s < 4 ? 1 : timeout_s > 7200 ? 3600 : (int)(timeout_s / 2);
-    int probes = timeout_s < 4 ? 1 : 2, apart = idle > 1 ? idle / 2 : 1;
+    int one = 1, whole = 1 + (timeout_s < 32000 ? (int)timeout_s : 32000);
+    int apart = 1 + whole / 16, most = (whole - 1) / apart, probes = most < 1 ? 1 : most < 8 ? most : 8;
+    int idle = whole > probes * apart ? whole - probes * apart : 1;
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+#ifdef TCP_RTO_MAX_MS
+    int pause_ms = timeout_s < 8 ? 1000 : timeout_s > 960 ? 120000 : (int)(timeout_s * 125);
+    setsockopt(fd, IPPROTO_TCP, TCP_RTO_MAX_MS, &pause_ms, sizeof pause_ms);
+#endif
 #ifdef TCP_KEEPIDLE
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, sizeof apart);
@@ -6000,7 +6221,7 @@ static dt__tcp_place dt__tcp_own_place(int fd) {
 /* Port 0: any that is free. -1: see errno. */
 static int dt__tcp_listen(dt__tcp_place place, int backlog) {
     struct sockaddr_in at = dt__tcp_sockaddr(place);
-    int one = 1, fd = socket(AF_INET, SOCK_STREAM, 0);
+    int one = 1, fd = dt__io_guard() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1;
     if (fd < 0) return -1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);     /* the last job's connections may still die */
     if (dt__tcp_set_up(fd) && bind(fd, (struct sockaddr *)&at, sizeof at) == 0 && listen(fd, backlog) == 0) return fd;
@@ -6052,15 +6273,11 @@ static int dt__tcp_is_proof(const dt__tcp *t, const char *side, const dt__tcp_ca
     return dt__same_secret(want, proof, sizeof want);
 }
 
-/* The name of a machine that nobody vouches for: letters that no terminal minds. */
-static void dt__tcp_host_name(char name[DT__TCP_NAME], const char *said) {
-    memset(name, 0, DT__TCP_NAME);
-    for (int i = 0; i < DT__TCP_NAME - 1 && said[i]; i++) {
-        char c = said[i];
-        int plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '.';
-        name[i] = plain || c == '_' ? c : '?';
-    }
-    if (!name[0]) name[0] = '?';
+/* A host name as the peer sent it: unauthenticated, so it is escaped. */
+static void dt__tcp_host_name(char name[DT__TCP_NAME], const char said[DT__TCP_NAME]) {
+    memcpy(name, said[0] ? said : "?", said[0] ? DT__TCP_NAME : 2);
+    name[DT__TCP_NAME - 1] = 0;
+    dt__escape(name, DT__TCP_NAME);
 }
 
 /* Why `host` refuses `caller`. */
@@ -6128,7 +6345,7 @@ static void dt__tcp_let_in(dt__tcp *t, dt__tcp_door *door, double now) {
         socklen_t length = sizeof at;
         memset(&at, 0, sizeof at);
         if (!chair) return;
-        int fd = accept(door->fd, (struct sockaddr *)&at, &length);
+        int fd = dt__io_guard() == 0 ? accept(door->fd, (struct sockaddr *)&at, &length) : -1;
         if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
             dt__tcp_guest *oldest = dt__tcp_oldest(door, now);
             if (oldest) dt__tcp_turn_away(t, oldest, "there are no more descriptors");
@@ -6243,7 +6460,7 @@ static void dt__tcp_pause(dt__tcp *t, double seconds) {
 /* One attempt; -1: see errno. */
 static int dt__tcp_connect(dt__tcp *t, dt__tcp_place place, double deadline) {
     struct sockaddr_in at = dt__tcp_sockaddr(place);
-    int fd = socket(AF_INET, SOCK_STREAM, 0), error = 0;
+    int fd = dt__io_guard() == 0 ? socket(AF_INET, SOCK_STREAM, 0) : -1, error = 0;
     socklen_t length = sizeof error;
     if (fd < 0) return -1;
     if (!dt__tcp_set_up(fd) || (connect(fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EINPROGRESS)) {
@@ -6419,7 +6636,7 @@ static int dt__tcp_dial(dt__tcp *t, int rank, dt__tcp_place place, double deadli
         t->door->fd = dt__tcp_listen(here, DT__TCP_BACKLOG);
         if (t->door->fd < 0) dt__tcp_no_door(t, here);
     }
-    if (t->door->fd >= 0) done = dt__tcp_introduce(t, fd, rank, place, deadline + DT__TCP_GUEST_S, reason);
+    if (t->door->fd >= 0) done = dt__tcp_introduce(t, fd, rank, place, deadline + DT__TCP_LATE_S, reason);
     if (done <= 0) close(fd);
     return done;
 }
@@ -6447,7 +6664,7 @@ static dt_status dt__tcp_call(dt__tcp *t, int rank, dt__tcp_place place) {
 static dt_status dt__tcp_take_table(dt__tcp *t, dt__tcp_place *places) {
     dt__tcp_table table;
     int fd = t->peers[0].fd;
-    double deadline = dt__tcp_now(t) + t->timeout_s + DT__TCP_GUEST_S;
+    double deadline = dt__tcp_now(t) + t->timeout_s + DT__TCP_LATE_S;
     int came = dt__tcp_take(t, fd, &table, sizeof table, deadline);
     table.text[sizeof table.text - 1] = 0;
     t->check = came > 0 ? table.check : 0;
@@ -6512,8 +6729,8 @@ static void dt__tcp_rendezvous(dt__tcp *t, int listening) {
     if (dt_error(t->ctx) == DT_OK && t->rank == 0) dt__tcp_host_ranks(t, table);
     else if (dt_error(t->ctx) == DT_OK) dt__tcp_join(t, table);
     dt__tcp_close_door(t);
-    memset(t->key, 0, sizeof t->key);
-    memset(t->seed, 0, sizeof t->seed);
+    dt__wipe(t->key, sizeof t->key);
+    dt__wipe(t->seed, sizeof t->seed);
     dt_free(t->ctx, DT_MEM_HOST, guests, guests_bytes);
     dt_free(t->ctx, DT_MEM_HOST, table, table_bytes);
 }
@@ -6531,8 +6748,9 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
         t->rank = desc->rank;
         t->size = desc->ranks;
         t->timeout_s = desc->timeout_s;
+        t->watch = dt__stopwatch_start(t->host, t->timeout_s);
         t->rendezvous = rendezvous;
-        memcpy(t->key, key, sizeof t->key);
+        for (size_t i = 0; i < sizeof t->key; i++) ((volatile uint8_t *)t->key)[i] = key[i]; /* no vector register */
         t->peers = (dt__tcp_peer *)(void *)(t + 1);
         t->polls = (struct pollfd *)(void *)(t->peers + t->size);
         t->input = (char *)(t->polls + t->size);
@@ -6541,6 +6759,7 @@ static dt__tcp *dt__tcp_make(dt_ctx *ctx, const dt_run_desc *desc, dt__tcp_place
     if (t && t->size > 1) dt__tcp_rendezvous(t, listening);
     else if (listening >= 0) close(listening);
     if (!t || dt_error(ctx) == DT_OK) return t;
+    dt__tcp_tell(t, dt_error(ctx), dt_error_text(ctx));  /* connected ranks may be waiting */
     dt__tcp_free(t);
     return NULL;
 }
@@ -6679,6 +6898,7 @@ typedef struct dt__mpi {
     MPI_Comm         comms[DT__MPI_COMMS], control;
     int              made;              /* of these, control last */
     dt__mpi_request *idle, *flying;
+    dt__stopwatch    watch;             /* since dt_run began; all deadlines are on this clock */
     double           timeout_s, patience;   /* until when what was cancelled is waited for; 0: nothing was */
     int64_t          balance;           /* messages sent less messages received */
     MPI_Status       met;               /* of what dt__mpi_meet waited for last */
@@ -6699,6 +6919,8 @@ typedef struct dt__mpi {
     void            *range;
     size_t           range_bytes;
 } dt__mpi;
+
+static double dt__mpi_now(dt__mpi *mpi) { return dt__waited(&mpi->watch); }
 
 static void dt__mpi_why(int error, char *why, size_t bytes) {
     char text[MPI_MAX_ERROR_STRING + 1];
@@ -6966,7 +7188,7 @@ static int dt__mpi_meet(dt__mpi *mpi, MPI_Request *request, double until, int dr
         if (MPI_Test(request, &done, &mpi->met) != MPI_SUCCESS || done) return 1;
         dt__mpi_look(mpi);
         if (drain && dt__mpi_drain(mpi, &status, &bytes)) continue;
-        double now = mpi->host->now(mpi->host->user);
+        double now = dt__mpi_now(mpi);
         if (until == 0 && mpi->lost) return 0;      /* it will not come */
         if (until == 0 && mpi->first.status) until = now + mpi->timeout_s;
         if (until > 0 && now > until) return 0;
@@ -6989,8 +7211,8 @@ static void dt__mpi_cancel(void *user, void *request) {
     }
     if (r->flies) mpi->flies[r->peer]--;
     if (mpi->patience == 0)
-        mpi->patience = mpi->host->now(mpi->host->user) + (mpi->lost ? fmin(DT__MPI_PATIENCE_S, mpi->timeout_s)
-                                                                             : mpi->timeout_s);
+        mpi->patience = dt__mpi_now(mpi) +
+                        (mpi->lost ? fmin(DT__MPI_PATIENCE_S, mpi->timeout_s) : mpi->timeout_s);
     for (int i = 0; i < 2; i++) {
         int cancelled = 1, receives = r->peer < 0;
         if (*parts[i] == MPI_REQUEST_NULL) continue;
@@ -7025,7 +7247,7 @@ static const char *dt__mpi_make(dt__mpi *mpi) {
     memset(mpi->flies, 0, size * sizeof(int));
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &mpi->handler);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);     /* MPICH asks this one about dt's requests */
-    double until = host->now(host->user) + mpi->timeout_s;
+    double until = dt__mpi_now(mpi) + mpi->timeout_s;
     for (; mpi->made <= DT__MPI_COMMS; mpi->made++) {
         MPI_Comm from = mpi->made ? mpi->comms[mpi->made - 1] : MPI_COMM_WORLD;
         MPI_Comm *to = mpi->made < DT__MPI_COMMS ? &mpi->comms[mpi->made] : &mpi->control;
@@ -7057,7 +7279,7 @@ typedef struct dt__mpi_card {   /* what a rank shows all others, in four turns *
 
 static int dt__mpi_show(dt__mpi *mpi, const dt__mpi_card *mine, dt__mpi_card *all) {
     MPI_Request request;
-    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    double until = dt__mpi_now(mpi) + mpi->timeout_s;
     int bytes = (int)sizeof *mine;
     if (MPI_Iallgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE, mpi->control, &request) != MPI_SUCCESS) return 0;
     return dt__mpi_meet(mpi, &request, until, 0);
@@ -7069,7 +7291,7 @@ static uint64_t dt__mpi_machine(const char *names) {
     uint64_t hash = 1469598103934665603u;       /* FNV-1a */
     snprintf(path, sizeof path, "/proc/self/ns/%s", names);
     if (gethostname(text, 200) != 0 || readlink(path, text + 200, 100) < 0) return 1;
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    int fd = dt__io_open(NULL, "/proc/sys/kernel/random/boot_id", DT_IO_READ);
     ssize_t got = fd < 0 ? 0 : read(fd, text + 300, 100);
     if (fd >= 0) close(fd);
     for (size_t i = 0; i < sizeof text; i++) hash = (hash ^ (unsigned char)text[i]) * 1099511628211u;
@@ -7093,7 +7315,11 @@ static void *dt__mpi_map(int fd, uint64_t address, size_t bytes) {
    of its own, so all cores count. */
 static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, int neighbours, dt__mpi_card *card) {
 #ifdef MFD_CLOEXEC
-    static const uint64_t places[] = { 0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000 };
+    static const uint64_t places[] = {
+#ifdef __SANITIZE_THREAD__ /* its mmap maps reserved addresses at 0, which root may do */
+        0x2000000000,
+#endif
+        0x200000000000, 0x300000000000, 0x100000000000, 0x2000000000 };
     size_t machine = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     struct stat is;
     dt__shared sizes;
@@ -7103,12 +7329,12 @@ static void dt__mpi_make_range(dt__mpi *mpi, const dt_run_desc *desc, int n, int
     sizes.timeout_s = desc->timeout_s;
     sizes.spins = neighbours <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? DT__SPINS : 0;
     sizes.first.rank = -1;
-    card->fd = memfd_create("dt", MFD_CLOEXEC);
+    card->fd = dt__io_guard() == 0 ? memfd_create("dt", MFD_CLOEXEC) : -1;
     if (card->fd < 0 || fstat((int)card->fd, &is) != 0) return;
     for (size_t heap = dt__page_up(machine); !mpi->range && heap > (size_t)64 << 20; heap = dt__page_up(heap / 4)) {
         sizes.heap_bytes = heap;
         dt__shared_lay(&sizes, NULL, 0);
-        if (ftruncate((int)card->fd, (off_t)sizes.bytes) != 0) continue;
+        if (dt__io_resize(NULL, (int)card->fd, (int64_t)sizes.bytes) != 0) continue;
         for (size_t i = 0; i < sizeof places / sizeof *places && !mpi->range; i++)
             mpi->range = dt__mpi_map((int)card->fd, places[i], sizes.bytes);
     }
@@ -7132,7 +7358,8 @@ static void dt__mpi_find_range(dt__mpi *mpi, const dt__mpi_card *first) {
     struct stat is;
     if (!first->range) return;
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)first->pid, (long long)first->fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (dt__io_guard() != 0) return;
+    int fd = open(path, O_RDWR | O_CLOEXEC);    /* follows /proc's link to the memfd */
     if (fd < 0) return;
     if (fstat(fd, &is) == 0 && (int64_t)is.st_dev == first->device && (int64_t)is.st_ino == first->inode)
         mpi->range = dt__mpi_map(fd, first->range, (size_t)first->bytes);
@@ -7209,7 +7436,7 @@ typedef struct dt__mpi_address {    /* what rank 0 tells all others */
 static int dt__mpi_open_door(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_address *address) {
     dt__tcp_place *place = &address->place;
     dt_run_desc of = *desc;
-    of.ranks = 1;       /* it may do without a token: then there is one that nobody knows yet */
+    of.ranks = 1;       /* no token is needed: the key below is random */
     memset(address, 0, sizeof *address);
     if (desc->rendezvous && !dt__tcp_place_read(desc->rendezvous, place))
         snprintf(address->why, sizeof address->why, "rendezvous '%.200s' is no address and port", desc->rendezvous);
@@ -7217,10 +7444,11 @@ static int dt__mpi_open_door(dt__mpi *mpi, const dt_run_desc *desc, dt__mpi_addr
     if (place->address == 0 && !address->why[0])
         snprintf(address->why, sizeof address->why, "rank 0 finds no address of its machine: give it as rendezvous");
     if (address->why[0] || !dt__tcp_key(&of, *place, address->key, address->why)) return -1;
-    const ssize_t bytes = (ssize_t)sizeof address->key;
-    uint8_t none[32];
-    dt__sha256_of(NULL, 0, none);
-    if (memcmp(none, address->key, sizeof none) == 0 && getrandom(address->key, sizeof none, 0) != bytes)
+    uint8_t random[32];     /* MPI may keep messages: send a one-time key, not the token's */
+    ssize_t got = getrandom(random, sizeof random, 0);
+    dt__hmac(address->key, sizeof address->key, random, sizeof random, address->key);
+    dt__wipe(random, sizeof random);
+    if (got != (ssize_t)sizeof random)
         return snprintf(address->why, sizeof address->why, "the system gives no random numbers (error %d)", errno), -1;
     int fd = dt__tcp_listen(*place, DT__TCP_BACKLOG);
     if (fd >= 0) place->port = dt__tcp_own_place(fd).port;
@@ -7252,17 +7480,18 @@ static const char *dt__mpi_connect(dt__mpi *mpi, const dt_run_desc *desc) {
     dt_listen(mpi->quiet, &mpi->listener);
     if (mpi->rank == 0) fd = dt__mpi_open_door(mpi, desc, address);
     int error = MPI_Ibcast(address, (int)sizeof *address, MPI_BYTE, 0, mpi->control, &request);
-    if (error || !dt__mpi_meet(mpi, &request, host->now(host->user) + mpi->timeout_s, 0)) {
+    if (error || !dt__mpi_meet(mpi, &request, dt__mpi_now(mpi) + mpi->timeout_s, 0)) {
         if (fd >= 0) close(fd);
         return "not all its processes came to dt_run within timeout_s";     /* and MPI may still write there */
     }
     got = *address;
-    memset(address, 0, sizeof *address);
+    dt__wipe(address, sizeof *address);
     host->free(host->user, address, sizeof *address, DT_MEM_HOST);
     of.ranks = mpi->size;
     of.rank = mpi->rank;
     if (got.why[0]) dt_fail(mpi->quiet, DT_ERR_COMM, "%s", got.why);
     else mpi->tcp = dt__tcp_make(mpi->quiet, &of, got.place, got.key, fd);
+    dt__wipe(got.key, sizeof got.key);
     return mpi->tcp ? NULL : dt_error_text(mpi->quiet);
 }
 
@@ -7287,6 +7516,7 @@ static dt__mpi *dt__mpi_open(const dt_host *host, const dt_run_desc *desc, const
     memset(mpi, 0, sizeof *mpi);
     mpi->host = host;
     mpi->timeout_s = desc->timeout_s;
+    mpi->watch = dt__stopwatch_start(host, mpi->timeout_s);
     mpi->draining = MPI_REQUEST_NULL;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
@@ -7314,7 +7544,7 @@ static void dt__mpi_hear(dt__mpi *mpi, double until, int lost) {
     char text[512];
     MPI_Status status;
     MPI_Count bytes = 0;
-    while (!mpi->first.status && host->now(host->user) < until) {
+    while (!mpi->first.status && dt__mpi_now(mpi) < until) {
         dt__mpi_look(mpi);
         int there = dt__mpi_drain(mpi, &status, &bytes);
         if (!there) host->sleep(host->user, DT__NAP_MIN);
@@ -7340,7 +7570,7 @@ static int dt__mpi_last_meeting(dt__mpi *mpi) {
     MPI_Iallreduce(mpi->mine, mpi->all, 2, MPI_INT64_T, MPI_SUM, mpi->control, &request);
     if (!dt__mpi_meet(mpi, &request, 0, failed)) return 0;
     if (mpi->all[0] == 0 && mpi->all[1] == 0) return 1;
-    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    double until = dt__mpi_now(mpi) + mpi->timeout_s;
     dt__mpi_hear(mpi, until, mpi->all[0] == 0);
     for (int round = 0; round < DT__MPI_ROUNDS; round++) {  /* the next run must not get a message that is on its way */
         mpi->mine[1] = mpi->balance;
@@ -7354,7 +7584,7 @@ static int dt__mpi_last_meeting(dt__mpi *mpi) {
 
 /* Ends what is under way on the communicators: 1 if nothing is left. */
 static int dt__mpi_settle(dt__mpi *mpi) {
-    double until = mpi->host->now(mpi->host->user) + mpi->timeout_s;
+    double until = dt__mpi_now(mpi) + mpi->timeout_s;
     int settled = mpi->orphans == 0;
     while (mpi->flying && settled) {
         settled = dt__mpi_meet(mpi, &mpi->flying->envelope, until, 1);
@@ -8023,6 +8253,9 @@ struct dt_team {
     const dt_host *host;
     dt_run_desc    desc;
     int64_t        oom_kills;   /* before the ranks began */
+    dt_host        table;       /* a copy of the caller's; `host` points to it */
+    int            owners;      /* references: its maker, each rank thread; the last frees it */
+    struct dt__rank_job *jobs;  /* (ranks) of dt_run, or NULL */
 };
 
 /* A failure outside of any context. */
@@ -8033,6 +8266,7 @@ static void dt__run_fail(dt__shared *shared, const dt_host *host, int rank, dt_s
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
+    dt__escape(text, sizeof text);
     if (!dt__claim(shared, rank)) return;
     dt__publish_failure(shared, rank, status, text);
     host->log(host->user, DT_LOG_ERROR, rank, text);
@@ -8048,7 +8282,7 @@ static void dt__set_ended(dt__shared *shared, int seat) {
 /* Between two kernels of a tensor op: what was started moves on. */
 static void dt__on_kernel(dt_ctx *ctx, void *user) {
     dt__world *world = (dt__world *)user;
-    if (world->first && dt_error(ctx) == DT_OK) dt__advance_all(world);
+    if (world->open && dt_error(ctx) == DT_OK) dt__advance_some(world);
 }
 
 /* The world of a rank: over a team's range, or over a transport with its node's, or with one of its own. */
@@ -8168,9 +8402,11 @@ dt_comm *dt_comm_attach(dt_ctx *ctx, dt_attach_desc desc) { return dt__attach(ct
 /* Those that a failure left become idle. */
 static void dt__works_end(dt__world *world) {
     dt__on_settle(world->ctx, 0, world);
+    if (world->blocking) dt__work_release(world, world->blocking);
+    world->blocking = NULL;
     while (world->first) {
         dt_work *work = world->first;
-        world->first = work->later;
+        dt__forget(world, work);
         dt__work_release(world, work);
     }
 }
@@ -8224,6 +8460,7 @@ DT_PRINTF(3, 4) static void dt__refuse(const dt_run_desc *desc, dt_status status
     va_start(args, fmt);
     vsnprintf(report.text, sizeof report.text, fmt, args);
     va_end(args);
+    dt__escape(report.text, sizeof report.text);
     host->log(host->user, DT_LOG_ERROR, -1, report.text);
     if (desc->report) *desc->report = report;
 }
@@ -8308,8 +8545,12 @@ dt_team *dt_team_make(dt_run_desc desc) {
     }
     team->range = range;
     team->range_bytes = sizes.bytes;
-    team->host = host;
     team->desc = desc;
+    team->table = *host;        /* a thread left behind may outlive the caller's table */
+    team->host = &team->table;
+    if (desc.host) team->desc.host = team->host;
+    team->owners = 1;
+    team->jobs = NULL;
     team->oom_kills = -1;
     team->shared = dt__shared_lay(&sizes, (char *)range, desc.user_bytes);
     dt__group *group = dt__group_make(team->shared, desc.ranks, "world");
@@ -8381,24 +8622,11 @@ static void dt__find_unreceived(dt__shared *shared, const dt_host *host) {
     }
 }
 
-dt_status dt_team_free(dt_team *team) {
-    if (!team) return DT_OK;
-    const dt_host *host = team->host;
-    if (!dt__aborted(team->shared)) dt__find_unreceived(team->shared, host);
-    dt_status status = team->shared->first.status;
-    if (team->desc.report) *team->desc.report = team->shared->first;
-    dt__range_free(host, team->range, team->range_bytes);
-    host->free(host->user, team, sizeof *team, DT_MEM_HOST);
-    return status;
-}
-
-/* ---- dt_run ---- */
-
-#define DT__STOPPED_S 1.0   /* after a failure a stopped process is killed that soon */
-
 typedef struct dt__rank_job {
     dt_team   *team;
-    int        rank;
+    dt_ctx    *ctx;
+    int        rank, returned;      /* rank_main has returned `status` */
+    dt_status  status;
     dt_status (*rank_main)(dt_ctx *ctx, void *user);
     void      *user;
     pthread_t  thread;
@@ -8407,16 +8635,62 @@ typedef struct dt__rank_job {
     int        over;        /* its thread has done all */
 } dt__rank_job;
 
-static void *dt__rank_body(void *arg) {
+/* Drops a reference; the last one frees the team. */
+static void dt__team_release(dt_team *team) {
+    if (__atomic_sub_fetch(&team->owners, 1, __ATOMIC_ACQ_REL) > 0) return;
+    dt_host host = team->table;
+    size_t jobs_bytes = (size_t)team->desc.ranks * sizeof *team->jobs;
+    if (team->jobs) host.free(host.user, team->jobs, jobs_bytes, DT_MEM_HOST);
+    dt__range_free(&host, team->range, team->range_bytes);
+    host.free(host.user, team, sizeof *team, DT_MEM_HOST);
+}
+
+dt_status dt_team_free(dt_team *team) {
+    if (!team) return DT_OK;
+    if (!dt__aborted(team->shared)) dt__find_unreceived(team->shared, team->host);
+    dt_status status = team->shared->first.status;
+    if (team->desc.report) *team->desc.report = team->shared->first;
+    dt__team_release(team);
+    return status;
+}
+
+/* ---- dt_run ---- */
+
+#define DT__STOPPED_S 1.0   /* after a failure a stopped process is killed that soon */
+
+/* Fails a rank whose rank_main ended its thread; called in that thread's cleanup handler. */
+static void dt__rank_cut_short(dt_ctx *ctx) {
+    dt__world *world = dt__world_of(ctx);
+    if (world && world->shared->state) __atomic_store_n(&world->state->busy, 0, __ATOMIC_SEQ_CST);
+    dt_fail(ctx, DT_ERR_ARG, "rank function did not return: its thread was ended by pthread_exit or "
+            "pthread_cancel");
+}
+
+/* Ends a rank, whether rank_main returned or ended its thread: a cleanup handler. */
+static void dt__rank_end(void *arg) {
+    dt__rank_job *job = (dt__rank_job *)arg;
+    dt_team *team = job->team;
+    if (job->ctx && !job->returned) dt__rank_cut_short(job->ctx);
+    dt_comm_detach(job->ctx, job->status);
+    dt_ctx_free(job->ctx);
+    if (team->shared->apart && !job->returned) _exit(1);
+    if (team->shared->apart) return;
+    __atomic_store_n(&job->over, 1, __ATOMIC_RELEASE);
+    dt__team_release(team);
+}
+
+static void *dt__run_rank(void *arg) {
     dt__rank_job *job = (dt__rank_job *)arg;
     dt_attach_desc desc;
-    dt_ctx *ctx = dt_team_ctx(job->team, job->rank);
     memset(&desc, 0, sizeof desc);
     desc.rank = job->rank;
     desc.team = job->team;
-    if (ctx) dt_comm_detach(ctx, dt_comm_attach(ctx, desc) ? job->rank_main(ctx, job->user) : dt_error(ctx));
-    dt_ctx_free(ctx);
-    __atomic_store_n(&job->over, 1, __ATOMIC_RELEASE);
+    job->ctx = dt_team_ctx(job->team, job->rank);
+    pthread_cleanup_push(dt__rank_end, job);
+    if (job->ctx && !dt_comm_attach(job->ctx, desc)) job->status = dt_error(job->ctx);
+    else if (job->ctx) job->status = job->rank_main(job->ctx, job->user);
+    job->returned = 1;
+    pthread_cleanup_pop(1);
     return NULL;
 }
 
@@ -8427,13 +8701,40 @@ static void dt__run_answer(dt_team *team) {
         dt__rank_log(team->host, dt_io_default(), -1, rank, dt__seen_of_seat(team->shared, rank));
 }
 
+/* Logs and counts a rank that dt_run leaves behind. */
+static void dt__run_leave(dt_team *team, const dt__rank_job *job, const char *what, double seconds) {
+    char text[192];
+    snprintf(text, sizeof text, "rank %d is left behind: its %s still runs %.1f s after the failure",
+             job->rank, what, seconds);
+    team->host->log(team->host->user, DT_LOG_NOTICE, -1, text);
+    team->shared->first.left_behind++;
+}
+
+/* Waits until the rank's thread is done (1), or until timeout_s after the first failure (0). */
+static int dt__run_await(dt_team *team, const dt__rank_job *job, dt__stopwatch *failed) {
+    const dt_host *host = team->host;
+    double nap = DT__NAP_MIN;
+    while (!__atomic_load_n(&job->over, __ATOMIC_ACQUIRE)) {
+        double most = team->desc.timeout_s;
+        if (!failed->host && dt__aborted(team->shared)) *failed = dt__stopwatch_start(host, most);
+        if (failed->host && dt__waited(failed) > most) return 0;
+        dt__run_answer(team);
+        host->sleep(host->user, nap);
+        nap = fmin(1.1 * nap, DT__NAP_MAX);
+    }
+    return 1;
+}
+
 /* Starts the ranks and waits for them. After a thread that cannot be started those before it learn of it as of any
    failure. */
 static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
+    dt__stopwatch failed = { NULL, 0, 0, 0 };
     int started = 0;
     while (started < team->desc.ranks) {
-        int error = pthread_create(&jobs[started].thread, NULL, dt__rank_body, &jobs[started]);
+        __atomic_fetch_add(&team->owners, 1, __ATOMIC_RELAXED);
+        int error = pthread_create(&jobs[started].thread, NULL, dt__run_rank, &jobs[started]);
         if (error) {
+            dt__team_release(team);
             dt__run_fail(team->shared, team->host, started, DT_ERR_MEM,
                          "rank %d: its thread could not be started (error %d)", started, error);
             break;
@@ -8441,11 +8742,12 @@ static void dt__run_threads(dt_team *team, dt__rank_job *jobs) {
         started++;
     }
     for (int rank = 0; rank < started; rank++) {
-        while (team->desc.ask && !__atomic_load_n(&jobs[rank].over, __ATOMIC_ACQUIRE)) {
-            dt__run_answer(team);
-            team->host->sleep(team->host->user, 1e-2);
+        if (dt__run_await(team, &jobs[rank], &failed)) {
+            pthread_join(jobs[rank].thread, NULL);
+            continue;
         }
-        pthread_join(jobs[rank].thread, NULL);
+        dt__run_leave(team, &jobs[rank], "thread", failed.seconds);
+        pthread_detach(jobs[rank].thread);
     }
 }
 
@@ -8485,16 +8787,22 @@ static int64_t dt__run_oom_kills(const dt_io *io) {
     return -1;
 }
 
-/* A rank's process is gone: how. If it died while it wrote the record, the record is written for it. */
-static void dt__process_gone(dt_team *team, const dt__rank_job *job, int status) {
+/* Records how a rank's process ended, also if it died while it wrote the failure record. Its exit
+   status is unknown if this process ignores SIGCHLD or reaps children elsewhere: then state.ended
+   == 2 means success. */
+static void dt__process_gone(dt_team *team, const dt__rank_job *job, int known, int status) {
     dt__shared *shared = team->shared;
     int rank = job->rank, pid = (int)job->pid;
+    int ended = __atomic_load_n(&shared->state[rank].ended, __ATOMIC_ACQUIRE);
     __atomic_store_n(&shared->state[rank].busy, 0, __ATOMIC_SEQ_CST);
-    if (dt__has_ended(shared, rank) && WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+    if (known ? ended && WIFEXITED(status) && WEXITSTATUS(status) == 0 : ended == 2) return;
     char text[192];
-    int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    int killed = known && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
     int oom = killed && dt__run_oom_kills(dt_io_default()) > team->oom_kills;
-    if (WIFSIGNALED(status))
+    if (!known)
+        snprintf(text, sizeof text, "rank %d (process %d) was lost; its exit status is not known, because "
+                 "its parent ignores SIGCHLD or reaped it elsewhere", rank, pid);
+    else if (WIFSIGNALED(status))
         snprintf(text, sizeof text, "rank %d (process %d) was ended by signal %d%s%s", rank, pid, WTERMSIG(status),
                  dt__run_signal(WTERMSIG(status)), oom ? ": out of memory, killed by the kernel (cgroup)" : "");
     else
@@ -8530,32 +8838,55 @@ static int dt__run_overdue(const dt__rank_job *job, double seconds) {
            dt__process_state(dt_io_default(), &team->shared->state[job->rank]) == 'T';
 }
 
-/* Waits for the processes, or ends them. */
+/* Kills by pidfd if there is one, because the pid may be reused by now. */
+static void dt__run_kill(const dt__rank_job *job) {
+#ifdef SYS_pidfd_send_signal
+    if (job->end >= 0 && syscall(SYS_pidfd_send_signal, job->end, SIGKILL, NULL, 0) == 0) return;
+    if (job->end >= 0 && errno == ESRCH) return;
+#endif
+    kill(job->pid, SIGKILL);
+}
+
+/* Reaps processes that have ended; returns how many are left. */
+static int dt__run_collect(dt_team *team, dt__rank_job *jobs, int started) {
+    int left = 0;
+    for (int rank = 0; rank < started; rank++) {
+        int status = 0;
+        pid_t got = jobs[rank].pid ? waitpid(jobs[rank].pid, &status, WNOHANG) : 0;
+        left += jobs[rank].pid && got == 0;
+        if (!jobs[rank].pid || got == 0) continue;
+        dt__process_gone(team, &jobs[rank], got > 0, status);
+        jobs[rank].pid = 0;
+        if (jobs[rank].end >= 0) close(jobs[rank].end);
+    }
+    return left;
+}
+
+/* Waits for the processes, and kills overdue ones. Leaves behind what the kernel does not let
+   die. */
 static void dt__run_wait(dt_team *team, dt__rank_job *jobs, int started, struct pollfd *ends) {
-    const dt_host *host = team->host;
-    double failed_at = -1;
-    for (int left = started; left > 0;) {
-        for (int rank = 0; rank < started; rank++) {
-            int status = 0;
-            if (!jobs[rank].pid || waitpid(jobs[rank].pid, &status, WNOHANG) == 0) continue;
-            dt__process_gone(team, &jobs[rank], status);
-            jobs[rank].pid = 0;
-            if (jobs[rank].end >= 0) close(jobs[rank].end);
-            left--;
-        }
-        double now = host->now(host->user);
-        if (failed_at < 0 && dt__aborted(team->shared)) failed_at = now;
-        for (int rank = 0; rank < started && failed_at >= 0; rank++)
-            if (dt__run_overdue(&jobs[rank], now - failed_at)) kill(jobs[rank].pid, SIGKILL);
+    dt__stopwatch failed = { NULL, 0, 0, 0 };
+    double seconds = 0, patience = team->desc.timeout_s;
+    while (dt__run_collect(team, jobs, started) > 0 && seconds <= 2 * patience + DT__STOPPED_S) {
+        if (!failed.host && dt__aborted(team->shared))
+            failed = dt__stopwatch_start(team->host, patience);
+        if (failed.host) seconds = dt__waited(&failed);
+        for (int rank = 0; rank < started && failed.host; rank++)
+            if (dt__run_overdue(&jobs[rank], seconds)) dt__run_kill(&jobs[rank]);
         dt__run_answer(team);
-        if (left > 0) dt__run_nap(team, jobs, started, ends);
+        dt__run_nap(team, jobs, started, ends);
+    }
+    for (int rank = 0; rank < started; rank++) {
+        if (!jobs[rank].pid) continue;
+        dt__run_leave(team, &jobs[rank], "process", seconds);
+        if (jobs[rank].end >= 0) close(jobs[rank].end);
     }
 }
 
 /* A file descriptor that is readable once the process has ended; -1: this kernel has none. */
 static int dt__run_end_of(pid_t pid) {
 #ifdef SYS_pidfd_open
-    return (int)syscall(SYS_pidfd_open, pid, 0);
+    return dt__io_guard() == 0 ? (int)syscall(SYS_pidfd_open, pid, 0) : -1;
 #else
     (void)pid;
     return -1;
@@ -8566,8 +8897,9 @@ static int dt__run_end_of(pid_t pid) {
 static void dt__run_child(dt__rank_job *job, pid_t supervisor) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != supervisor) _exit(1);
-    dt__rank_body(job);
+    dt__run_rank(job);
     fflush(NULL);
+    __atomic_store_n(&job->team->shared->state[job->rank].ended, 2, __ATOMIC_SEQ_CST);
     _exit(0);
 }
 
@@ -8596,10 +8928,20 @@ static void dt__run_processes(dt_team *team, dt__rank_job *jobs) {
     if (ends) host->free(host->user, ends, bytes, DT_MEM_HOST);
 }
 
+/* A rank over a transport. If rank_main ends its thread, the connections stay open until the
+   process ends. */
+typedef struct dt__rank_life { dt_ctx *ctx; dt_status status; int returned; } dt__rank_life;
+
+static void dt__rank_over_end(void *arg) {
+    dt__rank_life *life = (dt__rank_life *)arg;
+    if (!life->returned) dt__rank_cut_short(life->ctx);
+    dt_comm_detach(life->ctx, life->status);
+}
+
 /* The calling process is one rank, over a transport: runs it. Returns the context's status. */
-static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
-                               const dt__node *node, const dt__control *control,
-                               dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
+static dt_status dt__run_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, int size, const dt_transport *transport,
+                              const dt__node *node, const dt__control *control,
+                              dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_attach_desc attach;
     memset(&attach, 0, sizeof attach);
     attach.rank = rank;
@@ -8607,19 +8949,26 @@ static dt_status dt__rank_over(dt_ctx *ctx, const dt_run_desc *desc, int rank, i
     attach.transport = transport;
     attach.timeout_s = desc->timeout_s;
     attach.link = desc->link;
-    dt_comm_detach(ctx, dt__attach(ctx, attach, node, control, desc) ? rank_main(ctx, user) : dt_error(ctx));
+    dt__rank_life life = { ctx, DT_OK, 0 };
+    pthread_cleanup_push(dt__rank_over_end, &life);
+    int attached = dt__attach(ctx, attach, node, control, desc) != NULL;
+    life.status = attached ? rank_main(ctx, user) : dt_error(ctx);
+    life.returned = 1;
+    pthread_cleanup_pop(1);
     return dt_error(ctx);
 }
 
-static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, const uint8_t key[32],
+/* Runs this process's tcp rank, and wipes the key. */
+static void dt__tcp_rank(const dt_run_desc *desc, dt__tcp_place rendezvous, uint8_t key[32],
                          dt_status (*rank_main)(dt_ctx *ctx, void *user), void *user) {
     dt_ctx *ctx = dt__rank_ctx(desc, desc->rank, desc->host);
     dt__tcp *t = ctx ? dt__tcp_make(ctx, desc, rendezvous, key, -1) : NULL;
+    dt__wipe(key, 32);
     dt_transport transport = { "tcp", t, dt__tcp_send, dt__tcp_recv, dt__tcp_test, dt__tcp_cancel, dt__tcp_fail };
     dt__control control = { t, dt__tcp_bulletin, dt__tcp_pid, dt__tcp_came, t ? t->check : 0, dt__tcp_look };
     if (!ctx) dt__refuse(desc, DT_ERR_MEM, "rank %d: no memory for its context", desc->rank);
     if (t) {
-        if (dt__rank_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
+        if (dt__run_over(ctx, desc, desc->rank, desc->ranks, &transport, NULL, &control, rank_main, user))
             dt__tcp_fail(t, dt_error_text(ctx));    /* it may have failed before anybody listened */
         dt__tcp_goodbye(t);
         dt__tcp_report(t, desc->report);
@@ -8644,10 +8993,10 @@ static dt_status dt__run_tcp(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ct
     else if (!dt__tcp_place_read(desc.rendezvous, &rendezvous))
         dt__refuse(&desc, DT_ERR_ARG, "dt_run: rendezvous '%s': not an address or name that is found, and a port, as "
                    "127.0.0.1:29500", desc.rendezvous);
-    else if (!dt__tcp_key(&desc, rendezvous, key, why)) dt__refuse(&desc, DT_ERR_ARG, "dt_run: %s", why);
     else if (desc.kernels && desc.kernels->alloc && !desc.kernels->open)
         dt__refuse(&desc, DT_ERR_UNSUPPORTED, "dt_run: backend %s does not reach the memory of a device without queues",
                    dt__backend_name(desc.backend));
+    else if (!dt__tcp_key(&desc, rendezvous, key, why)) dt__refuse(&desc, DT_ERR_ARG, "dt_run: %s", why);
     else dt__tcp_rank(&desc, rendezvous, key, rank_main, user);
     return desc.report->status;
 }
@@ -8674,7 +9023,7 @@ static dt_status dt__run_mpi(dt_run_desc *desc, dt_status (*rank_main)(dt_ctx *c
     if (!wrong) mpi->ctx = mpi->tcp->hears = dt__rank_ctx(desc, mpi->rank, of_rank);
     dt_status status = DT_OK;
     if (mpi->ctx)
-        status = dt__rank_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);
+        status = dt__run_over(mpi->ctx, desc, mpi->rank, mpi->size, &transport, node, &control, rank_main, user);
     if (node && !mpi->first.status && dt__aborted(node->shared)) mpi->first = node->shared->first;
     if (status && !mpi->first.status) dt__mpi_tell(mpi, status, dt_error_text(mpi->ctx));
     if (wrong) dt__refuse(desc, DT_ERR_ARG, "dt_run: %d ranks, but MPI started %d", desc->ranks, mpi->size);
@@ -8708,6 +9057,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     int ranks = team->desc.ranks, share_user = team->shared->apart && desc.user_bytes > 0;
     size_t jobs_bytes = (size_t)ranks * sizeof(dt__rank_job);
     dt__rank_job *jobs = (dt__rank_job *)team->host->alloc(team->host->user, jobs_bytes, DT_MEM_HOST);
+    team->jobs = jobs;
     if (!jobs) dt__run_fail(team->shared, team->host, -1, DT_ERR_MEM, "dt_run: no memory for %d ranks", ranks);
     if (share_user) memcpy(team->shared->user, user, desc.user_bytes);
     for (int rank = 0; rank < ranks && jobs; rank++) {
@@ -8720,7 +9070,6 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
     if (jobs && team->shared->apart) dt__run_processes(team, jobs);
     else if (jobs) dt__run_threads(team, jobs);
     if (share_user) memcpy(user, team->shared->user, desc.user_bytes);
-    if (jobs) team->host->free(team->host->user, jobs, jobs_bytes, DT_MEM_HOST);
     dt_team_free(team);
     return desc.report->status;
 }
@@ -8935,8 +9284,7 @@ static void dt__trace_op(dt_work *work, double begin, double end) {
 static void dt__trace_wait(dt_work *work, double begin, double end) {
     double over = work->ended > work->begun ? work->ended : work->begun;
     dt__trace *trace = work->comm->world->trace;
-    int        under_way = 0;
-    for (const dt_work *other = work->comm->world->first; other; other = other->later) under_way++;
+    int        under_way = (int)work->comm->world->started;
     if (under_way > trace->most) trace->most = under_way;
     dt__trace_add(work, DT__TRACED_OP, work->begun, over < end ? over : end, DT__TRACED_STARTED);
     dt__trace_add(work, DT__TRACED_WAIT, begin, end, 0);
@@ -9443,6 +9791,7 @@ dt_status dt_trace_write(dt_comm *comm, const char *path) {
 #endif /* DT_IMPLEMENTATION */
 
 /* HISTORY
+     0.2.0   dt_report.left_behind; every overlap of buffers in an all-to-all is an error
      0.1.0   threads, processes, tcp, MPI, transports; collectives blocking and started, groups, faults, trace
 
    LICENCE: your choice of A or B.

@@ -230,7 +230,8 @@ enum { DT_CP_RING = 0, DT_CP_ZIGZAG, DT_CP_ALLGATHER, DT_CP_ULYSSES };
 
 /* [local] Which token of the sequence is the i-th of rank r. In order, rank after rank; but under ZIGZAG the sequence
    is 2c pieces, of which rank r has r and 2c-1-r: under a causal mask then all ranks have as much to do, where in order
-   the last has 2 - 1/c times the mean. Permute tokens, labels (shifted before), positions and documents alike. */
+   the last has 2 - 1/c times the mean. Permute tokens, labels (shifted before), positions and documents alike. -1 where
+   there is no such rank or token. */
 DT_API int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i);
 /* [local] Whether so many tokens and heads can be cut over c ranks: DT_ERR_ARG and why not, with legal choices. */
 DT_API dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text,
@@ -542,11 +543,11 @@ typedef struct dt_order {
     int64_t before;         /* sequences that were read before step 1 */
 } dt_order;
 
-/* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1):
-   (before + (n-1) B + (j R + r) b + i) mod S; -1 where there are no sequences. */
+/* [local] The sequence that replica r reads as the i-th of micro-step j of step n (from 1): (before
+   + (n-1) B + (j R + r) b + i) mod S; -1 if S < 1, n < 1, or a number is negative. */
 DT_API int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i);
 /* [local] How many times the data have been read through when that sequence is read:
-   floor((before + (n-1) B + (j R + r) b + i) / S); 0 where there are no sequences. */
+   floor((before + (n-1) B + (j R + r) b + i) / S), at most INT64_MAX; 0 where dt_order_sequence is -1. */
 DT_API int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i);
 
 /* A batch that grows over the first `samples` sequences of a run, as small batches learn more from each sequence while
@@ -561,10 +562,10 @@ typedef struct dt_batch_ramp {
 /* [local] Whether it is one, with every size a multiple of unit = micro-batch x replicas: else DT_ERR_ARG and a text
    with the numbers and a legal choice. A ramp of samples 0 is one. */
 DT_API dt_status dt_batch_ramp_check(dt_batch_ramp ramp, int64_t unit, char *text, size_t text_bytes);
-/* [local] Sequences of a step before which `consumed` ones were read: start + floor(consumed K / samples) incr, and
-   batch from `samples` on. Of a ramp that dt_batch_ramp_check accepts. */
+/* [local] Sequences of a step before which `consumed` ones were read: start + floor(consumed K /
+   samples) incr, and batch from `samples` on. `batch` if the ramp is invalid. */
 DT_API int64_t dt_batch_ramp_size(dt_batch_ramp ramp, int64_t consumed);
-/* [local] Sequences that all steps before step n (from 1) read: dt_order's `before` of step n. */
+/* [local] Sequences that all steps before step n (from 1) read, at most INT64_MAX: dt_order's `before` of step n. */
 DT_API int64_t dt_batch_ramp_before(dt_batch_ramp ramp, int64_t step);
 
 /* Which of n samples each of R ranks reads, as PyTorch's DistributedSampler deals them out. An epoch has an order of
@@ -665,15 +666,38 @@ extern "C" {
 
 // ==== 11. Implementation: mesh ======================================================================================
 
+/* a + b for a, b >= 0, saturating at INT64_MAX. */
+static int64_t dt__add_most(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
+
+/* Appends text to a caller's buffer, which may be NULL or of 0 bytes; cuts what does not fit. */
+typedef struct dt__saying { char *text; size_t bytes, used; } dt__saying;
+
+static dt__saying dt__saying_in(char *text, size_t bytes) {
+    dt__saying t = { text, text ? bytes : 0, 0 };
+    if (t.bytes > 0) text[0] = 0;
+    return t;
+}
+
+static void DT_PRINTF(2, 3) dt__say(dt__saying *t, const char *fmt, ...) {
+    va_list args;
+    if (t->used + 1 >= t->bytes) return;
+    va_start(args, fmt);
+    int n = vsnprintf(t->text + t->used, t->bytes - t->used, fmt, args);
+    va_end(args);
+    if (n > 0) t->used += (size_t)n < t->bytes - t->used ? (size_t)n : t->bytes - t->used - 1;
+}
+
 dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_bytes) {
+    dt__saying t = dt__saying_in(text, text_bytes);
+    if (!sizes) return DT_ERR_ARG;
     int *axes[5] = { &sizes->dp, &sizes->tp, &sizes->cp, &sizes->pp, &sizes->ep };
     if (ranks < 1) {
-        snprintf(text, text_bytes, "%d ranks; at least 1 is needed", ranks);
+        dt__say(&t, "%d ranks; at least 1 is needed", ranks);
         return DT_ERR_ARG;
     }
     for (int i = 0; i < 5; i++) {
         if (*axes[i] < 0) {
-            snprintf(text, text_bytes, "an axis of %d ranks; use 1 or more", *axes[i]);
+            dt__say(&t, "an axis of %d ranks; use 1 or more", *axes[i]);
             return DT_ERR_ARG;
         }
         if (i > 0 && *axes[i] == 0) *axes[i] = 1;
@@ -684,14 +708,14 @@ dt_status dt_mesh_sizes(dt_mesh_desc *sizes, int ranks, char *text, size_t text_
     if (ranks % others == 0 && sizes->dp == 0) sizes->dp = (int)(ranks / others);
     if (sizes->dp == 0) {
         int64_t next = ((ranks - 1) / others + 1) * others;
-        snprintf(text, text_bytes, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
+        dt__say(&t, "tp %d x cp %d x pp %d x ep %d does not divide %d ranks; use %lld ranks or smaller "
             "axes", sizes->tp, sizes->cp, sizes->pp, sizes->ep, ranks, (long long)next);
         return DT_ERR_ARG;
     }
     if (sizes->dp * others != ranks) {
         char choice[40] = "";
         if (ranks % others == 0) snprintf(choice, sizeof choice, ", or use dp %d", (int)(ranks / others));
-        snprintf(text, text_bytes, "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
+        dt__say(&t, "dp %d x tp %d x cp %d x pp %d x ep %d = %lld, but there are %d ranks; use %lld "
             "ranks%s", sizes->dp, sizes->tp, sizes->cp, sizes->pp, sizes->ep, (long long)all, ranks, (long long)all,
             choice);
         return DT_ERR_ARG;
@@ -1152,6 +1176,10 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
     int n) {
     dt_tensor *held = NULL;
     if (dt_error(ctx) != DT_OK) return NULL;
+    if (n > 0 && !axes) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_distribute: its %d axes are NULL", n);
+        return NULL;
+    }
     if (dt__is_first(axes, 0, n)) {
         if (!host && dt_count(full)) dt_fail(ctx, DT_ERR_ARG, "dt_distribute: the first rank gives no data");
         held = dt_input(ctx, dtype, full, host);
@@ -1184,14 +1212,16 @@ dt_tensor *dt_distribute(dt_ctx *ctx, dt_dtype dtype, dt_shape full, const void 
 // ==== 14. Context parallelism: code =================================================================================
 
 int64_t dt_context_token(int kind, int64_t T, int c, int r, int64_t i) {
+    if (c < 1 || T < c || r < 0 || r >= c || i < 0 || i >= T / c) return -1;
     if (kind != DT_CP_ZIGZAG) return r * (T / c) + i;
-    int64_t piece = T / (2 * c);
-    return i < piece ? r * piece + i : (2 * c - 1 - r) * piece + i - piece;
+    int64_t piece = T / (2 * (int64_t)c);
+    return i < piece ? r * piece + i : (2 * (int64_t)c - 1 - r) * piece + i - piece;
 }
 
 void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t *whole, int32_t *local) {
     int     c = dt_comm_size(comm), me = dt_comm_rank(comm);
     int64_t mine = T / c;
+    if (!whole || !local) return;
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = 0; i < mine; i++) local[b * mine + i] = whole[b * T + dt_context_token(kind, T, c, me, i)];
 }
@@ -1199,21 +1229,22 @@ void dt_context_cut(int kind, int64_t B, int64_t T, dt_comm *comm, const int32_t
 dt_status dt_context_check(int kind, int64_t T, int c, int64_t heads, int64_t kv_heads, char *text,
     size_t text_bytes) {
     static const char *const names[] = { "ring", "zigzag", "allgather", "ulysses" };
-    int64_t pieces = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
+    int64_t    pieces = kind == DT_CP_ZIGZAG ? 2 * (int64_t)c : c;
+    dt__saying t = dt__saying_in(text, text_bytes);
     if (kind < DT_CP_RING || kind > DT_CP_ULYSSES) {
-        snprintf(text, text_bytes, "kind %d of context parallelism", kind);
+        dt__say(&t, "kind %d of context parallelism", kind);
         return DT_ERR_ARG;
     }
     if (c < 2) return DT_OK;
     if (T < pieces || T % pieces != 0) {
-        int64_t less = T < pieces ? 0 : T / pieces * pieces, more = less + pieces;
-        snprintf(text, text_bytes, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not "
+        int64_t less = T < pieces ? 0 : T / pieces * pieces, more = dt__add_most(less, pieces);
+        dt__say(&t, "%s over cp %d cuts a sequence into %lld equal pieces, which %lld tokens do not "
             "give; use %lld or %lld", names[kind], c, (long long)pieces, (long long)T, (long long)(less ? less : more),
             (long long)(less ? more : 2 * pieces));
         return DT_ERR_ARG;
     }
     if (kind != DT_CP_ULYSSES || (heads % c == 0 && (kv_heads % c == 0 || c % kv_heads == 0))) return DT_OK;
-    snprintf(text, text_bytes, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
+    dt__say(&t, "ulysses over cp %d exchanges tokens for heads, but a rank has %lld heads and %lld of "
         "keys and values: cp must divide the heads, and divide or be a multiple of the second; use ring, zigzag or "
         "allgather",
         c, (long long)heads, (long long)kv_heads);
@@ -2783,18 +2814,6 @@ static dt_status dt__schedule_lower(dt_schedule *s) {
 
 /* ---- the checker ---- */
 
-/* Text that is put together piece by piece; what does not fit is left out. */
-typedef struct dt__saying { char *text; size_t bytes, used; } dt__saying;
-
-static void DT_PRINTF(2, 3) dt__say(dt__saying *t, const char *fmt, ...) {
-    va_list args;
-    if (t->used + 1 >= t->bytes) return;
-    va_start(args, fmt);
-    int n = vsnprintf(t->text + t->used, t->bytes - t->used, fmt, args);
-    va_end(args);
-    if (n > 0) t->used += (size_t)n < t->bytes - t->used ? (size_t)n : t->bytes - t->used - 1;
-}
-
 static dt__text dt__action_text(const dt_schedule *s, dt_phase phase, int micro, int chunk) {
     static const char *const names[] = { "?", "F", "B", "I", "W" };
     dt__text t;
@@ -2898,9 +2917,8 @@ static dt_status dt__check_order(const dt_schedule *s, dt__saying *t) {
 dt_status dt_schedule_check(const dt_schedule *s, dt_schedule_facts *facts, char *text, size_t text_bytes) {
     dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
     dt_schedule_facts f;
-    dt__saying        t = { text, text_bytes, 0 };
+    dt__saying        t = dt__saying_in(text, text_bytes);
     memset(&f, 0, sizeof f);
-    if (text_bytes > 0) text[0] = 0;
     if (facts) *facts = f;
     if (!s) {
         dt__say(&t, "no schedule");
@@ -3055,6 +3073,7 @@ dt_status dt_schedule_simulate(const dt_schedule *s, dt_schedule_costs c, dt_spa
     int ok = dt__seconds_ok(c.message);
     if (!c.stages) ok &= dt__seconds_ok(c.forward) & dt__seconds_ok(c.input) & dt__seconds_ok(c.weight);
     for (int i = 0; c.stages && i < 3 * s->stages; i++) ok &= dt__seconds_ok(c.stages[i]);
+    if (!spans) return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): spans is NULL", s->name);
     if (!ok) return dt_fail(s->ctx, DT_ERR_ARG, "dt_schedule_simulate(%s): a cost is negative or not finite", s->name);
     return dt__schedule_run(s, &c, spans) ? DT_OK : DT_ERR_ARG;
 }
@@ -3062,7 +3081,7 @@ dt_status dt_schedule_simulate(const dt_schedule *s, dt_schedule_costs c, dt_spa
 dt_schedule_bubble dt_schedule_idle(const dt_schedule *s, const dt_span *spans, int rank) {
     dt_schedule_bubble b = { 0, 0, 0, 0 };
     double             begin = INFINITY, end = -INFINITY;
-    if (!s || rank < -1 || rank >= s->desc.ranks) return b;
+    if (!s || !spans || rank < -1 || rank >= s->desc.ranks) return b;
     for (int r = 0; r < s->desc.ranks; r++) {
         double work = 0;
         for (int i = s->program[r].first; i < s->program[r].first + s->program[r].count; i++) {
@@ -3107,10 +3126,14 @@ static int dt__cut_fits(const double *costs, int n, int parts, double most) {
 }
 
 dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char *text, size_t text_bytes) {
-    double most = 0, left = 0;
-    if (text_bytes > 0) text[0] = 0;
+    double     most = 0, left = 0;
+    dt__saying t = dt__saying_in(text, text_bytes);
+    if (!costs || !first) {
+        dt__say(&t, "costs or first is NULL");
+        return DT_ERR_ARG;
+    }
     if (n < 1 || stages < 1 || n < stages) {
-        snprintf(text, text_bytes, "%d items for %d stages: each stage needs at least 1; use %d stages or fewer", n,
+        dt__say(&t, "%d items for %d stages: each stage needs at least 1; use %d stages or fewer", n,
             stages, n > 1 ? n : 1);
         return DT_ERR_ARG;
     }
@@ -3118,7 +3141,7 @@ dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char 
         left += costs[i];
         if (costs[i] > most) most = costs[i];
         if (dt__seconds_ok(costs[i]) && dt__seconds_ok(left)) continue;
-        snprintf(text, text_bytes, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
+        dt__say(&t, "item %d costs %g; costs are 0 or more, and their sum is finite", i, costs[i]);
         return DT_ERR_ARG;
     }
     double mean = left / stages * (1 - 1e-9); /* no cut is cheaper, however sums are rounded */
@@ -3145,20 +3168,19 @@ dt_status dt_stage_cut(const double *costs, int n, int stages, int *first, char 
 /* ---- drawings ---- */
 
 dt_status dt_schedule_text(const dt_schedule *s, const dt_span *spans, int columns, char *text, size_t text_bytes) {
-    dt__saying t = { text, text_bytes, 0 };
+    dt__saying t = dt__saying_in(text, text_bytes);
     double     begin = INFINITY, end = -INFINITY;
-    if (text_bytes > 0) text[0] = 0;
     if (columns == 0) columns = 72;
-    for (int i = 0; s && i < s->total; i++) {
+    if (!s || !spans || columns < 1 || t.bytes < 1) return DT_ERR_ARG;
+    for (int i = 0; i < s->total; i++) {
         if (spans[i].end < spans[i].begin) continue;
         if (spans[i].begin < begin) begin = spans[i].begin;
         if (spans[i].end > end) end = spans[i].end;
     }
-    if (!s || columns < 1 || text_bytes < 1) return DT_ERR_ARG;
     for (int r = 0; r < s->desc.ranks; r++) {
         int i = s->program[r].first, after = i + s->program[r].count;
         dt__say(&t, "rank %2d |", r);
-        for (int c = 0; c < columns; c++) {
+        for (int c = 0; c < columns && t.used + 1 < t.bytes; c++) {
             double time = begin + (c + 0.5) / columns * (end - begin);
             while (i < after && spans[i].end <= time) i++; /* what never happened too */
             const dt_action *a = i < after ? &s->program[r].action[i - s->program[r].first] : NULL;
@@ -3624,6 +3646,9 @@ dt_status dt_pipe_run(dt_ctx *ctx, dt_pipe_desc desc) {
 dt_status dt_pipe_spans(dt_comm *comm, const dt_schedule *schedule, const dt_span *mine, dt_span *all) {
     int    n = dt_schedule_first(schedule, dt_schedule_ranks(schedule)), rank = dt_comm_rank(comm);
     double first = HUGE_VAL;
+    if (!schedule || !mine || !all || rank >= dt_schedule_ranks(schedule))
+        return comm ? dt_fail(comm->world->ctx, DT_ERR_ARG, "dt_pipe_spans: a NULL argument, or too few ranks")
+                    : DT_ERR_ARG;
     memset(all, 0, (size_t)n * sizeof *all);
     memcpy(all + dt_schedule_first(schedule, rank), mine, (size_t)dt_schedule_count(schedule, rank) * sizeof *mine);
     dt_status status = dt_sum_doubles(comm, (double *)all, 2 * (size_t)n);
@@ -3634,78 +3659,122 @@ dt_status dt_pipe_spans(dt_comm *comm, const dt_schedule *schedule, const dt_spa
 
 // ==== 18. Order of data and text: code ==============================================================================
 
+/* floor(a b / m), at most INT64_MAX, and *rest = a b mod m. a, b >= 0, m >= 1. */
+static int64_t dt__mul_div(int64_t a, int64_t b, int64_t m, uint64_t *rest) {
+    uint64_t by = (uint64_t)(b % m), left = 0;
+    int64_t  whole = 0, more = 0;
+    if (!dt__mul_ok(a, b / m, &more)) more = INT64_MAX;
+    for (int bit = 62; bit >= 0; bit--) { /* a (b mod m) by double-and-add: left < 2 m */
+        left *= 2;
+        whole *= 2;
+        if (left >= (uint64_t)m) left -= (uint64_t)m, whole++;
+        if (a >> bit & 1) left += by;
+        if (left >= (uint64_t)m) left -= (uint64_t)m, whole++;
+    }
+    *rest = left;
+    return dt__add_most(whole, more);
+}
+
+/* Returns dt_order_sequence, and dt_order_epoch in *epoch. Their products need up to 128 bits. */
+static int64_t dt__order_at(dt_order o, int64_t step, int micro_step, int replica, int i, int64_t *epoch) {
+    uint64_t at = (uint64_t)o.before + (uint64_t)i, rest[2], S = (uint64_t)o.sequences;
+    int64_t  line = (int64_t)micro_step * o.replicas + replica;
+    *epoch = 0;
+    if (o.sequences < 1 || step < 1 || o.batch < 0 || o.micro_batch < 0 || o.replicas < 0 || o.before < 0) return -1;
+    if (micro_step < 0 || replica < 0 || i < 0) return -1;
+    *epoch = dt__add_most(dt__mul_div(step - 1, o.batch, o.sequences, &rest[0]), (int64_t)(at / S));
+    *epoch = dt__add_most(*epoch, dt__mul_div(line, o.micro_batch, o.sequences, &rest[1]));
+    at %= S;
+    for (int k = 0; k < 2; k++) {
+        at += rest[k];
+        if (at >= S) at -= S, *epoch = dt__add_most(*epoch, 1);
+    }
+    return (int64_t)at;
+}
+
 int64_t dt_order_sequence(dt_order order, int64_t step, int micro_step, int replica, int i) {
-    if (order.sequences < 1) return -1;
-    int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i;
-    k += order.before % order.sequences;
-    return ((step - 1) % order.sequences * (order.batch % order.sequences) + k) % order.sequences;
+    int64_t epoch;
+    return dt__order_at(order, step, micro_step, replica, i, &epoch);
 }
 
 int64_t dt_order_epoch(dt_order order, int64_t step, int micro_step, int replica, int i) {
-    if (order.sequences < 1) return 0;
-    int64_t k = ((int64_t)micro_step * order.replicas + replica) * order.micro_batch + i, S = order.sequences;
-    int64_t times = (step - 1) / S, rest = (step - 1) % S; /* (step - 1) B itself may not fit */
-    k += order.before;
-    return times * order.batch + rest * (order.batch / S) + (rest * (order.batch % S) + k) / S;
+    int64_t epoch;
+    dt__order_at(order, step, micro_step, replica, i, &epoch);
+    return epoch;
 }
 
-dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t room) {
-    char    name[96];
-    int64_t grows = r.batch - r.start;
+/* NULL, or why these numbers are no ramp for any micro-batch. */
+static const char *dt__ramp_bad(dt_batch_ramp r) {
+    if (r.start < 1 || r.incr < 1 || r.samples < 1 || r.batch < r.start)
+        return "it goes by 1 or more from 1 to the batch, over 1 or more";
+    int64_t times = (r.batch - r.start) / r.incr;
+    return times == INT64_MAX || r.samples > INT64_MAX / (times + 1) ? "too many sequences" : NULL;
+}
+
+/* A valid ramp near to r, for an error text: whole units from a multiple of unit to the batch. If
+   10,000 increments do not divide that range, the increment is the whole range. */
+static dt_batch_ramp dt__ramp_near(dt_batch_ramp r, int64_t unit) {
+    int64_t least = r.start < 1 ? 1 : r.start > r.batch ? r.batch : r.start;
+    r.start = least % unit ? least - least % unit + unit : least; /* not beyond the batch, which is a multiple */
+    int64_t left = (r.batch - r.start) / unit, by = r.incr / unit < left ? r.incr / unit : left;
+    for (int tries = 0; by > 1 && left % by != 0; tries++) by = tries < 10000 ? by - 1 : left;
+    if (by < 1) by = 1;
+    r.incr = by * unit;
+    int64_t most = INT64_MAX / (left / by < INT64_MAX ? left / by + 1 : INT64_MAX);
+    if (r.samples < 1) r.samples = r.batch;
+    if (r.samples > most) r.samples = most;
+    return r;
+}
+
+dt_status dt_batch_ramp_check(dt_batch_ramp r, int64_t unit, char *text, size_t text_bytes) {
+    dt__saying t = dt__saying_in(text, text_bytes);
     if (r.samples == 0) return DT_OK;
-    snprintf(name, sizeof name, "batch ramp %lld:%lld:%lld to %lld", (long long)r.start, (long long)r.incr,
-        (long long)r.samples, (long long)r.batch);
+    dt__say(&t, "batch ramp %lld:%lld:%lld to %lld: ", (long long)r.start, (long long)r.incr, (long long)r.samples,
+        (long long)r.batch);
     if (unit < 1 || r.batch < 1 || r.batch % unit != 0) {
-        snprintf(text, room, "%s: that is no multiple of %lld, the micro-batch of all replicas", name, (long long)unit);
+        dt__say(&t, "that is no multiple of %lld, the micro-batch of all replicas", (long long)unit);
         return DT_ERR_ARG;
     }
-    if (r.start < 1 || r.incr < 1 || r.samples < 0 || grows < 0) {
-        snprintf(text, room, "%s: it goes by 1 or more from 1 to the batch, over 1 or more; use %lld:%lld:%lld", name,
-            (long long)unit, (long long)unit, (long long)(r.samples > 0 ? r.samples : r.batch));
-        return DT_ERR_ARG;
+    const char *bad = dt__ramp_bad(r);
+    int64_t     grows = bad ? 0 : r.batch - r.start;
+    if (!bad && grows % r.incr == 0 && r.start % unit == 0 && (r.incr % unit == 0 || grows == 0)) {
+        if (t.bytes > 0) text[0] = 0;
+        return DT_OK;
     }
-    int64_t most = INT64_MAX / (grows / r.incr + 1); /* so that dt_batch_ramp_size can count */
-    if (r.samples > most) {
-        snprintf(text, room, "%s: too many sequences; use %lld or less", name, (long long)most);
-        return DT_ERR_ARG;
-    }
-    if (grows % r.incr == 0 && r.start % unit == 0 && (r.incr % unit == 0 || grows == 0)) return DT_OK;
-    int64_t wrong = r.start % unit != 0 ? r.start : r.start + r.incr;
-    int64_t first = (r.start + unit - 1) / unit * unit, left = (r.batch - first) / unit; /* units to grow by */
-    int64_t by = r.incr / unit > 1 ? r.incr / unit : 1;
-    while (left > 0 && left % by != 0) by--;
-    if (grows % r.incr != 0)
-        snprintf(text, room, "%s: steps of %lld do not lead from %lld to %lld", name, (long long)r.incr,
-            (long long)r.start, (long long)r.batch);
+    dt_batch_ramp near = dt__ramp_near(r, unit);
+    if (bad) dt__say(&t, "%s", bad);
+    else if (grows % r.incr != 0)
+        dt__say(&t, "steps of %lld do not lead from %lld to %lld", (long long)r.incr, (long long)r.start,
+            (long long)r.batch);
     else
-        snprintf(text, room, "%s: a batch of %lld is no multiple of %lld, the micro-batch of all replicas", name,
-            (long long)wrong, (long long)unit);
-    size_t at = strlen(text);
-    snprintf(text + at, room - at, "; use %lld:%lld:%lld", (long long)first, (long long)(by * unit),
-        (long long)r.samples);
+        dt__say(&t, "a batch of %lld is no multiple of %lld, the micro-batch of all replicas",
+            (long long)(r.start % unit != 0 ? r.start : r.start + r.incr), (long long)unit);
+    dt__say(&t, "; use %lld:%lld:%lld", (long long)near.start, (long long)near.incr, (long long)near.samples);
     return DT_ERR_ARG;
 }
 
 int64_t dt_batch_ramp_size(dt_batch_ramp r, int64_t consumed) {
-    if (consumed >= r.samples) return r.batch;
+    if (consumed >= r.samples || dt__ramp_bad(r)) return r.batch;
     int64_t times = (r.batch - r.start) / r.incr;
-    return r.start + consumed * times / r.samples * r.incr;
+    return consumed < 0 ? r.start : r.start + consumed * times / r.samples * r.incr;
 }
 
+/* Few iterations: as samples K <= INT64_MAX, fewer than 2^21 sizes can last more than one step;
+   later steps skip sizes, more at each step. */
 int64_t dt_batch_ramp_before(dt_batch_ramp r, int64_t step) {
-    int64_t consumed = 0, left = step - 1;
+    int64_t consumed = 0, left = step > 1 ? step - 1 : 0;
+    if (dt__ramp_bad(r)) r.samples = 0;
+    int64_t times = r.samples ? (r.batch - r.start) / r.incr : 0;
     while (left > 0 && consumed < r.samples) { /* all steps of one size at once */
-        int64_t size = dt_batch_ramp_size(r, consumed), few = 0, many = (r.samples - consumed + size - 1) / size;
-        while (few + 1 < many) { /* `few` more steps still end where this size goes on, `many` may not */
-            int64_t middle = few + (many - few) / 2;
-            if (dt_batch_ramp_size(r, consumed + middle * size) == size) few = middle;
-            else many = middle;
-        }
-        int64_t steps = many < left ? many : left;
-        consumed += steps * size;
+        int64_t grown = consumed * times / r.samples, size = r.start + grown * r.incr;
+        int64_t end = times ? ((grown + 1) * r.samples - 1) / times + 1 : r.samples; /* there the next size begins */
+        int64_t most = (end - consumed - 1) / size + 1, steps = most < left ? most : left;
+        consumed = dt__add_most(consumed + (steps - 1) * size, size); /* all but the last step end within samples */
         left -= steps;
     }
-    return left > 0 ? consumed + left * r.batch : consumed;
+    int64_t rest = 0;
+    if (r.batch > 0 && !dt__mul_ok(left, r.batch, &rest)) rest = INT64_MAX;
+    return dt__add_most(consumed, rest);
 }
 
 /* The Mersenne twister, MT19937: M. Matsumoto, T. Nishimura, ACM TOMACS 8 (1998) 3-30. */
@@ -3835,6 +3904,10 @@ int64_t dt_sampler_next(dt_sampler *s) {
 
 double dt_tokens(dt_comm *comm, const int32_t *labels, size_t n) {
     double count = 0;
+    if (!labels && n > 0) {
+        if (comm) dt_fail(comm->world->ctx, DT_ERR_ARG, "dt_tokens: %zu labels, which are NULL", n);
+        return 0;
+    }
     for (size_t i = 0; i < n; i++) count += labels[i] >= 0;
     dt_sum_doubles(comm, &count, 1);
     return count;
@@ -3866,8 +3939,8 @@ static dt_status dt__text_use(dt_text *t, int i) {
     if (t->current == i) return DT_OK;
     dt__text_shut(t);
     errno = 0;
-    t->fd = io->open(io->user, t->file[i].path, 0);
-    if (t->fd < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", t->file[i].path, strerror(errno));
+    t->fd = io->open(io->user, t->file[i].path, DT_IO_READ);
+    if (t->fd < 0) return dt__io_fail(t->ctx, "%s", t->file[i].path);
     t->current = i;
     return DT_OK;
 }
@@ -3894,7 +3967,7 @@ static dt_status dt__text_bytes(dt_text *t, int i, int64_t at, size_t bytes, uns
         errno = 0;
         int64_t got = io->pread(io->user, t->fd, out, bytes, at);
         if (got < 0 && errno == EINTR) continue;
-        const char *why = got < 0 ? strerror(errno) : "the file has become shorter";
+        const char *why = got < 0 ? dt__io_reason() : "the file has become shorter";
         if (got <= 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: byte %lld: %s", t->file[i].path, (long long)at, why);
         at += got;
         out += got;
@@ -3942,7 +4015,7 @@ static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
         if (dt__text_use(t, i) != DT_OK) break;
         errno = 0;
         int64_t size = io->size(io->user, t->fd);
-        if (size < 0) return dt_fail(t->ctx, DT_ERR_IO, "%s: %s", paths[i], strerror(errno));
+        if (size < 0) return dt__io_fail(t->ctx, "%s", paths[i]);
         if (dt__text_kind(t, i, size) != DT_OK) break;
         t->file[i].start = t->tokens;
         t->tokens += t->file[i].tokens;
@@ -3952,8 +4025,11 @@ static dt_status dt__text_measure(dt_text *t, const char *const *paths) {
 
 dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq) {
     if (dt_error(ctx) != DT_OK) return NULL;
-    if (files < 1 || seq < 1) {
-        dt_fail(ctx, DT_ERR_ARG, "dt_text_open: %d files, sequences of %d tokens", files, seq);
+    int named = 0; /* paths that are not NULL */
+    while (paths && named < files && paths[named]) named++;
+    if (files < 1 || seq < 1 || named < files) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_text_open: %d files, of which %d are named, sequences of %d tokens", files, named,
+            seq);
         return NULL;
     }
     dt_text *t = (dt_text *)dt_alloc(ctx, DT_MEM_HOST, sizeof *t, "dt_text_open");
@@ -3970,9 +4046,9 @@ dt_text *dt_text_open(dt_ctx *ctx, const char *const *paths, int files, int seq)
     t->window = (unsigned char *)dt_alloc(ctx, DT_MEM_HOST, 4 * ((size_t)seq + 1), "dt_text_open");
     if (t->file) memset(t->file, 0, (size_t)files * sizeof *t->file);
     if (dt_error(ctx) == DT_OK && dt__text_measure(t, paths) == DT_OK && dt_text_sequences(t) < 1)
-        dt_fail(ctx, DT_ERR_IO, "%s%s: %lld %s, but one sequence needs %d (seq %d and the label of its last token)",
-            paths[0], files > 1 ? " and others" : "", (long long)t->tokens, t->width > 1 ? "tokens" : "bytes", seq + 1,
-            seq);
+        dt_fail(ctx, DT_ERR_IO, "%s%s: %lld %s, but one sequence needs %lld (seq %d and the label of its last token)",
+            paths[0], files > 1 ? " and others" : "", (long long)t->tokens, t->width > 1 ? "tokens" : "bytes",
+            (long long)seq + 1, seq);
     if (dt_error(ctx) == DT_OK) return t;
     dt_text_close(t);
     return NULL;
@@ -3992,6 +4068,7 @@ dt_status dt_text_read(dt_text *t, int64_t sequence, int32_t *ids, int32_t *labe
     if (sequence < 0 || sequence >= dt_text_sequences(t))
         return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: sequence %lld of %lld", (long long)sequence,
             (long long)dt_text_sequences(t));
+    if (!ids || !labels) return dt_fail(t->ctx, DT_ERR_ARG, "dt_text_read: ids or labels is NULL");
     int64_t at = sequence * t->seq, end = at + t->seq + 1;
     for (int i = 0; i < t->files && at < end; i++) { /* the window may lie in several files */
         const dt__text_file *f = &t->file[i];

@@ -172,7 +172,8 @@ DT_API size_t dt_dtype_size(dt_dtype dtype);
 DT_API const char *dt_dtype_name(dt_dtype dtype);
 /* [local] "DT_ERR_SHAPE", ... */
 DT_API const char *dt_status_name(dt_status status);
-/* [local] Number of elements; 1 for a scalar. */
+/* [local] Number of elements; 1 for a scalar; -1 if the shape is invalid: more than DT_MAX_DIMS
+   dimensions, a negative one, or more elements than int64_t can count. */
 DT_API int64_t dt_count(dt_shape shape);
 
 // ==== 2. Kernel table ===============================================================================================
@@ -472,7 +473,8 @@ typedef struct dt_kernels {
 
 /* [local] The CPU's table. Constant, shared by all contexts. */
 DT_API const dt_kernels *dt_kernels_cpu(void);
-/* [local] Scratch bytes that the CPU kernels of that name want. */
+/* [local] Scratch bytes for the CPU kernels of that name: 0 for a negative size, SIZE_MAX on
+   overflow. */
 DT_API size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype);
 DT_API size_t dt_row_work(int64_t cols, dt_dtype dtype);
 DT_API size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype);
@@ -532,11 +534,21 @@ typedef struct dt_host {
     void   (*discard)(void *user, void *p, size_t bytes);       /* whole pages of it are given back, and zero again */
 } dt_host;
 
-/* Files. Every call answers -1 on failure, with a reason in errno where the default table is used. */
-enum { DT_IO_NEW = 2 };
+/* How to open a file. Modes that write do not follow a symbolic link in the file's place
+   (O_NOFOLLOW). Every mode refuses a FIFO, a device or a socket, without blocking. */
+typedef enum dt_io_mode {
+    DT_IO_READ = 0,     /* an existing file, or a folder to fsync */
+    DT_IO_WRITE,        /* an existing file, to read and write, as in all modes below */
+    DT_IO_CREATE,       /* a new file; errno EEXIST if it exists */
+    DT_IO_PRIVATE,      /* a new file that other users cannot read */
+    DT_IO_LOCK          /* an existing file without other hard links, or a new one */
+} dt_io_mode;
+
+/* Files. Every call returns -1 on failure and sets errno: ENOENT or ENOTDIR if no such file
+   exists. */
 typedef struct dt_io {
     void   *user;
-    int     (*open)(void *user, const char *path, int write);   /* a descriptor; DT_IO_NEW: of a new file */
+    int     (*open)(void *user, const char *path, int mode);    /* a descriptor; mode: a dt_io_mode */
     int     (*close)(void *user, int fd);
     int64_t (*size)(void *user, int fd);
     int64_t (*pread)(void *user, int fd, void *buf, size_t bytes, int64_t offset);
@@ -544,14 +556,17 @@ typedef struct dt_io {
     int     (*fsync)(void *user, int fd);
     int     (*rename)(void *user, const char *from, const char *to);
     int     (*resize)(void *user, int fd, int64_t bytes);       /* what is new is zero */
-    int     (*remove)(void *user, const char *path);            /* a file, or an empty folder */
+    int     (*remove)(void *user, const char *path);            /* a file, or the symbolic link */
     int     (*forget)(void *user, int fd, int64_t bytes, int64_t offset);   /* to disk, and out of memory; or NULL */
     /* What checkpoints need besides; a table without them has none. */
     int     (*make)(void *user, const char *path);              /* a new folder */
-    int     (*list)(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);   /* a folder's
-                                                                   entries, without . and .. */
+    /* Calls each for every entry of a folder but . and ..; each may remove that entry. */
+    int     (*list)(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg);
     int     (*lock)(void *user, int fd);    /* until it is closed, however its process ends; errno EWOULDBLOCK: another
                                                has it */
+    /* Removes the named files from a folder, in order, then the folder if it is empty. Follows no
+       symbolic link: removes a link in place of the folder or of a file. */
+    int     (*remove_folder)(void *user, const char *path, const char *const *names, int n);
 } dt_io;
 
 /* [local] The tables that use libc; constant. */
@@ -587,7 +602,7 @@ DT_API dt_ctx *dt_ctx_make(dt_ctx_desc desc);
 /* [local] Frees all that the context owns. NULL is allowed. */
 DT_API void dt_ctx_free(dt_ctx *ctx);
 
-/* [local] The tables and the rank the context was made with. */
+/* [local] The tables and the rank the context was made with; NULL or 0 if ctx is NULL. */
 DT_API const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx);
 DT_API const dt_host    *dt_ctx_host(const dt_ctx *ctx);
 DT_API const dt_io      *dt_ctx_io(const dt_ctx *ctx);
@@ -605,8 +620,12 @@ DT_API dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) DT
 DT_API dt_status dt_error(const dt_ctx *ctx);
 /* [local] "rank 3: dt_linear(w1): x (8,128) and w (64,256): 128 != 256"; "" if none. */
 DT_API const char *dt_error_text(const dt_ctx *ctx);
-/* [local] One line for the log hook. */
+/* [local] Sends one line to the log hook. Control characters and bytes that are not UTF-8 become
+   \xNN, as in dt_error_text. */
 DT_API void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) DT_PRINTF(3, 4);
+/* [local] The length in bytes of the printable UTF-8 character at s (which ends with NUL); 0 for a
+   control character (C0, DEL, C1) or an invalid byte. dt's messages show such a byte as \xNN. */
+DT_API size_t dt_printable(const char *s);
 
 typedef struct dt_memory {
     size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES];  /* bytes */
@@ -715,7 +734,8 @@ DT_API void dt_stage(dt_ctx *ctx, int stage);
 DT_API int        dt_param_count(const dt_ctx *ctx);
 DT_API dt_tensor *dt_param_get(const dt_ctx *ctx, int index);
 DT_API dt_tensor *dt_param_find(const dt_ctx *ctx, const char *name);
-/* [local] The box of `full` that `cuts` leave to this rank. */
+/* [local] The box of `full` that `cuts` (NULL: none) leave to this rank; all 0 if full is invalid.
+   A cut of a dimension that full lacks is ignored. */
 DT_API dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]);
 
 /* [local] A copy of host data as a tensor without gradient, until dt_reset. host NULL: contents undefined. */
@@ -967,10 +987,12 @@ DT_API dt_tensor *dt_alias(dt_tensor *x);
 DT_API dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc);
 /* [local] The same, and the saved memory to fill; NULL when nothing was recorded. */
 DT_API void *dt_record_saved(dt_tensor *out, dt_record_desc desc);
-/* [local] In a backward: whether in[i]'s gradient is wanted; where to add it (zero where it is new). */
+/* [local] In a backward: whether in[i]'s gradient is wanted; where to add it (zero where it is
+   new). 0 or NULL if the node has no such input. */
 DT_API int   dt_wants(const dt_node *node, int i);
 DT_API void *dt_grad(dt_node *node, int i);
-/* [local] The type of t->grad: t's own, but f32 for a bf16 or f16 parameter. In a backward, dt_grad is of t's own. */
+/* [local] The type of t->grad: t's own, but f32 for a bf16 or f16 parameter or if t is NULL. In a
+   backward, dt_grad is of t's own. */
 DT_API dt_dtype dt_grad_dtype(const dt_tensor *t);
 /* [local] The same without the zeroing: *accumulate says whether to add or to overwrite. */
 DT_API void *dt_grad_raw(dt_node *node, int i, int *accumulate);
@@ -1031,7 +1053,11 @@ DT_API dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, 
 
 /* A JSON text as an array of nodes; node 0 is the whole. RFC 8259, and stricter where a reader could be misled: a
    duplicate key, -0, an integer beyond 2^53, a number that a double cannot hold, more than 64 levels, 4,194,304 values
-   or 100,000,000 bytes are errors. Messages say where: "config.json:3:17: ...". */
+   or 100,000,000 bytes are errors. Messages say where: "config.json:3:17: ...".
+
+   The text is UTF-8, but a string may hold any bytes, as paths do: an invalid byte is written as
+   \udc80 .. \udcff and read back from it (PEP 383, Python's surrogateescape). Every other lone
+   surrogate is an error. */
 typedef struct dt_json dt_json;
 typedef enum dt_json_kind { DT_JSON_NULL = 0, DT_JSON_BOOL, DT_JSON_NUMBER, DT_JSON_STRING, DT_JSON_ARRAY,
     DT_JSON_OBJECT } dt_json_kind;
@@ -1058,8 +1084,7 @@ typedef struct dt_json_out { dt_ctx *ctx; char *text; size_t used, room; } dt_js
 /* [local] bracket is '{' or '['; dt_json_shut ends it with '}' or ']'. */
 DT_API void dt_json_open(dt_json_out *out, const char *key, char bracket);
 DT_API void dt_json_shut(dt_json_out *out, char bracket);
-DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* UTF-8, else DT_ERR_ARG; a
-                                                                                           NULL becomes null */
+DT_API void dt_json_put_string(dt_json_out *out, const char *key, const char *value);   /* NULL becomes null */
 DT_API void dt_json_put_number(dt_json_out *out, const char *key, double value);        /* finite, else DT_ERR_ARG */
 DT_API void dt_json_put_int(dt_json_out *out, const char *key, int64_t value);
 DT_API void dt_json_put_bool(dt_json_out *out, const char *key, int value);
@@ -1149,6 +1174,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -1156,6 +1182,7 @@ DT_API dt_status dt_weights_close(dt_weights *w);
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1204,9 +1231,20 @@ const char *dt_status_name(dt_status status) {
     return i >= 0 && i <= (int)DT_ERR_UNSUPPORTED ? names[i] : "unknown status";
 }
 
+/* Product and sum of counts; 0 if an operand is negative or the result overflows. */
+static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
+}
+
+static int dt__add_ok(int64_t a, int64_t b, int64_t *out) {
+    return a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, out);
+}
+
 int64_t dt_count(dt_shape shape) {
     int64_t n = 1;
-    for (int i = 0; i < shape.nd; i++) n *= shape.d[i];
+    if (shape.nd < 0 || shape.nd > DT_MAX_DIMS) return -1;
+    for (int i = 0; i < shape.nd; i++)
+        if (!dt__mul_ok(n, shape.d[i], &n)) return -1;
     return n;
 }
 
@@ -1252,15 +1290,6 @@ static dt_tensor *dt__owner(dt_tensor *t) {
 }
 
 static size_t dt__bytes(const dt_tensor *t) { return (size_t)dt_count(t->shape) * dt_dtype_size(t->dtype); }
-
-/* Products and sums of what a file says: 0 when the result is no count. */
-static int dt__mul_ok(int64_t a, int64_t b, int64_t *out) {
-    return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
-}
-
-static int dt__add_ok(int64_t a, int64_t b, int64_t *out) {
-    return a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, out);
-}
 
 /* gcc copies a function into kernels, which have options of their own, only where it must. */
 #define DT__INLINE static inline __attribute__((always_inline))
@@ -1376,16 +1405,31 @@ static void dt__host_sleep(void *user, double seconds) {
     nanosleep(&t, NULL);
 }
 
-/* One write a line, so that lines of several ranks do not mix. */
+/* Whether RLIMIT_FSIZE allows a file of `bytes` bytes; errno says EFBIG if not. A write beyond the
+   limit would raise SIGXFSZ, which ends the program. */
+static int dt__io_allowed(uint64_t bytes) {
+    struct rlimit most;
+    if (getrlimit(RLIMIT_FSIZE, &most) != 0 || most.rlim_cur == RLIM_INFINITY) return 1;
+    if (bytes <= (uint64_t)most.rlim_cur) return 1;
+    errno = EFBIG;
+    return 0;
+}
+
+/* One write a line, so that lines of several ranks do not mix. A line is dropped if the reader of
+   standard error takes nothing for a second: a rank that waited for that reader would hang the job. */
 static void dt__host_log(void *user, int level, int rank, const char *text) {
-    char line[700];
+    char          line[700];
+    struct stat   st;
+    struct pollfd to = { 2, POLLOUT, 0 };
     (void)user;
     (void)rank;
     if (level > DT_LOG_NOTICE) return;
     int n = snprintf(line, sizeof line, "dt: %s%s\n", level == DT_LOG_ERROR ? "error: " : "", text);
     if (n < 0) return;
     if ((size_t)n >= sizeof line) n = (int)sizeof line - 1;
-    if (write(2, line, (size_t)n) < 0) return; /* nobody is left to tell */
+    if (fstat(2, &st) == 0 && S_ISREG(st.st_mode) && !dt__io_allowed((uint64_t)st.st_size + 1))
+        return;
+    if (poll(&to, 1, 1000) <= 0 || write(2, line, (size_t)n) < 0) return; /* nobody is left to tell */
 }
 
 static void *dt__host_map(void *user, size_t bytes) {
@@ -1408,11 +1452,41 @@ static void dt__host_discard(void *user, void *p, size_t bytes) {
 #endif
 }
 
-static int dt__io_open(void *user, const char *path, int for_writing) {
+/* Opens /dev/null on each closed descriptor of 0 to 2, as SQLite does; -1 if it cannot. Call before
+   any call that opens a descriptor: a job that starts with one of these closed would get its number
+   for the next file or socket, and printed lines would go there. */
+static int dt__io_guard(void) {
+    for (int fd = 0; fd <= 2; fd++) {
+        int null = fcntl(fd, F_GETFD) >= 0 ? fd : open("/dev/null", O_RDWR);
+        if (null < 0) return errno = EBADF, -1; /* not ENOENT, which would say that a file is absent */
+        if (null > 2) close(null); /* another thread was faster */
+    }
+    return 0;
+}
+
+static int dt__io_open(void *user, const char *path, int mode) {
+    static const int flags[] = { O_RDONLY, O_RDWR | O_NOFOLLOW, /* DT_IO_READ, _WRITE, */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                  /* _CREATE, */
+        O_RDWR | O_NOFOLLOW | O_CREAT | O_EXCL,                  /* _PRIVATE, */
+        O_RDWR | O_NOFOLLOW | O_CREAT };                         /* _LOCK */
+    struct stat st;
     (void)user;
-    int flags = for_writing ? O_RDWR | O_CREAT | O_CLOEXEC : O_RDONLY | O_CLOEXEC;
-    if (for_writing == DT_IO_NEW) return open(path, flags | O_EXCL | O_NOFOLLOW, 0600);
-    return open(path, flags, 0666);
+    if (mode < DT_IO_READ || mode > DT_IO_LOCK) return errno = EINVAL, -1;
+    if (dt__io_guard() != 0) return -1;
+    mode_t rights = mode == DT_IO_PRIVATE ? 0600 : 0666;
+    int    fd = open(path, flags[mode] | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, rights);
+    if (fd < 0 && errno == ENOENT) /* the target of a link may be on a disk that is not mounted */
+        errno = lstat(path, &st) == 0 && S_ISLNK(st.st_mode) ? ELOOP : ENOENT;
+    if (fd < 0) return -1;
+    int reason = 0; /* dt__io_why tells them */
+    if (fstat(fd, &st) != 0) reason = errno;
+    else if (!S_ISREG(st.st_mode) && !(S_ISDIR(st.st_mode) && mode == DT_IO_READ))
+        reason = S_ISFIFO(st.st_mode) ? ESPIPE : ENODEV;
+    else if (mode == DT_IO_LOCK && st.st_nlink != 1) reason = EMLINK;
+    if (reason == 0) return fd;
+    close(fd);
+    errno = reason;
+    return -1;
 }
 
 static int dt__io_close(void *user, int fd) {
@@ -1436,8 +1510,10 @@ static int64_t dt__io_pread(void *user, int fd, void *buf, size_t bytes, int64_t
     return (int64_t)pread(fd, buf, bytes, (off_t)offset);
 }
 
+/* Writes up to RLIMIT_FSIZE and returns a short count, as pwrite does. */
 static int64_t dt__io_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     (void)user;
+    if (bytes > 0 && !dt__io_allowed((uint64_t)offset + 1)) return -1;
     return (int64_t)pwrite(fd, buf, bytes, (off_t)offset);
 }
 
@@ -1453,12 +1529,12 @@ static int dt__io_rename(void *user, const char *from, const char *to) {
 
 static int dt__io_resize(void *user, int fd, int64_t bytes) {
     (void)user;
-    return ftruncate(fd, (off_t)bytes);
+    return dt__io_allowed((uint64_t)bytes) ? ftruncate(fd, (off_t)bytes) : -1;
 }
 
 static int dt__io_remove(void *user, const char *path) {
     (void)user;
-    return remove(path);
+    return unlink(path);
 }
 
 static int dt__io_make(void *user, const char *path) {
@@ -1468,7 +1544,10 @@ static int dt__io_make(void *user, const char *path) {
 
 static int dt__io_list(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg) {
     (void)user;
-    DIR *d = opendir(path);
+    if (dt__io_guard() != 0) return -1;
+    int  fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NONBLOCK);
+    DIR *d = fd >= 0 ? fdopendir(fd) : NULL;
+    if (fd >= 0 && !d) close(fd);
     if (!d) return -1;
     errno = 0;
     for (struct dirent *e; (e = readdir(d)) != NULL; errno = 0)
@@ -1482,6 +1561,25 @@ static int dt__io_list(void *user, const char *path, void (*each)(void *arg, con
 static int dt__io_lock(void *user, int fd) {
     (void)user;
     return flock(fd, LOCK_EX | LOCK_NB);
+}
+
+/* Works on a directory descriptor: by path, a link put in the folder's place meanwhile would be
+   followed. */
+static int dt__io_remove_folder(void *user, const char *path, const char *const *names, int n) {
+    struct stat st;
+    int         failed = 0;
+    (void)user;
+    if (dt__io_guard() != 0) return -1;
+    if (fstatat(AT_FDCWD, path, &st, AT_SYMLINK_NOFOLLOW) != 0) return -1;
+    if (S_ISLNK(st.st_mode)) return unlink(path);
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return -1;
+    for (int i = 0; i < n && !failed; i++)
+        failed = unlinkat(fd, names[i], 0) != 0 && errno != ENOENT;
+    int reason = errno; /* close may change it */
+    close(fd);
+    errno = reason;
+    return failed ? -1 : rmdir(path);
 }
 
 static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
@@ -1506,7 +1604,8 @@ static int dt__io_forget(void *user, int fd, int64_t bytes, int64_t offset) {
 static const dt_host dt__host_table = { NULL, dt__host_alloc, dt__host_free, dt__host_now, dt__host_sleep,
     dt__host_log, dt__host_map, dt__host_unmap, dt__host_discard };
 static const dt_io dt__io_table = { NULL, dt__io_open, dt__io_close, dt__io_size, dt__io_pread, dt__io_pwrite,
-    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget, dt__io_make, dt__io_list, dt__io_lock };
+    dt__io_fsync, dt__io_rename, dt__io_resize, dt__io_remove, dt__io_forget, dt__io_make,
+    dt__io_list, dt__io_lock, dt__io_remove_folder };
 
 const dt_host *dt_host_default(void) { return &dt__host_table; }
 const dt_io   *dt_io_default(void) { return &dt__io_table; }
@@ -1551,6 +1650,7 @@ struct dt_ctx {
     int          rank;
     void        *attached;
     dt_status    status;
+    int          unread;        /* the failure: a file could not be read, yet may be good */
     char         text[512];
     dt_memory    memory;
     size_t       mem_limit;
@@ -1675,9 +1775,13 @@ static void *dt__ask(dt_ctx *ctx, dt_mem mem, size_t bytes, int pinned) {
 
 static void *dt__take(dt_ctx *ctx, dt_mem mem, size_t bytes, const char *what, int pinned) {
     static const char *const classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host", "temp" };
+    char limit[48] = "", table[512] = "";
+    if (bytes == 0 || dt_error(ctx) != DT_OK) return NULL;
+    if ((unsigned)mem >= (unsigned)DT_MEM_CLASSES) {
+        dt_fail(ctx, DT_ERR_ARG, "%s: there is no memory class %d", what, (int)mem);
+        return NULL;
+    }
     const dt_memory *m = &ctx->memory;
-    char             limit[48] = "", table[512] = "";
-    if (bytes == 0 || ctx->status != DT_OK) return NULL;
     int   over = ctx->mem_limit && (bytes > ctx->mem_limit || m->live_total > ctx->mem_limit - bytes);
     void *p = over ? NULL : dt__ask(ctx, mem, bytes, pinned);
     if (!p) {
@@ -1713,7 +1817,7 @@ void dt_unpin(dt_ctx *ctx, void *p, size_t bytes) {
 }
 
 void *dt_scratch(dt_ctx *ctx, size_t bytes) {
-    if (ctx->status != DT_OK) return NULL;
+    if (dt_error(ctx) != DT_OK) return NULL;
     if (bytes <= ctx->work_bytes) return ctx->work;
     dt_free(ctx, DT_MEM_TEMP, ctx->work, ctx->work_bytes);
     ctx->work_bytes = 0;
@@ -1724,9 +1828,15 @@ void *dt_scratch(dt_ctx *ctx, size_t bytes) {
     return ctx->work;
 }
 
-dt_memory dt_memory_used(const dt_ctx *ctx) { return ctx->memory; }
+dt_memory dt_memory_used(const dt_ctx *ctx) {
+    dt_memory none;
+    if (ctx) return ctx->memory;
+    memset(&none, 0, sizeof none);
+    return none;
+}
 
 void dt_memory_reset_peak(dt_ctx *ctx) {
+    if (!ctx) return;
     for (int i = 0; i < DT_MEM_CLASSES; i++) ctx->memory.peak[i] = ctx->memory.live[i];
     ctx->memory.peak_total = ctx->memory.live_total;
 }
@@ -1788,21 +1898,54 @@ void dt_ctx_free(dt_ctx *ctx) {
     host.free(host.user, ctx, sizeof *ctx, DT_MEM_HOST);
 }
 
-const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx) { return &ctx->kernels; }
-const dt_host    *dt_ctx_host(const dt_ctx *ctx) { return &ctx->host; }
-const dt_io      *dt_ctx_io(const dt_ctx *ctx) { return &ctx->io; }
-void             *dt_ctx_stream(const dt_ctx *ctx) { return ctx->stream; }
-int               dt_ctx_rank(const dt_ctx *ctx) { return ctx->rank; }
-uint64_t          dt_ctx_seed(const dt_ctx *ctx) { return ctx->seed; }
-void             *dt_ctx_attached(const dt_ctx *ctx) { return ctx->attached; }
-void              dt_ctx_attach(dt_ctx *ctx, void *upper) { ctx->attached = upper; }
+const dt_kernels *dt_ctx_kernels(const dt_ctx *ctx) { return ctx ? &ctx->kernels : NULL; }
+const dt_host    *dt_ctx_host(const dt_ctx *ctx) { return ctx ? &ctx->host : NULL; }
+const dt_io      *dt_ctx_io(const dt_ctx *ctx) { return ctx ? &ctx->io : NULL; }
+void             *dt_ctx_stream(const dt_ctx *ctx) { return ctx ? ctx->stream : NULL; }
+int               dt_ctx_rank(const dt_ctx *ctx) { return ctx ? ctx->rank : 0; }
+uint64_t          dt_ctx_seed(const dt_ctx *ctx) { return ctx ? ctx->seed : 0; }
+void             *dt_ctx_attached(const dt_ctx *ctx) { return ctx ? ctx->attached : NULL; }
+void              dt_ctx_attach(dt_ctx *ctx, void *upper) {
+    if (ctx) ctx->attached = upper;
+}
+
+size_t dt_printable(const char *s) {
+    static const uint32_t least[] = { 0, 0x20, 0xa0, 0x800, 0x10000 };  /* least code of n bytes */
+    unsigned char first = (unsigned char)(s ? *s : 0);
+    size_t        n = first < 0x80 ? 1 : first < 0xc0 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf8 ? 4 : 0;
+    uint32_t      code = n > 1 ? first & 0x7fu >> n : first;
+    for (size_t i = 1; i < n; i++) {
+        if ((s[i] & 0xc0) != 0x80) return 0;
+        code = code << 6 | (s[i] & 0x3f);
+    }
+    return code < least[n] || code == 0x7f || (code >= 0xd800 && code < 0xe000) || code > 0x10ffff ? 0 : n;
+}
+
+/* Makes a message one printable line: each unprintable byte becomes \xNN, and the result is cut to
+   `bytes`. Every message passes through here, because it may quote paths, names in files and texts
+   of other ranks. */
+static void dt__escape(char *text, size_t bytes) {
+    char   raw[700] = "";
+    size_t at = 0, n = strlen(text) < sizeof raw ? strlen(text) : sizeof raw - 1;
+    memcpy(raw, text, n);
+    for (size_t i = 0, length; i < n; i += length ? length : 1) {
+        length = dt_printable(raw + i);
+        if (at + (length ? length : 4) >= bytes) break;
+        if (length) memcpy(text + at, raw + i, length);
+        else snprintf(text + at, bytes - at, "\\x%02x", (unsigned char)raw[i]);
+        at += length ? length : 4;
+    }
+    text[at] = 0;
+}
 
 void dt_log(dt_ctx *ctx, int level, const char *fmt, ...) {
     char    text[640];
     va_list args;
+    if (!ctx || !fmt) return;
     va_start(args, fmt);
     vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
+    dt__escape(text, sizeof text);
     ctx->host.log(ctx->host.user, level, ctx->rank, text);
 }
 
@@ -1812,10 +1955,11 @@ dt_status dt_fail(dt_ctx *ctx, dt_status status, const char *fmt, ...) {
     ctx->status = status;
     int n = snprintf(ctx->text, sizeof ctx->text, "rank %d: ", ctx->rank);
     va_start(args, fmt);
-    vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt, args);
+    vsnprintf(ctx->text + n, sizeof ctx->text - (size_t)n, fmt ? fmt : "no reason was given", args);
     va_end(args);
     for (char *s = strstr(ctx->text, " -nan"); s; s = strstr(s + 1, " -nan")) /* a NaN's sign tells nothing */
         if (strchr(" ,:;)", s[5])) memmove(s + 1, s + 2, strlen(s + 2) + 1);
+    dt__escape(ctx->text, sizeof ctx->text);
     int told = status == DT_ERR_PEER; /* the first culprit speaks; the others keep quiet */
     for (dt_listener *l = ctx->listeners; l; l = l->next)
         if (l->failed) told |= l->failed(ctx, status, ctx->text, l->user);
@@ -1881,6 +2025,7 @@ static dt_status dt__accumulate(dt_ctx *ctx, dt_dtype dtype, void *out, const vo
 }
 
 void dt_listen(dt_ctx *ctx, dt_listener *listener) {
+    if (!ctx || !listener) return;
     dt_listener **at = &ctx->listeners;
     while (*at) at = &(*at)->next;
     listener->next = NULL;
@@ -1888,6 +2033,7 @@ void dt_listen(dt_ctx *ctx, dt_listener *listener) {
 }
 
 void dt_unlisten(dt_ctx *ctx, dt_listener *listener) {
+    if (!ctx) return;
     for (dt_listener **at = &ctx->listeners; *at; at = &(*at)->next)
         if (*at == listener) {
             *at = listener->next;
@@ -1933,10 +2079,11 @@ dt_box dt_box_of(dt_shape full, const dt_cut cuts[3]) {
     dt_box  box;
     int64_t end[DT_MAX_DIMS]; /* where what this rank owns ends, in the full tensor */
     memset(&box, 0, sizeof box);
+    if (dt__shape_bad(full, 0)) return box;
     for (int i = 0; i < full.nd; i++) box.n[i] = end[i] = full.d[i];
-    for (int c = 0; c < 3; c++) {
+    for (int c = 0; cuts && c < 3; c++) {
         const dt_group *group = (const dt_group *)cuts[c].comm;
-        if (!group) continue;
+        if (!group || cuts[c].dim < 0 || cuts[c].dim >= full.nd) continue;
         int dim = cuts[c].dim; /* a second cut of the same dimension cuts what the first left */
         box.n[dim] = (box.n[dim] + group->size - 1) / group->size;
         box.lo[dim] += group->rank * box.n[dim];
@@ -2007,14 +2154,13 @@ static void dt__zero_overhang(dt_ctx *ctx, const dt_param_info *p, dt_dtype dtyp
     dt__fill(ctx, dtype, (char *)array + (size_t)done * size, p->count - (size_t)done, 0);
 }
 
-static size_t dt__utf8_bad(const char *text, size_t n);
 static dt__text dt__name_text(const char *name);
 
 /* A name goes to files and messages. */
 static dt_status dt__name_check(dt_ctx *ctx, const char *op, const char *name) {
-    int bad = dt__utf8_bad(name, strlen(name)) < strlen(name);
-    for (const char *s = name; *s; s++) bad |= (unsigned char)*s < 32 || *s == 127;
-    return bad ? dt_fail(ctx, DT_ERR_ARG, "%s(%s): a name is UTF-8 without control characters", op,
+    size_t length = 1;
+    for (const char *s = name; *s && length; s += length) length = dt_printable(s);
+    return length == 0 ? dt_fail(ctx, DT_ERR_ARG, "%s(%s): a name is UTF-8 without control characters", op,
         dt__name_text(name).s) : DT_OK;
 }
 
@@ -2844,7 +2990,10 @@ dt_tensor *dt_record(dt_tensor *out, dt_record_desc desc) {
     return out && out->ctx->status == DT_OK ? out : NULL;
 }
 
-int dt_wants(const dt_node *node, int i) { return (int)(node->want >> i & 1); }
+/* Whether the node has an input i: a caller's backward may pass any i. */
+static int dt__has_input(const dt_node *node, int i) { return node && i >= 0 && i < node->n_in && node->in[i]; }
+
+int dt_wants(const dt_node *node, int i) { return dt__has_input(node, i) && (node->want >> i & 1); }
 
 enum { DT__KEPT = 2 }; /* of needs_grad: the user reads the gradient, so it outlives the backward of its block */
 
@@ -2854,7 +3003,7 @@ static void *dt__grad_room(dt_ctx *ctx, dt_block_state *home, size_t bytes) {
     return home->grads ? dt__arena_alloc(ctx, home->grads, bytes) : NULL;
 }
 
-dt_dtype dt_grad_dtype(const dt_tensor *t) { return dt__wide(t->dtype, t->param != NULL); }
+dt_dtype dt_grad_dtype(const dt_tensor *t) { return t ? dt__wide(t->dtype, t->param != NULL) : DT_F32; }
 
 /* dt_grad_raw for ops that can add to the f32 gradient of a bf16 or f16 parameter: *wide says that it is one. */
 static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
@@ -2869,6 +3018,7 @@ static void *dt__grad_wide(dt_node *node, int i, int *accumulate, int *wide) {
 
 /* Other ops write the gradient in the tensor's own type; dt__node_back adds it up where that is not the gradient's. */
 void *dt_grad_raw(dt_node *node, int i, int *accumulate) {
+    if (!dt__has_input(node, i) || !accumulate) return NULL;
     dt_tensor *t = dt__owner(node->in[i]);
     int        wide = 0;
     if (!t->param || !dt__narrow(t->dtype)) return dt__grad_wide(node, i, accumulate, &wide);
@@ -2894,7 +3044,7 @@ static dt_status dt__widen_grads(dt_ctx *ctx, dt_node *n) {
 void *dt_grad(dt_node *node, int i) {
     int        accumulate = 0;
     void      *g = dt_grad_raw(node, i, &accumulate);
-    dt_tensor *t = dt__owner(node->in[i]);
+    dt_tensor *t = g ? dt__owner(node->in[i]) : NULL;
     if (g && !accumulate) dt__fill(t->ctx, t->dtype, g, (size_t)dt_count(t->shape), 0);
     return g;
 }
@@ -4632,12 +4782,11 @@ typedef struct dt__json_in {
     int      depth;
 } dt__json_in;
 
-/* A name from a file as a message may show it: not long, nothing that moves a cursor. */
+/* A name from a file for a message: printable, and cut to 80 bytes. */
 static dt__text dt__name_text(const char *name) {
     dt__text t;
-    size_t   n = 0;
-    for (; name[n] && n < 80; n++) t.s[n] = (unsigned char)name[n] < 32 || name[n] == 127 ? '?' : name[n];
-    memcpy(t.s + n, name[n] ? ".." : "", name[n] ? 3 : 1);
+    if (snprintf(t.s, 81, "%s", name) > 80) memcpy(t.s + 80, "..", 3);
+    dt__escape(t.s, sizeof t.s);
     return t;
 }
 
@@ -4649,7 +4798,7 @@ static dt_status dt__json_say(const dt_json *d, size_t at, const char *fmt, va_l
         if (d->text[i] == '\n') line++, column = 1;
         else column += ((unsigned char)d->text[i] & 0xc0) != 0x80; /* characters, not bytes */
     }
-    vsnprintf(why, sizeof why, fmt, args);
+    vsnprintf(why, sizeof why, fmt ? fmt : "no reason was given", args);
     return dt_fail(d->ctx, DT_ERR_IO, "%s:%zu:%zu: %s", d->name, line, column, why);
 }
 
@@ -4857,7 +5006,7 @@ static int dt__json_hex(dt__json_in *in, uint32_t *out) {
     return 1;
 }
 
-/* What follows a backslash, as UTF-8 in out; its length, or 0. */
+/* Decodes the escape after a backslash into out, as UTF-8 or one raw byte; its length, or 0. */
 static int dt__json_escape(dt__json_in *in, char out[4]) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     size_t   begin = in->at - 1;
@@ -4869,6 +5018,10 @@ static int dt__json_escape(dt__json_in *in, char out[4]) {
         }
     if (!dt__json_past(in, 'u')) return dt__json_bad(in->doc, begin, "no such escape in a string");
     if (!dt__json_hex(in, &code)) return 0;
+    if (code >= 0xdc80 && code <= 0xdcff) {
+        out[0] = (char)(code & 0xff);
+        return 1;
+    }
     if (code >= 0xd800 && code < 0xe000) {
         int pair = code < 0xdc00 && dt__json_past(in, '\\') && dt__json_past(in, 'u');
         if (pair && !dt__json_hex(in, &low)) return 0;
@@ -5002,6 +5155,11 @@ dt_json *dt_json_parse(dt_ctx *ctx, const char *name, const char *text, size_t b
     dt_json     head, *d;
     dt__json_in in;
     if (dt_error(ctx) != DT_OK) return NULL;
+    if (!name) name = "JSON";
+    if (!text && bytes) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_json_parse(%s): %zu bytes of text, which is NULL", name, bytes);
+        return NULL;
+    }
     memset(&head, 0, sizeof head);
     head.ctx = ctx;
     head.name = name;
@@ -5061,7 +5219,7 @@ const char *dt_json_key(const dt_json *d, int node, size_t *bytes) {
 
 int dt_json_find(const dt_json *d, int node, const char *key) {
     const dt__json_node *n = dt__json_is(d, node, DT_JSON_OBJECT);
-    int                  lo = 0, hi = n ? (int)n->count : 0;
+    int                  lo = 0, hi = n && key ? (int)n->count : 0;
     while (lo < hi) {
         int         mid = lo + (hi - lo) / 2;
         size_t      bytes = 0;
@@ -5081,25 +5239,26 @@ const char *dt_json_string(const dt_json *d, int node, size_t *bytes) {
 
 int dt_json_number(const dt_json *d, int node, double *out) {
     const dt__json_node *n = dt__json_is(d, node, DT_JSON_NUMBER);
-    if (n) *out = n->u.number;
+    if (n && out) *out = n->u.number;
     return n != NULL;
 }
 
 int dt_json_int(const dt_json *d, int node, int64_t *out) {
     double v;
     if (!dt_json_number(d, node, &v) || v != floor(v) || fabs(v) > 9007199254740992.0) return 0;
-    *out = (int64_t)v;
+    if (out) *out = (int64_t)v;
     return 1;
 }
 
 int dt_json_bool(const dt_json *d, int node, int *out) {
     const dt__json_node *n = dt__json_is(d, node, DT_JSON_BOOL);
-    if (n) *out = (int)n->u.first;
+    if (n && out) *out = (int)n->u.first;
     return n != NULL;
 }
 
 dt_status dt_json_fail(const dt_json *d, int node, const char *fmt, ...) {
     va_list args;
+    if (!d) return DT_ERR_ARG;
     va_start(args, fmt);
     dt_status status = dt__json_say(d, dt__json_get(d, node) ? d->node[node].at : 0, fmt, args);
     va_end(args);
@@ -5107,6 +5266,7 @@ dt_status dt_json_fail(const dt_json *d, int node, const char *fmt, ...) {
 }
 
 static void dt__json_write(dt_json_out *o, const char *s, size_t n) {
+    if (!o) return;
     if (o->used + n + 1 > o->room && dt_error(o->ctx) == DT_OK) {
         size_t room = 2 * (o->used + n + 1) + 256;
         char  *text = (char *)dt_alloc(o->ctx, DT_MEM_HOST, room, "JSON");
@@ -5124,13 +5284,16 @@ static void dt__json_write(dt_json_out *o, const char *s, size_t n) {
 
 static void dt__json_quote(dt_json_out *o, const char *s) {
     static const char from[] = "\"\\\b\f\n\r\t", to[] = "\"\\bfnrt";
-    if (dt__utf8_bad(s, strlen(s)) < strlen(s)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: a string that is not UTF-8");
+    const char       *end = s + strlen(s);
+    const char       *bad = s + dt__utf8_bad(s, strlen(s)); /* the next invalid byte */
     dt__json_write(o, "\"", 1);
     for (; *s; s++) {
         char        code[8] = { '\\', 0 };
         const char *escape = strchr(from, *s);
         if (escape) code[1] = to[escape - from];
         else if ((unsigned char)*s < 32) snprintf(code, sizeof code, "\\u%04x", (unsigned)*s);
+        else if (s == bad) snprintf(code, sizeof code, "\\udc%02x", (unsigned)(unsigned char)*s);
+        if (s == bad) bad += 1 + dt__utf8_bad(s + 1, (size_t)(end - s - 1));
         if (code[1]) dt__json_write(o, code, strlen(code));
         else dt__json_write(o, s, 1);
     }
@@ -5139,7 +5302,7 @@ static void dt__json_quote(dt_json_out *o, const char *s) {
 
 /* What comes before a value: a comma unless it is the first, and the key. */
 static void dt__json_next(dt_json_out *o, const char *key) {
-    char last = o->used ? o->text[o->used - 1] : '{';
+    char last = o && o->used ? o->text[o->used - 1] : '{';
     if (last != '{' && last != '[') dt__json_write(o, ",", 1);
     if (!key) return;
     dt__json_quote(o, key);
@@ -5165,6 +5328,7 @@ void dt_json_put_number(dt_json_out *o, const char *key, double value) {
     double      back = 0;
     dt_json     d;
     dt__json_in in;
+    if (!o) return;
     if (!isfinite(value)) dt_fail(o->ctx, DT_ERR_ARG, "JSON: %g is no number there", value);
     memset(&d, 0, sizeof d);
     d.text = text;
@@ -5198,6 +5362,7 @@ void dt_json_put_bool(dt_json_out *o, const char *key, int value) {
 }
 
 void dt_json_drop(dt_json_out *o) {
+    if (!o) return;
     dt_free(o->ctx, DT_MEM_HOST, o->text, o->room);
     o->text = NULL;
     o->used = o->room = 0;
@@ -5285,7 +5450,45 @@ static void dt__text_drop(dt_ctx *ctx, char *s) {
     if (s) dt_free(ctx, DT_MEM_HOST, s, strlen(s) + 1);
 }
 
-static const char *dt__io_reason(void) { return errno ? strerror(errno) : "the io table refused"; }
+/* The text of an errno that the io table set. */
+static const char *dt__io_why(int reason) {
+    switch (reason) {
+    case 0: return "the io table refused";
+    case ESPIPE: return "it is a FIFO, not a regular file";
+    case ENODEV: case ENXIO: return "it is a device or a socket, not a regular file";
+    case ELOOP: return "it is a symbolic link that is not followed, or that leads nowhere";
+    case EMLINK: return "it has another hard link; writing it would change that file too";
+    case EFBIG: return "File too large, for ulimit -f or for the file system";
+    default: return strerror(reason);
+    }
+}
+static const char *dt__io_reason(void) { return dt__io_why(errno); }
+
+static int dt__io_absent(void) { return errno == ENOENT || errno == ENOTDIR; }
+
+/* Fails with "...: " and errno's text, after a failed io call. Sets ctx->unread (the file may be
+   good), unless it is absent, a folder or a FIFO. */
+static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) DT_PRINTF(2, 3);
+static dt_status dt__io_fail(dt_ctx *ctx, const char *fmt, ...) {
+    char        text[sizeof ctx->text];
+    const char *reason = dt__io_reason();
+    int         unread = !dt__io_absent() && errno != EISDIR && errno != ESPIPE;
+    va_list     args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    if (ctx->status == DT_OK) ctx->unread = unread;
+    return dt_fail(ctx, DT_ERR_IO, "%s: %s", text, reason);
+}
+
+/* Creates a file under a temporary name. First removes one (or a link) that a killed job left. */
+static int dt__io_create(const dt_io *io, const char *path) {
+    errno = 0;
+    int fd = io->open(io->user, path, DT_IO_CREATE);
+    if (fd >= 0 || errno != EEXIST || io->remove(io->user, path) != 0) return fd;
+    errno = 0;
+    return io->open(io->user, path, DT_IO_CREATE);
+}
 
 /* Moves bytes between memory and a file: how many went. The io table may take them piece by piece. *end: not all went
    because none were left, or taken; else errno says why, where the table sets it. */
@@ -5309,31 +5512,34 @@ static dt_status dt__file_get(dt_ctx *ctx, const char *path, int fd, void *out, 
     const char *what) {
     int     end = 0;
     int64_t done = dt__io_move(&ctx->io, fd, 0, out, bytes, at, &end);
-    return done == bytes ? DT_OK : dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: %s", path, dt__name_text(what).s,
-        (long long)(at + done), end ? "the file has become shorter" : dt__io_reason());
+    if (done == bytes) return DT_OK;
+    if (!end) return dt__io_fail(ctx, "%s: %s, byte %lld", path, dt__name_text(what).s,
+        (long long)(at + done));
+    return dt_fail(ctx, DT_ERR_IO, "%s: %s, byte %lld: the file has become shorter", path,
+        dt__name_text(what).s, (long long)(at + done));
 }
 
 static dt_status dt__file_put(dt_ctx *ctx, const char *path, int fd, const void *in, int64_t bytes, int64_t at) {
     int     end = 0;
     int64_t done = dt__io_move(&ctx->io, fd, 1, (void *)(uintptr_t)in, bytes, at, &end);
-    return done == bytes ? DT_OK : dt_fail(ctx, DT_ERR_IO, "%s: writing byte %lld: %s", path, (long long)(at + done),
-        dt__io_reason());
+    return done == bytes ? DT_OK : dt__io_fail(ctx, "%s: writing byte %lld", path,
+        (long long)(at + done));
 }
 
-/* A descriptor, or -1 and the context has failed. For writing, the file becomes `bytes` zeros. */
+/* A descriptor, or -1 and the context has failed. For writing: creates a file of `bytes` zeros;
+   path is a temporary name. */
 static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t bytes) {
+    const dt_io *io = &ctx->io;
+    if (ctx->status != DT_OK) return -1;
     errno = 0;
-    int fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, writing) : -1;
-    if (fd < 0) {
-        dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
-        return -1;
-    }
-    if (!writing) return fd;
+    int fd = writing ? dt__io_create(io, path) : io->open(io->user, path, DT_IO_READ);
+    if (fd < 0) dt__io_fail(ctx, "%s", path);
+    if (fd < 0 || !writing) return fd;
     errno = 0;
-    int ok = ctx->io.resize(ctx->io.user, fd, 0) == 0 && ctx->io.resize(ctx->io.user, fd, bytes) == 0;
-    if (ok) return fd;
-    dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", path, (long long)bytes, dt__io_reason());
-    ctx->io.close(ctx->io.user, fd);
+    if (io->resize(io->user, fd, bytes) == 0) return fd;
+    dt__io_fail(ctx, "%s: making room for %lld bytes", path, (long long)bytes);
+    io->close(io->user, fd);
+    io->remove(io->user, path);
     return -1;
 }
 
@@ -5341,9 +5547,9 @@ static int dt__file_open(dt_ctx *ctx, const char *path, int writing, int64_t byt
 static dt_status dt__file_shut(dt_ctx *ctx, const char *path, int fd) {
     errno = 0;
     int synced = ctx->status == DT_OK ? ctx->io.fsync(ctx->io.user, fd) : 0;
-    if (synced != 0) dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", path, dt__io_reason());
+    if (synced != 0) dt__io_fail(ctx, "%s: fsync", path);
     errno = 0;
-    if (ctx->io.close(ctx->io.user, fd) != 0) dt_fail(ctx, DT_ERR_IO, "%s: close: %s", path, dt__io_reason());
+    if (ctx->io.close(ctx->io.user, fd) != 0) dt__io_fail(ctx, "%s: close", path);
     return ctx->status;
 }
 
@@ -5353,12 +5559,12 @@ static dt_status dt__file_publish(dt_ctx *ctx, const char *temp, const char *pat
     const char *slash = strrchr(path, '/');
     errno = 0;
     if (ctx->io.rename(ctx->io.user, temp, path) != 0)
-        return dt_fail(ctx, DT_ERR_IO, "%s: rename from %s: %s", path, temp, dt__io_reason());
+        return dt__io_fail(ctx, "%s: rename from %s", path, temp);
     char *folder = slash ? dt__join(ctx, path, (size_t)(slash - path) + 1, "") : dt__join(ctx, ".", 1, "");
-    int   fd = folder ? ctx->io.open(ctx->io.user, folder, 0) : -1;
+    int   fd = folder ? ctx->io.open(ctx->io.user, folder, DT_IO_READ) : -1;
     errno = 0;
     if (fd >= 0 && ctx->io.fsync(ctx->io.user, fd) != 0 && errno != EINVAL)
-        dt_fail(ctx, DT_ERR_IO, "%s: fsync: %s", folder, dt__io_reason());
+        dt__io_fail(ctx, "%s: fsync", folder);
     if (fd >= 0) ctx->io.close(ctx->io.user, fd);
     dt__text_drop(ctx, folder);
     return ctx->status;
@@ -5366,12 +5572,16 @@ static dt_status dt__file_publish(dt_ctx *ctx, const char *temp, const char *pat
 
 char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
     if (dt_error(ctx) != DT_OK) return NULL;
+    if (!path || !bytes) {
+        dt_fail(ctx, DT_ERR_ARG, "dt_file_read(%s): path or bytes is NULL", path ? path : "NULL");
+        return NULL;
+    }
     int fd = dt__file_open(ctx, path, 0, 0);
     if (fd < 0) return NULL;
     char *text = NULL;
     errno = 0;
     int64_t size = ctx->io.size(ctx->io.user, fd);
-    if (size < 0) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    if (size < 0) dt__io_fail(ctx, "%s", path);
     else if ((uint64_t)size > limit)
         dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes, at most %zu", path, (long long)size, limit);
     else text = (char *)dt_alloc(ctx, DT_MEM_HOST, (size_t)size + 1, path);
@@ -5389,6 +5599,9 @@ char *dt_file_read(dt_ctx *ctx, const char *path, size_t limit, size_t *bytes) {
 
 dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t bytes) {
     if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    if (!path || (!data && bytes))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_file_write(%s): path is NULL, or data of %zu bytes is",
+            path ? path : "NULL", bytes);
     char *temp = dt__temp_name(ctx, path);
     int   fd = temp ? dt__file_open(ctx, temp, 1, (int64_t)bytes) : -1;
     if (fd >= 0) {
@@ -5396,7 +5609,7 @@ dt_status dt_file_write(dt_ctx *ctx, const char *path, const void *data, size_t 
         dt__file_shut(ctx, temp, fd);
     }
     if (ctx->status == DT_OK) dt__file_publish(ctx, temp, path);
-    if (ctx->status != DT_OK && temp) ctx->io.remove(ctx->io.user, temp);
+    if (ctx->status != DT_OK && fd >= 0) ctx->io.remove(ctx->io.user, temp);
     dt__text_drop(ctx, temp);
     return ctx->status;
 }
@@ -5414,9 +5627,10 @@ static dt_status dt__weights_use(dt_weights *w, int f) {
     if (w->current == f) return ctx->status;
     dt__weights_shut(w);
     const char *path = w->writing ? w->file[f].temp : w->file[f].path;
+    if (ctx->status != DT_OK) return ctx->status;
     errno = 0;
-    w->fd = ctx->status == DT_OK ? ctx->io.open(ctx->io.user, path, w->writing) : -1;
-    if (w->fd < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    w->fd = ctx->io.open(ctx->io.user, path, w->writing ? DT_IO_WRITE : DT_IO_READ);
+    if (w->fd < 0) return dt__io_fail(ctx, "%s", path);
     w->current = f;
     return DT_OK;
 }
@@ -5544,6 +5758,8 @@ static dt_status dt__st_tensor(dt_weights *w, int f, int node) {
     t.file = f;
     t.t.name = dt_json_key(j, node, &bytes);
     if (strlen(t.t.name) != bytes) return dt_json_fail(j, node, "a tensor's name holds a NUL");
+    if (dt__utf8_bad(t.t.name, bytes) < bytes)
+        return dt_json_fail(j, node, "a tensor's name is not UTF-8");
     dt__text    name = dt__name_text(t.t.name);
     int         shape = dt_json_find(j, node, "shape"), offsets = dt_json_find(j, node, "data_offsets");
     const char *type = dt_json_string(j, dt_json_find(j, node, "dtype"), NULL);
@@ -5691,7 +5907,7 @@ static dt_status dt__weights_scan(dt_weights *w, char *path) {
     file->bytes = ctx->io.size(ctx->io.user, w->fd);
     if (file->bytes < 0 && errno == EISDIR)
         return dt_fail(ctx, DT_ERR_IO, "%s: a folder without model.safetensors and model.safetensors.index.json", path);
-    if (file->bytes < 0) return dt_fail(ctx, DT_ERR_IO, "%s: %s", path, dt__io_reason());
+    if (file->bytes < 0) return dt__io_fail(ctx, "%s", path);
     if (file->bytes < 8) return dt_fail(ctx, DT_ERR_IO, "%s: %lld bytes are no weights", path, (long long)file->bytes);
     if (dt__file_get(ctx, path, w->fd, &head, sizeof head, 0, "header") != DT_OK) return ctx->status;
     if ((uint32_t)head == DT__LLMC_MAGIC && w->files == 1 && file->bytes >= DT__LLMC_HEAD) return dt__llmc_open(w, f);
@@ -5747,12 +5963,12 @@ static char *dt__weights_in(dt_weights *w, const char *name) {
     char   *path = ctx->status == DT_OK ? dt__join(ctx, w->path, strlen(w->path), name) : NULL;
     if (!path) return NULL;
     errno = 0;
-    int fd = ctx->io.open(ctx->io.user, path, 0);
+    int fd = ctx->io.open(ctx->io.user, path, DT_IO_READ);
     if (fd >= 0) {
         ctx->io.close(ctx->io.user, fd);
         return path;
     }
-    if (errno != 0 && errno != ENOENT && errno != ENOTDIR) dt_fail(ctx, DT_ERR_IO, "%s: %s", path, strerror(errno));
+    if (!dt__io_absent()) dt__io_fail(ctx, "%s", path);
     dt__text_drop(ctx, path);
     return NULL;
 }
@@ -6042,6 +6258,7 @@ static dt_status dt__weights_param(dt_weights *w, const char *what, int writing,
     int64_t              last = p->full.nd ? p->full.d[p->full.nd - 1] : 1;
     r.param = param;
     r.columns = columns ? columns : last;
+    if (n > 0 && !parts) return dt_fail(ctx, DT_ERR_ARG, "%s(%s): its %d parts are NULL", what, param->name, n);
     if (r.columns < 1 || dt_count(p->full) % r.columns != 0)
         return dt_fail(ctx, DT_ERR_ARG, "%s(%s): %s has no %lld columns", what, param->name, dt__shape_text(p->full).s,
             (long long)columns);
@@ -6148,9 +6365,9 @@ static dt_status dt__file_start(dt_weights *w, int f, int64_t head_bytes) {
     dt__weight_file *file = &w->file[f];
     dt__weights_shut(w);
     if (!(file->temp = dt__temp_name(w->ctx, file->path))) return w->ctx->status;
-    file->open = 1;
     w->fd = dt__file_open(w->ctx, file->temp, 1, file->bytes);
     if (w->fd < 0) return w->ctx->status;
+    file->open = 1;
     w->current = f;
     return dt__file_put(w->ctx, file->temp, w->fd, file->head, head_bytes, 0);
 }
@@ -6263,7 +6480,7 @@ static dt_status dt__index_write(dt_weights *w) {
     if (path && dt_file_write(w->ctx, path, out.text, out.used) == DT_OK) {
         errno = 0; /* an older single file would be read in place of the shards */
         if (w->ctx->io.remove(w->ctx->io.user, w->path) != 0 && errno != 0 && errno != ENOENT)
-            dt_fail(w->ctx, DT_ERR_IO, "%s: it is older than its shards, but stays: %s", w->path, strerror(errno));
+            dt__io_fail(w->ctx, "%s: it is older than its shards, but stays", w->path);
     }
     dt_json_drop(&out);
     dt__text_drop(w->ctx, path);
@@ -6465,6 +6682,8 @@ static dt__pieces dt__matmul_pieces(int64_t n, int64_t steps, size_t size) {
     return p;
 }
 
+#define DT__WORK_MOST ((int64_t)1 << 48) /* elements; no memory holds more, so scratch is SIZE_MAX */
+
 /* Room for panels of A of at most 14 rows, a block of B, and tiles; two numbers are written past a panel. Never less
    for a larger product, so that scratch for the largest of several serves all. */
 size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
@@ -6479,12 +6698,17 @@ size_t dt_matmul_work(int64_t n, int64_t k, dt_dtype dtype) {
 }
 
 /* Room for six rows: a kernel's rows widened, and sums over rows. */
-size_t dt_row_work(int64_t cols, dt_dtype dtype) { return 6 * (size_t)cols * dt__real_size(dtype) + 64; }
+size_t dt_row_work(int64_t cols, dt_dtype dtype) {
+    if (cols < 0 || cols > DT__WORK_MOST) return cols < 0 ? 0 : (size_t)-1;
+    return 6 * (size_t)cols * dt__real_size(dtype) + 64;
+}
 
 enum { DT__LANES = 32 }; /* no vector tile has more columns, no tile of attention more than 8 rows */
 
 /* What attention keeps for a head, in numbers of the type computed in: see attention_scratch. */
 size_t dt_attention_work(int64_t tk, int64_t dim, dt_dtype dtype) {
+    if (tk < 0 || dim < 0) return 0;
+    if (tk > DT__WORK_MOST || dim > DT__WORK_MOST || tk + 16 > DT__WORK_MOST / (dim + DT__LANES)) return (size_t)-1;
     size_t keys = (size_t)(tk + 15) / 16 * 16, dims = (size_t)(dim + DT__LANES - 1) / DT__LANES * DT__LANES;
     size_t of_keys = 6 * keys * dims + 3 * keys * DT__LANES + 4 * keys, of_queries = (6 * dims + 16) * DT__LANES;
     return ((of_keys + of_queries) * dt__real_size(dtype) + 127) / 64 * 64 * (size_t)dt__omp_threads();
@@ -8514,6 +8738,7 @@ const dt_kernels *dt_kernels_cpu(void) {
 #endif /* DT__TENSOR_TABLE */
 
 /* HISTORY
+     0.2.0   dt_io: open takes a dt_io_mode in place of 0, 1 and DT_IO_NEW; remove_folder; dt_printable
      0.1.0   one rank: tensors, tape, blocks, units, memory account, CPU kernels, JSON, weight files
 
    LICENCE: your choice of A or B.

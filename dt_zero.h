@@ -121,8 +121,9 @@ typedef struct dt_lr_desc {
     int64_t decay;      /* DT_LR_WSD: the last steps, in which it falls; 0 -> 20% of steps, rounded up */
 } dt_lr_desc;
 
-/* [local] The learning rate of step n, from 1. arXiv:1608.03983 for the cosine; DT_LR_WSD stays at the peak and then
-   falls as 1 - sqrt(done), done going from 0 to 1 (arXiv:2404.06395; arXiv:2405.18392 for the root). */
+/* [local] The learning rate of step n, from 1; 0 for n < 1. arXiv:1608.03983 for the cosine;
+   DT_LR_WSD stays at the peak and then falls as 1 - sqrt(done), done going from 0 to 1
+   (arXiv:2404.06395; arXiv:2405.18392 for the root). */
 DT_API double dt_lr(dt_lr_desc desc, int64_t step);
 
 // ==== 2. Training state =============================================================================================
@@ -247,14 +248,19 @@ DT_API void dt_zero_free(dt_zero *zero);
        DIR/step-400.1a2b3c.tmp/    being written, or left by a job that was killed: the next one removes it. The number
                                    is another each time: ranks that do not share the folder cannot find it
 
+   Removing a checkpoint removes its four files, then the folder if it is empty. A symbolic link in
+   place of the folder or of a file is removed itself, not its target; nor is anything written
+   through a link.
+
    All ranks write the two files at once, each the parts that it alone has and its share of what many have. Then every
    file is synced, the manifest is written and synced, the folder is synced and renamed, and the one above is synced: at
    any instant there is the checkpoint before or the new one, and once dt_checkpoint_save has returned DT_OK the new one
    stays. A checkpoint replaces none: where step-200 is taken it becomes step-200-2. The newest that is whole counts. */
 enum { DT_CHECKPOINT_FORMAT = 1 };
 
-/* Numbers of the program that belong to a checkpoint: how many samples it has seen, say. Finite, and the same on all
-   ranks. Saved as they are then, and filled in by dt_checkpoint_load. */
+/* Numbers of the program that belong to a checkpoint: how many samples it has seen, say. Names are
+   unique; the numbers are finite, and the same on all ranks. dt_checkpoint_save stores their values
+   at that time, and dt_checkpoint_load fills them in. */
 typedef struct dt_saved { const char *name; double *values; int count; } dt_saved;
 
 /* Where a parameter lies in model.safetensors: n parts that follow each other, as in dt_weights_load. */
@@ -273,16 +279,18 @@ typedef struct dt_checkpoint_desc {
                                        thread for each rank writes it. A rank holds its share of the state twice then */
     const dt_saved *saved;          /* (n_saved) */
     int             n_saved;
-    const char     *config;         /* a text to be saved, UTF-8; may be NULL */
-    const char     *beside;         /* and one that becomes config.json; may be NULL */
+    const char     *config;         /* a text to be saved, any bytes, at most 16 MiB; may be NULL */
+    const char     *beside;         /* becomes config.json, at most 100,000,000 bytes, or NULL */
     void          (*place)(const dt_tensor *param, dt_file_place *place, void *user);    /* NULL: under its own name */
     void          (*progress)(double done, void *user);     /* on rank 0, from 0 to 1, while it saves; may be NULL */
     void           *user;
 } dt_checkpoint_desc;
 
 typedef struct dt_checkpoint dt_checkpoint;
-/* [collective: world] After dt_zero_make. What desc points to is read until dt_checkpoint_close. NULL after a failure:
-   DT_ERR_IO, when another process saves there, it names that; DT_ERR_UNSUPPORTED for an io table without folders. */
+/* [collective: world] After dt_zero_make. What desc points to is read until dt_checkpoint_close.
+   NULL after a failure: DT_ERR_IO, when another process saves there, it names that; DT_ERR_ARG for
+   data that could be saved but not loaded: two arrays in `saved` of one name, more numbers (4
+   million) or text than a manifest holds; DT_ERR_UNSUPPORTED for an io table without folders. */
 DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc);
 /* [collective: world] Between dt_zero_step and the next forward. Saves the state after that step. On failure every rank
    fails, with DT_ERR_IO where a file is the reason, and what was there before is as it was. That also holds where the
@@ -293,15 +301,17 @@ DT_API dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc)
 DT_API dt_status dt_checkpoint_save(dt_checkpoint *checkpoint);
 /* [collective: world] Moves a save in the background on: call it once a step. 1 when none is under way any more. */
 DT_API int dt_checkpoint_poll(dt_checkpoint *checkpoint);
-/* [collective: world] Before the first step. from: a checkpoint, or a folder of them: the newest that is whole; NULL:
-   desc.dir. Reads all of it and compares every digest before anything changes; one that is damaged is told in a notice,
-   and the one before it is taken. Returns its step; 0: there is no checkpoint (or it is of step 0, and
-   dt_checkpoint_path names it); -1 after a failure: none is whole, one of a newer format, of another model, optimizer,
-   type or seed. Errors of 1-bit Adam, which belong to a layout, are
-   zero in another, with a notice. */
+/* [collective: world] Before the first step. from: a checkpoint, or a folder of them: the newest
+   that is whole; NULL: desc.dir. Reads all of it and compares every digest before anything changes;
+   a notice names a damaged one, and the one before it is used. One that cannot be read
+   (permissions, descriptors, memory, the disk) may be intact: that is a failure. Returns its step;
+   0: there is no checkpoint (or it is of step 0, and dt_checkpoint_path names it); -1 after a
+   failure: also if none is whole, or it is of a newer format, of another model, optimizer, type or
+   seed. Errors of 1-bit Adam, which belong to a layout, are zero in another, with a notice. */
 DT_API int64_t dt_checkpoint_load(dt_checkpoint *checkpoint, const char *from);
-/* [local] The name of the newest checkpoint in a folder, "step-200", in `name`, "" if there is none or no such folder.
-   Whether it is whole only dt_checkpoint_load finds. Returns its step, -1 for none. */
+/* [local] The name of the newest checkpoint in a folder, "step-200", in `name`, "" if there is
+   none. Whether it is whole only dt_checkpoint_load finds. Returns its step; -1: there is none, or
+   no such folder; -2: the folder cannot be listed, with the reason in errno. */
 DT_API int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes);
 /* [local] Of what was loaded or saved last: its folder, and the text of desc.config that was saved with it. "" if
    nothing was. */
@@ -368,13 +378,14 @@ extern "C" {
 // ==== 5. Implementation: learning rate ==============================================================================
 
 /* The last step at the peak of a warmup that is followed by a stable phase and a decay. */
-static int64_t dt__lr_stable(dt_lr_desc d) {
+static int64_t dt__lr_stable(dt_lr_desc d) { /* needs 0 <= warmup < steps */
     int64_t last = d.steps - (d.decay > 0 ? d.decay : d.steps / 5 + (d.steps % 5 != 0));
     return last > d.warmup ? last : d.warmup;
 }
 
 double dt_lr(dt_lr_desc d, int64_t step) {
-    if (step <= d.warmup) return d.peak * (double)step / (double)d.warmup;
+    if (d.warmup < 0) d.warmup = 0;
+    if (step <= d.warmup) return step > 0 ? d.peak * (double)step / (double)d.warmup : 0;
     if (d.kind == DT_LR_CONSTANT) return d.peak;
     double lowest = d.min_ratio * d.peak;
     if (step >= d.steps) return lowest;
@@ -1884,9 +1895,10 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk      *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
     if (!job->what || d->lost) return dt_error(zero->ctx);
-    double begin = host->now(host->user), nap = 1e-5;
+    dt__stopwatch watch = dt__stopwatch_start(host, d->limit_s);
+    double nap = 1e-5;
     while (__atomic_load_n(&job->busy, __ATOMIC_ACQUIRE)) {
-        if (host->now(host->user) - begin > d->limit_s) {
+        if (dt__waited(&watch) > d->limit_s) {
             dt__disk_lose(d);
             return dt_fail(zero->ctx, DT_ERR_TIMEOUT, "%s: %s %s: no answer from the disk within %g s", d->path,
                 job->write ? "writing" : "reading", job->what, d->limit_s);
@@ -1899,7 +1911,7 @@ static dt_status dt__disk_wait(dt_zero *zero, dt__disk_job *job) {
     dt__disk_end(zero, job, job->done == (int64_t)job->bytes);
     if (job->done == (int64_t)job->bytes) return dt_error(zero->ctx);
     return dt_fail(zero->ctx, DT_ERR_IO, "%s: %s %s, byte %lld of %zu: %s", d->path, job->write ? "writing" : "reading",
-        what, (long long)job->done, job->bytes, job->error ? strerror(job->error)
+        what, (long long)job->done, job->bytes, job->error ? dt__io_why(job->error)
         : job->write ? "the device took no more" : "the file has become shorter");
 }
 
@@ -1980,7 +1992,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
             "most %zu bytes is needed", folder, sizeof d->path - 1);
         if (dt__is_dry_run(zero)) return DT_OK; /* the same memory, and no file */
         errno = 0;
-        d->fd = d->io.open(d->io.user, d->path, DT_IO_NEW);
+        d->fd = d->io.open(d->io.user, d->path, DT_IO_PRIVATE);
         if (d->fd < 0 && errno != EEXIST) break;
     }
     if (d->fd < 0) return dt_fail(ctx, DT_ERR_IO, "dt_zero_make: offload to %s: open: %s", d->path, dt__io_reason());
@@ -1988,7 +2000,7 @@ static dt_status dt__disk_open(dt_zero *zero) {
     if (d->io.remove(d->io.user, d->path) != 0)
         return dt_fail(ctx, DT_ERR_IO, "dt_zero_make: offload to %s: remove: %s", d->path, dt__io_reason());
     errno = 0; /* zeros are what state begins with */
-    if (d->io.resize(d->io.user, d->fd, 0) != 0 || d->io.resize(d->io.user, d->fd, bytes) != 0)
+    if (d->io.resize(d->io.user, d->fd, bytes) != 0)
         return dt_fail(ctx, DT_ERR_IO, "%s: making room for %lld bytes: %s", d->path, (long long)bytes,
             dt__io_reason());
     pthread_mutex_init(&d->lock, NULL);
@@ -2001,7 +2013,8 @@ static dt_status dt__disk_open(dt_zero *zero) {
 static int dt__disk_stop(dt_zero *zero) {
     dt__disk      *d = zero->disk;
     const dt_host *host = dt_ctx_host(zero->ctx);
-    double begin = host->now(host->user), nap = 1e-5;
+    dt__stopwatch watch = dt__stopwatch_start(host, d->limit_s);
+    double nap = 1e-5;
     for (int ended = 0; !ended && !d->lost;) {
         pthread_mutex_lock(&d->lock);
         d->stop = 1;
@@ -2009,7 +2022,7 @@ static int dt__disk_stop(dt_zero *zero) {
         pthread_cond_signal(&d->more);
         pthread_mutex_unlock(&d->lock);
         if (ended) break;
-        if (host->now(host->user) - begin > d->limit_s) dt__disk_lose(d);
+        if (dt__waited(&watch) > d->limit_s) dt__disk_lose(d);
         host->sleep(host->user, nap);
         nap = nap < 1e-3 ? 2 * nap : nap;
     }
@@ -2641,8 +2654,9 @@ static dt_status dt__zero_collect(dt_zero *zero, const dt__zero_unit *z, const v
 dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
     int master = which == DT_STATE_MASTER && param && dt_grad_dtype(param) != param->dtype && zero->step > 0;
-    if (which < 0 || (which >= zero->states && !master))
-        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d", which, zero->states);
+    if (which < 0 || (which >= zero->states && !master) || !host)
+        return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_state: state %d of %d%s", which, zero->states,
+            host ? "" : ", to host memory that is NULL");
     dt__zero_unit *z = dt__zero_unit_of(zero, "dt_zero_state", param);
     size_t         bytes = z ? dt__disk_bytes(zero, z->unit, DT__STATE_0 + which) : 0;
     if (!z || !bytes) return z ? dt__zero_collect(zero, z, master ? z->master : z->state[which], param, host)
@@ -2657,6 +2671,7 @@ dt_status dt_zero_state(dt_zero *zero, int which, const dt_tensor *param, void *
 
 dt_status dt_zero_grad(dt_zero *zero, const dt_tensor *param, void *host) {
     if (!zero || dt_error(zero->ctx) != DT_OK) return zero ? dt_error(zero->ctx) : DT_ERR_ARG;
+    if (!host) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: host memory is NULL");
     if (!dt__zero_is_over(zero)) return dt_fail(zero->ctx, DT_ERR_ARG, "dt_zero_grad: step %lld has no complete "
         "gradient", (long long)zero->step + 1);
     if (dt__onebit_frozen(zero))
@@ -2741,6 +2756,7 @@ typedef struct dt__writer {
     size_t     manifest_bytes, manifest_room;
     char      *beside;              /* a copy: a thread that is left behind may outlive the caller's */
     int        keep, publishing;    /* publishing: what the thread does */
+    int        made;                /* this job made temp, or an export: remove it after a failure */
     int64_t    step;                /* of what is being written, and which one of that step it is */
     int        again;
     int        background, runs, lost;
@@ -2788,14 +2804,13 @@ static void dt__writer_shut(dt__writer *w, const char *path, int fd) {
 /* A new file of so many bytes; -1 after a failure. */
 static int dt__writer_create(dt__writer *w, const char *path, int64_t bytes) {
     errno = 0;
-    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+    int fd = w->why[0] ? -1 : dt__io_create(&w->io, path);
     if (fd < 0) {
         dt__writer_fail(w, path, "open");
         return -1;
     }
     errno = 0;
-    if (w->io.resize(w->io.user, fd, 0) != 0 || w->io.resize(w->io.user, fd, bytes) != 0)
-        dt__writer_fail(w, path, "making room");
+    if (w->io.resize(w->io.user, fd, bytes) != 0) dt__writer_fail(w, path, "making room");
     return fd;
 }
 
@@ -2812,7 +2827,7 @@ static void dt__writer_file(dt__writer *w, const char *name, const char *text, s
    errno with which one may not open, 0: none. */
 static void dt__writer_sync(dt__writer *w, const char *folder, int but) {
     errno = 0;
-    int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, 0);
+    int fd = w->why[0] ? -1 : w->io.open(w->io.user, folder, DT_IO_READ);
     if (fd < 0) {
         if (errno == 0 || errno != but) dt__writer_fail(w, folder, "open");
         return;
@@ -2820,45 +2835,6 @@ static void dt__writer_sync(dt__writer *w, const char *folder, int but) {
     errno = 0;
     if (w->io.fsync(w->io.user, fd) != 0 && errno != EINVAL) dt__writer_fail(w, folder, "fsync");
     w->io.close(w->io.user, fd);
-}
-
-/* Some names of a folder. */
-typedef struct dt__names { char name[8][256]; int n; const char *begin, *end; } dt__names;
-static void dt__names_add(void *arg, const char *name) {
-    dt__names *l = (dt__names *)arg;
-    if (l->n < 8 && strlen(name) < sizeof l->name[0] && strncmp(name, l->begin, strlen(l->begin)) == 0 &&
-        dt__ends_with(name, l->end)) strcpy(l->name[l->n++], name);
-}
-
-/* Removes a checkpoint, the manifest first: what is left after that is none. 0, or -1: something stays. */
-static int dt__folder_remove(const dt_io *io, const char *folder) {
-    char path[DT__CKPT_PATH + 264];
-    snprintf(path, sizeof path, "%s/manifest.json", folder);
-    io->remove(io->user, path);
-    for (int removed = 1; removed > 0;) {
-        dt__names names = { { "" }, 0, "", "" };
-        removed = 0;
-        if (io->list(io->user, folder, dt__names_add, &names) != 0) break;
-        for (int i = 0; i < names.n; i++) {
-            snprintf(path, sizeof path, "%s/%s", folder, names.name[i]);
-            removed += io->remove(io->user, path) == 0;
-        }
-    }
-    return io->remove(io->user, folder);
-}
-
-/* What a killed job left. */
-static void dt__folder_sweep(const dt_io *io, const char *dir) {
-    char path[DT__CKPT_PATH + 264];
-    for (int removed = 1; removed > 0;) {
-        dt__names names = { { "" }, 0, "step-", ".tmp" };
-        removed = 0;
-        if (io->list(io->user, dir, dt__names_add, &names) != 0) return;
-        for (int i = 0; i < names.n; i++) {
-            snprintf(path, sizeof path, "%s/%s", dir, names.name[i]);
-            removed += dt__folder_remove(io, path) == 0;
-        }
-    }
 }
 
 /* Which checkpoint a folder's name says: step-200 is the first of step 200, step-200-2 the second. */
@@ -2873,16 +2849,24 @@ static void dt__ckpt_name(dt__ckpt_id id, char *name, size_t bytes) {
     snprintf(name, bytes, id.again > 1 ? "step-%lld-%d" : "step-%lld", (long long)id.step, id.again);
 }
 
+/* Parses the first n bytes of a name, exactly as dt__ckpt_name spells it; else dt__ckpt_none. */
+static dt__ckpt_id dt__ckpt_named(const char *name, size_t n) {
+    long long   step = -1;
+    dt__ckpt_id id = { -1, 1 };
+    char        text[64], same[64];
+    snprintf(text, sizeof text, "%.*s", n < sizeof text ? (int)n : 0, name);
+    if (sscanf(text, "step-%15lld-%9d", &step, &id.again) < 1) return dt__ckpt_none;
+    if (step < 0 || id.again < 1) return dt__ckpt_none;
+    id.step = step; /* exact as double */
+    dt__ckpt_name(id, same, sizeof same);
+    return strcmp(same, text) == 0 ? id : dt__ckpt_none;
+}
+
 typedef struct dt__newest { dt__ckpt_id below, found; } dt__newest;
 static void dt__newest_add(void *arg, const char *name) {
     dt__newest *n = (dt__newest *)arg;
-    long long   step = -1;
-    dt__ckpt_id id = { -1, 1 };
-    char        same[64];
-    if (sscanf(name, "step-%15lld-%9d", &step, &id.again) < 1 || step < 0 || id.again < 1) return; /* exact as double */
-    id.step = step;
-    dt__ckpt_name(id, same, sizeof same); /* in this spelling only */
-    if (strcmp(same, name) == 0 && dt__ckpt_before(id, n->below) && dt__ckpt_before(n->found, id)) n->found = id;
+    dt__ckpt_id id = dt__ckpt_named(name, strlen(name));
+    if (dt__ckpt_before(n->found, id) && dt__ckpt_before(id, n->below)) n->found = id;
 }
 
 /* The newest checkpoint of a folder before `below`, or dt__ckpt_none. -1: the folder cannot be listed. */
@@ -2896,10 +2880,31 @@ static int dt__newest_below(const dt_io *io, const char *dir, dt__ckpt_id below,
 
 int64_t dt_checkpoint_newest(const dt_io *io, const char *dir, char *name, size_t bytes) {
     dt__ckpt_id id = dt__ckpt_none;
-    if (bytes) name[0] = 0;
-    if (!io->list || dt__newest_below(io, dir, dt__ckpt_last, &id) != 0 || id.step < 0) return -1;
-    dt__ckpt_name(id, name, bytes);
+    if (name && bytes) name[0] = 0;
+    if (!io || !io->list || !dir) return errno = EINVAL, -2;
+    if (dt__newest_below(io, dir, dt__ckpt_last, &id) != 0) return errno == ENOENT ? -1 : -2;
+    if (id.step >= 0 && name && bytes) dt__ckpt_name(id, name, bytes);
     return id.step;
+}
+
+/* Removes a checkpoint, the manifest first, so that a part of one never counts. Other files in its
+   folder stay. */
+static int dt__ckpt_remove(const dt_io *io, const char *folder) {
+    static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
+        "optim.safetensors" };
+    return io->remove_folder(io->user, folder, names, 4);
+}
+
+/* Removes a folder that a killed job left, if its name is exactly like step-200.1a2b3c.tmp. */
+typedef struct dt__sweep { const dt_io *io; const char *dir; } dt__sweep;
+static void dt__sweep_one(void *arg, const char *name) {
+    const dt__sweep *sweep = (const dt__sweep *)arg;
+    const char      *dot = strchr(name, '.');
+    char             path[DT__CKPT_PATH + 80];
+    if (!dot || strspn(dot + 1, "0123456789abcdef") != 6 || strcmp(dot + 7, ".tmp") != 0) return;
+    if (dt__ckpt_named(name, (size_t)(dot - name)).step < 0) return;
+    snprintf(path, sizeof path, "%s/%s", sweep->dir, name);
+    dt__ckpt_remove(sweep->io, path);
 }
 
 /* The new one and the keep - 1 before it stay, those before go. Of a later step there are only damaged ones, which do
@@ -2912,7 +2917,7 @@ static void dt__writer_remove_old(const dt__writer *w) {
     while (w->keep > 0 && at.step >= 0 && dt__newest_below(&w->io, w->dir, at, &at) == 0 && at.step >= 0) {
         dt__ckpt_name(at, name, sizeof name);
         snprintf(path, sizeof path, "%s/%s", w->dir, name);
-        dt__folder_remove(&w->io, path);
+        dt__ckpt_remove(&w->io, path);
     }
 }
 
@@ -2986,8 +2991,8 @@ struct dt_checkpoint {
     const dt_export_desc *exports;      /* NULL: a checkpoint */
     int                saving;          /* 0: no save under way; 1: bytes are being written; 2: rank 0 publishes */
     dt__ckpt_id        known;           /* of desc.dir: the newest that was loaded, passed over, or saved by this job */
-    int64_t            moved;           /* what the writer's was, */
-    double             since;           /* and since when it is that */
+    int64_t            moved;           /* the writer's `moved` at the last look, */
+    dt__stopwatch      watch;           /* and the time since that changed */
     double             done, total;     /* elements, for progress */
     char              *config;          /* of what was loaded */
     char               path[DT__CKPT_PATH];
@@ -3516,6 +3521,7 @@ static void dt__manifest_end(char *text, const char *data, size_t bytes) {
     snprintf(text, DT__MANIFEST_END + 1, ",\"digest\":\"%016llx\"}\n", (unsigned long long)h);
 }
 
+static dt_status dt__manifest_check(dt_checkpoint *c);
 static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_zero    *zero = c->zero;
     dt__writer *w = c->writer;
@@ -3534,8 +3540,14 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     dt_json_put_int(&o, "patience", zero->patience);
     dt_json_open(&o, "saved", '{');
     for (int i = 0; i < c->desc.n_saved; i++) {
-        dt_json_open(&o, c->desc.saved[i].name, '[');
-        for (int k = 0; k < c->desc.saved[i].count; k++) dt_json_put_number(&o, NULL, c->desc.saved[i].values[k]);
+        const dt_saved *s = &c->desc.saved[i];
+        dt_json_open(&o, s->name, '[');
+        for (int k = 0; k < s->count && dt_error(c->ctx) == DT_OK; k++) {
+            if (!isfinite(s->values[k]))
+                dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: number %d of '%s' is %g: only finite "
+                    "ones can be saved", k, dt__name_text(s->name).s, s->values[k]);
+            else dt_json_put_number(&o, NULL, s->values[k]);
+        }
         dt_json_shut(&o, ']');
     }
     dt_json_shut(&o, '}');
@@ -3551,7 +3563,7 @@ static dt_status dt__manifest_make(dt_checkpoint *c) {
     w->manifest = o.text;
     w->manifest_bytes = o.used;
     w->manifest_room = o.room;
-    return dt_error(c->ctx);
+    return dt_error(c->ctx) == DT_OK ? dt__manifest_check(c) : dt_error(c->ctx);
 }
 
 /* ---- the steps of a save ---- */
@@ -3574,7 +3586,8 @@ static dt_status dt__save_name(dt_checkpoint *c) {
                 "from it, or save to another folder", w->dir, name);
         if (newest.step >= id.step) {
             dt__ckpt_id next = { id.step + 1, 0 };
-            dt__newest_below(&w->io, w->dir, next, &newest);
+            if (dt__newest_below(&w->io, w->dir, next, &newest) != 0)
+                dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_save: %s: %s", w->dir, dt__io_reason());
         }
         told[0] = newest.step == id.step ? newest.again + 1 : 1;
         told[1] = (double)((now ^ pid) >> 4 & 0xffffff);
@@ -3603,19 +3616,20 @@ static dt_status dt__save_make(dt_checkpoint *c) {
     dt__writer *w = c->writer;
     int         first = dt_ctx_rank(c->ctx) == 0;
     errno = 0;
-    if (first && !c->exports && !w->why[0] && w->io.make(w->io.user, w->temp) != 0)
-        dt__writer_fail(w, w->temp, "making the folder");
+    w->made = first && !c->exports && !w->why[0] && w->io.make(w->io.user, w->temp) == 0;
+    if (first && !c->exports && !w->made) dt__writer_fail(w, w->temp, "making the folder");
     for (int f = 0; f < c->files && first; f++) {
         w->fd[f] = dt__writer_create(w, w->path[f], c->w[f]->file[0].bytes);
+        w->made |= w->fd[f] >= 0;
         if (w->fd[f] >= 0) dt__writer_put(w, w->path[f], w->fd[f], c->w[f]->file[0].head, dt__head_bytes(c->w[f]), 0);
     }
     if (dt__writer_check(c) != DT_OK || dt_barrier(c->zero->mesh.world) != DT_OK) return dt_error(c->ctx);
     for (int f = 0; f < c->files && !first; f++) {
         errno = 0;
-        w->fd[f] = w->io.open(w->io.user, w->path[f], 1);
+        w->fd[f] = w->io.open(w->io.user, w->path[f], DT_IO_WRITE);
         int64_t size = w->fd[f] >= 0 ? w->io.size(w->io.user, w->fd[f]) : -1;
         if (w->fd[f] >= 0 && size < 0) dt__writer_fail(w, w->path[f], "size");
-        int missing = w->fd[f] < 0 ? errno == ENOENT : size >= 0 && size != c->w[f]->file[0].bytes;
+        int missing = w->fd[f] < 0 ? dt__io_absent() : size >= 0 && size != c->w[f]->file[0].bytes;
         if (missing) return dt_fail(c->ctx, DT_ERR_IO, "%s: this rank does not see the %s that rank 0 has made: all "
             "ranks must share the folder", c->what, w->path[f]);
         if (w->fd[f] < 0) dt__writer_fail(w, w->path[f], "open");
@@ -3636,7 +3650,9 @@ static void dt__save_end(dt_checkpoint *c) {
     dt__copies_reuse(w);
     dt_free(c->ctx, DT_MEM_HOST, w->manifest, w->manifest_room);
     w->manifest = NULL;
-    if (dt_error(c->ctx) != DT_OK && dt_ctx_rank(c->ctx) == 0 && w->temp[0]) dt__folder_remove(&w->io, w->temp);
+    if (c->exports) return;
+    if (dt_error(c->ctx) != DT_OK && w->made) dt__ckpt_remove(&w->io, w->temp);
+    w->made = 0;
 }
 
 /* The writer begins, at once or in its thread. That there is none is told: steps wait for the disk then. */
@@ -3675,9 +3691,10 @@ dt_status dt_checkpoint_save(dt_checkpoint *c) {
 static void dt__writer_join(dt_checkpoint *c) {
     dt__writer    *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
-    double limit = dt__disk_limit(c->ctx), begin = host->now(host->user);
+    double limit = dt__disk_limit(c->ctx);
+    dt__stopwatch watch = dt__stopwatch_start(host, limit);
     while (w->runs && !__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) && !w->lost) {
-        if (host->now(host->user) - begin > limit) w->lost = 1;
+        if (dt__waited(&watch) > limit) w->lost = 1;
         host->sleep(host->user, 1e-4);
     }
     if (w->runs && w->lost) pthread_detach(w->thread);
@@ -3690,11 +3707,14 @@ static void dt__writer_join(dt_checkpoint *c) {
 static void dt__writer_watch(dt_checkpoint *c) {
     dt__writer    *w = c->writer;
     const dt_host *host = dt_ctx_host(c->ctx);
-    double         now = host->now(host->user), limit = dt__disk_limit(c->ctx);
+    double         limit = dt__disk_limit(c->ctx);
     int64_t        moved = __atomic_load_n(&w->moved, __ATOMIC_RELAXED);
-    if (moved != c->moved) c->since = now;
+    if (moved != c->moved) {
+        c->watch = dt__stopwatch_start(host, limit);
+        c->watch.most = limit / 8;      /* no cap of 1 s: two looks may be a step apart */
+    }
     c->moved = moved;
-    if (now - c->since <= limit) return;
+    if (dt__waited(&c->watch) <= limit) return;
     w->lost = 1;
     dt_fail(c->ctx, DT_ERR_TIMEOUT, "%s: %s: no answer from the disk within %g s", c->what, w->final, limit);
 }
@@ -3745,12 +3765,12 @@ static void dt__dir_take(dt_checkpoint *c) {
     char        path[DT__CKPT_PATH], text[400] = "", host[200] = "";
     dt__writer_path(w, path, w->dir, "lock");
     errno = 0;
-    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+    int fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     if (fd < 0 && errno == ENOENT && !w->why[0]) {
         errno = 0;
         if (w->io.make(w->io.user, w->dir) != 0) dt__writer_fail(w, w->dir, "making the folder");
         errno = 0;
-        fd = w->why[0] ? -1 : w->io.open(w->io.user, path, 1);
+        fd = w->why[0] ? -1 : w->io.open(w->io.user, path, DT_IO_LOCK);
     }
     if (fd < 0) dt__writer_fail(w, path, "open");
     c->lock = fd;
@@ -3773,7 +3793,58 @@ static void dt__dir_take(dt_checkpoint *c) {
     w->io.resize(w->io.user, fd, 0);
     dt__writer_put(w, path, fd, c->mark, (int64_t)strlen(c->mark), 0);
     dt__dir_sync(w);
-    dt__folder_sweep(&w->io, w->dir);
+    dt__sweep sweep = { &w->io, w->dir };
+    w->io.list(w->io.user, w->dir, dt__sweep_one, &sweep);
+}
+
+static int dt__by_saved_name(const void *user, uint32_t a, uint32_t b) {
+    const dt_saved *saved = (const dt_saved *)user;
+    return strcmp(saved[a].name, saved[b].name) < 0;
+}
+
+static dt_status dt__saved_names(dt_ctx *ctx, const dt_saved *saved, size_t n) {
+    uint32_t *order = (uint32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * n * sizeof *order, "names");
+    for (size_t i = 0; i < n && order; i++) order[i] = (uint32_t)i;
+    if (order && n > 1) dt__sort(order, order + n, n, dt__by_saved_name, saved);
+    for (size_t i = 1; i < n && order; i++)
+        if (!dt__by_saved_name(saved, order[i - 1], order[i]))
+            dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: saved[%u] and saved[%u] are both '%s'",
+                (unsigned)order[i - 1], (unsigned)order[i], dt__name_text(saved[order[i]].name).s);
+    dt_free(ctx, DT_MEM_HOST, order, 2 * n * sizeof *order);
+    return dt_error(ctx);
+}
+
+/* Refuses data that no manifest can hold and load again; the limits are dt_json_parse's. */
+static dt_status dt__desc_check(dt_ctx *ctx, const dt_checkpoint_desc *d) {
+    dt_json_out config = { ctx, NULL, 0, 0 };
+    double      numbers = 0, bytes = 0;
+    if (d->n_saved < 0 || (d->n_saved > 0 && !d->saved))
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: n_saved is %d, and saved %s", d->n_saved,
+            d->saved ? "an array" : "NULL");
+    for (int i = 0; i < d->n_saved; i++) {
+        const dt_saved *s = &d->saved[i];
+        size_t          length = s->name ? strlen(s->name) : 0;
+        if (length < 1 || length > DT__JSON_STRING)
+            return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: the name of saved[%d] has %zu bytes; "
+                "1 to %d", i, length, DT__JSON_STRING);
+        if (s->count < 0 || (s->count > 0 && !s->values))
+            return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: saved[%d], '%s', has %d numbers at %s",
+                i, dt__name_text(s->name).s, s->count, s->values ? "values" : "NULL");
+        numbers += s->count;
+        bytes += 6.0 * (double)length; /* every byte as \u00xx */
+    }
+    if (dt__saved_names(ctx, d->saved, (size_t)d->n_saved) != DT_OK) return dt_error(ctx);
+    size_t text = d->config ? strlen(d->config) : 0, beside = d->beside ? strlen(d->beside) : 0;
+    if (text > DT__JSON_STRING || beside > DT__JSON_BYTES)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: config has %zu bytes and beside %zu; at "
+            "most %d and %d", text, beside, DT__JSON_STRING, DT__JSON_BYTES);
+    dt_json_put_string(&config, NULL, d->config);
+    bytes += (double)config.used + 25 * numbers; /* -1.2345678901234567e-300, */
+    dt_json_drop(&config);
+    if (bytes > DT__JSON_BYTES)
+        return dt_fail(ctx, DT_ERR_ARG, "dt_checkpoint_open: %.0f saved numbers, their names and config "
+            "may take %.0f bytes of manifest.json, which has at most %d", numbers, bytes, DT__JSON_BYTES);
+    return dt_error(ctx);
 }
 
 /* Whatever is left when the context ends, or at dt_checkpoint_close. */
@@ -3796,8 +3867,10 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
     dt_ctx *ctx = zero ? zero->ctx : NULL;
     if (!ctx || dt_error(ctx) != DT_OK) return NULL;
     const dt_io *io = dt_ctx_io(ctx);
-    if (!io->make || !io->list || !io->lock)
-        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_checkpoint_open: the io table has no folders: make, list and lock");
+    if (!io->make || !io->list || !io->lock || !io->remove_folder)
+        dt_fail(ctx, DT_ERR_UNSUPPORTED, "dt_checkpoint_open: the io table has no folders: make, list, "
+            "lock and remove_folder");
+    if (dt__desc_check(ctx, &desc) != DT_OK) return NULL;
     dt_checkpoint *c = (dt_checkpoint *)dt__host_zeroed(ctx, sizeof *c, "a checkpoint");
     if (!c) return NULL;
     c->ctx = ctx;
@@ -3821,6 +3894,12 @@ dt_checkpoint *dt_checkpoint_open(dt_zero *zero, dt_checkpoint_desc desc) {
         c->what = "dt_checkpoint_open";
         dt__writer_check(c);
         c->what = "dt_checkpoint_save";
+    }
+    for (int i = 0; i < dt_param_count(ctx) && dt_error(ctx) == DT_OK; i++) {
+        dt_file_place p; /* report a bad name now, not at a save hours later */
+        dt__ckpt_place(c, dt_param_get(ctx, i), &p);
+        for (int k = 0; k < p.n && dt_error(ctx) == DT_OK; k++)
+            dt__name_check(ctx, c->what, p.name[k]);
     }
     c->listener.closing = dt__ckpt_free;
     c->listener.user = c;
@@ -3868,7 +3947,7 @@ dt_status dt_zero_export(dt_zero *zero, const char *path, dt_export_desc desc) {
     c.writer->fd[DT__MODEL] = c.writer->fd[DT__OPTIM] = -1;
     dt__export(&c, path);
     dt__save_end(&c);
-    if (dt_error(c.ctx) != DT_OK && dt_ctx_rank(c.ctx) == 0)
+    if (dt_error(c.ctx) != DT_OK && c.writer->made)
         c.writer->io.remove(c.writer->io.user, c.writer->path[DT__MODEL]);
     dt_free(c.ctx, DT_MEM_HOST, c.writer, sizeof *c.writer);
     return dt_error(c.ctx);
@@ -3897,9 +3976,13 @@ typedef struct dt__found {
     dt_weights *w[DT__CKPT_FILES];
     char        path[DT__CKPT_PATH];
     char        name[DT__CKPT_PATH + 32];   /* of the manifest: json keeps pointing to it */
-    char        why[700];           /* what is wrong with it; "": nothing so far */
-    int         newer;              /* it is whole, but of a newer format */
+    int         state;
+    char        why[700];           /* what is wrong with it */
 } dt__found;
+
+/* The states of a checkpoint, the worst last. Only a damaged one is skipped for the one before: one
+   that could not be read (permissions, descriptors, memory, the disk) may be intact. */
+enum { DT__WHOLE = 0, DT__DAMAGED, DT__NEWER /* whole, but of a newer format */, DT__UNREAD };
 
 static void dt__found_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
@@ -3924,7 +4007,7 @@ static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
     d.io = dt_ctx_io(c->ctx);
     d.kernels = dt_kernels_cpu();   /* a queue of its own would be another device's */
     f->why[0] = 0;
-    f->newer = 0;
+    f->state = DT__WHOLE;
     f->aside = dt_ctx_make(d);
     return f->aside ? 1 : (dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_load: no memory to look at %s", f->path), 0);
 }
@@ -3933,17 +4016,16 @@ static int dt__found_open(const dt_checkpoint *c, dt__found *f) {
 static void dt__found_why(dt__found *f) {
     const char *text = dt_error_text(f->aside);
     if (f->why[0] || dt_error(f->aside) == DT_OK) return;
+    if (f->aside->unread || dt_error(f->aside) == DT_ERR_MEM) f->state = DT__UNREAD;
+    if (f->state == DT__WHOLE) f->state = DT__DAMAGED;
     snprintf(f->why, sizeof f->why, "%s", strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text);
-    for (char *end = f->why; (end = strchr(end, '\n')) != NULL;) *end = '?'; /* dt__found_agree ends at one */
 }
 
-static void dt__found_manifest(dt__found *f) {
+/* Checks that the manifest's text is complete and of this format. */
+static void dt__found_parse(dt__found *f) {
     char    end[DT__MANIFEST_END + 1];
     int64_t version = 0;
-    snprintf(f->name, sizeof f->name, "%s/manifest.json", f->path);
-    f->text = dt_file_read(f->aside, f->name, DT__JSON_BYTES, &f->bytes);
-    if (!f->text) return;
-    size_t last = f->bytes < DT__MANIFEST_END ? 0 : f->bytes - DT__MANIFEST_END;
+    size_t  last = f->bytes < DT__MANIFEST_END ? 0 : f->bytes - DT__MANIFEST_END;
     dt__manifest_end(end, f->text, last);
     int whole = last > 0 && memcmp(f->text + last, end, DT__MANIFEST_END) == 0;
     f->json = dt_json_parse(f->aside, f->name, f->text, f->bytes);
@@ -3953,12 +4035,28 @@ static void dt__found_manifest(dt__found *f) {
         !dt_json_int(f->json, dt_json_find(f->json, 0, "version"), &version) || version < 1) {
         dt_json_fail(f->json, 0, "it is no manifest of a dt checkpoint");
     } else if (version > DT_CHECKPOINT_FORMAT) {
-        f->newer = whole;
+        if (whole) f->state = DT__NEWER;
         dt_fail(f->aside, DT_ERR_UNSUPPORTED, "%s: a checkpoint of format %lld; this program knows formats up to %d: a "
             "newer dt wrote it", f->name, (long long)version, DT_CHECKPOINT_FORMAT);
     } else if (!whole) {
         dt_fail(f->aside, DT_ERR_IO, "%s: it is damaged: its digest is another", f->name);
     }
+}
+
+static void dt__found_manifest(dt__found *f) {
+    snprintf(f->name, sizeof f->name, "%s/manifest.json", f->path);
+    f->text = dt_file_read(f->aside, f->name, DT__JSON_BYTES, &f->bytes);
+    if (f->text) {
+        dt__found_parse(f);
+        return;
+    }
+    const dt_io *io = dt_ctx_io(f->aside);
+    errno = 0;
+    int fd = io->open(io->user, f->path, DT_IO_READ);
+    if (fd >= 0) io->close(io->user, fd);
+    if (fd >= 0 || dt__io_absent() || f->aside->unread) return;
+    f->state = DT__UNREAD; /* the folder is unreachable: its files may be intact */
+    snprintf(f->why, sizeof f->why, "%.*s: %s", DT__CKPT_PATH / 2, f->path, dt__io_reason());
 }
 
 /* The digest that a member says; 0 and a failure if it says none. */
@@ -4009,17 +4107,20 @@ static void dt__found_files(dt__found *f) {
         if (!f->w[i]) dt_json_fail(f->json, 0, "%s is not among its files", dt__ckpt_names[i]);
 }
 
-/* [collective: world] What the first rank found wrong is wrong for all. */
+/* [collective: world] All ranks take over the worst state that any rank found. */
 static dt_status dt__found_agree(dt_checkpoint *c, dt__found *f) {
     size_t n = 0;
-    double newer = f->newer;
+    char   line[sizeof f->why + 4] = "";
     if (f->aside) dt__found_why(f);
-    if (f->why[0]) strcat(f->why, "\n"); /* there is room: dt_error_text has 512 bytes */
-    char *text = dt__share_texts(c->ctx, f->why, strlen(f->why), &n);
-    if (text) snprintf(f->why, sizeof f->why, "%.*s", (int)strcspn(text, "\n"), text);
+    if (f->state != DT__WHOLE) snprintf(line, sizeof line, "%d%s\n", f->state, f->why);
+    char *text = dt__share_texts(c->ctx, line, strlen(line), &n);
+    f->state = DT__WHOLE;
+    for (const char *s = text; s && *(s += strspn(s, " ")); s += strcspn(s, "\n") + 1) {
+        if (*s - '0' <= f->state) continue;
+        f->state = *s - '0';
+        snprintf(f->why, sizeof f->why, "%.*s", (int)strcspn(s + 1, "\n"), s + 1);
+    }
     if (text) dt_free(c->ctx, DT_MEM_HOST, text, n + 1);
-    dt_sum_doubles(c->zero->mesh.world, &newer, 1);
-    f->newer = newer > 0;
     return dt_error(c->ctx);
 }
 
@@ -4066,12 +4167,12 @@ static dt_status dt__found_digests(dt_checkpoint *c, dt__found *f, int k) {
     return dt__found_agree(c, f);
 }
 
-/* [collective: world] Whether f->path is whole: f->why is empty then, on every rank. */
+/* [collective: world] Finds the state of f->path, on every rank. */
 static dt_status dt__found_check(dt_checkpoint *c, dt__found *f) {
     if (dt__found_open(c, f)) dt__found_manifest(f);
     if (f->aside && dt_error(f->aside) == DT_OK) dt__found_files(f);
     if (dt__found_agree(c, f) != DT_OK) return dt_error(c->ctx);
-    for (int k = 0; k < DT__CKPT_FILES && !f->why[0]; k++)
+    for (int k = 0; k < DT__CKPT_FILES && f->state == DT__WHOLE; k++)
         if (dt__found_digests(c, f, k) != DT_OK) return dt_error(c->ctx);
     return DT_OK;
 }
@@ -4105,7 +4206,7 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
     int          end;
     if (length == 0 || strcmp(folder, c->writer->dir) == 0) return length > 0;
     snprintf(path, sizeof path, "%s/lock", folder);
-    int fd = io->open(io->user, path, 0);
+    int fd = io->open(io->user, path, DT_IO_READ);
     if (fd >= 0) dt__io_move(io, fd, 0, text, length, 0, &end);
     if (fd >= 0) io->close(io->user, fd);
     return strcmp(text, c->mark) == 0;
@@ -4114,9 +4215,10 @@ static int dt__is_own_dir(const dt_checkpoint *c, const char *folder) {
 /* A folder that was copied under another step's name would be taken for the newest. */
 static void dt__found_named(dt__found *f, int64_t name) {
     int64_t step = -1;
-    if (!dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) || step != name)
-        snprintf(f->why, sizeof f->why, "%.600s: it is of step %lld: the folder has another's name", f->name,
-            (long long)step);
+    if (dt_json_int(f->json, dt_json_find(f->json, 0, "step"), &step) && step == name) return;
+    f->state = DT__DAMAGED;
+    snprintf(f->why, sizeof f->why, "%.600s: it is of step %lld: the folder has another's name",
+        f->name, (long long)step);
 }
 
 /* What of desc.dir is looked at may be followed by a checkpoint of this job. Rank 0 is the one that asks. */
@@ -4131,17 +4233,27 @@ static void dt__found_known(dt_checkpoint *c, const dt__found *f) {
     if (dt__ckpt_before(c->known, n.found)) c->known = n.found;
 }
 
+/* Whether `from` is itself a checkpoint; its manifest may be missing. */
+static int dt__found_itself(dt_checkpoint *c, const char *from) {
+    const dt_io *io = &c->writer->io;
+    char         path[DT__CKPT_PATH + 32];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", from, i ? dt__ckpt_names[DT__OPTIM] : "manifest.json");
+        errno = 0;
+        int fd = io->open(io->user, path, DT_IO_READ);
+        if (fd >= 0) io->close(io->user, fd);
+        if (fd >= 0 || errno == ESPIPE) return 1;
+        if (!dt__io_absent())
+            dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s: %s", path, dt__io_reason());
+    }
+    return 0;
+}
+
 /* [collective: world] f: the newest checkpoint of `from` that is whole, or `from` itself. f->path "": there is none. */
 static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found *f) {
     dt__ckpt_id at = dt__ckpt_last;
-    char        first[sizeof f->why] = "", path[DT__CKPT_PATH + 32];
-    double      itself = 0;
-    for (int i = 0; i < 2 && itself == 0 && dt_ctx_rank(c->ctx) == 0; i++) { /* its manifest may be what is missing */
-        snprintf(path, sizeof path, "%s/%s", from, i == 0 ? "manifest.json" : dt__ckpt_names[DT__OPTIM]);
-        int fd = c->writer->io.open(c->writer->io.user, path, 0);
-        if (fd >= 0) c->writer->io.close(c->writer->io.user, fd);
-        itself = fd >= 0;
-    }
+    char        first[sizeof f->why] = "";
+    double      itself = dt_ctx_rank(c->ctx) == 0 && dt__found_itself(c, from);
     if (dt_sum_doubles(c->zero->mesh.world, &itself, 1) != DT_OK) return dt_error(c->ctx);
     for (;;) {
         snprintf(f->path, sizeof f->path, "%s", from);
@@ -4149,9 +4261,13 @@ static dt_status dt__found_newest(dt_checkpoint *c, const char *from, dt__found 
         if (!f->path[0]) break;
         dt__found_known(c, f);
         if (dt__found_check(c, f) != DT_OK) return dt_error(c->ctx);
-        if (itself == 0 && !f->why[0]) dt__found_named(f, at.step);
-        if (!f->why[0]) return DT_OK;
-        if (itself > 0 || f->newer) return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s", f->why);
+        if (itself == 0 && f->state == DT__WHOLE) dt__found_named(f, at.step);
+        if (f->state == DT__WHOLE) return DT_OK;
+        if (f->state == DT__UNREAD)
+            return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s%s", f->why,
+                itself > 0 ? "" : ": no older checkpoint is taken, as this one may be whole");
+        if (itself > 0 || f->state == DT__NEWER)
+            return dt_fail(c->ctx, DT_ERR_IO, "dt_checkpoint_load: %s", f->why);
         if (dt_ctx_rank(c->ctx) == 0) dt_log(c->ctx, DT_LOG_NOTICE, "%s: the checkpoint before it counts", f->why);
         if (!first[0]) memcpy(first, f->why, sizeof first);
         dt__found_close(f);
@@ -4191,6 +4307,29 @@ static dt_status dt__load_fits(dt_checkpoint *c, dt__found *f) {
                     f->path, s->name);
     }
     return DT_OK;
+}
+
+/* Rank 0, before the manifest is written: checks that a load will accept it. */
+static dt_status dt__manifest_check(dt_checkpoint *c) {
+    dt__found f;
+    memset(&f, 0, sizeof f);
+    snprintf(f.path, sizeof f.path, "%s", c->writer->final);
+    snprintf(f.name, sizeof f.name, "%s/manifest.json", f.path);
+    if (!dt__found_open(c, &f)) return dt_error(c->ctx);
+    f.text = c->writer->manifest;
+    f.bytes = c->writer->manifest_bytes;
+    dt__found_parse(&f);
+    for (int k = 0; k < DT__CKPT_FILES; k++)
+        dt_json_free(dt_json_parse(f.aside, dt__ckpt_names[k], c->w[k]->file[0].head + 8,
+            (size_t)dt__head_bytes(c->w[k]) - 8));
+    dt__found_why(&f);
+    if (f.state == DT__UNREAD) dt_fail(c->ctx, DT_ERR_MEM, "dt_checkpoint_save: %s", f.why);
+    else if (f.state != DT__WHOLE)
+        dt_fail(c->ctx, DT_ERR_ARG, "dt_checkpoint_save: it could not be loaded: %s", f.why);
+    if (dt_error(c->ctx) == DT_OK) dt__load_fits(c, &f);
+    f.text = NULL; /* the writer frees it */
+    dt__found_close(&f);
+    return dt_error(c->ctx);
 }
 
 /* Of 1-bit Adam, and of one layout only. */

@@ -8,15 +8,17 @@
 
    CONTENTS
      1. Options: the table
-     2. Parser
-     3. Help and configuration
-     4. From options to a run
-     5. Data
-     6. Settings block
-     7. Output of a run
-     8. Dry run
-     9. Memory limit
-     10. main
+     2. Text that leaves the program
+     3. Parser
+     4. Configuration file
+     5. Help and configuration
+     6. From options to a run
+     7. Data
+     8. Settings block
+     9. Output of a run
+     10. Dry run
+     11. Memory limit
+     12. main
  */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
@@ -26,6 +28,8 @@
 #include "train.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/mman.h>
@@ -189,20 +193,120 @@ typedef struct value {
     char        own[32];    /* text of a computed number */
 } value;
 
-// ==== 2. Parser =====================================================================================================
+// ==== 2. Text that leaves the program ===============================================================================
 
 /* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
-   launcher, and what is wrong with what it said. text: the line of the settings. token: the job's secret; "": none.
-   device: what there is to say of --device. */
+   launcher, and what is wrong with what it said. text: the line of the settings. device: what there is to say of
+   --device. */
 static struct {
     int       rank, size;
     dt_launch by;
     dt_status wrong;
-    char      text[512], token[257], device[160];
+    char      text[512], device[160];
+    double    patience; /* seconds for which a reader of this program's output may stall */
     int      *told;     /* the first failure is printed; of forked ranks memory of all, as is */
-    int      *stop;     /* SIGTERM came */
+    int      *stop;     /* SIGTERM came, or standard output is lost: finish the step and save */
     int      *steps;    /* this attempt has made one */
-} launched;
+    int      *lost;     /* the errno of a failed write to standard output; 0: none */
+    int      *mute;     /* the same for standard error: only the first line waits for a stalled reader */
+} launched = { .patience = 60 };
+
+/* Threads, forks and signal handlers share these flags. */
+static int  flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
+
+static void make_flags(void) {
+    int *flags = (int *)mmap(NULL, 5 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (flags == MAP_FAILED) _exit(2);
+    launched.told = flags;
+    launched.stop = flags + 1;
+    launched.steps = flags + 2;
+    launched.lost = flags + 3;
+    launched.mute = flags + 4;
+}
+
+/* Writes all bytes, and returns 0 or an errno: ETIMEDOUT when the reader takes nothing for
+   launched.patience seconds. No stdio: its lock would stay with a rank that is stuck in a write,
+   and exit() would wait for that lock. A pipe that poll finds writable takes PIPE_BUF bytes at
+   once. Each turn counts at most one second, so that suspended time does not count. */
+static int put(int fd, const char *bytes, size_t n) {
+    const dt_host *host = dt_host_default();
+    double         waited = 0, before = host->now(host->user);
+    while (n > 0) {
+        struct pollfd to = { fd, POLLOUT, 0 };
+        ssize_t       done = poll(&to, 1, 100);
+        if (done > 0) done = write(fd, bytes, n < PIPE_BUF ? n : PIPE_BUF);
+        if (done < 0 && errno != EINTR && errno != EAGAIN) return errno;
+        if (done > 0) bytes += done, n -= (size_t)done;
+        double now = host->now(host->user);
+        waited = done > 0 ? 0 : waited + fmin(now - before, 1);
+        before = now;
+        if (waited > launched.patience) return ETIMEDOUT;
+    }
+    return 0;
+}
+
+static const char *put_reason(int error) {
+    return error == ETIMEDOUT ? "its reader has taken nothing for half of --timeout" : strerror(error);
+}
+
+/* A line of text that becomes one write. */
+typedef struct line {
+    int    fd, error;           /* error: the errno of a failed write; fd 1 and 2 have launched.lost, .mute */
+    size_t used;
+    char   text[PIPE_BUF];
+} line;
+
+static void put_line(line *l) {
+    int *error = l->fd == 1 ? launched.lost : l->fd == 2 ? launched.mute : &l->error;
+    int  failed = flag(error) ? 0 : put(l->fd, l->text, l->used);
+    if (failed) set_flag(error, failed);
+    l->used = 0;
+}
+
+/* Adds untrusted text (n bytes and a NUL): a path, a file, a peer's words. Shows unprintable bytes
+   as \xNN, except those in `keep`; NULL: leaves all as they are. */
+static void add_text(line *l, const char *text, size_t n, const char *keep) {
+    for (size_t i = 0; i < n;) {
+        size_t length = dt_printable(text + i);
+        if (l->used + 5 > sizeof l->text) put_line(l);
+        if (length == 0 && (!keep || (text[i] && strchr(keep, text[i])))) length = 1;
+        if (length > 0) memcpy(l->text + l->used, text + i, length);
+        else snprintf(l->text + l->used, 5, "\\x%02x", (unsigned char)text[i]);
+        l->used += length > 0 ? length : 4;
+        i += length > 0 ? length : 1;
+    }
+}
+
+/* Adds to the line. A newline at the end of fmt ends and writes it; any other control byte is shown as \xNN. */
+static __attribute__((format(printf, 2, 0))) void say_args(line *l, const char *fmt, va_list args) {
+    char   text[2 * PIPE_BUF];
+    int    n = vsnprintf(text, sizeof text, fmt, args);
+    size_t length = n < 0 ? 0 : (size_t)n < sizeof text ? (size_t)n : sizeof text - 1;
+    int    ends = *fmt && fmt[strlen(fmt) - 1] == '\n';
+    add_text(l, text, length - (ends && (size_t)n == length), "");
+    if (!ends) return;
+    l->text[l->used++] = '\n';
+    put_line(l);
+}
+
+static __attribute__((format(printf, 2, 3))) void say(line *l, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    say_args(l, fmt, args);
+    va_end(args);
+}
+
+/* A line for standard error. */
+static __attribute__((format(printf, 1, 2))) void complain(const char *fmt, ...) {
+    line    l = { .fd = 2 };
+    va_list args;
+    va_start(args, fmt);
+    say_args(&l, fmt, args);
+    va_end(args);
+}
+
+// ==== 3. Parser =====================================================================================================
 
 /* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
 static int speaks(void) { return launched.rank == 0; }
@@ -216,40 +320,52 @@ static struct {
     dt_json *json;
     int      node;      /* -1: nothing is being read */
     char     path[160], ignored[1024], given[N_OPTIONS];
+    char    *own[N_OPTIONS];    /* copies of the values it gives options */
 } config = { .node = -1 };
 enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };   /* bytes of a key, of a text: no more can mean anything */
 static const char *bare(dt_ctx *ctx);
 static dt_ctx     *look(void);
 static void        read_config(value *v, const char *path);
 
-/* What a file says, as a line of a terminal: nothing in it moves the cursor. */
-static char *printable(char *text) {
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < 32 || *c == 127) *c = '?';
-    return text;
-}
-
 /* The end of a run that cannot start. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
     va_list args;
+    line    l = { .fd = 2 };
     let_rank_0_speak();
-    va_start(args, fmt);
-    fflush(stdout);
-    fputs("error: ", stderr);
+    say(&l, "error: ");
     if (config.node >= 0) {     /* file:line:column: key: */
-        char text[2 * CONFIG_TEXT];
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
-        vsnprintf(text, sizeof text, fmt, args);
-        fprintf(stderr, "%s: %s\n", bare(config.ctx), printable(text));
-    } else {
-        vfprintf(stderr, fmt, args);
-        fputc('\n', stderr);
+        say(&l, "%s: ", bare(config.ctx));
     }
+    va_start(args, fmt);
+    say_args(&l, fmt, args);
     va_end(args);
+    say(&l, "\n");
     exit(2);
 }
 
 static int is_option(int id) { return table[id].kind != HEADING; }
+
+static const char *kind_of(mode_t mode) {
+    if (S_ISREG(mode)) return "a file";
+    if (S_ISDIR(mode)) return "a directory";
+    if (S_ISFIFO(mode)) return "a FIFO";
+    if (S_ISSOCK(mode)) return "a socket";
+    return S_ISCHR(mode) ? "a character device" : S_ISBLK(mode) ? "a block device" : "of an unknown kind";
+}
+
+/* Refuses an option's path if the file there is of another kind. Does not open the file, as that
+   may block or act on a device. Follows links: the user chose the path. 0: there is no file, see
+   errno. */
+enum { A_FILE = 1, A_DIRECTORY = 2, EITHER = 3 };
+static int check_kind(int id, const char *path, int legal) {
+    static const char *const names[] = { "", "a file", "a directory", "a file or a directory" };
+    struct stat st;
+    if (stat(path, &st) != 0) return 0;
+    if (!(S_ISREG(st.st_mode) && legal & A_FILE) && !(S_ISDIR(st.st_mode) && legal & A_DIRECTORY))
+        refuse("--%s %s: not %s but %s", table[id].name, path, names[legal], kind_of(st.st_mode));
+    return 1;
+}
 
 /* Insertions, deletions and changes that make a of b; names are short. */
 static int edit_distance(const char *a, const char *b) {
@@ -282,19 +398,33 @@ static __attribute__((noreturn)) void refuse_unknown(const char *name) {
     refuse("unknown option --%s; the nearest is --%s (--help lists all)", name, table[best].name);
 }
 
+/* Parses the decimal number that text begins with; returns its length, 0 if there is none. Takes
+   digits, in a real number also a point and an exponent, but unlike strtod no blank, sign,
+   hexadecimal digit, inf or nan. */
+static size_t decimal(const char *text, int real, double *number) {
+    static const char digits[] = "0123456789";
+    size_t n = strspn(text, digits), point = real && text[n] == '.';
+    size_t fraction = point ? strspn(text + n + 1, digits) : 0;
+    if (n + fraction == 0) return 0;
+    n += point + fraction;
+    if (real && (text[n] == 'e' || text[n] == 'E')) {
+        size_t sign = text[n + 1] == '-' || text[n + 1] == '+', exponent = strspn(text + n + 1 + sign, digits);
+        if (exponent) n += 1 + sign + exponent;
+    }
+    errno = 0;
+    *number = strtod(text, NULL);
+    return errno == ERANGE && (*number == 0 || *number == HUGE_VAL) ? 0 : n;
+}
+
 static void parse_number(int id, value *v, const char *text) {
     const option *o = &table[id];
-    char *end = NULL;
-    char  first = text[0] == '-' || text[0] == '+' ? text[1] : text[0];
-    int   plain = (first >= '0' && first <= '9') || (first == '.' && o->kind == REAL);
-    for (const char *c = text; *c; c++) plain = plain && *c != 'x' && *c != 'X';
-    errno = 0;
-    double x = !plain ? 0 : o->kind != REAL ? (double)strtoll(text, &end, 10) : strtod(text, &end);
-    if (plain && o->kind == SIZE && *end && strchr("KMG", *end)) {
-        x *= *end == 'K' ? 0x1p10 : *end == 'M' ? 0x1p20 : 0x1p30;
-        end++;
+    double x = 0;
+    size_t n = decimal(text, o->kind == REAL, &x);
+    if (n && o->kind == SIZE && text[n] && strchr("KMG", text[n])) {
+        x *= text[n] == 'K' ? 0x1p10 : text[n] == 'M' ? 0x1p20 : 0x1p30;
+        n++;
     }
-    if (!plain || *end || !isfinite(x) || (errno == ERANGE && o->kind != REAL) || x < o->lo || x > o->hi)
+    if (!n || text[n] || !(x >= o->lo && x <= o->hi))
         refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''", o->kind == REAL ? "a number" :
             "a whole number", o->lo, o->hi);
     v->number = x;
@@ -410,7 +540,7 @@ static void parse(value *v, int argc, char **argv) {
     }
 }
 
-// ==== 3. Configuration file =========================================================================================
+// ==== 4. Configuration file =========================================================================================
 
 /* --config FILE: a JSON object of this program's options, as --print-config prints them, of DeepSpeed's keys, or of
    both. What it does not say keeps its preset; the command line goes before it. A key of DeepSpeed's means an option
@@ -486,9 +616,9 @@ enum { N_FOREIGN = sizeof deepspeed / sizeof deepspeed[0] };
 static void configure(value *v, int id, const char *text) {
     if (config.given[id]) refuse("--%s is given twice in this file", table[id].name);
     config.given[id] = 1;
-    char *own = strdup(text);   /* it lasts as long as the program */
-    if (!own) refuse("out of memory");
-    set(&v[id], id, own, GIVEN);
+    config.own[id] = strdup(text);
+    if (!config.own[id]) refuse("out of memory");
+    set(&v[id], id, config.own[id], GIVEN);
 }
 
 /* A value of the file as it would stand on the command line; NULL: a list or an object. */
@@ -600,7 +730,6 @@ static const char *config_enter(int node, const char *prefix) {
     for (size_t i = 0; i <= bytes && i <= CONFIG_KEY; i++)
         if ((key[i] & 0xc0) != 0x80) shown = i;     /* whole characters */
     snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key, shown < bytes ? ".." : "");
-    printable(config.path);
     config.node = node;
     if (strlen(key) < bytes) refuse("a NUL in a key");
     if (shown < bytes) refuse("unknown key: it has %zu bytes, the longest %d", bytes, CONFIG_KEY);
@@ -640,6 +769,7 @@ static void configure_block(value *v, int object, const char *prefix) {
 static void read_config(value *v, const char *path) {
     size_t  bytes = 0;
     dt_ctx *ctx = look();
+    check_kind(O_CONFIG, path, A_FILE);
     char   *text = dt_file_read(ctx, path, 1 << 20, &bytes);
     config.json = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
     if (dt_error(ctx) != DT_OK) refuse("--config: %s", bare(ctx));
@@ -652,113 +782,140 @@ static void read_config(value *v, const char *path) {
     dt_ctx_free(ctx);
 }
 
-// ==== 4. Help and configuration =====================================================================================
+// ==== 5. Help and configuration =====================================================================================
 
 /* The options that are not built, in lines of at most 100 characters. */
 static void print_later(void) {
-    int at = printf("\nNot in this build:");
+    line out = { .fd = 1 };
+    say(&out, "\n");
+    say(&out, "Not in this build:");
     for (int i = 0; i < N_OPTIONS; i++) {
         if (table[i].part != LATER) continue;
-        if (at + (int)strlen(table[i].name) + 3 > 100) at = printf("\n ") - 1;
-        at += printf(" --%s", table[i].name);
+        if (out.used + strlen(table[i].name) + 3 > 100) say(&out, "\n"), say(&out, " ");
+        say(&out, " --%s", table[i].name);
     }
-    putchar('\n');
+    say(&out, "\n");
 }
 
+/* Prints fixed lines of text. */
+static void print_lines(const char *const *lines, size_t n) {
+    line out = { .fd = 1 };
+    for (size_t i = 0; i < n; i++) say(&out, "%s\n", lines[i]);
+}
+#define PRINT_LINES(lines) print_lines(lines, sizeof (lines) / sizeof *(lines))
+
 static void print_help(void) {
-    puts("train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets; what\n"
-         "is on|off can be turned off with --no-NAME:");
+    static const char *const head[] = {
+        "train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets; what",
+        "is on|off can be turned off with --no-NAME:" };
+    static const char *const foot[] = { "",
+        "mfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;",
+        "recomputation is not counted; X is in TFLOP/s.", "",
+        "Environment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a process is;",
+        "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are not given;",
+        "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 only;",
+        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip or nan at",
+        "rank R's Nth operation. kill -USR1 prints where each rank is.", "",
+        "Control bytes of paths and files are shown as \\xNN, generated ones only on a terminal. A run fails",
+        "if standard output is on a full disk, has lost its reader, or its reader stalls for half of",
+        "--timeout; with --save the step is finished and saved first.", "",
+        "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, 143 SIGTERM",
+        "came, and with --save the step was finished and saved." };
+    line out = { .fd = 1 };
+    PRINT_LINES(head);
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         char left[96], words[64];
-        if (!is_option(i)) printf("\n%s\n", o->name);
+        if (!is_option(i)) say(&out, "\n"), say(&out, "%s\n", o->name);
         if (!is_option(i) || o->part == LATER) continue;
         snprintf(words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
         snprintf(left, sizeof left, "--%s %s", o->name, words);
-        printf("  %-36s%s%s", left, *o->help ? " " : "", o->help);
-        if (o->preset) printf(" [%s]", o->preset);
+        say(&out, "  %-36s%s%s", left, *o->help ? " " : "", o->help);
+        if (o->preset) say(&out, " [%s]", o->preset);
         const char *later = o->kind == WORD ? strchr(o->arg, ';') : NULL;
-        if (later) printf(" (not in this build: %s)", later + 1);
-        putchar('\n');
+        if (later) say(&out, " (not in this build: %s)", later + 1);
+        say(&out, "\n");
     }
     print_later();
-    puts("\nmfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;\n"
-         "recomputation is not counted; X is in TFLOP/s.");
-    puts("\nEnvironment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a process is;\n"
-         "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are not given;\n"
-         "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 only;\n"
-         "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip or nan at\n"
-         "rank R's Nth operation. kill -USR1 prints where each rank is.");
-    puts("\nExit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, 143 SIGTERM\n"
-         "came, and with --save the step was finished and saved.");
+    PRINT_LINES(foot);
 }
 
-static void print_json_string(FILE *to, const char *s) {
-    putc('"', to);
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') fprintf(to, "\\%c", *s);
-        else if ((unsigned char)*s < 0x20) fprintf(to, "\\u%04x", (unsigned char)*s);
-        else putc(*s, to);
+/* Writes a value as JSON with dt's writer. Also escapes DEL and C1, which JSON allows and terminals
+   obey. */
+static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
+    const option *o = &table[id];
+    json->used = 0;
+    if (o->kind == SWITCH || o->kind == FLAG) dt_json_put_bool(json, NULL, v->number != 0);
+    else if (!v->text || id == O_CONFIG) dt_json_put_string(json, NULL, NULL);
+    else if (o->kind == INT || o->kind == SIZE) dt_json_put_int(json, NULL, (int64_t)v->number);
+    else if (o->kind == REAL) dt_json_put_number(json, NULL, v->number);
+    else if (id == O_ZERO) dt_json_put_int(json, NULL, (int64_t)v->number);
+    else dt_json_put_string(json, NULL, v->text);
+    if (dt_error(json->ctx) != DT_OK) refuse("--%s: %s", o->name, bare(json->ctx));
+    for (const char *at = json->text; *at; at++) {
+        if ((unsigned char)*at == 0xc2 && (unsigned char)at[1] < 0xa0) at++;
+        else if (*at != 127) {
+            putc(*at, to);
+            continue;
+        }
+        fprintf(to, "\\u%04x", (unsigned char)*at);
     }
-    putc('"', to);
 }
 
-/* A short decimal that reads back as the same number. */
-static void print_json_number(FILE *to, double x) {
-    char text[40];
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, sizeof text, "%.*g", digits, x);
-        if (strtod(text, NULL) == x) break;
-    }
-    fputs(text, to);
-}
-
-static void print_config(FILE *to, const value *v) {
-    int first = 1;
-    fputs("{\n", to);
-    for (int i = 0; i < N_OPTIONS; i++) {
-        const option *o = &table[i];
-        if (!is_option(i) || (o->kind == FLAG && i != O_QUIET)) continue;
-        fprintf(to, "%s  \"%s\": ", first ? "" : ",\n", o->name);
-        first = 0;
-        if (o->kind == SWITCH || o->kind == FLAG) fputs(v[i].number ? "true" : "false", to);
-        else if (!v[i].text || i == O_CONFIG) fputs("null", to);
-        else if (o->kind == INT || o->kind == SIZE) fprintf(to, "%lld", (long long)v[i].number);
-        else if (o->kind == REAL) print_json_number(to, v[i].number);
-        else if (i == O_ZERO) fputs(v[i].text, to);
-        else print_json_string(to, v[i].text);
+/* All options as a JSON object, which the caller frees. */
+static char *config_json(const value *v) {
+    char       *text = NULL;
+    size_t      bytes;
+    FILE       *to = open_memstream(&text, &bytes);
+    dt_json_out json = { look(), NULL, 0, 0 };
+    if (!to) refuse("out of memory");
+    for (int i = 0, n = 0; i < N_OPTIONS; i++) {
+        if (!is_option(i) || (table[i].kind == FLAG && i != O_QUIET)) continue;
+        fprintf(to, "%s  \"%s\": ", n++ ? ",\n" : "{\n", table[i].name);
+        print_value(to, &json, &v[i], i);
     }
     fputs("\n}\n", to);
+    if (fclose(to) != 0) refuse("out of memory");
+    dt_json_drop(&json);
+    dt_ctx_free(json.ctx);
+    return text;
 }
 
 static void print_refused(void) {
-    puts("Sizes are refused by these rules, before any rank starts:");
-    puts("  heads divides width                          each head is width/heads wide");
-    puts("  kv-heads divides heads                       each key and value serves heads/kv-heads queries");
-    puts("  dp x pp x cp x tp x ep = ranks");
-    puts("  ep divides experts, top-k <= experts         a rank has whole experts; tp cuts each");
-    puts("  pp x chunks <= 2 layers + 2                  stages are cut between half layers, embedding and head");
-    puts("  chunks is 1, but with schedule interleaved   and then pp is 2 or more");
-    puts("  partition has pp x chunks numbers            with the sum 2 layers");
-    puts("  tp divides heads                             a rank has whole heads; ffn and vocab need not divide");
-    puts("  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are more ranks");
-    puts("  cp divides seq; 2 cp does with zigzag        every rank has as many tokens");
-    puts("  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it");
-    puts("  tp divides seq/cp with sp                    tokens are cut over tp between its regions");
-    puts("  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3");
-    puts("  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree");
-    puts("  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START");
-    puts("  width/heads even, with --arch llama          positions turn pairs of numbers");
-    puts("  vocab >= 256, or > every token id            a byte is a token; shards hold ids");
-    puts("  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token");
-    printf("  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n", DT_SAMPLER_SHUFFLED);
-    puts("  what is given with --model is what it has    seq may be shorter");
-    puts("  stop-at <= steps");
-    puts("  save-every, keep, max-restarts need save     save is not a folder of another training's checkpoints");
-    puts("  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher restarts its own");
+    static const char *const first[] = {
+        "Sizes are refused by these rules, before any rank starts:",
+        "  heads divides width                          each head is width/heads wide",
+        "  kv-heads divides heads                       each key and value serves heads/kv-heads queries",
+        "  dp x pp x cp x tp x ep = ranks",
+        "  ep divides experts, top-k <= experts         a rank has whole experts; tp cuts each",
+        "  pp x chunks <= 2 layers + 2                  stages are cut between half layers, embedding and head",
+        "  chunks is 1, but with schedule interleaved   and then pp is 2 or more",
+        "  partition has pp x chunks numbers            with the sum 2 layers",
+        "  tp divides heads                             a rank has whole heads; ffn and vocab need not divide",
+        "  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are more ranks",
+        "  cp divides seq; 2 cp does with zigzag        every rank has as many tokens",
+        "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it",
+        "  tp divides seq/cp with sp                    tokens are cut over tp between its regions",
+        "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
+        "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree",
+        "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
+        "  width/heads even, with --arch llama          positions turn pairs of numbers",
+        "  vocab >= 256, or > every token id            a byte is a token; shards hold ids",
+        "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token",
+    };
+    static const char *const rest[] = {
+        "  what is given with --model is what it has    seq may be shorter",
+        "  stop-at <= steps",
+        "  save-every, keep, max-restarts need save     save is not a folder of another training's checkpoints",
+        "  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher restarts its own",
+    };
+    line out = { .fd = 1 };
+    PRINT_LINES(first);
+    say(&out, "  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n", DT_SAMPLER_SHUFFLED);
+    PRINT_LINES(rest);
 }
 
-// ==== 5. From options to a run ======================================================================================
+// ==== 6. From options to a run ======================================================================================
 
 static int     int_of(const value *v, int id) { return (int)v[id].number; }
 static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
@@ -789,13 +946,13 @@ static void resolve_recompute(const char *text, gpt_config *c) {
     c->recompute = best;
     if (least == 0 && !strchr(text, ':')) return;
     const char *digits = strchr(text, ':') ? strchr(text, ':') + 1 : "";
-    long long   every = strtoll(digits, NULL, 10), nearest = every < 1 ? 1 : every < c->layers ? every : c->layers;
-    int         plain = *digits && digits[strspn(digits, "0123456789")] == 0;
-    c->recompute_every = (int)nearest;
-    if (least == 0 && best == GPT_RECOMPUTE_FULL && plain && nearest == every) return;
+    double      every = 0;
+    size_t      n = decimal(digits, 0, &every);
+    c->recompute_every = (int)fmax(1, fmin(every, c->layers));
+    if (least == 0 && best == GPT_RECOMPUTE_FULL && n && !digits[n] && c->recompute_every == every) return;
     if (*digits && best == GPT_RECOMPUTE_FULL)
-        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use --recompute full:%lld",
-            text, c->layers, nearest);
+        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use --recompute full:%d",
+            text, c->layers, c->recompute_every);
     refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s", text, words[best]);
 }
 
@@ -812,9 +969,8 @@ static void errors_at_once(void *user, int level, int rank, const char *text) {
         quiet_errors(user, level, rank, text);
         return;
     }
-    fflush(stdout);
-    fprintf(stderr, "error: %s\n", text);
-    if (launched.told) *launched.told = 1;
+    complain("error: %s\n", text);
+    set_flag(launched.told, 1);
 }
 
 /* A context to look at files with before any rank starts. */
@@ -850,6 +1006,7 @@ static void take_word(value *v, int id, const char *word) {
 /* Sizes from the file of --model; T may be shorter than the model's longest. */
 static gpt_config model_of_file(value *v) {
     dt_ctx    *ctx = look();
+    check_kind(O_MODEL, v[O_MODEL].text, EITHER);
     gpt_config c = gpt_config_from(ctx, v[O_MODEL].text);
     if (dt_error(ctx) != DT_OK) refuse("--model: %s", bare(ctx));
     dt_ctx_free(ctx);
@@ -886,10 +1043,10 @@ static gpt_config model_of_options(value *v) {
 
 /* A number greater than 0, or the word that says there is none: 0. */
 static double read_or_word(const value *v, int id, const char *word, double most, int whole) {
-    char  *end;
-    double x = strtod(v[id].text, &end);
+    double x = 0;
+    size_t n = decimal(v[id].text, !whole, &x);
     if (strcmp(v[id].text, word) == 0) return 0;
-    if (end == v[id].text || *end || !(x > 0 && x <= most) || (whole && x != floor(x)))
+    if (!n || v[id].text[n] || !(x > 0 && x <= most))
         refuse("--%s %s: %s, or a %snumber up to %g", table[id].name, v[id].text, word, whole ? "whole " : "", most);
     return x;
 }
@@ -943,7 +1100,7 @@ static void resolve_device(value *v) {
     if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device) == DT_OK) return;
     if (is_nccl(v)) refuse("--backend nccl%s: no CUDA device (%s)", v[O_BACKEND].from == GIVEN ? "" :
         ", by which a launcher's ranks on GPUs meet", why);
-    fprintf(stderr, "no CUDA device (%s): running on the CPU\n", why);
+    complain("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
 #endif
@@ -975,12 +1132,16 @@ static void find_launch(value *v) {
     if (by->size > 1) set(&v[O_BACKEND], O_BACKEND, backend, COMPUTED);
 }
 
-/* The job's secret is in a file and not in an option's value, for everyone sees the command lines of a machine. */
-static void read_token(const char *path, char *token, size_t room) {
-    struct stat about;
-    int         fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+/* The job's secret is in a file and not in an option's value, for everyone sees the command lines
+   of a machine. dt_run reads the file, and erases the token once all ranks have connected; so does
+   this check. */
+static void check_token(const char *path) {
+    char         token[257];
+    const size_t room = sizeof token;
+    struct stat  about;
+    int          there = check_kind(O_TOKEN_FILE, path, A_FILE);
+    int          fd = there ? open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) : -1;
     if (fd < 0 || fstat(fd, &about) != 0) refuse("--token-file %s: %s", path, strerror(errno));
-    if (!S_ISREG(about.st_mode)) refuse("--token-file %s: it is no file", path);
     if (about.st_mode & (S_IRWXG | S_IRWXO))
         refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
             (unsigned)(about.st_mode & 0777), path);
@@ -991,7 +1152,8 @@ static void read_token(const char *path, char *token, size_t room) {
     while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
     if (length < 16 || length == room || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, room - 1);
-    token[length] = 0;
+    for (volatile char *at = token; at < token + room; at++) *at = 0; /* no memset: dropped */
+    setenv("DT_TOKEN_FILE", path, 1);
 }
 
 /* Ranks of tcp: what the command line leaves open, the launcher has told. */
@@ -1093,6 +1255,8 @@ static int64_t greatest_divisor(int64_t a, int64_t b) {
     return a;
 }
 
+#define RAMP_MOST 1e15     /* integers up to it are exact as doubles */
+
 /* START:INCR:SAMPLES. Without --micro-batch and --accum it also says the micro-batch: the largest that divides all. */
 static dt_batch_ramp read_ramp(value *v, int replicas) {
     const char   *text = v[O_BATCH_RAMP].text;
@@ -1100,12 +1264,13 @@ static dt_batch_ramp read_ramp(value *v, int replicas) {
     int64_t      *parts[3] = { &ramp.start, &ramp.incr, &ramp.samples };
     if (!text) return ramp;
     for (int i = 0; i < 3; i++) {
-        char *end = NULL;
-        errno = 0;
-        *parts[i] = *text >= '0' && *text <= '9' ? strtoll(text, &end, 10) : 0;
-        if (*parts[i] < 1 || errno == ERANGE || *end != (i < 2 ? ':' : 0))
-            refuse("--batch-ramp %s: not START:INCR:SAMPLES, three whole numbers from 1", v[O_BATCH_RAMP].text);
-        text = end + 1;
+        double x = 0;
+        size_t n = decimal(text, 0, &x);
+        if (!n || text[n] != (i < 2 ? ':' : 0) || !(x >= 1 && x <= RAMP_MOST))
+            refuse("--batch-ramp %s: not START:INCR:SAMPLES, three whole numbers from 1 to %.12g",
+                v[O_BATCH_RAMP].text, RAMP_MOST);
+        *parts[i] = (int64_t)x;
+        text += n + 1;
     }
     int64_t all = greatest_divisor(greatest_divisor(ramp.start, ramp.incr), long_of(v, O_BATCH));
     if (!v[O_MICRO_BATCH].text && !v[O_ACCUM].text)
@@ -1150,14 +1315,15 @@ static dt_zero_desc resolve_optimizer(value *v) {
 
 /* The loss scale, and who shares what out with whom. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
-    int   ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
-    char *end = NULL;
+    int    ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
+    size_t n = 0;
     if (!v[O_LOSS_SCALE].text && strcmp(v[O_DTYPE].text, "f16") == 0)
         set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
     const char *text = v[O_LOSS_SCALE].text;
     int         dynamic = text && strcmp(text, "dynamic") == 0;
-    if (text) z->loss_scale = dynamic ? DT_SCALE_DYNAMIC : strtod(text, &end);
-    if (text && !dynamic && (*end || !(z->loss_scale > 0 && z->loss_scale < HUGE_VAL)))
+    if (dynamic) z->loss_scale = DT_SCALE_DYNAMIC;
+    else if (text) n = decimal(text, 1, &z->loss_scale);
+    if (text && !dynamic && (!n || text[n] || !(z->loss_scale > 0)))
         refuse("--loss-scale %s: not dynamic, nor a number above 0", text);
     z->keep_gathered = v[O_ZERO3_KEEP].number != 0;
     if (z->keep_gathered && z->stage < 3)
@@ -1170,9 +1336,8 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
     const char *places[] = { z->offload_optim, z->offload_params };
     for (int i = 0; i < 2; i++) {
-        struct stat found;
         int folder = places[i] && strcmp(places[i], "cpu") != 0 && !v[O_DRY_RUN].number;
-        if (folder && (stat(places[i], &found) != 0 || !S_ISDIR(found.st_mode)))
+        if (folder && !check_kind(i ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, places[i], A_DIRECTORY))
             refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none", i ? "params" : "optim",
                 places[i]);
     }
@@ -1219,14 +1384,14 @@ static void read_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
     int64_t     sum = 0, halves = 2 * c->model.layers;
     int         n = 0;
-    char       *end;
     for (; *at; n++) {
-        long long count = strtoll(at, &end, 10);
-        int       ends = n == 0 || n == stages - 1; /* these have something else */
-        if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > halves)
+        double count = 0;
+        int    ends = n == 0 || n == stages - 1; /* these have something else */
+        const char *end = at + decimal(at, 0, &count);
+        if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > (double)halves)
             refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for "
                 "each but the first and the last", list, stages);
-        sum += count;
+        sum += (int64_t)count;
         if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
         at = *end ? end + 1 : end;
     }
@@ -1320,17 +1485,17 @@ static train_config resolve(value *v) {
     return c;
 }
 
-// ==== 6. Data =======================================================================================================
+// ==== 7. Data =======================================================================================================
 
 /* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their magic number. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
-    FILE         *f = fopen(path, "rb");
-    size_t        got = f ? fread(head, 1, sizeof head, f) : 0;
-    if (!f || ferror(f)) refuse("--%s %s: %s", table[id].name, path, strerror(errno));
-    fclose(f);
+    int           fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t       got = fd < 0 ? -1 : read(fd, head, sizeof head);
+    if (got < 0) refuse("--%s %s: %s", table[id].name, path, strerror(errno));
+    close(fd);
     uint32_t magic = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
-    return got == sizeof head && (magic == 20240520 || magic == 20240801);
+    return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
 /* Looks through the first `most` sequences of token shards, as they are read: each id must be below the vocabulary. */
@@ -1371,8 +1536,8 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
                 name, name);
         path = "(the project's sources)";
     } else {
-        if (stat(path, &st) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
-        if (!S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode)) refuse("--%s %s: neither a file nor a directory", name, path);
+        if (!check_kind(id, path, EITHER) || stat(path, &st) != 0)
+            refuse("--%s %s: %s", name, path, strerror(errno));
         if (S_ISREG(st.st_mode)) {
             if (train_files_add(files, path, (int64_t)st.st_size) != 0) refuse("--%s %s: out of memory", name, path);
         } else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
@@ -1395,15 +1560,15 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
             (long long)((files->tokens - 1) / (DT_SAMPLER_SHUFFLED + 1) + 1));
 }
 
-/* The trace is written after the last step: whether it can be is better known before the first. */
+/* Checks before the first step that a file can be written after the last one. Creates nothing. */
 static void check_written(int id, const char *path) {
-    struct stat st;
-    int         there = stat(path, &st) == 0;
-    FILE       *f = there && !S_ISREG(st.st_mode) ? NULL : fopen(path, "ab");
-    if (!f) refuse("--%s %s: %s", table[id].name, path,
-        there && !S_ISREG(st.st_mode) ? "it is no file" : strerror(errno));
-    fclose(f);
-    if (!there) remove(path);
+    const char *slash = strrchr(path, '/');
+    char        folder[4096];
+    int length = snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+    check_kind(id, path, A_FILE);
+    if (length >= (int)sizeof folder) refuse("--%s %.80s...: the path is too long", table[id].name, path);
+    if (access(folder, W_OK | X_OK) != 0) /* a new file is renamed to that name */
+        refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
 
 static int same_file(const char *path, const struct stat *other) {
@@ -1411,28 +1576,68 @@ static int same_file(const char *path, const struct stat *other) {
     return stat(path, &st) == 0 && st.st_dev == other->st_dev && st.st_ino == other->st_ino;
 }
 
-/* Refuses to write over a file that the run reads. models: the files of --model. */
-static void keep_inputs(int id, const char *path, const train_config *c, const train_files *models) {
+/* The run's output files, each by the option that names it. */
+typedef struct output { int option; char path[4096]; } output;
+enum { OUTPUTS = 6 };
+
+static int is_llmc(const char *path) {
+    size_t n = strlen(path);
+    return n > 4 && strcmp(path + n - 4, ".bin") == 0;
+}
+
+static int find_outputs(const value *v, output out[OUTPUTS]) {
+    static const int         named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
+    static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json", "/config.json" };
+    const char *model = v[O_SAVE_MODEL].text;
+    int         n = 0;
+    for (int i = 0; i < 3; i++)
+        if (v[named[i]].text) {
+            out[n].option = named[i];
+            snprintf(out[n++].path, sizeof out->path, "%s", v[named[i]].text);
+        }
+    for (int i = 0; model && i < (is_llmc(model) ? 1 : 3); i++) {
+        out[n].option = O_SAVE_MODEL;
+        snprintf(out[n++].path, sizeof out->path, "%s%s", model, is_llmc(model) ? "" : saved[i]);
+    }
+    return n;
+}
+
+static void keep_one(const output *out, const struct stat *there, int reader, const char *path) {
+    if (path && same_file(path, there))
+        refuse("--%s would overwrite %s, which --%s reads; use another name", table[out->option].name, out->path,
+            table[reader].name);
+}
+
+/* Refuses an output that is also an input or another output. models: the files of --model. */
+static void keep_inputs(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
     const int          ids[3] = { O_DATA, O_VAL, O_MODEL };
-    struct stat        st;
-    if (stat(path, &st) != 0) return; /* a new file */
-    for (int k = 0; k < 3; k++)
-        for (int i = 0; i < in[k]->count; i++)
-            if (same_file(in[k]->path[i], &st))
-                refuse("--%s would overwrite %s, which --%s reads; use another name", table[id].name, path,
-                    table[ids[k]].name);
+    output             out[OUTPUTS];
+    int                n = find_outputs(v, out);
+    for (int o = 0; o < n; o++) {
+        struct stat st;
+        int         exists = stat(out[o].path, &st) == 0, device = exists && !S_ISREG(st.st_mode);
+        for (int k = 0; k < 3 && exists; k++)
+            for (int i = 0; i < in[k]->count; i++) keep_one(&out[o], &st, ids[k], in[k]->path[i]);
+        if (exists) keep_one(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
+        if (exists) keep_one(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
+        for (int k = 0; k < o && !device; k++)
+            if (strcmp(out[k].path, out[o].path) == 0 || (exists && same_file(out[k].path, &st)))
+                refuse("--%s and --%s would both write %s; use another name", table[out[k].option].name,
+                    table[out[o].option].name, out[o].path);
+    }
 }
 
 /* Another training's checkpoints in the folder of --save would be mistaken for this one's. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
     char        path[4096], newest[64];
-    struct stat st, at;
-    if (!save || stat(save, &st) != 0) return;
-    if (!S_ISDIR(st.st_mode)) refuse("--save %s: not a directory", save);
+    struct stat at;
+    if (!save || !check_kind(O_SAVE, save, A_DIRECTORY)) return;
     if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
-    if (dt_checkpoint_newest(dt_io_default(), save, newest, sizeof newest) < 0) return;
+    int64_t there = dt_checkpoint_newest(dt_io_default(), save, newest, sizeof newest);
+    if (there < -1) refuse("--save %s: %s", save, strerror(errno));
+    if (there < 0) return;
     for (int up = 0; resume && up < 2; up++) { /* DIR, or DIR/step-N */
         if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path) continue;
         if (stat(path, &at) != 0 || !same_file(save, &at)) continue;
@@ -1444,14 +1649,8 @@ static void check_save(const value *v) {
     refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, newest, save);
 }
 
-static int is_llmc(const char *path) {
-    size_t n = strlen(path);
-    return n > 4 && strcmp(path + n - 4, ".bin") == 0;
-}
-
 /* What the run will write must be possible, and must not be what it reads. */
 static void check_outputs(const value *v, const train_config *c) {
-    static const char *const written[] = { "model.safetensors", "model.safetensors.index.json", "config.json" };
     static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
     const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
     char        path[4096];
@@ -1463,13 +1662,9 @@ static void check_outputs(const value *v, const train_config *c) {
         train_files_add_dir(&models, S_ISDIR(st.st_mode) ? model : path, endings);
         if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
     }
-    if (v[O_LOG_CSV].text) keep_inputs(O_LOG_CSV, v[O_LOG_CSV].text, c, &models);
-    if (!v[O_DRY_RUN].number) check_save(v);
-    for (int i = 0; folder && !is_llmc(folder) && i < 3; i++)
-        if (snprintf(path, sizeof path, "%s/%s", folder, written[i]) < (int)sizeof path)
-            keep_inputs(O_SAVE_MODEL, path, c, &models);
-    if (folder && is_llmc(folder)) keep_inputs(O_SAVE_MODEL, folder, c, &models);
+    keep_inputs(v, c, &models);
     train_files_free(&models);
+    if (!v[O_DRY_RUN].number) check_save(v);
     if (!folder) return;
     if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
         refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
@@ -1481,21 +1676,23 @@ static void check_outputs(const value *v, const train_config *c) {
         return;
     }
     if (mkdir(folder, 0777) != 0 && errno != EEXIST) refuse("--save-model %s: %s", folder, strerror(errno));
-    if (stat(folder, &st) != 0 || !S_ISDIR(st.st_mode)) refuse("--save-model %s: not a directory", folder);
+    check_kind(O_SAVE_MODEL, folder, A_DIRECTORY);
     if (access(folder, W_OK | X_OK) != 0) refuse("--save-model %s: %s", folder, strerror(errno));
 }
 
-// ==== 7. Settings block =============================================================================================
+// ==== 8. Settings block =============================================================================================
 
 /* "0.5 + 3.5 layers": the embedding and the head are not counted. */
 static void print_stages(const train_config *c) {
-    int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
-    printf("stages  ");
+    int  stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
+    line out = { .fd = 1 };
+    say(&out, "stages  ");
     for (int s = 0; s < stages && !c->by_cost; s++) {
         int halves = c->cut[s + 1] - c->cut[s] - (s == 0) - (c->cut[s + 1] == items);
-        printf("%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0, s == stages - 1 ? ", head" : "");
+        say(&out, "%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0,
+            s == stages - 1 ? ", head" : "");
     }
-    puts(c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
+    say(&out, "%s\n", c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
     dt_ctx      *ctx = look();
     double       v = c->chunks;
     dt_schedule *schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule, .ranks = c->mesh.pp,
@@ -1504,8 +1701,8 @@ static void print_stages(const train_config *c) {
     dt_span     *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
     if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 }, spans) == DT_OK) {
         dt_schedule_bubble b = dt_schedule_idle(schedule, spans, -1);
-        printf("bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward is two forwards\n",
-            dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
+        say(&out, "bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward is two "
+            "forwards\n", dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
     }
     if (dt_error(ctx) != DT_OK) refuse("%s", bare(ctx));
     dt_free(ctx, DT_MEM_HOST, spans, bytes);
@@ -1516,46 +1713,50 @@ static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "*" };
     const gpt_config        *m = &c->model;
     int                      column = 0;
-    printf("dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000, DT_VERSION / 100 % 10, DT_VERSION % 100,
+    line                     out = { .fd = 1 };
+    say(&out, "dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000, DT_VERSION / 100 % 10, DT_VERSION % 100,
         v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
-    if (c->mesh.cp > 1) printf(" x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
-    if (c->mesh.tp > 1) printf(" x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
-    if (c->mesh.ep > 1) printf(" x ep%d", c->mesh.ep);
-    if (c->mesh.pp > 1) printf(" x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
-    if (c->chunks > 1) printf(" of %d chunks", c->chunks);
-    printf("   zero %s", v[O_ZERO].text);
-    if (c->zero.shard_group) printf(" in groups of %d", c->zero.shard_group);
-    putchar('\n');
-    printf("launch  %s\n", launched.text);
-    if (*launched.device) printf("device  %s\n", launched.device);
-    if (v[O_CONFIG].text) printf("config  %s%s%s\n", v[O_CONFIG].text, *config.ignored ? "   no meaning here:" : "",
+    if (c->mesh.cp > 1) say(&out, " x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
+    if (c->mesh.tp > 1) say(&out, " x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
+    if (c->mesh.ep > 1) say(&out, " x ep%d", c->mesh.ep);
+    if (c->mesh.pp > 1) say(&out, " x pp%d %s", c->mesh.pp, v[O_SCHEDULE].text);
+    if (c->chunks > 1) say(&out, " of %d chunks", c->chunks);
+    say(&out, "   zero %s", v[O_ZERO].text);
+    if (c->zero.shard_group) say(&out, " in groups of %d", c->zero.shard_group);
+    say(&out, "\n");
+    say(&out, "launch  %s\n", launched.text);
+    if (*launched.device) say(&out, "device  %s\n", launched.device);
+    if (v[O_CONFIG].text) say(&out, "config  %s%s%s\n", v[O_CONFIG].text, *config.ignored ? "   no meaning here:" : "",
                                  config.ignored);
-    printf("model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
+    say(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
         m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
-    printf("batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
+    say(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
         c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * c->seq);
-    printf("data    %s   %d file%s   %lld %s   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
+    say(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
         "the project's own sources", c->data.count, c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
         c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
-    printf("options * given, = computed, others default\n");
+    say(&out, "options * given, = computed, others default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const option *o = &table[i];
         if (!is_option(i) || o->part == LATER || o->kind == FLAG || !v[i].text) continue;
         char entry[64];
         snprintf(entry, sizeof entry, "%s %s%s", o->name, v[i].text, sources[v[i].from]);
-        printf(column++ % 4 == 3 ? "  %s\n" : "  %-27s", entry);
+        if (column++ % 4 == 3) say(&out, "  %s\n", entry);
+        else say(&out, "  %-27s", entry);
     }
-    printf(column % 4 ? "\n\n" : "\n");
+    if (column % 4) say(&out, "\n");
+    say(&out, "\n");
 }
 
-// ==== 8. Output of a run ============================================================================================
+// ==== 9. Output of a run ============================================================================================
 
 /* What rank 0 needs to print. */
 typedef struct job {
     const value  *v;
     train_config  config;
-    FILE         *csv;
+    int           csv;          /* a descriptor; -1: none */
+    int           csv_stays;    /* it is standard output or no file: do not read or truncate */
     double        ms, tokens;   /* sums over the steps after the first */
     int64_t       steps;        /* made by this run */
     int           attempt;      /* 0: the first */
@@ -1573,105 +1774,162 @@ static double mfu(const job *j, const train_row *row) {
     return peak > 0 ? gpt_flops_per_token(c) * row->tokens_per_s / peak : 0;
 }
 
+static void csv_failed(dt_ctx *ctx, const job *j, int error) {
+    dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, put_reason(error));
+}
+
 static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
-    fprintf(j->csv, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm, row->lr,
-        row->ms, row->tokens_per_s);
-    for (int m = 0; m < TRAIN_MEMS; m++) fprintf(j->csv, ",%.0f", row->mem[m]);
-    for (int a = 0; a < DT_AXES; a++) fprintf(j->csv, ",%.0f", row->bytes[a]);
-    fputc(',', j->csv); /* what was not measured stays empty */
-    if (isfinite(row->val_loss)) fprintf(j->csv, "%.17g", row->val_loss);
-    fputc(',', j->csv);
-    if (mfu(j, row) > 0) fprintf(j->csv, "%.6g", mfu(j, row));
-    fprintf(j->csv, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance, row->z,
+    line out = { .fd = j->csv };
+    say(&out, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm, row->lr, row->ms,
+        row->tokens_per_s);
+    for (int m = 0; m < TRAIN_MEMS; m++) say(&out, ",%.0f", row->mem[m]);
+    for (int a = 0; a < DT_AXES; a++) say(&out, ",%.0f", row->bytes[a]);
+    say(&out, ","); /* what was not measured stays empty */
+    if (isfinite(row->val_loss)) say(&out, "%.17g", row->val_loss);
+    say(&out, ",");
+    if (mfu(j, row) > 0) say(&out, "%.6g", mfu(j, row));
+    say(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance, row->z,
         row->dropped);
-    errno = 0;
-    if (fflush(j->csv) != 0 || ferror(j->csv))
-        dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+    if (out.error) csv_failed(ctx, j, out.error);
 }
 
 /* Seconds as 1:02 or 1:02:03. */
-static void print_time(double seconds) {
+static void say_time(line *out, double seconds) {
     long long s = (long long)(seconds + 0.5);
-    if (s >= 3600) printf("%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
-    else printf("%lld:%02lld", s / 60, s % 60);
+    if (s >= 3600) say(out, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else say(out, "%lld:%02lld", s / 60, s % 60);
+}
+
+/* Ends the run if standard output is lost; saves first where it can, as at SIGTERM. */
+static void check_told(dt_ctx *ctx, const job *j) {
+    if (!flag(launched.lost)) return;
+    if (j->config.stop) set_flag(launched.stop, 1);
+    else dt_fail(ctx, DT_ERR_IO, "standard output: %s", put_reason(flag(launched.lost)));
 }
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     job    *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
-    *launched.steps = 1;
+    line    out = { .fd = 1 };
+    set_flag(launched.steps, 1);
     if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
-    if (j->csv) csv_row(ctx, j, row);
+    if (j->csv >= 0) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
-    printf("step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
+    say(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
         j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
-    if (mfu(j, row) > 0) printf(" | mfu %.1f%%", 100 * mfu(j, row));
-    printf(" | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm, 100 * row->bubble,
+    if (mfu(j, row) > 0) say(&out, " | mfu %.1f%%", 100 * mfu(j, row));
+    say(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm, 100 * row->bubble,
         row->mem[TRAIN_PEAK] / 1048576);
-    print_time((double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
-    putchar('\n');
+    say_time(&out, (double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
+    say(&out, "\n");
     if (isfinite(row->val_loss))
-        printf("eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step, j->v[O_STEPS].text,
+        say(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step, j->v[O_STEPS].text,
             row->val_loss, TRAIN_EVAL_SEQUENCES);
-    if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
+    check_told(ctx, j);
 }
 
-/* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of text), the ids. */
+/* Samples from a newline on and prints the bytes; of shards, from the last id on (GPT-2's end of
+   text), the ids. On a terminal, control bytes are shown as \xNN; a file or a pipe gets them
+   unchanged. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
-    int        quiet = j->v[O_QUIET].number != 0;
-    int        n = int_of(j->v, O_GENERATE);
-    int32_t   *ids = (int32_t *)malloc((size_t)(n + 1) * sizeof *ids);
-    if (!ids) {
-        dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
-        return;
-    }
-    int          shards = j->config.data.shards;   /* all ranks draw the same */
-    gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
-    ids[0] = shards ? model->config.vocab - 1 : '\n';
-    if (n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK) {
-        int first = dt_ctx_rank(ctx) == 0;
-        if (!quiet && first) puts("---");
-        for (int i = 1; i <= n && first; i++)
-            if (shards) printf("%s%d", i > 1 ? " " : "", ids[i]);
-            else putchar(ids[i]);
-        if (first && (!quiet || shards)) puts(quiet ? "" : "\n---");
-    }
+    int      quiet = j->v[O_QUIET].number != 0;
+    int      n = int_of(j->v, O_GENERATE);
+    int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
+    char    *bytes = (char *)calloc((size_t)n + 1, 1);
+    if (ids && bytes) {
+        int          shards = j->config.data.shards;   /* all ranks draw the same */
+        gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
+        ids[0] = shards ? model->config.vocab - 1 : '\n';
+        int  first = n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
+        line out = { .fd = 1 };
+        if (!quiet && first) say(&out, "---\n");
+        for (int i = 0; i < n && first; i++)
+            if (shards) say(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
+            else bytes[i] = (char)ids[i + 1];
+        if (first && !shards) add_text(&out, bytes, (size_t)n, isatty(1) ? "\n\t" : NULL);
+        if (first && (!quiet || shards)) say(&out, "\n");
+        if (first && !quiet) say(&out, "---\n");
+        if (first) put_line(&out);
+    } else dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
+    free(bytes);
     free(ids);
 }
 
 /* ---- checkpoints ---- */
 
+/* A status line that the next one overwrites, on a terminal only. */
+static void show_progress(const job *j, const char *text) {
+    char over[64];
+    int  n = snprintf(over, sizeof over, "\r%-30s\r%s", "", text);
+    if (isatty(2) && !j->v[O_QUIET].number) put(2, over, (size_t)n);
+}
+
 static void on_save(dt_ctx *ctx, const char *path, void *user) {
     const job *j = (const job *)user;
-    if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\r%30s\r", "");
-    if (!j->v[O_QUIET].number) printf("saved   %s\n", path);
-    if (fflush(stdout) != 0) dt_fail(ctx, DT_ERR_IO, "standard output: %s", strerror(errno));
+    line       out = { .fd = 1 };
+    show_progress(j, "");
+    if (!j->v[O_QUIET].number) say(&out, "saved   %s\n", path);
+    check_told(ctx, j);
 }
 
-/* In per cent, where somebody is looking. */
 static void on_progress(double done, void *user) {
-    const job *j = (const job *)user;
-    if (isatty(2) && !j->v[O_QUIET].number) fprintf(stderr, "\rsaving  %3.0f%%", 100 * done);
+    char text[32];
+    snprintf(text, sizeof text, "saving  %3.0f%%", 100 * done);
+    show_progress((const job *)user, text);
 }
 
-/* Rows up to the step that the run goes on from stay, if they are all there; those of steps that are made again go. */
+/* Opens the log: a file, a FIFO with a reader, or a character device. If the log is standard
+   output, duplicates that descriptor, so that both share one file offset. */
+static int open_log(const char *path, int keep, int *stays) {
+    struct stat st, out;
+    int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+    int file = !there || S_ISREG(st.st_mode), same = there && fstat(1, &out) == 0 && same_file(path, &out);
+    if (!file && !S_ISFIFO(st.st_mode) && !S_ISCHR(st.st_mode)) check_kind(O_LOG_CSV, path, A_FILE);
+    int fd = same ? fcntl(1, F_DUPFD_CLOEXEC, 3) : open(path, file ? how | O_RDWR | O_CREAT : how | O_WRONLY, 0666);
+    if (fd < 0 && errno == ENXIO && there) refuse("--log-csv %s: %s without a reader", path, kind_of(st.st_mode));
+    if (fd < 0 || fstat(fd, &st) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
+    *stays = same || !S_ISREG(st.st_mode);
+    size_t  length = strlen(csv_header);
+    char    first[4096];
+    ssize_t got = *stays || !keep ? 0 : pread(fd, first, length + 1, 0);
+    if (got > 0 && ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
+        refuse("--log-csv %s: it is no log, or has other columns than this version's, and --resume would drop its "
+            "rows; use another name", path);
+    if (!*stays && !keep && ftruncate(fd, 0) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
+    if (*stays || !keep) {
+        line row = { .fd = fd };
+        say(&row, "%s\n", csv_header);
+        if (row.error) refuse("--log-csv %s: %s", path, put_reason(row.error));
+    }
+    return fd;
+}
+
+/* Keeps the log's rows up to the step that the run resumes from, if all are there, and drops those
+   of steps that are repeated. Leaves a log that cannot be read as it is. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
-    char    line[1024];
-    long    keep = 0;
+    char    row[1024];
+    off_t   keep = 0;
+    ssize_t got;
     int64_t last = -1;      /* the step of the last row that stays; 0: of the header */
-    rewind(j->csv);
-    while (fgets(line, sizeof line, j->csv) && strchr(line, '\n')) {
-        line[strcspn(line, "\n")] = 0;
-        int64_t at = last < 0 ? (strcmp(line, csv_header) == 0 ? 0 : -1) : strtoll(line, NULL, 10);
+    if (j->csv_stays) return;
+    while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
+        row[got] = 0;
+        char *end = strchr(row, '\n');
+        if (!end) break;
+        *end = 0;
+        int64_t at = last < 0 ? (strcmp(row, csv_header) == 0 ? 0 : -1) : strtoll(row, NULL, 10);
         if (at < 0 || (last > 0 && at != last + 1) || at > step) break;
         last = at;
-        keep = ftell(j->csv);
+        keep += end + 1 - row;
     }
     if (last != step) keep = 0;
-    fseek(j->csv, keep, SEEK_SET);
-    if (ftruncate(fileno(j->csv), keep) != 0)
-        dt_fail(ctx, DT_ERR_IO, "--log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
-    if (keep == 0) fprintf(j->csv, "%s\n", csv_header);
+    if (got < 0 || ftruncate(j->csv, keep) != 0 || lseek(j->csv, keep, SEEK_SET) != keep) {
+        csv_failed(ctx, j, errno);
+        return;
+    }
+    line out = { .fd = j->csv };
+    if (keep == 0) say(&out, "%s\n", csv_header);
+    if (out.error) csv_failed(ctx, j, out.error);
 }
 
 /* What makes a training another one, and what only changes how it goes on. */
@@ -1710,11 +1968,11 @@ static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
     char        path[4096], was[160], newest[64];
     size_t      bytes = 0, length = 0;
-    struct stat st;
     if (!resume) return;
-    if (stat(resume, &st) != 0 && errno == ENOENT && v[O_SAVE].text && strcmp(resume, v[O_SAVE].text) == 0) return;
-    if (stat(resume, &st) != 0) refuse("--resume %s: %s", resume, strerror(errno));
-    if (!S_ISDIR(st.st_mode)) refuse("--resume %s: not a directory", resume);
+    if (!check_kind(O_RESUME, resume, A_DIRECTORY)) {
+        if (errno == ENOENT && v[O_SAVE].text && strcmp(resume, v[O_SAVE].text) == 0) return;
+        refuse("--resume %s: %s", resume, strerror(errno));
+    }
     snprintf(path, sizeof path, "%.3900s/manifest.json", resume);
     if (access(path, F_OK) != 0 && dt_checkpoint_newest(dt_io_default(), resume, newest, sizeof newest) >= 0)
         snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, newest);
@@ -1737,29 +1995,31 @@ static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *s
     const job *j = (const job *)user;
     char       was[160];
     int        first = dt_ctx_rank(ctx) == 0;
-    if (j->csv && first) csv_rewind(ctx, j, step);
+    line       out = { .fd = 1 };
+    if (j->csv >= 0 && first) csv_rewind(ctx, j, step);
     if (step == 0) return;
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
     int      other = then ? another_training(then, j->v, was, sizeof was) : -1;
     if (other >= 0) dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
         table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
-        printf("resumed %s   step %lld of %s%s\n", path, (long long)step, j->v[O_STEPS].text,
+        say(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step, j->v[O_STEPS].text,
             step >= j->config.stop_at ? ": there is no step left to make" : "");
     for (size_t i = 0; first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
         if (differs(then, j->v, may_change[i], was, sizeof was) && !j->v[O_QUIET].number)
-            printf("        --%s was %s, and is %s from here on\n", table[may_change[i]].name, was,
+            say(&out, "        --%s was %s, and is %s from here on\n", table[may_change[i]].name, was,
                 j->v[may_change[i]].text ? j->v[may_change[i]].text : "not given");
     dt_json_free(then);
 }
 
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
-    int64_t    later = j->steps - 1;
+    line       out = { .fd = 1 };
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
+    int64_t later = j->steps - 1; /* rank 0's own count */
     if (!j->v[O_QUIET].number && later > 0)
-        printf("average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
+        say(&out, "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
             j->tokens / (j->ms / 1000), (long long)later);
 }
 
@@ -1824,9 +2084,12 @@ static void on_ask(int number) {
 /* kill -TERM, with --save: the step is finished and saved. A second one ends at once. */
 static void on_term(int number) {
     static const char text[] = "SIGTERM: the step is finished and saved; a second one ends at once\n";
+    struct pollfd     to = { 2, POLLOUT, 0 };
+    int               reason = errno;
     (void)number;
-    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() && write(2, text, sizeof text - 1) < 0)
-        return; /* nobody is left to tell */
+    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() && poll(&to, 1, 0) > 0)
+        number = (int)write(2, text, sizeof text - 1); /* only if it does not block; may fail */
+    errno = reason;
 }
 
 static void catch_signals(job *j) {
@@ -1851,7 +2114,7 @@ static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
         .seed = (uint64_t)j->v[O_SEED].number, .host = host, .kernels = kernels_of(j->v), .report = report,
         .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
         .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
-        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number, .token = launched.token[0] ? launched.token : NULL,
+        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number,
         .faults = j->attempt == 0, .ask = &asked }, rank_main, j);
 }
 
@@ -1879,33 +2142,51 @@ static void fewer_ranks(job *j) {
    that cannot be had before the first step. */
 static int restarts(job *j, const dt_report *report) {
     dt_status s = report->status;
-    if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || *launched.stop) return 0;
+    if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || flag(launched.stop)) return 0;
     if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC) return 0;
-    if (s == DT_ERR_IO && !*launched.steps) return 0;
-    *launched.steps = 0;
+    if (s == DT_ERR_IO && (!flag(launched.steps) || flag(launched.lost))) return 0;
+    set_flag(launched.steps, 0);
     fewer_ranks(j);
     j->attempt++;
     j->config.again = 1;
-    fflush(stdout);
-    fprintf(stderr, "restart %d of %s with %s ranks, after: %s\n", j->attempt, j->v[O_MAX_RESTARTS].text,
+    complain("restart %d of %s with %s ranks, after: %s\n", j->attempt, j->v[O_MAX_RESTARTS].text,
         j->v[O_RANKS].text, report->text);
     return 1;
 }
 
+/* Prints the last lines of a successful run. */
+static void print_end(const job *j, int stopped) {
+    line out = { .fd = 1 };
+    if (stopped) say(&out, "stopped by SIGTERM; --resume %s goes on\n", j->config.save);
+    if (j->csv >= 0) say(&out, "log     %s\n", j->v[O_LOG_CSV].text);
+    if (j->config.trace) say(&out, "trace   %s\n", j->config.trace);
+    if (j->config.svg && access(j->config.svg, F_OK) == 0) say(&out, "drawn   %s\n", j->config.svg);
+    if (j->v[O_SAVE_MODEL].text && !stopped) say(&out, "model   %s\n", j->v[O_SAVE_MODEL].text);
+}
+
+/* The exit status, after one line of error if standard output has lost text. */
+static int check_lost(const job *j, int status) {
+    const char *save = j && flag(launched.stop) ? j->config.save : NULL;
+    if (!flag(launched.lost)) return status;
+    complain("error: rank 0: standard output: %s%s%s%s\n", put_reason(flag(launched.lost)), save ? "; --resume " : "",
+        save ? save : "", save ? " goes on" : "");
+    return 1;
+}
+
 static int run(job *j) {
-    dt_report report = { DT_OK, 0, "" };
+    dt_report report = { .status = DT_OK };
     dt_host   host = *dt_host_default();
     host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
-    launched.told = (int *)mmap(NULL, 3 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (launched.told == MAP_FAILED) refuse("out of memory");
-    launched.stop = launched.told + 1;
-    launched.steps = launched.told + 2;
     if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors; /* told when it is known whether the ranks go on */
     catch_signals(j);
     dt_status status = run_once(j, &report, &host);
-    while (status != DT_OK && restarts(j, &report)) status = run_once(j, &report, &host);
-    int said = status != DT_OK && (launched.size || *launched.told);    /* under MPI by the rank that noticed it */
-    if (j->csv && fclose(j->csv) != 0 && status == DT_OK) {
+    while (status != DT_OK && !report.left_behind && restarts(j, &report)) status = run_once(j, &report, &host);
+    if (report.left_behind) { /* a thread left behind still uses *j */
+        if (!flag(launched.told)) complain("error: %s\n", report.text);
+        _exit(1);
+    }
+    int said = status != DT_OK && (launched.size || flag(launched.told)); /* under MPI by the rank that noticed it */
+    if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
         snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
     }
@@ -1914,32 +2195,23 @@ static int run(job *j) {
         int by_hand = j->v[O_RANK].from == GIVEN;
         int told = speaks() || (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
         let_rank_0_speak();
-        fflush(stdout);
-        if (told && !said) fprintf(stderr, "error: %s\n", report.text);
+        if (told && !said) complain("error: %s\n", report.text);
         return 1;
     }
-    int done = *launched.stop ? 128 + SIGTERM : 0;
-    if (!speaks()) return done;
-    if (*launched.stop && !j->v[O_QUIET].number) printf("stopped by SIGTERM; --resume %s goes on\n", j->config.save);
-    if (!j->v[O_QUIET].number && j->csv) printf("log     %s\n", j->v[O_LOG_CSV].text);
-    if (!j->v[O_QUIET].number && j->config.trace) printf("trace   %s\n", j->config.trace);
-    if (!j->v[O_QUIET].number && j->config.svg && access(j->config.svg, F_OK) == 0)
-        printf("drawn   %s\n", j->config.svg);
-    if (!j->v[O_QUIET].number && j->v[O_SAVE_MODEL].text && !done) printf("model   %s\n", j->v[O_SAVE_MODEL].text);
-    if (fflush(stdout) == 0 && !ferror(stdout)) return done;
-    fprintf(stderr, "error: rank 0: standard output: %s\n", strerror(errno));
-    return 1;
+    int stopped = flag(launched.stop);
+    if (speaks() && !j->v[O_QUIET].number) print_end(j, stopped);
+    return check_lost(j, stopped ? 128 + SIGTERM : 0);
 }
 
-// ==== 9. Dry run ====================================================================================================
+// ==== 10. Dry run ===================================================================================================
 
 /* Ranks of one axis that differ from `rank` in that coordinate only: n of them, `stride` apart. */
-static void print_group(int rank, int n, int stride) {
+static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
     int  first = rank - rank / stride % n * stride, used = 0;
     for (int i = 0; i < n && used < 40; i++)
         used += snprintf(text + used, sizeof text - (size_t)used, "%s%d", i ? " " : "", first + i * stride);
-    printf("  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
+    say(out, "  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
 }
 
 enum { MAP_ROWS = 64 };
@@ -1947,24 +2219,25 @@ enum { MAP_ROWS = 64 };
 static void print_map(const train_config *c, int ranks) {
     static const char *const names[5] = { "tp", "cp", "ep", "dp", "pp" };
     const dt_mesh_desc *m = &c->mesh;
+    line out = { .fd = 1 };
     int n[5] = { m->tp, m->cp, m->ep, m->dp, m->pp }, stride[5] = { 1 };
     for (int a = 1; a < 5; a++) stride[a] = stride[a - 1] * n[a - 1];
-    printf("rank ");
+    say(&out, "rank ");
     for (int a = 4; a >= 0; a--)
-        if (n[a] > 1 || (a != 2 && a != 4)) printf(" %s", names[a]);
+        if (n[a] > 1 || (a != 2 && a != 4)) say(&out, " %s", names[a]);
     for (int a = 0; a < 5; a++)
-        if (n[a] > 1) printf("  %s with%-13s", names[a], "");
-    putchar('\n');
+        if (n[a] > 1) say(&out, "  %s with%-13s", names[a], "");
+    say(&out, "\n");
     for (int r = 0; r < ranks && r < MAP_ROWS; r++) {
-        printf("%4d ", r);
+        say(&out, "%4d ", r);
         for (int a = 4; a >= 0; a--)
-            if (n[a] > 1 || (a != 2 && a != 4)) printf("%3d", r / stride[a] % n[a]);
+            if (n[a] > 1 || (a != 2 && a != 4)) say(&out, "%3d", r / stride[a] % n[a]);
         for (int a = 0; a < 5; a++)
-            if (n[a] > 1) print_group(r, n[a], stride[a]);
-        putchar('\n');
+            if (n[a] > 1) print_group(&out, r, n[a], stride[a]);
+        say(&out, "\n");
     }
     if (ranks > MAP_ROWS)
-        printf(" ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep, m->cp, m->tp);
+        say(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep, m->cp, m->tp);
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
@@ -2021,26 +2294,27 @@ static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "
     "temp" };
 
 /* What a rank has of each class, and beside it what it should have by the formula. */
-static void print_memory(FILE *to, const train_need *n) {
+static void print_memory(int fd, const train_need *n) {
+    line             out = { .fd = fd };
     const dt_memory *m = &n->memory;
     int              formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
-    fprintf(to, "  %-12s%16s%16s", "class", "live", "peak");
-    if (formula) fprintf(to, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
+    say(&out, "  %-12s%16s%16s", "class", "live", "peak");
+    if (formula) say(&out, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
         (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_RUN, (long long)n->kind[0].padded);
-    if (experts) fprintf(to, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
+    if (experts) say(&out, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
         (long long)n->kind[1].shared, DT_RUN, (long long)n->kind[1].padded);
-    fputc('\n', to);
+    say(&out, "\n");
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
-        fprintf(to, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
+        say(&out, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
         for (int k = 0; k < 1 + experts && formula && i <= DT_MEM_OPTIM; k++) {
-            if (k == 0) fprintf(to, "%16.0f   %d P", n->formula[i], n->bytes[i]);
-            else fprintf(to, " + %d Q", n->bytes[i]);
-            if (n->cut[i] && n->kind[k].shared > 1) fprintf(to, " / %d", n->kind[k].shared);
+            if (k == 0) say(&out, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+            else say(&out, " + %d Q", n->bytes[i]);
+            if (n->cut[i] && n->kind[k].shared > 1) say(&out, " / %d", n->kind[k].shared);
         }
-        if (formula && i == DT_MEM_GRADS && n->levels > 0) fprintf(to, " + %.0f for the tree's levels", n->levels);
-        fputc('\n', to);
+        if (formula && i == DT_MEM_GRADS && n->levels > 0) say(&out, " + %.0f for the tree's levels", n->levels);
+        say(&out, "\n");
     }
-    fprintf(to, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
+    say(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
 }
 
 static int dry_run(job *j) {
@@ -2050,22 +2324,28 @@ static int dry_run(job *j) {
         refuse("--dry-run is one process: start it without %s", launched.by.by);
     if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
     dry_figures f = dry(j, j->config, 0);
+    line        out = { .fd = 1 };
     if (f.report.status != DT_OK) {
-        fprintf(stderr, "error: %s\n", f.report.text);
+        complain("error: %s\n", f.report.text);
         return 1;
     }
     print_map(&j->config, int_of(j->v, O_RANKS));
-    printf("\none rank in one step, the largest over the ranks\n  sends, bytes ");
-    for (int a = 0; a < DT_AXES; a++) printf("  %s %.0f", axes[a], f.row.bytes[a]);
-    printf("\n  needs, bytes ");
-    for (int m = 0; m < TRAIN_MEMS; m++) printf("  %s %.0f", classes[m], f.row.mem[m]);
-    printf("\n  computes      %.4g GFLOP in products\n\nbytes of rank %d, the largest: live at the end, peak of the "
-        "whole run\n", f.flops / 1e9, f.rank);
-    print_memory(stdout, &f.need);
+    say(&out, "\n");
+    say(&out, "one rank in one step, the largest over the ranks\n");
+    say(&out, "  sends, bytes ");
+    for (int a = 0; a < DT_AXES; a++) say(&out, "  %s %.0f", axes[a], f.row.bytes[a]);
+    say(&out, "\n");
+    say(&out, "  needs, bytes ");
+    for (int m = 0; m < TRAIN_MEMS; m++) say(&out, "  %s %.0f", classes[m], f.row.mem[m]);
+    say(&out, "\n");
+    say(&out, "  computes      %.4g GFLOP in products\n", f.flops / 1e9);
+    say(&out, "\n");
+    say(&out, "bytes of rank %d, the largest: live at the end, peak of the whole run\n", f.rank);
+    print_memory(1, &f.need);
     return 0;
 }
 
-// ==== 10. Memory limit ==============================================================================================
+// ==== 11. Memory limit ==============================================================================================
 
 /* What other settings would need. */
 typedef struct advice {
@@ -2098,7 +2378,7 @@ static void try_setting(advice *a, train_config c) {
     if (c.zero.stage > a->stage) a->stage = c.zero.stage;
     setting_text(a->j, &c, text, sizeof text);
     if (peak <= a->limit) {
-        fprintf(stderr, "  %.0f bytes a rank with%s\n", peak, text);
+        complain("  %.0f bytes a rank with%s\n", peak, text);
         a->fit++;
     } else if (a->tried - a->fit == 1 || peak < a->least) {
         a->least = peak;
@@ -2137,20 +2417,20 @@ static void check_limit(const job *j) {
     dry_figures f = dry(j, j->config, a.limit);
     if (f.report.status != DT_ERR_MEM) return; /* it fits, or fails for a reason that the run itself will tell */
     if (!speaks()) refuse("--mem-limit %s: %s", text, f.report.text);
-    fflush(stdout);
-    fprintf(stderr, "error: --mem-limit %s: %s\nbytes of rank %d then\n", text, f.report.text, f.rank);
-    print_memory(stderr, &f.need);
+    complain("error: --mem-limit %s: %s\n", text, f.report.text);
+    complain("bytes of rank %d then\n", f.rank);
+    print_memory(2, &f.need);
     f = dry(j, j->config, 0);
-    fprintf(stderr, "These settings need %zu bytes a rank. With the options of one of these lines they would fit:\n",
+    complain("These settings need %zu bytes a rank. With the options of one of these lines they would fit:\n",
         f.need.memory.peak_total);
     try_settings(&a);
-    if (a.fit == 0) fprintf(stderr, "  none of %d that were tried\n", a.tried);
+    if (a.fit == 0) complain("  none of %d that were tried\n", a.tried);
     if (a.fit == 0 && a.tried > 0)
-        fprintf(stderr, "The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
+        complain("The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
     exit(2);
 }
 
-// ==== 11. main ======================================================================================================
+// ==== 12. main ======================================================================================================
 
 /* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
 static void join(const value *v, int *argc, char ***argv) {
@@ -2173,9 +2453,26 @@ static int leave(int failed) {
     return failed;
 }
 
+/* Opens /dev/null on closed descriptors 0 to 2; else files opened later would become standard
+   output or error. */
+static void open_standard(void) {
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(2);
+}
+
+/* Ignores SIGPIPE and SIGXFSZ, so that a write fails with an errno if its reader has gone or its
+   file is too large. */
+static void begin(void) {
+    open_standard();
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
+    make_flags();
+}
+
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
-    job   j = { .v = v };
+    job   j = { .v = v, .csv = -1 };
+    begin();
 #ifdef DT_USE_NCCL
     /* CUDA reads it at its first call. A kernel that is loaded late waits for the device, which may be waiting in NCCL
        for another rank. */
@@ -2183,9 +2480,10 @@ int main(int argc, char **argv) {
 #endif
     memset(v, 0, sizeof v);
     parse(v, argc, argv);
+    launched.patience = v[O_TIMEOUT].number / 2; /* so rank 0 fails before others time out on it */
     if (v[O_HELP].number) print_help();
     if (v[O_LIST_REFUSED].number) print_refused();
-    if (v[O_HELP].number || v[O_LIST_REFUSED].number) return 0;
+    if (v[O_HELP].number || v[O_LIST_REFUSED].number) return check_lost(NULL, 0);
     find_launch(v);
     join(v, &argc, &argv);
     j.config = resolve(v);
@@ -2195,32 +2493,27 @@ int main(int argc, char **argv) {
     j.config.on_resume = on_resume;
     j.config.on_progress = on_progress;
     j.config.user = &j;
+    char *settings = config_json(v);
     if (v[O_PRINT_CONFIG].number) {
-        if (speaks()) print_config(stdout, v);
-        return leave(0);
+        line out = { .fd = 1 };
+        if (speaks()) add_text(&out, settings, strlen(settings), "\n"), put_line(&out);
+        free(settings);
+        return leave(check_lost(NULL, 0));
     }
-    if (v[O_TOKEN_FILE].text) read_token(v[O_TOKEN_FILE].text, launched.token, sizeof launched.token);
+    if (v[O_TOKEN_FILE].text) check_token(v[O_TOKEN_FILE].text);
     find_text(v, O_DATA, &j.config.data, dt_batch_ramp_before(j.config.ramp, j.config.stop_at + 1));
     if (v[O_VAL].text) find_text(v, O_VAL, &j.config.val, TRAIN_EVAL_SEQUENCES);
     check_resume(v);
     if (speaks()) check_outputs(v, &j.config);
     if (v[O_MEM_LIMIT].text) check_limit(&j);
-    if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number) {
-        if (v[O_RESUME].text) j.csv = fopen(v[O_LOG_CSV].text, "r+"); /* it may go on, too */
-        if (!j.csv) j.csv = fopen(v[O_LOG_CSV].text, "w+");
-        if (!j.csv) refuse("--log-csv %s: %s", v[O_LOG_CSV].text, strerror(errno));
-        if (!v[O_RESUME].text) fprintf(j.csv, "%s\n", csv_header);
-    }
+    if (v[O_LOG_CSV].text && speaks() && !v[O_DRY_RUN].number)
+        j.csv = open_log(v[O_LOG_CSV].text, v[O_RESUME].text != NULL, &j.csv_stays);
     if (v[O_TRACE].text && speaks()) check_written(O_TRACE, v[O_TRACE].text);
     if (v[O_SCHEDULE_SVG].text && speaks()) check_written(O_SCHEDULE_SVG, v[O_SCHEDULE_SVG].text);
     if (!v[O_QUIET].number && speaks()) print_settings(v, &j.config);
-    char  *settings = NULL;
-    size_t length;
-    FILE  *to = open_memstream(&settings, &length);
-    if (to) print_config(to, v);
-    if (!to || fclose(to) != 0) refuse("out of memory");
+    if (flag(launched.lost)) return leave(check_lost(NULL, 1));
     j.config.settings = settings;
-    int failed = v[O_DRY_RUN].number ? dry_run(&j) : run(&j);
+    int failed = v[O_DRY_RUN].number ? check_lost(NULL, dry_run(&j)) : run(&j);
     free(settings);
     train_files_free(&j.config.data);
     train_files_free(&j.config.val);

@@ -16,6 +16,8 @@
 
 #include "rank_data.h"
 
+#include <time.h>
+
 /* The memory that ranks of a group reach of each other. None (a transport): all goes as messages, and is counted. All
    (threads): the backend's own way needs no messages; a buffer's place is no matter. A range (forks, MPI's ranks on one
    machine): own way as well, but a buffer lies in the range or not, so these cases are repeated with each of the
@@ -869,6 +871,150 @@ static void logical(dt_comm *world) {
         CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == want);
     }
     dt_comm_set_algorithm(world, DT_ALGORITHM_AUTO);
+}
+
+/* ---- 7. overlap ----------------------------------------------------------------------------------------------- */
+
+/* One operation in which recv of one rank (or of each) may overlap its send. A legal overlap must
+   give the right result; any other must fail on every rank and change no data. The seed decides
+   all. */
+static unsigned overlap_random(unsigned *seed) { return (*seed = *seed * 1664525u + 1013904223u) >> 8; }
+
+enum { OVERLAP_MOST = 8 * 40 * 8 };
+static int32_t overlap_value(int rank, size_t i) { return (int32_t)(10000 * rank + (int)i); }
+
+/* Whether a rank's recv may begin d elements behind its send. */
+static int overlap_allowed(int op, int me, int root, long count, long sent, long got, long d) {
+    static const char rooted[8] = { 0, 1, 0, 0, 1, 1, 0, 0 };
+    if (rooted[op] && me != root) return 1;
+    if (d >= sent || -d >= got) return 1;
+    if (op == 0 || op == 1) return d == 0;
+    if (op == 2 || op == 5) return d == me * count;
+    return (op == 3 || op == 4) && -d == me * count;
+}
+
+static int32_t overlap_expected(int op, int n, int me, long count, size_t counts[8][8], long i) {
+    int32_t sum = 0;
+    if (op == 2) i += me * count;
+    if (op <= 2) {
+        for (int rank = 0; rank < n; rank++) sum += overlap_value(rank, (size_t)i);
+        return sum;
+    }
+    if (op == 3 || op == 4) return overlap_value((int)(i / count), (size_t)(i % count));
+    if (op == 5) return -1;     /* of the root: see below */
+    if (op == 6) return overlap_value((int)(i / count), (size_t)(me * count + i % count));
+    int from = 0;
+    long at = 0;
+    while (i >= (long)counts[from][me]) i -= (long)counts[from++][me];
+    for (int to = 0; to < me; to++) at += (long)counts[from][to];
+    return overlap_value(from, (size_t)(at + i));
+}
+
+__attribute__((unused)) static dt_status overlap_of(dt_ctx *ctx, unsigned number) {
+    unsigned o = number * 2654435761u;
+    dt_comm *world = dt_world(ctx);
+    int n = dt_comm_size(world), me = dt_comm_rank(world), op = (int)(overlap_random(&o) % 8), any = 0, wrong = 0;
+    int root = (int)(overlap_random(&o) % (unsigned)n), culprit = (int)(overlap_random(&o) % (unsigned)(n + 1));
+    long count = 1 + (long)(overlap_random(&o) % 40), total = n * count, d[8] = { 0 };
+    long sent[8], got[8];
+    int exact = overlap_random(&o) % 3 == 0, slow = overlap_random(&o) % 2;
+    size_t counts[8][8], in[8];
+    int32_t *room = (int32_t *)calloc(4 * OVERLAP_MOST, sizeof *room), *send = room + 2 * OVERLAP_MOST, *recv;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++) counts[i][j] = overlap_random(&o) % 30;
+    for (int rank = 0; rank < n; rank++) {
+        sent[rank] = op == 2 || op == 5 || op == 6 ? total : count;
+        got[rank] = op == 3 || op == 4 || op == 6 ? total : count;
+        for (int j = 0; op == 7 && j < n; j++) sent[rank] = (j ? sent[rank] : 0) + (long)counts[rank][j];
+        for (int j = 0; op == 7 && j < n; j++) got[rank] = (j ? got[rank] : 0) + (long)counts[j][rank];
+        d[rank] = (long)(overlap_random(&o) % (unsigned)(sent[rank] + got[rank] + 5)) - got[rank] - 2;
+        if (exact) d[rank] = op == 2 || op == 5 ? rank * count : op == 3 || op == 4 ? -rank * count : 0;
+        if (culprit < n && rank != culprit) d[rank] = OVERLAP_MOST / 2;
+        any |= !overlap_allowed(op, rank, root, count, sent[rank], got[rank], d[rank]);
+    }
+    recv = send + d[me];
+    for (int j = 0; j < n; j++) in[j] = counts[j][me];
+    for (long i = 0; i < got[me]; i++) recv[i] = -7;
+    for (long i = 0; i < sent[me]; i++) send[i] = overlap_value(me, (size_t)i);
+    if (slow) dt_comm_set_algorithm(world, DT_DIRECT);
+    size_t c = (size_t)count;
+    switch (op) {
+    case 0: dt_all_reduce(world, send, recv, c, DT_I32, DT_SUM); break;
+    case 1: dt_reduce(world, send, recv, c, DT_I32, DT_SUM, root); break;
+    case 2: dt_reduce_scatter(world, send, recv, c, DT_I32, DT_SUM); break;
+    case 3: dt_all_gather(world, send, recv, c, DT_I32); break;
+    case 4: dt_gather(world, send, recv, c, DT_I32, root); break;
+    case 5: dt_scatter(world, send, recv, c, DT_I32, root); break;
+    case 6: dt_all_to_all(world, send, recv, c, DT_I32); break;
+    default: dt_all_to_all_v(world, send, counts[me], recv, in, DT_I32); break;
+    }
+    dt_barrier(world);      /* a rank that only sends may finish before another refuses */
+    int receives = op == 1 || op == 4 ? me == root : 1;
+    for (long i = 0; !any && receives && i < got[me]; i++)
+        wrong += recv[i] != (op == 5 ? overlap_value(root, (size_t)(me * count + i))
+                                     : overlap_expected(op, n, me, count, counts, i));
+    CHECK_MSG(wrong == 0 && (dt_error(ctx) != DT_OK) == any, "overlap %u: %s of %ld, %d ranks, rank %d, root %d, "
+              "recv %ld behind send: %s, %d wrong: %s", number, op_names[op], count, n, me, root, d[me],
+              any ? "not allowed" : "allowed", wrong, dt_error_text(ctx));
+    for (long i = 0; any && i < sent[me]; i++) wrong += send[i] != overlap_value(me, (size_t)i);
+    CHECK_MSG(wrong == 0, "overlap %u: %d elements of send are changed", number, wrong);
+    /* over a transport another rank's end may be heard of before the reason */
+    if (any && !world->world->transport.send)
+        CHECK_MSG(strstr(dt_error_text(ctx), "send and recv overlap; use another buffer") &&
+                  strstr(dt_error_text(ctx), op_names[op]), "overlap %u: %s", number, dt_error_text(ctx));
+    free(room);
+    return dt_error(ctx);
+}
+
+/* ---- 8. many at once --------------------------------------------------------------------------------------------- */
+
+static double own_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* CPU seconds that rank 0 takes to start n sends to rank 1, and to wait for them once they are
+   received. The wait in between is left out: it depends on scheduling. */
+static double seconds_of_many(dt_comm *world, int n) {
+    dt_ctx *ctx = world->world->ctx;
+    int *values = (int *)calloc((size_t)n, sizeof *values), me = dt_comm_rank(world), wrong = 0, done = 0;
+    dt_work **works = (dt_work **)calloc((size_t)n, sizeof *works);
+    double begin = own_seconds(), middle, end;
+    for (int i = 0; i < n && me == 0; i++) {
+        values[i] = i + 1;
+        works[i] = dt_send_start(world, &values[i], 1, DT_I32, 1, 3);
+    }
+    middle = own_seconds();
+    dt_barrier(world);      /* none is over before all are started, but those of which a copy is left */
+    for (int i = 0; i < n && me == 1; i++) {
+        dt_recv(world, &values[i], 1, DT_I32, 0, 3);
+        wrong += values[i] != i + 1;
+    }
+    if (me == 1) dt_send(world, &done, 1, DT_I32, 0, 4);
+    if (me == 0) dt_recv(world, &done, 1, DT_I32, 1, 4);
+    end = own_seconds() - middle;
+    for (int i = 0; i < n && me == 0; i++) dt_wait(ctx, works[i]);
+    CHECK_MSG(wrong == 0 && dt_error(ctx) == DT_OK, "%d of %d messages are wrong: %s", wrong, n, dt_error_text(ctx));
+    end = own_seconds() - end - begin;
+    free(values);
+    free(works);
+    return end;
+}
+
+/* Four times as many started sends cost about four times as much; O(n^2) would cost sixteen
+   times. */
+__attribute__((unused)) static dt_status many_sends(dt_ctx *ctx, void *user) {
+    double least[2] = { 1e9, 1e9 };
+    (void)user;
+    for (int turn = 0; turn < 3 && dt_error(ctx) == DT_OK; turn++)
+        for (int k = 0; k < 2; k++) {
+            double took = seconds_of_many(dt_world(ctx), k ? 20000 : 5000);
+            if (took < least[k]) least[k] = took;
+        }
+    if (dt_comm_rank(dt_world(ctx)) == 0)
+        CHECK_MSG(least[1] < 9 * least[0], "20,000 started sends take %.4f s, 5,000 take %.4f s", least[1], least[0]);
+    return dt_error(ctx);
 }
 
 /* ---- all --------------------------------------------------------------------------------------------------------- */

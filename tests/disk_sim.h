@@ -288,15 +288,16 @@ static inline int disk_slot(const disk *d, int fd) {
     return i >= 0 && i < DISK_FDS && d->fd[i].used ? i : -1;
 }
 
-static inline int disk_open_locked(disk_seat *s, const char *path, int write) {
+static inline int disk_open_locked(disk_seat *s, const char *path, int mode) {
     disk *d = s->disk;
     char  name[DISK_NAME];
+    int   write = mode != DT_IO_READ;
     int   folder = disk_parent(d, s->root, path, name), i = 0;
     if (folder < 0) return -1;
     int at = name[0] ? disk_entry_at(d, folder, name) : -1;
     int node = !name[0] ? DISK_ROOT : at >= 0 ? d->entry[at].node : -1;
-    if (node < 0 && !write) return disk_fails(ENOENT);
-    if (node >= 0 && write == DT_IO_NEW) return disk_fails(EEXIST);
+    if (node < 0 && (mode == DT_IO_READ || mode == DT_IO_WRITE)) return disk_fails(ENOENT);
+    if (node >= 0 && (mode == DT_IO_CREATE || mode == DT_IO_PRIVATE)) return disk_fails(EEXIST);
     if (node >= 0 && write && d->node[node].folder) return disk_fails(EISDIR);
     if (node >= 0 && !d->node[node].folder && path[strlen(path) - 1] == '/') return disk_fails(ENOTDIR);
     while (i < DISK_FDS && d->fd[i].used) i++;
@@ -304,16 +305,17 @@ static inline int disk_open_locked(disk_seat *s, const char *path, int write) {
     if (node < 0) disk_enter(d, folder, name, node = disk_node_new(d, 0));
     d->fd[i].used = 1;
     d->fd[i].node = node;
-    d->fd[i].writable = write != 0;
+    d->fd[i].writable = write;
     d->fd[i].serial = ++d->serials;
     snprintf(d->fd[i].path, sizeof d->fd[i].path, "%s", path);
     d->open++;
     return DISK_FD_BASE + i;
 }
 
-static inline int disk_open(void *user, const char *path, int write) {
+static inline int disk_open(void *user, const char *path, int mode) {
     disk_seat *s = (disk_seat *)user;
-    return (int)disk_done(s, disk_call(s, "open", path, -1, 0) ? -1 : disk_open_locked(s, path, write));
+    int        spoiled = disk_call(s, "open", path, -1, 0);
+    return (int)disk_done(s, spoiled ? -1 : disk_open_locked(s, path, mode));
 }
 
 static inline int disk_close(void *user, int fd) {
@@ -412,14 +414,15 @@ static inline int disk_resize(void *user, int fd, int64_t bytes) {
     return (int)disk_done(s, 0);
 }
 
-static inline int disk_remove_locked(disk_seat *s, const char *path) {
+static inline int disk_remove_locked(disk_seat *s, const char *path, int is_folder) {
     disk *d = s->disk;
     char  name[DISK_NAME];
     int   folder = disk_parent(d, s->root, path, name);
     if (folder < 0) return -1;
     int i = name[0] ? disk_entry_at(d, folder, name) : -1, child = i >= 0 ? d->entry[i].node : -1;
     if (i < 0) return disk_fails(name[0] ? ENOENT : EBUSY);
-    if (d->node[child].folder && disk_holds(d, child)) return disk_fails(ENOTEMPTY);
+    if (d->node[child].folder != is_folder) return disk_fails(is_folder ? ENOTDIR : EISDIR);
+    if (is_folder && disk_holds(d, child)) return disk_fails(ENOTEMPTY);
     disk_drop(d, folder, name, child);
     disk_op *op = disk_log(d, DISK_REMOVE, folder, 0);
     op->child = child;
@@ -429,7 +432,21 @@ static inline int disk_remove_locked(disk_seat *s, const char *path) {
 
 static inline int disk_remove(void *user, const char *path) {
     disk_seat *s = (disk_seat *)user;
-    return (int)disk_done(s, disk_call(s, "remove", path, -1, 0) ? -1 : disk_remove_locked(s, path));
+    int        spoiled = disk_call(s, "remove", path, -1, 0);
+    return (int)disk_done(s, spoiled ? -1 : disk_remove_locked(s, path, 0));
+}
+
+static inline int disk_remove_folder(void *user, const char *path, const char *const *names,
+    int n)
+{
+    disk_seat *s = (disk_seat *)user;
+    char       file[256];
+    int        failed = disk_call(s, "remove_folder", path, -1, 0);
+    for (int i = 0; i < n && !failed; i++) {
+        snprintf(file, sizeof file, "%s/%s", path, names[i]);
+        failed = disk_remove_locked(s, file, 0) != 0 && errno != ENOENT;
+    }
+    return (int)disk_done(s, failed ? -1 : disk_remove_locked(s, path, 1));
 }
 
 static inline int disk_make_locked(disk_seat *s, const char *path) {
@@ -478,7 +495,7 @@ static inline int disk_lock(void *user, int fd) {
 
 static inline dt_io disk_io(disk_seat *seat) {
     dt_io io = { seat, disk_open, disk_close, disk_size, disk_pread, disk_pwrite, disk_fsync, disk_rename, disk_resize,
-        disk_remove, NULL, disk_mkdir, disk_list, disk_lock };
+        disk_remove, NULL, disk_mkdir, disk_list, disk_lock, disk_remove_folder };
     return io;
 }
 

@@ -87,17 +87,22 @@ static inline int memory_fails(memory_fs *fs) {
     return 1;
 }
 
-static inline int memory_open(void *user, const char *path, int writing) {
+static inline int memory_open(void *user, const char *path, int mode) {
     memory_fs *fs = (memory_fs *)user;
     size_t     n = strlen(path);
     if (memory_fails(fs)) return -1;
-    if (n && (path[n - 1] == '/' || strcmp(path, ".") == 0) && !writing) {
+    if (n && (path[n - 1] == '/' || strcmp(path, ".") == 0) && mode == DT_IO_READ) {
         fs->open++;
         return MEMORY_FOLDER;
     }
     int i = memory_at(fs, path);
-    if (i < 0 && writing) i = memory_make(fs, path);
-    if (i < 0) errno = ENOENT;
+    int makes = mode == DT_IO_CREATE || mode == DT_IO_PRIVATE;
+    if (makes && i >= 0) {
+        errno = EEXIST;
+        return -1;
+    }
+    if (makes) i = memory_make(fs, path);
+    if (i < 0) errno = makes ? ENOSPC : ENOENT;
     fs->open += i >= 0;
     return i;
 }
@@ -189,7 +194,7 @@ static inline int memory_remove(void *user, const char *path) {
 
 static inline dt_io memory_io(memory_fs *fs) {
     dt_io io = { fs, memory_open, memory_close, memory_size, memory_pread, memory_pwrite, memory_fsync, memory_rename,
-        memory_resize, memory_remove, NULL, NULL, NULL, NULL };
+        memory_resize, memory_remove, NULL, NULL, NULL, NULL, NULL };
     return io;
 }
 

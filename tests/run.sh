@@ -2,7 +2,7 @@
 # run.sh - builds and runs all tests; the last line is the sum of all: "N passed, N failed, N skipped"
 #
 #   tests/run.sh             installs what the tests need and can be installed, then everything
-#   tests/run.sh programs    only the test programs (what the sanitizer targets run)
+#   tests/run.sh programs    only what the sanitizer targets run: the test programs, and test_sanitized.sh full
 #   tests/run.sh NAME...     only these: test_zero, test_headers.sh, mutants
 #
 # DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take, in seconds.
@@ -21,7 +21,8 @@ unset MAKELEVEL
 
 # command or library that is missing : packages that bring it
 needs="gcc:gcc g++:g++ clang:clang patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
-       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm"
+       qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm
+       mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs"
 
 install_needs() {
     local need missing=() log
@@ -61,9 +62,10 @@ R=$(mktemp -d)
 trap 'rm -rf "$R"' EXIT
 
 start() { # start NAME COMMAND...: leaves $R/NAME.log and $R/NAME.end, its status and seconds
-    local name=$1 begin=$SECONDS
+    local name=$1 begin=$SECONDS limit=$LIMIT
     shift
-    timeout -k 5 "$LIMIT" $launcher "$@" >"$R/$name.log" 2>&1 </dev/null
+    [ $name != sanitized ] || limit=3600
+    timeout -k 5 "$limit" $launcher "$@" >"$R/$name.log" 2>&1 </dev/null
     echo "$? $((SECONDS - begin))" >"$R/$name.end"
 }
 
@@ -99,13 +101,14 @@ together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cud
 command_of() { # command_of NAME: sets command
     case $1 in
     mutants) command="env CLEAN=no bash tests/mutants/run.sh" ;;
+    sanitized) command="bash tests/test_sanitized.sh full" ;;
     *.sh) command="bash tests/$1" ;;
     *) command="$B/$1" ;;
     esac
 }
 
 buildable() { # buildable NAME: a script, or a program after make has had its say
-    case $1 in *.sh | mutants) return 0 ;; esac
+    case $1 in *.sh | mutants | sanitized) return 0 ;; esac
     $MAKE -s "$B/$1" >"$R/build.log" 2>&1 || { fail "$1" "does not build" "$R/build.log"; false; }
 }
 
@@ -138,7 +141,9 @@ for f in tests/test_*.sh; do [ -e "$f" ] && scripts+=("${f##*/}"); done
 [ -e tests/mutants/run.sh ] && scripts+=(mutants)
 
 if [ "$1" = programs ]; then
-    scripts=()
+    scripts=(sanitized)
+elif [ "$1" = sanitized ]; then
+    programs=() scripts=(sanitized)
 elif [ $# -gt 0 ]; then
     wanted=" $* "
     keep=(); for p in "${programs[@]}"; do [[ $wanted == *" $p "* ]] && keep+=("$p"); done; programs=("${keep[@]}")
@@ -149,7 +154,8 @@ else
 fi
 also=()
 # what the scripts need, while there is something to build
-[ ${#scripts[@]} = 0 ] || also=("$B/demo" "$B/train_gpt" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm" "$B/bench_layouts")
+[ ${#scripts[@]} = 0 ] || [ "${scripts[*]}" = sanitized ] ||
+    also=("$B/demo" "$B/train_gpt" "$B/power" "$B/bench_gemm" "$B/bench_train" "$B/bench_comm" "$B/bench_layouts")
 [ ${#programs[@]} = 0 ] || $MAKE -s -k -j"$CPUS" "${also[@]}" "${programs[@]/#/$B/}" >/dev/null 2>&1   # failures: below
 
 run_all "${programs[@]}" "${scripts[@]}"

@@ -119,7 +119,7 @@ static gpt_config dense(dt_dtype dtype, int arch) {
 static result go(run r) {
     layout       l = r.l;
     train_config c = r.config;
-    dt_report    report = { DT_OK, 0, "" };
+    dt_report    report = { DT_OK, 0, "", 0 };
     int          replicas = l.dp * l.ep, stages = l.pp * (l.chunks ? l.chunks : 1), items = 2 * r.model.layers + 2;
     double       same[64];
     for (int i = 0; i < items; i++) same[i] = 1;

@@ -146,7 +146,7 @@ static pid_t job_start(const job *j) {
     pid_t pid = fork();
     if (pid != 0) return pid;
     dt_host   host = *dt_host_default();
-    dt_report report = { DT_OK, 0, "" };
+    dt_report report = { DT_OK, 0, "", 0 };
     double    begin = host.now(host.user);
     host.log = silent;
     shared->status = dt_run((dt_run_desc){ .ranks = RANKS, .backend = DT_BACKEND_PROCS, .timeout_s = 10, .host = &host,

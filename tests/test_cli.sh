@@ -150,14 +150,30 @@ try 2 'short' --data "$dir/short"
 try 2 'val' --data "$dir/text" --val no/such/val --eval-every 1
 try 2 'log' $tiny --data "$dir/text" --log-csv no/such/dir/f.csv
 try 2 'trace no/such/dir/t.json: No such file' $tiny --data "$dir/text" --trace no/such/dir/t.json
-try 2 'trace .*: it is no file' $tiny --data "$dir/text" --trace "$dir"
+try 2 'trace .*: not a file but a directory' $tiny --data "$dir/text" --trace "$dir"
 cp "$dir/text" "$dir/kept"
 ln -s "$dir/kept" "$dir/link"
 mkdir "$dir/texts" && ln "$dir/kept" "$dir/texts/hard"
 try 2 'log-csv would overwrite .*link, which --data reads' $tiny --data "$dir/kept" --log-csv "$dir/link"
 try 2 'log-csv would overwrite .*kept, which --data reads' $tiny --data "$dir/texts" --log-csv "$dir/kept"
 try 2 'log-csv would overwrite .*hard, which --val reads' $tiny --data "$dir/text" --val "$dir/kept" --log-csv "$dir/texts/hard"
-cmp -s "$dir/text" "$dir/kept"
+printf '{ "steps": 2 }' >"$dir/kept.json"
+cp "$dir/kept.json" "$dir/kept.copy"
+echo 0123456789abcdef >"$dir/token"
+chmod 600 "$dir/token"
+try 2 'trace would overwrite .*link, which --data reads' $tiny --data "$dir/kept" --trace "$dir/link"
+try 2 'schedule-svg would overwrite .*kept, which --val reads' $tiny --data "$dir/text" --val "$dir/kept" \
+    --layers 2 --ranks 2 --pp 2 --schedule-svg "$dir/kept"
+try 2 'trace would overwrite .*kept.json, which --config reads' $tiny --data "$dir/text" --config "$dir/kept.json" \
+    --trace "$dir/kept.json"
+try 2 'log-csv would overwrite .*token, which --token-file reads' $tiny --data "$dir/text" --backend tcp --rank 0 \
+    --ranks 2 --token-file "$dir/token" --log-csv "$dir/token"
+try 2 'log-csv and --trace would both write' $tiny --data "$dir/text" --log-csv "$dir/both" --trace "$dir/both"
+mkdir "$dir/own" && cp "$dir/kept.json" "$dir/own/config.json"
+try 2 'save-model would overwrite .*, which --config reads' $tiny --data "$dir/text" --config "$dir/own/config.json" \
+    --save-model "$dir/own"
+cmp -s "$dir/text" "$dir/kept" && cmp -s "$dir/kept.json" "$dir/kept.copy" &&
+    cmp -s "$dir/own/config.json" "$dir/kept.copy" && [ "$(cat "$dir/token")" = 0123456789abcdef ]
 report $? "what is refused is not touched"
 
 # ---- models from files: sizes come from the file, what is given must agree

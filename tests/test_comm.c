@@ -27,7 +27,7 @@ static int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, vo
 
 /* The generic functions of a backend that has nothing but send and receive. */
 static const dt__comm_ops *generic_ops(void) {
-    static const dt__comm_ops ops = { "generic", dt__shared_message, NULL };
+    static const dt__comm_ops ops = { .name = "generic", .message = dt__shared_message };
     return &ops;
 }
 
@@ -395,6 +395,7 @@ static void test_order_while_looking(void) {
     dt__shared shared;
     dt__group group;
     int ended;
+    uint64_t seen = 0;
     if (!CHECK(memory != (char *)MAP_FAILED)) return;
     memset(running, 0, sizeof running);
     memset(&shared, 0, sizeof shared);
@@ -408,7 +409,7 @@ static void test_order_while_looking(void) {
     memset(&action, 0, sizeof action);
     action.sa_handler = on_trap;
     sigaction(SIGSEGV, &action, &before);
-    dt__message *there = dt__message_there(&shared, trap.pair, &group, 5, 1, 0, &ended);
+    dt__message *there = dt__message_there(&shared, trap.pair, &group, 5, 1, 0, &ended, &seen);
     sigaction(SIGSEGV, &before, NULL);
     CHECK_MSG(there == &trap.pair->message[0], "order %d", there ? (int)there->order : -1);
     munmap(memory, 2 * page);
@@ -686,7 +687,9 @@ static dt_status late_rank(dt_ctx *ctx, void *user) {
     float x = 1;
     CHECK(dt_comm_seconds(ctx) == 0);
     for (int i = 0; i < 40; i++) dt_barrier(world);
-    if (dt_comm_rank(world) == l->rank) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, l->s);
+    double until = seconds() + l->s;        /* or until the others have given up */
+    while (dt_comm_rank(world) == l->rank && seconds() < until && !dt__aborted(world->world->shared))
+        dt_host_default()->sleep(NULL, 1e-2);
     dt_status status = dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM);
     if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1);     /* it waited */
     return status;
@@ -695,7 +698,7 @@ static dt_status late_rank(dt_ctx *ctx, void *user) {
 static void test_timeouts(void) {
     outcome o;
     for (int r = 0; r < 4; r += 3) {
-        late l = { r, 1.6 };
+        late l = { r, 60 };
         prepare(&o, 4, late_rank, &l);
         o.desc.timeout_s = 0.5;
         start(&o);
@@ -761,6 +764,33 @@ static void test_virtual_clock(void) {
               strstr(report.text, ": ranks 0,1 arrived, 2 did not; rank 2 (thread ") &&
               strstr(report.text, ", it has begun no operation"), "%s", report.text);
     CHECK_MSG(seconds() - from < 20 && virtual_now(&clock) >= 3600, "%.1f s", seconds() - from);
+}
+
+/* A stopwatch counts all of the time while it is read often, and little of the time while its
+   process is stopped. */
+static double set_now(void *user) { return *(double *)user; }
+static void test_stopwatch(void) {
+    static const double limits[] = { 0.2, 2, 8, 120 };
+    for (int i = 0; i < 4; i++) {
+        double  limit = limits[i], at = 5;
+        dt_host host = *dt_host_default();
+        host.user = &at;
+        host.now = set_now;
+        dt__stopwatch watch = dt__stopwatch_start(&host, limit);
+        for (int k = 0; k < 1000; k++) {
+            at += limit / 4000;
+            dt__waited(&watch);
+        }
+        CHECK_MSG(fabs(watch.seconds - limit / 4) < 1e-9 * limit, "limit %g: %g s count", limit, watch.seconds);
+        at += 1e6;
+        double most = limit < 8 ? limit / 8 : 1, counts = dt__waited(&watch) - limit / 4;
+        CHECK_MSG(counts > 0 && counts <= most * 1.001, "limit %g: of a stop %g s count", limit, counts);
+        for (int k = 0; k < 2000 && watch.seconds < limit; k++) {   /* stopped again and again, it ends all the same */
+            at += 1e6;
+            dt__waited(&watch);
+        }
+        CHECK_MSG(watch.seconds >= limit, "limit %g: %g s count", limit, watch.seconds);
+    }
 }
 
 /* 32 ranks on two cores. */
@@ -1149,6 +1179,7 @@ static void test_no_group(void) {
     CHECK(dt_all_gather(NULL, a, b, 3, DT_F32) == DT_OK && memcmp(a, b, sizeof a) == 0);
     memset(b, 0, sizeof b);
     CHECK(dt_all_to_all(NULL, a, b, 3, DT_F32) == DT_OK && memcmp(a, b, sizeof a) == 0);
+    CHECK(dt_all_to_all(NULL, a, a, 3, DT_F32) == DT_ERR_ARG);  /* as in a group of one */
     CHECK(dt_broadcast(NULL, a, 3, DT_F32, 0) == DT_OK && dt_barrier(NULL) == DT_OK && a[2] == 3);
     CHECK(dt_broadcast(NULL, a, 3, DT_F32, 1) == DT_ERR_ARG);
     CHECK(dt_all_reduce(NULL, a, NULL, 3, DT_F32, DT_SUM) == DT_ERR_ARG);
@@ -1245,8 +1276,15 @@ static void test_beside(void) {
     run_well(2, outer_rank, NULL);
 }
 
+/* dt_host's alloc gives memory at multiples of 64. What lies there may want no more, as a range that ranks share has. */
+static void test_alignment(void) {
+    CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__other) <= 64 && _Alignof(dt__lone) <= 64);
+    CHECK(sizeof(dt__rank_state) == DT__LINE);
+}
+
 int main(void) {
     int generic, come = 0;
+    test_alignment();
     test_no_group();
     test_launch();
     test_collectives();
@@ -1273,6 +1311,7 @@ int main(void) {
     test_refused_threads();
     test_timeouts();
     test_virtual_clock();
+    test_stopwatch();
     test_beside();
     test_crowd();
     return check_done("test_comm");

@@ -130,10 +130,37 @@ static void test_aside(void) {
     CHECK(start(&o) == DT_OK);
 }
 
+static void no_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+static dt_status overlap_rank(dt_ctx *ctx, void *user) { return overlap_of(ctx, *(const unsigned *)user); }
+
+/* Overlapping send and recv, on 1 to 5 ranks: legal and right, or refused. */
+static void test_overlap(void) {
+    int refused[2] = { 0, 0 };
+    dt_host quiet = *dt_host_default();
+    quiet.log = no_log;
+    for (unsigned i = 0; i < 1200; i++) {
+        int procs = i % 8 == 0, ranks = (int)(procs ? 1 + i / 8 % 5 : 1 + i % 5);
+        outcome o;
+        if (procs) prepare_procs(&o, ranks, overlap_rank, &i);
+        else prepare(&o, ranks, overlap_rank, &i);
+        if (procs) o.desc.host = &quiet;
+        start(&o);
+        CHECK_MSG(o.status == DT_OK || o.status == DT_ERR_ARG, "overlap %u: %s", i, o.report.text);
+        refused[procs] += o.status != DT_OK;
+    }
+    CHECK_MSG(refused[0] > 200 && refused[0] < 850 && refused[1] > 20 && refused[1] < 130, "%d and %d refused",
+              refused[0], refused[1]);
+}
+
 int main(int argc, char **argv) {
     int all = argc < 2;
 #define PART(name) (all || strcmp(argv[1], name) == 0)
     if (PART("windows")) test_windows();
+    if (PART("overlap")) test_overlap();
+    for (int procs = 0; PART("many") && procs < 2; procs++) run_well_on(procs, 2, many_sends, NULL);
     if (PART("cases")) test_cases();
     if (PART("post")) for (int procs = 0; procs < 2; procs++) run_well_on(procs, 3, post_rank, NULL);
     if (PART("post")) test_aside();

@@ -3,6 +3,7 @@
        test_faults               a sample of each campaign
        test_faults full          all of it: make faults
        test_faults PART [full]   one part: kills stops doubles supervisor ctrlc oom straggler drills ask deadlocks soak
+                                 endings suspends
 
    Each job's ranks, their killer and their supervisor note what happens on a page that all share, with the time by one
    clock. As root the program makes a /dev/shm and a network of its own first: whatever is there afterwards was left. */
@@ -29,6 +30,7 @@ static pid_t staged_fork(void) {
 
 #include "faults/deadlocks.h"
 #include "faults/drills.h"
+#include "faults/endings.h"
 
 /* ---- kill -9 -------------------------------------------------------------------------------------------------- */
 
@@ -411,13 +413,15 @@ static void oom(int full) {
     }
 }
 
+#include "faults/suspend.h"
+
 /* ---- main ----------------------------------------------------------------------------------------------------- */
 
 int main(int argc, char **argv) {
     static const struct { const char *name; void (*run)(int full); } parts[] = {
         { "kills", kills }, { "stops", stops }, { "doubles", doubles }, { "supervisor", supervisor },
         { "ctrlc", ctrlc }, { "oom", oom }, { "straggler", stragglers }, { "drills", drills }, { "ask", asks },
-        { "deadlocks", deadlocks }, { "soak", soaks } };
+        { "deadlocks", deadlocks }, { "endings", endings }, { "suspends", suspends }, { "soak", soaks } };
     const char *part = argc > 1 && strcmp(argv[1], "full") != 0 ? argv[1] : NULL;
     int         full = argc > 1 && strcmp(argv[argc - 1], "full") == 0;
     program = argv[0];

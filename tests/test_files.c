@@ -223,7 +223,10 @@ static void test_json_refused(void) {
         { "\"\\u12g4\"", "1:6: \\u needs four" },
         { "\"\\u12", "\\u needs" }, { "\"\\ud800\"", "1:2: half of a surrogate" }, { "\"\\ud800\\n\"", "half of" },
         { "\"\\ud800\\u0041\"", "half of" }, { "\"\\udc00\"", "half of" }, { "\"\\ud800\\ud800\"", "half of" },
-        { "\"\\ud800\\u12\"", "\\u needs" }, { "\"a\tb\"", "1:3: a control character" },
+        { "\"\\ud800\\u12\"", "\\u needs" },
+        { "\"\\udc7f\"", "half of" }, { "\"\\udd00\"", "half of" },
+        { "\"\\udc80\\udc00\"", "half of" }, { "\"a\tb\"", "1:3: a control character" },
+        { "{\"\xc3\xa9\":1,\"\\udcc3\\udca9\":2}", "is there twice" },
         { "\"a\nb\"", "1:3: a control" },
         { "[\n\n  \"\xc3\xa4\xe2\x82\xac\", tru]", "3:9: a value" }, { "'a'", "1:1: a value" },
         { "[1]\x01", "1:4: something" },
@@ -527,12 +530,44 @@ static void test_json_write(void) {
     CHECK(dt_error(ctx) == DT_ERR_ARG && says(ctx, "nan is no number"));
     dt_json_drop(&o);
     free_ctx(ctx, NULL, &m, "json out");
-    ctx = make_ctx(NULL, &m);
-    dt_json_out p = { ctx, NULL, 0, 0 };
-    dt_json_put_string(&p, NULL, "\xff");
-    CHECK(dt_error(ctx) == DT_ERR_ARG && says(ctx, "not UTF-8"));
-    dt_json_drop(&p);
-    free_ctx(ctx, NULL, &m, "json out");
+}
+
+/* Strings of any bytes, as paths are, come back; the text is UTF-8 all the same, and what is UTF-8
+   stands as it is. */
+static void test_json_bytes(void) {
+    static const struct { const char *bytes, *text; } cases[] = {
+        { "\xff", "\"\\udcff\"" }, { "\x80x", "\"\\udc80x\"" },
+        { "\xc3\xa9\xc3", "\"\xc3\xa9\\udcc3\"" }, { "\xe2\x82(", "\"\\udce2\\udc82(\"" },
+        { "\xed\xb2\x80", "\"\\udced\\udcb2\\udc80\"" }, { "\xc0\xaf", "\"\\udcc0\\udcaf\"" },
+        { "\xf0\x90\x80\x80\xf5", "\"\xf0\x90\x80\x80\\udcf5\"" } };
+    meter    m;
+    uint64_t random = 1;
+    int      right = 0, n = 0;
+    dt_ctx  *ctx = make_ctx(NULL, &m);
+    for (int i = 0; i < 20000; i++, n++) {
+        size_t      known = sizeof cases / sizeof *cases, length = 0, bytes = 0;
+        char        s[16] = "";
+        dt_json_out o = { ctx, NULL, 0, 0 };
+        for (; (size_t)i >= known && length < (size_t)i % 15; length++) { /* UTF-8 lead bytes come often */
+            random = random * 6364136223846793005u + 1442695040888963407u;
+            unsigned byte = random >> 40 & 1 ? 0x80 | (random >> 33 & 0x7f) : random >> 33 & 0xff;
+            s[length] = (char)(byte ? byte : 1);
+        }
+        if ((size_t)i < known) snprintf(s, sizeof s, "%s", cases[i].bytes);
+        dt_json_put_string(&o, NULL, s);
+        dt_json    *d = dt_json_parse(ctx, "a", o.text, o.used);
+        const char *back = dt_json_string(d, 0, &bytes);
+        int         text_is_right = (size_t)i >= known || strcmp(o.text, cases[i].text) == 0;
+        right += back && bytes == strlen(s) && memcmp(back, s, bytes) == 0 && text_is_right;
+        dt_json_free(d);
+        dt_json_drop(&o);
+    }
+    CHECK_MSG(right == n && dt_error(ctx) == DT_OK, "%d of %d strings come back: %s", right, n,
+        dt_error_text(ctx));
+    dt_json *d = dt_json_parse(ctx, "a", "[\"\\uDC80\\udcFF\\ud800\\udc80\"]", 28);
+    CHECK(strcmp(dt_json_string(d, dt_json_at(d, 0, 0), NULL), "\x80\xff\xf0\x90\x82\x80") == 0);
+    dt_json_free(d);
+    free_ctx(ctx, NULL, &m, "json bytes");
 }
 
 /* Many keys: found, in order, and a duplicate among them is seen; quick although they come in the worst orders. */
@@ -669,7 +704,7 @@ static void test_st_refused(void) {
         { "{\"a\\u0000b\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "a tensor's name holds a NUL" },
         { "{\"__metadata__\":1}", 0, "__metadata__ is no object" },
         { "{\"__metadata__\":{\"a\":1}}", 0, "holds strings only" },
-        { "{\"x\x1b[2J\":1}", 0, "control character" }, { "{\"x\\u001b[2J\":1}", 0, "tensor 'x?[2J'" },
+        { "{\"x\x1b[2J\":1}", 0, "control character" }, { "{\"x\\u001b[2J\":1}", 0, "tensor 'x\\x1b[2J'" },
         { "{\"a\":{\"dtype\":\"F32\",\"shape\":[1e400],\"data_offsets\":[0,4]}}", 4, "no double" } };
     memory_fs fs;
     memset(&fs, 0, sizeof fs);
@@ -1310,7 +1345,7 @@ static void test_write_refused(void) {
         "'__metadata__' of type f32 and shape (1): the name is taken", "elements have been written already",
         "there is no such type", "elements 1..3 of 2 (2 from 1 on)", "is no number",
         "no conversion between F32 and i32", "tensor 3 of 1", "need a name ending in .safetensors", "open for writing",
-        "'?(\xff' of type f32 and shape (2): the name is not UTF-8", "shards of -1 bytes",
+        "'\\x01(\\xff' of type f32 and shape (2): the name is not UTF-8", "shards of -1 bytes",
         "shape (3,-2): a dimension is negative", "a tensor needs a name", "dt_weights_save('a'): the parameter is NULL",
         "dt_weights_create(f): it is being written already" };
     for (int k = 0; k < 18; k++) {
@@ -1630,6 +1665,7 @@ int main(int argc, char **argv) {
     test_json_read();
     test_json_numbers();
     test_json_write();
+    test_json_bytes();
     test_json_keys();
     test_st_golden();
     test_st_refused();

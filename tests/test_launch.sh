@@ -155,7 +155,7 @@ refused 'token-file .* needs --backend tcp or mpi' -- --token-file "$dir/token"
 refused 'token-file .*/nowhere: No such file' -- $tcp --token-file "$dir/nowhere"
 refused 'token-file .*/none: it must hold 16 to 256' -- $tcp --token-file "$dir/none"
 refused 'token-file .*/long: it must hold 16 to 256' -- $tcp --token-file "$dir/long"
-refused 'token-file .*/fifo: it is no file' -- $tcp --token-file "$dir/fifo"
+refused 'token-file .*/fifo: not a file but a FIFO' -- $tcp --token-file "$dir/fifo"
 for mode in 640 604 620; do
     chmod $mode "$dir/token"
     refused "token-file .*others may .*mode $mode.*chmod 600" -- $tcp --token-file "$dir/token"

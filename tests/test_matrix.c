@@ -1010,7 +1010,7 @@ static void run_seats(dt_run_desc desc, result *r) {
 }
 
 static dt_report run_silently(result *r) {
-    dt_report report = { DT_OK, 0, "" };
+    dt_report report = { DT_OK, 0, "", 0 };
     dt_host   host = *dt_host_default();
     host.log = silent;
     dt_run_desc desc = { .ranks = ranks_of(r->s), .timeout_s = 60, .host = &host, .report = &report,

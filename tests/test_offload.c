@@ -111,10 +111,10 @@ static int fake_rank(const char *path) {
     return CHECK_MSG(at != NULL, "%s", path) ? atoi(at + 8) : 0;
 }
 
-static int fake_open(void *user, const char *path, int write) {
+static int fake_open(void *user, const char *path, int mode) {
     fake *f = (fake *)user;
     int   rank = fake_rank(path);
-    CHECK(write && rank < RANKS);
+    CHECK(mode == DT_IO_PRIVATE && rank < RANKS);
     if (fake_counts(f, rank, OPEN)) return -1;
     f->file[rank].open++;
     f->file[rank].named = 1;
@@ -425,7 +425,7 @@ static job *job_like(const job *like) {
 static void run_way(const job *base, const char *name, int optim, int params, size_t chunk, dt_backend backend) {
     job      *j = job_like(base);
     char      text[200];
-    dt_report report = { DT_OK, -1, "" };
+    dt_report report = { DT_OK, -1, "", 0 };
     j->zero.offload_optim = place(optim);
     j->zero.offload_params = place(params);
     j->zero.offload_chunk = chunk;

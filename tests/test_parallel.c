@@ -645,6 +645,35 @@ static void test_order(void) {
     CHECK(dt_order_sequence(far, 1, 0, 1, 0) == 2 && dt_order_epoch(far, 1, 0, 1, 0) == 1537228672809129301);
 }
 
+/* A number of any length: as likely small as large, and often the largest. */
+static int64_t any_count(uint64_t *state, int bits) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    int shift = 64 - bits + (int)(*state >> 40) % bits;
+    return (*state >> 33) % 8 == 0 ? INT64_MAX >> (63 - bits) : (int64_t)(*state >> shift);
+}
+
+/* Against 128 bits: no product overflows, whatever the numbers are; and numbers that count nothing are refused. */
+static void test_order_far(void) {
+    uint64_t state = 1;
+    int      wrong = 0;
+    for (int n = 0; n < 100000; n++) {
+        dt_order o = { 1 + any_count(&state, 62), any_count(&state, 63), (int)any_count(&state, 31),
+            (int)any_count(&state, 31), any_count(&state, 63) };
+        int64_t step = 1 + any_count(&state, 62);
+        int     j = (int)any_count(&state, 31), r = (int)any_count(&state, 31), i = (int)any_count(&state, 31);
+        __extension__ unsigned __int128 k = (unsigned __int128)(step - 1) * (uint64_t)o.batch + (uint64_t)o.before;
+        k += ((unsigned __int128)j * (unsigned)o.replicas + (unsigned)r) * (unsigned)o.micro_batch + (unsigned)i;
+        __extension__ unsigned __int128 epoch = k / (uint64_t)o.sequences;
+        if (epoch > INT64_MAX) epoch = INT64_MAX;
+        wrong += dt_order_sequence(o, step, j, r, i) != (int64_t)(k % (uint64_t)o.sequences);
+        wrong += dt_order_epoch(o, step, j, r, i) != (int64_t)epoch;
+    }
+    CHECK_MSG(wrong == 0, "%d of 200000 far places of an order are wrong", wrong);
+    dt_order one = { 1, 1, 1, 1, 0 };
+    CHECK(dt_order_sequence(one, 0, 0, 0, 0) == -1 && dt_order_epoch(one, INT64_MIN, 0, 0, 0) == 0);
+    CHECK(dt_order_sequence(one, 1, -1, 0, 0) == -1 && dt_order_sequence(one, 1, 0, 0, INT32_MIN) == -1);
+}
+
 /* Megatron-LM's rule, in floating point as there. */
 static int64_t plain_ramp(dt_batch_ramp r, int64_t consumed) {
     double share = (double)r.samples / ((double)(r.batch - r.start) / (double)r.incr);
@@ -700,6 +729,36 @@ static void test_ramp_small(void) {
     CHECK_MSG(accepted > 100 && proposed > 100, "%d ramps accepted, %d others proposed", accepted, proposed);
 }
 
+/* Any numbers: what is accepted grows from one size to the next, what is refused has a proposal that is accepted. */
+static void test_ramp_far(void) {
+    uint64_t state = 7;
+    int      accepted = 0, wrong = 0;
+    char     why[400], guard[3] = { 'a', 'b', 'c' };
+    for (int n = 0; n < 3000; n++) {
+        int64_t       unit = 1 + any_count(&state, n % 2 ? 3 : 40), units = 1 + any_count(&state, 1 + n % 62);
+        dt_batch_ramp r = { any_count(&state, 63), any_count(&state, 63), any_count(&state, 63), 0 };
+        r.batch = units > INT64_MAX / unit ? unit : unit * units;
+        if (n % 5 == 0) r.start = unit, r.incr = unit;
+        if (n % 7 == 0) r.samples = -r.samples;
+        long long start, incr, samples;
+        if (dt_batch_ramp_check(r, unit, why, sizeof why) == DT_OK) accepted++;
+        else if (sscanf(strstr(why, "; use ") ? strstr(why, "; use ") : "", "; use %lld:%lld:%lld", &start, &incr,
+                     &samples) == 3) {
+            dt_batch_ramp other = { start, incr, samples, r.batch };
+            wrong += dt_batch_ramp_check(other, unit, why, sizeof why) != DT_OK;
+            r = other;
+        } else wrong++;
+        int64_t step = 1 + any_count(&state, 62), read = dt_batch_ramp_before(r, step);
+        int64_t size = dt_batch_ramp_size(r, read), next = dt_batch_ramp_before(r, step + 1);
+        wrong += size < 1 || size > r.batch || read < 0 || next != (read > INT64_MAX - size ? INT64_MAX : read + size);
+    }
+    CHECK_MSG(wrong == 0 && accepted > 300, "%d of 3000 far ramps are wrong, %d are accepted", wrong, accepted);
+    dt_batch_ramp r = { 4, 1000000000000, 100, 64 };
+    CHECK(dt_batch_ramp_check(r, 1, guard + 1, 0) == DT_ERR_ARG && guard[0] == 'a' && guard[1] == 'b');
+    CHECK(dt_batch_ramp_check(r, 1, guard + 1, 1) == DT_ERR_ARG && guard[0] == 'a' && !guard[1] && guard[2] == 'c');
+    CHECK(dt_batch_ramp_check(r, 1, NULL, 0) == DT_ERR_ARG && dt_batch_ramp_check(r, 1, NULL, 9) == DT_ERR_ARG);
+}
+
 static void test_ramp(void) {
     static const struct { dt_batch_ramp r; const char *text; } rows[] = {
         { { 0, 4, 9, 16 }, "0:4:9 to 16.*use 4:4:9" }, { { 4, 0, 9, 16 }, "4:0:9" }, { { 4, -4, 9, 16 }, "4:-4:9" },
@@ -707,7 +766,7 @@ static void test_ramp(void) {
         { { 4, 8, 9, 16 }, "steps of 8 do not lead from 4 to 16; use 4:4:9" },
         { { 6, 2, 9, 16 }, "a batch of 6 is no multiple of 4, .*use 8:4:9" },
         { { 4, 6, 9, 16 }, "a batch of 10 is no multiple of 4, .*use 4:4:9" },
-        { { 4, 4, INT64_MAX, 16 }, "use 2305843009213693951 or less" } };
+        { { 4, 4, INT64_MAX, 16 }, "use 4:4:2305843009213693951" } };
     char why[400];
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const char *text = rows[i].text, *star = strstr(text, ".*");
@@ -724,6 +783,7 @@ static void test_ramp(void) {
     CHECK(dt_batch_ramp_before(none, 1) == 0 && dt_batch_ramp_before(none, 9) == 96);
     test_ramp_bloom();
     test_ramp_small();
+    test_ramp_far();
 }
 
 /* Three ranks that may have a megabyte each. */
@@ -934,9 +994,9 @@ static char folder[] = "/tmp/dt_test_parallel_XXXXXX";
 /* An io table over the default one that counts what is open, cuts reads short, interrupts and refuses them. */
 typedef struct liar { dt_io io; int open, opened, most, interrupt, reads, fail; int64_t more; } liar;
 
-static int liar_open(void *user, const char *path, int write) {
+static int liar_open(void *user, const char *path, int mode) {
     liar *l = (liar *)user;
-    int   fd = dt_io_default()->open(NULL, path, write);
+    int   fd = dt_io_default()->open(NULL, path, mode);
     l->open += fd >= 0;
     l->opened += fd >= 0;
     return fd;
@@ -1189,6 +1249,7 @@ int main(int argc, char **argv) {
         for (int sequence = 0; sequence < 2; sequence++)
             for (int hidden = 5; hidden <= 6; hidden++) test_net(ranks, sequence, hidden); /* 5 does not divide */
     test_order();
+    test_order_far();
     test_ramp();
     test_limit();
     CHECK(run(3, tokens_main, NULL).status == DT_OK);

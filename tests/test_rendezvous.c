@@ -70,6 +70,8 @@ static void test_hmac(void) {   /* the cases of RFC 4231 but the fifth, which is
         memset(data + bytes, c[i].fill, (size_t)c[i].fills);
         dt__hmac(key, (size_t)c[i].key_bytes, data, bytes + (size_t)c[i].fills, digest);
         CHECK_MSG(is_hex(digest, c[i].digest), "RFC 4231, case %d here", i);
+        dt__hmac(key, (size_t)c[i].key_bytes, data, bytes + (size_t)c[i].fills, (uint8_t *)key);
+        CHECK_MSG(is_hex((uint8_t *)key, c[i].digest), "RFC 4231, case %d here, in the key's place", i);
     }
     uint8_t a[32] = { 1, 2, 3 }, b[32] = { 1, 2, 3 };
     CHECK(dt__same_secret(a, b, 32));
@@ -627,10 +629,14 @@ static void test_names(void) {
     for (int rank = 0; rank < 3; rank += 2)
         CHECK_MSG(strstr(j->result[rank].report.text, says), "not '%s': %s", says, j->result[rank].report.text);
     job_free(j);
-    dt__tcp_host_name(name, "node-1.a_b\033[2J\n%s");
-    CHECK(strcmp(name, "node-1.a_b??2J??s") == 0);
-    dt__tcp_host_name(name, "");
+    char odd[DT__TCP_NAME] = "node-1.a_b\033[2J\n%s", none[DT__TCP_NAME] = "", whole[DT__TCP_NAME];
+    dt__tcp_host_name(name, odd);
+    CHECK_MSG(strcmp(name, "node-1.a_b\\x1b[2J\\x0a%s") == 0, "%s", name);
+    dt__tcp_host_name(name, none);
     CHECK(strcmp(name, "?") == 0);
+    memset(whole, 'x', sizeof whole);   /* without an end */
+    dt__tcp_host_name(name, whole);
+    CHECK(strlen(name) == sizeof name - 1);
 }
 
 /* Both ends of each connection are probed when nothing moves. */
@@ -645,10 +651,287 @@ static dt_status probe_rank(dt_ctx *ctx, void *user) {
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, &length) == 0);
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, &length) == 0);
         CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, &length) == 0);
-        CHECK_MSG(idle + apart * probes <= 20 && idle + apart * probes >= 10, "%d s, then %d every %d s", idle, probes,
-                  apart);
+        CHECK_MSG(idle + apart * probes == 21 && probes == 8, "%d s, then %d every %d s", idle, probes, apart);
+        int fresh = socket(AF_INET, SOCK_STREAM, 0), pause_ms = 2500, rto_max = 44 /* TCP_RTO_MAX_MS */;
+        if (setsockopt(fresh, IPPROTO_TCP, rto_max, &pause_ms, sizeof pause_ms) == 0) {     /* Linux 6.15 */
+            pause_ms = 0;
+            CHECK(getsockopt(t->peers[rank].fd, IPPROTO_TCP, rto_max, &pause_ms, &length) == 0);
+            CHECK_MSG(pause_ms == 2500, "%d ms between two attempts, of a timeout of 20 s", pause_ms);
+        }
+        close(fresh);
     }
     return dt_barrier(dt_world(ctx));
+}
+
+/* ---- the token, and what can be computed from it, are not left in memory ---------------------------------------- */
+
+/* The secrets to search for, XORed with a mask, so that the search does not find this copy. A child
+   process computes them, and exits. */
+enum { WINDOW = 16, WINDOWS = 64 };
+static const volatile uint8_t mask = 0xa5;
+typedef struct hidden {
+    int     n;
+    uint8_t window[WINDOWS][WINDOW];
+    char    name[WINDOWS][32];
+} hidden;
+
+static void hide(hidden *h, const char *name, const uint8_t *secret, size_t bytes, int pad) {
+    for (size_t at = 0; at + WINDOW <= bytes; at += WINDOW) {
+        for (int turned = 0; turned < 2; turned++, h->n++) {    /* as bytes, and as the words of a hash */
+            for (size_t i = 0; i < WINDOW; i++) {
+                uint8_t byte = secret[at + (turned ? i / 4 * 4 + 3 - i % 4 : i)];
+                h->window[h->n][i] = (uint8_t)(byte ^ pad ^ mask);
+            }
+            snprintf(h->name[h->n], sizeof h->name[0], "%s%s at %d", name, turned ? ", turned," : "", (int)at);
+        }
+    }
+}
+
+static void make_token(hidden *h, const char *path) {
+    uint8_t bits[32], key[32], block[64];
+    char secret[65];
+    dt__sha256 s;
+    CHECK(getrandom(bits, sizeof bits, 0) == (ssize_t)sizeof bits);
+    for (int i = 0; i < 32; i++) snprintf(secret + 2 * i, 3, "%02x", bits[i]);
+    write_file(path, secret, 0600);
+    dt__sha256_of(secret, 64, key);
+    hide(h, "the token", (const uint8_t *)secret, 64, 0);
+    hide(h, "the key", key, 32, 0);
+    hide(h, "the inner pad", key, 32, 0x36);
+    hide(h, "the outer pad", key, 32, 0x5c);
+    for (int pad = 0; pad < 2; pad++) {     /* whoever has HMAC's state after the pad needs no
+                                               key */
+        for (int i = 0; i < 64; i++) block[i] = (uint8_t)((i < 32 ? key[i] : 0) ^ (pad ? 0x5c : 0x36));
+        dt__sha256_begin(&s);
+        dt__sha256_add(&s, block, sizeof block);
+        hide(h, pad ? "the outer state" : "the inner state", (const uint8_t *)s.h, 32, 0);
+    }
+}
+
+static int hidden_at(const hidden *h, int window, const uint8_t *p) {
+    for (int i = 0; i < WINDOW; i++)
+        if ((uint8_t)(p[i] ^ mask) != h->window[window][i]) return 0;
+    return 1;
+}
+
+/* The name of a secret that lies in these bytes; NULL: none. */
+static const char *found_in(const hidden *h, const uint8_t *p, size_t bytes) {
+    for (int window = 0; window < h->n; window++) {
+        const uint8_t *at = p, *end = p + bytes - WINDOW;
+        for (; at <= end && (at = (const uint8_t *)memchr(at, h->window[window][0] ^ mask, (size_t)(end - at) + 1)); at++)
+            if (hidden_at(h, window, at)) return h->name[window];
+    }
+    return NULL;
+}
+
+static const char *found_in_memory(const hidden *h, long *seen) {
+    enum { PIECE = 1 << 16 };
+    static uint8_t piece[PIECE + WINDOW];
+    char line[512], access[8];
+    unsigned long from, until;
+    const char *found = NULL;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    int memory = open("/proc/self/mem", O_RDONLY);
+    while (maps && !found && fgets(line, sizeof line, maps)) {
+        if (sscanf(line, "%lx-%lx %7s", &from, &until, access) != 3 || strncmp(access, "rw", 2) != 0) continue;
+        if (until - from > 1ul << 30) continue;     /* a sanitizer's */
+        for (unsigned long at = from; at < until && !found; at += PIECE) {
+            ssize_t n = pread(memory, piece, sizeof piece, (off_t)at);
+            if (n >= WINDOW && (piece[0] || memcmp(piece, piece + 1, (size_t)n - 1) != 0))     /* not only zeros */
+                found = found_in(h, piece, (size_t)n);
+            *seen += n > 0 ? n : 0;
+        }
+    }
+    if (maps) fclose(maps);
+    if (memory >= 0) close(memory);
+    return found;
+}
+
+static hidden *sought;
+
+static dt_status searched_rank(dt_ctx *ctx, void *user) {
+    static float x[1000], y[1000];
+    (void)user;
+    for (int step = 0; step < 20 && dt_error(ctx) == DT_OK; step++) {
+        long seen = 0;
+        const char *found = step % 19 ? NULL : found_in_memory(sought, &seen);
+        CHECK_MSG(!found, "in step %d rank %d still has %s in its memory", step, dt_ctx_rank(ctx), found ? found : "");
+        CHECK(step % 19 || seen > 100000);
+        dt_all_reduce(dt_world(ctx), x, y, 1000, DT_F32, DT_SUM);
+    }
+    return dt_error(ctx);
+}
+
+static void test_wiped(void) {
+    char path[] = "/tmp/dt_token_XXXXXX";
+    close(mkstemp(path));
+    sought = (hidden *)mmap(NULL, sizeof *sought, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    fflush(NULL);
+    pid_t maker = fork();
+    if (maker == 0) {
+        make_token(sought, path);
+        _exit(0);
+    }
+    waitpid(maker, NULL, 0);
+    CHECK(sought->n == 28);
+    fflush(NULL);
+    maker = fork();
+    if (maker == 0) {   /* the search finds what is there */
+        static volatile uint8_t planted[WINDOW];
+        long seen = 0;
+        for (int i = 0; i < WINDOW; i++) planted[i] = (uint8_t)(sought->window[5][i] ^ mask);
+        const char *found = found_in_memory(sought, &seen);
+        _exit(found && strcmp(found, sought->name[5]) == 0 && planted[0] ? 0 : 1);
+    }
+    int status = 1;
+    waitpid(maker, &status, 0);
+    CHECK(status == 0);
+    setenv("DT_TOKEN_FILE", path, 1);
+    maker = fork();
+    if (maker == 0) {   /* at once, before anything else writes over where the file was read to */
+        uint8_t key[32];
+        char why[DT__TCP_TEXT];
+        long seen = 0;
+        dt_run_desc desc;
+        memset(&desc, 0, sizeof desc);
+        int well = dt__tcp_key(&desc, loopback(1), key, why);
+        dt__wipe(key, sizeof key);
+        _exit(well && !found_in_memory(sought, &seen) ? 0 : 1);
+    }
+    waitpid(maker, &status, 0);
+    CHECK_MSG(status == 0, "%d: reading a token leaves some of it", status);
+    run_well(3, searched_rank, 0);
+    unsetenv("DT_TOKEN_FILE");
+    unlink(path);
+    munmap(sought, sizeof *sought);
+}
+
+/* What the caller gave is not dt's to change. */
+static dt_status kept_rank(dt_ctx *ctx, void *user) {
+    const char *its = getenv("DT_TOKEN");
+    CHECK(its && strcmp(its, token) == 0);
+    return short_rank(ctx, user);
+}
+
+static void test_kept(void) {
+    setenv("DT_TOKEN", token, 1);
+    run_well(2, kept_rank, 0);
+    unsetenv("DT_TOKEN");
+}
+
+/* ---- control bytes from peers are escaped ------------------------------------------------------------------------ */
+
+static const char bad[] = "\033]0;x\007 \x7f\r\n\x9b \xc2\x9b \xff \xe2\x82";    /* a title, DEL, C1 twice, no UTF-8 */
+
+/* Whether text is printable UTF-8 in one line. */
+static int plain(const char *text) {
+    for (const char *c = text; *c; c++) {
+        unsigned char byte = (unsigned char)*c, after = (unsigned char)c[1];
+        if (byte < 32 || byte == 127 || (byte == 0xc2 && after < 0xa0)) return 0;
+    }
+    return dt__utf8_bad(text, strlen(text)) == strlen(text);
+}
+
+/* The report of a dt_run that fails, and its text on descriptor 2, empty for another rank's
+   failure. */
+typedef struct spoken { dt_report report; char log[4000]; } spoken;
+
+static void speak(spoken *s, dt_run_desc desc, rank_fn fn) {
+    FILE *log = tmpfile();
+    int kept = dup(2);
+    memset(s, 0, sizeof *s);
+    fflush(NULL);
+    dup2(fileno(log), 2);
+    desc.report = &s->report;
+    dt_run(desc, fn, NULL);
+    dup2(kept, 2);
+    close(kept);
+    CHECK(pread(fileno(log), s->log, sizeof s->log - 1, 0) > 0 || s->report.rank == 1);
+    fclose(log);
+    size_t length = strlen(s->log);
+    if (length) s->log[length - 1] = s->log[length - 1] == '\n' ? 0 : '\r';
+    CHECK_MSG(plain(s->log) && plain(s->report.text), "%s", s->log);
+    CHECK_MSG(strstr(s->report.text, "\\x1b]0;x\\x07"), "%s", s->report.text);
+}
+
+/* A hostile rank 1 that knows the token: control bytes in its host name and, if it speaks, in its
+   failure. */
+static void bad_peer(int port, int speaks) {
+    char room[sizeof(dt__tcp_table) + 2 * sizeof(dt__tcp_place)];
+    struct { dt__tcp_frame frame; char text[sizeof bad - 1]; } last;
+    visit v = visit_make(loopback(port), 1, 2, token);
+    snprintf(v.ours.host, sizeof v.ours.host, "%s", bad);
+    memcpy(v.proof.host, v.ours.host, sizeof v.proof.host);
+    if (!converse(&v, 0) || recv(v.fd, room, sizeof room, MSG_WAITALL) != (ssize_t)sizeof room) _exit(1);
+    memset(&last, 0, sizeof last);
+    last.frame.magic = DT__TCP_FRAME;
+    last.frame.kind = DT__TCP_ABORT;
+    last.frame.channel = 1;
+    last.frame.tag = DT_ERR_ARG;
+    last.frame.bytes = sizeof last.text;
+    memcpy(last.text, bad, sizeof last.text);
+    if (speaks) send(v.fd, &last, sizeof last.frame + sizeof last.text, MSG_NOSIGNAL);
+    close(v.fd);
+    _exit(0);
+}
+
+static void test_plain(void) {
+    char place[64], path[64];
+    spoken s;
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.backend = DT_BACKEND_TCP;
+    desc.ranks = 2;
+    desc.timeout_s = 20;
+    desc.rendezvous = bad;
+    speak(&s, desc, short_rank);
+    job *j = job_make(2, short_rank, 0);    /* for its port */
+    snprintf(place, sizeof place, "127.0.0.1:%d", j->port);
+    snprintf(path, sizeof path, "/nowhere/%s", bad);
+    desc.rendezvous = place;
+    setenv("DT_TOKEN_FILE", path, 1);
+    speak(&s, desc, short_rank);
+    unsetenv("DT_TOKEN_FILE");
+    desc.token = token;
+    for (int speaks = 0; speaks < 2; speaks++) {
+        fflush(NULL);
+        pid_t peer = fork();
+        if (peer == 0) bad_peer(j->port, speaks);
+        speak(&s, desc, short_rank);
+        int status = 1;
+        waitpid(peer, &status, 0);
+        CHECK(status == 0);
+        CHECK_MSG(s.report.rank == speaks && strstr(s.report.text, speaks ? "\\x7f\\x0d\\x0a\\x9b \\xc2\\x9b \\xff \\xe2"
+                  : "(process 4711 on \\x1b"), "%s", s.report.text);
+    }
+    job_free(j);
+}
+
+/* Rank 2 cannot connect to rank 1 after both have joined rank 0; rank 0, in an operation, must
+   learn why. */
+static void test_cause(void) {
+    char room[sizeof(dt__tcp_table) + 3 * sizeof(dt__tcp_place)];
+    job *j = job_make(3, short_rank, 0);
+    j->token[0] = j->token[2] = token;
+    j->absent = 1 << 1;
+    job_start(j);
+    pid_t peer = fork();
+    if (peer == 0) {
+        visit v = visit_make(loopback(j->port), 1, 3, token);
+        v.ours.place = loopback(1);
+        v.proof.place = v.ours.place;
+        int seated = converse(&v, 0) && recv(v.fd, room, sizeof room, MSG_WAITALL) == (ssize_t)sizeof room;
+        char c;
+        while (seated && recv(v.fd, &c, 1, 0) > 0) {}   /* wait reports of rank 0, until it hangs up */
+        _exit(!seated);
+    }
+    job_wait(j);
+    int status = 1;
+    waitpid(peer, &status, 0);
+    CHECK(status == 0);
+    CHECK_MSG(j->result[0].report.rank == 2 && strstr(j->result[0].report.text, "connection to rank 1 was lost: at "),
+              "rank 0: %s", j->result[0].report.text);
+    job_free(j);
 }
 
 int main(void) {
@@ -668,6 +951,10 @@ int main(void) {
     test_strangers();
     test_attacks();
     test_names();
+    test_wiped();
+    test_kept();
+    test_plain();
+    test_cause();
     job *j = run_job(3, probe_rank, 0);
     check_well(j);
     job_free(j);

@@ -323,9 +323,9 @@ try 2 "save $dir/a has step-6 already: go on from it with --resume $dir/a, or us
 try 2 "save $dir/a has step-6 already" $small --save "$dir/a" --resume "$dir/b"
 try 2 "save $dir/a has step-6, which is newer than --resume $dir/a/step-4: use another folder, or remove it" \
     $small --save "$dir/a" --resume "$dir/a/step-4"
-try 2 "save $dir/text: not a directory" $small --save "$dir/text"
+try 2 "save $dir/text: not a directory but a file" $small --save "$dir/text"
 try 2 "resume $dir/nowhere: No such file" $small --resume "$dir/nowhere" --save "$dir/d"
-try 2 "resume $dir/text: not a directory" $small --resume "$dir/text"
+try 2 "resume $dir/text: not a directory but a file" $small --resume "$dir/text"
 mkdir "$dir/empty"
 try 1 "resume $dir/empty: there is no checkpoint" $small --resume "$dir/empty"
 [ ! -e "$dir/d" ]

@@ -62,7 +62,7 @@ static dt_status run(int ranks, int dry, rank_fn fn, void *user, dt_report *repo
 }
 
 static void run_well(int ranks, int dry, rank_fn fn, void *user) {
-    dt_report report = { DT_OK, 0, "" };
+    dt_report report = { DT_OK, 0, "", 0 };
     CHECK_MSG(run(ranks, dry, fn, user, &report) == DT_OK, "%d ranks: %s", ranks, report.text);
 }
 
@@ -134,7 +134,7 @@ static dt_status state_main(dt_ctx *ctx, void *user) {
 static void test_highest_stage(void) {
     for (int stage = HIGHEST_STAGE + 1; stage <= 3; stage++) {
         state_case c = { .width = 4, .layers = 1, .stage = stage, .micros = 1, .dtype = DT_F32 };
-        dt_report  report = { DT_OK, 0, "" };
+        dt_report  report = { DT_OK, 0, "", 0 };
         char       why[64];
         snprintf(why, sizeof why, "stage %d by counting: dt_zero_make has none", stage);
         if (run(1, 1, state_main, &c, &report) == DT_ERR_UNSUPPORTED) check_skip(why);

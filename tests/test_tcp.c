@@ -39,6 +39,22 @@ static void compare_with_threads(cases made) {
     cases_free(&all);
 }
 
+/* Overlapping send and recv: legal and right, or refused on every rank. */
+static dt_status overlap_rank(dt_ctx *ctx, void *user) { return overlap_of(ctx, (unsigned)((const job *)user)->what); }
+
+static void test_overlap(void) {
+    int refused = 0;
+    for (int i = 0; i < 48; i++) {
+        job *j = run_job(2 + i % 4, overlap_rank, i);
+        for (int rank = 0; rank < j->ranks; rank++)
+            CHECK_MSG(j->result[rank].ended && (j->result[rank].status == DT_OK) == (j->result[0].status == DT_OK),
+                      "overlap %d: rank %d: %s", i, rank, j->result[rank].report.text);
+        refused += j->result[0].status != DT_OK;
+        job_free(j);
+    }
+    CHECK_MSG(refused > 5 && refused < 45, "%d of 48 are refused", refused);
+}
+
 /* A rank that ends early is missed by nobody who needs no more of it. */
 static dt_status early_end_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -351,6 +367,8 @@ static void test_crossing(void) {
 int main(void) {
     for (int ranks = 1; ranks <= 5; ranks++) compare_with_threads(cases_make(ranks, 2));
     compare_with_threads(cases_windows(3, 4));
+    test_overlap();
+    run_well(2, many_sends, 0);
     run_well(3, early_end_rank, 0);
     test_two_jobs();
     test_faults();

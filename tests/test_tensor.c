@@ -1113,9 +1113,9 @@ static const error_row error_rows[] = {
     { e_init_kind, DT_ERR_ARG, { "dt_param(the_init)", "kind 4", NULL } },
     { e_lr_below, DT_ERR_ARG, { "dt_param(the_lr)", "lr_scale -1", NULL } },
     { e_lr_nan, DT_ERR_ARG, { "dt_param(the_lr)", "lr_scale nan", NULL } },
-    { e_name_control, DT_ERR_ARG, { "dt_param(the?name)", "control characters", NULL } },
-    { e_name_bytes, DT_ERR_ARG, { "dt_param(the_\xff)", "UTF-8", NULL } },
-    { e_scope_control, DT_ERR_ARG, { "dt_scope(h?)", "control characters", NULL } },
+    { e_name_control, DT_ERR_ARG, { "dt_param(the\\x0aname)", "control characters", NULL } },
+    { e_name_bytes, DT_ERR_ARG, { "dt_param(the_\\xff)", "UTF-8", NULL } },
+    { e_scope_control, DT_ERR_ARG, { "dt_scope(h\\x7f)", "control characters", NULL } },
     { e_cut_twice, DT_ERR_ARG, { "dt_param(the_cut)", "dimension 0 of (4,2)", "cut twice" } },
     { e_micro, DT_ERR_ARG, { "dt_micro", "2 of 2", NULL } },
     { e_micro_zero, DT_ERR_ARG, { "dt_micro", "0 of 0", NULL } },
@@ -1199,6 +1199,45 @@ static void quiet_failures(void) {
         CHECK(!strcmp(dt_error_text(ctx), "rank 3: disk 5") && h.failed == 1 && h2.failed == 1);
         CHECK_MSG(m.errors == (how == 0), "case %d: %d lines of error", how, m.errors);
         close_ctx(ctx, &m, "a quiet failure");
+    }
+}
+
+/* A message is one line of text for any terminal, whatever a path or a name in it holds: in the log and in the error. */
+static void plain_messages(void) {
+    static const struct { const char *part, *shown; } rows[] = {
+        { "models/gpt 2", "models/gpt 2" },
+        { "gr\xc3\xb6\xc3\x9f" "er/\xe6\xa8\xa1\xe5\x9e\x8b/\xf0\x9f\x99\x82", NULL },     /* UTF-8 stays */
+        { "\033]0;x\007", "\\x1b]0;x\\x07" },
+        { "a\tb\r\nc\x7f", "a\\x09b\\x0d\\x0ac\\x7f" },
+        { "\x9b" "31m", "\\x9b31m" },                             /* C1 as one byte, and as UTF-8 */
+        { "\xc2\x9b" "31m\xc2\x80\xc2\x9f\xc2\xa0", "\\xc2\\x9b31m\\xc2\\x80\\xc2\\x9f\xc2\xa0" },
+        { "\xff\xe2\x82 \xc0\xaf \xed\xa0\x80", "\\xff\\xe2\\x82 \\xc0\\xaf \\xed\\xa0\\x80" },
+        { "\xe2\x82", "\\xe2\\x82" },
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        meter   m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        char    want[200];
+        dt_log(ctx, DT_LOG_ERROR, "%s: no", rows[i].part);
+        snprintf(want, sizeof want, "%s: no", rows[i].shown ? rows[i].shown : rows[i].part);
+        CHECK_MSG(strcmp(m.text, want) == 0, "row %zu: logged as '%s'", i, m.text);
+        dt_fail(ctx, DT_ERR_IO, "%s: no", rows[i].part);
+        CHECK_MSG(strcmp(dt_error_text(ctx) + 8, want) == 0, "row %zu: failed as '%s'", i, dt_error_text(ctx));
+        close_ctx(ctx, &m, "a plain message");
+    }
+    /* as long as there is room, and no half of a character or code at the end */
+    char text[32], odd[40];
+    for (int room = 1; room < (int)sizeof text; room++) {
+        memset(text, '\033', sizeof text);
+        text[room - 1] = 0;
+        dt__escape(text, (size_t)room);
+        CHECK_MSG(strlen(text) == (size_t)(room - 1) / 4 * 4 && strspn(text, "\\x1b") == strlen(text), "%d: %s", room, text);
+    }
+    for (int n = 0; n < 30; n++) {
+        snprintf(odd, sizeof odd, "%.*s\xf0\x9f\x99\x82", n, "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx");
+        snprintf(text, sizeof text, "%.31s", odd);
+        dt__escape(text, sizeof text);
+        CHECK_MSG(strncmp(text, odd, strlen(text)) == 0 && strlen(text) == (size_t)(n < 28 ? n + 4 : n), "%d: %s", n, text);
     }
 }
 
@@ -2274,6 +2313,7 @@ int main(int argc, char **argv) {
     test_memory();
     test_errors();
     quiet_failures();
+    plain_messages();
     missing_kernels();
     replaced_kernel();
     failing_kernel();

@@ -120,7 +120,7 @@ static void quiet(void *user, int level, int rank, const char *text) {
 
 /* Trains `steps` steps; a failure is one line "error,TEXT". */
 static int worker(const settings *s, train_config config, const dt_kernels *kernels, int64_t steps) {
-    dt_report report = { DT_OK, 0, "" };
+    dt_report report = { DT_OK, 0, "", 0 };
     dt_host   host = *dt_host_default();
     host.log = quiet;
     config.model = model_of(s, s->dtype);

@@ -7,6 +7,7 @@
 
 #include <dirent.h>
 #include <sched.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 
@@ -132,11 +133,23 @@ static int listeners(void) {
     return n;
 }
 
+/* A network of one's own begins with a loopback that is down. */
+static int loopback_up(void) {
+    struct ifreq lo;
+    int fd = socket(AF_INET, SOCK_DGRAM, 0);
+    memset(&lo, 0, sizeof lo);
+    memcpy(lo.ifr_name, "lo", 3);
+    lo.ifr_flags = IFF_UP | IFF_RUNNING;
+    int up = fd >= 0 && ioctl(fd, SIOCSIFFLAGS, &lo) == 0;
+    if (fd >= 0) close(fd);
+    return up;
+}
+
 /* As root: a /dev/shm and a network of our own, in which all that is there was left there. Orphans come to us. */
 static void room_make(void) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     own_room = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 && mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
-               mount("none", "/dev/shm", "tmpfs", 0, NULL) == 0;
+               mount("none", "/dev/shm", "tmpfs", 0, NULL) == 0 && loopback_up();
 }
 
 typedef struct left { int maps, descriptors, shm, tmp, listeners; } left;

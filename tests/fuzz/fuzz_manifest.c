@@ -55,7 +55,7 @@ static void manifest_make(void) {
     fuzz_must(dt_checkpoint_save(j.checkpoint) == DT_OK, dt_error_text(j.ctx));
     dt_read(j.w, fuzz_saved.values);
     dt_zero_state(j.zero, 0, j.w, fuzz_saved.moments);
-    int fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", 0);
+    int fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", DT_IO_READ);
     int64_t n = fuzz_saved.io.pread(&fuzz_saved.seat, fd, fuzz_saved.manifest, sizeof fuzz_saved.manifest, 0);
     fuzz_saved.io.close(&fuzz_saved.seat, fd);
     fuzz_must(n > 100 && n < (int64_t)sizeof fuzz_saved.manifest, "the manifest cannot be read");
@@ -65,7 +65,7 @@ static void manifest_make(void) {
 
 static void manifest_put(const unsigned char *data, size_t bytes, int seal) {
     char end[DT__MANIFEST_END + 1];
-    int  fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", 1);
+    int  fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", DT_IO_WRITE);
     fuzz_saved.io.resize(&fuzz_saved.seat, fd, 0);
     fuzz_saved.io.pwrite(&fuzz_saved.seat, fd, data, bytes, 0);
     dt__manifest_end(end, (const char *)data, bytes);
