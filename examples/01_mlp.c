@@ -1,17 +1,22 @@
 /* 01_mlp.c - a network with one hidden layer, trained on one rank by hand
 
-   What you learn: parameters, ops and the tape. A step is forward, backward, update, clear, reset. There is no check
-   in the loop: errors are sticky, and the end asks once.
-   Run: cc -O3 examples/01_mlp.c -o 01_mlp -lm -lpthread && ./01_mlp            (or make && build/01_mlp) */
+   What you learn: parameters, ops and the tape. A step is forward, backward, update, clear, reset.
+   There is no check in the loop: errors are sticky, and the end asks once.
+   Run: cc -O3 examples/01_mlp.c -o 01_mlp -lm -lpthread && ./01_mlp            (or make &&
+                                                                                build/01_mlp) */
 #define DT_IMPLEMENTATION
 #include "../dt_tensor.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { STEPS = 200, B = 64, IN = 2, H = 32 };   /* steps, samples of a step, inputs, hidden units */
+enum { STEPS = 200, B = 64, IN = 2, H = 32 }; /* steps, samples of a step, inputs, hidden units */
 
-typedef struct mlp { dt_tensor *w1, *b1, *w2, *b2; } mlp;
-typedef struct result { double first, last; } result;
+typedef struct mlp {
+    dt_tensor *w1, *b1, *w2, *b2;
+} mlp;
+typedef struct result {
+    double first, last;
+} result;
 
 /* The k-th of a sequence of numbers that look random, in [-1, 1). */
 static float number(uint32_t k) {
@@ -20,7 +25,8 @@ static float number(uint32_t k) {
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their product. */
+/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their
+   product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -41,15 +47,15 @@ static mlp mlp_make(dt_ctx *ctx) {
 
 /* Mean over the B samples of a step of (network(x) - y)^2. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
-    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1));     /* (..,IN) -> (..,H) */
-    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);        /* (..,H) -> (..,1) -> scalar */
+    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
+    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
 /* Gradient descent: every parameter goes against its gradient. */
 static void update(dt_ctx *ctx, float lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);
-        float     *value = (float *)p->data, *grad = (float *)p->grad;
+        float *value = (float *)p->data, *grad = (float *)p->grad;
         for (int64_t j = 0; value && grad && j < dt_count(p->shape); j++) value[j] -= lr * grad[j];
     }
 }
@@ -59,13 +65,14 @@ static dt_status train(dt_ctx *ctx, result *out) {
     for (int step = 0; step < STEPS; step++) {
         float x[B * IN], y[B];
         samples(step, 0, B, x, y);
-        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(B, IN), x), *want = dt_input(ctx, DT_F32, DT_SHAPE(B, 1), y);
+        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(B, IN), x),
+                  *want = dt_input(ctx, DT_F32, DT_SHAPE(B, 1), y);
         dt_tensor *loss = mlp_loss(&m, in, want);
         dt_backward(loss);
         double value = dt_item(loss);
         update(ctx, 0.1f);
-        dt_clear_grads(ctx);    /* sums of gradients begin anew */
-        dt_reset(ctx);          /* frees the tape and all tensors but parameters */
+        dt_clear_grads(ctx); /* sums of gradients begin anew */
+        dt_reset(ctx);       /* frees the tape and all tensors but parameters */
         if (step == 0) out->first = value;
         out->last = value;
         if (step % 40 == 0 || step == STEPS - 1) printf("step %3d  loss %.6f\n", step, value);
@@ -74,8 +81,9 @@ static dt_status train(dt_ctx *ctx, result *out) {
 }
 
 int main(void) {
-    result    r = { 0, 0 };
-    dt_ctx   *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });   /* we look at data */
+    result r = { 0, 0 };
+    /* we look at data */
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });
     dt_status status = train(ctx, &r);
     dt_ctx_free(ctx);
     int learned = status == DT_OK && r.last < r.first / 10;

@@ -1,18 +1,23 @@
 /* 02_dp_by_hand.c - data parallelism, written out: 01_mlp.c on four ranks
 
-   What you learn: every rank has the whole network and computes on its quarter of the samples; the sum of the ranks'
-   gradients is the gradient of the whole step. One all-reduce for each parameter, and nothing else differs:
-   diff examples/01_mlp.c examples/02_dp_by_hand.c
-   Run: cc -O3 examples/02_dp_by_hand.c -o 02_dp_by_hand -lm -lpthread && ./02_dp_by_hand */
+   What you learn: every rank has the whole network and computes on its quarter of the samples; the
+   sum of the ranks' gradients is the gradient of the whole step. One all-reduce for each parameter,
+   and nothing else differs: diff examples/01_mlp.c examples/02_dp_by_hand.c Run: cc -O3
+   examples/02_dp_by_hand.c -o 02_dp_by_hand -lm -lpthread && ./02_dp_by_hand */
 #define DT_IMPLEMENTATION
 #include "../dt_comm.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { STEPS = 200, B = 64, IN = 2, H = 32 };   /* steps, samples of a step over all ranks, inputs, hidden units */
+/* steps, samples of a step over all ranks, inputs, hidden units */
+enum { STEPS = 200, B = 64, IN = 2, H = 32 };
 
-typedef struct mlp { dt_tensor *w1, *b1, *w2, *b2; } mlp;
-typedef struct result { double first, last, params[4 * H + 1]; } result;
+typedef struct mlp {
+    dt_tensor *w1, *b1, *w2, *b2;
+} mlp;
+typedef struct result {
+    double first, last, params[4 * H + 1];
+} result;
 
 /* The k-th of a sequence of numbers that look random, in [-1, 1). */
 static float number(uint32_t k) {
@@ -21,7 +26,8 @@ static float number(uint32_t k) {
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their product. */
+/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their
+   product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -42,15 +48,16 @@ static mlp mlp_make(dt_ctx *ctx) {
 
 /* Mean over the B samples of a step of (network(x) - y)^2. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
-    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1));     /* (..,IN) -> (..,H) */
-    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);        /* (..,H) -> (..,1) -> scalar */
+    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
+    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
-/* Gradient descent: every parameter goes against its gradient, which is the sum of all ranks' parts. */
+/* Gradient descent: every parameter goes against its gradient, which is the sum of all ranks'
+   parts. */
 static void update(dt_ctx *ctx, float lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);
-        float     *value = (float *)p->data, *grad = (float *)p->grad;
+        float *value = (float *)p->data, *grad = (float *)p->grad;
         dt_all_reduce(dt_world(ctx), grad, grad, (size_t)dt_count(p->shape), DT_F32, DT_SUM);
         for (int64_t j = 0; value && grad && j < dt_count(p->shape); j++) value[j] -= lr * grad[j];
     }
@@ -64,22 +71,24 @@ static void params_copy(dt_ctx *ctx, double *out) {
     }
 }
 
-static dt_status train(dt_ctx *ctx, void *user) {               /* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
     dt_comm *world = dt_world(ctx);
-    int      rank = dt_comm_rank(world), n = B / dt_comm_size(world);   /* n samples of the B are this rank's */
-    result  *out = (result *)user;
-    mlp      m = mlp_make(ctx);
+    /* n samples of the B are this rank's */
+    int rank = dt_comm_rank(world), n = B / dt_comm_size(world);
+    result *out = (result *)user;
+    mlp m = mlp_make(ctx);
     for (int step = 0; step < STEPS; step++) {
         float x[B * IN], y[B];
         samples(step, rank * n, n, x, y);
-        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(n, IN), x), *want = dt_input(ctx, DT_F32, DT_SHAPE(n, 1), y);
+        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(n, IN), x),
+                  *want = dt_input(ctx, DT_F32, DT_SHAPE(n, 1), y);
         dt_tensor *loss = mlp_loss(&m, in, want);
         dt_backward(loss);
         double value = dt_item(loss);
         dt_sum_doubles(world, &value, 1);
         update(ctx, 0.1f);
-        dt_clear_grads(ctx);    /* sums of gradients begin anew */
-        dt_reset(ctx);          /* frees the tape and all tensors but parameters */
+        dt_clear_grads(ctx); /* sums of gradients begin anew */
+        dt_reset(ctx);       /* frees the tape and all tensors but parameters */
         if (rank > 0) continue;
         if (step == 0) out->first = value;
         out->last = value;
@@ -93,12 +102,16 @@ int main(void) {
     static result one, four;
     printf("one rank\n");
     /* The CPU, in a build for GPUs too: we look at data. */
-    dt_status status = dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
+    dt_status status =
+        dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
     printf("four ranks\n");
-    if (status == DT_OK) status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &four);
+    if (status == DT_OK)
+        status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &four);
     double worst = fabs(one.last - four.last);
     for (int i = 0; i < 4 * H + 1; i++) worst = fmax(worst, fabs(one.params[i] - four.params[i]));
-    int equal = status == DT_OK && one.last < one.first / 10 && worst < 1e-5;    /* sums were taken in another order */
-    printf("%s: largest difference between one rank and four: %.1e\n", equal ? "ok" : "WRONG", worst);
+    /* sums were taken in another order */
+    int equal = status == DT_OK && one.last < one.first / 10 && worst < 1e-5;
+    printf(
+        "%s: largest difference between one rank and four: %.1e\n", equal ? "ok" : "WRONG", worst);
     return equal ? 0 : 1;
 }

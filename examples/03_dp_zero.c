@@ -1,18 +1,26 @@
-/* 03_dp_zero.c - data parallelism by dt_zero: 02_dp_by_hand.c with the optimizer's state cut over the ranks
+/* 03_dp_zero.c - data parallelism by dt_zero: 02_dp_by_hand.c with the optimizer's state cut over
+   the ranks
 
-   What you learn: dt_zero sums the gradients and updates, here with momentum. At stage 0 every rank keeps the whole
-   optimizer state, at stage 1 a quarter of it; the results are equal to the bit.
-   diff examples/02_dp_by_hand.c examples/03_dp_zero.c
-   Run: cc -O3 examples/03_dp_zero.c -o 03_dp_zero -lm -lpthread && ./03_dp_zero */
+   What you learn: dt_zero sums the gradients and updates, here with momentum. At stage 0 every rank
+   keeps the whole optimizer state, at stage 1 a quarter of it; the results are equal to the bit.
+   diff examples/02_dp_by_hand.c examples/03_dp_zero.c Run: cc -O3 examples/03_dp_zero.c -o
+   03_dp_zero -lm -lpthread && ./03_dp_zero */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { STEPS = 200, B = 64, IN = 2, H = 32 };   /* steps, samples of a step over all ranks, inputs, hidden units */
+/* steps, samples of a step over all ranks, inputs, hidden units */
+enum { STEPS = 200, B = 64, IN = 2, H = 32 };
 
-typedef struct mlp { dt_tensor *w1, *b1, *w2, *b2; } mlp;
-typedef struct result { double first, last, params[4 * H + 1]; size_t state_bytes; int stage; } result;
+typedef struct mlp {
+    dt_tensor *w1, *b1, *w2, *b2;
+} mlp;
+typedef struct result {
+    double first, last, params[4 * H + 1];
+    size_t state_bytes;
+    int stage;
+} result;
 
 /* The k-th of a sequence of numbers that look random, in [-1, 1). */
 static float number(uint32_t k) {
@@ -21,7 +29,8 @@ static float number(uint32_t k) {
     return (float)((k ^ (k >> 16)) >> 8) / 8388608.0f - 1;
 }
 
-/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their product. */
+/* Samples first .. first+count-1 of a step: x (count,IN) are two numbers, y (count,1) their
+   product. */
 static void samples(int step, int first, int count, float *x, float *y) {
     for (int i = 0; i < count; i++) {
         uint32_t k = (uint32_t)(step * B + first + i);
@@ -42,8 +51,8 @@ static mlp mlp_make(dt_ctx *ctx) {
 
 /* Mean over the B samples of a step of (network(x) - y)^2. */
 static dt_tensor *mlp_loss(const mlp *m, dt_tensor *x, dt_tensor *y) {
-    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1));     /* (..,IN) -> (..,H) */
-    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);        /* (..,H) -> (..,1) -> scalar */
+    dt_tensor *h = dt_gelu(dt_linear(x, m->w1, m->b1)); /* (..,IN) -> (..,H) */
+    return dt_mse(dt_linear(h, m->w2, m->b2), y, B);    /* (..,H) -> (..,1) -> scalar */
 }
 
 /* All parameters in one array. */
@@ -54,22 +63,25 @@ static void params_copy(dt_ctx *ctx, double *out) {
     }
 }
 
-static dt_status train(dt_ctx *ctx, void *user) {               /* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
     dt_comm *world = dt_world(ctx);
-    int      rank = dt_comm_rank(world), n = B / dt_comm_size(world);   /* n samples of the B are this rank's */
-    result  *out = (result *)user;
-    mlp      m = mlp_make(ctx);
-    dt_zero *opt = dt_zero_make(ctx, (dt_zero_desc){ .stage = out->stage, .optimizer = DT_SGD, .momentum = 0.5 });
+    /* n samples of the B are this rank's */
+    int rank = dt_comm_rank(world), n = B / dt_comm_size(world);
+    result *out = (result *)user;
+    mlp m = mlp_make(ctx);
+    dt_zero *opt = dt_zero_make(
+        ctx, (dt_zero_desc){ .stage = out->stage, .optimizer = DT_SGD, .momentum = 0.5 });
     for (int step = 0; step < STEPS; step++) {
         float x[B * IN], y[B];
         samples(step, rank * n, n, x, y);
-        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(n, IN), x), *want = dt_input(ctx, DT_F32, DT_SHAPE(n, 1), y);
+        dt_tensor *in = dt_input(ctx, DT_F32, DT_SHAPE(n, IN), x),
+                  *want = dt_input(ctx, DT_F32, DT_SHAPE(n, 1), y);
         dt_tensor *loss = mlp_loss(&m, in, want);
         dt_backward(loss);
         double value = dt_item(loss);
         dt_sum_doubles(world, &value, 1);
-        dt_zero_step(opt, 0.05);    /* sums over ranks, update; the sums of gradients begin anew */
-        dt_reset(ctx);          /* frees the tape and all tensors but parameters */
+        dt_zero_step(opt, 0.05); /* sums over ranks, update; the sums of gradients begin anew */
+        dt_reset(ctx);           /* frees the tape and all tensors but parameters */
         if (rank > 0) continue;
         if (step == 0) out->first = value;
         out->last = value;
@@ -90,15 +102,19 @@ int main(void) {
     static result one, whole = { .stage = 0 }, cut = { .stage = 1 };
     printf("one rank\n");
     /* The CPU, in a build for GPUs too: we look at data. */
-    dt_status status = dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
+    dt_status status =
+        dt_run((dt_run_desc){ .ranks = 1, .kernels = dt_kernels_cpu() }, train, &one);
     printf("four ranks, stage 0\n");
-    if (status == DT_OK) status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &whole);
+    if (status == DT_OK)
+        status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &whole);
     printf("four ranks, stage 1\n");
-    if (status == DT_OK) status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &cut);
+    if (status == DT_OK)
+        status = dt_run((dt_run_desc){ .ranks = 4, .kernels = dt_kernels_cpu() }, train, &cut);
     int equal = status == DT_OK && one.last < one.first / 10 && difference(&one, &whole) < 1e-5 &&
                 difference(&whole, &cut) == 0 && cut.state_bytes == whole.state_bytes / 4;
     printf("%s: one rank and four differ by %.1e, stages 0 and 1 by %.1e\n", equal ? "ok" : "WRONG",
         difference(&one, &whole), difference(&whole, &cut));
-    printf("bytes of optimizer state on a rank: %zu at stage 0, %zu at stage 1\n", whole.state_bytes, cut.state_bytes);
+    printf("bytes of optimizer state on a rank: %zu at stage 0, %zu at stage 1\n",
+        whole.state_bytes, cut.state_bytes);
     return equal ? 0 : 1;
 }

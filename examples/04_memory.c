@@ -1,9 +1,11 @@
-/* 04_memory.c - where the bytes of training go: 20 linear layers of 2000 x 2000, 80 million parameters
+/* 04_memory.c - where the bytes of training go: 20 linear layers of 2000 x 2000, 80 million
+   parameters
 
-   What you learn: with Adam in f32 a parameter costs 4 bytes of value, 4 of gradient and 8 of optimizer state, on every
-   rank; the activations of a small batch are nothing beside it. ZeRO stage 1 cuts the 8 over the ranks. dt counts every
-   byte it allocates, and the counts equal the formula.
-   Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width 2000] [--layers 20]
+   What you learn: with Adam in f32 a parameter costs 4 bytes of value, 4 of gradient and 8 of
+   optimizer state, on every rank; the activations of a small batch are nothing beside it. ZeRO
+   stage 1 cuts the 8 over the ranks. dt counts every byte it allocates, and the counts equal the
+   formula. Run: cc -O3 examples/04_memory.c -o 04_memory -lm -lpthread && ./04_memory [--width
+   2000] [--layers 20]
         At the default width two ranks take 2.5 GB at stage 0. */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -12,9 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { B = 2 };     /* samples of a step on each rank */
+enum { B = 2 }; /* samples of a step on each rank */
 
-typedef struct job { int width, layers, ranks, stage, wrong; } job;
+typedef struct job {
+    int width, layers, ranks, stage, wrong;
+} job;
 
 static void row(dt_ctx *ctx, const char *when) {
     dt_memory m = dt_memory_used(ctx);
@@ -26,29 +30,33 @@ static void row(dt_ctx *ctx, const char *when) {
     dt_memory_reset_peak(ctx);
 }
 
-/* The formula: 4 + 4 + 8/N bytes for each element, where units are padded to a multiple of 1,024 elements a rank. */
+/* The formula: 4 + 4 + 8/N bytes for each element, where units are padded to a multiple of 1,024
+   elements a rank. */
 static int equals_formula(dt_ctx *ctx, const job *j) {
     size_t padded = 0;
-    for (int i = 0; i < dt_unit_count(ctx); i++) padded += dt_unit_get(ctx, i)->padded;
-    size_t cut = (size_t)(j->stage ? j->ranks : 1), count = (size_t)j->layers * (size_t)j->width * (size_t)j->width;
+    for (int i = 0; i < dt_bucket_count(ctx); i++) padded += dt_bucket_get(ctx, i)->padded;
+    size_t cut = (size_t)(j->stage ? j->ranks : 1),
+           count = (size_t)j->layers * (size_t)j->width * (size_t)j->width;
     size_t want[3] = { 4 * padded, 4 * padded, 8 * padded / cut };
     if (dt_ctx_rank(ctx) == 0)
         printf("%-16s %10.3f %10.3f %10.3f   = 4, 4 and 8/%zu bytes a parameter\n", "the formula",
             (double)want[0] / 1e6, (double)want[1] / 1e6, (double)want[2] / 1e6, cut);
     dt_memory m = dt_memory_used(ctx);
-    return m.live[DT_MEM_PARAMS] == want[0] && m.live[DT_MEM_GRADS] == want[1] && m.live[DT_MEM_OPTIM] == want[2] &&
-           padded >= count && padded - count < (size_t)(dt_unit_count(ctx) * 1024 * j->ranks);
+    return m.live[DT_MEM_PARAMS] == want[0] && m.live[DT_MEM_GRADS] == want[1] &&
+           m.live[DT_MEM_OPTIM] == want[2] && padded >= count &&
+           padded - count < (size_t)(dt_bucket_count(ctx) * 1024 * j->ranks);
 }
 
 static dt_tensor *forward(dt_ctx *ctx, const job *j, dt_tensor *x) {
-    for (int i = 0; i < j->layers; i++) x = dt_gelu(dt_linear(x, dt_param_get(ctx, i), NULL)); /* (B,W) -> (B,W) */
+    /* (B,W) -> (B,W) */
+    for (int i = 0; i < j->layers; i++) x = dt_gelu(dt_linear(x, dt_param_get(ctx, i), NULL));
     return x;
 }
 
 static dt_status measure(dt_ctx *ctx, void *user) {
-    job    *j = (job *)user;
+    job *j = (job *)user;
     int64_t width = j->width;
-    float  *x = (float *)calloc((size_t)(B * width), sizeof *x);
+    float *x = (float *)calloc((size_t)(B * width), sizeof *x);
     if (!x) return dt_fail(ctx, DT_ERR_MEM, "the input");
     for (int64_t i = 0; i < B * width; i++) x[i] = (float)(i % 7) - 3;
     row(ctx, "before");
@@ -83,15 +91,19 @@ int main(int argc, char **argv) {
         }
         for (int k = 0; k < 3; k++) *(is_width ? &jobs[k].width : &jobs[k].layers) = value;
     }
-    printf("%d layers of %d x %d: peak of each class until that moment, in MB (1e6 bytes), on rank 0\n", jobs[0].layers,
-        jobs[0].width, jobs[0].width);
+    printf("%d layers of %d x %d: peak of each class until that moment, in MB (1e6 bytes), on rank "
+           "0\n",
+        jobs[0].layers, jobs[0].width, jobs[0].width);
     for (int k = 0; k < 3; k++) {
         printf("\n%-8s stage %d", jobs[k].ranks > 1 ? "2 ranks," : "1 rank,", jobs[k].stage);
-        const char *const head[] = { "params", "grads", "optim", "acts", "comm", "host", "temp", "total" };
+        const char *const head[] = { "params", "grads", "optim", "acts", "comm", "host", "temp",
+            "total" };
         for (size_t c = 0; c < sizeof head / sizeof *head; c++) printf(" %10s", head[c]);
         printf("\n");
-        wrong |= dt_run((dt_run_desc){ .ranks = jobs[k].ranks }, measure, &jobs[k]) != DT_OK || jobs[k].wrong;
+        wrong |= dt_run((dt_run_desc){ .ranks = jobs[k].ranks }, measure, &jobs[k]) != DT_OK ||
+                 jobs[k].wrong;
     }
-    printf("\n%s\n", wrong ? "WRONG: the bytes differ from the formula" : "ok: the bytes equal the formula");
+    printf("\n%s\n",
+        wrong ? "WRONG: the bytes differ from the formula" : "ok: the bytes equal the formula");
     return wrong;
 }

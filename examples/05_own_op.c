@@ -1,27 +1,31 @@
 /* 05_own_op.c - an op of your own, with its backward, in a model that is no transformer
 
-   What you learn: dt_new makes the output, dt_record says how to go back, dt_wants and dt_grad where to add. The op is
-   a layer of radial basis functions, out[r,j] = exp(-|x[r] - c[j]|^2): bumps whose centers c are learned. Its gradient
-   is checked against finite differences in f64 before it is used; do that with every op you write.
-   Run: cc -O3 examples/05_own_op.c -o 05_own_op -lm -lpthread && ./05_own_op */
+   What you learn: dt_new makes the output, dt_record says how to go back, dt_wants and dt_grad
+   where to add. The op is a layer of radial basis functions, out[r,j] = exp(-|x[r] - c[j]|^2):
+   bumps whose centers c are learned. Its gradient is checked against finite differences in f64
+   before it is used; do that with every op you write. Run: cc -O3 examples/05_own_op.c -o 05_own_op
+   -lm -lpthread && ./05_own_op */
 #define DT_IMPLEMENTATION
 #include "../dt_tensor.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { B = 40, J = 12, STEPS = 400 };   /* points, bumps, steps */
+enum { B = 40, J = 12, STEPS = 400 }; /* points, bumps, steps */
 
-/* dout/dx = -2 (x - c) out and dout/dc = 2 (x - c) out; only what is wanted, added to what is there. */
+/* dout/dx = -2 (x - c) out and dout/dc = 2 (x - c) out; only what is wanted, added to what is
+   there. */
 static dt_status bumps_back(dt_node *node) {
     const double *x = (const double *)node->in[0]->data, *c = (const double *)node->in[1]->data;
     const double *out = (const double *)node->out->data, *dout = (const double *)node->out->grad;
-    double       *dx = dt_wants(node, 0) ? (double *)dt_grad(node, 0) : NULL;
-    double       *dc = dt_wants(node, 1) ? (double *)dt_grad(node, 1) : NULL;
-    int64_t       rows = node->in[0]->shape.d[0], n = node->in[0]->shape.d[1], bumps = node->in[1]->shape.d[0];
+    double *dx = dt_wants(node, 0) ? (double *)dt_grad(node, 0) : NULL;
+    double *dc = dt_wants(node, 1) ? (double *)dt_grad(node, 1) : NULL;
+    int64_t rows = node->in[0]->shape.d[0], n = node->in[0]->shape.d[1],
+            bumps = node->in[1]->shape.d[0];
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < bumps; j++)
             for (int64_t i = 0; i < n; i++) {
-                double slope = 2 * (x[r * n + i] - c[j * n + i]) * out[r * bumps + j] * dout[r * bumps + j];
+                double slope =
+                    2 * (x[r * n + i] - c[j * n + i]) * out[r * bumps + j] * dout[r * bumps + j];
                 if (dx) dx[r * n + i] -= slope;
                 if (dc) dc[j * n + i] += slope;
             }
@@ -30,42 +34,51 @@ static dt_status bumps_back(dt_node *node) {
 
 /* x (R,N), c (J,N), both f64 -> (R,J) */
 static dt_tensor *bumps(dt_tensor *x, dt_tensor *c) {
-    if (!x || !c) return NULL;      /* NULL in, NULL out: an earlier failure passes through */
+    if (!x || !c) return NULL; /* NULL in, NULL out: an earlier failure passes through */
     if (x->dtype != DT_F64 || c->dtype != DT_F64 || x->shape.nd != 2 || c->shape.nd != 2 ||
         x->shape.d[1] != c->shape.d[1]) {
         dt_fail(x->ctx, DT_ERR_SHAPE, "bumps(%s): x (R,N) and c (J,N) in f64", c->name);
         return NULL;
     }
-    int64_t    rows = x->shape.d[0], n = x->shape.d[1], count = c->shape.d[0];
+    int64_t rows = x->shape.d[0], n = x->shape.d[1], count = c->shape.d[0];
     dt_tensor *out = dt_new(x->ctx, DT_F64, DT_SHAPE(rows, count));
     if (!out) return NULL;
     const double *xs = (const double *)dt_data(x), *cs = (const double *)dt_data(c);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < count; j++) {
             double square = 0;
-            for (int64_t i = 0; i < n; i++) square += (xs[r * n + i] - cs[j * n + i]) * (xs[r * n + i] - cs[j * n + i]);
+            for (int64_t i = 0; i < n; i++)
+                square += (xs[r * n + i] - cs[j * n + i]) * (xs[r * n + i] - cs[j * n + i]);
             ((double *)out->data)[r * count + j] = exp(-square);
         }
-    return dt_record(out, (dt_record_desc){ .name = "bumps", .in = { x, c }, .backward = bumps_back });
+    return dt_record(
+        out, (dt_record_desc){ .name = "bumps", .in = { x, c }, .backward = bumps_back });
 }
 
-typedef struct model { dt_tensor *centers, *weights, *bias; } model;
+typedef struct model {
+    dt_tensor *centers, *weights, *bias;
+} model;
 
 static model model_make(dt_ctx *ctx) {
     model m;
-    m.centers = dt_param_at(ctx, "centers", DT_SHAPE(J, 1), DT_UNIFORM(3.0), (dt_param_desc){ .dtype = DT_F64 });
-    m.weights = dt_param_at(ctx, "weights", DT_SHAPE(1, J), DT_NORMAL(0.1), (dt_param_desc){ .dtype = DT_F64 });
+    m.centers = dt_param_at(
+        ctx, "centers", DT_SHAPE(J, 1), DT_UNIFORM(3.0), (dt_param_desc){ .dtype = DT_F64 });
+    m.weights = dt_param_at(
+        ctx, "weights", DT_SHAPE(1, J), DT_NORMAL(0.1), (dt_param_desc){ .dtype = DT_F64 });
     m.bias = dt_param_at(ctx, "bias", DT_SHAPE(1), DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
-    dt_units_make(ctx, (dt_units_desc){ 0 });    /* values now: our own op is the first to read them */
+    /* values now: our own op is the first to read them */
+    dt_buckets_make(ctx, (dt_buckets_desc){ 0 });
     return m;
 }
 
 /* Mean squared difference between the model at x (B,1) and y (B,1). */
 static dt_tensor *model_loss(const model *m, dt_tensor *x, dt_tensor *y) {
-    return dt_mse(dt_linear(bumps(x, m->centers), m->weights, m->bias), y, B);   /* (B,1) -> (B,J) -> (B,1) -> scalar */
+    /* (B,1) -> (B,J) -> (B,1) -> scalar */
+    return dt_mse(dt_linear(bumps(x, m->centers), m->weights, m->bias), y, B);
 }
 
-/* Largest difference between the gradient of t that the tape found and finite differences of the loss. */
+/* Largest difference between the gradient of t that the tape found and finite differences of the
+   loss. */
 static double gradient_error(const model *m, dt_tensor *x, dt_tensor *y, dt_tensor *t) {
     double worst = 0, step = 1e-5, *value = (double *)t->data, *grad = (double *)t->grad;
     for (int64_t i = 0; i < dt_count(t->shape); i++) {
@@ -86,7 +99,7 @@ static double check_op(dt_ctx *ctx, const model *m, const double *points, const 
     dt_tensor *y = dt_input(ctx, DT_F64, DT_SHAPE(B, 1), values);
     dt_backward(model_loss(m, x, y));
     if (dt_error(ctx) != DT_OK) return INFINITY;
-    dt_no_grad(ctx, 1);         /* the differences need no tape */
+    dt_no_grad(ctx, 1); /* the differences need no tape */
     double worst = fmax(gradient_error(m, x, y, x), gradient_error(m, x, y, m->centers));
     dt_no_grad(ctx, 0);
     dt_clear_grads(ctx);
@@ -97,7 +110,7 @@ static double check_op(dt_ctx *ctx, const model *m, const double *points, const 
 static void descend(dt_ctx *ctx, double lr) {
     for (int i = 0; i < dt_param_count(ctx); i++) {
         dt_tensor *p = dt_param_get(ctx, i);
-        double    *value = (double *)p->data, *grad = (double *)p->grad;
+        double *value = (double *)p->data, *grad = (double *)p->grad;
         for (int64_t j = 0; value && grad && j < dt_count(p->shape); j++) value[j] -= lr * grad[j];
     }
 }
@@ -105,9 +118,10 @@ static void descend(dt_ctx *ctx, double lr) {
 int main(void) {
     double x[B], y[B], first = 0, last = 0;
     for (int i = 0; i < B; i++) x[i] = -3 + 6.0 * i / (B - 1), y[i] = sin(x[i]);
-    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });   /* we look at data */
-    model   m = model_make(ctx);
-    double  error = check_op(ctx, &m, x, y);
+    /* we look at data */
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cpu() });
+    model m = model_make(ctx);
+    double error = check_op(ctx, &m, x, y);
     for (int step = 0; step < STEPS; step++) {
         dt_tensor *in = dt_input(ctx, DT_F64, DT_SHAPE(B, 1), x);
         dt_tensor *loss = model_loss(&m, in, dt_input(ctx, DT_F64, DT_SHAPE(B, 1), y));
@@ -120,7 +134,8 @@ int main(void) {
         dt_reset(ctx);
     }
     int right = dt_error(ctx) == DT_OK && error < 1e-8 && last < first / 50;
-    printf("%s: the gradient differs from finite differences by %.1e, the loss fell from %.4f to %.6f\n",
+    printf("%s: the gradient differs from finite differences by %.1e, the loss fell from %.4f to "
+           "%.6f\n",
         right ? "ok" : "WRONG", error, first, last);
     dt_ctx_free(ctx);
     return right ? 0 : 1;

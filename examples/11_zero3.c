@@ -1,28 +1,34 @@
-/* 11_zero3.c - a model of your own at ZeRO stage 3: 8 residual layers in bf16, cut over 4 ranks, gathered as they run
+/* 11_zero3.c - a model of your own at ZeRO stage 3: 8 residual layers in bf16, cut over 4 ranks,
+   gathered as they run
 
-   What you learn: at stage 2 each rank has all values, and a quarter of the gradients and the optimizer state. At stage
-   3 it has a quarter of the values too. Each layer is a dt_block: its values are gathered when it begins, those of the
-   next one meanwhile, and freed when it ends, in the forward and again in the backward. So values are sent twice a
-   step; with keep_gathered once, but then the whole model is there until the update. No loss changes by a bit.
-   Predict before you run: with 80 layers in place of 8, which numbers of the table would not be ten times as much?
+   What you learn: at stage 2 each rank has all values, and a quarter of the gradients and the
+   optimizer state. At stage 3 it has a quarter of the values too. Each layer is a dt_block: its
+   values are gathered when it begins, those of the next one meanwhile, and freed when it ends, in
+   the forward and again in the backward. So values are sent twice a step; with keep_gathered once,
+   but then the whole model is there until the update. No loss changes by a bit. Predict before you
+   run: with 80 layers in place of 8, which numbers of the table would not be ten times as much?
    Run: cc -O3 examples/11_zero3.c -o 11_zero3 -lm -lpthread && ./11_zero3 */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <stdio.h>
 #include <string.h>
 
-enum { STEPS = 12, RANKS = 4, B = 8, W = 64, L = 8 };     /* B: a rank's samples of a step, of W numbers; layers */
+/* B: a rank's samples of a step, of W numbers; layers */
+enum { STEPS = 12, RANKS = 4, B = 8, W = 64, L = 8 };
 
-typedef struct layer { dt_tensor *up, *down; } layer;
+typedef struct layer {
+    dt_tensor *up, *down;
+} layer;
 typedef struct job {
-    const char   *name;
-    int           stage, kept;
-    double        loss[STEPS];      /* all from here on are results, of rank 0 */
-    dt_memory     memory;           /* after the last step, with its peaks: in comm, of what is gathered or summed */
-    double        elements, sent;   /* of all units; bytes sent in the last step */
-    uint16_t      values[W * W];    /* the first parameter at the end, bf16 */
-    float         moment[W * W];    /* and Adam's mean of its gradients */
-    int           absent;           /* 1: no values at its ->data */
+    const char *name;
+    int stage, kept;
+    double loss[STEPS]; /* all from here on are results, of rank 0 */
+    /* after the last step, with its peaks: in comm, of what is gathered or summed */
+    dt_memory memory;
+    double elements, sent;  /* of all units; bytes sent in the last step */
+    uint16_t values[W * W]; /* the first parameter at the end, bf16 */
+    float moment[W * W];    /* and Adam's mean of its gradients */
+    int absent;             /* 1: no values at its ->data */
 } job;
 
 /* The k-th of a sequence of numbers that look random, in [-1, 1). */
@@ -38,13 +44,15 @@ static void samples(int step, int rank, float *x, float *y) {
     for (int i = 0; i < B * W; i++) y[i] = x[i / W * W + (i + 1) % W] / 2;
 }
 
-/* One layer, (B,W) -> (B,W). Reading up and down is what gathers them; the end of the block frees them. */
+/* One layer, (B,W) -> (B,W). Reading up and down is what gathers them; the end of the block frees
+   them. */
 static dt_tensor *layer_forward(dt_tensor *x, void *user) {
     const layer *l = (const layer *)user;
     return dt_add(x, dt_linear(dt_gelu(dt_linear(x, l->up, NULL)), l->down, NULL));
 }
 
-/* x, y (B,W) in f32 -> the loss. An op's inputs have one type, that of the parameters: labels are cast too. */
+/* x, y (B,W) in f32 -> the loss. An op's inputs have one type, that of the parameters: labels are
+   cast too. */
 static dt_tensor *model_loss(dt_ctx *ctx, layer *layers, const float *x, const float *y) {
     dt_tensor *out = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), x), DT_BF16);
     dt_tensor *want = dt_cast(dt_input(ctx, DT_F32, DT_SHAPE(B, W), y), DT_BF16);
@@ -52,24 +60,28 @@ static dt_tensor *model_loss(dt_ctx *ctx, layer *layers, const float *x, const f
     return dt_mse(out, want, B * W * RANKS);
 }
 
-/* Every rank calls dt_read and dt_zero_state, though one keeps the result: the pieces of a parameter come from all. Its
-   ->data is NULL at stage 3: no rank has it whole outside of the block that uses it. */
+/* Every rank calls dt_read and dt_zero_state, though one keeps the result: the pieces of a
+   parameter come from all. Its ->data is NULL at stage 3: no rank has it whole outside of the block
+   that uses it. */
 static void look(dt_ctx *ctx, dt_zero *opt, const dt_tensor *p, job *j) {
     uint16_t values[W * W];
-    float    moment[W * W];
-    int      absent = p->data == NULL;
-    if (dt_read(p, values) != DT_OK || dt_zero_state(opt, 0, p, moment) != DT_OK || dt_ctx_rank(ctx) > 0) return;
+    float moment[W * W];
+    int absent = p->data == NULL;
+    if (dt_read(p, values) != DT_OK || dt_zero_state(opt, 0, p, moment) != DT_OK ||
+        dt_ctx_rank(ctx) > 0)
+        return;
     memcpy(j->values, values, sizeof values);
     memcpy(j->moment, moment, sizeof moment);
     j->absent = absent;
 }
 
-static dt_status train(dt_ctx *ctx, void *user) {               /* every rank runs this */
-    job          *j = (job *)user;
-    layer         layers[L];
+static dt_status train(dt_ctx *ctx, void *user) { /* every rank runs this */
+    job *j = (job *)user;
+    layer layers[L];
     dt_param_desc narrow = { .dtype = DT_BF16 };
     for (int i = 0; i < L; i++) {
-        dt_scope(ctx, (const char[]){ 'h', (char)('0' + i), '.', 0 });  /* and a unit: what is gathered at once */
+        /* and a unit: what is gathered at once */
+        dt_scope(ctx, (const char[]){ 'h', (char)('0' + i), '.', 0 });
         layers[i].up = dt_param_at(ctx, "up", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
         layers[i].down = dt_param_at(ctx, "down", DT_SHAPE(W, W), DT_NORMAL(0.1), narrow);
     }
@@ -90,20 +102,27 @@ static dt_status train(dt_ctx *ctx, void *user) {               /* every rank ru
         j->loss[step] = value, j->memory = dt_memory_used(ctx);
         j->sent = (double)(dt_comm_bytes(ctx, DT_AXIS_DP) - before);
     }
-    for (int i = 0; i < dt_unit_count(ctx) && dt_ctx_rank(ctx) == 0; i++)
-        j->elements += (double)dt_unit_get(ctx, i)->padded;
+    for (int i = 0; i < dt_bucket_count(ctx) && dt_ctx_rank(ctx) == 0; i++)
+        j->elements += (double)dt_bucket_get(ctx, i)->padded;
     if (dt_error(ctx) == DT_OK) look(ctx, opt, layers[0].up, j);
     return dt_error(ctx);
 }
 
-/* Prints what a rank holds and sends beside the formula; 1 if equal. State: a master of bf16 and Adam's two, in f32. */
+/* Prints what a rank holds and sends beside the formula; 1 if equal. State: a master of bf16 and
+   Adam's two, in f32. */
 static int formula_right(const job *j) {
-    dt_zero_bytes f = dt_zero_formula((dt_zero_formula_desc){ .elements = j->elements, .stage = j->stage,
-        .ranks = RANKS, .kept = j->kept, .values = 2, .grads = 4, .state = 12 });
+    dt_zero_bytes f = dt_zero_formula((dt_zero_formula_desc){ .elements = j->elements,
+        .stage = j->stage,
+        .ranks = RANKS,
+        .kept = j->kept,
+        .values = 2,
+        .grads = 4,
+        .state = 12 });
     double holds[3] = { (double)j->memory.live[DT_MEM_PARAMS], (double)j->memory.live[DT_MEM_GRADS],
         (double)j->memory.live[DT_MEM_OPTIM] };
-    printf("%-13s %7.0f (%6.0f) %7.0f (%6.0f) %7.0f (%6.0f) %8zu %8.0f (%6.0f)  %.9f\n", j->name, holds[0], f.params,
-        holds[1], f.grads, holds[2], f.optim, j->memory.peak[DT_MEM_COMM], j->sent, f.sent, j->loss[STEPS - 1]);
+    printf("%-13s %7.0f (%6.0f) %7.0f (%6.0f) %7.0f (%6.0f) %8zu %8.0f (%6.0f)  %.9f\n", j->name,
+        holds[0], f.params, holds[1], f.grads, holds[2], f.optim, j->memory.peak[DT_MEM_COMM],
+        j->sent, f.sent, j->loss[STEPS - 1]);
     return holds[0] == f.params && holds[1] == f.grads && holds[2] == f.optim && j->sent == f.sent;
 }
 
@@ -117,11 +136,13 @@ int main(void) {
     for (int i = 0; i < JOBS; i++) {
         job *j = &jobs[i];
         ok &= dt_run((dt_run_desc){ .ranks = RANKS }, train, j) == DT_OK && formula_right(j);
-        ok &= !memcmp(j->loss, jobs[0].loss, sizeof j->loss) && !memcmp(j->values, jobs[0].values, sizeof j->values) &&
+        ok &= !memcmp(j->loss, jobs[0].loss, sizeof j->loss) &&
+              !memcmp(j->values, jobs[0].values, sizeof j->values) &&
               !memcmp(j->moment, jobs[0].moment, sizeof j->moment) && j->absent == (j->stage == 3);
     }
     ok &= jobs[BLOCKS].memory.peak[DT_MEM_COMM] < jobs[KEPT].memory.peak[DT_MEM_COMM];
     ok &= jobs[0].loss[STEPS - 1] < 0.8 * jobs[0].loss[0] && jobs[0].moment[0] != 0;
-    printf("%s: bytes as by the formula; losses, values and optimizer state equal to the bit\n", ok ? "ok" : "WRONG");
+    printf("%s: bytes as by the formula; losses, values and optimizer state equal to the bit\n",
+        ok ? "ok" : "WRONG");
     return ok ? 0 : 1;
 }

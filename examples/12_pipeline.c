@@ -1,35 +1,49 @@
-/* 12_pipeline.c - a network cut into stages, one for each rank, and micro-batches that flow through them
+/* 12_pipeline.c - a network cut into stages, one for each rank, and micro-batches that flow through
+   them
 
-   What you learn: a stage takes what the one before returned, and its rank has the parameters of its own layers: of 3
-   ranks the second has none. To keep all busy a batch of 16 goes through in 8 micro-batches. Which rank computes what,
-   when, is a schedule: data, made by a generator, simulated, drawn, run. None changes a loss by a bit: gradients are
-   added in the order of micro-batches. What changes is the bubble, in which ranks wait for each other, and how many
-   micro-batches a rank holds. The loop of one rank stands beside the stage of a pipeline, which replaces it.
-   Predict before you run: the bytes that rank 0 of 2 sends in a step; which schedule waits least, and what it costs.
-   Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread && ./12_pipeline [DRAWING.svg] */
+   What you learn: a stage takes what the one before returned, and its rank has the parameters of
+   its own layers: of 3 ranks the second has none. To keep all busy a batch of 16 goes through in 8
+   micro-batches. Which rank computes what, when, is a schedule: data, made by a generator,
+   simulated, drawn, run. None changes a loss by a bit: gradients are added in the order of
+   micro-batches. What changes is the bubble, in which ranks wait for each other, and how many
+   micro-batches a rank holds. The loop of one rank stands beside the stage of a pipeline, which
+   replaces it. Predict before you run: the bytes that rank 0 of 2 sends in a step; which schedule
+   waits least, and what it costs. Run: cc -O3 examples/12_pipeline.c -o 12_pipeline -lm -lpthread
+   && ./12_pipeline [DRAWING.svg] */
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
 #include <math.h>
 #include <stdio.h>
 
-enum { STEPS = 60, BATCH = 16, MICROS = 8, B = BATCH / MICROS, IN = 16, HIDDEN = 8, OUT = 4, LAYERS = 3, RANKS = 3 };
+enum {
+    STEPS = 60,
+    BATCH = 16,
+    MICROS = 8,
+    B = BATCH / MICROS,
+    IN = 16,
+    HIDDEN = 8,
+    OUT = 4,
+    LAYERS = 3,
+    RANKS = 3
+};
 
 typedef struct job {
-    int    ranks, kind;     /* 1 rank: no pipeline */
-    double loss[STEPS];     /* all from here on are results */
-    size_t sent;            /* bytes, by rank 0 */
-    int    live;            /* micro-batches that rank 0 holds at a time */
+    int ranks, kind;    /* 1 rank: no pipeline */
+    double loss[STEPS]; /* all from here on are results */
+    size_t sent;        /* bytes, by rank 0 */
+    int live;           /* micro-batches that rank 0 holds at a time */
 } job;
 
 typedef struct net {
-    dt_ctx    *ctx;
-    dt_tensor *w[LAYERS], *b[LAYERS];   /* of this rank's layers */
-    int        first[RANKS + 1];        /* stage s is layers first[s] .. first[s+1] - 1 */
-    int        stages, step;
-    double     loss;                    /* of the step, over micro-batches */
+    dt_ctx *ctx;
+    dt_tensor *w[LAYERS], *b[LAYERS]; /* of this rank's layers */
+    int first[RANKS + 1];             /* stage s is layers first[s] .. first[s+1] - 1 */
+    int stages, step;
+    double loss; /* of the step, over micro-batches */
 } net;
 
-/* The i-th number of a micro-batch x (B,IN), random in [-1, 1). y (B,OUT) is a function of a sample's first OUT. */
+/* The i-th number of a micro-batch x (B,IN), random in [-1, 1). y (B,OUT) is a function of a
+   sample's first OUT. */
 static float x_at(const net *n, int micro, int i) {
     uint32_t k = (uint32_t)((n->step * MICROS + micro) * B * IN + i);
     for (int round = 0; round < 2; round++) k = (k ^ (k >> 16)) * 0x45d9f3bu;
@@ -39,8 +53,10 @@ static float x_at(const net *n, int micro, int i) {
 /* The layers are linear, tanh, linear, on any number of ranks. */
 static void layer_make(net *n, int i) {
     if (i == 1) return;
-    n->w[i] = dt_param(n->ctx, i ? "out.w" : "in.w", i ? DT_SHAPE(OUT, HIDDEN) : DT_SHAPE(HIDDEN, IN), DT_NORMAL(0.3));
-    n->b[i] = dt_param(n->ctx, i ? "out.b" : "in.b", i ? DT_SHAPE(OUT) : DT_SHAPE(HIDDEN), DT_ZEROS);
+    n->w[i] = dt_param(n->ctx, i ? "out.w" : "in.w",
+        i ? DT_SHAPE(OUT, HIDDEN) : DT_SHAPE(HIDDEN, IN), DT_NORMAL(0.3));
+    n->b[i] =
+        dt_param(n->ctx, i ? "out.b" : "in.b", i ? DT_SHAPE(OUT) : DT_SHAPE(HIDDEN), DT_ZEROS);
 }
 
 static dt_tensor *layers_run(net *n, dt_tensor *x, int first, int end) {
@@ -80,48 +96,60 @@ static dt_tensor *stage_run(dt_tensor *x, int stage, int micro, void *user) {
 
 /* The parameters of this rank's stage, and the schedule. */
 static dt_schedule *pipeline_make(net *n, const dt_mesh *mesh, int kind) {
-    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT };     /* multiplications */
+    const double costs[LAYERS] = { IN * HIDDEN, HIDDEN, HIDDEN * OUT }; /* multiplications */
     dt_stage_cut(costs, LAYERS, n->stages, n->first, NULL, 0);
     dt_stage(n->ctx, mesh->at.pp);
     for (int i = n->first[mesh->at.pp]; i < n->first[mesh->at.pp + 1]; i++) layer_make(n, i);
-    return dt_schedule_make(n->ctx, (dt_schedule_desc){ .kind = kind, .ranks = n->stages, .micros = MICROS });
+    return dt_schedule_make(
+        n->ctx, (dt_schedule_desc){ .kind = kind, .ranks = n->stages, .micros = MICROS });
 }
 
-static dt_status train(dt_ctx *ctx, void *user) {                           /* every rank runs this */
-    job    *j = (job *)user;
-    net     n = { .ctx = ctx, .stages = j->ranks };
+/* every rank runs this */
+static dt_status train(dt_ctx *ctx, void *user) {
+    job *j = (job *)user;
+    net n = { .ctx = ctx, .stages = j->ranks };
     dt_mesh mesh = dt_mesh_make(ctx, (dt_mesh_desc){ .pp = j->ranks });
     dt_schedule *schedule = j->ranks > 1 ? pipeline_make(&n, &mesh, j->kind) : NULL;
     for (int i = 0; i < LAYERS && !schedule; i++) layer_make(&n, i);
     dt_zero *opt = dt_zero_make(ctx, (dt_zero_desc){ .mesh = &mesh });
     for (n.step = 0; n.step < STEPS; n.step++) {
         n.loss = 0;
-        if (!schedule) step_on_one(&n);
-        else dt_pipe_run(ctx, (dt_pipe_desc){ .schedule = schedule, .comm = mesh.pp, .run = stage_run, .user = &n });
+        if (!schedule)
+            step_on_one(&n);
+        else
+            dt_pipe_run(
+                ctx, (dt_pipe_desc){
+                         .schedule = schedule, .comm = mesh.pp, .run = stage_run, .user = &n });
         dt_zero_step(opt, 0.03);
-        dt_sum_doubles(mesh.pp, &n.loss, 1);                                /* the last stage's, on every rank */
+        /* the last stage's, on every rank */
+        dt_sum_doubles(mesh.pp, &n.loss, 1);
         if (dt_ctx_rank(ctx) == 0) j->loss[n.step] = n.loss;
     }
-    if (dt_ctx_rank(ctx) == 0) j->live = dt_schedule_live(schedule, 0), j->sent = dt_comm_bytes(ctx, DT_AXIS_PP);
+    if (dt_ctx_rank(ctx) == 0)
+        j->live = dt_schedule_live(schedule, 0), j->sent = dt_comm_bytes(ctx, DT_AXIS_PP);
     return dt_error(ctx);
 }
 
-/* Three schedules with stages alike and a backward as long as two forwards. 1: bubbles are (p-1) of the work, (p-1)/m,
-   and a third of that where the gradients of weights fill the gaps. */
+/* Three schedules with stages alike and a backward as long as two forwards. 1: bubbles are (p-1) of
+   the work, (p-1)/m, and a third of that where the gradients of weights fill the gaps. */
 static int simulate(const char *drawing) {
     static const int kinds[3] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_1F1B, DT_SCHEDULE_ZB };
-    static dt_span   spans[3][3 * MICROS * RANKS];
-    const double     formula[3] = { RANKS - 1, (RANKS - 1.0) / MICROS, (RANKS - 1.0) / (3 * MICROS) };
-    dt_ctx          *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
-    dt_timeline      line[3];
-    char             text[4096];
-    int              ok = 1;
+    static dt_span spans[3][3 * MICROS * RANKS];
+    const double formula[3] = { RANKS - 1, (RANKS - 1.0) / MICROS, (RANKS - 1.0) / (3 * MICROS) };
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+    dt_timeline line[3];
+    char text[4096];
+    int ok = 1;
     for (int i = 0; i < 3; i++) {
-        dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ kinds[i], RANKS, .micros = MICROS });
-        dt_schedule_simulate(s, (dt_schedule_costs){ .forward = 1, .input = 1, .weight = 1 }, spans[i]);
+        dt_schedule *s =
+            dt_schedule_make(ctx, (dt_schedule_desc){ kinds[i], RANKS, .micros = MICROS });
+        dt_schedule_simulate(
+            s, (dt_schedule_costs){ .forward = 1, .input = 1, .weight = 1 }, spans[i]);
         double bubble = dt_schedule_idle(s, spans[i], -1).of_work;
-        ok &= dt_schedule_text(s, spans[i], 0, text, sizeof text) == DT_OK && fabs(bubble - formula[i]) < 1e-9;
-        printf("\n%s: bubble %.4f of the work, by the formula %.4f\n%s", dt_schedule_name(s), bubble, formula[i], text);
+        ok &= dt_schedule_text(s, spans[i], 0, text, sizeof text) == DT_OK &&
+              fabs(bubble - formula[i]) < 1e-9;
+        printf("\n%s: bubble %.4f of the work, by the formula %.4f\n%s", dt_schedule_name(s),
+            bubble, formula[i], text);
         line[i] = (dt_timeline){ NULL, s, spans[i] };
     }
     if (drawing) ok &= dt_schedule_svg(ctx, drawing, line, 3) == DT_OK;
@@ -131,9 +159,10 @@ static int simulate(const char *drawing) {
 
 int main(int argc, char **argv) {
     static const char *const names[DT_SCHEDULES] = { "naive", "", "1F1B", "", "ZB" };
-    static const int kinds[5] = { 0, DT_SCHEDULE_1F1B, DT_SCHEDULE_NAIVE, DT_SCHEDULE_1F1B, DT_SCHEDULE_ZB };
-    static job       jobs[5];
-    int              ok = 1;
+    static const int kinds[5] = { 0, DT_SCHEDULE_1F1B, DT_SCHEDULE_NAIVE, DT_SCHEDULE_1F1B,
+        DT_SCHEDULE_ZB };
+    static job jobs[5];
+    int ok = 1;
     printf("%27s%20s%8s%8s\n", "first loss", "last loss", "sent", "holds");
     for (int i = 0; i < 5; i++) {
         job *j = &jobs[i];
@@ -141,8 +170,8 @@ int main(int argc, char **argv) {
         ok &= dt_run((dt_run_desc){ .ranks = j->ranks }, train, j) == DT_OK;
         for (int step = 0; step < STEPS; step++) ok &= j->loss[step] == jobs[0].loss[step];
         ok &= j->sent == (i ? (size_t)STEPS * BATCH * HIDDEN * sizeof(float) : 0);
-        printf("%d %-8s%17.15f%20.15f%8zu%8d\n", j->ranks, i ? names[j->kind] : "rank", j->loss[0], j->loss[STEPS - 1],
-            j->sent / STEPS, j->live);
+        printf("%d %-8s%17.15f%20.15f%8zu%8d\n", j->ranks, i ? names[j->kind] : "rank", j->loss[0],
+            j->loss[STEPS - 1], j->sent / STEPS, j->live);
     }
     ok &= jobs[0].loss[STEPS - 1] < 0.5 * jobs[0].loss[0] && simulate(argc > 1 ? argv[1] : NULL);
     printf("\n%s: losses equal to the bit, bubbles as by the formulas\n", ok ? "ok" : "WRONG");

@@ -1,10 +1,12 @@
 /* 15_own_kernel.cu - an op of your own on a GPU: CUDA kernels on tensors, in a stream of yours
 
-   What you learn: kernels belong into dt_cuda_stream(dt_ctx_stream(ctx)), the stream of dt's own: they run behind what
-   makes their inputs and before what reads their outputs, and nobody waits. A context runs in a stream of yours by
-   dt_cuda_open; without one it makes its own, and dt_cuda_stream tells it. C++ wants the fields of { .seed = 1, .. } in
-   the order of the struct. The op, out = x x, is compared with dt_mul. Without a GPU it says so and ends.
-   Run: nvcc -O3 -arch=sm_90a examples/15_own_kernel.cu dt_kernels.cu -lcublasLt -o 15_own_kernel && ./15_own_kernel */
+   What you learn: kernels belong into dt_cuda_stream(dt_ctx_stream(ctx)), the stream of dt's own:
+   they run behind what makes their inputs and before what reads their outputs, and nobody waits. A
+   context runs in a stream of yours by dt_cuda_open; without one it makes its own, and
+   dt_cuda_stream tells it. C++ wants the fields of { .seed = 1, .. } in the order of the struct.
+   The op, out = x x, is compared with dt_mul. Without a GPU it says so and ends. Run: nvcc -O3
+   -arch=sm_90a examples/15_own_kernel.cu dt_kernels.cu -lcublasLt -o 15_own_kernel &&
+   ./15_own_kernel */
 #define DT_IMPLEMENTATION
 #include "../dt_tensor.h"
 #include <math.h>
@@ -19,25 +21,30 @@ __global__ void square_kernel(float *out, const float *x, size_t n) {
 
 __global__ void square_back_kernel(float *dx, const float *dout, const float *x, size_t n) {
     size_t i = blockIdx.x * (size_t)BLOCK + threadIdx.x;
-    if (i < n) dx[i] += 2 * x[i] * dout[i];     /* added to what is there */
+    if (i < n) dx[i] += 2 * x[i] * dout[i]; /* added to what is there */
 }
 
-static unsigned     blocks_for(size_t n) { return (unsigned)((n + BLOCK - 1) / BLOCK); }
-static cudaStream_t stream_of(dt_ctx *ctx) { return (cudaStream_t)dt_cuda_stream(dt_ctx_stream(ctx)); }
+static unsigned blocks_for(size_t n) { return (unsigned)((n + BLOCK - 1) / BLOCK); }
+static cudaStream_t stream_of(dt_ctx *ctx) {
+    return (cudaStream_t)dt_cuda_stream(dt_ctx_stream(ctx));
+}
 
-/* A refused launch fails the context, as any op does. A kernel that fails while it runs shows in a later call. */
+/* A refused launch fails the context, as any op does. A kernel that fails while it runs shows in a
+   later call. */
 static dt_status launched(dt_ctx *ctx, const char *op) {
     cudaError_t error = cudaGetLastError();
-    return error == cudaSuccess ? DT_OK : dt_fail(ctx, DT_ERR_DEVICE, "%s: %s", op, cudaGetErrorName(error));
+    return error == cudaSuccess
+               ? DT_OK
+               : dt_fail(ctx, DT_ERR_DEVICE, "%s: %s", op, cudaGetErrorName(error));
 }
 
 static dt_status square_back(dt_node *node) {
     dt_tensor *x = node->in[0];
-    size_t     n = (size_t)dt_count(x->shape);
-    float     *dx = dt_wants(node, 0) ? (float *)dt_grad(node, 0) : NULL;
+    size_t n = (size_t)dt_count(x->shape);
+    float *dx = dt_wants(node, 0) ? (float *)dt_grad(node, 0) : NULL;
     if (!dx) return dt_error(x->ctx);
-    square_back_kernel<<<blocks_for(n), BLOCK, 0, stream_of(x->ctx)>>>(dx, (const float *)node->out->grad,
-                                                                       (const float *)dt_data(x), n);
+    square_back_kernel<<<blocks_for(n), BLOCK, 0, stream_of(x->ctx)>>>(
+        dx, (const float *)node->out->grad, (const float *)dt_data(x), n);
     return launched(x->ctx, "square's backward");
 }
 
@@ -46,36 +53,41 @@ static dt_tensor *square(dt_tensor *x) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F32, x->shape) : NULL;
     if (!out) return NULL;
     size_t n = (size_t)dt_count(x->shape);
-    square_kernel<<<blocks_for(n), BLOCK, 0, stream_of(x->ctx)>>>((float *)out->data, (const float *)dt_data(x), n);
+    square_kernel<<<blocks_for(n), BLOCK, 0, stream_of(x->ctx)>>>(
+        (float *)out->data, (const float *)dt_data(x), n);
     if (launched(x->ctx, "square") != DT_OK) return NULL;
-    return dt_record(out, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
+    return dt_record(
+        out, (dt_record_desc){ .name = "square", .in = { x }, .backward = square_back });
 }
 
 int main(void) {
-    char         why[256] = "";
-    float        values[N], grad[2][N];
-    double       sum[2], worst = 0;
+    char why[256] = "";
+    float values[N], grad[2][N];
+    double sum[2], worst = 0;
     cudaStream_t mine;
-    if (dt_cuda_ready(why, sizeof why) != DT_OK) return printf("ok: nothing to do without a GPU (%s)\n", why), 0;
+    if (dt_cuda_ready(why, sizeof why) != DT_OK)
+        return printf("ok: nothing to do without a GPU (%s)\n", why), 0;
     if (cudaSetDevice(0) != cudaSuccess || cudaStreamCreate(&mine) != cudaSuccess) return 1;
     void *queue = dt_cuda_open((dt_cuda_desc){ .device = 0, .stream = mine }, why, sizeof why);
     if (!queue) return printf("dt_cuda_open: %s\n", why), 1;
-    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cuda(), .stream = queue });
+    dt_ctx *ctx =
+        dt_ctx_make((dt_ctx_desc){ .seed = 1, .kernels = dt_kernels_cuda(), .stream = queue });
     for (int i = 0; i < N; i++) values[i] = (float)(i % 17 - 8) / 8;
     for (int own = 0; own < 2; own++) {
         dt_tensor *x = dt_require_grad(dt_input(ctx, DT_F32, DT_SHAPE(N), values));
         dt_tensor *loss = dt_sum_over(own ? square(x) : dt_mul(x, x), DT_ALL);
         if (dt_backward(loss) == DT_OK)
-            cudaMemcpyAsync(grad[own], x->grad, sizeof grad[own], cudaMemcpyDefault, stream_of(ctx));
-        sum[own] = dt_item(loss);               /* waits for the stream, the copy in it too */
+            cudaMemcpyAsync(
+                grad[own], x->grad, sizeof grad[own], cudaMemcpyDefault, stream_of(ctx));
+        sum[own] = dt_item(loss); /* waits for the stream, the copy in it too */
         dt_reset(ctx);
     }
     int ok = dt_error(ctx) == DT_OK && fabs(sum[1] - sum[0]) < 1e-3;
     for (int i = 0; ok && i < N; i++) worst = fmax(worst, fabs(grad[1][i] - grad[0][i]));
-    dt_ctx_free(ctx);                           /* in this order: who uses it before what is used */
+    dt_ctx_free(ctx); /* in this order: who uses it before what is used */
     dt_cuda_close(queue);
     cudaStreamDestroy(mine);
-    printf("%s: sums %.3f and %.3f; gradients differ by at most %.1e\n", ok && worst < 1e-6 ? "ok" : "WRONG", sum[0],
-        sum[1], worst);
+    printf("%s: sums %.3f and %.3f; gradients differ by at most %.1e\n",
+        ok && worst < 1e-6 ? "ok" : "WRONG", sum[0], sum[1], worst);
     return !(ok && worst < 1e-6);
 }

@@ -1,31 +1,40 @@
-/* gpt_files.h - the models of gpt.h in the files of others: Hugging Face GPT-2 and Llama, llm.c - public domain or MIT,
-   at your choice
+/* gpt_files.h - the models of gpt.h in the files of others: Hugging Face GPT-2 and Llama, llm.c -
+   public domain or MIT, at your choice
 
-   Include it after dt_zero.h and gpt.h. Everything is static. path is a safetensors file, a folder with
-   model.safetensors or model.safetensors.index.json, or an llm.c model; beside safetensors lies config.json.
+   Include it after dt_zero.h and gpt.h. Everything is static. path is a safetensors file, a folder
+   with model.safetensors or model.safetensors.index.json, or an llm.c model; beside safetensors
+   lies config.json.
 
-       gpt_config c = gpt_config_from(ctx, path);      // sizes; dtype, recompute and dropout are yours to set
+       gpt_config c = gpt_config_from(ctx, path);      // sizes; dtype, recompute and dropout are
+                                                       yours to set
        gpt        m = gpt_register(ctx, c);
-       dt_zero_make(...);                              // or nothing: storage comes with the first use
+       dt_zero_make(...);                              // or nothing: storage comes with the first
+                                                       use
        gpt_load(&m, path);                             // every rank reads what it owns
-       gpt_export(&m, zero, "folder");                 // model.safetensors and config.json, for transformers, by all
-                                                       // ranks; "model.bin": llm.c's; gpt_save: from one rank
+       gpt_export(&m, zero, "folder");                 // model.safetensors and config.json, for
+                                                       transformers, by all // ranks; "model.bin":
+                                                       llm.c's; gpt_save: from one rank
 
-   Nothing is ignored in silence but masks, rotary tables and a head that is tied: another tensor, a shape or a number
-   of layers that does not fit, a feature that the model has not, is one error. llm.c's padding of the vocabulary is
-   dropped. A context in which one of these failed stays failed: to try a file, make a context for it. */
+   Nothing is ignored in silence but masks, rotary tables and a head that is tied: another tensor, a
+   shape or a number of layers that does not fit, a feature that the model has not, is one error.
+   llm.c's padding of the vocabulary is dropped. A context in which one of these failed stays
+   failed: to try a file, make a context for it. */
 #ifndef GPT_FILES_H
 #define GPT_FILES_H
 
-/* ==== Names ======================================================================================================= */
+/* ==== Names
+   ======================================================================================================= */
 
-/* Where each parameter of gpt_rows lies. In a layer GPT-2's names follow "h.N.", Llama's "layers.N."; all but the
-   head's follow a prefix that some files leave out: "transformer.", "model.". llm.c has all layers of a kind in one
-   tensor. GPT-2's matrices within layers are stored (in, out). */
+/* Where each parameter of gpt_rows lies. In a layer GPT-2's names follow "h.N.", Llama's
+   "layers.N."; all but the head's follow a prefix that some files leave out: "transformer.",
+   "model.". llm.c has all layers of a kind in one tensor. GPT-2's matrices within layers are stored
+   (in, out). */
 typedef struct gpt_name {
     const char *name, *gpt2, *llama, *llmc;
-    int         third;      /* q, k and v are the thirds 1, 2, 3 of one tensor of GPT-2 and llm.c; 0: not of those */
-    const char *second;     /* Llama has the parameter's first half under `llama`, the other under this */
+    /* q, k and v are the thirds 1, 2, 3 of one tensor of GPT-2 and llm.c; 0: not of those */
+    int third;
+    /* Llama has the parameter's first half under `llama`, the other under this */
+    const char *second;
 } gpt_name;
 
 static const gpt_name gpt_names[] = {
@@ -54,12 +63,13 @@ static const gpt_name gpt_names[] = {
 };
 
 /* Tensors that are no parameters: how their names end. */
-static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq" };
+static const char *const gpt_ignored[] = { ".attn.bias", ".attn.masked_bias",
+    ".rotary_emb.inv_freq" };
 
 /* The kind of a file. */
 typedef struct gpt_kind {
-    const char *prefix;         /* of all names but the head's */
-    dt_llmc     llmc;           /* version 0: safetensors */
+    const char *prefix; /* of all names but the head's */
+    dt_llmc llmc;       /* version 0: safetensors */
 } gpt_kind;
 
 static inline const gpt_name *gpt_name_of(const gpt_row *r) {
@@ -68,39 +78,46 @@ static inline const gpt_name *gpt_name_of(const gpt_row *r) {
     return n;
 }
 
-static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_row *r, int layer, const char *name,
-    const char *prefix) {
+static inline void gpt_full_name(char *out, size_t bytes, const gpt *m, const gpt_row *r, int layer,
+    const char *name, const char *prefix) {
     int head = strcmp(r->name, "lm_head.weight") == 0;
     if (gpt_in_layer(r))
-        snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h", layer, name);
-    else snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
+        snprintf(out, bytes, "%s%s.%d.%s", prefix, m->config.arch == GPT_LLAMA ? "layers" : "h",
+            layer, name);
+    else
+        snprintf(out, bytes, "%s%s", head ? "" : prefix, name);
 }
 
-/* A parameter as a matrix (rows, columns), a bias or gain as one row: whole, or a third or half of a tensor. */
+/* A parameter as a matrix (rows, columns), a bias or gain as one row: whole, or a third or half of
+   a tensor. */
 static inline dt_file_place gpt_place_of(const gpt *m, const gpt_row *r, int layer, gpt_kind kind) {
     const gpt_name *n = gpt_name_of(r);
-    dt_file_place   p;
-    dt_shape        s = gpt_shape(m->config, r, layer);
-    int             llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
-    int64_t         thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
+    dt_file_place p;
+    dt_shape s = gpt_shape(m->config, r, layer);
+    int llama = m->config.arch == GPT_LLAMA, flat = r->kind == GPT_GAIN || r->kind == GPT_BIAS;
+    int64_t thirds = n->third && !llama ? 3 : 1, before = thirds == 3 ? n->third - 1 : 0;
     memset(&p, 0, sizeof p);
     p.n = llama && n->second ? 2 : 1;
     p.columns = flat ? dt_count(s) : s.d[s.nd - 1];
-    int64_t         rows = dt_count(s) / p.columns / p.n;
+    int64_t rows = dt_count(s) / p.columns / p.n;
     dt_weight_part *part = &p.part[0];
     if (kind.llmc.version) {
         int64_t groups = flat ? 1 : thirds, layers = gpt_in_layer(r) ? m->config.layers : 1;
         snprintf(p.name[0], sizeof p.name[0], "%s", n->llmc);
-        part->file_rows = strcmp(n->llmc, "wte") == 0 ? kind.llmc.padded_vocab : layers * groups * rows;
+        part->file_rows =
+            strcmp(n->llmc, "wte") == 0 ? kind.llmc.padded_vocab : layers * groups * rows;
         part->row = gpt_in_layer(r) ? (layer * groups + (flat ? 0 : before)) * rows : 0;
         if (flat) part->file_columns = thirds * p.columns, part->column = before * p.columns;
     } else {
-        gpt_full_name(p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
-        if (p.n == 2) gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->second, kind.prefix);
+        gpt_full_name(
+            p.name[0], sizeof p.name[0], m, r, layer, llama ? n->llama : n->gpt2, kind.prefix);
+        if (p.n == 2)
+            gpt_full_name(p.name[1], sizeof p.name[1], m, r, layer, n->second, kind.prefix);
         part->transposed = !llama && !flat && gpt_in_layer(r);
         int64_t wide = part->transposed ? rows : p.columns;
-        p.shape = flat ? DT_SHAPE(thirds * wide) : part->transposed ? DT_SHAPE(p.columns, thirds * wide) :
-            DT_SHAPE(rows, p.columns);
+        p.shape = flat               ? DT_SHAPE(thirds * wide)
+                  : part->transposed ? DT_SHAPE(p.columns, thirds * wide)
+                                     : DT_SHAPE(rows, p.columns);
         if (thirds == 3) part->file_columns = 3 * wide, part->column = before * wide;
     }
     part->rows = rows;
@@ -114,13 +131,15 @@ static inline void gpt_aim(dt_file_place *p) {
 }
 
 static inline gpt_kind gpt_kind_of(const gpt *m, dt_weights *w) {
-    gpt_kind    k = { m->config.arch == GPT_LLAMA ? "model." : "transformer.", dt_weights_llmc(w) };
-    const char *first = m->config.arch == GPT_LLAMA ? "model.embed_tokens.weight" : "transformer.wte.weight";
+    gpt_kind k = { m->config.arch == GPT_LLAMA ? "model." : "transformer.", dt_weights_llmc(w) };
+    const char *first =
+        m->config.arch == GPT_LLAMA ? "model.embed_tokens.weight" : "transformer.wte.weight";
     if (dt_weights_find(w, first) < 0) k.prefix = "";
     return k;
 }
 
-/* ==== Configuration =============================================================================================== */
+/* ==== Configuration
+   =============================================================================================== */
 
 /* The value of a key; -1 if it is missing or null, which `need` makes an error. */
 static inline int gpt_key(dt_json *j, int object, const char *key, int need) {
@@ -133,7 +152,7 @@ static inline int gpt_key(dt_json *j, int object, const char *key, int need) {
 /* A whole number from 1 to `most`; fallback 0: the key must be there. */
 static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int most) {
     int64_t value = 0;
-    int     node = gpt_key(j, 0, key, fallback == 0);
+    int node = gpt_key(j, 0, key, fallback == 0);
     if (node < 0) return fallback;
     if (dt_json_int(j, node, &value) && value >= 1 && value <= most) return (int)value;
     dt_json_fail(j, node, "%s: a whole number from 1 to %d is needed", key, most);
@@ -142,7 +161,7 @@ static inline int gpt_key_int(dt_json *j, const char *key, int fallback, int mos
 
 static inline double gpt_key_number(dt_json *j, int object, const char *key, double fallback) {
     double value = fallback;
-    int    node = gpt_key(j, object, key, 0);
+    int node = gpt_key(j, object, key, 0);
     if (node >= 0 && !(dt_json_number(j, node, &value) && value > 0))
         dt_json_fail(j, node, "%s: a number above 0 is needed", key);
     return value;
@@ -150,13 +169,15 @@ static inline double gpt_key_number(dt_json *j, int object, const char *key, dou
 
 static inline int gpt_key_bool(dt_json *j, const char *key, int fallback) {
     int value = fallback, node = gpt_key(j, 0, key, 0);
-    if (node >= 0 && !dt_json_bool(j, node, &value)) dt_json_fail(j, node, "%s: true or false is needed", key);
+    if (node >= 0 && !dt_json_bool(j, node, &value))
+        dt_json_fail(j, node, "%s: true or false is needed", key);
     return value;
 }
 
 /* Refuses a key whose value is none of two words. A missing one is the first. */
-static inline void gpt_key_word(dt_json *j, int object, const char *key, const char *a, const char *b) {
-    int         node = gpt_key(j, object, key, 0);
+static inline void gpt_key_word(
+    dt_json *j, int object, const char *key, const char *a, const char *b) {
+    int node = gpt_key(j, object, key, 0);
     const char *word = node < 0 ? a : dt_json_string(j, node, NULL);
     if (!word || (strcmp(word, a) != 0 && strcmp(word, b) != 0))
         dt_json_fail(j, node, "%s %s is not supported; %s is", key, word ? word : "(no string)", a);
@@ -165,7 +186,8 @@ static inline void gpt_key_word(dt_json *j, int object, const char *key, const c
 /* Refuses a switch in another position than this. */
 static inline void gpt_key_only(dt_json *j, const char *key, int only) {
     if (gpt_key_bool(j, key, only) != only)
-        dt_json_fail(j, dt_json_find(j, 0, key), "%s %s is not supported", key, only ? "false" : "true");
+        dt_json_fail(
+            j, dt_json_find(j, 0, key), "%s %s is not supported", key, only ? "false" : "true");
 }
 
 static inline void gpt_config_gpt2(dt_json *j, gpt_config *c) {
@@ -206,34 +228,44 @@ static inline void gpt_config_llama(dt_json *j, gpt_config *c) {
     gpt_key_only(j, "mlp_bias", 0);
     int dim = c->heads > 0 ? c->width / c->heads : 1;
     if (gpt_key_int(j, "head_dim", dim > 0 ? dim : 1, 1 << 24) != dim)
-        dt_json_fail(j, dt_json_find(j, 0, "head_dim"), "head_dim is not hidden_size / num_attention_heads, %d", dim);
+        dt_json_fail(j, dt_json_find(j, 0, "head_dim"),
+            "head_dim is not hidden_size / num_attention_heads, %d", dim);
 }
 
-/* head: whether the weights have a head of their own, which is what a file that does not say means by it. */
+/* head: whether the weights have a head of their own, which is what a file that does not say means
+   by it. */
 static inline void gpt_config_read(dt_json *j, gpt_config *c, int head) {
     if (dt_json_kind_of(j, 0) != DT_JSON_OBJECT) {
         dt_json_fail(j, 0, "an object is needed");
         return;
     }
-    int         node = gpt_key(j, 0, "model_type", 1);
+    int node = gpt_key(j, 0, "model_type", 1);
     const char *type = node < 0 ? "" : dt_json_string(j, node, NULL);
     if (node < 0) return;
     c->vocab = gpt_key_int(j, "vocab_size", 0, 1 << 30);
-    if (type && strcmp(type, "gpt2") == 0) gpt_config_gpt2(j, c);
-    else if (type && strcmp(type, "llama") == 0) gpt_config_llama(j, c);
-    else dt_json_fail(j, node, "model_type %s is not supported; gpt2 and llama are", type ? type : "(no string)");
+    if (type && strcmp(type, "gpt2") == 0)
+        gpt_config_gpt2(j, c);
+    else if (type && strcmp(type, "llama") == 0)
+        gpt_config_llama(j, c);
+    else
+        dt_json_fail(j, node, "model_type %s is not supported; gpt2 and llama are",
+            type ? type : "(no string)");
     c->tied = gpt_key_bool(j, "tie_word_embeddings", !head);
     if (gpt_key(j, 0, "quantization_config", 0) >= 0)
-        dt_json_fail(j, dt_json_find(j, 0, "quantization_config"), "quantization_config is not supported");
-    if (c->heads > 0 && c->kv_heads > 0 && (c->width % c->heads != 0 || c->heads % c->kv_heads != 0))
-        dt_json_fail(j, 0, "a width of %d with %d heads and %d of keys and values", c->width, c->heads, c->kv_heads);
+        dt_json_fail(
+            j, dt_json_find(j, 0, "quantization_config"), "quantization_config is not supported");
+    if (c->heads > 0 && c->kv_heads > 0 &&
+        (c->width % c->heads != 0 || c->heads % c->kv_heads != 0))
+        dt_json_fail(j, 0, "a width of %d with %d heads and %d of keys and values", c->width,
+            c->heads, c->kv_heads);
 }
 
 /* folder/name; path may be a file in the folder. -1: too long, which fails the context. */
-static inline int gpt_beside(dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
+static inline int gpt_beside(
+    dt_ctx *ctx, char *out, size_t bytes, const char *path, const char *name) {
     const char *dot = strrchr(path, '.'), *slash = strrchr(path, '/');
-    int         file = dot && (strcmp(dot, ".safetensors") == 0 || strcmp(dot, ".json") == 0);
-    int         n = file ? slash ? (int)(slash - path) : 0 : (int)strlen(path);
+    int file = dot && (strcmp(dot, ".safetensors") == 0 || strcmp(dot, ".json") == 0);
+    int n = file ? slash ? (int)(slash - path) : 0 : (int)strlen(path);
     const char *join = n == 0 ? file && slash ? "/" : "" : path[n - 1] == '/' ? "" : "/";
     if (snprintf(out, bytes, "%.*s%s%s", n, path, join, name) < (int)bytes) return 0;
     dt_fail(ctx, DT_ERR_IO, "%s: the name is too long", path);
@@ -242,23 +274,31 @@ static inline int gpt_beside(dt_ctx *ctx, char *out, size_t bytes, const char *p
 
 /* What the file says of the model. layers is 0 after a failure, which dt_error tells. */
 static inline gpt_config gpt_config_from(dt_ctx *ctx, const char *path) {
-    gpt_config  none = { .layers = 0 }, c = none;
-    char        name[4096];
+    gpt_config none = { .layers = 0 }, c = none;
+    char name[4096];
     dt_weights *w = dt_weights_open(ctx, path);
-    dt_llmc     h = dt_weights_llmc(w);
+    dt_llmc h = dt_weights_llmc(w);
     if (!w) return none;
     int head = dt_weights_find(w, "lm_head.weight") >= 0;
     dt_weights_close(w);
-    if (h.width > 1 << 24 || h.layers > GPT_MAX_LAYERS || (h.version && (h.heads < 1 || h.width % h.heads != 0))) {
-        dt_fail(ctx, DT_ERR_IO, "%s: %d layers, a width of %d with %d heads", path, h.layers, h.width, h.heads);
+    if (h.width > 1 << 24 || h.layers > GPT_MAX_LAYERS ||
+        (h.version && (h.heads < 1 || h.width % h.heads != 0))) {
+        dt_fail(ctx, DT_ERR_IO, "%s: %d layers, a width of %d with %d heads", path, h.layers,
+            h.width, h.heads);
         return none;
     }
     if (h.version)
-        return (gpt_config){ .layers = h.layers, .width = h.width, .heads = h.heads, .kv_heads = h.heads,
-            .ffn = 4 * h.width, .seq = h.seq, .vocab = h.vocab, .tied = 1 };
+        return (gpt_config){ .layers = h.layers,
+            .width = h.width,
+            .heads = h.heads,
+            .kv_heads = h.heads,
+            .ffn = 4 * h.width,
+            .seq = h.seq,
+            .vocab = h.vocab,
+            .tied = 1 };
     size_t bytes = 0;
     if (gpt_beside(ctx, name, sizeof name, path, "config.json") != 0) return none;
-    char    *text = dt_file_read(ctx, name, 1 << 24, &bytes);
+    char *text = dt_file_read(ctx, name, 1 << 24, &bytes);
     dt_json *j = text ? dt_json_parse(ctx, name, text, bytes) : NULL;
     if (j) gpt_config_read(j, &c, head);
     dt_json_free(j);
@@ -279,13 +319,13 @@ static inline void gpt_put_rope(dt_json_out *o, const gpt_config *c, double thet
 }
 
 static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
-    static const char *const keys[2][6] = {
-        { "n_layer", "n_embd", "n_head", "n_head", "n_inner", "n_positions" },
-        { "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-          "max_position_embeddings" } };
+    static const char *const keys[2][6] = { { "n_layer", "n_embd", "n_head", "n_head", "n_inner",
+                                                "n_positions" },
+        { "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+            "intermediate_size", "max_position_embeddings" } };
     static const char *const types[] = { "float32", "bfloat16", "float16", "float64" };
     const int sizes[6] = { c->layers, c->width, c->heads, c->kv_heads, c->ffn, c->seq };
-    int       llama = c->arch == GPT_LLAMA;
+    int llama = c->arch == GPT_LLAMA;
     dt_json_put_string(o, "model_type", llama ? "llama" : "gpt2");
     dt_json_open(o, "architectures", '[');
     dt_json_put_string(o, NULL, llama ? "LlamaForCausalLM" : "GPT2LMHeadModel");
@@ -296,7 +336,8 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_bool(o, "tie_word_embeddings", c->tied);
     for (int i = 0; i < 6; i++)
         if (llama || i != 3) dt_json_put_int(o, keys[llama][i], sizes[i]);
-    if (c->vocab != (llama ? 32000 : 50257)) { /* the ids that transformers would take are of that vocabulary */
+    /* the ids that transformers would take are of that vocabulary */
+    if (c->vocab != (llama ? 32000 : 50257)) {
         dt_json_put_string(o, "bos_token_id", NULL);
         dt_json_put_string(o, "eos_token_id", NULL);
     }
@@ -311,14 +352,17 @@ static inline void gpt_put_config(dt_json_out *o, const gpt_config *c) {
     dt_json_put_number(o, "attn_pdrop", 0);
 }
 
-/* ==== Weights ===================================================================================================== */
+/* ==== Weights
+   ===================================================================================================== */
 
 /* Calls fn for every parameter, until the context fails. */
-typedef void (*gpt_each_fn)(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user);
+typedef void (*gpt_each_fn)(
+    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user);
 static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn, void *user) {
     for (const gpt_row *r = gpt_rows; r < gpt_rows + GPT_ROWS; r++)
         for (int i = 0; i < (gpt_in_layer(r) ? m->config.layers : 1); i++) {
-            if (dt_error(m->ctx) != DT_OK || !gpt_has(m->config, r, i)) continue; /* sizes may be 0 then */
+            /* sizes may be 0 then */
+            if (dt_error(m->ctx) != DT_OK || !gpt_has(m->config, r, i)) continue;
             dt_file_place p = gpt_place_of(m, r, i, kind);
             gpt_aim(&p);
             fn(m, r, i, &p, w, user);
@@ -326,7 +370,8 @@ static inline void gpt_each(gpt *m, gpt_kind kind, dt_weights *w, gpt_each_fn fn
 }
 
 /* user: a flag for each tensor of the file. */
-static inline void gpt_load_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+static inline void gpt_load_one(
+    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     for (int i = 0; i < p->n; i++) {
         int at = dt_weights_find(w, p->name[i]);
         if (at >= 0) ((char *)user)[at] = 1;
@@ -349,23 +394,30 @@ static inline int gpt_is_ignored(const gpt *m, const char *name) {
 /* Whether the file is of a model like this one, before anything is read. */
 static inline dt_status gpt_load_fits(gpt *m, const char *path, dt_llmc h) {
     gpt_config c = m->config;
-    if (c.experts) return dt_fail(m->ctx, DT_ERR_UNSUPPORTED, "%s: files of mixtures are not in this version", path);
+    if (c.experts)
+        return dt_fail(
+            m->ctx, DT_ERR_UNSUPPORTED, "%s: files of mixtures are not in this version", path);
     if (!h.version && (c.arch == GPT_LLAMA || c.kv_heads == c.heads)) return DT_OK;
     if (!h.version)
-        return dt_fail(m->ctx, DT_ERR_IO, "%s: GPT-2's files have a key for each query head; this model has %d and %d",
-            path, c.kv_heads, c.heads);
-    if (c.arch == GPT_GPT2 && c.tied && h.layers == c.layers && h.width == c.width && h.heads == c.heads &&
-        c.kv_heads == c.heads && c.ffn == 4 * c.width && h.seq == c.seq && h.vocab == c.vocab) return DT_OK;
-    return dt_fail(m->ctx, DT_ERR_IO, "%s: a tied GPT-2 of %d layers, width %d, %d heads, seq %d, vocab %d; the model "
-        "is another: %d layers, width %d, %d heads, seq %d, vocab %d", path, h.layers, h.width, h.heads, h.seq, h.vocab,
-        c.layers, c.width, c.heads, c.seq, c.vocab);
+        return dt_fail(m->ctx, DT_ERR_IO,
+            "%s: GPT-2's files have a key for each query head; this model has %d and %d", path,
+            c.kv_heads, c.heads);
+    if (c.arch == GPT_GPT2 && c.tied && h.layers == c.layers && h.width == c.width &&
+        h.heads == c.heads && c.kv_heads == c.heads && c.ffn == 4 * c.width && h.seq == c.seq &&
+        h.vocab == c.vocab)
+        return DT_OK;
+    return dt_fail(m->ctx, DT_ERR_IO,
+        "%s: a tied GPT-2 of %d layers, width %d, %d heads, seq %d, vocab %d; the model "
+        "is another: %d layers, width %d, %d heads, seq %d, vocab %d",
+        path, h.layers, h.width, h.heads, h.seq, h.vocab, c.layers, c.width, c.heads, c.seq,
+        c.vocab);
 }
 
 /* Fills all parameters, on each rank the part it owns. */
 static inline dt_status gpt_load(gpt *m, const char *path) {
     dt_weights *w = dt_weights_open(m->ctx, path);
     if (!w) return dt_error(m->ctx);
-    int   count = dt_weights_count(w);
+    int count = dt_weights_count(w);
     char *used = (char *)dt_alloc(m->ctx, DT_MEM_HOST, (size_t)count + 1, "gpt_load");
     if (used && gpt_load_fits(m, path, dt_weights_llmc(w)) == DT_OK) {
         memset(used, 0, (size_t)count + 1);
@@ -373,43 +425,54 @@ static inline dt_status gpt_load(gpt *m, const char *path) {
         for (int i = 0; i < count && dt_error(m->ctx) == DT_OK; i++)
             if (!used[i] && !gpt_is_ignored(m, dt_weights_get(w, i)->name))
                 dt_fail(m->ctx, DT_ERR_IO, "%s: %s has no place in this model of %d layers%s", path,
-                    dt_weights_get(w, i)->name, m->config.layers, m->config.tied ? " with a tied head" : "");
+                    dt_weights_get(w, i)->name, m->config.layers,
+                    m->config.tied ? " with a tied head" : "");
     }
     dt_free(m->ctx, DT_MEM_HOST, used, (size_t)count + 1);
     dt_weights_close(w);
     return dt_error(m->ctx);
 }
 
-static inline void gpt_declare_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+static inline void gpt_declare_one(
+    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     (void)r, (void)layer, (void)user;
     for (int i = 0; i < p->n; i++) /* thirds of one tensor are one */
-        if (dt_weights_find(w, p->name[i]) < 0) dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
+        if (dt_weights_find(w, p->name[i]) < 0)
+            dt_weights_declare(w, p->name[i], m->config.dtype, p->shape);
 }
 
-static inline void gpt_save_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+static inline void gpt_save_one(
+    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     (void)user;
     dt_weights_save(w, *gpt_slot(m, r, layer), p->columns, p->part, p->n);
 }
 
-/* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers read checkpoints too.
-   Mixtures keep dt's names. */
-typedef struct gpt_sought { const dt_tensor *param; dt_file_place *place; } gpt_sought;
-static inline void gpt_place_one(gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
+/* Where a parameter lies in model.safetensors: for dt_checkpoint_desc.place, so that transformers
+   read checkpoints too. Mixtures keep dt's names. */
+typedef struct gpt_sought {
+    const dt_tensor *param;
+    dt_file_place *place;
+} gpt_sought;
+static inline void gpt_place_one(
+    gpt *m, const gpt_row *r, int layer, dt_file_place *p, dt_weights *w, void *user) {
     gpt_sought *s = (gpt_sought *)user;
-    int         tied = gpt_is_table(r) && m->config.tied && s->param == m->head;
+    int tied = gpt_is_table(r) && m->config.tied && s->param == m->head;
     (void)w;
     if (*gpt_slot(m, r, layer) != s->param && !tied) return;
     *s->place = *p;
 }
 
-static inline void gpt_place_in(gpt *m, gpt_kind kind, const dt_tensor *param, dt_file_place *place) {
+static inline void gpt_place_in(
+    gpt *m, gpt_kind kind, const dt_tensor *param, dt_file_place *place) {
     gpt_sought s = { param, place };
-    if (!m->config.experts && (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
+    if (!m->config.experts &&
+        (m->config.arch == GPT_LLAMA || m->config.kv_heads == m->config.heads))
         gpt_each(m, kind, NULL, gpt_place_one, &s);
 }
 
 static inline void gpt_file_place(gpt *m, const dt_tensor *param, dt_file_place *place) {
-    gpt_place_in(m, (gpt_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." }, param, place);
+    gpt_place_in(m, (gpt_kind){ .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." },
+        param, place);
 }
 
 /* config.json; dt_free(ctx, DT_MEM_HOST, text, strlen(text) + 1). */
@@ -418,59 +481,74 @@ static inline char *gpt_config_text(gpt *m) {
     dt_json_open(&out, NULL, '{');
     gpt_put_config(&out, &m->config);
     dt_json_shut(&out, '}');
-    char *text = out.text ? (char *)dt_alloc(m->ctx, DT_MEM_HOST, out.used + 1, "config.json") : NULL;
+    char *text =
+        out.text ? (char *)dt_alloc(m->ctx, DT_MEM_HOST, out.used + 1, "config.json") : NULL;
     if (text) memcpy(text, out.text, out.used + 1);
     dt_json_drop(&out);
     return text;
 }
 
-/* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and config.json. The
-   folder must be there. From one rank that holds all parameters whole. */
+/* Writes folder/model.safetensors, in pieces with an index if it is over shard_bytes (0: 5 GB), and
+   config.json. The folder must be there. From one rank that holds all parameters whole. */
 static inline dt_status gpt_save(gpt *m, const char *folder, int64_t shard_bytes) {
-    char     name[4096];
+    char name[4096];
     gpt_kind kind = { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." };
     if (gpt_load_fits(m, folder, kind.llmc) != DT_OK) return dt_error(m->ctx);
-    if (gpt_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0) return dt_error(m->ctx);
-    dt_weights *w = dt_weights_create(m->ctx, name, (dt_weights_desc){ .shard_bytes = shard_bytes ? shard_bytes :
-        (int64_t)5000000000 });
+    if (gpt_beside(m->ctx, name, sizeof name, folder, "model.safetensors") != 0)
+        return dt_error(m->ctx);
+    dt_weights *w = dt_weights_create(m->ctx, name,
+        (dt_weights_desc){ .shard_bytes = shard_bytes ? shard_bytes : (int64_t)5000000000 });
     gpt_each(m, kind, w, gpt_declare_one, NULL);
     gpt_each(m, kind, w, gpt_save_one, NULL);
     dt_weights_close(w);
     char *text = gpt_config_text(m);
-    if (dt_error(m->ctx) == DT_OK && gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
+    if (dt_error(m->ctx) == DT_OK &&
+        gpt_beside(m->ctx, name, sizeof name, folder, "config.json") == 0)
         dt_file_write(m->ctx, name, text, strlen(text));
     if (text) dt_free(m->ctx, DT_MEM_HOST, text, strlen(text) + 1);
     return dt_error(m->ctx);
 }
 
-/* What an llm.c model of these sizes says at its head; its version is 0 if the format has no such model. */
+/* What an llm.c model of these sizes says at its head; its version is 0 if the format has no such
+   model. */
 static inline dt_llmc gpt_llmc(const gpt *m) {
     const gpt_config *c = &m->config;
-    int     has = c->arch == GPT_GPT2 && c->tied && !c->experts && c->ffn == 4 * c->width && c->kv_heads == c->heads;
-    dt_llmc h = { 0, c->seq, c->vocab, c->layers, c->heads, c->width, (c->vocab + 127) / 128 * 128 };
+    int has = c->arch == GPT_GPT2 && c->tied && !c->experts && c->ffn == 4 * c->width &&
+              c->kv_heads == c->heads;
+    dt_llmc h = { 0, c->seq, c->vocab, c->layers, c->heads, c->width,
+        (c->vocab + 127) / 128 * 128 };
     if (has && c->dtype == DT_F32) h.version = 3;
     if (has && c->dtype == DT_BF16) h.version = 5;
     return h;
 }
 
-typedef struct gpt_out { gpt *model; gpt_kind kind; } gpt_out;
+typedef struct gpt_out {
+    gpt *model;
+    gpt_kind kind;
+} gpt_out;
 static inline void gpt_out_place(const dt_tensor *param, dt_file_place *place, void *user) {
     gpt_out *o = (gpt_out *)user;
     gpt_place_in(o->model, o->kind, param, place);
 }
 
-/* [collective: world] The same from all ranks of any layout, in one file. A path that ends in .bin: an llm.c model. */
+/* [collective: world] The same from all ranks of any layout, in one file. A path that ends in .bin:
+   an llm.c model. */
 static inline dt_status gpt_export(gpt *m, dt_zero *zero, const char *path) {
     const char *dot = strrchr(path, '.');
-    char        name[4096];
-    int         llmc = dot && strcmp(dot, ".bin") == 0;
-    gpt_out     out = { m, { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." } };
+    char name[4096];
+    int llmc = dot && strcmp(dot, ".bin") == 0;
+    gpt_out out = { m, { .prefix = m->config.arch == GPT_LLAMA ? "model." : "transformer." } };
     if (llmc) out.kind.llmc = gpt_llmc(m);
-    if (llmc && !out.kind.llmc.version) return dt_fail(m->ctx, DT_ERR_UNSUPPORTED, "%s: llm.c's models are tied GPT-2 "
-        "with a feed-forward of 4 times the width, in f32 or bf16", path);
+    if (llmc && !out.kind.llmc.version)
+        return dt_fail(m->ctx, DT_ERR_UNSUPPORTED,
+            "%s: llm.c's models are tied GPT-2 "
+            "with a feed-forward of 4 times the width, in f32 or bf16",
+            path);
     if (gpt_load_fits(m, path, out.kind.llmc) != DT_OK) return dt_error(m->ctx);
-    if (!llmc && gpt_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0) return dt_error(m->ctx);
-    dt_zero_export(zero, llmc ? path : name, (dt_export_desc){ gpt_out_place, &out, out.kind.llmc });
+    if (!llmc && gpt_beside(m->ctx, name, sizeof name, path, "model.safetensors") != 0)
+        return dt_error(m->ctx);
+    dt_zero_export(
+        zero, llmc ? path : name, (dt_export_desc){ gpt_out_place, &out, out.kind.llmc });
     char *text = llmc || dt_ctx_rank(m->ctx) != 0 ? NULL : gpt_config_text(m);
     if (text && gpt_beside(m->ctx, name, sizeof name, path, "config.json") == 0)
         dt_file_write(m->ctx, name, text, strlen(text));

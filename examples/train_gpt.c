@@ -1,10 +1,12 @@
-/* train_gpt.c - trains a GPT-2 or a Llama on one or many ranks - public domain or MIT, at your choice
+/* train_gpt.c - trains a GPT-2 or a Llama on one or many ranks - public domain or MIT, at your
+   choice
 
        cc -O3 train_gpt.c -o train_gpt -lm -lpthread
        ./train_gpt --data input.txt --ranks 8 --zero 1 --steps 200 --log-csv log.csv --generate 200
 
-   The loop is train() in train.h, the model gpt.h. This file is what surrounds them: one table of options (it makes the
-   parser, --help, --print-config and the settings block), the checks before any rank starts, the lines printed.
+   The loop is train() in train.h, the model gpt.h. This file is what surrounds them: one table of
+   options (it makes the parser, --help, --print-config and the settings block), the checks before
+   any rank starts, the lines printed.
 
    CONTENTS
      1. Options: the table
@@ -19,7 +21,7 @@
      10. Dry run
      11. Memory limit
      12. main
- */
+*/
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../dt_zero.h"
@@ -38,12 +40,12 @@
 #include <mpi.h>
 #endif
 
-// ==== 1. Options: the table =========================================================================================
+// ==== 1. Options: the table =====================================================================
 
-/* A row: id, name, kind, BUILT or LATER (only its default is accepted), default (NULL: none, or computed), lo, hi, what
-   the value is, help. INT and REAL: a number from lo to hi; SIZE: also with K, M or G after it, for 2^10, 2^20, 2^30.
-   WORD: one of those words; what stands after ';' is not built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG:
-   no value. */
+/* A row: id, name, kind, BUILT or LATER (only its default is accepted), default (NULL: none, or
+   computed), lo, hi, what the value is, help. INT and REAL: a number from lo to hi; SIZE: also with
+   K, M or G after it, for 2^10, 2^20, 2^30. WORD: one of those words; what stands after ';' is not
+   built. TEXT: anything. SWITCH: on or off, also --no-x. FLAG: no value. */
 enum { HEADING, INT, REAL, SIZE, WORD, TEXT, SWITCH, FLAG };
 enum { BUILT, LATER };
 
@@ -64,118 +66,184 @@ enum { BUILT, LATER };
 #define MEGA (1 << 20)
 #define OPTIONS(X) \
     X(H_DATA, "Data and model", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", "bytes or llm.c shards; a DIR's files by name [own sources]") \
-    X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", "validation loss on its first 64 sequences, after the last step") \
+    X(DATA, "data", TEXT, BUILT, NULL, 0, 0, "FILE|DIR", \
+        "bytes or llm.c shards; a DIR's files by name [own sources]") \
+    X(VAL, "val", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "validation loss on its first 64 sequences, after the last step") \
     X(EVAL_EVERY, "eval-every", INT, BUILT, "0", 0, 1e9, "N", "... and after every N steps") \
-    X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", "at the end print N sampled bytes, or ids of shards") \
-    X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", "start from safetensors (a file or folder) or an llm.c .bin") \
-    X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", "another order of the sequences in each epoch") \
+    X(GENERATE, "generate", INT, BUILT, "0", 0, MEGA, "N", \
+        "at the end print N sampled bytes, or ids of shards") \
+    X(MODEL, "model", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "start from safetensors (a file or folder) or an llm.c .bin") \
+    X(SHUFFLE, "shuffle", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "another order of the sequences in each epoch") \
     X(ARCH, "arch", WORD, BUILT, "gpt2", 0, 0, "gpt2|llama", "kind of model") \
     X(LAYERS, "layers", INT, BUILT, "4", 1, GPT_MAX_LAYERS, "L", "layers") \
     X(WIDTH, "width", INT, BUILT, "128", 1, MEGA, "C", "width") \
     X(HEADS, "heads", INT, BUILT, "4", 1, MEGA, "H", "attention heads; divide the width") \
-    X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", "heads of keys and values; divide the heads [=heads]") \
-    X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", "feed-forward width [4 x width; llama 8/3 x, up to 32s]") \
-    X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", "tokens of a sequence; with --model the file's, or 1024") \
-    X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", "token ids; above all ids in the data, bytes need 256") \
+    X(KV_HEADS, "kv-heads", INT, BUILT, NULL, 1, MEGA, "K", \
+        "heads of keys and values; divide the heads [=heads]") \
+    X(FFN, "ffn", INT, BUILT, NULL, 1, 4 * MEGA, "F", \
+        "feed-forward width [4 x width; llama 8/3 x, up to 32s]") \
+    X(SEQ, "seq", INT, BUILT, "128", 1, MEGA, "T", \
+        "tokens of a sequence; with --model the file's, or 1024") \
+    X(VOCAB, "vocab", INT, BUILT, "256", 1, 16 * MEGA, "V", \
+        "token ids; above all ids in the data, bytes need 256") \
     X(TIE, "tie", SWITCH, BUILT, "on", 0, 0, "on|off", "one matrix for embedding and head") \
-    X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", "of the embedding and of both branches of a layer") \
-    X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", "mixtures of so many experts in place of MLPs") \
+    X(DROPOUT, "dropout", REAL, BUILT, "0", 0, 0.999, "X", \
+        "of the embedding and of both branches of a layer") \
+    X(EXPERTS, "experts", TEXT, BUILT, "dense", 0, 0, "E", \
+        "mixtures of so many experts in place of MLPs") \
     X(TOP_K, "top-k", INT, BUILT, "2", 1, MEGA, "K", "experts of a token") \
-    X(MOE_EVERY, "moe-every", INT, BUILT, "1", 1, MEGA, "N", "a mixture in every Nth layer, the others dense") \
-    X(SHARED_EXPERTS, "shared-experts", INT, BUILT, "0", 0, 1024, "N", "so many besides, for every token") \
-    X(CAPACITY, "capacity", TEXT, BUILT, "dropless", 0, 0, "F", "room in an expert: F times a sequence's even share") \
-    X(BALANCE_LOSS, "balance-loss", REAL, BUILT, "0.01", 0, 1e9, "X", "weight of the loss that evens out experts") \
-    X(Z_LOSS, "z-loss", REAL, BUILT, "0", 0, 1e9, "X", "weight of the loss that keeps the router's logits small") \
-    X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", "even out by biases that move by X a step; 0: none") \
+    X(MOE_EVERY, "moe-every", INT, BUILT, "1", 1, MEGA, "N", \
+        "a mixture in every Nth layer, the others dense") \
+    X(SHARED_EXPERTS, "shared-experts", INT, BUILT, "0", 0, 1024, "N", \
+        "so many besides, for every token") \
+    X(CAPACITY, "capacity", TEXT, BUILT, "dropless", 0, 0, "F", \
+        "room in an expert: F times a sequence's even share") \
+    X(BALANCE_LOSS, "balance-loss", REAL, BUILT, "0.01", 0, 1e9, "X", \
+        "weight of the loss that evens out experts") \
+    X(Z_LOSS, "z-loss", REAL, BUILT, "0", 0, 1e9, "X", \
+        "weight of the loss that keeps the router's logits small") \
+    X(ROUTER_BIAS, "router-bias", REAL, BUILT, "0", 0, 1, "X", \
+        "even out by biases that move by X a step; 0: none") \
     X(H_STEP, "Batch and steps", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", "sequences of a step over all ranks: B = b x a x replicas") \
-    X(MICRO_BATCH, "micro-batch", INT, BUILT, NULL, 1, MEGA, "b", "sequences of one forward [what --batch leaves]") \
-    X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", "micro-batches of a replica and step [what --batch leaves]") \
+    X(BATCH, "batch", INT, BUILT, "16", 1, 16 * MEGA, "B", \
+        "sequences of a step over all ranks: B = b x a x replicas") \
+    X(MICRO_BATCH, "micro-batch", INT, BUILT, NULL, 1, MEGA, "b", \
+        "sequences of one forward [what --batch leaves]") \
+    X(ACCUM, "accum", INT, BUILT, NULL, 1, MEGA, "a", \
+        "micro-batches of a replica and step [what --batch leaves]") \
     X(STEPS, "steps", INT, BUILT, "100", 1, 1e12, "N", "optimizer steps") \
-    X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", "end earlier, under the same schedule [=steps]") \
+    X(STOP_AT, "stop-at", INT, BUILT, NULL, 1, 1e12, "N", \
+        "end earlier, under the same schedule [=steps]") \
     X(LR, "lr", REAL, BUILT, "1e-3", 0, 1e3, "X", "peak learning rate") \
-    X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant|wsd", "after the warmup") \
+    X(LR_SCHEDULE, "lr-schedule", WORD, BUILT, "cosine", 0, 0, "cosine|linear|constant|wsd", \
+        "after the warmup") \
     X(WARMUP, "warmup", INT, BUILT, "0", 0, 1e12, "N", "steps of linear growth to the peak") \
-    X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", "the step at which the schedule ends [=steps]") \
+    X(LR_STEPS, "lr-steps", INT, BUILT, NULL, 1, 1e12, "N", \
+        "the step at which the schedule ends [=steps]") \
     X(MIN_LR_RATIO, "min-lr-ratio", REAL, BUILT, "0.1", 0, 1, "X", "lowest learning rate / peak") \
-    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", "of the initial values, --shuffle and --generate") \
-    X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", "grow to --batch over so many samples") \
+    X(SEED, "seed", INT, BUILT, "1", 1, 9e15, "S", \
+        "of the initial values, --shuffle and --generate") \
+    X(BATCH_RAMP, "batch-ramp", TEXT, BUILT, NULL, 0, 0, "START:INCR:SAMPLES", \
+        "grow to --batch over so many samples") \
     X(H_OPT, "Optimizer", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(OPTIMIZER, "optimizer", WORD, BUILT, "adamw", 0, 0, "adamw|adam|sgd|onebit-adam", "") \
-    X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", "of matrices, not of biases and gains") \
+    X(WEIGHT_DECAY, "weight-decay", REAL, BUILT, "0", 0, 1e3, "X", \
+        "of matrices, not of biases and gains") \
     X(CLIP, "clip", REAL, BUILT, "1", 0, 1e30, "X", "largest gradient norm; 0: none") \
     X(BETA1, "beta1", REAL, BUILT, "0.9", 0, 0.999999, "X", "Adam's first moment") \
     X(BETA2, "beta2", REAL, BUILT, "0.95", 0, 0.999999, "X", "Adam's second moment") \
     X(EPS, "eps", REAL, BUILT, "1e-8", 1e-30, 1, "X", "Adam's divisor") \
     X(MOMENTUM, "momentum", REAL, BUILT, "0", 0, 0.999999, "X", "of --optimizer sgd") \
-    X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", "in training; the loss shown has it") \
-    X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", "steps of onebit-adam that are Adam's [steps/4]") \
-    X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", "type of parameters and activations") \
-    X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", "bad steps are run again [f16: dynamic]") \
+    X(LABEL_SMOOTHING, "label-smoothing", REAL, BUILT, "0", 0, 0.999, "X", \
+        "in training; the loss shown has it") \
+    X(FREEZE_STEPS, "freeze-steps", INT, BUILT, NULL, 1, 1e9, "N", \
+        "steps of onebit-adam that are Adam's [steps/4]") \
+    X(DTYPE, "dtype", WORD, BUILT, "f32", 0, 0, "f32|bf16|f16|f64", \
+        "type of parameters and activations") \
+    X(LOSS_SCALE, "loss-scale", TEXT, BUILT, NULL, 0, 0, "dynamic|X", \
+        "bad steps are run again [f16: dynamic]") \
     X(H_RANK, "Ranks and layout", HEADING, BUILT, NULL, 0, 0, "", "") \
     X(RANKS, "ranks", INT, BUILT, NULL, 1, 1024, "N", "[the product of the axes given]") \
-    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, "what a rank is; launched: tcp, on GPUs nccl") \
-    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", "this process, with --backend tcp, nccl [the launcher's]") \
-    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", "where rank 0 listens, over tcp, nccl") \
-    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", "it holds the job's secret; over tcp, nccl, mpi") \
-    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, "cuda: each rank the GPU of its number, modulo GPUs") \
-    X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", "seconds that a rank waits for another") \
-    X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", "after a failure start again from what --save has") \
-    X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", "... with fewer replicas each time, N ranks at least") \
+    X(BACKEND, "backend", WORD, BUILT, "threads", 0, 0, BACKENDS, \
+        "what a rank is; launched: tcp, on GPUs nccl") \
+    X(RANK, "rank", INT, BUILT, NULL, 0, 1023, "R", \
+        "this process, with --backend tcp, nccl [the launcher's]") \
+    X(RENDEZVOUS, "rendezvous", TEXT, BUILT, NULL, 0, 0, "HOST:PORT", \
+        "where rank 0 listens, over tcp, nccl") \
+    X(TOKEN_FILE, "token-file", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "it holds the job's secret; over tcp, nccl, mpi") \
+    X(DEVICE, "device", WORD, BUILT, "cpu", 0, 0, DEVICES, \
+        "cuda: each rank the GPU of its number, modulo GPUs") \
+    X(TIMEOUT, "timeout", REAL, BUILT, "120", 0.001, 1e6, "S", \
+        "seconds that a rank waits for another") \
+    X(MAX_RESTARTS, "max-restarts", INT, BUILT, "0", 0, MEGA, "N", \
+        "after a failure start again from what --save has") \
+    X(MIN_RANKS, "min-ranks", INT, BUILT, NULL, 1, 1024, "N", \
+        "... with fewer replicas each time, N ranks at least") \
     X(DP, "dp", INT, BUILT, NULL, 1, 1024, "N", "data parallel [what is left of the ranks]") \
     X(TP, "tp", INT, BUILT, "1", 1, 1024, "N", "tensor parallel") \
     X(CP, "cp", INT, BUILT, "1", 1, 1024, "N", "context parallel") \
     X(PP, "pp", INT, BUILT, "1", 1, 1024, "N", "pipeline parallel") \
-    X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", "expert parallel: replicas that share out the experts") \
-    X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", "sequence parallel: with --tp, tokens cut too") \
+    X(EP, "ep", INT, BUILT, "1", 1, 1024, "N", \
+        "expert parallel: replicas that share out the experts") \
+    X(SP, "sp", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "sequence parallel: with --tp, tokens cut too") \
     X(CP_KIND, "cp-kind", WORD, BUILT, "ring", 0, 0, "ring|zigzag|allgather|ulysses", "with --cp") \
-    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", "with --pp") \
-    X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", "stages of a rank, with --schedule interleaved [2]") \
-    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", "half layers of each stage; cost: by time") \
-    X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", "draw the last step beside its simulation") \
-    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
-    X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", "gather values once a step, not at each use") \
-    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", "who share out; groups hold copies [dp x ep x cp]") \
-    X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where optimizer state lies") \
-    X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", "where values lie, --zero 3") \
-    X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", "of one rank, at most; also 300K, 64M, 2G") \
-    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", "of a layer, or K together") \
-    X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", "tree: the same bits for every dp x accum") \
-    X(OVERLAP, "overlap", SWITCH, BUILT, "on", 0, 0, "on|off", "sum gradients while the backward goes on") \
-    X(LINK_LATENCY, "link-latency", REAL, BUILT, "0", 0, 1e6, "MS", "pretend: each operation takes that much longer") \
-    X(LINK_BANDWIDTH, "link-bandwidth", REAL, BUILT, "0", 0, 1e9, "MB/S", "pretend: of each rank's link; 0: no limit") \
+    X(SCHEDULE, "schedule", WORD, BUILT, "1f1b", 0, 0, "naive|afab|1f1b|interleaved|zb", \
+        "with --pp") \
+    X(CHUNKS, "chunks", INT, BUILT, NULL, 1, MEGA, "v", \
+        "stages of a rank, with --schedule interleaved [2]") \
+    X(PARTITION, "partition", TEXT, BUILT, "even", 0, 0, "even|cost|LIST", \
+        "half layers of each stage; cost: by time") \
+    X(SCHEDULE_SVG, "schedule-svg", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "draw the last step beside its simulation") \
+    X(ZERO, "zero", WORD, BUILT, "0", 0, 0, "0|1|2|3", \
+        "data ranks share out: 1 optimizer, 2 gradients, 3 values") \
+    X(ZERO3_KEEP, "zero3-keep", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "gather values once a step, not at each use") \
+    X(SHARD_GROUP, "shard-group", INT, BUILT, NULL, 1, 1024, "N", \
+        "who share out; groups hold copies [dp x ep x cp]") \
+    X(OFFLOAD_OPTIM, "offload-optim", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", \
+        "where optimizer state lies") \
+    X(OFFLOAD_PARAMS, "offload-params", TEXT, BUILT, "none", 0, 0, "none|cpu|DIR", \
+        "where values lie, --zero 3") \
+    X(MEM_LIMIT, "mem-limit", SIZE, BUILT, NULL, 1, 9e15, "BYTES", \
+        "of one rank, at most; also 300K, 64M, 2G") \
+    X(RECOMPUTE, "recompute", TEXT, BUILT, "none", 0, 0, "none|selective|full|full:K", \
+        "of a layer, or K together") \
+    X(REDUCE, "reduce", WORD, BUILT, "fixed", 0, 0, "fixed|tree", \
+        "tree: the same bits for every dp x accum") \
+    X(OVERLAP, "overlap", SWITCH, BUILT, "on", 0, 0, "on|off", \
+        "sum gradients while the backward goes on") \
+    X(LINK_LATENCY, "link-latency", REAL, BUILT, "0", 0, 1e6, "MS", \
+        "pretend: each operation takes that much longer") \
+    X(LINK_BANDWIDTH, "link-bandwidth", REAL, BUILT, "0", 0, 1e9, "MB/S", \
+        "pretend: of each rank's link; 0: no limit") \
     X(H_OUT, "Output", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(SAVE, "save", TEXT, BUILT, NULL, 0, 0, "DIR", "a checkpoint there at the end, and at SIGTERM: DIR/step-N") \
+    X(SAVE, "save", TEXT, BUILT, NULL, 0, 0, "DIR", \
+        "a checkpoint there at the end, and at SIGTERM: DIR/step-N") \
     X(SAVE_EVERY, "save-every", INT, BUILT, NULL, 1, 1e12, "N", "... and after every N steps") \
-    X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", "... while the next steps run") \
+    X(SAVE_BACKGROUND, "save-background", SWITCH, BUILT, "off", 0, 0, "on|off", \
+        "... while the next steps run") \
     X(KEEP, "keep", INT, BUILT, NULL, 1, 1e9, "N", "keep the newest N checkpoints [all]") \
-    X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", "go on from the newest checkpoint in DIR, or from DIR") \
-    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", "at the end: safetensors, config; X.bin: llm.c's") \
+    X(RESUME, "resume", TEXT, BUILT, NULL, 0, 0, "DIR", \
+        "go on from the newest checkpoint in DIR, or from DIR") \
+    X(SAVE_MODEL, "save-model", TEXT, BUILT, NULL, 0, 0, "DIR", \
+        "at the end: safetensors, config; X.bin: llm.c's") \
     X(LOG_CSV, "log-csv", TEXT, BUILT, NULL, 0, 0, "FILE", "a row for each step") \
-    X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", "what each rank does and when, for ui.perfetto.dev") \
+    X(TRACE, "trace", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "what each rank does and when, for ui.perfetto.dev") \
     X(REPORT, "report", TEXT, LATER, NULL, 0, 0, "FILE", "") \
-    X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", "print nothing but errors and --generate's bytes") \
-    X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
+    X(QUIET, "quiet", FLAG, BUILT, NULL, 0, 0, "", \
+        "print nothing but errors and --generate's bytes") \
+    X(PEAK_TFLOPS, "peak-tflops", REAL, BUILT, "0", 0, 1e9, "X", \
+        "of a rank: mfu = (6N + 12LCT) tok/s / (ranks X)") \
     X(H_MORE, "More", HEADING, BUILT, NULL, 0, 0, "", "") \
-    X(CONFIG, "config", TEXT, BUILT, NULL, 0, 0, "FILE", "options from JSON: own names, or DeepSpeed's keys") \
-    X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", "print all options as JSON and end") \
-    X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", "compute nothing: who is where, what each sends and needs") \
-    X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", "print the rules by which sizes are refused and end") \
+    X(CONFIG, "config", TEXT, BUILT, NULL, 0, 0, "FILE", \
+        "options from JSON: own names, or DeepSpeed's keys") \
+    X(PRINT_CONFIG, "print-config", FLAG, BUILT, NULL, 0, 0, "", \
+        "print all options as JSON and end") \
+    X(DRY_RUN, "dry-run", FLAG, BUILT, NULL, 0, 0, "", \
+        "compute nothing: who is where, what each sends and needs") \
+    X(LIST_REFUSED, "list-refused", FLAG, BUILT, NULL, 0, 0, "", \
+        "print the rules by which sizes are refused and end") \
     X(HELP, "help", FLAG, BUILT, NULL, 0, 0, "", "print this and end")
 
 enum {
 #define ID(id, ...) O_##id,
     OPTIONS(ID)
 #undef ID
-    N_OPTIONS
+        N_OPTIONS
 };
 
 typedef struct option {
     const char *name;
-    int         kind, part;
+    int kind, part;
     const char *preset;
-    double      lo, hi;
+    double lo, hi;
     const char *arg, *help;
 } option;
 
@@ -187,36 +255,39 @@ static const option table[N_OPTIONS] = {
 
 enum { DEFAULT = 0, COMPUTED, GIVEN };
 typedef struct value {
-    const char *text;       /* as given or preset; NULL: no value */
-    double      number;     /* of INT, REAL and SIZE; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
-    int         from;       /* DEFAULT, COMPUTED, GIVEN */
-    char        own[32];    /* text of a computed number */
+    const char *text; /* as given or preset; NULL: no value */
+    /* of INT, REAL and SIZE; 0 and 1 of SWITCH and FLAG; place of the word of WORD */
+    double number;
+    int from;     /* DEFAULT, COMPUTED, GIVEN */
+    char own[32]; /* text of a computed number */
 } value;
 
-// ==== 2. Text that leaves the program ===============================================================================
+// ==== 2. Text that leaves the program ===========================================================
 
-/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0 of 0. by: the
-   launcher, and what is wrong with what it said. text: the line of the settings. device: what there is to say of
-   --device. */
+/* Under --backend mpi this process is one rank of size, under tcp a rank (of size 0 here); else 0
+   of 0. by: the launcher, and what is wrong with what it said. text: the line of the settings.
+   device: what there is to say of --device. */
 static struct {
-    int       rank, size;
+    int rank, size;
     dt_launch by;
     dt_status wrong;
-    char      text[512], device[160];
-    double    patience; /* seconds for which a reader of this program's output may stall */
-    int      *told;     /* the first failure is printed; of forked ranks memory of all, as is */
-    int      *stop;     /* SIGTERM came, or standard output is lost: finish the step and save */
-    int      *steps;    /* this attempt has made one */
-    int      *lost;     /* the errno of a failed write to standard output; 0: none */
-    int      *mute;     /* the same for standard error: only the first line waits for a stalled reader */
+    char text[512], device[160];
+    double patience; /* seconds for which a reader of this program's output may stall */
+    int *told;       /* the first failure is printed; of forked ranks memory of all, as is */
+    int *stop;       /* SIGTERM came, or standard output is lost: finish the step and save */
+    int *steps;      /* this attempt has made one */
+    int *lost;       /* the errno of a failed write to standard output; 0: none */
+    /* the same for standard error: only the first line waits for a stalled reader */
+    int *mute;
 } launched = { .patience = 60 };
 
 /* Threads, forks and signal handlers share these flags. */
-static int  flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
+static int flag(const int *at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 static void set_flag(int *at, int to) { __atomic_store_n(at, to, __ATOMIC_RELAXED); }
 
 static void make_flags(void) {
-    int *flags = (int *)mmap(NULL, 5 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    int *flags = (int *)mmap(
+        NULL, 5 * sizeof(int), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (flags == MAP_FAILED) _exit(2);
     launched.told = flags;
     launched.stop = flags + 1;
@@ -231,10 +302,10 @@ static void make_flags(void) {
    once. Each turn counts at most one second, so that suspended time does not count. */
 static int put(int fd, const char *bytes, size_t n) {
     const dt_host *host = dt_host_default();
-    double         waited = 0, before = host->now(host->user);
+    double waited = 0, before = host->now(host->user);
     while (n > 0) {
         struct pollfd to = { fd, POLLOUT, 0 };
-        ssize_t       done = poll(&to, 1, 100);
+        ssize_t done = poll(&to, 1, 100);
         if (done > 0) done = write(fd, bytes, n < PIPE_BUF ? n : PIPE_BUF);
         if (done < 0 && errno != EINTR && errno != EAGAIN) return errno;
         if (done > 0) bytes += done, n -= (size_t)done;
@@ -247,19 +318,21 @@ static int put(int fd, const char *bytes, size_t n) {
 }
 
 static const char *put_reason(int error) {
-    return error == ETIMEDOUT ? "its reader has taken nothing for half of --timeout" : strerror(error);
+    return error == ETIMEDOUT ? "its reader has taken nothing for half of --timeout"
+                              : strerror(error);
 }
 
 /* A line of text that becomes one write. */
 typedef struct line {
-    int    fd, error;           /* error: the errno of a failed write; fd 1 and 2 have launched.lost, .mute */
+    /* error: the errno of a failed write; fd 1 and 2 have launched.lost, .mute */
+    int fd, error;
     size_t used;
-    char   text[PIPE_BUF];
+    char text[PIPE_BUF];
 } line;
 
 static void put_line(line *l) {
     int *error = l->fd == 1 ? launched.lost : l->fd == 2 ? launched.mute : &l->error;
-    int  failed = flag(error) ? 0 : put(l->fd, l->text, l->used);
+    int failed = flag(error) ? 0 : put(l->fd, l->text, l->used);
     if (failed) set_flag(error, failed);
     l->used = 0;
 }
@@ -271,19 +344,22 @@ static void add_text(line *l, const char *text, size_t n, const char *keep) {
         size_t length = dt_printable(text + i);
         if (l->used + 5 > sizeof l->text) put_line(l);
         if (length == 0 && (!keep || (text[i] && strchr(keep, text[i])))) length = 1;
-        if (length > 0) memcpy(l->text + l->used, text + i, length);
-        else snprintf(l->text + l->used, 5, "\\x%02x", (unsigned char)text[i]);
+        if (length > 0)
+            memcpy(l->text + l->used, text + i, length);
+        else
+            snprintf(l->text + l->used, 5, "\\x%02x", (unsigned char)text[i]);
         l->used += length > 0 ? length : 4;
         i += length > 0 ? length : 1;
     }
 }
 
-/* Adds to the line. A newline at the end of fmt ends and writes it; any other control byte is shown as \xNN. */
+/* Adds to the line. A newline at the end of fmt ends and writes it; any other control byte is shown
+   as \xNN. */
 static __attribute__((format(printf, 2, 0))) void say_args(line *l, const char *fmt, va_list args) {
-    char   text[2 * PIPE_BUF];
-    int    n = vsnprintf(text, sizeof text, fmt, args);
+    char text[2 * PIPE_BUF];
+    int n = vsnprintf(text, sizeof text, fmt, args);
     size_t length = n < 0 ? 0 : (size_t)n < sizeof text ? (size_t)n : sizeof text - 1;
-    int    ends = *fmt && fmt[strlen(fmt) - 1] == '\n';
+    int ends = *fmt && fmt[strlen(fmt) - 1] == '\n';
     add_text(l, text, length - (ends && (size_t)n == length), "");
     if (!ends) return;
     l->text[l->used++] = '\n';
@@ -299,16 +375,17 @@ static __attribute__((format(printf, 2, 3))) void say(line *l, const char *fmt, 
 
 /* A line for standard error. */
 static __attribute__((format(printf, 1, 2))) void complain(const char *fmt, ...) {
-    line    l = { .fd = 2 };
+    line l = { .fd = 2 };
     va_list args;
     va_start(args, fmt);
     say_args(&l, fmt, args);
     va_end(args);
 }
 
-// ==== 3. Parser =====================================================================================================
+// ==== 3. Parser =================================================================================
 
-/* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the rest then. */
+/* Rank 0 speaks for all. Others that end with an error do so a little later, for launchers kill the
+   rest then. */
 static int speaks(void) { return launched.rank == 0; }
 static void let_rank_0_speak(void) {
     if (!speaks()) sleep(1);
@@ -316,24 +393,25 @@ static void let_rank_0_speak(void) {
 
 /* --config while it is read: at which value, and the path of its key; what meant nothing here. */
 static struct {
-    dt_ctx  *ctx;
+    dt_ctx *ctx;
     dt_json *json;
-    int      node;      /* -1: nothing is being read */
-    char     path[160], ignored[1024], given[N_OPTIONS];
-    char    *own[N_OPTIONS];    /* copies of the values it gives options */
+    int node; /* -1: nothing is being read */
+    char path[160], ignored[1024], given[N_OPTIONS];
+    char *own[N_OPTIONS]; /* copies of the values it gives options */
 } config = { .node = -1 };
-enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };   /* bytes of a key, of a text: no more can mean anything */
+/* bytes of a key, of a text: no more can mean anything */
+enum { CONFIG_KEY = 50, CONFIG_TEXT = 4096 };
 static const char *bare(dt_ctx *ctx);
-static dt_ctx     *look(void);
-static void        read_config(value *v, const char *path);
+static dt_ctx *look(void);
+static void read_config(value *v, const char *path);
 
 /* The end of a run that cannot start. */
 static __attribute__((noreturn, format(printf, 1, 2))) void refuse(const char *fmt, ...) {
     va_list args;
-    line    l = { .fd = 2 };
+    line l = { .fd = 2 };
     let_rank_0_speak();
     say(&l, "error: ");
-    if (config.node >= 0) {     /* file:line:column: key: */
+    if (config.node >= 0) { /* file:line:column: key: */
         dt_json_fail(config.json, config.node, "%s", *config.path ? config.path : "the file");
         say(&l, "%s: ", bare(config.ctx));
     }
@@ -351,7 +429,9 @@ static const char *kind_of(mode_t mode) {
     if (S_ISDIR(mode)) return "a directory";
     if (S_ISFIFO(mode)) return "a FIFO";
     if (S_ISSOCK(mode)) return "a socket";
-    return S_ISCHR(mode) ? "a character device" : S_ISBLK(mode) ? "a block device" : "of an unknown kind";
+    return S_ISCHR(mode)   ? "a character device"
+           : S_ISBLK(mode) ? "a block device"
+                           : "of an unknown kind";
 }
 
 /* Refuses an option's path if the file there is of another kind. Does not open the file, as that
@@ -408,7 +488,8 @@ static size_t decimal(const char *text, int real, double *number) {
     if (n + fraction == 0) return 0;
     n += point + fraction;
     if (real && (text[n] == 'e' || text[n] == 'E')) {
-        size_t sign = text[n + 1] == '-' || text[n + 1] == '+', exponent = strspn(text + n + 1 + sign, digits);
+        size_t sign = text[n + 1] == '-' || text[n + 1] == '+',
+               exponent = strspn(text + n + 1 + sign, digits);
         if (exponent) n += 1 + sign + exponent;
     }
     errno = 0;
@@ -425,12 +506,13 @@ static void parse_number(int id, value *v, const char *text) {
         n++;
     }
     if (!n || text[n] || !(x >= o->lo && x <= o->hi))
-        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''", o->kind == REAL ? "a number" :
-            "a whole number", o->lo, o->hi);
+        refuse("--%s %s: not %s from %.12g to %.12g", o->name, *text ? text : "''",
+            o->kind == REAL ? "a number" : "a whole number", o->lo, o->hi);
     v->number = x;
 }
 
-/* The place of text among the words of `arg`, -1 if it is none of them; *built: how many come before the ';'. */
+/* The place of text among the words of `arg`, -1 if it is none of them; *built: how many come
+   before the ';'. */
 static int word_place(const char *arg, const char *text, int *built) {
     int place = -1, n = 0;
     *built = 0;
@@ -460,15 +542,15 @@ static void parse_word(int id, value *v, const char *text) {
         refuse("--%s %s: the legal %s %.*s%s", o->name, *text ? text : "''", verb, length, o->arg,
             strncmp(text, "cuda:", 5) == 0 ? "; CUDA_VISIBLE_DEVICES chooses among GPUs" : "");
     if (place >= built)
-        refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text, built_by(text), verb,
-            length, o->arg);
+        refuse("--%s is not available in this build with %s%s; the legal %s %.*s", o->name, text,
+            built_by(text), verb, length, o->arg);
     v->number = place;
 }
 
 /* Checks text against the option's kind, then whether the option is built. */
 static void set(value *v, int id, const char *text, int from) {
     const option *o = &table[id];
-    value         preset = { 0 };
+    value preset = { 0 };
     if (o->kind == INT || o->kind == REAL || o->kind == SIZE) parse_number(id, v, text);
     if (o->kind == WORD) parse_word(id, v, text);
     if (o->kind == SWITCH || o->kind == FLAG) {
@@ -480,9 +562,11 @@ static void set(value *v, int id, const char *text, int from) {
     if (o->part == LATER && from == GIVEN) {
         if (!o->preset) refuse("--%s is not available in this build", o->name);
         if (o->kind == INT || o->kind == REAL) parse_number(id, &preset, o->preset);
-        if (o->kind == SWITCH ? v->number != 0 : o->kind == TEXT ? strcmp(text, o->preset) != 0 :
-            v->number != preset.number)
-            refuse("--%s is not available in this build (only %s is): %s", o->name, o->preset, text);
+        if (o->kind == SWITCH ? v->number != 0
+            : o->kind == TEXT ? strcmp(text, o->preset) != 0
+                              : v->number != preset.number)
+            refuse(
+                "--%s is not available in this build (only %s is): %s", o->name, o->preset, text);
     }
     v->text = text;
     v->from = from;
@@ -498,7 +582,9 @@ static void compute(value *v, int64_t number) {
 /* The option named by the first `length` characters; N_OPTIONS if there is none. */
 static int find_option(const char *name, size_t length) {
     for (int i = 0; i < N_OPTIONS; i++)
-        if (is_option(i) && strlen(table[i].name) == length && strncmp(table[i].name, name, length) == 0) return i;
+        if (is_option(i) && strlen(table[i].name) == length &&
+            strncmp(table[i].name, name, length) == 0)
+            return i;
     return N_OPTIONS;
 }
 
@@ -506,16 +592,17 @@ static void parse(value *v, int argc, char **argv) {
     char seen[N_OPTIONS] = { 0 };
     for (int i = 0; i < N_OPTIONS; i++)
         if (table[i].preset) set(&v[i], i, table[i].preset, DEFAULT);
-    for (int i = 1; i < argc; i++) {    /* first what the command line goes before */
+    for (int i = 1; i < argc; i++) { /* first what the command line goes before */
         int alone = strcmp(argv[i], "--config") == 0 && i + 1 < argc;
-        if (alone || strncmp(argv[i], "--config=", 9) == 0) read_config(v, alone ? argv[i + 1] : argv[i] + 9);
+        if (alone || strncmp(argv[i], "--config=", 9) == 0)
+            read_config(v, alone ? argv[i + 1] : argv[i] + 9);
     }
     for (int i = 1; i < argc; i++) {
         if (strncmp(argv[i], "--", 2) != 0 || !argv[i][2])
             refuse("'%s' is no option: they begin with --, and --help lists all", argv[i]);
         const char *name = argv[i] + 2, *text = strchr(name, '=');
-        size_t      length = text ? (size_t)(text - name) : strlen(name);
-        int         id = find_option(name, length), no = 0;
+        size_t length = text ? (size_t)(text - name) : strlen(name);
+        int id = find_option(name, length), no = 0;
         if (id == N_OPTIONS && strncmp(name, "no-", 3) == 0 && !text) {
             id = find_option(name + 3, length - 3);
             no = id < N_OPTIONS && table[id].kind == SWITCH;
@@ -527,27 +614,46 @@ static void parse(value *v, int argc, char **argv) {
             refuse_unknown(typed);
         }
         if (text && table[id].kind == FLAG) refuse("--%s takes no value", table[id].name);
-        if (text) text++;
-        else if (no) text = "off";
-        else if (table[id].kind == FLAG) text = "on";
+        if (text)
+            text++;
+        else if (no)
+            text = "off";
+        else if (table[id].kind == FLAG)
+            text = "on";
         else if (i + 1 == argc || strncmp(argv[i + 1], "--", 2) == 0)
             refuse("--%s needs a value %s", table[id].name, table[id].arg);
-        else text = argv[++i];
-        int is_path = strncmp(table[id].arg, "FILE", 4) == 0 || strncmp(table[id].arg, "DIR", 3) == 0;
+        else
+            text = argv[++i];
+        int is_path =
+            strncmp(table[id].arg, "FILE", 4) == 0 || strncmp(table[id].arg, "DIR", 3) == 0;
         if (is_path && seen[id]++)
             refuse("--%s %s: it was given before, %s", table[id].name, text, v[id].text);
         set(&v[id], id, text, GIVEN);
     }
 }
 
-// ==== 4. Configuration file =========================================================================================
+// ==== 4. Configuration file =====================================================================
 
-/* --config FILE: a JSON object of this program's options, as --print-config prints them, of DeepSpeed's keys, or of
-   both. What it does not say keeps its preset; the command line goes before it. A key of DeepSpeed's means an option
-   (`to`), and if `on` is not NULL it is a switch: true gives the option that value. Or it has no meaning here: then its
-   name is printed. The rest has rules of its own below. */
-enum { IGNORED = -1, BLOCK = -2, OPTIMIZER = -3, ADAM_W = -4, BETAS = -5, OFFLOAD = -6, SCALE = -7, SCHEDULER = -8 };
-typedef struct foreign { const char *path; int to; const char *on; } foreign;
+/* --config FILE: a JSON object of this program's options, as --print-config prints them, of
+   DeepSpeed's keys, or of both. What it does not say keeps its preset; the command line goes before
+   it. A key of DeepSpeed's means an option (`to`), and if `on` is not NULL it is a switch: true
+   gives the option that value. Or it has no meaning here: then its name is printed. The rest has
+   rules of its own below. */
+enum {
+    IGNORED = -1,
+    BLOCK = -2,
+    OPTIMIZER = -3,
+    ADAM_W = -4,
+    BETAS = -5,
+    OFFLOAD = -6,
+    SCALE = -7,
+    SCHEDULER = -8
+};
+typedef struct foreign {
+    const char *path;
+    int to;
+    const char *on;
+} foreign;
 static const foreign deepspeed[] = {
     { "train_batch_size", O_BATCH, NULL },
     { "train_micro_batch_size_per_gpu", O_MICRO_BATCH, NULL },
@@ -583,30 +689,60 @@ static const foreign deepspeed[] = {
     { "scheduler.params.warmup_num_steps", O_WARMUP, NULL },
     { "scheduler.params.total_num_steps", O_LR_STEPS, NULL },
     { "scheduler.params.cos_min_ratio", O_MIN_LR_RATIO, NULL },
-#define NOTHING(path) { path, IGNORED, NULL }
-    NOTHING("steps_per_print"), NOTHING("wall_clock_breakdown"), NOTHING("dump_state"), NOTHING("memory_breakdown"),
-    NOTHING("prescale_gradients"), NOTHING("gradient_predivide_factor"), NOTHING("sparse_gradients"),
-    NOTHING("communication_data_type"), NOTHING("zero_allow_untested_optimizer"), NOTHING("data_types"),
-    NOTHING("activation_checkpointing"), NOTHING("flops_profiler"), NOTHING("comms_logger"), NOTHING("tensorboard"),
-    NOTHING("wandb"), NOTHING("csv_monitor"), NOTHING("aio"), NOTHING("checkpoint"), NOTHING("amp"),
-    NOTHING("fp16.auto_cast"), NOTHING("fp16.initial_scale_power"), NOTHING("fp16.loss_scale_window"),
-    NOTHING("fp16.hysteresis"), NOTHING("fp16.consecutive_hysteresis"), NOTHING("fp16.min_loss_scale"),
-    NOTHING("zero_optimization.allgather_partitions"), NOTHING("zero_optimization.allgather_bucket_size"),
-    NOTHING("zero_optimization.reduce_scatter"), NOTHING("zero_optimization.reduce_bucket_size"),
-    NOTHING("zero_optimization.contiguous_gradients"), NOTHING("zero_optimization.round_robin_gradients"),
-    NOTHING("zero_optimization.sub_group_size"), NOTHING("zero_optimization.stage3_max_live_parameters"),
-    NOTHING("zero_optimization.stage3_max_reuse_distance"), NOTHING("zero_optimization.stage3_prefetch_bucket_size"),
+#define NOTHING(path) \
+    { path, IGNORED, NULL }
+    NOTHING("steps_per_print"),
+    NOTHING("wall_clock_breakdown"),
+    NOTHING("dump_state"),
+    NOTHING("memory_breakdown"),
+    NOTHING("prescale_gradients"),
+    NOTHING("gradient_predivide_factor"),
+    NOTHING("sparse_gradients"),
+    NOTHING("communication_data_type"),
+    NOTHING("zero_allow_untested_optimizer"),
+    NOTHING("data_types"),
+    NOTHING("activation_checkpointing"),
+    NOTHING("flops_profiler"),
+    NOTHING("comms_logger"),
+    NOTHING("tensorboard"),
+    NOTHING("wandb"),
+    NOTHING("csv_monitor"),
+    NOTHING("aio"),
+    NOTHING("checkpoint"),
+    NOTHING("amp"),
+    NOTHING("fp16.auto_cast"),
+    NOTHING("fp16.initial_scale_power"),
+    NOTHING("fp16.loss_scale_window"),
+    NOTHING("fp16.hysteresis"),
+    NOTHING("fp16.consecutive_hysteresis"),
+    NOTHING("fp16.min_loss_scale"),
+    NOTHING("zero_optimization.allgather_partitions"),
+    NOTHING("zero_optimization.allgather_bucket_size"),
+    NOTHING("zero_optimization.reduce_scatter"),
+    NOTHING("zero_optimization.reduce_bucket_size"),
+    NOTHING("zero_optimization.contiguous_gradients"),
+    NOTHING("zero_optimization.round_robin_gradients"),
+    NOTHING("zero_optimization.sub_group_size"),
+    NOTHING("zero_optimization.stage3_max_live_parameters"),
+    NOTHING("zero_optimization.stage3_max_reuse_distance"),
+    NOTHING("zero_optimization.stage3_prefetch_bucket_size"),
     NOTHING("zero_optimization.stage3_param_persistence_threshold"),
     NOTHING("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    NOTHING("zero_optimization.offload_optimizer.nvme_path"), NOTHING("zero_optimization.offload_param.nvme_path"),
-    NOTHING("zero_optimization.offload_optimizer.pin_memory"), NOTHING("zero_optimization.offload_param.pin_memory"),
+    NOTHING("zero_optimization.offload_optimizer.nvme_path"),
+    NOTHING("zero_optimization.offload_param.nvme_path"),
+    NOTHING("zero_optimization.offload_optimizer.pin_memory"),
+    NOTHING("zero_optimization.offload_param.pin_memory"),
     NOTHING("zero_optimization.offload_optimizer.buffer_count"),
     NOTHING("zero_optimization.offload_optimizer.fast_init"),
-    NOTHING("zero_optimization.offload_param.buffer_count"), NOTHING("zero_optimization.offload_param.buffer_size"),
+    NOTHING("zero_optimization.offload_param.buffer_count"),
+    NOTHING("zero_optimization.offload_param.buffer_size"),
     NOTHING("zero_optimization.offload_param.max_in_cpu"),
-    NOTHING("optimizer.params.cuda_aware"), NOTHING("optimizer.params.comm_backend_name"),
-    NOTHING("optimizer.params.torch_adam"), NOTHING("optimizer.params.bias_correction"),
-    NOTHING("scheduler.params.warmup_min_lr"), NOTHING("scheduler.params.warmup_type"),
+    NOTHING("optimizer.params.cuda_aware"),
+    NOTHING("optimizer.params.comm_backend_name"),
+    NOTHING("optimizer.params.torch_adam"),
+    NOTHING("optimizer.params.bias_correction"),
+    NOTHING("scheduler.params.warmup_min_lr"),
+    NOTHING("scheduler.params.warmup_type"),
     NOTHING("scheduler.params.warmup_min_ratio"),
 #undef NOTHING
 };
@@ -623,18 +759,23 @@ static void configure(value *v, int id, const char *text) {
 
 /* A value of the file as it would stand on the command line; NULL: a list or an object. */
 static const char *config_text(int node, char *room, size_t bytes) {
-    double  x;
+    double x;
     int64_t whole;
-    int     yes;
-    size_t  length = 0;
+    int yes;
+    size_t length = 0;
     const char *text = dt_json_string(config.json, node, &length);
     if (text && strlen(text) != length) refuse("a NUL in a text");
-    if (length > CONFIG_TEXT) refuse("a text of %zu bytes; the longest has %d", length, CONFIG_TEXT);
+    if (length > CONFIG_TEXT)
+        refuse("a text of %zu bytes; the longest has %d", length, CONFIG_TEXT);
     if (text) return text;
-    if (dt_json_int(config.json, node, &whole)) snprintf(room, bytes, "%lld", (long long)whole);
-    else if (dt_json_number(config.json, node, &x)) snprintf(room, bytes, "%.17g", x);
-    else if (dt_json_bool(config.json, node, &yes)) return yes ? "on" : "off";
-    else return NULL;
+    if (dt_json_int(config.json, node, &whole))
+        snprintf(room, bytes, "%lld", (long long)whole);
+    else if (dt_json_number(config.json, node, &x))
+        snprintf(room, bytes, "%.17g", x);
+    else if (dt_json_bool(config.json, node, &yes))
+        return yes ? "on" : "off";
+    else
+        return NULL;
     return room;
 }
 
@@ -647,7 +788,8 @@ static void configure_as_is(value *v, int id, int node) {
     if (kind == DT_JSON_NULL) return;
     if (number && kind != DT_JSON_NUMBER && what != SIZE) refuse("a number is needed");
     if ((what == SWITCH || what == FLAG) && kind != DT_JSON_BOOL) refuse("true or false is needed");
-    if (!text || ((what == WORD || what == TEXT) && kind == DT_JSON_BOOL)) refuse("a text is needed");
+    if (!text || ((what == WORD || what == TEXT) && kind == DT_JSON_BOOL))
+        refuse("a text is needed");
     if (what == FLAG && strcmp(text, "off") == 0) return;
     configure(v, id, text);
 }
@@ -658,34 +800,39 @@ static const char *config_string(int node) {
 }
 
 /* One of `words`, which stand for the `values`. */
-static const char *config_word(int node, const char *const *words, const char *const *values, int n) {
+static const char *config_word(
+    int node, const char *const *words, const char *const *values, int n) {
     const char *text = config_string(node);
     char legal[200] = "";
     for (int i = 0; i < n; i++) {
         if (strcmp(text, words[i]) == 0) return values[i];
-        snprintf(legal + strlen(legal), sizeof legal - strlen(legal), "%s%s", i ? "|" : "", words[i]);
+        snprintf(
+            legal + strlen(legal), sizeof legal - strlen(legal), "%s%s", i ? "|" : "", words[i]);
     }
     refuse("\"%s\": the legal values are %s", text, legal);
 }
 
-/* What is neither one option's value nor a switch for one. DeepSpeed's Adam is AdamW, unless adam_w_mode is false. */
+/* What is neither one option's value nor a switch for one. DeepSpeed's Adam is AdamW, unless
+   adam_w_mode is false. */
 static void configure_foreign(value *v, int to, int node, int parent) {
     static const char *const optimizers[] = { "Adam", "AdamW", "SGD", "OneBitAdam" };
     static const char *const schedulers[] = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR" };
     static const char *const devices[] = { "none", "cpu", "nvme" };
     double x;
-    int    yes;
+    int yes;
     if (to == OPTIMIZER) {
         static const char *const is[] = { "adamw", "adamw", "sgd", "onebit-adam" };
         const char *type = config_word(node, optimizers, is, 4);
         int params = dt_json_find(config.json, parent, "params");
         int mode = dt_json_find(config.json, params, "adam_w_mode");
-        int l2 = dt_json_bool(config.json, mode, &yes) && !yes && strcmp(config_string(node), "Adam") == 0;
+        int l2 = dt_json_bool(config.json, mode, &yes) && !yes &&
+                 strcmp(config_string(node), "Adam") == 0;
         configure(v, O_OPTIMIZER, l2 ? "adam" : type);
     } else if (to == ADAM_W) {
         if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
     } else if (to == BETAS) {
-        if (dt_json_kind_of(config.json, node) != DT_JSON_ARRAY || dt_json_count(config.json, node) != 2)
+        if (dt_json_kind_of(config.json, node) != DT_JSON_ARRAY ||
+            dt_json_count(config.json, node) != 2)
             refuse("two numbers are needed");
         for (int i = 0; i < 2; i++) {
             config.node = dt_json_at(config.json, node, i);
@@ -700,9 +847,12 @@ static void configure_foreign(value *v, int to, int node, int parent) {
         configure(v, strstr(config.path, "param.") ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, device);
     } else if (to == SCALE) {
         if (!dt_json_number(config.json, node, &x)) refuse("a number is needed");
-        if (!dt_json_bool(config.json, dt_json_find(config.json, parent, "enabled"), &yes) || !yes) return;
-        if (x == 0) configure(v, O_LOSS_SCALE, "dynamic");
-        else configure_as_is(v, O_LOSS_SCALE, node);
+        if (!dt_json_bool(config.json, dt_json_find(config.json, parent, "enabled"), &yes) || !yes)
+            return;
+        if (x == 0)
+            configure(v, O_LOSS_SCALE, "dynamic");
+        else
+            configure_as_is(v, O_LOSS_SCALE, node);
     } else {
         static const char *const is[] = { "constant", "linear", "cosine" };
         const char *kind = config_word(node, schedulers, is, 3);
@@ -713,7 +863,7 @@ static void configure_foreign(value *v, int to, int node, int parent) {
 
 static __attribute__((noreturn)) void refuse_key(const char *path) {
     const char *nearest = "";
-    int         least = 1 + (int)strlen(path) / 3;
+    int least = 1 + (int)strlen(path) / 3;
     for (int i = 0; i < N_OPTIONS; i++)
         if (is_option(i) && edit_distance(path, table[i].name) <= least)
             nearest = table[i].name, least = edit_distance(path, nearest) - 1;
@@ -723,13 +873,15 @@ static __attribute__((noreturn)) void refuse_key(const char *path) {
     refuse("unknown key%s%s", *nearest ? "; the nearest is " : "", nearest);
 }
 
-/* From now on it is about the member at `node`, whose path is config.path, of a long key as far as it shows. */
+/* From now on it is about the member at `node`, whose path is config.path, of a long key as far as
+   it shows. */
 static const char *config_enter(int node, const char *prefix) {
     size_t bytes = 0, shown = 0;
     const char *key = dt_json_key(config.json, node, &bytes);
     for (size_t i = 0; i <= bytes && i <= CONFIG_KEY; i++)
-        if ((key[i] & 0xc0) != 0x80) shown = i;     /* whole characters */
-    snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key, shown < bytes ? ".." : "");
+        if ((key[i] & 0xc0) != 0x80) shown = i; /* whole characters */
+    snprintf(config.path, sizeof config.path, "%s%.*s%s", prefix, (int)shown, key,
+        shown < bytes ? ".." : "");
     config.node = node;
     if (strlen(key) < bytes) refuse("a NUL in a key");
     if (shown < bytes) refuse("unknown key: it has %zu bytes, the longest %d", bytes, CONFIG_KEY);
@@ -741,36 +893,41 @@ static const char *config_enter(int node, const char *prefix) {
 static void configure_block(value *v, int object, const char *prefix) {
     if (dt_json_kind_of(config.json, object) != DT_JSON_OBJECT) refuse("an object is needed");
     for (int i = 0; i < dt_json_count(config.json, object); i++) {
-        int    node = dt_json_at(config.json, object, i), at = 0, yes = 0;
-        char   path[sizeof config.path];
+        int node = dt_json_at(config.json, object, i), at = 0, yes = 0;
+        char path[sizeof config.path];
         const char *key = config_enter(node, prefix);
         strcpy(path, config.path);
-        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT;  /* "optimizer" is both */
+        int block = dt_json_kind_of(config.json, node) == DT_JSON_OBJECT; /* "optimizer" is both */
         while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
         int id = *prefix || (block && at < N_FOREIGN) ? N_OPTIONS : find_option(key, strlen(key));
         if (id == O_CONFIG && dt_json_kind_of(config.json, node) != DT_JSON_NULL)
             refuse("a file cannot name another one");
-        if (id < N_OPTIONS) configure_as_is(v, id, node);
-        else if (at == N_FOREIGN) refuse_key(path);
+        if (id < N_OPTIONS)
+            configure_as_is(v, id, node);
+        else if (at == N_FOREIGN)
+            refuse_key(path);
         else if (deepspeed[at].to == IGNORED)
-            snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored), " %s", path);
+            snprintf(strchr(config.ignored, 0), sizeof config.ignored - strlen(config.ignored),
+                " %s", path);
         else if (deepspeed[at].to == BLOCK) {
             strcat(path, ".");
             configure_block(v, node, path);
         } else if (deepspeed[at].on) {
             if (!dt_json_bool(config.json, node, &yes)) refuse("true or false is needed");
             if (yes) configure(v, deepspeed[at].to, deepspeed[at].on);
-        } else if (deepspeed[at].to >= 0) configure_as_is(v, deepspeed[at].to, node);
-        else configure_foreign(v, deepspeed[at].to, node, object);
+        } else if (deepspeed[at].to >= 0)
+            configure_as_is(v, deepspeed[at].to, node);
+        else
+            configure_foreign(v, deepspeed[at].to, node, object);
     }
     config.node = -1;
 }
 
 static void read_config(value *v, const char *path) {
-    size_t  bytes = 0;
+    size_t bytes = 0;
     dt_ctx *ctx = look();
     check_kind(O_CONFIG, path, A_FILE);
-    char   *text = dt_file_read(ctx, path, 1 << 20, &bytes);
+    char *text = dt_file_read(ctx, path, 1 << 20, &bytes);
     config.json = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
     if (dt_error(ctx) != DT_OK) refuse("--config: %s", bare(ctx));
     config.ctx = ctx;
@@ -782,7 +939,7 @@ static void read_config(value *v, const char *path) {
     dt_ctx_free(ctx);
 }
 
-// ==== 5. Help and configuration =====================================================================================
+// ==== 5. Help and configuration =================================================================
 
 /* The options that are not built, in lines of at most 100 characters. */
 static void print_later(void) {
@@ -802,24 +959,32 @@ static void print_lines(const char *const *lines, size_t n) {
     line out = { .fd = 1 };
     for (size_t i = 0; i < n; i++) say(&out, "%s\n", lines[i]);
 }
-#define PRINT_LINES(lines) print_lines(lines, sizeof (lines) / sizeof *(lines))
+#define PRINT_LINES(lines) print_lines(lines, sizeof(lines) / sizeof *(lines))
 
 static void print_help(void) {
-    static const char *const head[] = {
-        "train_gpt: trains a GPT-2 or a Llama on one or many ranks. Options, with their defaults in brackets; what",
+    static const char *const head[] = { "train_gpt: trains a GPT-2 or a Llama on one or many "
+                                        "ranks. Options, with their defaults in brackets; what",
         "is on|off can be turned off with --no-NAME:" };
     static const char *const foot[] = { "",
-        "mfu: N are the parameters that multiply: without wpe, and without wte beside a head of its own;",
+        "mfu: N are the parameters that multiply: without wpe, and without wte beside a head of "
+        "its own;",
         "recomputation is not counted; X is in TFLOP/s.", "",
-        "Environment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a process is;",
-        "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are not given;",
-        "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 only;",
-        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip or nan at",
+        "Environment: DT_RANK and DT_WORLD_SIZE, or what torchrun, srun or mpirun set, say who a "
+        "process is;",
+        "DT_RENDEZVOUS, DT_TOKEN_FILE, DT_TOKEN are read where --rendezvous and --token-file are "
+        "not given;",
+        "DT_CHECK=1 compares over tcp and mpi what ranks call in every step, not in the first 100 "
+        "only;",
+        "DT_FAULT=KIND:rank=R:seq=N[:s=SECONDS] plants kill, stop, exit, spin, delay, drop, flip "
+        "or nan at",
         "rank R's Nth operation. kill -USR1 prints where each rank is.", "",
-        "Control bytes of paths and files are shown as \\xNN, generated ones only on a terminal. A run fails",
-        "if standard output is on a full disk, has lost its reader, or its reader stalls for half of",
+        "Control bytes of paths and files are shown as \\xNN, generated ones only on a terminal. A "
+        "run fails",
+        "if standard output is on a full disk, has lost its reader, or its reader stalls for half "
+        "of",
         "--timeout; with --save the step is finished and saved first.", "",
-        "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, 143 SIGTERM",
+        "Exit status: 0 done, 1 the run failed, 2 the command line asks for something impossible, "
+        "143 SIGTERM",
         "came, and with --save the step was finished and saved." };
     line out = { .fd = 1 };
     PRINT_LINES(head);
@@ -828,7 +993,8 @@ static void print_help(void) {
         char left[96], words[64];
         if (!is_option(i)) say(&out, "\n"), say(&out, "%s\n", o->name);
         if (!is_option(i) || o->part == LATER) continue;
-        snprintf(words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
+        snprintf(
+            words, sizeof words, "%.*s", o->kind == WORD ? (int)strcspn(o->arg, ";") : 63, o->arg);
         snprintf(left, sizeof left, "--%s %s", o->name, words);
         say(&out, "  %-36s%s%s", left, *o->help ? " " : "", o->help);
         if (o->preset) say(&out, " [%s]", o->preset);
@@ -845,15 +1011,22 @@ static void print_help(void) {
 static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
     const option *o = &table[id];
     json->used = 0;
-    if (o->kind == SWITCH || o->kind == FLAG) dt_json_put_bool(json, NULL, v->number != 0);
-    else if (!v->text || id == O_CONFIG) dt_json_put_string(json, NULL, NULL);
-    else if (o->kind == INT || o->kind == SIZE) dt_json_put_int(json, NULL, (int64_t)v->number);
-    else if (o->kind == REAL) dt_json_put_number(json, NULL, v->number);
-    else if (id == O_ZERO) dt_json_put_int(json, NULL, (int64_t)v->number);
-    else dt_json_put_string(json, NULL, v->text);
+    if (o->kind == SWITCH || o->kind == FLAG)
+        dt_json_put_bool(json, NULL, v->number != 0);
+    else if (!v->text || id == O_CONFIG)
+        dt_json_put_string(json, NULL, NULL);
+    else if (o->kind == INT || o->kind == SIZE)
+        dt_json_put_int(json, NULL, (int64_t)v->number);
+    else if (o->kind == REAL)
+        dt_json_put_number(json, NULL, v->number);
+    else if (id == O_ZERO)
+        dt_json_put_int(json, NULL, (int64_t)v->number);
+    else
+        dt_json_put_string(json, NULL, v->text);
     if (dt_error(json->ctx) != DT_OK) refuse("--%s: %s", o->name, bare(json->ctx));
     for (const char *at = json->text; *at; at++) {
-        if ((unsigned char)*at == 0xc2 && (unsigned char)at[1] < 0xa0) at++;
+        if ((unsigned char)*at == 0xc2 && (unsigned char)at[1] < 0xa0)
+            at++;
         else if (*at != 127) {
             putc(*at, to);
             continue;
@@ -864,9 +1037,9 @@ static void print_value(FILE *to, dt_json_out *json, const value *v, int id) {
 
 /* All options as a JSON object, which the caller frees. */
 static char *config_json(const value *v) {
-    char       *text = NULL;
-    size_t      bytes;
-    FILE       *to = open_memstream(&text, &bytes);
+    char *text = NULL;
+    size_t bytes;
+    FILE *to = open_memstream(&text, &bytes);
     dt_json_out json = { look(), NULL, 0, 0 };
     if (!to) refuse("out of memory");
     for (int i = 0, n = 0; i < N_OPTIONS; i++) {
@@ -885,39 +1058,49 @@ static void print_refused(void) {
     static const char *const first[] = {
         "Sizes are refused by these rules, before any rank starts:",
         "  heads divides width                          each head is width/heads wide",
-        "  kv-heads divides heads                       each key and value serves heads/kv-heads queries",
+        "  kv-heads divides heads                       each key and value serves heads/kv-heads "
+        "queries",
         "  dp x pp x cp x tp x ep = ranks",
         "  ep divides experts, top-k <= experts         a rank has whole experts; tp cuts each",
-        "  pp x chunks <= 2 layers + 2                  stages are cut between half layers, embedding and head",
+        "  pp x chunks <= 2 layers + 2                  stages are cut between half layers, "
+        "embedding and head",
         "  chunks is 1, but with schedule interleaved   and then pp is 2 or more",
         "  partition has pp x chunks numbers            with the sum 2 layers",
-        "  tp divides heads                             a rank has whole heads; ffn and vocab need not divide",
-        "  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are more ranks",
+        "  tp divides heads                             a rank has whole heads; ffn and vocab need "
+        "not divide",
+        "  tp divides kv-heads, or kv-heads divides tp  ranks share a head of keys when there are "
+        "more ranks",
         "  cp divides seq; 2 cp does with zigzag        every rank has as many tokens",
-        "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple of it",
+        "  cp divides heads/tp with ulysses             and divides kv-heads/tp or is a multiple "
+        "of it",
         "  tp divides seq/cp with sp                    tokens are cut over tp between its regions",
         "  shard-group divides dp x ep x cp             with zero 1 to 3; zero3-keep is for zero 3",
-        "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, three must agree",
+        "  batch = micro-batch x accum x replicas       replicas = dp x ep; two give the third, "
+        "three must agree",
         "  micro-batch x replicas divides START, INCR   of batch-ramp; INCR divides batch - START",
         "  width/heads even, with --arch llama          positions turn pairs of numbers",
         "  vocab >= 256, or > every token id            a byte is a token; shards hold ids",
-        "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last token",
+        "  seq + 1 <= tokens of --data, and of --val    one sequence and the label of its last "
+        "token",
     };
     static const char *const rest[] = {
         "  what is given with --model is what it has    seq may be shorter",
         "  stop-at <= steps",
-        "  save-every, keep, max-restarts need save     save is not a folder of another training's checkpoints",
-        "  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher restarts its own",
+        "  save-every, keep, max-restarts need save     save is not a folder of another training's "
+        "checkpoints",
+        "  min-ranks <= ranks, with max-restarts        ranks are threads or procs: a launcher "
+        "restarts its own",
     };
     line out = { .fd = 1 };
     PRINT_LINES(first);
-    say(&out, "  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n", DT_SAMPLER_SHUFFLED);
+    say(&out, "  sequences <= %d, with --shuffle on    there are (tokens - 1) / seq\n",
+        DT_SAMPLER_SHUFFLED);
     PRINT_LINES(rest);
 }
 
-// ==== 6. From options to a run ======================================================================================
+// ==== 6. From options to a run ==================================================================
 
-static int     int_of(const value *v, int id) { return (int)v[id].number; }
+static int int_of(const value *v, int id) { return (int)v[id].number; }
 static int64_t long_of(const value *v, int id) { return (int64_t)v[id].number; }
 
 /* The largest divisor of n that is not above `most`. */
@@ -936,7 +1119,7 @@ static int64_t divisor_above(int64_t n, int64_t least) {
 /* A word, or "full:" and how many layers are recomputed together. */
 static void resolve_recompute(const char *text, gpt_config *c) {
     static const char *const words[] = { "none", "selective", "full" }; /* as GPT_RECOMPUTE_* */
-    int  best = 0, least = 99;
+    int best = 0, least = 99;
     char word[16];
     snprintf(word, sizeof word, "%.*s", (int)strcspn(text, ":"), text);
     for (int i = 0; i < 3; i++) {
@@ -946,14 +1129,17 @@ static void resolve_recompute(const char *text, gpt_config *c) {
     c->recompute = best;
     if (least == 0 && !strchr(text, ':')) return;
     const char *digits = strchr(text, ':') ? strchr(text, ':') + 1 : "";
-    double      every = 0;
-    size_t      n = decimal(digits, 0, &every);
+    double every = 0;
+    size_t n = decimal(digits, 0, &every);
     c->recompute_every = (int)fmax(1, fmin(every, c->layers));
-    if (least == 0 && best == GPT_RECOMPUTE_FULL && n && !digits[n] && c->recompute_every == every) return;
+    if (least == 0 && best == GPT_RECOMPUTE_FULL && n && !digits[n] && c->recompute_every == every)
+        return;
     if (*digits && best == GPT_RECOMPUTE_FULL)
-        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use --recompute full:%d",
+        refuse("--recompute %s: K of full:K is a whole number from 1 to the %d --layers; use "
+               "--recompute full:%d",
             text, c->layers, c->recompute_every);
-    refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s", text, words[best]);
+    refuse("--recompute %s: the legal values are none|selective|full|full:K; use --recompute %s",
+        text, words[best]);
 }
 
 /* dt's log, without errors: the first failure is kept, and is printed at the end. */
@@ -962,8 +1148,9 @@ static void quiet_errors(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) dt_host_default()->log(dt_host_default()->user, level, rank, text);
 }
 
-/* The same, but the first failure when it comes: a rank that is stuck or stopped may keep dt_run from its end for long,
-   and under MPI, when a rank has died, the launcher may kill the others within milliseconds. */
+/* The same, but the first failure when it comes: a rank that is stuck or stopped may keep dt_run
+   from its end for long, and under MPI, when a rank has died, the launcher may kill the others
+   within milliseconds. */
 static void errors_at_once(void *user, int level, int rank, const char *text) {
     if (level != DT_LOG_ERROR) {
         quiet_errors(user, level, rank, text);
@@ -991,53 +1178,61 @@ static const char *bare(dt_ctx *ctx) {
 /* One size from --model: what was given must agree with it. */
 static void take_size(value *v, int id, int64_t size) {
     if (v[id].from == GIVEN && long_of(v, id) != size)
-        refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text, v[O_MODEL].text,
-            (long long)size, table[id].name);
+        refuse("--%s %s: the model in %s has %lld; leave --%s out", table[id].name, v[id].text,
+            v[O_MODEL].text, (long long)size, table[id].name);
     if (v[id].from != GIVEN) compute(&v[id], size);
 }
 
 static void take_word(value *v, int id, const char *word) {
     if (v[id].from == GIVEN && strcmp(v[id].text, word) != 0)
-        refuse("--%s %s: the model in %s has %s; leave --%s out", table[id].name, v[id].text, v[O_MODEL].text, word,
-            table[id].name);
+        refuse("--%s %s: the model in %s has %s; leave --%s out", table[id].name, v[id].text,
+            v[O_MODEL].text, word, table[id].name);
     if (v[id].from != GIVEN) set(&v[id], id, word, COMPUTED);
 }
 
 /* Sizes from the file of --model; T may be shorter than the model's longest. */
 static gpt_config model_of_file(value *v) {
-    dt_ctx    *ctx = look();
+    dt_ctx *ctx = look();
     check_kind(O_MODEL, v[O_MODEL].text, EITHER);
     gpt_config c = gpt_config_from(ctx, v[O_MODEL].text);
     if (dt_error(ctx) != DT_OK) refuse("--model: %s", bare(ctx));
     dt_ctx_free(ctx);
-    const int     ids[] = { O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_VOCAB };
+    const int ids[] = { O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_VOCAB };
     const int64_t sizes[] = { c.layers, c.width, c.heads, c.kv_heads, c.ffn, c.vocab };
     for (int i = 0; i < 6; i++) take_size(v, ids[i], sizes[i]);
     take_word(v, O_ARCH, c.arch == GPT_LLAMA ? "llama" : "gpt2");
     take_word(v, O_TIE, c.tied ? "on" : "off");
     if (v[O_SEQ].from != GIVEN) compute(&v[O_SEQ], c.seq < 1024 ? c.seq : 1024);
     if (int_of(v, O_SEQ) > c.seq)
-        refuse("--seq %s: the model in %s has %d positions; use --seq %d or less", v[O_SEQ].text, v[O_MODEL].text,
-            c.seq, c.seq);
+        refuse("--seq %s: the model in %s has %d positions; use --seq %d or less", v[O_SEQ].text,
+            v[O_MODEL].text, c.seq, c.seq);
     return c;
 }
 
 static gpt_config model_of_options(value *v) {
     int width = int_of(v, O_WIDTH), heads = int_of(v, O_HEADS), llama = v[O_ARCH].number != 0;
     if (!v[O_KV_HEADS].text) compute(&v[O_KV_HEADS], heads);
-    if (!v[O_FFN].text) compute(&v[O_FFN], llama ? ((int64_t)width * 8 / 3 + 31) / 32 * 32 : 4 * (int64_t)width);
+    if (!v[O_FFN].text)
+        compute(&v[O_FFN], llama ? ((int64_t)width * 8 / 3 + 31) / 32 * 32 : 4 * (int64_t)width);
     int kv_heads = int_of(v, O_KV_HEADS);
     if (width % heads != 0)
-        refuse("--heads %d does not divide --width %d; use --heads %d or --width %lld", heads, width,
-            (int)divisor_below(width, heads), ((long long)width / heads + 1) * heads);
+        refuse("--heads %d does not divide --width %d; use --heads %d or --width %lld", heads,
+            width, (int)divisor_below(width, heads), ((long long)width / heads + 1) * heads);
     if (heads % kv_heads != 0)
         refuse("--kv-heads %d does not divide --heads %d; use --kv-heads %d", kv_heads, heads,
             (int)divisor_below(heads, kv_heads));
     if (llama && width / heads % 2 != 0)
-        refuse("--arch llama: heads of --width %d / --heads %d = %d numbers, which are no pairs; use --width %d", width,
-            heads, width / heads, (width / heads + 1) * heads);
-    return (gpt_config){ .layers = int_of(v, O_LAYERS), .width = width, .heads = heads, .kv_heads = kv_heads,
-        .ffn = int_of(v, O_FFN), .seq = int_of(v, O_SEQ), .vocab = int_of(v, O_VOCAB), .tied = v[O_TIE].number != 0,
+        refuse("--arch llama: heads of --width %d / --heads %d = %d numbers, which are no pairs; "
+               "use --width %d",
+            width, heads, width / heads, (width / heads + 1) * heads);
+    return (gpt_config){ .layers = int_of(v, O_LAYERS),
+        .width = width,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .ffn = int_of(v, O_FFN),
+        .seq = int_of(v, O_SEQ),
+        .vocab = int_of(v, O_VOCAB),
+        .tied = v[O_TIE].number != 0,
         .arch = llama ? GPT_LLAMA : GPT_GPT2 };
 }
 
@@ -1047,7 +1242,8 @@ static double read_or_word(const value *v, int id, const char *word, double most
     size_t n = decimal(v[id].text, !whole, &x);
     if (strcmp(v[id].text, word) == 0) return 0;
     if (!n || v[id].text[n] || !(x > 0 && x <= most))
-        refuse("--%s %s: %s, or a %snumber up to %g", table[id].name, v[id].text, word, whole ? "whole " : "", most);
+        refuse("--%s %s: %s, or a %snumber up to %g", table[id].name, v[id].text, word,
+            whole ? "whole " : "", most);
     return x;
 }
 
@@ -1058,7 +1254,8 @@ static void resolve_experts(value *v, gpt_config *c) {
     if (c->experts == 0) return;
     if (v[O_MODEL].text) refuse("--model with --experts is not available in this build");
     if (c->experts < int_of(v, O_TOP_K) && v[O_TOP_K].from == GIVEN)
-        refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts, c->experts);
+        refuse("--top-k %d of --experts %d; use --top-k %d", int_of(v, O_TOP_K), c->experts,
+            c->experts);
     if (c->experts < int_of(v, O_TOP_K)) compute(&v[O_TOP_K], c->experts);
     c->top_k = int_of(v, O_TOP_K);
     c->moe_every = int_of(v, O_MOE_EVERY);
@@ -1090,16 +1287,19 @@ static void resolve_device(value *v) {
     if (is_nccl(v) && v[O_DEVICE].from != GIVEN) set(&v[O_DEVICE], O_DEVICE, "cuda", COMPUTED);
     if (is_nccl(v) && !is_cuda(v)) refuse("--backend nccl needs --device cuda");
     if (is_cuda(v) && strcmp(v[O_BACKEND].text, "procs") == 0)
-        refuse("--device cuda --backend procs: a fork cannot use the GPU of the process it comes from; use threads, or "
-            "start the ranks with examples/launch");
+        refuse("--device cuda --backend procs: a fork cannot use the GPU of the process it comes "
+               "from; use threads, or "
+               "start the ranks with examples/launch");
     if (is_cuda(v) && strcmp(v[O_DTYPE].text, "f64") == 0)
         refuse("--device cuda --dtype f64: GPUs compute f32, bf16 and f16 here; f64 is the CPU's");
 #ifdef DT_USE_CUDA
     char *why = launched.device;
-    if (v[O_DEVICE].from == DEFAULT) strcpy(why, "the CPU, as --device is not given; --device cuda is for the GPU");
+    if (v[O_DEVICE].from == DEFAULT)
+        strcpy(why, "the CPU, as --device is not given; --device cuda is for the GPU");
     if (!is_cuda(v) || dt_cuda_ready(why, sizeof launched.device) == DT_OK) return;
-    if (is_nccl(v)) refuse("--backend nccl%s: no CUDA device (%s)", v[O_BACKEND].from == GIVEN ? "" :
-        ", by which a launcher's ranks on GPUs meet", why);
+    if (is_nccl(v))
+        refuse("--backend nccl%s: no CUDA device (%s)",
+            v[O_BACKEND].from == GIVEN ? "" : ", by which a launcher's ranks on GPUs meet", why);
     complain("no CUDA device (%s): running on the CPU\n", why);
     *why = 0;
     set(&v[O_DEVICE], O_DEVICE, "cpu", COMPUTED);
@@ -1115,11 +1315,12 @@ static const dt_kernels *kernels_of(const value *v) {
     return dt_kernels_cpu();
 }
 
-/* Who started this process. What the command line says goes before the environment; a launcher that started several
-   ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built with it; on GPUs, of NCCL. */
+/* Who started this process. What the command line says goes before the environment; a launcher that
+   started several ranks makes them ranks of tcp, or of MPI if it is MPI's and the program was built
+   with it; on GPUs, of NCCL. */
 static void find_launch(value *v) {
     const dt_launch *by = &launched.by;
-    const char      *backend = "tcp";
+    const char *backend = "tcp";
     launched.wrong = dt_launch_find(&launched.by);
     if (v[O_BACKEND].from == GIVEN || v[O_RANK].text || v[O_RENDEZVOUS].text) return;
     if (launched.wrong) refuse("%s", by->text);
@@ -1136,11 +1337,11 @@ static void find_launch(value *v) {
    of a machine. dt_run reads the file, and erases the token once all ranks have connected; so does
    this check. */
 static void check_token(const char *path) {
-    char         token[257];
+    char token[257];
     const size_t room = sizeof token;
-    struct stat  about;
-    int          there = check_kind(O_TOKEN_FILE, path, A_FILE);
-    int          fd = there ? open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) : -1;
+    struct stat about;
+    int there = check_kind(O_TOKEN_FILE, path, A_FILE);
+    int fd = there ? open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK) : -1;
     if (fd < 0 || fstat(fd, &about) != 0) refuse("--token-file %s: %s", path, strerror(errno));
     if (about.st_mode & (S_IRWXG | S_IRWXO))
         refuse("--token-file %s: others may read or change it (mode %03o); chmod 600 %s", path,
@@ -1148,7 +1349,7 @@ static void check_token(const char *path) {
     ssize_t got = read(fd, token, room);
     close(fd);
     if (got < 0) refuse("--token-file %s: %s", path, strerror(errno));
-    size_t length = (size_t)got;    /* as DT_TOKEN_FILE is read: all but white space at its end */
+    size_t length = (size_t)got; /* as DT_TOKEN_FILE is read: all but white space at its end */
     while (length > 0 && strchr(" \t\r\n", token[length - 1])) length--;
     if (length < 16 || length == room || memchr(token, 0, length))
         refuse("--token-file %s: it must hold 16 to %zu characters", path, room - 1);
@@ -1159,66 +1360,87 @@ static void check_token(const char *path) {
 /* Ranks of tcp: what the command line leaves open, the launcher has told. */
 static void resolve_tcp(value *v) {
     const dt_launch *by = &launched.by;
-    int              told = by->by[0] && !v[O_RANK].text;
+    int told = by->by[0] && !v[O_RANK].text;
     if (launched.wrong && !(v[O_RANK].text && v[O_RANKS].text)) refuse("%s", by->text);
     if (told && v[O_RANKS].text && int_of(v, O_RANKS) != by->size)
-        refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text, by->by, by->size);
+        refuse("--ranks %s: %s started %d processes; leave --ranks out", v[O_RANKS].text, by->by,
+            by->size);
     if (by->by[0] && !v[O_RANKS].text) compute(&v[O_RANKS], by->size);
     if (told) compute(&v[O_RANK], by->rank);
     const char *backend = v[O_BACKEND].text;
-    if (!v[O_RANKS].text) refuse("--backend %s needs --ranks N, or a launcher that tells it: %s", backend, by->text);
-    if (!v[O_RANK].text) refuse("--backend %s needs --rank R, or a launcher that tells it: %s", backend, by->text);
-    if (v[O_RANKS].number > table[O_RANKS].hi) refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
+    if (!v[O_RANKS].text)
+        refuse("--backend %s needs --ranks N, or a launcher that tells it: %s", backend, by->text);
+    if (!v[O_RANK].text)
+        refuse("--backend %s needs --rank R, or a launcher that tells it: %s", backend, by->text);
+    if (v[O_RANKS].number > table[O_RANKS].hi)
+        refuse("%s ranks; the most is %.0f", v[O_RANKS].text, table[O_RANKS].hi);
     if (int_of(v, O_RANK) >= int_of(v, O_RANKS))
-        refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text, int_of(v, O_RANKS) - 1);
+        refuse("--rank %s of --ranks %s: the last is %d", v[O_RANK].text, v[O_RANKS].text,
+            int_of(v, O_RANKS) - 1);
     launched.rank = int_of(v, O_RANK);
     const char *given = v[O_RENDEZVOUS].text;
     if (told && !given && !by->rendezvous[0])
-        refuse("%s started ranks on several machines, and nobody says where rank 0 is: use --rendezvous HOST:PORT, or "
-            "set DT_RENDEZVOUS", by->by);
+        refuse("%s started ranks on several machines, and nobody says where rank 0 is: use "
+               "--rendezvous HOST:PORT, or "
+               "set DT_RENDEZVOUS",
+            by->by);
     if (!given && by->rendezvous[0]) set(&v[O_RENDEZVOUS], O_RENDEZVOUS, by->rendezvous, COMPUTED);
-    if (told) snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text, given ? "; instead --rendezvous " : "",
-        given ? given : "");
-    else snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s", launched.rank,
-        int_of(v, O_RANKS), v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
+    if (told)
+        snprintf(launched.text, sizeof launched.text, "%s%s%s", by->text,
+            given ? "; instead --rendezvous " : "", given ? given : "");
+    else
+        snprintf(launched.text, sizeof launched.text, "rank %d of %d by --rank; rendezvous %s",
+            launched.rank, int_of(v, O_RANKS),
+            v[O_RENDEZVOUS].text ? v[O_RENDEZVOUS].text : "127.0.0.1:29500");
 }
 
 /* Each process of a launcher would train alone, and they would share a log. */
 static void refuse_alone(const value *v) {
     const dt_launch *by = &launched.by;
     if (by->size > 1)
-        refuse("--backend %s: this is %s; each needs --backend tcp (on GPUs nccl), or one process alone has --ranks",
+        refuse("--backend %s: this is %s; each needs --backend tcp (on GPUs nccl), or one process "
+               "alone has --ranks",
             v[O_BACKEND].text, by->text);
     if (v[O_RANK].text) refuse("--rank %s needs --backend tcp", v[O_RANK].text);
     if (v[O_RENDEZVOUS].text) refuse("--rendezvous %s needs --backend tcp", v[O_RENDEZVOUS].text);
-    if (v[O_TOKEN_FILE].text) refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
+    if (v[O_TOKEN_FILE].text)
+        refuse("--token-file %s needs --backend tcp or mpi", v[O_TOKEN_FILE].text);
 }
 
-/* MPI says who this process is; the launcher must have said the same, or its MPI is another one than the program's. */
+/* MPI says who this process is; the launcher must have said the same, or its MPI is another one
+   than the program's. */
 static void resolve_mpi(value *v) {
     const dt_launch *by = &launched.by;
     if (by->size > 1 && launched.size != by->size)
-        refuse("MPI started %d process%s, but %s says: %s; is the program built with another MPI? --backend tcp needs "
-            "none", launched.size, launched.size == 1 ? "" : "es", by->by, by->text);
+        refuse("MPI started %d process%s, but %s says: %s; is the program built with another MPI? "
+               "--backend tcp needs "
+               "none",
+            launched.size, launched.size == 1 ? "" : "es", by->by, by->text);
     if (v[O_RANKS].text && int_of(v, O_RANKS) != launched.size)
-        refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text, launched.size);
+        refuse("--ranks %s: MPI started %d processes; leave --ranks out", v[O_RANKS].text,
+            launched.size);
     if (v[O_RANK].text || v[O_RENDEZVOUS].text)
         refuse("--%s needs --backend tcp", v[O_RANK].text ? "rank" : "rendezvous");
     compute(&v[O_RANKS], launched.size);
-    snprintf(launched.text, sizeof launched.text, "rank %d of %d by MPI%s%s", launched.rank, launched.size,
-        by->by[0] ? ", started by " : "", by->by);
+    snprintf(launched.text, sizeof launched.text, "rank %d of %d by MPI%s%s", launched.rank,
+        launched.size, by->by[0] ? ", started by " : "", by->by);
 }
 
 static dt_mesh_desc resolve_mesh(value *v) {
-    char         why[256];
-    dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP), int_of(v, O_EP) };
+    char why[256];
+    dt_mesh_desc sizes = { int_of(v, O_DP), int_of(v, O_TP), int_of(v, O_CP), int_of(v, O_PP),
+        int_of(v, O_EP) };
     memcpy(launched.text, launched.by.text, sizeof launched.by.text);
     resolve_device(v);
-    if (is_tcp(v)) resolve_tcp(v);
-    else if (launched.size) resolve_mpi(v);
-    else refuse_alone(v);
+    if (is_tcp(v))
+        resolve_tcp(v);
+    else if (launched.size)
+        resolve_mpi(v);
+    else
+        refuse_alone(v);
     if (!v[O_RANKS].text)
-        compute(&v[O_RANKS], (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
+        compute(&v[O_RANKS],
+            (int64_t)(sizes.dp ? sizes.dp : 1) * sizes.tp * sizes.cp * sizes.pp * sizes.ep);
     if (dt_mesh_sizes(&sizes, int_of(v, O_RANKS), why, sizeof why) != DT_OK) refuse("%s", why);
     if (!v[O_DP].text) compute(&v[O_DP], sizes.dp);
     return sizes;
@@ -1226,23 +1448,31 @@ static dt_mesh_desc resolve_mesh(value *v) {
 
 /* B = b a R: two of them give the third, three must agree. */
 static void resolve_batch(value *v, int replicas, int pp) {
-    int64_t     B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM), R = replicas;
+    int64_t B = long_of(v, O_BATCH), b = long_of(v, O_MICRO_BATCH), a = long_of(v, O_ACCUM),
+            R = replicas;
     const char *preset = v[O_BATCH].from == GIVEN ? "" : " (its default)";
     if (b && a && v[O_BATCH].from == GIVEN && B != b * a * R)
-        refuse("--batch %lld is not --micro-batch %lld x --accum %lld x %lld replicas; use --batch %lld, or leave one "
-            "of the three out", (long long)B, (long long)b, (long long)a, (long long)R, (long long)(b * a * R));
+        refuse("--batch %lld is not --micro-batch %lld x --accum %lld x %lld replicas; use --batch "
+               "%lld, or leave one "
+               "of the three out",
+            (long long)B, (long long)b, (long long)a, (long long)R, (long long)(b * a * R));
     if (b && a && v[O_BATCH].from != GIVEN) compute(&v[O_BATCH], B = b * a * R);
-    if (B > table[O_BATCH].hi) refuse("a batch of %lld sequences; the most is %.0f", (long long)B, table[O_BATCH].hi);
+    if (B > table[O_BATCH].hi)
+        refuse("a batch of %lld sequences; the most is %.0f", (long long)B, table[O_BATCH].hi);
     int64_t unit = (b ? b : 1) * (a ? a : 1) * R;
     if (B % unit != 0 && (b || a))
-        refuse("--batch %lld%s is not a multiple of %s %lld x %lld replicas; use --batch %lld", (long long)B, preset,
-            b ? "--micro-batch" : "--accum", (long long)(b ? b : a), (long long)R, (long long)(B / unit + 1) * unit);
-    if (B % unit != 0)
-        refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B, preset,
+        refuse("--batch %lld%s is not a multiple of %s %lld x %lld replicas; use --batch %lld",
+            (long long)B, preset, b ? "--micro-batch" : "--accum", (long long)(b ? b : a),
             (long long)R, (long long)(B / unit + 1) * unit);
-    if (!a && !b && pp > 1) a = divisor_above(B / R, pp); /* a pipeline wants as many micro-batches as ranks */
-    if (a) compute(&v[O_ACCUM], a);
-    else compute(&v[O_ACCUM], b ? B / (b * R) : 1);
+    if (B % unit != 0)
+        refuse("--batch %lld%s does not divide over %lld replicas; use --batch %lld", (long long)B,
+            preset, (long long)R, (long long)(B / unit + 1) * unit);
+    /* a pipeline wants as many micro-batches as ranks */
+    if (!a && !b && pp > 1) a = divisor_above(B / R, pp);
+    if (a)
+        compute(&v[O_ACCUM], a);
+    else
+        compute(&v[O_ACCUM], b ? B / (b * R) : 1);
     if (!b) compute(&v[O_MICRO_BATCH], B / (long_of(v, O_ACCUM) * R));
 }
 
@@ -1255,13 +1485,14 @@ static int64_t greatest_divisor(int64_t a, int64_t b) {
     return a;
 }
 
-#define RAMP_MOST 1e15     /* integers up to it are exact as doubles */
+#define RAMP_MOST 1e15 /* integers up to it are exact as doubles */
 
-/* START:INCR:SAMPLES. Without --micro-batch and --accum it also says the micro-batch: the largest that divides all. */
+/* START:INCR:SAMPLES. Without --micro-batch and --accum it also says the micro-batch: the largest
+   that divides all. */
 static dt_batch_ramp read_ramp(value *v, int replicas) {
-    const char   *text = v[O_BATCH_RAMP].text;
+    const char *text = v[O_BATCH_RAMP].text;
     dt_batch_ramp ramp = { 0, 0, 0, 0 };
-    int64_t      *parts[3] = { &ramp.start, &ramp.incr, &ramp.samples };
+    int64_t *parts[3] = { &ramp.start, &ramp.incr, &ramp.samples };
     if (!text) return ramp;
     for (int i = 0; i < 3; i++) {
         double x = 0;
@@ -1274,16 +1505,18 @@ static dt_batch_ramp read_ramp(value *v, int replicas) {
     }
     int64_t all = greatest_divisor(greatest_divisor(ramp.start, ramp.incr), long_of(v, O_BATCH));
     if (!v[O_MICRO_BATCH].text && !v[O_ACCUM].text)
-        compute(&v[O_MICRO_BATCH], all % replicas == 0 && all <= table[O_MICRO_BATCH].hi ? all / replicas : 1);
+        compute(&v[O_MICRO_BATCH],
+            all % replicas == 0 && all <= table[O_MICRO_BATCH].hi ? all / replicas : 1);
     return ramp;
 }
 
 static void check_ramp(const value *v, dt_batch_ramp *ramp, int replicas) {
     char why[400];
     ramp->batch = long_of(v, O_BATCH);
-    if (dt_batch_ramp_check(*ramp, long_of(v, O_MICRO_BATCH) * replicas, why, sizeof why) == DT_OK) return;
-    refuse("--batch-ramp with --batch %lld, --micro-batch %lld and %d replicas: %s", (long long)ramp->batch,
-        (long long)long_of(v, O_MICRO_BATCH), replicas, why);
+    if (dt_batch_ramp_check(*ramp, long_of(v, O_MICRO_BATCH) * replicas, why, sizeof why) == DT_OK)
+        return;
+    refuse("--batch-ramp with --batch %lld, --micro-batch %lld and %d replicas: %s",
+        (long long)ramp->batch, (long long)long_of(v, O_MICRO_BATCH), replicas, why);
 }
 
 /* dt reads 0 as "the default"; a number this small is 0 in effect. */
@@ -1293,44 +1526,56 @@ static double nearly(double x) { return x == 0 ? 1e-300 : x; }
 static void resolve_onebit(value *v) {
     int onebit = strcmp(v[O_OPTIMIZER].text, "onebit-adam") == 0;
     if (!onebit && v[O_FREEZE_STEPS].text)
-        refuse("--freeze-steps %s is for --optimizer onebit-adam, not for %s", v[O_FREEZE_STEPS].text,
-            v[O_OPTIMIZER].text);
+        refuse("--freeze-steps %s is for --optimizer onebit-adam, not for %s",
+            v[O_FREEZE_STEPS].text, v[O_OPTIMIZER].text);
     if (!onebit) return;
     if (int_of(v, O_ZERO) != 0)
-        refuse("--optimizer onebit-adam: each rank needs its whole state; use --zero 0, not %s", v[O_ZERO].text);
+        refuse("--optimizer onebit-adam: each rank needs its whole state; use --zero 0, not %s",
+            v[O_ZERO].text);
     if (int_of(v, O_REDUCE) != 0)
-        refuse("--optimizer onebit-adam sums no gradients after its --freeze-steps; use --reduce fixed");
+        refuse("--optimizer onebit-adam sums no gradients after its --freeze-steps; use --reduce "
+               "fixed");
     if (!v[O_FREEZE_STEPS].text) compute(&v[O_FREEZE_STEPS], (long_of(v, O_STEPS) + 3) / 4);
 }
 
 static dt_zero_desc resolve_optimizer(value *v) {
     static const int kinds[] = { DT_ADAMW, DT_ADAM, DT_SGD, DT_ONEBIT_ADAM };
     resolve_onebit(v);
-    return (dt_zero_desc){ .stage = int_of(v, O_ZERO), .optimizer = kinds[int_of(v, O_OPTIMIZER)],
-        .beta1 = nearly(v[O_BETA1].number), .beta2 = nearly(v[O_BETA2].number), .eps = v[O_EPS].number,
-        .momentum = v[O_MOMENTUM].number, .freeze_steps = int_of(v, O_FREEZE_STEPS),
-        .weight_decay = v[O_WEIGHT_DECAY].number, .clip = v[O_CLIP].number, .tree = int_of(v, O_REDUCE),
+    return (dt_zero_desc){ .stage = int_of(v, O_ZERO),
+        .optimizer = kinds[int_of(v, O_OPTIMIZER)],
+        .beta1 = nearly(v[O_BETA1].number),
+        .beta2 = nearly(v[O_BETA2].number),
+        .eps = v[O_EPS].number,
+        .momentum = v[O_MOMENTUM].number,
+        .freeze_steps = int_of(v, O_FREEZE_STEPS),
+        .weight_decay = v[O_WEIGHT_DECAY].number,
+        .clip = v[O_CLIP].number,
+        .tree = int_of(v, O_REDUCE),
         .no_overlap = !int_of(v, O_OVERLAP) };
 }
 
 /* The loss scale, and who shares what out with whom. */
 static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
-    int    ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
+    int ranks = mesh.dp * mesh.ep * mesh.cp, group = int_of(v, O_SHARD_GROUP);
     size_t n = 0;
     if (!v[O_LOSS_SCALE].text && strcmp(v[O_DTYPE].text, "f16") == 0)
         set(&v[O_LOSS_SCALE], O_LOSS_SCALE, "dynamic", COMPUTED);
     const char *text = v[O_LOSS_SCALE].text;
-    int         dynamic = text && strcmp(text, "dynamic") == 0;
-    if (dynamic) z->loss_scale = DT_SCALE_DYNAMIC;
-    else if (text) n = decimal(text, 1, &z->loss_scale);
+    int dynamic = text && strcmp(text, "dynamic") == 0;
+    if (dynamic)
+        z->loss_scale = DT_SCALE_DYNAMIC;
+    else if (text)
+        n = decimal(text, 1, &z->loss_scale);
     if (text && !dynamic && (!n || text[n] || !(z->loss_scale > 0)))
         refuse("--loss-scale %s: not dynamic, nor a number above 0", text);
     z->keep_gathered = v[O_ZERO3_KEEP].number != 0;
     if (z->keep_gathered && z->stage < 3)
-        refuse("--zero3-keep on needs --zero 3: with --zero %d nothing is gathered for a use", z->stage);
+        refuse("--zero3-keep on needs --zero 3: with --zero %d nothing is gathered for a use",
+            z->stage);
     z->shard_group = group;
     if (group && z->stage == 0)
-        refuse("--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
+        refuse(
+            "--shard-group %d needs --zero 1, 2 or 3: with --zero 0 nothing is shared out", group);
     const char *optim = v[O_OFFLOAD_OPTIM].text, *params = v[O_OFFLOAD_PARAMS].text;
     z->offload_optim = strcmp(optim, "none") == 0 ? NULL : optim;
     z->offload_params = strcmp(params, "none") == 0 ? NULL : params;
@@ -1338,24 +1583,27 @@ static void resolve_zero(value *v, dt_mesh_desc mesh, dt_zero_desc *z) {
     for (int i = 0; i < 2; i++) {
         int folder = places[i] && strcmp(places[i], "cpu") != 0 && !v[O_DRY_RUN].number;
         if (folder && !check_kind(i ? O_OFFLOAD_PARAMS : O_OFFLOAD_OPTIM, places[i], A_DIRECTORY))
-            refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none", i ? "params" : "optim",
-                places[i]);
+            refuse("--offload-%s %s: there is no such folder; make it, or use cpu or none",
+                i ? "params" : "optim", places[i]);
     }
     if (z->offload_params && z->stage < 3)
-        refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values", params, z->stage);
+        refuse("--offload-params %s needs --zero 3: with --zero %d every rank has whole values",
+            params, z->stage);
     if (z->offload_optim && z->optimizer == DT_ONEBIT_ADAM)
-        refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use --offload-optim none");
-    if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 && strcmp(optim, "cpu") != 0 &&
-        strcmp(params, "cpu") != 0)
+        refuse("--optimizer onebit-adam exchanges its state, so it is not offloaded; use "
+               "--offload-optim none");
+    if (z->offload_optim && z->offload_params && strcmp(optim, params) != 0 &&
+        strcmp(optim, "cpu") != 0 && strcmp(params, "cpu") != 0)
         refuse("--offload-optim %s and --offload-params %s: one folder is needed", optim, params);
     if (group && ranks % group != 0)
-        refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); use --shard-group %d",
+        refuse("--shard-group %d does not divide the %d ranks of the data group (dp %d x cp %d); "
+               "use --shard-group %d",
             group, ranks, mesh.dp * mesh.ep, mesh.cp, (int)divisor_below(ranks, group));
 }
 
 /* Whether heads and tokens can be cut as the mesh wants. */
 static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
-    char    why[300];
+    char why[300];
     int64_t tokens = int_of(v, O_SEQ) / mesh.cp;
     m->sp = v[O_SP].number != 0;
     m->cp_kind = int_of(v, O_CP_KIND);
@@ -1363,62 +1611,75 @@ static void resolve_cuts(const value *v, dt_mesh_desc mesh, gpt_config *m) {
         refuse("--tp %d does not divide --heads %d; use --tp %d", mesh.tp, m->heads,
             (int)divisor_below(m->heads, mesh.tp));
     if (m->kv_heads % mesh.tp != 0 && mesh.tp % m->kv_heads != 0)
-        refuse("--tp %d and --kv-heads %d: one must divide the other; use --tp %d", mesh.tp, m->kv_heads,
-            (int)divisor_below(m->kv_heads, mesh.tp));
+        refuse("--tp %d and --kv-heads %d: one must divide the other; use --tp %d", mesh.tp,
+            m->kv_heads, (int)divisor_below(m->kv_heads, mesh.tp));
     int keys = m->kv_heads < mesh.tp ? 1 : m->kv_heads / mesh.tp;
-    if (dt_context_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why, sizeof why) != DT_OK)
+    if (dt_context_check(m->cp_kind, int_of(v, O_SEQ), mesh.cp, m->heads / mesh.tp, keys, why,
+            sizeof why) != DT_OK)
         refuse("%s", why);
     if (m->sp && tokens % mesh.tp != 0)
-        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which does not divide "
-            "them; use --seq %lld", (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
+        refuse("--sp on cuts the %lld tokens of a rank (--seq %d over --cp %d) over --tp %d, which "
+               "does not divide "
+               "them; use --seq %lld",
+            (long long)tokens, int_of(v, O_SEQ), mesh.cp, mesh.tp,
             (long long)((tokens / mesh.tp + 1) * mesh.tp * mesh.cp));
     if (m->experts % mesh.ep != 0)
         refuse("--ep %d does not divide --experts %d; use --ep %d", mesh.ep, m->experts,
             (int)divisor_below(m->experts, mesh.ep));
     if (v[O_SAVE_MODEL].text && m->experts)
-        refuse("--save-model writes what others read, who have no such mixtures; use --save with --experts");
+        refuse("--save-model writes what others read, who have no such mixtures; use --save with "
+               "--experts");
 }
 
-/* A list of half layers, one number for each stage: the first has the embedding too, the last the head. */
+/* A list of half layers, one number for each stage: the first has the embedding too, the last the
+   head. */
 static void read_partition(const value *v, train_config *c, int stages) {
     const char *at = v[O_PARTITION].text, *list = at;
-    int64_t     sum = 0, halves = 2 * c->model.layers;
-    int         n = 0;
+    int64_t sum = 0, halves = 2 * c->model.layers;
+    int n = 0;
     for (; *at; n++) {
         double count = 0;
-        int    ends = n == 0 || n == stages - 1; /* these have something else */
+        int ends = n == 0 || n == stages - 1; /* these have something else */
         const char *end = at + decimal(at, 0, &count);
-        if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends || count > (double)halves)
-            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in 3,5: at least 1 for "
-                "each but the first and the last", list, stages);
+        if (end == at || (*end && *end != ',') || (*end == ',' && !end[1]) || count < !ends ||
+            count > (double)halves)
+            refuse("--partition %s: even, cost, or the half layers of each of %d stages, as in "
+                   "3,5: at least 1 for "
+                   "each but the first and the last",
+                list, stages);
         sum += (int64_t)count;
         if (n < stages) c->cut[n + 1] = (int)(1 + sum + (n == stages - 1));
         at = *end ? end + 1 : end;
     }
     if (n != stages || sum != halves)
-        refuse("--partition %s: %d numbers with the sum %lld; --pp %d x --chunks %d stages and --layers %d need %d "
-            "numbers with the sum %lld", list, n, (long long)sum, c->mesh.pp, c->chunks, c->model.layers, stages,
+        refuse("--partition %s: %d numbers with the sum %lld; --pp %d x --chunks %d stages and "
+               "--layers %d need %d "
+               "numbers with the sum %lld",
+            list, n, (long long)sum, c->mesh.pp, c->chunks, c->model.layers, stages,
             (long long)halves);
 }
 
 /* Stages of the pipeline, and what each has. */
 static void resolve_pipeline(value *v, train_config *c) {
-    static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B, DT_SCHEDULE_INTERLEAVED,
-        DT_SCHEDULE_ZB };
-    int  items = 2 * c->model.layers + 2, stages;
+    static const int kinds[] = { DT_SCHEDULE_NAIVE, DT_SCHEDULE_AFAB, DT_SCHEDULE_1F1B,
+        DT_SCHEDULE_INTERLEAVED, DT_SCHEDULE_ZB };
+    int items = 2 * c->model.layers + 2, stages;
     char why[300];
     c->schedule = kinds[int_of(v, O_SCHEDULE)];
     int interleaved = c->schedule == DT_SCHEDULE_INTERLEAVED && c->mesh.pp > 1;
     if (!v[O_CHUNKS].text) compute(&v[O_CHUNKS], interleaved ? 2 : 1);
     c->chunks = int_of(v, O_CHUNKS);
     if (c->chunks > 1 && c->mesh.pp == 1)
-        refuse("--chunks %d cuts a rank's part of a pipeline; use --pp 2 or more with it", c->chunks);
+        refuse(
+            "--chunks %d cuts a rank's part of a pipeline; use --pp 2 or more with it", c->chunks);
     if (c->chunks > 1 && !interleaved)
-        refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved", c->chunks,
-            v[O_SCHEDULE].text);
+        refuse("--chunks %d: schedule %s gives each rank one stage; use --schedule interleaved",
+            c->chunks, v[O_SCHEDULE].text);
     if ((int64_t)c->mesh.pp * c->chunks > items)
-        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: embedding, "
-            "attentions, MLPs, head; use --pp %d", c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
+        refuse("--pp %d x --chunks %d are more stages than the %d pieces of a model of %d layers: "
+               "embedding, "
+               "attentions, MLPs, head; use --pp %d",
+            c->mesh.pp, c->chunks, items, c->model.layers, items / c->chunks);
     stages = c->mesh.pp * c->chunks;
     c->by_cost = strcmp(v[O_PARTITION].text, "cost") == 0 && stages > 1;
     if (strcmp(v[O_PARTITION].text, "even") != 0 && strcmp(v[O_PARTITION].text, "cost") != 0) {
@@ -1434,16 +1695,19 @@ static void resolve_pipeline(value *v, train_config *c) {
 static void resolve_saving(const value *v, train_config *c) {
     static const int need[] = { O_SAVE_EVERY, O_KEEP, O_MAX_RESTARTS, O_SAVE_BACKGROUND };
     for (size_t i = 0; i < sizeof need / sizeof *need && !v[O_SAVE].text; i++)
-        if (v[need[i]].number > 0) refuse("--%s %s needs --save DIR", table[need[i]].name, v[need[i]].text);
+        if (v[need[i]].number > 0)
+            refuse("--%s %s needs --save DIR", table[need[i]].name, v[need[i]].text);
     if (v[O_MAX_RESTARTS].number > 0 && (launched.size || is_tcp(v)))
-        refuse("--max-restarts %s is for --backend threads and procs: who started these ranks can start them again, "
-            "with --resume", v[O_MAX_RESTARTS].text);
+        refuse("--max-restarts %s is for --backend threads and procs: who started these ranks can "
+               "start them again, "
+               "with --resume",
+            v[O_MAX_RESTARTS].text);
     if (v[O_MIN_RANKS].text && v[O_MAX_RESTARTS].number == 0)
         refuse("--min-ranks %s says how few ranks a restart may have; use --max-restarts N with it",
             v[O_MIN_RANKS].text);
     if (v[O_MIN_RANKS].number > v[O_RANKS].number)
-        refuse("--min-ranks %s of --ranks %s; use --min-ranks %s or less", v[O_MIN_RANKS].text, v[O_RANKS].text,
-            v[O_RANKS].text);
+        refuse("--min-ranks %s of --ranks %s; use --min-ranks %s or less", v[O_MIN_RANKS].text,
+            v[O_RANKS].text, v[O_RANKS].text);
     if ((v[O_SAVE].text && !*v[O_SAVE].text) || (v[O_RESUME].text && !*v[O_RESUME].text))
         refuse("--%s: a folder is needed", v[O_SAVE].text && !*v[O_SAVE].text ? "save" : "resume");
     c->save = v[O_SAVE].text;
@@ -1456,7 +1720,9 @@ static void resolve_saving(const value *v, train_config *c) {
 
 static train_config resolve(value *v) {
     static const int schedules[] = { DT_LR_COSINE, DT_LR_LINEAR, DT_LR_CONSTANT, DT_LR_WSD };
-    train_config c = { .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v) };
+    train_config c = {
+        .model = resolve_model(v), .mesh = resolve_mesh(v), .zero = resolve_optimizer(v)
+    };
     resolve_cuts(v, c.mesh, &c.model);
     resolve_zero(v, c.mesh, &c.zero);
     c.ramp = read_ramp(v, c.mesh.dp * c.mesh.ep);
@@ -1464,13 +1730,16 @@ static train_config resolve(value *v) {
     resolve_pipeline(v, &c);
     check_ramp(v, &c.ramp, c.mesh.dp * c.mesh.ep);
     c.svg = v[O_SCHEDULE_SVG].text;
-    if (c.svg && c.mesh.pp == 1) refuse("--schedule-svg draws a pipeline; use --pp 2 or more with it");
+    if (c.svg && c.mesh.pp == 1)
+        refuse("--schedule-svg draws a pipeline; use --pp 2 or more with it");
     if (!v[O_STOP_AT].text) compute(&v[O_STOP_AT], long_of(v, O_STEPS));
     if (!v[O_LR_STEPS].text) compute(&v[O_LR_STEPS], long_of(v, O_STEPS));
     if (v[O_STOP_AT].number > v[O_STEPS].number)
-        refuse("--stop-at %lld lies beyond --steps %lld; use --stop-at %lld or less", (long long)v[O_STOP_AT].number,
-            (long long)v[O_STEPS].number, (long long)v[O_STEPS].number);
-    if (v[O_EVAL_EVERY].number && !v[O_VAL].text) refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
+        refuse("--stop-at %lld lies beyond --steps %lld; use --stop-at %lld or less",
+            (long long)v[O_STOP_AT].number, (long long)v[O_STEPS].number,
+            (long long)v[O_STEPS].number);
+    if (v[O_EVAL_EVERY].number && !v[O_VAL].text)
+        refuse("--eval-every %s needs --val FILE", v[O_EVAL_EVERY].text);
     c.lr = (dt_lr_desc){ v[O_LR].number, schedules[int_of(v, O_LR_SCHEDULE)], long_of(v, O_WARMUP),
         long_of(v, O_LR_STEPS), v[O_MIN_LR_RATIO].number, 0 };
     c.weights = v[O_MODEL].text;
@@ -1485,33 +1754,39 @@ static train_config resolve(value *v) {
     return c;
 }
 
-// ==== 7. Data =======================================================================================================
+// ==== 7. Data ===================================================================================
 
-/* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their magic number. */
+/* Refuses what cannot be read. Whether it is one of llm.c's token shards, which begin with their
+   magic number. */
 static int check_file(int id, const char *path) {
     unsigned char head[4] = { 0 };
-    int           fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    ssize_t       got = fd < 0 ? -1 : read(fd, head, sizeof head);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t got = fd < 0 ? -1 : read(fd, head, sizeof head);
     if (got < 0) refuse("--%s %s: %s", table[id].name, path, strerror(errno));
     close(fd);
-    uint32_t magic = head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
+    uint32_t magic =
+        head[0] | (uint32_t)head[1] << 8 | (uint32_t)head[2] << 16 | (uint32_t)head[3] << 24;
     return got == (ssize_t)sizeof head && (magic == 20240520 || magic == 20240801);
 }
 
-/* Looks through the first `most` sequences of token shards, as they are read: each id must be below the vocabulary. */
+/* Looks through the first `most` sequences of token shards, as they are read: each id must be below
+   the vocabulary. */
 static void check_tokens(const value *v, int id, train_files *files, int64_t most) {
-    dt_ctx  *ctx = look();
-    int      T = int_of(v, O_SEQ), largest = 0;
+    dt_ctx *ctx = look();
+    int T = int_of(v, O_SEQ), largest = 0;
     dt_text *text = dt_text_open(ctx, (const char *const *)files->path, files->count, 1);
     int32_t *ids = (int32_t *)dt_alloc(ctx, DT_MEM_HOST, 2 * sizeof *ids * (size_t)T, "ids");
     files->tokens = dt_text_tokens(text);
     if (files->tokens > T) {
         dt_text_close(text);
         text = dt_text_open(ctx, (const char *const *)files->path, files->count, T);
-        int64_t     S = dt_text_sequences(text);
-        int         shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_SHUFFLED; /* more are refused */
-        dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S, .replicas = 1,
-            .seed = (uint64_t)v[O_SEED].number, .shuffle = shuffle });
+        int64_t S = dt_text_sequences(text);
+        /* more are refused */
+        int shuffle = id == O_DATA && v[O_SHUFFLE].number && S <= DT_SAMPLER_SHUFFLED;
+        dt_sampler *order = dt_sampler_make(ctx, (dt_sampler_desc){ .samples = S,
+                                                     .replicas = 1,
+                                                     .seed = (uint64_t)v[O_SEED].number,
+                                                     .shuffle = shuffle });
         for (int64_t s = 0; s < most && s < S; s++) {
             if (dt_text_read(text, dt_sampler_next(order), ids, ids + T) != DT_OK) break;
             for (int i = 0; i < 2 * T; i++) largest = ids[i] > largest ? ids[i] : largest;
@@ -1521,26 +1796,29 @@ static void check_tokens(const value *v, int id, train_files *files, int64_t mos
     if (dt_error(ctx) != DT_OK) refuse("--%s: %s", table[id].name, bare(ctx));
     dt_ctx_free(ctx);
     if (largest >= int_of(v, O_VOCAB))
-        refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name, v[id].text, largest,
-            int_of(v, O_VOCAB), largest + 1);
+        refuse("--%s %s holds token %d, but --vocab is %d; use --vocab %d", table[id].name,
+            v[id].text, largest, int_of(v, O_VOCAB), largest + 1);
 }
 
 /* most: sequences that the run reads. */
 static void find_text(const value *v, int id, train_files *files, int64_t most) {
     const char *path = v[id].text, *name = table[id].name;
-    int64_t     seq = int_of(v, O_SEQ);
+    int64_t seq = int_of(v, O_SEQ);
     struct stat st;
     if (!path) {
         if (!train_files_find_sources(files))
-            refuse("no --%s given, and the project's sources are neither in . nor above the program; use --%s FILE",
+            refuse("no --%s given, and the project's sources are neither in . nor above the "
+                   "program; use --%s FILE",
                 name, name);
         path = "(the project's sources)";
     } else {
         if (!check_kind(id, path, EITHER) || stat(path, &st) != 0)
             refuse("--%s %s: %s", name, path, strerror(errno));
         if (S_ISREG(st.st_mode)) {
-            if (train_files_add(files, path, (int64_t)st.st_size) != 0) refuse("--%s %s: out of memory", name, path);
-        } else if (train_files_add_dir(files, path, NULL) != 0) refuse("--%s %s: %s", name, path, strerror(errno));
+            if (train_files_add(files, path, (int64_t)st.st_size) != 0)
+                refuse("--%s %s: out of memory", name, path);
+        } else if (train_files_add_dir(files, path, NULL) != 0)
+            refuse("--%s %s: %s", name, path, strerror(errno));
     }
     if (files->count == 0) refuse("--%s %s: the directory holds no files", name, path);
     for (int i = 0; i < files->count; i++) files->shards |= check_file(id, files->path[i]);
@@ -1549,13 +1827,17 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
     const char *unit = files->shards ? "tokens" : "bytes";
     if (!files->shards && int_of(v, O_VOCAB) < 256)
         refuse("--vocab %d: the data are bytes 0 to 255; use --vocab 256", int_of(v, O_VOCAB));
-    if (files->tokens < 2) refuse("--%s %s: %lld %s; the least is 2", name, path, (long long)files->tokens, unit);
+    if (files->tokens < 2)
+        refuse("--%s %s: %lld %s; the least is 2", name, path, (long long)files->tokens, unit);
     if (files->tokens < seq + 1)
-        refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its last token); use "
-            "--seq %lld or less", name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
+        refuse("--%s %s: %lld %s, but one sequence needs %lld (--seq %lld and the label of its "
+               "last token); use "
+               "--seq %lld or less",
+            name, path, (long long)files->tokens, unit, (long long)seq + 1, (long long)seq,
             (long long)files->tokens - 1);
     if (id == O_DATA && v[O_SHUFFLE].number && (files->tokens - 1) / seq > DT_SAMPLER_SHUFFLED)
-        refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use --seq %lld or more",
+        refuse("--shuffle on: %s has %lld sequences of --seq %lld; at most %d can be shuffled; use "
+               "--seq %lld or more",
             path, (long long)((files->tokens - 1) / seq), (long long)seq, DT_SAMPLER_SHUFFLED,
             (long long)((files->tokens - 1) / (DT_SAMPLER_SHUFFLED + 1) + 1));
 }
@@ -1563,10 +1845,12 @@ static void find_text(const value *v, int id, train_files *files, int64_t most) 
 /* Checks before the first step that a file can be written after the last one. Creates nothing. */
 static void check_written(int id, const char *path) {
     const char *slash = strrchr(path, '/');
-    char        folder[4096];
-    int length = snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+    char folder[4096];
+    int length = snprintf(
+        folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
     check_kind(id, path, A_FILE);
-    if (length >= (int)sizeof folder) refuse("--%s %.80s...: the path is too long", table[id].name, path);
+    if (length >= (int)sizeof folder)
+        refuse("--%s %.80s...: the path is too long", table[id].name, path);
     if (access(folder, W_OK | X_OK) != 0) /* a new file is renamed to that name */
         refuse("--%s %s: %s", table[id].name, path, strerror(errno));
 }
@@ -1577,7 +1861,10 @@ static int same_file(const char *path, const struct stat *other) {
 }
 
 /* The run's output files, each by the option that names it. */
-typedef struct output { int option; char path[4096]; } output;
+typedef struct output {
+    int option;
+    char path[4096];
+} output;
 enum { OUTPUTS = 6 };
 
 static int is_llmc(const char *path) {
@@ -1586,10 +1873,11 @@ static int is_llmc(const char *path) {
 }
 
 static int find_outputs(const value *v, output out[OUTPUTS]) {
-    static const int         named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
-    static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json", "/config.json" };
+    static const int named[] = { O_LOG_CSV, O_TRACE, O_SCHEDULE_SVG };
+    static const char *const saved[] = { "/model.safetensors", "/model.safetensors.index.json",
+        "/config.json" };
     const char *model = v[O_SAVE_MODEL].text;
-    int         n = 0;
+    int n = 0;
     for (int i = 0; i < 3; i++)
         if (v[named[i]].text) {
             out[n].option = named[i];
@@ -1604,34 +1892,34 @@ static int find_outputs(const value *v, output out[OUTPUTS]) {
 
 static void keep_one(const output *out, const struct stat *there, int reader, const char *path) {
     if (path && same_file(path, there))
-        refuse("--%s would overwrite %s, which --%s reads; use another name", table[out->option].name, out->path,
-            table[reader].name);
+        refuse("--%s would overwrite %s, which --%s reads; use another name",
+            table[out->option].name, out->path, table[reader].name);
 }
 
 /* Refuses an output that is also an input or another output. models: the files of --model. */
 static void keep_inputs(const value *v, const train_config *c, const train_files *models) {
     const train_files *in[3] = { &c->data, &c->val, models };
-    const int          ids[3] = { O_DATA, O_VAL, O_MODEL };
-    output             out[OUTPUTS];
-    int                n = find_outputs(v, out);
+    const int ids[3] = { O_DATA, O_VAL, O_MODEL };
+    output out[OUTPUTS];
+    int n = find_outputs(v, out);
     for (int o = 0; o < n; o++) {
         struct stat st;
-        int         exists = stat(out[o].path, &st) == 0, device = exists && !S_ISREG(st.st_mode);
+        int exists = stat(out[o].path, &st) == 0, device = exists && !S_ISREG(st.st_mode);
         for (int k = 0; k < 3 && exists; k++)
             for (int i = 0; i < in[k]->count; i++) keep_one(&out[o], &st, ids[k], in[k]->path[i]);
         if (exists) keep_one(&out[o], &st, O_CONFIG, v[O_CONFIG].text);
         if (exists) keep_one(&out[o], &st, O_TOKEN_FILE, v[O_TOKEN_FILE].text);
         for (int k = 0; k < o && !device; k++)
             if (strcmp(out[k].path, out[o].path) == 0 || (exists && same_file(out[k].path, &st)))
-                refuse("--%s and --%s would both write %s; use another name", table[out[k].option].name,
-                    table[out[o].option].name, out[o].path);
+                refuse("--%s and --%s would both write %s; use another name",
+                    table[out[k].option].name, table[out[o].option].name, out[o].path);
     }
 }
 
 /* Another training's checkpoints in the folder of --save would be mistaken for this one's. */
 static void check_save(const value *v) {
     const char *save = v[O_SAVE].text, *resume = v[O_RESUME].text;
-    char        path[4096], newest[64];
+    char path[4096], newest[64];
     struct stat at;
     if (!save || !check_kind(O_SAVE, save, A_DIRECTORY)) return;
     if (access(save, W_OK | X_OK) != 0) refuse("--save %s: %s", save, strerror(errno));
@@ -1639,26 +1927,30 @@ static void check_save(const value *v) {
     if (there < -1) refuse("--save %s: %s", save, strerror(errno));
     if (there < 0) return;
     for (int up = 0; resume && up < 2; up++) { /* DIR, or DIR/step-N */
-        if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path) continue;
+        if (snprintf(path, sizeof path, "%s%s", resume, up ? "/.." : "") >= (int)sizeof path)
+            continue;
         if (stat(path, &at) != 0 || !same_file(save, &at)) continue;
         if (!up || snprintf(path, sizeof path, "%s/%s", save, newest) >= (int)sizeof path) return;
         if (stat(resume, &at) == 0 && same_file(path, &at)) return;
-        refuse("--save %s has %s, which is newer than --resume %s: use another folder, or remove it", save, newest,
-            resume);
+        refuse(
+            "--save %s has %s, which is newer than --resume %s: use another folder, or remove it",
+            save, newest, resume);
     }
-    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save, newest, save);
+    refuse("--save %s has %s already: go on from it with --resume %s, or use another folder", save,
+        newest, save);
 }
 
 /* What the run will write must be possible, and must not be what it reads. */
 static void check_outputs(const value *v, const train_config *c) {
     static const char *const endings[] = { ".safetensors", ".json", ".bin", NULL };
     const char *model = v[O_MODEL].text, *folder = v[O_SAVE_MODEL].text;
-    char        path[4096];
+    char path[4096];
     train_files models = { 0 };
     struct stat st;
     if (model && stat(model, &st) == 0) {
         const char *slash = strrchr(model, '/');
-        snprintf(path, sizeof path, "%.*s", slash ? (int)(slash - model) + 1 : 1, slash ? model : ".");
+        snprintf(
+            path, sizeof path, "%.*s", slash ? (int)(slash - model) + 1 : 1, slash ? model : ".");
         train_files_add_dir(&models, S_ISDIR(st.st_mode) ? model : path, endings);
         if (!S_ISDIR(st.st_mode)) train_files_add(&models, model, 0);
     }
@@ -1667,24 +1959,28 @@ static void check_outputs(const value *v, const train_config *c) {
     if (!v[O_DRY_RUN].number) check_save(v);
     if (!folder) return;
     if (c->model.arch == GPT_GPT2 && c->model.kv_heads != c->model.heads)
-        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, or use --arch llama");
+        refuse("--save-model: GPT-2's files have a key for each query head; leave --kv-heads out, "
+               "or use --arch llama");
     if (is_llmc(folder)) {
         const gpt m = { .config = c->model };
-        if (!gpt_llmc(&m).version) refuse("--save-model %s: llm.c's models are tied GPT-2 with --ffn 4 x --width, in "
-            "f32 or bf16; use a folder, for safetensors", folder);
+        if (!gpt_llmc(&m).version)
+            refuse("--save-model %s: llm.c's models are tied GPT-2 with --ffn 4 x --width, in "
+                   "f32 or bf16; use a folder, for safetensors",
+                folder);
         check_written(O_SAVE_MODEL, folder);
         return;
     }
-    if (mkdir(folder, 0777) != 0 && errno != EEXIST) refuse("--save-model %s: %s", folder, strerror(errno));
+    if (mkdir(folder, 0777) != 0 && errno != EEXIST)
+        refuse("--save-model %s: %s", folder, strerror(errno));
     check_kind(O_SAVE_MODEL, folder, A_DIRECTORY);
     if (access(folder, W_OK | X_OK) != 0) refuse("--save-model %s: %s", folder, strerror(errno));
 }
 
-// ==== 8. Settings block =============================================================================================
+// ==== 8. Settings block =========================================================================
 
 /* "0.5 + 3.5 layers": the embedding and the head are not counted. */
 static void print_stages(const train_config *c) {
-    int  stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
+    int stages = c->mesh.pp * c->chunks, items = 2 * c->model.layers + 2;
     line out = { .fd = 1 };
     say(&out, "stages  ");
     for (int s = 0; s < stages && !c->by_cost; s++) {
@@ -1692,17 +1988,23 @@ static void print_stages(const train_config *c) {
         say(&out, "%s%s%g%s", s ? " + " : "", s == 0 ? "embedding, " : "", halves / 2.0,
             s == stages - 1 ? ", head" : "");
     }
-    say(&out, "%s\n", c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
-    dt_ctx      *ctx = look();
-    double       v = c->chunks;
-    dt_schedule *schedule = dt_schedule_make(ctx, (dt_schedule_desc){ .kind = c->schedule, .ranks = c->mesh.pp,
-        .micros = c->accum, .chunks = c->chunks });
-    size_t       bytes = (size_t)dt_schedule_first(schedule, c->mesh.pp) * sizeof(dt_span);
-    dt_span     *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
-    if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 }, spans) == DT_OK) {
+    say(&out, "%s\n",
+        c->by_cost ? "cut by the measured cost of half layers, embedding and head" : "   (layers)");
+    dt_ctx *ctx = look();
+    double v = c->chunks;
+    dt_schedule *schedule = dt_schedule_make(ctx,
+        (dt_schedule_desc){
+            .kind = c->schedule, .ranks = c->mesh.pp, .micros = c->accum, .chunks = c->chunks });
+    size_t bytes = (size_t)dt_schedule_first(schedule, c->mesh.pp) * sizeof(dt_span);
+    dt_span *spans = (dt_span *)dt_alloc(ctx, DT_MEM_HOST, bytes, "a simulation");
+    if (spans && dt_schedule_simulate(schedule, (dt_schedule_costs){ 1 / v, 1 / v, 1 / v, NULL, 0 },
+                     spans) == DT_OK) {
         dt_schedule_bubble b = dt_schedule_idle(schedule, spans, -1);
-        say(&out, "bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward is two "
-            "forwards\n", dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
+        say(&out,
+            "bubble  %s: %.1f%% of ideal, %.1f%% of total, if all stages are alike and a backward "
+            "is two "
+            "forwards\n",
+            dt_schedule_name(schedule), 100 * b.of_work, 100 * b.of_total);
     }
     if (dt_error(ctx) != DT_OK) refuse("%s", bare(ctx));
     dt_free(ctx, DT_MEM_HOST, spans, bytes);
@@ -1711,11 +2013,12 @@ static void print_stages(const train_config *c) {
 
 static void print_settings(const value *v, const train_config *c) {
     static const char *const sources[] = { "", "=", "*" };
-    const gpt_config        *m = &c->model;
-    int                      column = 0;
-    line                     out = { .fd = 1 };
-    say(&out, "dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000, DT_VERSION / 100 % 10, DT_VERSION % 100,
-        v[O_DEVICE].text, v[O_BACKEND].text, v[O_RANKS].text, c->mesh.dp);
+    const gpt_config *m = &c->model;
+    int column = 0;
+    line out = { .fd = 1 };
+    say(&out, "dt %d.%d.%d   %s %s   %s ranks   mesh dp%d", DT_VERSION / 1000,
+        DT_VERSION / 100 % 10, DT_VERSION % 100, v[O_DEVICE].text, v[O_BACKEND].text,
+        v[O_RANKS].text, c->mesh.dp);
     if (c->mesh.cp > 1) say(&out, " x cp%d %s", c->mesh.cp, v[O_CP_KIND].text);
     if (c->mesh.tp > 1) say(&out, " x tp%d%s", c->mesh.tp, m->sp ? " with sp" : "");
     if (c->mesh.ep > 1) say(&out, " x ep%d", c->mesh.ep);
@@ -1726,15 +2029,19 @@ static void print_settings(const value *v, const train_config *c) {
     say(&out, "\n");
     say(&out, "launch  %s\n", launched.text);
     if (*launched.device) say(&out, "device  %s\n", launched.device);
-    if (v[O_CONFIG].text) say(&out, "config  %s%s%s\n", v[O_CONFIG].text, *config.ignored ? "   no meaning here:" : "",
-                                 config.ignored);
-    say(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n", v[O_ARCH].text, m->layers,
-        m->width, m->heads, (double)gpt_count(*m) / 1e6, v[O_DTYPE].text);
+    if (v[O_CONFIG].text)
+        say(&out, "config  %s%s%s\n", v[O_CONFIG].text,
+            *config.ignored ? "   no meaning here:" : "", config.ignored);
+    say(&out, "model   %s   %d layers   %d wide   %d heads   %.2f M parameters   %s\n",
+        v[O_ARCH].text, m->layers, m->width, m->heads, (double)gpt_count(*m) / 1e6,
+        v[O_DTYPE].text);
     if (c->mesh.pp > 1) print_stages(c);
-    say(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n", v[O_BATCH].text, c->micro_batch,
-        c->accum, c->mesh.dp * c->mesh.ep, (long long)long_of(v, O_BATCH) * c->seq);
-    say(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n", v[O_DATA].text ? v[O_DATA].text :
-        "the project's own sources", c->data.count, c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
+    say(&out, "batch   %s = micro-batch %d x accum %d x replicas %d   %lld tokens\n",
+        v[O_BATCH].text, c->micro_batch, c->accum, c->mesh.dp * c->mesh.ep,
+        (long long)long_of(v, O_BATCH) * c->seq);
+    say(&out, "data    %s   %d file%s   %lld %s   %lld sequences\n",
+        v[O_DATA].text ? v[O_DATA].text : "the project's own sources", c->data.count,
+        c->data.count == 1 ? "" : "s", (long long)c->data.tokens,
         c->data.shards ? "tokens" : "bytes", (long long)((c->data.tokens - 1) / c->seq));
     say(&out, "options * given, = computed, others default\n");
     for (int i = 0; i < N_OPTIONS; i++) {
@@ -1742,34 +2049,38 @@ static void print_settings(const value *v, const train_config *c) {
         if (!is_option(i) || o->part == LATER || o->kind == FLAG || !v[i].text) continue;
         char entry[64];
         snprintf(entry, sizeof entry, "%s %s%s", o->name, v[i].text, sources[v[i].from]);
-        if (column++ % 4 == 3) say(&out, "  %s\n", entry);
-        else say(&out, "  %-27s", entry);
+        if (column++ % 4 == 3)
+            say(&out, "  %s\n", entry);
+        else
+            say(&out, "  %-27s", entry);
     }
     if (column % 4) say(&out, "\n");
     say(&out, "\n");
 }
 
-// ==== 9. Output of a run ============================================================================================
+// ==== 9. Output of a run ========================================================================
 
 /* What rank 0 needs to print. */
 typedef struct job {
-    const value  *v;
-    train_config  config;
-    int           csv;          /* a descriptor; -1: none */
-    int           csv_stays;    /* it is standard output or no file: do not read or truncate */
-    double        ms, tokens;   /* sums over the steps after the first */
-    int64_t       steps;        /* made by this run */
-    int           attempt;      /* 0: the first */
+    const value *v;
+    train_config config;
+    int csv;           /* a descriptor; -1: none */
+    int csv_stays;     /* it is standard output or no file: do not read or truncate */
+    double ms, tokens; /* sums over the steps after the first */
+    int64_t steps;     /* made by this run */
+    int attempt;       /* 0: the first */
 } job;
 
-static const char *const csv_header = "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
-                                      "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
-                                      "batch,bubble,balance_loss,z_loss,dropped";
+static const char *const csv_header =
+    "step,loss,grad_norm,lr,ms,tokens_per_s,mem_params,mem_grads,mem_optim,mem_acts,"
+    "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,bytes_pp,bytes_ep,val_loss,mfu,"
+    "batch,bubble,balance_loss,z_loss,dropped";
 
-/* The share of the ranks' peak that the model's own operations take; recomputation does not count. 0: no peak given. */
+/* The share of the ranks' peak that the model's own operations take; recomputation does not count.
+   0: no peak given. */
 static double mfu(const job *j, const train_row *row) {
     gpt_config c = j->config.model;
-    double     peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
+    double peak = j->v[O_PEAK_TFLOPS].number * 1e12 * j->v[O_RANKS].number;
     c.seq = j->config.seq;
     return peak > 0 ? gpt_flops_per_token(c) * row->tokens_per_s / peak : 0;
 }
@@ -1780,51 +2091,56 @@ static void csv_failed(dt_ctx *ctx, const job *j, int error) {
 
 static void csv_row(dt_ctx *ctx, const job *j, const train_row *row) {
     line out = { .fd = j->csv };
-    say(&out, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm, row->lr, row->ms,
-        row->tokens_per_s);
+    say(&out, "%lld,%.17g,%.17g,%.17g,%.3f,%.1f", (long long)row->step, row->loss, row->grad_norm,
+        row->lr, row->ms, row->tokens_per_s);
     for (int m = 0; m < TRAIN_MEMS; m++) say(&out, ",%.0f", row->mem[m]);
     for (int a = 0; a < DT_AXES; a++) say(&out, ",%.0f", row->bytes[a]);
     say(&out, ","); /* what was not measured stays empty */
     if (isfinite(row->val_loss)) say(&out, "%.17g", row->val_loss);
     say(&out, ",");
     if (mfu(j, row) > 0) say(&out, "%.6g", mfu(j, row));
-    say(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance, row->z,
-        row->dropped);
+    say(&out, ",%lld,%.6g,%.17g,%.17g,%.17g\n", (long long)row->batch, row->bubble, row->balance,
+        row->z, row->dropped);
     if (out.error) csv_failed(ctx, j, out.error);
 }
 
 /* Seconds as 1:02 or 1:02:03. */
 static void say_time(line *out, double seconds) {
     long long s = (long long)(seconds + 0.5);
-    if (s >= 3600) say(out, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
-    else say(out, "%lld:%02lld", s / 60, s % 60);
+    if (s >= 3600)
+        say(out, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else
+        say(out, "%lld:%02lld", s / 60, s % 60);
 }
 
 /* Ends the run if standard output is lost; saves first where it can, as at SIGTERM. */
 static void check_told(dt_ctx *ctx, const job *j) {
     if (!flag(launched.lost)) return;
-    if (j->config.stop) set_flag(launched.stop, 1);
-    else dt_fail(ctx, DT_ERR_IO, "standard output: %s", put_reason(flag(launched.lost)));
+    if (j->config.stop)
+        set_flag(launched.stop, 1);
+    else
+        dt_fail(ctx, DT_ERR_IO, "standard output: %s", put_reason(flag(launched.lost)));
 }
 
 static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
-    job    *j = (job *)user;
+    job *j = (job *)user;
     int64_t left = j->config.stop_at - row->step, before = j->steps++;
-    line    out = { .fd = 1 };
+    line out = { .fd = 1 };
     set_flag(launched.steps, 1);
     if (before > 0) j->ms += row->ms, j->tokens += (double)row->batch * j->config.seq;
     if (j->csv >= 0) csv_row(ctx, j, row);
     if (j->v[O_QUIET].number) return;
-    say(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s", (long long)row->step,
-        j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms, row->tokens_per_s);
+    say(&out, "step %4lld/%s | loss %.6f | norm %.4f | lr %.2e | %.1f ms | %.0f tok/s",
+        (long long)row->step, j->v[O_STEPS].text, row->loss, row->grad_norm, row->lr, row->ms,
+        row->tokens_per_s);
     if (mfu(j, row) > 0) say(&out, " | mfu %.1f%%", 100 * mfu(j, row));
-    say(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm, 100 * row->bubble,
-        row->mem[TRAIN_PEAK] / 1048576);
+    say(&out, " | comm %.0f%% | bubble %.0f%% | mem %.1f MiB | eta ", 100 * row->comm,
+        100 * row->bubble, row->mem[TRAIN_PEAK] / 1048576);
     say_time(&out, (double)left * (before > 0 ? j->ms / (double)before : row->ms) / 1000);
     say(&out, "\n");
     if (isfinite(row->val_loss))
-        say(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step, j->v[O_STEPS].text,
-            row->val_loss, TRAIN_EVAL_SEQUENCES);
+        say(&out, "eval %4lld/%s | val loss %.6f on at most %d sequences\n", (long long)row->step,
+            j->v[O_STEPS].text, row->val_loss, TRAIN_EVAL_SEQUENCES);
     check_told(ctx, j);
 }
 
@@ -1832,25 +2148,31 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
    text), the ids. On a terminal, control bytes are shown as \xNN; a file or a pipe gets them
    unchanged. */
 static void generate(dt_ctx *ctx, gpt *model, const job *j) {
-    int      quiet = j->v[O_QUIET].number != 0;
-    int      n = int_of(j->v, O_GENERATE);
+    int quiet = j->v[O_QUIET].number != 0;
+    int n = int_of(j->v, O_GENERATE);
     int32_t *ids = (int32_t *)calloc((size_t)n + 1, sizeof *ids);
-    char    *bytes = (char *)calloc((size_t)n + 1, 1);
+    char *bytes = (char *)calloc((size_t)n + 1, 1);
     if (ids && bytes) {
-        int          shards = j->config.data.shards;   /* all ranks draw the same */
-        gpt_sampling how = { .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number };
+        int shards = j->config.data.shards; /* all ranks draw the same */
+        gpt_sampling how = {
+            .temperature = 0.8, .limit = shards ? 0 : 256, .seed = (uint64_t)j->v[O_SEED].number
+        };
         ids[0] = shards ? model->config.vocab - 1 : '\n';
-        int  first = n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
+        int first =
+            n > 0 && gpt_generate(model, ids, 1, n + 1, how) == DT_OK && dt_ctx_rank(ctx) == 0;
         line out = { .fd = 1 };
         if (!quiet && first) say(&out, "---\n");
         for (int i = 0; i < n && first; i++)
-            if (shards) say(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
-            else bytes[i] = (char)ids[i + 1];
+            if (shards)
+                say(&out, "%s%d", i > 0 ? " " : "", ids[i + 1]);
+            else
+                bytes[i] = (char)ids[i + 1];
         if (first && !shards) add_text(&out, bytes, (size_t)n, isatty(1) ? "\n\t" : NULL);
         if (first && (!quiet || shards)) say(&out, "\n");
         if (first && !quiet) say(&out, "---\n");
         if (first) put_line(&out);
-    } else dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
+    } else
+        dt_fail(ctx, DT_ERR_MEM, "--generate %d", n);
     free(bytes);
     free(ids);
 }
@@ -1860,13 +2182,13 @@ static void generate(dt_ctx *ctx, gpt *model, const job *j) {
 /* A status line that the next one overwrites, on a terminal only. */
 static void show_progress(const job *j, const char *text) {
     char over[64];
-    int  n = snprintf(over, sizeof over, "\r%-30s\r%s", "", text);
+    int n = snprintf(over, sizeof over, "\r%-30s\r%s", "", text);
     if (isatty(2) && !j->v[O_QUIET].number) put(2, over, (size_t)n);
 }
 
 static void on_save(dt_ctx *ctx, const char *path, void *user) {
     const job *j = (const job *)user;
-    line       out = { .fd = 1 };
+    line out = { .fd = 1 };
     show_progress(j, "");
     if (!j->v[O_QUIET].number) say(&out, "saved   %s\n", path);
     check_told(ctx, j);
@@ -1883,19 +2205,26 @@ static void on_progress(double done, void *user) {
 static int open_log(const char *path, int keep, int *stays) {
     struct stat st, out;
     int there = stat(path, &st) == 0, how = O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
-    int file = !there || S_ISREG(st.st_mode), same = there && fstat(1, &out) == 0 && same_file(path, &out);
+    int file = !there || S_ISREG(st.st_mode),
+        same = there && fstat(1, &out) == 0 && same_file(path, &out);
     if (!file && !S_ISFIFO(st.st_mode) && !S_ISCHR(st.st_mode)) check_kind(O_LOG_CSV, path, A_FILE);
-    int fd = same ? fcntl(1, F_DUPFD_CLOEXEC, 3) : open(path, file ? how | O_RDWR | O_CREAT : how | O_WRONLY, 0666);
-    if (fd < 0 && errno == ENXIO && there) refuse("--log-csv %s: %s without a reader", path, kind_of(st.st_mode));
+    int fd = same ? fcntl(1, F_DUPFD_CLOEXEC, 3)
+                  : open(path, file ? how | O_RDWR | O_CREAT : how | O_WRONLY, 0666);
+    if (fd < 0 && errno == ENXIO && there)
+        refuse("--log-csv %s: %s without a reader", path, kind_of(st.st_mode));
     if (fd < 0 || fstat(fd, &st) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
     *stays = same || !S_ISREG(st.st_mode);
-    size_t  length = strlen(csv_header);
-    char    first[4096];
+    size_t length = strlen(csv_header);
+    char first[4096];
     ssize_t got = *stays || !keep ? 0 : pread(fd, first, length + 1, 0);
-    if (got > 0 && ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
-        refuse("--log-csv %s: it is no log, or has other columns than this version's, and --resume would drop its "
-            "rows; use another name", path);
-    if (!*stays && !keep && ftruncate(fd, 0) != 0) refuse("--log-csv %s: %s", path, strerror(errno));
+    if (got > 0 &&
+        ((size_t)got <= length || memcmp(first, csv_header, length) != 0 || first[length] != '\n'))
+        refuse("--log-csv %s: it is no log, or has other columns than this version's, and --resume "
+               "would drop its "
+               "rows; use another name",
+            path);
+    if (!*stays && !keep && ftruncate(fd, 0) != 0)
+        refuse("--log-csv %s: %s", path, strerror(errno));
     if (*stays || !keep) {
         line row = { .fd = fd };
         say(&row, "%s\n", csv_header);
@@ -1907,10 +2236,10 @@ static int open_log(const char *path, int keep, int *stays) {
 /* Keeps the log's rows up to the step that the run resumes from, if all are there, and drops those
    of steps that are repeated. Leaves a log that cannot be read as it is. */
 static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
-    char    row[1024];
-    off_t   keep = 0;
+    char row[1024];
+    off_t keep = 0;
     ssize_t got;
-    int64_t last = -1;      /* the step of the last row that stays; 0: of the header */
+    int64_t last = -1; /* the step of the last row that stays; 0: of the header */
     if (j->csv_stays) return;
     while ((got = pread(j->csv, row, sizeof row - 1, keep)) > 0) {
         row[got] = 0;
@@ -1933,17 +2262,18 @@ static void csv_rewind(dt_ctx *ctx, const job *j, int64_t step) {
 }
 
 /* What makes a training another one, and what only changes how it goes on. */
-static const int must_stay[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ, O_VOCAB, O_TIE,
-    O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS, O_SHUFFLE, O_SEED, O_OPTIMIZER,
-    O_DTYPE };
-static const int may_change[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS, O_LR, O_LR_SCHEDULE, O_WARMUP,
-    O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP, O_BETA1, O_BETA2, O_EPS, O_MOMENTUM,
-    O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE, O_REDUCE };
+static const int must_stay[] = { O_ARCH, O_LAYERS, O_WIDTH, O_HEADS, O_KV_HEADS, O_FFN, O_SEQ,
+    O_VOCAB, O_TIE, O_EXPERTS, O_TOP_K, O_MOE_EVERY, O_SHARED_EXPERTS, O_CAPACITY, O_ROUTER_BIAS,
+    O_SHUFFLE, O_SEED, O_OPTIMIZER, O_DTYPE };
+static const int may_change[] = { O_DROPOUT, O_BALANCE_LOSS, O_Z_LOSS, O_BATCH, O_STEPS, O_LR,
+    O_LR_SCHEDULE, O_WARMUP, O_LR_STEPS, O_MIN_LR_RATIO, O_BATCH_RAMP, O_WEIGHT_DECAY, O_CLIP,
+    O_BETA1, O_BETA2, O_EPS, O_MOMENTUM, O_LABEL_SMOOTHING, O_FREEZE_STEPS, O_LOSS_SCALE,
+    O_REDUCE };
 
 /* What a checkpoint's settings say of an option, as text; 0: the same as now. */
 static int differs(const dt_json *then, const value *v, int id, char *text, size_t bytes) {
-    int         node = dt_json_find(then, 0, table[id].name), on = 0;
-    double      number = 0;
+    int node = dt_json_find(then, 0, table[id].name), on = 0;
+    double number = 0;
     const char *word = dt_json_string(then, node, NULL);
     if (dt_json_bool(then, node, &on)) number = on;
     if (word || node < 0 || dt_json_kind_of(then, node) == DT_JSON_NULL) {
@@ -1956,77 +2286,87 @@ static int differs(const dt_json *then, const value *v, int id, char *text, size
     return number != v[id].number;
 }
 
-/* The first option that makes it another training than those settings are of, or -1. was: what it was. */
+/* The first option that makes it another training than those settings are of, or -1. was: what it
+   was. */
 static int another_training(const dt_json *then, const value *v, char *was, size_t bytes) {
     for (size_t i = 0; i < sizeof must_stay / sizeof *must_stay; i++)
         if (differs(then, v, must_stay[i], was, bytes)) return must_stay[i];
     return -1;
 }
 
-/* What --resume will find, as far as can be told before any rank starts. Whether it is whole, the ranks will see. */
+/* What --resume will find, as far as can be told before any rank starts. Whether it is whole, the
+   ranks will see. */
 static void check_resume(const value *v) {
     const char *resume = v[O_RESUME].text;
-    char        path[4096], was[160], newest[64];
-    size_t      bytes = 0, length = 0;
+    char path[4096], was[160], newest[64];
+    size_t bytes = 0, length = 0;
     if (!resume) return;
     if (!check_kind(O_RESUME, resume, A_DIRECTORY)) {
         if (errno == ENOENT && v[O_SAVE].text && strcmp(resume, v[O_SAVE].text) == 0) return;
         refuse("--resume %s: %s", resume, strerror(errno));
     }
     snprintf(path, sizeof path, "%.3900s/manifest.json", resume);
-    if (access(path, F_OK) != 0 && dt_checkpoint_newest(dt_io_default(), resume, newest, sizeof newest) >= 0)
+    if (access(path, F_OK) != 0 &&
+        dt_checkpoint_newest(dt_io_default(), resume, newest, sizeof newest) >= 0)
         snprintf(path, sizeof path, "%.3900s/%s/manifest.json", resume, newest);
     if (access(path, F_OK) != 0) return;
-    dt_ctx     *ctx = look();
-    char       *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);
-    dt_json    *manifest = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
-    const char *settings = manifest ? dt_json_string(manifest, dt_json_find(manifest, 0, "config"), &length) : NULL;
-    dt_json    *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
-    int         other = then ? another_training(then, v, was, sizeof was) : -1;
-    if (other >= 0) refuse("--resume %s: --%s was %s, and is %s now: that would be another training", resume,
-        table[other].name, was, v[other].text ? v[other].text : "not given");
+    dt_ctx *ctx = look();
+    char *text = dt_file_read(ctx, path, (size_t)1 << 28, &bytes);
+    dt_json *manifest = text ? dt_json_parse(ctx, path, text, bytes) : NULL;
+    const char *settings =
+        manifest ? dt_json_string(manifest, dt_json_find(manifest, 0, "config"), &length) : NULL;
+    dt_json *then = settings ? dt_json_parse(ctx, "its settings", settings, length) : NULL;
+    int other = then ? another_training(then, v, was, sizeof was) : -1;
+    if (other >= 0)
+        refuse("--resume %s: --%s was %s, and is %s now: that would be another training", resume,
+            table[other].name, was, v[other].text ? v[other].text : "not given");
     dt_json_free(then);
     dt_json_free(manifest);
     if (text) dt_free(ctx, DT_MEM_HOST, text, bytes + 1);
     dt_ctx_free(ctx);
 }
 
-static void on_resume(dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user) {
+static void on_resume(
+    dt_ctx *ctx, int64_t step, const char *path, const char *settings, void *user) {
     const job *j = (const job *)user;
-    char       was[160];
-    int        first = dt_ctx_rank(ctx) == 0;
-    line       out = { .fd = 1 };
+    char was[160];
+    int first = dt_ctx_rank(ctx) == 0;
+    line out = { .fd = 1 };
     if (j->csv >= 0 && first) csv_rewind(ctx, j, step);
     if (step == 0) return;
     dt_json *then = dt_json_parse(ctx, "its settings", settings, strlen(settings));
-    int      other = then ? another_training(then, j->v, was, sizeof was) : -1;
-    if (other >= 0) dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training", path,
-        table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
+    int other = then ? another_training(then, j->v, was, sizeof was) : -1;
+    if (other >= 0)
+        dt_fail(ctx, DT_ERR_ARG, "%s: --%s was %s, and is %s now: that would be another training",
+            path, table[other].name, was, j->v[other].text ? j->v[other].text : "not given");
     if (first && dt_error(ctx) == DT_OK && !j->v[O_QUIET].number)
         say(&out, "resumed %s   step %lld of %s%s\n", path, (long long)step, j->v[O_STEPS].text,
             step >= j->config.stop_at ? ": there is no step left to make" : "");
-    for (size_t i = 0; first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
+    for (size_t i = 0;
+         first && dt_error(ctx) == DT_OK && i < sizeof may_change / sizeof *may_change; i++)
         if (differs(then, j->v, may_change[i], was, sizeof was) && !j->v[O_QUIET].number)
-            say(&out, "        --%s was %s, and is %s from here on\n", table[may_change[i]].name, was,
-                j->v[may_change[i]].text ? j->v[may_change[i]].text : "not given");
+            say(&out, "        --%s was %s, and is %s from here on\n", table[may_change[i]].name,
+                was, j->v[may_change[i]].text ? j->v[may_change[i]].text : "not given");
     dt_json_free(then);
 }
 
 static void at_end(dt_ctx *ctx, gpt *model, void *user) {
     const job *j = (const job *)user;
-    line       out = { .fd = 1 };
+    line out = { .fd = 1 };
     generate(ctx, model, j);
     if (dt_ctx_rank(ctx) != 0) return;
     int64_t later = j->steps - 1; /* rank 0's own count */
     if (!j->v[O_QUIET].number && later > 0)
-        say(&out, "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n", j->ms / (double)later,
-            j->tokens / (j->ms / 1000), (long long)later);
+        say(&out, "average %.1f ms a step, %.0f tok/s, over %lld steps (without the first)\n",
+            j->ms / (double)later, j->tokens / (j->ms / 1000), (long long)later);
 }
 
 /* What ranks may have different values of; and of what all have one, or none. */
-static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT, O_OFFLOAD_OPTIM,
-    O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV, O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
-static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME, O_SAVE_MODEL, O_TRACE };
+static const int its_own[] = { O_DATA, O_RANK, O_RENDEZVOUS, O_TOKEN_FILE, O_TIMEOUT,
+    O_OFFLOAD_OPTIM, O_OFFLOAD_PARAMS, O_MEM_LIMIT, O_LINK_LATENCY, O_LINK_BANDWIDTH, O_LOG_CSV,
+    O_QUIET, O_PEAK_TFLOPS, O_CONFIG };
+static const int given_or_not[] = { O_VAL, O_MODEL, O_SCHEDULE_SVG, O_SAVE, O_RESUME, O_SAVE_MODEL,
+    O_TRACE };
 
 static int is_among(int option, const int *list, size_t n) {
     for (size_t i = 0; i < n; i++)
@@ -2035,21 +2375,25 @@ static int is_among(int option, const int *list, size_t n) {
 }
 
 static uint32_t option_digest(const value *v, int option) {
-    uint32_t    h = v[option].text ? 2166136261u : 1;       /* FNV-1a, of the number if it is one: 1e-2 is 0.01 */
+    /* FNV-1a, of the number if it is one: 1e-2 is 0.01 */
+    uint32_t h = v[option].text ? 2166136261u : 1;
     const char *p = table[option].kind == TEXT ? v[option].text : (const char *)&v[option].number;
     if (is_among(option, its_own, sizeof its_own / sizeof its_own[0])) return 0;
-    if (!v[option].text || is_among(option, given_or_not, sizeof given_or_not / sizeof given_or_not[0])) return h;
+    if (!v[option].text ||
+        is_among(option, given_or_not, sizeof given_or_not / sizeof given_or_not[0]))
+        return h;
     for (size_t i = 0, n = table[option].kind == TEXT ? strlen(p) : sizeof(double); i < n; i++)
         h = (h ^ (unsigned char)p[i]) * 16777619u;
     return h;
 }
 
-/* Ranks that were started apart may have been given other options or other data, and would train something that is
-   neither: they compare them first. */
+/* Ranks that were started apart may have been given other options or other data, and would train
+   something that is neither: they compare them first. */
 static dt_status same_options(dt_ctx *ctx, const job *j) {
     enum { TOLD = N_OPTIONS + 1 };
-    int       n = dt_comm_size(dt_world(ctx));
-    uint32_t *all = (uint32_t *)calloc((size_t)(n + 1) * TOLD, sizeof *all), *mine = all + (size_t)n * TOLD;
+    int n = dt_comm_size(dt_world(ctx));
+    uint32_t *all = (uint32_t *)calloc((size_t)(n + 1) * TOLD, sizeof *all),
+             *mine = all + (size_t)n * TOLD;
     if (!all) return dt_fail(ctx, DT_ERR_MEM, "the options of %d ranks", n);
     for (int i = 0; i < N_OPTIONS; i++) mine[i] = option_digest(j->v, i);
     mine[N_OPTIONS] = (uint32_t)j->config.data.tokens;
@@ -2058,11 +2402,13 @@ static dt_status same_options(dt_ctx *ctx, const job *j) {
         const char *text = i < N_OPTIONS ? j->v[i].text : NULL;
         if (all[i] == mine[i]) continue;
         if (i == N_OPTIONS)
-            dt_fail(ctx, DT_ERR_ARG, "--data has %lld tokens here, and another number of them on rank 0",
-                    (long long)j->config.data.tokens);
+            dt_fail(ctx, DT_ERR_ARG,
+                "--data has %lld tokens here, and another number of them on rank 0",
+                (long long)j->config.data.tokens);
         else
-            dt_fail(ctx, DT_ERR_ARG, "--%s%s%s here, and rank 0 has another value: give all ranks the same options",
-                    table[i].name, text ? " " : "", text ? text : " is not given");
+            dt_fail(ctx, DT_ERR_ARG,
+                "--%s%s%s here, and rank 0 has another value: give all ranks the same options",
+                table[i].name, text ? " " : "", text ? text : " is not given");
     }
     free(all);
     return dt_error(ctx);
@@ -2075,7 +2421,7 @@ static dt_status rank_main(dt_ctx *ctx, void *user) {
 }
 
 /* kill -USR1: where is each rank? */
-static int  asked;
+static int asked;
 static void on_ask(int number) {
     (void)number;
     __atomic_store_n(&asked, 1, __ATOMIC_RELAXED);
@@ -2083,11 +2429,13 @@ static void on_ask(int number) {
 
 /* kill -TERM, with --save: the step is finished and saved. A second one ends at once. */
 static void on_term(int number) {
-    static const char text[] = "SIGTERM: the step is finished and saved; a second one ends at once\n";
-    struct pollfd     to = { 2, POLLOUT, 0 };
-    int               reason = errno;
+    static const char text[] =
+        "SIGTERM: the step is finished and saved; a second one ends at once\n";
+    struct pollfd to = { 2, POLLOUT, 0 };
+    int reason = errno;
     (void)number;
-    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() && poll(&to, 1, 0) > 0)
+    if (__atomic_exchange_n(launched.stop, 1, __ATOMIC_RELAXED) == 0 && speaks() &&
+        poll(&to, 1, 0) > 0)
         number = (int)write(2, text, sizeof text - 1); /* only if it does not block; may fail */
     errno = reason;
 }
@@ -2107,28 +2455,38 @@ static void catch_signals(job *j) {
 
 static dt_status run_once(job *j, dt_report *report, const dt_host *host) {
     static const dt_backend backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
-    dt_backend              backend = is_nccl(j->v) ? DT_BACKEND_NCCL
-                                      : launched.size ? DT_BACKEND_MPI : backends[int_of(j->v, O_BACKEND)];
-    return dt_run((dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
-        .backend = backend, .timeout_s = j->v[O_TIMEOUT].number,
-        .seed = (uint64_t)j->v[O_SEED].number, .host = host, .kernels = kernels_of(j->v), .report = report,
-        .rank = launched.rank, .rendezvous = j->v[O_RENDEZVOUS].text,
-        .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
-        .mem_limit = (size_t)j->v[O_MEM_LIMIT].number,
-        .faults = j->attempt == 0, .ask = &asked }, rank_main, j);
+    dt_backend backend = is_nccl(j->v)   ? DT_BACKEND_NCCL
+                         : launched.size ? DT_BACKEND_MPI
+                                         : backends[int_of(j->v, O_BACKEND)];
+    return dt_run(
+        (dt_run_desc){ .ranks = int_of(j->v, O_RANKS),
+            .backend = backend,
+            .timeout_s = j->v[O_TIMEOUT].number,
+            .seed = (uint64_t)j->v[O_SEED].number,
+            .host = host,
+            .kernels = kernels_of(j->v),
+            .report = report,
+            .rank = launched.rank,
+            .rendezvous = j->v[O_RENDEZVOUS].text,
+            .link = { j->v[O_LINK_LATENCY].number / 1e3, j->v[O_LINK_BANDWIDTH].number * 1e6 },
+            .mem_limit = (size_t)j->v[O_MEM_LIMIT].number,
+            .faults = j->attempt == 0,
+            .ask = &asked },
+        rank_main, j);
 }
 
 /* One replica fewer, or as many as the batch wants, if --min-ranks allows it; else as before. */
 static void fewer_ranks(job *j) {
     train_config *c = &j->config;
-    int           per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
-    int64_t       B = long_of(j->v, O_BATCH);
+    int per = c->mesh.tp * c->mesh.cp * c->mesh.pp * c->mesh.ep, dp = c->mesh.dp - 1;
+    int64_t B = long_of(j->v, O_BATCH);
     if (!j->v[O_MIN_RANKS].text) return;
     for (; dp >= 1 && dp * per >= int_of(j->v, O_MIN_RANKS); dp--) {
         int64_t one = (int64_t)c->micro_batch * dp * c->mesh.ep;
-        int     group = c->zero.shard_group;
-        int     ramps = !c->ramp.samples || (c->ramp.start % one == 0 && c->ramp.incr % one == 0);
-        if (B % one != 0 || !ramps || (group && dp * c->mesh.ep * c->mesh.cp % group != 0)) continue;
+        int group = c->zero.shard_group;
+        int ramps = !c->ramp.samples || (c->ramp.start % one == 0 && c->ramp.incr % one == 0);
+        if (B % one != 0 || !ramps || (group && dp * c->mesh.ep * c->mesh.cp % group != 0))
+            continue;
         c->mesh.dp = dp;
         c->accum = (int)(B / one);
         compute((value *)&j->v[O_DP], dp);
@@ -2138,12 +2496,13 @@ static void fewer_ranks(job *j) {
     }
 }
 
-/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail again, as a folder
-   that cannot be had before the first step. */
+/* Whether the ranks shall start again after this failure: a loss, or a file; not what would fail
+   again, as a folder that cannot be had before the first step. */
 static int restarts(job *j, const dt_report *report) {
     dt_status s = report->status;
     if (j->attempt >= int_of(j->v, O_MAX_RESTARTS) || flag(launched.stop)) return 0;
-    if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC) return 0;
+    if (s == DT_ERR_ARG || s == DT_ERR_SHAPE || s == DT_ERR_UNSUPPORTED || s == DT_ERR_NUMERIC)
+        return 0;
     if (s == DT_ERR_IO && (!flag(launched.steps) || flag(launched.lost))) return 0;
     set_flag(launched.steps, 0);
     fewer_ranks(j);
@@ -2168,32 +2527,38 @@ static void print_end(const job *j, int stopped) {
 static int check_lost(const job *j, int status) {
     const char *save = j && flag(launched.stop) ? j->config.save : NULL;
     if (!flag(launched.lost)) return status;
-    complain("error: rank 0: standard output: %s%s%s%s\n", put_reason(flag(launched.lost)), save ? "; --resume " : "",
-        save ? save : "", save ? " goes on" : "");
+    complain("error: rank 0: standard output: %s%s%s%s\n", put_reason(flag(launched.lost)),
+        save ? "; --resume " : "", save ? save : "", save ? " goes on" : "");
     return 1;
 }
 
 static int run(job *j) {
     dt_report report = { .status = DT_OK };
-    dt_host   host = *dt_host_default();
+    dt_host host = *dt_host_default();
     host.log = is_tcp(j->v) ? quiet_errors : errors_at_once;
-    if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors; /* told when it is known whether the ranks go on */
+    /* told when it is known whether the ranks go on */
+    if (int_of(j->v, O_MAX_RESTARTS)) host.log = quiet_errors;
     catch_signals(j);
     dt_status status = run_once(j, &report, &host);
-    while (status != DT_OK && !report.left_behind && restarts(j, &report)) status = run_once(j, &report, &host);
+    while (status != DT_OK && !report.left_behind && restarts(j, &report))
+        status = run_once(j, &report, &host);
     if (report.left_behind) { /* a thread left behind still uses *j */
         if (!flag(launched.told)) complain("error: %s\n", report.text);
         _exit(1);
     }
-    int said = status != DT_OK && (launched.size || flag(launched.told)); /* under MPI by the rank that noticed it */
+    /* under MPI by the rank that noticed it */
+    int said = status != DT_OK && (launched.size || flag(launched.told));
     if (j->csv >= 0 && close(j->csv) != 0 && status == DT_OK) {
         status = DT_ERR_IO;
-        snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text, strerror(errno));
+        snprintf(report.text, sizeof report.text, "rank 0: --log-csv %s: %s", j->v[O_LOG_CSV].text,
+            strerror(errno));
     }
-    if (status != DT_OK) { /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone, and every rank
-                              that was started by hand, for it may have a terminal of its own */
+    /* rank 0 tells it; over tcp whoever failed does too, for rank 0 may be gone, and every rank
+       that was started by hand, for it may have a terminal of its own */
+    if (status != DT_OK) {
         int by_hand = j->v[O_RANK].from == GIVEN;
-        int told = speaks() || (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
+        int told = speaks() ||
+                   (is_tcp(j->v) && (by_hand || report.rank < 0 || report.rank == launched.rank));
         let_rank_0_speak();
         if (told && !said) complain("error: %s\n", report.text);
         return 1;
@@ -2203,14 +2568,15 @@ static int run(job *j) {
     return check_lost(j, stopped ? 128 + SIGTERM : 0);
 }
 
-// ==== 10. Dry run ===================================================================================================
+// ==== 10. Dry run ===============================================================================
 
 /* Ranks of one axis that differ from `rank` in that coordinate only: n of them, `stride` apart. */
 static void print_group(line *out, int rank, int n, int stride) {
     char text[64] = "";
-    int  first = rank - rank / stride % n * stride, used = 0;
+    int first = rank - rank / stride % n * stride, used = 0;
     for (int i = 0; i < n && used < 40; i++)
-        used += snprintf(text + used, sizeof text - (size_t)used, "%s%d", i ? " " : "", first + i * stride);
+        used += snprintf(
+            text + used, sizeof text - (size_t)used, "%s%d", i ? " " : "", first + i * stride);
     say(out, "  %-20s", used >= 40 ? strcpy(text + 37, "..") - 37 : text);
 }
 
@@ -2237,7 +2603,8 @@ static void print_map(const train_config *c, int ranks) {
         say(&out, "\n");
     }
     if (ranks > MAP_ROWS)
-        say(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep, m->cp, m->tp);
+        say(&out, " ... rank = (((pp * %d + dp) * %d + ep) * %d + cp) * %d + tp\n", m->dp, m->ep,
+            m->cp, m->tp);
 }
 
 static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
@@ -2247,23 +2614,24 @@ static void on_dry_step(dt_ctx *ctx, const train_row *row, void *user) {
 
 /* What a dry run tells; figures of the row are the largest over the ranks. */
 typedef struct dry_figures {
-    train_row  row;
-    train_need need;            /* of the rank that failed, or needs most */
-    int        rank;            /* that one */
-    double     flops;           /* of a step, the largest over the ranks */
-    dt_report  report;
+    train_row row;
+    train_need need; /* of the rank that failed, or needs most */
+    int rank;        /* that one */
+    double flops;    /* of a step, the largest over the ranks */
+    dt_report report;
 } dry_figures;
 
 static void no_log(void *user, int level, int rank, const char *text) {
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. limit: bytes, or 0. */
+/* Two steps, as memory has grown to its size after the first, on as many threads as ranks. limit:
+   bytes, or 0. */
 static dry_figures dry(const job *j, train_config c, double limit) {
     enum { STEPS = 2 };
-    int         ranks = int_of(j->v, O_RANKS);
+    int ranks = int_of(j->v, O_RANKS);
     dry_figures f = { .rank = 0 };
-    dt_dry     *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
+    dt_dry *counts = (dt_dry *)calloc((size_t)ranks, sizeof *counts);
     train_need *need = (train_need *)calloc((size_t)ranks, sizeof *need);
     if (!counts || !need) refuse("a dry run: out of memory");
     c.dry = counts;
@@ -2277,8 +2645,13 @@ static dry_figures dry(const job *j, train_config c, double limit) {
     c.user = &f.row;
     dt_host host = *dt_host_default();
     host.log = no_log;
-    dt_run((dt_run_desc){ .ranks = ranks, .timeout_s = j->v[O_TIMEOUT].number, .host = &host, .report = &f.report,
-        .kernels = kernels_of(j->v), .mem_limit = (size_t)limit }, train, &c);
+    dt_run((dt_run_desc){ .ranks = ranks,
+               .timeout_s = j->v[O_TIMEOUT].number,
+               .host = &host,
+               .report = &f.report,
+               .kernels = kernels_of(j->v),
+               .mem_limit = (size_t)limit },
+        train, &c);
     for (int r = 0; r < ranks; r++) {
         f.flops = fmax(f.flops, counts[r].flops / STEPS);
         if (need[r].memory.peak_total > need[f.rank].memory.peak_total) f.rank = r;
@@ -2290,28 +2663,34 @@ static dry_figures dry(const job *j, train_config c, double limit) {
     return f;
 }
 
-static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts", "comm", "host",
-    "temp" };
+static const char *const memory_classes[DT_MEM_CLASSES] = { "params", "grads", "optim", "acts",
+    "comm", "host", "temp" };
 
 /* What a rank has of each class, and beside it what it should have by the formula. */
 static void print_memory(int fd, const train_need *n) {
-    line             out = { .fd = fd };
+    line out = { .fd = fd };
     const dt_memory *m = &n->memory;
-    int              formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
+    int formula = n->kind[0].shared > 0, experts = n->kind[1].psi > 0;
     say(&out, "  %-12s%16s%16s", "class", "live", "peak");
-    if (formula) say(&out, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
-        (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_RUN, (long long)n->kind[0].padded);
-    if (experts) say(&out, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
-        (long long)n->kind[1].shared, DT_RUN, (long long)n->kind[1].padded);
+    if (formula)
+        say(&out, "%16s   P = %lld parameters, padded by unit to %lld x %d: %lld", "formula",
+            (long long)n->kind[0].psi, (long long)n->kind[0].shared, DT_PIECE,
+            (long long)n->kind[0].padded);
+    if (experts)
+        say(&out, "; Q = %lld of experts, to %lld x %d: %lld", (long long)n->kind[1].psi,
+            (long long)n->kind[1].shared, DT_PIECE, (long long)n->kind[1].padded);
     say(&out, "\n");
     for (int i = 0; i < DT_MEM_CLASSES; i++) {
         say(&out, "  %-12s%16zu%16zu", memory_classes[i], m->live[i], m->peak[i]);
         for (int k = 0; k < 1 + experts && formula && i <= DT_MEM_OPTIM; k++) {
-            if (k == 0) say(&out, "%16.0f   %d P", n->formula[i], n->bytes[i]);
-            else say(&out, " + %d Q", n->bytes[i]);
+            if (k == 0)
+                say(&out, "%16.0f   %d P", n->formula[i], n->bytes[i]);
+            else
+                say(&out, " + %d Q", n->bytes[i]);
             if (n->cut[i] && n->kind[k].shared > 1) say(&out, " / %d", n->kind[k].shared);
         }
-        if (formula && i == DT_MEM_GRADS && n->levels > 0) say(&out, " + %.0f for the tree's levels", n->levels);
+        if (formula && i == DT_MEM_GRADS && n->levels > 0)
+            say(&out, " + %.0f for the tree's levels", n->levels);
         say(&out, "\n");
     }
     say(&out, "  %-12s%16zu%16zu\n", "all at once", m->live_total, m->peak_total);
@@ -2319,12 +2698,14 @@ static void print_memory(int fd, const train_need *n) {
 
 static int dry_run(job *j) {
     static const char *const axes[DT_AXES] = { "dp", "tp", "cp", "pp", "ep" };
-    static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm", "all at once" };
+    static const char *const classes[TRAIN_MEMS] = { "params", "grads", "optim", "acts", "comm",
+        "all at once" };
     if ((launched.size || is_tcp(j->v)) && j->v[O_BACKEND].from == COMPUTED)
         refuse("--dry-run is one process: start it without %s", launched.by.by);
-    if (launched.size || is_tcp(j->v)) refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
+    if (launched.size || is_tcp(j->v))
+        refuse("--dry-run is one process: leave --backend %s out", j->v[O_BACKEND].text);
     dry_figures f = dry(j, j->config, 0);
-    line        out = { .fd = 1 };
+    line out = { .fd = 1 };
     if (f.report.status != DT_OK) {
         complain("error: %s\n", f.report.text);
         return 1;
@@ -2345,15 +2726,15 @@ static int dry_run(job *j) {
     return 0;
 }
 
-// ==== 11. Memory limit ==============================================================================================
+// ==== 11. Memory limit ==========================================================================
 
 /* What other settings would need. */
 typedef struct advice {
     const job *j;
-    double     limit, least;    /* bytes; least: of what was tried and does not fit */
-    char       least_text[256];
-    int        tried, fit;
-    int        stage;           /* the highest of ZeRO that this build can do */
+    double limit, least; /* bytes; least: of what was tried and does not fit */
+    char least_text[256];
+    int tried, fit;
+    int stage; /* the highest of ZeRO that this build can do */
 } advice;
 
 /* How the command line would say in what c differs from the job's own settings. */
@@ -2361,18 +2742,19 @@ static void setting_text(const job *j, const train_config *c, char *text, size_t
     const train_config *now = &j->config;
     char zero[24] = "", micro[64] = "";
     if (c->zero.stage != now->zero.stage) snprintf(zero, sizeof zero, " --zero %d", c->zero.stage);
-    if (c->micro_batch != now->micro_batch) snprintf(micro, sizeof micro, " --micro-batch %d --accum %d",
-        c->micro_batch, c->accum);
-    snprintf(text, room, "%s%s%s%s%s", zero, c->model.recompute != now->model.recompute ? " --recompute full" : "",
-        micro, c->zero.offload_optim != now->zero.offload_optim ? " --offload-optim DIR" : "",
+    if (c->micro_batch != now->micro_batch)
+        snprintf(micro, sizeof micro, " --micro-batch %d --accum %d", c->micro_batch, c->accum);
+    snprintf(text, room, "%s%s%s%s%s", zero,
+        c->model.recompute != now->model.recompute ? " --recompute full" : "", micro,
+        c->zero.offload_optim != now->zero.offload_optim ? " --offload-optim DIR" : "",
         c->zero.offload_params != now->zero.offload_params ? " --offload-params DIR" : "");
 }
 
 /* Runs a setting dry, and prints it if it fits. What this build cannot do is passed over. */
 static void try_setting(advice *a, train_config c) {
-    char        text[256];
+    char text[256];
     dry_figures f = dry(a->j, c, 0);
-    double      peak = (double)f.need.memory.peak_total;
+    double peak = (double)f.need.memory.peak_total;
     if (f.report.status != DT_OK) return;
     a->tried++;
     if (c.zero.stage > a->stage) a->stage = c.zero.stage;
@@ -2386,11 +2768,12 @@ static void try_setting(advice *a, train_config c) {
     }
 }
 
-/* The least change first: sharing out more, computing again, smaller micro-batches, the disk. At most 12 are tried. */
+/* The least change first: sharing out more, computing again, smaller micro-batches, the disk. At
+   most 12 are tried. */
 static void try_settings(advice *a) {
     const train_config *now = &a->j->config;
-    train_config        c = *now;
-    int                 smaller = (int)divisor_below(now->micro_batch, now->micro_batch / 2);
+    train_config c = *now;
+    int smaller = (int)divisor_below(now->micro_batch, now->micro_batch / 2);
     for (c.zero.stage = now->zero.stage + 1; c.zero.stage <= 3; c.zero.stage++) try_setting(a, c);
     c.model.recompute = GPT_RECOMPUTE_FULL;
     for (c.zero.stage = now->zero.stage; c.zero.stage <= a->stage; c.zero.stage++)
@@ -2413,26 +2796,30 @@ static void try_settings(advice *a) {
 /* --mem-limit: two steps are run dry with the limit before any rank starts. */
 static void check_limit(const job *j) {
     const char *text = j->v[O_MEM_LIMIT].text;
-    advice      a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
+    advice a = { .j = j, .limit = j->v[O_MEM_LIMIT].number, .stage = j->config.zero.stage };
     dry_figures f = dry(j, j->config, a.limit);
-    if (f.report.status != DT_ERR_MEM) return; /* it fits, or fails for a reason that the run itself will tell */
+    /* it fits, or fails for a reason that the run itself will tell */
+    if (f.report.status != DT_ERR_MEM) return;
     if (!speaks()) refuse("--mem-limit %s: %s", text, f.report.text);
     complain("error: --mem-limit %s: %s\n", text, f.report.text);
     complain("bytes of rank %d then\n", f.rank);
     print_memory(2, &f.need);
     f = dry(j, j->config, 0);
-    complain("These settings need %zu bytes a rank. With the options of one of these lines they would fit:\n",
+    complain("These settings need %zu bytes a rank. With the options of one of these lines they "
+             "would fit:\n",
         f.need.memory.peak_total);
     try_settings(&a);
     if (a.fit == 0) complain("  none of %d that were tried\n", a.tried);
     if (a.fit == 0 && a.tried > 0)
-        complain("The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
+        complain(
+            "The least that was tried needs %.0f bytes a rank, with%s.\n", a.least, a.least_text);
     exit(2);
 }
 
-// ==== 12. main ======================================================================================================
+// ==== 12. main ==================================================================================
 
-/* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks need to know. */
+/* --backend mpi: which rank this process is. MPI is begun here and not in dt_run because the checks
+   need to know. */
 static void join(const value *v, int *argc, char ***argv) {
 #ifdef DT_USE_MPI
     int level;
@@ -2471,11 +2858,11 @@ static void begin(void) {
 
 int main(int argc, char **argv) {
     value v[N_OPTIONS];
-    job   j = { .v = v, .csv = -1 };
+    job j = { .v = v, .csv = -1 };
     begin();
 #ifdef DT_USE_NCCL
-    /* CUDA reads it at its first call. A kernel that is loaded late waits for the device, which may be waiting in NCCL
-       for another rank. */
+    /* CUDA reads it at its first call. A kernel that is loaded late waits for the device, which may
+       be waiting in NCCL for another rank. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #endif
     memset(v, 0, sizeof v);

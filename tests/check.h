@@ -21,9 +21,8 @@ static int check_passed, check_failed, check_skipped;
 #define CHECK(cond) check_report(!!(cond), __FILE__, __LINE__, "%s", #cond)
 #define CHECK_MSG(cond, ...) check_report(!!(cond), __FILE__, __LINE__, __VA_ARGS__)
 
-__attribute__((format(printf, 4, 5)))
-static inline int check_report(int ok, const char *file, int line, const char *format, ...)
-{
+__attribute__((format(printf, 4, 5))) static inline int check_report(
+    int ok, const char *file, int line, const char *format, ...) {
     if (ok) {
         __atomic_fetch_add(&check_passed, 1, __ATOMIC_RELAXED);
         return 1;
@@ -40,17 +39,15 @@ static inline int check_report(int ok, const char *file, int line, const char *f
 }
 
 /* Counts a part of the test that cannot run here, and says why. */
-static inline void check_skip(const char *reason)
-{
+static inline void check_skip(const char *reason) {
     printf("SKIP %s\n", reason);
     __atomic_fetch_add(&check_skipped, 1, __ATOMIC_RELAXED);
 }
 
 /* The summary, and main's result: 0 if nothing failed, else 1. */
-static inline int check_done(const char *name)
-{
-    printf("%s: %d passed, %d failed, %d skipped\n",
-           name, check_passed, check_failed, check_skipped);
+static inline int check_done(const char *name) {
+    printf(
+        "%s: %d passed, %d failed, %d skipped\n", name, check_passed, check_failed, check_skipped);
     return check_failed == 0 ? 0 : 1;
 }
 

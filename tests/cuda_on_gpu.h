@@ -1,8 +1,9 @@
 /* cuda_on_gpu.h - what a test has of cuda_on_cpu.h, where its kernels run on a GPU
 
-   With -DCUDA_ON_GPU the cases of cuda_cases.h are compiled by the host's compiler and linked with dt_kernels.o and the
-   CUDA runtime: kernels and host share memory that is pinned. Linked with fake_cuda.c instead they run without a GPU,
-   which tests what is here: that the host waits before it reads.
+   With -DCUDA_ON_GPU the cases of cuda_cases.h are compiled by the host's compiler and linked with
+   dt_kernels.o and the CUDA runtime: kernels and host share memory that is pinned. Linked with
+   fake_cuda.c instead they run without a GPU, which tests what is here: that the host waits before
+   it reads.
 
        make CUDA=1 ARCH=90a B=build-gpu build-gpu/test_cuda_on_gpu        for a GPU
        make build/test_cuda_on_gpu                                       for fake_cuda.c */
@@ -23,9 +24,8 @@
 #include <string>
 #include <vector>
 
-__attribute__((format(printf, 1, 2)))
-inline std::string dtc_text(const char *format, ...) {
-    char    text[512];
+__attribute__((format(printf, 1, 2))) inline std::string dtc_text(const char *format, ...) {
+    char text[512];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -33,30 +33,34 @@ inline std::string dtc_text(const char *format, ...) {
     return text;
 }
 
-// A GPU has an order of its own, which nobody sets: a case runs as often as it has orders elsewhere.
+// A GPU has an order of its own, which nobody sets: a case runs as often as it has orders
+// elsewhere.
 enum dtc_order { DTC_FORWARD, DTC_REVERSE, DTC_PERMUTED };
 inline void dtc_set_order(int, unsigned) {}
 
-// Waits for all that was launched. What went wrong, or NULL: a launch that was refused, or a kernel that failed.
+// Waits for all that was launched. What went wrong, or NULL: a launch that was refused, or a kernel
+// that failed.
 inline const char *dtc_error() {
     cudaError_t waited = cudaDeviceSynchronize(), launched = cudaGetLastError();
     cudaError_t error = waited != cudaSuccess ? waited : launched;
     return error == cudaSuccess ? NULL : cudaGetErrorName(error);
 }
 
-// A refused launch leaves nothing behind; after a kernel that failed no call of this process works any more.
+// A refused launch leaves nothing behind; after a kernel that failed no call of this process works
+// any more.
 inline void dtc_clear_error() {
     if (cudaDeviceSynchronize() == cudaSuccess) return;
     printf("the device is lost: what follows was not run\n");
     exit(1);
 }
 
-// Pinned memory, which is slow to get, in pieces of powers of two. It is never given back to the driver.
+// Pinned memory, which is slow to get, in pieces of powers of two. It is never given back to the
+// driver.
 struct dtc_memory {
     enum { SMALLEST = 6, CHUNK = 64 << 20 };
-    std::vector<void *>   spare[48]; // by the power
-    std::map<void *, int> power;     // of what is in use
-    char                 *next = NULL, *end = NULL;
+    std::vector<void *> spare[48]; // by the power
+    std::map<void *, int> power;   // of what is in use
+    char *next = NULL, *end = NULL;
 
     int get(void **p, size_t bytes) {
         int k = SMALLEST;
@@ -64,9 +68,11 @@ struct dtc_memory {
         size_t size = (size_t)1 << k;
         if (spare[k].empty() && (size_t)(end - next) < size) {
             size_t chunk = size > CHUNK ? size : (size_t)CHUNK;
-            void  *fresh = NULL;
-            if (cudaHostAlloc(&fresh, chunk, cudaHostAllocPortable | cudaHostAllocMapped) != cudaSuccess) {
-                printf("no %zu bytes of pinned memory: %s\n", chunk, cudaGetErrorName(cudaGetLastError()));
+            void *fresh = NULL;
+            if (cudaHostAlloc(&fresh, chunk, cudaHostAllocPortable | cudaHostAllocMapped) !=
+                cudaSuccess) {
+                printf("no %zu bytes of pinned memory: %s\n", chunk,
+                    cudaGetErrorName(cudaGetLastError()));
                 return 1;
             }
             next = (char *)fresh, end = next + chunk;

@@ -1,5 +1,5 @@
-/* disk_sim.h - a disk in memory, for tests: a dt_io table with folders that ranks use at once, whose power can be cut
-   afterwards at any point, and whose calls can be made to fail.
+/* disk_sim.h - a disk in memory, for tests: a dt_io table with folders that ranks use at once,
+   whose power can be cut afterwards at any point, and whose calls can be made to fail.
 
        disk      d;
        disk_seat seat = { &d, "", 0, 0, 0 };
@@ -7,17 +7,21 @@
        disk_make(&d);
        ... a job works with io ...
        disk image;
-       disk_cut(&image, &d, 17, seed);     what is left if the power failed after 17 of the d.n_ops changes
+       disk_cut(&image, &d, 17, seed);     what is left if the power failed after 17 of the d.n_ops
+                                           changes
        disk_free(&image);
        disk_free(&d);
 
-   What is sure to be left is less than any real disk leaves, as if each descriptor were the cache of another machine:
+   What is sure to be left is less than any real disk leaves, as if each descriptor were the cache
+   of another machine:
 
-       in a file     writes and changes of its length through a descriptor, once an fsync of that descriptor has
-                     returned. Before that a write is there, or not, or some of its sectors are; in any order with those
-                     of other descriptors. Within the length, what was not written reads as zeros.
-       in a folder   names that come, change and go, once an fsync of the folder has returned. Before that each change
-                     is there or not; those of one name in their order. A rename is there as a whole or not at all.
+       in a file     writes and changes of its length through a descriptor, once an fsync of that
+                     descriptor has returned. Before that a write is there, or not, or some of its
+                     sectors are; in any order with those of other descriptors. Within the length,
+                     what was not written reads as zeros.
+       in a folder   names that come, change and go, once an fsync of the folder has returned.
+                     Before that each change is there or not; those of one name in their order. A
+                     rename is there as a whole or not at all.
 
    Include it after dt_tensor.h. */
 #ifndef DISK_SIM_H
@@ -33,61 +37,75 @@ enum { DISK_ROOT = 0, DISK_NAME = 64, DISK_FDS = 64, DISK_SECTOR = 512, DISK_FD_
 enum { DISK_ENTER = 0, DISK_RENAME, DISK_REMOVE, DISK_WRITE, DISK_RESIZE, DISK_SYNC, DISK_MARK };
 
 /* How calls of seats that count fail. */
-enum { DISK_FAILS = 1, DISK_SHORT /* moves one byte */, DISK_INTERRUPTED /* moves nothing: EINTR */ };
+enum {
+    DISK_FAILS = 1,
+    DISK_SHORT /* moves one byte */,
+    DISK_INTERRUPTED /* moves nothing: EINTR */
+};
 typedef struct disk_fault {
-    int     how;        /* 0: none */
-    int     rank;       /* whose calls */
-    long    at;         /* which of them, from 1 */
-    int     sticky;     /* and all after it; of interrupted ones every second, as they come again */
-    int     reason;     /* errno of DISK_FAILS */
-    int64_t room;       /* bytes that all seats that count may write before ENOSPC; -1: any number */
+    int how;    /* 0: none */
+    int rank;   /* whose calls */
+    long at;    /* which of them, from 1 */
+    int sticky; /* and all after it; of interrupted ones every second, as they come again */
+    int reason; /* errno of DISK_FAILS */
+    /* bytes that all seats that count may write before ENOSPC; -1: any number */
+    int64_t room;
 } disk_fault;
 
 typedef struct disk_node {
-    int            folder;
+    int folder;
     unsigned char *data;
-    size_t         size, room;
-    int            lock;            /* serial number of the descriptor that has it; 0: none */
+    size_t size, room;
+    int lock; /* serial number of the descriptor that has it; 0: none */
 } disk_node;
 
-typedef struct disk_entry { int folder, node; char name[DISK_NAME]; } disk_entry;
-typedef struct disk_fd { int used, node, writable, serial; char path[192]; } disk_fd;
+typedef struct disk_entry {
+    int folder, node;
+    char name[DISK_NAME];
+} disk_entry;
+typedef struct disk_fd {
+    int used, node, writable, serial;
+    char path[192];
+} disk_fd;
 
 typedef struct disk_op {
-    int    kind, node, serial;      /* node: the file, or the folder whose names change; serial: the descriptor's */
-    int    child;
-    size_t at, bytes, data;         /* data: where the bytes are in disk.bytes. DISK_RESIZE: at is the new size,
-                                       DISK_MARK: what the test noted */
-    char   name[DISK_NAME], to[DISK_NAME];
+    /* node: the file, or the folder whose names change; serial: the descriptor's */
+    int kind, node, serial;
+    int child;
+    /* data: where the bytes are in disk.bytes. DISK_RESIZE: at is the new size, DISK_MARK: what the
+       test noted */
+    size_t at, bytes, data;
+    char name[DISK_NAME], to[DISK_NAME];
 } disk_op;
 
 typedef struct disk {
     pthread_mutex_t lock;
-    disk_node      *node;           /* (n_nodes) 0: the root */
-    disk_entry     *entry;          /* (n_entries) */
-    disk_op        *op;             /* (n_ops) every change since disk_make */
-    unsigned char  *bytes;          /* (n_bytes) that were written */
-    int             n_nodes, node_room, n_entries, entry_room;
-    long            n_ops, op_room;
-    size_t          n_bytes, byte_room;
-    long            settled;        /* so many changes are sure to be left: those of before the power came back */
-    disk_fd         fd[DISK_FDS];
-    int             open, serials;  /* descriptors that are open, that ever were */
-    disk_fault      fault;
-    int             hits;           /* calls that were spoiled */
-    const char     *hit;            /* the first one: its function, */
-    char            hit_path[192];  /* the path, of a descriptor that it was opened with, */
-    int             hit_writable;   /* and whether to write */
-    int64_t         written;        /* bytes, by seats that count */
+    disk_node *node;      /* (n_nodes) 0: the root */
+    disk_entry *entry;    /* (n_entries) */
+    disk_op *op;          /* (n_ops) every change since disk_make */
+    unsigned char *bytes; /* (n_bytes) that were written */
+    int n_nodes, node_room, n_entries, entry_room;
+    long n_ops, op_room;
+    size_t n_bytes, byte_room;
+    /* so many changes are sure to be left: those of before the power came back */
+    long settled;
+    disk_fd fd[DISK_FDS];
+    int open, serials; /* descriptors that are open, that ever were */
+    disk_fault fault;
+    int hits;           /* calls that were spoiled */
+    const char *hit;    /* the first one: its function, */
+    char hit_path[192]; /* the path, of a descriptor that it was opened with, */
+    int hit_writable;   /* and whether to write */
+    int64_t written;    /* bytes, by seats that count */
 } disk;
 
 /* A place at the disk: what a rank's dt_io.user points to. */
 typedef struct disk_seat {
-    disk       *disk;
-    const char *root;               /* in front of every path: "" or "m1/", a folder that exists */
-    int         rank;
-    int         counting;           /* 1: its calls are counted, and fail if disk.fault says so */
-    long        calls;
+    disk *disk;
+    const char *root; /* in front of every path: "" or "m1/", a folder that exists */
+    int rank;
+    int counting; /* 1: its calls are counted, and fail if disk.fault says so */
+    long calls;
 } disk_seat;
 
 static inline void *disk_grow(void *array, long have, long want, size_t size) {
@@ -98,7 +116,8 @@ static inline void *disk_grow(void *array, long have, long want, size_t size) {
     return array;
 }
 
-/* ---- changes, and their log: the lock is held, or nobody else is there ------------------------------------------- */
+/* ---- changes, and their log: the lock is held, or nobody else is there
+   ------------------------------------------- */
 
 static inline disk_op *disk_log(disk *d, int kind, int node, int serial) {
     if (d->n_ops == d->op_room) {
@@ -167,7 +186,8 @@ static inline void disk_resize_to(disk *d, int node, int serial, size_t bytes) {
     disk_log(d, DISK_RESIZE, node, serial)->at = bytes;
 }
 
-static inline void disk_log_write(disk *d, int node, int serial, const void *from, size_t bytes, size_t at) {
+static inline void disk_log_write(
+    disk *d, int node, int serial, const void *from, size_t bytes, size_t at) {
     if (d->n_bytes + bytes > d->byte_room) {
         size_t want = 2 * (d->n_bytes + bytes);
         d->bytes = (unsigned char *)disk_grow(d->bytes, (long)d->byte_room, (long)want, 1);
@@ -181,7 +201,8 @@ static inline void disk_log_write(disk *d, int node, int serial, const void *fro
     d->n_bytes += bytes;
 }
 
-static inline void disk_write_at(disk *d, int node, int serial, const void *from, size_t bytes, size_t at) {
+static inline void disk_write_at(
+    disk *d, int node, int serial, const void *from, size_t bytes, size_t at) {
     disk_node *f = &d->node[node];
     if (bytes == 0) return;
     disk_log_write(d, node, serial, from, bytes, at);
@@ -206,15 +227,18 @@ static inline void disk_free(disk *d) {
     memset(d, 0, sizeof *d);
 }
 
-/* ---- paths ------------------------------------------------------------------------------------------------------- */
+/* ---- paths
+   ------------------------------------------------------------------------------------------------------- */
 
 /* The folder a path's last name is in, and that name ("" for the root itself); -1 and errno. */
-static inline int disk_parent(const disk *d, const char *root, const char *path, char name[DISK_NAME]) {
-    char        whole[256];
-    int         folder = DISK_ROOT;
+static inline int disk_parent(
+    const disk *d, const char *root, const char *path, char name[DISK_NAME]) {
+    char whole[256];
+    int folder = DISK_ROOT;
     const char *p = whole;
     name[0] = 0;
-    if ((size_t)snprintf(whole, sizeof whole, "%s%s", root, path) >= sizeof whole) return errno = ENAMETOOLONG, -1;
+    if ((size_t)snprintf(whole, sizeof whole, "%s%s", root, path) >= sizeof whole)
+        return errno = ENAMETOOLONG, -1;
     if (!*path) return errno = ENOENT, -1;
     while (*p) {
         size_t n = strcspn(p, "/");
@@ -238,7 +262,7 @@ static inline int disk_parent(const disk *d, const char *root, const char *path,
 /* The node a path leads to, -1 and errno. */
 static inline int disk_find(const disk *d, const char *root, const char *path) {
     char name[DISK_NAME];
-    int  folder = disk_parent(d, root, path, name);
+    int folder = disk_parent(d, root, path, name);
     if (folder < 0 || !name[0]) return folder;
     int i = disk_entry_at(d, folder, name);
     return i < 0 ? (errno = ENOENT, -1) : d->entry[i].node;
@@ -250,23 +274,27 @@ static inline int disk_holds(const disk *d, int folder) {
     return n;
 }
 
-/* ---- calls ------------------------------------------------------------------------------------------------------- */
+/* ---- calls
+   ------------------------------------------------------------------------------------------------------- */
 
 /* Counts a call and takes the lock. Not 0: it is spoiled, in that way. */
 static inline int disk_call(disk_seat *s, const char *what, const char *path, int fd, int moves) {
-    disk             *d = s->disk;
+    disk *d = s->disk;
     const disk_fault *f = &d->fault;
     pthread_mutex_lock(&d->lock);
     errno = 0;
     if (!s->counting) return 0;
     long n = ++s->calls - f->at;
-    int  hit = f->how != 0 && f->rank == s->rank && f->at > 0 && (n == 0 || (n > 0 && f->sticky));
+    int hit = f->how != 0 && f->rank == s->rank && f->at > 0 && (n == 0 || (n > 0 && f->sticky));
     if (f->how == DISK_INTERRUPTED && n % 2 != 0) hit = 0;
     if (f->how != DISK_FAILS && !moves) hit = 0;
     if (!hit) return 0;
     if (d->hits++ == 0) {
         d->hit = what;
-        snprintf(d->hit_path, sizeof d->hit_path, "%s", path ? path : fd >= 0 ? d->fd[fd].path : "");
+        snprintf(d->hit_path, sizeof d->hit_path, "%s",
+            path      ? path
+            : fd >= 0 ? d->fd[fd].path
+                      : "");
         d->hit_writable = fd >= 0 ? d->fd[fd].writable : 0;
     }
     errno = f->how == DISK_INTERRUPTED ? EINTR : f->reason;
@@ -282,7 +310,8 @@ static inline int64_t disk_done(disk_seat *s, int64_t result) {
 
 static inline int disk_fails(int reason) { return errno = reason, -1; }
 
-/* Which of disk.fd a descriptor is; the others' numbers are strange ones, so that none is taken for another thing. */
+/* Which of disk.fd a descriptor is; the others' numbers are strange ones, so that none is taken for
+   another thing. */
 static inline int disk_slot(const disk *d, int fd) {
     int i = fd - DISK_FD_BASE;
     return i >= 0 && i < DISK_FDS && d->fd[i].used ? i : -1;
@@ -290,16 +319,17 @@ static inline int disk_slot(const disk *d, int fd) {
 
 static inline int disk_open_locked(disk_seat *s, const char *path, int mode) {
     disk *d = s->disk;
-    char  name[DISK_NAME];
-    int   write = mode != DT_IO_READ;
-    int   folder = disk_parent(d, s->root, path, name), i = 0;
+    char name[DISK_NAME];
+    int write = mode != DT_IO_READ;
+    int folder = disk_parent(d, s->root, path, name), i = 0;
     if (folder < 0) return -1;
     int at = name[0] ? disk_entry_at(d, folder, name) : -1;
     int node = !name[0] ? DISK_ROOT : at >= 0 ? d->entry[at].node : -1;
     if (node < 0 && (mode == DT_IO_READ || mode == DT_IO_WRITE)) return disk_fails(ENOENT);
     if (node >= 0 && (mode == DT_IO_CREATE || mode == DT_IO_PRIVATE)) return disk_fails(EEXIST);
     if (node >= 0 && write && d->node[node].folder) return disk_fails(EISDIR);
-    if (node >= 0 && !d->node[node].folder && path[strlen(path) - 1] == '/') return disk_fails(ENOTDIR);
+    if (node >= 0 && !d->node[node].folder && path[strlen(path) - 1] == '/')
+        return disk_fails(ENOTDIR);
     while (i < DISK_FDS && d->fd[i].used) i++;
     if (i == DISK_FDS) return disk_fails(EMFILE);
     if (node < 0) disk_enter(d, folder, name, node = disk_node_new(d, 0));
@@ -314,24 +344,24 @@ static inline int disk_open_locked(disk_seat *s, const char *path, int mode) {
 
 static inline int disk_open(void *user, const char *path, int mode) {
     disk_seat *s = (disk_seat *)user;
-    int        spoiled = disk_call(s, "open", path, -1, 0);
+    int spoiled = disk_call(s, "open", path, -1, 0);
     return (int)disk_done(s, spoiled ? -1 : disk_open_locked(s, path, mode));
 }
 
 static inline int disk_close(void *user, int fd) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd), spoiled = disk_call(s, "close", NULL, i, 0);
+    int i = disk_slot(s->disk, fd), spoiled = disk_call(s, "close", NULL, i, 0);
     if (i < 0) return (int)disk_done(s, disk_fails(EBADF));
     disk_node *n = &s->disk->node[s->disk->fd[i].node];
     if (n->lock == s->disk->fd[i].serial) n->lock = 0;
-    s->disk->fd[i].used = 0;    /* closed even where that fails, as on Linux */
+    s->disk->fd[i].used = 0; /* closed even where that fails, as on Linux */
     s->disk->open--;
     return (int)disk_done(s, spoiled ? -1 : 0);
 }
 
 static inline int64_t disk_size(void *user, int fd) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd);
+    int i = disk_slot(s->disk, fd);
     if (disk_call(s, "size", NULL, i, 0)) return disk_done(s, -1);
     if (i < 0) return disk_done(s, disk_fails(EBADF));
     const disk_node *n = &s->disk->node[s->disk->fd[i].node];
@@ -340,9 +370,11 @@ static inline int64_t disk_size(void *user, int fd) {
 
 static inline int64_t disk_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd), spoiled = disk_call(s, "pread", NULL, i, 1);
-    if (spoiled == DISK_SHORT && bytes > 1) bytes = 1;
-    else if (spoiled && spoiled != DISK_SHORT) return disk_done(s, -1);
+    int i = disk_slot(s->disk, fd), spoiled = disk_call(s, "pread", NULL, i, 1);
+    if (spoiled == DISK_SHORT && bytes > 1)
+        bytes = 1;
+    else if (spoiled && spoiled != DISK_SHORT)
+        return disk_done(s, -1);
     if (i < 0 || offset < 0) return disk_done(s, disk_fails(i < 0 ? EBADF : EINVAL));
     const disk_node *n = &s->disk->node[s->disk->fd[i].node];
     if (n->folder) return disk_done(s, disk_fails(EISDIR));
@@ -352,15 +384,20 @@ static inline int64_t disk_pread(void *user, int fd, void *buf, size_t bytes, in
     return disk_done(s, (int64_t)bytes);
 }
 
-static inline int64_t disk_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
+static inline int64_t disk_pwrite(
+    void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
     disk_seat *s = (disk_seat *)user;
-    disk      *d = s->disk;
-    int        i = disk_slot(d, fd), spoiled = disk_call(s, "pwrite", NULL, i, 1);
-    if (spoiled == DISK_SHORT && bytes > 1) bytes = 1;
-    else if (spoiled && spoiled != DISK_SHORT) return disk_done(s, -1);
-    if (i < 0 || !d->fd[i].writable || offset < 0) return disk_done(s, disk_fails(offset < 0 ? EINVAL : EBADF));
+    disk *d = s->disk;
+    int i = disk_slot(d, fd), spoiled = disk_call(s, "pwrite", NULL, i, 1);
+    if (spoiled == DISK_SHORT && bytes > 1)
+        bytes = 1;
+    else if (spoiled && spoiled != DISK_SHORT)
+        return disk_done(s, -1);
+    if (i < 0 || !d->fd[i].writable || offset < 0)
+        return disk_done(s, disk_fails(offset < 0 ? EINVAL : EBADF));
     if (s->counting && d->fault.room >= 0 && (int64_t)bytes > d->fault.room - d->written) {
-        if (bytes && d->written >= d->fault.room) return d->hits++, disk_done(s, disk_fails(ENOSPC));
+        if (bytes && d->written >= d->fault.room)
+            return d->hits++, disk_done(s, disk_fails(ENOSPC));
         bytes = (size_t)(d->fault.room - d->written);
     }
     if (s->counting) d->written += (int64_t)bytes;
@@ -370,7 +407,7 @@ static inline int64_t disk_pwrite(void *user, int fd, const void *buf, size_t by
 
 static inline int disk_fsync(void *user, int fd) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd);
+    int i = disk_slot(s->disk, fd);
     if (disk_call(s, "fsync", NULL, i, 0)) return (int)disk_done(s, -1);
     if (i < 0) return (int)disk_done(s, disk_fails(EBADF));
     disk_log(s->disk, DISK_SYNC, s->disk->fd[i].node, s->disk->fd[i].serial);
@@ -379,8 +416,8 @@ static inline int disk_fsync(void *user, int fd) {
 
 static inline int disk_rename_locked(disk_seat *s, const char *from, const char *to) {
     disk *d = s->disk;
-    char  name[DISK_NAME], name_to[DISK_NAME];
-    int   folder = disk_parent(d, s->root, from, name), folder_to = folder;
+    char name[DISK_NAME], name_to[DISK_NAME];
+    int folder = disk_parent(d, s->root, from, name), folder_to = folder;
     if (folder < 0 || (folder_to = disk_parent(d, s->root, to, name_to)) < 0) return -1;
     int i = name[0] ? disk_entry_at(d, folder, name) : -1, j = disk_entry_at(d, folder_to, name_to);
     if (i < 0) return disk_fails(name[0] ? ENOENT : EBUSY);
@@ -402,12 +439,13 @@ static inline int disk_rename_locked(disk_seat *s, const char *from, const char 
 
 static inline int disk_rename(void *user, const char *from, const char *to) {
     disk_seat *s = (disk_seat *)user;
-    return (int)disk_done(s, disk_call(s, "rename", from, -1, 0) ? -1 : disk_rename_locked(s, from, to));
+    return (int)disk_done(
+        s, disk_call(s, "rename", from, -1, 0) ? -1 : disk_rename_locked(s, from, to));
 }
 
 static inline int disk_resize(void *user, int fd, int64_t bytes) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd);
+    int i = disk_slot(s->disk, fd);
     if (disk_call(s, "resize", NULL, i, 0)) return (int)disk_done(s, -1);
     if (i < 0 || !s->disk->fd[i].writable) return (int)disk_done(s, disk_fails(EBADF));
     disk_resize_to(s->disk, s->disk->fd[i].node, s->disk->fd[i].serial, (size_t)bytes);
@@ -416,8 +454,8 @@ static inline int disk_resize(void *user, int fd, int64_t bytes) {
 
 static inline int disk_remove_locked(disk_seat *s, const char *path, int is_folder) {
     disk *d = s->disk;
-    char  name[DISK_NAME];
-    int   folder = disk_parent(d, s->root, path, name);
+    char name[DISK_NAME];
+    int folder = disk_parent(d, s->root, path, name);
     if (folder < 0) return -1;
     int i = name[0] ? disk_entry_at(d, folder, name) : -1, child = i >= 0 ? d->entry[i].node : -1;
     if (i < 0) return disk_fails(name[0] ? ENOENT : EBUSY);
@@ -432,16 +470,15 @@ static inline int disk_remove_locked(disk_seat *s, const char *path, int is_fold
 
 static inline int disk_remove(void *user, const char *path) {
     disk_seat *s = (disk_seat *)user;
-    int        spoiled = disk_call(s, "remove", path, -1, 0);
+    int spoiled = disk_call(s, "remove", path, -1, 0);
     return (int)disk_done(s, spoiled ? -1 : disk_remove_locked(s, path, 0));
 }
 
-static inline int disk_remove_folder(void *user, const char *path, const char *const *names,
-    int n)
-{
+static inline int disk_remove_folder(
+    void *user, const char *path, const char *const *names, int n) {
     disk_seat *s = (disk_seat *)user;
-    char       file[256];
-    int        failed = disk_call(s, "remove_folder", path, -1, 0);
+    char file[256];
+    int failed = disk_call(s, "remove_folder", path, -1, 0);
     for (int i = 0; i < n && !failed; i++) {
         snprintf(file, sizeof file, "%s/%s", path, names[i]);
         failed = disk_remove_locked(s, file, 0) != 0 && errno != ENOENT;
@@ -451,8 +488,8 @@ static inline int disk_remove_folder(void *user, const char *path, const char *c
 
 static inline int disk_make_locked(disk_seat *s, const char *path) {
     disk *d = s->disk;
-    char  name[DISK_NAME];
-    int   folder = disk_parent(d, s->root, path, name);
+    char name[DISK_NAME];
+    int folder = disk_parent(d, s->root, path, name);
     if (folder < 0) return -1;
     if (!name[0] || disk_entry_at(d, folder, name) >= 0) return disk_fails(EEXIST);
     disk_enter(d, folder, name, disk_node_new(d, 1));
@@ -464,15 +501,17 @@ static inline int disk_mkdir(void *user, const char *path) {
     return (int)disk_done(s, disk_call(s, "make", path, -1, 0) ? -1 : disk_make_locked(s, path));
 }
 
-/* The names are copied first: whoever is told them may call the table. The newest come first, which nobody may rely
-   on. */
-static inline int disk_list(void *user, const char *path, void (*each)(void *arg, const char *name), void *arg) {
+/* The names are copied first: whoever is told them may call the table. The newest come first, which
+   nobody may rely on. */
+static inline int disk_list(
+    void *user, const char *path, void (*each)(void *arg, const char *name), void *arg) {
     disk_seat *s = (disk_seat *)user;
-    disk      *d = s->disk;
-    int        spoiled = disk_call(s, "list", path, -1, 0), node = spoiled ? -1 : disk_find(d, s->root, path), n = 0;
+    disk *d = s->disk;
+    int spoiled = disk_call(s, "list", path, -1, 0),
+        node = spoiled ? -1 : disk_find(d, s->root, path), n = 0;
     if (node >= 0 && !d->node[node].folder) node = disk_fails(ENOTDIR);
     if (node < 0) return (int)disk_done(s, -1);
-    char (*names)[DISK_NAME] = (char (*)[DISK_NAME])malloc((size_t)(d->n_entries + 1) * DISK_NAME);
+    char(*names)[DISK_NAME] = (char(*)[DISK_NAME])malloc((size_t)(d->n_entries + 1) * DISK_NAME);
     if (!names) abort();
     for (int i = d->n_entries - 1; i >= 0; i--)
         if (d->entry[i].folder == node) memcpy(names[n++], d->entry[i].name, DISK_NAME);
@@ -484,18 +523,20 @@ static inline int disk_list(void *user, const char *path, void (*each)(void *arg
 
 static inline int disk_lock(void *user, int fd) {
     disk_seat *s = (disk_seat *)user;
-    int        i = disk_slot(s->disk, fd);
+    int i = disk_slot(s->disk, fd);
     if (disk_call(s, "lock", NULL, i, 0)) return (int)disk_done(s, -1);
     if (i < 0) return (int)disk_done(s, disk_fails(EBADF));
     disk_node *n = &s->disk->node[s->disk->fd[i].node];
-    if (n->lock && n->lock != s->disk->fd[i].serial) return (int)disk_done(s, disk_fails(EWOULDBLOCK));
+    if (n->lock && n->lock != s->disk->fd[i].serial)
+        return (int)disk_done(s, disk_fails(EWOULDBLOCK));
     n->lock = s->disk->fd[i].serial;
     return (int)disk_done(s, 0);
 }
 
 static inline dt_io disk_io(disk_seat *seat) {
-    dt_io io = { seat, disk_open, disk_close, disk_size, disk_pread, disk_pwrite, disk_fsync, disk_rename, disk_resize,
-        disk_remove, NULL, disk_mkdir, disk_list, disk_lock, disk_remove_folder };
+    dt_io io = { seat, disk_open, disk_close, disk_size, disk_pread, disk_pwrite, disk_fsync,
+        disk_rename, disk_resize, disk_remove, NULL, disk_mkdir, disk_list, disk_lock,
+        disk_remove_folder };
     return io;
 }
 
@@ -513,10 +554,11 @@ static inline int disk_marked(const disk *d, long end, int what) {
     return 0;
 }
 
-/* ---- the power fails --------------------------------------------------------------------------------------------- */
+/* ---- the power fails
+   --------------------------------------------------------------------------------------------- */
 
-/* Seeds: of what is not sure nothing is left, everything, all names and no bytes, all bytes and no names; from
-   DISK_SEEDS on it is random. */
+/* Seeds: of what is not sure nothing is left, everything, all names and no bytes, all bytes and no
+   names; from DISK_SEEDS on it is random. */
 enum { DISK_NOTHING = 0, DISK_ALL, DISK_NAMES, DISK_DATA, DISK_SEEDS };
 enum { DISK_LOST = 0, DISK_THERE, DISK_TORN };
 
@@ -528,44 +570,52 @@ static inline uint64_t disk_random(uint64_t *state) {
 }
 
 static inline int disk_shares_name(const disk_op *a, const disk_op *b) {
-    return strcmp(a->name, b->name) == 0 || (a->kind == DISK_RENAME && strcmp(a->to, b->name) == 0) ||
-        (b->kind == DISK_RENAME && strcmp(b->to, a->name) == 0) ||
-        (a->kind == DISK_RENAME && b->kind == DISK_RENAME && strcmp(a->to, b->to) == 0);
+    return strcmp(a->name, b->name) == 0 ||
+           (a->kind == DISK_RENAME && strcmp(a->to, b->name) == 0) ||
+           (b->kind == DISK_RENAME && strcmp(b->to, a->name) == 0) ||
+           (a->kind == DISK_RENAME && b->kind == DISK_RENAME && strcmp(a->to, b->to) == 0);
 }
 
 /* What is left of each of the first `end` changes: fate. */
 static inline void disk_fates(const disk *d, long end, uint64_t seed, unsigned char *fate) {
     unsigned char *synced = (unsigned char *)calloc((size_t)(d->n_nodes + d->serials + 1), 1);
-    uint64_t       state = seed;
+    uint64_t state = seed;
     if (!synced) abort();
-    unsigned names = (unsigned)(disk_random(&state) % 5), data = (unsigned)(disk_random(&state) % 5);  /* of 4 */
+    /* of 4 */
+    unsigned names = (unsigned)(disk_random(&state) % 5),
+             data = (unsigned)(disk_random(&state) % 5);
     for (long i = end - 1; i >= 0; i--) {
         const disk_op *op = &d->op[i];
-        int            is_data = op->kind == DISK_WRITE || op->kind == DISK_RESIZE;
+        int is_data = op->kind == DISK_WRITE || op->kind == DISK_RESIZE;
         unsigned char *sure = &synced[is_data ? d->n_nodes + op->serial : op->node];
-        if (op->kind == DISK_SYNC) synced[d->node[op->node].folder ? op->node : d->n_nodes + op->serial] = 1;
+        if (op->kind == DISK_SYNC)
+            synced[d->node[op->node].folder ? op->node : d->n_nodes + op->serial] = 1;
         if (op->kind == DISK_SYNC || op->kind == DISK_MARK) continue;
         uint64_t dice = disk_random(&state);
-        if (fate[i]) continue;  /* a later change of that name has been kept */
+        if (fate[i]) continue; /* a later change of that name has been kept */
         fate[i] = dice % 4 < (is_data ? data : names) ? DISK_THERE : DISK_LOST;
         if (is_data && op->kind == DISK_WRITE && dice >> 8 & 1) fate[i] = DISK_TORN;
-        if (seed < DISK_SEEDS) fate[i] = seed == DISK_ALL || seed == (is_data ? DISK_DATA : DISK_NAMES);
+        if (seed < DISK_SEEDS)
+            fate[i] = seed == DISK_ALL || seed == (is_data ? DISK_DATA : DISK_NAMES);
         if (*sure || i < d->settled) fate[i] = DISK_THERE;
         if (is_data || !fate[i]) continue;
         for (long k = 0; k < i; k++)
-            if (d->op[k].kind <= DISK_REMOVE && d->op[k].node == op->node && disk_shares_name(&d->op[k], op))
+            if (d->op[k].kind <= DISK_REMOVE && d->op[k].node == op->node &&
+                disk_shares_name(&d->op[k], op))
                 fate[k] = DISK_THERE;
     }
     free(synced);
 }
 
 static inline void disk_redo_name(disk *out, const disk_op *op) {
-    if (op->kind == DISK_RENAME || op->kind == DISK_REMOVE) disk_drop(out, op->node, op->name, op->child);
+    if (op->kind == DISK_RENAME || op->kind == DISK_REMOVE)
+        disk_drop(out, op->node, op->name, op->child);
     if (op->kind != DISK_REMOVE)
         disk_enter(out, op->node, op->kind == DISK_RENAME ? op->to : op->name, op->child);
 }
 
-static inline void disk_redo_data(disk *out, const disk *d, const disk_op *op, int fate, uint64_t *state) {
+static inline void disk_redo_data(
+    disk *out, const disk *d, const disk_op *op, int fate, uint64_t *state) {
     if (op->kind == DISK_RESIZE) {
         disk_size_to(&out->node[op->node], op->at);
         return;
@@ -585,12 +635,13 @@ static inline void disk_redo_data(disk *out, const disk *d, const disk_op *op, i
 /* Makes `out`: what is left of d if the power failed after the first `end` changes. */
 static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
     unsigned char *fate = (unsigned char *)calloc((size_t)end + 1, 1);
-    uint64_t       state = ~seed;
+    uint64_t state = ~seed;
     if (!fate) abort();
     disk_make(out);
     for (int i = 1; i < d->n_nodes; i++) disk_node_new(out, d->node[i].folder);
     disk_fates(d, end, seed, fate);
-    uint64_t late = seed < DISK_SEEDS ? 0 : disk_random(&state);    /* descriptors whose unsure writes come last */
+    /* descriptors whose unsure writes come last */
+    uint64_t late = seed < DISK_SEEDS ? 0 : disk_random(&state);
     for (int last = 0; last < 2; last++)
         for (long i = 0; i < end; i++) {
             const disk_op *op = &d->op[i];
@@ -598,10 +649,12 @@ static inline void disk_cut(disk *out, const disk *d, long end, uint64_t seed) {
             for (long k = i + 1; k < end && is_late; k++)
                 if (d->op[k].kind == DISK_SYNC && d->op[k].serial == op->serial) is_late = 0;
             if (!fate[i] || is_late != last) continue;
-            if (op->kind <= DISK_REMOVE) disk_redo_name(out, op);
-            else if (op->kind <= DISK_RESIZE) disk_redo_data(out, d, op, fate[i], &state);
+            if (op->kind <= DISK_REMOVE)
+                disk_redo_name(out, op);
+            else if (op->kind <= DISK_RESIZE)
+                disk_redo_data(out, d, op, fate[i], &state);
         }
-    out->n_ops = 0;     /* what is there now stays, whatever happens next */
+    out->n_ops = 0; /* what is there now stays, whatever happens next */
     for (int i = 1; i < out->n_nodes; i++) {
         disk_log(out, DISK_RESIZE, i, 0)->at = out->node[i].size;
         if (out->node[i].size) disk_log_write(out, i, 0, out->node[i].data, out->node[i].size, 0);

@@ -1,8 +1,10 @@
-/* entry_points.h - what test_entry_points.sh calls every public function with, and how it survives what they do
+/* entry_points.h - what test_entry_points.sh calls every public function with, and how it survives
+   what they do
 
-   The script writes one function for each declaration, which makes its arguments with the functions below and calls. A
-   pick says which arguments. A forked child makes all picks of one function; if it dies, each pick gets a child of its
-   own, so one crash hides no other. Limits are of processor time, which does not depend on what else a machine does. */
+   The script writes one function for each declaration, which makes its arguments with the functions
+   below and calls. A pick says which arguments. A forked child makes all picks of one function; if
+   it dies, each pick gets a child of its own, so one crash hides no other. Limits are of processor
+   time, which does not depend on what else a machine does. */
 #ifndef ENTRY_POINTS_H
 #define ENTRY_POINTS_H
 
@@ -16,30 +18,33 @@ enum { NO_HANDLES, FIRST_HANDLE, ALL_HANDLES };
 enum { TEXT_NULL, TEXT_EMPTY, TEXT_ONE, TEXT_SOME, TEXTS };
 
 typedef struct pick {
-    int      handles;   /* which handle arguments are valid; the others are NULL */
-    int      number;    /* the value of numbers: ZERO ... */
-    int      only;      /* the only number that is not zero; -1: all */
-    int      text;      /* buffers to write to and texts to read */
-    int      data;      /* 1: other pointers point to zeros, and sizes are small */
-    int      ranks;     /* 2: two threads make the call */
-    int      owns_data; /* the function keeps or frees its data: always NULL */
+    int handles;   /* which handle arguments are valid; the others are NULL */
+    int number;    /* the value of numbers: ZERO ... */
+    int only;      /* the only number that is not zero; -1: all */
+    int text;      /* buffers to write to and texts to read */
+    int data;      /* 1: other pointers point to zeros, and sizes are small */
+    int ranks;     /* 2: two threads make the call */
+    int owns_data; /* the function keeps or frees its data: always NULL */
     uint32_t random;
-    int      numbers;   /* made so far */
-    int      consumes;  /* the call frees the context or its group */
-    dt_ctx  *ctx;
+    int numbers;  /* made so far */
+    int consumes; /* the call frees the context or its group */
+    dt_ctx *ctx;
     dt_team *team;
-    char     guard[3][64];
-    size_t   sizes[3];
-    int      guards;
-    void    *block[24];
-    int      blocks;
+    char guard[3][64];
+    size_t sizes[3];
+    int guards;
+    void *block[24];
+    int blocks;
 } pick;
 
-static uint32_t next_random(pick *p) { return (p->random = p->random * 1664525u + 1013904223u) >> 8; }
+static uint32_t next_random(pick *p) {
+    return (p->random = p->random * 1664525u + 1013904223u) >> 8;
+}
 
 static int number_kind(pick *p, int is_signed) {
     int at = p->numbers++;
-    if (p->number == SMALL) return (int)(next_random(p) % (is_signed ? 4 : 3));     /* unsigned: never -1 */
+    /* unsigned: never -1 */
+    if (p->number == SMALL) return (int)(next_random(p) % (is_signed ? 4 : 3));
     if (p->number == RANDOM) return (int)(next_random(p) % NUMBERS);
     return p->only < 0 || p->only == at ? p->number : ZERO;
 }
@@ -62,8 +67,11 @@ static double real_number(pick *p) {
     return of[number_kind(p, 1)];
 }
 
-#define NUMBER(p, x) _Generic((x), float: real_number(p), double: real_number(p), \
-    default: whole_number(p, sizeof(x), (__typeof__(x))-1 < (__typeof__(x))1))
+#define NUMBER(p, x) \
+    _Generic((x), float \
+             : real_number(p), double \
+             : real_number(p), default \
+             : whole_number(p, sizeof(x), (__typeof__(x))-1 < (__typeof__(x))1))
 
 /* ---- pointers ---- */
 
@@ -94,7 +102,8 @@ static void check_guards(const pick *p) {
     for (int i = 0; i < p->guards; i++)
         for (size_t at = 0; at < sizeof p->guard[0]; at++)
             if ((at < 8 || at >= 8 + p->sizes[i]) && (unsigned char)p->guard[i][at] != 0xA5) {
-                fprintf(stderr, "ERROR: a text of %zu bytes is written at byte %d\n", p->sizes[i], (int)at - 8);
+                fprintf(stderr, "ERROR: a text of %zu bytes is written at byte %d\n", p->sizes[i],
+                    (int)at - 8);
                 _exit(9);
             }
 }
@@ -121,9 +130,11 @@ static dt_tensor *the_tensor(pick *p, const char *name) {
     static const int32_t ids[4];
     static const float values[16] = { 1 };
     dt_ctx *ctx = the_ctx(p);
-    dt_shape row = DT_SHAPE(4), rows = DT_SHAPE(1, 2), x = DT_SHAPE(1, 2, 4), heads = DT_SHAPE(1, 2, 1, 4);
+    dt_shape row = DT_SHAPE(4), rows = DT_SHAPE(1, 2), x = DT_SHAPE(1, 2, 4),
+             heads = DT_SHAPE(1, 2, 1, 4);
     dt_init ones = DT_ONES;
-    if (is_one_of(name, "ids labels rows tokens positions")) return dt_input(ctx, DT_I32, rows, ids);
+    if (is_one_of(name, "ids labels rows tokens positions"))
+        return dt_input(ctx, DT_I32, rows, ids);
     if (is_one_of(name, "gain bias b")) return dt_input(ctx, DT_F32, row, values);
     if (is_one_of(name, "q k v")) return dt_input(ctx, DT_F32, heads, values);
     if (is_one_of(name, "w table param")) {
@@ -162,12 +173,14 @@ static void *handle_of(pick *p, const char *type, const char *name) {
     if (!strcmp(type, "dt_zero")) return the_zero(p);
     if (!strcmp(type, "dt_weights")) return the_weights(p);
     if (!strcmp(type, "dt_io")) return (void *)dt_io_default();
-    if (!strcmp(type, "dt_json")) return dt_json_parse(the_ctx(p), "json", "{\"a\":[1,\"b\",true]}", 18);
+    if (!strcmp(type, "dt_json"))
+        return dt_json_parse(the_ctx(p), "json", "{\"a\":[1,\"b\",true]}", 18);
     if (!strcmp(type, "dt_work")) return dt_barrier_start(dt_world(the_ctx(p)));
     if (!strcmp(type, "dt_team")) {
         dt_run_desc desc = { .ranks = 1 };
         the_ctx(p);
-        if (!p->team) p->team = dt_team_make(desc); /* within a run of two ranks the caller has none */
+        /* within a run of two ranks the caller has none */
+        if (!p->team) p->team = dt_team_make(desc);
         return p->team;
     }
     if (!strcmp(type, "dt_checkpoint")) {
@@ -199,7 +212,8 @@ static void *handle_of(pick *p, const char *type, const char *name) {
     return NULL;
 }
 
-/* What argument number `argument` is. A handle that cannot be made would leave a function untested. */
+/* What argument number `argument` is. A handle that cannot be made would leave a function
+   untested. */
 static void *handle(pick *p, int argument, const char *type, const char *name) {
     if (p->handles == NO_HANDLES || (p->handles == FIRST_HANDLE && argument > 0)) return NULL;
     void *made = handle_of(p, type, name);
@@ -215,13 +229,13 @@ static void *handle(pick *p, int argument, const char *type, const char *name) {
 
 typedef struct entry {
     const char *name;
-    void      (*call)(pick *p);
-    int         numbers;        /* made by a call */
-    int         consumes, owns_data;
+    void (*call)(pick *p);
+    int numbers; /* made by a call */
+    int consumes, owns_data;
 } entry;
 
-static const entry entries[];   /* the script's */
-static const int   entry_count;
+static const entry entries[]; /* the script's */
+static const int entry_count;
 
 static dt_status call_in_run(dt_ctx *ctx, void *user) {
     const pick *of = *(const pick **)user;
@@ -256,8 +270,9 @@ static void make_call(const entry *e, pick p) {
 
 enum { TEXT_PICKS = 3 * TEXTS, MIXED = 36 };
 
-/* The n-th pick of a function; 0: there are no more. First all-zero arguments, then each kind of text, each extreme for
-   all numbers and for each alone, and at last mixtures, of which the second half has pointers to data. */
+/* The n-th pick of a function; 0: there are no more. First all-zero arguments, then each kind of
+   text, each extreme for all numbers and for each alone, and at last mixtures, of which the second
+   half has pointers to data. */
 static int pick_of(const entry *e, int n, pick *p) {
     memset(p, 0, sizeof *p);
     p->only = -1;
@@ -269,7 +284,8 @@ static int pick_of(const entry *e, int n, pick *p) {
         return 1;
     }
     n -= TEXT_PICKS;
-    int numbers = e->numbers < 12 ? e->numbers : 12, each = (numbers > 1 ? numbers + 1 : numbers) * (NUMBERS - 1);
+    int numbers = e->numbers < 12 ? e->numbers : 12,
+        each = (numbers > 1 ? numbers + 1 : numbers) * (NUMBERS - 1);
     if (n < 2 * each) {
         p->handles = n % 2 ? ALL_HANDLES : NO_HANDLES;
         p->number = 1 + n / 2 % (NUMBERS - 1);
@@ -288,13 +304,14 @@ static int pick_of(const entry *e, int n, pick *p) {
 }
 
 static void describe(const pick *p, char *text, size_t bytes) {
-    static const char *kinds[] = { "0", "1", "2", "-1", "the least", "the most", "inf", "random", "small" };
+    static const char *kinds[] = { "0", "1", "2", "-1", "the least", "the most", "inf", "random",
+        "small" };
     static const char *handles[] = { "no handles", "the first handle", "all handles" };
     static const char *texts[] = { "NULL", "empty", "1 byte", "40 bytes" };
     char number[40] = "numbers";
     if (p->only >= 0) snprintf(number, sizeof number, "number %d", p->only);
-    snprintf(text, bytes, "%s, %s %s, texts %s%s%s", handles[p->handles], number, kinds[p->number], texts[p->text],
-             p->data ? ", data" : "", p->ranks == 2 ? ", 2 ranks" : "");
+    snprintf(text, bytes, "%s, %s %s, texts %s%s%s", handles[p->handles], number, kinds[p->number],
+        texts[p->text], p->data ? ", data" : "", p->ranks == 2 ? ", 2 ranks" : "");
 }
 
 /* Picks `from` to `to` in a child. 0: all came back. */
@@ -321,11 +338,14 @@ static int child(const entry *e, int from, int to, const char *log) {
 /* Why a child died: its status, or the line of the sanitizer. */
 static void reason(int status, const char *log, char *why, size_t bytes) {
     char line[400];
-    if (WIFSIGNALED(status)) snprintf(why, bytes, "signal %d", WTERMSIG(status));
-    else snprintf(why, bytes, "exit status %d", WEXITSTATUS(status));
+    if (WIFSIGNALED(status))
+        snprintf(why, bytes, "signal %d", WTERMSIG(status));
+    else
+        snprintf(why, bytes, "exit status %d", WEXITSTATUS(status));
     if (WIFSIGNALED(status) && (WTERMSIG(status) == SIGXCPU || WTERMSIG(status) == SIGKILL))
         snprintf(why, bytes, "not done after %d s of processor time", PICK_SECONDS);
-    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) snprintf(why, bytes, "not done after %d s", WALL_SECONDS);
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
+        snprintf(why, bytes, "not done after %d s", WALL_SECONDS);
     FILE *f = fopen(log, "r");
     while (f && fgets(line, sizeof line, f)) {
         char *at = strstr(line, "runtime error: ");
@@ -334,8 +354,11 @@ static void reason(int status, const char *log, char *why, size_t bytes) {
         if (!at) continue;
         line[strcspn(line, "\n")] = 0;
         char *slash = strrchr(line, '/');
-        snprintf(why + strlen(why), bytes - strlen(why), "; %s", slash && slash > at ? slash + 1 : at == line + 4 ? at :
-                 line[0] == '/' && slash ? slash + 1 : line);
+        snprintf(why + strlen(why), bytes - strlen(why), "; %s",
+            slash && slash > at       ? slash + 1
+            : at == line + 4          ? at
+            : line[0] == '/' && slash ? slash + 1
+                                      : line);
     }
     if (f) fclose(f);
 }
@@ -350,7 +373,8 @@ static int try_entry(const entry *e, const char *log, int all) {
         if (status == 0) continue;
         describe(&p, what, sizeof what);
         reason(status, log, why, sizeof why);
-        if (failed++ == 0 || all) printf("FAIL %s (%s): %s\n", e->name, n == 0 ? "all zero" : what, why);
+        if (failed++ == 0 || all)
+            printf("FAIL %s (%s): %s\n", e->name, n == 0 ? "all zero" : what, why);
     }
     if (failed > 1) printf("     %s: %d picks fail\n", e->name, failed);
     if (failed == 0) printf("FAIL %s: all of its picks together, though none alone\n", e->name);

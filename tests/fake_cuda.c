@@ -1,9 +1,9 @@
 /* fake_cuda.c - the CUDA runtime, cuBLASLt and NCCL on a CPU, for tests; fake_cuda.h tells what for
    Public domain or MIT, at your choice; see LICENSE.
 
-   One lock guards everything. A stream is a queue of operations; whichever thread is in a call takes heads of queues
-   that may run and runs them, a kernel without the lock. A thread whose wait needs what another thread has not asked
-   for yet sleeps.
+   One lock guards everything. A stream is a queue of operations; whichever thread is in a call
+   takes heads of queues that may run and runs them, a kernel without the lock. A thread whose wait
+   needs what another thread has not asked for yet sleeps.
 
    CONTENTS
      1. State
@@ -36,92 +36,93 @@
 #include <time.h>
 #include <unistd.h>
 
-// ==== 1. State ======================================================================================================
+// ==== 1. State ==================================================================================
 
 enum { MAX_DEVICES = 64 };
 
 /* One record of an event: what cudaStreamWaitEvent waits for is the record, not the event. */
 typedef struct mark {
-    int          refs, done;
-    double       when;
+    int refs, done;
+    double when;
     cudaStream_t stream; /* while not done */
 } mark;
 
 typedef enum op_kind { OP_RUN, OP_RECORD, OP_WAIT, OP_NCCL } op_kind;
 typedef struct op op;
 struct op {
-    op         *next;
-    op_kind     kind;
-    uint64_t    seq;  /* older operations have smaller ones, over all streams */
+    op *next;
+    op_kind kind;
+    uint64_t seq;     /* older operations have smaller ones, over all streams */
     const char *name; /* for the text about a hang */
-    void      (*run)(void *), (*drop)(void *);
-    void       *arg;
-    mark       *mark;
+    void (*run)(void *), (*drop)(void *);
+    void *arg;
+    mark *mark;
     const char *touched[2]; /* copies: the memory they will read and write */
-    size_t      touched_bytes[2];
+    size_t touched_bytes[2];
 };
 
 struct CUstream_st {
     cudaStream_t next;
-    int          device, number, is_default, blocking, destroyed;
-    int          busy;   /* some thread runs the head, without the lock */
-    int          needed; /* for a wait of the lazy order */
-    size_t       place;  /* in fake.queued, while it holds operations */
-    unsigned     weight; /* of its turns; 0: not drawn yet */
-    op          *head, **tail;
+    int device, number, is_default, blocking, destroyed;
+    int busy;        /* some thread runs the head, without the lock */
+    int needed;      /* for a wait of the lazy order */
+    size_t place;    /* in fake.queued, while it holds operations */
+    unsigned weight; /* of its turns; 0: not drawn yet */
+    op *head, **tail;
 };
 
 struct CUevent_st {
     cudaEvent_t next;
-    int         device;
-    unsigned    flags;
-    mark       *latest; /* NULL: never recorded */
+    int device;
+    unsigned flags;
+    mark *latest; /* NULL: never recorded */
 };
 
 /* A device's memory while the guard is on: nobody may touch it but operations while they run. */
 typedef struct arena {
-    char  *base;
+    char *base;
     size_t top;
-    int    open; /* operations */
+    int open; /* operations */
 } arena;
 
 typedef struct device {
     struct CUstream_st default_stream;
-    arena              arena;
-    cudaError_t        failed; /* sticky, after a kernel's mistake */
-    size_t             used;
-    unsigned char      peer[MAX_DEVICES]; /* access enabled */
+    arena arena;
+    cudaError_t failed; /* sticky, after a kernel's mistake */
+    size_t used;
+    unsigned char peer[MAX_DEVICES]; /* access enabled */
 } device;
 
 typedef enum block_kind { BLOCK_DEVICE, BLOCK_PINNED, BLOCK_REGISTERED } block_kind;
 typedef struct block {
-    char      *p;
-    size_t     bytes;
-    int        device;
+    char *p;
+    size_t bytes;
+    int device;
     block_kind kind;
 } block;
 
 static struct fake {
     pthread_mutex_t lock;
-    pthread_cond_t  changed; /* something was queued, ended or given up */
-    int             device_count, order, no_default_stream, no_peers, guard, streams_made;
-    device          devices[MAX_DEVICES];
-    cudaStream_t    streams; /* all but the default ones */
-    cudaStream_t   *queued;  /* those of all that hold operations */
-    size_t          queued_count, queued_room;
-    cudaEvent_t     events;
-    block          *blocks;  /* by address */
-    size_t          block_count, block_room, memory;
-    uint64_t        seed, draws, sequence, progress;
-    double          wait_limit;
-    char            error[2048];
-    int             error_unread;
-} fake = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    pthread_cond_t changed; /* something was queued, ended or given up */
+    int device_count, order, no_default_stream, no_peers, guard, streams_made;
+    device devices[MAX_DEVICES];
+    cudaStream_t streams; /* all but the default ones */
+    cudaStream_t *queued; /* those of all that hold operations */
+    size_t queued_count, queued_room;
+    cudaEvent_t events;
+    block *blocks; /* by address */
+    size_t block_count, block_room, memory;
+    uint64_t seed, draws, sequence, progress;
+    double wait_limit;
+    char error[2048];
+    int error_unread;
+} fake = { .lock = PTHREAD_MUTEX_INITIALIZER };
 
-static __thread int         current_device;
+static __thread int current_device;
 static __thread cudaError_t last_error;
-static __thread int         running_on = -1; /* the device whose kernel this thread runs */
-static __thread uint64_t    guard_held;      /* the devices whose memory this thread's call has opened */
+static __thread int running_on = -1; /* the device whose kernel this thread runs */
+/* the devices whose memory this thread's call has opened */
+static __thread uint64_t guard_held;
 
 static double now(void) {
     struct timespec t;
@@ -135,15 +136,20 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 /* 0 .. n-1, from the seed. */
-static unsigned draw(unsigned n) { return (unsigned)(mix(fake.seed + ++fake.draws * 0x9e3779b97f4a7c15u) >> 33) % n; }
+static unsigned draw(unsigned n) {
+    return (unsigned)(mix(fake.seed + ++fake.draws * 0x9e3779b97f4a7c15u) >> 33) % n;
+}
 
 static void defaults(void) {
-    const char *n = getenv("FAKE_CUDA_DEVICES"), *seed = getenv("FAKE_CUDA_SEED"), *order = getenv("FAKE_CUDA_ORDER");
+    const char *n = getenv("FAKE_CUDA_DEVICES"), *seed = getenv("FAKE_CUDA_SEED"),
+               *order = getenv("FAKE_CUDA_ORDER");
     fake.device_count = n ? atoi(n) : 1;
     if (fake.device_count > MAX_DEVICES) fake.device_count = MAX_DEVICES;
     fake.seed = mix(seed ? strtoull(seed, NULL, 10) : 1);
-    fake.order = !order ? FAKE_CUDA_RANDOM : !strcmp(order, "lazy") ? FAKE_CUDA_LAZY
-               : !strcmp(order, "eager") ? FAKE_CUDA_EAGER : FAKE_CUDA_RANDOM;
+    fake.order = !order                    ? FAKE_CUDA_RANDOM
+                 : !strcmp(order, "lazy")  ? FAKE_CUDA_LAZY
+                 : !strcmp(order, "eager") ? FAKE_CUDA_EAGER
+                                           : FAKE_CUDA_RANDOM;
     fake.draws = 0;
     fake.wait_limit = 20;
     fake.memory = (size_t)8 << 30;
@@ -167,9 +173,10 @@ __attribute__((constructor)) static void start(void) {
     defaults();
 }
 
-// ==== 2. Mistakes ===================================================================================================
+// ==== 2. Mistakes ===============================================================================
 
-/* Keeps the first one: those after it are its consequences more often than not. A debugger stops here. */
+/* Keeps the first one: those after it are its consequences more often than not. A debugger stops
+   here. */
 __attribute__((format(printf, 1, 2), noinline)) static void mistake(const char *format, ...) {
     if (fake.error[0]) return;
     va_list args;
@@ -199,15 +206,17 @@ __attribute__((destructor)) static void tell_unread(void) {
     if (fake.error_unread) fprintf(stderr, "fake_cuda: %s\n", fake.error);
 }
 
-// ==== 3. Memory known by address ====================================================================================
+// ==== 3. Memory known by address ================================================================
 
 /* The place of the first block that ends behind p. */
 static size_t block_after(const void *p) {
     size_t low = 0, high = fake.block_count;
     while (low < high) {
         size_t middle = (low + high) / 2;
-        if (fake.blocks[middle].p + fake.blocks[middle].bytes > (const char *)p) high = middle;
-        else low = middle + 1;
+        if (fake.blocks[middle].p + fake.blocks[middle].bytes > (const char *)p)
+            high = middle;
+        else
+            low = middle + 1;
     }
     return low;
 }
@@ -226,7 +235,7 @@ static void block_add(void *p, size_t bytes, int device, block_kind kind) {
     }
     size_t i = block_after(p);
     memmove(&fake.blocks[i + 1], &fake.blocks[i], (fake.block_count++ - i) * sizeof *fake.blocks);
-    fake.blocks[i] = (block){(char *)p, bytes, device, kind};
+    fake.blocks[i] = (block){ (char *)p, bytes, device, kind };
 }
 
 static void block_remove(const block *b) {
@@ -234,10 +243,12 @@ static void block_remove(const block *b) {
     memmove(&fake.blocks[i], &fake.blocks[i + 1], (--fake.block_count - i) * sizeof *fake.blocks);
 }
 
-/* The guard: device memory lies in one range per device, which is open only while an operation runs that may use it.
-   Opens what an operation of device d (-1: of any) may use; guard_close takes the answer. */
+/* The guard: device memory lies in one range per device, which is open only while an operation runs
+   that may use it. Opens what an operation of device d (-1: of any) may use; guard_close takes the
+   answer. */
 enum { PAGE = 4096 };
-static const size_t ARENA_BYTES = (size_t)1 << 36; /* of addresses, not of memory; never used twice */
+/* of addresses, not of memory; never used twice */
+static const size_t ARENA_BYTES = (size_t)1 << 36;
 
 static uint64_t guard_open(int d) {
     uint64_t opened = 0;
@@ -276,9 +287,11 @@ static int in_arena(const arena *a, const void *p) {
 /* Tells of what kind the fault is; then it kills as ever. */
 static void guard_hit(int number, siginfo_t *info, void *context) {
     (void)context;
-    static const char TEXT[] = "fake_cuda: device memory touched by the host, or by a kernel of another device\n";
+    static const char TEXT[] =
+        "fake_cuda: device memory touched by the host, or by a kernel of another device\n";
     for (int d = 0; d < MAX_DEVICES; d++)
-        if (in_arena(&fake.devices[d].arena, info->si_addr) && write(2, TEXT, sizeof TEXT - 1) < 0) break;
+        if (in_arena(&fake.devices[d].arena, info->si_addr) && write(2, TEXT, sizeof TEXT - 1) < 0)
+            break;
     signal(number, SIG_DFL);
 }
 
@@ -286,10 +299,12 @@ static void guard_hit(int number, siginfo_t *info, void *context) {
 static void *arena_alloc(arena *a, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     if (!a->base) {
-        void *p = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void *p =
+            mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) return NULL;
         a->base = (char *)p;
-        sigaction(SIGSEGV, &(struct sigaction){.sa_sigaction = guard_hit, .sa_flags = SA_SIGINFO}, NULL);
+        sigaction(SIGSEGV, &(struct sigaction){ .sa_sigaction = guard_hit, .sa_flags = SA_SIGINFO },
+            NULL);
     }
     if (pages + PAGE > ARENA_BYTES - a->top) return NULL;
     char *p = a->base + a->top + (pages - bytes) / 256 * 256;
@@ -309,11 +324,13 @@ static void *device_alloc(int d, size_t bytes) {
 
 static void device_release(const block *b) {
     uintptr_t first = (uintptr_t)b->p / PAGE * PAGE;
-    if (!in_arena(&fake.devices[b->device].arena, b->p)) free(b->p);
-    else madvise((void *)first, (uintptr_t)b->p + b->bytes - first, MADV_DONTNEED);
+    if (!in_arena(&fake.devices[b->device].arena, b->p))
+        free(b->p);
+    else
+        madvise((void *)first, (uintptr_t)b->p + b->bytes - first, MADV_DONTNEED);
 }
 
-// ==== 4. Queues =====================================================================================================
+// ==== 4. Queues =================================================================================
 
 /* Those that hold operations: few of many. */
 #define FOR_QUEUED(s) \
@@ -357,7 +374,8 @@ static op *enqueue(cudaStream_t s, op_kind kind, const char *name) {
     return o;
 }
 
-static op *enqueue_run(cudaStream_t s, const char *name, void (*run)(void *), void *arg, void (*drop)(void *)) {
+static op *enqueue_run(
+    cudaStream_t s, const char *name, void (*run)(void *), void *arg, void (*drop)(void *)) {
     op *o = enqueue(s, OP_RUN, name);
     o->run = run;
     o->arg = arg;
@@ -406,15 +424,16 @@ static void pop(cudaStream_t s) {
     pthread_cond_broadcast(&fake.changed);
 }
 
-// ==== 5. Who runs next ==============================================================================================
+// ==== 5. Who runs next ==========================================================================
 
 /* In fake_nccl.h. */
-static int  part_may_run(const op *o);
+static int part_may_run(const op *o);
 typedef struct part part;
-static int  part_run(part *p);
+static int part_run(part *p);
 static void part_describe(char text[2048], const part *p);
 
-/* The legacy default stream waits for what all blocking streams of its device were given before, and they for it. */
+/* The legacy default stream waits for what all blocking streams of its device were given before,
+   and they for it. */
 static int held_by(const cudaStream_t t, const cudaStream_t s) {
     if (t == s || t->device != s->device || !t->head || t->head->seq > s->head->seq) return 0;
     return (s->is_default && t->blocking) || (t->is_default && s->blocking);
@@ -423,13 +442,13 @@ static int held_by(const cudaStream_t t, const cudaStream_t s) {
 static int may_run(cudaStream_t s) {
     const op *o = s->head;
     if (!o || s->busy) return 0;
-    if (s->is_default || s->blocking)
-        FOR_QUEUED(t) if (held_by(t, s)) return 0;
+    if (s->is_default || s->blocking) FOR_QUEUED(t) if (held_by(t, s)) return 0;
     if (o->kind == OP_NCCL) return part_may_run(o);
     return o->kind != OP_WAIT || o->mark->done;
 }
 
-/* Runs the head of a stream that may run. A kernel runs without the lock: the others go on meanwhile. */
+/* Runs the head of a stream that may run. A kernel runs without the lock: the others go on
+   meanwhile. */
 static void run_head(cudaStream_t s) {
     op *o = s->head;
     if (o->kind == OP_RUN && fake.devices[s->device].failed == cudaSuccess) {
@@ -450,15 +469,15 @@ static void run_head(cudaStream_t s) {
     pop(s);
 }
 
-/* What somebody waits for: a record, a count that goes down to 0, or all that the stream, or the device's streams,
-   held up to `seq`. */
+/* What somebody waits for: a record, a count that goes down to 0, or all that the stream, or the
+   device's streams, held up to `seq`. */
 typedef struct target {
-    mark        *mark;
-    const int   *zero;
-    const char  *what; /* the count */
+    mark *mark;
+    const int *zero;
+    const char *what; /* the count */
     cudaStream_t stream;
-    int          device;
-    uint64_t     seq;
+    int device;
+    uint64_t seq;
 } target;
 
 static int is_target(const target *t, const cudaStream_t s) {
@@ -482,8 +501,8 @@ static int need(cudaStream_t s) {
 static int need_ranks(void) {
     int more = 0;
     FOR_QUEUED(s)
-        for (const op *o = s->head; o && !s->needed; o = o->next)
-            if (o->kind == OP_NCCL) more = need(s);
+    for (const op *o = s->head; o && !s->needed; o = o->next)
+        if (o->kind == OP_NCCL) more = need(s);
     return more;
 }
 
@@ -494,7 +513,8 @@ static void mark_needed(const target *t) {
         more = 0;
         FOR_QUEUED(s) {
             if (!s->needed) continue;
-            if (s->head->kind == OP_WAIT && !s->head->mark->done) more |= need(s->head->mark->stream);
+            if (s->head->kind == OP_WAIT && !s->head->mark->done)
+                more |= need(s->head->mark->stream);
             if (s->head->kind == OP_NCCL) more |= need_ranks();
             FOR_QUEUED(h) if (held_by(h, s)) more |= need(h);
         }
@@ -502,18 +522,19 @@ static void mark_needed(const target *t) {
 }
 
 static unsigned weight_of(cudaStream_t s) {
-    if (!s->weight) s->weight = 1u << 2 * (mix(fake.seed ^ (uint64_t)s->number << 8 ^ (uint64_t)s->device) % 4);
+    if (!s->weight)
+        s->weight = 1u << 2 * (mix(fake.seed ^ (uint64_t)s->number << 8 ^ (uint64_t)s->device) % 4);
     return s->weight;
 }
 
-/* Runs one operation, if there is one that may run; in the lazy order only what t needs. Streams have weights from the
-   seed, so that some race ahead and others starve. */
+/* Runs one operation, if there is one that may run; in the lazy order only what t needs. Streams
+   have weights from the seed, so that some race ahead and others starve. */
 static int step(const target *t) {
     int lazy = fake.order == FAKE_CUDA_LAZY && t;
     if (lazy) mark_needed(t);
     unsigned sum = 0, at = 0;
     FOR_QUEUED(s)
-        if (may_run(s) && (!lazy || s->needed)) sum += weight_of(s);
+    if (may_run(s) && (!lazy || s->needed)) sum += weight_of(s);
     if (sum == 0) return 0;
     unsigned turn = draw(sum);
     FOR_QUEUED(s) {
@@ -526,10 +547,10 @@ static int step(const target *t) {
     return 0;
 }
 
-// ==== 6. Waiting ====================================================================================================
+// ==== 6. Waiting ================================================================================
 
 __attribute__((format(printf, 2, 3))) static void append(char text[2048], const char *format, ...) {
-    size_t  used = strlen(text);
+    size_t used = strlen(text);
     va_list args;
     va_start(args, format);
     vsnprintf(text + used, 2048 - used, format, args);
@@ -537,24 +558,32 @@ __attribute__((format(printf, 2, 3))) static void append(char text[2048], const 
 }
 
 static void describe_stream(char text[2048], cudaStream_t s) {
-    if (s->is_default) append(text, "the default stream of device %d", s->device);
-    else append(text, "stream %d of device %d", s->number, s->device);
+    if (s->is_default)
+        append(text, "the default stream of device %d", s->device);
+    else
+        append(text, "stream %d of device %d", s->number, s->device);
 }
 
 /* Which streams wait for what. */
 static void report_hang(const target *t) {
     char text[2048] = "a wait for ";
-    if (t->mark) append(text, "an event");
-    else if (t->zero) append(text, "%s", t->what);
-    else if (t->stream) describe_stream(text, t->stream);
-    else append(text, "device %d", t->device);
+    if (t->mark)
+        append(text, "an event");
+    else if (t->zero)
+        append(text, "%s", t->what);
+    else if (t->stream)
+        describe_stream(text, t->stream);
+    else
+        append(text, "device %d", t->device);
     append(text, " does not end:");
     FOR_QUEUED(s) {
         append(text, "\n    ");
         describe_stream(text, s);
         append(text, ": ");
-        if (s->head->kind == OP_NCCL) part_describe(text, (const part *)s->head->arg);
-        else append(text, "%s", s->head->name);
+        if (s->head->kind == OP_NCCL)
+            part_describe(text, (const part *)s->head->arg);
+        else
+            append(text, "%s", s->head->name);
         if (s->head->kind == OP_WAIT) {
             append(text, " of ");
             describe_stream(text, s->head->mark->stream);
@@ -569,14 +598,14 @@ static int anybody_busy(void) {
 }
 
 static void sleep_until(double time) {
-    struct timespec t = {.tv_sec = (time_t)time};
+    struct timespec t = { .tv_sec = (time_t)time };
     t.tv_nsec = (long)(1e9 * (time - (double)t.tv_sec));
     pthread_cond_timedwait(&fake.changed, &fake.lock, &t);
 }
 
 static cudaError_t wait_for(target t) {
     uint64_t seen = fake.progress;
-    double   until = now() + fake.wait_limit;
+    double until = now() + fake.wait_limit;
     if (t.mark) t.mark->refs++;
     cudaError_t error = cudaSuccess;
     while (!reached(&t)) {
@@ -597,31 +626,38 @@ static cudaError_t wait_for(target t) {
     return error;
 }
 
-static cudaError_t wait_stream(cudaStream_t s) { return wait_for((target){.stream = s, .seq = fake.sequence}); }
-static cudaError_t wait_device(int d) { return wait_for((target){.device = d, .seq = fake.sequence}); }
+static cudaError_t wait_stream(cudaStream_t s) {
+    return wait_for((target){ .stream = s, .seq = fake.sequence });
+}
+static cudaError_t wait_device(int d) {
+    return wait_for((target){ .device = d, .seq = fake.sequence });
+}
 
 /* A question about the target: something happens each time, so that a loop of questions ends. */
 static cudaError_t query(target t) {
     if (t.mark) t.mark->refs++;
-    while (!reached(&t) && draw(8) > 0 && step(&t)) {}
+    while (!reached(&t) && draw(8) > 0 && step(&t)) {
+    }
     cudaError_t error = reached(&t) ? cudaSuccess : cudaErrorNotReady;
     mark_unref(t.mark);
     return error;
 }
 
-// ==== 7. Devices and errors =========================================================================================
+// ==== 7. Devices and errors =====================================================================
 
 /* Every call is enter(); work; return leave(error). */
 static cudaError_t enter(void) {
     pthread_mutex_lock(&fake.lock);
     if (fake.device_count < 0) return cudaErrorInsufficientDriver;
     if (fake.device_count == 0) return cudaErrorNoDevice;
-    while (fake.order == FAKE_CUDA_RANDOM && draw(4) == 0 && step(NULL)) {}
+    while (fake.order == FAKE_CUDA_RANDOM && draw(4) == 0 && step(NULL)) {
+    }
     return fake.devices[current_device].failed;
 }
 
 static cudaError_t leave(cudaError_t error) {
-    while (fake.order == FAKE_CUDA_EAGER && fake.device_count > 0 && step(NULL)) {}
+    while (fake.order == FAKE_CUDA_EAGER && fake.device_count > 0 && step(NULL)) {
+    }
     if (error != cudaSuccess) last_error = error;
     guard_drop();
     pthread_mutex_unlock(&fake.lock);
@@ -632,7 +668,8 @@ static int is_device(int d) { return d >= 0 && d < fake.device_count; }
 
 cudaError_t cudaGetDeviceCount(int *count) {
     cudaError_t error = enter();
-    if (fake.device_count > 0) *count = fake.device_count; /* as CUDA's, silent when there is none */
+    /* as CUDA's, silent when there is none */
+    if (fake.device_count > 0) *count = fake.device_count;
     return leave(fake.device_count > 0 ? cudaSuccess : error);
 }
 
@@ -696,7 +733,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrComputeCapabilityMinor: break;
     case cudaDevAttrUnifiedAddressing: known = 1; break;
     case cudaDevAttrPciBusId: known = d + 1; break;
-    default: if (!error) error = cudaErrorInvalidValue;
+    default:
+        if (!error) error = cudaErrorInvalidValue;
     }
     if (!error) *value = known;
     return leave(error);
@@ -728,9 +766,11 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int d, int peer) {
 
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
     cudaError_t error = enter();
-    if (!error && (flags || !is_device(peer) || peer == current_device)) error = cudaErrorInvalidDevice;
+    if (!error && (flags || !is_device(peer) || peer == current_device))
+        error = cudaErrorInvalidDevice;
     if (!error && fake.no_peers) error = cudaErrorPeerAccessUnsupported;
-    if (!error && fake.devices[current_device].peer[peer]) error = cudaErrorPeerAccessAlreadyEnabled;
+    if (!error && fake.devices[current_device].peer[peer])
+        error = cudaErrorPeerAccessAlreadyEnabled;
     if (!error) fake.devices[current_device].peer[peer] = 1;
     return leave(error);
 }
@@ -750,25 +790,31 @@ cudaError_t cudaPeekAtLastError(void) {
     return error;
 }
 
-static const struct { cudaError_t error; const char *name, *text; } error_texts[] = {
-    {cudaSuccess, "cudaSuccess", "no error"},
-    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
-    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
-    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
-    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver",
-     "CUDA driver version is insufficient for CUDA runtime version"},
-    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
-    {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
-    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
-    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
-    {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
-    {cudaErrorLaunchTimeout, "cudaErrorLaunchTimeout", "the launch timed out and was terminated"},
-    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
-    {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled", "peer access is already enabled"},
-    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
-     "part or all of the requested memory range is already mapped"},
-    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
-     "pointer does not correspond to a registered memory region"},
+static const struct {
+    cudaError_t error;
+    const char *name, *text;
+} error_texts[] = {
+    { cudaSuccess, "cudaSuccess", "no error" },
+    { cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument" },
+    { cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory" },
+    { cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration",
+        "invalid configuration argument" },
+    { cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver",
+        "CUDA driver version is insufficient for CUDA runtime version" },
+    { cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal" },
+    { cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected" },
+    { cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle" },
+    { cudaErrorNotReady, "cudaErrorNotReady", "device not ready" },
+    { cudaErrorIllegalAddress, "cudaErrorIllegalAddress",
+        "an illegal memory access was encountered" },
+    { cudaErrorLaunchTimeout, "cudaErrorLaunchTimeout", "the launch timed out and was terminated" },
+    { cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure" },
+    { cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled",
+        "peer access is already enabled" },
+    { cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+        "part or all of the requested memory range is already mapped" },
+    { cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+        "pointer does not correspond to a registered memory region" },
 };
 
 const char *cudaGetErrorName(cudaError_t error) {
@@ -783,7 +829,7 @@ const char *cudaGetErrorString(cudaError_t error) {
     return "unrecognized error code";
 }
 
-// ==== 8. Memory =====================================================================================================
+// ==== 8. Memory =================================================================================
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
     cudaError_t error = enter();
@@ -799,21 +845,24 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     return leave(cudaSuccess);
 }
 
-/* Operations that CUDA does not wait for before the memory is gone: of other devices, or with host memory. */
+/* Operations that CUDA does not wait for before the memory is gone: of other devices, or with host
+   memory. */
 static void check_untouched(const block *b, const char *call) {
     FOR_QUEUED(s)
-        for (const op *o = s->head; o; o = o->next)
-            for (int i = 0; i < 2; i++)
-                if (o->touched[i] && o->touched[i] < b->p + b->bytes && b->p < o->touched[i] + o->touched_bytes[i])
-                    mistake("%s of memory that a queued operation of device %d will touch (%s)", call, s->device,
-                            o->name);
+    for (const op *o = s->head; o; o = o->next)
+        for (int i = 0; i < 2; i++)
+            if (o->touched[i] && o->touched[i] < b->p + b->bytes &&
+                b->p < o->touched[i] + o->touched_bytes[i])
+                mistake("%s of memory that a queued operation of device %d will touch (%s)", call,
+                    s->device, o->name);
 }
 
 /* The block that starts at p, of one kind; error if there is none. */
 static block *owned(const void *p, block_kind kind, const char *call) {
     block *b = block_of(p);
     if (b && b->p == p && b->kind == kind) return b;
-    mistake("%s(%p): %s", call, (void *)p, b ? "not what its allocation returned" : "no such allocation");
+    mistake("%s(%p): %s", call, (void *)p,
+        b ? "not what its allocation returned" : "no such allocation");
     return NULL;
 }
 
@@ -845,7 +894,9 @@ cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
     return leave(cudaSuccess);
 }
 
-cudaError_t cudaMallocHost(void **p, size_t bytes) { return cudaHostAlloc(p, bytes, cudaHostAllocDefault); }
+cudaError_t cudaMallocHost(void **p, size_t bytes) {
+    return cudaHostAlloc(p, bytes, cudaHostAllocDefault);
+}
 
 /* CUDA may wait for the device here, and does not promise to: who relies on neither is right. */
 cudaError_t cudaFreeHost(void *p) {
@@ -892,20 +943,23 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 }
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
-    cudaError_t  error = enter();
+    cudaError_t error = enter();
     const block *b = block_of(p);
     if (error) return leave(error);
     memset(a, 0, sizeof *a);
-    a->type = !b ? cudaMemoryTypeUnregistered : b->kind == BLOCK_DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+    a->type = !b                        ? cudaMemoryTypeUnregistered
+              : b->kind == BLOCK_DEVICE ? cudaMemoryTypeDevice
+                                        : cudaMemoryTypeHost;
     a->device = b ? b->device : -2;
     a->devicePointer = b ? (void *)p : NULL;
     a->hostPointer = b && b->kind != BLOCK_DEVICE ? (void *)p : NULL;
     return leave(cudaSuccess);
 }
 
-// ==== 9. Copies =====================================================================================================
+// ==== 9. Copies =================================================================================
 
-/* The stream behind a handle: 0 and cudaStreamLegacy are the current device's default one. NULL: no such stream. */
+/* The stream behind a handle: 0 and cudaStreamLegacy are the current device's default one. NULL: no
+   such stream. */
 static cudaStream_t stream_of(cudaStream_t handle) {
     if (handle == NULL || handle == cudaStreamLegacy) {
         if (!fake.no_default_stream) return &fake.devices[current_device].default_stream;
@@ -926,14 +980,15 @@ static cudaError_t enter_stream(cudaStream_t handle, cudaStream_t *s) {
 }
 
 typedef struct copy {
-    char       *to;
+    char *to;
     const char *from;
-    size_t      to_pitch, from_pitch, width, rows;
-    char       *snapshot; /* pageable memory was read at the call */
+    size_t to_pitch, from_pitch, width, rows;
+    char *snapshot; /* pageable memory was read at the call */
 } copy;
 
 static void copy_rows(const copy *c) {
-    for (size_t i = 0; i < c->rows; i++) memmove(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
+    for (size_t i = 0; i < c->rows; i++)
+        memmove(c->to + i * c->to_pitch, c->from + i * c->from_pitch, c->width);
 }
 static void copy_run(void *arg) { copy_rows((const copy *)arg); }
 static void copy_drop(void *arg) {
@@ -947,7 +1002,8 @@ static size_t extent(size_t pitch, size_t width, size_t rows) { return (rows - 1
 static int fits_kind(const block *b, const void *p, size_t bytes, int wants_device, int any) {
     int on_device = b && b->kind == BLOCK_DEVICE;
     if (b && (const char *)p + bytes > b->p + b->bytes) {
-        mistake("a copy of %zu bytes at %p leaves its allocation of %zu", bytes, (void *)p, b->bytes);
+        mistake(
+            "a copy of %zu bytes at %p leaves its allocation of %zu", bytes, (void *)p, b->bytes);
         return 0;
     }
     if (any || on_device == wants_device) return 1;
@@ -961,8 +1017,10 @@ static cudaError_t copy_checked(const copy *c, enum cudaMemcpyKind kind) {
     int from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     if ((unsigned)kind > cudaMemcpyDefault) return cudaErrorInvalidMemcpyDirection;
     if (c->width > c->to_pitch || c->width > c->from_pitch) return cudaErrorInvalidPitchValue;
-    if (!fits_kind(block_of(c->to), c->to, extent(c->to_pitch, c->width, c->rows), to_device, any) ||
-        !fits_kind(block_of(c->from), c->from, extent(c->from_pitch, c->width, c->rows), from_device, any))
+    if (!fits_kind(
+            block_of(c->to), c->to, extent(c->to_pitch, c->width, c->rows), to_device, any) ||
+        !fits_kind(
+            block_of(c->from), c->from, extent(c->from_pitch, c->width, c->rows), from_device, any))
         return cudaErrorInvalidValue;
     return cudaSuccess;
 }
@@ -978,8 +1036,12 @@ static cudaError_t copy_enqueue(copy c, enum cudaMemcpyKind kind, cudaStream_t h
     if (!from) {
         c.snapshot = (char *)malloc(c.width * c.rows);
         if (!c.snapshot) abort();
-        copy_rows(&(copy){.to = c.snapshot, .from = c.from, .to_pitch = c.width, .from_pitch = c.from_pitch,
-                          .width = c.width, .rows = c.rows});
+        copy_rows(&(copy){ .to = c.snapshot,
+            .from = c.from,
+            .to_pitch = c.width,
+            .from_pitch = c.from_pitch,
+            .width = c.width,
+            .rows = c.rows });
         c.from = c.snapshot;
         c.from_pitch = c.width;
     }
@@ -995,32 +1057,45 @@ static cudaError_t copy_enqueue(copy c, enum cudaMemcpyKind kind, cudaStream_t h
     return error ? error : fake.devices[d].failed;
 }
 
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                              size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+    size_t width, size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
     cudaError_t error = enter();
-    copy c = {.to = (char *)to, .from = (const char *)from, .to_pitch = to_pitch, .from_pitch = from_pitch,
-              .width = width, .rows = height};
+    copy c = { .to = (char *)to,
+        .from = (const char *)from,
+        .to_pitch = to_pitch,
+        .from_pitch = from_pitch,
+        .width = width,
+        .rows = height };
     return leave(error ? error : copy_enqueue(c, kind, stream, 0));
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(
+    void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     return cudaMemcpy2DAsync(to, bytes, from, bytes, bytes, 1, kind, stream);
 }
 
-cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes,
-                                cudaStream_t stream) {
+cudaError_t cudaMemcpyPeerAsync(
+    void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream) {
     if (!is_device(to_device) || !is_device(from_device)) return cudaErrorInvalidDevice;
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     cudaError_t error = enter();
-    copy c = {.to = (char *)to, .from = (const char *)from, .to_pitch = bytes, .from_pitch = bytes, .width = bytes,
-              .rows = 1};
+    copy c = { .to = (char *)to,
+        .from = (const char *)from,
+        .to_pitch = bytes,
+        .from_pitch = bytes,
+        .width = bytes,
+        .rows = 1 };
     return leave(error ? error : copy_enqueue(c, kind, NULL, 1));
 }
 
-typedef struct filling { void *p; int value; size_t bytes; } filling;
+typedef struct filling {
+    void *p;
+    int value;
+    size_t bytes;
+} filling;
 static void fill_run(void *arg) {
     const filling *f = (const filling *)arg;
     memset(f->p, f->value, f->bytes);
@@ -1028,22 +1103,24 @@ static void fill_run(void *arg) {
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (error || bytes == 0) return leave(error);
     const block *b = block_of(p);
     if (!b || !fits_kind(b, p, bytes, 1, 1)) return leave(cudaErrorInvalidValue);
     filling *f = (filling *)malloc(sizeof *f);
     if (!f) abort();
-    *f = (filling){p, value, bytes};
+    *f = (filling){ p, value, bytes };
     op *o = enqueue_run(s, "a memset", fill_run, f, free);
     o->touched[0] = (char *)p;
     o->touched_bytes[0] = bytes;
     return leave(cudaSuccess);
 }
 
-cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, NULL); }
+cudaError_t cudaMemset(void *p, int value, size_t bytes) {
+    return cudaMemsetAsync(p, value, bytes, NULL);
+}
 
-// ==== 10. Streams and events ========================================================================================
+// ==== 10. Streams and events ====================================================================
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     (void)priority;
@@ -1064,7 +1141,9 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     cudaError_t error = enter();
@@ -1075,7 +1154,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 /* Its operations still run, as in CUDA. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    cudaError_t  error = enter();
+    cudaError_t error = enter();
     cudaStream_t s = stream_of(stream);
     if (!s || s->is_default) return leave(cudaErrorInvalidResourceHandle);
     s->destroyed = 1;
@@ -1085,7 +1164,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (error) return leave(error);
     int d = s->device;
     error = wait_stream(s);
@@ -1094,16 +1173,16 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (error) return leave(error);
     int d = s->device;
-    error = query((target){.stream = s, .seq = fake.sequence});
+    error = query((target){ .stream = s, .seq = fake.sequence });
     return leave(fake.devices[d].failed ? fake.devices[d].failed : error);
 }
 
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *d) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (!error) *d = s->device;
     return leave(error);
 }
@@ -1127,7 +1206,9 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     return leave(cudaSuccess);
 }
 
-cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    return cudaEventCreateWithFlags(event, cudaEventDefault);
+}
 
 /* Where the event hangs in the list; NULL: no such event. */
 static cudaEvent_t *event_at(cudaEvent_t event) {
@@ -1138,7 +1219,7 @@ static cudaEvent_t *event_at(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    cudaError_t  error = enter();
+    cudaError_t error = enter();
     cudaEvent_t *at = event_at(event);
     if (!at) return leave(cudaErrorInvalidResourceHandle);
     *at = event->next;
@@ -1149,10 +1230,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (!error && event->device != s->device) {
-        mistake("an event of device %d is recorded on a stream of device %d", event->device, s->device);
+        mistake(
+            "an event of device %d is recorded on a stream of device %d", event->device, s->device);
         error = cudaErrorInvalidResourceHandle;
     }
     if (error) return leave(error);
@@ -1165,7 +1247,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (!error) enqueue_wait(s, event->latest);
     return leave(error);
@@ -1176,7 +1258,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (error) return leave(error);
     int d = event->device;
-    if (event->latest) error = query((target){.mark = event->latest});
+    if (event->latest) error = query((target){ .mark = event->latest });
     return leave(fake.devices[d].failed ? fake.devices[d].failed : error);
 }
 
@@ -1185,21 +1267,21 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (!error && !event_at(event)) error = cudaErrorInvalidResourceHandle;
     if (error) return leave(error);
     int d = event->device;
-    if (event->latest) error = wait_for((target){.mark = event->latest});
+    if (event->latest) error = wait_for((target){ .mark = event->latest });
     return leave(error ? error : fake.devices[d].failed);
 }
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
     cudaError_t error = enter();
     if (!error && (!event_at(from) || !event_at(to) || !from->latest || !to->latest ||
-                   (from->flags | to->flags) & cudaEventDisableTiming))
+                      (from->flags | to->flags) & cudaEventDisableTiming))
         error = cudaErrorInvalidResourceHandle;
     if (!error && !(from->latest->done && to->latest->done)) error = cudaErrorNotReady;
     if (!error) *ms = (float)(1e3 * (to->latest->when - from->latest->when));
     return leave(error);
 }
 
-// ==== 11. Kernels ===================================================================================================
+// ==== 11. Kernels ===============================================================================
 
 /* Shared-memory limits are the simulator's matter. */
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
@@ -1211,35 +1293,43 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
 
 void fake_cuda_launch(cudaStream_t stream, void (*run)(void *), void *arg, void (*drop)(void *)) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (!error && s->device != current_device) {
-        mistake("a kernel is launched on a stream of device %d while device %d is the current one", s->device,
-                current_device);
+        mistake("a kernel is launched on a stream of device %d while device %d is the current one",
+            s->device, current_device);
         error = cudaErrorInvalidResourceHandle;
     }
-    if (!error) enqueue_run(s, "a kernel", run, arg, drop);
-    else if (drop) drop(arg);
+    if (!error)
+        enqueue_run(s, "a kernel", run, arg, drop);
+    else if (drop)
+        drop(arg);
     leave(error);
 }
 
-/* Whether an address is one of this process's; in a kernel's arguments it might be a number that looks like one. */
+/* Whether an address is one of this process's; in a kernel's arguments it might be a number that
+   looks like one. */
 static int is_mapped(uintptr_t at) {
     unsigned char resident;
-    return at >= PAGE && at < (uintptr_t)1 << 47 && mincore((void *)(at / PAGE * PAGE), 1, &resident) == 0;
+    return at >= PAGE && at < (uintptr_t)1 << 47 &&
+           mincore((void *)(at / PAGE * PAGE), 1, &resident) == 0;
 }
 
 void fake_cuda_check_argument(const char *kernel, const void *argument, size_t bytes) {
-    const char *at = (const char *)(((uintptr_t)argument + 7) / 8 * 8), *end = (const char *)argument + bytes;
+    const char *at = (const char *)(((uintptr_t)argument + 7) / 8 * 8),
+               *end = (const char *)argument + bytes;
     if (bytes > 1024) return; /* a table of numbers, which need not be filled */
     pthread_mutex_lock(&fake.lock);
     for (; at + sizeof(uintptr_t) <= end; at += sizeof(uintptr_t)) {
         const void *p = *(void *const *)(const void *)at;
-        if ((uint32_t)(uintptr_t)p < PAGE || (uintptr_t)p >> 47) continue; /* a small number and padding */
+        /* a small number and padding */
+        if ((uint32_t)(uintptr_t)p < PAGE || (uintptr_t)p >> 47) continue;
         const block *b = block_of(p);
-        int          there = b && b->kind == BLOCK_DEVICE && b->device != current_device;
+        int there = b && b->kind == BLOCK_DEVICE && b->device != current_device;
         if (there && !fake.devices[current_device].peer[b->device])
-            mistake("%s on device %d is given memory of device %d", kernel, current_device, b->device);
-        if (!b && is_mapped((uintptr_t)p)) mistake("%s is given %p, which is the host's memory", kernel, (void *)p);
+            mistake(
+                "%s on device %d is given memory of device %d", kernel, current_device, b->device);
+        if (!b && is_mapped((uintptr_t)p))
+            mistake("%s is given %p, which is the host's memory", kernel, (void *)p);
     }
     pthread_mutex_unlock(&fake.lock);
 }
@@ -1247,19 +1337,21 @@ void fake_cuda_check_argument(const char *kernel, const void *argument, size_t b
 void fake_cuda_launch_failed(cudaError_t error, const char *text) {
     pthread_mutex_lock(&fake.lock);
     mistake("%s", text);
-    if (running_on < 0) last_error = error;
-    else if (!fake.devices[running_on].failed) fake.devices[running_on].failed = error;
+    if (running_on < 0)
+        last_error = error;
+    else if (!fake.devices[running_on].failed)
+        fake.devices[running_on].failed = error;
     pthread_mutex_unlock(&fake.lock);
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void *arg) {
     cudaStream_t s;
-    cudaError_t  error = enter_stream(stream, &s);
+    cudaError_t error = enter_stream(stream, &s);
     if (!error) enqueue_run(s, "a host function", run, arg, NULL);
     return leave(error);
 }
 
-// ==== 12. The fake itself ===========================================================================================
+// ==== 12. The fake itself =======================================================================
 
 #define SETTER(name, type, statement) \
     void name(type value) { \
@@ -1284,10 +1376,11 @@ int fake_cuda_leaks(int print) {
     int n = (int)fake.block_count;
     for (size_t i = 0; print && i < fake.block_count; i++)
         fprintf(stderr, "fake_cuda: %zu bytes of %s memory, device %d\n", fake.blocks[i].bytes,
-                fake.blocks[i].kind == BLOCK_DEVICE ? "device" : "pinned", fake.blocks[i].device);
+            fake.blocks[i].kind == BLOCK_DEVICE ? "device" : "pinned", fake.blocks[i].device);
     for (cudaStream_t s = fake.streams; s; s = s->next) {
         n += !s->destroyed;
-        if (print && !s->destroyed) fprintf(stderr, "fake_cuda: stream %d of device %d\n", s->number, s->device);
+        if (print && !s->destroyed)
+            fprintf(stderr, "fake_cuda: stream %d of device %d\n", s->number, s->device);
     }
     for (cudaEvent_t e = fake.events; e; e = e->next) {
         n++;

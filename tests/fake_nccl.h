@@ -1,87 +1,103 @@
-/* fake_nccl.h - the part of fake_cuda.c that stands in for NCCL 2.28: ranks are threads of one process
+/* fake_nccl.h - the part of fake_cuda.c that stands in for NCCL 2.28: ranks are threads of one
+   process
 
-   A call makes a `part`: what one communicator's rank does in one group of calls, mostly a single task. The part is one
-   operation of a stream. When it comes to the head it is posted; tasks of posted parts that fit each other are done at
-   once, for all ranks; the part has ended when all its tasks are done. So what would hang on GPUs hangs here, and a
-   collective that does not fit is a mistake too. Harder than the real one: sends do not end before their receives
-   start, and receive buffers are spoiled as soon as an operation starts. */
+   A call makes a `part`: what one communicator's rank does in one group of calls, mostly a single
+   task. The part is one operation of a stream. When it comes to the head it is posted; tasks of
+   posted parts that fit each other are done at once, for all ranks; the part has ended when all its
+   tasks are done. So what would hang on GPUs hangs here, and a collective that does not fit is a
+   mistake too. Harder than the real one: sends do not end before their receives start, and receive
+   buffers are spoiled as soon as an operation starts. */
 
 #include <nccl.h>
 #include <sched.h>
 
-// ==== 1. Communicators ==============================================================================================
+// ==== 1. Communicators ==========================================================================
 
 typedef enum kind {
-    ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER, SCATTER, SEND, RECV
+    ALL_REDUCE,
+    REDUCE,
+    BROADCAST,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    GATHER,
+    SCATTER,
+    SEND,
+    RECV
 } kind;
-static const char *const KIND_NAMES[] = {"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather",
-                                         "ncclReduceScatter", "ncclAlltoAll", "ncclGather", "ncclScatter", "ncclSend",
-                                         "ncclRecv"};
+static const char *const KIND_NAMES[] = { "ncclAllReduce", "ncclReduce", "ncclBroadcast",
+    "ncclAllGather", "ncclReduceScatter", "ncclAlltoAll", "ncclGather", "ncclScatter", "ncclSend",
+    "ncclRecv" };
 
 typedef struct task {
-    kind           kind;
-    const char    *send;
-    char          *recv;
-    size_t         count;
+    kind kind;
+    const char *send;
+    char *recv;
+    size_t count;
     ncclDataType_t type;
-    ncclRedOp_t    op;   /* of sums and the like */
-    int            root; /* or the other side of a send */
-    int            done;
+    ncclRedOp_t op; /* of sums and the like */
+    int root;       /* or the other side of a send */
+    int done;
 } task;
 
 struct part {
-    ncclComm_t    comm;
-    uint64_t      number; /* in its communicator */
-    int           posted, stuck, task_count, left, stream_count;
-    task         *tasks;
+    ncclComm_t comm;
+    uint64_t number; /* in its communicator */
+    int posted, stuck, task_count, left, stream_count;
+    task *tasks;
     cudaStream_t *streams;
 };
 
 /* All ranks of one communicator. */
 typedef struct clique {
     struct clique *next;
-    uint64_t       id; /* what its ncclUniqueId says; 0: from a split */
-    int            number, size, joined, splitting, broken;
-    ncclComm_t    *comms;
+    uint64_t id; /* what its ncclUniqueId says; 0: from a split */
+    int number, size, joined, splitting, broken;
+    ncclComm_t *comms;
 } clique;
 
 struct ncclComm {
-    ncclComm_t    next; /* of all ever made: a handle stays known after its end */
-    clique       *clique;
-    int           rank, device, blocking;
-    int           inside;                            /* threads in a call */
-    int           joining, splitting, finalizing, unfinished; /* what is waited for */
-    int           in_progress, polls;                /* a call answered ncclInProgress; questions until it is over */
-    double        begun;                             /* when */
-    int           aborted, destroyed;
-    ncclResult_t  state;
-    part         *held, *posted;
-    uint64_t      issued, finished; /* parts */
-    int           color, key;       /* of the split under way, */
-    ncclComm_t    child, *child_at; /* its result and where that goes */
-    ncclConfig_t  child_config;
-    const void   *grouped_by;       /* the thread whose open group has this communicator */
-    char          error[200];
+    ncclComm_t next; /* of all ever made: a handle stays known after its end */
+    clique *clique;
+    int rank, device, blocking;
+    int inside;                                     /* threads in a call */
+    int joining, splitting, finalizing, unfinished; /* what is waited for */
+    /* a call answered ncclInProgress; questions until it is over */
+    int in_progress, polls;
+    double begun; /* when */
+    int aborted, destroyed;
+    ncclResult_t state;
+    part *held, *posted;
+    uint64_t issued, finished;   /* parts */
+    int color, key;              /* of the split under way, */
+    ncclComm_t child, *child_at; /* its result and where that goes */
+    ncclConfig_t child_config;
+    const void *grouped_by; /* the thread whose open group has this communicator */
+    char error[200];
 };
 
 static struct { /* under fake.lock */
-    clique    *cliques;
+    clique *cliques;
     ncclComm_t comms;
-    uint64_t   ids;
-    int        clique_count, one_at_a_time;
-    double     slow;
-    int        fail_after[MAX_DEVICES]; /* parts until the planted failure; 0: none planted */
-    int        failure[MAX_DEVICES];
+    uint64_t ids;
+    int clique_count, one_at_a_time;
+    double slow;
+    int fail_after[MAX_DEVICES]; /* parts until the planted failure; 0: none planted */
+    int failure[MAX_DEVICES];
 } nccl;
 
 /* The calls since ncclGroupStart. */
-typedef struct call { ncclComm_t comm; cudaStream_t stream; task task; } call;
+typedef struct call {
+    ncclComm_t comm;
+    cudaStream_t stream;
+    task task;
+} call;
 static __thread struct group {
-    int          depth, call_count, call_room, init_count, aborts;
+    int depth, call_count, call_room, init_count, aborts;
     ncclResult_t error;
-    call        *calls;
-    ncclComm_t   inits[MAX_DEVICES];
-    ncclComm_t  *init_at[MAX_DEVICES];
+    call *calls;
+    ncclComm_t inits[MAX_DEVICES];
+    ncclComm_t *init_at[MAX_DEVICES];
 } group;
 
 SETTER(fake_nccl_one_at_a_time, int, nccl.one_at_a_time = value)
@@ -94,8 +110,8 @@ void fake_nccl_fail(int device, int after, int error) {
     pthread_mutex_unlock(&fake.lock);
 }
 
-__attribute__((format(printf, 3, 4))) static ncclResult_t comm_error(ncclComm_t comm, ncclResult_t error,
-                                                                     const char *format, ...) {
+__attribute__((format(printf, 3, 4))) static ncclResult_t comm_error(
+    ncclComm_t comm, ncclResult_t error, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(comm->error, sizeof comm->error, format, args);
@@ -104,29 +120,40 @@ __attribute__((format(printf, 3, 4))) static ncclResult_t comm_error(ncclComm_t 
 }
 
 /* An error that the real library gives for a wrong program. */
-#define MISUSE(comm, code, ...) (comm_error(comm, code, __VA_ARGS__), mistake("%s", (comm)->error), (code))
+#define MISUSE(comm, code, ...) \
+    (comm_error(comm, code, __VA_ARGS__), mistake("%s", (comm)->error), (code))
 
-// ==== 2. Numbers ====================================================================================================
+// ==== 2. Numbers ================================================================================
 
 static size_t type_bytes(ncclDataType_t type) {
     switch (type) {
-    case ncclInt8: case ncclUint8: return 1;
-    case ncclFloat16: case ncclBfloat16: return 2;
-    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
-    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+    case ncclInt8:
+    case ncclUint8: return 1;
+    case ncclFloat16:
+    case ncclBfloat16: return 2;
+    case ncclInt32:
+    case ncclUint32:
+    case ncclFloat32: return 4;
+    case ncclInt64:
+    case ncclUint64:
+    case ncclFloat64: return 8;
     default: return 0;
     }
 }
 
-static cudaDataType_t half_type(ncclDataType_t type) { return type == ncclFloat16 ? CUDA_R_16F : CUDA_R_16BF; }
+static cudaDataType_t half_type(ncclDataType_t type) {
+    return type == ncclFloat16 ? CUDA_R_16F : CUDA_R_16BF;
+}
 static int is_half(ncclDataType_t type) { return type == ncclFloat16 || type == ncclBfloat16; }
 
 /* a = a op b. Sums of integers wrap, which unsigned ones may. */
 #define COMBINE(T, U) \
     for (size_t i = 0; i < n; i++) { \
         T *x = (T *)a + i, y = ((const T *)b)[i]; \
-        *x = op == ncclProd ? (T)((U)*x * (U)y) : op == ncclMax ? (*x > y ? *x : y) \
-           : op == ncclMin ? (*x < y ? *x : y) : (T)((U)*x + (U)y); \
+        *x = op == ncclProd  ? (T)((U)*x * (U)y) \
+             : op == ncclMax ? (*x > y ? *x : y) \
+             : op == ncclMin ? (*x < y ? *x : y) \
+                             : (T)((U)*x + (U)y); \
     }
 
 static void combine(ncclDataType_t type, ncclRedOp_t op, void *a, const void *b, size_t n) {
@@ -152,19 +179,28 @@ static void combine(ncclDataType_t type, ncclRedOp_t op, void *a, const void *b,
 static void average(ncclDataType_t type, void *a, size_t n, int ranks, int before) {
     for (size_t i = 0; i < n; i++) {
         if (is_half(type) && before)
-            number_store(half_type(type), a, i, number_load(half_type(type), a, i) * (1.0f / (float)ranks));
-        else if (type == ncclFloat32 && before) ((float *)a)[i] *= 1.0f / (float)ranks;
-        else if (type == ncclFloat64 && before) ((double *)a)[i] *= 1.0 / ranks;
-        else if (type == ncclInt8 && !before) ((int8_t *)a)[i] = (int8_t)(((int8_t *)a)[i] / ranks);
-        else if (type == ncclUint8 && !before) ((uint8_t *)a)[i] = (uint8_t)(((uint8_t *)a)[i] / ranks);
-        else if (type == ncclInt32 && !before) ((int32_t *)a)[i] /= ranks;
-        else if (type == ncclUint32 && !before) ((uint32_t *)a)[i] /= (uint32_t)ranks;
-        else if (type == ncclInt64 && !before) ((int64_t *)a)[i] /= ranks;
-        else if (type == ncclUint64 && !before) ((uint64_t *)a)[i] /= (uint64_t)ranks;
+            number_store(
+                half_type(type), a, i, number_load(half_type(type), a, i) * (1.0f / (float)ranks));
+        else if (type == ncclFloat32 && before)
+            ((float *)a)[i] *= 1.0f / (float)ranks;
+        else if (type == ncclFloat64 && before)
+            ((double *)a)[i] *= 1.0 / ranks;
+        else if (type == ncclInt8 && !before)
+            ((int8_t *)a)[i] = (int8_t)(((int8_t *)a)[i] / ranks);
+        else if (type == ncclUint8 && !before)
+            ((uint8_t *)a)[i] = (uint8_t)(((uint8_t *)a)[i] / ranks);
+        else if (type == ncclInt32 && !before)
+            ((int32_t *)a)[i] /= ranks;
+        else if (type == ncclUint32 && !before)
+            ((uint32_t *)a)[i] /= (uint32_t)ranks;
+        else if (type == ncclInt64 && !before)
+            ((int64_t *)a)[i] /= ranks;
+        else if (type == ncclUint64 && !before)
+            ((uint64_t *)a)[i] /= (uint64_t)ranks;
     }
 }
 
-// ==== 3. Doing what fits ============================================================================================
+// ==== 3. Doing what fits ========================================================================
 
 static int reduces(kind k) { return k == ALL_REDUCE || k == REDUCE || k == REDUCE_SCATTER; }
 static int has_root(kind k) { return k == REDUCE || k == BROADCAST || k == GATHER || k == SCATTER; }
@@ -172,18 +208,20 @@ static int has_root(kind k) { return k == REDUCE || k == BROADCAST || k == GATHE
 /* The bytes that a rank gives and gets. */
 static void task_bytes(const task *t, int rank, int ranks, size_t *send, size_t *recv) {
     size_t one = t->count * type_bytes(t->type), all = one * (size_t)ranks;
-    int    root = rank == t->root;
-    *send = t->kind == RECV || (t->kind == BROADCAST && !root) ? 0
-          : t->kind == SCATTER ? (root ? all : 0)
-          : t->kind == REDUCE_SCATTER || t->kind == ALL_TO_ALL ? all : one;
+    int root = rank == t->root;
+    *send = t->kind == RECV || (t->kind == BROADCAST && !root)   ? 0
+            : t->kind == SCATTER                                 ? (root ? all : 0)
+            : t->kind == REDUCE_SCATTER || t->kind == ALL_TO_ALL ? all
+                                                                 : one;
     *recv = t->kind == SEND || ((t->kind == REDUCE || t->kind == GATHER) && !root) ? 0
-          : t->kind == ALL_GATHER || t->kind == ALL_TO_ALL || t->kind == GATHER ? all : one;
+            : t->kind == ALL_GATHER || t->kind == ALL_TO_ALL || t->kind == GATHER  ? all
+                                                                                   : one;
 }
 
 /* n elements from `at` on, summed along the ring from rank `first` on. */
 static void ring(char *out, task *const *t, int ranks, int first, size_t at, size_t n) {
     size_t bytes = type_bytes(t[0]->type);
-    char  *x = (char *)zeroed(n * bytes);
+    char *x = (char *)zeroed(n * bytes);
     for (int i = 0; i < ranks; i++) {
         char *to = i ? x : out;
         memcpy(to, t[(first + i) % ranks]->send + at * bytes, n * bytes);
@@ -194,29 +232,31 @@ static void ring(char *out, task *const *t, int ranks, int first, size_t at, siz
     free(x);
 }
 
-/* Each rank's share of a sum starts at another rank, as in a ring: nobody may rely on the ranks' order. */
+/* Each rank's share of a sum starts at another rank, as in a ring: nobody may rely on the ranks'
+   order. */
 static void reduce(task *const *t, int ranks) {
     size_t bytes = type_bytes(t[0]->type), count = t[0]->count, n = (size_t)ranks;
     size_t total = t[0]->kind == REDUCE_SCATTER ? n * count : count;
     size_t share = t[0]->kind == REDUCE ? total : (total + n - 1) / n;
-    char  *out = (char *)zeroed(total * bytes);
+    char *out = (char *)zeroed(total * bytes);
     for (int r = 0; (size_t)r * share < total; r++) {
         size_t at = (size_t)r * share, part = total - at < share ? total - at : share;
-        ring(out + at * bytes, t, ranks, ((t[0]->kind == REDUCE ? t[0]->root : r) + 1) % ranks, at, part);
+        ring(out + at * bytes, t, ranks, ((t[0]->kind == REDUCE ? t[0]->root : r) + 1) % ranks, at,
+            part);
     }
     for (int r = 0; r < ranks; r++) {
         if (t[0]->kind == REDUCE && r != t[0]->root) continue;
-        memcpy(t[r]->recv, out + (t[0]->kind == REDUCE_SCATTER ? (size_t)r * count * bytes : 0), count * bytes);
+        memcpy(t[r]->recv, out + (t[0]->kind == REDUCE_SCATTER ? (size_t)r * count * bytes : 0),
+            count * bytes);
     }
     free(out);
 }
 
 static void move(task *const *t, int ranks) {
     size_t one = t[0]->count * type_bytes(t[0]->type);
-    int    root = t[0]->root;
+    int root = t[0]->root;
     for (int r = 0; r < ranks; r++)
-        for (int from = 0; from < ranks; from++)
-            switch (t[0]->kind) {
+        for (int from = 0; from < ranks; from++) switch (t[0]->kind) {
             case BROADCAST:
                 if (from == root) memmove(t[r]->recv, t[root]->send, one);
                 break;
@@ -251,7 +291,8 @@ static void task_text(char text[2048], const task *t) {
 }
 
 static int same_call(const task *a, const task *b) {
-    return a->kind == b->kind && a->count == b->count && a->type == b->type && a->op == b->op && a->root == b->root;
+    return a->kind == b->kind && a->count == b->count && a->type == b->type && a->op == b->op &&
+           a->root == b->root;
 }
 
 static void mismatch(clique *c, int rank, const task *a, int other, const task *b) {
@@ -266,7 +307,7 @@ static void mismatch(clique *c, int rank, const task *a, int other, const task *
 
 static int match_collective(clique *c) {
     task *tasks[c->size], *first = NULL;
-    int   there = 0, first_rank = 0;
+    int there = 0, first_rank = 0;
     for (int r = 0; r < c->size; r++) {
         tasks[r] = current_collective(c->comms[r]);
         if (!tasks[r]) continue;
@@ -278,8 +319,10 @@ static int match_collective(clique *c) {
         }
     }
     if (there < c->size) return 0;
-    if (reduces(first->kind)) reduce(tasks, c->size);
-    else move(tasks, c->size);
+    if (reduces(first->kind))
+        reduce(tasks, c->size);
+    else
+        move(tasks, c->size);
     for (int r = 0; r < c->size; r++) task_done(c->comms[r], tasks[r]);
     return 1;
 }
@@ -288,7 +331,7 @@ static int match_collective(clique *c) {
 static void match_sends(clique *c, int rank) {
     const part *p = c->comms[rank] ? c->comms[rank]->posted : NULL;
     for (int i = 0; p && i < p->task_count; i++) {
-        task      *t = &p->tasks[i];
+        task *t = &p->tasks[i];
         ncclComm_t peer = t->kind == SEND && !t->done ? c->comms[t->root] : NULL;
         const part *q = peer ? peer->posted : NULL;
         for (int k = 0; q && k < q->task_count; k++) {
@@ -308,12 +351,13 @@ static void match_sends(clique *c, int rank) {
 
 static void match(clique *c) {
     uint64_t opened = guard_open(-1);
-    while (!c->broken && match_collective(c)) {}
+    while (!c->broken && match_collective(c)) {
+    }
     for (int r = 0; r < c->size && !c->broken; r++) match_sends(c, r);
     guard_close(opened);
 }
 
-// ==== 4. Parts in streams ===========================================================================================
+// ==== 4. Parts in streams =======================================================================
 
 static int is_over(ncclComm_t comm) { return comm->aborted || fake.devices[comm->device].failed; }
 
@@ -321,8 +365,10 @@ static int is_over(ncclComm_t comm) { return comm->aborted || fake.devices[comm-
 static int earlier_part(const op *o) {
     int d = ((part *)o->arg)->comm->device;
     FOR_QUEUED(s)
-        for (const op *other = s->head; other; other = other->next)
-            if (other->kind == OP_NCCL && other->seq < o->seq && ((part *)other->arg)->comm->device == d) return 1;
+    for (const op *other = s->head; other; other = other->next)
+        if (other->kind == OP_NCCL && other->seq < o->seq &&
+            ((part *)other->arg)->comm->device == d)
+            return 1;
     return 0;
 }
 
@@ -339,7 +385,7 @@ static void spoil(const part *p) {
     uint64_t opened = guard_open(p->comm->device);
     for (int i = 0; i < p->task_count; i++) {
         const task *t = &p->tasks[i];
-        size_t      send, recv;
+        size_t send, recv;
         task_bytes(t, p->comm->rank, p->comm->clique->size, &send, &recv);
         int apart = send == 0 || t->send + send <= t->recv || t->recv + recv <= t->send;
         if (recv && !t->done && (apart || is_over(p->comm))) memset(t->recv, 0xff, recv);
@@ -350,7 +396,7 @@ static void spoil(const part *p) {
 /* Whether it has ended. */
 static int part_run(part *p) {
     ncclComm_t comm = p->comm;
-    int        d = comm->device;
+    int d = comm->device;
     if (p->posted || is_over(comm)) {
         if (p->posted && p->left > 0) spoil(p);
         if (comm->posted == p) comm->posted = NULL;
@@ -363,7 +409,8 @@ static int part_run(part *p) {
     fake.progress++;
     pthread_cond_broadcast(&fake.changed);
     if (nccl.fail_after[d] && --nccl.fail_after[d] == 0) {
-        comm->state = comm_error(comm, (ncclResult_t)nccl.failure[d], "the failure that a test planted");
+        comm->state =
+            comm_error(comm, (ncclResult_t)nccl.failure[d], "the failure that a test planted");
         p->stuck = 1;
     } else {
         comm->posted = p;
@@ -408,9 +455,10 @@ static void part_launch(part *p) {
     mark_unref(m);
 }
 
-// ==== 5. Calls ======================================================================================================
+// ==== 5. Calls ==================================================================================
 
-/* A call on a communicator: nobody else may be in one, and what was in progress must have been seen to end. */
+/* A call on a communicator: nobody else may be in one, and what was in progress must have been seen
+   to end. */
 static ncclResult_t comm_enter(ncclComm_t comm) {
     int others = __atomic_fetch_add(&comm->inside, 1, __ATOMIC_SEQ_CST);
     sched_yield(); /* a second thread may come */
@@ -421,8 +469,10 @@ static ncclResult_t comm_enter(ncclComm_t comm) {
     if (others > 0 || (grouped_by && grouped_by != &group))
         return MISUSE(comm, ncclInvalidUsage, "two threads call one communicator at the same time");
     if (comm->in_progress)
-        return MISUSE(comm, ncclInvalidUsage, "communicator %d, rank %d: a call while the one before is in progress: "
-                      "ask ncclCommGetAsyncError until it says ncclSuccess", comm->clique->number, comm->rank);
+        return MISUSE(comm, ncclInvalidUsage,
+            "communicator %d, rank %d: a call while the one before is in progress: "
+            "ask ncclCommGetAsyncError until it says ncclSuccess",
+            comm->clique->number, comm->rank);
     return comm->state;
 }
 
@@ -462,7 +512,8 @@ static part *part_make(ncclComm_t comm) {
     return p;
 }
 
-/* Ends a group. A part of a non-blocking communicator is in no stream before the answer ncclSuccess. */
+/* Ends a group. A part of a non-blocking communicator is in no stream before the answer
+   ncclSuccess. */
 static ncclResult_t group_launch(void) {
     ncclResult_t result = group.error;
     for (int i = 0; i < group.call_count; i++) {
@@ -473,7 +524,8 @@ static ncclResult_t group_launch(void) {
         if (begun(comm, 0) == ncclInProgress) {
             comm->held = p;
             result = ncclInProgress;
-        } else part_launch(p);
+        } else
+            part_launch(p);
     }
     free(group.calls);
     group.calls = NULL;
@@ -484,26 +536,33 @@ static ncclResult_t group_launch(void) {
 
 static ncclResult_t check_memory_of(ncclComm_t comm, const task *t) {
     size_t send, recv, one = t->count * type_bytes(t->type);
-    char   what[64];
+    char what[64];
     task_bytes(t, comm->rank, comm->clique->size, &send, &recv);
     snprintf(what, sizeof what, "%s, rank %d", KIND_NAMES[t->kind], comm->rank);
-    if ((send && !t->send) || (recv && !t->recv)) return comm_error(comm, ncclInvalidArgument, "%s: NULL", what);
+    if ((send && !t->send) || (recv && !t->recv))
+        return comm_error(comm, ncclInvalidArgument, "%s: NULL", what);
     if ((send && !device_reads(t->send, send, comm->device, what)) ||
         (recv && !device_reads(t->recv, recv, comm->device, what)))
         return ncclUnhandledCudaError;
-    if (!send || !recv || t->send + send <= t->recv || t->recv + recv <= t->send) return ncclSuccess;
+    if (!send || !recv || t->send + send <= t->recv || t->recv + recv <= t->send)
+        return ncclSuccess;
     ptrdiff_t distance = t->recv - t->send, mine = (ptrdiff_t)((size_t)comm->rank * one);
-    ptrdiff_t in_place = t->kind == ALL_GATHER || t->kind == GATHER ? -mine
-                       : t->kind == REDUCE_SCATTER || t->kind == SCATTER ? mine : 0;
+    ptrdiff_t in_place = t->kind == ALL_GATHER || t->kind == GATHER        ? -mine
+                         : t->kind == REDUCE_SCATTER || t->kind == SCATTER ? mine
+                                                                           : 0;
     if (distance == in_place && t->kind != ALL_TO_ALL) return ncclSuccess;
-    return MISUSE(comm, ncclInvalidArgument, "%s: the buffers overlap, and not as in-place ones", what);
+    return MISUSE(
+        comm, ncclInvalidArgument, "%s: the buffers overlap, and not as in-place ones", what);
 }
 
 static ncclResult_t check_task(ncclComm_t comm, const task *t) {
-    if (type_bytes(t->type) == 0) return comm_error(comm, ncclInvalidArgument, "type %d", (int)t->type);
-    if ((unsigned)t->op >= ncclNumOps) return comm_error(comm, ncclInvalidArgument, "operation %d", (int)t->op);
+    if (type_bytes(t->type) == 0)
+        return comm_error(comm, ncclInvalidArgument, "type %d", (int)t->type);
+    if ((unsigned)t->op >= ncclNumOps)
+        return comm_error(comm, ncclInvalidArgument, "operation %d", (int)t->op);
     if (t->root < 0 || t->root >= comm->clique->size)
-        return MISUSE(comm, ncclInvalidArgument, "%s: rank %d of %d", KIND_NAMES[t->kind], t->root, comm->clique->size);
+        return MISUSE(comm, ncclInvalidArgument, "%s: rank %d of %d", KIND_NAMES[t->kind], t->root,
+            comm->clique->size);
     return check_memory_of(comm, t);
 }
 
@@ -512,24 +571,25 @@ static ncclResult_t call_add(ncclComm_t comm, cudaStream_t handle, const task *t
     if (comm->finalizing) return MISUSE(comm, ncclInvalidUsage, "a call after ncclCommFinalize");
     if (!s) return comm_error(comm, ncclInvalidArgument, "no such stream");
     if (s->device != comm->device)
-        return MISUSE(comm, ncclUnhandledCudaError, "a stream of device %d, a communicator of device %d", s->device,
-                      comm->device);
+        return MISUSE(comm, ncclUnhandledCudaError,
+            "a stream of device %d, a communicator of device %d", s->device, comm->device);
     ncclResult_t result = check_task(comm, t);
-    if (result || (t->count == 0 && t->kind < SEND)) return result; /* an empty collective is nothing, as in NCCL */
+    /* an empty collective is nothing, as in NCCL */
+    if (result || (t->count == 0 && t->kind < SEND)) return result;
     if (group.call_count == group.call_room) {
         group.call_room = group.call_room ? 2 * group.call_room : 16;
         group.calls = (call *)realloc(group.calls, (size_t)group.call_room * sizeof *group.calls);
         if (!group.calls) abort();
     }
-    group.calls[group.call_count++] = (call){comm, s, *t};
+    group.calls[group.call_count++] = (call){ comm, s, *t };
     comm->grouped_by = &group;
     return ncclSuccess;
 }
 
-static ncclResult_t issue(kind kind, const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                          int root, ncclComm_t comm, cudaStream_t stream) {
+static ncclResult_t issue(kind kind, const void *send, void *recv, size_t count,
+    ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
     if (!comm) return ncclInvalidArgument;
-    task         t = {kind, (const char *)send, (char *)recv, count, type, op, root, 0};
+    task t = { kind, (const char *)send, (char *)recv, count, type, op, root, 0 };
     ncclResult_t result = comm_enter(comm);
     if (!result) result = call_add(comm, stream, &t);
     if (result && group.depth > 0) group.error = result;
@@ -537,51 +597,52 @@ static ncclResult_t issue(kind kind, const void *send, void *recv, size_t count,
     return comm_leave(comm, result);
 }
 
-ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                           ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type,
+    ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     return issue(ALL_REDUCE, send, recv, count, type, op, 0, comm, stream);
 }
-ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                        ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type,
+    ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
     return issue(REDUCE, send, recv, count, type, op, root, comm, stream);
 }
-ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                           cudaStream_t stream) {
+ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type,
+    int root, ncclComm_t comm, cudaStream_t stream) {
     return issue(BROADCAST, send, recv, count, type, ncclSum, root, comm, stream);
 }
 ncclResult_t ncclBcast(void *buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                       cudaStream_t stream) {
+    cudaStream_t stream) {
     return issue(BROADCAST, buffer, buffer, count, type, ncclSum, root, comm, stream);
 }
-ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                           cudaStream_t stream) {
+ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataType_t type,
+    ncclComm_t comm, cudaStream_t stream) {
     return issue(ALL_GATHER, send, recv, count, type, ncclSum, 0, comm, stream);
 }
-ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                               ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclReduceScatter(const void *send, void *recv, size_t count, ncclDataType_t type,
+    ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     return issue(REDUCE_SCATTER, send, recv, count, type, op, 0, comm, stream);
 }
-ncclResult_t ncclAlltoAll(const void *send, void *recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                          cudaStream_t stream) {
+ncclResult_t ncclAlltoAll(const void *send, void *recv, size_t count, ncclDataType_t type,
+    ncclComm_t comm, cudaStream_t stream) {
     return issue(ALL_TO_ALL, send, recv, count, type, ncclSum, 0, comm, stream);
 }
-ncclResult_t ncclGather(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                        cudaStream_t stream) {
+ncclResult_t ncclGather(const void *send, void *recv, size_t count, ncclDataType_t type, int root,
+    ncclComm_t comm, cudaStream_t stream) {
     return issue(GATHER, send, recv, count, type, ncclSum, root, comm, stream);
 }
-ncclResult_t ncclScatter(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                         cudaStream_t stream) {
+ncclResult_t ncclScatter(const void *send, void *recv, size_t count, ncclDataType_t type, int root,
+    ncclComm_t comm, cudaStream_t stream) {
     return issue(SCATTER, send, recv, count, type, ncclSum, root, comm, stream);
 }
-ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                      cudaStream_t stream) {
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer,
+    ncclComm_t comm, cudaStream_t stream) {
     return issue(SEND, send, NULL, count, type, ncclSum, peer, comm, stream);
 }
-ncclResult_t ncclRecv(void *recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+ncclResult_t ncclRecv(
+    void *recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
     return issue(RECV, NULL, recv, count, type, ncclSum, peer, comm, stream);
 }
 
-// ==== 6. Making communicators =======================================================================================
+// ==== 6. Making communicators ===================================================================
 
 ncclResult_t ncclGetVersion(int *version) {
     *version = NCCL_VERSION_CODE;
@@ -621,9 +682,9 @@ static ncclComm_t comm_make(clique *c, int rank, int device, int blocking) {
 
 /* The last one has joined: may they go together? */
 static void clique_complete(clique *c) {
-    const char  *allowed = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    const char *allowed = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     ncclResult_t result = ncclSuccess;
-    int          a = 0, b = 0;
+    int a = 0, b = 0;
     for (int r = 0; r < c->size; r++)
         for (int q = 0; q < r; q++)
             if (c->comms[q]->device == c->comms[r]->device) a = q, b = r;
@@ -633,15 +694,17 @@ static void clique_complete(clique *c) {
         comm->joining = 0;
         comm->state = result;
         if (result)
-            comm_error(comm, result, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", a, b,
-                       c->comms[a]->device);
+            comm_error(comm, result,
+                "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", a, b,
+                c->comms[a]->device);
     }
     pthread_cond_broadcast(&fake.changed);
 }
 
 /* Waits in a blocking call for what the other ranks' calls will do. */
 static ncclResult_t wait_zero(ncclComm_t comm, const int *zero, const char *what) {
-    if (wait_for((target){.zero = zero, .what = what})) return comm_error(comm, ncclSystemError, "%s: no answer", what);
+    if (wait_for((target){ .zero = zero, .what = what }))
+        return comm_error(comm, ncclSystemError, "%s: no answer", what);
     return comm->aborted ? ncclInternalError : comm->state;
 }
 
@@ -665,14 +728,18 @@ static clique *clique_of(ncclUniqueId id, int size, int rank) {
     while (c && c->id != number) c = c->next;
     if (size < 1 || rank < 0 || rank >= size || number == 0 || number > nccl.ids)
         mistake("ncclCommInitRank: rank %d of %d, or an id that was never given out", rank, size);
-    else if (!c) return clique_make(number, size);
+    else if (!c)
+        return clique_make(number, size);
     else if (c->size != size || c->comms[rank])
-        mistake("ncclCommInitRank: rank %d of %d: others said %d ranks, or it is there already", rank, size, c->size);
-    else return c;
+        mistake("ncclCommInitRank: rank %d of %d: others said %d ranks, or it is there already",
+            rank, size, c->size);
+    else
+        return c;
     return NULL;
 }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *at, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
+ncclResult_t ncclCommInitRankConfig(
+    ncclComm_t *at, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
     cudaError_t error = enter();
     *at = NULL;
     if (error || (config && (config->magic != 0xcafebeef || config->size != sizeof *config))) {
@@ -713,14 +780,15 @@ static void split_complete(clique *c) {
         for (int q = r; q < c->size; q++) {
             if (c->comms[q]->color != color) continue;
             int at = size++;
-            for (; at > 0 && c->comms[members[at - 1]]->key > c->comms[q]->key; at--) members[at] = members[at - 1];
+            for (; at > 0 && c->comms[members[at - 1]]->key > c->comms[q]->key; at--)
+                members[at] = members[at - 1];
             members[at] = q;
         }
         clique *child = clique_make(0, size);
         for (int i = 0; i < size; i++) {
             ncclComm_t parent = c->comms[members[i]];
-            parent->child = comm_make(child, i, parent->device,
-                                      config_blocking(&parent->child_config, parent->blocking));
+            parent->child = comm_make(
+                child, i, parent->device, config_blocking(&parent->child_config, parent->blocking));
             parent->splitting = 0;
         }
     }
@@ -728,11 +796,13 @@ static void split_complete(clique *c) {
     pthread_cond_broadcast(&fake.changed);
 }
 
-ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *child, ncclConfig_t *config) {
+ncclResult_t ncclCommSplit(
+    ncclComm_t comm, int color, int key, ncclComm_t *child, ncclConfig_t *config) {
     if (!comm || !child) return ncclInvalidArgument;
     ncclResult_t result = comm_enter(comm);
     *child = NULL;
-    if (!result && color < 0 && color != NCCL_SPLIT_NOCOLOR) result = comm_error(comm, ncclInvalidArgument, "color");
+    if (!result && color < 0 && color != NCCL_SPLIT_NOCOLOR)
+        result = comm_error(comm, ncclInvalidArgument, "color");
     if (result) return comm_leave(comm, result);
     comm->color = color;
     comm->key = key;
@@ -749,14 +819,15 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *chil
     return comm_leave(comm, result);
 }
 
-// ==== 7. State, end, groups =========================================================================================
+// ==== 7. State, end, groups =====================================================================
 
 /* Each question may be the one after which the call has ended. */
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
     if (!comm || !state) return ncclInvalidArgument;
     enter();
     ncclResult_t result = ncclSuccess;
-    if (comm->aborted || comm->destroyed) result = MISUSE(comm, ncclInvalidArgument, "a communicator after its end");
+    if (comm->aborted || comm->destroyed)
+        result = MISUSE(comm, ncclInvalidArgument, "a communicator after its end");
     else if (comm->in_progress && !comm->state) {
         int waits = comm->joining || comm->splitting || (comm->finalizing && comm->unfinished);
         if (!waits && now() - comm->begun >= nccl.slow && --comm->polls <= 0) {
@@ -775,11 +846,13 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     if (!comm) return ncclInvalidArgument;
     ncclResult_t result = comm_enter(comm);
-    if (!result && comm->finalizing) result = MISUSE(comm, ncclInvalidArgument, "ncclCommFinalize twice");
+    if (!result && comm->finalizing)
+        result = MISUSE(comm, ncclInvalidArgument, "ncclCommFinalize twice");
     if (result) return comm_leave(comm, result);
     comm->finalizing = 1;
     result = begun(comm, comm->unfinished > 0);
-    if (comm->blocking) result = wait_zero(comm, &comm->unfinished, "ncclCommFinalize's operations");
+    if (comm->blocking)
+        result = wait_zero(comm, &comm->unfinished, "ncclCommFinalize's operations");
     return comm_leave(comm, result);
 }
 
@@ -791,14 +864,18 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return comm_leave(comm, result);
 }
 
-/* From any thread at any time. What this rank has in streams ends; the others go on waiting. The memory of what was
-   aborted is freed, for which the device has to be idle; in a group, after all of it has been aborted. */
-static ncclResult_t abort_end(void) { return wait_device(current_device) ? ncclUnhandledCudaError : ncclSuccess; }
+/* From any thread at any time. What this rank has in streams ends; the others go on waiting. The
+   memory of what was aborted is freed, for which the device has to be idle; in a group, after all
+   of it has been aborted. */
+static ncclResult_t abort_end(void) {
+    return wait_device(current_device) ? ncclUnhandledCudaError : ncclSuccess;
+}
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     enter();
     ncclResult_t result = ncclSuccess;
-    if (comm->aborted || comm->destroyed) result = MISUSE(comm, ncclInvalidArgument, "ncclCommAbort after the end");
+    if (comm->aborted || comm->destroyed)
+        result = MISUSE(comm, ncclInvalidArgument, "ncclCommAbort after the end");
     if (!result) {
         if (comm->splitting) comm->clique->splitting--;
         if (comm->held) part_drop(comm->held);
@@ -806,8 +883,10 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
         comm->joining = comm->splitting = 0;
         comm->aborted = 1;
         pthread_cond_broadcast(&fake.changed);
-        if (group.depth > 0) group.aborts = 1;
-        else result = abort_end();
+        if (group.depth > 0)
+            group.aborts = 1;
+        else
+            result = abort_end();
     }
     leave(cudaSuccess);
     return result;
@@ -824,12 +903,13 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) { return tell(co
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) { return tell(comm, device, 2); }
 
 const char *ncclGetErrorString(ncclResult_t result) {
-    static const char *const TEXTS[] = {
-        "no error", "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-        "unhandled system error (run with NCCL_DEBUG=INFO for details)", "internal error - please report this issue",
+    static const char *const TEXTS[] = { "no error",
+        "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        "internal error - please report this issue",
         "invalid argument (run with NCCL_DEBUG=WARN for details)",
         "invalid usage (run with NCCL_DEBUG=WARN for details)",
-        "remote process exited or there was a network error", "NCCL operation in progress"};
+        "remote process exited or there was a network error", "NCCL operation in progress" };
     return (unsigned)result < ncclNumResults ? TEXTS[result] : "unknown result code";
 }
 const char *ncclGetLastError(ncclComm_t comm) { return comm ? comm->error : ""; }
@@ -844,7 +924,8 @@ ncclResult_t ncclGroupEnd(void) {
     if (--group.depth > 0) return ncclSuccess;
     enter();
     ncclResult_t result = ncclSuccess;
-    for (int i = 0; i < group.init_count && !result; i++) result = init_wait(group.inits[i], group.init_at[i]);
+    for (int i = 0; i < group.init_count && !result; i++)
+        result = init_wait(group.inits[i], group.init_at[i]);
     group.init_count = 0;
     if (result) group.error = result;
     result = group_launch();
@@ -867,7 +948,9 @@ static int comm_leaks(int print) {
     for (ncclComm_t comm = nccl.comms; comm; comm = comm->next) {
         if (comm->aborted || comm->destroyed) continue;
         n++;
-        if (print) fprintf(stderr, "fake_cuda: rank %d of communicator %d\n", comm->rank, comm->clique->number);
+        if (print)
+            fprintf(stderr, "fake_cuda: rank %d of communicator %d\n", comm->rank,
+                comm->clique->number);
     }
     return n;
 }

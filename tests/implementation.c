@@ -1,8 +1,9 @@
-/* implementation.c - the implementation as two objects, which the programs of the Makefile share: compiled into each of
-   them it would be nearly all of what a build takes
-   Public domain or MIT, at your choice; see LICENSE.
+/* implementation.c - the implementation as two objects, which the programs of the Makefile share:
+   compiled into each of them it would be nearly all of what a build takes Public domain or MIT, at
+   your choice; see LICENSE.
 
-   With -DKERNELS: dt_kernels_cpu and the kernels in its table, nothing else. Without: all the rest of all headers. */
+   With -DKERNELS: dt_kernels_cpu and the kernels in its table, nothing else. Without: all the rest
+   of all headers. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #ifdef KERNELS

@@ -1,4 +1,5 @@
-/* memory_io.h - a dt_io table over memory, for tests and fuzzing: no disk, and every call can be made to fail.
+/* memory_io.h - a dt_io table over memory, for tests and fuzzing: no disk, and every call can be
+   made to fail.
 
        memory_fs fs = { 0 };
        dt_io     io = memory_io(&fs);
@@ -6,7 +7,8 @@
        ... dt_ctx_make((dt_ctx_desc){ .io = &io }) ...
        memory_clear(&fs);
 
-   A name that ends in '/' or is "." can be opened and synced as folders can. Include it after dt_tensor.h. */
+   A name that ends in '/' or is "." can be opened and synced as folders can. Include it after
+   dt_tensor.h. */
 #ifndef MEMORY_IO_H
 #define MEMORY_IO_H
 
@@ -17,22 +19,23 @@
 enum { MEMORY_FILES = 24, MEMORY_FOLDER = 1000 };
 
 typedef struct memory_file {
-    char           name[160];
+    char name[160];
     unsigned char *data;
-    size_t         size, room;  /* bytes of data; what lies behind `room` reads as zeros and cannot be written */
-    int            used;
+    /* bytes of data; what lies behind `room` reads as zeros and cannot be written */
+    size_t size, room;
+    int used;
 } memory_file;
 
 typedef struct memory_fs {
     memory_file file[MEMORY_FILES];
-    int         open;           /* descriptors that are open */
-    long        calls, fail_at; /* fail_at: the call that fails, from 1; 0: none */
-    int         reason;         /* its errno */
-    size_t      most;           /* bytes of one read or write; 0: any number */
-    int         interrupt;      /* every how many reads and writes one is interrupted; 0: none */
-    int         moves;          /* reads and writes */
-    size_t      shrunk;         /* not 0: after that many bytes reads find the end */
-    int         synced;         /* fsyncs of files; -1: a rename came without one before it */
+    int open;            /* descriptors that are open */
+    long calls, fail_at; /* fail_at: the call that fails, from 1; 0: none */
+    int reason;          /* its errno */
+    size_t most;         /* bytes of one read or write; 0: any number */
+    int interrupt;       /* every how many reads and writes one is interrupted; 0: none */
+    int moves;           /* reads and writes */
+    size_t shrunk;       /* not 0: after that many bytes reads find the end */
+    int synced;          /* fsyncs of files; -1: a rename came without one before it */
 } memory_fs;
 
 static inline int memory_at(const memory_fs *fs, const char *name) {
@@ -89,7 +92,7 @@ static inline int memory_fails(memory_fs *fs) {
 
 static inline int memory_open(void *user, const char *path, int mode) {
     memory_fs *fs = (memory_fs *)user;
-    size_t     n = strlen(path);
+    size_t n = strlen(path);
     if (memory_fails(fs)) return -1;
     if (n && (path[n - 1] == '/' || strcmp(path, ".") == 0) && mode == DT_IO_READ) {
         fs->open++;
@@ -133,9 +136,9 @@ static inline int memory_short(memory_fs *fs, size_t *bytes) {
 }
 
 static inline int64_t memory_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
-    memory_fs   *fs = (memory_fs *)user;
+    memory_fs *fs = (memory_fs *)user;
     memory_file *f = &fs->file[fd];
-    size_t       end = fs->shrunk && fs->shrunk < f->size ? fs->shrunk : f->size;
+    size_t end = fs->shrunk && fs->shrunk < f->size ? fs->shrunk : f->size;
     if (memory_fails(fs) || memory_short(fs, &bytes)) return -1;
     if (offset < 0 || (uint64_t)offset >= end) return 0;
     size_t n = end - (size_t)offset < bytes ? end - (size_t)offset : bytes;
@@ -146,11 +149,13 @@ static inline int64_t memory_pread(void *user, int fd, void *buf, size_t bytes, 
     return (int64_t)n;
 }
 
-static inline int64_t memory_pwrite(void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
-    memory_fs   *fs = (memory_fs *)user;
+static inline int64_t memory_pwrite(
+    void *user, int fd, const void *buf, size_t bytes, int64_t offset) {
+    memory_fs *fs = (memory_fs *)user;
     memory_file *f = &fs->file[fd];
     if (memory_fails(fs) || memory_short(fs, &bytes)) return -1;
-    if ((size_t)offset + bytes > f->size && memory_size_to(f, (size_t)offset + bytes) != 0) return -1;
+    if ((size_t)offset + bytes > f->size && memory_size_to(f, (size_t)offset + bytes) != 0)
+        return -1;
     memcpy(f->data + offset, buf, bytes);
     fs->synced = 0;
     return (int64_t)bytes;
@@ -185,16 +190,18 @@ static inline int memory_resize(void *user, int fd, int64_t bytes) {
 
 static inline int memory_remove(void *user, const char *path) {
     memory_fs *fs = (memory_fs *)user;
-    int        i = memory_at(fs, path);
+    int i = memory_at(fs, path);
     if (memory_fails(fs)) return -1;
-    if (i >= 0) memory_drop(fs, i);
-    else errno = ENOENT;
+    if (i >= 0)
+        memory_drop(fs, i);
+    else
+        errno = ENOENT;
     return i >= 0 ? 0 : -1;
 }
 
 static inline dt_io memory_io(memory_fs *fs) {
-    dt_io io = { fs, memory_open, memory_close, memory_size, memory_pread, memory_pwrite, memory_fsync, memory_rename,
-        memory_resize, memory_remove, NULL, NULL, NULL, NULL, NULL };
+    dt_io io = { fs, memory_open, memory_close, memory_size, memory_pread, memory_pwrite,
+        memory_fsync, memory_rename, memory_resize, memory_remove, NULL, NULL, NULL, NULL, NULL };
     return io;
 }
 

@@ -3,8 +3,9 @@
 
    Include it after dt_tensor.h (with DT_IMPLEMENTATION) and check.h.
 
-   HOW MEMORY IS WATCHED. Every context of the tests allocates through a meter: a host table that fills new and freed
-   memory with NaN bits, checks the size and class of every free, counts by class, and can refuse. */
+   HOW MEMORY IS WATCHED. Every context of the tests allocates through a meter: a host table that
+   fills new and freed memory with NaN bits, checks the size and class of every free, counts by
+   class, and can refuse. */
 #ifndef METER_H
 #define METER_H
 
@@ -12,25 +13,28 @@
 
 MAYBE static const char *golden_folder = "tests/golden";
 
-// ==== The meter ======================================================================================================
+// ==== The meter =================================================================================
 
 typedef struct meter {
     size_t live[DT_MEM_CLASSES], peak[DT_MEM_CLASSES], live_total, peak_total, calls;
-    long   refuse_in;       /* allocations before the first refusal; below 0: never */
-    int    sticky;          /* 1: those after it are refused too */
-    int    refused, wrong_frees;
-    int    errors;          /* log lines of level error */
-    char   text[700];       /* the last of them */
+    long refuse_in; /* allocations before the first refusal; below 0: never */
+    int sticky;     /* 1: those after it are refused too */
+    int refused, wrong_frees;
+    int errors;     /* log lines of level error */
+    char text[700]; /* the last of them */
 } meter;
 #define METER ((meter){ .refuse_in = -1 })
 
 /* In front of every block, 64 bytes so that what follows keeps its alignment. */
-typedef struct tag { size_t bytes; int mem, magic; } tag;
+typedef struct tag {
+    size_t bytes;
+    int mem, magic;
+} tag;
 enum { TAG_ROOM = 64, MAGIC = 0x64746d65 };
 
 static void *meter_alloc(void *user, size_t bytes, dt_mem mem) {
     meter *m = (meter *)user;
-    void  *p = NULL;
+    void *p = NULL;
     m->calls++;
     if (m->refuse_in == 0) {
         m->refused++;
@@ -51,7 +55,7 @@ static void *meter_alloc(void *user, size_t bytes, dt_mem mem) {
 
 static void meter_free(void *user, void *p, size_t bytes, dt_mem mem) {
     meter *m = (meter *)user;
-    tag    t;
+    tag t;
     memcpy(&t, (char *)p - TAG_ROOM, sizeof t);
     if (t.magic != MAGIC || t.bytes != bytes || t.mem != (int)mem) m->wrong_frees++;
     m->live[mem] -= bytes;
@@ -83,7 +87,8 @@ MAYBE static dt_ctx *open_ctx(meter *m) { return open_with(m, NULL, 7); }
 static void close_ctx(dt_ctx *ctx, const meter *m, const char *what) {
     dt_ctx_free(ctx);
     CHECK_MSG(m->live_total == 0, "%s: %zu bytes are left", what, m->live_total);
-    CHECK_MSG(m->wrong_frees == 0, "%s: %d frees with the wrong size or class", what, m->wrong_frees);
+    CHECK_MSG(
+        m->wrong_frees == 0, "%s: %d frees with the wrong size or class", what, m->wrong_frees);
 }
 
 /* The same, of a context that must not have failed. */
@@ -101,12 +106,15 @@ static double noise(uint64_t seed, uint64_t index) {
     return (double)((z ^ (z >> 31)) >> 11) / 4503599627370496.0 - 1.0;
 }
 
-static int below(uint64_t seed, uint64_t index, int n) { return (int)((noise(seed, index) + 1) / 2 * n); }
+static int below(uint64_t seed, uint64_t index, int n) {
+    return (int)((noise(seed, index) + 1) / 2 * n);
+}
 
-/* The 16-bit types, apart from the library's own conversions: by powers of two. bits: of the fraction. */
+/* The 16-bit types, apart from the library's own conversions: by powers of two. bits: of the
+   fraction. */
 static double from16_slowly(dt_dtype dtype, uint16_t h) {
-    int    bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, most = 2 * bias + 1;
-    int    e = (h & 0x7fff) >> bits, fraction = h & ((1 << bits) - 1);
+    int bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, most = 2 * bias + 1;
+    int e = (h & 0x7fff) >> bits, fraction = h & ((1 << bits) - 1);
     double x = e == most ? (fraction ? NAN : INFINITY)
                : e == 0  ? ldexp(fraction, 1 - bias - bits)
                          : ldexp(fraction + (1 << bits), e - bias - bits);
@@ -115,7 +123,7 @@ static double from16_slowly(dt_dtype dtype, uint16_t h) {
 
 static double from16(dt_dtype dtype, uint16_t h) {
     static double known[2][65536];
-    static int    made;
+    static int made;
     for (int i = 0; i < 65536 && !made; i++)
         for (int t = 0; t < 2; t++) known[t][i] = from16_slowly(t ? DT_F16 : DT_BF16, (uint16_t)i);
     made = 1;
@@ -124,14 +132,15 @@ static double from16(dt_dtype dtype, uint16_t h) {
 
 /* To nearest, ties to even (what rint does). */
 static uint16_t to16(dt_dtype dtype, double x) {
-    int      bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, e = 0;
+    int bits = dtype == DT_BF16 ? 7 : 10, bias = dtype == DT_BF16 ? 127 : 15, e = 0;
     uint16_t sign = signbit(x) ? 0x8000 : 0, infinite = (uint16_t)((2 * bias + 1) << bits);
     if (isnan(x)) return (uint16_t)(sign | infinite | 1 << (bits - 1));
     if (isinf(x) || x == 0) return (uint16_t)(sign | (x == 0 ? 0 : infinite));
     frexp(x, &e); /* |x| in [2^(e-1), 2^e) */
     if (e - 1 < 1 - bias) e = 2 - bias;
-    double steps = rint(ldexp(fabs(x), bits - (e - 1))); /* up to 2^(bits+1), which is the next exponent's first */
-    int    h = (int)steps + ((e - 1 + bias - 1) << bits);
+    /* up to 2^(bits+1), which is the next exponent's first */
+    double steps = rint(ldexp(fabs(x), bits - (e - 1)));
+    int h = (int)steps + ((e - 1 + bias - 1) << bits);
     return (uint16_t)(sign | (h > infinite ? infinite : h));
 }
 
@@ -143,10 +152,14 @@ static double get(const void *array, dt_dtype dtype, int64_t i) {
 }
 
 static void put(void *array, dt_dtype dtype, int64_t i, double value) {
-    if (dtype == DT_F64) ((double *)array)[i] = value;
-    else if (dtype == DT_F32) ((float *)array)[i] = (float)value;
-    else if (dtype == DT_I32) ((int32_t *)array)[i] = (int32_t)value;
-    else ((uint16_t *)array)[i] = to16(dtype, value);
+    if (dtype == DT_F64)
+        ((double *)array)[i] = value;
+    else if (dtype == DT_F32)
+        ((float *)array)[i] = (float)value;
+    else if (dtype == DT_I32)
+        ((int32_t *)array)[i] = (int32_t)value;
+    else
+        ((uint16_t *)array)[i] = to16(dtype, value);
 }
 
 /* malloc for tests: they may end when there is none. */
@@ -159,26 +172,30 @@ static void *room(size_t bytes) {
     return p;
 }
 
-MAYBE static dt_tensor *noise_input(dt_ctx *ctx, dt_dtype dtype, dt_shape shape, uint64_t seed, double scale) {
+MAYBE static dt_tensor *noise_input(
+    dt_ctx *ctx, dt_dtype dtype, dt_shape shape, uint64_t seed, double scale) {
     int64_t n = dt_count(shape);
-    void   *x = room((size_t)n * dt_dtype_size(dtype));
+    void *x = room((size_t)n * dt_dtype_size(dtype));
     for (int64_t i = 0; i < n; i++) put(x, dtype, i, scale * noise(seed, (uint64_t)i));
     dt_tensor *t = dt_input(ctx, dtype, shape, x);
     free(x);
     return t;
 }
 
-// ==== Own ops ========================================================================================================
+// ==== Own ops ===================================================================================
 
-/* sum of x[i] * c[i] as an f64 scalar: what turns a tensor into a loss here, and an op as a user writes one. */
-typedef struct weigh_saved { const double *c; } weigh_saved;
+/* sum of x[i] * c[i] as an f64 scalar: what turns a tensor into a loss here, and an op as a user
+   writes one. */
+typedef struct weigh_saved {
+    const double *c;
+} weigh_saved;
 
 static double weigh_factor(const double *c, int64_t i) { return c ? c[i] : noise(99, (uint64_t)i); }
 
 static dt_status weigh_back(dt_node *n) {
     const double *c = ((const weigh_saved *)n->saved)->c;
-    dt_tensor    *x = n->in[0];
-    double        up = *(const double *)n->out->grad;
+    dt_tensor *x = n->in[0];
+    double up = *(const double *)n->out->grad;
     if (!dt_wants(n, 0)) return DT_OK;
     void *dx = dt_grad(n, 0);
     if (!dx) return dt_error(x->ctx);
@@ -192,10 +209,12 @@ MAYBE static dt_tensor *weigh(dt_tensor *x, const double *c) {
     dt_tensor *out = x ? dt_new(x->ctx, DT_F64, DT_SCALAR) : NULL;
     if (!out) return NULL;
     double sum = 0;
-    for (int64_t i = 0; i < dt_count(x->shape); i++) sum += get(x->data, x->dtype, i) * weigh_factor(c, i);
+    for (int64_t i = 0; i < dt_count(x->shape); i++)
+        sum += get(x->data, x->dtype, i) * weigh_factor(c, i);
     *(double *)out->data = sum;
-    weigh_saved *saved = (weigh_saved *)dt_record_saved(out, (dt_record_desc){ .name = "weigh", .in = { x },
-        .backward = weigh_back, .saved_bytes = sizeof *saved });
+    weigh_saved *saved = (weigh_saved *)dt_record_saved(out,
+        (dt_record_desc){
+            .name = "weigh", .in = { x }, .backward = weigh_back, .saved_bytes = sizeof *saved });
     if (saved) saved->c = c;
     return dt_error(x->ctx) == DT_OK ? out : NULL;
 }
@@ -217,7 +236,8 @@ MAYBE static dt_tensor *times(dt_tensor *a, dt_tensor *b) {
     if (!out) return NULL;
     for (int64_t i = 0; i < dt_count(a->shape); i++)
         ((double *)out->data)[i] = ((double *)a->data)[i] * ((double *)b->data)[i];
-    return dt_record(out, (dt_record_desc){ .name = "times", .in = { a, b }, .backward = times_back });
+    return dt_record(
+        out, (dt_record_desc){ .name = "times", .in = { a, b }, .backward = times_back });
 }
 
 #endif

@@ -1,9 +1,9 @@
-/* mismatch_cases.h - ranks that disagree: what one of four ranks does in place of what the others do, and what the
-   failure must say.
+/* mismatch_cases.h - ranks that disagree: what one of four ranks does in place of what the others
+   do, and what the failure must say.
 
-   A case is two short programs, of the odd rank and of the others, which differ from their operation `first` on; and
-   the words that the text must hold. Included after dt_comm.h with its implementation, by test_mismatch.c and
-   mpi_mismatch.c. */
+   A case is two short programs, of the odd rank and of the others, which differ from their
+   operation `first` on; and the words that the text must hold. Included after dt_comm.h with its
+   implementation, by test_mismatch.c and mpi_mismatch.c. */
 #ifndef MISMATCH_CASES_H
 #define MISMATCH_CASES_H
 
@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
-static double mono(void) {  /* one clock for all processes of the machine */
+static double mono(void) { /* one clock for all processes of the machine */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -27,27 +27,42 @@ static void nap(double s) {
     nanosleep(&t, NULL);
 }
 
-/* ---- what ranks do ------------------------------------------------------------------------------------------- */
+/* ---- what ranks do
+   ------------------------------------------------------------------------------------------- */
 
 enum { ODD_RANKS = 4, ODD_STEPS = 8, ODD_CASES = 256, ODD_WORDS = 4, MANY = 20000 };
-enum { K_ALL_REDUCE, K_REDUCE, K_REDUCE_SCATTER, K_ALL_GATHER, K_GATHER, K_SCATTER, K_ALL_TO_ALL, K_ALL_TO_ALL_V,
-       K_BROADCAST, K_BARRIER, KINDS, K_STEP = KINDS };
-static const char *const kind_names[KINDS + 1] = { "all-reduce", "reduce", "reduce-scatter", "all-gather", "gather",
-    "scatter", "all-to-all", "all-to-all-v", "broadcast", "barrier", "dt_comm_step" };
+enum {
+    K_ALL_REDUCE,
+    K_REDUCE,
+    K_REDUCE_SCATTER,
+    K_ALL_GATHER,
+    K_GATHER,
+    K_SCATTER,
+    K_ALL_TO_ALL,
+    K_ALL_TO_ALL_V,
+    K_BROADCAST,
+    K_BARRIER,
+    KINDS,
+    K_STEP = KINDS
+};
+static const char *const kind_names[KINDS + 1] = { "all-reduce", "reduce", "reduce-scatter",
+    "all-gather", "gather", "scatter", "all-to-all", "all-to-all-v", "broadcast", "barrier",
+    "dt_comm_step" };
 
 static int has_sum(int kind) { return kind <= K_REDUCE_SCATTER; }
 static int has_root(int kind) {
     return kind == K_REDUCE || kind == K_GATHER || kind == K_SCATTER || kind == K_BROADCAST;
 }
 
-enum { G_WORLD, G_PAIR, G_TRIO, GROUPS };   /* PAIR: ranks 0,1 and 2,3. TRIO: 0,1,2; rank 3 goes past it */
+/* PAIR: ranks 0,1 and 2,3. TRIO: 0,1,2; rank 3 goes past it */
+enum { G_WORLD, G_PAIR, G_TRIO, GROUPS };
 static const char *const group_names[GROUPS] = { "world", "pair", "trio" };
 
 typedef struct step {
-    int      kind, group, root;
-    size_t   count;
+    int kind, group, root;
+    size_t count;
     dt_dtype dtype;
-    dt_op    redop;
+    dt_op redop;
 } step;
 
 static step step_of(int kind) {
@@ -64,7 +79,8 @@ static step step_of(int kind) {
 /* One line for each kind: a text must name the line of either side's call. */
 enum { FIRST_SITE = __LINE__ + 4 };
 #define FOUR s->count, s->dtype
-static dt_status step_do(const step *s, dt_comm *comm, const void *a, void *b, const size_t *counts) {
+static dt_status step_do(
+    const step *s, dt_comm *comm, const void *a, void *b, const size_t *counts) {
     switch (s->kind) {
     case K_ALL_REDUCE: return dt_all_reduce(comm, a, b, FOUR, s->redop);
     case K_REDUCE: return dt_reduce(comm, a, b, FOUR, s->redop, s->root);
@@ -82,25 +98,27 @@ static dt_status step_do(const step *s, dt_comm *comm, const void *a, void *b, c
 }
 static int site_of(int kind) { return FIRST_SITE + kind; }
 
-/* ---- cases --------------------------------------------------------------------------------------------------- */
+/* ---- cases
+   --------------------------------------------------------------------------------------------------- */
 
 typedef struct mismatch {
     char name[128];
-    int  odd_rank;
+    int odd_rank;
     step others[ODD_STEPS], odd[ODD_STEPS];
-    int  n_others, n_odd, first;
-    char word[ODD_WORDS][24];       /* "": none */
-    int  site[2];                   /* kinds whose call sites the text names; -1: none */
+    int n_others, n_odd, first;
+    char word[ODD_WORDS][24]; /* "": none */
+    int site[2];              /* kinds whose call sites the text names; -1: none */
 } mismatch;
 
 typedef struct mismatches {
     mismatch list[ODD_CASES];
-    int      n;
+    int n;
 } mismatches;
 
 /* Two or three operations on which all agree. */
 static void agree_on(mismatch *m, int n, int at) {
-    static const int kinds[] = { K_ALL_REDUCE, K_BARRIER, K_BROADCAST, K_ALL_GATHER, K_REDUCE_SCATTER };
+    static const int kinds[] = { K_ALL_REDUCE, K_BARRIER, K_BROADCAST, K_ALL_GATHER,
+        K_REDUCE_SCATTER };
     for (int i = 0; i < n; i++) {
         step s = step_of(kinds[(at + i) % 5]);
         s.group = (at + i) % 3 == 2 ? G_PAIR : G_WORLD;
@@ -132,7 +150,8 @@ static void two_words(mismatch *m, const char *a, const char *b) {
 }
 
 /* All ranks call s, but the odd one calls odd. */
-static void in_place_of(mismatches *all, const char *name, step s, step odd, const char *a, const char *b) {
+static void in_place_of(
+    mismatches *all, const char *name, step s, step odd, const char *a, const char *b) {
     mismatch *m = case_begin(all, name);
     m->others[m->n_others++] = s;
     m->odd[m->n_odd++] = odd;
@@ -158,14 +177,16 @@ static void cases_of_arguments(mismatches *all) {
     static const char *const type_names[] = { "f32", "bf16", "f16", "f64", "i32" };
     static const dt_op ops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
     static const char *const op_names[] = { "sum", "avg", "max", "min", "prod" };
-    static const size_t counts[][2] = { { 10, 12 }, { 12, 10 }, { 10, 0 }, { 0, 10 }, { 10, 3000 }, { MANY, 10 } };
+    static const size_t counts[][2] = { { 10, 12 }, { 12, 10 }, { 10, 0 }, { 0, 10 }, { 10, 3000 },
+        { MANY, 10 } };
     char name[128], one[24], other[24];
     for (int k = 0; k < K_BARRIER; k++) {
         step s = step_of(k), odd = s;
-        int  a = k % 5, b = (k + 1 + k / 5) % 5;
+        int a = k % 5, b = (k + 1 + k / 5) % 5;
         s.dtype = types[a];
         odd.dtype = types[b];
-        snprintf(name, sizeof name, "dtype: %s of %s for %s", kind_names[k], type_names[b], type_names[a]);
+        snprintf(name, sizeof name, "dtype: %s of %s for %s", kind_names[k], type_names[b],
+            type_names[a]);
         in_place_of(all, name, s, odd, type_names[a], type_names[b]);
         for (int i = k % 3; i < 6; i += 3) {
             s = odd = step_of(k);
@@ -175,7 +196,8 @@ static void cases_of_arguments(mismatches *all) {
             snprintf(other, sizeof other, "%zu", odd.count);
             snprintf(name, sizeof name, "count: %s of %s for %s", kind_names[k], other, one);
             in_place_of(all, name, s, odd, one, other);
-            if (k == K_ALL_TO_ALL_V) all->list[all->n - 1].site[1] = -1;     /* one operation: a share differs */
+            /* one operation: a share differs */
+            if (k == K_ALL_TO_ALL_V) all->list[all->n - 1].site[1] = -1;
         }
         for (int i = 0; i < 2 && has_root(k); i++) {
             s = odd = step_of(k);
@@ -192,24 +214,29 @@ static void cases_of_arguments(mismatches *all) {
             s = odd = step_of(k);
             s.redop = ops[a];
             odd.redop = ops[b];
-            snprintf(name, sizeof name, "redop: %s, %s for %s", kind_names[k], op_names[b], op_names[a]);
+            snprintf(
+                name, sizeof name, "redop: %s, %s for %s", kind_names[k], op_names[b], op_names[a]);
             in_place_of(all, name, s, odd, op_names[a], op_names[b]);
         }
     }
 }
 
-/* The same operation, but of another group; and the calls of two groups, or two operations, exchanged. */
+/* The same operation, but of another group; and the calls of two groups, or two operations,
+   exchanged. */
 static void cases_of_groups(mismatches *all) {
-    static const int pairs[][2] = { { K_ALL_REDUCE, K_BARRIER }, { K_BROADCAST, K_REDUCE }, { K_ALL_GATHER, K_SCATTER },
-        { K_ALL_TO_ALL, K_ALL_TO_ALL_V }, { K_GATHER, K_REDUCE_SCATTER }, { K_BARRIER, K_BROADCAST } };
+    static const int pairs[][2] = { { K_ALL_REDUCE, K_BARRIER }, { K_BROADCAST, K_REDUCE },
+        { K_ALL_GATHER, K_SCATTER }, { K_ALL_TO_ALL, K_ALL_TO_ALL_V },
+        { K_GATHER, K_REDUCE_SCATTER }, { K_BARRIER, K_BROADCAST } };
     char name[128];
     for (int k = 0; k < KINDS; k++) {
         step s = step_of(k), odd = s;
-        int of_trio = k % 4 == 1 && (all->n + 1) % ODD_RANKS != 3;     /* rank 3 is in no trio */
-        if (k % 2) s.group = of_trio ? G_TRIO : G_PAIR;
-        else odd.group = G_PAIR;
+        int of_trio = k % 4 == 1 && (all->n + 1) % ODD_RANKS != 3; /* rank 3 is in no trio */
+        if (k % 2)
+            s.group = of_trio ? G_TRIO : G_PAIR;
+        else
+            odd.group = G_PAIR;
         snprintf(name, sizeof name, "group: %s of %s for %s", kind_names[k], group_names[odd.group],
-                 group_names[s.group]);
+            group_names[s.group]);
         in_place_of(all, name, s, odd, group_names[s.group], group_names[odd.group]);
     }
     for (int k = 0; k < KINDS; k += 2) {
@@ -226,7 +253,8 @@ static void cases_of_groups(mismatches *all) {
         case_end(all, m);
     }
     for (int i = 0; i < 6; i++) {
-        snprintf(name, sizeof name, "order: %s and %s", kind_names[pairs[i][0]], kind_names[pairs[i][1]]);
+        snprintf(name, sizeof name, "order: %s and %s", kind_names[pairs[i][0]],
+            kind_names[pairs[i][1]]);
         mismatch *m = case_begin(all, name);
         for (int k = 0; k < 2; k++) {
             m->others[m->n_others++] = step_of(pairs[i][k]);
@@ -238,7 +266,8 @@ static void cases_of_groups(mismatches *all) {
     }
 }
 
-/* One rank skips a call: it comes to the next operation, to its end, or, of many alike, to its end too early. */
+/* One rank skips a call: it comes to the next operation, to its end, or, of many alike, to its end
+   too early. */
 static void cases_of_missing(mismatches *all) {
     char name[128];
     for (int k = 0; k < KINDS; k++) {
@@ -289,40 +318,42 @@ static void cases_all(mismatches *all) {
     cases_of_missing(all);
 }
 
-/* ---- running one --------------------------------------------------------------------------------------------- */
+/* ---- running one
+   --------------------------------------------------------------------------------------------- */
 
 typedef struct odd_note {
-    double    entered, failed;      /* its last call, or its end; when it knew of the failure */
-    int       done, ended;          /* operations that went well; it came to its end */
+    double entered, failed; /* its last call, or its end; when it knew of the failure */
+    int done, ended;        /* operations that went well; it came to its end */
     dt_status status;
-    char      text[512];
-    dt_report report;               /* of ranks that call dt_run themselves */
+    char text[512];
+    dt_report report; /* of ranks that call dt_run themselves */
     dt_status returned;
 } odd_note;
 
 typedef struct odd_run {
     const mismatch *what;
-    uint64_t        delays;         /* which rank is a little late */
-    odd_note        note[ODD_RANKS];
+    uint64_t delays; /* which rank is a little late */
+    odd_note note[ODD_RANKS];
 } odd_run;
 
 static dt_status odd_rank(dt_ctx *ctx, void *user) {
-    odd_run        *run = (odd_run *)user;
+    odd_run *run = (odd_run *)user;
     const mismatch *m = run->what;
-    dt_comm        *groups[GROUPS];
-    int             me = dt_comm_rank(dt_world(ctx)), odd = me == m->odd_rank;
-    odd_note       *note = &run->note[me];
-    const step     *steps = odd ? m->odd : m->others;
-    int             n = odd ? m->n_odd : m->n_others;
-    size_t          bytes = (size_t)ODD_RANKS * MANY * 8;
-    char           *a = (char *)calloc(2, bytes), *b = a + bytes;
+    dt_comm *groups[GROUPS];
+    int me = dt_comm_rank(dt_world(ctx)), odd = me == m->odd_rank;
+    odd_note *note = &run->note[me];
+    const step *steps = odd ? m->odd : m->others;
+    int n = odd ? m->n_odd : m->n_others;
+    size_t bytes = (size_t)ODD_RANKS * MANY * 8;
+    char *a = (char *)calloc(2, bytes), *b = a + bytes;
     groups[G_WORLD] = dt_world(ctx);
     groups[G_PAIR] = dt_comm_split(dt_world(ctx), me / 2, 0, "pair");
     groups[G_TRIO] = dt_comm_split(dt_world(ctx), me < 3 ? 0 : -1, 0, "trio");
     for (int i = 0; i < n && !dt_error(ctx); i++) {
         size_t counts[ODD_RANKS];
         for (int r = 0; r < ODD_RANKS; r++) counts[r] = steps[i].count;
-        if (i == m->first && (run->delays >> 2) % 4 == (uint64_t)me) nap(1e-3 * (double)(run->delays % 4));
+        if (i == m->first && (run->delays >> 2) % 4 == (uint64_t)me)
+            nap(1e-3 * (double)(run->delays % 4));
         if (!groups[steps[i].group]) continue;
         note->entered = mono();
         if (step_do(&steps[i], groups[steps[i].group], a, b, counts) == DT_OK) note->done = i + 1;
@@ -335,10 +366,12 @@ static dt_status odd_rank(dt_ctx *ctx, void *user) {
     note->status = dt_error(ctx);
     snprintf(note->text, sizeof note->text, "%s", dt_error_text(ctx));
     free(a);
-    return DT_OK;       /* an error that a rank function does not return is a failure all the same */
+    /* an error that a rank function does not return is a failure all the same */
+    return DT_OK;
 }
 
-/* ---- judging it ---------------------------------------------------------------------------------------------- */
+/* ---- judging it
+   ---------------------------------------------------------------------------------------------- */
 
 /* A text without who says it. */
 static const char *bare(const char *text) {
@@ -372,7 +405,7 @@ static double odd_late(const odd_run *run) {
 
 static int names_others(const char *text, int odd) {
     char rank[16];
-    int  others = 0, itself = 0;
+    int others = 0, itself = 0;
     for (int r = 0; r < ODD_RANKS; r++) {
         snprintf(rank, sizeof rank, "rank %d", r);
         *(r == odd ? &itself : &others) += has_word(text, rank);
@@ -387,24 +420,27 @@ static int meets_odd(const mismatch *m, int rank) {
     return group == G_WORLD || rank < 3;
 }
 
-/* The first failure of the job, as the report has it: of all ranks the same, with all that must be in it. */
-static void odd_judge(const odd_run *run, const char *where, dt_status status, const dt_report *report) {
+/* The first failure of the job, as the report has it: of all ranks the same, with all that must be
+   in it. */
+static void odd_judge(
+    const odd_run *run, const char *where, dt_status status, const dt_report *report) {
     const mismatch *m = run->what;
-    const char     *text = bare(report->text), *missing = NULL;
-    char            site[48];
-    CHECK_MSG(status != DT_OK && report->status == status, "%s: %s: dt_run returns %s, reports %s: %s", where, m->name,
-              dt_status_name(status), dt_status_name(report->status), report->text);
+    const char *text = bare(report->text), *missing = NULL;
+    char site[48];
+    CHECK_MSG(status != DT_OK && report->status == status,
+        "%s: %s: dt_run returns %s, reports %s: %s", where, m->name, dt_status_name(status),
+        dt_status_name(report->status), report->text);
     CHECK_MSG(status != DT_ERR_TIMEOUT, "%s: %s: a timeout: %s", where, m->name, text);
     for (int r = 0; r < ODD_RANKS; r++) {
         const odd_note *note = &run->note[r];
         if (note->ended) continue;
-        CHECK_MSG(strcmp(bare(note->text), text) == 0, "%s: %s: rank %d has '%s', the report '%s'", where, m->name, r,
-                  note->text, text);
-        CHECK_MSG(!meets_odd(m, r) || note->done <= m->first, "%s: %s: rank %d went past it: %s", where, m->name, r,
-                  text);
+        CHECK_MSG(strcmp(bare(note->text), text) == 0, "%s: %s: rank %d has '%s', the report '%s'",
+            where, m->name, r, note->text, text);
+        CHECK_MSG(!meets_odd(m, r) || note->done <= m->first, "%s: %s: rank %d went past it: %s",
+            where, m->name, r, text);
     }
-    CHECK_MSG(names_others(text, m->odd_rank), "%s: %s: not both ranks are named (rank %d is odd): %s", where, m->name,
-              m->odd_rank, text);
+    CHECK_MSG(names_others(text, m->odd_rank),
+        "%s: %s: not both ranks are named (rank %d is odd): %s", where, m->name, m->odd_rank, text);
     for (int i = 0; i < ODD_WORDS; i++)
         if (m->word[i][0] && !has_word(text, m->word[i])) missing = m->word[i];
     CHECK_MSG(!missing, "%s: %s: '%s' is not in: %s", where, m->name, missing ? missing : "", text);
@@ -415,11 +451,12 @@ static void odd_judge(const odd_run *run, const char *where, dt_status status, c
     }
 }
 
-/* ---- how late they were -------------------------------------------------------------------------------------- */
+/* ---- how late they were
+   -------------------------------------------------------------------------------------- */
 
 typedef struct lateness {
     double s[4096];
-    int    n;
+    int n;
 } lateness;
 
 static int by_size(const void *a, const void *b) {
@@ -440,7 +477,7 @@ __attribute__((unused)) static double lateness_at(lateness *l, double part) {
 
 __attribute__((unused)) static void lateness_print(lateness *l, const char *what) {
     printf("%s: %d, late by %.2f ms (median), %.2f ms (99 of 100), %.2f ms (most)\n", what, l->n,
-           1e3 * lateness_at(l, 0.5), 1e3 * lateness_at(l, 0.99), 1e3 * lateness_at(l, 1));
+        1e3 * lateness_at(l, 0.5), 1e3 * lateness_at(l, 0.99), 1e3 * lateness_at(l, 1));
     fflush(stdout);
 }
 

@@ -1,4 +1,5 @@
-/* rank_data.h - what ranks send in the tests of dt_comm.h, and what must come of it, by naive arithmetic.
+/* rank_data.h - what ranks send in the tests of dt_comm.h, and what must come of it, by naive
+   arithmetic.
 
    Included after dt_comm.h with its implementation. */
 #ifndef RANK_DATA_H
@@ -16,24 +17,28 @@ __attribute__((unused)) static uint64_t mix(uint64_t x) {
     return x ^ x >> 32;
 }
 
-/* Element i of what rank r sends: such that a float sum in another order has other bits, and an int product fits. */
+/* Element i of what rank r sends: such that a float sum in another order has other bits, and an int
+   product fits. */
 static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
     uint64_t h = ((uint64_t)rank * 1000003u + i) * 0x9E3779B97F4A7C15u;
     h ^= h >> 29;
     if (dtype == DT_I32) return (double)(int)(h % 7) - 3;
-    double x = (double)(h % 2000003u) / 1000001.5 - 1;     /* [-1, 1) */
+    double x = (double)(h % 2000003u) / 1000001.5 - 1; /* [-1, 1) */
     return op == DT_PROD ? 1 + x / 8 : x * (h & 1 ? 100 : 1);
 }
 
-/* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the library's. */
+/* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the
+   library's. */
 __attribute__((unused)) static double rounded(dt_dtype dtype, float x) {
     int exponent;
-    double part = frexp((double)x, &exponent);     /* in [1/2, 1) */
+    double part = frexp((double)x, &exponent); /* in [1/2, 1) */
     int digits = dtype == DT_BF16 ? 8 : exponent < -13 ? 11 + exponent + 13 : 11;
     return ldexp(nearbyint(ldexp(part, digits)), exponent - digits);
 }
 
-__attribute__((unused)) static int narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+__attribute__((unused)) static int narrow(dt_dtype dtype) {
+    return dtype == DT_BF16 || dtype == DT_F16;
+}
 
 /* What a rank really sends: the element as its type holds it. */
 __attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
@@ -41,18 +46,25 @@ __attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, d
     return narrow(dtype) ? rounded(dtype, (float)x) : dtype == DT_F32 ? (double)(float)x : x;
 }
 
-/* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its exponent. */
+/* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its
+   exponent. */
 __attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, double x) {
     float f = (float)x;
     uint32_t bits;
     memcpy(&bits, &f, 4);
-    uint32_t sign = bits >> 16 & 0x8000, small = (uint32_t)ldexp(fabs(x), 24), normal = (bits >> 13) - (112u << 10);
-    if (dtype == DT_BF16) ((uint16_t *)buf)[i] = (uint16_t)(bits >> 16);
+    uint32_t sign = bits >> 16 & 0x8000, small = (uint32_t)ldexp(fabs(x), 24),
+             normal = (bits >> 13) - (112u << 10);
+    if (dtype == DT_BF16)
+        ((uint16_t *)buf)[i] = (uint16_t)(bits >> 16);
     else if (dtype == DT_F16)
-        ((uint16_t *)buf)[i] = (uint16_t)(sign | (fabs(x) < ldexp(1, -14) ? small : normal & 0x7fff));
-    else if (dtype == DT_F32) ((float *)buf)[i] = f;
-    else if (dtype == DT_F64) ((double *)buf)[i] = x;
-    else ((int32_t *)buf)[i] = (int32_t)x;
+        ((uint16_t *)buf)[i] =
+            (uint16_t)(sign | (fabs(x) < ldexp(1, -14) ? small : normal & 0x7fff));
+    else if (dtype == DT_F32)
+        ((float *)buf)[i] = f;
+    else if (dtype == DT_F64)
+        ((double *)buf)[i] = x;
+    else
+        ((int32_t *)buf)[i] = (int32_t)x;
 }
 
 __attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_t i) {
@@ -69,11 +81,13 @@ __attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_
 }
 
 #define FOLD(T, a, b) \
-    (op == DT_MAX ? ((b) > (a) ? (b) : (a)) : op == DT_MIN ? ((b) < (a) ? (b) : (a)) \
-     : op == DT_PROD ? (T)((a) * (b)) : (T)((a) + (b)))
+    (op == DT_MAX       ? ((b) > (a) ? (b) : (a)) \
+        : op == DT_MIN  ? ((b) < (a) ? (b) : (a)) \
+        : op == DT_PROD ? (T)((a) * (b)) \
+                        : (T)((a) + (b)))
 
-/* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16 and f16 are reduced
-   as floats and rounded once. */
+/* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16
+   and f16 are reduced as floats and rounded once. */
 __attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
     double d = held(0, i, dtype, op);
     float f = (float)d;
@@ -87,7 +101,10 @@ __attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_
         k = FOLD(int32_t, k, kr);
     }
     if (op == DT_AVG) f /= (float)n, d /= n, k /= n;
-    return narrow(dtype) ? rounded(dtype, f) : dtype == DT_F32 ? (double)f : dtype == DT_F64 ? d : (double)k;
+    return narrow(dtype)     ? rounded(dtype, f)
+           : dtype == DT_F32 ? (double)f
+           : dtype == DT_F64 ? d
+                             : (double)k;
 }
 
 #endif

@@ -1,4 +1,5 @@
-/* ranks.h - what the tests of dt_comm.h share: a host table that counts, runs whose outcome is kept.
+/* ranks.h - what the tests of dt_comm.h share: a host table that counts, runs whose outcome is
+   kept.
 
    Included after dt_comm.h with its implementation. */
 #ifndef RANKS_H
@@ -8,24 +9,26 @@
 
 #include <sys/mman.h>
 
-/* ---- a host table that counts, and refuses on demand ------------------------------------------------------------ */
+/* ---- a host table that counts, and refuses on demand
+   ------------------------------------------------------------ */
 
 typedef struct spy {
-    dt_host        host;
+    dt_host host;
     const dt_host *base;
-    long           live, calls;         /* blocks; allocations so far */
-    long           refuse_at;           /* this allocation is refused, counted from 1; 0: none */
-    int            refuse_all_later;
-    int            error_lines;
-    char           line[512];           /* the last error line */
+    long live, calls; /* blocks; allocations so far */
+    long refuse_at;   /* this allocation is refused, counted from 1; 0: none */
+    int refuse_all_later;
+    int error_lines;
+    char line[512]; /* the last error line */
 } spy;
 
 static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
     spy *s = (spy *)user;
     long call = __atomic_add_fetch(&s->calls, 1, __ATOMIC_SEQ_CST);
-    if (s->refuse_at && (call == s->refuse_at || (s->refuse_all_later && call > s->refuse_at))) return NULL;
+    if (s->refuse_at && (call == s->refuse_at || (s->refuse_all_later && call > s->refuse_at)))
+        return NULL;
     void *p = s->base->alloc(s->base->user, bytes, mem);
-    if (p) memset(p, 0xA5, bytes < 65536 ? bytes : 65536);  /* nobody may rely on zeros */
+    if (p) memset(p, 0xA5, bytes < 65536 ? bytes : 65536); /* nobody may rely on zeros */
     if (p) __atomic_add_fetch(&s->live, 1, __ATOMIC_SEQ_CST);
     return p;
 }
@@ -36,14 +39,21 @@ static void spy_free(void *user, void *p, size_t bytes, dt_mem mem) {
     s->base->free(s->base->user, p, bytes, mem);
 }
 
-static double spy_now(void *user) { spy *s = (spy *)user; return s->base->now(s->base->user); }
-static void spy_sleep(void *user, double seconds) { spy *s = (spy *)user; s->base->sleep(s->base->user, seconds); }
+static double spy_now(void *user) {
+    spy *s = (spy *)user;
+    return s->base->now(s->base->user);
+}
+static void spy_sleep(void *user, double seconds) {
+    spy *s = (spy *)user;
+    s->base->sleep(s->base->user, seconds);
+}
 
 static void spy_log(void *user, int level, int rank, const char *text) {
     spy *s = (spy *)user;
     (void)rank;
     if (level != DT_LOG_ERROR) return;
-    if (__atomic_fetch_add(&s->error_lines, 1, __ATOMIC_SEQ_CST) == 0) snprintf(s->line, sizeof s->line, "%s", text);
+    if (__atomic_fetch_add(&s->error_lines, 1, __ATOMIC_SEQ_CST) == 0)
+        snprintf(s->line, sizeof s->line, "%s", text);
 }
 
 static void spy_make(spy *s) {
@@ -59,28 +69,29 @@ static void spy_make(spy *s) {
 
 static double seconds(void) { return dt_host_default()->now(NULL); }
 
-/* ---- running ---------------------------------------------------------------------------------------------------- */
+/* ---- running
+   ---------------------------------------------------------------------------------------------------- */
 
 typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
 
 /* What is left of a run: what each rank's context said at the end, the report, the time. */
 typedef struct outcome {
-    spy       host;
+    spy host;
     dt_run_desc desc;
-    rank_fn   fn;
-    void     *user;
+    rank_fn fn;
+    void *user;
     dt_status status, error[MAX_RANKS];
-    char      text[MAX_RANKS][512];
-    int       ended[MAX_RANKS];
+    char text[MAX_RANKS][512];
+    int ended[MAX_RANKS];
     dt_report report;
-    double    took;
+    double took;
 } outcome;
 
 /* What forked ranks write for main: shared before the fork, one such run at a time. */
 typedef struct board {
-    int       passed, failed, ended[MAX_RANKS];
+    int passed, failed, ended[MAX_RANKS];
     dt_status error[MAX_RANKS];
-    char      text[MAX_RANKS][512];
+    char text[MAX_RANKS][512];
 } board;
 static board *shared_board;
 
@@ -115,12 +126,14 @@ static void prepare(outcome *o, int ranks, rank_fn fn, void *user) {
 static dt_status start(outcome *o) {
     double from = seconds();
     int procs = o->desc.backend == DT_BACKEND_PROCS;
-    int passed = procs ? check_passed : 0, failed = procs ? check_failed : 0;   /* runs of threads may run beside it */
+    /* runs of threads may run beside it */
+    int passed = procs ? check_passed : 0, failed = procs ? check_failed : 0;
     if (procs) {
-        if (!shared_board) shared_board = (board *)mmap(NULL, sizeof *shared_board, PROT_READ | PROT_WRITE,
-                                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        if (!shared_board)
+            shared_board = (board *)mmap(NULL, sizeof *shared_board, PROT_READ | PROT_WRITE,
+                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         memset(shared_board, 0, sizeof *shared_board);
-        check_passed = check_failed = 0;    /* each fork counts its own from here */
+        check_passed = check_failed = 0; /* each fork counts its own from here */
     }
     o->status = dt_run(o->desc, run_rank, o);
     o->took = seconds() - from;
@@ -131,8 +144,8 @@ static dt_status start(outcome *o) {
         memcpy(o->text, shared_board->text, sizeof o->text);
         memcpy(o->ended, shared_board->ended, sizeof o->ended);
     }
-    CHECK_MSG(o->status == o->report.status, "dt_run returns %s, reports %s", dt_status_name(o->status),
-              dt_status_name(o->report.status));
+    CHECK_MSG(o->status == o->report.status, "dt_run returns %s, reports %s",
+        dt_status_name(o->status), dt_status_name(o->report.status));
     CHECK_MSG(o->host.live == 0, "%ld blocks are left", o->host.live);
     return o->status;
 }
@@ -146,7 +159,8 @@ static dt_status run(outcome *o, int ranks, rank_fn fn, void *user) {
 static void run_well(int ranks, rank_fn fn, void *user) {
     outcome o;
     run(&o, ranks, fn, user);
-    CHECK_MSG(o.status == DT_OK, "%d ranks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
+    CHECK_MSG(
+        o.status == DT_OK, "%d ranks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
     CHECK_MSG(o.host.error_lines == 0, "%d ranks: logged %s", ranks, o.host.line);
 }
 
@@ -166,7 +180,8 @@ __attribute__((unused)) static void run_well_on(int procs, int ranks, rank_fn fn
     }
     prepare_procs(&o, ranks, fn, user);
     start(&o);
-    CHECK_MSG(o.status == DT_OK, "%d forks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
+    CHECK_MSG(
+        o.status == DT_OK, "%d forks: %s: %s", ranks, dt_status_name(o.status), o.report.text);
 }
 
 #endif

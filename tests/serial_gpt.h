@@ -34,49 +34,66 @@
 #include <string.h>
 
 typedef struct sg_sizes {
-    int V, T, L, C, H, F;   /* C must be a multiple of H */
-    int tied;               /* 1: the head is wte.weight; 0: lm_head.weight */
+    int V, T, L, C, H, F; /* C must be a multiple of H */
+    int tied;             /* 1: the head is wte.weight; 0: lm_head.weight */
 } sg_sizes;
 
 typedef struct sg_param {
-    char    name[40];
-    int     nd;             /* 1, 2 or 3 */
-    int64_t shape[3];       /* logical shape, row-major; attn.q.weight is (H,D,C) */
+    char name[40];
+    int nd;           /* 1, 2 or 3 */
+    int64_t shape[3]; /* logical shape, row-major; attn.q.weight is (H,D,C) */
     int64_t count;
-    int     decay;          /* weight decay applies: neither a bias nor a layernorm's weight */
+    int decay; /* weight decay applies: neither a bias nor a layernorm's weight */
     double *value, *grad;
-    double *m, *v;          /* AdamW's two moments; SGD keeps its momentum in m */
+    double *m, *v; /* AdamW's two moments; SGD keeps its momentum in m */
 } sg_param;
 
 typedef struct sg_model {
-    sg_sizes  s;
-    int       n_params;
-    sg_param *p;            /* wte, wpe, 16 per layer, ln_f's two, lm_head when untied */
+    sg_sizes s;
+    int n_params;
+    sg_param *p; /* wte, wpe, 16 per layer, ln_f's two, lm_head when untied */
 } sg_model;
 
 /* What one layer's backward needs again, for one sequence. */
 typedef struct sg_acts {
-    double *x;              /* (T,C)   the layer's input */
-    double *n1;             /* (T,C)   ln_1(x) */
-    double *q, *k, *v;      /* (T,H,D) */
-    double *att;            /* (H,T,T) softmax of the scores, zero above the diagonal */
-    double *heads;          /* (T,H,D) att v, which is (T,C) to the projection */
-    double *mid;            /* (T,C)   x after the attention half */
-    double *n2;             /* (T,C)   ln_2(mid) */
-    double *fc, *act;       /* (T,F)   before and after gelu */
+    double *x;         /* (T,C)   the layer's input */
+    double *n1;        /* (T,C)   ln_1(x) */
+    double *q, *k, *v; /* (T,H,D) */
+    double *att;       /* (H,T,T) softmax of the scores, zero above the diagonal */
+    double *heads;     /* (T,H,D) att v, which is (T,C) to the projection */
+    double *mid;       /* (T,C)   x after the attention half */
+    double *n2;        /* (T,C)   ln_2(mid) */
+    double *fc, *act;  /* (T,F)   before and after gelu */
 } sg_acts;
 
 typedef struct sg_work {
-    double  *memory;                        /* the one allocation that all below point into */
-    sg_acts *layer;                         /* L of them */
-    double  *x, *nf, *logits;               /* (T,C) (T,C) (T,V): after the last layer */
-    double  *dx, *dn, *dq, *dk, *dv, *dh;   /* (T,C) each */
-    double  *dfc, *dact;                    /* (T,F) each */
+    double *memory;                      /* the one allocation that all below point into */
+    sg_acts *layer;                      /* L of them */
+    double *x, *nf, *logits;             /* (T,C) (T,C) (T,V): after the last layer */
+    double *dx, *dn, *dq, *dk, *dv, *dh; /* (T,C) each */
+    double *dfc, *dact;                  /* (T,F) each */
 } sg_work;
 
 /* Offsets of a layer's parameters from its first one, index 2 + SG_PER_LAYER*l. */
-enum { SG_LN1_W, SG_LN1_B, SG_Q_W, SG_Q_B, SG_K_W, SG_K_B, SG_V_W, SG_V_B, SG_PROJ_W, SG_PROJ_B,
-       SG_LN2_W, SG_LN2_B, SG_FC_W, SG_FC_B, SG_MLP_W, SG_MLP_B, SG_PER_LAYER };
+enum {
+    SG_LN1_W,
+    SG_LN1_B,
+    SG_Q_W,
+    SG_Q_B,
+    SG_K_W,
+    SG_K_B,
+    SG_V_W,
+    SG_V_B,
+    SG_PROJ_W,
+    SG_PROJ_B,
+    SG_LN2_W,
+    SG_LN2_B,
+    SG_FC_W,
+    SG_FC_B,
+    SG_MLP_W,
+    SG_MLP_B,
+    SG_PER_LAYER
+};
 
 /* ==== 1. The model and its table of parameters ================================================ */
 
@@ -101,15 +118,26 @@ static inline int sg_add_param(sg_model *model, const char *name, int64_t a, int
 
 static inline int sg_add_layer(sg_model *model, int l) {
     int64_t C = model->s.C, H = model->s.H, D = C / H, F = model->s.F;
-    struct { const char *name; int64_t a, b, c; } row[SG_PER_LAYER] = {
-        { "ln_1.weight", C, 0, 0 }, { "ln_1.bias", C, 0, 0 },
-        { "attn.q.weight", H, D, C }, { "attn.q.bias", H, D, 0 },
-        { "attn.k.weight", H, D, C }, { "attn.k.bias", H, D, 0 },
-        { "attn.v.weight", H, D, C }, { "attn.v.bias", H, D, 0 },
-        { "attn.proj.weight", C, C, 0 }, { "attn.proj.bias", C, 0, 0 },
-        { "ln_2.weight", C, 0, 0 }, { "ln_2.bias", C, 0, 0 },
-        { "mlp.fc.weight", F, C, 0 }, { "mlp.fc.bias", F, 0, 0 },
-        { "mlp.proj.weight", C, F, 0 }, { "mlp.proj.bias", C, 0, 0 },
+    struct {
+        const char *name;
+        int64_t a, b, c;
+    } row[SG_PER_LAYER] = {
+        { "ln_1.weight", C, 0, 0 },
+        { "ln_1.bias", C, 0, 0 },
+        { "attn.q.weight", H, D, C },
+        { "attn.q.bias", H, D, 0 },
+        { "attn.k.weight", H, D, C },
+        { "attn.k.bias", H, D, 0 },
+        { "attn.v.weight", H, D, C },
+        { "attn.v.bias", H, D, 0 },
+        { "attn.proj.weight", C, C, 0 },
+        { "attn.proj.bias", C, 0, 0 },
+        { "ln_2.weight", C, 0, 0 },
+        { "ln_2.bias", C, 0, 0 },
+        { "mlp.fc.weight", F, C, 0 },
+        { "mlp.fc.bias", F, 0, 0 },
+        { "mlp.proj.weight", C, F, 0 },
+        { "mlp.proj.bias", C, 0, 0 },
     };
     for (int i = 0; i < SG_PER_LAYER; i++) {
         char name[40];
@@ -133,11 +161,11 @@ static inline sg_model *sg_make(sg_sizes s) {
     if (!model) return NULL;
     model->s = s;
     model->p = (sg_param *)calloc((size_t)(SG_PER_LAYER * s.L + 5), sizeof *model->p);
-    int ok = model->p && sg_add_param(model, "wte.weight", s.V, s.C, 0)
-                      && sg_add_param(model, "wpe.weight", s.T, s.C, 0);
+    int ok = model->p && sg_add_param(model, "wte.weight", s.V, s.C, 0) &&
+             sg_add_param(model, "wpe.weight", s.T, s.C, 0);
     for (int l = 0; ok && l < s.L; l++) ok = sg_add_layer(model, l);
-    ok = ok && sg_add_param(model, "ln_f.weight", s.C, 0, 0)
-            && sg_add_param(model, "ln_f.bias", s.C, 0, 0);
+    ok = ok && sg_add_param(model, "ln_f.weight", s.C, 0, 0) &&
+         sg_add_param(model, "ln_f.bias", s.C, 0, 0);
     if (ok && !s.tied) ok = sg_add_param(model, "lm_head.weight", s.V, s.C, 0);
     if (!ok) {
         sg_free(model);
@@ -177,7 +205,7 @@ static inline void sg_init(sg_model *model) {
 
 /* y (n,out) = x (n,in) w (out,in)^T + b (out); b may be NULL. */
 static inline void sg_linear(double *y, const double *x, const double *w, const double *b,
-                             int64_t n, int64_t in, int64_t out) {
+    int64_t n, int64_t in, int64_t out) {
     for (int64_t t = 0; t < n; t++) {
         for (int64_t o = 0; o < out; o++) {
             double sum = b ? b[o] : 0.0;
@@ -188,8 +216,7 @@ static inline void sg_linear(double *y, const double *x, const double *w, const 
 }
 
 static inline void sg_linear_backward(double *dx, double *dw, double *db, const double *dy,
-                                      const double *x, const double *w,
-                                      int64_t n, int64_t in, int64_t out) {
+    const double *x, const double *w, int64_t n, int64_t in, int64_t out) {
     for (int64_t t = 0; t < n; t++) {
         for (int64_t o = 0; o < out; o++) {
             double d = dy[t * out + o];
@@ -212,8 +239,8 @@ static inline void sg_row_stats(const double *x, int64_t C, double *mean, double
 }
 
 /* y (n,C) from x (n,C), gain (C), bias (C). */
-static inline void sg_layernorm(double *y, const double *x, const double *gain, const double *bias,
-                                int64_t n, int64_t C) {
+static inline void sg_layernorm(
+    double *y, const double *x, const double *gain, const double *bias, int64_t n, int64_t C) {
     for (int64_t t = 0; t < n; t++) {
         double mean, rstd;
         sg_row_stats(x + t * C, C, &mean, &rstd);
@@ -224,8 +251,7 @@ static inline void sg_layernorm(double *y, const double *x, const double *gain, 
 
 /* With h = (x - mean) rstd and g = dy gain:  dx = rstd (g - mean(g) - h mean(g h)). */
 static inline void sg_layernorm_backward(double *dx, double *dgain, double *dbias, const double *dy,
-                                         const double *x, const double *gain,
-                                         int64_t n, int64_t C) {
+    const double *x, const double *gain, int64_t n, int64_t C) {
     for (int64_t t = 0; t < n; t++) {
         const double *xt = x + t * C, *dyt = dy + t * C;
         double mean, rstd, mean_g = 0.0, mean_gh = 0.0;
@@ -260,7 +286,7 @@ static inline double sg_gelu_slope(double x) {
 /* Causal attention of one sequence: q, k, v, out (n,H,D), att (H,n,n). Query i sees keys 0..i,
    scale 1/sqrt(D). */
 static inline void sg_attention(double *out, double *att, const double *q, const double *k,
-                                const double *v, int64_t n, int64_t H, int64_t D) {
+    const double *v, int64_t n, int64_t H, int64_t D) {
     for (int64_t h = 0; h < H; h++) {
         for (int64_t i = 0; i < n; i++) {
             double *a = att + (h * n + i) * n, *o = out + (i * H + h) * D;
@@ -283,12 +309,12 @@ static inline void sg_attention(double *out, double *att, const double *q, const
 
 /* Through the softmax: dscore_j = a_j (da_j - sum over l of a_l da_l), where da_j = dout . v_j. */
 static inline void sg_attention_backward(double *dq, double *dk, double *dv, const double *dout,
-                                         const double *att, const double *q, const double *k,
-                                         const double *v, int64_t n, int64_t H, int64_t D) {
+    const double *att, const double *q, const double *k, const double *v, int64_t n, int64_t H,
+    int64_t D) {
     for (int64_t h = 0; h < H; h++) {
         for (int64_t i = 0; i < n; i++) {
             const double *a = att + (h * n + i) * n, *dy = dout + (i * H + h) * D;
-            double mean = 0.0;   /* sum over j of a_j da_j */
+            double mean = 0.0; /* sum over j of a_j da_j */
             for (int64_t j = 0; j <= i; j++) {
                 for (int64_t d = 0; d < D; d++) {
                     mean += a[j] * dy[d] * v[(j * H + h) * D + d];
@@ -309,8 +335,8 @@ static inline void sg_attention_backward(double *dq, double *dk, double *dv, con
 }
 
 /* The sum over labels >= 0 of the cross entropy, over denom; logits (n,V) become their gradient. */
-static inline double sg_cross_entropy(double *logits, const int32_t *labels, int64_t n, int64_t V,
-                                      double denom) {
+static inline double sg_cross_entropy(
+    double *logits, const int32_t *labels, int64_t n, int64_t V, double denom) {
     double loss = 0.0;
     for (int64_t t = 0; t < n; t++) {
         double *row = logits + t * V;
@@ -362,8 +388,8 @@ static inline void sg_work_free(sg_work *w) {
 }
 
 /* out (n,C): the layer's output; a->x holds its input. */
-static inline void sg_layer_forward(const sg_model *model, int l, sg_acts *a, double *out,
-                                    int64_t n) {
+static inline void sg_layer_forward(
+    const sg_model *model, int l, sg_acts *a, double *out, int64_t n) {
     const sg_param *p = &model->p[2 + SG_PER_LAYER * l];
     int64_t C = model->s.C, H = model->s.H, F = model->s.F;
     sg_layernorm(a->n1, a->x, p[SG_LN1_W].value, p[SG_LN1_B].value, n, C);
@@ -386,19 +412,19 @@ static inline void sg_zero(double *x, int64_t count) {
 
 /* sg_linear_backward for a weight of the table and its bias, which follows it there. */
 static inline void sg_linear_grads(double *dx, sg_param *p, const double *dy, const double *x,
-                                   int64_t n, int64_t in, int64_t out) {
+    int64_t n, int64_t in, int64_t out) {
     sg_linear_backward(dx, p[0].grad, p[1].grad, dy, x, p[0].value, n, in, out);
 }
 
-static inline void sg_layernorm_grads(double *dx, sg_param *p, const double *dy, const double *x,
-                                      int64_t n, int64_t C) {
+static inline void sg_layernorm_grads(
+    double *dx, sg_param *p, const double *dy, const double *x, int64_t n, int64_t C) {
     sg_layernorm_backward(dx, p[0].grad, p[1].grad, dy, x, p[0].value, n, C);
 }
 
 /* w->dx (n,C) comes in as the gradient of the layer's output and leaves as that of its input. The
    residual paths need no code: what is in dx stays there, and each half adds its own part. */
-static inline void sg_layer_backward(sg_model *model, int l, const sg_acts *a, sg_work *w,
-                                     int64_t n) {
+static inline void sg_layer_backward(
+    sg_model *model, int l, const sg_acts *a, sg_work *w, int64_t n) {
     sg_param *p = &model->p[2 + SG_PER_LAYER * l];
     int64_t C = model->s.C, H = model->s.H, F = model->s.F;
     sg_zero(w->dact, n * F);
@@ -456,7 +482,7 @@ static inline void sg_backward(sg_model *model, sg_work *w, const int32_t *ids, 
 }
 
 static inline double sg_run(sg_model *model, const int32_t *ids, const int32_t *labels, int B,
-                            int T_used, double denom, int with_gradients) {
+    int T_used, double denom, int with_gradients) {
     sg_work work = { 0 };
     double loss = 0.0;
     if (B < 1 || T_used < 1 || T_used > model->s.T) return NAN;
@@ -476,14 +502,14 @@ static inline double sg_run(sg_model *model, const int32_t *ids, const int32_t *
 /* ids, labels (B,T_used), labels < 0 ignored. Returns this batch's sum of cross entropies over
    denom, and ADDS its gradient to every parameter's: micro-batches of a step share one denom. NaN
    for ids, labels or sizes out of range. */
-static inline double sg_forward_backward(sg_model *model, const int32_t *ids, const int32_t *labels,
-                                         int B, int T_used, double denom) {
+static inline double sg_forward_backward(
+    sg_model *model, const int32_t *ids, const int32_t *labels, int B, int T_used, double denom) {
     return sg_run(model, ids, labels, B, T_used, denom, 1);
 }
 
 /* The same loss; gradients stay as they are. */
-static inline double sg_loss(sg_model *model, const int32_t *ids, const int32_t *labels, int B,
-                             int T_used, double denom) {
+static inline double sg_loss(
+    sg_model *model, const int32_t *ids, const int32_t *labels, int B, int T_used, double denom) {
     return sg_run(model, ids, labels, B, T_used, denom, 0);
 }
 
@@ -511,7 +537,7 @@ static inline double sg_clip_factor(double norm, double clip) {
 /* One step, counted from 1. Decay is decoupled. Gradients are left unclipped. Returns their norm
    before clipping. */
 static inline double sg_adamw(sg_model *model, double lr, double beta1, double beta2, double eps,
-                              double weight_decay, double clip, int step) {
+    double weight_decay, double clip, int step) {
     double norm = sg_grad_norm(model), factor = sg_clip_factor(norm, clip);
     double correct1 = 1.0 - pow(beta1, step), correct2 = 1.0 - pow(beta2, step);
     for (int i = 0; i < model->n_params; i++) {
@@ -530,8 +556,8 @@ static inline double sg_adamw(sg_model *model, double lr, double beta1, double b
 /* One step as PyTorch's SGD: decay is added to the clipped gradient, momentum has no dampening (the
    first step's buffer is the gradient, since m starts at zero). Gradients are left unclipped.
    Returns their norm before clipping. */
-static inline double sg_sgd(sg_model *model, double lr, double momentum, double weight_decay,
-                            double clip) {
+static inline double sg_sgd(
+    sg_model *model, double lr, double momentum, double weight_decay, double clip) {
     double norm = sg_grad_norm(model), factor = sg_clip_factor(norm, clip);
     for (int i = 0; i < model->n_params; i++) {
         sg_param *p = &model->p[i];

@@ -1,6 +1,7 @@
-/* tcp_jobs.h - jobs over sockets on this machine, for tests: ranks are forks, each a dt_run of its own with backend tcp
-   on a free port of the loopback. What they find lies in memory that all share: their checks, reports and times. Every
-   rank must give back all its memory and all its descriptors. After dt_comm.h and check.h. */
+/* tcp_jobs.h - jobs over sockets on this machine, for tests: ranks are forks, each a dt_run of its
+   own with backend tcp on a free port of the loopback. What they find lies in memory that all
+   share: their checks, reports and times. Every rank must give back all its memory and all its
+   descriptors. After dt_comm.h and check.h. */
 #ifndef TCP_JOBS_H
 #define TCP_JOBS_H
 
@@ -13,13 +14,14 @@ enum { MOST = 8 };
 static double seconds(void) { return dt_host_default()->now(NULL); }
 static void nap(double s) { dt_host_default()->sleep(NULL, s); }
 
-/* ---- a host table that counts ------------------------------------------------------------------------------------ */
+/* ---- a host table that counts
+   ------------------------------------------------------------------------------------ */
 
 typedef struct spy {
     dt_host host;
-    long    live, calls, refuse_at;     /* this allocation is refused, counted from 1; 0: none */
-    size_t  largest;
-    int     error_lines, notices;
+    long live, calls, refuse_at; /* this allocation is refused, counted from 1; 0: none */
+    size_t largest;
+    int error_lines, notices;
 } spy;
 
 static void *spy_alloc(void *user, size_t bytes, dt_mem mem) {
@@ -58,41 +60,43 @@ static int open_descriptors(void) {
     return n;
 }
 
-/* ---- jobs -------------------------------------------------------------------------------------------------------- */
+/* ---- jobs
+   -------------------------------------------------------------------------------------------------------- */
 
 typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
 
 typedef struct rank_result {
     dt_status status;
     dt_report report;
-    double    took;
-    int       ended, passed, failed;    /* ended: dt_run has returned; checks */
-    int       error_lines, notices, signal;
-    size_t    largest;
-    long      peak_kib;
-    uint64_t  hash;
+    double took;
+    int ended, passed, failed; /* ended: dt_run has returned; checks */
+    int error_lines, notices, signal;
+    size_t largest;
+    long peak_kib;
+    uint64_t hash;
 } rank_result;
 
 typedef struct job {
-    int         ranks, port;
-    double      timeout_s;
-    rank_fn     fn;
-    int         what;           /* for the rank function */
-    int         absent;         /* bits: these ranks never come */
-    int         refuse_rank;    /* this rank is refused this allocation */
-    long        refuse_at;
-    int         check;          /* of dt_run_desc */
-    double      late[MOST];     /* ranks come that much later */
-    const char *token[MOST];    /* of dt_run_desc; NULL: none */
-    int         size[MOST];     /* what a rank says that the job has; 0: ranks */
-    int         as[MOST];       /* which rank it says it is, + 1; 0: what it is */
-    pid_t       pid[MOST];
-    double      begun;
+    int ranks, port;
+    double timeout_s;
+    rank_fn fn;
+    int what;        /* for the rank function */
+    int absent;      /* bits: these ranks never come */
+    int refuse_rank; /* this rank is refused this allocation */
+    long refuse_at;
+    int check;               /* of dt_run_desc */
+    double late[MOST];       /* ranks come that much later */
+    const char *token[MOST]; /* of dt_run_desc; NULL: none */
+    int size[MOST];          /* what a rank says that the job has; 0: ranks */
+    int as[MOST];            /* which rank it says it is, + 1; 0: what it is */
+    pid_t pid[MOST];
+    double begun;
     rank_result result[MOST];
 } job;
 
 static job *job_make(int ranks, rank_fn fn, int what) {
-    job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    job *j =
+        (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     memset(j, 0, sizeof *j);
     j->ranks = ranks;
     j->fn = fn;
@@ -132,9 +136,11 @@ static void child(job *j, int rank) {
     double from = seconds();
     r->status = dt_run(desc, j->fn, j);
     r->took = seconds() - from;
-    CHECK_MSG(r->status == r->report.status, "rank %d returns %d, reports %d", rank, r->status, r->report.status);
+    CHECK_MSG(r->status == r->report.status, "rank %d returns %d, reports %d", rank, r->status,
+        r->report.status);
     CHECK_MSG(s.live == 0, "rank %d: %ld blocks are left: %s", rank, s.live, r->report.text);
-    CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors are left: %s", rank, r->report.text);
+    CHECK_MSG(open_descriptors() == descriptors, "rank %d: descriptors are left: %s", rank,
+        r->report.text);
     CHECK_MSG((r->status == DT_OK) == (r->report.text[0] == 0), "%s", r->report.text);
     r->error_lines = s.error_lines;
     r->notices = s.notices;
@@ -159,7 +165,7 @@ static void job_start(job *j) {
             fflush(NULL);
             _exit(0);
         }
-        j->pid[rank] = pid;     /* by the parent alone: the memory is shared */
+        j->pid[rank] = pid; /* by the parent alone: the memory is shared */
     }
 }
 
@@ -194,8 +200,8 @@ static void check_well(const job *j) {
     for (int rank = 0; rank < j->ranks; rank++) {
         const rank_result *r = &j->result[rank];
         CHECK_MSG(r->ended && r->status == DT_OK && r->error_lines == 0,
-                  "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank,
-                  r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
+            "%d ranks, case %d: rank %d: %s (%d lines, signal %d)", j->ranks, j->what, rank,
+            r->ended ? r->report.text : "did not end", r->error_lines, r->signal);
     }
 }
 

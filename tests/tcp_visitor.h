@@ -1,5 +1,5 @@
-/* tcp_visitor.h - somebody who is no rank, at the door of a job: speaks the protocol card by card, and so can say what
-   no rank would; or is one of a crowd. After dt_comm.h. */
+/* tcp_visitor.h - somebody who is no rank, at the door of a job: speaks the protocol card by card,
+   and so can say what no rank would; or is one of a crowd. After dt_comm.h. */
 #ifndef TCP_VISITOR_H
 #define TCP_VISITOR_H
 
@@ -26,10 +26,10 @@ static inline int knock(dt__tcp_place place) {
 
 /* What a visitor says and hears. */
 typedef struct visit {
-    dt__tcp_place place;    /* to which it goes */
-    int           fd;
-    dt__tcp       t;        /* key, rank and size: what it pretends to be */
-    dt__tcp_card  ours, theirs, proof, answer;
+    dt__tcp_place place; /* to which it goes */
+    int fd;
+    dt__tcp t; /* key, rank and size: what it pretends to be */
+    dt__tcp_card ours, theirs, proof, answer;
 } visit;
 
 static inline visit visit_make(dt__tcp_place place, int rank, int size, const char *secret) {
@@ -71,14 +71,16 @@ static inline int converse(visit *v, int as_is) {
 }
 
 static inline int welcomed(const visit *v) {
-    return v->answer.kind == DT__TCP_WELCOME && dt__tcp_is_proof(&v->t, "host", &v->ours, &v->theirs, v->answer.proof);
+    return v->answer.kind == DT__TCP_WELCOME &&
+           dt__tcp_is_proof(&v->t, "host", &v->ours, &v->theirs, v->answer.proof);
 }
 
-/* Keeps `n` connections to a place, which say as little as `what` has them, until it is killed: those that are hung
-   up on come again a little later. `from`: their address, which is not the ranks', whose ports they would use up. */
+/* Keeps `n` connections to a place, which say as little as `what` has them, until it is killed:
+   those that are hung up on come again a little later. `from`: their address, which is not the
+   ranks', whose ports they would use up. */
 enum { SILENT = 0, SLOW, HALF, SCANNER, FLOOD, N_ATTACKS };
-static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections", "1,000 half and whole hellos",
-                                            "a scanner", "1 MB of garbage, again and again" };
+static const char *const attack_names[] = { "1,000 silent connections", "1,000 slow connections",
+    "1,000 half and whole hellos", "a scanner", "1 MB of garbage, again and again" };
 
 static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
     static int fds[1000], at[1000];
@@ -99,7 +101,7 @@ static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
         for (int i = 0; i < n; i++) {
             char c;
             if (fds[i] >= 0 && (what == SCANNER || recv(fds[i], &c, 1, MSG_DONTWAIT) == 0 ||
-                                (errno != EAGAIN && errno != EWOULDBLOCK))) {
+                                   (errno != EAGAIN && errno != EWOULDBLOCK))) {
                 close(fds[i]);
                 fds[i] = -1;
             }
@@ -110,7 +112,8 @@ static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
                 at[i] = 0;
                 setsockopt(fds[i], IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
                 if (bind(fds[i], (struct sockaddr *)&own, sizeof own) != 0 ||
-                    (connect(fds[i], (struct sockaddr *)&to, sizeof to) != 0 && errno != EINPROGRESS)) {
+                    (connect(fds[i], (struct sockaddr *)&to, sizeof to) != 0 &&
+                        errno != EINPROGRESS)) {
                     close(fds[i]);
                     fds[i] = -1;
                     continue;
@@ -118,7 +121,8 @@ static inline void attack(dt__tcp_place place, int what, dt__tcp_place from) {
                 if (what == HALF) send(fds[i], &v.ours, i % 2 ? 100 : sizeof v.ours, MSG_NOSIGNAL);
             }
             if (what == FLOOD) send(fds[i], garbage, sizeof garbage, MSG_NOSIGNAL);
-            if (what == SLOW && drop && at[i] < 100) send(fds[i], (char *)&v.ours + at[i]++, 1, MSG_NOSIGNAL);
+            if (what == SLOW && drop && at[i] < 100)
+                send(fds[i], (char *)&v.ours + at[i]++, 1, MSG_NOSIGNAL);
         }
     }
 }

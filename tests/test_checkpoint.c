@@ -3,16 +3,20 @@
 
    Run:  test_checkpoint                   a sample of the pairs and of the trainings
          test_checkpoint full              all of them: some 3 minutes
-         test_checkpoint golden FOLDER     writes what tests/golden/checkpoint is, and prints checkpoint.h beside it;
-                                           there is one for each format number, and it stays
+         test_checkpoint golden FOLDER     writes what tests/golden/checkpoint is, and prints
+                                           checkpoint.h beside it; there is one for each format
+                                           number, and it stays
 
-   pairs    Every layout of a list saves after two steps. Each is loaded in every other and saved again: the two files
-            must be the same to the byte, which holds weights and moments, and the next step must be the saver's. One
-            model is a tied mixture, cut along every kind of axis; two are dense, in the names of transformers.
-   same     Two steps, saved, and two more in the same layout: all bits of four steps that nobody interrupted; with
-            dropout, shuffled data, a growing batch, clipping, f32, bf16 and f16 with its loss scale, 1-bit Adam.
+   pairs    Every layout of a list saves after two steps. Each is loaded in every other and saved
+            again: the two files must be the same to the byte, which holds weights and moments, and
+            the next step must be the saver's. One model is a tied mixture, cut along every kind of
+            axis; two are dense, in the names of transformers.
+   same     Two steps, saved, and two more in the same layout: all bits of four steps that nobody
+            interrupted; with dropout, shuffled data, a growing batch, clipping, f32, bf16 and f16
+            with its loss scale, 1-bit Adam.
    elastic  8 ranks, then 6, 4 and 8, under the tree: the bits of 8 ranks without a stop.
-   forms    What lies in a checkpoint: the tensors of transformers, numbers, and what is refused by name.
+   forms    What lies in a checkpoint: the tensors of transformers, numbers, and what is refused by
+            name.
    golden   The first checkpoint of this format, which every later version must load. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -37,60 +41,82 @@ static void clear(const char *folder) {
     if (system(command) != 0) abort();
 }
 
-// ==== Layouts =======================================================================================================
+// ==== Layouts ===================================================================================
 
 typedef struct layout {
     int dp, tp, cp, pp, ep, stage, shard, sched, chunks, sp, kind;
     const char *offload_optim, *offload_params;
     int background, procs;
 } layout;
-#define L(d, t, c, p, e, z, ...) { .dp = d, .tp = t, .cp = c, .pp = p, .ep = e, .stage = z, .shard = __VA_ARGS__ }
+#define L(d, t, c, p, e, z, ...) \
+    { .dp = d, .tp = t, .cp = c, .pp = p, .ep = e, .stage = z, .shard = __VA_ARGS__ }
 
 static const layout layouts[] = {
-    L(1, 1, 1, 1, 1, 0, 0), L(2, 1, 1, 1, 1, 0, 0), L(2, 1, 1, 1, 1, 1, 0), L(2, 1, 1, 1, 1, 2, 0),
-    L(2, 1, 1, 1, 1, 3, 0), L(4, 1, 1, 1, 1, 1, 2), L(4, 1, 1, 1, 1, 3, 2), L(8, 1, 1, 1, 1, 2, 0),
-    L(3, 1, 1, 1, 1, 3, 0), L(6, 1, 1, 1, 1, 1, 3), L(4, 1, 1, 1, 1, 3, 1),
-    L(1, 2, 1, 1, 1, 0, 0), L(1, 4, 1, 1, 1, 0, 0, .sp = 1), L(2, 2, 1, 1, 1, 1, 0, .sp = 1), L(2, 2, 1, 1, 1, 3, 0),
+    L(1, 1, 1, 1, 1, 0, 0),
+    L(2, 1, 1, 1, 1, 0, 0),
+    L(2, 1, 1, 1, 1, 1, 0),
+    L(2, 1, 1, 1, 1, 2, 0),
+    L(2, 1, 1, 1, 1, 3, 0),
+    L(4, 1, 1, 1, 1, 1, 2),
+    L(4, 1, 1, 1, 1, 3, 2),
+    L(8, 1, 1, 1, 1, 2, 0),
+    L(3, 1, 1, 1, 1, 3, 0),
+    L(6, 1, 1, 1, 1, 1, 3),
+    L(4, 1, 1, 1, 1, 3, 1),
+    L(1, 2, 1, 1, 1, 0, 0),
+    L(1, 4, 1, 1, 1, 0, 0, .sp = 1),
+    L(2, 2, 1, 1, 1, 1, 0, .sp = 1),
+    L(2, 2, 1, 1, 1, 3, 0),
     L(3, 2, 1, 1, 1, 2, 0, .background = 1),
-    L(1, 1, 2, 1, 1, 0, 0), L(1, 1, 2, 1, 1, 3, 0, .kind = DT_CP_ZIGZAG),
-    L(1, 1, 4, 1, 1, 1, 0, .kind = DT_CP_ALLGATHER), L(2, 1, 2, 1, 1, 2, 0, .kind = DT_CP_ULYSSES),
-    L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_1F1B), L(1, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 2, 1, 1, 0, 0),
+    L(1, 1, 2, 1, 1, 3, 0, .kind = DT_CP_ZIGZAG),
+    L(1, 1, 4, 1, 1, 1, 0, .kind = DT_CP_ALLGATHER),
+    L(2, 1, 2, 1, 1, 2, 0, .kind = DT_CP_ULYSSES),
+    L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B),
     L(1, 1, 1, 4, 1, 1, 0, .sched = DT_SCHEDULE_AFAB),
     L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_INTERLEAVED, .chunks = 2),
-    L(2, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B, .background = 1), L(2, 1, 1, 2, 1, 2, 0, .sched = DT_SCHEDULE_ZB),
+    L(2, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B, .background = 1),
+    L(2, 1, 1, 2, 1, 2, 0, .sched = DT_SCHEDULE_ZB),
     L(1, 2, 2, 2, 1, 1, 0, .sched = DT_SCHEDULE_1F1B),
     L(2, 1, 1, 1, 1, 3, 0, .offload_optim = scratch, .offload_params = scratch),
     L(2, 1, 1, 1, 1, 1, 0, .offload_optim = "cpu"),
     L(2, 1, 1, 1, 1, 3, 0, .offload_optim = "cpu", .offload_params = "cpu"),
     L(2, 2, 1, 1, 1, 1, 0, .procs = 1),
     /* only where there are experts */
-    L(1, 1, 1, 1, 2, 0, 0), L(1, 1, 1, 1, 2, 3, 0), L(1, 1, 1, 1, 4, 1, 0), L(2, 1, 1, 1, 2, 3, 2),
-    L(1, 1, 1, 2, 2, 3, 0, .sched = DT_SCHEDULE_1F1B), L(1, 2, 1, 1, 2, 3, 0),
-    L(2, 1, 1, 2, 2, 1, 0, .sched = DT_SCHEDULE_1F1B), L(1, 1, 2, 1, 2, 3, 0, .background = 1),
+    L(1, 1, 1, 1, 2, 0, 0),
+    L(1, 1, 1, 1, 2, 3, 0),
+    L(1, 1, 1, 1, 4, 1, 0),
+    L(2, 1, 1, 1, 2, 3, 2),
+    L(1, 1, 1, 2, 2, 3, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 2, 1, 1, 2, 3, 0),
+    L(2, 1, 1, 2, 2, 1, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 2, 1, 2, 3, 0, .background = 1),
 };
 enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 24 };
 
 static void name_of(layout l, char *text, size_t bytes) {
-    snprintf(text, bytes, "dp%d tp%d cp%d pp%d ep%d zero%d/%d%s%s%s", l.dp, l.tp, l.cp, l.pp, l.ep, l.stage, l.shard,
-        l.sp ? " sp" : "", l.offload_optim ? " offload" : "", l.background ? " background" : "");
+    snprintf(text, bytes, "dp%d tp%d cp%d pp%d ep%d zero%d/%d%s%s%s", l.dp, l.tp, l.cp, l.pp, l.ep,
+        l.stage, l.shard, l.sp ? " sp" : "", l.offload_optim ? " offload" : "",
+        l.background ? " background" : "");
 }
 
-// ==== One run =======================================================================================================
+// ==== One run ===================================================================================
 
 typedef struct run {
-    layout      l;
-    gpt_config  model;
-    train_config config;    /* what a test changes of the usual one */
+    layout l;
+    gpt_config model;
+    train_config config; /* what a test changes of the usual one */
     const char *save, *resume;
-    int64_t     stop_at;
+    int64_t stop_at;
 } run;
 
 /* Forked ranks tell it through shared memory. */
 typedef struct result {
     dt_status status;
-    char      text[512];
-    int64_t   first, last;      /* steps made */
-    double    loss[16], norm[16];
+    char text[512];
+    int64_t first, last; /* steps made */
+    double loss[16], norm[16];
 } result;
 
 static result *told;
@@ -102,26 +128,47 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
     if (row->step < 16) told->loss[row->step] = row->loss, told->norm[row->step] = row->grad_norm;
 }
 
-static char        text_path[300];
+static char text_path[300];
 static train_files text_files;
 
 static gpt_config mixture(dt_dtype dtype) {
-    return (gpt_config){ .layers = 2, .width = 16, .heads = 4, .kv_heads = 4, .ffn = 24, .seq = 16, .vocab = 256,
-        .tied = 1, .experts = 4, .top_k = 2, .moe_every = 2, .shared = 1, .balance = 0.01, .router_bias = 0.001,
+    return (gpt_config){ .layers = 2,
+        .width = 16,
+        .heads = 4,
+        .kv_heads = 4,
+        .ffn = 24,
+        .seq = 16,
+        .vocab = 256,
+        .tied = 1,
+        .experts = 4,
+        .top_k = 2,
+        .moe_every = 2,
+        .shared = 1,
+        .balance = 0.01,
+        .router_bias = 0.001,
         .dtype = dtype };
 }
 
 static gpt_config dense(dt_dtype dtype, int arch) {
-    return (gpt_config){ .arch = arch, .layers = 2, .width = 16, .heads = 4, .kv_heads = arch == GPT_LLAMA ? 2 : 4,
-        .ffn = 24, .seq = 16, .vocab = 256, .tied = arch == GPT_GPT2, .dtype = dtype };
+    return (gpt_config){ .arch = arch,
+        .layers = 2,
+        .width = 16,
+        .heads = 4,
+        .kv_heads = arch == GPT_LLAMA ? 2 : 4,
+        .ffn = 24,
+        .seq = 16,
+        .vocab = 256,
+        .tied = arch == GPT_GPT2,
+        .dtype = dtype };
 }
 
 static result go(run r) {
-    layout       l = r.l;
+    layout l = r.l;
     train_config c = r.config;
-    dt_report    report = { DT_OK, 0, "", 0 };
-    int          replicas = l.dp * l.ep, stages = l.pp * (l.chunks ? l.chunks : 1), items = 2 * r.model.layers + 2;
-    double       same[64];
+    dt_report report = { DT_OK, 0, "", 0 };
+    int replicas = l.dp * l.ep, stages = l.pp * (l.chunks ? l.chunks : 1),
+        items = 2 * r.model.layers + 2;
+    double same[64];
     for (int i = 0; i < items; i++) same[i] = 1;
     c.model = r.model;
     c.model.sp = l.sp;
@@ -147,8 +194,11 @@ static result go(run r) {
     c.settings = "{\"settings\": 1}";
     c.on_step = on_step;
     memset(told, 0, sizeof *told);
-    told->status = dt_run((dt_run_desc){ .ranks = l.dp * l.tp * l.cp * l.pp * l.ep, .timeout_s = 60, .report = &report,
-        .backend = l.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS }, train, &c);
+    told->status = dt_run((dt_run_desc){ .ranks = l.dp * l.tp * l.cp * l.pp * l.ep,
+                              .timeout_s = 60,
+                              .report = &report,
+                              .backend = l.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS },
+        train, &c);
     memcpy(told->text, report.text, sizeof told->text);
     return *told;
 }
@@ -168,13 +218,13 @@ static char *read_all(const char *path, size_t *bytes) {
 }
 
 static int same_file(const char *a, const char *b, const char *name) {
-    char   path[700];
+    char path[700];
     size_t n, m;
     snprintf(path, sizeof path, "%s/%s", a, name);
     char *x = read_all(path, &n);
     snprintf(path, sizeof path, "%s/%s", b, name);
     char *y = read_all(path, &m);
-    int   same = x && y && n == m && memcmp(x, y, n) == 0;
+    int same = x && y && n == m && memcmp(x, y, n) == 0;
     free(x);
     free(y);
     return same;
@@ -184,15 +234,17 @@ static int same_checkpoint(const char *a, const char *b) {
     return same_file(a, b, "model.safetensors") && same_file(a, b, "optim.safetensors");
 }
 
-static int close_to(double a, double b, double tolerance) { return fabs(a - b) <= tolerance * fmax(fabs(b), 1e-3); }
+static int close_to(double a, double b, double tolerance) {
+    return fabs(a - b) <= tolerance * fmax(fabs(b), 1e-3);
+}
 
-// ==== pairs =========================================================================================================
+// ==== pairs =====================================================================================
 
 /* f64: what a layout changes in the next step is its order of sums, and no more. */
 static void pairs(const char *what, gpt_config model, int count, int every) {
     static result from[LAYOUTS];
-    int           pairs = 0;
-    char          dir[300], at[320], other[300], copy[320], a[100], b[100];
+    int pairs = 0;
+    char dir[300], at[320], other[300], copy[320], a[100], b[100];
     for (int i = 0; i < count; i++) {
         char name[32];
         snprintf(name, sizeof name, "from-%d", i);
@@ -203,7 +255,8 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
         CHECK_MSG(r.status == DT_OK && r.last == 2, "%s, %s: %s", what, a, r.text);
         snprintf(at, sizeof at, "%s/step-2", dir);
         from[i] = go((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
-        CHECK_MSG(from[i].status == DT_OK && from[i].first == 3, "%s, %s: %s", what, a, from[i].text);
+        CHECK_MSG(
+            from[i].status == DT_OK && from[i].first == 3, "%s, %s: %s", what, a, from[i].text);
     }
     in_scratch(other, "to");
     snprintf(copy, sizeof copy, "%s/step-2", other);
@@ -215,40 +268,48 @@ static void pairs(const char *what, gpt_config model, int count, int every) {
             clear(other);
             name_of(layouts[i], a, sizeof a);
             name_of(layouts[k], b, sizeof b);
-            result r = go((run){ .l = layouts[k], .model = model, .resume = at, .save = other, .stop_at = 2 });
+            result r = go((run){
+                .l = layouts[k], .model = model, .resume = at, .save = other, .stop_at = 2 });
             CHECK_MSG(r.status == DT_OK && r.first == 0, "%s: %s -> %s: %s", what, a, b, r.text);
             CHECK_MSG(same_checkpoint(at, copy), "%s: %s -> %s: other bits", what, a, b);
             r = go((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
-            CHECK_MSG(r.status == DT_OK && r.first == 3 && close_to(r.loss[3], from[i].loss[3], 1e-11) &&
-                close_to(r.norm[3], from[i].norm[3], 1e-9), "%s: %s -> %s: next step: loss %.17g and %.17g, norm %.17g "
-                "and %.17g: %s", what, a, b, r.loss[3], from[i].loss[3], r.norm[3], from[i].norm[3], r.text);
+            CHECK_MSG(r.status == DT_OK && r.first == 3 &&
+                          close_to(r.loss[3], from[i].loss[3], 1e-11) &&
+                          close_to(r.norm[3], from[i].norm[3], 1e-9),
+                "%s: %s -> %s: next step: loss %.17g and %.17g, norm %.17g "
+                "and %.17g: %s",
+                what, a, b, r.loss[3], from[i].loss[3], r.norm[3], from[i].norm[3], r.text);
         }
     printf("%s: %d of %d ordered pairs of %d layouts\n", what, pairs, count * count, count);
 }
 
-// ==== same ==========================================================================================================
+// ==== same ======================================================================================
 
 typedef struct kind {
     const char *name;
-    dt_dtype    dtype;
-    int         ramp, shuffle, tree, sgd, own_scale, onebit;
-    double      dropout;
+    dt_dtype dtype;
+    int ramp, shuffle, tree, sgd, own_scale, onebit;
+    double dropout;
 } kind;
 
 static void same(const kind *k, int i) {
-    run    r = { .l = layouts[i], .model = mixture(k->dtype) };
-    char   whole[300], half[300], at[320], end[320], name[100];
-    int    replicas = r.l.dp * r.l.ep;
+    run r = { .l = layouts[i], .model = mixture(k->dtype) };
+    char whole[300], half[300], at[320], end[320], name[100];
+    int replicas = r.l.dp * r.l.ep;
     r.model.dropout = k->dropout;
     r.config.shuffle = k->shuffle;
     r.config.zero.tree = k->tree;
-    if (k->onebit) r.config.zero.optimizer = DT_ONEBIT_ADAM, r.config.zero.freeze_steps = 1, r.model.experts = 0;
+    if (k->onebit)
+        r.config.zero.optimizer = DT_ONEBIT_ADAM, r.config.zero.freeze_steps = 1,
+        r.model.experts = 0;
     if (k->sgd) r.config.zero.optimizer = DT_SGD, r.config.zero.momentum = 0.9;
-    if (k->own_scale) r.config.zero.scale = (dt_scale_desc){ .init = 1 << 22, .interval = 3, .hysteresis = 1 };
+    if (k->own_scale)
+        r.config.zero.scale = (dt_scale_desc){ .init = 1 << 22, .interval = 3, .hysteresis = 1 };
     if (k->ramp) {
         r.config.micro_batch = 1;
         r.config.accum = BATCH / replicas;
-        r.config.ramp = (dt_batch_ramp){ .start = BATCH / 2, .incr = BATCH / 2, .samples = 2 * BATCH };
+        r.config.ramp =
+            (dt_batch_ramp){ .start = BATCH / 2, .incr = BATCH / 2, .samples = 2 * BATCH };
     }
     name_of(r.l, name, sizeof name);
     in_scratch(whole, "whole");
@@ -264,20 +325,21 @@ static void same(const kind *k, int i) {
     r.resume = half;
     r.stop_at = 5;
     result second = go(r);
-    CHECK_MSG(once.status == DT_OK && first.status == DT_OK && second.status == DT_OK, "%s, %s: %s%s%s", k->name, name,
-        once.text, first.text, second.text);
+    CHECK_MSG(once.status == DT_OK && first.status == DT_OK && second.status == DT_OK,
+        "%s, %s: %s%s%s", k->name, name, once.text, first.text, second.text);
     CHECK_MSG(second.first == 3 && second.last == 5, "%s, %s: steps %lld to %lld", k->name, name,
         (long long)second.first, (long long)second.last);
     for (int s = 3; s <= 5; s++)
-        CHECK_MSG(second.loss[s] == once.loss[s] && second.norm[s] == once.norm[s], "%s, %s: step %d: %.17g and %.17g",
-            k->name, name, s, second.loss[s], once.loss[s]);
+        CHECK_MSG(second.loss[s] == once.loss[s] && second.norm[s] == once.norm[s],
+            "%s, %s: step %d: %.17g and %.17g", k->name, name, s, second.loss[s], once.loss[s]);
     snprintf(at, sizeof at, "%s/step-5", whole);
     snprintf(end, sizeof end, "%s/step-5", half);
     CHECK_MSG(same_checkpoint(at, end), "%s, %s: after the last step: other bits", k->name, name);
 }
 
 static void all_same(int full) {
-    static const kind kinds[] = { { .name = "f32", .dtype = DT_F32 }, { .name = "bf16", .dtype = DT_BF16 },
+    static const kind kinds[] = { { .name = "f32", .dtype = DT_F32 },
+        { .name = "bf16", .dtype = DT_BF16 },
         { .name = "f32, dropout, shuffled", .dtype = DT_F32, .dropout = 0.2, .shuffle = 1 },
         { .name = "f16, its scale moves", .dtype = DT_F16, .own_scale = 1 },
         { .name = "f32, growing batch", .dtype = DT_F32, .ramp = 1, .shuffle = 1 },
@@ -285,9 +347,11 @@ static void all_same(int full) {
     int runs = 0;
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (int i = 0; i < LAYOUTS; i++) {
-            int offload = layouts[i].offload_optim != NULL, ramps = BATCH / 2 % (layouts[i].dp * layouts[i].ep) == 0;
+            int offload = layouts[i].offload_optim != NULL,
+                ramps = BATCH / 2 % (layouts[i].dp * layouts[i].ep) == 0;
             if (kinds[k].ramp && (!ramps || layouts[i].pp > 2)) continue;
-            if ((k >= 2 && i % 3 != (int)k % 3 && !offload) || (!full && (i + (int)k) % 3 != 0)) continue;
+            if ((k >= 2 && i % 3 != (int)k % 3 && !offload) || (!full && (i + (int)k) % 3 != 0))
+                continue;
             same(&kinds[k], i);
             runs++;
         }
@@ -297,7 +361,7 @@ static void all_same(int full) {
     printf("same: %d trainings, interrupted\n", runs);
 }
 
-// ==== elastic =======================================================================================================
+// ==== elastic ===================================================================================
 
 static void elastic(void) {
     static const int ranks[] = { 8, 6, 4, 8 };
@@ -321,11 +385,12 @@ static void elastic(void) {
                 r.resume = i ? many : NULL;
                 r.stop_at = 2 * (i + 1);
                 result part = go(r);
-                CHECK_MSG(part.status == DT_OK && part.first == 2 * i + 1, "elastic, %d ranks: %s", ranks[i],
-                    part.text);
+                CHECK_MSG(part.status == DT_OK && part.first == 2 * i + 1, "elastic, %d ranks: %s",
+                    ranks[i], part.text);
                 for (int64_t s = part.first; s <= part.last; s++)
-                    CHECK_MSG(part.loss[s] == once.loss[s], "elastic, zero%d, %d ranks, step %lld: %.17g and %.17g",
-                        stage, ranks[i], (long long)s, part.loss[s], once.loss[s]);
+                    CHECK_MSG(part.loss[s] == once.loss[s],
+                        "elastic, zero%d, %d ranks, step %lld: %.17g and %.17g", stage, ranks[i],
+                        (long long)s, part.loss[s], once.loss[s]);
             }
             snprintf(a, sizeof a, "%s/step-8", one);
             snprintf(b, sizeof b, "%s/step-8", many);
@@ -333,13 +398,16 @@ static void elastic(void) {
         }
 }
 
-// ==== forms =========================================================================================================
+// ==== forms =====================================================================================
 
 /* One rank reads `from` and writes it again. */
-typedef struct again { gpt_config model; const char *from, *to; } again;
+typedef struct again {
+    gpt_config model;
+    const char *from, *to;
+} again;
 static dt_status save_again(dt_ctx *ctx, void *user) {
     const again *a = (const again *)user;
-    gpt          m = gpt_register(ctx, a->model);
+    gpt m = gpt_register(ctx, a->model);
     dt_zero_make(ctx, (dt_zero_desc){ .stage = 0 });
     gpt_load(&m, a->from);
     clear(a->to);
@@ -348,8 +416,8 @@ static dt_status save_again(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes, and gpt_export from
-   any layout; an llm.c model holds the same. */
+/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes,
+   and gpt_export from any layout; an llm.c model holds the same. */
 static void names(void) {
     char dir[300], at[320], out[300], exported[300], bin[300];
     in_scratch(out, "again");
@@ -357,39 +425,46 @@ static void names(void) {
     in_scratch(bin, "exported.bin");
     for (int kind = 0; kind < 4; kind++)
         for (int i = kind % 2; i < LAYOUTS; i += 2) {
-            gpt_config model = dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
+            gpt_config model =
+                dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
             if (layouts[i].ep > 1) continue;
-            if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300; /* as llm.c's are: of 384 rows */
+            /* as llm.c's are: of 384 rows */
+            if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300;
             clear(in_scratch(dir, "forms"));
             clear(exported);
             if (mkdir(exported, 0777) != 0) abort();
             snprintf(at, sizeof at, "%s/step-2", dir);
-            result r = go((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2,
+            result r = go((run){ .l = layouts[i],
+                .model = model,
+                .save = dir,
+                .stop_at = 2,
                 .config = { .export_to = kind >= 2 ? bin : exported } });
             CHECK_MSG(r.status == DT_OK, "%s", r.text);
             again a = { model, at, out };
             CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
-            CHECK_MSG(same_file(at, out, "model.safetensors"), "kind %d, layout %d: other files", kind, i);
+            CHECK_MSG(same_file(at, out, "model.safetensors"), "kind %d, layout %d: other files",
+                kind, i);
             CHECK(same_file(at, out, "config.json"));
             if (kind >= 2) {
                 a = (again){ model, bin, exported };
                 CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
             }
-            CHECK_MSG(same_file(at, exported, "model.safetensors"), "kind %d, layout %d: another export", kind, i);
+            CHECK_MSG(same_file(at, exported, "model.safetensors"),
+                "kind %d, layout %d: another export", kind, i);
             CHECK(same_file(at, exported, "config.json"));
         }
 }
 
 static void refused(const char *what, run r, const char *text) {
     result got = go(r);
-    CHECK_MSG(got.status != DT_OK && strstr(got.text, text), "%s: status %d, '%s' should say '%s'", what,
-        (int)got.status, got.text, text);
+    CHECK_MSG(got.status != DT_OK && strstr(got.text, text), "%s: status %d, '%s' should say '%s'",
+        what, (int)got.status, got.text, text);
 }
 
 /* The last bytes of a manifest after its text was changed. */
 static void seal(const char *path) {
     size_t n;
-    char  *text = read_all(path, &n), end[DT__MANIFEST_END + 1];
+    char *text = read_all(path, &n), end[DT__MANIFEST_END + 1];
     dt__manifest_end(end, text, n - DT__MANIFEST_END);
     memcpy(text + n - DT__MANIFEST_END, end, DT__MANIFEST_END);
     FILE *f = fopen(path, "wb");
@@ -399,7 +474,7 @@ static void seal(const char *path) {
 
 static void change(const char *path, const char *from, const char *to) {
     size_t n;
-    char  *text = read_all(path, &n), *at;
+    char *text = read_all(path, &n), *at;
     text[n] = 0;
     at = strstr(text, from);
     if (!at || strlen(from) != strlen(to)) abort();
@@ -409,9 +484,12 @@ static void change(const char *path, const char *from, const char *to) {
     free(text);
 }
 
-/* What every part below begins with: a checkpoint of step 2 in `dir`, and the run that goes on from it, `at`. */
+/* What every part below begins with: a checkpoint of step 2 in `dir`, and the run that goes on from
+   it, `at`. */
 static run saved_run(char *dir, char *at) {
-    run r = { .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2 };
+    run r = {
+        .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2
+    };
     clear(in_scratch(dir, "forms"));
     CHECK(go(r).status == DT_OK);
     snprintf(at, 320, "%s/step-2", dir);
@@ -424,7 +502,7 @@ static run saved_run(char *dir, char *at) {
 
 static void other_programs(void) {
     char dir[300], other[300], at[320];
-    run  r = saved_run(dir, at), bad = r;
+    run r = saved_run(dir, at), bad = r;
     bad.model.width = 32;
     refused("another width", bad, "in this program");
     bad = r;
@@ -438,8 +516,11 @@ static void other_programs(void) {
     bad = r;
     bad.config.zero.optimizer = DT_ADAM;
     refused("another optimizer", bad, "its optimizer is adamw, and this program's is adam");
-    run signs = { .l = L(2, 1, 1, 1, 1, 0, 0), .model = dense(DT_F32, GPT_GPT2), .save = in_scratch(other, "signs"),
-        .stop_at = 3, .config = { .zero = { .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 1 } } };
+    run signs = { .l = L(2, 1, 1, 1, 1, 0, 0),
+        .model = dense(DT_F32, GPT_GPT2),
+        .save = in_scratch(other, "signs"),
+        .stop_at = 3,
+        .config = { .zero = { .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 1 } } };
     clear(other);
     CHECK(go(signs).status == DT_OK);
     signs.l.dp = 4; /* its errors begin again */
@@ -450,8 +531,9 @@ static void other_programs(void) {
 
 static void folders(void) {
     char dir[300], other[300], at[320], name[64], copy[1600];
-    run  r = saved_run(dir, at), bad = r;
-    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 && strcmp(name, "step-2") == 0);
+    run r = saved_run(dir, at), bad = r;
+    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 &&
+          strcmp(name, "step-2") == 0);
     bad.resume = in_scratch(other, "nothing");
     refused("no folder", bad, "there is no checkpoint");
     CHECK(dt_checkpoint_newest(dt_io_default(), other, name, sizeof name) == -1 && !name[0]);
@@ -464,15 +546,17 @@ static void folders(void) {
     refused("a folder that cannot be made", bad, "/proc/nothing/here");
     r.resume = r.save = dir;
     CHECK(go(r).status == DT_OK);
-    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at, dir, dir, dir);
+    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at,
+        dir, dir, dir);
     if (system(copy) != 0) abort(); /* of step 2, whatever its name says; and names that are none */
     CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 9);
     r.save = NULL;
     r.stop_at = 4;
     result newest = go(r);
-    CHECK_MSG(newest.status == DT_OK && newest.first == 4, "step 3 is the newest, goes on with %lld: %s",
-        (long long)newest.first, newest.text);
-    snprintf(other, sizeof other, "%s/./forms", scratch); /* in another spelling it is no other folder */
+    CHECK_MSG(newest.status == DT_OK && newest.first == 4,
+        "step 3 is the newest, goes on with %lld: %s", (long long)newest.first, newest.text);
+    /* in another spelling it is no other folder */
+    snprintf(other, sizeof other, "%s/./forms", scratch);
     r.resume = other;
     r.save = dir;
     newest = go(r);
@@ -482,10 +566,11 @@ static void folders(void) {
 /* Formats of the future, by name; and manifests that only look like one. */
 static void manifests(void) {
     char dir[300], at[320], path[360];
-    run  r = saved_run(dir, at);
+    run r = saved_run(dir, at);
     snprintf(path, sizeof path, "%s/manifest.json", at);
     change(path, "\"version\":1", "\"version\":2");
-    refused("a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
+    refused(
+        "a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
     seal(path);
     refused("a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
     r.resume = dir;
@@ -512,7 +597,7 @@ static void forms(void) {
     manifests();
 }
 
-// ==== golden ========================================================================================================
+// ==== golden ====================================================================================
 
 /* Small, but of every kind: a mixture that is tied, bf16 with masters. */
 static run golden_run(void) {
@@ -527,14 +612,14 @@ static run golden_run(void) {
 
 /* What it held when it was written, as sums over all numbers of a file. */
 static double sum_of(const char *folder, const char *name) {
-    char    path[400];
+    char path[400];
     dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
-    double  sum = 0;
+    double sum = 0;
     snprintf(path, sizeof path, "%s/%s", folder, name);
     dt_weights *w = dt_weights_open(ctx, path);
     for (int i = 0; i < dt_weights_count(w); i++) {
         const dt_weight *t = dt_weights_get(w, i);
-        double          *x = (double *)malloc((size_t)t->count * sizeof *x);
+        double *x = (double *)malloc((size_t)t->count * sizeof *x);
         dt_weights_read(w, i, 0, t->count, DT_F64, x);
         for (int64_t k = 0; k < t->count; k++) sum += x[k] * (double)(1 + k % 17 + i);
         free(x);
@@ -545,7 +630,7 @@ static double sum_of(const char *folder, const char *name) {
 
 static void golden(void) {
     char dir[300], copy[320];
-    run  r = golden_run();
+    run r = golden_run();
     r.resume = "tests/golden/checkpoint/step-2";
     r.save = in_scratch(dir, "golden");
     result got = go(r);
@@ -553,20 +638,23 @@ static void golden(void) {
     snprintf(copy, sizeof copy, "%s/step-2", dir);
     CHECK_MSG(same_checkpoint(copy, r.resume), "the golden checkpoint is saved with other bits");
     double model = sum_of(copy, "model.safetensors"), optim = sum_of(copy, "optim.safetensors");
-    CHECK_MSG(close_to(model, GOLDEN_MODEL, 1e-12) && close_to(optim, GOLDEN_OPTIM, 1e-12), "sums %.17g and %.17g",
-        model, optim);
+    CHECK_MSG(close_to(model, GOLDEN_MODEL, 1e-12) && close_to(optim, GOLDEN_OPTIM, 1e-12),
+        "sums %.17g and %.17g", model, optim);
     r.save = NULL;
     r.stop_at = 3;
     got = go(r);
-    CHECK_MSG(got.status == DT_OK && close_to(got.loss[3], GOLDEN_LOSS, 1e-6), "its next loss is %.17g", got.loss[3]);
+    CHECK_MSG(got.status == DT_OK && close_to(got.loss[3], GOLDEN_LOSS, 1e-6),
+        "its next loss is %.17g", got.loss[3]);
 }
 
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!mkdtemp(scratch)) return 1;
-    told = (result *)mmap(NULL, sizeof *told, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    told = (result *)mmap(
+        NULL, sizeof *told, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     FILE *f = fopen(in_scratch(text_path, "text"), "w");
-    for (int i = 0; i < 4000; i++) fputc("the quick brown fox jumps over a lazy dog; "[(i * 7 + i / 43 * 3) % 43], f);
+    for (int i = 0; i < 4000; i++)
+        fputc("the quick brown fox jumps over a lazy dog; "[(i * 7 + i / 43 * 3) % 43], f);
     fclose(f);
     train_files_add(&text_files, text_path, 4000);
     text_files.tokens = 4000;
@@ -580,7 +668,8 @@ int main(int argc, char **argv) {
         if (got.status == DT_OK) got = go(r);
         char at[400];
         snprintf(at, sizeof at, "%s/step-2", argv[2]);
-        printf("#define GOLDEN_MODEL %.17g\n#define GOLDEN_OPTIM %.17g\n#define GOLDEN_LOSS %.17g\n",
+        printf(
+            "#define GOLDEN_MODEL %.17g\n#define GOLDEN_OPTIM %.17g\n#define GOLDEN_LOSS %.17g\n",
             sum_of(at, "model.safetensors"), sum_of(at, "optim.safetensors"), got.loss[3]);
         clear(scratch);
         return got.status != DT_OK;

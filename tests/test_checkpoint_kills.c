@@ -1,14 +1,15 @@
-/* test_checkpoint_kills.c - dt_zero.h, section 3: a rank is killed at each of the system calls that a save makes
-   Public domain or MIT, at your choice; see LICENSE.
+/* test_checkpoint_kills.c - dt_zero.h, section 3: a rank is killed at each of the system calls that
+   a save makes Public domain or MIT, at your choice; see LICENSE.
 
        test_checkpoint_kills          every third call, of each rank others: seconds
        test_checkpoint_kills full     all calls, some rounds of them: make faults
 
-   Four forked ranks load checkpoint A from a real folder, make a step, and save B. This program follows one of them
-   with ptrace from the moment it enters the save, and kills it as it enters its n-th system call: those of its writer
-   thread, futexes and sleeps count too. Waits differ from run to run, so n grows until the save returns without it.
-   Then the job must end with an error that names the rank, and a fresh job in that folder must find A or B to the bit:
-   B if the save had returned on any rank. In the foreground and in the background, and where A is removed once B is
+   Four forked ranks load checkpoint A from a real folder, make a step, and save B. This program
+   follows one of them with ptrace from the moment it enters the save, and kills it as it enters its
+   n-th system call: those of its writer thread, futexes and sleeps count too. Waits differ from run
+   to run, so n grows until the save returns without it. Then the job must end with an error that
+   names the rank, and a fresh job in that folder must find A or B to the bit: B if the save had
+   returned on any rank. In the foreground and in the background, and where A is removed once B is
    there. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -26,31 +27,39 @@
 
 enum { RANKS = 4, OUT = 64, IN = 72, VALUES = OUT * IN + OUT, HANG_S = 20 };
 
-// ==== A job =========================================================================================================
+// ==== A job =====================================================================================
 
 /* Values, first and second moments of w and b: some runs of each rank. */
-typedef struct state { float value[3][VALUES]; double seen; } state;
+typedef struct state {
+    float value[3][VALUES];
+    double seen;
+} state;
 
 /* Shared by the job's ranks and this program, which follows one. */
 typedef struct page {
-    state     saved[3];             /* after steps 1 and 2 of a job that nobody disturbed */
-    pid_t     pid[RANKS];
-    int       ready[RANKS], saving[RANKS], returned[RANKS], go;     /* atomic */
+    state saved[3]; /* after steps 1 and 2 of a job that nobody disturbed */
+    pid_t pid[RANKS];
+    int ready[RANKS], saving[RANKS], returned[RANKS], go; /* atomic */
     dt_status status;
-    char      text[512];
-    double    took_s;
+    char text[512];
+    double took_s;
 } page;
 
 static page *shared;
-static char  scratch[] = "/tmp/test_kills.XXXXXX";
+static char scratch[] = "/tmp/test_kills.XXXXXX";
 
 typedef struct job {
     char dir[64];
-    int  background, keep;
-    int  first;                     /* 1: it makes A, and says what steps 1 and 2 give */
+    int background, keep;
+    int first; /* 1: it makes A, and says what steps 1 and 2 give */
 } job;
 
-typedef struct model { dt_tensor *w, *b; dt_zero *zero; double seen; dt_saved saved; } model;
+typedef struct model {
+    dt_tensor *w, *b;
+    dt_zero *zero;
+    double seen;
+    dt_saved saved;
+} model;
 
 static void model_make(model *m, dt_ctx *ctx) {
     dt_zero_desc d;
@@ -64,7 +73,7 @@ static void model_make(model *m, dt_ctx *ctx) {
 }
 
 static void model_step(model *m, dt_ctx *ctx, int step) {
-    int   rank = dt_ctx_rank(ctx);
+    int rank = dt_ctx_rank(ctx);
     float x[2 * IN], y[2 * OUT];
     for (int i = 0; i < 2 * IN; i++) x[i] = (float)((step * 37 + rank * 11 + i * 7) % 19) / 19;
     for (int i = 0; i < 2 * OUT; i++) y[i] = (float)((step * 5 + rank * 3 + i) % 7) / 7;
@@ -100,7 +109,7 @@ static void state_read(const model *m, state *s) {
 }
 
 static void tell(int *flag) { __atomic_store_n(flag, 1, __ATOMIC_SEQ_CST); }
-static int  told(const int *flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
+static int told(const int *flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
 static void nap(void) { usleep(100); }
 
 static dt_status save(dt_checkpoint *c, const job *j) {
@@ -111,9 +120,9 @@ static dt_status save(dt_checkpoint *c, const job *j) {
 
 static dt_status job_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
-    int        r = dt_ctx_rank(ctx);
-    model      m;
-    state      s;
+    int r = dt_ctx_rank(ctx);
+    model m;
+    state s;
     model_make(&m, ctx);
     dt_checkpoint *c = model_open(&m, j);
     if (!j->first) dt_checkpoint_load(c, NULL);
@@ -145,18 +154,22 @@ static pid_t job_start(const job *j) {
     fflush(NULL);
     pid_t pid = fork();
     if (pid != 0) return pid;
-    dt_host   host = *dt_host_default();
+    dt_host host = *dt_host_default();
     dt_report report = { DT_OK, 0, "", 0 };
-    double    begin = host.now(host.user);
+    double begin = host.now(host.user);
     host.log = silent;
-    shared->status = dt_run((dt_run_desc){ .ranks = RANKS, .backend = DT_BACKEND_PROCS, .timeout_s = 10, .host = &host,
-        .report = &report }, job_rank, (void *)j);
+    shared->status = dt_run((dt_run_desc){ .ranks = RANKS,
+                                .backend = DT_BACKEND_PROCS,
+                                .timeout_s = 10,
+                                .host = &host,
+                                .report = &report },
+        job_rank, (void *)j);
     memcpy(shared->text, report.text, sizeof shared->text);
     shared->took_s = host.now(host.user) - begin;
     _exit(0);
 }
 
-// ==== Its killer ====================================================================================================
+// ==== Its killer ================================================================================
 
 /* Of a stop in a system call: whether it is the beginning of the call. */
 static int at_entry(pid_t thread) {
@@ -178,13 +191,15 @@ static int all_ready(pid_t job) {
     return 1;
 }
 
-typedef struct hunt { int calls, killed, hung; } hunt;
+typedef struct hunt {
+    int calls, killed, hung;
+} hunt;
 
 /* Follows the rank, kills it at its n-th call, and waits for the end of the job. */
 static hunt follow(pid_t job, int rank, int n) {
-    hunt  h = { 0, 0, 0 };
+    hunt h = { 0, 0, 0 };
     pid_t victim = shared->pid[rank], one;
-    int   status;
+    int status;
     alarm(HANG_S);
     while ((one = waitpid(-1, &status, __WALL)) != job) {
         int over = h.killed || told(&shared->returned[rank]), signal = 0;
@@ -202,7 +217,8 @@ static hunt follow(pid_t job, int rank, int n) {
         } else if (status >> 16 == 0) {
             signal = WSTOPSIG(status); /* it has one to deliver */
         }
-        ptrace(over || h.killed ? PTRACE_CONT : PTRACE_SYSCALL, one, NULL, (void *)(intptr_t)signal);
+        ptrace(
+            over || h.killed ? PTRACE_CONT : PTRACE_SYSCALL, one, NULL, (void *)(intptr_t)signal);
     }
     alarm(0);
     return h;
@@ -215,37 +231,38 @@ static int seize(pid_t victim) {
     return ptrace(PTRACE_INTERRUPT, victim, NULL, NULL) == 0;
 }
 
-// ==== What is left ==================================================================================================
+// ==== What is left ==============================================================================
 
 static int leftovers(const char *dir) {
     DIR *d = opendir(dir);
-    int  n = 0;
+    int n = 0;
     for (struct dirent *e; d && (e = readdir(d));) n += strstr(e->d_name, ".tmp") != NULL;
     if (d) closedir(d);
     return n;
 }
 
-/* A fresh job of one rank: it can open the folder, tidies it up, finds A or B, trains on and saves. */
+/* A fresh job of one rank: it can open the folder, tidies it up, finds A or B, trains on and
+   saves. */
 static int found(const job *j, const char *what, int least) {
-    dt_host     host = *dt_host_default();
+    dt_host host = *dt_host_default();
     dt_ctx_desc desc;
-    model       m;
-    state       s;
+    model m;
+    state s;
     memset(&desc, 0, sizeof desc);
     host.log = silent;
     desc.host = &host;
     dt_ctx *ctx = dt_ctx_make(desc);
     model_make(&m, ctx);
     dt_checkpoint *c = model_open(&m, j);
-    int            left = leftovers(j->dir);
-    int64_t        step = c ? dt_checkpoint_load(c, NULL) : -1;
+    int left = leftovers(j->dir);
+    int64_t step = c ? dt_checkpoint_load(c, NULL) : -1;
     state_read(&m, &s);
-    CHECK_MSG(step >= least && step <= 2, "%s: it finds step %lld, not %s: %s", what, (long long)step,
-        least == 1 ? "1 or 2" : "2", dt_error_text(ctx));
+    CHECK_MSG(step >= least && step <= 2, "%s: it finds step %lld, not %s: %s", what,
+        (long long)step, least == 1 ? "1 or 2" : "2", dt_error_text(ctx));
     CHECK_MSG(left == 0, "%s: %d folders of the save that was killed stay", what, left);
     if (step == 1 || step == 2)
-        CHECK_MSG(memcmp(&s, &shared->saved[step], sizeof s) == 0, "%s: step %lld has other bits", what,
-            (long long)step);
+        CHECK_MSG(memcmp(&s, &shared->saved[step], sizeof s) == 0, "%s: step %lld has other bits",
+            what, (long long)step);
     model_step(&m, ctx, (int)step + 1);
     CHECK_MSG(save(c, j) == DT_OK, "%s: the next job cannot save: %s", what, dt_error_text(ctx));
     dt_checkpoint_close(c);
@@ -259,18 +276,22 @@ static void shell(const char *format, const char *a, const char *b) {
     if (system(command) != 0) abort();
 }
 
-// ==== The campaign ==================================================================================================
+// ==== The campaign ==============================================================================
 
-typedef struct sums { int kills, found[3], calls; } sums;
+typedef struct sums {
+    int kills, found[3], calls;
+} sums;
 
 static void name_of(const job *j, int r, char *text, size_t bytes) {
-    snprintf(text, bytes, "%s, keep %d: rank %d", j->background ? "background" : "foreground", j->keep, r);
+    snprintf(text, bytes, "%s, keep %d: rank %d", j->background ? "background" : "foreground",
+        j->keep, r);
 }
 
-/* One save of B, in which rank r dies at its n-th call. 1: it did, 0: the save made fewer, -1: the campaign is over. */
+/* One save of B, in which rank r dies at its n-th call. 1: it did, 0: the save made fewer, -1: the
+   campaign is over. */
 static int one_kill(const job *j, const char *first, int r, int n, sums *sum) {
     char what[100], who[64];
-    int  some = 0, all = 1;
+    int some = 0, all = 1;
     shell("rm -rf '%s'", j->dir, "");
     shell("cp -r '%s' '%s'", first, j->dir);
     pid_t pid = job_start(j);
@@ -279,7 +300,8 @@ static int one_kill(const job *j, const char *first, int r, int n, sums *sum) {
     tell(&shared->go);
     hunt h = follow(pid, r, seized ? n : 0);
     if (!seized) {
-        check_skip("test_checkpoint_kills: ptrace is not permitted here, so that no call can be counted");
+        check_skip(
+            "test_checkpoint_kills: ptrace is not permitted here, so that no call can be counted");
         return -1;
     }
     name_of(j, r, what, sizeof what);
@@ -324,16 +346,17 @@ static void campaign(int full) {
     for (int round = 0; round < (full ? 2 : 1); round++)
         for (int way = 0; way < 4; way++)
             for (int r = 0; r < RANKS; r++) {
-                job  j = { .background = way % 2, .keep = way / 2 };
+                job j = { .background = way % 2, .keep = way / 2 };
                 sums sum = { 0 };
                 char name[100];
                 snprintf(j.dir, sizeof j.dir, "%s/b", scratch);
-                if (!hunted(&j, first.dir, r, full ? 1 : 1 + (r + way) % 3, full ? 1 : 3, &sum)) return;
+                if (!hunted(&j, first.dir, r, full ? 1 : 1 + (r + way) % 3, full ? 1 : 3, &sum))
+                    return;
                 name_of(&j, r, name, sizeof name);
-                printf("%s: killed at %d of some %d calls; found A %d times, B %d times\n", name, sum.kills, sum.calls,
-                    sum.found[1], sum.found[2]);
-                CHECK_MSG(sum.kills > 3 && sum.found[1] > 0, "%s: %d kills, A found %d times", name, sum.kills,
-                    sum.found[1]);
+                printf("%s: killed at %d of some %d calls; found A %d times, B %d times\n", name,
+                    sum.kills, sum.calls, sum.found[1], sum.found[2]);
+                CHECK_MSG(sum.kills > 3 && sum.found[1] > 0, "%s: %d kills, A found %d times", name,
+                    sum.kills, sum.found[1]);
                 kills += sum.kills;
             }
     printf("%d kills\n", kills);
@@ -344,7 +367,8 @@ int main(int argc, char **argv) {
     memset(&act, 0, sizeof act);
     act.sa_handler = on_alarm; /* and no SA_RESTART: a wait ends */
     sigaction(SIGALRM, &act, NULL);
-    shared = (page *)mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    shared = (page *)mmap(
+        NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED || !mkdtemp(scratch)) abort();
     campaign(argc > 1 && strcmp(argv[1], "full") == 0);
     shell("rm -rf '%s'", scratch, "");

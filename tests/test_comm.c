@@ -1,16 +1,20 @@
-/* test_comm.c - dt_comm.h: every collective against a naive one, and every way in which a run can fail.
+/* test_comm.c - dt_comm.h: every collective against a naive one, and every way in which a run can
+   fail.
 
-   Ranks are threads. What a rank finds goes through CHECK, whose counters are atomic; what must be the same on all
-   ranks is kept in a struct that main looks at after dt_run. Failures are tested for three things: every rank returns
-   an error, the error names the culprit, and it does so long before timeout_s. */
+   Ranks are threads. What a rank finds goes through CHECK, whose counters are atomic; what must be
+   the same on all ranks is kept in a struct that main looks at after dt_run. Failures are tested
+   for three things: every rank returns an error, the error names the culprit, and it does so long
+   before timeout_s. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
 #include <pthread.h>
 
-/* Threads that cannot be started: the library sees this one. Counts down; 0: refuse; below 0: never refuse. */
+/* Threads that cannot be started: the library sees this one. Counts down; 0: refuse; below 0: never
+   refuse. */
 static int threads_left = -1;
-static int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg) {
+static int test_pthread_create(
+    pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg) {
     if (__atomic_load_n(&threads_left, __ATOMIC_SEQ_CST) == 0) return 11;
     if (threads_left > 0) __atomic_fetch_sub(&threads_left, 1, __ATOMIC_SEQ_CST);
     return pthread_create(thread, attr, fn, arg);
@@ -31,9 +35,13 @@ static const dt__comm_ops *generic_ops(void) {
     return &ops;
 }
 
-/* ---- 1. every collective against a naive one -------------------------------------------------------------------- */
+/* ---- 1. every collective against a naive one
+   -------------------------------------------------------------------- */
 
-typedef struct buffers { unsigned char *send, *recv, *raw; size_t bytes; } buffers;
+typedef struct buffers {
+    unsigned char *send, *recv, *raw;
+    size_t bytes;
+} buffers;
 enum { GUARD = 64 };
 
 /* Two buffers of `count` elements, or one for both, with guards around. */
@@ -51,17 +59,18 @@ static buffers buffers_make(size_t count, dt_dtype dtype, int in_place) {
 static void buffers_free(buffers b) {
     size_t all = 3 * GUARD + 2 * b.bytes, bad = 0;
     for (size_t i = 0; i < GUARD; i++)
-        bad += (b.raw[i] != 0x5A) + (b.raw[all - 1 - i] != 0x5A) + (b.raw[GUARD + b.bytes + i] != 0x5A);
+        bad += (b.raw[i] != 0x5A) + (b.raw[all - 1 - i] != 0x5A) +
+               (b.raw[GUARD + b.bytes + i] != 0x5A);
     CHECK_MSG(bad == 0, "%zu guard bytes overwritten", bad);
     free(b.raw);
 }
 
-typedef struct cc {  /* one case */
-    dt_comm    *comm;
-    size_t      count;
-    dt_dtype    dtype;
-    dt_op       op;
-    int         in_place;
+typedef struct cc { /* one case */
+    dt_comm *comm;
+    size_t count;
+    dt_dtype dtype;
+    dt_op op;
+    int in_place;
     const char *how;
 } cc;
 
@@ -80,18 +89,20 @@ static void fill(void *buf, const cc *c, size_t n, int rank) {
 }
 
 static void say(const char *what, const cc *c, dt_status status, size_t bad) {
-    CHECK_MSG(status == DT_OK && bad == 0, "%s %s, %d ranks, rank %d, %s x %zu, op %d, in place %d: %s, %zu differ",
-              c->how, what, dt_comm_size(c->comm), dt_comm_rank(c->comm), dt_dtype_name(c->dtype), c->count,
-              (int)c->op, c->in_place, dt_status_name(status), bad);
+    CHECK_MSG(status == DT_OK && bad == 0,
+        "%s %s, %d ranks, rank %d, %s x %zu, op %d, in place %d: %s, %zu differ", c->how, what,
+        dt_comm_size(c->comm), dt_comm_rank(c->comm), dt_dtype_name(c->dtype), c->count, (int)c->op,
+        c->in_place, dt_status_name(status), bad);
 }
 
 static void try_reductions(const cc *c) {
-    size_t n = (size_t)dt_comm_size(c->comm), rank = (size_t)dt_comm_rank(c->comm), size = dt_dtype_size(c->dtype);
+    size_t n = (size_t)dt_comm_size(c->comm), rank = (size_t)dt_comm_rank(c->comm),
+           size = dt_dtype_size(c->dtype);
     buffers b = buffers_make(c->count, c->dtype, c->in_place);
     fill(b.send, c, c->count, (int)rank);
     dt_status status = dt_all_reduce(c->comm, b.send, b.recv, c->count, c->dtype, c->op);
     size_t bad = differing(b.recv, c, c->count, 0, 1);
-    if (!c->in_place) bad += differing(b.send, c, c->count, rank, 0);  /* send is left as it was */
+    if (!c->in_place) bad += differing(b.send, c, c->count, rank, 0); /* send is left as it was */
     say("all-reduce", c, status, bad);
     buffers_free(b);
 
@@ -118,7 +129,8 @@ static void try_moves(const cc *c) {
     unsigned char *mine = c->in_place ? b.send + (size_t)rank * share : b.send;
     fill(mine, c, c->count, rank);
     dt_status status = dt_all_gather(c->comm, mine, b.recv, c->count, c->dtype);
-    for (int r = 0; r < n; r++) bad += differing(b.recv + (size_t)r * share, c, c->count, (size_t)r, 0);
+    for (int r = 0; r < n; r++)
+        bad += differing(b.recv + (size_t)r * share, c, c->count, (size_t)r, 0);
     say("all-gather", c, status, bad);
     buffers_free(b);
 
@@ -129,11 +141,13 @@ static void try_moves(const cc *c) {
     buffers_free(b);
     if (c->in_place) return;
 
-    b = buffers_make((size_t)n * c->count, c->dtype, 0);    /* share j of rank i holds the elements of i * n + j */
+    /* share j of rank i holds the elements of i * n + j */
+    b = buffers_make((size_t)n * c->count, c->dtype, 0);
     for (int j = 0; j < n; j++) fill(b.send + (size_t)j * share, c, c->count, rank * n + j);
     status = dt_all_to_all(c->comm, b.send, b.recv, c->count, c->dtype);
     bad = 0;
-    for (int i = 0; i < n; i++) bad += differing(b.recv + (size_t)i * share, c, c->count, (size_t)(i * n + rank), 0);
+    for (int i = 0; i < n; i++)
+        bad += differing(b.recv + (size_t)i * share, c, c->count, (size_t)(i * n + rank), 0);
     say("all-to-all", c, status, bad);
     buffers_free(b);
 }
@@ -151,7 +165,8 @@ static dt_status collectives_rank(dt_ctx *ctx, void *user) {
         for (int k = 0; k < (big ? 8 : 7); k++) {
             for (int t = 0; t < 5; t++) {
                 for (int in_place = 0; in_place < 2; in_place++) {
-                    cc c = { world, counts[k], types[t], DT_SUM, in_place, generic ? "generic" : "threads" };
+                    cc c = { world, counts[k], types[t], DT_SUM, in_place,
+                        generic ? "generic" : "threads" };
                     if (k == 7 && t > 0 && t != 3) continue;
                     for (int o = 0; o < (k == 7 ? 1 : 5); o++) {
                         c.op = ops[o];
@@ -166,13 +181,15 @@ static dt_status collectives_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* What is expected of 16 bits is itself right: within half a unit of the last place and the floats' own rounding of the
-   sum in double. And it is often another number than a sum that is rounded at every step. */
+/* What is expected of 16 bits is itself right: within half a unit of the last place and the floats'
+   own rounding of the sum in double. And it is often another number than a sum that is rounded at
+   every step. */
 static void test_expectations(dt_dtype dtype) {
     double unit = dtype == DT_BF16 ? 1 / 256.0 : 1 / 2048.0;
     int steps_differ = 0, far = 0;
     for (size_t i = 0; i < 1000; i++) {
-        double sum = 0, size = 0, stepwise = held(0, i, dtype, DT_SUM), want = naive(8, i, dtype, DT_SUM);
+        double sum = 0, size = 0, stepwise = held(0, i, dtype, DT_SUM),
+               want = naive(8, i, dtype, DT_SUM);
         for (int r = 0; r < 8; r++) {
             sum += held(r, i, dtype, DT_SUM);
             size += fabs(held(r, i, dtype, DT_SUM));
@@ -181,13 +198,14 @@ static void test_expectations(dt_dtype dtype) {
         far += !(fabs(want - sum) <= unit * fabs(sum) + 8 * ldexp(size, -24));
         steps_differ += stepwise != want;
     }
-    CHECK_MSG(far == 0 && steps_differ > 100, "%s: %d too far, %d tell", dt_dtype_name(dtype), far, steps_differ);
+    CHECK_MSG(far == 0 && steps_differ > 100, "%s: %d too far, %d tell", dt_dtype_name(dtype), far,
+        steps_differ);
 }
 
 static void test_collectives(void) {
     test_expectations(DT_BF16);
     test_expectations(DT_F16);
-    size_t i = 0;   /* the data can tell an order from another */
+    size_t i = 0; /* the data can tell an order from another */
     while (i < 1000) {
         float ascending = 0, descending = 0;
         for (int r = 0; r < 3; r++) ascending += (float)element(r, i, DT_F32, DT_SUM);
@@ -213,12 +231,14 @@ static dt_status barrier_rank(dt_ctx *ctx, void *user) {
         world->ops = round % 3 ? &dt__threads_ops : generic_ops();
         if (dt_barrier(world)) return dt_error(ctx);
         int seen = __atomic_load_n(come, __ATOMIC_SEQ_CST);
-        if (seen < 4 * round) return dt_fail(ctx, DT_ERR_COMM, "round %d: %d had come", round, seen);
+        if (seen < 4 * round)
+            return dt_fail(ctx, DT_ERR_COMM, "round %d: %d had come", round, seen);
     }
     return DT_OK;
 }
 
-/* The closing half of a collective: a sender may change its buffer as soon as the call has returned. */
+/* The closing half of a collective: a sender may change its buffer as soon as the call has
+   returned. */
 static dt_status reuse_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), rank = dt_comm_rank(world), bad = 0;
@@ -237,27 +257,31 @@ static dt_status reuse_rank(dt_ctx *ctx, void *user) {
     return DT_OK;
 }
 
-/* ---- 2. groups -------------------------------------------------------------------------------------------------- */
+/* ---- 2. groups
+   -------------------------------------------------------------------------------------------------- */
 
 static dt_status groups_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     (void)user;
-    CHECK(strcmp(dt_comm_name(world), "world") == 0 && dt_ctx_rank(ctx) == me && dt_comm_world_rank(world, me) == me);
+    CHECK(strcmp(dt_comm_name(world), "world") == 0 && dt_ctx_rank(ctx) == me &&
+          dt_comm_world_rank(world, me) == me);
     /* colors by remainder, keys that turn the order round */
     dt_comm *odd = dt_comm_split(world, me % 3, -me, "by three");
     int size = (n - me % 3 + 2) / 3;
     if (!CHECK(odd != NULL)) return dt_error(ctx);
-    CHECK_MSG(dt_comm_size(odd) == size && dt_comm_rank(odd) == size - 1 - me / 3, "rank %d is %d of %d", me,
-              dt_comm_rank(odd), dt_comm_size(odd));
-    CHECK(strcmp(dt_comm_name(odd), "by three") == 0 && dt_comm_world_rank(odd, 0) == me % 3 + 3 * (size - 1));
+    CHECK_MSG(dt_comm_size(odd) == size && dt_comm_rank(odd) == size - 1 - me / 3,
+        "rank %d is %d of %d", me, dt_comm_rank(odd), dt_comm_size(odd));
+    CHECK(strcmp(dt_comm_name(odd), "by three") == 0 &&
+          dt_comm_world_rank(odd, 0) == me % 3 + 3 * (size - 1));
     CHECK(dt_comm_world_rank(odd, size) == -1 && dt_comm_world_rank(odd, -1) == -1);
     /* rank order is the new one: gather world ranks */
     int32_t mine = me, all[MAX_RANKS];
     CHECK(dt_all_gather(odd, &mine, all, 1, DT_I32) == DT_OK);
     for (int i = 0; i < size; i++) CHECK(all[i] == me % 3 + 3 * (size - 1 - i));
     /* negative colors join nothing; equal keys keep the old order; a long name is cut */
-    dt_comm *few = dt_comm_split(world, me % 2 ? -5 : 7, 0, "a name that is much longer than thirty-one bytes");
+    dt_comm *few = dt_comm_split(
+        world, me % 2 ? -5 : 7, 0, "a name that is much longer than thirty-one bytes");
     CHECK((few == NULL) == (me % 2 == 1) && dt_error(ctx) == DT_OK);
     if (few) CHECK(dt_comm_rank(few) == me / 2 && strlen(dt_comm_name(few)) == 31);
     /* both at once: groups do not disturb each other */
@@ -272,14 +296,16 @@ static dt_status groups_rank(dt_ctx *ctx, void *user) {
     /* a group of a group, down to one */
     dt_comm *half = dt_comm_split(odd, dt_comm_rank(odd) >= size / 2, 0, NULL);
     dt_comm *one = dt_comm_split(half, dt_comm_rank(half), 0, "one");
-    CHECK(half && one && dt_comm_size(one) == 1 && dt_comm_rank(one) == 0 && dt_comm_world_rank(one, 0) == me);
+    CHECK(half && one && dt_comm_size(one) == 1 && dt_comm_rank(one) == 0 &&
+          dt_comm_world_rank(one, 0) == me);
     CHECK(strcmp(dt_comm_name(half), "group") == 0);
     CHECK(dt_comm_size(half) == (dt_comm_rank(odd) >= size / 2 ? size - size / 2 : size / 2));
     mine = me;
     CHECK(dt_all_reduce(half, &mine, &mine, 1, DT_I32, DT_MAX) == DT_OK && mine >= me);
     mine = me;
     CHECK(dt_all_reduce(one, &mine, all, 1, DT_I32, DT_SUM) == DT_OK && all[0] == me);
-    CHECK(dt_broadcast(one, &mine, 1, DT_I32, 0) == DT_OK && mine == me && dt_mean(one, 2.5) == 2.5);
+    CHECK(
+        dt_broadcast(one, &mine, 1, DT_I32, 0) == DT_OK && mine == me && dt_mean(one, 2.5) == 2.5);
     return dt_error(ctx);
 }
 
@@ -298,25 +324,35 @@ static void test_groups(void) {
     int made = 0;
     run(&o, 4, many_groups_rank, &made);
     CHECK_MSG(made == DT_MAX_SPLITS, "%d splits", made);
-    CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "room for 64 splits"), "%s", o.report.text);
+    CHECK_MSG(
+        o.status == DT_ERR_MEM && strstr(o.report.text, "room for 64 splits"), "%s", o.report.text);
     for (int r = 0; r < 4; r++) CHECK(o.error[r] != DT_OK);
 }
 
-/* ---- 3. send and receive ---------------------------------------------------------------------------------------- */
+/* ---- 3. send and receive
+   ---------------------------------------------------------------------------------------- */
 
 enum { LARGE = 250000 };
 
 static dt_status mail_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n, left = (me + n - 1) % n;
+    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
+        left = (me + n - 1) % n;
     int32_t x, y;
     (void)user;
     /* tags out of order; equal tags in order */
-    for (int tag = 7; tag >= 4; tag--) { x = 100 * me + tag; dt_send(world, &x, 1, DT_I32, right, tag); }
-    for (int i = 0; i < 3; i++) { x = 1000 * me + i; dt_send(world, &x, 1, DT_I32, right, 2); }
+    for (int tag = 7; tag >= 4; tag--) {
+        x = 100 * me + tag;
+        dt_send(world, &x, 1, DT_I32, right, tag);
+    }
+    for (int i = 0; i < 3; i++) {
+        x = 1000 * me + i;
+        dt_send(world, &x, 1, DT_I32, right, 2);
+    }
     for (int tag = 4; tag <= 7; tag++)
         CHECK(dt_recv(world, &y, 1, DT_I32, left, tag) == DT_OK && y == 100 * left + tag);
-    for (int i = 0; i < 3; i++) CHECK(dt_recv(world, &y, 1, DT_I32, left, 2) == DT_OK && y == 1000 * left + i);
+    for (int i = 0; i < 3; i++)
+        CHECK(dt_recv(world, &y, 1, DT_I32, left, 2) == DT_OK && y == 1000 * left + i);
     /* the same tag in another group is another message */
     dt_comm *pair = dt_comm_split(world, 0, -me, "turned");
     x = 1;
@@ -329,25 +365,33 @@ static dt_status mail_rank(dt_ctx *ctx, void *user) {
     double self[DT_EAGER_BYTES / 8], got[DT_EAGER_BYTES / 8];
     for (int i = 0; i < DT_EAGER_BYTES / 8; i++) self[i] = me + i * 0.5, got[i] = 0;
     CHECK(dt_send(world, self, DT_EAGER_BYTES / 8, DT_F64, me, 1) == DT_OK);
-    CHECK(dt_recv(world, got, DT_EAGER_BYTES / 8, DT_F64, me, 1) == DT_OK && memcmp(self, got, sizeof got) == 0);
-    CHECK(dt_send(world, NULL, 0, DT_F32, right, 9) == DT_OK && dt_recv(world, NULL, 0, DT_F32, left, 9) == DT_OK);
+    CHECK(dt_recv(world, got, DT_EAGER_BYTES / 8, DT_F64, me, 1) == DT_OK &&
+          memcmp(self, got, sizeof got) == 0);
+    CHECK(dt_send(world, NULL, 0, DT_F32, right, 9) == DT_OK &&
+          dt_recv(world, NULL, 0, DT_F32, left, 9) == DT_OK);
     /* large, round the ring; and many small behind one another: more than a pair holds */
     float *big = (float *)malloc(2 * LARGE * sizeof(float)), *in = big + LARGE;
     for (int i = 0; i < LARGE; i++) big[i] = (float)(me + i);
     for (int turn = 0; turn < 2; turn++) {
-        if (me % 2 == turn) CHECK(dt_send(world, big, LARGE, DT_F32, right, 3) == DT_OK);
-        else CHECK(dt_recv(world, in, LARGE, DT_F32, left, 3) == DT_OK);
+        if (me % 2 == turn)
+            CHECK(dt_send(world, big, LARGE, DT_F32, right, 3) == DT_OK);
+        else
+            CHECK(dt_recv(world, in, LARGE, DT_F32, left, 3) == DT_OK);
     }
     int bad = 0;
     for (int i = 0; i < LARGE; i++) bad += in[i] != (float)(left + i);
     CHECK(bad == 0);
     for (int turn = 0; turn < 2; turn++) { /* the same bytes as 16-bit numbers */
         memset(in, 0, LARGE * sizeof *in);
-        if (me % 2 == turn) CHECK(dt_send(world, big, 2 * LARGE, DT_F16, right, 3) == DT_OK);
-        else CHECK(dt_recv(world, in, 2 * LARGE, DT_F16, left, 3) == DT_OK && in[9] == (float)(left + 9));
+        if (me % 2 == turn)
+            CHECK(dt_send(world, big, 2 * LARGE, DT_F16, right, 3) == DT_OK);
+        else
+            CHECK(dt_recv(world, in, 2 * LARGE, DT_F16, left, 3) == DT_OK &&
+                  in[9] == (float)(left + 9));
     }
     for (int i = 0; me == 0 && i < 500; i++) dt_send(world, &i, 1, DT_I32, n - 1, 5);
-    for (int i = 0; me == n - 1 && i < 500; i++) CHECK(dt_recv(world, &y, 1, DT_I32, 0, 5) == DT_OK && y == i);
+    for (int i = 0; me == n - 1 && i < 500; i++)
+        CHECK(dt_recv(world, &y, 1, DT_I32, 0, 5) == DT_OK && y == i);
     free(big);
     return dt_error(ctx);
 }
@@ -360,20 +404,29 @@ static dt_status burst_rank(dt_ctx *ctx, void *user) {
     (void)user;
     for (int round = 0; round < 5000; round++) {
         for (int i = 0; i < 2 + round % 3; i++, next++) {
-            if (!receives) dt_send(world, &next, 1, DT_I32, 1, 0);
-            else bad += dt_recv(world, &x, 1, DT_I32, 0, 0) != DT_OK || x != next;
+            if (!receives)
+                dt_send(world, &next, 1, DT_I32, 1, 0);
+            else
+                bad += dt_recv(world, &x, 1, DT_I32, 0, 0) != DT_OK || x != next;
         }
-        if (receives) dt_send(world, NULL, 0, DT_F32, 0, 1);
-        else dt_recv(world, NULL, 0, DT_F32, 1, 1);
+        if (receives)
+            dt_send(world, NULL, 0, DT_F32, 0, 1);
+        else
+            dt_recv(world, NULL, 0, DT_F32, 1, 1);
     }
     CHECK_MSG(bad == 0, "%d messages out of order", bad);
     return dt_error(ctx);
 }
 
-/* The same without luck: the second half of a pair's messages lies on a page that cannot be read. The receiver looks at
-   the first half, finds nothing, and traps; the trap posts the older message in the first half and the newer in the
-   second, as a sender would that was quick just then. */
-static struct { char *page; size_t bytes; dt__pair *pair; dt__group *group; } trap;
+/* The same without luck: the second half of a pair's messages lies on a page that cannot be read.
+   The receiver looks at the first half, finds nothing, and traps; the trap posts the older message
+   in the first half and the newer in the second, as a sender would that was quick just then. */
+static struct {
+    char *page;
+    size_t bytes;
+    dt__pair *pair;
+    dt__group *group;
+} trap;
 
 static void on_trap(int number) {
     (void)number;
@@ -390,7 +443,8 @@ static void on_trap(int number) {
 static void test_order_while_looking(void) {
     struct sigaction action, before;
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    char *memory = (char *)mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *memory =
+        (char *)mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     dt__rank_state running[2];
     dt__shared shared;
     dt__group group;
@@ -403,7 +457,8 @@ static void test_order_while_looking(void) {
     shared.state = running;
     trap.page = memory + page;
     trap.bytes = page;
-    trap.pair = (dt__pair *)(void *)(trap.page - offsetof(dt__pair, message) - DT__MESSAGES / 2 * sizeof(dt__message));
+    trap.pair = (dt__pair *)(void *)(trap.page - offsetof(dt__pair, message) -
+                                     DT__MESSAGES / 2 * sizeof(dt__message));
     trap.group = &group;
     mprotect(trap.page, page, PROT_NONE);
     memset(&action, 0, sizeof action);
@@ -415,7 +470,11 @@ static void test_order_while_looking(void) {
     munmap(memory, 2 * page);
 }
 
-typedef struct mail_case { size_t sent, received; dt_dtype sent_as, received_as; const char *says; } mail_case;
+typedef struct mail_case {
+    size_t sent, received;
+    dt_dtype sent_as, received_as;
+    const char *says;
+} mail_case;
 
 static dt_status mail_case_rank(dt_ctx *ctx, void *user) {
     const mail_case *c = (const mail_case *)user;
@@ -435,8 +494,8 @@ static dt_status both_send_rank(dt_ctx *ctx, void *user) {
     return dt_send(world, zeros, 2000, DT_F32, 1 - dt_comm_rank(world), 0);
 }
 
-/* user: 0 a small message nobody receives; 1 a large one; 2 a receive nobody sends for; 3 a 9th small one to itself;
-   4 a receive from itself of nothing; 5 a large one to itself */
+/* user: 0 a small message nobody receives; 1 a large one; 2 a receive nobody sends for; 3 a 9th
+   small one to itself; 4 a receive from itself of nothing; 5 a large one to itself */
 enum { LOST_LINE = __LINE__ + 6 };
 static dt_status lost_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
@@ -456,11 +515,16 @@ static void test_mail(void) {
     outcome o;
     for (int ranks = 2; ranks <= 8; ranks += 2) run_well(ranks, mail_rank, NULL);
     static const mail_case cases[] = {
-        { 10, 12, DT_F32, DT_F32, "rank 1 sends f32 x 10, rank 2 receives f32 x 12 (tag 3 on world)" },
-        { 10, 10, DT_F32, DT_I32, "rank 1 sends f32 x 10, rank 2 receives i32 x 10 (tag 3 on world)" },
-        { 2000, 1000, DT_F64, DT_F64, "rank 1 sends f64 x 2000, rank 2 receives f64 x 1000 (tag 3 on world)" },
-        { 1000, 2000, DT_F64, DT_F64, "rank 1 sends f64 x 1000, rank 2 receives f64 x 2000 (tag 3 on world)" },
-        { 3000, 3000, DT_BF16, DT_F16, "rank 1 sends bf16 x 3000, rank 2 receives f16 x 3000 (tag 3 on world)" },
+        { 10, 12, DT_F32, DT_F32,
+            "rank 1 sends f32 x 10, rank 2 receives f32 x 12 (tag 3 on world)" },
+        { 10, 10, DT_F32, DT_I32,
+            "rank 1 sends f32 x 10, rank 2 receives i32 x 10 (tag 3 on world)" },
+        { 2000, 1000, DT_F64, DT_F64,
+            "rank 1 sends f64 x 2000, rank 2 receives f64 x 1000 (tag 3 on world)" },
+        { 1000, 2000, DT_F64, DT_F64,
+            "rank 1 sends f64 x 1000, rank 2 receives f64 x 2000 (tag 3 on world)" },
+        { 3000, 3000, DT_BF16, DT_F16,
+            "rank 1 sends bf16 x 3000, rank 2 receives f16 x 3000 (tag 3 on world)" },
     };
     for (int i = 0; i < 5; i++) {
         mail_case c = cases[i];
@@ -471,36 +535,58 @@ static void test_mail(void) {
     }
     static const char *const lost[] = {
         "rank 1: rank 0 ended without receiving f32 x 10 with tag 4 on world",
-        "rank 1: rank 0 ended without the other half of send f32 x 2000 to rank 0 with tag 4 on world at test_comm.c:%d",
-        "rank 1: rank 0 ended without the other half of receive f32 x 10 from rank 0 with tag 4 on world at test_comm.c:%d",
-        "rank 1: send f32 x 1 to rank 1 with tag 0 on world at test_comm.c:%d: a rank that waits for itself waits for ever",
-        "rank 1: receive f32 x 1 from rank 1 with tag 0 on world at test_comm.c:%d: a rank that waits for itself waits for ever",
-        "rank 1: send f32 x 2000 to rank 1 with tag 0 on world at test_comm.c:%d: a rank that waits for itself waits for ever",
+        "rank 1: rank 0 ended without the other half of send f32 x 2000 to rank 0 with tag 4 on "
+        "world at test_comm.c:%d",
+        "rank 1: rank 0 ended without the other half of receive f32 x 10 from rank 0 with tag 4 on "
+        "world at test_comm.c:%d",
+        "rank 1: send f32 x 1 to rank 1 with tag 0 on world at test_comm.c:%d: a rank that waits "
+        "for itself waits for ever",
+        "rank 1: receive f32 x 1 from rank 1 with tag 0 on world at test_comm.c:%d: a rank that "
+        "waits for itself waits for ever",
+        "rank 1: send f32 x 2000 to rank 1 with tag 0 on world at test_comm.c:%d: a rank that "
+        "waits for itself waits for ever",
     };
     for (int i = 0; i < 6; i++) {
         char want[256];
         run(&o, 2, lost_rank, &i);
         snprintf(want, sizeof want, lost[i], LOST_LINE + i);
         CHECK_MSG(o.status == DT_ERR_COMM && strcmp(o.report.text, want) == 0, "%s", o.report.text);
-        CHECK_MSG(o.host.error_lines == 1 && o.took < 20, "%d lines, %.1f s", o.host.error_lines, o.took);
+        CHECK_MSG(
+            o.host.error_lines == 1 && o.took < 20, "%d lines, %.1f s", o.host.error_lines, o.took);
     }
     prepare(&o, 2, both_send_rank, NULL);
     start(&o);
-    CHECK_MSG(o.status == DT_ERR_COMM && o.took < 5 && strstr(o.report.text, "deadlock: rank 0 waits in send f32 x 2000 "
-              "to its rank 1 with tag 0 on world at test_comm.c:") && strstr(o.report.text, " for rank 1, rank 1 waits in "
-              "send f32 x 2000 to its rank 0 with tag 0 on world at test_comm.c:"), "%s", o.report.text);
+    CHECK_MSG(o.status == DT_ERR_COMM && o.took < 5 &&
+                  strstr(o.report.text, "deadlock: rank 0 waits in send f32 x 2000 "
+                                        "to its rank 1 with tag 0 on world at test_comm.c:") &&
+                  strstr(o.report.text,
+                      " for rank 1, rank 1 waits in "
+                      "send f32 x 2000 to its rank 0 with tag 0 on world at test_comm.c:"),
+        "%s", o.report.text);
 }
 
-/* ---- 4. a failure on each rank in each operation ---------------------------------------------------------------- */
+/* ---- 4. a failure on each rank in each operation
+   ---------------------------------------------------------------- */
 
 enum { N_OPS = 10, N_KINDS = 9 };
 typedef enum fault {
-    FAILS, ENDS, RETURNS_ERROR, OTHER_OP, OTHER_COUNT, OTHER_DTYPE, OTHER_REDOP, OTHER_ROOT, BAD_ARG
+    FAILS,
+    ENDS,
+    RETURNS_ERROR,
+    OTHER_OP,
+    OTHER_COUNT,
+    OTHER_DTYPE,
+    OTHER_REDOP,
+    OTHER_ROOT,
+    BAD_ARG
 } fault;
-typedef struct injection { int op, culprit, generic; fault kind; } injection;
+typedef struct injection {
+    int op, culprit, generic;
+    fault kind;
+} injection;
 
-static dt_status call_op(dt_comm *comm, int op, float *a, float *b, size_t count, dt_dtype dtype, dt_op redop,
-                         int root) {
+static dt_status call_op(dt_comm *comm, int op, float *a, float *b, size_t count, dt_dtype dtype,
+    dt_op redop, int root) {
     double d = 1;
     switch (op) {
     case 0: return dt_all_reduce(comm, a, b, count, dtype, redop);
@@ -512,14 +598,16 @@ static dt_status call_op(dt_comm *comm, int op, float *a, float *b, size_t count
     case 6: return dt_sum_doubles(comm, &d, 1);
     case 7: return dt_agree(comm, DT_OK);
     case 8: return dt_comm_split(comm, 0, 0, "s") ? DT_OK : DT_ERR_COMM;
-    default:    /* a ring of messages */
+    default: /* a ring of messages */
         dt_send(comm, a, count, dtype, (dt_comm_rank(comm) + 1) % dt_comm_size(comm), 0);
-        return dt_recv(comm, b, count, dtype, (dt_comm_rank(comm) + dt_comm_size(comm) - 1) % dt_comm_size(comm), 0);
+        return dt_recv(comm, b, count, dtype,
+            (dt_comm_rank(comm) + dt_comm_size(comm) - 1) % dt_comm_size(comm), 0);
     }
 }
 
-/* Two good rounds; in the third the culprit does something else. Buffers are on the heap and freed when the call has
-   returned: a peer that still reads them is seen by the address sanitizer, or sees the garbage put there. */
+/* Two good rounds; in the third the culprit does something else. Buffers are on the heap and freed
+   when the call has returned: a peer that still reads them is seen by the address sanitizer, or
+   sees the garbage put there. */
 static dt_status injected_rank(dt_ctx *ctx, void *user) {
     const injection *in = (const injection *)user;
     dt_comm *world = dt_world(ctx);
@@ -530,8 +618,9 @@ static dt_status injected_rank(dt_ctx *ctx, void *user) {
         int op = in->op, root = 1, me = dt_comm_rank(world) == in->culprit && round == 2;
         dt_dtype dtype = DT_F32;
         dt_op redop = DT_SUM;
-        float *a = (float *)calloc(4 * 2 * count, sizeof *a), *b = (float *)calloc(4 * 2 * count, sizeof *b);
-        if (in->op == 9) count = 500;   /* small enough not to wait */
+        float *a = (float *)calloc(4 * 2 * count, sizeof *a),
+              *b = (float *)calloc(4 * 2 * count, sizeof *b);
+        if (in->op == 9) count = 500; /* small enough not to wait */
         if (me && in->kind == FAILS) status = dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
         if (me && in->kind == OTHER_OP) op = (op + 1) % 9;
         if (me && in->kind == OTHER_COUNT) count = 400;
@@ -565,40 +654,50 @@ static int applies(int op, fault k) {
 }
 
 static void check_injection(const injection *in, const outcome *o, int ranks) {
-    static const char *const names[] = { "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast",
-                                         "barrier", "dt_sum_doubles", "dt_agree", "dt_comm_split", "receive" };
+    static const char *const names[] = { "all-reduce", "reduce-scatter", "all-gather", "all-to-all",
+        "broadcast", "barrier", "dt_sum_doubles", "dt_agree", "dt_comm_split", "receive" };
     char culprit[32];
     snprintf(culprit, sizeof culprit, "rank %d", in->culprit);
     const char *text = o->report.text;
     char where[160];
-    snprintf(where, sizeof where, "op %s, kind %d, rank %d%s", names[in->op], (int)in->kind, in->culprit,
-             in->generic ? ", generic" : "");
-    CHECK_MSG(o->status != DT_OK && o->status != DT_ERR_PEER, "%s: %s", where, dt_status_name(o->status));
+    snprintf(where, sizeof where, "op %s, kind %d, rank %d%s", names[in->op], (int)in->kind,
+        in->culprit, in->generic ? ", generic" : "");
+    CHECK_MSG(
+        o->status != DT_OK && o->status != DT_ERR_PEER, "%s: %s", where, dt_status_name(o->status));
     CHECK_MSG(strstr(text, culprit) != NULL, "%s: does not name it: %s", where, text);
     CHECK_MSG(o->took < 20, "%s: took %.1f s", where, o->took);
-    CHECK_MSG(o->host.error_lines == 1 && strcmp(o->host.line, text) == 0, "%s: %d lines: %s", where,
-              o->host.error_lines, o->host.line);
-    if (in->generic) return;    /* a rank may have been through already: a broadcast's root does not wait */
-    if (in->kind == FAILS) CHECK_MSG(strstr(text, ": the injected failure") != NULL, "%s: %s", where, text);
-    if (in->kind == RETURNS_ERROR) CHECK_MSG(strstr(text, "returned DT_ERR_IO") && o->status == DT_ERR_IO, "%s", text);
+    CHECK_MSG(o->host.error_lines == 1 && strcmp(o->host.line, text) == 0, "%s: %d lines: %s",
+        where, o->host.error_lines, o->host.line);
+    /* a rank may have been through already: a broadcast's root does not wait */
+    if (in->generic) return;
+    if (in->kind == FAILS)
+        CHECK_MSG(strstr(text, ": the injected failure") != NULL, "%s: %s", where, text);
+    if (in->kind == RETURNS_ERROR)
+        CHECK_MSG(strstr(text, "returned DT_ERR_IO") && o->status == DT_ERR_IO, "%s", text);
     if (in->kind == ENDS)
-        CHECK_MSG(strstr(text, names[in->op]) && strstr(text, "ended without"), "%s: %s", where, text);
-    if (in->kind == BAD_ARG) CHECK_MSG(o->status == DT_ERR_UNSUPPORTED && strstr(text, "99 is no"), "%s", text);
+        CHECK_MSG(
+            strstr(text, names[in->op]) && strstr(text, "ended without"), "%s: %s", where, text);
+    if (in->kind == BAD_ARG)
+        CHECK_MSG(o->status == DT_ERR_UNSUPPORTED && strstr(text, "99 is no"), "%s", text);
     if (in->kind >= OTHER_OP && in->kind <= OTHER_ROOT && in->op < 9) {
         CHECK_MSG(o->status == DT_ERR_COMM && strstr(text, " calls "), "%s: %s", where, text);
-        CHECK_MSG(in->culprit == 0 || strstr(text, "rank 0 calls"), "%s: names one side: %s", where, text);
+        CHECK_MSG(in->culprit == 0 || strstr(text, "rank 0 calls"), "%s: names one side: %s", where,
+            text);
     }
-    int own = 0;    /* failures that are not a peer's: one is the first, and the first alone */
+    int own = 0; /* failures that are not a peer's: one is the first, and the first alone */
     for (int r = 0; r < ranks; r++) own += o->error[r] != DT_OK && o->error[r] != DT_ERR_PEER;
     CHECK_MSG(own <= 1, "%s: %d ranks think that they were the first", where, own);
     for (int r = 0; r < ranks; r++) {
         if (r == in->culprit && (in->kind == ENDS || in->kind == RETURNS_ERROR)) continue;
-        if (in->op == 9 && (r + ranks - in->culprit) % ranks != 1 && o->error[r] == DT_OK) continue;  /* was through */
-        CHECK_MSG(o->error[r] != DT_OK && o->ended[r], "%s: rank %d: %s", where, r, dt_status_name(o->error[r]));
-        CHECK_MSG(strstr(o->text[r], culprit) != NULL, "%s: rank %d says: %s", where, r, o->text[r]);
+        /* was through */
+        if (in->op == 9 && (r + ranks - in->culprit) % ranks != 1 && o->error[r] == DT_OK) continue;
+        CHECK_MSG(o->error[r] != DT_OK && o->ended[r], "%s: rank %d: %s", where, r,
+            dt_status_name(o->error[r]));
+        CHECK_MSG(
+            strstr(o->text[r], culprit) != NULL, "%s: rank %d says: %s", where, r, o->text[r]);
         if (o->error[r] != DT_ERR_PEER) continue;
-        CHECK_MSG(strstr(o->text[r], "peer failed first: rank ") && strstr(o->text[r], text), "%s: %s", where,
-                  o->text[r]);
+        CHECK_MSG(strstr(o->text[r], "peer failed first: rank ") && strstr(o->text[r], text),
+            "%s: %s", where, o->text[r]);
     }
 }
 
@@ -637,26 +736,32 @@ static void test_mismatch_text(void) {
     outcome o;
     run(&o, 4, mismatch_rank, NULL);
     char says[256];
-    snprintf(says, sizeof says, "rank 3 calls all-reduce f32 x 10 sum at test_comm.c:%d, rank 2 calls all-gather f32 x "
-             "10 at test_comm.c:%d (operation 41 on tp)", mismatch_line, mismatch_line + 1);
+    snprintf(says, sizeof says,
+        "rank 3 calls all-reduce f32 x 10 sum at test_comm.c:%d, rank 2 calls all-gather f32 x "
+        "10 at test_comm.c:%d (operation 41 on tp)",
+        mismatch_line, mismatch_line + 1);
     CHECK_MSG(o.status == DT_ERR_COMM && strstr(o.report.text, says), "%s", o.report.text);
     CHECK(o.report.rank == 2 || o.report.rank == 3);
 }
 
-/* All ranks fail by themselves, each with its own error: one line is logged, and the first is reported. */
+/* All ranks fail by themselves, each with its own error: one line is logged, and the first is
+   reported. */
 static dt_status all_fail_rank(dt_ctx *ctx, void *user) {
     (void)user;
     dt_barrier(dt_world(ctx));
     dt_fail(ctx, DT_ERR_NUMERIC, "the loss is not finite");
-    return DT_OK;   /* the context has failed: that is enough */
+    return DT_OK; /* the context has failed: that is enough */
 }
 
 static void test_all_fail(void) {
     outcome o;
     run(&o, 4, all_fail_rank, NULL);
-    CHECK_MSG(o.status == DT_ERR_NUMERIC && o.host.error_lines == 1, "%d lines: %s", o.host.error_lines, o.host.line);
-    CHECK(strcmp(o.host.line, o.report.text) == 0 && strstr(o.report.text, ": the loss is not finite"));
-    for (int r = 0; r < 4; r++) CHECK_MSG(o.error[r] == DT_ERR_NUMERIC || o.error[r] == DT_ERR_PEER, "%s", o.text[r]);
+    CHECK_MSG(o.status == DT_ERR_NUMERIC && o.host.error_lines == 1, "%d lines: %s",
+        o.host.error_lines, o.host.line);
+    CHECK(strcmp(o.host.line, o.report.text) == 0 &&
+          strstr(o.report.text, ": the loss is not finite"));
+    for (int r = 0; r < 4; r++)
+        CHECK_MSG(o.error[r] == DT_ERR_NUMERIC || o.error[r] == DT_ERR_PEER, "%s", o.text[r]);
 }
 
 /* What needs no other rank, and so would work, is refused too once any rank has failed. */
@@ -666,20 +771,27 @@ static dt_status poisoned_rank(dt_ctx *ctx, void *user) {
     float x = 1, y = 0;
     dt_comm *one = dt_comm_split(world, dt_comm_rank(world), 0, "one");
     if (dt_comm_rank(world) == 0) return dt_fail(ctx, DT_ERR_NUMERIC, "first");
-    while (!dt__aborted(world->world->shared)) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, 1e-3);
-    dt_status status = which ? dt_send(world, &x, 1, DT_F32, 1, 0) : dt_all_reduce(one, &x, &y, 1, DT_F32, DT_SUM);
+    while (!dt__aborted(world->world->shared))
+        dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, 1e-3);
+    dt_status status =
+        which ? dt_send(world, &x, 1, DT_F32, 1, 0) : dt_all_reduce(one, &x, &y, 1, DT_F32, DT_SUM);
     CHECK(status == DT_ERR_PEER && y == 0 && strstr(dt_error_text(ctx), "rank 0: first"));
     return status;
 }
 
 static void test_poisoned(void) {
     outcome o;
-    for (int which = 0; which < 2; which++) CHECK(run(&o, 2, poisoned_rank, &which) == DT_ERR_NUMERIC);
+    for (int which = 0; which < 2; which++)
+        CHECK(run(&o, 2, poisoned_rank, &which) == DT_ERR_NUMERIC);
 }
 
-/* ---- 5. time ---------------------------------------------------------------------------------------------------- */
+/* ---- 5. time
+   ---------------------------------------------------------------------------------------------------- */
 
-typedef struct late { int rank; double s; } late;
+typedef struct late {
+    int rank;
+    double s;
+} late;
 
 static dt_status late_rank(dt_ctx *ctx, void *user) {
     const late *l = (const late *)user;
@@ -687,11 +799,12 @@ static dt_status late_rank(dt_ctx *ctx, void *user) {
     float x = 1;
     CHECK(dt_comm_seconds(ctx) == 0);
     for (int i = 0; i < 40; i++) dt_barrier(world);
-    double until = seconds() + l->s;        /* or until the others have given up */
-    while (dt_comm_rank(world) == l->rank && seconds() < until && !dt__aborted(world->world->shared))
+    double until = seconds() + l->s; /* or until the others have given up */
+    while (
+        dt_comm_rank(world) == l->rank && seconds() < until && !dt__aborted(world->world->shared))
         dt_host_default()->sleep(NULL, 1e-2);
     dt_status status = dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM);
-    if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1);     /* it waited */
+    if (dt_comm_rank(world) != l->rank) CHECK(dt_comm_seconds(ctx) >= 0.1); /* it waited */
     return status;
 }
 
@@ -704,28 +817,36 @@ static void test_timeouts(void) {
         start(&o);
         const char *says = r ? ": ranks 0,1,2 arrived, 3 did not; rank 3 (thread "
                              : ": ranks 1,2,3 arrived, 0 did not; rank 0 (thread ";
-        CHECK_MSG(strstr(o.report.text, ": timeout 0.5 s in all-reduce #41 on world at test_comm.c:") &&
-                  strstr(o.report.text, " is asleep outside of operations (state S), its last operation: barrier #40 "
-                  "on world at test_comm.c:"), "%s", o.report.text);
+        CHECK_MSG(
+            strstr(o.report.text, ": timeout 0.5 s in all-reduce #41 on world at test_comm.c:") &&
+                strstr(o.report.text,
+                    " is asleep outside of operations (state S), its last operation: barrier #40 "
+                    "on world at test_comm.c:"),
+            "%s", o.report.text);
         CHECK_MSG(o.status == DT_ERR_TIMEOUT && strstr(o.report.text, says), "%s", o.report.text);
-        CHECK_MSG(o.took < 10 && o.report.rank != r && o.host.error_lines == 1, "%.1f s, rank %d, %d lines", o.took,
-                  o.report.rank, o.host.error_lines);
+        CHECK_MSG(o.took < 10 && o.report.rank != r && o.host.error_lines == 1,
+            "%.1f s, rank %d, %d lines", o.took, o.report.rank, o.host.error_lines);
         for (int k = 0; k < 4; k++) CHECK_MSG(strstr(o.text[k], says), "rank %d: %s", k, o.text[k]);
         CHECK(o.error[r] == DT_ERR_PEER);
-        prepare(&o, 4, late_rank, &l);      /* late, but in time */
+        prepare(&o, 4, late_rank, &l); /* late, but in time */
         l.s = 0.2;
         o.desc.timeout_s = 30;
         CHECK(start(&o) == DT_OK);
     }
 }
 
-/* A clock that runs 10,000 times too fast, and only while somebody naps: an hour's limit passes in half a second. */
-typedef struct virtual_clock { dt_host host; long microseconds; } virtual_clock;
+/* A clock that runs 10,000 times too fast, and only while somebody naps: an hour's limit passes in
+   half a second. */
+typedef struct virtual_clock {
+    dt_host host;
+    long microseconds;
+} virtual_clock;
 static double virtual_now(void *user) {
     return 1e-6 * (double)__atomic_load_n(&((virtual_clock *)user)->microseconds, __ATOMIC_SEQ_CST);
 }
 static void virtual_sleep(void *user, double s) {
-    __atomic_add_fetch(&((virtual_clock *)user)->microseconds, (long)(s * 1e6 * 10000), __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(
+        &((virtual_clock *)user)->microseconds, (long)(s * 1e6 * 10000), __ATOMIC_SEQ_CST);
     dt_host_default()->sleep(NULL, s);
 }
 static void virtual_log(void *user, int level, int rank, const char *text) {
@@ -735,7 +856,8 @@ static void virtual_log(void *user, int level, int rank, const char *text) {
 static dt_status virtual_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     if (dt_comm_rank(world) < 2) return dt_barrier(world);
-    while (!__atomic_load_n((int *)user, __ATOMIC_SEQ_CST)) {     /* stuck until the others have given up */
+    /* stuck until the others have given up */
+    while (!__atomic_load_n((int *)user, __ATOMIC_SEQ_CST)) {
         dt_host_default()->sleep(NULL, 1e-3);
         if (dt__aborted(world->world->shared)) __atomic_store_n((int *)user, 1, __ATOMIC_SEQ_CST);
     }
@@ -761,8 +883,9 @@ static void test_virtual_clock(void) {
     double from = seconds();
     CHECK(dt_run(desc, virtual_rank, &over) == DT_ERR_TIMEOUT);
     CHECK_MSG(strstr(report.text, "timeout 3600.0 s in barrier #1 on world at test_comm.c:") &&
-              strstr(report.text, ": ranks 0,1 arrived, 2 did not; rank 2 (thread ") &&
-              strstr(report.text, ", it has begun no operation"), "%s", report.text);
+                  strstr(report.text, ": ranks 0,1 arrived, 2 did not; rank 2 (thread ") &&
+                  strstr(report.text, ", it has begun no operation"),
+        "%s", report.text);
     CHECK_MSG(seconds() - from < 20 && virtual_now(&clock) >= 3600, "%.1f s", seconds() - from);
 }
 
@@ -772,7 +895,7 @@ static double set_now(void *user) { return *(double *)user; }
 static void test_stopwatch(void) {
     static const double limits[] = { 0.2, 2, 8, 120 };
     for (int i = 0; i < 4; i++) {
-        double  limit = limits[i], at = 5;
+        double limit = limits[i], at = 5;
         dt_host host = *dt_host_default();
         host.user = &at;
         host.now = set_now;
@@ -781,11 +904,14 @@ static void test_stopwatch(void) {
             at += limit / 4000;
             dt__waited(&watch);
         }
-        CHECK_MSG(fabs(watch.seconds - limit / 4) < 1e-9 * limit, "limit %g: %g s count", limit, watch.seconds);
+        CHECK_MSG(fabs(watch.seconds - limit / 4) < 1e-9 * limit, "limit %g: %g s count", limit,
+            watch.seconds);
         at += 1e6;
         double most = limit < 8 ? limit / 8 : 1, counts = dt__waited(&watch) - limit / 4;
-        CHECK_MSG(counts > 0 && counts <= most * 1.001, "limit %g: of a stop %g s count", limit, counts);
-        for (int k = 0; k < 2000 && watch.seconds < limit; k++) {   /* stopped again and again, it ends all the same */
+        CHECK_MSG(
+            counts > 0 && counts <= most * 1.001, "limit %g: of a stop %g s count", limit, counts);
+        /* stopped again and again, it ends all the same */
+        for (int k = 0; k < 2000 && watch.seconds < limit; k++) {
             at += 1e6;
             dt__waited(&watch);
         }
@@ -824,7 +950,8 @@ static void test_crowd(void) {
     printf("32 ranks on %d cores: 1000 all-reduces of 1024 floats in %.2f s\n", cores, o.took);
 }
 
-/* ---- 6. buffers are nobody else's when a call returns ----------------------------------------------------------- */
+/* ---- 6. buffers are nobody else's when a call returns
+   ----------------------------------------------------------- */
 
 /* A kernel table whose reduce is slow on one rank and broken on another. */
 static __thread int this_rank;
@@ -832,15 +959,18 @@ static int slow_rank, broken_rank, seen_garbage, slow_begun;
 
 static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
     if (this_rank == broken_rank) {
-        while (slow_rank >= 0 && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) dt_host_default()->sleep(NULL, 0);
+        while (slow_rank >= 0 && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST))
+            dt_host_default()->sleep(NULL, 0);
         return DT_ERR_DEVICE;
     }
     if (this_rank == slow_rank) {
         __atomic_store_n(&slow_begun, 1, __ATOMIC_SEQ_CST);
-        dt_host_default()->sleep(NULL, 0.15);      /* the others learn of the failure meanwhile, and must wait */
+        /* the others learn of the failure meanwhile, and must wait */
+        dt_host_default()->sleep(NULL, 0.15);
         for (int r = 0; r < a->n; r++) {
             for (size_t i = 0; i < a->count; i++) {
-                if (((const float *)a->in[r])[i] != 1) __atomic_store_n(&seen_garbage, 1, __ATOMIC_SEQ_CST);
+                if (((const float *)a->in[r])[i] != 1)
+                    __atomic_store_n(&seen_garbage, 1, __ATOMIC_SEQ_CST);
             }
         }
     }
@@ -851,7 +981,7 @@ static dt_status odd_reduce(const dt_reduce_args *a, void *stream) {
 static dt_status leaving_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx), *comm = world;
     int outside = *(const int *)user;
-    size_t count = 3 * 1000;     /* too many for a post */
+    size_t count = 3 * 1000; /* too many for a post */
     this_rank = dt_comm_rank(world);
     if (outside) comm = dt_comm_split(world, this_rank == 3 ? -1 : 0, 0, "three");
     if (outside && this_rank == 3) {
@@ -878,9 +1008,10 @@ static void test_leaving(void) {
         o.desc.kernels = &kernels;
         start(&o);
         CHECK_MSG(!seen_garbage, "a rank left while another read its buffer (outside %d)", outside);
-        CHECK_MSG(strstr(o.report.text, outside ? "rank 3: outside" :
-                  "rank 2: all-reduce f32 x 3000 sum #1 on world: the kernel table 'cpu' answers DT_ERR_DEVICE"),
-                  "%s", o.report.text);
+        CHECK_MSG(strstr(o.report.text, outside ? "rank 3: outside"
+                                                : "rank 2: all-reduce f32 x 3000 sum #1 on world: "
+                                                  "the kernel table 'cpu' answers DT_ERR_DEVICE"),
+            "%s", o.report.text);
     }
     slow_rank = -1, broken_rank = -1;
     int outside = 0;
@@ -888,15 +1019,18 @@ static void test_leaving(void) {
     kernels.name = "bare";
     prepare(&o, 4, leaving_rank, &outside);
     o.desc.kernels = &kernels;
-    CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, "'bare' answers DT_ERR_UNSUPPORTED"));
+    CHECK(start(&o) == DT_ERR_UNSUPPORTED &&
+          strstr(o.report.text, "'bare' answers DT_ERR_UNSUPPORTED"));
 }
 
-/* A rank that learns that all have posted only after the others failed, left and freed: it must not begin to copy. */
+/* A rank that learns that all have posted only after the others failed, left and freed: it must not
+   begin to copy. */
 static int others_left;
 static void sleepy_sleep(void *user, double s) {
     if (this_rank == slow_rank) {
         __atomic_store_n(&slow_begun, 1, __ATOMIC_SEQ_CST);
-        while (__atomic_load_n(&others_left, __ATOMIC_SEQ_CST) < 3) dt_host_default()->sleep(NULL, 0);
+        while (__atomic_load_n(&others_left, __ATOMIC_SEQ_CST) < 3)
+            dt_host_default()->sleep(NULL, 0);
     }
     spy_sleep(user, s);
 }
@@ -907,7 +1041,8 @@ static dt_status sleepy_rank(dt_ctx *ctx, void *user) {
     (void)user;
     this_rank = dt_comm_rank(world);
     for (int i = 0; i < 4000; i++) a[i] = 1;
-    while (this_rank != slow_rank && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) dt_host_default()->sleep(NULL, 0);
+    while (this_rank != slow_rank && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST))
+        dt_host_default()->sleep(NULL, 0);
     dt_status status = dt_all_reduce(world, a, b, 4000, DT_F32, DT_SUM);
     for (int i = 0; i < 4000; i++) a[i] = -1;
     __atomic_add_fetch(&others_left, 1, __ATOMIC_SEQ_CST);
@@ -950,7 +1085,8 @@ static dt_status slow_mail_rank(dt_ctx *ctx, void *user) {
     }
     float *a = (float *)malloc(count * sizeof *a);
     for (size_t i = 0; i < count; i++) a[i] = 1;
-    dt_status status = this_rank ? dt_recv(world, a, count, DT_F32, 0, 0) : dt_send(world, a, count, DT_F32, 1, 0);
+    dt_status status =
+        this_rank ? dt_recv(world, a, count, DT_F32, 0, 0) : dt_send(world, a, count, DT_F32, 1, 0);
     for (size_t i = 0; i < count; i++) a[i] = -1;
     free(a);
     return status;
@@ -967,12 +1103,15 @@ static void test_leaving_mail(void) {
 }
 
 /* A dry table touches no data: addresses that would crash are fine. */
-typedef struct dry_count { size_t reduced, moved; } dry_count;
+typedef struct dry_count {
+    size_t reduced, moved;
+} dry_count;
 static dry_count dry;
 static dt_status dry_reduce(const dt_reduce_args *a, void *stream) {
     (void)stream;
     __atomic_add_fetch(&dry.reduced, a->count, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&dry.moved, a->count * dt_dtype_size(a->dtype) * (size_t)a->n_also, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(
+        &dry.moved, a->count * dt_dtype_size(a->dtype) * (size_t)a->n_also, __ATOMIC_SEQ_CST);
     return DT_OK;
 }
 static dt_status dry_move(void *dst, const void *src, size_t bytes, void *stream) {
@@ -992,7 +1131,7 @@ static dt_status dry_rank(dt_ctx *ctx, void *user) {
     dt_all_to_all(world, a, b, 1000, DT_F32);
     dt_broadcast(world, a, 1000, DT_F32, 1);
     double one = 1;
-    CHECK(dt_sum_doubles(world, &one, 1) == DT_OK && one == 4);   /* scalars are real */
+    CHECK(dt_sum_doubles(world, &one, 1) == DT_OK && one == 4); /* scalars are real */
     CHECK(dt_agree(world, DT_OK) == DT_OK);
     return dt_error(ctx);
 }
@@ -1007,11 +1146,13 @@ static void test_dry(void) {
     o.desc.kernels = &kernels;
     CHECK(start(&o) == DT_OK);
     CHECK_MSG(dry.reduced == 1000 + 4 * 1000, "%zu", dry.reduced);
-    /* the all-reduce's and the broadcast's 1,000 floats to three others; 16 shares of all-gather and of all-to-all */
+    /* the all-reduce's and the broadcast's 1,000 floats to three others; 16 shares of all-gather
+       and of all-to-all */
     CHECK_MSG(dry.moved == 4000 * (3 + 3 + 16 + 16), "%zu", dry.moved);
 }
 
-/* ---- 7. memory refused, threads refused -------------------------------------------------------------------------- */
+/* ---- 7. memory refused, threads refused
+   -------------------------------------------------------------------------- */
 
 /* Something of everything that allocates. */
 static dt_status hungry_rank(dt_ctx *ctx, void *user) {
@@ -1040,10 +1181,12 @@ static void test_refused_memory(void) {
             prepare(&o, 3, hungry_rank, NULL);
             o.host.refuse_at = k;
             o.host.refuse_all_later = sticky;
-            start(&o);  /* checks that nothing is left */
-            CHECK_MSG(o.status == DT_ERR_MEM && o.took < 20, "allocation %ld of %ld: %s, %.1f s: %s", k, calls,
-                      dt_status_name(o.status), o.took, o.report.text);
-            CHECK_MSG(o.report.text[0] && o.host.error_lines >= 1, "allocation %ld: nothing said", k);
+            start(&o); /* checks that nothing is left */
+            CHECK_MSG(o.status == DT_ERR_MEM && o.took < 20,
+                "allocation %ld of %ld: %s, %.1f s: %s", k, calls, dt_status_name(o.status), o.took,
+                o.report.text);
+            CHECK_MSG(
+                o.report.text[0] && o.host.error_lines >= 1, "allocation %ld: nothing said", k);
         }
     }
 }
@@ -1060,22 +1203,27 @@ static void test_refused_threads(void) {
         run(&o, 4, short_rank, NULL);
         char says[64];
         snprintf(says, sizeof says, "rank %d: its thread could not be started (error 11)", k);
-        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s", o.report.text);
-        for (int r = 0; r < k; r++) CHECK_MSG(o.error[r] == DT_ERR_PEER && strstr(o.text[r], says), "%s", o.text[r]);
+        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s",
+            o.report.text);
+        for (int r = 0; r < k; r++)
+            CHECK_MSG(o.error[r] == DT_ERR_PEER && strstr(o.text[r], says), "%s", o.text[r]);
         CHECK(o.host.error_lines == 1);
     }
     threads_left = -1;
 }
 
-/* ---- 8. bytes, scalars, arguments -------------------------------------------------------------------------------- */
+/* ---- 8. bytes, scalars, arguments
+   -------------------------------------------------------------------------------- */
 
 static dt_status bytes_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world);
     static const size_t count = 1000;
     double *a = (double *)calloc(4 * count, sizeof *a), *b = (double *)calloc(4 * count, sizeof *b);
-    dt_comm *tp = dt_comm_split(world, me / 2, 0, "tp"), *dp = dt_comm_split(world, me % 2, 0, "dp");
-    if (*(const int *)user) world->ops = tp->ops = dp->ops = generic_ops();     /* logical: the same either way */
+    dt_comm *tp = dt_comm_split(world, me / 2, 0, "tp"),
+            *dp = dt_comm_split(world, me % 2, 0, "dp");
+    /* logical: the same either way */
+    if (*(const int *)user) world->ops = tp->ops = dp->ops = generic_ops();
     dt_comm_set_axis(tp, DT_AXIS_TP);
     dt_comm_set_axis(dp, DT_AXIS_DP);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_NONE) == 0);
@@ -1099,8 +1247,10 @@ static dt_status bytes_rank(dt_ctx *ctx, void *user) {
     dt_broadcast(dp, a, count, DT_F64, 1);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_DP) == (size_t)(me / 2 == 1 ? 12000 : 4000));
     dt_comm_set_axis(dp, DT_AXIS_PP);
-    if (me < 2) dt_send(dp, a, count, DT_F64, 1, 0);
-    else dt_recv(dp, a, count, DT_F64, 0, 0);
+    if (me < 2)
+        dt_send(dp, a, count, DT_F64, 1, 0);
+    else
+        dt_recv(dp, a, count, DT_F64, 0, 0);
     CHECK(dt_comm_bytes(ctx, DT_AXIS_PP) == (size_t)(me < 2 ? 8000 : 0));
     dt_comm *one = dt_comm_split(world, me, 0, "one");
     dt_comm_set_axis(one, DT_AXIS_EP);
@@ -1127,7 +1277,9 @@ static dt_status scalars_rank(dt_ctx *ctx, void *user) {
     /* the first in rank order that is not OK; and nothing is poisoned by it */
     CHECK(dt_agree(world, DT_OK) == DT_OK);
     CHECK(dt_agree(world, me == n - 1 ? DT_ERR_IO : DT_OK) == DT_ERR_IO);
-    CHECK(dt_agree(world, me == n - 1 ? DT_ERR_IO : me == n - 2 ? DT_ERR_MEM : DT_OK) == DT_ERR_MEM);
+    CHECK(dt_agree(world, me == n - 1   ? DT_ERR_IO
+                          : me == n - 2 ? DT_ERR_MEM
+                                        : DT_OK) == DT_ERR_MEM);
     CHECK(dt_error(ctx) == DT_OK && dt_barrier(world) == DT_OK);
     return dt_error(ctx);
 }
@@ -1153,16 +1305,18 @@ static dt_status wrong_rank(dt_ctx *ctx, void *user) {
 }
 
 static void test_wrong_arguments(void) {
-    static const char *const says[] = { "no such root", "no such root", "the tag is negative", "no such rank",
-        "send is NULL", "recv is NULL", "not possible in place", "count too large", "5 is no element type",
-        "unknown reduction", "99 is no element type" };
+    static const char *const says[] = { "no such root", "no such root", "the tag is negative",
+        "no such rank", "send is NULL", "recv is NULL", "not possible in place", "count too large",
+        "5 is no element type", "unknown reduction", "99 is no element type" };
     outcome o;
     for (int i = 0; i < 11; i++) {
         run(&o, 3, wrong_rank, &i);
-        CHECK_MSG(o.status == (i == 8 || i == 10 ? DT_ERR_UNSUPPORTED : DT_ERR_ARG) && strstr(o.report.text, says[i]) &&
-                  o.report.rank == 1, "case %d: %s", i, o.report.text);
-        CHECK_MSG(o.error[0] == DT_ERR_PEER && strstr(o.text[0], "rank 0: peer failed first: rank 1: "), "%s",
-                  o.text[0]);
+        CHECK_MSG(o.status == (i == 8 || i == 10 ? DT_ERR_UNSUPPORTED : DT_ERR_ARG) &&
+                      strstr(o.report.text, says[i]) && o.report.rank == 1,
+            "case %d: %s", i, o.report.text);
+        CHECK_MSG(
+            o.error[0] == DT_ERR_PEER && strstr(o.text[0], "rank 0: peer failed first: rank 1: "),
+            "%s", o.text[0]);
     }
 }
 
@@ -1179,14 +1333,15 @@ static void test_no_group(void) {
     CHECK(dt_all_gather(NULL, a, b, 3, DT_F32) == DT_OK && memcmp(a, b, sizeof a) == 0);
     memset(b, 0, sizeof b);
     CHECK(dt_all_to_all(NULL, a, b, 3, DT_F32) == DT_OK && memcmp(a, b, sizeof a) == 0);
-    CHECK(dt_all_to_all(NULL, a, a, 3, DT_F32) == DT_ERR_ARG);  /* as in a group of one */
+    CHECK(dt_all_to_all(NULL, a, a, 3, DT_F32) == DT_ERR_ARG); /* as in a group of one */
     CHECK(dt_broadcast(NULL, a, 3, DT_F32, 0) == DT_OK && dt_barrier(NULL) == DT_OK && a[2] == 3);
     CHECK(dt_broadcast(NULL, a, 3, DT_F32, 1) == DT_ERR_ARG);
     CHECK(dt_all_reduce(NULL, a, NULL, 3, DT_F32, DT_SUM) == DT_ERR_ARG);
     memset(b, 0, sizeof b);
     CHECK(dt_all_reduce(NULL, a, b, 6, DT_F16, DT_SUM) == DT_OK && memcmp(a, b, sizeof a) == 0);
     CHECK(dt_all_reduce(NULL, a, b, 3, (dt_dtype)99, DT_SUM) == DT_ERR_UNSUPPORTED);
-    CHECK(dt_send(NULL, a, 3, DT_F32, 0, 0) == DT_ERR_ARG && dt_recv(NULL, a, 3, DT_F32, 0, 0) == DT_ERR_ARG);
+    CHECK(dt_send(NULL, a, 3, DT_F32, 0, 0) == DT_ERR_ARG &&
+          dt_recv(NULL, a, 3, DT_F32, 0, 0) == DT_ERR_ARG);
     CHECK(dt_sum_doubles(NULL, &d, 1) == DT_OK && d == 4 && dt_mean(NULL, 2) == 2);
     CHECK(dt_agree(NULL, DT_ERR_IO) == DT_ERR_IO);
     CHECK(dt_comm_split(NULL, 0, 0, "x") == NULL && dt_world(NULL) == NULL);
@@ -1198,7 +1353,8 @@ static void test_no_group(void) {
     dt_ctx_free(ctx);
 }
 
-/* ---- 9. launch -------------------------------------------------------------------------------------------------- */
+/* ---- 9. launch
+   -------------------------------------------------------------------------------------------------- */
 
 static dt_status tables_rank(dt_ctx *ctx, void *user) {
     const outcome *o = (const outcome *)user;
@@ -1209,12 +1365,14 @@ static dt_status tables_rank(dt_ctx *ctx, void *user) {
 
 static void test_launch(void) {
     outcome o;
-    static const dt_backend refused[] = { DT_BACKEND_PROCS, DT_BACKEND_MPI, DT_BACKEND_NCCL, (dt_backend)42 };
+    static const dt_backend refused[] = { DT_BACKEND_PROCS, DT_BACKEND_MPI, DT_BACKEND_NCCL,
+        (dt_backend)42 };
     static const char *const names[] = { "procs", "mpi", "nccl", "unknown" };
     for (int i = 0; i < 4; i++) {
         prepare(&o, 2, short_rank, NULL);
         o.desc.backend = refused[i];
-        CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, names[i]) && o.report.rank == -1);
+        CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, names[i]) &&
+              o.report.rank == -1);
         CHECK(o.host.error_lines == 1);
     }
     prepare(&o, -1, short_rank, NULL);
@@ -1228,7 +1386,8 @@ static void test_launch(void) {
     memset(&desc, 0, sizeof desc);
     desc.host = &o.host.host;
     CHECK(dt_run(desc, NULL, NULL) == DT_ERR_ARG);
-    CHECK(run(&o, 0, short_rank, NULL) == DT_OK && o.report.status == DT_OK && o.report.text[0] == 0 && o.ended[0]);
+    CHECK(run(&o, 0, short_rank, NULL) == DT_OK && o.report.status == DT_OK &&
+          o.report.text[0] == 0 && o.ended[0]);
     prepare(&o, 2, tables_rank, &o);
     dt_kernels kernels = *dt_kernels_cpu();
     dt_io io = *dt_io_default();
@@ -1264,7 +1423,7 @@ static dt_status outer_rank(dt_ctx *ctx, void *user) {
     injection in = { 0, 1, 0, FAILS };
     (void)user;
     run_well(2, many_rank, &one);
-    CHECK(run(&o, 3, injected_rank, &in) == DT_ERR_NUMERIC);    /* fails inside, not outside */
+    CHECK(run(&o, 3, injected_rank, &in) == DT_ERR_NUMERIC); /* fails inside, not outside */
     return dt_barrier(dt_world(ctx));
 }
 
@@ -1276,7 +1435,8 @@ static void test_beside(void) {
     run_well(2, outer_rank, NULL);
 }
 
-/* dt_host's alloc gives memory at multiples of 64. What lies there may want no more, as a range that ranks share has. */
+/* dt_host's alloc gives memory at multiples of 64. What lies there may want no more, as a range
+   that ranks share has. */
 static void test_alignment(void) {
     CHECK(_Alignof(dt__world) <= 64 && _Alignof(dt__other) <= 64 && _Alignof(dt__lone) <= 64);
     CHECK(sizeof(dt__rank_state) == DT__LINE);

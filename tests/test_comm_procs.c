@@ -1,4 +1,5 @@
-/* test_comm_procs.c - dt_comm.h: forked ranks and how they end, their heaps, attach: own threads, own transport. */
+/* test_comm_procs.c - dt_comm.h: forked ranks and how they end, their heaps, attach: own threads,
+   own transport. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -41,10 +42,14 @@ static int shared_things(void) {
     return n;
 }
 
-/* ---- 1. how ranks end -------------------------------------------------------------------------------------------- */
+/* ---- 1. how ranks end
+   -------------------------------------------------------------------------------------------- */
 
 enum { KILLS, KILLS_IN_COPY, EXITS, EXITS_0, FAILS, STUCK, KILLS_IN_RECORD, WAYS };
-typedef struct ending { int way, rank; uint64_t seed; } ending;
+typedef struct ending {
+    int way, rank;
+    uint64_t seed;
+} ending;
 
 static int dying_copy;
 static dt_status deadly_move(void *dst, const void *src, size_t bytes, void *stream) {
@@ -62,8 +67,8 @@ static dt_status ending_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int me = dt_comm_rank(world), n = dt_comm_size(world);
     size_t count = 20000;
-    float *a = (float *)calloc((size_t)n * count, 4), *b = (float *)dt_alloc(ctx, DT_MEM_COMM, (size_t)n * count * 4,
-                                                                             "b");
+    float *a = (float *)calloc((size_t)n * count, 4),
+          *b = (float *)dt_alloc(ctx, DT_MEM_COMM, (size_t)n * count * 4, "b");
     dt_work *work = NULL;
     for (int round = 0; round < 30 && !dt_error(ctx); round++) {
         if (me == e->rank && round == (int)(e->seed % 20)) {
@@ -73,18 +78,23 @@ static dt_status ending_rank(dt_ctx *ctx, void *user) {
             case EXITS: exit(7); break;
             case EXITS_0: exit(0); break;
             case FAILS: dt_fail(ctx, DT_ERR_NUMERIC, "by itself"); break;
-            case STUCK: for (;;) pause(); break;
+            case STUCK:
+                for (;;) pause();
+                break;
             default: {
                 static dt_listener deadly;
                 deadly.failed = deadly_failed;
-                deadly.next = ctx->listeners;   /* before the world's: it dies between claim and record */
+                /* before the world's: it dies between claim and record */
+                deadly.next = ctx->listeners;
                 ctx->listeners = &deadly;
                 dt_send(world, a, 1, DT_F32, 99, 0);
-            } }
+            }
+            }
         }
         switch (mix(e->seed + (uint64_t)round) % 6) {
         case 0: dt_all_reduce(world, a, b, count, DT_F32, DT_SUM); break;
-        case 1: dt_all_gather(world, b, a, count, DT_F32); break;   /* from the heap: the others read it */
+        /* from the heap: the others read it */
+        case 1: dt_all_gather(world, b, a, count, DT_F32); break;
         case 2: dt_all_to_all(world, a, b, count, DT_F32); break;
         case 3: dt_barrier(world); break;
         case 4:
@@ -116,28 +126,32 @@ static void test_endings(void) {
             if (way == STUCK) o.desc.timeout_s = 0.3;
             if (way == STUCK && i > 2) continue;
             start(&o);
-            if (way == 0 && i == 0) before = shared_things();   /* the board is there now */
+            if (way == 0 && i == 0) before = shared_things(); /* the board is there now */
             snprintf(says[0], sizeof says[0], "rank %d", e.rank);
-            if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD) snprintf(says[1], sizeof says[1],
-                                                                                         ") was ended by signal 9");
-            if (way == EXITS) snprintf(says[1], sizeof says[1], ") exited with status 7 in its rank function");
-            if (way == EXITS_0) snprintf(says[1], sizeof says[1], ") exited with status 0 in its rank function");
+            if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD)
+                snprintf(says[1], sizeof says[1], ") was ended by signal 9");
+            if (way == EXITS)
+                snprintf(says[1], sizeof says[1], ") exited with status 7 in its rank function");
+            if (way == EXITS_0)
+                snprintf(says[1], sizeof says[1], ") exited with status 0 in its rank function");
             if (way == FAILS) snprintf(says[1], sizeof says[1], "by itself");
-            if (way == STUCK) snprintf(says[0], sizeof says[0], " %d did not", e.rank), snprintf(says[1],
-                                                                                                 sizeof says[1],
-                                                                                                     "timeout 0.3 s");
-            int timed_out = way == STUCK && (strstr(o.report.text, "did not send") || strstr(o.report.text,
-                                                                                             "did not receive") ||
-                            strstr(o.report.text, "did not"));
-            CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) && strstr(o.report.text,
-            says[1]) &&
-                      o.took < 20, "way %d, rank %d: %s, %.1f s", way, e.rank, o.report.text, o.took);
+            if (way == STUCK)
+                snprintf(says[0], sizeof says[0], " %d did not", e.rank),
+                    snprintf(says[1], sizeof says[1], "timeout 0.3 s");
+            int timed_out = way == STUCK && (strstr(o.report.text, "did not send") ||
+                                                strstr(o.report.text, "did not receive") ||
+                                                strstr(o.report.text, "did not"));
+            CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) &&
+                          strstr(o.report.text, says[1]) && o.took < 20,
+                "way %d, rank %d: %s, %.1f s", way, e.rank, o.report.text, o.took);
             if (way < FAILS) CHECK_MSG(strstr(o.report.text, "(process "), "%s", o.report.text);
             for (int r = 0; r < 4; r++)
-                if (r != e.rank) CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r,
-                                           dt_status_name(o.error[r]));
-            CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD);     /* no child is left */
-            CHECK_MSG(shared_things() == before, "way %d: %d shared things, %d before", way, shared_things(), before);
+                if (r != e.rank)
+                    CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r,
+                        dt_status_name(o.error[r]));
+            CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD); /* no child is left */
+            CHECK_MSG(shared_things() == before, "way %d: %d shared things, %d before", way,
+                shared_things(), before);
         }
     }
 }
@@ -154,7 +168,11 @@ static dt_status nothing_rank(dt_ctx *ctx, void *user) {
     return dt_barrier(dt_world(ctx));
 }
 
-typedef struct shared_user { int hits; char text[16][32]; double sum; } shared_user;
+typedef struct shared_user {
+    int hits;
+    char text[16][32];
+    double sum;
+} shared_user;
 static dt_status user_rank(dt_ctx *ctx, void *user) {
     shared_user *u = (shared_user *)user;
     int me = dt_comm_rank(dt_world(ctx));
@@ -162,12 +180,14 @@ static dt_status user_rank(dt_ctx *ctx, void *user) {
     CHECK(u->sum == 2.5);
     snprintf(u->text[me], 32, "rank %d, %d", me, (int)getpid());
     dt_barrier(dt_world(ctx));
-    return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM;     /* one copy for all */
+    return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM; /* one copy for all */
 }
 
-/* A host table with an alloc of its own: what other ranks must reach lies in the range all the same. */
+/* A host table with an alloc of its own: what other ranks must reach lies in the range all the
+   same. */
 static void *own_alloc(void *user, size_t bytes, dt_mem mem) {
-    CHECK_MSG(mem == DT_MEM_HOST || mem == DT_MEM_TEMP || mem == DT_MEM_OPTIM, "class %d", (int)mem);
+    CHECK_MSG(
+        mem == DT_MEM_HOST || mem == DT_MEM_TEMP || mem == DT_MEM_OPTIM, "class %d", (int)mem);
     return dt_host_default()->alloc(user, bytes, mem);
 }
 
@@ -197,7 +217,8 @@ static void test_processes(void) {
         prepare_quiet(&o, 4, nothing_rank, NULL);
         start(&o);
         snprintf(says, sizeof says, "rank %d: its process could not be started", k);
-        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s", o.report.text);
+        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s",
+            o.report.text);
         for (int r = 0; r < k; r++) CHECK(o.error[r] == DT_ERR_PEER && strstr(o.text[r], says));
         CHECK(waitpid(-1, NULL, WNOHANG) == -1);
     }
@@ -211,7 +232,8 @@ static void test_processes(void) {
     desc.backend = DT_BACKEND_PROCS;
     desc.user_bytes = sizeof u;
     CHECK(dt_run(desc, user_rank, &u) == DT_OK && u.hits == 5);
-    for (int r = 0; r < 5; r++) CHECK(atoi(u.text[r] + 5) == r && !strstr(u.text[r], u.text[(r + 1) % 5] + 8));
+    for (int r = 0; r < 5; r++)
+        CHECK(atoi(u.text[r] + 5) == r && !strstr(u.text[r], u.text[(r + 1) % 5] + 8));
     /* what waits in a buffer of stdio is printed once */
     int out[2];
     char text[256];
@@ -230,7 +252,8 @@ static void test_processes(void) {
     }
     close(out[1]);
     size_t at = 0;
-    for (ssize_t got; at < sizeof text - 1 && (got = read(out[0], text + at, sizeof text - 1 - at)) > 0;)
+    for (ssize_t got;
+         at < sizeof text - 1 && (got = read(out[0], text + at, sizeof text - 1 - at)) > 0;)
         at += (size_t)got;
     text[at] = 0;
     waitpid(pid, NULL, 0);
@@ -256,11 +279,16 @@ static void test_processes(void) {
     CHECK_MSG(o.status == DT_ERR_PEER && logged == 1, "logged %d: %s", logged, o.report.text);
 }
 
-/* ---- 2. heaps ---------------------------------------------------------------------------------------------------- */
+/* ---- 2. heaps
+   ---------------------------------------------------------------------------------------------------- */
 
 enum { BLOCKS = 300 };
 static dt_status heap_rank(dt_ctx *ctx, void *user) {
-    struct { unsigned char *p; size_t bytes; unsigned char mark; } b[BLOCKS];
+    struct {
+        unsigned char *p;
+        size_t bytes;
+        unsigned char mark;
+    } b[BLOCKS];
     uint64_t h = (uint64_t)dt_comm_rank(dt_world(ctx)) + *(const uint64_t *)user;
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
     size_t bad = 0, unreachable = 0, top = heap->top;
@@ -278,22 +306,27 @@ static dt_status heap_rank(dt_ctx *ctx, void *user) {
             b[i].mark = (unsigned char)(h >> 8);
             b[i].p = (unsigned char *)dt_alloc(ctx, DT_MEM_COMM, b[i].bytes, "a block");
             if (!b[i].p) return dt_error(ctx);
-            unreachable += !dt__reachable(dt_world(ctx)->world->shared, b[i].p) || (uintptr_t)b[i].p % 64;
+            unreachable +=
+                !dt__reachable(dt_world(ctx)->world->shared, b[i].p) || (uintptr_t)b[i].p % 64;
             for (int j = 0; j < BLOCKS; j++)
-                bad += j != i && b[j].p && b[j].p < b[i].p + b[i].bytes && b[i].p < b[j].p + b[j].bytes;
+                bad += j != i && b[j].p && b[j].p < b[i].p + b[i].bytes &&
+                       b[i].p < b[j].p + b[j].bytes;
             memset(b[i].p, b[i].mark, b[i].bytes);
         }
     }
     for (int i = 0; i < BLOCKS; i++) dt_free(ctx, DT_MEM_COMM, b[i].p, b[i].bytes);
-    CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad, unreachable);
-    CHECK_MSG(heap->top == top && !heap->gaps, "%zu bytes of the heap are still used", heap->top);   /* all joined */
+    CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad,
+        unreachable);
+    /* all joined */
+    CHECK_MSG(heap->top == top && !heap->gaps, "%zu bytes of the heap are still used", heap->top);
     return dt_error(ctx);
 }
 
 static dt_status exhaust_rank(dt_ctx *ctx, void *user) {
     (void)user;
     const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
-    void *p = dt_alloc(ctx, DT_MEM_COMM, heap->bytes - heap->top - 4096, "nearly all");   /* not touched */
+    /* not touched */
+    void *p = dt_alloc(ctx, DT_MEM_COMM, heap->bytes - heap->top - 4096, "nearly all");
     CHECK(p && dt_alloc(ctx, DT_MEM_COMM, 65536, "too much") == NULL);
     return dt_error(ctx);
 }
@@ -307,33 +340,52 @@ static void test_heaps(void) {
     CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "too much"), "%s", o.report.text);
 }
 
-/* ---- 3. attach: own threads, own transport ----------------------------------------------------------------------- */
+/* ---- 3. attach: own threads, own transport
+   ----------------------------------------------------------------------- */
 
-typedef struct packet { struct packet *next; int from, to, tag; uint32_t channel; uint64_t word; size_t bytes;
-    char *data; } packet;
-typedef struct request { struct request *next; int over, rank, from, tag; uint32_t channel; void *buf; size_t room,
-    came; uint64_t word; } request;
+typedef struct packet {
+    struct packet *next;
+    int from, to, tag;
+    uint32_t channel;
+    uint64_t word;
+    size_t bytes;
+    char *data;
+} packet;
+typedef struct request {
+    struct request *next;
+    int over, rank, from, tag;
+    uint32_t channel;
+    void *buf;
+    size_t room, came;
+    uint64_t word;
+} request;
 typedef struct net {
     pthread_mutex_t lock;
-    packet  *packets;
+    packet *packets;
     request *waiting[MAX_RANKS];
-    int      failed, refuse_after, begun, live;
-    char     text[512];
+    int failed, refuse_after, begun, live;
+    char text[512];
 } net;
-typedef struct port { net *n; int rank; } port;
+typedef struct port {
+    net *n;
+    int rank;
+} port;
 
-static void *net_send(void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
+static void *net_send(
+    void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
     port *p = (port *)user;
     packet *k = (packet *)calloc(1, sizeof *k), **at;
     request *r = (request *)calloc(1, sizeof *r);
-    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes, k->word = word;
+    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes,
+    k->word = word;
     k->data = (char *)malloc(bytes + 1);
     if (bytes) memcpy(k->data, buf, bytes);
     r->over = 1;
     r->rank = -1;
     pthread_mutex_lock(&p->n->lock);
     int refuse = p->n->refuse_after && ++p->n->begun > p->n->refuse_after;
-    for (at = &p->n->packets; *at; at = &(*at)->next) {}
+    for (at = &p->n->packets; *at; at = &(*at)->next) {
+    }
     if (!refuse) *at = k, p->n->live++;
     pthread_mutex_unlock(&p->n->lock);
     if (refuse) free(k->data), free(k), free(r), r = NULL;
@@ -343,9 +395,11 @@ static void *net_send(void *user, int to, uint32_t channel, int tag, uint64_t wo
 static void *net_recv(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes) {
     port *p = (port *)user;
     request *r = (request *)calloc(1, sizeof *r), **at;
-    r->rank = p->rank, r->from = from, r->tag = tag, r->channel = channel, r->buf = buf, r->room = bytes;
+    r->rank = p->rank, r->from = from, r->tag = tag, r->channel = channel, r->buf = buf,
+    r->room = bytes;
     pthread_mutex_lock(&p->n->lock);
-    for (at = &p->n->waiting[p->rank]; *at; at = &(*at)->next) {}
+    for (at = &p->n->waiting[p->rank]; *at; at = &(*at)->next) {
+    }
     *at = r;
     p->n->live++;
     pthread_mutex_unlock(&p->n->lock);
@@ -354,7 +408,11 @@ static void *net_recv(void *user, int from, uint32_t channel, int tag, void *buf
 
 static void net_drop(net *n, request *r) {
     for (request **at = &n->waiting[r->rank]; *at; at = &(*at)->next)
-        if (*at == r) { *at = r->next; n->live--; return; }
+        if (*at == r) {
+            *at = r->next;
+            n->live--;
+            return;
+        }
 }
 
 static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *bytes, char *why) {
@@ -362,7 +420,8 @@ static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *b
     request *r = (request *)what;
     int done;
     pthread_mutex_lock(&p->n->lock);
-    for (request *w = p->n->waiting[p->rank]; w; w = w->next) {     /* the earliest receive gets the earliest packet */
+    /* the earliest receive gets the earliest packet */
+    for (request *w = p->n->waiting[p->rank]; w; w = w->next) {
         for (packet **at = &p->n->packets; *at && !w->over; at = &(*at)->next) {
             packet *k = *at;
             if (k->to != p->rank || k->channel != w->channel || k->tag != w->tag) continue;
@@ -402,8 +461,15 @@ static void net_fail(void *user, const char *text) {
     pthread_mutex_unlock(&p->n->lock);
 }
 
-typedef struct own { pthread_t thread; dt_team *team; port port; int size, mode,
-    attached; spy *host; dt_status status; char text[512]; } own;
+typedef struct own {
+    pthread_t thread;
+    dt_team *team;
+    port port;
+    int size, mode, attached;
+    spy *host;
+    dt_status status;
+    char text[512];
+} own;
 enum { GOOD, ONE_FAILS, REFUSED };
 
 /* Everything, in whole numbers. */
@@ -422,18 +488,22 @@ static void everything(dt_ctx *ctx, dt_comm *c) {
             dt_reduce(c, x, y, m, DT_I32, DT_MAX, root);
             for (size_t i = 0; i < m && me == root; i++) bad += y[i] != (int32_t)(i * 3) + n - 1;
             dt_reduce_scatter(c, x, y, m, DT_I32, DT_SUM);
-            for (size_t i = 0; i < m; i++) bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) * n + sum;
+            for (size_t i = 0; i < m; i++)
+                bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) * n + sum;
             dt_all_gather(c, x, y, m, DT_I32);
             for (size_t i = 0; i < all; i++) bad += y[i] != (int32_t)(i % m * 3) + (int)(i / m);
             memset(y, 0, all * 4);
             dt_gather(c, x, y, m, DT_I32, root);
-            for (size_t i = 0; i < all && me == root; i++) bad += y[i] != (int32_t)(i % m * 3) + (int)(i / m);
+            for (size_t i = 0; i < all && me == root; i++)
+                bad += y[i] != (int32_t)(i % m * 3) + (int)(i / m);
             dt_scatter(c, x, y, m, DT_I32, root);
-            for (size_t i = 0; i < m; i++) bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) + root;
+            for (size_t i = 0; i < m; i++)
+                bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) + root;
             dt_work *work = dt_all_to_all_start(c, x, y, m, DT_I32);
             dt_barrier(c);
             dt_wait(ctx, work);
-            for (size_t i = 0; i < all; i++) bad += y[i] != (int32_t)((i % m + (size_t)me * m) * 3) + (int)(i / m);
+            for (size_t i = 0; i < all; i++)
+                bad += y[i] != (int32_t)((i % m + (size_t)me * m) * 3) + (int)(i / m);
             for (int r = 0; r < n; r++) out[r] = in[r] = (size_t)((me + r) % 2) * m;
             dt_all_to_all_v(c, x, out, y, in, DT_I32);
             size_t at = 0;
@@ -445,13 +515,15 @@ static void everything(dt_ctx *ctx, dt_comm *c) {
             dt_recv_any(c, y, m, DT_I32, 4, &from);
             bad += from != (me + n - 1) % n || y[0] != from;
             dt_wait(ctx, work);
-            bad += dt_mean(c, me) != (n - 1) / 2.0 || dt_agree(c, me == n - 1 ? DT_ERR_IO : DT_OK) != DT_ERR_IO;
+            bad += dt_mean(c, me) != (n - 1) / 2.0 ||
+                   dt_agree(c, me == n - 1 ? DT_ERR_IO : DT_OK) != DT_ERR_IO;
             free(x);
             free(y);
         }
     }
     dt_comm_set_algorithm(c, DT_ALGORITHM_AUTO);
-    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "rank %d of %d: %d wrong: %s", me, n, bad, dt_error_text(ctx));
+    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "rank %d of %d: %d wrong: %s", me, n, bad,
+        dt_error_text(ctx));
 }
 
 static void *own_thread(void *arg) {
@@ -489,7 +561,8 @@ static void *own_thread(void *arg) {
         for (int i = 0; i < 20 && !dt_error(ctx); i++) {
             dt_work *work = dt_recv_start(world, y, 100, DT_F32, (o->port.rank + 1) % o->size, 3);
             dt_work *other = dt_all_reduce_start(world, x, x, 100, DT_F32, DT_SUM);
-            if (o->mode == ONE_FAILS && i == 7 && o->port.rank == 1) dt_fail(ctx, DT_ERR_NUMERIC, "of its own");
+            if (o->mode == ONE_FAILS && i == 7 && o->port.rank == 1)
+                dt_fail(ctx, DT_ERR_NUMERIC, "of its own");
             dt_send(world, x, 100, DT_F32, (o->port.rank + o->size - 1) % o->size, 3);
             dt_comm *s = i % 5 == 0 ? dt_comm_split(world, 0, 0, "s") : world;
             dt_mean(s, 1);
@@ -515,13 +588,19 @@ static double own_run(own *all, int n, int mode, int team, spy *host, net *q) {
     pthread_mutex_init(&q->lock, NULL);
     memset(all, 0, (size_t)n * sizeof *all);
     for (int r = 0; r < n; r++) {
-        all[r].team = t, all[r].port.n = q, all[r].port.rank = r, all[r].size = n, all[r].mode = mode,
-            all[r].host = host;
+        all[r].team = t, all[r].port.n = q, all[r].port.rank = r, all[r].size = n,
+        all[r].mode = mode, all[r].host = host;
         pthread_create(&all[r].thread, NULL, own_thread, &all[r]);
     }
     for (int r = 0; r < n; r++) pthread_join(all[r].thread, NULL);
     if (t) dt_team_free(t);
-    while (q->packets) { packet *k = q->packets; q->packets = k->next; free(k->data); free(k); q->live--; }
+    while (q->packets) {
+        packet *k = q->packets;
+        q->packets = k->next;
+        free(k->data);
+        free(k);
+        q->live--;
+    }
     return seconds() - from;
 }
 
@@ -535,33 +614,37 @@ static void test_attach(void) {
             memset(&q, 0, sizeof q);
             own_run(all, n, GOOD, team, &host, &q);
             for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
-            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left", team, host.live,
-                      q.live);
+            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left",
+                team, host.live, q.live);
         }
         spy host;
         net q;
         spy_make(&host);
         memset(&q, 0, sizeof q);
         double took = own_run(all, 4, ONE_FAILS, team, &host, &q);
-        for (int r = 0; r < 4; r++) CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
-                                              all[r].text);
-        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s", host.live, q.live,
-                  took);
+        for (int r = 0; r < 4; r++)
+            CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
+                all[r].text);
+        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s",
+            host.live, q.live, took);
     }
-    for (long k = 1; k < 60; k++) {     /* memory, and then the transport, refuse: all learn of it, nothing is left */
+    /* memory, and then the transport, refuse: all learn of it, nothing is left */
+    for (long k = 1; k < 60; k++) {
         for (int what = 0; what < 2; what++) {
             spy host;
             net q;
             spy_make(&host);
             memset(&q, 0, sizeof q);
-            if (what) q.refuse_after = (int)k;
-            else host.refuse_at = k;
+            if (what)
+                q.refuse_after = (int)k;
+            else
+                host.refuse_at = k;
             double took = own_run(all, 3, REFUSED, 0, &host, &q);
             int failed = 0;
             for (int r = 0; r < 3; r++) failed += all[r].status != DT_OK;
             CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
-                      "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live, q.live, took,
-                          failed, all[0].text);
+                "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live,
+                q.live, took, failed, all[0].text);
         }
     }
     dt_attach_desc d;
@@ -590,13 +673,17 @@ static void test_attach(void) {
     desc.ranks = 2;
     desc.host = &host.host;
     dt_team *team = dt_team_make(desc);
-    CHECK(dt_team_ctx(team, 2) == NULL && dt_team_ctx(team, -1) == NULL && dt_team_free(team) == DT_ERR_ARG
-          && host.live == 0);
+    CHECK(dt_team_ctx(team, 2) == NULL && dt_team_ctx(team, -1) == NULL &&
+          dt_team_free(team) == DT_ERR_ARG && host.live == 0);
 }
 
-/* ---- 4. a hash over many rounds ---------------------------------------------------------------------------------- */
+/* ---- 4. a hash over many rounds
+   ---------------------------------------------------------------------------------- */
 
-typedef struct rounds { long n; uint64_t hash[8]; } rounds;
+typedef struct rounds {
+    long n;
+    uint64_t hash[8];
+} rounds;
 static dt_status rounds_rank(dt_ctx *ctx, void *user) {
     rounds *r = (rounds *)user;
     dt_comm *world = dt_world(ctx);
@@ -605,10 +692,12 @@ static dt_status rounds_rank(dt_ctx *ctx, void *user) {
     int32_t *heap = (int32_t *)dt_alloc(ctx, DT_MEM_COMM, sizeof mine, "rounds");
     uint64_t hash = 1, jitter = (uint64_t)me;
     for (long round = 0; round < r->n && !dt_error(ctx); round++) {
-        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64 : mix((uint64_t)round) / 64 % 4000;
+        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64
+                                                 : mix((uint64_t)round) / 64 % 4000;
         int32_t *x = (round + me) % 3 ? mine : heap;
         jitter = mix(jitter + 1);
-        for (volatile int spin = 0; spin < (int)(jitter % 200); spin++) {}
+        for (volatile int spin = 0; spin < (int)(jitter % 200); spin++) {
+        }
         if (jitter % 5000 == 1) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, 1e-4);
         for (size_t i = 0; i < count; i++) x[i] = (int32_t)(round + me + (long)i);
         dt_barrier(world);
@@ -625,7 +714,8 @@ static void test_rounds(void) {
     r.n = getenv("DT_ROUNDS") ? atol(getenv("DT_ROUNDS")) : 5000;
     uint64_t want = 1;
     for (long round = 0; round < r.n; round++) {
-        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64 : mix((uint64_t)round) / 64 % 4000;
+        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64
+                                                 : mix((uint64_t)round) / 64 % 4000;
         for (size_t i = 0; i < count; i++) want = want * 31 + (uint32_t)(4 * (round + (long)i) + 6);
     }
     dt_run_desc desc;

@@ -1,4 +1,5 @@
-/* test_comm_started.c - dt_comm.h: started operations, exchange, receive from any, the simulated link. */
+/* test_comm_started.c - dt_comm.h: started operations, exchange, receive from any, the simulated
+   link. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -13,24 +14,33 @@ static void virtual_nothing(void *user, int level, int rank, const char *text) {
 
 static void nap(dt_ctx *ctx, double s) { dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, s); }
 
-/* ---- 1. many at once --------------------------------------------------------------------------------------------- */
+/* ---- 1. many at once
+   --------------------------------------------------------------------------------------------- */
 
 /* Operation i of a plan, which all ranks derive alike: what it is, on which group, how long. */
 enum { FLIGHT = 30, GROUPS = 3, LONGEST = 9000 };
-typedef struct plan { uint64_t seed; dt_algorithm algorithm; int rounds, fails; } plan;
+typedef struct plan {
+    uint64_t seed;
+    dt_algorithm algorithm;
+    int rounds, fails;
+} plan;
 typedef struct flight {
     dt_work *work;
-    float   *send, *recv;
+    float *send, *recv;
     dt_comm *comm;
-    int      kind, root, waited, in_range;
-    size_t   count;
+    int kind, root, waited, in_range;
+    size_t count;
 } flight;
 
-static float value(int world_rank, int i, size_t k) { return (float)((world_rank + 1) * 10 + i % 7) + (float)(k % 13); }
+static float value(int world_rank, int i, size_t k) {
+    return (float)((world_rank + 1) * 10 + i % 7) + (float)(k % 13);
+}
 
-/* dt_alloc'ed on some ranks, malloc'ed on others; the guard behind it is looked at when it is freed. */
+/* dt_alloc'ed on some ranks, malloc'ed on others; the guard behind it is looked at when it is
+   freed. */
 static float *buffer(dt_ctx *ctx, size_t count, int in_range) {
-    float *p = (float *)(in_range ? dt_alloc(ctx, DT_MEM_COMM, (count + 1) * 4, "a test") : malloc((count + 1) * 4));
+    float *p = (float *)(in_range ? dt_alloc(ctx, DT_MEM_COMM, (count + 1) * 4, "a test")
+                                  : malloc((count + 1) * 4));
     if (!p) abort();
     for (size_t k = 0; k <= count; k++) p[k] = -7;
     return p;
@@ -38,13 +48,16 @@ static float *buffer(dt_ctx *ctx, size_t count, int in_range) {
 
 static void buffer_free(dt_ctx *ctx, float *p, size_t count, int in_range) {
     CHECK(p[count] == -7);
-    for (size_t k = 0; k <= count; k++) p[k] = -9;  /* whoever still reads it sees this */
-    if (in_range) dt_free(ctx, DT_MEM_COMM, p, (count + 1) * 4);
-    else free(p);
+    for (size_t k = 0; k <= count; k++) p[k] = -9; /* whoever still reads it sees this */
+    if (in_range)
+        dt_free(ctx, DT_MEM_COMM, p, (count + 1) * 4);
+    else
+        free(p);
 }
 
 static void begin_one(dt_ctx *ctx, flight *f, int i, uint64_t h) {
-    int n = dt_comm_size(f->comm), me = dt_comm_rank(f->comm), world_me = dt_comm_world_rank(f->comm, me);
+    int n = dt_comm_size(f->comm), me = dt_comm_rank(f->comm),
+        world_me = dt_comm_world_rank(f->comm, me);
     f->kind = (int)(h % 9);
     f->root = (int)(h / 16 % (uint64_t)n);
     f->count = h / 256 % 4 == 0 ? h / 1024 % LONGEST : h / 1024 % 200;
@@ -55,9 +68,15 @@ static void begin_one(dt_ctx *ctx, flight *f, int i, uint64_t h) {
     for (size_t k = 0; k < (size_t)n * f->count; k++) f->send[k] = value(world_me, i, k);
     int right = (me + 1) % n, left = (me + n - 1) % n;
     switch (f->kind) {
-    case 0: f->work = dt_all_reduce_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_SUM); break;
-    case 1: f->work = dt_reduce_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_MAX, f->root); break;
-    case 2: f->work = dt_reduce_scatter_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_SUM); break;
+    case 0:
+        f->work = dt_all_reduce_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_SUM);
+        break;
+    case 1:
+        f->work = dt_reduce_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_MAX, f->root);
+        break;
+    case 2:
+        f->work = dt_reduce_scatter_start(f->comm, f->send, f->recv, f->count, DT_F32, DT_SUM);
+        break;
     case 3: f->work = dt_all_gather_start(f->comm, f->send, f->recv, f->count, DT_F32); break;
     case 4: f->work = dt_all_to_all_start(f->comm, f->send, f->recv, f->count, DT_F32); break;
     case 5:
@@ -66,12 +85,13 @@ static void begin_one(dt_ctx *ctx, flight *f, int i, uint64_t h) {
         break;
     case 6: f->work = dt_barrier_start(f->comm); break;
     case 7: f->work = dt_gather_start(f->comm, f->send, f->recv, f->count, DT_F32, f->root); break;
-    default: {  /* a message to the right, and one from the left */
+    default: { /* a message to the right, and one from the left */
         dt_transfer both[2] = { { f->send, NULL, f->count, DT_F32, right, 1000 + i },
-                                { NULL, f->recv, f->count, DT_F32, left, 1000 + i } };
+            { NULL, f->recv, f->count, DT_F32, left, 1000 + i } };
         f->work = NULL;
         dt_exchange(f->comm, both, 2);
-    } }
+    }
+    }
 }
 
 static size_t wrong_in(const flight *f, int i) {
@@ -85,14 +105,17 @@ static size_t wrong_in(const flight *f, int i) {
             sum += value(w, i, k);
             share += value(w, i, (size_t)me * f->count + k);
             if (value(w, i, k) > most) most = value(w, i, k);
-            if (f->kind == 3 || f->kind == 7) bad += f->recv[(size_t)r * f->count + k] != value(w, i, k);
-            if (f->kind == 4) bad += f->recv[(size_t)r * f->count + k] != value(w, i, (size_t)me * f->count + k);
+            if (f->kind == 3 || f->kind == 7)
+                bad += f->recv[(size_t)r * f->count + k] != value(w, i, k);
+            if (f->kind == 4)
+                bad += f->recv[(size_t)r * f->count + k] != value(w, i, (size_t)me * f->count + k);
         }
         if (f->kind == 0) bad += f->recv[k] != sum;
         if (f->kind == 1) bad += f->recv[k] != most;
         if (f->kind == 2) bad += f->recv[k] != share;
         if (f->kind == 5) bad += f->recv[k] != value(dt_comm_world_rank(f->comm, f->root), i, k);
-        if (f->kind == 8) bad += f->recv[k] != value(dt_comm_world_rank(f->comm, (me + n - 1) % n), i, k);
+        if (f->kind == 8)
+            bad += f->recv[k] != value(dt_comm_world_rank(f->comm, (me + n - 1) % n), i, k);
     }
     return bad;
 }
@@ -102,8 +125,8 @@ static void end_one(dt_ctx *ctx, flight *f, int i) {
     dt_status status = f->kind == 8 ? dt_error(ctx) : dt_wait(ctx, f->work);
     if (status == DT_OK) {
         size_t bad = wrong_in(f, i);
-        CHECK_MSG(bad == 0, "operation %d, kind %d, %zu of %zu wrong on rank %d of %s", i, f->kind, bad, f->count,
-                  dt_comm_rank(f->comm), dt_comm_name(f->comm));
+        CHECK_MSG(bad == 0, "operation %d, kind %d, %zu of %zu wrong on rank %d of %s", i, f->kind,
+            bad, f->count, dt_comm_rank(f->comm), dt_comm_name(f->comm));
     }
     buffer_free(ctx, f->send, n * f->count, f->in_range);
     buffer_free(ctx, f->recv, n * f->count, !f->in_range);
@@ -117,16 +140,18 @@ static dt_status flight_rank(dt_ctx *ctx, void *user) {
     groups[0] = world;
     groups[1] = dt_comm_split(world, me % 2, -me, "halves");
     groups[2] = dt_comm_split(world, 0, (me * 3) % 5, "turned");
-    for (int g = 0; g < GROUPS && groups[g]; g++) dt_comm_set_algorithm(groups[g], g == 1 ? DT_ALGORITHM_AUTO
-                                                                        : p->algorithm);
+    for (int g = 0; g < GROUPS && groups[g]; g++)
+        dt_comm_set_algorithm(groups[g], g == 1 ? DT_ALGORITHM_AUTO : p->algorithm);
     for (int round = 0; round < p->rounds && dt_error(ctx) == DT_OK; round++) {
         flight all[FLIGHT];
-        uint64_t mine = mix(p->seed * 977 + (uint64_t)(round * 64 + me)), common = p->seed * 31 + (uint64_t)round;
+        uint64_t mine = mix(p->seed * 977 + (uint64_t)(round * 64 + me)),
+                 common = p->seed * 31 + (uint64_t)round;
         int begun = 0, left;
         while (begun < FLIGHT && dt_error(ctx) == DT_OK) {
             uint64_t h = mix(common * 1000 + (uint64_t)begun);
             all[begun].comm = groups[mix(h) % GROUPS];
-            if (p->fails && round == p->rounds - 1 && me == (int)(p->seed % (uint64_t)dt_comm_size(world)) &&
+            if (p->fails && round == p->rounds - 1 &&
+                me == (int)(p->seed % (uint64_t)dt_comm_size(world)) &&
                 begun == (int)(mix(p->seed) % FLIGHT)) {
                 dt_fail(ctx, DT_ERR_NUMERIC, "in flight");
                 break;
@@ -135,7 +160,7 @@ static dt_status flight_rank(dt_ctx *ctx, void *user) {
             begun++;
             mine = mix(mine);
             if (mine % 11 == 0) nap(ctx, 1e-4);
-            if (h % 13 == 5) {  /* a blocking one on the world among them */
+            if (h % 13 == 5) { /* a blocking one on the world among them */
                 double one = 1;
                 if (dt_sum_doubles(world, &one, 1) == DT_OK) CHECK(one == dt_comm_size(world));
             }
@@ -144,7 +169,8 @@ static dt_status flight_rank(dt_ctx *ctx, void *user) {
             mine = mix(mine);
             int i = (int)(mine % (uint64_t)begun);
             while (all[i].waited) i = (i + 1) % begun;
-            if (mine / 64 % 7 == 0 && all[i].kind != 8) while (!dt_test(ctx, all[i].work)) nap(ctx, 0);
+            if (mine / 64 % 7 == 0 && all[i].kind != 8)
+                while (!dt_test(ctx, all[i].work)) nap(ctx, 0);
             if (mine / 64 % 5 == 0) nap(ctx, 1e-4);
             end_one(ctx, &all[i], i);
         }
@@ -161,23 +187,28 @@ static void test_flights(void) {
             }
         }
     }
-    for (int seed = 0; seed < 40; seed++) {     /* a failure with much in flight */
+    for (int seed = 0; seed < 40; seed++) { /* a failure with much in flight */
         outcome o;
         plan p = { (uint64_t)(1000 + seed), (dt_algorithm)(seed / 2 % 5), 2, 1 };
-        if (seed % 2) prepare_procs(&o, 4, flight_rank, &p);
-        else prepare(&o, 4, flight_rank, &p);
+        if (seed % 2)
+            prepare_procs(&o, 4, flight_rank, &p);
+        else
+            prepare(&o, 4, flight_rank, &p);
         dt_host quiet = *dt_host_default();
         quiet.log = virtual_nothing;
         if (seed % 2) o.desc.host = &quiet;
         start(&o);
-        CHECK_MSG(o.status == DT_ERR_NUMERIC && strstr(o.report.text, "in flight") && o.took < 20, "seed %d: %s, "
-                  "%.1f s",
-                  seed, o.report.text, o.took);
-        for (int r = 0; r < 4; r++) CHECK_MSG(o.ended[r] && o.error[r] != DT_OK, "seed %d: rank %d", seed, r);
+        CHECK_MSG(o.status == DT_ERR_NUMERIC && strstr(o.report.text, "in flight") && o.took < 20,
+            "seed %d: %s, "
+            "%.1f s",
+            seed, o.report.text, o.took);
+        for (int r = 0; r < 4; r++)
+            CHECK_MSG(o.ended[r] && o.error[r] != DT_OK, "seed %d: rank %d", seed, r);
     }
 }
 
-/* ---- 2. rules ---------------------------------------------------------------------------------------------------- */
+/* ---- 2. rules
+   ---------------------------------------------------------------------------------------------------- */
 
 /* user: 0 never waited for; 1 waited for twice; 2 the context of another: refused */
 static dt_status careless_rank(dt_ctx *ctx, void *user) {
@@ -209,7 +240,8 @@ static dt_status steady_rank(dt_ctx *ctx, void *user) {
             dt_barrier(world);
         }
         for (int i = 0; i < 10; i++)
-            works[i] = i % 2 ? dt_all_gather_start(world, a, b, 3000, DT_F32) : dt_barrier_start(world);
+            works[i] =
+                i % 2 ? dt_all_gather_start(world, a, b, 3000, DT_F32) : dt_barrier_start(world);
         works[10] = dt_send_start(world, a, 2000, DT_F32, (me + 1) % n, 3);
         works[11] = dt_recv_any_start(world, b, 2000, DT_F32, 3, &from);
         for (int i = 11; i >= 0; i--) dt_wait(ctx, works[i]);
@@ -217,16 +249,17 @@ static dt_status steady_rank(dt_ctx *ctx, void *user) {
         CHECK(from == (me + n - 1) % n);
     }
     dt_barrier(world);
-    CHECK_MSG(__atomic_load_n(&s->calls, __ATOMIC_SEQ_CST) == calls, "%ld allocations in a steady state",
-              s->calls - calls);
+    CHECK_MSG(__atomic_load_n(&s->calls, __ATOMIC_SEQ_CST) == calls,
+        "%ld allocations in a steady state", s->calls - calls);
     dt_barrier(world);
     return dt_error(ctx);
 }
 
-/* No wait, no test: what is started moves on between the kernels of tensor ops. user: forks or threads do it alike. */
+/* No wait, no test: what is started moves on between the kernels of tensor ops. user: forks or
+   threads do it alike. */
 static dt_status kernels_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    size_t count = 200000;      /* several windows */
+    size_t count = 200000; /* several windows */
     float *a = (float *)malloc(count * 4), *b = (float *)malloc(count * 4);
     (void)user;
     for (size_t i = 0; i < count; i++) a[i] = (float)(dt_comm_rank(world) + 1);
@@ -247,7 +280,8 @@ static dt_status kernels_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* A failed context that waits for what it started must not return while another rank still reads its buffer. */
+/* A failed context that waits for what it started must not return while another rank still reads
+   its buffer. */
 static int slow_begun, seen_garbage;
 static __thread int this_rank;
 static dt_status slow_reduce(const dt_reduce_args *a, void *stream) {
@@ -256,7 +290,8 @@ static dt_status slow_reduce(const dt_reduce_args *a, void *stream) {
         dt_host_default()->sleep(NULL, 0.15);
         for (int r = 0; r < a->n; r++)
             for (size_t i = 0; i < a->count; i++)
-                if (((const float *)a->in[r])[i] != 1) __atomic_store_n(&seen_garbage, 1, __ATOMIC_SEQ_CST);
+                if (((const float *)a->in[r])[i] != 1)
+                    __atomic_store_n(&seen_garbage, 1, __ATOMIC_SEQ_CST);
     }
     return dt_kernels_cpu()->reduce(a, stream);
 }
@@ -270,11 +305,16 @@ static dt_status failing_wait_rank(dt_ctx *ctx, void *user) {
     for (size_t i = 0; i < count; i++) a[i] = 1;
     dt_work *work = dt_all_reduce_start(world, a, b, count, DT_F32, DT_SUM);
     if (this_rank == 0) {
-        while (!__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) { dt_test(ctx, work); nap(ctx, 0); }
+        while (!__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST)) {
+            dt_test(ctx, work);
+            nap(ctx, 0);
+        }
         dt_fail(ctx, DT_ERR_NUMERIC, "on the way");
     }
-    if (waits || this_rank) dt_wait(ctx, work);
-    else dt_comm_detach(ctx, dt_error(ctx));
+    if (waits || this_rank)
+        dt_wait(ctx, work);
+    else
+        dt_comm_detach(ctx, dt_error(ctx));
     for (size_t i = 0; i < count; i++) a[i] = -1;
     free(a);
     free(b);
@@ -293,8 +333,8 @@ static dt_status polling_rank(dt_ctx *ctx, void *user) {
     dt_work *work = dt_all_reduce_start(world, &x, &x, 1, DT_F32, DT_SUM);
     double from = seconds();
     while (!dt_test(ctx, work)) nap(ctx, 1e-3);
-    CHECK_MSG(seconds() - from < 0.7 && dt_wait(ctx, work) == DT_ERR_PEER, "dt_test saw it after %.2f s",
-              seconds() - from);
+    CHECK_MSG(seconds() - from < 0.7 && dt_wait(ctx, work) == DT_ERR_PEER,
+        "dt_test saw it after %.2f s", seconds() - from);
     return dt_error(ctx);
 }
 
@@ -305,9 +345,11 @@ static dt_status behind_rank(dt_ctx *ctx, void *user) {
     dt_work *works[12];
     int me = dt_comm_rank(world);
     (void)user;
-    while (me == 2 && !dt__aborted(world->world->shared)) nap(ctx, 0.01); /* until the others have given up */
+    /* until the others have given up */
+    while (me == 2 && !dt__aborted(world->world->shared)) nap(ctx, 0.01);
     if (me == 2) return DT_OK;
-    for (int i = 0; i < 12; i++) works[i] = dt_all_reduce_start(world, big[me][i], big[me][i], 3000, DT_F32, DT_SUM);
+    for (int i = 0; i < 12; i++)
+        works[i] = dt_all_reduce_start(world, big[me][i], big[me][i], 3000, DT_F32, DT_SUM);
     dt_wait(ctx, works[11]);
     return dt_error(ctx);
 }
@@ -318,10 +360,12 @@ static void test_rules(void) {
     run(&o, 2, careless_rank, &which);
     const char *begins = "all-reduce f32 x 100 sum on world at test_comm_started.c:";
     CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, begins) &&
-              strstr(o.report.text, " was started and never waited for"), "%s", o.report.text);
+                  strstr(o.report.text, " was started and never waited for"),
+        "%s", o.report.text);
     which = 1;
     run(&o, 2, careless_rank, &which);
-    CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "has been waited for"), "%s", o.report.text);
+    CHECK_MSG(o.status == DT_ERR_ARG && strstr(o.report.text, "has been waited for"), "%s",
+        o.report.text);
     prepare(&o, 4, steady_rank, &o.host);
     start(&o);
     CHECK_MSG(o.status == DT_OK, "%s", o.report.text);
@@ -333,17 +377,19 @@ static void test_rules(void) {
         prepare(&o, 3, failing_wait_rank, &waits);
         o.desc.kernels = &kernels;
         start(&o);
-        CHECK_MSG(o.status == DT_ERR_NUMERIC && !seen_garbage, "waits %d: %s, garbage %d", waits, o.report.text,
-                  seen_garbage);
+        CHECK_MSG(o.status == DT_ERR_NUMERIC && !seen_garbage, "waits %d: %s, garbage %d", waits,
+            o.report.text, seen_garbage);
     }
     for (int rank = 0; rank < 2; rank++) CHECK(run(&o, 2, polling_rank, &rank) == DT_ERR_NUMERIC);
     prepare(&o, 3, behind_rank, NULL);
     o.desc.timeout_s = 0.4;
     start(&o);
-    CHECK_MSG(o.status == DT_ERR_TIMEOUT && strstr(o.report.text, "ranks 0,1 arrived, 2 did not"), "%s", o.report.text);
+    CHECK_MSG(o.status == DT_ERR_TIMEOUT && strstr(o.report.text, "ranks 0,1 arrived, 2 did not"),
+        "%s", o.report.text);
 }
 
-/* ---- 3. messages ------------------------------------------------------------------------------------------------- */
+/* ---- 3. messages
+   ------------------------------------------------------------------------------------------------- */
 
 /* An earlier receive that waits for another rank does not hold up a receive from any. */
 static dt_status any_rank(dt_ctx *ctx, void *user) {
@@ -380,7 +426,8 @@ static dt_status any_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* Large and small from everybody at once, to be told apart by their rank; several receives of the same message. */
+/* Large and small from everybody at once, to be told apart by their rank; several receives of the
+   same message. */
 static dt_status crowd_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world), seen[MAX_RANKS] = { 0 };
@@ -402,8 +449,8 @@ static dt_status crowd_rank(dt_ctx *ctx, void *user) {
                 buf[0] = buf[count - 1] = -1;
                 if (dt_recv_any(world, buf, count, DT_F32, tag, &from)) break;
                 int want = from * 1000 + 2 * (tag ? seen[from] / 100 : seen[from] % 100) + tag;
-                CHECK_MSG(from > 0 && buf[0] == (float)want && buf[count - 1] == buf[0], "from %d: %g, not %d", from,
-                          (double)buf[0], want);
+                CHECK_MSG(from > 0 && buf[0] == (float)want && buf[count - 1] == buf[0],
+                    "from %d: %g, not %d", from, (double)buf[0], want);
                 if (from >= 0) seen[from] += tag ? 100 : 1;
             }
         }
@@ -413,7 +460,8 @@ static dt_status crowd_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* To itself, received before it is sent; large too when both are under way. And everybody to everybody at once. */
+/* To itself, received before it is sent; large too when both are under way. And everybody to
+   everybody at once. */
 static dt_status self_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     int n = dt_comm_size(world), me = dt_comm_rank(world), bad = 0;
@@ -424,8 +472,8 @@ static dt_status self_rank(dt_ctx *ctx, void *user) {
     for (int size = 0; size < 2; size++) {
         size_t count = size ? MANY : 10;
         for (int r = 0; r < n; r++) {
-            for (size_t k = 0; k < count; k++) out[(size_t)r * count + k] = (float)(me * 100 + r),
-                in[(size_t)r * count + k] = -1;
+            for (size_t k = 0; k < count; k++)
+                out[(size_t)r * count + k] = (float)(me * 100 + r), in[(size_t)r * count + k] = -1;
             dt_transfer take = { NULL, in + (size_t)r * count, count, DT_F32, r, 5 };
             dt_transfer give = { out + (size_t)r * count, NULL, count, DT_F32, r, 5 };
             all[r] = take;
@@ -433,7 +481,8 @@ static dt_status self_rank(dt_ctx *ctx, void *user) {
         }
         CHECK(dt_exchange(world, all, 2 * n) == DT_OK);
         for (int r = 0; r < n; r++)
-            for (size_t k = 0; k < count; k++) bad += in[(size_t)r * count + k] != (float)(r * 100 + me);
+            for (size_t k = 0; k < count; k++)
+                bad += in[(size_t)r * count + k] != (float)(r * 100 + me);
     }
     CHECK_MSG(bad == 0, "%d wrong", bad);
     free(out);
@@ -450,7 +499,8 @@ static dt_status overtake_rank(dt_ctx *ctx, void *user) {
     for (int round = 0; round < 50; round++) {
         dt_work *works[16];
         for (int i = 0; i < 16; i++) {
-            for (size_t k = 0; k < count; k++) buf[(size_t)i * count + k] = me ? -1 : round * 16 + i;
+            for (size_t k = 0; k < count; k++)
+                buf[(size_t)i * count + k] = me ? -1 : round * 16 + i;
             works[i] = me ? dt_recv_start(world, buf + (size_t)i * count, count, DT_I32, 0, 1)
                           : dt_send_start(world, buf + (size_t)i * count, count, DT_I32, 1, 1);
         }
@@ -472,7 +522,8 @@ static dt_status full_pair_rank(dt_ctx *ctx, void *user) {
     dt_comm_set_algorithm(world, *(const dt_algorithm *)user);
     for (int i = 0; me == 0 && i < 8; i++) dt_send(world, &i, 1, DT_I32, 1, 1);
     CHECK(dt_all_reduce(world, &x, &x, 1, DT_F32, DT_SUM) == DT_OK && x == 2);
-    for (int i = 0; me == 1 && i < 8; i++) CHECK(dt_recv(world, &y, 1, DT_I32, 0, 1) == DT_OK && y == i);
+    for (int i = 0; me == 1 && i < 8; i++)
+        CHECK(dt_recv(world, &y, 1, DT_I32, 0, 1) == DT_OK && y == i);
     return dt_error(ctx);
 }
 
@@ -486,9 +537,13 @@ static void test_messages(void) {
     }
 }
 
-/* ---- 4. the simulated link --------------------------------------------------------------------------------------- */
+/* ---- 4. the simulated link
+   --------------------------------------------------------------------------------------- */
 
-typedef struct link_case { double latency; dt_algorithm algorithm; } link_case;
+typedef struct link_case {
+    double latency;
+    dt_algorithm algorithm;
+} link_case;
 
 static dt_status link_rank(dt_ctx *ctx, void *user) {
     const link_case *c = (const link_case *)user;
@@ -497,37 +552,41 @@ static dt_status link_rank(dt_ctx *ctx, void *user) {
     float x[4 * 64], y[4 * 64];
     dt_comm_set_algorithm(world, c->algorithm);
     double from, link_free = world->world->link_free;
-    for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM);    /* copies: free */
+    for (int i = 0; i < 5; i++) dt_all_reduce(one, x, x, 1, DT_F32, DT_SUM); /* copies: free */
     for (int i = 0; i < 5; i++) dt_mean(world, 1);
     CHECK(world->world->link_free == link_free);
     dt_barrier(world);
     from = seconds();
-    for (int i = 0; i < 10; i++) {      /* in place: adding twice would show */
+    for (int i = 0; i < 10; i++) { /* in place: adding twice would show */
         for (int k = 0; k < n * 64; k++) x[k] = (float)(me + 1);
-        if (i % 2) CHECK(dt_all_reduce(world, x, x, 64, DT_F32, DT_SUM) == DT_OK);
-        else CHECK(dt_reduce_scatter(world, x, x + me * 64, 64, DT_F32, DT_SUM) == DT_OK);
-        CHECK_MSG((i % 2 ? x[0] : x[me * 64]) == (float)(n * (n + 1) / 2), "algorithm %d: %g", (int)c->algorithm,
-                  (double)x[0]);
+        if (i % 2)
+            CHECK(dt_all_reduce(world, x, x, 64, DT_F32, DT_SUM) == DT_OK);
+        else
+            CHECK(dt_reduce_scatter(world, x, x + me * 64, 64, DT_F32, DT_SUM) == DT_OK);
+        CHECK_MSG((i % 2 ? x[0] : x[me * 64]) == (float)(n * (n + 1) / 2), "algorithm %d: %g",
+            (int)c->algorithm, (double)x[0]);
     }
     double took = seconds() - from;
-    CHECK_MSG(took >= 10 * c->latency * 0.999 && took < 30 * c->latency + 1, "10 operations took %.3f s", took);
+    CHECK_MSG(took >= 10 * c->latency * 0.999 && took < 30 * c->latency + 1,
+        "10 operations took %.3f s", took);
     dt_work *works[5];
     from = seconds();
     for (int i = 0; i < 5; i++) works[i] = dt_all_gather_start(world, x, y, 16, DT_F32);
-    int over = 0;   /* work in small pieces meanwhile: as long as the link */
+    int over = 0; /* work in small pieces meanwhile: as long as the link */
     while (seconds() - from < 5 * c->latency) {
         nap(ctx, 1e-3);
         over += dt_test(ctx, works[0]) && seconds() - from < c->latency * 0.99;
     }
     for (int i = 4; i >= 0; i--) dt_wait(ctx, works[i]);
     took = seconds() - from;
-    CHECK_MSG(over == 0 && took >= 5 * c->latency * 0.999 && took < 8 * c->latency + 0.5, "5 started took %.3f s",
-              took);
+    CHECK_MSG(over == 0 && took >= 5 * c->latency * 0.999 && took < 8 * c->latency + 0.5,
+        "5 started took %.3f s", took);
     from = seconds();
     dt_barrier(world);
     if (me == 0) dt_send(world, x, 8, DT_F32, 1, 0);
     if (me == 1) dt_recv(world, y, 8, DT_F32, 0, 0);
-    CHECK_MSG(seconds() - from >= c->latency * (me < 2 ? 2 : 1) * 0.999, "rank %d: %.3f s", me, seconds() - from);
+    CHECK_MSG(seconds() - from >= c->latency * (me < 2 ? 2 : 1) * 0.999, "rank %d: %.3f s", me,
+        seconds() - from);
     return dt_error(ctx);
 }
 
@@ -538,7 +597,7 @@ static dt_status bandwidth_rank(dt_ctx *ctx, void *user) {
     dt_barrier(world);
     double from = seconds();
     dt_all_reduce(world, x, x, 50000, DT_F32, DT_SUM);
-    double took = seconds() - from;     /* 2 * 200,000 / 2 bytes at 1 MB/s */
+    double took = seconds() - from; /* 2 * 200,000 / 2 bytes at 1 MB/s */
     CHECK_MSG(took >= 0.2 && took < 1.5, "%.3f s", took);
     free(x);
     return dt_error(ctx);
@@ -549,8 +608,10 @@ static void test_link(void) {
     for (int procs = 0; procs < 2; procs++) {
         for (int a = 0; a < DT_ALGORITHMS; a++) {
             link_case c = { 0.01, (dt_algorithm)a };
-            if (procs) prepare_procs(&o, 3, link_rank, &c);
-            else prepare(&o, 3, link_rank, &c);
+            if (procs)
+                prepare_procs(&o, 3, link_rank, &c);
+            else
+                prepare(&o, 3, link_rank, &c);
             o.desc.link.latency_s = c.latency;
             o.desc.timeout_s = 5;
             start(&o);
@@ -560,7 +621,7 @@ static void test_link(void) {
     for (int slow = 0; slow < 2; slow++) {
         prepare(&o, 2, bandwidth_rank, NULL);
         o.desc.link.bytes_per_s = 1e6;
-        o.desc.timeout_s = slow ? 0.1 : 60;     /* a slow link is no late rank */
+        o.desc.timeout_s = slow ? 0.1 : 60; /* a slow link is no late rank */
         start(&o);
         CHECK_MSG(o.status == DT_OK, "%s", o.report.text);
     }

@@ -1,6 +1,7 @@
 // test_cuda_attention_races.cc - are products and attention of dt_kernels.cu free of races?
 //
-// The cases of test_cuda_attention.cc again, under the detector that test_cuda_races.cc shows to work.
+// The cases of test_cuda_attention.cc again, under the detector that test_cuda_races.cc shows to
+// work.
 
 #define CUDA_ORDERS 1
 #define main test_cases

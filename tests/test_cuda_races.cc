@@ -1,6 +1,7 @@
 // test_cuda_races.cc - are the kernels of dt_kernels.cu free of races?
 //
-// The cases of test_cuda.cc again, under the detector of cuda_races.cc, after kernels with planted races that it must
+// The cases of test_cuda.cc again, under the detector of cuda_races.cc, after kernels with planted
+// races that it must
 // report and kernels without that it must not. The Makefile knows the words to compile this with.
 
 #define CUDA_ORDERS 1 // the detector does not need the race to happen
@@ -8,12 +9,12 @@
 #include "test_cuda.cc"
 #undef main
 
-// ==== 1. Planted races, and the same without ========================================================================
+// ==== 1. Planted races, and the same without ====================================================
 
 // True if the launch before was reported with all of `parts`; clears it.
 static bool reported(std::initializer_list<const char *> parts) {
     const char *error = dtc_error();
-    bool        found = error != NULL;
+    bool found = error != NULL;
     for (const char *part : parts) found = found && strstr(error, part);
     if (!found) printf("got: %s\n", error ? error : "nothing");
     dtc_clear_error();
@@ -24,7 +25,7 @@ static bool reported(std::initializer_list<const char *> parts) {
 enum { BEFORE_READING = 1, BEFORE_REUSE = 2 };
 __global__ void exchange(float *out, int barriers) {
     __shared__ float theirs[64];
-    int              i = (int)threadIdx.x;
+    int i = (int)threadIdx.x;
     for (int round = 0; round < 2; round++) {
         theirs[i] = (float)(i + round);
         if (barriers & BEFORE_READING) __syncthreads();
@@ -33,7 +34,8 @@ __global__ void exchange(float *out, int barriers) {
     }
 }
 
-// All read one number that a thread of one warp then replaces. barrier: 1 for the block, 2 for that warp alone.
+// All read one number that a thread of one warp then replaces. barrier: 1 for the block, 2 for that
+// warp alone.
 __global__ void broadcast(float *out, int barrier) {
     __shared__ float number;
     if (threadIdx.x == 0) number = 1;
@@ -47,15 +49,18 @@ __global__ void broadcast(float *out, int barrier) {
 static void test_block_races() {
     float out[64];
     DT_LAUNCH(exchange, 2, 64, 0, 0, out, BEFORE_READING | BEFORE_REUSE);
-    CHECK(reported({ "race in global memory", "the blocks are in no order" })); // both blocks write out
+    CHECK(reported(
+        { "race in global memory", "the blocks are in no order" })); // both blocks write out
     DT_LAUNCH(exchange, 1, 64, 0, 0, out, BEFORE_READING | BEFORE_REUSE);
-    DT_LAUNCH(exchange, 1, 64, 0, 0, out, BEFORE_READING | BEFORE_REUSE); // launches come one after another
+    DT_LAUNCH(exchange, 1, 64, 0, 0, out,
+        BEFORE_READING | BEFORE_REUSE); // launches come one after another
     check_no_mistake("an exchange with all barriers");
     DT_LAUNCH(exchange, 1, 64, 0, 0, out, BEFORE_REUSE);
-    CHECK(reported({ "exchange: race in shared memory", "no __syncthreads", "reads 4 bytes: exchange",
-                     "writes 4 bytes: exchange", "test_cuda_races.cc:" }));
+    CHECK(reported({ "exchange: race in shared memory", "no __syncthreads",
+        "reads 4 bytes: exchange", "writes 4 bytes: exchange", "test_cuda_races.cc:" }));
     DT_LAUNCH(exchange, 1, 64, 0, 0, out, BEFORE_READING);
-    CHECK(reported({ "race in shared memory", "no __syncthreads", "reads 4 bytes", "writes 4 bytes" }));
+    CHECK(reported(
+        { "race in shared memory", "no __syncthreads", "reads 4 bytes", "writes 4 bytes" }));
     DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 1);
     check_no_mistake("a broadcast");
     for (int order : { DTC_FORWARD, DTC_REVERSE }) {
@@ -63,21 +68,25 @@ static void test_block_races() {
         DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 0);
         CHECK(reported({ "race in shared memory", "no __sync", "thread (0,0,0) writes 4 bytes" }));
         DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 2);
-        CHECK(reported({ "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
+        CHECK(reported(
+            { "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
     }
-    for (int seed = 0; seed < 8; seed++) { // the first to read may be of the warp that writes, or not
+    for (int seed = 0; seed < 8;
+         seed++) { // the first to read may be of the warp that writes, or not
         dtc_set_order(DTC_PERMUTED, seed);
         DT_LAUNCH(broadcast, 1, 64, 0, 0, out, 2);
-        CHECK(reported({ "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
+        CHECK(reported(
+            { "race in shared memory", "no __syncthreads", "thread (0,0,0) writes 4 bytes" }));
     }
     dtc_set_order(DTC_FORWARD, 0);
 }
 
-// A lane reads its neighbour's number. how: 0 no barrier, 1 a shuffle, which orders nothing, 2 __syncwarp, 3 each half
+// A lane reads its neighbour's number. how: 0 no barrier, 1 a shuffle, which orders nothing, 2
+// __syncwarp, 3 each half
 // for itself, and the neighbour is in the same half, 4 in the other.
 __global__ void neighbour(float *out, int how) {
     __shared__ float mine[32];
-    unsigned         lane = threadIdx.x, half = lane < 16 ? 0xffffu : 0xffff0000u;
+    unsigned lane = threadIdx.x, half = lane < 16 ? 0xffffu : 0xffff0000u;
     mine[lane] = 1;
     if (how == 1) __shfl_sync(0xffffffffu, lane, 0);
     if (how == 2) __syncwarp();
@@ -89,17 +98,20 @@ static void test_warp_races() {
     float out[32];
     for (int how = 0; how < 5; how++) {
         DT_LAUNCH(neighbour, 1, 32, 0, 0, out, how);
-        if (how == 2 || how == 3) check_no_mistake("a neighbour's number after __syncwarp");
-        else CHECK(reported({ "race in shared memory", "no __syncwarp or __syncthreads" }));
+        if (how == 2 || how == 3)
+            check_no_mistake("a neighbour's number after __syncwarp");
+        else
+            CHECK(reported({ "race in shared memory", "no __syncwarp or __syncthreads" }));
     }
 }
 
 // Neighbours of every size: the bytes of a word, the words of a pack. overlap: one byte too many.
-template <class T>
-__global__ void side_by_side(T *out, size_t bytes, int overlap) {
+template <class T> __global__ void side_by_side(T *out, size_t bytes, int overlap) {
     char *mine = (char *)out + threadIdx.x * bytes;
-    if (bytes == sizeof(T)) *(T *)mine = T();
-    else memset(mine, 0, bytes + (size_t)overlap);
+    if (bytes == sizeof(T))
+        *(T *)mine = T();
+    else
+        memset(mine, 0, bytes + (size_t)overlap);
 }
 
 __global__ void copy_back(char *to, const char *from) { // what lies where the neighbour writes
@@ -112,7 +124,8 @@ static void test_sizes() {
     DT_LAUNCH(side_by_side<uint16_t>, 1, 64, 0, 0, (uint16_t *)memory, (size_t)2, 0);
     DT_LAUNCH(side_by_side<float4>, 1, 64, 0, 0, (float4 *)memory, (size_t)16, 0);
     DT_LAUNCH(side_by_side<float4>, 1, 64, 0, 0, (float4 *)memory, (size_t)43, 0);
-    DT_LAUNCH(side_by_side<float4>, 2, 1, 0, 0, (float4 *)memory, (size_t)43, 0); // one element twice
+    DT_LAUNCH(
+        side_by_side<float4>, 2, 1, 0, 0, (float4 *)memory, (size_t)43, 0); // one element twice
     CHECK(reported({ "blocks are in no order" }));
     DT_LAUNCH(copy_back, 1, 64, 0, 0, other, memory);
     check_no_mistake("neighbours");
@@ -139,24 +152,29 @@ __global__ void last_block(float *sum, float *partial, unsigned *done, int with_
 }
 
 __global__ void count(unsigned *n, int plainly) {
-    if (plainly && threadIdx.x == 33) *n = *n + 1;
-    else atomicAdd(n, 1);
+    if (plainly && threadIdx.x == 33)
+        *n = *n + 1;
+    else
+        atomicAdd(n, 1);
 }
 
 __global__ void tell(int *word, int plainly) { // all write the same
-    if (plainly) *word = 1;
-    else *(volatile int *)word = 1;
+    if (plainly)
+        *word = 1;
+    else
+        *(volatile int *)word = 1;
 }
 
 static void test_atomics() {
-    float    sum = 0, partial[5 * 64];
+    float sum = 0, partial[5 * 64];
     unsigned done = 0;
     for (int order : { DTC_FORWARD, DTC_REVERSE }) {
         dtc_set_order(order, 0);
         DT_LAUNCH(last_block, 5, 64, 0, 0, &sum, partial, &done, 1);
         check_no_mistake("the last block");
         DT_LAUNCH(last_block, 5, 64, 0, 0, &sum, partial, &done, 0);
-        CHECK(reported({ "race in global memory", "the blocks are in no order", "reads 4 bytes", "writes 4 bytes" }));
+        CHECK(reported({ "race in global memory", "the blocks are in no order", "reads 4 bytes",
+            "writes 4 bytes" }));
         done = 0;
         DT_LAUNCH(count, 3, 64, 0, 0, &done, 0);
         check_no_mistake("counting");
@@ -173,12 +191,13 @@ static void test_atomics() {
     CHECK(reported({ "race in global memory", "writes 4 bytes" }));
 }
 
-// Tiles come one after another into two buffers. which: 0 right, 1 no barrier after the wait, 2 the next tile is asked
+// Tiles come one after another into two buffers. which: 0 right, 1 no barrier after the wait, 2 the
+// next tile is asked
 // for while the one before may still be read.
 __global__ void fetch_tiles(float *out, const float *in, int which) {
     __shared__ float4 tile[2][64];
-    int               i = (int)threadIdx.x;
-    float             sum = 0;
+    int i = (int)threadIdx.x;
+    float sum = 0;
     dtc_cp_async16(&tile[0][i], in + 4 * i, 16);
     dtc_cp_async_commit();
     for (int t = 0; t < 4; t++) {
@@ -196,7 +215,7 @@ __global__ void fetch_tiles(float *out, const float *in, int which) {
 // A warp reads rows that other lanes have written.
 __global__ void fetch_rows(unsigned *out, int barrier) {
     __shared__ uint4 rows[32];
-    unsigned         r[4], lane = threadIdx.x;
+    unsigned r[4], lane = threadIdx.x;
     rows[31 - lane] = make_uint4(1, 2, 3, 4);
     if (barrier) __syncwarp();
     dtc_ldmatrix_x4(r, &rows[lane]);
@@ -205,21 +224,23 @@ __global__ void fetch_rows(unsigned *out, int barrier) {
 
 static void test_asynchronous() {
     alignas(16) static float in[256];
-    float    out[64];
+    float out[64];
     unsigned bits[32];
     DT_LAUNCH(fetch_tiles, 1, 64, 0, 0, out, in, 0);
     check_no_mistake("tiles");
     DT_LAUNCH(fetch_tiles, 1, 64, 0, 0, out, in, 1);
-    CHECK(reported({ "race in shared memory", "writes 16 bytes: fetch_tiles", "reads 4 bytes: fetch_tiles" }));
+    CHECK(reported(
+        { "race in shared memory", "writes 16 bytes: fetch_tiles", "reads 4 bytes: fetch_tiles" }));
     DT_LAUNCH(fetch_tiles, 1, 64, 0, 0, out, in, 2);
-    CHECK(reported({ "race in shared memory", "writes 16 bytes: fetch_tiles", "reads 4 bytes: fetch_tiles" }));
+    CHECK(reported(
+        { "race in shared memory", "writes 16 bytes: fetch_tiles", "reads 4 bytes: fetch_tiles" }));
     DT_LAUNCH(fetch_rows, 1, 32, 0, 0, bits, 1);
     check_no_mistake("rows");
     DT_LAUNCH(fetch_rows, 1, 32, 0, 0, bits, 0);
     CHECK(reported({ "race in shared memory", "reads 16 bytes: fetch_rows" }));
 }
 
-// ==== 2. One barrier by two ways ====================================================================================
+// ==== 2. One barrier by two ways ================================================================
 
 static __device__ float sum_of_halves(float v) {
     __syncthreads();
@@ -228,15 +249,20 @@ static __device__ float sum_of_halves(float v) {
 
 __global__ void two_calls(float *out, int divergent) {
     float v = (float)threadIdx.x;
-    if (!divergent) v = sum_of_halves(v);
-    else if (threadIdx.x < 32) v = sum_of_halves(v);
-    else v = sum_of_halves(v + 1);
+    if (!divergent)
+        v = sum_of_halves(v);
+    else if (threadIdx.x < 32)
+        v = sum_of_halves(v);
+    else
+        v = sum_of_halves(v + 1);
     out[threadIdx.x] = v;
 }
 
 static __device__ int vote(int yes) { return __any_sync(0xffffffffu, yes); }
 
-__global__ void two_votes(float *out) { out[threadIdx.x] = (float)(threadIdx.x % 2 ? vote(1) : 2 * vote(0)); }
+__global__ void two_votes(float *out) {
+    out[threadIdx.x] = (float)(threadIdx.x % 2 ? vote(1) : 2 * vote(0));
+}
 
 static void test_divergence() {
     float out[64];
@@ -244,9 +270,11 @@ static void test_divergence() {
     DT_LAUNCH(two_calls, 1, 64, 0, 0, out, 0); // some fibers have run before, some are new
     check_no_mistake("a helper that all call");
     DT_LAUNCH(two_calls, 1, 64, 0, 0, out, 1);
-    CHECK(reported({ "divergent barrier: threads wait at different ones", "called from two_calls" }));
+    CHECK(
+        reported({ "divergent barrier: threads wait at different ones", "called from two_calls" }));
     DT_LAUNCH(two_votes, 1, 32, 0, 0, out);
-    CHECK(reported({ "lanes of a warp wait at different warp operations", "called from two_votes" }));
+    CHECK(
+        reported({ "lanes of a warp wait at different warp operations", "called from two_votes" }));
 }
 
 int main() {

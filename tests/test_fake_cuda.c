@@ -1,7 +1,8 @@
-/* test_fake_cuda.c - that fake_cuda.c finds what it is for: forgotten events and waits, wrong orders, wrong handles
+/* test_fake_cuda.c - that fake_cuda.c finds what it is for: forgotten events and waits, wrong
+   orders, wrong handles
 
-   A program that is right must be right in every order; one with a planted mistake must give a wrong number for some
-   seed, an error or a text. */
+   A program that is right must be right in every order; one with a planted mistake must give a
+   wrong number for some seed, an error or a text. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -32,7 +33,8 @@ static void machine(int devices) {
 
 /* The mistake that was expected is over. */
 static void machine_after(const char *part, int devices) {
-    CHECK_MSG(said(part), "not found: %s; %s", part, fake_cuda_error() ? fake_cuda_error() : "nothing");
+    CHECK_MSG(
+        said(part), "not found: %s; %s", part, fake_cuda_error() ? fake_cuda_error() : "nothing");
     fake_cuda_reset();
     fake_cuda_devices(devices);
 }
@@ -56,27 +58,31 @@ static cudaEvent_t new_event(void) {
 }
 
 /* A kernel: y = x + 1. */
-typedef struct increment { const float *x; float *y; } increment;
+typedef struct increment {
+    const float *x;
+    float *y;
+} increment;
 static void increment_run(void *arg) {
     const increment *k = (const increment *)arg;
     for (int i = 0; i < N; i++) k->y[i] = k->x[i] + 1;
 }
 static void launch_increment(cudaStream_t s, const float *x, float *y) {
     increment *k = (increment *)malloc(sizeof *k);
-    *k = (increment){x, y};
+    *k = (increment){ x, y };
     fake_cuda_launch(s, increment_run, k, free);
 }
 
-// ==== Streams =======================================================================================================
+// ==== Streams ===================================================================================
 
-/* One stream fills x, the other reads it; without the event some order must show it. Returns what came out. */
+/* One stream fills x, the other reads it; without the event some order must show it. Returns what
+   came out. */
 static float two_streams(unsigned seed, int order, int with_event) {
     fake_cuda_reset();
     fake_cuda_seed(seed);
     fake_cuda_order(order);
     cudaStream_t a = new_stream(), b = new_stream();
-    cudaEvent_t  filled = new_event();
-    float       *x = device_floats(N), *y = device_floats(N), *z = device_floats(N), out[N];
+    cudaEvent_t filled = new_event();
+    float *x = device_floats(N), *y = device_floats(N), *z = device_floats(N), out[N];
     cudaMemsetAsync(x, 0, N * sizeof *x, a);
     launch_increment(a, x, y);
     cudaEventRecord(filled, a);
@@ -98,7 +104,8 @@ static void test_events(void) {
         wrong += two_streams(seed, FAKE_CUDA_RANDOM, 0) != 2;
     }
     CHECK_MSG(right == SEEDS, "right with the event for %d seeds of %d", right, SEEDS);
-    CHECK_MSG(wrong >= SEEDS / 10 && wrong <= SEEDS * 9 / 10, "wrong without it for %d seeds", wrong);
+    CHECK_MSG(
+        wrong >= SEEDS / 10 && wrong <= SEEDS * 9 / 10, "wrong without it for %d seeds", wrong);
     CHECK(two_streams(1, FAKE_CUDA_LAZY, 1) == 2);
     CHECK(two_streams(1, FAKE_CUDA_LAZY, 0) != 2);
     CHECK(two_streams(1, FAKE_CUDA_EAGER, 1) == 2);
@@ -109,8 +116,8 @@ static void test_records(void) {
     fake_cuda_reset();
     fake_cuda_order(FAKE_CUDA_LAZY);
     cudaStream_t a = new_stream(), b = new_stream();
-    cudaEvent_t  e = new_event();
-    float       *x = device_floats(N), *y = device_floats(N), out[N];
+    cudaEvent_t e = new_event();
+    float *x = device_floats(N), *y = device_floats(N), out[N];
     cudaMemsetAsync(x, 0, N * sizeof *x, a);
     CHECK(cudaEventQuery(e) == cudaSuccess && cudaEventSynchronize(e) == cudaSuccess);
     CHECK(cudaStreamWaitEvent(b, e, 0) == cudaSuccess); /* never recorded: no wait */
@@ -135,13 +142,14 @@ static void test_records(void) {
 
 static void test_default_stream(void) {
     int wrong = 0;
-    for (unsigned seed = 0; seed < SEEDS; seed++) { /* it orders the blocking streams around it, not the others */
+    /* it orders the blocking streams around it, not the others */
+    for (unsigned seed = 0; seed < SEEDS; seed++) {
         fake_cuda_reset();
         fake_cuda_seed(seed);
         cudaStream_t blocking, other = new_stream();
         cudaStreamCreate(&blocking);
-        float *x = device_floats(N), *y = device_floats(N), *z = device_floats(N), *w = device_floats(N), out[N],
-              free_out[N];
+        float *x = device_floats(N), *y = device_floats(N), *z = device_floats(N),
+              *w = device_floats(N), out[N], free_out[N];
         cudaMemsetAsync(x, 0, N * sizeof *x, blocking);
         launch_increment(NULL, x, y);
         launch_increment(blocking, y, z);
@@ -166,7 +174,7 @@ static void test_host(void) {
         fake_cuda_reset();
         fake_cuda_seed(seed);
         cudaStream_t s = new_stream();
-        float       *x = device_floats(N), *pinned, pageable[N];
+        float *x = device_floats(N), *pinned, pageable[N];
         CHECK(cudaMallocHost((void **)&pinned, N * sizeof *pinned) == cudaSuccess);
         for (int i = 0; i < N; i++) pageable[i] = 3;
         cudaMemcpyAsync(x, pageable, sizeof pageable, cudaMemcpyHostToDevice, s);
@@ -194,23 +202,28 @@ static void test_host(void) {
 
 static void test_memory(void) {
     cudaStream_t s = new_stream();
-    float       *x = device_floats(N), host[N + 1];
-    uint32_t     bits;
-    size_t       available, total;
+    float *x = device_floats(N), host[N + 1];
+    uint32_t bits;
+    size_t available, total;
     struct cudaPointerAttributes a;
     CHECK(cudaMemcpy(host, x, 4, cudaMemcpyDefault) == cudaSuccess);
     memcpy(&bits, host, 4);
     CHECK(bits == 0xffffffff);
-    CHECK(cudaPointerGetAttributes(&a, x + 5) == cudaSuccess && a.type == cudaMemoryTypeDevice && a.device == 0);
-    CHECK(cudaPointerGetAttributes(&a, host) == cudaSuccess && a.type == cudaMemoryTypeUnregistered);
+    CHECK(cudaPointerGetAttributes(&a, x + 5) == cudaSuccess && a.type == cudaMemoryTypeDevice &&
+          a.device == 0);
+    CHECK(
+        cudaPointerGetAttributes(&a, host) == cudaSuccess && a.type == cudaMemoryTypeUnregistered);
     CHECK(cudaHostRegister(host, sizeof host, 0) == cudaSuccess);
     CHECK(cudaPointerGetAttributes(&a, host + 1) == cudaSuccess && a.type == cudaMemoryTypeHost);
-    CHECK(cudaHostRegister(host, 4, 0) == cudaErrorHostMemoryAlreadyRegistered && cudaGetLastError());
+    CHECK(
+        cudaHostRegister(host, 4, 0) == cudaErrorHostMemoryAlreadyRegistered && cudaGetLastError());
     CHECK(cudaHostUnregister(host) == cudaSuccess);
-    CHECK(cudaMemcpyAsync(host, x, sizeof host, cudaMemcpyDefault, s) == cudaErrorInvalidValue && cudaGetLastError());
+    CHECK(cudaMemcpyAsync(host, x, sizeof host, cudaMemcpyDefault, s) == cudaErrorInvalidValue &&
+          cudaGetLastError());
     CHECK(said("leaves its allocation"));
     fake_cuda_clear_error();
-    CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyHostToDevice, s) == cudaErrorInvalidValue && cudaGetLastError());
+    CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyHostToDevice, s) == cudaErrorInvalidValue &&
+          cudaGetLastError());
     CHECK(said("kind"));
     fake_cuda_clear_error();
     CHECK(cudaFree(x + 1) == cudaErrorInvalidValue && said("not what its allocation returned"));
@@ -240,12 +253,13 @@ static void fail_run(void *arg) {
 static void test_failures(void) {
     machine(2);
     cudaStream_t s = new_stream(), t;
-    float       *x = device_floats(N), host[N] = {0};
+    float *x = device_floats(N), host[N] = { 0 };
     fake_cuda_order(FAKE_CUDA_LAZY);
     fake_cuda_launch(s, fail_run, NULL, NULL);
     CHECK(cudaGetLastError() == cudaSuccess);
     CHECK(cudaStreamSynchronize(s) == cudaErrorLaunchFailure);
-    CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaErrorLaunchFailure);
+    CHECK(cudaGetLastError() == cudaErrorLaunchFailure &&
+          cudaGetLastError() == cudaErrorLaunchFailure);
     CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyDefault, s) == cudaErrorLaunchFailure);
     CHECK(cudaSetDevice(1) == cudaSuccess && cudaGetLastError());
     t = new_stream();
@@ -298,24 +312,28 @@ static void test_guard(void) {
     CHECK(guarded(3) == 0);       /* with access to the peer */
 }
 
-// ==== Matrix products ===============================================================================================
+// ==== Matrix products ===========================================================================
 
-typedef struct shape { int m, n, k, transa, transb, batch, pad; } shape;
-static const cudaDataType_t TYPES[3] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F};
+typedef struct shape {
+    int m, n, k, transa, transb, batch, pad;
+} shape;
+static const cudaDataType_t TYPES[3] = { CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F };
 
-static double plain_gelu(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
+static double plain_gelu(double x) {
+    return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+}
 
 /* One matrix on the host and the device, with numbers that its type holds. */
 typedef struct matrix {
     cudaDataType_t type;
-    int            rows, cols, ld, batch;
-    size_t         bytes;
-    char          *host, *at;
+    int rows, cols, ld, batch;
+    size_t bytes;
+    char *host, *at;
 } matrix;
 
 static uint64_t numbers = 1;
 static matrix new_matrix(cudaDataType_t type, int rows, int cols, int ld, int batch) {
-    matrix m = {.type = type, .rows = rows, .cols = cols, .ld = ld, .batch = batch};
+    matrix m = { .type = type, .rows = rows, .cols = cols, .ld = ld, .batch = batch };
     m.bytes = (size_t)batch * (size_t)ld * (size_t)cols * number_bytes(type);
     m.host = (char *)malloc(m.bytes);
     for (size_t i = 0; i < m.bytes / number_bytes(type); i++)
@@ -325,7 +343,8 @@ static matrix new_matrix(cudaDataType_t type, int rows, int cols, int ld, int ba
     return m;
 }
 static double get(const matrix *m, int b, int row, int col) {
-    return number_load(m->type, m->host, ((size_t)b * (size_t)m->cols + (size_t)col) * (size_t)m->ld + (size_t)row);
+    return number_load(m->type, m->host,
+        ((size_t)b * (size_t)m->cols + (size_t)col) * (size_t)m->ld + (size_t)row);
 }
 static void free_matrix(matrix *m) {
     free(m->host);
@@ -334,8 +353,10 @@ static void free_matrix(matrix *m) {
 static void layout_of(cublasLtMatrixLayoutOpaque_t *l, const matrix *m) {
     int64_t stride = (int64_t)m->ld * m->cols;
     CHECK(!cublasLtMatrixLayoutInit(l, m->type, (uint64_t)m->rows, (uint64_t)m->cols, m->ld));
-    CHECK(!cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &m->batch, sizeof m->batch));
-    CHECK(!cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
+    CHECK(!cublasLtMatrixLayoutSetAttribute(
+        l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &m->batch, sizeof m->batch));
+    CHECK(!cublasLtMatrixLayoutSetAttribute(
+        l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
 }
 
 static double tolerance(cudaDataType_t type, double x) {
@@ -343,11 +364,11 @@ static double tolerance(cudaDataType_t type, double x) {
 }
 
 /* Every element against doubles. */
-static int compare(const shape *s, const matrix *a, const matrix *b, const matrix *c, const matrix *d,
-                   const matrix *bias, const matrix *aux_in, const matrix *aux, int epilogue) {
+static int compare(const shape *s, const matrix *a, const matrix *b, const matrix *c,
+    const matrix *d, const matrix *bias, const matrix *aux_in, const matrix *aux, int epilogue) {
     int wrong = 0;
     for (int batch = 0; batch < s->batch; batch++) {
-        double gradient[300] = {0};
+        double gradient[300] = { 0 };
         for (int row = 0; row < s->m; row++)
             for (int col = 0; col < s->n; col++) {
                 double x = 0;
@@ -375,49 +396,65 @@ static int compare(const shape *s, const matrix *a, const matrix *b, const matri
                 gradient[i] += of_b ? (s->transb ? get(b, batch, i, k) : get(b, batch, k, i))
                                     : (s->transa ? get(a, batch, k, i) : get(a, batch, i, k));
         for (int i = 0; epilogue & (16 | 256 | 512) && i < (of_b ? s->n : s->m); i++)
-            wrong += fabs(get(bias, batch, i, 0) - gradient[i]) > 4 * tolerance(bias->type, gradient[i]);
+            wrong +=
+                fabs(get(bias, batch, i, 0) - gradient[i]) > 4 * tolerance(bias->type, gradient[i]);
     }
     return wrong;
 }
 
 static cublasLtHandle_t handle;
 
-static cublasStatus_t product_of(const shape *s, cudaDataType_t in, cudaDataType_t out, int epilogue, int *wrong) {
-    int    ta = s->transa, tb = s->transb, pad = s->pad, ld = s->m + pad, gradients = epilogue & (16 | 256 | 512);
-    matrix a = new_matrix(in, ta ? s->k : s->m, ta ? s->m : s->k, (ta ? s->k : s->m) + pad, s->batch);
-    matrix b = new_matrix(in, tb ? s->n : s->k, tb ? s->k : s->n, (tb ? s->n : s->k) + pad, s->batch);
-    matrix c = new_matrix(out, s->m, s->n, ld, s->batch), d = new_matrix(out, s->m, s->n, ld + 1, s->batch);
+static cublasStatus_t product_of(
+    const shape *s, cudaDataType_t in, cudaDataType_t out, int epilogue, int *wrong) {
+    int ta = s->transa, tb = s->transb, pad = s->pad, ld = s->m + pad,
+        gradients = epilogue & (16 | 256 | 512);
+    matrix a =
+        new_matrix(in, ta ? s->k : s->m, ta ? s->m : s->k, (ta ? s->k : s->m) + pad, s->batch);
+    matrix b =
+        new_matrix(in, tb ? s->n : s->k, tb ? s->k : s->n, (tb ? s->n : s->k) + pad, s->batch);
+    matrix c = new_matrix(out, s->m, s->n, ld, s->batch),
+           d = new_matrix(out, s->m, s->n, ld + 1, s->batch);
     matrix aux = new_matrix(out, s->m, s->n, (s->m + 7) / 8 * 8, s->batch), aux_in = aux;
-    matrix bias = new_matrix(out, s->m > s->n ? s->m : s->n, 1, s->m > s->n ? s->m : s->n, s->batch);
+    matrix bias =
+        new_matrix(out, s->m > s->n ? s->m : s->n, 1, s->m > s->n ? s->m : s->n, s->batch);
     aux_in.host = (char *)memcpy(malloc(aux.bytes), aux.host, aux.bytes);
-    cublasLtMatmulDescOpaque_t   p;
+    cublasLtMatmulDescOpaque_t p;
     cublasLtMatrixLayoutOpaque_t la, lb, lc, ld_;
     cublasLtMatmulPreferenceOpaque_t wish;
-    cublasLtMatmulHeuristicResult_t  best;
-    int32_t  opa = ta ? CUBLAS_OP_T : CUBLAS_OP_N, opb = tb ? CUBLAS_OP_T : CUBLAS_OP_N, found;
-    int64_t  aux_ld = aux.ld, aux_stride = (int64_t)aux.ld * aux.cols, bias_stride = gradients ? bias.ld : 0;
+    cublasLtMatmulHeuristicResult_t best;
+    int32_t opa = ta ? CUBLAS_OP_T : CUBLAS_OP_N, opb = tb ? CUBLAS_OP_T : CUBLAS_OP_N, found;
+    int64_t aux_ld = aux.ld, aux_stride = (int64_t)aux.ld * aux.cols,
+            bias_stride = gradients ? bias.ld : 0;
     uint64_t room = 4096;
-    float    alpha = 1.5f, beta = 0.5f;
-    void    *workspace;
+    float alpha = 1.5f, beta = 0.5f;
+    void *workspace;
     CHECK(!cublasLtMatmulDescInit(&p, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_TRANSA, &opa, sizeof opa));
     CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_TRANSB, &opb, sizeof opb));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.at, sizeof bias.at));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, &bias_stride, 8));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux.at, sizeof aux.at));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &aux_ld, sizeof aux_ld));
-    CHECK(!cublasLtMatmulDescSetAttribute(&p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, &aux_stride, 8));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.at, sizeof bias.at));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, &bias_stride, 8));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux.at, sizeof aux.at));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &aux_ld, sizeof aux_ld));
+    CHECK(!cublasLtMatmulDescSetAttribute(
+        &p, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, &aux_stride, 8));
     layout_of(&la, &a), layout_of(&lb, &b), layout_of(&lc, &c), layout_of(&ld_, &d);
     CHECK(!cublasLtMatmulPreferenceInit(&wish));
-    CHECK(!cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room));
+    CHECK(!cublasLtMatmulPreferenceSetAttribute(
+        &wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room));
     cudaMalloc(&workspace, room);
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, &p, &la, &lb, &lc, &ld_, &wish, 1, &best, &found);
-    cudaStream_t   stream = new_stream();
+    cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(handle, &p, &la, &lb, &lc, &ld_, &wish, 1, &best, &found);
+    cudaStream_t stream = new_stream();
     if (!status) {
         CHECK(found == 1);
-        status = cublasLtMatmul(handle, &p, &alpha, a.at, &la, b.at, &lb, &beta, c.at, &lc, d.at, &ld_, &best.algo,
-                                workspace, best.workspaceSize, stream);
+        status = cublasLtMatmul(handle, &p, &alpha, a.at, &la, b.at, &lb, &beta, c.at, &lc, d.at,
+            &ld_, &best.algo, workspace, best.workspaceSize, stream);
     }
     if (!status) {
         cudaMemcpyAsync(d.host, d.at, d.bytes, cudaMemcpyDefault, stream);
@@ -426,31 +463,33 @@ static cublasStatus_t product_of(const shape *s, cudaDataType_t in, cudaDataType
         *wrong = compare(s, &a, &b, &c, &d, &bias, &aux_in, &aux, epilogue);
     }
     free(aux_in.host);
-    free_matrix(&a), free_matrix(&b), free_matrix(&c), free_matrix(&d), free_matrix(&aux), free_matrix(&bias);
+    free_matrix(&a), free_matrix(&b), free_matrix(&c), free_matrix(&d), free_matrix(&aux),
+        free_matrix(&bias);
     cudaFree(workspace);
     cudaStreamDestroy(stream);
     return status;
 }
 
 static void test_products(void) {
-    static const int EPILOGUES[] = {
-        CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_RELU_BIAS,
-        CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
-        CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_DGELU_BGRAD,
-        CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB};
+    static const int EPILOGUES[] = { CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_RELU,
+        CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_GELU,
+        CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+        CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADA,
+        CUBLASLT_EPILOGUE_BGRADB };
     enum { KINDS = sizeof EPILOGUES / sizeof *EPILOGUES };
-    static const shape SHAPES[] = {{1, 1, 1, 0, 0, 1, 0}, {17, 5, 9, 0, 0, 1, 3}, {33, 18, 7, 1, 0, 2, 1},
-                                   {16, 31, 20, 0, 1, 3, 0}, {47, 3, 65, 1, 1, 1, 2}};
+    static const shape SHAPES[] = { { 1, 1, 1, 0, 0, 1, 0 }, { 17, 5, 9, 0, 0, 1, 3 },
+        { 33, 18, 7, 1, 0, 2, 1 }, { 16, 31, 20, 0, 1, 3, 0 }, { 47, 3, 65, 1, 1, 1, 2 } };
     machine(1);
     CHECK(!cublasLtCreate(&handle));
     for (size_t s = 0; s < sizeof SHAPES / sizeof *SHAPES; s++)
         for (int type = 0; type < 5; type++)
             for (int e = 0; e < KINDS; e++) {
-                int            wrong = -1;
+                int wrong = -1;
                 cudaDataType_t in = TYPES[type % 3 + type / 3], out = type < 3 ? in : CUDA_R_32F;
                 cublasStatus_t status = product_of(&SHAPES[s], in, out, EPILOGUES[e], &wrong);
-                CHECK_MSG(!status && wrong == 0, "shape %zu, types %d %d, epilogue %d: status %d, %d wrong", s, in, out,
-                          EPILOGUES[e], status, wrong);
+                CHECK_MSG(!status && wrong == 0,
+                    "shape %zu, types %d %d, epilogue %d: status %d, %d wrong", s, in, out,
+                    EPILOGUES[e], status, wrong);
             }
     int wrong;
     fake_cublas_no_algorithm(1);
@@ -458,7 +497,8 @@ static void test_products(void) {
     fake_cublas_no_algorithm(0);
     CHECK(product_of(&SHAPES[1], CUDA_R_32F, CUDA_R_16F, 1, &wrong) == CUBLAS_STATUS_NOT_SUPPORTED);
     CHECK(product_of(&SHAPES[1], CUDA_R_8I, CUDA_R_8I, 1, &wrong) == CUBLAS_STATUS_NOT_SUPPORTED);
-    CHECK(product_of(&SHAPES[1], CUDA_R_32F, CUDA_R_32F, CUBLASLT_EPILOGUE_DRELU, &wrong) != CUBLAS_STATUS_SUCCESS);
+    CHECK(product_of(&SHAPES[1], CUDA_R_32F, CUDA_R_32F, CUBLASLT_EPILOGUE_DRELU, &wrong) !=
+          CUBLAS_STATUS_SUCCESS);
     CHECK(!cublasLtDestroy(handle));
     CHECK(!fake_cuda_error());
 }
@@ -467,36 +507,43 @@ static void test_products(void) {
 static void test_refusals(void) {
     for (int wrong = 0; wrong < 8; wrong++) {
         machine(2);
-        cublasLtMatmulDescOpaque_t       p;
-        cublasLtMatrixLayoutOpaque_t     a, b, d;
+        cublasLtMatmulDescOpaque_t p;
+        cublasLtMatrixLayoutOpaque_t a, b, d;
         cublasLtMatmulPreferenceOpaque_t wish;
-        cublasLtMatmulHeuristicResult_t  best;
-        int                              found;
-        float                            one = 1, zero = 0, *x = device_floats(1024);
-        static _Alignas(256) float       host[64];
-        uint64_t                         room = 64;
-        cudaStream_t                     s = new_stream();
+        cublasLtMatmulHeuristicResult_t best;
+        int found;
+        float one = 1, zero = 0, *x = device_floats(1024);
+        static _Alignas(256) float host[64];
+        uint64_t room = 64;
+        cudaStream_t s = new_stream();
         CHECK(!cublasLtCreate(&handle));
         cublasLtMatmulDescInit(&p, CUBLAS_COMPUTE_32F, CUDA_R_32F);
         cublasLtMatrixLayoutInit(&a, CUDA_R_32F, 8, 4, 8);
         cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 4, 8, 4);
         cublasLtMatrixLayoutInit(&d, CUDA_R_32F, 8, 8, 8);
         cublasLtMatmulPreferenceInit(&wish);
-        cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
-        CHECK(!cublasLtMatmulAlgoGetHeuristic(handle, &p, &a, &b, &d, &d, &wish, 1, &best, &found) && found);
+        cublasLtMatmulPreferenceSetAttribute(
+            &wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &room, sizeof room);
+        CHECK(
+            !cublasLtMatmulAlgoGetHeuristic(handle, &p, &a, &b, &d, &d, &wish, 1, &best, &found) &&
+            found);
         if (wrong == 1) cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 5, 8, 5);
         if (wrong == 2) cublasLtMatrixLayoutInit(&a, CUDA_R_32F, 8, 4, 7);
         if (wrong == 3) cublasLtMatrixLayoutInit(&b, CUDA_R_32F, 4, 7, 4);
         if (wrong == 3) cublasLtMatrixLayoutInit(&d, CUDA_R_32F, 8, 7, 8);
         if (wrong == 7) cudaSetDevice(1);
-        cublasStatus_t status =
-            cublasLtMatmul(handle, &p, &one, wrong == 4 ? x + 4 : wrong == 6 ? host : x, &a, x + 64, &b, &zero,
-                           x + 512, &d, x + 512, &d, &best.algo, x + 256, wrong == 5 ? 63 : 64, s);
-        static const char *const TEXTS[] = {NULL, "dimensions", "leading dimension", "another product", "aligned",
-                                            "workspace", "A: ", "current device"};
+        cublasStatus_t status = cublasLtMatmul(handle, &p, &one,
+            wrong == 4   ? x + 4
+            : wrong == 6 ? host
+                         : x,
+            &a, x + 64, &b, &zero, x + 512, &d, x + 512, &d, &best.algo, x + 256,
+            wrong == 5 ? 63 : 64, s);
+        static const char *const TEXTS[] = { NULL, "dimensions", "leading dimension",
+            "another product", "aligned", "workspace", "A: ", "current device" };
         CHECK((status == CUBLAS_STATUS_SUCCESS) == (wrong == 0));
         cublasLtDestroy(handle);
-        if (wrong) machine_after(TEXTS[wrong], 1);
+        if (wrong)
+            machine_after(TEXTS[wrong], 1);
         else {
             cudaStreamDestroy(s);
             cudaFree(x);
@@ -504,21 +551,21 @@ static void test_refusals(void) {
     }
 }
 
-// ==== Ranks =========================================================================================================
+// ==== Ranks =====================================================================================
 
 enum { MAX_RANKS = 6, SLOTS = 4096 };
 
 typedef struct rank rank;
 struct rank {
-    int          rank, size, blocking, device;
+    int rank, size, blocking, device;
     ncclUniqueId id;
-    void       (*body)(rank *);
-    ncclComm_t   comm;
+    void (*body)(rank *);
+    ncclComm_t comm;
     cudaStream_t stream;
-    float       *x, *y; /* SLOTS numbers; x[i] = rank + i */
-    float        out[SLOTS];
+    float *x, *y; /* SLOTS numbers; x[i] = rank + i */
+    float out[SLOTS];
     ncclResult_t init;
-    int          answer; /* of the body */
+    int answer; /* of the body */
 };
 
 /* Waits for a non-blocking communicator; its state. */
@@ -537,21 +584,23 @@ static ncclResult_t settle_split(ncclComm_t comm, ncclResult_t result) {
 
 /* What a client does instead of a wait without an end; a mistake that was found ends it too. */
 static cudaError_t poll_stream(cudaStream_t s, double seconds) {
-    double      until = now() + seconds;
+    double until = now() + seconds;
     cudaError_t error;
-    while ((error = cudaStreamQuery(s)) == cudaErrorNotReady && now() < until && !fake_cuda_error()) sched_yield();
+    while ((error = cudaStreamQuery(s)) == cudaErrorNotReady && now() < until && !fake_cuda_error())
+        sched_yield();
     return error;
 }
 
 static void *rank_thread(void *arg) {
-    rank        *r = (rank *)arg;
+    rank *r = (rank *)arg;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = r->blocking;
     CHECK(cudaSetDevice(r->device) == cudaSuccess);
     r->stream = new_stream();
     r->x = device_floats(SLOTS), r->y = device_floats(SLOTS);
     for (int i = 0; i < SLOTS; i++) r->out[i] = (float)(r->rank + i);
-    CHECK(cudaMemcpyAsync(r->x, r->out, sizeof r->out, cudaMemcpyDefault, r->stream) == cudaSuccess);
+    CHECK(
+        cudaMemcpyAsync(r->x, r->out, sizeof r->out, cudaMemcpyDefault, r->stream) == cudaSuccess);
     ncclResult_t result = ncclCommInitRankConfig(&r->comm, r->size, r->id, r->rank, &config);
     r->init = r->comm ? settle(r->comm, result) : result;
     if (!r->init) r->body(r);
@@ -563,13 +612,19 @@ static void *rank_thread(void *arg) {
 
 static rank ranks[MAX_RANKS];
 
-/* A body on every rank of a new communicator. The communicator is aborted after it: most bodies are wrong. */
+/* A body on every rank of a new communicator. The communicator is aborted after it: most bodies are
+   wrong. */
 static void run_ranks_on(int size, int devices, int blocking, void (*body)(rank *)) {
-    pthread_t    threads[MAX_RANKS];
+    pthread_t threads[MAX_RANKS];
     ncclUniqueId id;
     CHECK(ncclGetUniqueId(&id) == ncclSuccess);
     for (int r = 0; r < size; r++) {
-        ranks[r] = (rank){.rank = r, .size = size, .blocking = blocking, .device = r % devices, .id = id, .body = body};
+        ranks[r] = (rank){ .rank = r,
+            .size = size,
+            .blocking = blocking,
+            .device = r % devices,
+            .id = id,
+            .body = body };
         CHECK(pthread_create(&threads[r], NULL, rank_thread, &ranks[r]) == 0);
     }
     for (int r = 0; r < size; r++) pthread_join(threads[r], NULL);
@@ -595,7 +650,7 @@ enum { C = 13 }; /* elements per rank: a multiple of nothing */
 
 /* Every collective, one after the other, against what it means. */
 static void all_collectives(rank *r) {
-    int        n = r->size, me = r->rank, wrong = 0, ok = 0, first = n * (n - 1) / 2;
+    int n = r->size, me = r->rank, wrong = 0, ok = 0, first = n * (n - 1) / 2;
     ncclComm_t c = r->comm;
     const float *y;
     ok += settle(c, ncclAllReduce(r->x, r->y, C, ncclFloat, ncclSum, c, r->stream));
@@ -609,7 +664,8 @@ static void all_collectives(rank *r) {
     ok += settle(c, ncclBroadcast(r->x, r->y, C, ncclFloat, n - 1, c, r->stream));
     for (int i = 0; i < C; i++) wrong += fetch(r)[i] != (float)(n - 1 + i);
     ok += settle(c, ncclReduce(r->x, r->y, C, ncclFloat, ncclMin, n / 2, c, r->stream));
-    for (y = fetch(r), ok += 0; me == n / 2 && y < r->out + C; y++) wrong += *y != (float)(y - r->out);
+    for (y = fetch(r), ok += 0; me == n / 2 && y < r->out + C; y++)
+        wrong += *y != (float)(y - r->out);
     ok += settle(c, ncclAlltoAll(r->x, r->y, C, ncclFloat, c, r->stream));
     for (int i = 0; i < n * C; i++) wrong += fetch(r)[i] != (float)(i / C + i % C + me * C);
     ok += settle(c, ncclGather(r->x, r->y, C, ncclFloat, 0, c, r->stream));
@@ -619,24 +675,29 @@ static void all_collectives(rank *r) {
     ok += settle(c, ncclAllGather(r->x + me * C, r->x, C, ncclFloat, c, r->stream)); /* in place */
     ok += settle(c, ncclReduceScatter(r->x, r->x + me * C, C, ncclFloat, ncclAvg, c, r->stream));
     cudaMemcpyAsync(r->y, r->x, sizeof r->out, cudaMemcpyDefault, r->stream);
-    for (int i = 0; i < C; i++) wrong += fabsf(fetch(r)[me * C + i] - (float)(me + i + me * C)) > 1e-4f;
+    for (int i = 0; i < C; i++)
+        wrong += fabsf(fetch(r)[me * C + i] - (float)(me + i + me * C)) > 1e-4f;
     CHECK(poll_stream(r->stream, 5) == cudaSuccess);
     r->answer = wrong + ok;
 }
 
-/* Sums that are exact in no order: each rank gets the same bits, and not those of the ranks' order. */
+/* Sums that are exact in no order: each rank gets the same bits, and not those of the ranks'
+   order. */
 static void rounded_sums(rank *r) {
     int16_t bits[2][SLOTS];
-    float   in_order;
-    for (int i = 0; i < C; i++) bits[0][i] = (int16_t)bf16_round(1 + 0.37f * (float)((r->rank + 1) * (i + 1)));
+    float in_order;
+    for (int i = 0; i < C; i++)
+        bits[0][i] = (int16_t)bf16_round(1 + 0.37f * (float)((r->rank + 1) * (i + 1)));
     cudaMemcpyAsync(r->x, bits[0], sizeof bits[0], cudaMemcpyDefault, r->stream);
-    r->answer = (int)settle(r->comm, ncclAllReduce(r->x, r->y, C, ncclBfloat16, ncclSum, r->comm, r->stream));
+    r->answer = (int)settle(
+        r->comm, ncclAllReduce(r->x, r->y, C, ncclBfloat16, ncclSum, r->comm, r->stream));
     fetch(r);
     memcpy(bits[1], r->out, sizeof bits[1]);
     for (int i = 0, differ = 0; i < C; i++) {
         in_order = 0;
         for (int k = 0; k < r->size; k++)
-            in_order = bf16_load(bf16_round(in_order + bf16_load(bf16_round(1 + 0.37f * (float)((k + 1) * (i + 1))))));
+            in_order = bf16_load(bf16_round(
+                in_order + bf16_load(bf16_round(1 + 0.37f * (float)((k + 1) * (i + 1))))));
         differ += bf16_load((uint16_t)bits[1][i]) != in_order;
         if (i == C - 1) CHECK_MSG(differ > 0, "sums in the ranks' order");
     }
@@ -651,8 +712,9 @@ static void test_collectives(void) {
             unsetenv("FAKE_CUDA_GUARD");
             CHECK_MSG(!fake_cuda_error(), "%s", fake_cuda_error());
             for (int r = 0; r < size; r++)
-                CHECK_MSG(ranks[r].init == ncclSuccess && ranks[r].answer == 0, "%d ranks, mode %d, rank %d: %d, %d",
-                          size, mode, r, ranks[r].init, ranks[r].answer);
+                CHECK_MSG(ranks[r].init == ncclSuccess && ranks[r].answer == 0,
+                    "%d ranks, mode %d, rank %d: %d, %d", size, mode, r, ranks[r].init,
+                    ranks[r].answer);
             CHECK(fake_cuda_leaks(1) == 0);
         }
     run_ranks(5, 1, FAKE_CUDA_RANDOM, 1, rounded_sums);
@@ -661,26 +723,35 @@ static void test_collectives(void) {
 }
 
 static void reduced_types(rank *r) {
-    static const ncclDataType_t TYPES_[] = {ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64,
-                                            ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16};
-    static const int RESULTS[5] = {12, 60, 5, 3, 4}; /* of 3, 4, 5: sum, product, max, min, average */
+    static const ncclDataType_t TYPES_[] = { ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64,
+        ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16 };
+    /* of 3, 4, 5: sum, product, max, min, average */
+    static const int RESULTS[5] = { 12, 60, 5, 3, 4 };
     for (int t = 0; t < 10; t++)
         for (int op = 0; op < 5; op++) {
-            double   in = 3 + r->rank, out = 0;
-            int64_t  whole = 3 + r->rank;
-            float    f = (float)in;
+            double in = 3 + r->rank, out = 0;
+            int64_t whole = 3 + r->rank;
+            float f = (float)in;
             uint16_t half = TYPES_[t] == ncclFloat16 ? f16_round(f) : bf16_round(f);
-            const void *from = is_half(TYPES_[t]) ? (void *)&half : TYPES_[t] == ncclFloat32 ? (void *)&f
-                             : TYPES_[t] == ncclFloat64 ? (void *)&in : (void *)&whole;
+            const void *from = is_half(TYPES_[t])         ? (void *)&half
+                               : TYPES_[t] == ncclFloat32 ? (void *)&f
+                               : TYPES_[t] == ncclFloat64 ? (void *)&in
+                                                          : (void *)&whole;
             cudaMemcpyAsync(r->x, from, type_bytes(TYPES_[t]), cudaMemcpyDefault, r->stream);
-            r->answer += (int)ncclAllReduce(r->x, r->x, 1, TYPES_[t], (ncclRedOp_t)op, r->comm, r->stream);
+            r->answer +=
+                (int)ncclAllReduce(r->x, r->x, 1, TYPES_[t], (ncclRedOp_t)op, r->comm, r->stream);
             whole = 0;
-            void *to = is_half(TYPES_[t]) ? (void *)&half : TYPES_[t] == ncclFloat32 ? (void *)&f
-                     : TYPES_[t] == ncclFloat64 ? (void *)&out : (void *)&whole;
+            void *to = is_half(TYPES_[t])         ? (void *)&half
+                       : TYPES_[t] == ncclFloat32 ? (void *)&f
+                       : TYPES_[t] == ncclFloat64 ? (void *)&out
+                                                  : (void *)&whole;
             cudaMemcpyAsync(to, r->x, type_bytes(TYPES_[t]), cudaMemcpyDefault, r->stream);
             double got = is_half(TYPES_[t]) ? (double)number_load(half_type(TYPES_[t]), &half, 0)
-                       : TYPES_[t] == ncclFloat32 ? (double)f : TYPES_[t] == ncclFloat64 ? out : (double)whole;
-            CHECK_MSG(fabs(got - RESULTS[op]) < 0.04, "type %d, operation %d: %g", (int)TYPES_[t], op, got);
+                         : TYPES_[t] == ncclFloat32 ? (double)f
+                         : TYPES_[t] == ncclFloat64 ? out
+                                                    : (double)whole;
+            CHECK_MSG(fabs(got - RESULTS[op]) < 0.04, "type %d, operation %d: %g", (int)TYPES_[t],
+                op, got);
         }
 }
 
@@ -691,11 +762,12 @@ static int with_event;
 /* A kernel's result is summed on another stream, and used on the first. */
 static void two_streams_of_a_rank(rank *r) {
     cudaStream_t side = new_stream();
-    cudaEvent_t  filled = new_event(), summed = new_event();
+    cudaEvent_t filled = new_event(), summed = new_event();
     launch_increment(r->stream, r->x, r->x);
     cudaEventRecord(filled, r->stream);
     if (with_event) cudaStreamWaitEvent(side, filled, 0);
-    r->answer = (int)settle(r->comm, ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, side));
+    r->answer =
+        (int)settle(r->comm, ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, side));
     cudaEventRecord(summed, side);
     if (with_event) cudaStreamWaitEvent(r->stream, summed, 0);
     launch_increment(r->stream, r->x, r->y);
@@ -710,7 +782,7 @@ static int settle_first;
 /* An event after a call that is in progress is before its operation. */
 static void event_too_early(rank *r) {
     cudaStream_t side = new_stream();
-    cudaEvent_t  summed = new_event();
+    cudaEvent_t summed = new_event();
     cudaStreamSynchronize(r->stream);
     ncclResult_t result = ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, side);
     if (settle_first) result = settle(r->comm, result);
@@ -748,14 +820,17 @@ static void grouped_exchange(rank *r) {
 static void chain(rank *r) {
     if (r->rank > 0) r->answer += ncclRecv(r->x, N, ncclFloat, r->rank - 1, r->comm, r->stream);
     launch_increment(r->stream, r->x, r->y);
-    if (r->rank < r->size - 1) r->answer += ncclSend(r->y, N, ncclFloat, r->rank + 1, r->comm, r->stream);
+    if (r->rank < r->size - 1)
+        r->answer += ncclSend(r->y, N, ncclFloat, r->rank + 1, r->comm, r->stream);
     r->answer += fetch(r)[0] != (float)(r->rank + 1);
 }
 
 static void wrong_order(rank *r) {
     for (int i = 0; i < 2; i++)
-        if (i == r->rank) ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream);
-        else ncclAllGather(r->x, r->y, N, ncclFloat, r->comm, r->stream);
+        if (i == r->rank)
+            ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream);
+        else
+            ncclAllGather(r->x, r->y, N, ncclFloat, r->comm, r->stream);
     r->answer = (int)cudaStreamSynchronize(r->stream);
 }
 static void wrong_count(rank *r) {
@@ -768,8 +843,10 @@ static void wrong_root(rank *r) {
     r->answer = (int)poll_stream(r->stream, 10);
 }
 static void wrong_send(rank *r) {
-    if (r->rank) ncclSend(r->x, N, ncclFloat, 0, r->comm, r->stream);
-    else ncclRecv(r->y, N - 1, ncclFloat, 1, r->comm, r->stream);
+    if (r->rank)
+        ncclSend(r->x, N, ncclFloat, 0, r->comm, r->stream);
+    else
+        ncclRecv(r->y, N - 1, ncclFloat, 1, r->comm, r->stream);
     r->answer = (int)poll_stream(r->stream, 10);
 }
 static void missing(rank *r) {
@@ -779,7 +856,8 @@ static void missing(rank *r) {
 }
 
 /* All ranks hang, or with NOT_READY are found to be at it. */
-static void expect(int size, int blocking, void (*body)(rank *), cudaError_t answer, const char *text) {
+static void expect(
+    int size, int blocking, void (*body)(rank *), cudaError_t answer, const char *text) {
     for (int order = 0; order < 2; order++) {
         wait_limit = answer == cudaErrorLaunchTimeout ? 0.2 : 20;
         run_ranks(size, 7, order, blocking, body);
@@ -829,8 +907,10 @@ static void test_orders(void) {
 
 /* ---- communicators ---- */
 
-static void not_settled(rank *r) { /* the third of these comes too early on some rank for nearly every seed */
-    for (int i = 0; i < 3; i++) r->answer |= ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream) == 5;
+/* the third of these comes too early on some rank for nearly every seed */
+static void not_settled(rank *r) {
+    for (int i = 0; i < 3; i++)
+        r->answer |= ncclAllReduce(r->x, r->y, N, ncclFloat, ncclSum, r->comm, r->stream) == 5;
 }
 
 /* Rank 1 does not come. Rank 0 finds out, aborts and has its stream back. */
@@ -854,7 +934,8 @@ static void planted(rank *r) {
         state = settle(r->comm, result);
         if (state) break;
     }
-    for (double until = now() + 10; !state && now() < until && !__atomic_load_n(&ranks[1].answer, __ATOMIC_SEQ_CST);) {
+    for (double until = now() + 10;
+         !state && now() < until && !__atomic_load_n(&ranks[1].answer, __ATOMIC_SEQ_CST);) {
         ncclCommGetAsyncError(r->comm, &state);
         cudaStreamQuery(r->stream);
     }
@@ -863,18 +944,22 @@ static void planted(rank *r) {
 }
 
 static void divided(rank *r) {
-    ncclComm_t   part = NULL, none = r->comm;
-    ncclResult_t result = settle_split(r->comm, ncclCommSplit(r->comm, r->rank % 2, -r->rank, &part, NULL));
-    int          size = 0, me = -1, device = -1, wrong = 0;
+    ncclComm_t part = NULL, none = r->comm;
+    ncclResult_t result =
+        settle_split(r->comm, ncclCommSplit(r->comm, r->rank % 2, -r->rank, &part, NULL));
+    int size = 0, me = -1, device = -1, wrong = 0;
     CHECK(result == ncclSuccess && part);
     ncclCommCount(part, &size), ncclCommUserRank(part, &me), ncclCommCuDevice(part, &device);
     CHECK(size == (r->rank % 2 ? 2 : 3) && me == size - 1 - r->rank / 2 && device == r->rank);
     settle(part, ncclAllGather(r->x, r->y, 1, ncclFloat, part, r->stream));
     fetch(r);
     for (int i = 0; i < size; i++) wrong += r->out[i] != (float)(r->rank % 2 + 2 * (size - 1 - i));
-    result = settle_split(r->comm, ncclCommSplit(r->comm, r->rank == 2 ? 0 : NCCL_SPLIT_NOCOLOR, 0, &none, NULL));
+    result = settle_split(
+        r->comm, ncclCommSplit(r->comm, r->rank == 2 ? 0 : NCCL_SPLIT_NOCOLOR, 0, &none, NULL));
     CHECK(result == ncclSuccess && (none != NULL) == (r->rank == 2));
-    if (none) CHECK(settle(none, ncclCommFinalize(none)) == ncclSuccess && ncclCommDestroy(none) == ncclSuccess);
+    if (none)
+        CHECK(settle(none, ncclCommFinalize(none)) == ncclSuccess &&
+              ncclCommDestroy(none) == ncclSuccess);
     CHECK(settle(part, ncclCommFinalize(part)) == ncclSuccess);
     CHECK(ncclCommDestroy(part) == ncclSuccess);
     r->answer = wrong;
@@ -882,12 +967,14 @@ static void divided(rank *r) {
 
 /* Two communicators of the same ranks, called in two orders on two streams. */
 static void two_orders(rank *r) {
-    ncclComm_t   second = NULL;
+    ncclComm_t second = NULL;
     cudaStream_t side = new_stream();
     ncclCommSplit(r->comm, 0, r->rank, &second, NULL);
     for (int i = 0; i < 2; i++)
-        if (i == r->rank) ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, r->stream);
-        else ncclAllReduce(r->y, r->y, N, ncclFloat, ncclSum, second, side);
+        if (i == r->rank)
+            ncclAllReduce(r->x, r->x, N, ncclFloat, ncclSum, r->comm, r->stream);
+        else
+            ncclAllReduce(r->y, r->y, N, ncclFloat, ncclSum, second, side);
     r->answer = cudaStreamSynchronize(r->stream) || cudaStreamSynchronize(side);
     ncclCommAbort(second);
     cudaStreamDestroy(side);
@@ -895,7 +982,7 @@ static void two_orders(rank *r) {
 
 static void *second_thread(void *arg) {
     rank *r = (rank *)arg;
-    int   n;
+    int n;
     for (double until = now() + 2; now() < until && !fake_cuda_error();) ncclCommCount(r->comm, &n);
     return NULL;
 }
@@ -914,7 +1001,7 @@ static void overlapping(rank *r) {
     r->answer = (int)ncclAllReduce(r->x, r->x + 1, N, ncclFloat, ncclSum, r->comm, r->stream);
 }
 static void others_memory(rank *r) {
-    ncclComm_t      comm = r->comm;
+    ncclComm_t comm = r->comm;
     struct cudaPointerAttributes a;
     static float *volatile first;
     if (r->rank == 0) __atomic_store_n(&first, r->x, __ATOMIC_SEQ_CST);
@@ -976,10 +1063,11 @@ static void test_communicators(void) {
     machine_after("overlap", 2);
     run_ranks_on(2, 2, 1, others_memory);
     machine_after("is device 0's memory", 2);
-    ncclComm_t   alone;
+    ncclComm_t alone;
     ncclUniqueId id;
     ncclGetUniqueId(&id);
-    CHECK(ncclCommInitRank(&alone, 1, id, 0) == ncclSuccess && ncclCommDestroy(alone) == ncclSuccess);
+    CHECK(
+        ncclCommInitRank(&alone, 1, id, 0) == ncclSuccess && ncclCommDestroy(alone) == ncclSuccess);
     CHECK(!fake_cuda_error());
     CHECK(ncclCommAbort(alone) == ncclInvalidArgument);
     machine_after("after the end", 1);

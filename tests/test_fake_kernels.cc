@@ -7,25 +7,20 @@
 
 enum { N = 100 };
 
-__global__ void add(float *p, int n, float x)
-{
+__global__ void add(float *p, int n, float x) {
     int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-    if (i < n)
-        p[i] += x;
+    if (i < n) p[i] += x;
 }
 
-__global__ void divergent(float *p)
-{
-    if (threadIdx.x == 0)
-        __syncthreads();
+__global__ void divergent(float *p) {
+    if (threadIdx.x == 0) __syncthreads();
     p[threadIdx.x] = 1;
 }
 
 static float *x;
 static cudaStream_t stream;
 
-static void start()
-{
+static void start() {
     fake_cuda_reset();
     fake_cuda_devices(2);
     fake_cuda_order(FAKE_CUDA_LAZY);
@@ -35,8 +30,7 @@ static void start()
 }
 
 /* A kernel runs when somebody waits, with the arguments of the call. */
-static void test_late()
-{
+static void test_late() {
     float out[N], late = 0;
     float *pinned;
     start();
@@ -56,9 +50,9 @@ static void test_late()
     CHECK(!fake_cuda_error() && fake_cuda_leaks(1) == 0);
 }
 
-/* A launch beyond the limits is refused at once and forgotten; a kernel's mistake is its device's for good. */
-static void test_mistakes()
-{
+/* A launch beyond the limits is refused at once and forgotten; a kernel's mistake is its device's
+   for good. */
+static void test_mistakes() {
     start();
     DT_LAUNCH(add, 1, 2048, 0, stream, x, N, 2.0f);
     CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration);
@@ -70,7 +64,8 @@ static void test_mistakes()
     CHECK(cudaStreamSynchronize(stream) == cudaErrorLaunchFailure);
     CHECK(fake_cuda_error() && strstr(fake_cuda_error(), "divergent barrier"));
     DT_LAUNCH(add, 1, 128, 0, stream, x, N, 2.0f);
-    CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaErrorLaunchFailure);
+    CHECK(cudaGetLastError() == cudaErrorLaunchFailure &&
+          cudaGetLastError() == cudaErrorLaunchFailure);
 
     CHECK(cudaSetDevice(1) == cudaSuccess);
     static_cast<void>(cudaGetLastError());
@@ -80,22 +75,21 @@ static void test_mistakes()
     CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking) == cudaSuccess);
     CHECK(cudaMemsetAsync(y, 0, sizeof *y, other) == cudaSuccess);
     DT_LAUNCH(add, 1, 32, 0, other, y, 1, 7.0f);
-    CHECK(cudaMemcpyAsync(&out, y, sizeof out, cudaMemcpyDefault, other) == cudaSuccess && out == 7);
+    CHECK(
+        cudaMemcpyAsync(&out, y, sizeof out, cudaMemcpyDefault, other) == cudaSuccess && out == 7);
     DT_LAUNCH(add, 1, 32, 0, stream, y, 1, 7.0f); /* device 0's stream */
     CHECK(cudaGetLastError() == cudaErrorInvalidResourceHandle);
     fake_cuda_reset();
 }
 
-int main()
-{
+int main() {
     test_late();
     test_mistakes();
     return check_done("test_fake_kernels");
 }
 
 #else
-int main()
-{
+int main() {
     check_skip("kernels in late streams: needs cublasLt.h and nccl.h");
     return check_done("test_fake_kernels");
 }

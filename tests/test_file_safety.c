@@ -15,13 +15,14 @@
 
 static char scratch[] = "/tmp/test_file_safety.XXXXXX";
 
-typedef struct path { char s[400]; } path;
+typedef struct path {
+    char s[400];
+} path;
 
-__attribute__((format(printf, 1, 2)))
-static path at(const char *fmt, ...) {
-    path    p;
+__attribute__((format(printf, 1, 2))) static path at(const char *fmt, ...) {
+    path p;
     va_list args;
-    int     n = snprintf(p.s, sizeof p.s, "%s/", scratch);
+    int n = snprintf(p.s, sizeof p.s, "%s/", scratch);
     va_start(args, fmt);
     vsnprintf(p.s + n, sizeof p.s - (size_t)n, fmt, args);
     va_end(args);
@@ -53,8 +54,8 @@ static char *get(path p, size_t *bytes) {
 
 static int holds(path p, const char *want) {
     size_t n = 0;
-    char  *text = get(p, &n);
-    int    same = text && n == strlen(want) && memcmp(text, want, n) == 0;
+    char *text = get(p, &n);
+    int same = text && n == strlen(want) && memcmp(text, want, n) == 0;
     free(text);
     return same;
 }
@@ -75,14 +76,18 @@ static void clear(path p) {
     must(system(command) == 0, p.s);
 }
 
-/* ---- a model of one rank, or of each rank of a job --------------------------------------------------------------- */
+/* ---- a model of one rank, or of each rank of a job
+   --------------------------------------------------------------- */
 
 enum { OUT = 3, IN = 5 };
-typedef struct model { dt_tensor *w, *b; dt_zero *zero; } model;
+typedef struct model {
+    dt_tensor *w, *b;
+    dt_zero *zero;
+} model;
 
 static model model_make(dt_ctx *ctx) {
     dt_zero_desc d;
-    model        m;
+    model m;
     memset(&d, 0, sizeof d);
     m.w = dt_param(ctx, "w", DT_SHAPE(OUT, IN), DT_NORMAL(0.5));
     m.b = dt_param(ctx, "b", DT_SHAPE(OUT), DT_ZEROS);
@@ -104,7 +109,7 @@ static void silent(void *user, int level, int rank, const char *text) {
 
 static dt_ctx *quiet(int rank, const dt_io *io) {
     dt_ctx_desc d;
-    dt_host     host = *dt_host_default();
+    dt_host host = *dt_host_default();
     memset(&d, 0, sizeof d);
     host.log = silent;
     d.host = &host;
@@ -124,8 +129,8 @@ static dt_checkpoint_desc saves_to(path *dir) {
 
 /* A job of one rank that goes on from what d.dir has, and makes and saves so many steps. */
 static dt_status job(dt_checkpoint_desc d, int steps, char text[600]) {
-    dt_ctx        *ctx = quiet(0, NULL);
-    model          m = model_make(ctx);
+    dt_ctx *ctx = quiet(0, NULL);
+    model m = model_make(ctx);
     dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
     if (c) dt_checkpoint_load(c, NULL);
     for (int i = 0; i < steps && dt_error(ctx) == DT_OK; i++) {
@@ -142,19 +147,20 @@ static dt_status job(dt_checkpoint_desc d, int steps, char text[600]) {
 /* The step that a job without a folder of its own loads from `dir`; -1 and why. io NULL: the
    default table. */
 static int64_t loads(const char *dir, const dt_io *io, char text[600]) {
-    dt_ctx            *ctx = quiet(0, io);
-    model              m = model_make(ctx);
+    dt_ctx *ctx = quiet(0, io);
+    model m = model_make(ctx);
     dt_checkpoint_desc d;
     memset(&d, 0, sizeof d);
     dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
-    int64_t        step = dt_checkpoint_load(c, dir);
+    int64_t step = dt_checkpoint_load(c, dir);
     dt_checkpoint_close(c);
     snprintf(text, 600, "%s", dt_error_text(ctx));
     dt_ctx_free(ctx);
     return step;
 }
 
-/* ---- 1. links in the place of what is removed -------------------------------------------------------------------- */
+/* ---- 1. links in the place of what is removed
+   -------------------------------------------------------------------- */
 
 static const char *const names[] = { "manifest.json", "config.json", "model.safetensors",
     "optim.safetensors" };
@@ -177,15 +183,19 @@ static void test_leftovers(void) {
     clear(ck);
     victim_make(victim);
     must(mkdir(ck.s, 0777) == 0, ck.s);
-    must(symlink(victim.s, at("ck/step-0.tmp").s) == 0, "symlink");         /* a name that dt does not make */
+    /* a name that dt does not make */
+    must(symlink(victim.s, at("ck/step-0.tmp").s) == 0, "symlink");
     must(symlink(victim.s, at("ck/step-0.abcdef.tmp").s) == 0, "symlink");
     must(symlink(victim.s, at("ck/step-7-2.012345.tmp").s) == 0, "symlink");
-    must(symlink(victim.s, at("ck/step-07.012345.tmp").s) == 0, "symlink"); /* nor in this spelling */
+    /* nor in this spelling */
+    must(symlink(victim.s, at("ck/step-07.012345.tmp").s) == 0, "symlink");
     must(mkdir(inner.s, 0777) == 0, inner.s);
-    must(symlink(at("victim/model.safetensors").s, at("ck/step-3.00aaff.tmp/model.safetensors").s)
-        == 0, "symlink");
-    must(link(at("victim/optim.safetensors").s, at("ck/step-3.00aaff.tmp/optim.safetensors").s)
-        == 0, "link");
+    must(symlink(
+             at("victim/model.safetensors").s, at("ck/step-3.00aaff.tmp/model.safetensors").s) == 0,
+        "symlink");
+    must(
+        link(at("victim/optim.safetensors").s, at("ck/step-3.00aaff.tmp/optim.safetensors").s) == 0,
+        "link");
     must(mkdir(at("ck/step-4.00aaff.tmp").s, 0777) == 0, "mkdir");
     put(at("ck/step-4.00aaff.tmp/model.safetensors"), "left");
     put(at("ck/step-4.00aaff.tmp/notes.txt"), "mine");
@@ -194,10 +204,10 @@ static void test_leftovers(void) {
     CHECK_MSG(job(saves_to(&ck), 1, text) == DT_OK, "%s", text);
     CHECK_MSG(victim_is_whole("victim"), "what a link pointed to was removed or changed");
     CHECK(!is_there(at("ck/step-0.abcdef.tmp")) && !is_there(at("ck/step-7-2.012345.tmp")) &&
-        !is_there(inner));
+          !is_there(inner));
     CHECK(is_kind(at("ck/step-0.tmp"), S_IFLNK) && is_kind(at("ck/step-07.012345.tmp"), S_IFLNK));
     CHECK_MSG(holds(at("ck/step-4.00aaff.tmp/notes.txt"), "mine") &&
-        !is_there(at("ck/step-4.00aaff.tmp/model.safetensors")),
+                  !is_there(at("ck/step-4.00aaff.tmp/model.safetensors")),
         "of a folder only a checkpoint's files go");
     CHECK(holds(at("ck/step-5.00aaff.tmp"), "mine") && holds(at("ck/step-5.00AAFF.tmp"), "mine"));
     CHECK_MSG(loads(ck.s, NULL, text) == 1, "%s", text);
@@ -218,23 +228,24 @@ static void test_keep(void) {
     dt_checkpoint_desc d = saves_to(&ck);
     d.keep = 1;
     CHECK_MSG(job(d, 1, text) == DT_OK, "%s", text);
-    for (int i = 0; i < 4; i++) CHECK_MSG(is_kind(at("archive/step-2/%s", names[i]), S_IFREG),
-        "%s is gone", names[i]);
+    for (int i = 0; i < 4; i++)
+        CHECK_MSG(is_kind(at("archive/step-2/%s", names[i]), S_IFREG), "%s is gone", names[i]);
     CHECK_MSG(loads(at("archive/step-2").s, NULL, text) == 2, "%s", text);
     CHECK(!is_there(at("ck/step-2")) && !is_there(at("ck/step-3")) && is_there(at("ck/step-4")));
     CHECK(holds(at("ck/step-1/notes.txt"), "mine") && !is_there(at("ck/step-1/manifest.json")));
     CHECK_MSG(job(d, 1, text) == DT_OK && loads(ck.s, NULL, text) == 5, "%s", text);
 }
 
-/* ---- 2. what stands in the place of what is written -------------------------------------------------------------- */
+/* ---- 2. what stands in the place of what is written
+   -------------------------------------------------------------- */
 
 enum { LINK = 0, DANGLING, HARD_LINK, FIFO, FOLDER, KINDS };
 static const char *const kinds[KINDS] = { "a link", "a link to nothing", "a hard link", "a FIFO",
     "a folder" };
 
 static void plant(path p, int kind) {
-    int ok = kind == LINK      ? symlink(at("victim/config.json").s, p.s)
-             : kind == DANGLING ? symlink(at("victim/new").s, p.s)
+    int ok = kind == LINK        ? symlink(at("victim/config.json").s, p.s)
+             : kind == DANGLING  ? symlink(at("victim/new").s, p.s)
              : kind == HARD_LINK ? link(at("victim/config.json").s, p.s)
              : kind == FIFO      ? mkfifo(p.s, 0666)
                                  : mkdir(p.s, 0777);
@@ -247,8 +258,7 @@ static void unplant(path p, int kind) {
 
 static void unharmed(const char *what, int kind) {
     CHECK_MSG(victim_is_whole("victim") && !is_there(at("victim/new")),
-        "%s, %s: another file was written", what,
-        kinds[kind]);
+        "%s, %s: another file was written", what, kinds[kind]);
 }
 
 /* Each of these writes a file at the path `to`; `writers` says by which temporary name. */
@@ -260,8 +270,8 @@ static dt_status trace_rank(dt_ctx *ctx, void *user) {
 
 static dt_status write_trace(const char *to, char text[600]) {
     dt_run_desc d;
-    dt_report   report;
-    dt_host     host = *dt_host_default();
+    dt_report report;
+    dt_host host = *dt_host_default();
     memset(&d, 0, sizeof d);
     host.log = silent;
     d.ranks = 2;
@@ -274,9 +284,9 @@ static dt_status write_trace(const char *to, char text[600]) {
 }
 
 static dt_status write_weights(const char *to, int rank, char text[600]) {
-    float       ones[4] = { 1, 1, 1, 1 };
+    float ones[4] = { 1, 1, 1, 1 };
     dt_weights_desc d;
-    dt_ctx     *ctx = quiet(rank, NULL);
+    dt_ctx *ctx = quiet(rank, NULL);
     memset(&d, 0, sizeof d);
     dt_weights *w = dt_weights_create(ctx, to, d);
     dt_weights_declare(w, "t", DT_F32, DT_SHAPE(4));
@@ -291,7 +301,7 @@ static dt_status write_rank_0(const char *to, char text[600]) { return write_wei
 static dt_status write_rank_1(const char *to, char text[600]) { return write_weights(to, 1, text); }
 
 static dt_status write_file(const char *to, char text[600]) {
-    dt_ctx   *ctx = quiet(0, NULL);
+    dt_ctx *ctx = quiet(0, NULL);
     dt_status status = dt_file_write(ctx, to, "text", 4);
     snprintf(text, 600, "%s", dt_error_text(ctx));
     dt_ctx_free(ctx);
@@ -299,8 +309,8 @@ static dt_status write_file(const char *to, char text[600]) {
 }
 
 static dt_status write_export(const char *to, char text[600]) {
-    dt_ctx        *ctx = quiet(0, NULL);
-    model          m = model_make(ctx);
+    dt_ctx *ctx = quiet(0, NULL);
+    model m = model_make(ctx);
     dt_export_desc d;
     memset(&d, 0, sizeof d);
     dt_zero_export(m.zero, to, d);
@@ -327,8 +337,8 @@ static void test_temporaries(void) {
     for (size_t i = 0; i < sizeof writers / sizeof *writers; i++)
         for (int kind = 0; kind < KINDS; kind++) {
             const writer *w = &writers[i];
-            path          to = at("%s", w->to), temp = at("%s", w->temp);
-            size_t        n = 0, m = 0;
+            path to = at("%s", w->to), temp = at("%s", w->temp);
+            size_t n = 0, m = 0;
             victim_make(at("victim"));
             unlink(to.s);
             CHECK_MSG(w->write(to.s, text) == DT_OK, "%s: %s", w->name, text);
@@ -340,15 +350,15 @@ static void test_temporaries(void) {
             unharmed(w->name, kind);
             char *after = get(to, &m);
             CHECK_MSG(status == (kind == FOLDER ? DT_ERR_IO : DT_OK),
-                "%s, %s at its temporary name: %s", w->name,
-                kinds[kind], text);
+                "%s, %s at its temporary name: %s", w->name, kinds[kind], text);
             CHECK_MSG(is_kind(to, S_IFREG) && before && after && n > 0 && m > 0 &&
-                (w->write == write_trace || (n == m && memcmp(before, after, n) == 0)),
-                "%s, %s: another file", w->name,
-                kinds[kind]);
-            if (kind == FOLDER) CHECK_MSG(strstr(text, w->temp) && strstr(text, "directory"),
-                "%s: %s", w->name, text);
-            else CHECK_MSG(!is_there(temp), "%s, %s: it is still there", w->name, kinds[kind]);
+                          (w->write == write_trace || (n == m && memcmp(before, after, n) == 0)),
+                "%s, %s: another file", w->name, kinds[kind]);
+            if (kind == FOLDER)
+                CHECK_MSG(
+                    strstr(text, w->temp) && strstr(text, "directory"), "%s: %s", w->name, text);
+            else
+                CHECK_MSG(!is_there(temp), "%s, %s: it is still there", w->name, kinds[kind]);
             unplant(temp, kind);
             free(before);
             free(after);
@@ -362,8 +372,8 @@ static void far_place(const dt_tensor *param, dt_file_place *place, void *user) 
 
 /* An export that fails before it has made its temporary file leaves the one that is there alone. */
 static void test_failed_export(void) {
-    dt_ctx        *ctx = quiet(0, NULL);
-    model          m = model_make(ctx);
+    dt_ctx *ctx = quiet(0, NULL);
+    model m = model_make(ctx);
     dt_export_desc d;
     memset(&d, 0, sizeof d);
     d.place = far_place;
@@ -389,17 +399,17 @@ static void test_lock(void) {
         alarm(0);
         unharmed("the lock", kind);
         CHECK_MSG(status == DT_ERR_IO && strstr(text, lock.s) && strstr(text, says[kind]),
-            "%s at the lock: %s: %s",
-            kinds[kind], dt_status_name(status), text);
+            "%s at the lock: %s: %s", kinds[kind], dt_status_name(status), text);
         unplant(lock, kind);
     }
 }
 
-/* ---- 3. what stands in the place of what is read ----------------------------------------------------------------- */
+/* ---- 3. what stands in the place of what is read
+   ----------------------------------------------------------------- */
 
 /* Runs `fn` in a child process, with a time limit; returns its result. */
 static int in_time(int (*fn)(const char *path), const char *arg) {
-    int   status = 0;
+    int status = 0;
     pid_t child = fork();
     must(child >= 0, "fork");
     if (child == 0) {
@@ -413,7 +423,7 @@ static int in_time(int (*fn)(const char *path), const char *arg) {
 /* 0: refused, and the text says the path and the kind. */
 static int refused(dt_ctx *ctx, const char *p, const char *kind) {
     const char *text = dt_error_text(ctx);
-    int         ok = dt_error(ctx) == DT_ERR_IO && strstr(text, p) && strstr(text, kind);
+    int ok = dt_error(ctx) == DT_ERR_IO && strstr(text, p) && strstr(text, kind);
     if (!ok) fprintf(stderr, "%s: %s: %s\n", p, dt_status_name(dt_error(ctx)), text);
     return !ok;
 }
@@ -429,7 +439,7 @@ static int read_fifo(const char *p) {
 }
 
 static int read_device(const char *p) {
-    size_t  n;
+    size_t n;
     dt_ctx *ctx = quiet(0, NULL);
     dt_file_read(ctx, p, 100, &n);
     return refused(ctx, p, "not a regular file");
@@ -439,7 +449,7 @@ static int read_device(const char *p) {
 static int read_checkpoint(const char *ck) {
     char text[600];
     return loads(ck, NULL, text) != 1 || loads(at("ck/step-2").s, NULL, text) != -1 ||
-        !strstr(text, "FIFO");
+           !strstr(text, "FIFO");
 }
 
 static void test_reading(void) {
@@ -456,7 +466,8 @@ static void test_reading(void) {
     CHECK_MSG(in_time(read_checkpoint, ck.s) == 0, "a FIFO for a manifest");
 }
 
-/* ---- 4. a job that starts without descriptors 0 to 2 ------------------------------------------------------------- */
+/* ---- 4. a job that starts without descriptors 0 to 2
+   ------------------------------------------------------------- */
 
 static void print(double done, void *user) {
     static const char line[] = "nor does this one\n";
@@ -468,8 +479,8 @@ static void print(double done, void *user) {
 
 /* Ranks that print while they save, and in the steps while a thread does. */
 static dt_status printing_rank(dt_ctx *ctx, void *user) {
-    path               dir = *(path *)user;
-    model              m = model_make(ctx);
+    path dir = *(path *)user;
+    model m = model_make(ctx);
     dt_checkpoint_desc d = saves_to(&dir);
     d.progress = print;
     d.background = 1;
@@ -486,14 +497,16 @@ static dt_status printing_rank(dt_ctx *ctx, void *user) {
 /* closed: bit fd: that one is. */
 static int without(int closed, dt_backend backend, path dir) {
     dt_run_desc d;
-    int         status = 0, null = open("/dev/null", O_RDWR);
+    int status = 0, null = open("/dev/null", O_RDWR);
     fflush(stdout);
     pid_t child = fork();
     must(child >= 0, "fork");
     if (child == 0) {
         for (int fd = 0; fd < 3; fd++) {
-            if (closed >> fd & 1) close(fd);
-            else if (fd) dup2(null, fd);
+            if (closed >> fd & 1)
+                close(fd);
+            else if (fd)
+                dup2(null, fd);
         }
         close(null);
         memset(&d, 0, sizeof d);
@@ -509,8 +522,8 @@ static int without(int closed, dt_backend backend, path dir) {
 
 static int same_file(path a, path b) {
     size_t n = 0, m = 0;
-    char  *x = get(a, &n), *y = get(b, &m);
-    int    same = x && y && n == m && n > 0 && memcmp(x, y, n) == 0;
+    char *x = get(a, &n), *y = get(b, &m);
+    int same = x && y && n == m && n > 0 && memcmp(x, y, n) == 0;
     free(x);
     free(y);
     return same;
@@ -529,23 +542,23 @@ static void test_descriptors(void) {
                 for (int i = 0; i < 4; i++)
                     same += same_file(at("fd-%d-%d/step-%d/%s", k, closed, step, names[i]),
                         at("fd-0-0/step-%d/%s", step, names[i]));
-            CHECK_MSG(same == 12,
-                "descriptors %d closed, %s: %d of 12 files are as they should be", closed,
-                k ? "procs" : "threads", same);
+            CHECK_MSG(same == 12, "descriptors %d closed, %s: %d of 12 files are as they should be",
+                closed, k ? "procs" : "threads", same);
             for (int step = 1; step <= 3; step++)
                 CHECK_MSG(loads(at("fd-%d-%d/step-%d", k, closed, step).s, NULL, text) == step,
                     "%s", text);
         }
 }
 
-/* ---- 5. a limit of file size ------------------------------------------------------------------------------------- */
+/* ---- 5. a limit of file size
+   ------------------------------------------------------------------------------------- */
 
 static int limited(const char *p) {
     struct rlimit most = { 256, 256 };
-    static char   big[5000];
-    char          text[600];
-    path          ck = at("limited"), log = at("log");
-    int           bad = 0, fd = open(log.s, O_RDWR | O_CREAT, 0666);
+    static char big[5000];
+    char text[600];
+    path ck = at("limited"), log = at("log");
+    int bad = 0, fd = open(log.s, O_RDWR | O_CREAT, 0666);
     signal(SIGXFSZ, SIG_DFL);
     if (fd < 0 || ftruncate(fd, 256) != 0 || lseek(fd, 0, SEEK_END) != 256) return 1;
     if (setrlimit(RLIMIT_FSIZE, &most) != 0) return 1;
@@ -557,7 +570,7 @@ static int limited(const char *p) {
     d.beside = big;
     memset(big, 'x', sizeof big - 1);
     bad |= job(d, 1, text) != DT_ERR_IO || !strstr(text, "limited/step-1.") ||
-        !strstr(text, "File too large");
+           !strstr(text, "File too large");
     if (bad) fprintf(stderr, "%s\n", text);
     dup2(fd, 2); /* nobody is left to tell, and that is no reason to die */
     dt_log(dt_ctx_make((dt_ctx_desc){ .seed = 1 }), DT_LOG_NOTICE, "a line");
@@ -566,24 +579,25 @@ static int limited(const char *p) {
 
 static void test_limit(void) {
     int result = in_time(limited, at("limited.json").s);
-    CHECK_MSG(result == 0, "a file beyond RLIMIT_FSIZE: %d%s", result, result == -SIGXFSZ
-        ? ", SIGXFSZ" : "");
+    CHECK_MSG(result == 0, "a file beyond RLIMIT_FSIZE: %d%s", result,
+        result == -SIGXFSZ ? ", SIGXFSZ" : "");
     CHECK(!is_there(at("limited.json")) && !is_there(at("limited.json.tmp")) &&
-        !is_there(at("limited/step-1")));
+          !is_there(at("limited/step-1")));
 }
 
-/* ---- 6. what is saved can be loaded ------------------------------------------------------------------------------ */
+/* ---- 6. what is saved can be loaded
+   ------------------------------------------------------------------------------ */
 
 /* Opens a checkpoint, saves step 1 and loads it. Returns which call failed first, and its text;
    NULL: none. later: an element of d.saved that gets the value of the first after the open. */
 static const char *saves_and_loads(dt_checkpoint_desc d, const dt_saved *later, char text[600]) {
     static path dir;
-    dt_ctx     *ctx = quiet(0, NULL);
+    dt_ctx *ctx = quiet(0, NULL);
     const char *what = NULL;
     dir = at("limits");
     clear(dir);
     d.dir = dir.s;
-    model          m = model_make(ctx);
+    model m = model_make(ctx);
     dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
     if (!c) what = "open";
     model_step(ctx, &m);
@@ -601,11 +615,11 @@ static const char *saves_and_loads(dt_checkpoint_desc d, const dt_saved *later, 
 }
 
 static void limits_are(const char *name, dt_checkpoint_desc d, const char *want, const char *says) {
-    char        text[600];
+    char text[600];
     const char *what = saves_and_loads(d, NULL, text);
     CHECK_MSG((what ? strcmp(what, want ? want : "") == 0 : !want) && strstr(text, says),
-        "%s: %s, not %s: %s", name,
-        what ? what : "it is saved and loaded", want ? want : "saved and loaded", text);
+        "%s: %s, not %s: %s", name, what ? what : "it is saved and loaded",
+        want ? want : "saved and loaded", text);
 }
 
 static char *filled(size_t bytes, char c) {
@@ -617,10 +631,10 @@ static char *filled(size_t bytes, char c) {
 }
 
 static void test_limits(void) {
-    static double      x[2] = { 1, 2 };
+    static double x[2] = { 1, 2 };
     enum { MANY = 4300000, SOME = 100000 };
-    double            *many = (double *)calloc(MANY, sizeof *many);
-    dt_saved           saved[3] = { { "a", x, 2 }, { "b", x, 1 }, { "a", x, 2 } };
+    double *many = (double *)calloc(MANY, sizeof *many);
+    dt_saved saved[3] = { { "a", x, 2 }, { "b", x, 1 }, { "a", x, 2 } };
     dt_checkpoint_desc d;
     memset(&d, 0, sizeof d);
     must(many != NULL, "calloc");
@@ -639,10 +653,10 @@ static void test_limits(void) {
     limits_are("a long name", d, "open", "has 16777217 bytes; 1 to 16777216");
     saved[1].name = "\xff\x01\"\\ \xc3\xa9";
     limits_are("a name of any bytes", d, NULL, "");
-    char        why[600];
+    char why[600];
     const char *what = saves_and_loads(d, &saved[1], why);
     CHECK_MSG(what && strcmp(what, "save") == 0 && strstr(why, "could not be loaded") &&
-        strstr(why, "'a' is there twice"),
+                  strstr(why, "'a' is there twice"),
         "two of one name since it is open: %s: %s", what ? what : "saved and loaded", why);
     saved[1].name = "b";
     saved[1].count = -1;
@@ -694,15 +708,16 @@ static void bad_place(const dt_tensor *param, dt_file_place *place, void *user) 
 /* A tensor's name is UTF-8: refused before the first step, not after hours at the first save. */
 static void test_tensor_names(void) {
     dt_checkpoint_desc d;
-    dt_ctx            *ctx = quiet(0, NULL);
+    dt_ctx *ctx = quiet(0, NULL);
     memset(&d, 0, sizeof d);
     d.place = bad_place;
     limits_are("a place's name", d, "open", "a name is UTF-8");
     CHECK(dt_param(ctx, "w\xff", DT_SHAPE(1), DT_ZEROS) == NULL && dt_error(ctx) == DT_ERR_ARG);
     dt_ctx_free(ctx);
-    static const char head[] = "{\"\\udc80\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}  ";
-    path     p = at("bytes.safetensors");
-    FILE    *f = fopen(p.s, "wb");
+    static const char head[] =
+        "{\"\\udc80\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}  ";
+    path p = at("bytes.safetensors");
+    FILE *f = fopen(p.s, "wb");
     uint64_t n = sizeof head - 1;
     must(f && fwrite(&n, 8, 1, f) == 1 && fwrite(head, n, 1, f) == 1, p.s);
     must(fwrite("\0\0\0", 4, 1, f) == 1 && fclose(f) == 0, p.s);
@@ -712,10 +727,16 @@ static void test_tensor_names(void) {
     dt_ctx_free(ctx);
 }
 
-/* ---- 7. what cannot be read is not damaged ----------------------------------------------------------------------- */
+/* ---- 7. what cannot be read is not damaged
+   ----------------------------------------------------------------------- */
 
 /* A table over the default one of whose reading calls number `at` fails with `reason`. */
-typedef struct broken { dt_io io; long calls, at; int reason; const char *hit; } broken;
+typedef struct broken {
+    dt_io io;
+    long calls, at;
+    int reason;
+    const char *hit;
+} broken;
 
 static int broken_hit(void *user, const char *what) {
     broken *b = (broken *)user;
@@ -733,8 +754,8 @@ static int64_t broken_size(void *user, int fd) {
 static int64_t broken_pread(void *user, int fd, void *buf, size_t bytes, int64_t offset) {
     return broken_hit(user, "pread") ? -1 : dt_io_default()->pread(NULL, fd, buf, bytes, offset);
 }
-static int broken_list(void *user, const char *p, void (*each)(void *arg, const char *name),
-    void *arg) {
+static int broken_list(
+    void *user, const char *p, void (*each)(void *arg, const char *name), void *arg) {
     return broken_hit(user, "list") ? -1 : dt_io_default()->list(NULL, p, each, arg);
 }
 
@@ -751,16 +772,21 @@ static broken broken_make(long number, int reason) {
     return b;
 }
 
-typedef struct pair_job { broken table; int rank; path dir; int64_t step[2]; } pair_job;
+typedef struct pair_job {
+    broken table;
+    int rank;
+    path dir;
+    int64_t step[2];
+} pair_job;
 static dt_status pair_rank(dt_ctx *ctx, void *user) {
-    pair_job          *j = (pair_job *)user;
+    pair_job *j = (pair_job *)user;
     dt_checkpoint_desc d;
     memset(&d, 0, sizeof d);
     if (dt_ctx_rank(ctx) == j->rank) {
         *(dt_io *)dt_ctx_io(ctx) = j->table.io;
         ((dt_io *)dt_ctx_io(ctx))->user = &j->table;
     }
-    model          m = model_make(ctx);
+    model m = model_make(ctx);
     dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
     j->step[dt_ctx_rank(ctx)] = dt_checkpoint_load(c, j->dir.s);
     dt_checkpoint_close(c);
@@ -782,7 +808,7 @@ static void test_unreadable(void) {
     static const int reasons[] = { EACCES, EPERM, EMFILE, ENFILE, EIO, ENOMEM, ESTALE, 0 };
     path ck = two_checkpoints();
     char text[600];
-    int  cases = 0;
+    int cases = 0;
     for (size_t k = 0; k < sizeof reasons / sizeof *reasons; k++)
         for (long number = 1, over = 0; !over; number++, cases++) {
             broken b = broken_make(number, reasons[k]);
@@ -792,14 +818,15 @@ static void test_unreadable(void) {
             over = !b.hit;
             CHECK_MSG(over ? step == 2 : step == -1 && strstr(text, why) != NULL,
                 "call %ld (%s) fails, %s: step %lld "
-                "is loaded: %s", number, b.hit ? b.hit : "none", why, (long long)step, text);
+                "is loaded: %s",
+                number, b.hit ? b.hit : "none", why, (long long)step, text);
         }
     for (int rank = 0; rank < 2; rank++)
         for (long number = 1, over = 0; !over; number++, cases++) {
             dt_run_desc d;
-            dt_report   report;
-            dt_host     host = *dt_host_default();
-            pair_job    j = { broken_make(number, EIO), rank, ck, { 0, 0 } };
+            dt_report report;
+            dt_host host = *dt_host_default();
+            pair_job j = { broken_make(number, EIO), rank, ck, { 0, 0 } };
             memset(&d, 0, sizeof d);
             host.log = silent;
             d.host = &host;
@@ -808,9 +835,9 @@ static void test_unreadable(void) {
             d.report = &report;
             dt_status status = dt_run(d, pair_rank, &j);
             over = !j.table.hit;
-            CHECK_MSG(over ? status == DT_OK && j.step[0] == 2 : status == DT_ERR_IO &&
-                j.step[0] == -1 &&
-                strstr(report.text, strerror(EIO)) != NULL,
+            CHECK_MSG(over ? status == DT_OK && j.step[0] == 2
+                           : status == DT_ERR_IO && j.step[0] == -1 &&
+                                 strstr(report.text, strerror(EIO)) != NULL,
                 "rank %d of 2, call %ld (%s): step %lld: %s", rank, number,
                 j.table.hit ? j.table.hit : "none", (long long)j.step[0], report.text);
         }
@@ -827,17 +854,17 @@ static void *little_alloc(void *user, size_t bytes, dt_mem mem) {
 
 static void test_no_memory(void) {
     int64_t step = -1;
-    path    ck = two_checkpoints();
+    path ck = two_checkpoints();
     for (long number = 0; step != 2 && number < 2000; number++) {
         dt_ctx_desc desc;
-        dt_host     host = *dt_host_default();
+        dt_host host = *dt_host_default();
         memset(&desc, 0, sizeof desc);
         host.log = silent;
         host.alloc = little_alloc;
         desc.host = &host;
         memory_left = -1;
-        dt_ctx            *ctx = dt_ctx_make(desc);
-        model              m = model_make(ctx);
+        dt_ctx *ctx = dt_ctx_make(desc);
+        model m = model_make(ctx);
         dt_checkpoint_desc d;
         memset(&d, 0, sizeof d);
         dt_checkpoint *c = dt_checkpoint_open(m.zero, d);
@@ -869,12 +896,14 @@ static void test_forbidden(void) {
     char name[64];
     chmod(scratch, 0755);
     for (int i = 0; i < 5; i++) {
-        path   p = at("ck/%s", what[i]);
+        path p = at("ck/%s", what[i]);
         struct stat st;
         must(stat(p.s, &st) == 0 && chmod(p.s, 0) == 0, p.s);
         int result = in_time(forbidden, ck.s);
-        if (result == 77) check_skip("no other user to be");
-        else CHECK_MSG(result == 0, "%s cannot be read: %d", what[i], result);
+        if (result == 77)
+            check_skip("no other user to be");
+        else
+            CHECK_MSG(result == 0, "%s cannot be read: %d", what[i], result);
         must(chmod(p.s, st.st_mode & 0777) == 0, p.s);
     }
     must(rename(ck.s, closed.s) == 0 && chmod(closed.s, 0) == 0, closed.s);
@@ -884,19 +913,29 @@ static void test_forbidden(void) {
     must(chmod(closed.s, 0777) == 0, closed.s);
     put(at("file"), "");
     CHECK(dt_checkpoint_newest(dt_io_default(), at("file").s, name, sizeof name) == -2 &&
-        errno == ENOTDIR);
+          errno == ENOTDIR);
     CHECK(dt_checkpoint_newest(dt_io_default(), at("none").s, name, sizeof name) == -1);
     CHECK(dt_checkpoint_newest(dt_io_default(), closed.s, name, sizeof name) == 2);
     CHECK(strcmp(name, "step-2") == 0);
 }
 
 int main(int argc, char **argv) {
-    static const struct { const char *name; void (*run)(void); } parts[] = {
-        { "leftovers", test_leftovers }, { "keep", test_keep }, { "temporaries", test_temporaries },
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } parts[] = {
+        { "leftovers", test_leftovers },
+        { "keep", test_keep },
+        { "temporaries", test_temporaries },
         { "export", test_failed_export },
-        { "lock", test_lock }, { "reading", test_reading }, { "descriptors", test_descriptors },
-        { "limit", test_limit }, { "limits", test_limits }, { "names", test_tensor_names },
-        { "unreadable", test_unreadable }, { "memory", test_no_memory },
+        { "lock", test_lock },
+        { "reading", test_reading },
+        { "descriptors", test_descriptors },
+        { "limit", test_limit },
+        { "limits", test_limits },
+        { "names", test_tensor_names },
+        { "unreadable", test_unreadable },
+        { "memory", test_no_memory },
         { "forbidden", test_forbidden },
     };
     must(mkdtemp(scratch) != NULL, scratch);

@@ -3,7 +3,8 @@
 
    Run:  test_fuzz [folder of the corpora, default tests/fuzz/corpus]
 
-   `make fuzz` looks for new inputs; this keeps the old ones. A demand that does not hold ends the program. */
+   `make fuzz` looks for new inputs; this keeps the old ones. A demand that does not hold ends the
+   program. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -31,12 +32,16 @@
 #include "check.h"
 
 int main(int argc, char **argv) {
-    static const struct { const char *name; void (*one)(const unsigned char *data, size_t bytes); } targets[] = {
-        { "json", fuzz_json }, { "safetensors", fuzz_safetensors }, { "llmc", fuzz_llmc }, { "shards", fuzz_shards },
-        { "rendezvous", fuzz_rendezvous }, { "config", fuzz_config }, { "manifest", fuzz_manifest } };
+    static const struct {
+        const char *name;
+        void (*one)(const unsigned char *data, size_t bytes);
+    } targets[] = { { "json", fuzz_json }, { "safetensors", fuzz_safetensors },
+        { "llmc", fuzz_llmc }, { "shards", fuzz_shards }, { "rendezvous", fuzz_rendezvous },
+        { "config", fuzz_config }, { "manifest", fuzz_manifest } };
     for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
         char path[600];
-        snprintf(path, sizeof path, "%s/%s", argc > 1 ? argv[1] : "tests/fuzz/corpus", targets[i].name);
+        snprintf(
+            path, sizeof path, "%s/%s", argc > 1 ? argv[1] : "tests/fuzz/corpus", targets[i].name);
         int inputs = fuzz_replay(path, targets[i].one);
         CHECK_MSG(inputs >= 10, "%s: %d inputs", path, inputs);
         printf("%s: %d inputs\n", targets[i].name, inputs);

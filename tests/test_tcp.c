@@ -1,7 +1,8 @@
-/* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can go.
+/* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can
+   go.
 
-   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on threads. How ranks
-   find each other is test_rendezvous.c's. */
+   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on
+   threads. How ranks find each other is test_rendezvous.c's. */
 #ifndef _GNU_SOURCE /* g++ sets it */
 #define _GNU_SOURCE
 #endif
@@ -12,9 +13,10 @@
 #include "tcp_jobs.h"
 #include "words.h"
 
-/* ---- 1. all operations and messages, the bits of threads --------------------------------------------------------- */
+/* ---- 1. all operations and messages, the bits of threads
+   --------------------------------------------------------- */
 
-static cases all;       /* made before the ranks start */
+static cases all; /* made before the ranks start */
 
 static dt_status cases_rank(dt_ctx *ctx, void *user) {
     dt_status status = comm_cases(ctx, &all);
@@ -33,22 +35,25 @@ static void compare_with_threads(cases made) {
     check_well(tcp);
     for (int rank = 0; rank < all.n; rank++)
         CHECK_MSG(tcp->result[rank].hash == threads->result[rank].hash && tcp->result[rank].hash,
-                  "%d ranks: rank %d has other bits than on threads", all.n, rank);
+            "%d ranks: rank %d has other bits than on threads", all.n, rank);
     job_free(tcp);
     job_free(threads);
     cases_free(&all);
 }
 
 /* Overlapping send and recv: legal and right, or refused on every rank. */
-static dt_status overlap_rank(dt_ctx *ctx, void *user) { return overlap_of(ctx, (unsigned)((const job *)user)->what); }
+static dt_status overlap_rank(dt_ctx *ctx, void *user) {
+    return overlap_of(ctx, (unsigned)((const job *)user)->what);
+}
 
 static void test_overlap(void) {
     int refused = 0;
     for (int i = 0; i < 48; i++) {
         job *j = run_job(2 + i % 4, overlap_rank, i);
         for (int rank = 0; rank < j->ranks; rank++)
-            CHECK_MSG(j->result[rank].ended && (j->result[rank].status == DT_OK) == (j->result[0].status == DT_OK),
-                      "overlap %d: rank %d: %s", i, rank, j->result[rank].report.text);
+            CHECK_MSG(j->result[rank].ended &&
+                          (j->result[rank].status == DT_OK) == (j->result[0].status == DT_OK),
+                "overlap %d: rank %d: %s", i, rank, j->result[rank].report.text);
         refused += j->result[0].status != DT_OK;
         job_free(j);
     }
@@ -69,7 +74,7 @@ static dt_status early_end_rank(dt_ctx *ctx, void *user) {
         nap(0.3);
         memset(a, 0, 1000000 * sizeof *a);
         CHECK(dt_recv(world, a, 1000000, DT_F32, 1, 1) == DT_OK && a[999999] == 999999);
-        nap(0.2);   /* its goodbye is here */
+        nap(0.2); /* its goodbye is here */
         CHECK(dt_recv(world, a, 1, DT_F32, 1, 2) == DT_OK && a[0] == 5);
         status = dt_recv(world, a, 1, DT_F32, 2, 3);
     }
@@ -81,16 +86,18 @@ static dt_status early_end_rank(dt_ctx *ctx, void *user) {
     return status;
 }
 
-/* ---- 3. failures ------------------------------------------------------------------------------------------------- */
+/* ---- 3. failures
+   ------------------------------------------------------------------------------------------------- */
 
 enum { FAILS = 0, RETURNS, KILLED, GARBAGE, HUGE_FRAME, CUT_FRAME, N_ENDS };
-static const char *const end_names[] = { "fails", "returns an error", "is killed", "sends garbage", "sends 2^50 bytes",
-                                         "is killed in a frame" };
+static const char *const end_names[] = { "fails", "returns an error", "is killed", "sends garbage",
+    "sends 2^50 bytes", "is killed in a frame" };
 
 static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
     dt__tcp *t = (dt__tcp *)world->world->transport.user;
     for (int rank = 0; rank < t->size; rank++)
-        if (t->peers[rank].fd >= 0 && send(t->peers[rank].fd, p, bytes, MSG_NOSIGNAL) < 0) perror("send");
+        if (t->peers[rank].fd >= 0 && send(t->peers[rank].fd, p, bytes, MSG_NOSIGNAL) < 0)
+            perror("send");
 }
 
 static dt_status come_to_an_end(dt_ctx *ctx, int how) {
@@ -118,7 +125,8 @@ static dt_status fault_rank(dt_ctx *ctx, void *user) {
         nap(0.05);
         return come_to_an_end(ctx, how);
     }
-    if (dt_comm_rank(world) != (n == 2 ? 0 : 2)) return dt_recv(world, big, 4, DT_F32, n == 2 ? 1 : 2, 8);
+    if (dt_comm_rank(world) != (n == 2 ? 0 : 2))
+        return dt_recv(world, big, 4, DT_F32, n == 2 ? 1 : 2, 8);
     if (place == IN_RECV) return dt_recv(world, big, 4, DT_F32, 1, 8);
     if (place == IN_ANY) return dt_recv_any(world, big, 4, DT_F32, 8, NULL);
     while (place == IN_SEND && dt_error(ctx) == DT_OK) dt_send(world, big, 1000000, DT_F32, 1, 8);
@@ -132,21 +140,24 @@ static void check_fault(const job *j, int how) {
         const char *text = r->report.text;
         char where[96];
         int lost = how >= KILLED, dies = how == KILLED || how == CUT_FRAME;
-        snprintf(where, sizeof where, "%d ranks, rank 1 %s, place %d, rank %d", j->ranks, end_names[how], j->what / 10,
-                 rank);
+        snprintf(where, sizeof where, "%d ranks, rank 1 %s, place %d, rank %d", j->ranks,
+            end_names[how], j->what / 10, rank);
         if (rank == 1 && dies) continue;
-        CHECK_MSG(r->ended && r->status != DT_OK && r->took < 8, "%s: %s, %.1f s", where, dt_status_name(r->status),
-                  r->took);
+        CHECK_MSG(r->ended && r->status != DT_OK && r->took < 8, "%s: %s, %.1f s", where,
+            dt_status_name(r->status), r->took);
         CHECK_MSG(r->largest < 100000000, "%s: %zu bytes were taken", where, r->largest);
         if (how == FAILS)
-            CHECK_MSG(strcmp(text, "rank 1: the injected failure") == 0 && r->status == DT_ERR_NUMERIC &&
-                      r->report.rank == 1 && r->error_lines == (rank == 1), "%s: %s (%d lines)", where, text,
-                      r->error_lines);
+            CHECK_MSG(strcmp(text, "rank 1: the injected failure") == 0 &&
+                          r->status == DT_ERR_NUMERIC && r->report.rank == 1 &&
+                          r->error_lines == (rank == 1),
+                "%s: %s (%d lines)", where, text, r->error_lines);
         if (how == RETURNS)
-            CHECK_MSG(strcmp(text, "rank 1: rank function returned DT_ERR_IO") == 0 && r->status == DT_ERR_IO &&
-                      r->report.rank == 1, "%s: %s", where, text);
+            CHECK_MSG(strcmp(text, "rank 1: rank function returned DT_ERR_IO") == 0 &&
+                          r->status == DT_ERR_IO && r->report.rank == 1,
+                "%s: %s", where, text);
         if (lost && rank != 1) CHECK_MSG(says_lost(text, 1), "%s: %s", where, text);
-        if (how == GARBAGE && rank != 1) CHECK_MSG(strstr(text, "what is no message"), "%s: %s", where, text);
+        if (how == GARBAGE && rank != 1)
+            CHECK_MSG(strstr(text, "what is no message"), "%s: %s", where, text);
         if (lost) CHECK_MSG(r->error_lines <= 1, "%s: %d lines", where, r->error_lines);
     }
 }
@@ -179,14 +190,17 @@ static dt_status legacy_rank(dt_ctx *ctx, void *user) {
     CHECK(dt_recv(world, a, 10000, DT_F32, 1, 2) == DT_OK && a[9999] == 9999);
     CHECK(dt_recv(world, a, 10, DT_F32, 1, 1) == DT_OK && a[9] == 9);
     dt_status status = dt_recv(world, a, 10, DT_F32, 1, 3);
-    const char *text = dt_error_text(ctx), *begins = "receive f32 x 10 from rank 1 with tag 3 on world at test_tcp.c:";
-    CHECK_MSG(status == DT_ERR_PEER && says_lost(text, 1) && strstr(text, begins) && strstr(text, ": connection"),
-              "%s", text);
+    const char *text = dt_error_text(ctx),
+               *begins = "receive f32 x 10 from rank 1 with tag 3 on world at test_tcp.c:";
+    CHECK_MSG(status == DT_ERR_PEER && says_lost(text, 1) && strstr(text, begins) &&
+                  strstr(text, ": connection"),
+        "%s", text);
     free(a);
     return status;
 }
 
-/* Rank 0 fails with a large send half-way, whose receiver is not looking. The text comes behind the message. */
+/* Rank 0 fails with a large send half-way, whose receiver is not looking. The text comes behind the
+   message. */
 static dt_status half_way_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
     enum { N = 4000000 };
@@ -199,7 +213,7 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
         dt_work *work = dt_send_start(world, a, N, DT_F32, 1, 0);
         dt_fail(ctx, DT_ERR_NUMERIC, "half-way");
         dt_wait(ctx, work);
-        memset(a, 0, N * sizeof *a);    /* it is the caller's again */
+        memset(a, 0, N * sizeof *a); /* it is the caller's again */
     } else {
         memset(a, 0, N * sizeof *a);
         nap(0.6);
@@ -213,8 +227,8 @@ static dt_status half_way_rank(dt_ctx *ctx, void *user) {
     return dt_error(ctx);
 }
 
-/* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts; 3: a rank is
-   stuck */
+/* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts;
+   3: a rank is stuck */
 enum { MISUSE_LINE = __LINE__ + 6 };
 static dt_status misuse_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
@@ -223,7 +237,8 @@ static dt_status misuse_rank(dt_ctx *ctx, void *user) {
     int me = dt_comm_rank(world);
     if (j->what == 0) return me == 1 ? DT_OK : dt_recv(world, a, 4, DT_F32, 1, 0);
     if (j->what == 1 && me == 1) return dt_send(world, a, 10, DT_F32, 0, 4);
-    if (j->what == 2) return me == 1 ? dt_send(world, a, 10, DT_F32, 0, 4) : dt_recv(world, a, 8, DT_F32, 1, 4);
+    if (j->what == 2)
+        return me == 1 ? dt_send(world, a, 10, DT_F32, 0, 4) : dt_recv(world, a, 8, DT_F32, 1, 4);
     if (j->what == 3 && me == 1) nap(1.5);
     if (j->what == 3) return dt_barrier(world);
     return DT_OK;
@@ -231,7 +246,8 @@ static dt_status misuse_rank(dt_ctx *ctx, void *user) {
 
 static void test_misuse(void) {
     static const char *const says[] = {
-        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on world at "
+        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on "
+        "world at "
         "test_tcp.c:%d",
         "rank 0: ended without receiving 40 bytes with tag 4 from rank 1",
         "rank 0: rank 1 sends f32 x 10, rank 0 receives f32 x 8 (tag 4 on world)",
@@ -245,10 +261,13 @@ static void test_misuse(void) {
         const char *text = j->result[0].report.text;
         const char *begins = "rank 0: timeout 0.5 s in barrier #1 on world at test_tcp.c:";
         char want[256];
-        if (what == 0) snprintf(want, sizeof want, says[0], MISUSE_LINE);
-        else snprintf(want, sizeof want, "%s", says[what]);
-        int same = what < 3 ? strcmp(text, want) == 0
-                            : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
+        if (what == 0)
+            snprintf(want, sizeof want, says[0], MISUSE_LINE);
+        else
+            snprintf(want, sizeof want, "%s", says[what]);
+        int same = what < 3
+                       ? strcmp(text, want) == 0
+                       : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
         CHECK_MSG(j->result[0].status && same, "case %d: %s", what, text);
         CHECK(j->result[0].error_lines == 1 && j->result[0].took < 5);
         job_free(j);
@@ -261,7 +280,7 @@ static dt_status hungry_rank(dt_ctx *ctx, void *user) {
     static float a[30000], b[30000];
     int n = dt_comm_size(world), me = dt_comm_rank(world);
     (void)user;
-    dt_send(world, a, 1000, DT_F32, (me + 1) % n, 7);   /* comes before it is asked for */
+    dt_send(world, a, 1000, DT_F32, (me + 1) % n, 7); /* comes before it is asked for */
     dt_barrier(world);
     dt_all_reduce(world, a, b, 30000, DT_F32, DT_SUM);
     half = dt_comm_split(world, me % 2, 0, "half");
@@ -281,7 +300,8 @@ static void test_refused_memory(void) {
         job_wait(j);
         refused = j->result[1].status == DT_ERR_MEM;
         for (int rank = 0; rank < 3 && refused; rank++)
-            CHECK_MSG(j->result[rank].status != DT_OK, "allocation %ld: rank %d: DT_OK", k + 1, rank);
+            CHECK_MSG(
+                j->result[rank].status != DT_OK, "allocation %ld: rank %d: DT_OK", k + 1, rank);
         if (!refused) check_well(j);
         job_free(j);
         if (k > 4) k += 2;
@@ -289,7 +309,8 @@ static void test_refused_memory(void) {
     CHECK_MSG(k > 10, "%ld allocations", k);
 }
 
-/* ---- 4. two jobs ------------------------------------------------------------------------------------------------- */
+/* ---- 4. two jobs
+   ------------------------------------------------------------------------------------------------- */
 
 /* A rank's part of the cases that leaves out the long ones. */
 static dt_status exchange_rank(dt_ctx *ctx, void *user) {
@@ -319,7 +340,9 @@ static void test_two_jobs(void) {
 
 /* ---- calls that differ, where they are not compared beforehand ---- */
 
-static dt_status differing_rank(dt_ctx *ctx, void *user) { return words_rank(ctx, ((const job *)user)->what); }
+static dt_status differing_rank(dt_ctx *ctx, void *user) {
+    return words_rank(ctx, ((const job *)user)->what);
+}
 
 static void test_words(void) {
     for (int what = 0; what < WORDS_CASES; what++) {
@@ -329,16 +352,17 @@ static void test_words(void) {
             job_start(j);
             job_wait(j);
             const char *text = j->result[0].report.text;
-            CHECK_MSG(j->result[0].status == DT_ERR_COMM && words_said(what, text) && strstr(text, "rank 0") &&
-                      strstr(text, "rank 1"), "case %d, check %d: %s", what, check, text);
+            CHECK_MSG(j->result[0].status == DT_ERR_COMM && words_said(what, text) &&
+                          strstr(text, "rank 0") && strstr(text, "rank 1"),
+                "case %d, check %d: %s", what, check, text);
             CHECK_MSG(j->result[0].took < 2, "%.1f s", j->result[0].took);
             job_free(j);
         }
     }
 }
 
-/* Rank 0 sends much, which nobody has asked for yet, and rank 1 waits for it elsewhere meanwhile: no deadlock, as the
-   bytes move. Legal where calls are not compared beforehand. */
+/* Rank 0 sends much, which nobody has asked for yet, and rank 1 waits for it elsewhere meanwhile:
+   no deadlock, as the bytes move. Legal where calls are not compared beforehand. */
 static dt_status crossing_rank(dt_ctx *ctx, void *user) {
     const job *j = (const job *)user;
     dt_comm *world = dt_world(ctx), *other = dt_comm_split(world, 0, 0, "other");
@@ -359,7 +383,8 @@ static void test_crossing(void) {
         j->check = -1;
         job_start(j);
         job_wait(j);
-        CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s", j->result[0].report.text);
+        CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s",
+            j->result[0].report.text);
         job_free(j);
     }
 }
@@ -377,7 +402,8 @@ int main(void) {
     job_free(j);
     j = run_job(2, half_way_rank, 0);
     for (int rank = 0; rank < 2; rank++)
-        CHECK_MSG(strcmp(j->result[rank].report.text, "rank 0: half-way") == 0, "%s", j->result[rank].report.text);
+        CHECK_MSG(strcmp(j->result[rank].report.text, "rank 0: half-way") == 0, "%s",
+            j->result[rank].report.text);
     job_free(j);
     test_misuse();
     test_words();

@@ -1,7 +1,9 @@
-/* words.h - calls that differ, with messages of the same length: what a message says of its call tells them apart
+/* words.h - calls that differ, with messages of the same length: what a message says of its call
+   tells them apart
 
-   Where ranks do not compare their calls first (.check = -1), the word that each message brings is all there is. Large
-   messages travel otherwise than small ones. Included after dt_comm.h with its implementation. */
+   Where ranks do not compare their calls first (.check = -1), the word that each message brings is
+   all there is. Large messages travel otherwise than small ones. Included after dt_comm.h with its
+   implementation. */
 #ifndef WORDS_H
 #define WORDS_H
 
@@ -20,8 +22,10 @@ static dt_status words_rank(dt_ctx *ctx, int what) {
     case 0: dt_all_reduce(world, a, b, count, DT_F32, me ? DT_MAX : DT_SUM); break;
     case 1: dt_all_reduce(world, a, b, count, me ? DT_I32 : DT_F32, DT_SUM); break;
     case 2:
-        if (me) dt_all_to_all(world, a, b, count, DT_F32);
-        else dt_all_gather(world, a, b, count, DT_F32);
+        if (me)
+            dt_all_to_all(world, a, b, count, DT_F32);
+        else
+            dt_all_gather(world, a, b, count, DT_F32);
         break;
     case 3:
         if (me == 0) dt_recv(world, a, count, DT_F32, 1, 1);
@@ -39,7 +43,8 @@ static int words_said(int what, const char *text) {
     static const char *const says[WORDS_KINDS][2] = {
         { "all-reduce f32 x %zu max", "all-reduce f32 x %zu sum" },
         { "all-reduce i32 x %zu sum", "all-reduce f32 x %zu sum" },
-        { "all-to-all f32 x %zu", "all-gather f32 x %zu" }, { "sends i32 x %zu", "receives f32 x %zu" },
+        { "all-to-all f32 x %zu", "all-gather f32 x %zu" },
+        { "sends i32 x %zu", "receives f32 x %zu" },
         { "broadcast i32 x %zu root 0", "broadcast f32 x %zu root 0" },
     };
     char one[64], other[64];

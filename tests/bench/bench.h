@@ -1,11 +1,14 @@
-/* bench.h - what the benchmarks share: bursts, products, and OpenBLAS as a peer - public domain or MIT, at your choice
+/* bench.h - what the benchmarks share: bursts, products, and OpenBLAS as a peer - public domain or
+   MIT, at your choice
 
    Include it after dt_tensor.h or a header above. Everything is static.
 
-   A machine that others use as well drifts, so nothing is compared with a figure of another minute: the contestants of
-   a case take turns in short bursts, all in one process, and the best burst of each counts, in processor time.
+   A machine that others use as well drifts, so nothing is compared with a figure of another minute:
+   the contestants of a case take turns in short bursts, all in one process, and the best burst of
+   each counts, in processor time.
 
-   A peer is looked for when a program runs and is never linked. Each program says in # lines what it has found. */
+   A peer is looked for when a program runs and is never linked. Each program says in # lines what
+   it has found. */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -25,7 +28,8 @@ static inline double bench_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Seconds that the processor has worked for this thread: others on the machine do not lengthen it much. */
+/* Seconds that the processor has worked for this thread: others on the machine do not lengthen it
+   much. */
 static inline double bench_thread_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -34,7 +38,7 @@ static inline double bench_thread_seconds(void) {
 
 /* The first line of every benchmark: the processor and how many of it. */
 static inline void bench_print_machine(void) {
-    char  line[512], model[256] = "unknown processor";
+    char line[512], model[256] = "unknown processor";
     FILE *f = fopen("/proc/cpuinfo", "r");
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "model name : %255[^\n]", model) == 1) break;
@@ -42,7 +46,8 @@ static inline void bench_print_machine(void) {
     printf("# machine: %s, %ld cores\n", model, sysconf(_SC_NPROCESSORS_ONLN));
 }
 
-/* The value of an option written --name V or --name=V at argv[*i], NULL if argv[*i] is another one. */
+/* The value of an option written --name V or --name=V at argv[*i], NULL if argv[*i] is another
+   one. */
 static inline const char *bench_option(int argc, char **argv, int *i, const char *name) {
     size_t length = strlen(name);
     if (strncmp(argv[*i], name, length) != 0) return NULL;
@@ -52,41 +57,46 @@ static inline const char *bench_option(int argc, char **argv, int *i, const char
 
 /* A number as CSV: nan where there is none. */
 static inline const char *bench_number(char *text, size_t room, double x, const char *format) {
-    if (isfinite(x)) snprintf(text, room, format, x);
-    else snprintf(text, room, "nan");
+    if (isfinite(x))
+        snprintf(text, room, format, x);
+    else
+        snprintf(text, room, "nan");
     return text;
 }
 
-// ==== OpenBLAS ======================================================================================================
+// ==== OpenBLAS ==================================================================================
 
-typedef void (*bench_sgemm)(int, int, int, int, int, int, float, const float *, int, const float *, int, float,
-    float *, int);
-typedef void (*bench_dgemm)(int, int, int, int, int, int, double, const double *, int, const double *, int, double,
-    double *, int);
-typedef void (*bench_sbgemm)(int, int, int, int, int, int, float, const uint16_t *, int, const uint16_t *, int, float,
-    float *, int);
+typedef void (*bench_sgemm)(int, int, int, int, int, int, float, const float *, int, const float *,
+    int, float, float *, int);
+typedef void (*bench_dgemm)(int, int, int, int, int, int, double, const double *, int,
+    const double *, int, double, double *, int);
+typedef void (*bench_sbgemm)(int, int, int, int, int, int, float, const uint16_t *, int,
+    const uint16_t *, int, float, float *, int);
 enum { BENCH_ROW_MAJOR = 101, BENCH_PLAIN = 111, BENCH_TRANSPOSED = 112 }; /* cblas.h's numbers */
 
 typedef struct bench_blas {
-    void        *library;       /* NULL: not found */
-    bench_sgemm  f32;
-    bench_dgemm  f64;
-    bench_sbgemm bf16;          /* NULL where this build has none; its result is f32 */
-    char         name[96];      /* "openblas-0.3.21-SkylakeX" */
+    void *library; /* NULL: not found */
+    bench_sgemm f32;
+    bench_dgemm f64;
+    bench_sbgemm bf16; /* NULL where this build has none; its result is f32 */
+    char name[96];     /* "openblas-0.3.21-SkylakeX" */
 } bench_blas;
 
-static inline void *bench_symbol(void *library, const char *name) { return library ? dlsym(library, name) : NULL; }
+static inline void *bench_symbol(void *library, const char *name) {
+    return library ? dlsym(library, name) : NULL;
+}
 
 /* Loads the library in this process, with one thread. */
 static inline bench_blas bench_blas_load(const char *path) {
     static const char *const places[] = { "libopenblas.so.0", "libopenblas.so" };
     bench_blas b = { NULL, NULL, NULL, NULL, "none" };
     if (path) b.library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    for (int i = 0; !path && !b.library && i < 2; i++) b.library = dlopen(places[i], RTLD_NOW | RTLD_LOCAL);
+    for (int i = 0; !path && !b.library && i < 2; i++)
+        b.library = dlopen(places[i], RTLD_NOW | RTLD_LOCAL);
     *(void **)&b.f32 = bench_symbol(b.library, "cblas_sgemm");
     *(void **)&b.f64 = bench_symbol(b.library, "cblas_dgemm");
     *(void **)&b.bf16 = bench_symbol(b.library, "cblas_sbgemm");
-    void  (*threads)(int);
+    void (*threads)(int);
     char *(*core)(void), *(*config)(void);
     *(void **)&threads = bench_symbol(b.library, "openblas_set_num_threads");
     *(void **)&core = bench_symbol(b.library, "openblas_get_corename");
@@ -109,17 +119,19 @@ static inline double bench_blas_rate(const bench_blas *b) {
     double best = 0, end = bench_now() + 0.25;
     while (x && bench_now() < end) {
         double start = bench_thread_seconds();
-        b->f32(BENCH_ROW_MAJOR, BENCH_PLAIN, BENCH_PLAIN, N, N, N, 1, x, N, x + N * N, N, 0, x + 2 * N * N, N);
+        b->f32(BENCH_ROW_MAJOR, BENCH_PLAIN, BENCH_PLAIN, N, N, N, 1, x, N, x + N * N, N, 0,
+            x + 2 * N * N, N);
         best = fmax(best, 2e-9 * N * N * N / (bench_thread_seconds() - start));
     }
     free(x);
     return best;
 }
 
-/* The rate of the library with the kernels of `core`, measured in a child: it reads that name when it is loaded, and
-   kernels of another processor may end the process. 0 where that does not work. */
+/* The rate of the library with the kernels of `core`, measured in a child: it reads that name when
+   it is loaded, and kernels of another processor may end the process. 0 where that does not
+   work. */
 static inline double bench_blas_try(const char *path, const char *core) {
-    int    pipe_of[2], status;
+    int pipe_of[2], status;
     double rate = 0;
     fflush(stdout);
     if (pipe(pipe_of) != 0) return 0;
@@ -137,15 +149,16 @@ static inline double bench_blas_try(const char *path, const char *core) {
     return rate;
 }
 
-/* The library with the kernels that are the fastest here: a build older than the processor takes it for a much older
-   one. */
+/* The library with the kernels that are the fastest here: a build older than the processor takes it
+   for a much older one. */
 static inline bench_blas bench_blas_find(const char *path) {
 #if defined(__aarch64__)
     static const char *const cores[] = { "", "NEOVERSEV1", "NEOVERSEN1", "ARMV8" };
 #else
-    static const char *const cores[] = { "", "SapphireRapids", "Cooperlake", "SkylakeX", "Haswell", "Zen" };
+    static const char *const cores[] = { "", "SapphireRapids", "Cooperlake", "SkylakeX", "Haswell",
+        "Zen" };
 #endif
-    int    n = (int)(sizeof cores / sizeof *cores), best = 0;
+    int n = (int)(sizeof cores / sizeof *cores), best = 0;
     double rate[sizeof cores / sizeof *cores];
     bench_blas b = { NULL, NULL, NULL, NULL, "none" };
     for (int i = 0; i < n; i++) {
@@ -155,40 +168,46 @@ static inline bench_blas bench_blas_find(const char *path) {
     }
     if (rate[0] > 0) {
         printf("# OpenBLAS, GFLOP/s of 768 x 768 x 768 by OPENBLAS_CORETYPE:");
-        for (int i = 0; i < n; i++) if (rate[i] > 0) printf(" %s %.0f", *cores[i] ? cores[i] : "(unset)", rate[i]);
+        for (int i = 0; i < n; i++)
+            if (rate[i] > 0) printf(" %s %.0f", *cores[i] ? cores[i] : "(unset)", rate[i]);
         if (*cores[best]) setenv("OPENBLAS_CORETYPE", cores[best], 1);
         b = bench_blas_load(path);
         printf("\n# peer: %s\n", b.name);
     } else {
-        printf("# peer: OpenBLAS is not installed%s%s; on Debian: apt-get install libopenblas0-pthread, elsewhere give "
-               "--openblas PATH\n", path ? " at " : "", path ? path : "");
+        printf("# peer: OpenBLAS is not installed%s%s; on Debian: apt-get install "
+               "libopenblas0-pthread, elsewhere give "
+               "--openblas PATH\n",
+            path ? " at " : "", path ? path : "");
     }
     return b;
 }
 
-// ==== Products ======================================================================================================
+// ==== Products ==================================================================================
 
 /* c (m,n) = A (m,k) B (k,n); A is stored (k,m) with trans_a, B (n,k) with trans_b. */
 typedef struct bench_product {
     dt_dtype dtype;
-    int      m, n, k, trans_a, trans_b;
-    void    *a, *b, *c, *work;
-    size_t   work_bytes;
+    int m, n, k, trans_a, trans_b;
+    void *a, *b, *c, *work;
+    size_t work_bytes;
     const bench_blas *blas;
 } bench_product;
 
 /* Numbers in [-1,1) that look random; bf16 keeps the upper half of a float. */
 static inline void *bench_operand(dt_dtype dtype, size_t count, uint32_t seed) {
     size_t size = dt_dtype_size(dtype);
-    void  *p = aligned_alloc(64, (count * size + 63) / 64 * 64);
+    void *p = aligned_alloc(64, (count * size + 63) / 64 * 64);
     for (size_t i = 0; p && i < count; i++) {
         seed = seed * 1664525u + 1013904223u;
-        float    x = (float)(int32_t)seed / 2147483648.0f;
+        float x = (float)(int32_t)seed / 2147483648.0f;
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
-        if (dtype == DT_F64) ((double *)p)[i] = x;
-        else if (dtype == DT_BF16) ((uint16_t *)p)[i] = (uint16_t)(bits >> 16);
-        else ((float *)p)[i] = x;
+        if (dtype == DT_F64)
+            ((double *)p)[i] = x;
+        else if (dtype == DT_BF16)
+            ((uint16_t *)p)[i] = (uint16_t)(bits >> 16);
+        else
+            ((float *)p)[i] = x;
     }
     return p;
 }
@@ -201,7 +220,8 @@ static inline void bench_product_free(bench_product *p) {
     p->a = p->b = p->c = p->work = NULL;
 }
 
-/* Memory and numbers; 0 if there is not enough. The result has room for f32 where the operands are bf16. */
+/* Memory and numbers; 0 if there is not enough. The result has room for f32 where the operands are
+   bf16. */
 static inline int bench_product_make(bench_product *p, uint32_t seed) {
     size_t m = (size_t)p->m, n = (size_t)p->n, k = (size_t)p->k;
     p->work_bytes = dt_matmul_work(p->n, p->k, p->dtype);
@@ -215,68 +235,87 @@ static inline int bench_product_make(bench_product *p, uint32_t seed) {
 }
 
 static inline dt_status bench_product_dt(const bench_product *p) {
-    dt_matmul_args args = { .dtype = p->dtype, .c = p->c, .a = p->a, .b = p->b, .m = p->m, .n = p->n, .k = p->k,
-        .trans_a = p->trans_a, .trans_b = p->trans_b, .work = p->work, .work_bytes = p->work_bytes };
+    dt_matmul_args args = { .dtype = p->dtype,
+        .c = p->c,
+        .a = p->a,
+        .b = p->b,
+        .m = p->m,
+        .n = p->n,
+        .k = p->k,
+        .trans_a = p->trans_a,
+        .trans_b = p->trans_b,
+        .work = p->work,
+        .work_bytes = p->work_bytes };
     return dt_kernels_cpu()->matmul(&args, NULL);
 }
 
 static inline void bench_product_blas(const bench_product *p) {
-    int ta = p->trans_a ? BENCH_TRANSPOSED : BENCH_PLAIN, tb = p->trans_b ? BENCH_TRANSPOSED : BENCH_PLAIN;
+    int ta = p->trans_a ? BENCH_TRANSPOSED : BENCH_PLAIN,
+        tb = p->trans_b ? BENCH_TRANSPOSED : BENCH_PLAIN;
     int lda = p->trans_a ? p->m : p->k, ldb = p->trans_b ? p->k : p->n, row = BENCH_ROW_MAJOR;
     if (p->dtype == DT_F64)
-        p->blas->f64(row, ta, tb, p->m, p->n, p->k, 1, (const double *)p->a, lda, (const double *)p->b, ldb, 0,
-            (double *)p->c, p->n);
+        p->blas->f64(row, ta, tb, p->m, p->n, p->k, 1, (const double *)p->a, lda,
+            (const double *)p->b, ldb, 0, (double *)p->c, p->n);
     else if (p->dtype == DT_BF16)
-        p->blas->bf16(row, ta, tb, p->m, p->n, p->k, 1, (const uint16_t *)p->a, lda, (const uint16_t *)p->b, ldb, 0,
-            (float *)p->c, p->n);
+        p->blas->bf16(row, ta, tb, p->m, p->n, p->k, 1, (const uint16_t *)p->a, lda,
+            (const uint16_t *)p->b, ldb, 0, (float *)p->c, p->n);
     else
-        p->blas->f32(row, ta, tb, p->m, p->n, p->k, 1, (const float *)p->a, lda, (const float *)p->b, ldb, 0,
-            (float *)p->c, p->n);
+        p->blas->f32(row, ta, tb, p->m, p->n, p->k, 1, (const float *)p->a, lda,
+            (const float *)p->b, ldb, 0, (float *)p->c, p->n);
 }
 
 static inline double bench_product_gflop(const bench_product *p) {
     return 2e-9 * (double)p->m * (double)p->n * (double)p->k;
 }
 
-// ==== Bursts ========================================================================================================
+// ==== Bursts ====================================================================================
 
 enum { BENCH_DT = 0, BENCH_BLAS };
 
 /* What one thread does in a burst: one contestant multiplies, again and again. */
 typedef struct bench_burst {
     const bench_product *product;
-    int                  who, calls;
-    double               seconds;   /* of processor time, taken by it */
+    int who, calls;
+    double seconds; /* of processor time, taken by it */
 } bench_burst;
 
-/* GFLOP/s of all threads together: by the clock on the wall, and as if each had had a core for itself all the time. */
-typedef struct bench_rate { double wall, processor; } bench_rate;
+/* GFLOP/s of all threads together: by the clock on the wall, and as if each had had a core for
+   itself all the time. */
+typedef struct bench_rate {
+    double wall, processor;
+} bench_rate;
 
 static inline void *bench_burst_thread(void *user) {
     bench_burst *b = (bench_burst *)user;
-    double       start = bench_thread_seconds();
+    double start = bench_thread_seconds();
     for (int i = 0; i < b->calls; i++) {
-        if (b->who == BENCH_DT) bench_product_dt(b->product);
-        else bench_product_blas(b->product);
+        if (b->who == BENCH_DT)
+            bench_product_dt(b->product);
+        else
+            bench_product_blas(b->product);
     }
     b->seconds = bench_thread_seconds() - start;
     return NULL;
 }
 
 /* `threads` threads, each with a product of its own. */
-static inline bench_rate bench_burst_run(const bench_product *products, int threads, int who, int calls) {
+static inline bench_rate bench_burst_run(
+    const bench_product *products, int threads, int who, int calls) {
     enum { MOST = 64 };
-    pthread_t   thread[MOST];
+    pthread_t thread[MOST];
     bench_burst burst[MOST];
-    bench_rate  rate = { 0, 0 };
-    double      start = bench_now(), gflop = calls * bench_product_gflop(products);
-    int         n = threads < MOST ? threads : MOST, made[MOST] = { 0 };
+    bench_rate rate = { 0, 0 };
+    double start = bench_now(), gflop = calls * bench_product_gflop(products);
+    int n = threads < MOST ? threads : MOST, made[MOST] = { 0 };
     for (int i = 0; i < n; i++) burst[i] = (bench_burst){ &products[i], who, calls, 0 };
-    for (int i = 1; i < n; i++) made[i] = pthread_create(&thread[i], NULL, bench_burst_thread, &burst[i]) == 0;
+    for (int i = 1; i < n; i++)
+        made[i] = pthread_create(&thread[i], NULL, bench_burst_thread, &burst[i]) == 0;
     bench_burst_thread(&burst[0]);
     for (int i = 1; i < n; i++) {
-        if (made[i]) pthread_join(thread[i], NULL);
-        else bench_burst_thread(&burst[i]);
+        if (made[i])
+            pthread_join(thread[i], NULL);
+        else
+            bench_burst_thread(&burst[i]);
     }
     rate.wall = n * gflop / (bench_now() - start);
     for (int i = 0; i < n; i++) rate.processor += gflop / fmax(burst[i].seconds, 1e-9);

@@ -1,13 +1,14 @@
-/* bench_checkpoint.c - a save against the disk alone, and what a save in the background costs the steps beside it
-   Public domain or MIT, at your choice; see LICENSE.
+/* bench_checkpoint.c - a save against the disk alone, and what a save in the background costs the
+   steps beside it Public domain or MIT, at your choice; see LICENSE.
 
        bench_checkpoint [--mib 1024] [--dir .] [--repeat 7]
 
-   Two ranks save a checkpoint of so many MiB, ZeRO-1 and Adam in f32. In turns with it two threads write as many bytes
-   into one file, half each, with 4 MiB a call, and sync it: the disk's own time. Disks and machines that others use
-   drift by more than the difference, so it is the median of the ratios of neighbours that counts.
-   Then two ranks train a GPT, and every few steps save in the background: the time of the steps that follow such a
-   save, against those before it, as medians too. */
+   Two ranks save a checkpoint of so many MiB, ZeRO-1 and Adam in f32. In turns with it two threads
+   write as many bytes into one file, half each, with 4 MiB a call, and sync it: the disk's own
+   time. Disks and machines that others use drift by more than the difference, so it is the median
+   of the ratios of neighbours that counts. Then two ranks train a GPT, and every few steps save in
+   the background: the time of the steps that follow such a save, against those before it, as
+   medians too. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -19,9 +20,9 @@
 #include <fcntl.h>
 
 enum { MOST = 64, PIECE = 4 << 20 };
-static char    dir[400] = ".", folder[440];
+static char dir[400] = ".", folder[440];
 static int64_t mib = 1024;
-static int     repeat = 7;
+static int repeat = 7;
 
 static int by_size(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -33,13 +34,17 @@ static double median(double *x, int n) {
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
 }
 
-// ==== The disk alone ================================================================================================
+// ==== The disk alone ============================================================================
 
-typedef struct half { const char *path; const char *data; int64_t from, bytes; } half;
+typedef struct half {
+    const char *path;
+    const char *data;
+    int64_t from, bytes;
+} half;
 
 static void *write_half(void *user) {
     const half *h = (const half *)user;
-    int         fd = open(h->path, O_RDWR);
+    int fd = open(h->path, O_RDWR);
     for (int64_t at = 0, n; fd >= 0 && at < h->bytes; at += n) {
         n = h->bytes - at < PIECE ? h->bytes - at : PIECE;
         n = pwrite(fd, h->data + at % (8 * PIECE), (size_t)n, h->from + at);
@@ -51,14 +56,14 @@ static void *write_half(void *user) {
 
 static double disk_alone(int64_t bytes) {
     static char *data;
-    char         path[460];
-    pthread_t    thread[2];
-    half         h[2];
+    char path[460];
+    pthread_t thread[2];
+    half h[2];
     if (!data) data = (char *)malloc(9 * PIECE);
     for (size_t i = 0; i < 9 * (size_t)PIECE; i++) data[i] = (char)(i * 2654435761u >> 13);
     snprintf(path, sizeof path, "%s/disk-alone", dir);
     double begin = bench_now();
-    int    fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
+    int fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
     if (fd < 0 || ftruncate(fd, bytes) != 0) abort();
     for (int i = 0; i < 2; i++) {
         h[i] = (half){ path, data, bytes / 2 * i, bytes / 2 };
@@ -79,15 +84,15 @@ static void clear(const char *path) {
 
 static dt_status saving(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    int      first = dt_comm_rank(world) == 0;
-    double   disk[MOST], save[MOST], ratio[MOST];
-    char     name[32];
+    int first = dt_comm_rank(world) == 0;
+    double disk[MOST], save[MOST], ratio[MOST];
+    char name[32];
     (void)user;
     for (int i = 0; i < 16; i++) {
         snprintf(name, sizeof name, "w%d", i);
         dt_param(ctx, name, DT_SHAPE(mib * 1048576 / 12 / 16 / 1024, 1024), DT_NORMAL(0.1));
     }
-    dt_zero       *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
+    dt_zero *zero = dt_zero_make(ctx, (dt_zero_desc){ .stage = 1 });
     dt_checkpoint *c = dt_checkpoint_open(zero, (dt_checkpoint_desc){ .dir = folder });
     for (int i = 0; i < repeat && dt_error(ctx) == DT_OK; i++) {
         if (first) disk[i] = disk_alone(mib * 1048576);
@@ -102,13 +107,14 @@ static dt_status saving(dt_ctx *ctx, void *user) {
     }
     if (first && dt_error(ctx) == DT_OK) {
         double r = median(ratio, repeat), d = median(disk, repeat), s = median(save, repeat);
-        printf("# %lld MiB by 2 ranks: disk %.3f s, save %.3f s, median ratio %.2f\n", (long long)mib, d, s, r);
+        printf("# %lld MiB by 2 ranks: disk %.3f s, save %.3f s, median ratio %.2f\n",
+            (long long)mib, d, s, r);
     }
     dt_checkpoint_close(c);
     return dt_error(ctx);
 }
 
-// ==== Beside the training ===========================================================================================
+// ==== Beside the training =======================================================================
 
 enum { EVERY = 4, STEPS = 48 };
 static double step_ms[STEPS + 1];
@@ -118,20 +124,39 @@ static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
 }
 
 static void beside(void) {
-    train_config c = { .model = { .layers = 6, .width = 384, .heads = 6, .kv_heads = 6, .ffn = 1536, .seq = 128,
-        .vocab = 256, .tied = 1 }, .mesh = { 2, 1, 1, 1, 1 }, .zero = { .stage = 1 },
-        .lr = { .peak = 1e-3, .steps = STEPS }, .seq = 128, .micro_batch = 8, .accum = 1, .stop_at = STEPS,
-        .save = folder, .save_every = EVERY, .keep = 1, .background = 1, .on_step = on_step };
+    train_config c = { .model = { .layers = 6,
+                           .width = 384,
+                           .heads = 6,
+                           .kv_heads = 6,
+                           .ffn = 1536,
+                           .seq = 128,
+                           .vocab = 256,
+                           .tied = 1 },
+        .mesh = { 2, 1, 1, 1, 1 },
+        .zero = { .stage = 1 },
+        .lr = { .peak = 1e-3, .steps = STEPS },
+        .seq = 128,
+        .micro_batch = 8,
+        .accum = 1,
+        .stop_at = STEPS,
+        .save = folder,
+        .save_every = EVERY,
+        .keep = 1,
+        .background = 1,
+        .on_step = on_step };
     double after[STEPS], before[STEPS];
-    int    n = 0;
-    if (!train_files_find_sources(&c.data) || dt_run((dt_run_desc){ .ranks = 2 }, train, &c) != DT_OK) return;
+    int n = 0;
+    if (!train_files_find_sources(&c.data) ||
+        dt_run((dt_run_desc){ .ranks = 2 }, train, &c) != DT_OK)
+        return;
     for (int s = 2 * EVERY; s < STEPS; s += EVERY, n++) { /* the first save also makes its memory */
         after[n] = step_ms[s + 1];
         before[n] = (step_ms[s - 1] + step_ms[s]) / 2;
     }
     double ratio[STEPS];
     for (int i = 0; i < n; i++) ratio[i] = after[i] / before[i];
-    printf("# background: %.1f M parameters, a step %.1f ms, the step after a save %.1f ms, median ratio %.3f of %d\n",
+    printf("# background: %.1f M parameters, a step %.1f ms, the step after a save %.1f ms, median "
+           "ratio %.3f of %d\n",
         (double)gpt_count(c.model) / 1e6, median(before, n), median(after, n), median(ratio, n), n);
     train_files_free(&c.data);
 }
@@ -139,10 +164,14 @@ static void beside(void) {
 int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *text;
-        if ((text = bench_option(argc, argv, &i, "--mib"))) mib = atoll(text);
-        else if ((text = bench_option(argc, argv, &i, "--dir"))) snprintf(dir, sizeof dir, "%s", text);
-        else if ((text = bench_option(argc, argv, &i, "--repeat"))) repeat = atoi(text);
-        else return fprintf(stderr, "bench_checkpoint [--mib 1024] [--dir .] [--repeat 7]\n"), 2;
+        if ((text = bench_option(argc, argv, &i, "--mib")))
+            mib = atoll(text);
+        else if ((text = bench_option(argc, argv, &i, "--dir")))
+            snprintf(dir, sizeof dir, "%s", text);
+        else if ((text = bench_option(argc, argv, &i, "--repeat")))
+            repeat = atoi(text);
+        else
+            return fprintf(stderr, "bench_checkpoint [--mib 1024] [--dir .] [--repeat 7]\n"), 2;
     }
     if (repeat < 1 || repeat > MOST || mib < 1) return 2;
     bench_print_machine();

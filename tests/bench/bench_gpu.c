@@ -1,11 +1,12 @@
-/* bench_gpu.c - dt's CUDA kernels, one by one, against the rate at which the device copies - public domain or MIT, at
-   your choice
+/* bench_gpu.c - dt's CUDA kernels, one by one, against the rate at which the device copies - public
+   domain or MIT, at your choice
 
        make CUDA=1 NCCL=1 build/bench_gpu && build/bench_gpu [--small]
 
-   Kernels that only move numbers are measured in bytes that must be read and written at the least, as a share of the
-   rate of a copy in the device; products and attention in operations. Each is called so often that the device is busy
-   for a tenth of a second, five times, and the best counts. --small: sizes that an emulated device is through with. */
+   Kernels that only move numbers are measured in bytes that must be read and written at the least,
+   as a share of the rate of a copy in the device; products and attention in operations. Each is
+   called so often that the device is busy for a tenth of a second, five times, and the best counts.
+   --small: sizes that an emulated device is through with. */
 #define DT_IMPLEMENTATION
 #include "../../dt_tensor.h"
 
@@ -15,25 +16,27 @@
 
 #ifndef DT_USE_CUDA
 int main(void) {
-    printf("# bench_gpu: this build has no CUDA: make CUDA=1\nkernel,shape,dtype,us,gbs,tflops,share\n");
+    printf("# bench_gpu: this build has no CUDA: make "
+           "CUDA=1\nkernel,shape,dtype,us,gbs,tflops,share\n");
     return 0;
 }
 #else
 
 enum { BUFFERS = 8 };
 typedef struct bench {
-    dt_ctx           *ctx;
+    dt_ctx *ctx;
     const dt_kernels *k;
-    void             *stream;
-    char             *buf[BUFFERS]; /* (most) bytes each */
-    int32_t          *ids;          /* (rows) */
-    double           *losses;       /* (rows + 1) */
-    void             *work;
-    size_t            most, rows, cols, vocab, held, params; /* held: rows of a table of floats that fits */
-    dt_dtype          dtype;
-    double            copy;         /* bytes a second */
-    int64_t           batch, heads, seq, dim, mm;
-    int               small;
+    void *stream;
+    char *buf[BUFFERS]; /* (most) bytes each */
+    int32_t *ids;       /* (rows) */
+    double *losses;     /* (rows + 1) */
+    void *work;
+    /* held: rows of a table of floats that fits */
+    size_t most, rows, cols, vocab, held, params;
+    dt_dtype dtype;
+    double copy; /* bytes a second */
+    int64_t batch, heads, seq, dim, mm;
+    int small;
 } bench;
 
 typedef dt_status (*run_fn)(bench *b);
@@ -41,7 +44,7 @@ typedef dt_status (*run_fn)(bench *b);
 /* Seconds of one call. */
 static double seconds_of(bench *b, run_fn run, dt_status *status) {
     const dt_host *host = dt_host_default();
-    double         best = 1e9, enough = b->small ? 0 : 0.1;
+    double best = 1e9, enough = b->small ? 0 : 0.1;
     for (int warm = 0; warm < 3; warm++)
         if ((*status = run(b)) != DT_OK) return 0;
     b->k->sync(b->stream);
@@ -62,22 +65,27 @@ static double seconds_of(bench *b, run_fn run, dt_status *status) {
 }
 
 /* One row. bytes: the least that must move; flops: else 0. */
-static void measure(bench *b, const char *name, const char *shape, run_fn run, double bytes, double flops) {
+static void measure(
+    bench *b, const char *name, const char *shape, run_fn run, double bytes, double flops) {
     dt_status status = DT_OK;
-    double    s = seconds_of(b, run, &status);
+    double s = seconds_of(b, run, &status);
     if (status != DT_OK) {
         printf("# %s %s %s: %s\n", name, shape, dt_dtype_name(b->dtype), dt_status_name(status));
         return;
     }
     printf("%s,%s,%s,%.2f,", name, shape, dt_dtype_name(b->dtype), 1e6 * s);
-    if (flops > 0) printf(",%.1f,\n", flops / s / 1e12);
-    else printf("%.0f,,%.3f\n", bytes / s / 1e9, b->copy > 0 ? bytes / s / b->copy : 1);
-    if (flops > 0) printf("summary,%s_%s_tflops,%.1f\n", name, dt_dtype_name(b->dtype), flops / s / 1e12);
-    else if (b->copy > 0) printf("summary,%s_%s_share,%.3f\n", name, dt_dtype_name(b->dtype), bytes / s / b->copy);
+    if (flops > 0)
+        printf(",%.1f,\n", flops / s / 1e12);
+    else
+        printf("%.0f,,%.3f\n", bytes / s / 1e9, b->copy > 0 ? bytes / s / b->copy : 1);
+    if (flops > 0)
+        printf("summary,%s_%s_tflops,%.1f\n", name, dt_dtype_name(b->dtype), flops / s / 1e12);
+    else if (b->copy > 0)
+        printf("summary,%s_%s_share,%.3f\n", name, dt_dtype_name(b->dtype), bytes / s / b->copy);
     fflush(stdout);
 }
 
-// ==== The calls =====================================================================================================
+// ==== The calls =================================================================================
 
 static size_t elements(const bench *b) { return b->rows * b->cols; }
 
@@ -91,8 +99,14 @@ static dt_status run_cast(bench *b) {
     return b->k->cast(&a, b->stream);
 }
 static dt_status run_add(bench *b) {
-    dt_binary_args a = { .dtype = b->dtype, .op = DT_ADD, .out = b->buf[0], .a = b->buf[1], .b = b->buf[2],
-        .shape = DT_SHAPE((int64_t)elements(b)), .stride_a = { 1 }, .stride_b = { 1 } };
+    dt_binary_args a = { .dtype = b->dtype,
+        .op = DT_ADD,
+        .out = b->buf[0],
+        .a = b->buf[1],
+        .b = b->buf[2],
+        .shape = DT_SHAPE((int64_t)elements(b)),
+        .stride_a = { 1 },
+        .stride_b = { 1 } };
     return b->k->binary(&a, b->stream);
 }
 static dt_status run_gelu(bench *b) {
@@ -100,7 +114,8 @@ static dt_status run_gelu(bench *b) {
     return b->k->unary(&a, b->stream);
 }
 static dt_status run_gelu_back(bench *b) {
-    dt_unary_back_args a = { b->dtype, DT_ACT_GELU, b->buf[0], b->buf[1], b->buf[2], elements(b), 0, 0 };
+    dt_unary_back_args a = { b->dtype, DT_ACT_GELU, b->buf[0], b->buf[1], b->buf[2], elements(b), 0,
+        0 };
     return b->k->unary_back(&a, b->stream);
 }
 static dt_status run_glu(bench *b) {
@@ -108,23 +123,36 @@ static dt_status run_glu(bench *b) {
     return b->k->glu(&a, b->stream);
 }
 static dt_status run_glu_back(bench *b) {
-    dt_glu_back_args a = { b->dtype, DT_ACT_SILU, b->buf[0], b->buf[1], b->buf[2], b->rows, b->cols / 2, 0 };
+    dt_glu_back_args a = { b->dtype, DT_ACT_SILU, b->buf[0], b->buf[1], b->buf[2], b->rows,
+        b->cols / 2, 0 };
     return b->k->glu_back(&a, b->stream);
 }
 static dt_status run_norm(bench *b) {
-    dt_norm_args a = { b->dtype, b->buf[0], b->buf[3], b->buf[4], b->buf[1], b->buf[5], b->buf[6], b->rows, b->cols,
-        1e-5, 0, b->work, b->k->work_bytes };
+    dt_norm_args a = { b->dtype, b->buf[0], b->buf[3], b->buf[4], b->buf[1], b->buf[5], b->buf[6],
+        b->rows, b->cols, 1e-5, 0, b->work, b->k->work_bytes };
     return b->k->norm(&a, b->stream);
 }
 static dt_status run_norm_back(bench *b) {
-    dt_norm_back_args a = { .dtype = b->dtype, .dx = b->buf[0], .dgain = b->buf[6], .dbias = b->buf[7],
-        .dout = b->buf[1], .in = b->buf[2], .gain = b->buf[5], .mean = b->buf[3], .rstd = b->buf[4],
-        .rows = b->rows, .cols = b->cols,
-        .wide_gain = 1, .wide_bias = 1, .work = b->work, .work_bytes = b->k->work_bytes };
+    dt_norm_back_args a = { .dtype = b->dtype,
+        .dx = b->buf[0],
+        .dgain = b->buf[6],
+        .dbias = b->buf[7],
+        .dout = b->buf[1],
+        .in = b->buf[2],
+        .gain = b->buf[5],
+        .mean = b->buf[3],
+        .rstd = b->buf[4],
+        .rows = b->rows,
+        .cols = b->cols,
+        .wide_gain = 1,
+        .wide_bias = 1,
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->norm_back(&a, b->stream);
 }
 static dt_status run_rope(bench *b) {
-    dt_rope_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols / 64, 64, 64, 10000, 0, 0, 0 };
+    dt_rope_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols / 64, 64, 64, 10000,
+        0, 0, 0 };
     return b->k->rope(&a, b->stream);
 }
 static dt_status run_dropout(bench *b) {
@@ -132,13 +160,13 @@ static dt_status run_dropout(bench *b) {
     return b->k->dropout(&a, b->stream);
 }
 static dt_status run_embedding(bench *b) {
-    dt_embedding_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->held,
-        (int64_t)b->held, 0 };
+    dt_embedding_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0,
+        (int64_t)b->held, (int64_t)b->held, 0 };
     return b->k->embedding(&a, b->stream);
 }
 static dt_status run_embedding_back(bench *b) {
-    dt_embedding_back_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0, (int64_t)b->held, 1, 1,
-        b->work, b->k->work_bytes, 0 };
+    dt_embedding_back_args a = { b->dtype, b->buf[0], b->buf[1], b->ids, b->rows, b->cols, 0,
+        (int64_t)b->held, 1, 1, b->work, b->k->work_bytes, 0 };
     return b->k->embedding_back(&a, b->stream);
 }
 /* As the ops do it: so many rows at a time that their logits fit. */
@@ -147,26 +175,48 @@ static size_t loss_rows(const bench *b) {
     return fit < b->rows ? fit : b->rows;
 }
 static dt_status run_loss(bench *b) {
-    dt_cross_entropy_args a = { .dtype = b->dtype, .loss = b->losses, .row_loss = b->losses + 1, .lse = b->buf[3],
-        .logits = b->buf[1], .labels = b->ids, .rows = loss_rows(b), .cols = b->vocab, .vocab = b->vocab,
-        .denominator = 1, .work = b->work, .work_bytes = b->k->work_bytes };
+    dt_cross_entropy_args a = { .dtype = b->dtype,
+        .loss = b->losses,
+        .row_loss = b->losses + 1,
+        .lse = b->buf[3],
+        .logits = b->buf[1],
+        .labels = b->ids,
+        .rows = loss_rows(b),
+        .cols = b->vocab,
+        .vocab = b->vocab,
+        .denominator = 1,
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->cross_entropy(&a, b->stream);
 }
 static dt_status run_loss_back(bench *b) {
-    dt_cross_entropy_back_args a = { .dtype = b->dtype, .dlogits = b->buf[0], .logits = b->buf[1], .lse = b->buf[3],
-        .labels = b->ids, .rows = loss_rows(b), .cols = b->vocab, .vocab = b->vocab, .upstream = b->losses, .scale = 1,
-        .work = b->work, .work_bytes = b->k->work_bytes };
+    dt_cross_entropy_back_args a = { .dtype = b->dtype,
+        .dlogits = b->buf[0],
+        .logits = b->buf[1],
+        .lse = b->buf[3],
+        .labels = b->ids,
+        .rows = loss_rows(b),
+        .cols = b->vocab,
+        .vocab = b->vocab,
+        .upstream = b->losses,
+        .scale = 1,
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->cross_entropy_back(&a, b->stream);
 }
 static dt_status run_reduce(bench *b) {
-    const void    *in[4] = { b->buf[0], b->buf[1], b->buf[2], b->buf[3] };
+    const void *in[4] = { b->buf[0], b->buf[1], b->buf[2], b->buf[3] };
     dt_reduce_args a = { b->dtype, b->buf[4], in, 4, elements(b), DT_SUM, NULL, 0, 0 };
     return b->k->reduce(&a, b->stream);
 }
 static dt_status run_transpose(bench *b) { /* (B,T,H,D) -> (B,H,T,D) */
-    int64_t         H = (int64_t)b->cols / 64, T = b->seq, B = (int64_t)b->rows / T;
-    dt_permute_args a = { .dtype = b->dtype, .out = b->buf[0], .in = b->buf[1], .shape = DT_SHAPE(B, T, H, 64),
-        .out_stride = { H * T * 64, 64, T * 64, 1 }, .in_stride = { T * H * 64, H * 64, 64, 1 } };
+    int64_t H = (int64_t)b->cols / 64, T = b->seq, B = (int64_t)b->rows / T;
+    dt_permute_args a = { .dtype = b->dtype,
+        .out = b->buf[0],
+        .in = b->buf[1],
+        .shape = DT_SHAPE(B, T, H, 64),
+        .out_stride = { H * T * 64, 64, T * 64, 1 },
+        .in_stride = { T * H * 64, H * 64, 64, 1 } };
     return b->k->permute(&a, b->stream);
 }
 static dt_status run_squares(bench *b) {
@@ -174,37 +224,87 @@ static dt_status run_squares(bench *b) {
     return b->k->square_sums(&a, b->stream);
 }
 static dt_status run_adamw(bench *b) {
-    dt_adamw_args a = { .dtype = DT_F32, .param = b->buf[0], .grad = b->buf[1], .m = b->buf[2], .v = b->buf[3],
-        .count = b->params, .lr = 1e-4, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .grad_scale = 1,
-        .step = 10, .narrow_dtype = DT_BF16, .narrow = b->dtype == DT_BF16 ? b->buf[4] : NULL };
+    dt_adamw_args a = { .dtype = DT_F32,
+        .param = b->buf[0],
+        .grad = b->buf[1],
+        .m = b->buf[2],
+        .v = b->buf[3],
+        .count = b->params,
+        .lr = 1e-4,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .eps = 1e-8,
+        .weight_decay = 0.1,
+        .grad_scale = 1,
+        .step = 10,
+        .narrow_dtype = DT_BF16,
+        .narrow = b->dtype == DT_BF16 ? b->buf[4] : NULL };
     return b->k->adamw(&a, b->stream);
 }
 static dt_status run_matmul(bench *b) {
-    dt_matmul_args a = { .dtype = b->dtype, .c = b->buf[0], .a = b->buf[1], .b = b->buf[2], .m = b->mm, .n = b->mm,
-        .k = b->mm, .trans_b = 1, .work = b->work, .work_bytes = b->k->work_bytes };
+    dt_matmul_args a = { .dtype = b->dtype,
+        .c = b->buf[0],
+        .a = b->buf[1],
+        .b = b->buf[2],
+        .m = b->mm,
+        .n = b->mm,
+        .k = b->mm,
+        .trans_b = 1,
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->matmul(&a, b->stream);
 }
 static dt_status run_attention(bench *b) {
-    dt_attention_args a = { .dtype = b->dtype, .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2],
-        .v = b->buf[3], .batch = b->batch, .tq = b->seq, .tk = b->seq, .heads = b->heads, .kv_heads = b->heads,
-        .dim = b->dim, .scale = 0.125, .sight = { .causal = 1 }, .work = b->work, .work_bytes = b->k->work_bytes };
+    dt_attention_args a = { .dtype = b->dtype,
+        .out = b->buf[0],
+        .lse = b->buf[4],
+        .q = b->buf[1],
+        .k = b->buf[2],
+        .v = b->buf[3],
+        .batch = b->batch,
+        .tq = b->seq,
+        .tk = b->seq,
+        .heads = b->heads,
+        .kv_heads = b->heads,
+        .dim = b->dim,
+        .scale = 0.125,
+        .sight = { .causal = 1 },
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->attention(&a, b->stream);
 }
 static dt_status run_attention_back(bench *b) {
-    dt_attention_back_args a = { .dtype = b->dtype, .dq = b->buf[5], .dk = b->buf[6], .dv = b->buf[7],
-        .dout = b->buf[0], .out = b->buf[0], .lse = b->buf[4], .q = b->buf[1], .k = b->buf[2], .v = b->buf[3],
+    dt_attention_back_args a = { .dtype = b->dtype,
+        .dq = b->buf[5],
+        .dk = b->buf[6],
+        .dv = b->buf[7],
+        .dout = b->buf[0],
+        .out = b->buf[0],
+        .lse = b->buf[4],
+        .q = b->buf[1],
+        .k = b->buf[2],
+        .v = b->buf[3],
         .batch = b->batch,
-        .tq = b->seq, .tk = b->seq, .heads = b->heads, .kv_heads = b->heads, .dim = b->dim, .scale = 0.125,
-        .sight = { .causal = 1 }, .work = b->work, .work_bytes = b->k->work_bytes };
+        .tq = b->seq,
+        .tk = b->seq,
+        .heads = b->heads,
+        .kv_heads = b->heads,
+        .dim = b->dim,
+        .scale = 0.125,
+        .sight = { .causal = 1 },
+        .work = b->work,
+        .work_bytes = b->k->work_bytes };
     return b->k->attention_back(&a, b->stream);
 }
 
-// ==== Rows ==========================================================================================================
+// ==== Rows ======================================================================================
 
-/* Random numbers of this type in every buffer: on zeros a device uses less power and runs faster. */
+/* Random numbers of this type in every buffer: on zeros a device uses less power and runs
+   faster. */
 static int randomize(bench *b, dt_dtype dtype) {
     for (int i = 0; i < BUFFERS; i++) {
-        dt_init_args random = { dtype, b->buf[i], b->most / dt_dtype_size(dtype), 1, 1, (uint64_t)i, 0 };
+        dt_init_args random = { dtype, b->buf[i], b->most / dt_dtype_size(dtype), 1, 1, (uint64_t)i,
+            0 };
         if (b->k->init(&random, b->stream) != DT_OK) return 0;
     }
     return 1;
@@ -217,9 +317,10 @@ static int positive(bench *b) {
 }
 
 static void moving(bench *b) {
-    double e = (double)dt_dtype_size(b->dtype), n = (double)elements(b), rows = (double)b->rows, c = (double)b->cols;
+    double e = (double)dt_dtype_size(b->dtype), n = (double)elements(b), rows = (double)b->rows,
+           c = (double)b->cols;
     double logits = (double)loss_rows(b) * (double)b->vocab;
-    char   shape[48], loss[48], flat[48];
+    char shape[48], loss[48], flat[48];
     snprintf(shape, sizeof shape, "%zux%zu", b->rows, b->cols);
     snprintf(loss, sizeof loss, "%zux%zu", loss_rows(b), b->vocab);
     snprintf(flat, sizeof flat, "%zu", b->params);
@@ -241,25 +342,32 @@ static void moving(bench *b) {
     measure(b, "cross_entropy", loss, run_loss, logits * e, 0);
     measure(b, "cross_entropy_back", loss, run_loss_back, 2 * logits * e, 0);
     measure(b, "square_sums", flat, run_squares, 4.0 * (double)b->params, 0);
-    if (!randomize(b, DT_F32) || !positive(b)) printf("# adamw: no numbers\n");
-    else measure(b, "adamw", flat, run_adamw, (28.0 + (b->dtype == DT_BF16 ? 2 : 0)) * (double)b->params, 0);
+    if (!randomize(b, DT_F32) || !positive(b))
+        printf("# adamw: no numbers\n");
+    else
+        measure(b, "adamw", flat, run_adamw,
+            (28.0 + (b->dtype == DT_BF16 ? 2 : 0)) * (double)b->params, 0);
 }
 
 static void computing(bench *b) {
     static const int64_t dims[2] = { 64, 128 };
-    char                 shape[64];
-    double               m = (double)b->mm;
-    snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)b->mm, (long long)b->mm, (long long)b->mm);
+    char shape[64];
+    double m = (double)b->mm;
+    snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)b->mm, (long long)b->mm,
+        (long long)b->mm);
     measure(b, "matmul", shape, run_matmul, 0, 2 * m * m * m);
     for (int i = 0; i < 2; i++) {
         b->dim = dims[i];
-        double flops = 2.0 * (double)(b->batch * b->heads * b->dim) * (double)b->seq * (double)b->seq; /* causal */
-        char   name[40];
-        snprintf(shape, sizeof shape, "%lldx%lldx%lldx%lld", (long long)b->batch, (long long)b->heads,
-            (long long)b->seq, (long long)b->dim);
+        /* causal */
+        double flops =
+            2.0 * (double)(b->batch * b->heads * b->dim) * (double)b->seq * (double)b->seq;
+        char name[40];
+        snprintf(shape, sizeof shape, "%lldx%lldx%lldx%lld", (long long)b->batch,
+            (long long)b->heads, (long long)b->seq, (long long)b->dim);
         snprintf(name, sizeof name, "attention_d%lld", (long long)b->dim);
         measure(b, name, shape, run_attention, 0, flops);
-        snprintf(name, sizeof name, "attention_back_d%lld", (long long)b->dim); /* of what the forward pass left */
+        /* of what the forward pass left */
+        snprintf(name, sizeof name, "attention_back_d%lld", (long long)b->dim);
         measure(b, name, shape, run_attention_back, 0, 2.5 * flops);
     }
 }
@@ -284,9 +392,9 @@ static int prepare(bench *b) {
 }
 
 int main(int argc, char **argv) {
-    bench     b;
-    char      why[160] = "";
-    dt_dtype  types[2] = { DT_BF16, DT_F32 };
+    bench b;
+    char why[160] = "";
+    dt_dtype types[2] = { DT_BF16, DT_F32 };
     dt_status status = DT_OK;
     memset(&b, 0, sizeof b);
     b.small = argc > 1 && strcmp(argv[1], "--small") == 0;
@@ -302,7 +410,8 @@ int main(int argc, char **argv) {
     b.params = b.small ? 5000 : 124u << 20, b.mm = b.small ? 32 : 8192;
     b.batch = b.small ? 1 : 8, b.heads = b.small ? 2 : 16, b.seq = b.small ? 16 : 4096;
     b.most = b.small ? 1u << 20 : (size_t)512 << 20;
-    b.held = b.most / (b.cols * sizeof(float)) < b.vocab ? b.most / (b.cols * sizeof(float)) : b.vocab;
+    b.held =
+        b.most / (b.cols * sizeof(float)) < b.vocab ? b.most / (b.cols * sizeof(float)) : b.vocab;
     if (!prepare(&b)) {
         printf("# bench_gpu: %s\n", dt_error_text(b.ctx));
         return 1;

@@ -1,24 +1,30 @@
-/* bench_layouts.c - tokens a second and memory of one GPT under many layouts - public domain or MIT, at your choice
+/* bench_layouts.c - tokens a second and memory of one GPT under many layouts - public domain or
+   MIT, at your choice
 
-       make build/bench_layouts && build/bench_layouts [--quick] [--rounds N] [--backend threads|procs]
+       make build/bench_layouts && build/bench_layouts [--quick] [--rounds N] [--backend
+       threads|procs]
 
-   The model is gpt-4x256: 4 layers, width 256, 8 heads, 256 tokens, bytes as vocabulary, AdamW, clip 1, in f32. Every
-   layout trains the same 8 sequences a step, so that ratio_to_1 says what a layout gains or costs with the same work,
-   on the cores there are. With more ranks than cores it shows what cutting costs, not what it gains.
+   The model is gpt-4x256: 4 layers, width 256, 8 heads, 256 tokens, bytes as vocabulary, AdamW,
+   clip 1, in f32. Every layout trains the same 8 sequences a step, so that ratio_to_1 says what a
+   layout gains or costs with the same work, on the cores there are. With more ranks than cores it
+   shows what cutting costs, not what it gains.
 
-   All layouts run in this process, one after the other, in rounds. Each takes three steps a round, of which the first,
-   which allocates, does not count; the best step of all rounds counts. So a minute in which the machine is busy hits
-   all layouts alike, and one quiet moment for each is enough.
+   All layouts run in this process, one after the other, in rounds. Each takes three steps a round,
+   of which the first, which allocates, does not count; the best step of all rounds counts. So a
+   minute in which the machine is busy hits all layouts alike, and one quiet moment for each is
+   enough.
 
-   Memory is the largest of any rank, as train.h has it: params, grads and optim at a step's end, acts, comm and peak
-   at their highest in a step, all of the third step: by then arenas have their final sizes. bytes_* are what one rank
-   sends along an axis in a step. Both are counts: they do not depend on the machine.
+   Memory is the largest of any rank, as train.h has it: params, grads and optim at a step's end,
+   acts, comm and peak at their highest in a step, all of the third step: by then arenas have their
+   final sizes. bytes_* are what one rank sends along an axis in a step. Both are counts: they do
+   not depend on the machine.
 
        build/bench_layouts --pairs N [--quick] [--backend threads|procs] [--stage K]
 
-   What a stage of ZeRO costs: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and at once after it at stage K (1, 2,
-   3 and 3 with values kept gathered; --stage: only K), in N pairs; every other pair begins with K. One run is three
-   steps, of which the best after the first counts. The summary is the lower quartile of the pairs' ratios. */
+   What a stage of ZeRO costs: gpt-6x384 on 2 ranks, 8 sequences each, at stage 0 and at once after
+   it at stage K (1, 2, 3 and 3 with values kept gathered; --stage: only K), in N pairs; every other
+   pair begins with K. One run is three steps, of which the best after the first counts. The summary
+   is the lower quartile of the pairs' ratios. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "../../dt_zero.h"
@@ -29,11 +35,11 @@
 #include "bench.h"
 
 typedef struct layout {
-    const char *name;           /* without spaces and commas */
-    int         dp, tp, cp;
-    int         kind;           /* DT_CP_*, where cp is not 1 */
-    int         sp, zero;
-    int         pp, schedule;   /* pp 0: no pipeline; DT_SCHEDULE_* */
+    const char *name; /* without spaces and commas */
+    int dp, tp, cp;
+    int kind; /* DT_CP_*, where cp is not 1 */
+    int sp, zero;
+    int pp, schedule; /* pp 0: no pipeline; DT_SCHEDULE_* */
 } layout;
 
 static const layout layouts[] = {
@@ -76,34 +82,42 @@ static const layout layouts[] = {
 enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 8, STEPS = 3 };
 
 typedef struct settings {
-    int        quick, rounds;
-    int        pairs, stage;    /* pairs 0: the table of layouts; stage -1: all */
+    int quick, rounds;
+    int pairs, stage; /* pairs 0: the table of layouts; stage -1: all */
     dt_backend backend;
 } settings;
 
-/* What one layout has shown so far. It is handed to all ranks of a run, which share it whatever they are. */
+/* What one layout has shown so far. It is handed to all ranks of a run, which share it whatever
+   they are. */
 typedef struct result {
     train_config config;
-    double       ms;                /* the best step; infinite before there is one */
-    double       mem[TRAIN_MEMS], bytes[DT_AXES], loss;     /* of the last step */
+    double ms;                                    /* the best step; infinite before there is one */
+    double mem[TRAIN_MEMS], bytes[DT_AXES], loss; /* of the last step */
 } result;
 
 static settings parse(int argc, char **argv) {
-    settings    s = { 0, 3, 0, -1, DT_BACKEND_THREADS };
+    settings s = { 0, 3, 0, -1, DT_BACKEND_THREADS };
     const char *v;
     for (int i = 1; i < argc; i++) {
         int good = 1;
-        if (strcmp(argv[i], "--quick") == 0) s.quick = 1, s.rounds = 1;
-        else if ((v = bench_option(argc, argv, &i, "--rounds"))) good = (s.rounds = atoi(v)) > 0 && s.rounds <= 1000;
-        else if ((v = bench_option(argc, argv, &i, "--pairs"))) good = (s.pairs = atoi(v)) > 0 && s.pairs <= 1000;
-        else if ((v = bench_option(argc, argv, &i, "--stage"))) good = (s.stage = atoi(v)) >= 1 && s.stage <= 3;
+        if (strcmp(argv[i], "--quick") == 0)
+            s.quick = 1, s.rounds = 1;
+        else if ((v = bench_option(argc, argv, &i, "--rounds")))
+            good = (s.rounds = atoi(v)) > 0 && s.rounds <= 1000;
+        else if ((v = bench_option(argc, argv, &i, "--pairs")))
+            good = (s.pairs = atoi(v)) > 0 && s.pairs <= 1000;
+        else if ((v = bench_option(argc, argv, &i, "--stage")))
+            good = (s.stage = atoi(v)) >= 1 && s.stage <= 3;
         else if ((v = bench_option(argc, argv, &i, "--backend"))) {
             s.backend = strcmp(v, "procs") == 0 ? DT_BACKEND_PROCS : DT_BACKEND_THREADS;
             good = strcmp(v, "procs") == 0 || strcmp(v, "threads") == 0;
-        } else good = 0;
+        } else
+            good = 0;
         if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --rounds N --backend threads|procs --pairs N "
-                "--stage 1|2|3\n", argv[i < argc ? i : argc - 1]);
+            fprintf(stderr,
+                "error: %s: the options are --quick --rounds N --backend threads|procs --pairs N "
+                "--stage 1|2|3\n",
+                argv[i < argc ? i : argc - 1]);
             exit(2);
         }
     }
@@ -112,10 +126,24 @@ static settings parse(int argc, char **argv) {
 
 static gpt_config model_of(const settings *s) {
     if (s->quick)
-        return (gpt_config){ .layers = 1, .width = 64, .heads = 8, .kv_heads = 8, .ffn = 256, .seq = 64, .vocab = 256,
-            .tied = 1, .dtype = DT_F32 };
-    return (gpt_config){ .layers = 4, .width = 256, .heads = 8, .kv_heads = 8, .ffn = 1024, .seq = 256, .vocab = 256,
-        .tied = 1, .dtype = DT_F32 };
+        return (gpt_config){ .layers = 1,
+            .width = 64,
+            .heads = 8,
+            .kv_heads = 8,
+            .ffn = 256,
+            .seq = 64,
+            .vocab = 256,
+            .tied = 1,
+            .dtype = DT_F32 };
+    return (gpt_config){ .layers = 4,
+        .width = 256,
+        .heads = 8,
+        .kv_heads = 8,
+        .ffn = 1024,
+        .seq = 256,
+        .vocab = 256,
+        .tied = 1,
+        .dtype = DT_F32 };
 }
 
 static int ranks_of(const layout *l) { return l->dp * l->tp * l->cp * (l->pp ? l->pp : 1); }
@@ -143,16 +171,20 @@ static result result_make(const settings *s, const layout *l, train_files data) 
     r.config.model.sp = l->sp;
     r.config.model.cp_kind = l->kind;
     r.config.mesh = (dt_mesh_desc){ .dp = l->dp, .tp = l->tp, .cp = l->cp, .pp = l->pp };
-    r.config.zero = (dt_zero_desc){ .stage = l->zero, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .clip = 1 };
+    r.config.zero = (dt_zero_desc){
+        .stage = l->zero, .beta1 = 0.9, .beta2 = 0.95, .weight_decay = 0.1, .clip = 1
+    };
     r.config.lr = (dt_lr_desc){ .peak = 3e-4, .kind = DT_LR_CONSTANT, .steps = 1, .min_ratio = 1 };
     r.config.micro_batch = BATCH / l->dp;
     r.config.accum = 1;
     if (l->pp) { /* a sequence is a micro-batch; stages of as many pieces as may be */
         double same[2 * GPT_MAX_LAYERS + 2];
-        char   why[200];
-        int    items = gpt_items(r.config.model), chunks = l->schedule == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
+        char why[200];
+        int items = gpt_items(r.config.model),
+            chunks = l->schedule == DT_SCHEDULE_INTERLEAVED ? 2 : 1;
         for (int i = 0; i < items; i++) same[i] = 1;
-        if (dt_stage_cut(same, items, l->pp * chunks, r.config.cut, why, sizeof why) != DT_OK) exit(2);
+        if (dt_stage_cut(same, items, l->pp * chunks, r.config.cut, why, sizeof why) != DT_OK)
+            exit(2);
         r.config.schedule = l->schedule;
         r.config.chunks = chunks;
         r.config.micro_batch = 1;
@@ -163,22 +195,28 @@ static result result_make(const settings *s, const layout *l, train_files data) 
     return r;
 }
 
-static double rate(const settings *s, const result *r) { return BATCH * model_of(s).seq / (r->ms / 1000); }
+static double rate(const settings *s, const result *r) {
+    return BATCH * model_of(s).seq / (r->ms / 1000);
+}
 
 static void print_row(const settings *s, const layout *l, const result *r, const result *one) {
     static const char *const kinds[] = { "ring", "zigzag", "allgather", "ulysses" };
     static const char *const schedules[] = { "naive", "afab", "1f1b", "interleaved", "zb" };
     printf("%s,%d,%d,%d,%d,%s,%s,%d,%.1f,%.3f", l->name, ranks_of(l), l->dp, l->tp, l->cp,
-        l->cp > 1 ? kinds[l->kind] : "none", l->sp ? "on" : "off", l->zero, rate(s, r), rate(s, r) / rate(s, one));
+        l->cp > 1 ? kinds[l->kind] : "none", l->sp ? "on" : "off", l->zero, rate(s, r),
+        rate(s, r) / rate(s, one));
     for (int m = 0; m < TRAIN_MEMS; m++) printf(",%.0f", r->mem[m]);
-    printf(",%.0f,%.0f,%.0f,%d,%s,%.0f\n", r->bytes[DT_AXIS_DP], r->bytes[DT_AXIS_TP], r->bytes[DT_AXIS_CP],
-        l->pp ? l->pp : 1, l->pp ? schedules[l->schedule] : "none", r->bytes[DT_AXIS_PP]);
+    printf(",%.0f,%.0f,%.0f,%d,%s,%.0f\n", r->bytes[DT_AXIS_DP], r->bytes[DT_AXIS_TP],
+        r->bytes[DT_AXIS_CP], l->pp ? l->pp : 1, l->pp ? schedules[l->schedule] : "none",
+        r->bytes[DT_AXIS_PP]);
 }
 
-/* The largest relative difference of a last loss to one rank's: layouts that compute something else are no layouts. */
+/* The largest relative difference of a last loss to one rank's: layouts that compute something else
+   are no layouts. */
 static double loss_difference(const result *results) {
     double most = 0;
-    for (int i = 1; i < LAYOUTS; i++) most = fmax(most, fabs(results[i].loss / results[0].loss - 1));
+    for (int i = 1; i < LAYOUTS; i++)
+        most = fmax(most, fabs(results[i].loss / results[0].loss - 1));
     return most;
 }
 
@@ -197,22 +235,31 @@ static void print_summary(const settings *s, const result *results) {
     printf("summary,loss_difference,%.4g\n", loss_difference(results));
 }
 
-/* ==== Pairs of stages ============================================================================================= */
+/* ==== Pairs of stages
+   ============================================================================================= */
 
-static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0, 0, 0 }, { "zero1", 2, 1, 1, 0, 0, 1, 0, 0 },
-    { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 }, { "zero3", 2, 1, 1, 0, 0, 3, 0, 0 },
-    { "zero3-kept", 2, 1, 1, 0, 0, 3, 0, 0 } };
+static const layout stage_layouts[] = { { "zero0", 2, 1, 1, 0, 0, 0, 0, 0 },
+    { "zero1", 2, 1, 1, 0, 0, 1, 0, 0 }, { "zero2", 2, 1, 1, 0, 0, 2, 0, 0 },
+    { "zero3", 2, 1, 1, 0, 0, 3, 0, 0 }, { "zero3-kept", 2, 1, 1, 0, 0, 3, 0, 0 } };
 enum { STAGES = sizeof stage_layouts / sizeof *stage_layouts };
 
 /* Milliseconds of the best step; 0 after a failure. */
 static double stage_run(const settings *s, int which, train_files data) {
     result r = result_make(s, &stage_layouts[which], data);
     if (!s->quick)
-        r.config.model = (gpt_config){ .layers = 6, .width = 384, .heads = 6, .kv_heads = 6, .ffn = 1536, .seq = 256,
-            .vocab = 256, .tied = 1, .dtype = DT_F32 };
+        r.config.model = (gpt_config){ .layers = 6,
+            .width = 384,
+            .heads = 6,
+            .kv_heads = 6,
+            .ffn = 1536,
+            .seq = 256,
+            .vocab = 256,
+            .tied = 1,
+            .dtype = DT_F32 };
     r.config.micro_batch = 8;
     r.config.zero.keep_gathered = which == STAGES - 1;
-    dt_status status = dt_run((dt_run_desc){ .ranks = 2, .backend = s->backend, .user_bytes = sizeof r }, run_rank, &r);
+    dt_status status = dt_run(
+        (dt_run_desc){ .ranks = 2, .backend = s->backend, .user_bytes = sizeof r }, run_rank, &r);
     return status == DT_OK ? r.ms : 0;
 }
 
@@ -228,7 +275,8 @@ static int bench_pairs(const settings *s, train_files data) {
     for (int pair = 0; pair < s->pairs; pair++)
         for (int k = 1; k < STAGES; k++) {
             if (s->stage > 0 && stage_layouts[k].zero != s->stage) continue;
-            double first = stage_run(s, pair % 2 ? k : 0, data), second = stage_run(s, pair % 2 ? 0 : k, data);
+            double first = stage_run(s, pair % 2 ? k : 0, data),
+                   second = stage_run(s, pair % 2 ? 0 : k, data);
             double zero = pair % 2 ? second : first, ms = pair % 2 ? first : second;
             if (first <= 0 || second <= 0) return 1;
             ratios[k][pair] = ms / zero;
@@ -245,9 +293,9 @@ static int bench_pairs(const settings *s, train_files data) {
 
 int main(int argc, char **argv) {
     static result results[LAYOUTS];
-    settings      s = parse(argc, argv);
-    train_files   data = { .count = 0 };
-    int           failed = 0;
+    settings s = parse(argc, argv);
+    train_files data = { .count = 0 };
+    int failed = 0;
     if (!train_files_find_sources(&data)) {
         fputs("error: the project's sources are neither in . nor beside the program\n", stderr);
         return 2;
@@ -260,18 +308,22 @@ int main(int argc, char **argv) {
         train_files_free(&data);
         return failed;
     }
-    printf("# gpt-%dx%d of %lld parameters, %d sequences of %d tokens a step, ranks are %s, best step of %d rounds\n",
+    printf("# gpt-%dx%d of %lld parameters, %d sequences of %d tokens a step, ranks are %s, best "
+           "step of %d rounds\n",
         model.layers, model.width, (long long)gpt_count(model), BATCH, model.seq,
         s.backend == DT_BACKEND_PROCS ? "procs" : "threads", s.rounds);
-    fflush(stdout);     /* forked ranks must not have it in their buffers */
+    fflush(stdout); /* forked ranks must not have it in their buffers */
     for (int i = 0; i < LAYOUTS; i++) results[i] = result_make(&s, &layouts[i], data);
     for (int round = 0; round < s.rounds && !failed; round++)
         for (int i = 0; i < LAYOUTS && !failed; i++)
-            failed = dt_run((dt_run_desc){ .ranks = ranks_of(&layouts[i]), .backend = s.backend,
-                .user_bytes = sizeof results[i] }, run_rank, &results[i]) != DT_OK;
+            failed = dt_run((dt_run_desc){ .ranks = ranks_of(&layouts[i]),
+                                .backend = s.backend,
+                                .user_bytes = sizeof results[i] },
+                         run_rank, &results[i]) != DT_OK;
     if (!failed) {
-        printf("layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,"
-            "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,pp,schedule,bytes_pp\n");
+        printf("layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,"
+               "mem_optim,mem_acts,"
+               "mem_comm,mem_peak,bytes_dp,bytes_tp,bytes_cp,pp,schedule,bytes_pp\n");
         for (int i = 0; i < LAYOUTS; i++) print_row(&s, &layouts[i], &results[i], &results[0]);
         print_summary(&s, results);
     }

@@ -1,16 +1,21 @@
-/* bench_train.c - training a GPT on two ranks, against PyTorch and llm.c - public domain or MIT, at your choice
+/* bench_train.c - training a GPT on two ranks, against PyTorch and llm.c - public domain or MIT, at
+   your choice
 
-       make build/bench_train && build/bench_train [--quick] [--rounds N] [--steps N] [--python PATH] [--variants LIST]
-                                                   [--openblas PATH] [--llmc PATH] [--profile] [--dtype f32|bf16]
+       make build/bench_train && build/bench_train [--quick] [--rounds N] [--steps N] [--python
+       PATH] [--variants LIST]
+                                                   [--openblas PATH] [--llmc PATH] [--profile]
+                                                   [--dtype f32|bf16]
 
-   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8 sequences a rank, AdamW,
-   clip 1. dt, PyTorch and llm.c each train it in a process of their own. All but one are stopped (SIGSTOP) at any time,
-   and they take turns by rounds of some steps, so that a machine that slows down slows all of them. The median step
-   counts. A step in which a process was stopped does not, nor do the first two.
+   The model is gpt-6x384: 6 layers, width 384, 6 heads, 256 tokens, bytes as vocabulary, 8
+   sequences a rank, AdamW, clip 1. dt, PyTorch and llm.c each train it in a process of their own.
+   All but one are stopped (SIGSTOP) at any time, and they take turns by rounds of some steps, so
+   that a machine that slows down slows all of them. The median step counts. A step in which a
+   process was stopped does not, nor do the first two.
 
-   PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the fastest becomes the
-   peer. It starts from dt's initial weights and reads the same data in the same order, and the losses of its first
-   steps are compared with dt's: figures of two different functions would mean nothing.
+   PyTorch: peers/torch_ddp.py by --python, $DT_BENCH_PYTHON or python3, in each of --variants; the
+   fastest becomes the peer. It starts from dt's initial weights and reads the same data in the same
+   order, and the losses of its first steps are compared with dt's: figures of two different
+   functions would mean nothing.
 
    llm.c: --llmc PATH, a train_gpt2 that peers/llmc_files.py tells how to build.
 
@@ -35,59 +40,89 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-// ==== 1. Settings ===================================================================================================
+// ==== 1. Settings ===============================================================================
 
 enum { RANKS = 2, SEQUENCES = 8, CHECKED = 5, WARM_UP = 2 };
 
 typedef struct settings {
-    int         quick, profile, rounds, steps;
-    dt_dtype    dtype;          /* of --worker and --profile */
-    const char *worker;         /* this process is dt's side, and does so: "train", or writes weights into this file */
-    const char *only;           /* NULL or the one dtype to be measured */
+    int quick, profile, rounds, steps;
+    dt_dtype dtype; /* of --worker and --profile */
+    /* this process is dt's side, and does so: "train", or writes weights into this file */
+    const char *worker;
+    const char *only; /* NULL or the one dtype to be measured */
     const char *python, *variants, *openblas, *llmc;
 } settings;
 
 static gpt_config model_of(const settings *s, dt_dtype dtype) {
     if (s->quick)
-        return (gpt_config){ .layers = 1, .width = 64, .heads = 2, .kv_heads = 2, .ffn = 256, .seq = 64, .vocab = 256,
-            .tied = 1, .dtype = dtype };
-    return (gpt_config){ .layers = 6, .width = 384, .heads = 6, .kv_heads = 6, .ffn = 1536, .seq = 256, .vocab = 256,
-        .tied = 1, .dtype = dtype };
+        return (gpt_config){ .layers = 1,
+            .width = 64,
+            .heads = 2,
+            .kv_heads = 2,
+            .ffn = 256,
+            .seq = 64,
+            .vocab = 256,
+            .tied = 1,
+            .dtype = dtype };
+    return (gpt_config){ .layers = 6,
+        .width = 384,
+        .heads = 6,
+        .kv_heads = 6,
+        .ffn = 1536,
+        .seq = 256,
+        .vocab = 256,
+        .tied = 1,
+        .dtype = dtype };
 }
 
 static const char *config_name(const settings *s) { return s->quick ? "gpt-1x64" : "gpt-6x384"; }
 
-static double tokens_of_step(const settings *s) { return (double)RANKS * SEQUENCES * model_of(s, DT_F32).seq; }
+static double tokens_of_step(const settings *s) {
+    return (double)RANKS * SEQUENCES * model_of(s, DT_F32).seq;
+}
 
 static settings parse(int argc, char **argv) {
-    settings    s = { 0, 0, 4, 4, DT_F32, NULL, NULL, getenv("DT_BENCH_PYTHON"), NULL, NULL, NULL };
+    settings s = { 0, 0, 4, 4, DT_F32, NULL, NULL, getenv("DT_BENCH_PYTHON"), NULL, NULL, NULL };
     const char *v;
     for (int i = 1; i < argc; i++) {
         int good = 1;
-        if (strcmp(argv[i], "--quick") == 0) s.quick = 1, s.rounds = 1, s.steps = 3;
-        else if (strcmp(argv[i], "--profile") == 0) s.profile = 1;
-        else if ((v = bench_option(argc, argv, &i, "--rounds"))) good = (s.rounds = atoi(v)) > 0 && s.rounds <= 100;
-        else if ((v = bench_option(argc, argv, &i, "--steps"))) good = (s.steps = atoi(v)) > 0 && s.steps <= 100;
-        else if ((v = bench_option(argc, argv, &i, "--python"))) s.python = v;
-        else if ((v = bench_option(argc, argv, &i, "--variants"))) s.variants = v;
-        else if ((v = bench_option(argc, argv, &i, "--openblas"))) s.openblas = v;
-        else if ((v = bench_option(argc, argv, &i, "--llmc"))) s.llmc = v;
-        else if ((v = bench_option(argc, argv, &i, "--worker"))) s.worker = v;
+        if (strcmp(argv[i], "--quick") == 0)
+            s.quick = 1, s.rounds = 1, s.steps = 3;
+        else if (strcmp(argv[i], "--profile") == 0)
+            s.profile = 1;
+        else if ((v = bench_option(argc, argv, &i, "--rounds")))
+            good = (s.rounds = atoi(v)) > 0 && s.rounds <= 100;
+        else if ((v = bench_option(argc, argv, &i, "--steps")))
+            good = (s.steps = atoi(v)) > 0 && s.steps <= 100;
+        else if ((v = bench_option(argc, argv, &i, "--python")))
+            s.python = v;
+        else if ((v = bench_option(argc, argv, &i, "--variants")))
+            s.variants = v;
+        else if ((v = bench_option(argc, argv, &i, "--openblas")))
+            s.openblas = v;
+        else if ((v = bench_option(argc, argv, &i, "--llmc")))
+            s.llmc = v;
+        else if ((v = bench_option(argc, argv, &i, "--worker")))
+            s.worker = v;
         else if ((v = bench_option(argc, argv, &i, "--dtype"))) {
             s.only = v;
             s.dtype = strcmp(v, "bf16") == 0 ? DT_BF16 : DT_F32;
             good = strcmp(v, dt_dtype_name(s.dtype)) == 0;
-        } else good = 0;
+        } else
+            good = 0;
         if (!good) {
-            fprintf(stderr, "error: %s: the options are --quick --rounds N --steps N --python PATH --variants LIST "
-                "--openblas PATH --llmc PATH --profile --dtype f32|bf16\n", argv[i < argc ? i : argc - 1]);
+            fprintf(stderr,
+                "error: %s: the options are --quick --rounds N --steps N --python PATH --variants "
+                "LIST "
+                "--openblas PATH --llmc PATH --profile --dtype f32|bf16\n",
+                argv[i < argc ? i : argc - 1]);
             exit(2);
         }
     }
     return s;
 }
 
-// ==== 2. dt's side: the worker ======================================================================================
+// ==== 2. dt's side: the worker ==================================================================
 
 static void print_step(dt_ctx *ctx, const train_row *row, void *user) {
     (void)ctx;
@@ -102,13 +137,14 @@ static void write_weights(dt_ctx *ctx, gpt *model, void *user) {
     (void)model;
     for (int i = 0; f && i < dt_param_count(ctx); i++) {
         const dt_tensor *t = dt_param_get(ctx, i);
-        size_t           n = (size_t)dt_count(t->shape);
-        float           *values = (float *)malloc(n * sizeof *values);
+        size_t n = (size_t)dt_count(t->shape);
+        float *values = (float *)malloc(n * sizeof *values);
         if (!values || dt_read(t, values) != DT_OK || fwrite(values, sizeof *values, n, f) != n)
             dt_fail(ctx, DT_ERR_IO, "the weights cannot be written to %s", (const char *)user);
         free(values);
     }
-    if (!f || fclose(f) != 0) dt_fail(ctx, DT_ERR_IO, "the weights cannot be written to %s", (const char *)user);
+    if (!f || fclose(f) != 0)
+        dt_fail(ctx, DT_ERR_IO, "the weights cannot be written to %s", (const char *)user);
 }
 
 static void quiet(void *user, int level, int rank, const char *text) {
@@ -119,21 +155,31 @@ static void quiet(void *user, int level, int rank, const char *text) {
 }
 
 /* Trains `steps` steps; a failure is one line "error,TEXT". */
-static int worker(const settings *s, train_config config, const dt_kernels *kernels, int64_t steps) {
+static int worker(
+    const settings *s, train_config config, const dt_kernels *kernels, int64_t steps) {
     dt_report report = { DT_OK, 0, "", 0 };
-    dt_host   host = *dt_host_default();
+    dt_host host = *dt_host_default();
     host.log = quiet;
     config.model = model_of(s, s->dtype);
     config.mesh.dp = RANKS;
-    config.zero = (dt_zero_desc){ .optimizer = DT_ADAMW, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1,
+    config.zero = (dt_zero_desc){ .optimizer = DT_ADAMW,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .eps = 1e-8,
+        .weight_decay = 0.1,
         .clip = 1 };
     config.lr = (dt_lr_desc){ 3e-4, DT_LR_CONSTANT, 0, 1, 1 };
     config.micro_batch = SEQUENCES;
     config.accum = 1;
     config.stop_at = steps;
     /* a process that is stopped waits long for nothing: hence the limit */
-    if (dt_run((dt_run_desc){ .ranks = RANKS, .timeout_s = 1e8, .host = &host, .kernels = kernels, .report = &report },
-        train, &config) == DT_OK) return 0;
+    if (dt_run((dt_run_desc){ .ranks = RANKS,
+                   .timeout_s = 1e8,
+                   .host = &host,
+                   .kernels = kernels,
+                   .report = &report },
+            train, &config) == DT_OK)
+        return 0;
     printf("error,%s\n", report.text);
     return 1;
 }
@@ -146,24 +192,30 @@ static int run_worker(const settings *s, train_config config) {
     return worker(s, config, NULL, trains ? INT64_MAX : 0);
 }
 
-// ==== 3. Profile ====================================================================================================
+// ==== 3. Profile ================================================================================
 
-/* Kernels are timed by a table of wrappers, in processor time of their thread, which others on the machine do not
-   lengthen much. Each thread counts for itself, and rank 0 prints its own. */
+/* Kernels are timed by a table of wrappers, in processor time of their thread, which others on the
+   machine do not lengthen much. Each thread counts for itself, and rank 0 prints its own. */
 enum {
 #define PROFILE_ID(k) P_##k,
     DT_KERNELS(PROFILE_ID)
 #undef PROFILE_ID
-    P_matmul_nn, P_matmul_tn, PROFILE_ROWS  /* P_matmul itself: forward, NT */
+        P_matmul_nn,
+    P_matmul_tn,
+    PROFILE_ROWS /* P_matmul itself: forward, NT */
 };
 static const char *const profile_names[PROFILE_ROWS] = {
 #define PROFILE_NAME(k) #k,
     DT_KERNELS(PROFILE_NAME)
 #undef PROFILE_NAME
-    "matmul (NN)", "matmul (TN)"
+        "matmul (NN)",
+    "matmul (TN)"
 };
 
-typedef struct profile_row { double seconds, gflop; int64_t calls; } profile_row;
+typedef struct profile_row {
+    double seconds, gflop;
+    int64_t calls;
+} profile_row;
 static _Thread_local profile_row profile[PROFILE_ROWS];
 
 static void profile_add(int id, double seconds, double gflop) {
@@ -182,9 +234,9 @@ static double profile_gflop(const dt_matmul_args *a) {
 
 #define PROFILE_WRAPPER(k) \
     static dt_status timed_##k(const dt_##k##_args *args, void *stream) { \
-        double    start = bench_thread_seconds(); \
+        double start = bench_thread_seconds(); \
         dt_status status = dt_kernels_cpu()->k(args, stream); \
-        int       product = P_##k == P_matmul; \
+        int product = P_##k == P_matmul; \
         profile_add(product ? profile_kind((const dt_matmul_args *)(const void *)args) : P_##k, \
             bench_thread_seconds() - start, \
             product ? profile_gflop((const dt_matmul_args *)(const void *)args) : 0); \
@@ -192,7 +244,10 @@ static double profile_gflop(const dt_matmul_args *a) {
     }
 DT_KERNELS(PROFILE_WRAPPER)
 
-typedef struct profile_sum { double wall, begin, processor; int64_t steps; } profile_sum;
+typedef struct profile_sum {
+    double wall, begin, processor;
+    int64_t steps;
+} profile_sum;
 
 /* Counts the steps after the warm-up; all of rank 0's calls come from one thread. */
 static void profile_step(dt_ctx *ctx, const train_row *row, void *user) {
@@ -208,15 +263,17 @@ static void profile_step(dt_ctx *ctx, const train_row *row, void *user) {
     }
 }
 
-static void profile_line(const char *name, double calls, double seconds, double gflop, const profile_sum *sum) {
+static void profile_line(
+    const char *name, double calls, double seconds, double gflop, const profile_sum *sum) {
     double steps = (double)sum->steps;
-    char   text[32];
-    printf("%s,%.1f,%.2f,%.4f,%s\n", name, calls / steps, 1000 * seconds / steps, seconds / sum->wall,
+    char text[32];
+    printf("%s,%.1f,%.2f,%.4f,%s\n", name, calls / steps, 1000 * seconds / steps,
+        seconds / sum->wall,
         bench_number(text, sizeof text, gflop > 0 ? gflop / seconds : NAN, "%.1f"));
 }
 
-/* Rank 0's milliseconds of a step by kernel. "other" is the tape and copying between ranks; "idle" is waiting for the
-   other rank, or for the processor. */
+/* Rank 0's milliseconds of a step by kernel. "other" is the tape and copying between ranks; "idle"
+   is waiting for the other rank, or for the processor. */
 static void profile_print(dt_ctx *ctx, gpt *model, void *user) {
     const profile_sum *sum = (const profile_sum *)user;
     double left = sum->processor;
@@ -227,7 +284,8 @@ static void profile_print(dt_ctx *ctx, gpt *model, void *user) {
         const profile_row *r = &profile[i];
         if (!r->calls) continue;
         left -= r->seconds;
-        profile_line(i == P_matmul ? "matmul (NT)" : profile_names[i], (double)r->calls, r->seconds, r->gflop, sum);
+        profile_line(i == P_matmul ? "matmul (NT)" : profile_names[i], (double)r->calls, r->seconds,
+            r->gflop, sum);
     }
     profile_line("other", (double)sum->steps, left, 0, sum);
     profile_line("idle", (double)sum->steps, fmax(0, sum->wall - sum->processor), 0, sum);
@@ -236,7 +294,7 @@ static void profile_print(dt_ctx *ctx, gpt *model, void *user) {
 
 static int run_profile(const settings *s, train_config config) {
     profile_sum sum = { 0, 0, 0, 0 };
-    dt_kernels  timed = *dt_kernels_cpu();
+    dt_kernels timed = *dt_kernels_cpu();
 #define PROFILE_ENTRY(k) timed.k = timed_##k;
     DT_KERNELS(PROFILE_ENTRY)
 #undef PROFILE_ENTRY
@@ -247,26 +305,28 @@ static int run_profile(const settings *s, train_config config) {
     return worker(s, config, &timed, WARM_UP + s->rounds * s->steps);
 }
 
-// ==== 4. Processes that take turns ==================================================================================
+// ==== 4. Processes that take turns ==============================================================
 
 enum { MOST_STEPS = 10000, MOST_PIDS = 64, MOST_WORDS = 600 };
 
 typedef struct contestant {
-    char   name[96];
-    pid_t  pid;                 /* leads a process group; 0: none */
-    int    out;                 /* its standard output */
-    int    ranks[MOST_PIDS], n_ranks;   /* processes that are ranks, where it names them */
-    int    stopped;
+    char name[96];
+    pid_t pid;                     /* leads a process group; 0: none */
+    int out;                       /* its standard output */
+    int ranks[MOST_PIDS], n_ranks; /* processes that are ranks, where it names them */
+    int stopped;
     double ms[MOST_STEPS];
-    int    n_ms;
-    double loss[CHECKED];       /* of the first steps */
-    char   error[256];
-    double rss, pss;            /* bytes: peak, and now with each shared page counted once */
-    double processor;           /* seconds of processor time of the steps that count, all ranks and threads */
+    int n_ms;
+    double loss[CHECKED]; /* of the first steps */
+    char error[256];
+    double rss, pss; /* bytes: peak, and now with each shared page counted once */
+    /* seconds of processor time of the steps that count, all ranks and threads */
+    double processor;
 } contestant;
 
 /* Runs a command, whose words end with NULL, in `folder` if that is not NULL. */
-static int contestant_start(contestant *c, const char *name, const char *const *words, const char *folder) {
+static int contestant_start(
+    contestant *c, const char *name, const char *const *words, const char *folder) {
     int pipe_of[2];
     memset(c, 0, sizeof *c);
     snprintf(c->name, sizeof c->name, "%s", name);
@@ -303,7 +363,7 @@ static void contestant_end(contestant *c) {
 /* A line of its output within 10 minutes; 0 at the end of it. */
 static int contestant_line(contestant *c, char *line, size_t room) {
     struct pollfd ready = { c->out, POLLIN, 0 };
-    size_t        n = 0;
+    size_t n = 0;
     while (poll(&ready, 1, 600000) == 1 && read(c->out, line + n, 1) == 1) {
         if (line[n] == '\n') return line[n] = 0, 1;
         if (n + 2 < room) n++;
@@ -313,15 +373,18 @@ static int contestant_line(contestant *c, char *line, size_t room) {
 
 /* The milliseconds of its next step; NaN if it has ended. */
 static double contestant_step(contestant *c) {
-    char      line[512];
+    char line[512];
     long long step;
-    double    loss, ms;
-    int       pid;
+    double loss, ms;
+    int pid;
     while (contestant_line(c, line, sizeof line)) {
-        if (sscanf(line, "pid,%d", &pid) == 1 && c->n_ranks < MOST_PIDS) c->ranks[c->n_ranks++] = pid;
-        if (strncmp(line, "error,", 6) == 0) snprintf(c->error, sizeof c->error, "%.250s", line + 6);
+        if (sscanf(line, "pid,%d", &pid) == 1 && c->n_ranks < MOST_PIDS)
+            c->ranks[c->n_ranks++] = pid;
+        if (strncmp(line, "error,", 6) == 0)
+            snprintf(c->error, sizeof c->error, "%.250s", line + 6);
         int n = sscanf(line, "step,%lld,%lf,%lf", &step, &loss, &ms);
-        if (n != 3) n = sscanf(line, "step %lld: train loss %lf (took %lf ms)", &step, &loss, &ms); /* llm.c from 0 */
+        /* llm.c from 0 */
+        if (n != 3) n = sscanf(line, "step %lld: train loss %lf (took %lf ms)", &step, &loss, &ms);
         if (n != 3) continue;
         if (step >= 1 && step <= CHECKED) c->loss[step - 1] = loss;
         return ms;
@@ -332,12 +395,13 @@ static double contestant_step(contestant *c) {
 
 /* Processor time of a process so far. */
 static double proc_seconds(int pid) {
-    char   path[64], line[1024] = "";
+    char path[64], line[1024] = "";
     double user = 0, system = 0;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
     FILE *f = fopen(path, "r");
     if (f && fgets(line, sizeof line, f) && strrchr(line, ')'))
-        sscanf(strrchr(line, ')') + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lf %lf", &user, &system);
+        sscanf(strrchr(line, ')') + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lf %lf",
+            &user, &system);
     if (f) fclose(f);
     return (user + system) / (double)sysconf(_SC_CLK_TCK);
 }
@@ -348,11 +412,12 @@ static double contestant_processor(const contestant *c) {
     return seconds;
 }
 
-/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not count. 0: it has
-   ended. */
+/* Lets it run for `steps` steps that count, then stops it. A step in which it was stopped does not
+   count. 0: it has ended. */
 static int contestant_turn(contestant *c, int steps) {
     struct pollfd ready = { c->out, POLLIN, 0 };
-    while (c->stopped && poll(&ready, 1, 0) == 1 && isfinite(contestant_step(c))) continue; /* done before the stop */
+    /* done before the stop */
+    while (c->stopped && poll(&ready, 1, 0) == 1 && isfinite(contestant_step(c))) continue;
     kill(-c->pid, SIGCONT);
     if (c->stopped) contestant_step(c);
     c->stopped = 0;
@@ -389,7 +454,7 @@ static double least(const double *values, int n) {
 
 /* Bytes that a field of /proc/PID/FILE states in kB; 0 if there is none. */
 static double proc_field(int pid, const char *file, const char *field) {
-    char   path[64], line[256];
+    char path[64], line[256];
     double kilobytes = 0;
     size_t length = strlen(field);
     snprintf(path, sizeof path, "/proc/%d/%s", pid, file);
@@ -401,21 +466,24 @@ static double proc_field(int pid, const char *file, const char *field) {
 }
 
 static int group_of(int pid) {
-    char  path[64], line[1024] = "";
-    int   group = -1;
+    char path[64], line[1024] = "";
+    int group = -1;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
     FILE *f = fopen(path, "r");
-    if (f && fgets(line, sizeof line, f) && strrchr(line, ')')) sscanf(strrchr(line, ')') + 1, " %*c %*d %d", &group);
+    if (f && fgets(line, sizeof line, f) && strrchr(line, ')'))
+        sscanf(strrchr(line, ')') + 1, " %*c %*d %d", &group);
     if (f) fclose(f);
     return group;
 }
 
-/* Peak memory: the sum over its ranks, or over its group where it does not say which processes are ranks. */
+/* Peak memory: the sum over its ranks, or over its group where it does not say which processes are
+   ranks. */
 static void contestant_memory(contestant *c) {
-    DIR           *d = c->n_ranks == 0 ? opendir("/proc") : NULL;
+    DIR *d = c->n_ranks == 0 ? opendir("/proc") : NULL;
     struct dirent *e;
     while (d && (e = readdir(d)) && c->n_ranks < MOST_PIDS)
-        if (atoi(e->d_name) > 0 && group_of(atoi(e->d_name)) == c->pid) c->ranks[c->n_ranks++] = atoi(e->d_name);
+        if (atoi(e->d_name) > 0 && group_of(atoi(e->d_name)) == c->pid)
+            c->ranks[c->n_ranks++] = atoi(e->d_name);
     if (d) closedir(d);
     c->rss = c->pss = 0;
     for (int i = 0; i < c->n_ranks; i++) {
@@ -424,19 +492,19 @@ static void contestant_memory(contestant *c) {
     }
 }
 
-// ==== 5. PyTorch ====================================================================================================
+// ==== 5. PyTorch ================================================================================
 
 typedef struct torch {
-    char        version[64];    /* "": not there */
+    char version[64]; /* "": not there */
     const char *python;
-    char        script[4096];
-    const char *weights;        /* file of dt's initial weights */
+    char script[4096];
+    const char *weights; /* file of dt's initial weights */
     const train_files *data;
 } torch;
 
 static torch torch_find(const settings *s, const train_files *data, const char *weights) {
-    torch  t = { .python = s->python ? s->python : "python3", .weights = weights, .data = data };
-    char   command[4096], self[2048];
+    torch t = { .python = s->python ? s->python : "python3", .weights = weights, .data = data };
+    char command[4096], self[2048];
     snprintf(t.script, sizeof t.script, "tests/bench/peers/torch_ddp.py");
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (access(t.script, R_OK) != 0 && length > 0) {
@@ -444,31 +512,37 @@ static torch torch_find(const settings *s, const train_files *data, const char *
         if (strrchr(self, '/')) *strrchr(self, '/') = 0;
         snprintf(t.script, sizeof t.script, "%s/../tests/bench/peers/torch_ddp.py", self);
     }
-    snprintf(command, sizeof command, "'%s' -c 'import torch; print(torch.__version__)' 2>/dev/null", t.python);
+    snprintf(command, sizeof command,
+        "'%s' -c 'import torch; print(torch.__version__)' 2>/dev/null", t.python);
     FILE *f = popen(command, "r");
     if (f && fscanf(f, "%63s", t.version) != 1) t.version[0] = 0;
     if (f) pclose(f);
-    if (t.version[0]) printf("# peer: PyTorch %s by %s\n", t.version, t.python);
-    else printf("# peer: PyTorch is not installed for %s; python3 -m venv DIR && DIR/bin/pip install torch numpy, then "
-        "--python DIR/bin/python\n", t.python);
+    if (t.version[0])
+        printf("# peer: PyTorch %s by %s\n", t.version, t.python);
+    else
+        printf("# peer: PyTorch is not installed for %s; python3 -m venv DIR && DIR/bin/pip "
+               "install torch numpy, then "
+               "--python DIR/bin/python\n",
+            t.python);
     return t;
 }
 
 static int torch_start(contestant *c, const torch *t, const char *variant) {
-    const char *words[MOST_WORDS] = { t->python, t->script, "--variant", variant, "--weights", t->weights, "--data" };
-    char        name[96];
-    int         n = 7;
+    const char *words[MOST_WORDS] = { t->python, t->script, "--variant", variant, "--weights",
+        t->weights, "--data" };
+    char name[96];
+    int n = 7;
     for (int i = 0; i < t->data->count && n + 1 < MOST_WORDS; i++) words[n++] = t->data->path[i];
     snprintf(name, sizeof name, "pytorch-%.30s-%.50s", t->version, variant);
     return contestant_start(c, name, words, NULL);
 }
 
-/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there, stopped, as the one
-   with the fastest step. 0: none works. */
+/* Runs some steps of each variant of `list` that is bf16 or not, as asked; *best is left there,
+   stopped, as the one with the fastest step. 0: none works. */
 static int torch_best(contestant *best, const torch *t, const char *list, int bf16) {
-    char        variant[96];
+    char variant[96];
     contestant *c = (contestant *)malloc(sizeof *c);
-    int         found = 0;
+    int found = 0;
     for (const char *at = list; c && *at; at += *at == ',') {
         int length = (int)strcspn(at, ",");
         snprintf(variant, sizeof variant, "%.*s", length, at);
@@ -477,26 +551,30 @@ static int torch_best(contestant *best, const torch *t, const char *list, int bf
         int works = torch_start(c, t, variant) && contestant_turn(c, WARM_UP + 3);
         c->n_ms = c->n_ms > WARM_UP ? c->n_ms - WARM_UP : 0;
         memmove(c->ms, c->ms + WARM_UP, (size_t)c->n_ms * sizeof *c->ms);
-        if (works) printf("# %s: best step %.0f ms\n", c->name, least(c->ms, c->n_ms));
-        else printf("# pytorch-%s does not work: %s\n", variant, c->error);
+        if (works)
+            printf("# %s: best step %.0f ms\n", c->name, least(c->ms, c->n_ms));
+        else
+            printf("# pytorch-%s does not work: %s\n", variant, c->error);
         if (works && (!found || least(c->ms, c->n_ms) < least(best->ms, best->n_ms))) {
             if (found) contestant_end(best);
             *best = *c;
             found = 1;
-        } else contestant_end(c);
+        } else
+            contestant_end(c);
     }
     free(c);
     if (found) best->n_ms = 0, best->processor = 0;
     return found;
 }
 
-// ==== 6. Two-core product rate ======================================================================================
+// ==== 6. Two-core product rate ==================================================================
 
-/* The products of the model's feed-forward layer, one set for each rank: forward and both gradients. */
+/* The products of the model's feed-forward layer, one set for each rank: forward and both
+   gradients. */
 typedef struct product_rate {
     bench_product products[3][RANKS];
-    double        rate[2][MOST_STEPS];  /* of dt and of OpenBLAS, round by round */
-    int           rounds, who;          /* who: 1 without OpenBLAS */
+    double rate[2][MOST_STEPS]; /* of dt and of OpenBLAS, round by round */
+    int rounds, who;            /* who: 1 without OpenBLAS */
 } product_rate;
 
 static int product_rate_make(product_rate *p, gpt_config c, const bench_blas *blas) {
@@ -504,10 +582,14 @@ static int product_rate_make(product_rate *p, gpt_config c, const bench_blas *bl
     memset(p, 0, sizeof *p);
     p->who = blas->library ? 2 : 1;
     for (int r = 0; r < RANKS; r++) {
-        p->products[0][r] = (bench_product){ .dtype = DT_F32, .m = M, .n = F, .k = C, .trans_b = 1, .blas = blas };
-        p->products[1][r] = (bench_product){ .dtype = DT_F32, .m = M, .n = C, .k = F, .blas = blas };
-        p->products[2][r] = (bench_product){ .dtype = DT_F32, .m = F, .n = C, .k = M, .trans_a = 1, .blas = blas };
-        for (int i = 0; i < 3; i++) made = bench_product_make(&p->products[i][r], (uint32_t)(10 * i + r)) && made;
+        p->products[0][r] =
+            (bench_product){ .dtype = DT_F32, .m = M, .n = F, .k = C, .trans_b = 1, .blas = blas };
+        p->products[1][r] =
+            (bench_product){ .dtype = DT_F32, .m = M, .n = C, .k = F, .blas = blas };
+        p->products[2][r] =
+            (bench_product){ .dtype = DT_F32, .m = F, .n = C, .k = M, .trans_a = 1, .blas = blas };
+        for (int i = 0; i < 3; i++)
+            made = bench_product_make(&p->products[i][r], (uint32_t)(10 * i + r)) && made;
     }
     return made;
 }
@@ -519,7 +601,8 @@ static void product_rate_turn(product_rate *p, int bursts) {
             double inverse = 0;
             for (int kind = 0; kind < 3; kind++)
                 inverse += 1 / bench_burst_run(p->products[kind], RANKS, who,
-                    2 * bench_calls(p->products[kind], who)).wall;
+                                   2 * bench_calls(p->products[kind], who))
+                                   .wall;
             p->rate[who][p->rounds] = 3 / inverse;
         }
 }
@@ -529,7 +612,7 @@ static void product_rate_free(product_rate *p) {
         for (int r = 0; r < RANKS; r++) bench_product_free(&p->products[kind][r]);
 }
 
-// ==== 7. main =======================================================================================================
+// ==== 7. main ===================================================================================
 
 static const char *const default_variants =
     "eager-fused-2x1,compile-fused-2x1,compile-fused-2x1-arena,eager-fused-1x2,compile-fused-1x2,"
@@ -538,10 +621,10 @@ static const char *const default_variants =
 enum { DT_IN_F32 = 0, DT_IN_BF16, TORCH_IN_F32, TORCH_IN_BF16, LLMC, CONTESTANTS };
 
 typedef struct match {
-    settings      s;
-    contestant    c[CONTESTANTS];
-    int           there[CONTESTANTS];
-    product_rate  products;
+    settings s;
+    contestant c[CONTESTANTS];
+    int there[CONTESTANTS];
+    product_rate products;
 } match;
 
 static void start_dt(match *m, int who, dt_dtype dtype) {
@@ -559,15 +642,17 @@ static void start_dt(match *m, int who, dt_dtype dtype) {
 
 static void start_torch(match *m, const torch *t, int who, const char *dtype) {
     if (m->s.only && strcmp(m->s.only, dtype) != 0) return;
-    m->there[who] = torch_best(&m->c[who], t, m->s.variants ? m->s.variants : default_variants, who == TORCH_IN_BF16);
+    m->there[who] = torch_best(
+        &m->c[who], t, m->s.variants ? m->s.variants : default_variants, who == TORCH_IN_BF16);
 }
 
 static void start_llmc(match *m) {
-    char        folder[4096];
+    char folder[4096];
     const char *words[] = { "stdbuf", "-oL", m->s.llmc, NULL };
     contestant *c = &m->c[LLMC];
     if (!m->s.llmc || !realpath(m->s.llmc, folder)) {
-        printf("# peer: llm.c is not %s; tests/bench/peers/llmc_files.py says how to build it for --llmc PATH\n",
+        printf("# peer: llm.c is not %s; tests/bench/peers/llmc_files.py says how to build it for "
+               "--llmc PATH\n",
             m->s.llmc ? "there" : "asked for");
         return;
     }
@@ -582,15 +667,17 @@ static void start_llmc(match *m) {
 }
 
 static double rate_of(const match *m, int who) {
-    return m->there[who] ? tokens_of_step(&m->s) / (median(m->c[who].ms, m->c[who].n_ms) / 1000) : NAN;
+    return m->there[who] ? tokens_of_step(&m->s) / (median(m->c[who].ms, m->c[who].n_ms) / 1000)
+                         : NAN;
 }
 
 static void print_row(const match *m, int who, const char *dtype, int peer) {
     double ours = rate_of(m, who), theirs = rate_of(m, peer), MiB = 1048576;
     double flop = 6 * (double)gpt_count(model_of(&m->s, DT_F32));
-    char   text[3][32];
-    printf("%s,%d,%s,%.1f,%.2f,%s,%s,%s,%.1f,%s\n", config_name(&m->s), RANKS, dtype, ours, 1e-9 * flop * ours,
-        m->there[peer] ? m->c[peer].name : "none", bench_number(text[0], sizeof text[0], theirs, "%.1f"),
+    char text[3][32];
+    printf("%s,%d,%s,%.1f,%.2f,%s,%s,%s,%.1f,%s\n", config_name(&m->s), RANKS, dtype, ours,
+        1e-9 * flop * ours, m->there[peer] ? m->c[peer].name : "none",
+        bench_number(text[0], sizeof text[0], theirs, "%.1f"),
         bench_number(text[1], sizeof text[1], ours / theirs, "%.3f"), m->c[who].rss / MiB,
         bench_number(text[2], sizeof text[2], m->there[peer] ? m->c[peer].rss / MiB : NAN, "%.1f"));
 }
@@ -619,11 +706,15 @@ static void print_result(match *m) {
     double theirs = m->products.who == 2 ? median(m->products.rate[1], m->products.rounds) : NAN;
     double best = fmax(ours, theirs), apart = loss_difference(m);
     for (int i = 0; i < CONTESTANTS; i++)
-        if (m->there[i]) printf("# %s: %d steps, median %.1f ms, best %.1f ms, processor %.1f ms; memory peak %.1f "
-            "MiB, at the end %.1f MiB with shared pages counted once\n", m->c[i].name, m->c[i].n_ms,
-            median(m->c[i].ms, m->c[i].n_ms), least(m->c[i].ms, m->c[i].n_ms),
-            1000 * m->c[i].processor / fmax(m->c[i].n_ms, 1), m->c[i].rss / MiB, m->c[i].pss / MiB);
-    printf("config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib\n");
+        if (m->there[i])
+            printf(
+                "# %s: %d steps, median %.1f ms, best %.1f ms, processor %.1f ms; memory peak %.1f "
+                "MiB, at the end %.1f MiB with shared pages counted once\n",
+                m->c[i].name, m->c[i].n_ms, median(m->c[i].ms, m->c[i].n_ms),
+                least(m->c[i].ms, m->c[i].n_ms), 1000 * m->c[i].processor / fmax(m->c[i].n_ms, 1),
+                m->c[i].rss / MiB, m->c[i].pss / MiB);
+    printf("config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_"
+           "peak_rss_mib\n");
     if (m->there[DT_IN_F32]) print_row(m, DT_IN_F32, "f32", TORCH_IN_F32);
     if (m->there[DT_IN_F32] && m->there[LLMC]) print_row(m, DT_IN_F32, "f32", LLMC);
     if (m->there[DT_IN_BF16]) print_row(m, DT_IN_BF16, "bf16", TORCH_IN_BF16);
@@ -632,13 +723,15 @@ static void print_result(match *m) {
     print_summary_line("product_rate_dt_gflops", ours);
     print_summary_line("product_rate_openblas_gflops", theirs);
     print_summary_line("product_rate_share_f32", flop * rate_of(m, DT_IN_F32) / best);
-    print_summary_line("rss_ratio_f32", m->there[TORCH_IN_F32] ? m->c[DT_IN_F32].rss / m->c[TORCH_IN_F32].rss : NAN);
+    print_summary_line("rss_ratio_f32",
+        m->there[TORCH_IN_F32] ? m->c[DT_IN_F32].rss / m->c[TORCH_IN_F32].rss : NAN);
     print_summary_line("bf16_over_f32", rate_of(m, DT_IN_BF16) / rate_of(m, DT_IN_F32));
     print_summary_line("ratio_pytorch_bf16", rate_of(m, DT_IN_BF16) / rate_of(m, TORCH_IN_BF16));
     print_summary_line("loss_difference_f32", apart);
 }
 
-/* Round by round, each contestant has its turn; llm.c, whose steps take ten seconds, a shorter one. */
+/* Round by round, each contestant has its turn; llm.c, whose steps take ten seconds, a shorter
+   one. */
 static void play(match *m) {
     for (int round = 0; round < m->s.rounds; round++) {
         product_rate_turn(&m->products, m->s.quick ? 1 : 5);
@@ -658,7 +751,7 @@ static void play(match *m) {
 static int make_weights(const char *path) {
     const char *words[] = { "/proc/self/exe", "--worker", path, NULL };
     contestant *c = (contestant *)malloc(sizeof *c);
-    int         made = c && contestant_start(c, "weights", words, NULL);
+    int made = c && contestant_start(c, "weights", words, NULL);
     if (made) contestant_step(c); /* takes no step: returns at the worker's end */
     if (made && strcmp(c->error, "it ended without a word") != 0) printf("# dt: %s\n", c->error);
     if (made) contestant_end(c);
@@ -668,8 +761,8 @@ static int make_weights(const char *path) {
 
 int main(int argc, char **argv) {
     train_config config = { .stop_at = 0 };
-    settings     s = parse(argc, argv);
-    char         weights[] = "/tmp/bench_train.XXXXXX";
+    settings s = parse(argc, argv);
+    char weights[] = "/tmp/bench_train.XXXXXX";
     if (!train_files_find_sources(&config.data)) {
         fputs("error: the project's sources are neither in . nor beside the program\n", stderr);
         return 2;
@@ -677,10 +770,11 @@ int main(int argc, char **argv) {
     if (s.worker) return run_worker(&s, config);
     if (s.profile) return run_profile(&s, config);
     match *m = (match *)calloc(1, sizeof *m);
-    int    fd = mkstemp(weights), failed = 1;
+    int fd = mkstemp(weights), failed = 1;
     bench_print_machine();
     bench_blas blas = bench_blas_find(s.openblas);
-    if (m && fd >= 0 && product_rate_make(&m->products, model_of(&s, DT_F32), &blas) && make_weights(weights)) {
+    if (m && fd >= 0 && product_rate_make(&m->products, model_of(&s, DT_F32), &blas) &&
+        make_weights(weights)) {
         m->s = s;
         start_dt(m, DT_IN_F32, DT_F32);
         start_dt(m, DT_IN_BF16, DT_BF16);

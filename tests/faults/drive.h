@@ -1,25 +1,28 @@
-/* drive.h - a disk with a write cache, whose power can be cut: a file that a FUSE server here holds in memory, and a
-   loop device over that file
-   Public domain or MIT, at your choice; see LICENSE.
+/* drive.h - a disk with a write cache, whose power can be cut: a file that a FUSE server here holds
+   in memory, and a loop device over that file Public domain or MIT, at your choice; see LICENSE.
 
        drive *d = drive_make();                     before the fork: campaign and server share it
        pid_t  server = drive_start(d, folder, "mine");      FOLDER/mine is the disk's content
-       unshare(CLONE_NEWNS);
-       fd = drive_attach(d, folder, device, sizeof device); "/dev/loop3" is the disk; mount it, close fd, write to it
-       __atomic_store_n(&d->on, 0, ...);            or d->cut_at = 17: the power is cut at the 17th request from here on
+       unshare(CLONE_NEWNS); fd = drive_attach(d, folder, device, sizeof device); "/dev/loop3" is
+       the disk; mount it, close fd, write to it
+       __atomic_store_n(&d->on, 0, ...);            or d->cut_at = 17: the power is cut at the 17th
+                                                    request from here on
        (unmount)
-       drive_lose(d, &seed, 512, &loss);            what the cut left of the writes since the last flush; power on
+       drive_lose(d, &seed, 512, &loss);            what the cut left of the writes since the last
+                                                    flush; power on
 
-   The kernel sees a block device with a volatile cache: file systems send it writes and flushes. The server keeps two
-   copies of the content: `now`, which reads see, and `stable`, which has the writes up to the last flush, and a list of
-   the writes since then. At the cut each write on that list is lost, kept, or torn into sectors of which some are kept.
-   A real drive writes its cache in any order; what a subset of the writes leaves is what any order can leave. From
-   the cut on every request fails, so that no sync after it can look like a success.
+   The kernel sees a block device with a volatile cache: file systems send it writes and flushes.
+   The server keeps two copies of the content: `now`, which reads see, and `stable`, which has the
+   writes up to the last flush, and a list of the writes since then. At the cut each write on that
+   list is lost, kept, or torn into sectors of which some are kept. A real drive writes its cache in
+   any order; what a subset of the writes leaves is what any order can leave. From the cut on every
+   request fails, so that no sync after it can look like a success.
 
-   Nothing stays behind, however the programs end: the caller has a mount namespace of its own, whose mounts end with
-   its last process; the loop device is detached when its last user is gone; the server ends with its parent, and the
-   kernel then fails every request. For that the caller calls unshare once more after drive_start: the server, which may
-   end last, must not be the one that unmounts what needs its answers. */
+   Nothing stays behind, however the programs end: the caller has a mount namespace of its own,
+   whose mounts end with its last process; the loop device is detached when its last user is gone;
+   the server ends with its parent, and the kernel then fails every request. For that the caller
+   calls unshare once more after drive_start: the server, which may end last, must not be the one
+   that unmounts what needs its answers. */
 #ifndef DRIVE_H
 #define DRIVE_H
 
@@ -39,24 +42,37 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { DRIVE_BYTES = 64 << 20, DRIVE_CACHE = 256 << 20, DRIVE_WRITES = 1 << 16, DRIVE_PIECE = 1 << 20, DRIVE_NODE = 2 };
+enum {
+    DRIVE_BYTES = 64 << 20,
+    DRIVE_CACHE = 256 << 20,
+    DRIVE_WRITES = 1 << 16,
+    DRIVE_PIECE = 1 << 20,
+    DRIVE_NODE = 2
+};
 
-typedef struct drive_write { int64_t offset, bytes, data; } drive_write;   /* data: where in `cache` */
+/* data: where in `cache` */
+typedef struct drive_write {
+    int64_t offset, bytes, data;
+} drive_write;
 
 typedef struct drive {
-    int         on, served;             /* atomic; served: the file can be opened */
-    char        name[60];               /* of that file; a loop device shows it */
-    int64_t     requests, cut_at;       /* atomic; writes and flushes so far; the one that the cut falls on, 0: none */
-    int         at_flush;               /* it falls on the first flush from there on */
-    int         lies;                   /* flushes are answered and not made */
-    int         full;                   /* the list did not hold all writes: what the cut leaves is unknown */
-    int         n_writes;
-    int64_t     used;
+    int on, served; /* atomic; served: the file can be opened */
+    char name[60];  /* of that file; a loop device shows it */
+    /* atomic; writes and flushes so far; the one that the cut falls on, 0: none */
+    int64_t requests, cut_at;
+    int at_flush; /* it falls on the first flush from there on */
+    int lies;     /* flushes are answered and not made */
+    /* the list did not hold all writes: what the cut leaves is unknown */
+    int full;
+    int n_writes;
+    int64_t used;
     drive_write writes[DRIVE_WRITES];
-    char       *stable, *now, *cache;
+    char *stable, *now, *cache;
 } drive;
 
-typedef struct drive_loss { int writes, lost, torn; } drive_loss;
+typedef struct drive_loss {
+    int writes, lost, torn;
+} drive_loss;
 
 static inline uint64_t drive_random(uint64_t *state) {
     uint64_t z = (*state += 0x9e3779b97f4a7c15u);
@@ -66,7 +82,8 @@ static inline uint64_t drive_random(uint64_t *state) {
 }
 
 static inline void *drive_shared(size_t bytes) {
-    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *at = mmap(
+        NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) abort();
     return at;
 }
@@ -79,7 +96,7 @@ static inline drive *drive_make(void) {
     return d;
 }
 
-// ==== The server ====================================================================================================
+// ==== The server ================================================================================
 
 /* Counts a write or a flush; -1: the power is off, or is cut at this one. */
 static inline int drive_count(drive *d, int flush) {
@@ -94,7 +111,8 @@ static inline int drive_put(drive *d, const char *data, int64_t bytes, int64_t o
     int was_on = __atomic_load_n(&d->on, __ATOMIC_SEQ_CST), answer = drive_count(d, 0);
     if (!was_on) return -EIO;
     if (offset < 0 || bytes > DRIVE_BYTES - offset) return -ENOSPC;
-    if (d->n_writes == DRIVE_WRITES || bytes > DRIVE_CACHE - d->used) d->full = 1;
+    if (d->n_writes == DRIVE_WRITES || bytes > DRIVE_CACHE - d->used)
+        d->full = 1;
     else {
         drive_write w = { offset, bytes, d->used };
         d->writes[d->n_writes++] = w;
@@ -141,8 +159,10 @@ static inline int drive_init(const struct fuse_init_in *i, struct fuse_init_out 
     return sizeof *o;
 }
 
-/* Answers one request of the kernel; its bytes, or -errno. What is not here the kernel does without. */
-static inline int drive_answer(drive *d, const struct fuse_in_header *in, const void *arg, char **out) {
+/* Answers one request of the kernel; its bytes, or -errno. What is not here the kernel does
+   without. */
+static inline int drive_answer(
+    drive *d, const struct fuse_in_header *in, const void *arg, char **out) {
     void *to = *out;
     switch (in->opcode) {
     case FUSE_INIT: return drive_init((const struct fuse_init_in *)arg, (struct fuse_init_out *)to);
@@ -165,7 +185,8 @@ static inline int drive_answer(drive *d, const struct fuse_in_header *in, const 
     case FUSE_OPEN: {
         struct fuse_open_out *o = (struct fuse_open_out *)to;
         memset(o, 0, sizeof *o);
-        o->open_flags = FOPEN_DIRECT_IO;    /* no page cache between the loop device and this program */
+        /* no page cache between the loop device and this program */
+        o->open_flags = FOPEN_DIRECT_IO;
         return sizeof *o;
     }
     case FUSE_READ: {
@@ -177,7 +198,7 @@ static inline int drive_answer(drive *d, const struct fuse_in_header *in, const 
     }
     case FUSE_WRITE: {
         const struct fuse_write_in *w = (const struct fuse_write_in *)arg;
-        struct fuse_write_out      *o = (struct fuse_write_out *)to;
+        struct fuse_write_out *o = (struct fuse_write_out *)to;
         int wrote = drive_put(d, (const char *)(w + 1), w->size, (int64_t)w->offset);
         memset(o, 0, sizeof *o);
         o->size = (uint32_t)wrote;
@@ -192,10 +213,11 @@ static inline int drive_answer(drive *d, const struct fuse_in_header *in, const 
 /* Until its folder is unmounted or its parent ends. Does not return. */
 static inline void drive_serve(drive *d, const char *folder) {
     size_t bytes = DRIVE_PIECE + 8192;
-    char  *in = (char *)malloc(bytes), *room = (char *)malloc(4096), options[100];
-    int    fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
+    char *in = (char *)malloc(bytes), *room = (char *)malloc(4096), options[100];
+    int fd = open("/dev/fuse", O_RDWR | O_CLOEXEC);
     snprintf(options, sizeof options, "fd=%d,rootmode=40000,user_id=0,group_id=0", fd);
-    if (!in || !room || fd < 0 || mount("drive", folder, "fuse", MS_NOSUID | MS_NODEV, options) != 0) {
+    if (!in || !room || fd < 0 ||
+        mount("drive", folder, "fuse", MS_NOSUID | MS_NODEV, options) != 0) {
         __atomic_store_n(&d->served, -(errno ? errno : ENOMEM), __ATOMIC_SEQ_CST);
         _exit(1);
     }
@@ -206,24 +228,29 @@ static inline void drive_serve(drive *d, const char *folder) {
         if (got < (ssize_t)sizeof(struct fuse_in_header)) _exit(0);
         const struct fuse_in_header *request = (const struct fuse_in_header *)(void *)in;
         if (request->opcode == FUSE_FORGET || request->opcode == FUSE_BATCH_FORGET ||
-            request->opcode == FUSE_INTERRUPT) continue;    /* these are not answered */
+            request->opcode == FUSE_INTERRUPT)
+            continue; /* these are not answered */
         char *out = room;
-        int   answer = drive_answer(d, request, request + 1, &out);
+        int answer = drive_answer(d, request, request + 1, &out);
         struct fuse_out_header head = { sizeof head, 0, request->unique };
-        if (answer < 0) head.error = answer;
-        else head.len += (uint32_t)answer;
+        if (answer < 0)
+            head.error = answer;
+        else
+            head.len += (uint32_t)answer;
         struct iovec part[2] = { { &head, sizeof head }, { out, answer > 0 ? (size_t)answer : 0 } };
         if (writev(fd, part, answer > 0 ? 2 : 1) < 0 && errno != ENOENT) _exit(1);
     }
 }
 
-/* The server, in a process of its own that ends with this one; -1 with errno where FUSE cannot be had. */
+/* The server, in a process of its own that ends with this one; -1 with errno where FUSE cannot be
+   had. */
 static inline pid_t drive_start(drive *d, const char *folder, const char *name) {
     snprintf(d->name, sizeof d->name, "%s", name);
     pid_t parent = getpid(), pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        prctl(57 /* PR_SET_IO_FLUSHER */, 1, 0, 0, 0);      /* file systems wait for it when memory is short */
+        /* file systems wait for it when memory is short */
+        prctl(57 /* PR_SET_IO_FLUSHER */, 1, 0, 0, 0);
         if (getppid() == parent) drive_serve(d, folder);
         _exit(1);
     }
@@ -233,18 +260,20 @@ static inline pid_t drive_start(drive *d, const char *folder, const char *name) 
     return -1;
 }
 
-// ==== What the campaign does ========================================================================================
+// ==== What the campaign does ====================================================================
 
-/* A free loop device over the disk, which is detached when its last user has closed it: this descriptor, then what is
-   mounted. -1 with errno. */
+/* A free loop device over the disk, which is detached when its last user has closed it: this
+   descriptor, then what is mounted. -1 with errno. */
 static inline int drive_attach(const drive *d, const char *folder, char *device, size_t bytes) {
-    char               path[300];
+    char path[300];
     struct loop_config how;
     snprintf(path, sizeof path, "%s/%s", folder, d->name);
     memset(&how, 0, sizeof how);
     how.info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
-    int disk = open(path, O_RDWR | O_CLOEXEC), control = open("/dev/loop-control", O_RDWR | O_CLOEXEC), fd = -1;
-    for (int i = 0; i < 50 && fd < 0 && disk >= 0 && control >= 0; i++) {   /* another program may take the free one */
+    int disk = open(path, O_RDWR | O_CLOEXEC),
+        control = open("/dev/loop-control", O_RDWR | O_CLOEXEC), fd = -1;
+    /* another program may take the free one */
+    for (int i = 0; i < 50 && fd < 0 && disk >= 0 && control >= 0; i++) {
         int n = ioctl(control, LOOP_CTL_GET_FREE);
         snprintf(device, bytes, "/dev/loop%d", n);
         how.fd = (uint32_t)disk;
@@ -268,7 +297,7 @@ static inline int drive_attach(const drive *d, const char *folder, char *device,
 
 /* Whether the kernel will send flushes to that device. */
 static inline int drive_flushes(const char *device) {
-    char  path[100], text[40] = "";
+    char path[100], text[40] = "";
     snprintf(path, sizeof path, "/sys/block/%s/queue/write_cache", device + strlen("/dev/"));
     FILE *f = fopen(path, "r");
     if (f && !fgets(text, sizeof text, f)) text[0] = 0;
@@ -276,18 +305,21 @@ static inline int drive_flushes(const char *device) {
     return strncmp(text, "write back", 10) == 0;
 }
 
-/* After the cut, when nothing uses the disk any more: of the writes since the last flush some are lost and some torn at
-   sectors of that size. Then the power is on again. */
+/* After the cut, when nothing uses the disk any more: of the writes since the last flush some are
+   lost and some torn at sectors of that size. Then the power is on again. */
 static inline void drive_lose(drive *d, uint64_t *state, int sector, drive_loss *loss) {
-    unsigned kept = (unsigned)(drive_random(state) % 5), torn = (unsigned)(drive_random(state) % 3);    /* of 4 */
+    /* of 4 */
+    unsigned kept = (unsigned)(drive_random(state) % 5), torn = (unsigned)(drive_random(state) % 3);
     memset(loss, 0, sizeof *loss);
     for (int i = 0; i < d->n_writes; i++) {
         const drive_write *w = &d->writes[i];
-        uint64_t           dice = drive_random(state);
-        int                there = dice % 4 < kept, tears = (dice >> 8) % 4 < torn && w->bytes > sector;
+        uint64_t dice = drive_random(state);
+        int there = dice % 4 < kept, tears = (dice >> 8) % 4 < torn && w->bytes > sector;
         loss->writes++;
-        if (tears) loss->torn++;
-        else if (!there) loss->lost++;
+        if (tears)
+            loss->torn++;
+        else if (!there)
+            loss->lost++;
         for (int64_t at = 0; at < w->bytes; at += sector) {
             int64_t n = w->bytes - at < sector ? w->bytes - at : sector;
             if (tears ? (int)(drive_random(state) & 1) : there)
@@ -295,7 +327,8 @@ static inline void drive_lose(drive *d, uint64_t *state, int sector, drive_loss 
         }
     }
     for (int i = 0; i < d->n_writes; i++)
-        memcpy(d->now + d->writes[i].offset, d->stable + d->writes[i].offset, (size_t)d->writes[i].bytes);
+        memcpy(d->now + d->writes[i].offset, d->stable + d->writes[i].offset,
+            (size_t)d->writes[i].bytes);
     d->n_writes = 0;
     d->used = d->requests = d->cut_at = 0;
     __atomic_store_n(&d->on, 1, __ATOMIC_SEQ_CST);
@@ -303,11 +336,11 @@ static inline void drive_lose(drive *d, uint64_t *state, int sector, drive_loss 
 
 /* The disk is new, with the content of a file. 0: it cannot be read. */
 static inline int drive_load(drive *d, const char *path) {
-    int     fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t n = 0, got = 0;
     if (madvise(d->stable, DRIVE_BYTES, MADV_REMOVE) != 0) memset(d->stable, 0, DRIVE_BYTES);
     if (madvise(d->now, DRIVE_BYTES, MADV_REMOVE) != 0) memset(d->now, 0, DRIVE_BYTES);
-    while (fd >= 0 && n < DRIVE_BYTES) {            /* holes stay holes: most of it is empty */
+    while (fd >= 0 && n < DRIVE_BYTES) { /* holes stay holes: most of it is empty */
         off_t data = lseek(fd, n, SEEK_DATA), end = data < 0 ? -1 : lseek(fd, data, SEEK_HOLE);
         if (data < 0 || end < 0) break;
         got = pread(fd, d->stable + data, (size_t)(end - data), data);

@@ -1,17 +1,19 @@
-/* endings.h - a part of test_faults.c: ranks that never return, that end their thread, whose exit status is lost. */
+/* endings.h - a part of test_faults.c: ranks that never return, that end their thread, whose exit
+   status is lost. */
 #ifndef ENDINGS_H
 #define ENDINGS_H
 
-/* ---- threads that are left behind ------------------------------------------------------------------------------- */
+/* ---- threads that are left behind
+   ------------------------------------------------------------------------------- */
 
 /* Ranks of a run that stay away until they are let go, which is after dt_run has returned. */
 typedef struct stray {
-    job       run;
-    dt_host   host;
-    int       away;         /* bits: these ranks */
-    int       let_go;
-    long      live;         /* blocks */
-    dt_status after[MOST];  /* what an operation of theirs returned then */
+    job run;
+    dt_host host;
+    int away; /* bits: these ranks */
+    int let_go;
+    long live;             /* blocks */
+    dt_status after[MOST]; /* what an operation of theirs returned then */
 } stray;
 
 static void *stray_alloc(void *user, size_t bytes, dt_mem mem) {
@@ -44,10 +46,10 @@ static dt_status stray_run(stray *s, dt_status (*fn)(dt_ctx *ctx, void *user)) {
 }
 
 static dt_status stray_rank(dt_ctx *ctx, void *user) {
-    stray   *s = (stray *)user;
+    stray *s = (stray *)user;
     dt_comm *world = dt_world(ctx);
-    int      me = dt_comm_rank(world);
-    float    x[500], y[500];
+    int me = dt_comm_rank(world);
+    float x[500], y[500];
     memset(x, 0, sizeof x);
     dt_barrier(world);
     while ((s->away >> me & 1) && !__atomic_load_n(&s->let_go, __ATOMIC_SEQ_CST)) nap(1e-3);
@@ -61,36 +63,42 @@ static dt_status stray_rank(dt_ctx *ctx, void *user) {
 static void one_stray(int away, int n) {
     static stray s;
     page *p = page_make();
-    left  before = left_now();
-    int   notices = 0;
+    left before = left_now();
+    int notices = 0;
     memset(&s, 0, sizeof s);
     job_init(&s.run, p, DT_BACKEND_THREADS, 4, 0.5);
     s.away = away;
     double begin = mono();
     dt_status status = stray_run(&s, stray_rank);
     double took = mono() - begin;
-    CHECK_MSG(status == DT_ERR_TIMEOUT && strstr(p->report.text, "did not; rank"), "away %x: %s: %s", away,
-              dt_status_name(status), p->report.text);
-    CHECK_MSG(p->report.left_behind == n, "away %x: %d ranks are left behind", away, p->report.left_behind);
+    CHECK_MSG(status == DT_ERR_TIMEOUT && strstr(p->report.text, "did not; rank"),
+        "away %x: %s: %s", away, dt_status_name(status), p->report.text);
+    CHECK_MSG(p->report.left_behind == n, "away %x: %d ranks are left behind", away,
+        p->report.left_behind);
     CHECK_MSG(took >= 1 && took < 30, "away %x: dt_run returns after %.1f s", away, took);
-    for (int k = 0; k < p->lines && k < LOG_LINES; k++) notices += strstr(p->line[k], "is left behind: its thread") != NULL;
+    for (int k = 0; k < p->lines && k < LOG_LINES; k++)
+        notices += strstr(p->line[k], "is left behind: its thread") != NULL;
     CHECK_MSG(notices == n, "away %x: %d of %d lines of the log say so", away, notices, p->lines);
     CHECK_MSG(s.live > 0, "away %x: all is freed, but its threads are there", away);
     __atomic_store_n(&s.let_go, 1, __ATOMIC_SEQ_CST);
-    for (begin = mono(); __atomic_load_n(&s.live, __ATOMIC_SEQ_CST) > 0 && mono() < begin + 20;) nap(1e-3);
-    CHECK_MSG(s.live == 0, "away %x: %ld blocks are left when the last thread has ended", away, s.live);
+    for (begin = mono(); __atomic_load_n(&s.live, __ATOMIC_SEQ_CST) > 0 && mono() < begin + 20;)
+        nap(1e-3);
+    CHECK_MSG(
+        s.live == 0, "away %x: %ld blocks are left when the last thread has ended", away, s.live);
     for (int r = 0; r < 4; r++)
-        if (away >> r & 1) CHECK_MSG(s.after[r] == DT_ERR_PEER, "away %x: rank %d went on with %s", away, r,
-                                     dt_status_name(s.after[r]));
-    nap(0.05);      /* its last block was freed just before its thread ended */
+        if (away >> r & 1)
+            CHECK_MSG(s.after[r] == DT_ERR_PEER, "away %x: rank %d went on with %s", away, r,
+                dt_status_name(s.after[r]));
+    nap(0.05); /* its last block was freed just before its thread ended */
     left_check(&before, "ranks that were left behind");
     munmap(p, sizeof *p);
 }
 
-/* ---- a rank that ends its thread ------------------------------------------------------------------------------- */
+/* ---- a rank that ends its thread
+   ------------------------------------------------------------------------------- */
 
-/* A sanitizer does not follow a thread that ends in the middle of its functions: ASan finds their frames still poisoned,
-   TSan sees none of what the thread does then. */
+/* A sanitizer does not follow a thread that ends in the middle of its functions: ASan finds their
+   frames still poisoned, TSan sees none of what the thread does then. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { SANITIZED = 1 };
 #else
@@ -98,15 +106,19 @@ enum { SANITIZED = 0 };
 #endif
 
 enum { BY_EXIT, BY_CANCEL, BY_CANCEL_IN_WAIT, BY_EXIT_OF_PROCESS };
-typedef struct quitter { stray s; int how, cancelled; pthread_t thread; } quitter;
+typedef struct quitter {
+    stray s;
+    int how, cancelled;
+    pthread_t thread;
+} quitter;
 
 static dt_status quitting_rank(dt_ctx *ctx, void *user) {
     quitter *q = (quitter *)user;
     dt_comm *world = dt_world(ctx);
-    int      me = dt_comm_rank(world);
-    float    x = 1, y;
+    int me = dt_comm_rank(world);
+    float x = 1, y;
     if (me == 1) q->thread = pthread_self();
-    dt_work *work = dt_recv_start(world, &y, 1, DT_F32, (me + 1) % 3, 1);     /* of nobody */
+    dt_work *work = dt_recv_start(world, &y, 1, DT_F32, (me + 1) % 3, 1); /* of nobody */
     for (int round = 0; round < 100000 && !dt_error(ctx); round++) {
         dt_all_reduce(world, &x, &y, 1, DT_F32, DT_SUM);
         if (round != 3) continue;
@@ -117,10 +129,13 @@ static dt_status quitting_rank(dt_ctx *ctx, void *user) {
             nap(1);
         }
         if (me == 2 && q->how == BY_CANCEL_IN_WAIT) {
-            const uint64_t *waiting = &world->world->shared->state[1].waiting;      /* in the next all-reduce */
-            for (double until = mono() + 10; !__atomic_load_n(waiting, __ATOMIC_SEQ_CST) && mono() < until;) nap(1e-3);
+            /* in the next all-reduce */
+            const uint64_t *waiting = &world->world->shared->state[1].waiting;
+            for (double until = mono() + 10;
+                 !__atomic_load_n(waiting, __ATOMIC_SEQ_CST) && mono() < until;)
+                nap(1e-3);
             pthread_cancel(q->thread);
-            nap(0.1);       /* it naps there */
+            nap(0.1); /* it naps there */
         }
     }
     dt_wait(ctx, work);
@@ -128,24 +143,30 @@ static dt_status quitting_rank(dt_ctx *ctx, void *user) {
 }
 
 static void one_quitter(dt_backend backend, int how) {
-    static const char *const hows[] = { "pthread_exit", "pthread_cancel", "pthread_cancel in a wait", "exit" };
+    static const char *const hows[] = { "pthread_exit", "pthread_cancel",
+        "pthread_cancel in a wait", "exit" };
     static quitter q;
     page *p = page_make();
-    left  before = left_now();
-    char  what[64];
-    snprintf(what, sizeof what, "%s on %s", hows[how], backend == DT_BACKEND_THREADS ? "threads" : "procs");
+    left before = left_now();
+    char what[64];
+    snprintf(what, sizeof what, "%s on %s", hows[how],
+        backend == DT_BACKEND_THREADS ? "threads" : "procs");
     memset(&q, 0, sizeof q);
     job_init(&q.s.run, p, backend, 3, 20);
     q.how = how;
     double begin = mono();
     stray_run(&q.s, quitting_rank);
-    CHECK_MSG(p->report.status != DT_OK && p->report.rank == 1 && strstr(p->report.text, "rank 1") &&
-                  strstr(p->report.text, how == BY_EXIT_OF_PROCESS ? "exited with status 0" : "pthread_exit"),
-              "%s: %s: %s", what, dt_status_name(p->report.status), p->report.text);
+    CHECK_MSG(p->report.status != DT_OK && p->report.rank == 1 &&
+                  strstr(p->report.text, "rank 1") &&
+                  strstr(p->report.text,
+                      how == BY_EXIT_OF_PROCESS ? "exited with status 0" : "pthread_exit"),
+        "%s: %s: %s", what, dt_status_name(p->report.status), p->report.text);
     CHECK_MSG(mono() - begin < 15, "%s: the job ends after %.1f s", what, mono() - begin);
     for (int r = 0; r < 3; r += 2)
-        CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "%s: rank %d has '%s'", what, r, p->text[r]);
-    CHECK_MSG(backend == DT_BACKEND_PROCS || q.s.live == 0, "%s: %ld blocks are left", what, q.s.live);
+        CHECK_MSG(strcmp(bare(p->text[r]), bare(p->report.text)) == 0, "%s: rank %d has '%s'", what,
+            r, p->text[r]);
+    CHECK_MSG(
+        backend == DT_BACKEND_PROCS || q.s.live == 0, "%s: %ld blocks are left", what, q.s.live);
     left_check(&before, what);
     munmap(p, sizeof *p);
 }
@@ -154,9 +175,9 @@ static void one_quitter(dt_backend backend, int how) {
 static void quitter_tcp(void) {
     static quitter q;
     page *p = page_make();
-    char  place[32];
+    char place[32];
     dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
-    int   fd = dt__tcp_listen(any, 1);
+    int fd = dt__tcp_listen(any, 1);
     memset(&q, 0, sizeof q);
     job_init(&q.s.run, p, DT_BACKEND_TCP, 3, 20);
     snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_place(fd).port);
@@ -173,22 +194,28 @@ static void quitter_tcp(void) {
     }
     double took = children_gone(15);
     CHECK_MSG(took < 15 && p->report.rank == 1 && strstr(p->report.text, "rank 1") &&
-                  strstr(p->report.text, "pthread_exit"), "pthread_exit over tcp, after %.1f s: %s", took,
-              p->report.text);
+                  strstr(p->report.text, "pthread_exit"),
+        "pthread_exit over tcp, after %.1f s: %s", took, p->report.text);
     munmap(p, sizeof *p);
 }
 
-/* ---- SIGCHLD ---------------------------------------------------------------------------------------------------- */
+/* ---- SIGCHLD
+   ---------------------------------------------------------------------------------------------------- */
 
 enum { IGNORED, NO_WAIT, REAPED, DISPOSITIONS };
 enum { WELL, IN_OPERATION, AT_END, STATUS_7, LOSSES };
 
-typedef struct loss { page *p; dt__shared *shared; pid_t parent; int how; } loss;
+typedef struct loss {
+    page *p;
+    dt__shared *shared;
+    pid_t parent;
+    int how;
+} loss;
 static loss losing;
 
 static dt_status losing_rank(dt_ctx *ctx, void *user) {
     dt_comm *world = dt_world(ctx);
-    float    x = 1, y;
+    float x = 1, y;
     (void)user;
     losing.shared = world->world->shared;
     for (int round = 0; round < 20 && !dt_error(ctx); round++) {
@@ -203,15 +230,17 @@ static dt_status losing_rank(dt_ctx *ctx, void *user) {
 /* Kills rank 1 after its `ended` flag is set, and before its process exits. */
 static void losing_free(void *user, void *p, size_t bytes, dt_mem mem) {
     (void)user;
-    if (losing.how == AT_END && getpid() != losing.parent && losing.shared && losing.shared->state[1].ended &&
-        losing.shared->state[1].pid == (int)getpid()) kill(getpid(), SIGKILL);
+    if (losing.how == AT_END && getpid() != losing.parent && losing.shared &&
+        losing.shared->state[1].ended && losing.shared->state[1].pid == (int)getpid())
+        kill(getpid(), SIGKILL);
     dt_host_default()->free(NULL, p, bytes, mem);
 }
 
 static void reap_all(int signal) {
     int kept = errno;
     (void)signal;
-    while (waitpid(-1, NULL, WNOHANG) > 0) {}
+    while (waitpid(-1, NULL, WNOHANG) > 0) {
+    }
     errno = kept;
 }
 
@@ -224,14 +253,15 @@ static void disposition_set(int which) {
 }
 
 static void one_loss(page *p, int which, int how) {
-    static const char *const names[] = { "SIGCHLD ignored", "SA_NOCLDWAIT", "a handler that reaps" };
+    static const char *const names[] = { "SIGCHLD ignored", "SA_NOCLDWAIT",
+        "a handler that reaps" };
     job j;
     job_init(&j, p, DT_BACKEND_PROCS, 3, 5);
     losing.p = p;
     losing.how = how;
     fflush(NULL);
     pid_t pid = fork();
-    if (pid == 0) {     /* what a signal does is its process's */
+    if (pid == 0) { /* what a signal does is its process's */
         dt_host host = page_host(p);
         losing.parent = getpid();
         host.free = losing_free;
@@ -245,45 +275,53 @@ static void one_loss(page *p, int which, int how) {
     int right = how == WELL ? p->status == DT_OK && p->lines == 0
                             : p->status == DT_ERR_PEER && p->report.rank == 1 &&
                                   strstr(p->report.text, "rank 1 (process ") != NULL;
-    if (how != WELL && which != REAPED) right = right && strstr(p->report.text, "ignores SIGCHLD");     /* else a race */
-    CHECK_MSG(p->steps && right, "%s, %d: %s: %s", names[which], how, dt_status_name(p->status), p->report.text);
+    /* else a race */
+    if (how != WELL && which != REAPED) right = right && strstr(p->report.text, "ignores SIGCHLD");
+    CHECK_MSG(p->steps && right, "%s, %d: %s: %s", names[which], how, dt_status_name(p->status),
+        p->report.text);
 }
 
-/* ---- a process that nobody can kill ----------------------------------------------------------------------------- */
+/* ---- a process that nobody can kill
+   ----------------------------------------------------------------------------- */
 
 /* A frozen process (control groups v1) dies when it is thawed. */
 static char freezer[128];
 static int freezer_put(const char *file, const char *text) {
     char path[192];
     snprintf(path, sizeof path, "%s/%s", freezer, file);
-    int fd = open(path, O_WRONLY), ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    int fd = open(path, O_WRONLY),
+        ok = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
     if (fd >= 0) close(fd);
     return ok;
 }
 
 static dt_status freezing_rank(dt_ctx *ctx, void *user) {
-    job     *j = (job *)user;
+    job *j = (job *)user;
     dt_comm *world = dt_world(ctx);
-    float    x = 1, y;
+    float x = 1, y;
     dt_barrier(world);
-    if (dt_comm_rank(world) == 1) j->p->steps = freezer_put("tasks", "0") && freezer_put("freezer.state", "FROZEN");
+    if (dt_comm_rank(world) == 1)
+        j->p->steps = freezer_put("tasks", "0") && freezer_put("freezer.state", "FROZEN");
     dt_all_reduce(world, &x, &y, 1, DT_F32, DT_SUM);
     return page_note(j->p, ctx, dt_comm_rank(world));
 }
 
 static void one_frozen(void) {
     page *p = page_make();
-    job   j;
+    job j;
     snprintf(freezer, sizeof freezer, "/sys/fs/cgroup/freezer/dt_test_%d", (int)getpid());
     job_init(&j, p, DT_BACKEND_PROCS, 3, 0.3);
     if (mkdir(freezer, 0755) != 0) {
-        check_skip("a process that nobody can kill: no freezer of control groups v1 here that this test may use");
+        check_skip("a process that nobody can kill: no freezer of control groups v1 here that this "
+                   "test may use");
         munmap(p, sizeof *p);
         return;
     }
     job_run(&j, freezing_rank, NULL, NULL);
-    CHECK_MSG(p->status == DT_ERR_TIMEOUT && p->report.left_behind == 1 && strstr(p->report.text, "rank 1 (process "),
-              "a frozen rank: %d left behind: %s: %s", p->report.left_behind, dt_status_name(p->status), p->report.text);
+    CHECK_MSG(p->status == DT_ERR_TIMEOUT && p->report.left_behind == 1 &&
+                  strstr(p->report.text, "rank 1 (process "),
+        "a frozen rank: %d left behind: %s: %s", p->report.left_behind, dt_status_name(p->status),
+        p->report.text);
     freezer_put("freezer.state", "THAWED");
     CHECK_MSG(children_gone(10) < 10, "a frozen rank: it is there after it was thawed");
     for (int tries = 0; tries < 100 && rmdir(freezer) != 0; tries++) nap(0.01);
@@ -291,12 +329,15 @@ static void one_frozen(void) {
 }
 
 static void endings(int full) {
-    if (SANITIZED) check_skip("endings: a sanitizer does not follow a thread that ends in the middle of its functions");
+    if (SANITIZED)
+        check_skip("endings: a sanitizer does not follow a thread that ends in the middle of its "
+                   "functions");
     for (int i = 0; i < (full ? 5 : 1); i++) {
         one_stray(2, 1);
         one_stray(9, 2);
         one_frozen();
-        for (int how = BY_EXIT; how <= BY_CANCEL_IN_WAIT && !SANITIZED; how++) one_quitter(DT_BACKEND_THREADS, how);
+        for (int how = BY_EXIT; how <= BY_CANCEL_IN_WAIT && !SANITIZED; how++)
+            one_quitter(DT_BACKEND_THREADS, how);
         if (!SANITIZED) one_quitter(DT_BACKEND_PROCS, BY_EXIT);
         one_quitter(DT_BACKEND_PROCS, BY_EXIT_OF_PROCESS);
         if (!SANITIZED) quitter_tcp();

@@ -1,12 +1,15 @@
-/* net_rank.c - what network.sh starts on its two hosts: a rank over sockets, or somebody who is none
+/* net_rank.c - what network.sh starts on its two hosts: a rank over sockets, or somebody who is
+   none
 
-       net_rank rank R N PLACE TIMEOUT MODE   rank R of N; MODE steps: sums until one fails, at most for 20 s;
-                                              once: one sum; idle: nothing for TIMEOUT + 2 s, and then a sum
+       net_rank rank R N PLACE TIMEOUT MODE   rank R of N; MODE steps: sums until one fails, at most
+                                              for 20 s; once: one sum; idle: nothing for TIMEOUT + 2
+                                              s, and then a sum
        net_rank attack PLACE KIND FROM     one of tcp_visitor.h's crowds, from another address
-       net_rank replay PLACE R N              takes part as rank R with the token of DT_TOKEN, and then says the same again
+       net_rank replay PLACE R N              takes part as rank R with the token of DT_TOKEN, and
+                                              then says the same again
 
-   A rank prints "formed S", the seconds until its function began, and "ended STATUS EPOCH S: TEXT": when its dt_run
-   returned, and how long the operation that failed had taken. */
+   A rank prints "formed S", the seconds until its function began, and "ended STATUS EPOCH S: TEXT":
+   when its dt_run returned, and how long the operation that failed had taken. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
@@ -18,7 +21,7 @@
 
 typedef struct plan {
     const char *mode;
-    double      begun, timeout_s, in_last;
+    double begun, timeout_s, in_last;
 } plan;
 
 static double now(void) { return dt_host_default()->now(NULL); }
@@ -36,7 +39,8 @@ static dt_status work(dt_ctx *ctx, void *user) {
     printf("formed %.3f\n", now() - p->begun);
     fflush(stdout);
     if (strcmp(p->mode, "idle") == 0) dt_host_default()->sleep(NULL, p->timeout_s + 2);
-    for (double until = now() + 20; now() < until && dt_error(ctx) == DT_OK; dt_host_default()->sleep(NULL, 2e-3)) {
+    for (double until = now() + 20; now() < until && dt_error(ctx) == DT_OK;
+         dt_host_default()->sleep(NULL, 2e-3)) {
         double from = now();
         dt_all_reduce(dt_world(ctx), a, sum, MANY, DT_F32, DT_SUM);
         p->in_last = now() - from;
@@ -46,8 +50,8 @@ static dt_status work(dt_ctx *ctx, void *user) {
 }
 
 static int rank_main(char **argv) {
-    plan        p = { argv[6], now(), atof(argv[5]), 0 };
-    dt_report   report;
+    plan p = { argv[6], now(), atof(argv[5]), 0 };
+    dt_report report;
     dt_run_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.ranks = atoi(argv[3]);
@@ -70,19 +74,22 @@ static int replay_main(char **argv) {
     close(v.fd);
     dt_host_default()->sleep(NULL, 0.1);
     int answered = converse(&v, 1);
-    printf("again: %s\n", !answered ? "no answer" : v.answer.kind == DT__TCP_WELCOME ? "welcome"
-                                                  : dt__tcp_reason(&v.ours, &v.answer).s);
+    printf("again: %s\n", !answered ? "no answer"
+                          : v.answer.kind == DT__TCP_WELCOME
+                              ? "welcome"
+                              : dt__tcp_reason(&v.ours, &v.answer).s);
     close(v.fd);
     return 0;
 }
 
 int main(int argc, char **argv) {
     dt__tcp_place place, from;
-    alarm(60);      /* whatever happens to network.sh */
+    alarm(60); /* whatever happens to network.sh */
     if (argc == 7 && strcmp(argv[1], "rank") == 0) return rank_main(argv);
     if (argc == 5 && strcmp(argv[1], "replay") == 0) return replay_main(argv);
     if (argc != 5 || strcmp(argv[1], "attack") != 0 || !dt__tcp_place_read(argv[2], &place) ||
-        !dt__tcp_place_read(argv[4], &from)) return 2;
+        !dt__tcp_place_read(argv[4], &from))
+        return 2;
     from.port = 0;
     attack(place, atoi(argv[3]), from);
     return 0;

@@ -1,23 +1,29 @@
-/* packets.c - jobs over a network with loss, delay, reordering, duplication, corruption, partitions (wire.h)
+/* packets.c - jobs over a network with loss, delay, reordering, duplication, corruption, partitions
+   (wire.h)
 
        packets                       100 jobs
        packets FIRST COUNT           jobs FIRST .. FIRST + COUNT - 1: job 37 is the same job again
        packets FIRST COUNT WORKERS   so many at a time (8)
 
-   A job is a function of its number: 2 to 5 ranks on two hosts, a timeout, what the network does and when. Its ranks sum,
-   exchange and pass on numbers, step after step, and compare what they get with what it must be. Three classes:
+   A job is a function of its number: 2 to 5 ranks on two hosts, a timeout, what the network does
+   and when. Its ranks sum, exchange and pass on numbers, step after step, and compare what they get
+   with what it must be. Three classes:
 
-       right   what TCP can recover from: loss, delay, reordering, duplicates, corruption, slow links, partitions shorter
-               than the timeout by 1.4 s (half of the timeout, where the system is older than Linux 6.15), idle
-               connections under loss. Every rank must end well, and every number must be right.
-       named   a lasting partition, one-way or two-way. Every rank must fail within timeout + 1 s of the cut, with a
-               text that names a rank on each side of it, and says of no rank on the teller's own side that its
-               connection was lost. (At the rendezvous some rank's text must. Another may wait in an operation for one
-               of its own side, which is still there to meet ranks of the other.)
-       either  nearly every packet is lost, or the cut heals after the timeout. One of the two, all ranks alike.
+       right   what TCP can recover from: loss, delay, reordering, duplicates, corruption, slow
+               links, partitions shorter than the timeout by 1.4 s (half of the timeout, where the
+               system is older than Linux 6.15), idle connections under loss. Every rank must end
+               well, and every number must be right.
+       named   a lasting partition, one-way or two-way. Every rank must fail within timeout + 1 s of
+               the cut, with a text that names a rank on each side of it, and says of no rank on the
+               teller's own side that its connection was lost. (At the rendezvous some rank's text
+               must. Another may wait in an operation for one of its own side, which is still there
+               to meet ranks of the other.)
+       either  nearly every packet is lost, or the cut heals after the timeout. One of the two, all
+               ranks alike.
 
-   No rank may hang, and no number may be wrong, in any class. Limits grow by the longest delay with which this machine
-   woke a rank or the network from a sleep. If that delay is long, a job may fail by name.
+   No rank may hang, and no number may be wrong, in any class. Limits grow by the longest delay with
+   which this machine woke a rank or the network from a sleep. If that delay is long, a job may fail
+   by name.
 
    Needs Linux, network namespaces and /dev/net/tun, so mostly root; else it is skipped. */
 #define _GNU_SOURCE
@@ -30,13 +36,35 @@
 #include <signal.h>
 
 enum { MOST_RANKS = 5, MOST_COUNT = 60000, WORKERS = 8, DEADLINE_S = 300 };
-static const double held_up_s = 0.15;   /* a machine that is late by more may break what TCP rides out, */
-static const double starved_s = 0.5;    /* and by so much make a rank look gone to those on its own side */
+/* a machine that is late by more may break what TCP rides out, */
+static const double held_up_s = 0.15;
+/* and by so much make a rank look gone to those on its own side */
+static const double starved_s = 0.5;
 
 typedef enum outcome { RIGHT, NAMED, EITHER } outcome;
-typedef enum fault { LOSS, DELAY, COPIES, SPOILT, SLOW, ALL_OF_IT, SHORT_CUT, SHORT_ONE_WAY, LOSS_AT_START, CUT, ONE_WAY,
-                     LONG_CUT, STORM, CUT_AT_START, ONE_WAY_AT_START, FAULTS } fault;
-static const struct { const char *name; outcome outcome; int at_start; } faults[FAULTS] = {
+typedef enum fault {
+    LOSS,
+    DELAY,
+    COPIES,
+    SPOILT,
+    SLOW,
+    ALL_OF_IT,
+    SHORT_CUT,
+    SHORT_ONE_WAY,
+    LOSS_AT_START,
+    CUT,
+    ONE_WAY,
+    LONG_CUT,
+    STORM,
+    CUT_AT_START,
+    ONE_WAY_AT_START,
+    FAULTS
+} fault;
+static const struct {
+    const char *name;
+    outcome outcome;
+    int at_start;
+} faults[FAULTS] = {
     [LOSS] = { "loss", RIGHT, 0 },
     [DELAY] = { "delay and reordering", RIGHT, 0 },
     [COPIES] = { "copies", RIGHT, 0 },
@@ -55,48 +83,55 @@ static const struct { const char *name; outcome outcome; int at_start; } faults[
 };
 
 typedef struct plan {
-    int        number, ranks, side[MOST_RANKS];
-    fault      fault;
-    double     timeout_s, length_s;     /* length: of the steps, if nothing ends them */
-    conditions base[2], during[2];      /* before and after the fault; while it lasts */
-    double     from_s, until_s;         /* of the fault, after the ranks were formed or, at the start, begun */
-    int        pause;                   /* the step in which all ranks compute, and nobody talks */
-    double     pause_s;
+    int number, ranks, side[MOST_RANKS];
+    fault fault;
+    double timeout_s, length_s;    /* length: of the steps, if nothing ends them */
+    conditions base[2], during[2]; /* before and after the fault; while it lasts */
+    /* of the fault, after the ranks were formed or, at the start, begun */
+    double from_s, until_s;
+    int pause; /* the step in which all ranks compute, and nobody talks */
+    double pause_s;
 } plan;
 
-typedef struct result {                 /* written by the rank */
-    double    begun, formed, named, ended, late;
-    long      steps, wrong;
+typedef struct result { /* written by the rank */
+    double begun, formed, named, ended, late;
+    long steps, wrong;
     dt_status status;
     dt_report report;
 } result;
 
-typedef struct shared {                 /* of a job: its ranks, and who starts them */
-    plan   plan;
+typedef struct shared { /* of a job: its ranks, and who starts them */
+    plan plan;
     result rank[MOST_RANKS];
-    double onset;                       /* 0: not yet */
+    double onset; /* 0: not yet */
 } shared;
 
-/* ---- what a job is ----------------------------------------------------------------------------------------------- */
+/* ---- what a job is
+   ----------------------------------------------------------------------------------------------- */
 
-/* Where the system does not limit TCP's pauses before it sends again, they double: up to the length of the cut. */
+/* Where the system does not limit TCP's pauses before it sends again, they double: up to the length
+   of the cut. */
 static double longest_cut(double timeout_s) {
     int pause_ms = 1000, fd = socket(AF_INET, SOCK_STREAM, 0);
-    int limited = setsockopt(fd, IPPROTO_TCP, 44 /* TCP_RTO_MAX_MS */, &pause_ms, sizeof pause_ms) == 0;
+    int limited =
+        setsockopt(fd, IPPROTO_TCP, 44 /* TCP_RTO_MAX_MS */, &pause_ms, sizeof pause_ms) == 0;
     close(fd);
     return limited ? timeout_s - 1.4 : timeout_s / 2 - 0.3;
 }
 
 static void plan_conditions(plan *p, uint64_t *chance) {
     double cut_s = next_between(chance, 0.3, longest_cut(p->timeout_s));
-    int    way = next_below(chance, 2);
+    int way = next_below(chance, 2);
     for (int i = 0; i < 2; i++) {
         conditions *c = &p->during[i];
         c->most = 2;
         switch (p->fault) {
         case LOSS: c->loss = next_between(chance, 0.01, 0.1); break;
         case LOSS_AT_START: c->loss = next_between(chance, 0.01, 0.1), c->most = 1; break;
-        case DELAY: c->delay_s = next_between(chance, 1e-3, 2e-2), c->jitter_s = next_between(chance, 1e-3, 2e-2); break;
+        case DELAY:
+            c->delay_s = next_between(chance, 1e-3, 2e-2),
+            c->jitter_s = next_between(chance, 1e-3, 2e-2);
+            break;
         case COPIES: c->twice = next_between(chance, 0.01, 0.2), c->jitter_s = 5e-3; break;
         case SPOILT: c->spoil = next_between(chance, 0.01, 0.05); break;
         case SLOW: c->bytes_per_s = next_between(chance, 2e6, 1e7), c->queue_bytes = 200000; break;
@@ -107,9 +142,13 @@ static void plan_conditions(plan *p, uint64_t *chance) {
             break;
         case SHORT_CUT: c->cut = 1, p->until_s = cut_s; break;
         case SHORT_ONE_WAY: c->cut = i == way, p->until_s = cut_s; break;
-        case CUT: case CUT_AT_START: c->cut = 1; break;
-        case ONE_WAY: case ONE_WAY_AT_START: c->cut = i == way; break;
-        case LONG_CUT: c->cut = 1, p->until_s = p->timeout_s * next_between(chance, 1.2, 1.5); break;
+        case CUT:
+        case CUT_AT_START: c->cut = 1; break;
+        case ONE_WAY:
+        case ONE_WAY_AT_START: c->cut = i == way; break;
+        case LONG_CUT:
+            c->cut = 1, p->until_s = p->timeout_s * next_between(chance, 1.2, 1.5);
+            break;
         case STORM: c->loss = next_between(chance, 0.9, 1), c->most = 0; break;
         case FAULTS: break;
         }
@@ -140,14 +179,17 @@ static plan plan_make(int number) {
     return p;
 }
 
-/* ---- what its ranks do ------------------------------------------------------------------------------------------- */
+/* ---- what its ranks do
+   ------------------------------------------------------------------------------------------- */
 
 /* What rank r gives for element i in a step: small integers, so that sums are exact. */
 static float number_of(int step, int rank, size_t i) {
     return (float)((uint32_t)(step * 7919 + rank * 104729 + (int)(i % 65536) * 31) % 1009);
 }
 
-typedef struct arrays { float a[MOST_COUNT], b[MOST_COUNT]; } arrays;
+typedef struct arrays {
+    float a[MOST_COUNT], b[MOST_COUNT];
+} arrays;
 
 static void rank_nap(result *r, double seconds) {
     double from = wire_now();
@@ -192,8 +234,10 @@ static long messages_step(dt_comm *world, arrays *x, int step, size_t n) {
     for (int r = 0; r < ranks; r++) {
         if (r == rank) continue;
         for (int sends = 0; sends < 2; sends++, k++) {
-            if (sends) transfers[k].send = x->a;
-            else transfers[k].recv = x->b + (size_t)r * each;
+            if (sends)
+                transfers[k].send = x->a;
+            else
+                transfers[k].recv = x->b + (size_t)r * each;
             transfers[k].count = each;
             transfers[k].dtype = DT_F32;
             transfers[k].peer = r;
@@ -202,7 +246,8 @@ static long messages_step(dt_comm *world, arrays *x, int step, size_t n) {
     }
     if (dt_exchange(world, transfers, k) != DT_OK) return 0;
     for (int r = 0; r < ranks; r++)
-        for (size_t i = 0; i < each && r != rank; i++) wrong += x->b[(size_t)r * each + i] != number_of(step, r, i);
+        for (size_t i = 0; i < each && r != rank; i++)
+            wrong += x->b[(size_t)r * each + i] != number_of(step, r, i);
     return wrong;
 }
 
@@ -224,11 +269,12 @@ static dt_status rank_steps(dt_ctx *ctx, void *user) {
     shared *s = (shared *)user;
     dt_comm *world = dt_world(ctx);
     result *r = &s->rank[dt_comm_rank(world)];
-    uint64_t chance = (uint64_t)s->plan.number;     /* all ranks choose alike */
+    uint64_t chance = (uint64_t)s->plan.number; /* all ranks choose alike */
     r->formed = wire_now();
     for (int step = 0; another_step(world, s, r->formed, step, &r->wrong); step++) {
         size_t n = counts[next_below(&chance, 6)];
-        long (*const steps[3])(dt_comm *, arrays *, int, size_t) = { all_reduce_step, all_to_all_step, messages_step };
+        long (*const steps[3])(
+            dt_comm *, arrays *, int, size_t) = { all_reduce_step, all_to_all_step, messages_step };
         r->wrong += steps[next_below(&chance, 3)](world, &x, step, n);
         rank_nap(r, 2e-3);
         if (step == s->plan.pause && faults[s->plan.fault].outcome == RIGHT)
@@ -240,7 +286,7 @@ static dt_status rank_steps(dt_ctx *ctx, void *user) {
 }
 
 static void rank_log(void *user, int level, int rank, const char *text) {
-    (void)user, (void)level, (void)rank, (void)text;    /* the report says the same */
+    (void)user, (void)level, (void)rank, (void)text; /* the report says the same */
 }
 
 static void rank_process(shared *s, int rank, const wire *w) {
@@ -253,7 +299,8 @@ static void rank_process(shared *s, int rank, const wire *w) {
     if (setns(w->host[side], CLONE_NEWNET) != 0 || unshare(CLONE_NEWUTS) != 0) _exit(3);
     if (sethostname(side ? "host1" : "host0", 5) != 0) _exit(3);
     for (int i = 0; i < 2; i++) close(w->device[i]), close(w->host[i]);
-    snprintf(rendezvous, sizeof rendezvous, "10.77.4.%d:%d", 1 + s->plan.side[0], 20000 + s->plan.number % 10000);
+    snprintf(rendezvous, sizeof rendezvous, "10.77.4.%d:%d", 1 + s->plan.side[0],
+        20000 + s->plan.number % 10000);
     memset(&desc, 0, sizeof desc);
     host.log = rank_log;
     desc.host = &host;
@@ -267,11 +314,12 @@ static void rank_process(shared *s, int rank, const wire *w) {
     r->begun = wire_now();
     r->status = dt_run(desc, rank_steps, s);
     r->ended = wire_now();
-    if (r->named == 0) r->named = r->ended;     /* at the rendezvous */
+    if (r->named == 0) r->named = r->ended; /* at the rendezvous */
     _exit(0);
 }
 
-/* ---- what it must come to ---------------------------------------------------------------------------------------- */
+/* ---- what it must come to
+   ---------------------------------------------------------------------------------------- */
 
 /* Bits: the sides of the ranks that a text names, "rank 3", "ranks 1, 2". */
 static int sides_named(const plan *p, const char *text) {
@@ -291,38 +339,44 @@ static int sides_named(const plan *p, const char *text) {
 
 /* Does the teller say that it lost a rank of its own side? */
 static int blames_own_side(const plan *p, const dt_report *report) {
-    for (const char *at = strstr(report->text, "connection to rank "); at; at = strstr(at + 1, "connection to rank ")) {
+    for (const char *at = strstr(report->text, "connection to rank "); at;
+         at = strstr(at + 1, "connection to rank ")) {
         int rank = atoi(at + strlen("connection to rank "));
-        if (report->rank >= 0 && rank < p->ranks && p->side[rank] == p->side[report->rank]) return 1;
+        if (report->rank >= 0 && rank < p->ranks && p->side[rank] == p->side[report->rank])
+            return 1;
     }
     return 0;
 }
 
 /* A job's checks say which job it was. */
 #define JOB_CHECK(s, cond, fmt, ...) \
-    CHECK_MSG(cond, "job %d (%s, %d ranks, timeout %.1f s): " fmt, (s)->plan.number, faults[(s)->plan.fault].name, \
-              (s)->plan.ranks, (s)->plan.timeout_s, __VA_ARGS__)
+    CHECK_MSG(cond, "job %d (%s, %d ranks, timeout %.1f s): " fmt, (s)->plan.number, \
+        faults[(s)->plan.fault].name, (s)->plan.ranks, (s)->plan.timeout_s, __VA_ARGS__)
 
 /* Does any rank name both sides? */
 static int both_named(const shared *s) {
     int both = 0;
-    for (int i = 0; i < s->plan.ranks; i++) both |= sides_named(&s->plan, s->rank[i].report.text) == 3;
+    for (int i = 0; i < s->plan.ranks; i++)
+        both |= sides_named(&s->plan, s->rank[i].report.text) == 3;
     return both;
 }
 
 static void check_named(const shared *s, int rank, double limit, double late) {
     const result *r = &s->rank[rank];
     const char *text = r->report.text;
-    double begin = s->onset;    /* a rank that comes later has as much time */
+    double begin = s->onset; /* a rank that comes later has as much time */
     for (int i = 0; i < s->plan.ranks; i++) begin = fmax(begin, s->rank[i].begun);
-    int well = sides_named(&s->plan, text) == 3 || (faults[s->plan.fault].at_start && text[0] && both_named(s));
+    int well = sides_named(&s->plan, text) == 3 ||
+               (faults[s->plan.fault].at_start && text[0] && both_named(s));
     int starved = late > starved_s;
     JOB_CHECK(s, well || starved, "rank %d names no rank on each side: %s", rank, text);
-    JOB_CHECK(s, !blames_own_side(&s->plan, &r->report) || starved, "rank %d is told of a loss on one side: %s", rank,
-              text);
+    JOB_CHECK(s, !blames_own_side(&s->plan, &r->report) || starved,
+        "rank %d is told of a loss on one side: %s", rank, text);
     if (limit > 0)
-        JOB_CHECK(s, r->ended - begin < limit, "rank %d ends %.2f s after the cut (it knew after %.2f s; naps took %.2f s "
-                  "too long): %s", rank, r->ended - begin, r->named - begin, late, text);
+        JOB_CHECK(s, r->ended - begin < limit,
+            "rank %d ends %.2f s after the cut (it knew after %.2f s; naps took %.2f s "
+            "too long): %s",
+            rank, r->ended - begin, r->named - begin, late, text);
 }
 
 static void check_job(const shared *s, double late) {
@@ -333,7 +387,8 @@ static void check_job(const shared *s, double late) {
     for (int rank = 0; rank < p->ranks; rank++) {
         const result *r = &s->rank[rank];
         ended += JOB_CHECK(s, r->ended > 0, "rank %d did not end after %ld steps", rank, r->steps);
-        JOB_CHECK(s, r->wrong == 0, "rank %d: %ld wrong numbers in %ld steps", rank, r->wrong, r->steps);
+        JOB_CHECK(
+            s, r->wrong == 0, "rank %d: %ld wrong numbers in %ld steps", rank, r->wrong, r->steps);
         well += r->ended > 0 && r->status == DT_OK;
         steps += r->steps;
     }
@@ -345,21 +400,27 @@ static void check_job(const shared *s, double late) {
     }
     for (int rank = 0; rank < p->ranks; rank++) {
         const result *r = &s->rank[rank];
-        if (want == NAMED) JOB_CHECK(s, r->status != DT_OK, "rank %d ends well after %ld steps", rank, r->steps);
-        else JOB_CHECK(s, r->status == DT_OK && r->steps >= 12, "rank %d (%.2f s after the fault; naps took %.2f s too "
-                       "long): %s", rank, r->named - s->onset, late, r->report.text);
+        if (want == NAMED)
+            JOB_CHECK(s, r->status != DT_OK, "rank %d ends well after %ld steps", rank, r->steps);
+        else
+            JOB_CHECK(s, r->status == DT_OK && r->steps >= 12,
+                "rank %d (%.2f s after the fault; naps took %.2f s too "
+                "long): %s",
+                rank, r->named - s->onset, late, r->report.text);
         if (want == NAMED && r->status != DT_OK)
             check_named(s, rank, p->fault == STORM ? 0 : p->timeout_s + 1 + 4 * late, late);
     }
     if (getenv("PACKETS_SHOW"))
         for (int rank = 0; rank < p->ranks; rank++)
-            printf("  job %d %s: T %.2f rank %d side %d: %ld steps, onset %.2f known %.2f ended %.2f: %s\n", p->number,
-                   faults[p->fault].name, p->timeout_s, rank, p->side[rank], s->rank[rank].steps,
-                   s->onset - s->rank[rank].begun, s->rank[rank].named - s->onset, s->rank[rank].ended - s->onset,
-                   s->rank[rank].report.text);
+            printf("  job %d %s: T %.2f rank %d side %d: %ld steps, onset %.2f known %.2f ended "
+                   "%.2f: %s\n",
+                p->number, faults[p->fault].name, p->timeout_s, rank, p->side[rank],
+                s->rank[rank].steps, s->onset - s->rank[rank].begun, s->rank[rank].named - s->onset,
+                s->rank[rank].ended - s->onset, s->rank[rank].report.text);
 }
 
-/* ---- jobs, one after another ------------------------------------------------------------------------------------- */
+/* ---- jobs, one after another
+   ------------------------------------------------------------------------------------- */
 
 static int all_formed(const shared *s) {
     for (int rank = 0; rank < s->plan.ranks; rank++)
@@ -368,7 +429,7 @@ static int all_formed(const shared *s) {
 }
 
 static void job_run(wire *w, shared *s, int number) {
-    pid_t  pids[MOST_RANKS];
+    pid_t pids[MOST_RANKS];
     double late = 0, zero = wire_now();
     memset(s, 0, sizeof *s);
     s->plan = plan_make(number);
@@ -399,20 +460,23 @@ static void job_run(wire *w, shared *s, int number) {
     for (int rank = 0; rank < p->ranks; rank++) late = fmax(late, s->rank[rank].late);
     check_job(s, fmax(late, w->late));
     if (getenv("PACKETS_SHOW"))
-        printf("  job %d wire: %ld passed, %ld lost, %ld twice, %ld spoilt, %ld cut; late %.3f\n", number, w->passed,
-               w->dropped, w->repeated, w->spoiled, w->cut, fmax(late, w->late));
+        printf("  job %d wire: %ld passed, %ld lost, %ld twice, %ld spoilt, %ld cut; late %.3f\n",
+            number, w->passed, w->dropped, w->repeated, w->spoiled, w->cut, fmax(late, w->late));
     fflush(stdout);
 }
 
-typedef struct tally { int passed, failed, worker_ended; } tally;
+typedef struct tally {
+    int passed, failed, worker_ended;
+} tally;
 
 int main(int argc, char **argv) {
     int first = argc > 1 ? atoi(argv[1]) : 0, count = argc > 2 ? atoi(argv[2]) : 100;
     int workers = argc > 3 ? atoi(argv[3]) : WORKERS;
     size_t bytes = (size_t)workers * sizeof(tally);
-    tally *tallies = (tally *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    tally *tallies =
+        (tally *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     static wire w;
-    pid_t probe = fork();   /* this process stays where it is */
+    pid_t probe = fork(); /* this process stays where it is */
     if (probe == 0) {
         const char *why = wire_make(&w);
         if (why) check_skip(why), fflush(stdout);
@@ -427,7 +491,8 @@ int main(int argc, char **argv) {
     fflush(NULL);
     for (int i = 0; i < workers; i++) {
         if (fork() != 0) continue;
-        shared *s = (shared *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        shared *s = (shared *)mmap(
+            NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         const char *why = wire_make(&w);
         if (!CHECK_MSG(!why, "worker %d: %s", i, why ? why : "")) count = 0;
         for (int job = first + i; job < first + count; job += workers) job_run(&w, s, job);
@@ -437,7 +502,8 @@ int main(int argc, char **argv) {
         fflush(stdout);
         _exit(0);
     }
-    while (wait(&status) > 0) {}
+    while (wait(&status) > 0) {
+    }
     for (int i = 0; i < workers; i++) {
         CHECK_MSG(tallies[i].worker_ended, "worker %d did not end", i);
         check_passed += tallies[i].passed;

@@ -1,19 +1,20 @@
-/* power.c - dt_zero.h, section 3, on a real file system on a block device whose power is cut (drive.h)
-   Public domain or MIT, at your choice; see LICENSE.
+/* power.c - dt_zero.h, section 3, on a real file system on a block device whose power is cut
+   (drive.h) Public domain or MIT, at your choice; see LICENSE.
 
-       power DIR CUTS SEED [ENOUGH]     CUTS cuts; DIR is an empty folder, whose name the disk's file gets; ends
-                                        after ENOUGH failures (10)
+       power DIR CUTS SEED [ENOUGH]     CUTS cuts; DIR is an empty folder, whose name the disk's
+                                        file gets; ends after ENOUGH failures (10)
 
-   power.sh starts it. It needs root, and has a mount namespace of its own. Jobs of 1 to 4 ranks train a tiny model
-   and save it after each step, on ext4 in two modes, xfs and btrfs, in the foreground and in the background. The power
-   is cut at a write or flush of the disk, at a time, as a new checkpoint gets its name, or as a save returns; each is
-   drawn from SEED. What the page cache held is gone, and some of what the disk got since its last flush. Then the file
-   system is mounted again, and a fresh job must find the newest checkpoint that was promised, or a later one that was
-   under way, with the bits of a run without a disk, and no damaged one; and its own save must work. The next life of
-   that disk goes on from there.
+   power.sh starts it. It needs root, and has a mount namespace of its own. Jobs of 1 to 4 ranks
+   train a tiny model and save it after each step, on ext4 in two modes, xfs and btrfs, in the
+   foreground and in the background. The power is cut at a write or flush of the disk, at a time, as
+   a new checkpoint gets its name, or as a save returns; each is drawn from SEED. What the page
+   cache held is gone, and some of what the disk got since its last flush. Then the file system is
+   mounted again, and a fresh job must find the newest checkpoint that was promised, or a later one
+   that was under way, with the bits of a run without a disk, and no damaged one; and its own save
+   must work. The next life of that disk goes on from there.
 
-   A model's bits do not depend on the layout here: ranks 0 and 1 take half of one batch's gradient each, which is
-   exact, and the others none of it. So one reference is enough for all jobs.
+   A model's bits do not depend on the layout here: ranks 0 and 1 take half of one batch's gradient
+   each, which is exact, and the others none of it. So one reference is enough for all jobs.
 
    First, controls: programs that do not sync must lose what they promised. One that syncs must lose
    nothing, but must lose it on a disk that answers flushes without making them. */
@@ -31,33 +32,49 @@
 #include <sys/wait.h>
 #include <time.h>
 
-enum { RANKS = 4, OUT = 96, IN = 128, VALUES = OUT * IN + OUT, STEPS = 48, LIVES = 4, HANG_S = 240 };
+enum {
+    RANKS = 4,
+    OUT = 96,
+    IN = 128,
+    VALUES = OUT * IN + OUT,
+    STEPS = 48,
+    LIVES = 4,
+    HANG_S = 240
+};
 
-// ==== File systems ==================================================================================================
+// ==== File systems ==============================================================================
 
-/* share: of the cuts, in percent. sector: what the disk writes whole, in bytes. btrfs overwrites its superblock of
-   4,096 bytes in place, and has only one on so small a disk: it needs a disk that does not tear that. */
-typedef struct file_system { const char *name, *kind, *make, *options; int share, sector; } file_system;
+/* share: of the cuts, in percent. sector: what the disk writes whole, in bytes. btrfs overwrites
+   its superblock of 4,096 bytes in place, and has only one on so small a disk: it needs a disk that
+   does not tear that. */
+typedef struct file_system {
+    const char *name, *kind, *make, *options;
+    int share, sector;
+} file_system;
 static const file_system systems[] = {
-    { "ext4", "ext4", "mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard", "", 45, 512 },
-    { "ext4 data=writeback", "ext4", "mkfs.ext4 -q -F -b 1024 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard",
+    { "ext4", "ext4", "mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard",
+        "", 45, 512 },
+    { "ext4 data=writeback", "ext4",
+        "mkfs.ext4 -q -F -b 1024 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard",
         "data=writeback", 25, 512 },
     { "xfs", "xfs", "mkfs.xfs -q -f --unsupported", "", 15, 512 },
     { "btrfs", "btrfs", "mkfs.btrfs -q -f -M", "", 15, 4096 },
 };
 enum { SYSTEMS = sizeof systems / sizeof systems[0] };
 
-typedef struct tally { int cuts, in_save, unsure, writes, lost, torn, kept_old, found_new; } tally;
+typedef struct tally {
+    int cuts, in_save, unsure, writes, lost, torn, kept_old, found_new;
+} tally;
 
 /* Everything the campaign works with. */
 typedef struct stage {
-    drive   *disk;
-    char     folder[200], mounted[200], image[SYSTEMS][220], dir[260];
-    int      there[SYSTEMS];
+    drive *disk;
+    char folder[200], mounted[200], image[SYSTEMS][220], dir[260];
+    int there[SYSTEMS];
     uint64_t seed;
-    int      cuts, enough;
-    tally    sum[SYSTEMS];
-    double   job_s, job_requests;   /* of a job that nobody disturbs: an estimate */
+    int cuts, enough;
+    tally sum[SYSTEMS];
+    double job_s, job_requests; /* of a job that nobody disturbs: an estimate */
 } stage;
 
 static uint64_t dice(stage *s, uint64_t below) { return drive_random(&s->seed) % below; }
@@ -68,8 +85,8 @@ static void images_make(stage *s, const char *dir) {
     for (int i = 0; i < SYSTEMS; i++) {
         char command[700], tool[20], why[160] = "";
         snprintf(s->image[i], sizeof s->image[i], "%s/image%d", dir, i);
-        snprintf(command, sizeof command, "truncate -s %d '%s' && %s '%s' >'%s/why' 2>&1", DRIVE_BYTES, s->image[i],
-            systems[i].make, s->image[i], dir);
+        snprintf(command, sizeof command, "truncate -s %d '%s' && %s '%s' >'%s/why' 2>&1",
+            DRIVE_BYTES, s->image[i], systems[i].make, s->image[i], dir);
         s->there[i] = system(command) == 0;
         if (s->there[i]) continue;
         snprintf(tool, sizeof tool, "%.*s", (int)strcspn(systems[i].make, " "), systems[i].make);
@@ -86,11 +103,13 @@ static void images_make(stage *s, const char *dir) {
 /* A new loop device, mounted. 0, or -1 with errno. */
 static int disk_mount(stage *s, int system) {
     char device[40];
-    int  fd = drive_attach(s->disk, s->folder, device, sizeof device);
+    int fd = drive_attach(s->disk, s->folder, device, sizeof device);
     if (fd < 0) return -1;
     int done = -1, flushes = drive_flushes(device);
-    if (flushes) done = mount(device, s->mounted, systems[system].kind, 0, systems[system].options);
-    else errno = ENOTSUP;
+    if (flushes)
+        done = mount(device, s->mounted, systems[system].kind, 0, systems[system].options);
+    else
+        errno = ENOTSUP;
     int why = errno;
     close(fd);
     errno = why;
@@ -100,12 +119,14 @@ static int disk_mount(stage *s, int system) {
 /* Ends every process of a group, and waits until they are gone. */
 static void group_end(pid_t group) {
     kill(-group, SIGKILL);
-    while (waitpid(-group, NULL, 0) > 0 || errno == EINTR) {}
+    while (waitpid(-group, NULL, 0) > 0 || errno == EINTR) {
+    }
 }
 
 static int disk_unmount(stage *s) {
     int done = -1;
-    for (double end = seconds() + HANG_S; (done = umount2(s->mounted, 0)) != 0 && errno == EBUSY && seconds() < end;)
+    for (double end = seconds() + HANG_S;
+         (done = umount2(s->mounted, 0)) != 0 && errno == EBUSY && seconds() < end;)
         usleep(1000);
     if (done != 0) umount2(s->mounted, MNT_DETACH);
     return CHECK_MSG(done == 0, "unmounting: %s", strerror(errno)) ? 0 : -1;
@@ -121,43 +142,57 @@ static int disk_cut(stage *s, pid_t group, int sector, drive_loss *loss) {
     return 0;
 }
 
-// ==== The model =====================================================================================================
+// ==== The model =================================================================================
 
-typedef struct state { float value[3][VALUES]; double seen; } state;
-typedef struct model { dt_tensor *w, *b; dt_zero *zero; double seen; dt_saved saved; } model;
+typedef struct state {
+    float value[3][VALUES];
+    double seen;
+} state;
+typedef struct model {
+    dt_tensor *w, *b;
+    dt_zero *zero;
+    double seen;
+    dt_saved saved;
+} model;
 
 /* What one life of a disk is about; drawn by the campaign. */
 typedef struct plan {
-    int      system, ranks, stage, background, saves;
-    int      keep;                  /* one for all lives of a disk */
-    int      backend;
-    int      cut_step;              /* the power is cut as the save of this step returns; 0: otherwise */
-    int64_t  cut_at;                /* at this request; 0: otherwise */
-    int      at_flush;              /* at the first flush from that request on: the cache is as full as it gets */
-    double   cut_s;                 /* after that time; 0: otherwise */
-    int      name_step, after;      /* so many requests after the folder of this step gets its name; 0: otherwise */
-    unsigned polls;                 /* bits: after which of its saves in the background a job waits */
+    int system, ranks, stage, background, saves;
+    int keep; /* one for all lives of a disk */
+    int backend;
+    /* the power is cut as the save of this step returns; 0: otherwise */
+    int cut_step;
+    int64_t cut_at; /* at this request; 0: otherwise */
+    /* at the first flush from that request on: the cache is as full as it gets */
+    int at_flush;
+    double cut_s; /* after that time; 0: otherwise */
+    /* so many requests after the folder of this step gets its name; 0: otherwise */
+    int name_step, after;
+    /* bits: after which of its saves in the background a job waits */
+    unsigned polls;
     const char *dir;
 } plan;
 
 /* What a fresh job found. */
 typedef struct look {
-    int     step, same, resaved;
-    int     damaged;                /* checkpoints it found damaged */
-    int     leftovers;              /* folders of unfinished saves, after it opened the folder */
-    int     lost;                   /* a step that was promised and is kept, but cannot be loaded; 0: none */
-    char    text[600];
+    int step, same, resaved;
+    int damaged;   /* checkpoints it found damaged */
+    int leftovers; /* folders of unfinished saves, after it opened the folder */
+    /* a step that was promised and is kept, but cannot be loaded; 0: none */
+    int lost;
+    char text[600];
 } look;
 
 typedef struct page {
-    state reference[STEPS + 1];     /* after each step, on one rank without a disk */
-    int   begun, promised, in_save; /* atomic; steps: saves that began, and those that were reported complete */
-    int   wrong;                    /* a step after which a job's state was not the reference's */
-    look  look;
-    char  done[STEPS + 1];          /* promised in an earlier life of this disk */
-    char  text[600];                /* why a job ended */
+    state reference[STEPS + 1]; /* after each step, on one rank without a disk */
+    /* atomic; steps: saves that began, and those that were reported complete */
+    int begun, promised, in_save;
+    int wrong; /* a step after which a job's state was not the reference's */
+    look look;
+    char done[STEPS + 1]; /* promised in an earlier life of this disk */
+    char text[600];       /* why a job ended */
 } page;
-static page  *shared;
+static page *shared;
 static drive *power;
 
 static void model_make(model *m, dt_ctx *ctx, int stage) {
@@ -172,9 +207,10 @@ static void model_make(model *m, dt_ctx *ctx, int stage) {
 }
 
 static void model_step(model *m, dt_ctx *ctx, int step) {
-    int    rank = dt_ctx_rank(ctx), ranks = dt_comm_size(dt_world(ctx));
-    float  x[2 * IN], y[2 * OUT];
-    double part = rank < 2 ? 2 * OUT * (ranks > 1 ? 2.0 : 1.0) : 1e300;    /* of the gradient: 1/1, 1/2 or 0 */
+    int rank = dt_ctx_rank(ctx), ranks = dt_comm_size(dt_world(ctx));
+    float x[2 * IN], y[2 * OUT];
+    /* of the gradient: 1/1, 1/2 or 0 */
+    double part = rank < 2 ? 2 * OUT * (ranks > 1 ? 2.0 : 1.0) : 1e300;
     for (int i = 0; i < 2 * IN; i++) x[i] = (float)((step * 37 + i * 7) % 19) / 19;
     for (int i = 0; i < 2 * OUT; i++) y[i] = (float)((step * 5 + i) % 7) / 7;
     dt_tensor *out = dt_linear(dt_input(ctx, DT_F32, DT_SHAPE(2, IN), x), m->w, m->b);
@@ -217,13 +253,16 @@ static dt_checkpoint *model_open(model *m, const char *dir, int keep, int backgr
 
 static void rise(int *value, int to) {
     int now = __atomic_load_n(value, __ATOMIC_SEQ_CST);
-    while (now < to && !__atomic_compare_exchange_n(value, &now, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    while (now < to &&
+           !__atomic_compare_exchange_n(value, &now, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
 }
 static int value_of(const int *value) { return __atomic_load_n(value, __ATOMIC_SEQ_CST); }
 
-// ==== A job that saves, until the power is cut ======================================================================
+// ==== A job that saves, until the power is cut ==================================================
 
-/* dt_checkpoint_save has returned DT_OK for it, or its save in the background was reported complete. */
+/* dt_checkpoint_save has returned DT_OK for it, or its save in the background was reported
+   complete. */
 static void promise(const plan *p, int step) {
     rise(&shared->promised, step);
     if (p->cut_step == step) __atomic_store_n(&power->on, 0, __ATOMIC_SEQ_CST);
@@ -246,8 +285,8 @@ static void job_save(dt_ctx *ctx, const plan *p, dt_checkpoint *c, int step, int
 
 static dt_status job_rank(dt_ctx *ctx, void *user) {
     const plan *p = (const plan *)user;
-    model       m;
-    int         before = 0;
+    model m;
+    int before = 0;
     model_make(&m, ctx, p->stage);
     dt_checkpoint *c = model_open(&m, p->dir, p->keep, p->background);
     int from = (int)dt_checkpoint_load(c, NULL);
@@ -301,7 +340,7 @@ static void reference_make(void) {
     pid_t pid = group_fork();
     if (pid == 0) {
         dt_ctx_desc desc;
-        model       m;
+        model m;
         memset(&desc, 0, sizeof desc);
         dt_ctx *ctx = dt_ctx_make(desc);
         model_make(&m, ctx, 0);
@@ -316,7 +355,7 @@ static void reference_make(void) {
     CHECK_MSG(status == 0, "the reference run fails");
 }
 
-// ==== A fresh job that looks ========================================================================================
+// ==== A fresh job that looks ====================================================================
 
 static void look_log(void *user, int level, int rank, const char *text) {
     look *l = (look *)user;
@@ -327,7 +366,7 @@ static void look_log(void *user, int level, int rank, const char *text) {
 }
 
 static dt_ctx *look_ctx(look *l) {
-    dt_host     host = *dt_host_default();
+    dt_host host = *dt_host_default();
     dt_ctx_desc desc;
     memset(&desc, 0, sizeof desc);
     host.user = l;
@@ -338,7 +377,7 @@ static dt_ctx *look_ctx(look *l) {
 
 static int leftovers(const char *dir) {
     DIR *d = opendir(dir);
-    int  n = 0;
+    int n = 0;
     for (struct dirent *e; d && (e = readdir(d));) n += strstr(e->d_name, ".tmp") != NULL;
     if (d) closedir(d);
     return n;
@@ -346,8 +385,8 @@ static int leftovers(const char *dir) {
 
 /* Whether a checkpoint that no job needed can be loaded all the same. */
 static int look_back(look *l, const plan *p, int step) {
-    char    path[300];
-    model   m;
+    char path[300];
+    model m;
     dt_ctx *ctx = look_ctx(l);
     snprintf(path, sizeof path, "%s/step-%d", p->dir, step);
     model_make(&m, ctx, 0);
@@ -360,7 +399,7 @@ static int look_back(look *l, const plan *p, int step) {
 
 /* It loads, trains on, and saves. */
 static void look_at(look *l, const plan *p) {
-    model   m;
+    model m;
     dt_ctx *ctx = look_ctx(l);
     model_make(&m, ctx, 1);
     dt_checkpoint *c = model_open(&m, p->dir, p->keep, 0);
@@ -399,22 +438,24 @@ static int found_right(stage *s, const plan *p, const char *what) {
     int before = check_failed, least = shared->promised, most = shared->begun;
     int status = look_after(p);
     CHECK_MSG(status == 0, "%s: the job that looks ends with status %#x", what, (unsigned)status);
-    CHECK_MSG(l->step >= least && l->step <= most, "%s: it finds step %d, promised %d, begun %d: %s", what, l->step,
-        least, most, l->text);
+    CHECK_MSG(l->step >= least && l->step <= most,
+        "%s: it finds step %d, promised %d, begun %d: %s", what, l->step, least, most, l->text);
     CHECK_MSG(l->damaged == 0, "%s: %d damaged checkpoints: %s", what, l->damaged, l->text);
     CHECK_MSG(l->step < 0 || l->same, "%s: step %d has other bits", what, l->step);
     CHECK_MSG(l->leftovers == 0, "%s: %d folders of unfinished saves stay", what, l->leftovers);
-    CHECK_MSG(l->lost == 0, "%s: step %d was promised and kept, and cannot be loaded: %s", what, l->lost, l->text);
+    CHECK_MSG(l->lost == 0, "%s: step %d was promised and kept, and cannot be loaded: %s", what,
+        l->lost, l->text);
     CHECK_MSG(l->step < 0 || l->resaved, "%s: the next save fails: %s", what, l->text);
     if (check_failed > before) return 0;
-    if (least < most) ++*(l->step < most ? &s->sum[p->system].kept_old : &s->sum[p->system].found_new);
+    if (least < most)
+        ++*(l->step < most ? &s->sum[p->system].kept_old : &s->sum[p->system].found_new);
     shared->promised = shared->begun = l->step + 1;
     shared->done[l->step + 1] = 1;
     if (l->step > 0) shared->done[l->step] = 1;
     return 1;
 }
 
-// ==== The campaign ==================================================================================================
+// ==== The campaign ==============================================================================
 
 /* How this life's job saves, and when the power is cut. */
 static plan plan_draw(stage *s, int system, int keep) {
@@ -433,9 +474,13 @@ static plan plan_draw(stage *s, int system, int keep) {
     p.after = 1 + (int)dice(s, 5);
     uint64_t way = dice(s, 10), part = dice(s, 1000);
     double share = (double)p.saves / 2.5 * ((double)part + 1) / 1000;
-    if (way < 5) p.cut_at = 1 + (int64_t)(s->job_requests * share);
-    else if (way < 7) p.cut_s = s->job_s * share;
-    else *(way < 8 ? &p.cut_step : &p.name_step) = shared->promised + 1 + (int)dice(s, (uint64_t)p.saves);
+    if (way < 5)
+        p.cut_at = 1 + (int64_t)(s->job_requests * share);
+    else if (way < 7)
+        p.cut_s = s->job_s * share;
+    else
+        *(way < 8 ? &p.cut_step : &p.name_step) =
+            shared->promised + 1 + (int)dice(s, (uint64_t)p.saves);
     return p;
 }
 
@@ -446,9 +491,9 @@ static pid_t life(stage *s, const plan *p) {
     s->disk->cut_at = p->cut_at;
     s->disk->at_flush = p->at_flush;
     shared->in_save = shared->wrong = 0;
-    char   name[300];
+    char name[300];
     double begin = seconds();
-    pid_t  pid = job_start(p);
+    pid_t pid = job_start(p);
     snprintf(name, sizeof name, "%s/step-%d", p->dir, p->name_step);
     while (value_of(&s->disk->on) && !ended && seconds() - begin < HANG_S) {
         if (p->cut_s > 0 && seconds() - begin >= p->cut_s) break;
@@ -456,7 +501,8 @@ static pid_t life(stage *s, const plan *p) {
             __atomic_store_n(&s->disk->cut_at, s->disk->requests + p->after, __ATOMIC_SEQ_CST);
         siginfo_t end;
         memset(&end, 0, sizeof end);
-        ended = waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT) == 0 && end.si_pid == pid;
+        ended =
+            waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT) == 0 && end.si_pid == pid;
         if (!ended) usleep(p->name_step ? 30 : 200);
     }
     int was_on = value_of(&s->disk->on);
@@ -474,15 +520,19 @@ static pid_t life(stage *s, const plan *p) {
 
 static void plan_text(const plan *p, int cut, int nth, char *text, size_t bytes) {
     char when[80];
-    if (p->cut_at) snprintf(when, sizeof when, "%s request %lld", p->at_flush ? "the flush from" : "the",
-        (long long)p->cut_at);
-    else if (p->cut_s > 0) snprintf(when, sizeof when, "%.4f s", p->cut_s);
-    else if (p->name_step) snprintf(when, sizeof when, "%s %d after the name of save %d", p->at_flush ?
-        "the flush from request" : "request", p->after, p->name_step);
-    else snprintf(when, sizeof when, "the return of save %d", p->cut_step);
-    snprintf(text, bytes, "cut %d (%s, life %d, %d %s, stage %d, keep %d, %s, %d saves, cut at %s)", cut,
-        systems[p->system].name, nth, p->ranks, p->backend ? "procs" : "threads", p->stage, p->keep,
-        p->background ? "background" : "foreground", p->saves, when);
+    if (p->cut_at)
+        snprintf(when, sizeof when, "%s request %lld", p->at_flush ? "the flush from" : "the",
+            (long long)p->cut_at);
+    else if (p->cut_s > 0)
+        snprintf(when, sizeof when, "%.4f s", p->cut_s);
+    else if (p->name_step)
+        snprintf(when, sizeof when, "%s %d after the name of save %d",
+            p->at_flush ? "the flush from request" : "request", p->after, p->name_step);
+    else
+        snprintf(when, sizeof when, "the return of save %d", p->cut_step);
+    snprintf(text, bytes, "cut %d (%s, life %d, %d %s, stage %d, keep %d, %s, %d saves, cut at %s)",
+        cut, systems[p->system].name, nth, p->ranks, p->backend ? "procs" : "threads", p->stage,
+        p->keep, p->background ? "background" : "foreground", p->saves, when);
 }
 
 static int enough(const stage *s) { return check_failed >= s->enough; }
@@ -491,11 +541,12 @@ static int enough(const stage *s) { return check_failed >= s->enough; }
 static void disk_lives(stage *s, int system, int *cut) {
     static const int keeps[] = { 0, 1, 2 };
     char what[300] = "a new disk";
-    int  keep = keeps[dice(s, 3)], good = 1;
+    int keep = keeps[dice(s, 3)], good = 1;
     plan p = { .system = system, .keep = keep, .dir = s->dir };
     shared->begun = shared->promised = 0;
     memset(shared->done, 0, sizeof shared->done);
-    if (!CHECK_MSG(drive_load(s->disk, s->image[system]), "%s cannot be read", s->image[system])) return;
+    if (!CHECK_MSG(drive_load(s->disk, s->image[system]), "%s cannot be read", s->image[system]))
+        return;
     for (int nth = 0; nth <= LIVES; nth++) {
         int mounted = disk_mount(s, system);
         if (!CHECK_MSG(mounted == 0, "%s: it cannot be mounted: %s", what, strerror(errno))) return;
@@ -508,7 +559,8 @@ static void disk_lives(stage *s, int system, int *cut) {
         p = plan_draw(s, system, keep);
         plan_text(&p, ++*cut, nth, what, sizeof what);
         pid_t pid = life(s, &p);
-        CHECK_MSG(shared->wrong == 0, "%s: the job's state after step %d has other bits", what, shared->wrong);
+        CHECK_MSG(shared->wrong == 0, "%s: the job's state after step %d has other bits", what,
+            shared->wrong);
         if (disk_cut(s, pid, systems[system].sector, &loss) != 0) return;
         tally *t = &s->sum[system];
         t->cuts++;
@@ -529,7 +581,7 @@ static int system_draw(stage *s) {
 
 static void campaign(stage *s) {
     double begin = seconds();
-    int    cut = 0;
+    int cut = 0;
     s->job_s = 0.1;
     s->job_requests = 120;
     while (cut < s->cuts && !enough(s)) {
@@ -541,10 +593,11 @@ static void campaign(stage *s) {
     for (int i = 0; i < SYSTEMS; i++) {
         const tally *t = &s->sum[i];
         if (t->cuts == 0) continue;
-        printf("%s: %d cuts, %d in a save; at %d the disk had writes that were not flushed: %d, ", systems[i].name,
-            t->cuts, t->in_save, t->unsure, t->writes);
-        printf("of which %d were lost, %d torn; of the saves under way %d were there, %d were not\n", t->lost, t->torn,
-            t->found_new, t->kept_old);
+        printf("%s: %d cuts, %d in a save; at %d the disk had writes that were not flushed: %d, ",
+            systems[i].name, t->cuts, t->in_save, t->unsure, t->writes);
+        printf(
+            "of which %d were lost, %d torn; of the saves under way %d were there, %d were not\n",
+            t->lost, t->torn, t->found_new, t->kept_old);
         all.cuts += t->cuts;
         all.in_save += t->in_save;
         all.lost += t->lost;
@@ -554,21 +607,22 @@ static void campaign(stage *s) {
     printf("%d cuts in %.1f s\n", all.cuts, seconds() - begin);
     if (enough(s)) return;
     CHECK_MSG(all.cuts == s->cuts, "%d cuts of %d", all.cuts, s->cuts);
-    if (s->cuts < 100) return;      /* chance; the controls have shown that cuts lose */
+    if (s->cuts < 100) return; /* chance; the controls have shown that cuts lose */
     CHECK_MSG(all.lost > 0 && all.torn > 0 && all.in_save > 0 && all.kept_old > 0,
-        "the cuts lose too little: %d writes, %d torn, %d cuts in a save, %d saves", all.lost, all.torn, all.in_save,
-        all.kept_old);
+        "the cuts lose too little: %d writes, %d torn, %d cuts in a save, %d saves", all.lost,
+        all.torn, all.in_save, all.kept_old);
 }
 
-// ==== Controls ======================================================================================================
+// ==== Controls ==================================================================================
 
 enum { UNSYNCED, UNSYNCED_FOLDER, IN_PLACE, PROPERLY, LYING_DISK, WAYS };
 static const char *const way_names[WAYS] = { "files that are not synced",
-    "a folder that is not synced after a rename", "a file written over in place", "synced files and folders",
-    "the same on a disk that does not make its flushes" };
+    "a folder that is not synced after a rename", "a file written over in place",
+    "synced files and folders", "the same on a disk that does not make its flushes" };
 enum { FILES = 6, BYTES = 40000 };
 
-static void control_name(const stage *s, int way, int k, const char *end, char *path, size_t bytes) {
+static void control_name(
+    const stage *s, int way, int k, const char *end, char *path, size_t bytes) {
     snprintf(path, bytes, "%s/f%d%s", s->mounted, way == IN_PLACE ? 0 : k, end);
 }
 
@@ -576,7 +630,7 @@ static void control_name(const stage *s, int way, int k, const char *end, char *
 static void control_write(const stage *s, int way) {
     static char text[BYTES];
     char path[300], final[300];
-    int  folder = open(s->mounted, O_RDONLY | O_DIRECTORY);
+    int folder = open(s->mounted, O_RDONLY | O_DIRECTORY);
     for (int k = 1; k <= FILES; k++) {
         control_name(s, way, k, way == IN_PLACE ? "" : ".tmp", path, sizeof path);
         control_name(s, way, k, "", final, sizeof final);
@@ -585,8 +639,11 @@ static void control_write(const stage *s, int way) {
         if (fd < 0 || pwrite(fd, text, sizeof text, 0) != sizeof text) _exit(1);
         int synced = way != UNSYNCED && (way != IN_PLACE || k == 1);
         if (synced && fsync(fd) != 0) _exit(1);
-        if (way == IN_PLACE && !synced && sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE |
-                SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) != 0) _exit(1);
+        if (way == IN_PLACE && !synced &&
+            sync_file_range(fd, 0, 0,
+                SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) !=
+                0)
+            _exit(1);
         close(fd);
         if (way != IN_PLACE && rename(path, final) != 0) _exit(1);
         if ((way >= PROPERLY || (way == IN_PLACE && k == 1)) && fsync(folder) != 0) _exit(1);
@@ -602,7 +659,8 @@ static int control_whole(const stage *s, int way) {
         char path[300];
         control_name(s, way, k, "", path, sizeof path);
         int fd = open(path, O_RDONLY), whole = fd >= 0 && read(fd, text, sizeof text) == BYTES;
-        for (int i = 0; i < BYTES && whole; i++) whole = text[i] == 'a' + (way == IN_PLACE ? FILES : k);
+        for (int i = 0; i < BYTES && whole; i++)
+            whole = text[i] == 'a' + (way == IN_PLACE ? FILES : k);
         if (fd >= 0) close(fd);
         right += whole;
     }
@@ -612,7 +670,7 @@ static int control_whole(const stage *s, int way) {
 /* 1: something was lost, 0: nothing, -1: the control cannot run. */
 static int control(stage *s, int way) {
     drive_loss loss;
-    int        status = -1;
+    int status = -1;
     if (!drive_load(s->disk, s->image[0]) || disk_mount(s, 0) != 0) return -1;
     s->disk->lies = way == LYING_DISK;
     pid_t pid = group_fork();
@@ -621,7 +679,7 @@ static int control(stage *s, int way) {
     int cut = disk_cut(s, pid, systems[0].sector, &loss);
     s->disk->lies = 0;
     if (status != 0 || cut != 0) return -1;
-    if (disk_mount(s, 0) != 0) return 1;    /* not even the file system is there */
+    if (disk_mount(s, 0) != 0) return 1; /* not even the file system is there */
     int whole = control_whole(s, way);
     disk_unmount(s);
     return !whole;
@@ -634,45 +692,55 @@ static void controls(stage *s, int times) {
             lost = control(s, way);
             bad = lost < 0 ? -1 : bad + lost;
         }
-        if (!CHECK_MSG(bad >= 0, "control: %s: it cannot run: %s", way_names[way], strerror(errno))) return;
+        if (!CHECK_MSG(bad >= 0, "control: %s: it cannot run: %s", way_names[way], strerror(errno)))
+            return;
         printf("control: %s: something is lost at %d of %d cuts\n", way_names[way], bad, times);
-        CHECK_MSG(way == PROPERLY ? bad == 0 : bad > 0, "control: %s: something is lost at %d of %d cuts",
-            way_names[way], bad, times);
+        CHECK_MSG(way == PROPERLY ? bad == 0 : bad > 0,
+            "control: %s: something is lost at %d of %d cuts", way_names[way], bad, times);
     }
 }
 
-// ==== Where it can run ==============================================================================================
+// ==== Where it can run ==========================================================================
 
-/* NULL, or why this machine cannot. The mounts of this process are its own from here on, and not those of the server:
-   if the server were the last process that sees them, its end would wait for its own answers. */
+/* NULL, or why this machine cannot. The mounts of this process are its own from here on, and not
+   those of the server: if the server were the last process that sees them, its end would wait for
+   its own answers. */
 static const char *stage_make(stage *s, const char *dir) {
     static char why[300];
     const char *slash = strrchr(dir, '/'), *name = slash ? slash + 1 : dir;
     snprintf(s->folder, sizeof s->folder, "%s/drive", dir);
     snprintf(s->mounted, sizeof s->mounted, "%s/mounted", dir);
     snprintf(s->dir, sizeof s->dir, "%s/ck", s->mounted);
-    if (mkdir(s->folder, 0700) != 0 || mkdir(s->mounted, 0700) != 0) snprintf(why, sizeof why, "%s", dir);
+    if (mkdir(s->folder, 0700) != 0 || mkdir(s->mounted, 0700) != 0)
+        snprintf(why, sizeof why, "%s", dir);
     else if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0)
         snprintf(why, sizeof why, "no mount namespace (root is needed)");
-    else if (prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0) snprintf(why, sizeof why, "no subreaper");
-    else if (drive_start(s->disk, s->folder, name) < 0) snprintf(why, sizeof why, "no FUSE");
-    else if (unshare(CLONE_NEWNS) != 0) snprintf(why, sizeof why, "no second mount namespace");
+    else if (prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0)
+        snprintf(why, sizeof why, "no subreaper");
+    else if (drive_start(s->disk, s->folder, name) < 0)
+        snprintf(why, sizeof why, "no FUSE");
+    else if (unshare(CLONE_NEWNS) != 0)
+        snprintf(why, sizeof why, "no second mount namespace");
     if (why[0]) {
         snprintf(why + strlen(why), sizeof why - strlen(why), ": %s", strerror(errno));
         return why;
     }
     images_make(s, dir);
     char device[40];
-    int  fd = drive_attach(s->disk, s->folder, device, sizeof device);
-    if (fd < 0) snprintf(why, sizeof why, "no loop device over FUSE: %s", strerror(errno));
-    else if (!drive_flushes(device)) snprintf(why, sizeof why, "this kernel's loop devices do not pass flushes on");
+    int fd = drive_attach(s->disk, s->folder, device, sizeof device);
+    if (fd < 0)
+        snprintf(why, sizeof why, "no loop device over FUSE: %s", strerror(errno));
+    else if (!drive_flushes(device))
+        snprintf(why, sizeof why, "this kernel's loop devices do not pass flushes on");
     if (fd >= 0) close(fd);
     for (int i = 0; i < SYSTEMS && !why[0]; i++) {
         if (!s->there[i]) continue;
         s->there[i] = drive_load(s->disk, s->image[i]) && disk_mount(s, i) == 0;
-        if (s->there[i]) disk_unmount(s);
+        if (s->there[i])
+            disk_unmount(s);
         else {
-            snprintf(why, sizeof why, "power: this kernel mounts no %s: %s", systems[i].name, strerror(errno));
+            snprintf(why, sizeof why, "power: this kernel mounts no %s: %s", systems[i].name,
+                strerror(errno));
             check_skip(why);
             why[0] = 0;
         }
@@ -682,12 +750,12 @@ static const char *stage_make(stage *s, const char *dir) {
 
 int main(int argc, char **argv) {
     static stage s;
-    static char  text[400];
+    static char text[400];
     if (argc < 4) {
         fprintf(stderr, "usage: power DIR CUTS SEED [ENOUGH]\n");
         return 2;
     }
-    prctl(PR_SET_PDEATHSIG, SIGKILL);   /* it ends with its script */
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* it ends with its script */
     s.cuts = atoi(argv[2]);
     s.seed = strtoull(argv[3], NULL, 10);
     s.enough = argc > 4 ? atoi(argv[4]) : 10;

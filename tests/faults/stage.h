@@ -1,5 +1,5 @@
-/* stage.h - what the campaigns of test_faults.c share: a page that all processes see, who dies when, what a job may not
-   leave behind, workers beside each other, how late things were.
+/* stage.h - what the campaigns of test_faults.c share: a page that all processes see, who dies
+   when, what a job may not leave behind, workers beside each other, how late things were.
 
    Included by test_faults.c after dt_comm.h with its implementation, whose fork is staged_fork. */
 #ifndef STAGE_H
@@ -13,32 +13,36 @@
 
 enum { MOST = 8, PHASES = 5, LOG_LINES = 64 };
 enum { BORN = 1, STARTED, COMPUTING, IN_COLLECTIVE, TAIL };
-static const char *const phase_names[PHASES + 1] = { "none", "born", "start", "compute", "collective", "end" };
+static const char *const phase_names[PHASES + 1] = { "none", "born", "start", "compute",
+    "collective", "end" };
 
-/* ---- the page ------------------------------------------------------------------------------------------------ */
+/* ---- the page
+   ------------------------------------------------------------------------------------------------ */
 
-/* One job: written by its ranks, by who kills them and by the supervisor, who may not share anything else. */
+/* One job: written by its ranks, by who kills them and by the supervisor, who may not share
+   anything else. */
 typedef struct page {
-    pid_t     pid[MOST];
-    int       phase[MOST];          /* of a rank, now */
-    double    entered[MOST];        /* its last call of an operation */
-    double    failed[MOST];         /* when its context had failed; 0: it has not */
-    char      text[MOST][512];
-    int       lines;
-    char      line[LOG_LINES][512]; /* what was logged, but details */
-    int       line_level[LOG_LINES];
-    double    line_at[LOG_LINES];
-    double    hit;                  /* when the last fault was done, the first of two */
-    double    first_hit;
-    int       hit_phase;            /* of the victim then; 0: it was gone */
-    int       let_go;               /* threads that spin may end */
-    int       steps;
+    pid_t pid[MOST];
+    int phase[MOST];      /* of a rank, now */
+    double entered[MOST]; /* its last call of an operation */
+    double failed[MOST];  /* when its context had failed; 0: it has not */
+    char text[MOST][512];
+    int lines;
+    char line[LOG_LINES][512]; /* what was logged, but details */
+    int line_level[LOG_LINES];
+    double line_at[LOG_LINES];
+    double hit; /* when the last fault was done, the first of two */
+    double first_hit;
+    int hit_phase; /* of the victim then; 0: it was gone */
+    int let_go;    /* threads that spin may end */
+    int steps;
     dt_report report;
     dt_status status;
 } page;
 
 static page *page_make(void) {
-    page *p = (page *)mmap(NULL, sizeof *p, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    page *p =
+        (page *)mmap(NULL, sizeof *p, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) abort();
     return p;
 }
@@ -77,14 +81,19 @@ static dt_status page_note(page *p, dt_ctx *ctx, int rank) {
     return DT_OK;
 }
 
-static void phase_is(page *p, int rank, int phase) { __atomic_store_n(&p->phase[rank], phase, __ATOMIC_SEQ_CST); }
-static int  phase_of(page *p, int rank) { return __atomic_load_n(&p->phase[rank], __ATOMIC_SEQ_CST); }
+static void phase_is(page *p, int rank, int phase) {
+    __atomic_store_n(&p->phase[rank], phase, __ATOMIC_SEQ_CST);
+}
+static int phase_of(page *p, int rank) {
+    return __atomic_load_n(&p->phase[rank], __ATOMIC_SEQ_CST);
+}
 
-/* ---- forks of the library ------------------------------------------------------------------------------------- */
+/* ---- forks of the library
+   ------------------------------------------------------------------------------------- */
 
 /* dt_run forks here: a rank is on the page before its first instruction in the library. */
 static page *staged;
-static int   staged_forks;
+static int staged_forks;
 static pid_t staged_fork_done(pid_t pid, int rank) {
     if (pid == 0 && staged && rank < MOST) {
         phase_is(staged, rank, BORN);
@@ -93,12 +102,13 @@ static pid_t staged_fork_done(pid_t pid, int rank) {
     return pid;
 }
 
-/* ---- what a job leaves ---------------------------------------------------------------------------------------- */
+/* ---- what a job leaves
+   ---------------------------------------------------------------------------------------- */
 
 /* Lines of this process's maps that are shared; open descriptors. */
 static int shared_maps(void) {
-    char  line[512];
-    int   n = 0;
+    char line[512];
+    int n = 0;
     FILE *f = fopen("/proc/self/maps", "r");
     while (f && fgets(line, sizeof line, f)) n += strstr(line, "rw-s") != NULL;
     if (f) fclose(f);
@@ -118,15 +128,16 @@ static int files_in(const char *path) {
     DIR *d = opendir(path);
     struct dirent *e;
     while (d && (e = readdir(d)))
-        n += e->d_name[0] != '.' && ((own_room && path[1] == 'd') || strncmp(e->d_name, "dt", 2) == 0);
+        n += e->d_name[0] != '.' &&
+             ((own_room && path[1] == 'd') || strncmp(e->d_name, "dt", 2) == 0);
     if (d) closedir(d);
     return n;
 }
 
 /* Sockets that listen: of the whole machine, so it is counted only in a room of one's own. */
 static int listeners(void) {
-    char  line[512];
-    int   n = 0;
+    char line[512];
+    int n = 0;
     FILE *f = own_room ? fopen("/proc/self/net/tcp", "r") : NULL;
     while (f && fgets(line, sizeof line, f)) n += strstr(line, " 0A ") != NULL;
     if (f) fclose(f);
@@ -145,14 +156,18 @@ static int loopback_up(void) {
     return up;
 }
 
-/* As root: a /dev/shm and a network of our own, in which all that is there was left there. Orphans come to us. */
+/* As root: a /dev/shm and a network of our own, in which all that is there was left there. Orphans
+   come to us. */
 static void room_make(void) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
-    own_room = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 && mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
+    own_room = unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 &&
+               mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
                mount("none", "/dev/shm", "tmpfs", 0, NULL) == 0 && loopback_up();
 }
 
-typedef struct left { int maps, descriptors, shm, tmp, listeners; } left;
+typedef struct left {
+    int maps, descriptors, shm, tmp, listeners;
+} left;
 static left left_now(void) {
     left l;
     l.maps = shared_maps();
@@ -164,14 +179,17 @@ static left left_now(void) {
 }
 
 static void left_check(const left *before, const char *what) {
-    left  now = left_now();
+    left now = left_now();
     pid_t child = waitpid(-1, NULL, WNOHANG);
-    CHECK_MSG(child == -1 && errno == ECHILD, "%s: a process is left (waitpid returns %d)", what, (int)child);
-    CHECK_MSG(now.maps == before->maps && now.descriptors == before->descriptors && now.shm == before->shm &&
-                  now.tmp <= before->tmp && now.listeners == before->listeners,
-              "%s: left are %d shared mappings, %d descriptors, %d files in /dev/shm, %d in /tmp, %d listening sockets",
-              what, now.maps - before->maps, now.descriptors - before->descriptors, now.shm - before->shm,
-              now.tmp - before->tmp, now.listeners - before->listeners);
+    CHECK_MSG(child == -1 && errno == ECHILD, "%s: a process is left (waitpid returns %d)", what,
+        (int)child);
+    CHECK_MSG(now.maps == before->maps && now.descriptors == before->descriptors &&
+                  now.shm == before->shm && now.tmp <= before->tmp &&
+                  now.listeners == before->listeners,
+        "%s: left are %d shared mappings, %d descriptors, %d files in /dev/shm, %d in /tmp, %d "
+        "listening sockets",
+        what, now.maps - before->maps, now.descriptors - before->descriptors, now.shm - before->shm,
+        now.tmp - before->tmp, now.listeners - before->listeners);
 }
 
 /* All children gone within that time, orphans included; returns how long it took. */
@@ -185,11 +203,12 @@ static double children_gone(double limit) {
     return mono() - begin;
 }
 
-/* ---- figures, workers ----------------------------------------------------------------------------------------- */
+/* ---- figures, workers
+   ----------------------------------------------------------------------------------------- */
 
 /* Of all workers together. */
 typedef struct figures {
-    int      passed, failed, at, hits[PHASES + 1];
+    int passed, failed, at, hits[PHASES + 1];
     lateness abort_word, survivors, named, ends, other;
 } figures;
 static figures *sums;
@@ -213,7 +232,8 @@ static void in_parallel(int workers, int n, void (*fn)(int at)) {
         fflush(NULL);
         _exit(0);
     }
-    for (int status; wait(&status) > 0;) CHECK_MSG(status == 0, "a worker ended with status %d", status);
+    for (int status; wait(&status) > 0;)
+        CHECK_MSG(status == 0, "a worker ended with status %d", status);
     check_passed += __atomic_exchange_n(&sums->passed, 0, __ATOMIC_SEQ_CST);
     check_failed += __atomic_exchange_n(&sums->failed, 0, __ATOMIC_SEQ_CST);
 }
@@ -223,21 +243,22 @@ static uint64_t dice(uint64_t seed) {
     return soak_next(&seed);
 }
 
-/* ---- a job, and who does it harm ------------------------------------------------------------------------------ */
+/* ---- a job, and who does it harm
+   ------------------------------------------------------------------------------ */
 
 enum { H_NONE, H_KILL, H_STOP };
 typedef struct harm {
-    int    victim, what, phase;     /* phase 0: any */
-    double after, gap;              /* the second: that much after the first */
+    int victim, what, phase; /* phase 0: any */
+    double after, gap;       /* the second: that much after the first */
 } harm;
 
 typedef struct job {
     dt_run_desc desc;
-    page       *p;
-    int         rounds, spinner;    /* a rank that spins, from a round on; -1: none */
-    int         waiter;             /* a rank that the others let wait some ms in each round; -1 */
-    double      start_s;            /* before a rank's first operation */
-    double      begun, took;
+    page *p;
+    int rounds, spinner; /* a rank that spins, from a round on; -1: none */
+    int waiter;          /* a rank that the others let wait some ms in each round; -1 */
+    double start_s;      /* before a rank's first operation */
+    double begun, took;
 } job;
 
 static void job_init(job *j, page *p, dt_backend backend, int ranks, double timeout_s) {
@@ -252,13 +273,15 @@ static void job_init(job *j, page *p, dt_backend backend, int ranks, double time
     j->rounds = 1 << 30;
 }
 
-/* In a process of its own, which the ranks are no children of: waits for the moment, then does it. */
+/* In a process of its own, which the ranks are no children of: waits for the moment, then does
+   it. */
 static void harm_do(page *p, const harm *h, double begun) {
-    while (!__atomic_load_n(&p->pid[h->victim], __ATOMIC_SEQ_CST) && mono() < begun + 5) {}
+    while (!__atomic_load_n(&p->pid[h->victim], __ATOMIC_SEQ_CST) && mono() < begun + 5) {
+    }
     while (mono() < begun + h->after) nap(1e-4);
     while (h->phase && mono() < begun + 5) {
         int phase = phase_of(p, h->victim);
-        if (phase == h->phase || h->phase == STARTED) break;     /* it will not start again */
+        if (phase == h->phase || h->phase == STARTED) break; /* it will not start again */
         nap(1e-5);
     }
     int phase = phase_of(p, h->victim);
@@ -268,9 +291,10 @@ static void harm_do(page *p, const harm *h, double begun) {
     if (!p->first_hit) p->first_hit = now;
 }
 
-static void job_run(job *j, dt_status (*fn)(dt_ctx *, void *), const harm *first, const harm *second) {
+static void job_run(
+    job *j, dt_status (*fn)(dt_ctx *, void *), const harm *first, const harm *second) {
     dt_host host = page_host(j->p);
-    pid_t   killer = -1;
+    pid_t killer = -1;
     j->desc.host = &host;
     staged = j->p;
     staged_forks = 0;
@@ -293,12 +317,12 @@ static void job_run(job *j, dt_status (*fn)(dt_ctx *, void *), const harm *first
 
 /* Operations of a few us to some 5 ms, computing between them. */
 static dt_status loop_rank(dt_ctx *ctx, void *user) {
-    job     *j = (job *)user;
-    page    *p = j->p;
+    job *j = (job *)user;
+    page *p = j->p;
     dt_comm *world = dt_world(ctx);
-    int      me = dt_comm_rank(world), n = dt_comm_size(world);
+    int me = dt_comm_rank(world), n = dt_comm_size(world);
     uint64_t dice = (uint64_t)me * 77 + 5;
-    float   *a = (float *)calloc(2 * MANY, sizeof *a), *b = a + MANY;
+    float *a = (float *)calloc(2 * MANY, sizeof *a), *b = a + MANY;
     phase_is(p, me, STARTED);
     if (j->start_s > 0) nap(j->start_s);
     for (int round = 0; round < j->rounds && !dt_error(ctx); round++) {

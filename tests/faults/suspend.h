@@ -1,43 +1,50 @@
-/* suspend.h - a part of test_faults.c: a job that is stopped as a whole and goes on, for up to three times its timeout
+/* suspend.h - a part of test_faults.c: a job that is stopped as a whole and goes on, for up to
+   three times its timeout
 
-   A job is a process group. The test waits until the job has made progress since the last time, then a random time,
-   then stops it for a random time, with one kill for all. In a third of the cases its processes are continued one after
-   the other. In between, the supervisor alone is stopped, or one rank, for less than the timeout. */
+   A job is a process group. The test waits until the job has made progress since the last time,
+   then a random time, then stops it for a random time, with one kill for all. In a third of the
+   cases its processes are continued one after the other. In between, the supervisor alone is
+   stopped, or one rank, for less than the timeout. */
 #ifndef SUSPEND_H
 #define SUSPEND_H
 
 static const double SUSPEND_TIMEOUT = 1;
 enum { IN_THREADS, IN_PROCS, OVER_TCP, SUSPENDED_BACKENDS };
 static const char *const suspended_names[] = { "threads", "procs", "tcp" };
-static const dt_backend suspended_backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS, DT_BACKEND_TCP };
+static const dt_backend suspended_backends[] = { DT_BACKEND_THREADS, DT_BACKEND_PROCS,
+    DT_BACKEND_TCP };
 
 typedef struct suspended {
-    int         backend, train;     /* of suspended_names; a train_gpt */
-    int         n;                  /* processes that were started here */
-    pid_t       pid[MOST], group;   /* these; the first is the group */
-    page       *p;
-    int         out;                /* of a train_gpt's rank 0: what it says */
-    int         lines;              /* of progress so far */
-    char        tail[512];
+    int backend, train;     /* of suspended_names; a train_gpt */
+    int n;                  /* processes that were started here */
+    pid_t pid[MOST], group; /* these; the first is the group */
+    page *p;
+    int out;   /* of a train_gpt's rank 0: what it says */
+    int lines; /* of progress so far */
+    char tail[512];
     const char *folder;
 } suspended;
 
-/* ---- jobs ------------------------------------------------------------------------------------------------------- */
+/* ---- jobs
+   ------------------------------------------------------------------------------------------------------- */
 
 /* Ranks often wait for one that computes: stopped in such a wait, they must not count the time for
    which they were stopped. */
 static dt_status suspended_rank(dt_ctx *ctx, void *user) {
     enum { COUNT = 3000 };
     suspended *s = (suspended *)user;
-    dt_comm   *world = dt_world(ctx);
-    int        me = dt_comm_rank(world), n = dt_comm_size(world), go_on = 1;
-    uint64_t   seed = (uint64_t)me * 77 + 5;
-    float      a[COUNT], b[COUNT];
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), n = dt_comm_size(world), go_on = 1;
+    uint64_t seed = (uint64_t)me * 77 + 5;
+    float a[COUNT], b[COUNT];
     for (int i = 0; i < COUNT; i++) a[i] = 1;
     __atomic_store_n(&s->p->pid[me], getpid(), __ATOMIC_SEQ_CST);
     for (int round = 0; go_on && !dt_error(ctx); round++) {
-        double until = mono() + (round / 4 % n == me && round % 4 == 0 ? 0.04 : 1e-6 * (double)(soak_next(&seed) % 2000));
-        while (mono() < until) {}
+        double until = mono() + (round / 4 % n == me && round % 4 == 0
+                                        ? 0.04
+                                        : 1e-6 * (double)(soak_next(&seed) % 2000));
+        while (mono() < until) {
+        }
         dt_all_reduce(world, a, b, round % 4 ? 10 : (size_t)COUNT, DT_F32, DT_SUM);
         dt_work *work = dt_recv_start(world, b, (size_t)COUNT, DT_F32, (me + n - 1) % n, 1);
         dt_send(world, a, (size_t)COUNT, DT_F32, (me + 1) % n, 1);
@@ -51,10 +58,10 @@ static dt_status suspended_rank(dt_ctx *ctx, void *user) {
 
 /* One process of a job: a whole one, or a rank. */
 static void suspended_process(suspended *s, int rank, const char *place) {
-    dt_host   host = page_host(s->p);
+    dt_host host = page_host(s->p);
     dt_report report;
-    job       j;
-    page     *p = s->p;
+    job j;
+    page *p = s->p;
     memset(&j, 0, sizeof j);
     j.desc.ranks = 3;
     j.desc.backend = suspended_backends[s->backend];
@@ -70,21 +77,25 @@ static void suspended_process(suspended *s, int rank, const char *place) {
 
 /* train_gpt, with restarts in procs: a rank is killed, and the job goes on from its checkpoint. */
 static void suspended_train(suspended *s, int rank, const char *place) {
-    char        path[512], timeout[16], number[8];
+    char path[512], timeout[16], number[8];
     const char *slash = strrchr(program, '/'), *args[48];
-    int         at = 0;
-    static const char *const small[] = { "--layers", "1", "--width", "32", "--heads", "2", "--seq", "32", "--batch",
-        "8", "--steps", "1000000", "--data", "README.md", "--ranks", "2", "--tp", "2" };
-    snprintf(path, sizeof path, "%.*s/train_gpt", slash ? (int)(slash - program) : 1, slash ? program : ".");
+    int at = 0;
+    static const char *const small[] = { "--layers", "1", "--width", "32", "--heads", "2", "--seq",
+        "32", "--batch", "8", "--steps", "1000000", "--data", "README.md", "--ranks", "2", "--tp",
+        "2" };
+    snprintf(path, sizeof path, "%.*s/train_gpt", slash ? (int)(slash - program) : 1,
+        slash ? program : ".");
     snprintf(timeout, sizeof timeout, "%g", SUSPEND_TIMEOUT);
     snprintf(number, sizeof number, "%d", rank);
     args[at++] = path;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) args[at++] = small[i];
     args[at++] = "--timeout", args[at++] = timeout;
     args[at++] = "--backend", args[at++] = suspended_names[s->backend];
-    if (s->backend == OVER_TCP) args[at++] = "--rank", args[at++] = number, args[at++] = "--rendezvous", args[at++] = place;
+    if (s->backend == OVER_TCP)
+        args[at++] = "--rank", args[at++] = number, args[at++] = "--rendezvous", args[at++] = place;
     if (s->backend == IN_PROCS) {
-        args[at++] = "--save", args[at++] = s->folder, args[at++] = "--save-every", args[at++] = "20";
+        args[at++] = "--save", args[at++] = s->folder, args[at++] = "--save-every",
+        args[at++] = "20";
         args[at++] = "--max-restarts", args[at++] = "1";
         setenv("DT_FAULT", "kill:rank=1:seq=3000", 1);
     }
@@ -95,9 +106,9 @@ static void suspended_train(suspended *s, int rank, const char *place) {
 
 static int suspended_begin(suspended *s) {
     char place[32] = "";
-    int  ends[2];
+    int ends[2];
     dt__tcp_place any = { htonl(INADDR_LOOPBACK), 0 };
-    int  fd = dt__tcp_listen(any, 1);
+    int fd = dt__tcp_listen(any, 1);
     snprintf(place, sizeof place, "127.0.0.1:%u", dt__tcp_own_place(fd).port);
     close(fd);
     if (pipe(ends) != 0) return 0;
@@ -122,11 +133,12 @@ static int suspended_begin(suspended *s) {
     return 1;
 }
 
-/* ---- suspending ------------------------------------------------------------------------------------------------- */
+/* ---- suspending
+   ------------------------------------------------------------------------------------------------- */
 
 /* How far the job is. */
 static int suspended_progress(suspended *s) {
-    char    text[4096];
+    char text[4096];
     ssize_t got;
     if (!s->train) return __atomic_load_n(&s->p->steps, __ATOMIC_SEQ_CST);
     while ((got = read(s->out, text, sizeof text - 1)) > 0) {
@@ -142,7 +154,8 @@ static int suspended_progress(suspended *s) {
 /* Has a process of it ended? */
 static int suspended_over(suspended *s) {
     for (int i = 0; i < s->n; i++)
-        if (s->pid[i] > 0 && waitpid(s->pid[i], NULL, WNOHANG) == s->pid[i]) return s->pid[i] = 0, 1;
+        if (s->pid[i] > 0 && waitpid(s->pid[i], NULL, WNOHANG) == s->pid[i])
+            return s->pid[i] = 0, 1;
     return 0;
 }
 
@@ -170,8 +183,12 @@ static void suspend_once(suspended *s, uint64_t r, int one_by_one) {
 
 /* The supervisor alone; a rank alone, in time. */
 static void suspend_one(suspended *s, uint64_t r) {
-    pid_t  pid = r % 2 && s->backend == IN_PROCS ? s->group : s->train ? s->pid[0] : s->p->pid[r / 2 % 3];
-    double span = pid == s->group && s->backend == IN_PROCS ? 3 : s->backend == IN_THREADS ? 3 : 0.3;
+    pid_t pid = r % 2 && s->backend == IN_PROCS ? s->group
+                : s->train                      ? s->pid[0]
+                                                : s->p->pid[r / 2 % 3];
+    double span = pid == s->group && s->backend == IN_PROCS ? 3
+                  : s->backend == IN_THREADS                ? 3
+                                                            : 0.3;
     kill(pid, SIGSTOP);
     nap(span * SUSPEND_TIMEOUT * (double)(r >> 8 & 1023) / 1023);
     kill(pid, SIGCONT);
@@ -182,8 +199,10 @@ static void suspended_end(suspended *s, const char *what) {
     if (s->train) kill(-s->group, SIGKILL);
     __atomic_store_n(&s->p->let_go, 1, __ATOMIC_SEQ_CST);
     for (int i = 0; i < s->n; i++)
-        if (s->pid[i] > 0 && waitpid(s->pid[i], &status, 0) == s->pid[i]) good = good && status == 0;
-    CHECK_MSG(s->train || (good && s->p->lines == 0), "%s: it ends with: %s", what, s->p->report.text);
+        if (s->pid[i] > 0 && waitpid(s->pid[i], &status, 0) == s->pid[i])
+            good = good && status == 0;
+    CHECK_MSG(
+        s->train || (good && s->p->lines == 0), "%s: it ends with: %s", what, s->p->report.text);
     close(s->out);
     children_gone(3);
 }
@@ -192,25 +211,30 @@ static void suspended_end(suspended *s, const char *what) {
 static int suspends_wanted;
 static void one_suspended(int at) {
     suspended s;
-    char      what[64], folder[64];
+    char what[64], folder[64];
     memset(&s, 0, sizeof s);
     s.p = page_make();
     s.backend = at % SUSPENDED_BACKENDS;
     s.train = at >= SUSPENDED_BACKENDS;
     snprintf(folder, sizeof folder, "/tmp/dt_suspend_%d_%d", (int)getpid(), at);
     s.folder = folder;
-    snprintf(what, sizeof what, "suspends of %s, %s", s.train ? "train_gpt" : "operations", suspended_names[s.backend]);
+    snprintf(what, sizeof what, "suspends of %s, %s", s.train ? "train_gpt" : "operations",
+        suspended_names[s.backend]);
     if (!CHECK_MSG(suspended_begin(&s), "%s: it does not begin", what)) return;
     int done = 0, good = 1;
     for (int i = 0; done < suspends_wanted && good; i++) {
         uint64_t r = dice((uint64_t)(1000 * at + i) + 9000);
-        nap(0.2 * (double)(r >> 20 & 1023) / 1023);     /* the first one, perhaps at the rendezvous */
-        if (i % 5 == 4) suspend_one(&s, r >> 32);
-        else suspend_once(&s, r >> 32, i % 3 == 0);
+        /* the first one, perhaps at the rendezvous */
+        nap(0.2 * (double)(r >> 20 & 1023) / 1023);
+        if (i % 5 == 4)
+            suspend_one(&s, r >> 32);
+        else
+            suspend_once(&s, r >> 32, i % 3 == 0);
         done += i % 5 != 4;
         good = suspended_moves(&s, 3);
     }
-    CHECK_MSG(good, "%s: after %d it has ended or does not move: %s%s", what, done, s.p->report.text, s.tail);
+    CHECK_MSG(good, "%s: after %d it has ended or does not move: %s%s", what, done,
+        s.p->report.text, s.tail);
     __atomic_fetch_add(&sums->hits[1 + s.backend], done, __ATOMIC_SEQ_CST);
     suspended_end(&s, what);
     char command[96];
@@ -222,13 +246,15 @@ static void one_suspended(int at) {
 static void suspends(int full) {
     char path[512];
     const char *slash = strrchr(program, '/');
-    snprintf(path, sizeof path, "%.*s/train_gpt", slash ? (int)(slash - program) : 1, slash ? program : ".");
+    snprintf(path, sizeof path, "%.*s/train_gpt", slash ? (int)(slash - program) : 1,
+        slash ? program : ".");
     int built = access(path, X_OK) == 0;
     if (!built) check_skip("suspends of train_gpt: it is not built beside this program");
     suspends_wanted = full ? 100 : 2;
-    in_parallel(full ? 3 : 6, built ? 2 * SUSPENDED_BACKENDS : (int)SUSPENDED_BACKENDS, one_suspended);
-    printf("suspends of the whole job: %d of threads, %d of procs, %d over tcp\n", sums->hits[1], sums->hits[2],
-           sums->hits[3]);
+    in_parallel(
+        full ? 3 : 6, built ? 2 * SUSPENDED_BACKENDS : (int)SUSPENDED_BACKENDS, one_suspended);
+    printf("suspends of the whole job: %d of threads, %d of procs, %d over tcp\n", sums->hits[1],
+        sums->hits[2], sums->hits[3]);
 }
 
 #endif

@@ -1,12 +1,15 @@
-/* wire.h - two hosts and the network between them: loss, delay, reordering, duplication, corruption, partitions
+/* wire.h - two hosts and the network between them: loss, delay, reordering, duplication,
+   corruption, partitions
 
-   A host is a network namespace with one tun device. Whoever holds the two devices is the network: what one host sends is
-   read from its device, kept for as long as the conditions say, and written to the other's. Without offload flags a tun
-   device hands out whole IP packets with their checksums, so a packet with a flipped bit is dropped by the host that
-   gets it, as on a real network. Nothing of the system outside is touched, and nothing is left when the process ends.
+   A host is a network namespace with one tun device. Whoever holds the two devices is the network:
+   what one host sends is read from its device, kept for as long as the conditions say, and written
+   to the other's. Without offload flags a tun device hands out whole IP packets with their
+   checksums, so a packet with a flipped bit is dropped by the host that gets it, as on a real
+   network. Nothing of the system outside is touched, and nothing is left when the process ends.
 
-   Chance is a function of the seed. A flow (a pair of ports, in one direction) does not lose more than `most` packets in
-   a row: so how long TCP needs to get through is bounded, not only likely. After dt_comm.h. */
+   Chance is a function of the seed. A flow (a pair of ports, in one direction) does not lose more
+   than `most` packets in a row: so how long TCP needs to get through is bounded, not only likely.
+   After dt_comm.h. */
 #ifndef WIRE_H
 #define WIRE_H
 
@@ -19,32 +22,34 @@
 
 enum { WIRE_MTU = 1500, WIRE_QUEUE = 4096, WIRE_FLOWS = 1024 };
 
-typedef struct conditions {     /* of one direction */
-    double loss, twice, spoil;  /* shares of the packets */
-    int    most;                /* lost or spoiled in a row in one flow; 0: any number */
-    double delay_s, jitter_s;   /* jitter: by so much more, each packet another: that is what reorders them */
-    double bytes_per_s;         /* 0: as fast as it goes */
-    size_t queue_bytes;         /* of a slow link: what comes beyond is lost */
-    int    cut;
+typedef struct conditions {    /* of one direction */
+    double loss, twice, spoil; /* shares of the packets */
+    int most;                  /* lost or spoiled in a row in one flow; 0: any number */
+    /* jitter: by so much more, each packet another: that is what reorders them */
+    double delay_s, jitter_s;
+    double bytes_per_s; /* 0: as fast as it goes */
+    size_t queue_bytes; /* of a slow link: what comes beyond is lost */
+    int cut;
 } conditions;
 
 typedef struct packet {
-    double   due;
+    double due;
     uint64_t order;
-    int      to, bytes;
-    uint8_t  data[WIRE_MTU];
+    int to, bytes;
+    uint8_t data[WIRE_MTU];
 } packet;
 
 typedef struct wire {
-    int        device[2], host[2];      /* descriptors: of each host's tun device, and of its namespace */
-    conditions now[2];                  /* of what host 0 and host 1 send */
-    uint64_t   chance, order;
-    packet    *heap[WIRE_QUEUE];        /* the one that is due first at the top */
-    int        n;
-    double     free_at[2];              /* of a slow link: when it has sent what is in its queue */
-    uint8_t    lost[2][WIRE_FLOWS];     /* in a row */
-    long       passed, dropped, repeated, spoiled, cut;
-    double     late;                    /* the most that this process was late in waking up */
+    /* descriptors: of each host's tun device, and of its namespace */
+    int device[2], host[2];
+    conditions now[2]; /* of what host 0 and host 1 send */
+    uint64_t chance, order;
+    packet *heap[WIRE_QUEUE]; /* the one that is due first at the top */
+    int n;
+    double free_at[2];           /* of a slow link: when it has sent what is in its queue */
+    uint8_t lost[2][WIRE_FLOWS]; /* in a row */
+    long passed, dropped, repeated, spoiled, cut;
+    double late; /* the most that this process was late in waking up */
 } wire;
 
 static double wire_now(void) { return dt_host_default()->now(NULL); }
@@ -57,13 +62,19 @@ static uint64_t next_bits(uint64_t *state) {
     return z ^ z >> 31;
 }
 
-static double next_share(uint64_t *state) { return (double)(next_bits(state) >> 11) / 9007199254740992.0; }
-static double next_between(uint64_t *state, double low, double high) { return low + (high - low) * next_share(state); }
+static double next_share(uint64_t *state) {
+    return (double)(next_bits(state) >> 11) / 9007199254740992.0;
+}
+static double next_between(uint64_t *state, double low, double high) {
+    return low + (high - low) * next_share(state);
+}
 static int next_below(uint64_t *state, int n) { return (int)(next_bits(state) % (uint64_t)n); }
 
-static uint32_t wire_address(int host) { return htonl(0x0a4d0401u + (uint32_t)host); }     /* 10.77.4.1, 10.77.4.2 */
+/* 10.77.4.1, 10.77.4.2 */
+static uint32_t wire_address(int host) { return htonl(0x0a4d0401u + (uint32_t)host); }
 
-/* ---- the hosts --------------------------------------------------------------------------------------------------- */
+/* ---- the hosts
+   --------------------------------------------------------------------------------------------------- */
 
 static int host_ioctl(int fd, unsigned long what, struct ifreq *ask, const char *name) {
     snprintf(ask->ifr_name, sizeof ask->ifr_name, "%s", name);
@@ -87,7 +98,8 @@ static int host_up(int fd, const char *name) {
     return host_ioctl(fd, SIOCSIFFLAGS, &ask, name);
 }
 
-/* This process moves into a new namespace, which becomes host `i`. NULL, or what this system does not have. */
+/* This process moves into a new namespace, which becomes host `i`. NULL, or what this system does
+   not have. */
 static const char *host_make(wire *w, int i) {
     struct ifreq ask;
     memset(&ask, 0, sizeof ask);
@@ -112,7 +124,8 @@ static const char *wire_make(wire *w) {
     return why ? why : host_make(w, 1);
 }
 
-/* ---- the network ------------------------------------------------------------------------------------------------- */
+/* ---- the network
+   ------------------------------------------------------------------------------------------------- */
 
 static int wire_before(const packet *a, const packet *b) {
     return a->due < b->due || (a->due == b->due && a->order < b->order);
@@ -120,7 +133,8 @@ static int wire_before(const packet *a, const packet *b) {
 
 static void wire_push(wire *w, packet *p) {
     int i = w->n++;
-    for (; i > 0 && wire_before(p, w->heap[(i - 1) / 2]); i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
+    for (; i > 0 && wire_before(p, w->heap[(i - 1) / 2]); i = (i - 1) / 2)
+        w->heap[i] = w->heap[(i - 1) / 2];
     w->heap[i] = p;
 }
 
@@ -141,7 +155,8 @@ static packet *wire_pop(wire *w) {
 static uint8_t *wire_flow(wire *w, int from, const packet *p) {
     size_t header = (size_t)(p->data[0] & 15) * 4;
     uint32_t ports = p->data[9];
-    if (p->data[9] == 6 && p->bytes >= (int)header + 4) memcpy(&ports, p->data + header, sizeof ports);
+    if (p->data[9] == 6 && p->bytes >= (int)header + 4)
+        memcpy(&ports, p->data + header, sizeof ports);
     return &w->lost[from][(ports * 2654435761u) >> 22];
 }
 
@@ -150,7 +165,8 @@ static double wire_due(wire *w, int from, packet *p, double now) {
     const conditions *c = &w->now[from];
     uint8_t *in_a_row = wire_flow(w, from, p);
     int may = !c->most || *in_a_row < c->most;
-    int lost = next_share(&w->chance) < c->loss && may, spoilt = next_share(&w->chance) < c->spoil && may;
+    int lost = next_share(&w->chance) < c->loss && may,
+        spoilt = next_share(&w->chance) < c->spoil && may;
     *in_a_row = (uint8_t)(!lost && !spoilt ? 0 : *in_a_row < 255 ? *in_a_row + 1 : 255);
     if (c->cut) return w->cut++, -1;
     if (lost) return w->dropped++, -1;
@@ -183,8 +199,10 @@ static void wire_take(wire *w, int from) {
             memcpy(kept, &p, offsetof(packet, data) + (size_t)n);
             kept->due = wire_due(w, from, kept, now);
             kept->order = w->order++;
-            if (kept->due < 0) free(kept);
-            else wire_push(w, kept);
+            if (kept->due < 0)
+                free(kept);
+            else
+                wire_push(w, kept);
         }
     }
 }
@@ -202,7 +220,8 @@ static void wire_carry(wire *w, double seconds) {
         if (look[from].revents) wire_take(w, from);
     while (w->n && w->heap[0]->due <= now) {
         packet *p = wire_pop(w);
-        if (write(w->device[p->to], p->data, (size_t)p->bytes) > 0) w->passed++;   /* spoilt ones it may refuse */
+        /* spoilt ones it may refuse */
+        if (write(w->device[p->to], p->data, (size_t)p->bytes) > 0) w->passed++;
         free(p);
     }
 }
@@ -212,7 +231,8 @@ static void wire_reset(wire *w, uint64_t seed) {
     static uint8_t waste[WIRE_MTU];
     while (w->n) free(wire_pop(w));
     for (int i = 0; i < 2; i++)
-        while (read(w->device[i], waste, sizeof waste) > 0) {}
+        while (read(w->device[i], waste, sizeof waste) > 0) {
+        }
     memset(w->now, 0, sizeof w->now);
     memset(w->lost, 0, sizeof w->lost);
     w->free_at[0] = w->free_at[1] = w->late = 0;

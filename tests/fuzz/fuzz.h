@@ -2,9 +2,9 @@
 
        static void fuzz_one(const unsigned char *data, size_t bytes);
 
-   With FUZZ_ENGINE (make fuzz) it is a libFuzzer target; without, a program that runs the files it is given (or those
-   of the folders), one after the other: fuzz_json tests/fuzz/corpus/json. With FUZZ_REPLAY it is only that function:
-   tests/test_fuzz.c runs the corpus through all of them. */
+   With FUZZ_ENGINE (make fuzz) it is a libFuzzer target; without, a program that runs the files it
+   is given (or those of the folders), one after the other: fuzz_json tests/fuzz/corpus/json. With
+   FUZZ_REPLAY it is only that function: tests/test_fuzz.c runs the corpus through all of them. */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -33,7 +33,7 @@ static inline void fuzz_silent(void *user, int level, int rank, const char *text
 
 static inline dt_ctx *fuzz_ctx(memory_fs *fs) {
     dt_host host = *dt_host_default();
-    dt_io   io = memory_io(fs);
+    dt_io io = memory_io(fs);
     host.log = fuzz_silent;
     return dt_ctx_make((dt_ctx_desc){ .seed = 1, .host = &host, .io = &io });
 }
@@ -46,7 +46,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
 }
 #else
 /* Runs one file; the copy has its exact size, so that a sanitizer sees reads behind its end. */
-static inline int fuzz_file(const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
+static inline int fuzz_file(
+    const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
     static unsigned char data[1 << 20];
     FILE *f = fopen(path, "rb");
     if (!f) return 0;
@@ -60,8 +61,9 @@ static inline int fuzz_file(const char *path, void (*one)(const unsigned char *d
 }
 
 /* A file, or all files of a folder; how many there were. */
-static inline int fuzz_replay(const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
-    int  files = 0;
+static inline int fuzz_replay(
+    const char *path, void (*one)(const unsigned char *data, size_t bytes)) {
+    int files = 0;
     DIR *folder = opendir(path);
     if (!folder) return fuzz_file(path, one);
     for (struct dirent *e = readdir(folder); e; e = readdir(folder)) {

@@ -1,6 +1,7 @@
-/* fuzz_config.c - any text as the file of train_gpt --config. What is accepted sets options to values that the table
-   allows, drops no key, and written down as options of its own it means the same; what is refused is one line that
-   names file, line and column. No file is opened but that text. */
+/* fuzz_config.c - any text as the file of train_gpt --config. What is accepted sets options to
+   values that the table allows, drops no key, and written down as options of its own it means the
+   same; what is refused is one line that names file, line and column. No file is opened but that
+   text. */
 #include "fuzz.h"
 #include "../../dt_zero.h"
 
@@ -17,11 +18,12 @@
 
 static struct {
     memory_fs fs;
-    char      text[1 << 14];    /* what train_gpt writes to standard error */
-    size_t    used;
-    void     *kept[300];        /* its memory: a refusal leaves it, as the end of the program would */
-    int       n;
-    jmp_buf   end;
+    char text[1 << 14]; /* what train_gpt writes to standard error */
+    size_t used;
+    /* its memory: a refusal leaves it, as the end of the program would */
+    void *kept[300];
+    int n;
+    jmp_buf end;
 } fuzz_train;
 
 static __attribute__((noreturn)) void fuzz_exit(int status) {
@@ -30,7 +32,8 @@ static __attribute__((noreturn)) void fuzz_exit(int status) {
 }
 
 static void *fuzz_keep(void *p) {
-    fuzz_must(p && fuzz_train.n < (int)(sizeof fuzz_train.kept / sizeof *fuzz_train.kept), "much memory");
+    fuzz_must(
+        p && fuzz_train.n < (int)(sizeof fuzz_train.kept / sizeof *fuzz_train.kept), "much memory");
     return fuzz_train.kept[fuzz_train.n++] = p;
 }
 
@@ -52,7 +55,8 @@ static int fuzz_poll(struct pollfd *at, int n, int ms) {
 }
 
 static ssize_t fuzz_take(int fd, const void *text, size_t bytes) {
-    fuzz_must(fd == 2 && fuzz_train.used + bytes < sizeof fuzz_train.text, "a short text for standard error");
+    fuzz_must(fd == 2 && fuzz_train.used + bytes < sizeof fuzz_train.text,
+        "a short text for standard error");
     memcpy(fuzz_train.text + fuzz_train.used, text, bytes);
     fuzz_train.used += bytes;
     return (ssize_t)bytes;
@@ -63,7 +67,7 @@ static char *fuzz_strdup(const char *text) { return (char *)fuzz_keep(strdup(tex
 /* The context that looks at files: over memory. */
 static dt_ctx *fuzz_ctx_make(dt_ctx_desc desc) {
     dt_host host = *desc.host;
-    dt_io   io = memory_io(&fuzz_train.fs);
+    dt_io io = memory_io(&fuzz_train.fs);
     host.alloc = fuzz_alloc;
     host.free = fuzz_free;
     desc.host = &host;
@@ -71,11 +75,11 @@ static dt_ctx *fuzz_ctx_make(dt_ctx_desc desc) {
     return dt_ctx_make(desc);
 }
 
-#define main        train_main
-#define exit        fuzz_exit
-#define strdup      fuzz_strdup
+#define main train_main
+#define exit fuzz_exit
+#define strdup fuzz_strdup
 #define dt_ctx_make fuzz_ctx_make
-#define poll(at, n, ms)        fuzz_poll(at, n, ms)
+#define poll(at, n, ms) fuzz_poll(at, n, ms)
 #define write(fd, text, bytes) fuzz_take(fd, text, bytes)
 #include "../../examples/train_gpt.c"
 #undef main
@@ -107,27 +111,30 @@ static void fuzz_forget(void) {
 
 /* "error: config.json:LINE:COLUMN: why", of a place in the text. */
 static void fuzz_refused(const unsigned char *data, size_t bytes) {
-    int    line = 0, column = 0, n = 0, lines = 1;
+    int line = 0, column = 0, n = 0, lines = 1;
     size_t at = 0;
     char *text = fuzz_train.text, *end = strchr(text, '\n');
     fuzz_must(end && !end[1], "an error of one line");
     for (unsigned char *c = (unsigned char *)text; c < (unsigned char *)end; c++)
-        fuzz_must(*c >= 32 && *c != 127 && (*c != 0xc2 || c[1] >= 0xa0), "a line that a terminal minds");
+        fuzz_must(
+            *c >= 32 && *c != 127 && (*c != 0xc2 || c[1] >= 0xa0), "a line that a terminal minds");
     fuzz_must(strncmp(text, "error: ", 7) == 0, "it begins with error:");
     text += strncmp(text + 7, "--config: ", 10) == 0 ? 17 : 7;
-    fuzz_must(sscanf(text, "config.json:%d:%d: %n", &line, &column, &n) == 2 && n > 0 && text + n < end, "its place");
+    fuzz_must(
+        sscanf(text, "config.json:%d:%d: %n", &line, &column, &n) == 2 && n > 0 && text + n < end,
+        "its place");
     for (; at < bytes && lines < line; at++) lines += data[at] == '\n';
     for (; at < bytes && data[at] != '\n' && column > 1; at++)
-        column -= at + 1 == bytes || (data[at + 1] & 0xc0) != 0x80;     /* characters */
+        column -= at + 1 == bytes || (data[at + 1] & 0xc0) != 0x80; /* characters */
     fuzz_must(lines == line && column == 1, "its place is in the text");
 }
 
 static void fuzz_value(int id, const value *v) {
     const option *o = &table[id];
-    int           n = 0;
+    int n = 0;
     fuzz_must(v->text && v->text[0] && strlen(v->text) <= CONFIG_TEXT, "a text");
     if (o->kind == INT || o->kind == REAL || o->kind == SIZE) {
-        char  *end = NULL;
+        char *end = NULL;
         double x = strtod(v->text, &end);
         x *= *end == 'K' ? 0x1p10 : *end == 'M' ? 0x1p20 : *end == 'G' ? 0x1p30 : 1;
         fuzz_must(v->number >= o->lo && v->number <= o->hi, "its limits");
@@ -141,21 +148,23 @@ static void fuzz_value(int id, const value *v) {
     } else if (o->kind != TEXT) {
         fuzz_must(strcmp(v->text, v->number ? "on" : "off") == 0, "on or off");
     }
-    if (o->part == LATER) fuzz_must(o->preset && strtod(o->preset, NULL) == v->number, "what is not built");
+    if (o->part == LATER)
+        fuzz_must(o->preset && strtod(o->preset, NULL) == v->number, "what is not built");
 }
 
 /* Every key is an option, whose value is the file's, or one of DeepSpeed's, to its last byte. */
 static void fuzz_keys(const value *v, const dt_json *j, int object, const char *prefix) {
     for (int i = 0; i < dt_json_count(j, object); i++) {
-        char        path[200];
-        size_t      bytes = 0, at = 0;
-        int         node = dt_json_at(j, object, i), flag = 0;
+        char path[200];
+        size_t bytes = 0, at = 0;
+        int node = dt_json_at(j, object, i), flag = 0;
         const char *key = dt_json_key(j, node, &bytes), *text;
-        double      x;
+        double x;
         fuzz_must(strlen(key) == bytes && bytes < 100 && !strchr(key, '.'), "a key");
         snprintf(path, sizeof path, "%s%s", prefix, key);
         while (at < N_FOREIGN && strcmp(deepspeed[at].path, path) != 0) at++;
-        int id = *prefix || dt_json_kind_of(j, node) == DT_JSON_OBJECT ? N_OPTIONS : find_option(key, bytes);
+        int id = *prefix || dt_json_kind_of(j, node) == DT_JSON_OBJECT ? N_OPTIONS
+                                                                       : find_option(key, bytes);
         fuzz_must(at < N_FOREIGN || id < N_OPTIONS, "a key that nobody knows");
         if (id == N_OPTIONS && deepspeed[at].to == BLOCK) {
             strcat(path, ".");
@@ -179,36 +188,45 @@ static void fuzz_write(dt_json_out *o, const value *v) {
     for (int i = 0; i < N_OPTIONS; i++) {
         int kind = table[i].kind;
         if (i == O_CONFIG || v[i].from != GIVEN) continue;
-        if (kind == WORD || kind == TEXT) dt_json_put_string(o, table[i].name, v[i].text);
-        else if (kind == REAL) dt_json_put_number(o, table[i].name, v[i].number);
-        else if (kind == INT || kind == SIZE) dt_json_put_int(o, table[i].name, (int64_t)v[i].number);
-        else dt_json_put_bool(o, table[i].name, v[i].number != 0);
+        if (kind == WORD || kind == TEXT)
+            dt_json_put_string(o, table[i].name, v[i].text);
+        else if (kind == REAL)
+            dt_json_put_number(o, table[i].name, v[i].number);
+        else if (kind == INT || kind == SIZE)
+            dt_json_put_int(o, table[i].name, (int64_t)v[i].number);
+        else
+            dt_json_put_bool(o, table[i].name, v[i].number != 0);
     }
     dt_json_shut(o, '}');
 }
 
 static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
-    value       again[N_OPTIONS];
-    int         kept = 0;
-    memory_fs   none;
+    value again[N_OPTIONS];
+    int kept = 0;
+    memory_fs none;
     memset(&none, 0, sizeof none);
-    dt_ctx     *ctx = fuzz_ctx(&none);
-    dt_json    *j = dt_json_parse(ctx, "config", (const char *)data, bytes);
+    dt_ctx *ctx = fuzz_ctx(&none);
+    dt_json *j = dt_json_parse(ctx, "config", (const char *)data, bytes);
     dt_json_out o = { ctx, NULL, 0, 0 };
     for (int i = 0; i < N_OPTIONS; i++) {
         int given = v[i].from == GIVEN && i != O_CONFIG;
         fuzz_must(given == config.given[i] && (!given || is_option(i)), "what was given");
         kept += given;
-        if (given) fuzz_value(i, &v[i]);
-        else if (i != O_CONFIG) fuzz_must(v[i].text == table[i].preset, "a preset");
+        if (given)
+            fuzz_value(i, &v[i]);
+        else if (i != O_CONFIG)
+            fuzz_must(v[i].text == table[i].preset, "a preset");
     }
     fuzz_must(fuzz_train.n == kept, "memory is left");
     fuzz_keys(v, j, 0, "");
     fuzz_write(&o, v);
-    fuzz_must(dt_error(ctx) == DT_OK && fuzz_parse(again, o.text, o.used), "its own file is refused");
+    fuzz_must(
+        dt_error(ctx) == DT_OK && fuzz_parse(again, o.text, o.used), "its own file is refused");
     for (int i = 0; i < N_OPTIONS; i++) {
-        fuzz_must(again[i].from == v[i].from && again[i].number == v[i].number, "its own file means another number");
-        if (table[i].kind == TEXT && v[i].text) fuzz_must(strcmp(again[i].text, v[i].text) == 0, "... another text");
+        fuzz_must(again[i].from == v[i].from && again[i].number == v[i].number,
+            "its own file means another number");
+        if (table[i].kind == TEXT && v[i].text)
+            fuzz_must(strcmp(again[i].text, v[i].text) == 0, "... another text");
     }
     dt_json_drop(&o);
     dt_json_free(j);
@@ -218,8 +236,10 @@ static void fuzz_accepted(value *v, const unsigned char *data, size_t bytes) {
 static void fuzz_one(const unsigned char *data, size_t bytes) {
     value v[N_OPTIONS];
     if (bytes > 1 << 20) return;
-    if (fuzz_parse(v, data, bytes)) fuzz_accepted(v, data, bytes);
-    else fuzz_refused(data, bytes);
+    if (fuzz_parse(v, data, bytes))
+        fuzz_accepted(v, data, bytes);
+    else
+        fuzz_refused(data, bytes);
     fuzz_must(fuzz_train.fs.open == 0, "a descriptor is left");
     memory_clear(&fuzz_train.fs);
     fuzz_forget();

@@ -1,25 +1,26 @@
-/* fuzz_manifest.c - a checkpoint whose manifest is of any content; the first byte says whether its own digest is made to
-   fit, so that what lies behind that is reached too. The other files are those of a checkpoint. Whatever the manifest
-   says, it is refused with a text, or what is loaded has the bits that were saved. */
+/* fuzz_manifest.c - a checkpoint whose manifest is of any content; the first byte says whether its
+   own digest is made to fit, so that what lies behind that is reached too. The other files are
+   those of a checkpoint. Whatever the manifest says, it is refused with a text, or what is loaded
+   has the bits that were saved. */
 #include "fuzz.h"
 #include "../disk_sim.h"
 
 static struct {
-    disk      d;
+    disk d;
     disk_seat seat;
-    dt_io     io;
-    float     values[6], moments[6];
-    char      manifest[4096];
-    size_t    bytes;
+    dt_io io;
+    float values[6], moments[6];
+    char manifest[4096];
+    size_t bytes;
 } fuzz_saved;
 
 typedef struct manifest_job {
-    dt_ctx        *ctx;
-    dt_tensor     *w;
-    dt_zero       *zero;
+    dt_ctx *ctx;
+    dt_tensor *w;
+    dt_zero *zero;
     dt_checkpoint *checkpoint;
-    double         samples;
-    dt_saved       saved;
+    double samples;
+    dt_saved saved;
 } manifest_job;
 
 static void manifest_begin(manifest_job *j, const char *dir) {
@@ -30,8 +31,9 @@ static void manifest_begin(manifest_job *j, const char *dir) {
     j->zero = dt_zero_make(j->ctx, (dt_zero_desc){ .stage = 0 });
     j->samples = 7;
     j->saved = (dt_saved){ "samples", &j->samples, 1 };
-    j->checkpoint = dt_checkpoint_open(j->zero, (dt_checkpoint_desc){ .dir = dir, .saved = &j->saved, .n_saved = 1,
-        .config = "text", .beside = "{}" });
+    j->checkpoint = dt_checkpoint_open(j->zero,
+        (dt_checkpoint_desc){
+            .dir = dir, .saved = &j->saved, .n_saved = 1, .config = "text", .beside = "{}" });
 }
 
 static void manifest_end(manifest_job *j) {
@@ -47,7 +49,7 @@ static void manifest_make(void) {
     fuzz_saved.seat.root = "";
     fuzz_saved.io = disk_io(&fuzz_saved.seat);
     manifest_begin(&j, "d");
-    float      x[3] = { 1, 2, 3 };
+    float x[3] = { 1, 2, 3 };
     dt_tensor *y = dt_linear(dt_input(j.ctx, DT_F32, DT_SHAPE(1, 3), x), j.w, NULL);
     dt_backward(dt_mse(y, dt_input(j.ctx, DT_F32, DT_SHAPE(1, 2), x), 1));
     dt_zero_step(j.zero, 0.1);
@@ -56,7 +58,8 @@ static void manifest_make(void) {
     dt_read(j.w, fuzz_saved.values);
     dt_zero_state(j.zero, 0, j.w, fuzz_saved.moments);
     int fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", DT_IO_READ);
-    int64_t n = fuzz_saved.io.pread(&fuzz_saved.seat, fd, fuzz_saved.manifest, sizeof fuzz_saved.manifest, 0);
+    int64_t n = fuzz_saved.io.pread(
+        &fuzz_saved.seat, fd, fuzz_saved.manifest, sizeof fuzz_saved.manifest, 0);
     fuzz_saved.io.close(&fuzz_saved.seat, fd);
     fuzz_must(n > 100 && n < (int64_t)sizeof fuzz_saved.manifest, "the manifest cannot be read");
     fuzz_saved.bytes = (size_t)n;
@@ -65,7 +68,7 @@ static void manifest_make(void) {
 
 static void manifest_put(const unsigned char *data, size_t bytes, int seal) {
     char end[DT__MANIFEST_END + 1];
-    int  fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", DT_IO_WRITE);
+    int fd = fuzz_saved.io.open(&fuzz_saved.seat, "d/step-1/manifest.json", DT_IO_WRITE);
     fuzz_saved.io.resize(&fuzz_saved.seat, fd, 0);
     fuzz_saved.io.pwrite(&fuzz_saved.seat, fd, data, bytes, 0);
     dt__manifest_end(end, (const char *)data, bytes);
@@ -77,7 +80,7 @@ static void manifest_put(const unsigned char *data, size_t bytes, int seal) {
 
 static void fuzz_one(const unsigned char *data, size_t bytes) {
     manifest_job j;
-    float        values[6], moments[6];
+    float values[6], moments[6];
     if (bytes == 0) return;
     if (!fuzz_saved.bytes) manifest_make();
     manifest_put(data + 1, bytes - 1, data[0] % 2);
@@ -87,8 +90,10 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     if (step > 0 || (step == 0 && dt_checkpoint_path(j.checkpoint)[0])) {
         dt_read(j.w, values);
         dt_zero_state(j.zero, 0, j.w, moments);
-        fuzz_must(memcmp(values, fuzz_saved.values, sizeof values) == 0, "other values were loaded");
-        fuzz_must(memcmp(moments, fuzz_saved.moments, sizeof moments) == 0, "other moments were loaded");
+        fuzz_must(
+            memcmp(values, fuzz_saved.values, sizeof values) == 0, "other values were loaded");
+        fuzz_must(
+            memcmp(moments, fuzz_saved.moments, sizeof moments) == 0, "other moments were loaded");
     }
     manifest_end(&j);
     fuzz_must(fuzz_saved.d.open == 0, "a descriptor is left");

@@ -2,7 +2,8 @@
 
        0   the door of a rank: raw bytes
        1   the same, as cards; a proof that begins with 0x01 becomes one that is right
-       2   a rank that calls rank 0, which answers with such cards; the table of all places may follow
+       2   a rank that calls rank 0, which answers with such cards; the table of all places may
+           follow
        3   a rank that has connections, from a peer which has proved who it is: frames
 
    The second byte: how many bytes come at a time. A pair of sockets stands for the network. */
@@ -11,15 +12,15 @@
 enum { RANKS = 3 };
 
 typedef struct hostile {
-    dt_ctx       *ctx;
-    dt__tcp       t;
-    dt__tcp_peer  peers[RANKS];
+    dt_ctx *ctx;
+    dt__tcp t;
+    dt__tcp_peer peers[RANKS];
     struct pollfd polls[RANKS];
     dt__tcp_guest guests[2];
-    dt__tcp_door  door;
-    char          input[DT__TCP_INPUT];
-    int           fds[2];       /* the library's end, and ours */
-    double        clock;
+    dt__tcp_door door;
+    char input[DT__TCP_INPUT];
+    int fds[2]; /* the library's end, and ours */
+    double clock;
 } hostile;
 
 /* Time passes with each look at the clock: no wait is a wait. */
@@ -83,7 +84,8 @@ static void hostile_hear(hostile *h, dt__tcp_card *card) {
     while (recv(h->fds[1], &next, sizeof next, MSG_DONTWAIT) == (ssize_t)sizeof next) *card = next;
 }
 
-/* A card of the input's bytes, as far as they go, that begins as a card; of version and kind a 0 is the right one. */
+/* A card of the input's bytes, as far as they go, that begins as a card; of version and kind a 0 is
+   the right one. */
 static dt__tcp_card card_of(const unsigned char *data, size_t bytes, uint32_t kind) {
     dt__tcp_card card;
     memset(&card, 0, sizeof card);
@@ -112,20 +114,23 @@ static void fuzz_door(hostile *h, const unsigned char *data, size_t bytes, size_
     dt__tcp_card hello = card_of(data, bytes, DT__TCP_HELLO);
     for (int turn = 0; turn < 3 && cards; turn++) {
         size_t from = bytes < whole * (size_t)turn ? bytes : whole * (size_t)turn;
-        dt__tcp_card card = card_of(data + from, bytes - from, turn ? DT__TCP_PROOF : DT__TCP_HELLO);
+        dt__tcp_card card =
+            card_of(data + from, bytes - from, turn ? DT__TCP_PROOF : DT__TCP_HELLO);
         if (turn == 1 && card.proof[0] == 1) {
             dt__tcp_prove(&h->t, "caller", &hello, &theirs, card.proof);
             proved = 1;
         }
         for (size_t at = 0; at < whole; at += step) {
-            send(h->fds[1], (char *)&card + at, whole - at < step ? whole - at : step, MSG_NOSIGNAL);
+            send(
+                h->fds[1], (char *)&card + at, whole - at < step ? whole - at : step, MSG_NOSIGNAL);
             door_listens(h);
         }
         hostile_hear(h, turn ? &ours : &theirs);
     }
     for (int i = 0; i < RANKS; i++) {
         fuzz_must(h->peers[i].fd < 0 || proved, "a seat without a proof");
-        fuzz_must(h->peers[i].fd < 0 || (i > h->t.rank && hello.rank == i && hello.size == RANKS), "a wrong seat");
+        fuzz_must(h->peers[i].fd < 0 || (i > h->t.rank && hello.rank == i && hello.size == RANKS),
+            "a wrong seat");
     }
     fuzz_must(dt_error(h->ctx) == DT_OK, "a stranger ends the job");
 }
@@ -169,7 +174,8 @@ static void fuzz_frames(hostile *h, const unsigned char *data, size_t bytes, siz
     h->peers[0].fd = h->fds[0];
     h->door.fd = -1;
     t->door = NULL;
-    for (int i = 0; i < 3; i++) request[i] = dt__tcp_recv(t, i ? 0 : DT_ANY, 0, i, into[i], (size_t)(i ? 40 : 4));
+    for (int i = 0; i < 3; i++)
+        request[i] = dt__tcp_recv(t, i ? 0 : DT_ANY, 0, i, into[i], (size_t)(i ? 40 : 4));
     for (size_t at = 0; at < bytes; at += step) {
         send(h->fds[1], data + at, bytes - at < step ? bytes - at : step, MSG_NOSIGNAL);
         dt__tcp_progress(t);
@@ -179,7 +185,8 @@ static void fuzz_frames(hostile *h, const unsigned char *data, size_t bytes, siz
     }
     shutdown(h->fds[1], SHUT_WR);
     dt__tcp_progress(t);
-    fuzz_must(h->peers[0].state != DT__TCP_OPEN || h->peers[0].fd >= 0, "open without a connection");
+    fuzz_must(
+        h->peers[0].state != DT__TCP_OPEN || h->peers[0].fd >= 0, "open without a connection");
     for (int i = 0; i < 3; i++) {
         int from = -2, done = 0;
         size_t got = 0;
@@ -199,8 +206,11 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     size_t step = 1 + data[1];
     int mode = data[0] & 3;
     hostile_make(&h, &host, mode == 2 ? 1 : mode == 3 ? 2 : data[0] >> 2 & 1);
-    if (mode < 2) fuzz_door(&h, data + 2, bytes - 2, step, mode);
-    else if (mode == 2) fuzz_caller(&h, data + 2, bytes - 2);
-    else fuzz_frames(&h, data + 2, bytes - 2, step);
+    if (mode < 2)
+        fuzz_door(&h, data + 2, bytes - 2, step, mode);
+    else if (mode == 2)
+        fuzz_caller(&h, data + 2, bytes - 2);
+    else
+        fuzz_frames(&h, data + 2, bytes - 2, step);
     hostile_free(&h);
 }

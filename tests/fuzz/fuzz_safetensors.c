@@ -1,5 +1,6 @@
-/* fuzz_safetensors.c - a file of weights, of any content; the first byte says whether the rest is the file itself, the
-   header of one whose length and data are made to fit, or an index beside three good shards. */
+/* fuzz_safetensors.c - a file of weights, of any content; the first byte says whether the rest is
+   the file itself, the header of one whose length and data are made to fit, or an index beside
+   three good shards. */
 #include "fuzz.h"
 
 static void put_good(memory_fs *fs, const char *name, const char *header, size_t data) {
@@ -24,7 +25,7 @@ static void read_all(dt_ctx *ctx, dt_weights *w) {
     }
     dt_weights_metadata(w, "format");
     if (dt_weights_find(w, "a") < 0) return;
-    dt_tensor     *p = dt_param(ctx, "p", DT_SHAPE(2, 3), DT_ZEROS);
+    dt_tensor *p = dt_param(ctx, "p", DT_SHAPE(2, 3), DT_ZEROS);
     dt_weight_part part = { .name = "a", .transposed = dt_weights_count(w) % 2 };
     dt_weights_load(w, p, 0, &part, 1);
 }
@@ -37,21 +38,23 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     data++, bytes--;
     if (way == 0) memory_put(&fs, "f", data, bytes);
     if (way == 1) { /* the second byte is the size of the data, in units of 4 */
-        size_t         room = bytes ? 4 * (size_t)data[0] : 0;
+        size_t room = bytes ? 4 * (size_t)data[0] : 0;
         unsigned char *file = (unsigned char *)calloc(1, 8 + bytes + room);
-        uint64_t       n = bytes ? bytes - 1 : 0;
+        uint64_t n = bytes ? bytes - 1 : 0;
         memcpy(file, &n, 8);
         if (n) memcpy(file + 8, data + 1, n);
         memory_put(&fs, "f", file, 8 + n + room);
         free(file);
     }
     if (way == 2) {
-        put_good(&fs, "d/s1", "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", 24);
-        put_good(&fs, "d/s2", "{\"b\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4);
+        put_good(
+            &fs, "d/s1", "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", 24);
+        put_good(
+            &fs, "d/s2", "{\"b\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4);
         put_good(&fs, "d/s3", "{\"a\":{\"dtype\":\"F64\",\"shape\":[],\"data_offsets\":[0,8]}}", 8);
         memory_put(&fs, "d/model.safetensors.index.json", data, bytes);
     }
-    dt_ctx     *ctx = fuzz_ctx(&fs);
+    dt_ctx *ctx = fuzz_ctx(&fs);
     dt_weights *w = dt_weights_open(ctx, way == 2 ? "d" : "f");
     fuzz_must((w == NULL) == (dt_error(ctx) != DT_OK), "no error text");
     if (w) read_all(ctx, w);

@@ -1,10 +1,12 @@
-/* fuzz_shards.c - two files of tokens. The first byte: bits 0 and 1, which of them get 1,012 bytes of zeros after their
-   third word, so that they can be shards; bits 2 to 5, the sequence. Then the length of the first file, one byte. */
+/* fuzz_shards.c - two files of tokens. The first byte: bits 0 and 1, which of them get 1,012 bytes
+   of zeros after their third word, so that they can be shards; bits 2 to 5, the sequence. Then the
+   length of the first file, one byte. */
 #include "fuzz.h"
 
-static void put_part(memory_fs *fs, const char *name, const unsigned char *data, size_t bytes, int wide) {
+static void put_part(
+    memory_fs *fs, const char *name, const unsigned char *data, size_t bytes, int wide) {
     unsigned char *file = (unsigned char *)calloc(1, bytes + 1024);
-    size_t         head = bytes < 12 ? bytes : 12;
+    size_t head = bytes < 12 ? bytes : 12;
     memcpy(file, data, wide ? head : bytes);
     if (wide) memcpy(file + 1024, data + head, bytes - head);
     memory_put(fs, name, file, wide ? 1024 + bytes - head : bytes);
@@ -16,16 +18,17 @@ static void fuzz_one(const unsigned char *data, size_t bytes) {
     memory_fs fs;
     memset(&fs, 0, sizeof fs);
     if (bytes < 2) return;
-    int    seq = 1 + (data[0] >> 2 & 15);
+    int seq = 1 + (data[0] >> 2 & 15);
     size_t first = data[1] < bytes - 2 ? data[1] : bytes - 2;
     put_part(&fs, "a", data + 2, first, data[0] & 1);
     put_part(&fs, "b", data + 2 + first, bytes - 2 - first, data[0] >> 1 & 1);
-    dt_ctx  *ctx = fuzz_ctx(&fs);
+    dt_ctx *ctx = fuzz_ctx(&fs);
     dt_text *t = dt_text_open(ctx, names, bytes - 2 > first ? 2 : 1, seq);
     fuzz_must((t == NULL) == (dt_error(ctx) != DT_OK), "no error text");
     int32_t ids[16], labels[16], last = -1;
     int64_t n = dt_text_sequences(t);
-    for (int64_t i = n > 64 ? n - 64 : 0, begin = i; i < n; i++) { /* the last ones: those that reach both ends */
+    /* the last ones: those that reach both ends */
+    for (int64_t i = n > 64 ? n - 64 : 0, begin = i; i < n; i++) {
         if (dt_text_read(t, i, ids, labels) != DT_OK) break;
         fuzz_must(i == begin || last == ids[0], "sequences do not follow each other");
         for (int k = 0; k < seq; k++) {

@@ -24,15 +24,15 @@
 #define GOLDEN_MAX_DIMS 8
 
 typedef struct golden_array {
-    char    name[64];
-    int     nd;
+    char name[64];
+    int nd;
     int64_t shape[GOLDEN_MAX_DIMS];
     int64_t count;
     double *data;
 } golden_array;
 
 typedef struct golden {
-    int           n_arrays;
+    int n_arrays;
     golden_array *array;
 } golden;
 
@@ -50,7 +50,8 @@ static inline unsigned char *golden_read_file(const char *path, size_t *size) {
     long length = -1;
     if (!file) return NULL;
     if (fseek(file, 0, SEEK_END) == 0) length = ftell(file);
-    if (length > INT32_MAX) errno = EINVAL;             /* a folder opens too, and looks endless */
+    if (length > INT32_MAX)
+        errno = EINVAL; /* a folder opens too, and looks endless */
     else if (length >= 0 && fseek(file, 0, SEEK_SET) == 0) {
         bytes = (unsigned char *)malloc((size_t)length + 1);
         if (bytes && fread(bytes, 1, (size_t)length, file) != (size_t)length) {
@@ -77,7 +78,7 @@ static inline int golden_parse_line(golden_array *a, const char *text, size_t le
     a->count = 1;
     while (at < length) {
         int64_t dim = 0;
-        size_t first = ++at;                            /* steps over the space */
+        size_t first = ++at; /* steps over the space */
         for (; at < length && text[at] >= '0' && text[at] <= '9'; at++) {
             dim = dim * 10 + (text[at] - '0');
             if (dim > INT32_MAX) return 0;
@@ -85,7 +86,7 @@ static inline int golden_parse_line(golden_array *a, const char *text, size_t le
         if (at == first || (at < length && text[at] != ' ') || a->nd == GOLDEN_MAX_DIMS) return 0;
         a->shape[a->nd++] = dim;
         a->count *= dim;
-        if (a->count > INT32_MAX) return 0;  /* so the next product cannot overflow */
+        if (a->count > INT32_MAX) return 0; /* so the next product cannot overflow */
     }
     return 1;
 }
@@ -100,8 +101,8 @@ static inline double golden_decode(const unsigned char *bytes) {
 }
 
 /* Appends the array that starts at *at and moves *at behind it. Returns 0, or an errno value. */
-static inline int golden_parse_array(golden *g, const unsigned char *bytes, size_t size,
-                                     size_t *at) {
+static inline int golden_parse_array(
+    golden *g, const unsigned char *bytes, size_t size, size_t *at) {
     const char *line = (const char *)bytes + *at;
     const char *end = (const char *)memchr(line, '\n', size - *at);
     golden_array a;

@@ -2,10 +2,11 @@
 
        mpicc -O3 mpi_comm.c -o mpi_comm && mpirun -n N ./mpi_comm OPERATION SECONDS BYTES...
 
-   OPERATION is all-reduce, all-gather, reduce-scatter, all-to-all or send-recv, f32 and sums, send and receive buffers
-   apart. BYTES are those of the full buffer: of all-gather what one rank receives, of reduce-scatter and all-to-all
-   what it sends. Each size is called for SECONDS, in bursts of a twentieth of it, as bench_comm.c does. Rank 0 prints a
-   line "BYTES,US" a size: the time of one call in the best burst; of send-recv half a round trip. */
+   OPERATION is all-reduce, all-gather, reduce-scatter, all-to-all or send-recv, f32 and sums, send
+   and receive buffers apart. BYTES are those of the full buffer: of all-gather what one rank
+   receives, of reduce-scatter and all-to-all what it sends. Each size is called for SECONDS, in
+   bursts of a twentieth of it, as bench_comm.c does. Rank 0 prints a line "BYTES,US" a size: the
+   time of one call in the best burst; of send-recv half a round trip. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,7 +25,7 @@ static void once(const char *op, float *send, float *recv, int count, int rank, 
         MPI_Reduce_scatter_block(send, recv, share, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
     } else if (strcmp(op, "all-to-all") == 0) {
         MPI_Alltoall(send, share, MPI_FLOAT, recv, share, MPI_FLOAT, MPI_COMM_WORLD);
-    } else if (rank % 2 == 0) {     /* pairs of ranks play ping-pong */
+    } else if (rank % 2 == 0) { /* pairs of ranks play ping-pong */
         MPI_Send(send, count, MPI_FLOAT, rank + 1, 0, MPI_COMM_WORLD);
         MPI_Recv(recv, count, MPI_FLOAT, rank + 1, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
     } else {
@@ -33,19 +34,21 @@ static void once(const char *op, float *send, float *recv, int count, int rank, 
     }
 }
 
-static double now(void) {   /* the same for all processes */
+static double now(void) { /* the same for all processes */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* Seconds of one call in the best burst, from the first rank's start to the last one's end. */
-static double measure(const char *op, double seconds, float *send, float *recv, int count, int rank, int ranks) {
+static double measure(
+    const char *op, double seconds, float *send, float *recv, int count, int rank, int ranks) {
     double total = 0, best = 1e30, burst = seconds / BURSTS;
-    int    bursts = 0;
+    int bursts = 0;
     once(op, send, recv, count, rank, ranks);
     for (int calls = 1; total < seconds || bursts < LEAST_BURSTS;) {
-        double mine[2], most[2];    /* the latest end, and the earliest start with its sign changed */
+        /* the latest end, and the earliest start with its sign changed */
+        double mine[2], most[2];
         MPI_Barrier(MPI_COMM_WORLD);
         mine[1] = -now();
         for (int i = 0; i < calls; i++) once(op, send, recv, count, rank, ranks);
@@ -76,7 +79,7 @@ int main(int argc, char **argv) {
     if (argc < 4 || !send || !recv) MPI_Abort(MPI_COMM_WORLD, 2);
     for (int i = 0; i < most; i++) send[i] = (float)((i * 3 + rank) % 8), recv[i] = 0;
     for (int i = 3; i < argc; i++) {
-        int    bytes = atoi(argv[i]);
+        int bytes = atoi(argv[i]);
         double s = measure(argv[1], atof(argv[2]), send, recv, bytes / 4, rank, ranks);
         if (rank == 0) printf("%d,%.4f\n", bytes, 1e6 * s), fflush(stdout);
     }
