@@ -62,13 +62,13 @@ UNUSED  = -Wno-unused-function
 endif
 
 WORDS    = $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
-HEADERS  = $(wildcard dt_*.h examples/*.h tests/*.h tests/golden/*.h tests/bench/*.h \
-           tests/faults/*.h)
+HEADERS  = $(wildcard dt_*.h examples/*.h tests/*/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c)) \
            $(if $(KERNELS),$(patsubst examples/%.cu,$(B)/%,$(wildcard examples/*.cu)))
 BENCHES  = $(patsubst tests/bench/%.c,$(B)/%,$(wildcard tests/bench/*.c))
-TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c)) \
-           $(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*.cc))
+TESTS    = $(patsubst %,$(B)/%,$(basename $(notdir $(wildcard tests/*/test_*.c tests/*/test_*.cc))))
+vpath %.c  tests/tensor tests/comm tests/parallel tests/zero tests/cuda tests/programs tests/faults
+vpath %.cc tests/cuda
 RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fno-thread-jumps -fno-builtin-memcpy \
            -fno-builtin-memset
 
@@ -101,7 +101,7 @@ test:
 	@B=$(B) SAMPLE=3 tests/run.sh
 
 mutants:
-	@tests/mutants/run.sh && tests/test_headers.sh planted
+	@tests/mutants/run.sh && tests/programs/test_headers.sh planted
 
 asan:  ; @$(call SANITIZE,-fsanitize=address$(comma)undefined -fno-sanitize-recover=undefined)
 ubsan: ; @$(call SANITIZE,-fsanitize=undefined -fno-sanitize-recover=undefined)
@@ -143,7 +143,7 @@ $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	@mkdir -p $(B)/fuzz
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
 # The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
-$(B)/fake_cuda.o: tests/fake_cuda.c $(wildcard tests/fake_*.h) $(B)/words
+$(B)/fake_cuda.o: tests/cuda/fake_cuda.c $(wildcard tests/cuda/fake_*.h) $(B)/words
 	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
 # dt_kernels.cu on the CPU, its launches in that stand-in's queues.
 ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
@@ -151,18 +151,18 @@ EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
 GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
 $(GPU_TESTS): $(EMULATED)
 $(GPU_TESTS): OWN += -DDT_USE_CUDA -DDT_USE_NCCL -isystem $(CUDA_HOME)/include $(EMULATED) -lstdc++
-$(B)/test_matrix_gpu: tests/test_matrix.c
-$(B)/test_cuda_blas: tests/test_cuda_attention.cc $(B)/fake_cuda.o
+$(B)/test_matrix_gpu: tests/programs/test_matrix.c
+$(B)/test_cuda_blas: tests/cuda/test_cuda_attention.cc $(B)/fake_cuda.o
 $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
-$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda_on_cpu.h $(HEADERS) $(B)/words
+$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/words
 	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
-	    -isystem $(CUDA_HOME)/include -include tests/cuda_on_cpu.h -c $< -o $@
-$(B)/kernels.o: tests/implementation.c $(HEADERS) $(B)/words
+	    -isystem $(CUDA_HOME)/include -include tests/cuda/cuda_on_cpu.h -c $< -o $@
+$(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
-$(B)/tests_kernels.o: tests/implementation.c $(HEADERS) $(B)/words
+$(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/words
 	$(TESTING) -DKERNELS -I. -c $< -o $@
-$(B)/implementation.o: tests/implementation.c $(HEADERS) $(B)/words
+$(B)/implementation.o: tests/support/implementation.c $(HEADERS) $(B)/words
 	$(COMPILE) $(UNUSED) -I. -c $< -o $@
 $(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
@@ -170,23 +170,21 @@ $(B)/%: examples/%.cu $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
-$(B)/test_fake_cuda: tests/fake_cuda.c
-$(B)/%: tests/%.c $(HEADERS) $(KERNELS) $(B)/words
+$(B)/test_fake_cuda: tests/cuda/fake_cuda.c
+$(B)/%: %.c $(HEADERS) $(KERNELS) $(B)/words
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
-$(B)/%: tests/faults/%.c $(HEADERS) $(KERNELS) $(B)/words
-	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
-$(B)/%: tests/%.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
+$(B)/%: %.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
 # The same cases for a GPU, by the host's compiler; without CUDA=1 with the stand-in, to see that the host waits.
-$(B)/%_on_gpu: tests/%.cc tests/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/words
+$(B)/%_on_gpu: %.cc tests/cuda/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/words
 	$(CXX) $(CXXFLAGS) -DCUDA_ON_GPU -isystem $(CUDA_HOME)/include -I. -c $< -o $@.o
 	$(if $(KERNELS),$(NVCC),$(CXX) $(CXXFLAGS)) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ \
 	    $(filter-out -lnccl,$(LDLIBS))
-# Their kernels tell of every access (tests/cuda_races.cc), which is neither address nor thread sanitizer.
-$(patsubst tests/%.cc,$(B)/%,$(wildcard tests/test_*_races.cc)): $(B)/%: tests/%.cc $(wildcard tests/*cuda*.cc) \
+# Their kernels tell of every access (tests/cuda/cuda_races.cc), which is neither address nor thread sanitizer.
+$(B)/test_cuda_races $(B)/test_cuda_attention_races: $(B)/%: tests/cuda/%.cc $(wildcard tests/cuda/*.cc) \
     $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
 	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
-$(B)/cuda_races.o: tests/cuda_races.cc tests/cuda_on_cpu.h $(B)/words
+$(B)/cuda_races.o: tests/cuda/cuda_races.cc tests/cuda/cuda_on_cpu.h $(B)/words
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@

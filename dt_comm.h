@@ -10049,7 +10049,7 @@ dt_status dt_run(dt_run_desc desc, dt_status (*rank_main)(dt_ctx *ctx, void *use
 
 /* Recording must not disturb what it shows: an event is 88 bytes in a ring that is there already,
    written by the rank's own thread, without a lock and without a format; all text is made by
-   dt_trace_write. Measured (tests/test_trace.c, build/test_trace cost, gcc -O2, a shared Xeon): 110
+   dt_trace_write. Measured (tests/comm/test_trace.c, build/test_trace cost, gcc -O2, a shared Xeon): 110
    ns more for an operation, 330 for a mark or a block, of which 100 are two looks at the clock;
    without a trace 3 for a mark. Writing takes about 6 us an event.
 

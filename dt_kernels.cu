@@ -44,7 +44,7 @@
    ORDER OF SUMS. Every sum has an order that depends on sizes only, that of the scratch among them,
    so the same call gives the same bits on the same build and kind of device. They are not the CPU's
    bits: long sums are taken in other parts, nvcc makes one rounding of a product and a sum, expf is
-   CUDA's, for 16 bits the hardware's. tests/test_cuda.cc runs these kernels on a CPU and allows
+   CUDA's, for 16 bits the hardware's. tests/cuda/test_cuda.cc runs these kernels on a CPU and allows
    1e-6 relative, and in 16 bits one rounding. Tensor cores are given 16 bits: attention in bf16 and
    f16 rounds its probabilities and their gradients on the way, and what cuBLASLt adds up in has an
    order of its own, by the sizes of the product. What has nothing to contract gives the CPU's bits:
@@ -84,7 +84,7 @@
 #include <cublasLt.h>
 #endif
 
-/* A test runs this file on a CPU (tests/cuda_on_cpu.h): there a launch is a call, and a kernel is
+/* A test runs this file on a CPU (tests/cuda/cuda_on_cpu.h): there a launch is a call, and a kernel is
    static already. */
 #ifdef __CUDACC__
 #define DT_LAUNCH(kernel, grid, block, smem, stream, ...) \

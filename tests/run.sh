@@ -7,7 +7,7 @@
 #
 # DEPS=no installs nothing. B is the folder of the programs (build). LIMIT is the longest one test may take, in seconds.
 #
-# A test is a program tests/test_*.c or .cc, a script tests/test_*.sh, or tests/mutants/run.sh. It prints a line that
+# A test is a program tests/*/test_*.c or .cc, a script tests/*/test_*.sh, or tests/mutants/run.sh. It prints a line that
 # begins with FAIL or SKIP for each check that failed or could not run, and last "name: N passed, N failed, N skipped".
 # One that does not build, ends without that line, or ends with another status than its counts say is a failure.
 cd "$(dirname "$0")/.." || exit 1
@@ -20,7 +20,7 @@ unset MAKELEVEL
 # ---- what the tests need ------------------------------------------------------------------------------------------
 
 # command or library that is missing : packages that bring it
-needs="gcc:gcc g++:g++ clang:clang patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
+needs="gcc:gcc g++:g++ clang:clang clang-format:clang-format patch:patch aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
        qemu-aarch64:qemu-user libopenblas.so.0:libopenblas0 mpicc:libopenmpi-dev,openmpi-bin slurmctld:slurm-wlm
        mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs"
 
@@ -101,8 +101,8 @@ together="test_cuda_attention_races test_cuda_races test_cuda_attention test_cud
 command_of() { # command_of NAME: sets command
     case $1 in
     mutants) command="env CLEAN=no bash tests/mutants/run.sh" ;;
-    sanitized) command="bash tests/test_sanitized.sh full" ;;
-    *.sh) command="bash tests/$1" ;;
+    sanitized) command="bash tests/programs/test_sanitized.sh full" ;;
+    *.sh) command="bash $(echo tests/*/"$1")" ;;
     *) command="$B/$1" ;;
     esac
 }
@@ -134,10 +134,10 @@ run_all() { # run_all NAME...
 # ---- all tests ----------------------------------------------------------------------------------------------------
 
 programs=() scripts=()
-for f in tests/test_*.c tests/test_*.cc; do
+for f in tests/*/test_*.c tests/*/test_*.cc; do
     [ -e "$f" ] && f=${f##*/} && programs+=("${f%.*}")
 done
-for f in tests/test_*.sh; do [ -e "$f" ] && scripts+=("${f##*/}"); done
+for f in tests/*/test_*.sh; do [ -e "$f" ] && scripts+=("${f##*/}"); done
 [ -e tests/mutants/run.sh ] && scripts+=(mutants)
 
 if [ "$1" = programs ]; then

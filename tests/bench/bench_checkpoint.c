@@ -13,10 +13,10 @@
 #define _GNU_SOURCE
 #endif
 #define DT_IMPLEMENTATION
-#include "../../dt_zero.h"
-#include "../../examples/gpt.h"
-#include "../../examples/train.h"
-#include "bench.h"
+#include "dt_zero.h"
+#include "examples/gpt.h"
+#include "examples/train.h"
+#include "tests/bench/bench.h"
 #include <fcntl.h>
 
 enum { MOST = 64, PIECE = 4 << 20 };

@@ -36,9 +36,9 @@
      5. main */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
-#include "../../dt_comm.h"
+#include "dt_comm.h"
 
-#include "bench.h"
+#include "tests/bench/bench.h"
 
 // ==== 1. Settings ===============================================================================
 

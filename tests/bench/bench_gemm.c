@@ -11,9 +11,9 @@
    processor time. With N threads each of them runs N products side by side, one a thread, as data
    parallel ranks do. The figure bf16_over_f32 comes from bursts that take turns as well. */
 #define DT_IMPLEMENTATION
-#include "../../dt_tensor.h"
+#include "dt_tensor.h"
 
-#include "bench.h"
+#include "tests/bench/bench.h"
 
 /* A linear layer of `tokens` rows from `in` to `out`. */
 typedef struct layer {

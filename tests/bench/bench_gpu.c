@@ -8,7 +8,7 @@
    called so often that the device is busy for a tenth of a second, five times, and the best counts.
    --small: sizes that an emulated device is through with. */
 #define DT_IMPLEMENTATION
-#include "../../dt_tensor.h"
+#include "dt_tensor.h"
 
 #include <stdio.h>
 #include <stdlib.h>

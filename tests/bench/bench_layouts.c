@@ -27,12 +27,12 @@
    is the lower quartile of the pairs' ratios. */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
-#include "../../dt_zero.h"
+#include "dt_zero.h"
 
-#include "../../examples/gpt.h"
-#include "../../examples/train.h"
+#include "examples/gpt.h"
+#include "examples/train.h"
 
-#include "bench.h"
+#include "tests/bench/bench.h"
 
 typedef struct layout {
     const char *name; /* without spaces and commas */

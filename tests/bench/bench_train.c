@@ -29,12 +29,12 @@
      7. main */
 #define _GNU_SOURCE
 #define DT_IMPLEMENTATION
-#include "../../dt_zero.h"
+#include "dt_zero.h"
 
-#include "../../examples/gpt.h"
-#include "../../examples/train.h"
+#include "examples/gpt.h"
+#include "examples/train.h"
 
-#include "bench.h"
+#include "tests/bench/bench.h"
 
 #include <poll.h>
 #include <signal.h>

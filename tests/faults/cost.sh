@@ -17,8 +17,8 @@ if [ "$(nproc)" -lt 2 ]; then
 fi
 D=$(mktemp -d)
 trap 'rm -rf "$D"' EXIT
-$CC -O3 -I. tests/test_mismatch.c -o "$D/with" -lm -lpthread &
-$CC -O3 -I. -DDT_NO_CHECKS tests/test_mismatch.c -o "$D/without" -lm -lpthread || exit 1
+$CC -O3 -I. tests/comm/test_mismatch.c -o "$D/with" -lm -lpthread &
+$CC -O3 -I. -DDT_NO_CHECKS tests/comm/test_mismatch.c -o "$D/without" -lm -lpthread || exit 1
 wait $! || exit 1
 for ((i = 0; i < ROUNDS; i++)); do
     "$D/with" cost >>"$D/with.log" && "$D/without" cost >>"$D/without.log" || exit 1

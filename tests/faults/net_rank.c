@@ -14,7 +14,7 @@
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
 
-#include "../tcp_visitor.h"
+#include "tests/comm/tcp_visitor.h"
 
 #include <stdlib.h>
 #include <time.h>

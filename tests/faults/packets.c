@@ -30,8 +30,8 @@
 #define DT_IMPLEMENTATION
 #include "dt_comm.h"
 
-#include "../check.h"
-#include "wire.h"
+#include "tests/support/check.h"
+#include "tests/faults/wire.h"
 
 #include <signal.h>
 

@@ -24,8 +24,8 @@
 #define DT_IMPLEMENTATION
 #include "dt_zero.h"
 
-#include "../check.h"
-#include "drive.h"
+#include "tests/support/check.h"
+#include "tests/faults/drive.h"
 
 #include <dirent.h>
 #include <sched.h>

@@ -33,7 +33,7 @@ campaign "$B/test_checkpoint_kills" full
 for script in tests/faults/*.sh; do
     [ "${script##*/}" = run.sh ] || campaign bash "$script"
 done
-campaign env ALL=yes bash tests/test_mpi.sh
+campaign env ALL=yes bash tests/comm/test_mpi.sh
 echo "elastic: not built in this version"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

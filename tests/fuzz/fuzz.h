@@ -4,7 +4,7 @@
 
    With FUZZ_ENGINE (make fuzz) it is a libFuzzer target; without, a program that runs the files it
    is given (or those of the folders), one after the other: fuzz_json tests/fuzz/corpus/json. With
-   FUZZ_REPLAY it is only that function: tests/test_fuzz.c runs the corpus through all of them. */
+   FUZZ_REPLAY it is only that function: tests/programs/test_fuzz.c runs the corpus through all of them. */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -15,8 +15,8 @@
 #include <stdint.h>
 #include <stdio.h>
 #define DT_IMPLEMENTATION
-#include "../../dt_zero.h"
-#include "../memory_io.h"
+#include "dt_zero.h"
+#include "tests/support/memory_io.h"
 
 static void fuzz_one(const unsigned char *data, size_t bytes);
 

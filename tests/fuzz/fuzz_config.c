@@ -2,8 +2,8 @@
    values that the table allows, drops no key, and written down as options of its own it means the
    same; what is refused is one line that names file, line and column. No file is opened but that
    text. */
-#include "fuzz.h"
-#include "../../dt_zero.h"
+#include "tests/fuzz/fuzz.h"
+#include "dt_zero.h"
 
 #include <fcntl.h>
 #include <limits.h>
@@ -81,7 +81,7 @@ static dt_ctx *fuzz_ctx_make(dt_ctx_desc desc) {
 #define dt_ctx_make fuzz_ctx_make
 #define poll(at, n, ms) fuzz_poll(at, n, ms)
 #define write(fd, text, bytes) fuzz_take(fd, text, bytes)
-#include "../../examples/train_gpt.c"
+#include "examples/train_gpt.c"
 #undef main
 #undef exit
 #undef strdup

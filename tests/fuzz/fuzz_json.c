@@ -1,6 +1,6 @@
 /* fuzz_json.c - any text as JSON; what is accepted is written again and must read back as the
    same. */
-#include "fuzz.h"
+#include "tests/fuzz/fuzz.h"
 
 static void write_node(dt_json_out *o, const dt_json *j, int node, const char *key) {
     dt_json_kind kind = dt_json_kind_of(j, node);

@@ -1,6 +1,6 @@
 /* fuzz_llmc.c - the head of an llm.c model: the input's 32 bytes of head, then 8 bytes that are the
    file's size, or the size that the head asks for where they are missing. */
-#include "fuzz.h"
+#include "tests/fuzz/fuzz.h"
 
 static void fuzz_one(const unsigned char *data, size_t bytes) {
     memory_fs fs;

@@ -2,8 +2,8 @@
    own digest is made to fit, so that what lies behind that is reached too. The other files are
    those of a checkpoint. Whatever the manifest says, it is refused with a text, or what is loaded
    has the bits that were saved. */
-#include "fuzz.h"
-#include "../disk_sim.h"
+#include "tests/fuzz/fuzz.h"
+#include "tests/zero/disk_sim.h"
 
 static struct {
     disk d;

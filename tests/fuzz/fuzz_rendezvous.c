@@ -7,7 +7,7 @@
        3   a rank that has connections, from a peer which has proved who it is: frames
 
    The second byte: how many bytes come at a time. A pair of sockets stands for the network. */
-#include "fuzz.h"
+#include "tests/fuzz/fuzz.h"
 
 enum { RANKS = 3 };
 

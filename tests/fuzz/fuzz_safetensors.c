@@ -1,7 +1,7 @@
 /* fuzz_safetensors.c - a file of weights, of any content; the first byte says whether the rest is
    the file itself, the header of one whose length and data are made to fit, or an index beside
    three good shards. */
-#include "fuzz.h"
+#include "tests/fuzz/fuzz.h"
 
 static void put_good(memory_fs *fs, const char *name, const char *header, size_t data) {
     unsigned char file[256] = { 0 };

@@ -1,7 +1,7 @@
 /* fuzz_shards.c - two files of tokens. The first byte: bits 0 and 1, which of them get 1,012 bytes
    of zeros after their third word, so that they can be shards; bits 2 to 5, the sequence. Then the
    length of the first file, one byte. */
-#include "fuzz.h"
+#include "tests/fuzz/fuzz.h"
 
 static void put_part(
     memory_fs *fs, const char *name, const unsigned char *data, size_t bytes, int wide) {

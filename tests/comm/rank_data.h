@@ -1,0 +1,110 @@
+/* rank_data.h - what ranks send in the tests of dt_comm.h, and what must come of it, by naive
+   arithmetic.
+
+   Included after dt_comm.h with its implementation. */
+#ifndef RANK_DATA_H
+#define RANK_DATA_H
+
+#include "tests/support/check.h"
+
+#include <stdlib.h>
+
+enum { MAX_RANKS = 32 };
+
+__attribute__((unused)) static uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 31) * 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 29) * 0xBF58476D1CE4E5B9u;
+    return x ^ x >> 32;
+}
+
+/* Element i of what rank r sends: such that a float sum in another order has other bits, and an int
+   product fits. */
+static double element(int rank, size_t i, dt_dtype dtype, dt_op op) {
+    uint64_t h = ((uint64_t)rank * 1000003u + i) * 0x9E3779B97F4A7C15u;
+    h ^= h >> 29;
+    if (dtype == DT_I32) return (double)(int)(h % 7) - 3;
+    double x = (double)(h % 2000003u) / 1000001.5 - 1; /* [-1, 1) */
+    return op == DT_PROD ? 1 + x / 8 : x * (h & 1 ? 100 : 1);
+}
+
+/* A float as bf16 or f16, to nearest with ties to even, by arithmetic on doubles: nothing of the
+   library's. */
+__attribute__((unused)) static double rounded(dt_dtype dtype, float x) {
+    int exponent;
+    double part = frexp((double)x, &exponent); /* in [1/2, 1) */
+    int digits = dtype == DT_BF16 ? 8 : exponent < -13 ? 11 + exponent + 13 : 11;
+    return ldexp(nearbyint(ldexp(part, digits)), exponent - digits);
+}
+
+__attribute__((unused)) static int narrow(dt_dtype dtype) {
+    return dtype == DT_BF16 || dtype == DT_F16;
+}
+
+/* What a rank really sends: the element as its type holds it. */
+__attribute__((unused)) static double held(int rank, size_t i, dt_dtype dtype, dt_op op) {
+    double x = element(rank, i, dtype, op);
+    return narrow(dtype) ? rounded(dtype, (float)x) : dtype == DT_F32 ? (double)(float)x : x;
+}
+
+/* Numbers that the type holds exactly: for those of 16 bits a shift, or the widest float with its
+   exponent. */
+__attribute__((unused)) static void put(void *buf, dt_dtype dtype, size_t i, double x) {
+    float f = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t sign = bits >> 16 & 0x8000, small = (uint32_t)ldexp(fabs(x), 24),
+             normal = (bits >> 13) - (112u << 10);
+    if (dtype == DT_BF16)
+        ((uint16_t *)buf)[i] = (uint16_t)(bits >> 16);
+    else if (dtype == DT_F16)
+        ((uint16_t *)buf)[i] =
+            (uint16_t)(sign | (fabs(x) < ldexp(1, -14) ? small : normal & 0x7fff));
+    else if (dtype == DT_F32)
+        ((float *)buf)[i] = f;
+    else if (dtype == DT_F64)
+        ((double *)buf)[i] = x;
+    else
+        ((int32_t *)buf)[i] = (int32_t)x;
+}
+
+__attribute__((unused)) static double get(const void *buf, dt_dtype dtype, size_t i) {
+    if (dtype == DT_F32) return ((const float *)buf)[i];
+    if (dtype == DT_F64) return ((const double *)buf)[i];
+    if (dtype == DT_I32) return ((const int32_t *)buf)[i];
+    uint32_t h = ((const uint16_t *)buf)[i], bits = h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    if (dtype == DT_BF16) return f;
+    int exponent = h >> 10 & 31, part = h & 1023;
+    double x = exponent ? ldexp(1024 + part, exponent - 25) : ldexp(part, -24);
+    return h & 0x8000 ? -x : x;
+}
+
+#define FOLD(T, a, b) \
+    (op == DT_MAX       ? ((b) > (a) ? (b) : (a)) \
+        : op == DT_MIN  ? ((b) < (a) ? (b) : (a)) \
+        : op == DT_PROD ? (T)((a) * (b)) \
+                        : (T)((a) + (b)))
+
+/* The naive reduction of element i over n ranks, in rank order, each step rounded to the type; bf16
+   and f16 are reduced as floats and rounded once. */
+__attribute__((unused)) static double naive(int n, size_t i, dt_dtype dtype, dt_op op) {
+    double d = held(0, i, dtype, op);
+    float f = (float)d;
+    int32_t k = (int32_t)d;
+    for (int r = 1; r < n; r++) {
+        double dr = held(r, i, dtype, op);
+        float fr = (float)dr;
+        int32_t kr = (int32_t)dr;
+        f = FOLD(float, f, fr);
+        d = FOLD(double, d, dr);
+        k = FOLD(int32_t, k, kr);
+    }
+    if (op == DT_AVG) f /= (float)n, d /= n, k /= n;
+    return narrow(dtype)     ? rounded(dtype, f)
+           : dtype == DT_F32 ? (double)f
+           : dtype == DT_F64 ? d
+                             : (double)k;
+}
+
+#endif

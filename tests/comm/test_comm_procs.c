@@ -1,0 +1,743 @@
+/* test_comm_procs.c - dt_comm.h: forked ranks and how they end, their heaps, attach: own threads,
+   own transport. */
+#ifndef _GNU_SOURCE /* g++ sets it */
+#define _GNU_SOURCE
+#endif
+#include <sys/types.h>
+#include <unistd.h>
+
+/* Forks that are refused: counts down; 0: refuse; below 0: never. */
+static int forks_left = -1;
+static pid_t test_fork(void) {
+    if (forks_left == 0) return -1;
+    if (forks_left > 0) forks_left--;
+    return fork();
+}
+#define fork test_fork
+#define DT_IMPLEMENTATION
+#include "dt_comm.h"
+#undef fork
+
+#include "tests/comm/ranks.h"
+
+#include <errno.h>
+
+static void quiet_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+static dt_host quiet;
+
+static void prepare_quiet(outcome *o, int ranks, rank_fn fn, void *user) {
+    prepare_procs(o, ranks, fn, user);
+    o->desc.host = &quiet;
+}
+
+/* Lines of /proc/self/maps that are shared: what a run must not leave. */
+static int shared_things(void) {
+    char line[512];
+    int n = 0;
+    FILE *f = fopen("/proc/self/maps", "r");
+    while (f && fgets(line, sizeof line, f)) n += strstr(line, "rw-s") != NULL;
+    if (f) fclose(f);
+    return n;
+}
+
+/* ---- 1. how ranks end
+   -------------------------------------------------------------------------------------------- */
+
+enum { KILLS, KILLS_IN_COPY, EXITS, EXITS_0, FAILS, STUCK, KILLS_IN_RECORD, WAYS };
+typedef struct ending {
+    int way, rank;
+    uint64_t seed;
+} ending;
+
+static int dying_copy;
+static dt_status deadly_move(void *dst, const void *src, size_t bytes, void *stream) {
+    if (dying_copy && bytes > DT_EAGER_BYTES) kill(getpid(), SIGKILL);
+    return dt_kernels_cpu()->move(dst, src, bytes, stream);
+}
+static int deadly_failed(dt_ctx *ctx, dt_status status, const char *text, void *user) {
+    (void)ctx, (void)status, (void)text, (void)user;
+    kill(getpid(), SIGKILL);
+    return 0;
+}
+
+static dt_status ending_rank(dt_ctx *ctx, void *user) {
+    const ending *e = (const ending *)user;
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), n = dt_comm_size(world);
+    size_t count = 20000;
+    float *a = (float *)calloc((size_t)n * count, 4),
+          *b = (float *)dt_alloc(ctx, DT_MEM_COMM, (size_t)n * count * 4, "b");
+    dt_work *work = NULL;
+    for (int round = 0; round < 30 && !dt_error(ctx); round++) {
+        if (me == e->rank && round == (int)(e->seed % 20)) {
+            switch (e->way) {
+            case KILLS: kill(getpid(), SIGKILL); break;
+            case KILLS_IN_COPY: dying_copy = 1; break;
+            case EXITS: exit(7); break;
+            case EXITS_0: exit(0); break;
+            case FAILS: dt_fail(ctx, DT_ERR_NUMERIC, "by itself"); break;
+            case STUCK:
+                for (;;) pause();
+                break;
+            default: {
+                static dt_listener deadly;
+                deadly.failed = deadly_failed;
+                /* before the world's: it dies between claim and record */
+                deadly.next = ctx->listeners;
+                ctx->listeners = &deadly;
+                dt_send(world, a, 1, DT_F32, 99, 0);
+            }
+            }
+        }
+        switch (mix(e->seed + (uint64_t)round) % 6) {
+        case 0: dt_all_reduce(world, a, b, count, DT_F32, DT_SUM); break;
+        /* from the heap: the others read it */
+        case 1: dt_all_gather(world, b, a, count, DT_F32); break;
+        case 2: dt_all_to_all(world, a, b, count, DT_F32); break;
+        case 3: dt_barrier(world); break;
+        case 4:
+            work = dt_broadcast_start(world, b, count, DT_F32, round % n);
+            dt_wait(ctx, work);
+            break;
+        default:
+            work = dt_send_start(world, a, count, DT_F32, (me + 1) % n, 0);
+            dt_recv(world, b, count, DT_F32, (me + n - 1) % n, 0);
+            dt_wait(ctx, work);
+        }
+    }
+    dt_free(ctx, DT_MEM_COMM, b, (size_t)n * count * 4);
+    free(a);
+    return dt_error(ctx);
+}
+
+static void test_endings(void) {
+    dt_kernels kernels = *dt_kernels_cpu();
+    kernels.move = deadly_move;
+    int before = 0;
+    for (int way = 0; way < WAYS; way++) {
+        for (int i = 0; i < 8; i++) {
+            outcome o;
+            ending e = { way, i % 4, (uint64_t)(100 * way + 7 * i) };
+            char says[2][96] = { "", "" };
+            prepare_quiet(&o, 4, ending_rank, &e);
+            o.desc.kernels = &kernels;
+            if (way == STUCK) o.desc.timeout_s = 0.3;
+            if (way == STUCK && i > 2) continue;
+            start(&o);
+            if (way == 0 && i == 0) before = shared_things(); /* the board is there now */
+            snprintf(says[0], sizeof says[0], "rank %d", e.rank);
+            if (way == KILLS || way == KILLS_IN_COPY || way == KILLS_IN_RECORD)
+                snprintf(says[1], sizeof says[1], ") was ended by signal 9");
+            if (way == EXITS)
+                snprintf(says[1], sizeof says[1], ") exited with status 7 in its rank function");
+            if (way == EXITS_0)
+                snprintf(says[1], sizeof says[1], ") exited with status 0 in its rank function");
+            if (way == FAILS) snprintf(says[1], sizeof says[1], "by itself");
+            if (way == STUCK)
+                snprintf(says[0], sizeof says[0], " %d did not", e.rank),
+                    snprintf(says[1], sizeof says[1], "timeout 0.3 s");
+            int timed_out = way == STUCK && (strstr(o.report.text, "did not send") ||
+                                                strstr(o.report.text, "did not receive") ||
+                                                strstr(o.report.text, "did not"));
+            CHECK_MSG(o.status != DT_OK && (timed_out || strstr(o.report.text, says[0])) &&
+                          strstr(o.report.text, says[1]) && o.took < 20,
+                "way %d, rank %d: %s, %.1f s", way, e.rank, o.report.text, o.took);
+            if (way < FAILS) CHECK_MSG(strstr(o.report.text, "(process "), "%s", o.report.text);
+            for (int r = 0; r < 4; r++)
+                if (r != e.rank)
+                    CHECK_MSG(o.ended[r] && o.error[r], "way %d: rank %d: %s", way, r,
+                        dt_status_name(o.error[r]));
+            CHECK(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD); /* no child is left */
+            CHECK_MSG(shared_things() == before, "way %d: %d shared things, %d before", way,
+                shared_things(), before);
+        }
+    }
+}
+
+/* A record that its writer left half written is logged too. */
+static int logged;
+static void count_log(void *user, int level, int rank, const char *text) {
+    (void)user, (void)rank, (void)text;
+    logged += level == DT_LOG_ERROR;
+}
+
+static dt_status nothing_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    return dt_barrier(dt_world(ctx));
+}
+
+typedef struct shared_user {
+    int hits;
+    char text[16][32];
+    double sum;
+} shared_user;
+static dt_status user_rank(dt_ctx *ctx, void *user) {
+    shared_user *u = (shared_user *)user;
+    int me = dt_comm_rank(dt_world(ctx));
+    __atomic_fetch_add(&u->hits, 1, __ATOMIC_SEQ_CST);
+    CHECK(u->sum == 2.5);
+    snprintf(u->text[me], 32, "rank %d, %d", me, (int)getpid());
+    dt_barrier(dt_world(ctx));
+    return u->hits == dt_comm_size(dt_world(ctx)) ? DT_OK : DT_ERR_COMM; /* one copy for all */
+}
+
+/* A host table with an alloc of its own: what other ranks must reach lies in the range all the
+   same. */
+static void *own_alloc(void *user, size_t bytes, dt_mem mem) {
+    CHECK_MSG(
+        mem == DT_MEM_HOST || mem == DT_MEM_TEMP || mem == DT_MEM_OPTIM, "class %d", (int)mem);
+    return dt_host_default()->alloc(user, bytes, mem);
+}
+
+static dt_status own_table_rank(dt_ctx *ctx, void *user) {
+    enum { COUNT = 100000 };
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world), bad = 0;
+    float *a = (float *)malloc(COUNT * sizeof *a), *b = (float *)malloc(COUNT * sizeof *b);
+    (void)user;
+    for (int i = 0; i < COUNT; i++) a[i] = (float)(me + i % 7);
+    CHECK(dt_all_reduce(world, a, b, COUNT, DT_F32, DT_SUM) == DT_OK);
+    for (int i = 0; i < COUNT; i++) bad += b[i] != (float)(3 + 3 * (i % 7));
+    if (me == 0) CHECK(dt_send(world, a, COUNT, DT_F32, 1, 0) == DT_OK);
+    if (me == 1) CHECK(dt_recv(world, b, COUNT, DT_F32, 0, 0) == DT_OK);
+    for (int i = 0; i < COUNT && me == 1; i++) bad += b[i] != (float)(i % 7);
+    CHECK_MSG(bad == 0, "%d elements", bad);
+    free(a);
+    free(b);
+    return dt_error(ctx);
+}
+
+static void test_processes(void) {
+    outcome o;
+    for (int k = 0; k < 4; k++) {
+        char says[64];
+        forks_left = k;
+        prepare_quiet(&o, 4, nothing_rank, NULL);
+        start(&o);
+        snprintf(says, sizeof says, "rank %d: its process could not be started", k);
+        CHECK_MSG(o.status == DT_ERR_MEM && strcmp(o.report.text, says) == 0 && o.took < 20, "%s",
+            o.report.text);
+        for (int r = 0; r < k; r++) CHECK(o.error[r] == DT_ERR_PEER && strstr(o.text[r], says));
+        CHECK(waitpid(-1, NULL, WNOHANG) == -1);
+    }
+    forks_left = -1;
+    shared_user u;
+    memset(&u, 0, sizeof u);
+    u.sum = 2.5;
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 5;
+    desc.backend = DT_BACKEND_PROCS;
+    desc.user_bytes = sizeof u;
+    CHECK(dt_run(desc, user_rank, &u) == DT_OK && u.hits == 5);
+    for (int r = 0; r < 5; r++)
+        CHECK(atoi(u.text[r] + 5) == r && !strstr(u.text[r], u.text[(r + 1) % 5] + 8));
+    /* what waits in a buffer of stdio is printed once */
+    int out[2];
+    char text[256];
+    CHECK(pipe(out) == 0);
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        dup2(out[1], 1);
+        close(out[0]);
+        printf("<before>");
+        desc.user_bytes = 0;
+        dt_run(desc, nothing_rank, NULL);
+        printf("<after>");
+        fflush(stdout);
+        _exit(0);
+    }
+    close(out[1]);
+    size_t at = 0;
+    for (ssize_t got;
+         at < sizeof text - 1 && (got = read(out[0], text + at, sizeof text - 1 - at)) > 0;)
+        at += (size_t)got;
+    text[at] = 0;
+    waitpid(pid, NULL, 0);
+    close(out[0]);
+    CHECK_MSG(strcmp(text, "<before><after>") == 0, "%s", text);
+    /* a table without map is refused; a record left half written is logged */
+    dt_host bare = quiet;
+    bare.map = NULL;
+    prepare_procs(&o, 2, nothing_rank, NULL);
+    o.desc.host = &bare;
+    CHECK(start(&o) == DT_ERR_UNSUPPORTED && strstr(o.report.text, "maps memory"));
+    dt_host own = quiet;
+    own.alloc = own_alloc;
+    prepare_procs(&o, 3, own_table_rank, NULL);
+    o.desc.host = &own;
+    CHECK_MSG(start(&o) == DT_OK, "%s", o.report.text);
+    dt_host counting = quiet;
+    counting.log = count_log;
+    ending e = { KILLS_IN_RECORD, 1, 3 };
+    prepare_procs(&o, 3, ending_rank, &e);
+    o.desc.host = &counting;
+    start(&o);
+    CHECK_MSG(o.status == DT_ERR_PEER && logged == 1, "logged %d: %s", logged, o.report.text);
+}
+
+/* ---- 2. heaps
+   ---------------------------------------------------------------------------------------------------- */
+
+enum { BLOCKS = 300 };
+static dt_status heap_rank(dt_ctx *ctx, void *user) {
+    struct {
+        unsigned char *p;
+        size_t bytes;
+        unsigned char mark;
+    } b[BLOCKS];
+    uint64_t h = (uint64_t)dt_comm_rank(dt_world(ctx)) + *(const uint64_t *)user;
+    const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
+    size_t bad = 0, unreachable = 0, top = heap->top;
+    memset(b, 0, sizeof b);
+    for (int step = 0; step < 20000; step++) {
+        h = mix(h + 1);
+        int i = (int)(h % BLOCKS);
+        if (b[i].p) {
+            for (size_t k = 0; k < b[i].bytes; k += k < 300 || k + 300 > b[i].bytes ? 1 : 97)
+                bad += b[i].p[k] != b[i].mark;
+            dt_free(ctx, DT_MEM_COMM, b[i].p, b[i].bytes);
+            b[i].p = NULL;
+        } else {
+            b[i].bytes = 1 + (h >> 16) % (h >> 60 ? 3000 : 300000);
+            b[i].mark = (unsigned char)(h >> 8);
+            b[i].p = (unsigned char *)dt_alloc(ctx, DT_MEM_COMM, b[i].bytes, "a block");
+            if (!b[i].p) return dt_error(ctx);
+            unreachable +=
+                !dt__reachable(dt_world(ctx)->world->shared, b[i].p) || (uintptr_t)b[i].p % 64;
+            for (int j = 0; j < BLOCKS; j++)
+                bad += j != i && b[j].p && b[j].p < b[i].p + b[i].bytes &&
+                       b[i].p < b[j].p + b[j].bytes;
+            memset(b[i].p, b[i].mark, b[i].bytes);
+        }
+    }
+    for (int i = 0; i < BLOCKS; i++) dt_free(ctx, DT_MEM_COMM, b[i].p, b[i].bytes);
+    CHECK_MSG(bad == 0 && unreachable == 0, "%zu bytes or blocks wrong, %zu unreachable", bad,
+        unreachable);
+    /* all joined */
+    CHECK_MSG(heap->top == top && !heap->gaps, "%zu bytes of the heap are still used", heap->top);
+    return dt_error(ctx);
+}
+
+static dt_status exhaust_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
+    /* not touched */
+    void *p = dt_alloc(ctx, DT_MEM_COMM, heap->bytes - heap->top - 4096, "nearly all");
+    CHECK(p && dt_alloc(ctx, DT_MEM_COMM, 65536, "too much") == NULL);
+    return dt_error(ctx);
+}
+
+static void test_heaps(void) {
+    outcome o;
+    uint64_t seed = 5;
+    run_well_on(1, 2, heap_rank, &seed);
+    prepare_quiet(&o, 2, exhaust_rank, NULL);
+    start(&o);
+    CHECK_MSG(o.status == DT_ERR_MEM && strstr(o.report.text, "too much"), "%s", o.report.text);
+}
+
+/* ---- 3. attach: own threads, own transport
+   ----------------------------------------------------------------------- */
+
+typedef struct packet {
+    struct packet *next;
+    int from, to, tag;
+    uint32_t channel;
+    uint64_t word;
+    size_t bytes;
+    char *data;
+} packet;
+typedef struct request {
+    struct request *next;
+    int over, rank, from, tag;
+    uint32_t channel;
+    void *buf;
+    size_t room, came;
+    uint64_t word;
+} request;
+typedef struct net {
+    pthread_mutex_t lock;
+    packet *packets;
+    request *waiting[MAX_RANKS];
+    int failed, refuse_after, begun, live;
+    char text[512];
+} net;
+typedef struct port {
+    net *n;
+    int rank;
+} port;
+
+static void *net_send(
+    void *user, int to, uint32_t channel, int tag, uint64_t word, const void *buf, size_t bytes) {
+    port *p = (port *)user;
+    packet *k = (packet *)calloc(1, sizeof *k), **at;
+    request *r = (request *)calloc(1, sizeof *r);
+    k->from = p->rank, k->to = to, k->tag = tag, k->channel = channel, k->bytes = bytes,
+    k->word = word;
+    k->data = (char *)malloc(bytes + 1);
+    if (bytes) memcpy(k->data, buf, bytes);
+    r->over = 1;
+    r->rank = -1;
+    pthread_mutex_lock(&p->n->lock);
+    int refuse = p->n->refuse_after && ++p->n->begun > p->n->refuse_after;
+    for (at = &p->n->packets; *at; at = &(*at)->next) {
+    }
+    if (!refuse) *at = k, p->n->live++;
+    pthread_mutex_unlock(&p->n->lock);
+    if (refuse) free(k->data), free(k), free(r), r = NULL;
+    return r;
+}
+
+static void *net_recv(void *user, int from, uint32_t channel, int tag, void *buf, size_t bytes) {
+    port *p = (port *)user;
+    request *r = (request *)calloc(1, sizeof *r), **at;
+    r->rank = p->rank, r->from = from, r->tag = tag, r->channel = channel, r->buf = buf,
+    r->room = bytes;
+    pthread_mutex_lock(&p->n->lock);
+    for (at = &p->n->waiting[p->rank]; *at; at = &(*at)->next) {
+    }
+    *at = r;
+    p->n->live++;
+    pthread_mutex_unlock(&p->n->lock);
+    return r;
+}
+
+static void net_drop(net *n, request *r) {
+    for (request **at = &n->waiting[r->rank]; *at; at = &(*at)->next)
+        if (*at == r) {
+            *at = r->next;
+            n->live--;
+            return;
+        }
+}
+
+static int net_test(void *user, void *what, int *from, uint64_t *word, size_t *bytes, char *why) {
+    port *p = (port *)user;
+    request *r = (request *)what;
+    int done;
+    pthread_mutex_lock(&p->n->lock);
+    /* the earliest receive gets the earliest packet */
+    for (request *w = p->n->waiting[p->rank]; w; w = w->next) {
+        for (packet **at = &p->n->packets; *at && !w->over; at = &(*at)->next) {
+            packet *k = *at;
+            if (k->to != p->rank || k->channel != w->channel || k->tag != w->tag) continue;
+            if (w->from != DT_ANY && w->from != k->from) continue;
+            if (k->bytes) memcpy(w->buf, k->data, k->bytes < w->room ? k->bytes : w->room);
+            w->over = 1, w->from = k->from, w->came = k->bytes, w->word = k->word;
+            *at = k->next;
+            free(k->data);
+            free(k);
+            p->n->live--;
+            break;
+        }
+    }
+    done = r->over ? 1 : p->n->failed ? -1 : 0;
+    if (done < 0) snprintf(why, 512, "%s", p->n->text);
+    if (done > 0 && r->rank >= 0) *from = r->from, *bytes = r->came, *word = r->word;
+    if (done && r->rank >= 0) net_drop(p->n, r);
+    if (done) free(r);
+    pthread_mutex_unlock(&p->n->lock);
+    return done;
+}
+
+static void net_cancel(void *user, void *what) {
+    port *p = (port *)user;
+    request *r = (request *)what;
+    pthread_mutex_lock(&p->n->lock);
+    if (r->rank >= 0) net_drop(p->n, r);
+    pthread_mutex_unlock(&p->n->lock);
+    free(r);
+}
+
+static void net_fail(void *user, const char *text) {
+    port *p = (port *)user;
+    pthread_mutex_lock(&p->n->lock);
+    if (!p->n->failed) snprintf(p->n->text, sizeof p->n->text, "%s", text);
+    p->n->failed = 1;
+    pthread_mutex_unlock(&p->n->lock);
+}
+
+typedef struct own {
+    pthread_t thread;
+    dt_team *team;
+    port port;
+    int size, mode, attached;
+    spy *host;
+    dt_status status;
+    char text[512];
+} own;
+enum { GOOD, ONE_FAILS, REFUSED };
+
+/* Everything, in whole numbers. */
+static void everything(dt_ctx *ctx, dt_comm *c) {
+    int n = dt_comm_size(c), me = dt_comm_rank(c), bad = 0, from = -1;
+    size_t counts[] = { 1, 7, 3000 };
+    for (int a = 0; a < DT_ALGORITHMS; a++) {
+        dt_comm_set_algorithm(c, (dt_algorithm)a);
+        for (int k = 0; k < 3; k++) {
+            size_t m = counts[k], all = m * (size_t)n, out[MAX_RANKS], in[MAX_RANKS];
+            int32_t *x = (int32_t *)malloc(all * 4), *y = (int32_t *)malloc(all * 4);
+            for (size_t i = 0; i < all; i++) x[i] = (int32_t)(i * 3) + me;
+            int sum = n * (n - 1) / 2, root = (int)(m % (size_t)n);
+            dt_all_reduce(c, x, y, m, DT_I32, DT_SUM);
+            for (size_t i = 0; i < m; i++) bad += y[i] != (int32_t)(i * 3) * n + sum;
+            dt_reduce(c, x, y, m, DT_I32, DT_MAX, root);
+            for (size_t i = 0; i < m && me == root; i++) bad += y[i] != (int32_t)(i * 3) + n - 1;
+            dt_reduce_scatter(c, x, y, m, DT_I32, DT_SUM);
+            for (size_t i = 0; i < m; i++)
+                bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) * n + sum;
+            dt_all_gather(c, x, y, m, DT_I32);
+            for (size_t i = 0; i < all; i++) bad += y[i] != (int32_t)(i % m * 3) + (int)(i / m);
+            memset(y, 0, all * 4);
+            dt_gather(c, x, y, m, DT_I32, root);
+            for (size_t i = 0; i < all && me == root; i++)
+                bad += y[i] != (int32_t)(i % m * 3) + (int)(i / m);
+            dt_scatter(c, x, y, m, DT_I32, root);
+            for (size_t i = 0; i < m; i++)
+                bad += y[i] != (int32_t)((i + (size_t)me * m) * 3) + root;
+            dt_work *work = dt_all_to_all_start(c, x, y, m, DT_I32);
+            dt_barrier(c);
+            dt_wait(ctx, work);
+            for (size_t i = 0; i < all; i++)
+                bad += y[i] != (int32_t)((i % m + (size_t)me * m) * 3) + (int)(i / m);
+            for (int r = 0; r < n; r++) out[r] = in[r] = (size_t)((me + r) % 2) * m;
+            dt_all_to_all_v(c, x, out, y, in, DT_I32);
+            size_t at = 0;
+            for (int r = 0; r < n; at += in[r], r++) bad += in[r] && (y[at] - r) % 3 != 0;
+            if (me == root) memcpy(y, x, m * 4);
+            dt_broadcast(c, y, m, DT_I32, root);
+            for (size_t i = 0; i < m; i++) bad += y[i] != (int32_t)(i * 3) + root;
+            work = dt_send_start(c, x, m, DT_I32, (me + 1) % n, 4);
+            dt_recv_any(c, y, m, DT_I32, 4, &from);
+            bad += from != (me + n - 1) % n || y[0] != from;
+            dt_wait(ctx, work);
+            bad += dt_mean(c, me) != (n - 1) / 2.0 ||
+                   dt_agree(c, me == n - 1 ? DT_ERR_IO : DT_OK) != DT_ERR_IO;
+            free(x);
+            free(y);
+        }
+    }
+    dt_comm_set_algorithm(c, DT_ALGORITHM_AUTO);
+    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK, "rank %d of %d: %d wrong: %s", me, n, bad,
+        dt_error_text(ctx));
+}
+
+static void *own_thread(void *arg) {
+    own *o = (own *)arg;
+    dt_ctx_desc cd;
+    memset(&cd, 0, sizeof cd);
+    cd.rank = o->port.rank;
+    cd.host = &o->host->host;
+    dt_ctx *ctx = o->team ? dt_team_ctx(o->team, o->port.rank) : dt_ctx_make(cd);
+    dt_transport t = { "queues", &o->port, net_send, net_recv, net_test, net_cancel, net_fail };
+    dt_attach_desc d;
+    memset(&d, 0, sizeof d);
+    d.rank = o->port.rank;
+    d.team = o->team;
+    if (!o->team) d.transport = &t, d.size = o->size, d.timeout_s = 30;
+    if (!ctx) {
+        o->status = DT_ERR_MEM;
+        net_fail(&o->port, "no context");
+        return NULL;
+    }
+    dt_comm *world = dt_comm_attach(ctx, d);
+    if (world && o->mode == GOOD) {
+        everything(ctx, world);
+        dt_comm *turned = dt_comm_split(world, 0, -dt_comm_rank(world), "turned");
+        dt_comm *half = dt_comm_split(world, dt_comm_rank(world) % 2, 0, "half");
+        CHECK(dt_comm_rank(turned) == o->size - 1 - dt_comm_rank(world));
+        everything(ctx, turned);
+        everything(ctx, half);
+        everything(ctx, world);
+        if (o->size == 1)
+            CHECK(!dt_comm_attach(ctx, d) && strstr(dt_error_text(ctx), "attached already"));
+        o->status = DT_OK;
+    } else if (world) {
+        float x[100] = { 0 }, y[100];
+        for (int i = 0; i < 20 && !dt_error(ctx); i++) {
+            dt_work *work = dt_recv_start(world, y, 100, DT_F32, (o->port.rank + 1) % o->size, 3);
+            dt_work *other = dt_all_reduce_start(world, x, x, 100, DT_F32, DT_SUM);
+            if (o->mode == ONE_FAILS && i == 7 && o->port.rank == 1)
+                dt_fail(ctx, DT_ERR_NUMERIC, "of its own");
+            dt_send(world, x, 100, DT_F32, (o->port.rank + o->size - 1) % o->size, 3);
+            dt_comm *s = i % 5 == 0 ? dt_comm_split(world, 0, 0, "s") : world;
+            dt_mean(s, 1);
+            dt_wait(ctx, other);
+            dt_wait(ctx, work);
+        }
+    }
+    if (o->mode != GOOD) o->status = dt_error(ctx);
+    snprintf(o->text, sizeof o->text, "%s", dt_error_text(ctx));
+    o->attached = world != NULL;
+    dt_comm_detach(ctx, dt_error(ctx));
+    dt_ctx_free(ctx);
+    return NULL;
+}
+
+static double own_run(own *all, int n, int mode, int team, spy *host, net *q) {
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = n;
+    desc.host = &host->host;
+    dt_team *t = team ? dt_team_make(desc) : NULL;
+    double from = seconds();
+    pthread_mutex_init(&q->lock, NULL);
+    memset(all, 0, (size_t)n * sizeof *all);
+    for (int r = 0; r < n; r++) {
+        all[r].team = t, all[r].port.n = q, all[r].port.rank = r, all[r].size = n,
+        all[r].mode = mode, all[r].host = host;
+        pthread_create(&all[r].thread, NULL, own_thread, &all[r]);
+    }
+    for (int r = 0; r < n; r++) pthread_join(all[r].thread, NULL);
+    if (t) dt_team_free(t);
+    while (q->packets) {
+        packet *k = q->packets;
+        q->packets = k->next;
+        free(k->data);
+        free(k);
+        q->live--;
+    }
+    return seconds() - from;
+}
+
+static void test_attach(void) {
+    own all[8];
+    for (int team = 0; team < 2; team++) {
+        for (int n = 1; n <= 5; n++) {
+            spy host;
+            net q;
+            spy_make(&host);
+            memset(&q, 0, sizeof q);
+            own_run(all, n, GOOD, team, &host, &q);
+            for (int r = 0; r < n; r++) CHECK(all[r].status == DT_OK && all[r].attached);
+            CHECK_MSG(host.live == 0 && q.live == 0, "team %d: %ld blocks, %d requests are left",
+                team, host.live, q.live);
+        }
+        spy host;
+        net q;
+        spy_make(&host);
+        memset(&q, 0, sizeof q);
+        double took = own_run(all, 4, ONE_FAILS, team, &host, &q);
+        for (int r = 0; r < 4; r++)
+            CHECK_MSG(all[r].status && strstr(all[r].text, "of its own"), "team %d: %s", team,
+                all[r].text);
+        CHECK_MSG(host.live == 0 && q.live == 0 && took < 10, "%ld blocks, %d requests, %.1f s",
+            host.live, q.live, took);
+    }
+    /* memory, and then the transport, refuse: all learn of it, nothing is left */
+    for (long k = 1; k < 60; k++) {
+        for (int what = 0; what < 2; what++) {
+            spy host;
+            net q;
+            spy_make(&host);
+            memset(&q, 0, sizeof q);
+            if (what)
+                q.refuse_after = (int)k;
+            else
+                host.refuse_at = k;
+            double took = own_run(all, 3, REFUSED, 0, &host, &q);
+            int failed = 0;
+            for (int r = 0; r < 3; r++) failed += all[r].status != DT_OK;
+            CHECK_MSG(host.live == 0 && q.live == 0 && took < 10 && (failed == 3 || failed == 0),
+                "%d at %ld: %ld blocks, %d requests, %.1f s, %d failed: %s", what, k, host.live,
+                q.live, took, failed, all[0].text);
+        }
+    }
+    dt_attach_desc d;
+    for (int i = 0; i < 5; i++) {
+        dt_ctx_desc cd;
+        spy host;
+        spy_make(&host);
+        memset(&cd, 0, sizeof cd);
+        memset(&d, 0, sizeof d);
+        cd.host = &host.host;
+        dt_ctx *ctx = dt_ctx_make(cd);
+        dt_transport t = { "none", NULL, net_send, net_recv, net_test, net_cancel, net_fail };
+        if (i > 0) d.transport = &t;
+        d.size = i == 2 ? 0 : 2;
+        d.rank = i == 3 ? 2 : i == 4 ? -1 : 0;
+        if (i != 1) CHECK(dt_comm_attach(ctx, d) == NULL && dt_error(ctx) == DT_ERR_ARG);
+        CHECK(dt_comm_attach(NULL, d) == NULL);
+        dt_comm_detach(ctx, DT_OK);
+        dt_ctx_free(ctx);
+        CHECK(host.live == 0);
+    }
+    spy host;
+    spy_make(&host);
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 2;
+    desc.host = &host.host;
+    dt_team *team = dt_team_make(desc);
+    CHECK(dt_team_ctx(team, 2) == NULL && dt_team_ctx(team, -1) == NULL &&
+          dt_team_free(team) == DT_ERR_ARG && host.live == 0);
+}
+
+/* ---- 4. a hash over many rounds
+   ---------------------------------------------------------------------------------- */
+
+typedef struct rounds {
+    long n;
+    uint64_t hash[8];
+} rounds;
+static dt_status rounds_rank(dt_ctx *ctx, void *user) {
+    rounds *r = (rounds *)user;
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world);
+    static int32_t mine[4000];
+    int32_t *heap = (int32_t *)dt_alloc(ctx, DT_MEM_COMM, sizeof mine, "rounds");
+    uint64_t hash = 1, jitter = (uint64_t)me;
+    for (long round = 0; round < r->n && !dt_error(ctx); round++) {
+        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64
+                                                 : mix((uint64_t)round) / 64 % 4000;
+        int32_t *x = (round + me) % 3 ? mine : heap;
+        jitter = mix(jitter + 1);
+        for (volatile int spin = 0; spin < (int)(jitter % 200); spin++) {
+        }
+        if (jitter % 5000 == 1) dt_ctx_host(ctx)->sleep(dt_ctx_host(ctx)->user, 1e-4);
+        for (size_t i = 0; i < count; i++) x[i] = (int32_t)(round + me + (long)i);
+        dt_barrier(world);
+        dt_all_reduce(world, x, x, count, DT_I32, DT_SUM);
+        for (size_t i = 0; i < count; i++) hash = hash * 31 + (uint32_t)x[i];
+    }
+    r->hash[me] = hash;
+    return dt_error(ctx);
+}
+
+static void test_rounds(void) {
+    rounds r;
+    memset(&r, 0, sizeof r);
+    r.n = getenv("DT_ROUNDS") ? atol(getenv("DT_ROUNDS")) : 5000;
+    uint64_t want = 1;
+    for (long round = 0; round < r.n; round++) {
+        size_t count = mix((uint64_t)round) % 40 ? mix((uint64_t)round) % 64
+                                                 : mix((uint64_t)round) / 64 % 4000;
+        for (size_t i = 0; i < count; i++) want = want * 31 + (uint32_t)(4 * (round + (long)i) + 6);
+    }
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = 4;
+    desc.backend = DT_BACKEND_PROCS;
+    desc.user_bytes = sizeof r;
+    double from = seconds();
+    CHECK(dt_run(desc, rounds_rank, &r) == DT_OK);
+    for (int i = 0; i < 4; i++) CHECK_MSG(r.hash[i] == want, "rank %d: another hash", i);
+    printf("4 forks: %ld rounds of barrier and all-reduce in %.2f s\n", r.n, seconds() - from);
+}
+
+int main(int argc, char **argv) {
+    int all = argc < 2;
+    quiet = *dt_host_default();
+    quiet.log = quiet_log;
+#define PART(name) (all || strcmp(argv[1], name) == 0)
+    if (PART("endings")) test_endings();
+    if (PART("processes")) test_processes();
+    if (PART("heaps")) test_heaps();
+    if (PART("attach")) test_attach();
+    if (PART("rounds")) test_rounds();
+    return check_done("test_comm_procs");
+}

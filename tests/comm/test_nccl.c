@@ -1,0 +1,837 @@
+/* test_nccl.c - ranks with a GPU each, through NCCL, on a machine without one
+
+   The library is linked with fake_cuda.c, which runs what is put into streams late and in a random
+   order, and catches what NCCL does not forgive: another order of operations on another rank, a
+   call while one is in progress. A rank is a thread here that calls dt_run as its own process
+   would, and meets the others over sockets. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "tests/support/check.h"
+#if defined(__has_include)
+#if __has_include(<nccl.h>)
+#define HAVE_NCCL
+#endif
+#endif
+
+#ifndef HAVE_NCCL
+int main(void) {
+    check_skip("nccl: the headers of CUDA and NCCL are not here");
+    return check_done("test_nccl");
+}
+#else
+
+#define DT_NCCL_WIDE 96 /* windows that the tests' sums do not fit */
+#define DT_IMPLEMENTATION
+#include "dt_zero.h"
+#include "tests/cuda/fake_cuda.h"
+#include "tests/comm/rank_data.h"
+
+// ==== 1. Jobs ===================================================================================
+
+typedef dt_status (*rank_fn)(dt_ctx *ctx, void *user);
+typedef struct job {
+    int ranks, port, attach;
+    double timeout_s;
+    rank_fn fn;
+    int what;
+    dt_report report[MAX_RANKS];
+    double took[MAX_RANKS];
+    char fault[64];
+    int quiet, counted;
+} job;
+typedef struct seat {
+    job *job;
+    int rank;
+} seat;
+
+static void log_quietly(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+/* Notices about CUDA_MODULE_LOADING; one of another rank than 0 counts 100. */
+static int notices;
+static void log_counted(void *user, int level, int rank, const char *text) {
+    (void)user;
+    if (level == DT_LOG_NOTICE && strstr(text, "CUDA_MODULE_LOADING"))
+        __atomic_fetch_add(&notices, rank == 0 ? 1 : 100, __ATOMIC_SEQ_CST);
+}
+
+/* A port of the loopback that nobody has now. */
+static int free_port(void) {
+    struct sockaddr_in at;
+    socklen_t n = sizeof at;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (bind(fd, (struct sockaddr *)&at, n) != 0 ||
+        getsockname(fd, (struct sockaddr *)&at, &n) != 0)
+        exit(1);
+    close(fd);
+    return ntohs(at.sin_port);
+}
+
+static void *seat_main(void *p) {
+    seat *s = (seat *)p;
+    job *j = s->job;
+    dt_host host = *dt_host_default();
+    char place[32];
+    double begin = host.now(NULL);
+    snprintf(place, sizeof place, "127.0.0.1:%d", j->port);
+    if (j->quiet) host.log = log_quietly;
+    if (j->counted) host.log = log_counted;
+    dt_run_desc desc = { .ranks = j->ranks,
+        .backend = DT_BACKEND_NCCL,
+        .timeout_s = j->timeout_s,
+        .host = &host,
+        .report = &j->report[s->rank],
+        .rank = s->rank,
+        .rendezvous = place,
+        .fault = j->fault[0] ? j->fault : NULL };
+    dt_run(desc, j->fn, j);
+    j->took[s->rank] = host.now(NULL) - begin;
+    return NULL;
+}
+
+static void job_run(job *j) {
+    pthread_t threads[MAX_RANKS];
+    seat seats[MAX_RANKS];
+    j->port = free_port();
+    if (j->timeout_s == 0) j->timeout_s = 60;
+    for (int r = 0; r < j->ranks; r++) {
+        seats[r].job = j;
+        seats[r].rank = r;
+        pthread_create(&threads[r], NULL, seat_main, &seats[r]);
+    }
+    for (int r = 0; r < j->ranks; r++) pthread_join(threads[r], NULL);
+}
+
+static void machine(int devices, unsigned long long seed, int order) {
+    fake_cuda_reset();
+    fake_cuda_devices(devices);
+    fake_cuda_seed(seed);
+    fake_cuda_order(order);
+    fake_cuda_forbid_default_stream(1);
+}
+
+/* All ranks ended well, CUDA and NCCL had nothing to say, and nothing is left. */
+static void check_clean(const job *j, const char *what) {
+    for (int r = 0; r < j->ranks; r++)
+        CHECK_MSG(j->report[r].status == DT_OK, "%s: rank %d: %s", what, r, j->report[r].text);
+    CHECK_MSG(!fake_cuda_error(), "%s: %s", what, fake_cuda_error());
+    CHECK_MSG(fake_cuda_leaks(1) == 0, "%s: something was not given back", what);
+}
+
+// ==== 2. Arrays on the device ===================================================================
+
+static void to_device(dt_ctx *ctx, void *device, const void *host, size_t bytes) {
+    if (bytes && device) dt_ctx_kernels(ctx)->move(device, host, bytes, dt_ctx_stream(ctx));
+}
+
+static void from_device(dt_ctx *ctx, void *host, const void *device, size_t bytes) {
+    dt__move(ctx, host, device, bytes);
+    dt__sync(ctx);
+}
+
+typedef struct array {
+    void *at;
+    size_t bytes;
+} array;
+static array array_make(dt_ctx *ctx, size_t bytes) {
+    array a = { dt_alloc(ctx, DT_MEM_COMM, bytes, "a test's array"), bytes };
+    return a;
+}
+static void array_free(dt_ctx *ctx, array a) { dt_free(ctx, DT_MEM_COMM, a.at, a.bytes); }
+
+// ==== 3. Collectives ============================================================================
+
+static const dt_dtype types[] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
+static const dt_op redops[] = { DT_SUM, DT_AVG, DT_MAX, DT_MIN, DT_PROD };
+
+/* A sum in another order; of 16-bit numbers it is rounded once, from f32: nearly all are the
+   same. */
+static int near(double got, double want, dt_dtype type, int n) {
+    double tol = type == DT_F64    ? 1e-14
+                 : type == DT_BF16 ? 1.0 / 128
+                 : type == DT_F16  ? 1.0 / 1024
+                                   : 1e-6;
+    return fabs(got - want) <= tol * (fabs(want) + 100.0 * n * (narrow(type) ? 1e-5 : 1));
+}
+
+typedef struct trial {
+    dt_comm *comm;
+    int op, t, o, root, in_place, started;
+    size_t count;
+} trial;
+enum {
+    ALL_REDUCE,
+    REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    GATHER,
+    SCATTER,
+    ALL_TO_ALL,
+    ALL_TO_ALL_V,
+    BROADCAST,
+    OPS
+};
+
+static size_t v_count(const trial *c, int i, int j) {
+    return mix((uint64_t)(i * 64 + j) + c->count) % (c->count + 1);
+}
+
+static dt_work *call(
+    const trial *c, const void *send, void *recv, const size_t *out, const size_t *in) {
+    dt_comm *comm = c->comm;
+    dt_dtype t = types[c->t];
+    dt_op op = redops[c->o];
+    size_t n = c->count;
+    switch (c->op) {
+    case ALL_REDUCE: return dt_all_reduce_start(comm, send, recv, n, t, op);
+    case REDUCE: return dt_reduce_start(comm, send, recv, n, t, op, c->root);
+    case REDUCE_SCATTER: return dt_reduce_scatter_start(comm, send, recv, n, t, op);
+    case ALL_GATHER: return dt_all_gather_start(comm, send, recv, n, t);
+    case GATHER: return dt_gather_start(comm, send, recv, n, t, c->root);
+    case SCATTER: return dt_scatter_start(comm, send, recv, n, t, c->root);
+    case ALL_TO_ALL: return dt_all_to_all_start(comm, send, recv, n, t);
+    case ALL_TO_ALL_V: return dt_all_to_all_v_start(comm, send, out, recv, in, t);
+    default: return dt_broadcast_start(comm, recv, n, t, c->root);
+    }
+}
+
+/* What this rank must hold at element i of its result. */
+static double wanted(const trial *c, size_t i, const size_t *in) {
+    int n = dt_comm_size(c->comm), me = dt_comm_rank(c->comm),
+        r = (int)(c->count ? i / c->count : 0);
+    size_t at = c->count ? i % c->count : 0, first = 0;
+    dt_dtype t = types[c->t];
+    switch (c->op) {
+    case ALL_REDUCE:
+    case REDUCE: return naive(n, i, t, redops[c->o]);
+    case REDUCE_SCATTER: return naive(n, (size_t)me * c->count + i, t, redops[c->o]);
+    case ALL_GATHER:
+    case GATHER: return held(r, at, t, DT_SUM);
+    case SCATTER: return held(c->root, (size_t)me * c->count + i, t, DT_SUM);
+    case ALL_TO_ALL: return held(r, (size_t)me * c->count + at, t, DT_SUM);
+    case ALL_TO_ALL_V:
+        for (r = 0; i >= in[r]; r++) i -= in[r];
+        for (int to = 0; to < me; to++) first += v_count(c, r, to);
+        return held(r, first + i, t, DT_SUM);
+    default: return held(c->root, i, t, DT_SUM);
+    }
+}
+
+static void trial_run(trial c) {
+    dt_ctx *ctx = c.comm->world->ctx;
+    int n = dt_comm_size(c.comm), me = dt_comm_rank(c.comm), root = me == c.root;
+    int cut = c.op == REDUCE_SCATTER || c.op == SCATTER || c.op == ALL_TO_ALL;
+    int wide = c.op == ALL_GATHER || c.op == GATHER || c.op == ALL_TO_ALL;
+    int has = root || (c.op != REDUCE && c.op != GATHER);
+    size_t size = dt_dtype_size(types[c.t]), out[MAX_RANKS], in[MAX_RANKS], sent = 0, came = 0,
+           bad = 0, other = 0;
+    dt_op op = c.op <= REDUCE_SCATTER ? redops[c.o] : DT_SUM;
+    for (int r = 0; r < n; r++)
+        sent += out[r] = v_count(&c, me, r), came += in[r] = v_count(&c, r, me);
+    size_t sends = c.op == ALL_TO_ALL_V ? sent : c.count * (size_t)(cut ? n : 1);
+    size_t takes = c.op == ALL_TO_ALL_V ? came : c.count * (size_t)(wide ? n : 1);
+    int one = (c.in_place && c.op < ALL_TO_ALL) || c.op == BROADCAST;
+    array a = array_make(ctx, (sends + takes) * size + 8), b = array_make(ctx, takes * size + 8);
+    if (dt_error(ctx) != DT_OK) return;
+    char *host = (char *)malloc((sends + takes) * size + 8), *send = (char *)a.at,
+         *recv = (char *)b.at;
+    if (one)
+        recv = send + (c.op == REDUCE_SCATTER || c.op == SCATTER ? (size_t)me * c.count * size : 0);
+    if (one && (c.op == ALL_GATHER || c.op == GATHER))
+        recv = send, send += (size_t)me * c.count * size;
+    for (size_t i = 0; i < sends; i++) put(host, types[c.t], i, held(me, i, types[c.t], op));
+    if (c.op != BROADCAST || root) to_device(ctx, send, host, sends * size);
+    dt_work *work = call(&c, send, recv, out, in);
+    dt_wait(ctx, work);
+    from_device(ctx, host, recv, takes * size);
+    for (size_t i = 0; i < takes && has; i++) {
+        double want = wanted(&c, i, in), got = get(host, types[c.t], i);
+        other += got != want;
+        bad += !(c.op <= REDUCE_SCATTER && op != DT_MAX && op != DT_MIN
+                     ? near(got, want, types[c.t], n)
+                     : got == want);
+    }
+    if (narrow(types[c.t]) && n > 2) bad += 20 * other > takes + 100 ? other : 0;
+    CHECK_MSG(bad == 0 && dt_error(ctx) == DT_OK,
+        "operation %d %s x %zu by %d, root %d, %d ranks, rank %d, in place "
+        "%d: %zu of %zu wrong",
+        c.op, dt_dtype_name(types[c.t]), c.count, c.o, c.root, n, me, c.in_place, bad, takes);
+    free(host);
+    array_free(ctx, a);
+    array_free(ctx, b);
+}
+
+static void sweep(dt_comm *comm, int stride) {
+    static const size_t counts[] = { 0, 1, 17, 301, 5003 };
+    int number = 0;
+    for (int k = 0; k < 5; k++)
+        for (int t = 0; t < 5; t++)
+            for (int op = 0; op < OPS; op++)
+                for (int o = 0; o < (op <= REDUCE_SCATTER ? 5 : 1); o++)
+                    for (int in_place = 0; in_place < 2; in_place++) {
+                        trial c = { comm, op, t, o, number % dt_comm_size(comm), in_place, 0,
+                            counts[k] };
+                        if (mix((uint64_t)++number) % (uint64_t)stride == 0) trial_run(c);
+                    }
+}
+
+static dt_status collectives(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *world = dt_world(ctx);
+    int n = dt_comm_size(world), me = dt_comm_rank(world);
+    sweep(world, j->what);
+    dt_comm *odd = dt_comm_split(world, me % 2, -me, "odd"),
+            *few = dt_comm_split(world, me ? 0 : -1, 0, "few");
+    dt_comm *again = dt_comm_split(odd, 0, 0, "again");
+    if (dt_error(ctx) != DT_OK) return dt_error(ctx);
+    CHECK(dt_comm_size(odd) == (n + 1 - me % 2) / 2 && (few == NULL) == (me == 0));
+    sweep(odd, 4 * j->what);
+    float values[2] = { (float)me, (float)-me }; /* a variable's memory is the host's */
+    dt_all_reduce(world, values, values, 2, DT_F32, DT_MAX);
+    CHECK(dt_error(ctx) == DT_OK && values[0] == (float)(n - 1) && values[1] == 0);
+    if (few) sweep(few, 4 * j->what);
+    sweep(again, 8 * j->what);
+    return dt_error(ctx);
+}
+
+static void test_collectives(void) {
+    for (int n = 1; n <= 5; n++)
+        for (int order = 0; order < 3; order++) {
+            job j = { .ranks = n, .fn = collectives, .what = n == 2 ? 3 : 17 };
+            machine(n, (unsigned long long)(10 * n + order), order);
+            job_run(&j);
+            check_clean(&j, "collectives");
+        }
+}
+
+// ==== 4. Messages ===============================================================================
+
+static void pattern(float *p, size_t n, int from, int tag) {
+    for (size_t i = 0; i < n; i++) p[i] = (float)(from * 1000000 + tag * 10000 + (int)(i % 9973));
+}
+
+static int holds(dt_ctx *ctx, array a, size_t n, int from, int tag) {
+    float *got = (float *)malloc(2 * n * sizeof *got + 8), *want = got + n;
+    from_device(ctx, got, a.at, n * sizeof *got);
+    pattern(want, n, from, tag);
+    int same = memcmp(got, want, n * sizeof *got) == 0;
+    free(got);
+    return same;
+}
+
+static array filled(dt_ctx *ctx, size_t n, int from, int tag) {
+    array a = array_make(ctx, n * sizeof(float) + 8);
+    float *x = (float *)malloc(n * sizeof *x + 8);
+    pattern(x, n, from, tag);
+    to_device(ctx, a.at, x, n * sizeof *x);
+    free(x);
+    return a;
+}
+
+enum { LETTERS = 6 };
+/* 1,024 floats still travel over sockets */
+static const size_t lengths[LETTERS] = { 1, 1024, 1025, 5000, 20011, 3 };
+
+/* Round the ring: all are sent at once and asked for in another order. */
+static void mail(dt_comm *world, int turn) {
+    dt_ctx *ctx = world->world->ctx;
+    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
+        left = (me + n - 1) % n;
+    dt_work *sends[LETTERS], *recvs[LETTERS];
+    array out[LETTERS], in[LETTERS];
+    for (int k = 0; k < LETTERS; k++) {
+        out[k] = filled(ctx, lengths[k], me, k);
+        in[k] = array_make(ctx, lengths[k] * sizeof(float) + 8);
+        sends[k] = dt_send_start(world, out[k].at, lengths[k], DT_F32, right, k);
+    }
+    for (int i = 0; i < LETTERS; i++) {
+        int k = (i * 5 + turn) % LETTERS;
+        recvs[k] = dt_recv_start(world, in[k].at, lengths[k], DT_F32, left, k);
+        if (i % 2) dt_wait(ctx, recvs[k]);
+    }
+    for (int i = 0; i < LETTERS; i++) {
+        int k = (i * 5 + turn) % LETTERS;
+        if (i % 2 == 0) dt_wait(ctx, recvs[k]);
+        dt_wait(ctx, sends[k]);
+        /* a buffer is its owner's after dt_wait */
+        dt_fill_args wipe = { DT_F32, out[k].at, lengths[k], -1 };
+        dt_ctx_kernels(ctx)->fill(&wipe, dt_ctx_stream(ctx));
+    }
+    for (int k = 0; k < LETTERS; k++) {
+        CHECK_MSG(holds(ctx, in[k], lengths[k], left, k), "rank %d: message %d of %zu is wrong", me,
+            k, lengths[k]);
+        array_free(ctx, out[k]);
+        array_free(ctx, in[k]);
+    }
+}
+
+/* Many of one tag keep their order; whoever comes first; everybody to everybody; by a ring of
+   messages. */
+static void more_mail(dt_comm *world) {
+    enum { MANY = 12, LONG = 1500 };
+    dt_ctx *ctx = world->world->ctx;
+    int n = dt_comm_size(world), me = dt_comm_rank(world), right = (me + 1) % n,
+        left = (me + n - 1) % n;
+    array out[MANY], in = array_make(ctx, LONG * sizeof(float)),
+                     all = array_make(ctx, (size_t)n * LONG * 4);
+    dt_work *sends[MANY];
+    dt_transfer transfers[2 * MAX_RANKS];
+    if (!in.at || !all.at) return;
+    for (int i = 0; i < MANY; i++) out[i] = filled(ctx, LONG, me, i);
+    for (int i = 0; i < MANY; i++)
+        sends[i] = dt_send_start(world, out[i].at, i % 3 ? LONG : 5, DT_F32, right, 9);
+    for (int i = 0; i < MANY; i++) {
+        dt_recv(world, in.at, i % 3 ? LONG : 5, DT_F32, left, 9);
+        CHECK(holds(ctx, in, i % 3 ? LONG : 5, left, i));
+    }
+    for (int i = 0; i < MANY; i++) dt_wait(ctx, sends[i]);
+    if (me > 0) dt_send(world, out[me % MANY].at, LONG, DT_F32, 0, 3);
+    for (int r = 1, from = -1; me == 0 && r < n; r++) {
+        dt_recv_any(world, in.at, LONG, DT_F32, 3, &from);
+        CHECK(from > 0 && holds(ctx, in, LONG, from, from % MANY));
+    }
+    memset(transfers, 0, sizeof transfers);
+    for (int r = 0; r < n; r++) {
+        transfers[r] =
+            (dt_transfer){ .send = out[r % MANY].at, .count = LONG, .peer = r, .tag = 1 };
+        transfers[n + r] = (dt_transfer){
+            .recv = (char *)all.at + (size_t)r * LONG * 4, .count = LONG, .peer = r, .tag = 1
+        };
+    }
+    CHECK(dt_exchange(world, transfers, 2 * n) == DT_OK);
+    for (int r = 0; r < n; r++) {
+        array one = { (char *)all.at + (size_t)r * LONG * 4, 0 };
+        CHECK(holds(ctx, one, LONG, r, me % MANY));
+    }
+    for (int i = 0; i < MANY; i++) array_free(ctx, out[i]);
+    array_free(ctx, in);
+    array_free(ctx, all);
+    dt_comm_set_algorithm(world, DT_RING);
+    for (int op = 0; op < 4; op++) trial_run((trial){ world, op, 0, 0, 0, 0, 0, 3001 });
+    dt_comm_set_algorithm(world, DT_ALGORITHM_AUTO);
+}
+
+static dt_status messages(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    for (int turn = 0; turn < j->what; turn++) mail(dt_world(ctx), turn);
+    more_mail(dt_world(ctx));
+    return dt_error(ctx);
+}
+
+static void test_messages(void) {
+    for (int n = 1; n <= 4; n++)
+        for (int order = 0; order < 3; order++) {
+            job j = { .ranks = n, .fn = messages, .what = 4 };
+            machine(n, (unsigned long long)(100 * n + order), order);
+            job_run(&j);
+            check_clean(&j, "messages");
+        }
+}
+
+// ==== 5. Under way together =====================================================================
+
+/* Sums on two groups go on while the rank computes on what the one before brought, and overwrites
+   what was sent. */
+static dt_status overlap(dt_ctx *ctx, void *user) {
+    enum { N = 700, STEPS = 6 };
+    dt_comm *world = dt_world(ctx), *pair = dt_comm_split(world, dt_ctx_rank(ctx) / 2, 0, "pair");
+    const dt_kernels *k = dt_ctx_kernels(ctx);
+    void *stream = dt_ctx_stream(ctx);
+    int n = dt_comm_size(world), m = dt_comm_size(pair);
+    array a = array_make(ctx, N * 4), b = array_make(ctx, N * 4), got = array_make(ctx, N * 4);
+    double value = 1 + dt_ctx_rank(ctx), sums[2];
+    float host[N];
+    (void)user;
+    for (int step = 0; step < STEPS && dt_error(ctx) == DT_OK; step++) {
+        dt_fill_args first = { DT_F32, a.at, N, value }, second = { DT_F32, b.at, N, 2 * value };
+        k->fill(&first, stream);
+        dt_work *one = dt_all_reduce_start(world, a.at, a.at, N, DT_F32, DT_SUM);
+        k->fill(&second, stream);
+        dt_work *two = dt_all_reduce_start(pair, b.at, b.at, N, DT_F32, DT_SUM);
+        if (step % 2) dt_wait(ctx, two), two = NULL;
+        dt_wait(ctx, one);
+        k->move(got.at, a.at, N * 4, stream);
+        first.value = second.value = -7; /* nobody reads these any more */
+        k->fill(&first, stream);
+        if (two) dt_wait(ctx, two);
+        from_device(ctx, host, got.at, N * 4);
+        sums[0] = n * (n + 1) / 2.0, sums[1] = 2 * value;
+        for (int r = 0; r < dt_comm_size(pair) && m > 1; r++)
+            sums[1] += dt_comm_world_rank(pair, r) == dt_ctx_rank(ctx)
+                           ? 0
+                           : 2 * (1.0 + dt_comm_world_rank(pair, r));
+        int bad = 0;
+        for (int i = 0; i < N; i++) bad += host[i] != (float)sums[0];
+        from_device(ctx, host, b.at, N * 4);
+        for (int i = 0; i < N; i++) bad += host[i] != (float)sums[1];
+        CHECK_MSG(
+            bad == 0, "step %d on rank %d: %d numbers are wrong", step, dt_ctx_rank(ctx), bad);
+    }
+    array_free(ctx, a);
+    array_free(ctx, b);
+    array_free(ctx, got);
+    return dt_error(ctx);
+}
+
+/* While communicators are made all ranks wait and no message is on its way: that is no deadlock. */
+static void test_slow(void) {
+    job j = { .ranks = 3, .fn = overlap };
+    machine(3, 1, FAKE_CUDA_RANDOM);
+    fake_nccl_slow(0.3);
+    job_run(&j);
+    check_clean(&j, "slow communicators");
+}
+
+static void test_overlap(void) {
+    for (int seed = 0; seed < 30; seed++) {
+        job j = { .ranks = 2 + seed % 4, .fn = overlap };
+        machine(j.ranks, (unsigned long long)seed, seed % 3);
+        job_run(&j);
+        check_clean(&j, "overlap");
+    }
+}
+
+// ==== 6. What goes wrong ========================================================================
+
+enum { FAILS, LATE, STAYS_AWAY, OTHER_COUNT, OTHER_OP, HOST_MEMORY, FEW_DEVICES, ASYNC, MISTAKES };
+static const struct {
+    const char *text;
+    dt_status status;
+    double within;
+} mistakes[MISTAKES] = {
+    { "rank 1: out of ideas", DT_ERR_ARG, 3 },
+    { "timeout 1.0 s in all-reduce f32 x 3000 sum #3 on world", DT_ERR_TIMEOUT, 6 },
+    { "rank 1 ended without calling all-reduce #3 on world", DT_ERR_COMM, 3 },
+    { "calls all-reduce f32 x 2999 sum", DT_ERR_COMM, 3 },
+    { "calls reduce-scatter f32 x 3000 sum", DT_ERR_COMM, 3 },
+    { "calls all-reduce f32 x 4 sum in host memory", DT_ERR_COMM, 3 },
+    { "Duplicate GPU detected", DT_ERR_COMM, 3 },
+    { "NCCL: a communicator", DT_ERR_COMM, 3 },
+};
+
+static dt_status mistaken_with(dt_ctx *ctx, const job *j, array a, array b) {
+    dt_comm *world = dt_world(ctx);
+    int bad = dt_ctx_rank(ctx) == 1;
+    float host[4];
+    double until = dt_host_default()->now(NULL) + 4;
+    dt_fill_args args = { DT_F32, a.at, 9000, 1 };
+    if (!b.at) return dt_error(ctx);
+    dt_ctx_kernels(ctx)->fill(&args, dt_ctx_stream(ctx));
+    for (int step = 0; step < 120 && j->what != LATE && j->what != STAYS_AWAY; step++)
+        dt_comm_step(world);
+    dt_all_reduce(world, a.at, b.at, 3000, DT_F32, DT_SUM);
+    if (bad && j->what == FAILS) return dt_fail(ctx, DT_ERR_ARG, "out of ideas");
+    if (bad && j->what == STAYS_AWAY) return from_device(ctx, host, b.at, 16), dt_error(ctx);
+    while (
+        bad && j->what == LATE && dt_host_default()->now(NULL) < until && dt_error(ctx) == DT_OK) {
+    }
+    if (bad && j->what == OTHER_COUNT)
+        dt_all_reduce(world, a.at, b.at, 2999, DT_F32, DT_SUM);
+    else if (bad && j->what == OTHER_OP)
+        dt_reduce_scatter(world, a.at, b.at, 3000, DT_F32, DT_SUM);
+    else if (bad && j->what == HOST_MEMORY)
+        dt_all_reduce(world, host, host, 4, DT_F32, DT_SUM);
+    else
+        dt_all_reduce(world, a.at, b.at, 3000, DT_F32, DT_SUM);
+    from_device(ctx, host, b.at, 16);
+    return dt_error(ctx);
+}
+
+static dt_status mistaken(dt_ctx *ctx, void *user) {
+    array a = array_make(ctx, 9000 * 4), b = array_make(ctx, 9000 * 4);
+    dt_status status = mistaken_with(ctx, (const job *)user, a, b);
+    array_free(ctx, a);
+    array_free(ctx, b);
+    return status;
+}
+
+/* Every rank ends in time with the same reason; and the next run of the same processes goes
+   well. */
+static void test_mistakes(void) {
+    for (int what = 0; what < MISTAKES; what++)
+        for (int order = 0; order < 3; order++) {
+            job j = { .ranks = 3,
+                .fn = mistaken,
+                .what = what,
+                .quiet = 1,
+                .timeout_s = what == LATE ? 1 : 30 };
+            machine(what == FEW_DEVICES ? 2 : 3, (unsigned long long)(what * 10 + order), order);
+            if (what == ASYNC) fake_nccl_fail(1, 1, ncclSystemError);
+            job_run(&j);
+            for (int r = 0; r < 3; r++)
+                CHECK_MSG(j.report[r].status != DT_OK &&
+                              strstr(j.report[r].text, mistakes[what].text) &&
+                              j.took[r] < mistakes[what].within,
+                    "mistake %d, rank %d after %.1f s: %s, %s", what, r, j.took[r],
+                    dt_status_name(j.report[r].status), j.report[r].text);
+            fake_cuda_clear_error();
+            job again = { .ranks = what == FEW_DEVICES ? 2 : 3, .fn = overlap };
+            job_run(&again);
+            check_clean(&again, "a run after a failure");
+        }
+}
+
+// ==== 7. While the device goes on ===============================================================
+
+/* The device still has an operation that others have not come to: neither a message nor memory that
+   is given back waits for it, and when the context fails what hangs on several communicators ends
+   together. */
+enum { BAD_INDEX, SEND_BEHIND, FREE_STARTED, NO_MEMORY, HANGS_ONCE, HANGS_TWICE, GOING_ON };
+static const struct {
+    const char *text;
+    dt_status status;
+} goes_on[GOING_ON] = {
+    [BAD_INDEX] = { "outside of its table", DT_ERR_ARG },
+    [SEND_BEHIND] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+    [HANGS_ONCE] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+    [HANGS_TWICE] = { "timeout 1.0 s", DT_ERR_TIMEOUT },
+};
+enum { SOME = 5000 };
+
+static double seconds(void) { return dt_host_default()->now(NULL); }
+
+static void stay_away(void) { dt_host_default()->sleep(NULL, 2.5); }
+
+/* A message does not take along what the device has found: the next wait tells of it. */
+static void bad_index(dt_ctx *ctx, array a, array b) {
+    const dt_kernels *k = dt_ctx_kernels(ctx);
+    int32_t ids[8] = { 0, 1, 2, 3, 99, 1, 2, 3 };
+    if (dt_ctx_rank(ctx) == 1) dt_recv(dt_world(ctx), b.at, SOME, DT_F32, 0, 0);
+    if (dt_ctx_rank(ctx) > 0) return;
+    to_device(ctx, b.at, ids, sizeof ids);
+    dt_embedding_args e = { .dtype = DT_F32,
+        .out = (float *)b.at + 64,
+        .table = (float *)b.at + 200,
+        .ids = (int32_t *)b.at,
+        .rows = 8,
+        .cols = 8,
+        .vocab = 4,
+        .held = 4 };
+    CHECK(k->embedding(&e, dt_ctx_stream(ctx)) == DT_OK);
+    for (int i = 0; i < 300; i++)
+        k->fill(&(dt_fill_args){ DT_F32, a.at, 64, i }, dt_ctx_stream(ctx));
+    dt_send(dt_world(ctx), a.at, SOME, DT_F32, 1, 0);
+}
+
+static void send_behind(dt_ctx *ctx, array a, array b) {
+    dt_comm *world = dt_world(ctx);
+    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) return;
+    dt_all_reduce(world, a.at, a.at, SOME, DT_F32, DT_SUM);
+    double begin = seconds();
+    if (dt_ctx_rank(ctx) == 0)
+        dt_send(world, b.at, SOME, DT_F32, 2, 0);
+    else
+        dt_recv(world, b.at, SOME, DT_F32, 0, 0);
+    CHECK_MSG(dt_error(ctx) == DT_OK && seconds() - begin < 0.9, "a message took %.1f s",
+        seconds() - begin);
+}
+
+/* Rank 1 begins the sum when it has the message, which rank 0 sends after it has given back
+   memory. */
+static void free_started(dt_ctx *ctx, array a) {
+    dt_comm *world = dt_world(ctx);
+    array kept = array_make(ctx, 1 << 20), words = array_make(ctx, 64);
+    void *first = kept.at;
+    if (!words.at) return;
+    if (dt_ctx_rank(ctx) == 1) dt_recv(world, words.at, 4, DT_F32, 0, 0);
+    dt_work *work = dt_all_reduce_start(world, a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (dt_ctx_rank(ctx) == 0) {
+        for (int i = 0; i < 50; i++) dt_test(ctx, work);
+        array_free(ctx, kept);
+        kept = array_make(ctx, 1 << 20);
+        CHECK(kept.at == first);
+        void *pinned = dt_pin(ctx, 100, "some");
+        dt_unpin(ctx, pinned, 100);
+        dt_send(world, words.at, 4, DT_F32, 1, 0);
+    }
+    dt_wait(ctx, work);
+    array_free(ctx, kept);
+    array_free(ctx, words);
+}
+
+/* What is kept does not keep memory from who asks for another size: that waits for what was
+   started. */
+static void no_memory(dt_ctx *ctx, array a) {
+    enum { MUCH = 6 << 20 };
+    array kept = array_make(ctx, MUCH);
+    dt_work *work = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (dt_ctx_rank(ctx) == 1) dt_host_default()->sleep(NULL, 0.2);
+    array_free(ctx, kept);
+    kept = array_make(ctx, MUCH + 4096);
+    CHECK_MSG(kept.at, "%s", dt_error_text(ctx));
+    dt_wait(ctx, work);
+    array_free(ctx, kept);
+}
+
+static void hang(dt_ctx *ctx, array a, array b, dt_comm *twin) {
+    if (dt_ctx_rank(ctx) == 1) stay_away();
+    if (dt_ctx_rank(ctx) == 1) return;
+    dt_work *one = twin ? dt_all_reduce_start(twin, b.at, b.at, SOME, DT_F32, DT_SUM) : NULL;
+    dt_work *two = dt_all_reduce_start(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_SUM);
+    if (one) dt_wait(ctx, one);
+    dt_wait(ctx, two);
+}
+
+static dt_status going_on(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *twin = dt_comm_split(dt_world(ctx), 0, 0, "twin");
+    array a = array_make(ctx, SOME * 4), b = array_make(ctx, SOME * 4);
+    if (!b.at) return dt_error(ctx);
+    /* nothing is compared any more */
+    for (int step = 0; step < 120; step++) dt_comm_step(dt_world(ctx));
+    dt_all_reduce(twin, a.at, a.at, SOME, DT_F32, DT_MAX);
+    dt_all_reduce(dt_world(ctx), a.at, a.at, SOME, DT_F32, DT_MAX);
+    dt__sync(ctx);
+    if (j->what == BAD_INDEX) bad_index(ctx, a, b);
+    if (j->what == SEND_BEHIND) send_behind(ctx, a, b);
+    if (j->what == FREE_STARTED) free_started(ctx, a);
+    if (j->what == NO_MEMORY) no_memory(ctx, a);
+    if (j->what == HANGS_ONCE || j->what == HANGS_TWICE)
+        hang(ctx, a, b, j->what == HANGS_TWICE ? twin : NULL);
+    dt__sync(ctx);
+    array_free(ctx, a);
+    array_free(ctx, b);
+    return dt_error(ctx);
+}
+
+static void test_going_on(void) {
+    for (int what = 0; what < GOING_ON; what++)
+        for (int order = 0; order < (goes_on[what].status == DT_ERR_TIMEOUT ? 1 : 3); order++) {
+            job j = {
+                .ranks = what == SEND_BEHIND ? 3 : 2, .fn = going_on, .what = what, .quiet = 1
+            };
+            if (goes_on[what].status == DT_ERR_TIMEOUT) j.timeout_s = 1;
+            machine(j.ranks, (unsigned long long)(what * 10 + order), order);
+            if (what == NO_MEMORY) fake_cuda_memory(10 << 20);
+            job_run(&j);
+            if (!goes_on[what].text) check_clean(&j, "a sum that is begun late");
+            for (int r = 0; r < j.ranks && goes_on[what].text; r++)
+                CHECK_MSG(j.report[r].status == goes_on[what].status &&
+                              strstr(j.report[r].text, goes_on[what].text) && j.took[r] < 4,
+                    "case %d, rank %d after %.1f s: %s, %s", what, r, j.took[r],
+                    dt_status_name(j.report[r].status), j.report[r].text);
+            CHECK_MSG(!fake_cuda_error(), "case %d: %s", what, fake_cuda_error());
+            fake_cuda_clear_error();
+        }
+}
+
+// ==== 8. A communicator of the caller's =========================================================
+
+/* Its sockets are the caller's too: here the messages of a run over tcp. What 1: rank 0 is left
+   alone in a sum. */
+static ncclUniqueId given_id;
+static dt_status lent(dt_ctx *ctx, void *user) {
+    int fails = ((const job *)user)->what;
+    dt_comm *world = dt_world(ctx);
+    dt__world *w = world->world;
+    ncclComm_t comm = NULL;
+    dt_ctx *mine =
+        dt_ctx_make((dt_ctx_desc){ .rank = dt_ctx_rank(ctx), .place = dt_ctx_rank(ctx) });
+    CHECK(
+        ncclCommInitRank(&comm, dt_comm_size(world), given_id, dt_comm_rank(world)) == ncclSuccess);
+    dt_comm *own = dt_comm_attach(mine, (dt_attach_desc){ .rank = dt_ctx_rank(ctx),
+                                            .transport = &w->transport,
+                                            .size = dt_comm_size(world),
+                                            .timeout_s = fails ? 1 : 30,
+                                            .nccl = comm });
+    CHECK(own && dt_error(mine) == DT_OK);
+    if (own) sweep(own, 40);
+    dt_comm *pair = own ? dt_comm_split(own, dt_comm_rank(own) / 2, 0, "pair") : NULL;
+    if (pair) sweep(pair, 100);
+    dt_barrier(own);
+    if (fails) {
+        array a = array_make(mine, SOME * 4);
+        double begin = seconds();
+        for (int step = 0; step < 120; step++) dt_comm_step(own);
+        if (dt_comm_rank(own) == 0)
+            dt_all_reduce(own, a.at, a.at, SOME, DT_F32, DT_SUM);
+        else
+            stay_away();
+        dt__sync(mine);
+        array_free(mine, a);
+        dt_comm_detach(mine, DT_OK);
+        CHECK_MSG(seconds() - begin < 4 &&
+                      (dt_error(mine) == DT_ERR_TIMEOUT) == (dt_comm_rank(world) == 0),
+            "rank %d after %.1f s: %s", dt_comm_rank(world), seconds() - begin,
+            dt_error_text(mine));
+    } else {
+        dt_comm_detach(mine, DT_OK);
+        CHECK_MSG(dt_error(mine) == DT_OK, "%s", dt_error_text(mine));
+    }
+    /* else it has been aborted */
+    if (dt_error(mine) == DT_OK) CHECK(ncclCommDestroy(comm) == ncclSuccess);
+    dt_ctx_free(mine);
+    return dt_error(ctx);
+}
+
+static void *lent_main(void *p) {
+    seat *s = (seat *)p;
+    char place[32];
+    snprintf(place, sizeof place, "127.0.0.1:%d", s->job->port);
+    dt_run((dt_run_desc){ .ranks = s->job->ranks,
+               .backend = DT_BACKEND_TCP,
+               .timeout_s = 30,
+               .kernels = dt_kernels_cpu(),
+               .report = &s->job->report[s->rank],
+               .rank = s->rank,
+               .rendezvous = place },
+        lent, s->job);
+    return NULL;
+}
+
+static void test_attach(int fails) {
+    job j = { .ranks = 4, .port = free_port(), .what = fails };
+    pthread_t threads[4];
+    seat seats[4];
+    machine(4, 5, FAKE_CUDA_RANDOM);
+    ncclGetUniqueId(&given_id);
+    for (int r = 0; r < 4; r++) {
+        seats[r] = (seat){ &j, r };
+        pthread_create(&threads[r], NULL, lent_main, &seats[r]);
+    }
+    for (int r = 0; r < 4; r++) pthread_join(threads[r], NULL);
+    if (!fails) check_clean(&j, "a communicator of the caller's");
+    /* not rank 0's run */
+    for (int r = 0; r < 4 && fails; r++) CHECK(j.report[r].status == (r ? DT_ERR_PEER : DT_OK));
+    CHECK_MSG(!fake_cuda_error() && fake_cuda_leaks(1) == 0, "%s", fake_cuda_error());
+}
+
+/* Rank 0 says once that kernels may be loaded late, unless they may not: as in all tests after this
+   one. */
+static void test_loading(void) {
+    static const char *const set[] = { NULL, "LAZY", "EAGER" };
+    for (int i = 0; i < 3; i++) {
+        job j = { .ranks = 3, .fn = overlap, .counted = 1 };
+        if (set[i])
+            setenv("CUDA_MODULE_LOADING", set[i], 1);
+        else
+            unsetenv("CUDA_MODULE_LOADING");
+        machine(3, 1, FAKE_CUDA_RANDOM);
+        notices = 0;
+        job_run(&j);
+        check_clean(&j, "loading");
+        CHECK_MSG(notices == (i < 2), "CUDA_MODULE_LOADING %s: %d notices",
+            set[i] ? set[i] : "not set", notices);
+    }
+}
+
+int main(void) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    test_loading();
+    test_collectives();
+    test_messages();
+    test_overlap();
+    test_slow();
+    test_mistakes();
+    test_going_on();
+    test_attach(0);
+    test_attach(1);
+    return check_done("test_nccl");
+}
+#endif

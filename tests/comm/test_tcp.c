@@ -1,0 +1,413 @@
+/* test_tcp.c - dt_comm.h over sockets: the cases of comm_cases.h, and every way in which a peer can
+   go.
+
+   Ranks are forks: tcp_jobs.h. A hash of all that they received must be that of the same cases on
+   threads. How ranks find each other is test_rendezvous.c's. */
+#ifndef _GNU_SOURCE /* g++ sets it */
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_comm.h"
+
+#include "tests/comm/comm_cases.h"
+#include "tests/comm/tcp_jobs.h"
+#include "tests/comm/words.h"
+
+/* ---- 1. all operations and messages, the bits of threads
+   --------------------------------------------------------- */
+
+static cases all; /* made before the ranks start */
+
+static dt_status cases_rank(dt_ctx *ctx, void *user) {
+    dt_status status = comm_cases(ctx, &all);
+    int me = dt_ctx_rank(ctx);
+    ((job *)user)->result[me].hash = all.hash[me];
+    return status;
+}
+
+static void compare_with_threads(cases made) {
+    all = made;
+    job *tcp = run_job(all.n, cases_rank, 0), *threads = job_make(all.n, cases_rank, 0);
+    dt_run_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.ranks = all.n;
+    CHECK(dt_run(desc, cases_rank, threads) == DT_OK);
+    check_well(tcp);
+    for (int rank = 0; rank < all.n; rank++)
+        CHECK_MSG(tcp->result[rank].hash == threads->result[rank].hash && tcp->result[rank].hash,
+            "%d ranks: rank %d has other bits than on threads", all.n, rank);
+    job_free(tcp);
+    job_free(threads);
+    cases_free(&all);
+}
+
+/* Overlapping send and recv: legal and right, or refused on every rank. */
+static dt_status overlap_rank(dt_ctx *ctx, void *user) {
+    return overlap_of(ctx, (unsigned)((const job *)user)->what);
+}
+
+static void test_overlap(void) {
+    int refused = 0;
+    for (int i = 0; i < 48; i++) {
+        job *j = run_job(2 + i % 4, overlap_rank, i);
+        for (int rank = 0; rank < j->ranks; rank++)
+            CHECK_MSG(j->result[rank].ended &&
+                          (j->result[rank].status == DT_OK) == (j->result[0].status == DT_OK),
+                "overlap %d: rank %d: %s", i, rank, j->result[rank].report.text);
+        refused += j->result[0].status != DT_OK;
+        job_free(j);
+    }
+    CHECK_MSG(refused > 5 && refused < 45, "%d of 48 are refused", refused);
+}
+
+/* A rank that ends early is missed by nobody who needs no more of it. */
+static dt_status early_end_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    int me = dt_comm_rank(world);
+    float *a = (float *)calloc(1000000, sizeof *a);
+    dt_status status = DT_OK;
+    (void)user;
+    for (int i = 0; i < 1000000; i++) a[i] = (float)i;
+    if (me == 1) status = dt_send(world, a, 1000000, DT_F32, 0, 1);
+    if (me == 1) dt_send(world, a + 5, 1, DT_F32, 0, 2);
+    if (me == 0) {
+        nap(0.3);
+        memset(a, 0, 1000000 * sizeof *a);
+        CHECK(dt_recv(world, a, 1000000, DT_F32, 1, 1) == DT_OK && a[999999] == 999999);
+        nap(0.2); /* its goodbye is here */
+        CHECK(dt_recv(world, a, 1, DT_F32, 1, 2) == DT_OK && a[0] == 5);
+        status = dt_recv(world, a, 1, DT_F32, 2, 3);
+    }
+    if (me == 2) {
+        nap(0.7);
+        status = dt_send(world, a, 1, DT_F32, 0, 3);
+    }
+    free(a);
+    return status;
+}
+
+/* ---- 3. failures
+   ------------------------------------------------------------------------------------------------- */
+
+enum { FAILS = 0, RETURNS, KILLED, GARBAGE, HUGE_FRAME, CUT_FRAME, N_ENDS };
+static const char *const end_names[] = { "fails", "returns an error", "is killed", "sends garbage",
+    "sends 2^50 bytes", "is killed in a frame" };
+
+static void raw_to_all(dt_comm *world, const void *p, size_t bytes) {
+    dt__tcp *t = (dt__tcp *)world->world->transport.user;
+    for (int rank = 0; rank < t->size; rank++)
+        if (t->peers[rank].fd >= 0 && send(t->peers[rank].fd, p, bytes, MSG_NOSIGNAL) < 0)
+            perror("send");
+}
+
+static dt_status come_to_an_end(dt_ctx *ctx, int how) {
+    static const char garbage[100] = "GET / HTTP/1.1";
+    dt__tcp_frame frame = { DT__TCP_FRAME, DT__TCP_DATA, 0, 0, (uint64_t)1 << 50, 0 };
+    if (how == FAILS) return dt_fail(ctx, DT_ERR_NUMERIC, "the injected failure");
+    if (how == RETURNS) return DT_ERR_IO;
+    if (how == GARBAGE) raw_to_all(dt_world(ctx), garbage, sizeof garbage);
+    if (how == HUGE_FRAME) raw_to_all(dt_world(ctx), &frame, sizeof frame);
+    frame.bytes = 1000;
+    if (how == CUT_FRAME) raw_to_all(dt_world(ctx), &frame, sizeof frame);
+    if (how == KILLED || how == CUT_FRAME) kill(getpid(), SIGKILL);
+    return dt_barrier(dt_world(ctx));
+}
+
+/* what: how rank 1 ends, and in which operation the others then are. */
+enum { IN_BARRIER = 0, IN_RECV, IN_SEND, IN_ANY, IN_REDUCE, N_PLACES };
+static dt_status fault_rank(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *world = dt_world(ctx);
+    int how = j->what % 10, place = j->what / 10, n = j->ranks;
+    static float big[1000000];
+    for (int i = 0; i < 3; i++) dt_barrier(world);
+    if (dt_comm_rank(world) == 1) {
+        nap(0.05);
+        return come_to_an_end(ctx, how);
+    }
+    if (dt_comm_rank(world) != (n == 2 ? 0 : 2))
+        return dt_recv(world, big, 4, DT_F32, n == 2 ? 1 : 2, 8);
+    if (place == IN_RECV) return dt_recv(world, big, 4, DT_F32, 1, 8);
+    if (place == IN_ANY) return dt_recv_any(world, big, 4, DT_F32, 8, NULL);
+    while (place == IN_SEND && dt_error(ctx) == DT_OK) dt_send(world, big, 1000000, DT_F32, 1, 8);
+    if (place == IN_REDUCE) return dt_all_reduce(world, big, big, 1000000, DT_F32, DT_SUM);
+    return dt_error(ctx) ? dt_error(ctx) : dt_barrier(world);
+}
+
+static void check_fault(const job *j, int how) {
+    for (int rank = 0; rank < j->ranks; rank++) {
+        const rank_result *r = &j->result[rank];
+        const char *text = r->report.text;
+        char where[96];
+        int lost = how >= KILLED, dies = how == KILLED || how == CUT_FRAME;
+        snprintf(where, sizeof where, "%d ranks, rank 1 %s, place %d, rank %d", j->ranks,
+            end_names[how], j->what / 10, rank);
+        if (rank == 1 && dies) continue;
+        CHECK_MSG(r->ended && r->status != DT_OK && r->took < 8, "%s: %s, %.1f s", where,
+            dt_status_name(r->status), r->took);
+        CHECK_MSG(r->largest < 100000000, "%s: %zu bytes were taken", where, r->largest);
+        if (how == FAILS)
+            CHECK_MSG(strcmp(text, "rank 1: the injected failure") == 0 &&
+                          r->status == DT_ERR_NUMERIC && r->report.rank == 1 &&
+                          r->error_lines == (rank == 1),
+                "%s: %s (%d lines)", where, text, r->error_lines);
+        if (how == RETURNS)
+            CHECK_MSG(strcmp(text, "rank 1: rank function returned DT_ERR_IO") == 0 &&
+                          r->status == DT_ERR_IO && r->report.rank == 1,
+                "%s: %s", where, text);
+        if (lost && rank != 1) CHECK_MSG(says_lost(text, 1), "%s: %s", where, text);
+        if (how == GARBAGE && rank != 1)
+            CHECK_MSG(strstr(text, "what is no message"), "%s: %s", where, text);
+        if (lost) CHECK_MSG(r->error_lines <= 1, "%s: %d lines", where, r->error_lines);
+    }
+}
+
+static void test_faults(void) {
+    for (int ranks = 2; ranks <= 4; ranks++) {
+        for (int how = 0; how < N_ENDS; how++) {
+            for (int place = 0; place < N_PLACES; place++) {
+                if (ranks == 3 && place > IN_RECV) continue;
+                job *j = run_job(ranks, fault_rank, how + 10 * place);
+                check_fault(j, how);
+                job_free(j);
+            }
+        }
+    }
+}
+
+/* What had come before the sender died is delivered first; then its name is said. */
+static dt_status legacy_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    float *a = (float *)calloc(500000, sizeof *a);
+    (void)user;
+    if (dt_comm_rank(world) == 1) {
+        for (int i = 0; i < 500000; i++) a[i] = (float)i;
+        dt_send(world, a, 10, DT_F32, 0, 1);
+        dt_send(world, a, 10000, DT_F32, 0, 2);
+        kill(getpid(), SIGKILL);
+    }
+    nap(0.2);
+    CHECK(dt_recv(world, a, 10000, DT_F32, 1, 2) == DT_OK && a[9999] == 9999);
+    CHECK(dt_recv(world, a, 10, DT_F32, 1, 1) == DT_OK && a[9] == 9);
+    dt_status status = dt_recv(world, a, 10, DT_F32, 1, 3);
+    const char *text = dt_error_text(ctx),
+               *begins = "receive f32 x 10 from rank 1 with tag 3 on world at test_tcp.c:";
+    CHECK_MSG(status == DT_ERR_PEER && says_lost(text, 1) && strstr(text, begins) &&
+                  strstr(text, ": connection"),
+        "%s", text);
+    free(a);
+    return status;
+}
+
+/* Rank 0 fails with a large send half-way, whose receiver is not looking. The text comes behind the
+   message. */
+static dt_status half_way_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx);
+    enum { N = 4000000 };
+    float *a = (float *)calloc(N, sizeof *a);
+    size_t bad = 0;
+    (void)user;
+    for (int i = 0; i < N; i++) a[i] = 1;
+    dt_barrier(world);
+    if (dt_comm_rank(world) == 0) {
+        dt_work *work = dt_send_start(world, a, N, DT_F32, 1, 0);
+        dt_fail(ctx, DT_ERR_NUMERIC, "half-way");
+        dt_wait(ctx, work);
+        memset(a, 0, N * sizeof *a); /* it is the caller's again */
+    } else {
+        memset(a, 0, N * sizeof *a);
+        nap(0.6);
+        if (dt_recv(world, a, N, DT_F32, 0, 0) == DT_OK) {
+            for (int i = 0; i < N; i++) bad += a[i] != 1;
+            CHECK_MSG(bad == 0, "%zu elements of a delivered message are wrong", bad);
+        }
+        CHECK(dt_barrier(world) != DT_OK && strstr(dt_error_text(ctx), "rank 0: half-way"));
+    }
+    free(a);
+    return dt_error(ctx);
+}
+
+/* what 0: more is expected of a rank that has ended; 1: a message nobody received; 2: other counts;
+   3: a rank is stuck */
+enum { MISUSE_LINE = __LINE__ + 6 };
+static dt_status misuse_rank(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *world = dt_world(ctx);
+    float a[16] = { 0 };
+    int me = dt_comm_rank(world);
+    if (j->what == 0) return me == 1 ? DT_OK : dt_recv(world, a, 4, DT_F32, 1, 0);
+    if (j->what == 1 && me == 1) return dt_send(world, a, 10, DT_F32, 0, 4);
+    if (j->what == 2)
+        return me == 1 ? dt_send(world, a, 10, DT_F32, 0, 4) : dt_recv(world, a, 8, DT_F32, 1, 4);
+    if (j->what == 3 && me == 1) nap(1.5);
+    if (j->what == 3) return dt_barrier(world);
+    return DT_OK;
+}
+
+static void test_misuse(void) {
+    static const char *const says[] = {
+        "rank 0: rank 1 ended without the other half of receive f32 x 4 from rank 1 with tag 0 on "
+        "world at "
+        "test_tcp.c:%d",
+        "rank 0: ended without receiving 40 bytes with tag 4 from rank 1",
+        "rank 0: rank 1 sends f32 x 10, rank 0 receives f32 x 8 (tag 4 on world)",
+        ": rank 1 did not come; rank 1 (process ",
+    };
+    for (int what = 0; what < 4; what++) {
+        job *j = job_make(2, misuse_rank, what);
+        if (what == 3) j->timeout_s = 0.5;
+        job_start(j);
+        job_wait(j);
+        const char *text = j->result[0].report.text;
+        const char *begins = "rank 0: timeout 0.5 s in barrier #1 on world at test_tcp.c:";
+        char want[256];
+        if (what == 0)
+            snprintf(want, sizeof want, says[0], MISUSE_LINE);
+        else
+            snprintf(want, sizeof want, "%s", says[what]);
+        int same = what < 3
+                       ? strcmp(text, want) == 0
+                       : strncmp(text, begins, strlen(begins)) == 0 && strstr(text, says[what]);
+        CHECK_MSG(j->result[0].status && same, "case %d: %s", what, text);
+        CHECK(j->result[0].error_lines == 1 && j->result[0].took < 5);
+        job_free(j);
+    }
+}
+
+/* Something of everything that allocates. */
+static dt_status hungry_rank(dt_ctx *ctx, void *user) {
+    dt_comm *world = dt_world(ctx), *half;
+    static float a[30000], b[30000];
+    int n = dt_comm_size(world), me = dt_comm_rank(world);
+    (void)user;
+    dt_send(world, a, 1000, DT_F32, (me + 1) % n, 7); /* comes before it is asked for */
+    dt_barrier(world);
+    dt_all_reduce(world, a, b, 30000, DT_F32, DT_SUM);
+    half = dt_comm_split(world, me % 2, 0, "half");
+    dt_all_reduce(half, a, b, 10, DT_F32, DT_SUM);
+    dt_recv(world, b, 1000, DT_F32, (me + n - 1) % n, 7);
+    return dt_error(ctx);
+}
+
+static void test_refused_memory(void) {
+    long k = 0;
+    for (int refused = 1; refused; k++) {
+        job *j = job_make(3, hungry_rank, 0);
+        j->refuse_rank = 1;
+        j->refuse_at = k + 1;
+        j->timeout_s = 0.5;
+        job_start(j);
+        job_wait(j);
+        refused = j->result[1].status == DT_ERR_MEM;
+        for (int rank = 0; rank < 3 && refused; rank++)
+            CHECK_MSG(
+                j->result[rank].status != DT_OK, "allocation %ld: rank %d: DT_OK", k + 1, rank);
+        if (!refused) check_well(j);
+        job_free(j);
+        if (k > 4) k += 2;
+    }
+    CHECK_MSG(k > 10, "%ld allocations", k);
+}
+
+/* ---- 4. two jobs
+   ------------------------------------------------------------------------------------------------- */
+
+/* A rank's part of the cases that leaves out the long ones. */
+static dt_status exchange_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    exchange(dt_world(ctx));
+    from_any(dt_world(ctx));
+    return dt_error(ctx);
+}
+
+static dt_status mail_rank(dt_ctx *ctx, void *user) {
+    (void)user;
+    mail(dt_world(ctx));
+    return dt_error(ctx);
+}
+
+static void test_two_jobs(void) {
+    job *a = job_make(3, exchange_rank, 0), *b = job_make(4, mail_rank, 0);
+    job_start(a);
+    job_start(b);
+    job_wait(a);
+    job_wait(b);
+    check_well(a);
+    check_well(b);
+    job_free(a);
+    job_free(b);
+}
+
+/* ---- calls that differ, where they are not compared beforehand ---- */
+
+static dt_status differing_rank(dt_ctx *ctx, void *user) {
+    return words_rank(ctx, ((const job *)user)->what);
+}
+
+static void test_words(void) {
+    for (int what = 0; what < WORDS_CASES; what++) {
+        for (int check = -1; check < 2; check += 2) {
+            job *j = job_make(2, differing_rank, what);
+            j->check = check;
+            job_start(j);
+            job_wait(j);
+            const char *text = j->result[0].report.text;
+            CHECK_MSG(j->result[0].status == DT_ERR_COMM && words_said(what, text) &&
+                          strstr(text, "rank 0") && strstr(text, "rank 1"),
+                "case %d, check %d: %s", what, check, text);
+            CHECK_MSG(j->result[0].took < 2, "%.1f s", j->result[0].took);
+            job_free(j);
+        }
+    }
+}
+
+/* Rank 0 sends much, which nobody has asked for yet, and rank 1 waits for it elsewhere meanwhile:
+   no deadlock, as the bytes move. Legal where calls are not compared beforehand. */
+static dt_status crossing_rank(dt_ctx *ctx, void *user) {
+    const job *j = (const job *)user;
+    dt_comm *world = dt_world(ctx), *other = dt_comm_split(world, 0, 0, "other");
+    int me = dt_comm_rank(world);
+    size_t count = (size_t)j->what;
+    float *a = (float *)calloc(count, sizeof *a), *b = (float *)calloc(2 * count, sizeof *b);
+    if (me == 1) dt_barrier(other);
+    dt_gather(world, a, b, count, DT_F32, 1);
+    if (me == 0) dt_barrier(other);
+    free(a);
+    free(b);
+    return dt_error(ctx);
+}
+
+static void test_crossing(void) {
+    for (int turn = 0; turn < 3; turn++) {
+        job *j = job_make(2, crossing_rank, 40000000);
+        j->check = -1;
+        job_start(j);
+        job_wait(j);
+        CHECK_MSG(j->result[0].status == DT_OK && j->result[1].status == DT_OK, "%s",
+            j->result[0].report.text);
+        job_free(j);
+    }
+}
+
+int main(void) {
+    for (int ranks = 1; ranks <= 5; ranks++) compare_with_threads(cases_make(ranks, 2));
+    compare_with_threads(cases_windows(3, 4));
+    test_overlap();
+    run_well(2, many_sends, 0);
+    run_well(3, early_end_rank, 0);
+    test_two_jobs();
+    test_faults();
+    job *j = run_job(2, legacy_rank, 0);
+    CHECK(j->result[0].ended && says_lost(j->result[0].report.text, 1));
+    job_free(j);
+    j = run_job(2, half_way_rank, 0);
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_MSG(strcmp(j->result[rank].report.text, "rank 0: half-way") == 0, "%s",
+            j->result[rank].report.text);
+    job_free(j);
+    test_misuse();
+    test_words();
+    test_crossing();
+    test_refused_memory();
+    return check_done("test_tcp");
+}

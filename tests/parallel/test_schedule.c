@@ -1,0 +1,1317 @@
+/* test_schedule.c - schedules of dt_parallel.h: generators, lowering, checker, simulator, cuts of a
+   model, drawings
+
+   The oracle is a machine that only knows the rules: ranks that look, at each tick of a clock,
+   whether the next thing on their list may begin. It shares no code with the library, finds
+   deadlocks by nobody moving, and its times must be the simulator's. Costs are integers, so all
+   comparisons are ==. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_parallel.h"
+#include "tests/support/check.h"
+#include "tests/support/memory_io.h"
+#include <limits.h>
+
+// ==== Helpers ===================================================================================
+
+static dt_host quiet; /* the default table without its log; main fills it */
+static long blocks, calls, refuse_at;
+
+static void silent(void *user, int level, int rank, const char *text) {
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+static void *counting_alloc(void *user, size_t bytes, dt_mem mem) {
+    if (++calls == refuse_at) return NULL;
+    void *p = dt_host_default()->alloc(user, bytes, mem);
+    if (p) memset(p, 0xA5, bytes); /* nobody may rely on zeros */
+    blocks += p != NULL;
+    return p;
+}
+
+static void counting_free(void *user, void *p, size_t bytes, dt_mem mem) {
+    blocks -= p != NULL;
+    dt_host_default()->free(user, p, bytes, mem);
+}
+
+static dt_ctx *new_ctx(void) { return dt_ctx_make((dt_ctx_desc){ .host = &quiet }); }
+
+static uint32_t random_state = 12345;
+static int below(int n) { /* 0 .. n-1 */
+    random_state = random_state * 1664525u + 1013904223u;
+    return (int)((random_state >> 8) % (uint32_t)n);
+}
+
+enum { MOST = 65536 };
+static dt_span spans[MOST];
+
+static const dt_schedule_costs even = { 1, 1, 1, NULL, 0 };
+
+/* "F0.1 B3.0": what a rank does, as text; without chunks if there is one. */
+static void listed(const dt_schedule *s, int rank, char *out, size_t bytes) {
+    size_t used = 0;
+    out[0] = 0;
+    for (int i = 0; i < dt_schedule_count(s, rank) && used < bytes; i++) {
+        const dt_action *a = &dt_schedule_actions(s, rank)[i];
+        used += (size_t)snprintf(
+            out + used, bytes - used, "%s%c%d", i ? " " : "", " FBIW"[a->phase], a -> micro);
+        if (dt_schedule_chunks(s) > 1 && used < bytes)
+            used += (size_t)snprintf(out + used, bytes - used, ".%d", a->chunk);
+    }
+}
+
+static void expect_list(const dt_schedule *s, int rank, const char *want) {
+    char got[1024];
+    listed(s, rank, got, sizeof got);
+    CHECK_MSG(
+        strcmp(got, want) == 0, "%s, rank %d: %s, not %s", dt_schedule_name(s), rank, got, want);
+}
+
+/* A generator that reads lists like those: user is one for each rank. */
+static void generate_lists(dt_schedule *s, void *user) {
+    const char *const *rank = (const char *const *)user;
+    for (int r = 0; r < dt_schedule_ranks(s); r++)
+        for (const char *at = rank[r]; *at;) {
+            dt_phase phase = (dt_phase)(strchr(" FBIW", *at) - " FBIW");
+            char *end;
+            int micro = (int)strtol(at + 1, &end, 10),
+                chunk = *end == '.' ? (int)strtol(end + 1, &end, 10) : 0;
+            dt_schedule_add(s, r, phase, micro, chunk);
+            at = *end ? end + 1 : end;
+        }
+}
+
+/* That checking such a schedule says `want` ("": it is right), made unchecked, and that making it
+   checked fails so. */
+static void expect_text(
+    int ranks, int micros, int chunks, const char *const *rank, int cycle, const char *want) {
+    char text[1024], all[1200];
+    dt_schedule_facts facts;
+    dt_ctx *ctx = new_ctx();
+    dt_schedule_desc d = { .ranks = ranks,
+        .micros = micros,
+        .chunks = chunks,
+        .generate = generate_lists,
+        .user = (void *)(uintptr_t)rank,
+        .name = "lists",
+        .unchecked = 1 };
+    dt_schedule *s = dt_schedule_make(ctx, d);
+    if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+    dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+    CHECK_MSG(strcmp(text, want) == 0, "'%s', not '%s'", text, want);
+    CHECK_MSG(status == (*want ? DT_ERR_ARG : DT_OK) && facts.cycle == cycle, "%d, a cycle of %d",
+        status, facts.cycle);
+    CHECK(dt_error(ctx) == DT_OK);
+    if (cycle || !*want)
+        CHECK(dt_schedule_simulate(s, even, spans) == (cycle ? DT_ERR_ARG : DT_OK));
+    CHECK(dt_error(ctx) == DT_OK);
+    dt_schedule_free(s);
+    d.unchecked = 0;
+    s = dt_schedule_make(ctx, d);
+    snprintf(all, sizeof all, "rank 0: dt_schedule_make(lists): %s", want);
+    CHECK_MSG((s != NULL) == !*want && dt_error(ctx) == status, "made: %d, status %d", s != NULL,
+        dt_error(ctx));
+    if (*want)
+        CHECK_MSG(strncmp(dt_error_text(ctx), all, strlen(dt_error_text(ctx))) == 0, "%s",
+            dt_error_text(ctx));
+    dt_ctx_free(ctx); /* takes s with it */
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+// ==== The machine ===============================================================================
+
+enum { RANKS = 8, STAGES = 32, MICROS = 32, SLOTS = 256 };
+
+typedef struct machine {
+    int ranks, micros, stages;
+    int forward[STAGES], input[STAGES], weight[STAGES], message;
+    int rank_of[STAGES], chunk_of[STAGES];
+    int at[RANKS], busy_until[RANKS];
+    int begun[STAGES][MICROS][5], ended[STAGES][MICROS][5]; /* by phase; -1: not yet */
+    int slot_stage[RANKS][SLOTS], slot_micro[RANKS][SLOTS]; /* the last tenant; -1: none yet */
+    int held[RANKS], most_held[RANKS], clash, makespan;
+} machine;
+
+static int machine_cost(const machine *m, const dt_action *a, int stage) {
+    switch (a->phase) {
+    case DT_FORWARD: return m->forward[stage];
+    case DT_BACKWARD: return m->input[stage] + m->weight[stage];
+    case DT_BACKWARD_INPUT: return m->input[stage];
+    case DT_BACKWARD_WEIGHT: return m->weight[stage];
+    }
+    return 0;
+}
+
+/* When the backward of which the stage before waits has begun or ended: B's or I's. */
+static int machine_back(int times[STAGES][MICROS][5], int stage, int micro) {
+    int b = times[stage][micro][DT_BACKWARD], i = times[stage][micro][DT_BACKWARD_INPUT];
+    return b >= 0 ? b : i;
+}
+
+static int machine_arrived(const machine *m, int time, int sent, int from, int to) {
+    return sent >= 0 && time >= sent + (m->rank_of[from] == m->rank_of[to] ? 0 : m->message);
+}
+
+/* Whether nobody needs what the slot holds: its backward is over and its gradient's receiver has
+   begun. */
+static int machine_slot_free(machine *m, int rank, int slot, int time) {
+    int stage = m->slot_stage[rank][slot], micro = m->slot_micro[rank][slot];
+    if (stage < 0) return 1;
+    int b = m->ended[stage][micro][DT_BACKWARD], w = m->ended[stage][micro][DT_BACKWARD_WEIGHT];
+    int over = (b >= 0 && b <= time) || (w >= 0 && w <= time);
+    return over && (stage == 0 || machine_back(m->begun, stage - 1, micro) >= 0);
+}
+
+static int machine_may_begin(machine *m, int rank, const dt_action *a, int stage, int time) {
+    int own = m->ended[stage][a->micro][DT_FORWARD];
+    if (a->phase == DT_FORWARD) {
+        int sent = stage > 0 ? m->ended[stage - 1][a->micro][DT_FORWARD] : 0;
+        if (stage > 0 && !machine_arrived(m, time, sent, stage - 1, stage)) return 0;
+        return machine_slot_free(m, rank, a->slot, time);
+    }
+    if (a->phase == DT_BACKWARD_WEIGHT) {
+        int i = m->ended[stage][a->micro][DT_BACKWARD_INPUT];
+        return i >= 0 && i <= time;
+    }
+    if (own < 0 || own > time) return 0;
+    return stage + 1 == m->stages ||
+           machine_arrived(m, time, machine_back(m->ended, stage + 1, a->micro), stage + 1, stage);
+}
+
+static void machine_begin(
+    machine *m, int rank, const dt_action *a, int stage, int time, dt_span *span) {
+    int cost = machine_cost(m, a, stage);
+    m->begun[stage][a->micro][a->phase] = time;
+    m->ended[stage][a->micro][a->phase] = time + cost;
+    m->busy_until[rank] = time + cost;
+    if (time + cost > m->makespan) m->makespan = time + cost;
+    if (a->phase == DT_FORWARD) {
+        m->slot_stage[rank][a->slot] = stage;
+        m->slot_micro[rank][a->slot] = a->micro;
+        if (++m->held[rank] > m->most_held[rank]) m->most_held[rank] = m->held[rank];
+    } else if (m->slot_stage[rank][a->slot] != stage || m->slot_micro[rank][a->slot] != a->micro)
+        m->clash++;
+    if (a->phase == DT_BACKWARD || a->phase == DT_BACKWARD_WEIGHT) m->held[rank]--;
+    span->begin = time;
+    span->end = time + cost;
+}
+
+/* Stage s is chunk s / ranks of rank s % ranks; every stage costs the same. */
+static void machine_make(
+    machine *m, int ranks, int chunks, int micros, int f, int i, int w, int message) {
+    memset(m, 0, sizeof *m);
+    m->ranks = ranks;
+    m->micros = micros;
+    m->stages = ranks * chunks;
+    m->message = message;
+    for (int s = 0; s < m->stages; s++) {
+        m->rank_of[s] = s % ranks;
+        m->chunk_of[s] = s / ranks;
+        m->forward[s] = f;
+        m->input[s] = i;
+        m->weight[s] = w;
+    }
+}
+
+/* 1: everything was done. */
+static int machine_run(machine *m, const dt_schedule *s, dt_span *out) {
+    int left = dt_schedule_first(s, m->ranks), last = 0;
+    memset(m->at, 0, sizeof m->at);
+    memset(m->busy_until, 0, sizeof m->busy_until);
+    memset(m->begun, -1, sizeof m->begun);
+    memset(m->ended, -1, sizeof m->ended);
+    memset(m->slot_stage, -1, sizeof m->slot_stage);
+    memset(m->held, 0, sizeof m->held);
+    memset(m->most_held, 0, sizeof m->most_held);
+    m->clash = m->makespan = 0;
+    for (int time = 0; left > 0 && time <= last + m->message; time++) {
+        for (int again = 1; again;) {
+            again = 0;
+            for (int r = 0; r < m->ranks; r++) {
+                if (m->at[r] == dt_schedule_count(s, r) || m->busy_until[r] > time) continue;
+                const dt_action *a = &dt_schedule_actions(s, r)[m->at[r]];
+                int stage = 0;
+                while (m->rank_of[stage] != r || m->chunk_of[stage] != a->chunk) stage++;
+                if (!machine_may_begin(m, r, a, stage, time)) continue;
+                machine_begin(m, r, a, stage, time, &out[dt_schedule_first(s, r) + m->at[r]]);
+                if (m->busy_until[r] > last) last = m->busy_until[r];
+                m->at[r]++;
+                left--;
+                again = 1;
+            }
+        }
+    }
+    return left == 0;
+}
+
+/* That the simulator's times are the machine's, action by action, and that slots and what is held
+   are as they say. */
+static void expect_times(machine *m, const dt_schedule *s) {
+    static dt_span want[MOST];
+    double stages[STAGES * 3];
+    dt_schedule_costs costs = { 0, 0, 0, stages, m->message };
+    int all = dt_schedule_first(s, m->ranks), wrong = 0;
+    for (int i = 0; i < m->stages; i++) {
+        stages[3 * i] = m->forward[i];
+        stages[3 * i + 1] = m->input[i];
+        stages[3 * i + 2] = m->weight[i];
+    }
+    if (!CHECK_MSG(machine_run(m, s, want), "%s stops", dt_schedule_name(s))) return;
+    if (!CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK)) return;
+    for (int i = 0; i < all; i++)
+        wrong += spans[i].begin != want[i].begin || spans[i].end != want[i].end;
+    CHECK_MSG(wrong == 0, "%s of %d ranks, %d micro-batches: %d of %d times differ",
+        dt_schedule_name(s), m->ranks, m->micros, wrong, all);
+    CHECK(m->clash == 0);
+    CHECK(dt_schedule_idle(s, spans, -1).makespan == m->makespan);
+    for (int r = 0; r < m->ranks; r++) {
+        int used = 0;
+        for (int i = 0; i < dt_schedule_count(s, r); i++) {
+            int slot = dt_schedule_actions(s, r)[i].slot;
+            if (slot >= used) used = slot + 1;
+        }
+        CHECK_MSG(m->most_held[r] == dt_schedule_live(s, r) && used == dt_schedule_slots(s, r),
+            "%s, rank %d of %d: "
+            "holds %d, %d are said; %d slots, %d are said",
+            dt_schedule_name(s), r, m->ranks, m->most_held[r], dt_schedule_live(s, r), used,
+            dt_schedule_slots(s, r));
+    }
+}
+
+/* The machine's makespan with a slot for everything, so that nobody waits for one. s has other
+   slots from then on. */
+static int makespan_with_plenty(const machine *m, dt_schedule *s) {
+    static machine plenty;
+    static dt_span out[MOST];
+    plenty = *m;
+    for (int r = 0; r < m->ranks; r++)
+        for (int i = 0; i < dt_schedule_count(s, r); i++) {
+            dt_action *a = (dt_action *)(uintptr_t)&dt_schedule_actions(s, r)[i];
+            a->slot = a->micro * dt_schedule_chunks(s) + a->chunk;
+        }
+    return machine_run(&plenty, s, out) ? plenty.makespan : -1;
+}
+
+// ==== 1. What generators write ==================================================================
+
+static void test_orders(void) {
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_NAIVE, .ranks = 2, .micros = 3 });
+    for (int r = 0; r < 2; r++) expect_list(s, r, "F0 B0 F1 B1 F2 B2");
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_AFAB, .ranks = 2, .micros = 3 });
+    for (int r = 0; r < 2; r++) expect_list(s, r, "F0 F1 F2 B0 B1 B2");
+    CHECK(strcmp(dt_schedule_name(s), "AFAB") == 0 && dt_schedule_group(s) == 0);
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 3, .micros = 4 });
+    expect_list(s, 0, "F0 F1 F2 B0 F3 B1 B2 B3");
+    expect_list(s, 1, "F0 F1 B0 F2 B1 F3 B2 B3");
+    expect_list(s, 2, "F0 B0 F1 B1 F2 B2 F3 B3");
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 3, .micros = 1 });
+    for (int r = 0; r < 3; r++) expect_list(s, r, "F0 B0");
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 4 });
+    expect_list(
+        s, 0, "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0");
+    expect_list(
+        s, 1, "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0");
+    CHECK(dt_schedule_chunks(s) == 2 && dt_schedule_stages(s) == 4 && dt_schedule_group(s) == 2);
+    s = dt_schedule_make(ctx,
+        (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 5, .group = 3 });
+    expect_list(s, 1,
+        "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.0 B0.0 F4.0 B1.0 F3.1 B2.0 F4.1 B3.1 B4.1 "
+        "B3.0 "
+        "B4.0");
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 3, .micros = 4 });
+    expect_list(s, 0, "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3");
+    expect_list(s, 1, "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3");
+    expect_list(s, 2, "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3");
+    dt_ctx_free(ctx);
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+static void test_lowering(void) {
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){
+                 .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 2, .chunks = 2 });
+    dt_schedule_facts facts;
+    const dt_action *a = dt_schedule_actions(s, 0); /* F0.0 F1.0 F0.1 F1.1 B0.1 .. */
+    if (!CHECK_MSG(dt_schedule_count(s, 0) == 8, "%s", dt_error_text(ctx))) return;
+    CHECK(a[0].stage == 0 && a[0].from == -1 && a[0].to == 1);
+    CHECK(a[2].stage == 2 && a[2].from == 1 && a[2].to == 1);
+    CHECK(a[4].phase == DT_BACKWARD && a[4].chunk == 1 && a[4].stage == 2 && a[4].from == 1 &&
+          a[4].to == 1);
+    CHECK(a[6].phase == DT_BACKWARD && a[6].chunk == 0 && a[6].stage == 0 && a[6].from == 1 &&
+          a[6].to == -1);
+    CHECK(a[4].slot == a[2].slot && a[6].slot == a[0].slot && a[0].slot != a[2].slot);
+    a = dt_schedule_actions(s, 1); /* F0.0 F1.0 F0.1 B0.1 .. */
+    CHECK(a[2].stage == 3 && a[2].from == 0 && a[2].to == -1 && a[3].from == -1 && a[3].to == 0);
+    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
+    CHECK_MSG(facts.actions == 16 && facts.messages == 12 && facts.live == 4 && facts.cycle == 0,
+        "%d actions, %d "
+        "messages, %d held",
+        facts.actions, facts.messages, facts.live);
+    CHECK(dt_schedule_stage_of(s, 1, 1) == 3 && dt_schedule_rank_of(s, 3) == 1 &&
+          dt_schedule_rank_of(s, 2) == 0);
+    CHECK(dt_schedule_first(s, 0) == 0 && dt_schedule_first(s, 1) == 8 &&
+          dt_schedule_first(s, 2) == 16);
+    CHECK(dt_schedule_stage_of(s, 2, 0) == -1 && dt_schedule_stage_of(s, 0, 2) == -1);
+    CHECK(dt_schedule_rank_of(s, 4) == -1);
+    CHECK(
+        !dt_schedule_actions(s, 2) && !dt_schedule_actions(s, -1) && dt_schedule_count(s, 2) == 0);
+    CHECK(dt_schedule_live(s, 2) == 0 && dt_schedule_slots(s, -1) == 0 &&
+          dt_schedule_rank_of(s, -1) == -1);
+    CHECK(dt_schedule_ranks(NULL) == 0 && dt_schedule_count(NULL, 0) == 0 &&
+          *dt_schedule_name(NULL) == 0);
+    CHECK(dt_schedule_first(NULL, 0) == 0 && dt_schedule_stages(NULL) == 0 &&
+          dt_schedule_micros(NULL) == 0);
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 2 });
+    a = dt_schedule_actions(s, 1); /* F0 I0 F1 I1 W0 W1 */
+    CHECK(a[1].phase == DT_BACKWARD_INPUT && a[1].from == -1 && a[1].to == 0);
+    CHECK(a[4].phase == DT_BACKWARD_WEIGHT && a[4].from == -1 && a[4].to == -1 &&
+          a[4].slot == a[0].slot);
+    dt_ctx_free(ctx);
+}
+
+// ==== 2. Figures ================================================================================
+
+/* What a rank holds, and the whole's idle time as a fraction top / bottom of the work; bottom 0:
+   not stated. */
+typedef struct figures {
+    int held;
+    int64_t top, bottom;
+} figures;
+
+static figures figures_of(int kind, int p, int m, int v, int r, int group) {
+    int left = p - r < m ? p - r : m, ahead = 2 * (p - r - 1) + (v - 1) * group + 1;
+    figures f = { 0, 0, 0 };
+    switch (kind) {
+    case DT_SCHEDULE_NAIVE: return (figures){ 1, p - 1, 1 };
+    case DT_SCHEDULE_AFAB: return (figures){ m, p - 1, m };
+    case DT_SCHEDULE_1F1B: return (figures){ left, p - 1, m };
+    case DT_SCHEDULE_INTERLEAVED:
+        return (figures){ ahead < m * v ? ahead : m * v, p - 1, m % p == 0 ? (int64_t)v * m : 0 };
+    case DT_SCHEDULE_ZB: return (figures){ p < m ? p : m, p - 1, m >= p ? 3 * (int64_t)m : 0 };
+    }
+    return f;
+}
+
+static void expect_figures(dt_ctx *ctx, int kind, int p, int m, int v) {
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = kind, .ranks = p, .micros = m, .chunks = v });
+    dt_schedule_facts facts;
+    machine mach;
+    if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
+    int crossing = p > 1 ? 2 * m * (p * v - 1) : 0;
+    CHECK_MSG(facts.messages == crossing, "%s p %d m %d v %d: %d messages", dt_schedule_name(s), p,
+        m, v, facts.messages);
+    for (int r = 0; r < p; r++) {
+        figures f = figures_of(kind, p, m, v, r, dt_schedule_group(s));
+        int more = dt_schedule_slots(s, r) - dt_schedule_live(s, r);
+        int fits = more == 0 ||
+                   (kind == DT_SCHEDULE_INTERLEAVED && v > 1 && more > 0 && (m % p || more == 1));
+        CHECK_MSG(dt_schedule_live(s, r) == f.held && fits,
+            "%s p %d m %d v %d rank %d: holds %d, not %d; %d slots", dt_schedule_name(s), p, m, v,
+            r, dt_schedule_live(s, r), f.held, dt_schedule_slots(s, r));
+    }
+    CHECK(dt_schedule_simulate(s, even, spans) == DT_OK);
+    figures f = figures_of(kind, p, m, v, 0, 1);
+    dt_schedule_bubble b = dt_schedule_idle(s, spans, -1);
+    CHECK(b.work == 3.0 * m * v);
+    if (f.bottom)
+        CHECK_MSG((b.makespan - b.work) * (double)f.bottom == (double)f.top * b.work,
+            "%s p %d m %d v %d: %g idle of "
+            "%g",
+            dt_schedule_name(s), p, m, v, b.makespan - b.work, b.work);
+    for (int r = 0; r < p && f.bottom; r++) { /* all have as much to do */
+        dt_schedule_bubble own = dt_schedule_idle(s, spans, r);
+        CHECK(own.of_work == b.of_work && own.of_total == b.of_total && own.work == b.work);
+    }
+    CHECK(b.of_work == (b.makespan - b.work) / b.work &&
+          b.of_total == (b.makespan - b.work) / b.makespan);
+    if (p <= 8 && m <= 17) {
+        machine_make(&mach, p, v, m, 1, 1, 1, 0);
+        expect_times(&mach, s);
+        machine_make(&mach, p, v, m, 2, 3, 1, 1);
+        for (int i = 0; i < mach.stages; i++) mach.forward[i] += i % 3;
+        expect_times(&mach, s);
+    }
+    dt_schedule_free(s);
+}
+
+static void test_figures(void) {
+    dt_ctx *ctx = new_ctx();
+    for (int p = 1; p <= 8; p++)
+        for (int m = 1; m <= 32; m++)
+            for (int kind = 0; kind < DT_SCHEDULES; kind++)
+                for (int v = 1; v <= (kind == DT_SCHEDULE_INTERLEAVED ? 4 : 1); v++)
+                    expect_figures(ctx, kind, p, m, v);
+    for (int p = 1; p <= 6; p++) /* every group that is allowed, and only those */
+        for (int m = 1; m <= 13; m++)
+            for (int g = 1; g <= m + 1; g++) {
+                dt_ctx *own = new_ctx();
+                int fits = m < p ? g == m : g >= p && g <= m && (m % g == 0 || m % g >= p);
+                dt_schedule *s =
+                    dt_schedule_make(own, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED,
+                                              .ranks = p,
+                                              .micros = m,
+                                              .chunks = 3,
+                                              .group = g });
+                CHECK_MSG((s != NULL) == fits, "p %d m %d G %d: %s", p, m, g, dt_error_text(own));
+                dt_ctx_free(own);
+            }
+    dt_ctx_free(ctx);
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+/* Spare slots: as many as are asked for, where there are micro-batches for them; with one, messages
+   may take time without anybody waiting for a slot. */
+static void test_spare(void) {
+    static machine m;
+    for (int kind = 0; kind < DT_SCHEDULES; kind++)
+        for (int spare = 0; spare < 4; spare++) {
+            dt_ctx *ctx = new_ctx();
+            dt_schedule_desc d = { .kind = kind, .ranks = 4, .micros = 8 };
+            dt_schedule *least = dt_schedule_make(ctx, d);
+            d.spare = spare;
+            dt_schedule *s = dt_schedule_make(ctx, d);
+            if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+            int v = dt_schedule_chunks(s);
+            for (int r = 0; r < 4; r++) {
+                int want = dt_schedule_slots(least, r) + spare;
+                CHECK(dt_schedule_slots(s, r) == (want < 8 * v ? want : 8 * v));
+                CHECK(dt_schedule_live(s, r) == dt_schedule_live(least, r));
+            }
+            machine_make(&m, 4, v, 8, 10, 10, 10, 2);
+            expect_times(&m, s);
+            int least_time = makespan_with_plenty(&m, s), waits = m.makespan > least_time;
+            CHECK_MSG(spare == 0 || !waits, "%s, %d spare: %d, not %d", dt_schedule_name(s), spare,
+                m.makespan, least_time);
+            if (spare == 0)
+                CHECK(waits == (kind == DT_SCHEDULE_1F1B || kind == DT_SCHEDULE_INTERLEAVED));
+            dt_ctx_free(ctx);
+        }
+}
+
+// ==== 3. Wrong ones =============================================================================
+
+static void test_planted(void) {
+    const char *right[] = { "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2" };
+    expect_text(2, 3, 1, right, 0, "");
+    /* rank 0 as on the last stage */
+    const char *swapped[] = { "F0 B0 F1 F2 B1 B2", "F0 F1 B0 B1 F2 B2" };
+    expect_text(2, 3, 1, swapped, 2,
+        "deadlock: rank 0 waits at B(micro 0) for B(micro 0) of rank 1, which stands "
+        "behind F(micro 1); rank 1 waits at F(micro 1) for F(micro 1) of rank 0, which stands "
+        "behind B(micro 0)");
+    /* rank 0 only waits for the circle */
+    const char *ahead[] = { "F0 B0 F1 B1", "F0 B0 F1 B1", "F0 F1 B0 B1" };
+    expect_text(3, 2, 1, ahead, 2,
+        "deadlock: rank 1 waits at B(micro 0) for B(micro 0) of rank 2, which stands behind "
+        "F(micro 1); rank 2 waits at F(micro 1) for F(micro 1) of rank 1, which stands behind "
+        "B(micro 0)");
+    const char *three[] = { "F0.1 F0.0 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
+    expect_text(3, 1, 2, three, 3,
+        "deadlock: rank 0 waits at F(micro 0, chunk 1) for F(micro 0, chunk 0) of rank 2; "
+        "rank 2 waits at F(micro 0, chunk 0) for F(micro 0, chunk 0) of rank 1; rank 1 waits at "
+        "F(micro 0, chunk 0) "
+        "for F(micro 0, chunk 0) of rank 0, which stands behind F(micro 0, chunk 1)");
+    const char *alone[] = { "F0 F1 B0 B1", "B0 F0 F1 B1" };
+    expect_text(2, 2, 1, alone, 1,
+        "deadlock: rank 1 waits at B(micro 0) for F(micro 0), which stands behind "
+        "B(micro 0)");
+    const char *weight[] = { "F0 W0 I0" };
+    expect_text(1, 1, 1, weight, 1,
+        "deadlock: rank 0 waits at W(micro 0) for I(micro 0), which stands behind "
+        "W(micro 0)");
+    const char *chunks[] = { "F0.0 B0.1 F0.1 B0.0", "F0.0 F0.1 B0.1 B0.0" };
+    expect_text(2, 1, 2, chunks, 1,
+        "deadlock: rank 0 waits at B(micro 0, chunk 1) for F(micro 0, chunk 1), which "
+        "stands behind B(micro 0, chunk 1)");
+    const char *late[] = { "F0 F1 B1 B0" };
+    expect_text(1, 2, 1, late, 0,
+        "rank 0: B(micro 0) comes after B(micro 1), but gradients are added in ascending "
+        "order");
+    const char *late_weight[] = { "F0 F1 I0 I1 W1 W0" };
+    expect_text(1, 2, 1, late_weight, 0,
+        "rank 0: W(micro 0) comes after W(micro 1), but gradients are added in "
+        "ascending order");
+    const char *inputs[] = { "F0 F1 I1 I0 W0 W1" }; /* only what adds gradients is ordered */
+    expect_text(1, 2, 1, inputs, 0, "");
+    const char *mixed[] = { "F0 F1 I0 W0 B1" };
+    expect_text(1, 2, 1, mixed, 0, "");
+    const char *twice[] = { "F0 F0 B0" };
+    expect_text(1, 1, 1, twice, 0, "rank 0: F(micro 0) comes a second time, as its action 1");
+    const char *two_ways[] = { "F0 I0 B0 W0" };
+    expect_text(1, 1, 1, two_ways, 0, "rank 0: B(micro 0) comes a second time, as its action 2");
+    const char *beside[] = { "F0 B0 W0" };
+    expect_text(1, 1, 1, beside, 0,
+        "rank 0: W(micro 0) comes beside B(micro 0), which is the whole backward");
+    const char *no_weight[] = { "F0 I0" };
+    expect_text(1, 1, 1, no_weight, 0, "rank 0: W(micro 0) is missing");
+    const char *no_input[] = { "F0 W0" };
+    expect_text(1, 1, 1, no_input, 0, "rank 0: I(micro 0) is missing");
+    const char *no_forward[] = { "F0.0 F0.1 B0.1 B0.0", "F0.0 B0.1 B0.0" };
+    expect_text(2, 1, 2, no_forward, 0, "rank 1: F(micro 0, chunk 1) is missing");
+    const char *nothing[] = { "" };
+    expect_text(1, 1, 1, nothing, 0, "rank 0: F(micro 0) is missing");
+    const char *no_backward[] = { "F0 B0", "F0" };
+    expect_text(2, 1, 1, no_backward, 0, "rank 1: B(micro 0) is missing");
+}
+
+/* As many slots as micro-batches are held, where that is too few. */
+static void test_slots_wait(void) {
+    char text[1024], brief[24];
+    dt_schedule_facts facts;
+    dt_schedule_desc d = {
+        .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 2, .micros = 4, .tight = 1, .unchecked = 1
+    };
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(ctx, d);
+    CHECK(dt_schedule_check(s, &facts, text, sizeof text) == DT_ERR_ARG && facts.cycle == 2);
+    CHECK_MSG(
+        strcmp(text,
+            "deadlock: rank 0 waits at F(micro 3, chunk 0) for its slot 2, until rank 1 begins "
+            "B(micro "
+            "0, chunk 0), which stands behind F(micro 2, chunk 0); rank 1 waits at F(micro 2, "
+            "chunk 0) for its slot 2, "
+            "until rank 0 begins B(micro 1, chunk 1), which stands behind F(micro 3, chunk 0)") ==
+            0,
+        "%s", text);
+    CHECK(dt_schedule_check(s, NULL, brief, sizeof brief) == DT_ERR_ARG);
+    CHECK(strcmp(brief, "deadlock: rank 0 waits ") == 0);
+    CHECK(dt_schedule_live(s, 0) == dt_schedule_slots(s, 0) &&
+          dt_schedule_live(s, 1) == dt_schedule_slots(s, 1));
+    CHECK(dt_schedule_check(NULL, &facts, text, sizeof text) == DT_ERR_ARG &&
+          strcmp(text, "no schedule") == 0);
+    CHECK(dt_error(ctx) == DT_OK);
+    for (int kind = 0; kind < DT_SCHEDULES; kind++) { /* the others need no more than they hold */
+        if (kind == DT_SCHEDULE_INTERLEAVED) continue;
+        d.kind = kind;
+        d.ranks = 4;
+        d.micros = 9;
+        d.unchecked = 0;
+        CHECK_MSG(dt_schedule_make(ctx, d) != NULL, "%s", dt_error_text(ctx));
+    }
+    dt_ctx_free(ctx);
+}
+
+// ==== 4. Any schedule against the machine =======================================================
+
+enum { ACTIONS = 64 };
+typedef struct programs {
+    int count[RANKS];
+    dt_action action[RANKS][ACTIONS];
+} programs;
+
+static void generate_programs(dt_schedule *s, void *user) {
+    const programs *p = (const programs *)user;
+    for (int r = 0; r < dt_schedule_ranks(s); r++)
+        for (int i = 0; i < p->count[r]; i++)
+            dt_schedule_add(
+                s, r, p->action[r][i].phase, p->action[r][i].micro, p->action[r][i].chunk);
+}
+
+/* A right schedule: again and again some rank does something whose inputs are there. */
+static void random_right(programs *p, int ranks, int chunks, int micros) {
+    static int done[STAGES][MICROS][5];
+    int stages = ranks * chunks, left = 0;
+    memset(p, 0, sizeof *p);
+    memset(done, 0, sizeof done);
+    static int split[STAGES][MICROS];
+    for (int s = 0; s < stages; s++)
+        for (int j = 0; j < micros; j++) {
+            split[s][j] = below(2);
+            left += 2 + split[s][j];
+        }
+    while (left > 0) {
+        int s = below(stages), j = below(micros), r = s % ranks;
+        dt_phase phase = (dt_phase)(1 + below(4));
+        int back =
+            s + 1 == stages || done[s + 1][j][DT_BACKWARD] || done[s + 1][j][DT_BACKWARD_INPUT];
+        int added = j == 0 || done[s][j - 1][DT_BACKWARD] || done[s][j - 1][DT_BACKWARD_WEIGHT];
+        int may = 0;
+        if (phase == DT_FORWARD) may = s == 0 || done[s - 1][j][DT_FORWARD];
+        if (phase == DT_BACKWARD) may = !split[s][j] && done[s][j][DT_FORWARD] && back && added;
+        if (phase == DT_BACKWARD_INPUT) may = split[s][j] && done[s][j][DT_FORWARD] && back;
+        if (phase == DT_BACKWARD_WEIGHT) may = done[s][j][DT_BACKWARD_INPUT] && added;
+        if (!may || done[s][j][phase]) continue;
+        dt_action *a = &p->action[r][p->count[r]++];
+        a->phase = phase;
+        a->micro = j;
+        a->chunk = s / ranks;
+        done[s][j][phase] = 1;
+        left--;
+    }
+}
+
+static void random_swaps(programs *p, int ranks, int swaps) {
+    for (int i = 0; i < swaps; i++) {
+        int r = below(ranks), a = below(p->count[r]), b = below(p->count[r]);
+        dt_action keep = p->action[r][a];
+        p->action[r][a] = p->action[r][b];
+        p->action[r][b] = keep;
+    }
+}
+
+static int ascending(const programs *p, int ranks, int chunks) {
+    for (int r = 0; r < ranks; r++)
+        for (int c = 0; c < chunks; c++)
+            for (int i = 0, last = -1; i < p->count[r]; i++) {
+                const dt_action *a = &p->action[r][i];
+                if (a->chunk != c || a->phase == DT_FORWARD || a->phase == DT_BACKWARD_INPUT)
+                    continue;
+                if (a->micro < last) return 0;
+                last = a->micro;
+            }
+    return 1;
+}
+
+/* Each "rank R waits at X": X is where the machine's rank R stands. */
+static void expect_standing(const machine *m, const dt_schedule *s, const char *text, int cycle) {
+    int found = 0, seen[RANKS] = { 0 };
+    const char *at = strstr(text, "rank ");
+    CHECK_MSG(strncmp(text, "deadlock: rank ", 15) == 0, "%s", text);
+    for (; at && *at; at = strstr(at + 1, "; rank ") ? strstr(at + 1, "; rank ") + 2 : NULL) {
+        int r = atoi(at + 5), stands = r >= 0 && r < m->ranks && m->at[r] < dt_schedule_count(s, r);
+        char want[100];
+        if (!CHECK_MSG(stands && !seen[r], "rank %d does not stand: %s", r, text)) return;
+        const dt_action *a = &dt_schedule_actions(s, r)[m->at[r]];
+        seen[r] = 1;
+        found++;
+        if (dt_schedule_chunks(s) > 1)
+            snprintf(want, sizeof want, "rank %d waits at %c(micro %d, chunk %d) for ", r,
+                " FBIW"[a->phase], a -> micro, a -> chunk);
+        else
+            snprintf(want, sizeof want, "rank %d waits at %c(micro %d) for ", r, " FBIW"[a->phase],
+                a -> micro);
+        CHECK_MSG(strncmp(at, want, strlen(want)) == 0, "%s: not %s", text, want);
+    }
+    CHECK_MSG(found == cycle && cycle > 0, "%d in the text, a cycle of %d: %s", found, cycle, text);
+}
+
+static void test_any(void) {
+    static programs p;
+    static machine m;
+    static dt_span out[MOST];
+    char text[2048];
+    int right = 0, stopped = 0, disordered = 0, waited = 0;
+    for (int round = 0; round < 12000; round++) {
+        int ranks = 1 + below(4), chunks = 1 + below(2), micros = 1 + below(4),
+            tight = below(3) == 0;
+        dt_ctx *ctx = new_ctx();
+        random_right(&p, ranks, chunks, micros);
+        int swaps = below(2) * below(4) * (1 + below(2) * 10);
+        random_swaps(&p, ranks, swaps);
+        dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks,
+                                                   .micros = micros,
+                                                   .chunks = chunks,
+                                                   .generate = generate_programs,
+                                                   .user = &p,
+                                                   .unchecked = 1,
+                                                   .tight = tight });
+        dt_schedule_facts facts;
+        machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
+        dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+        int ends = machine_run(&m, s, out), order = ascending(&p, ranks, chunks);
+        CHECK_MSG((status == DT_OK) == (ends && order), "%d, but it %s, ascending %d: %s", status,
+            ends ? "ends" : "stops", order, text);
+        CHECK((facts.cycle == 0) == ends);
+        /* slots never stop what ends without */
+        if (swaps == 0 && !tight) CHECK_MSG(status == DT_OK, "%s", text);
+        if (!ends) {
+            expect_standing(&m, s, text, facts.cycle);
+            waited += strstr(text, "for its slot") != NULL;
+        } else {
+            expect_times(&m, s);
+            double makespan = dt_schedule_idle(s, spans, -1).makespan;
+            if (!tight) {
+                dt_schedule *wide = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks,
+                                                              .micros = micros,
+                                                              .chunks = chunks,
+                                                              .generate = generate_programs,
+                                                              .user = &p,
+                                                              .unchecked = 1 });
+                CHECK(makespan_with_plenty(&m, wide) == makespan);
+            }
+            int f = 1 + below(3), i = 1 + below(3), w = 1 + below(3);
+            machine_make(&m, ranks, chunks, micros, f, i, w, below(3));
+            for (int k = 0; k < m.stages; k++) m.input[k] += below(3);
+            expect_times(&m, s);
+        }
+        right += status == DT_OK;
+        stopped += !ends;
+        disordered += ends && !order;
+        dt_ctx_free(ctx);
+    }
+    CHECK_MSG(right > 3000 && stopped > 1500 && disordered > 50 && waited > 20,
+        "%d right, %d stopped (%d for a slot), "
+        "%d out of order",
+        right, stopped, waited, disordered);
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+/* Two actions of a rank swapped in every kind of schedule. */
+static void test_swapped(void) {
+    static programs p;
+    static machine m;
+    static dt_span out[MOST];
+    char text[2048];
+    int stopped = 0;
+    for (int round = 0; round < 3000; round++) {
+        int kind = below(DT_SCHEDULES), ranks = 2 + below(3), micros = 2 + below(5),
+            r = below(ranks);
+        dt_ctx *ctx = new_ctx();
+        dt_schedule *s = dt_schedule_make(
+            ctx, (dt_schedule_desc){ .kind = kind, .ranks = ranks, .micros = micros });
+        int chunks = dt_schedule_chunks(s);
+        if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+        for (int q = 0; q < ranks; q++) {
+            p.count[q] = dt_schedule_count(s, q);
+            memcpy(p.action[q], dt_schedule_actions(s, q), (size_t)p.count[q] * sizeof(dt_action));
+        }
+        int i = below(p.count[r]), j = below(p.count[r]);
+        dt_action keep = p.action[r][i];
+        p.action[r][i] = p.action[r][j];
+        p.action[r][j] = keep;
+        s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = ranks,
+                                      .micros = micros,
+                                      .chunks = chunks,
+                                      .generate = generate_programs,
+                                      .user = &p,
+                                      .unchecked = 1 });
+        dt_schedule_facts facts;
+        machine_make(&m, ranks, chunks, micros, 1, 1, 1, 0);
+        int ends = machine_run(&m, s, out);
+        dt_status status = dt_schedule_check(s, &facts, text, sizeof text);
+        CHECK_MSG((status == DT_OK) == (ends && ascending(&p, ranks, chunks)), "%s", text);
+        if (!ends) expect_standing(&m, s, text, facts.cycle);
+        stopped += !ends;
+        dt_ctx_free(ctx);
+    }
+    CHECK_MSG(stopped > 1000 && stopped < 2900, "%d stopped", stopped);
+}
+
+// ==== 5. One's own ==============================================================================
+
+/* Stages 0 .. p-1 down the ranks and p .. 2p-1 up again. */
+static int vee(int rank, int chunk, void *user) {
+    int p = *(const int *)user;
+    return chunk == 0 ? rank : 2 * p - 1 - rank;
+}
+
+static void generate_vee(dt_schedule *s, void *user) {
+    int p = dt_schedule_ranks(s), m = dt_schedule_micros(s);
+    CHECK(p == *(const int *)user && dt_schedule_stages(s) == 2 * p &&
+          dt_schedule_stage_of(s, 0, 1) == 2 * p - 1);
+    for (int r = 0; r < p; r++)
+        for (int j = 0; j < m; j++) {
+            dt_schedule_add(s, r, DT_FORWARD, j, 0);
+            dt_schedule_add(s, r, DT_FORWARD, j, 1);
+            dt_schedule_add(s, r, DT_BACKWARD, j, 1);
+            dt_schedule_add(s, r, DT_BACKWARD, j, 0);
+        }
+}
+
+static void test_vee(void) {
+    static machine m;
+    int p = 3;
+    dt_schedule_facts facts;
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = p,
+                                               .micros = 4,
+                                               .chunks = 2,
+                                               .generate = generate_vee,
+                                               .stage_of = vee,
+                                               .user = &p,
+                                               .name = "vee" });
+    if (!CHECK_MSG(s != NULL, "%s", dt_error_text(ctx))) return;
+    CHECK(strcmp(dt_schedule_name(s), "vee") == 0 && dt_schedule_rank_of(s, 5) == 0 &&
+          dt_schedule_rank_of(s, 3) == 2);
+    const dt_action *a = dt_schedule_actions(s, 2); /* stages 2 and 3: its own neighbours */
+    CHECK(a[0].stage == 2 && a[0].to == 2 && a[1].stage == 3 && a[1].from == 2 && a[1].to == 1);
+    CHECK(a[2].stage == 3 && a[2].from == 1 && a[2].to == 2 && a[3].from == 2 && a[3].to == 1);
+    CHECK(dt_schedule_check(s, &facts, NULL, 0) == DT_OK);
+    CHECK_MSG(facts.messages == 4 * 2 * 4 && facts.live == 2, "%d messages, %d held",
+        facts.messages, facts.live);
+    machine_make(&m, p, 2, 4, 2, 1, 3, 5);
+    for (int st = 0; st < 6; st++) {
+        m.rank_of[st] = st < p ? st : 2 * p - 1 - st;
+        m.chunk_of[st] = st >= p;
+    }
+    expect_times(&m, s); /* a message to itself takes no time */
+    dt_ctx_free(ctx);
+}
+
+static int same_stage(int rank, int chunk, void *user) {
+    (void)user;
+    return rank + chunk;
+}
+static int far_stage(int rank, int chunk, void *user) {
+    (void)user;
+    return rank == 1 ? 9 : chunk;
+}
+static void generate_bad(dt_schedule *s, void *user) {
+    const int *a = (const int *)user;
+    dt_schedule_add(s, a[0], (dt_phase)a[1], a[2], a[3]);
+}
+static void generate_endless(dt_schedule *s, void *user) {
+    (void)user;
+    for (int i = 0; i < 1000 && dt_schedule_add(s, 0, DT_FORWARD, 0, 0) == DT_OK;) i++;
+}
+
+static void expect_refused(dt_schedule_desc d, const char *want) {
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(ctx, d);
+    CHECK_MSG(!s && dt_error(ctx) == DT_ERR_ARG && strcmp(dt_error_text(ctx), want) == 0,
+        "'%s', not '%s'", dt_error_text(ctx), want);
+    CHECK(!dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 1, .micros = 1 })); /* sticky */
+    dt_ctx_free(ctx);
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+static void test_refused(void) {
+    dt_schedule_desc d = { .kind = 5, .ranks = 2, .micros = 3 };
+    expect_refused(d, "rank 0: dt_schedule_make: there is no kind 5 of schedule");
+    d.kind = -1;
+    expect_refused(d, "rank 0: dt_schedule_make: there is no kind -1 of schedule");
+    d = (dt_schedule_desc){ .ranks = 0, .micros = 3 };
+    expect_refused(d, "rank 0: dt_schedule_make: 3 micro-batches through 1 chunks of each of 0 "
+                      "ranks; use at least 1 "
+                      "of each, and no more than 67108864 in all");
+    d = (dt_schedule_desc){ .ranks = 1 << 20, .micros = 1 << 20 };
+    expect_refused(d, "rank 0: dt_schedule_make: 1048576 micro-batches through 1 chunks of each of "
+                      "1048576 ranks; use "
+                      "at least 1 of each, and no more than 67108864 in all");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 3, .chunks = 2 };
+    expect_refused(d, "rank 0: dt_schedule_make(1F1B): 2 chunks; only interleaved has several");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .spare = -1 };
+    expect_refused(d, "rank 0: dt_schedule_make: -1 spare slots");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3, .group = 2 };
+    expect_refused(d, "rank 0: dt_schedule_make: groups of 2; only interleaved has groups");
+    d = (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4, .micros = 17, .group = 4 };
+    expect_refused(d, "rank 0: dt_schedule_make(interleaved): groups of 4 do not cut 17 "
+                      "micro-batches for 4 ranks so "
+                      "that each fills them; use 6 or 17");
+    d = (dt_schedule_desc){
+        .ranks = 2, .micros = 1, .chunks = 2, .generate = generate_vee, .stage_of = same_stage
+    };
+    expect_refused(d, "rank 0: dt_schedule_make(a schedule of one's own): stage 1 is chunk 1 of "
+                      "rank 0 and chunk 0 of "
+                      "rank 1");
+    d.stage_of = far_stage;
+    expect_refused(
+        d, "rank 0: dt_schedule_make(a schedule of one's own): chunk 0 of rank 1 is stage 9 of 4");
+    int bad[5][4] = { { 2, 1, 0, 0 }, { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 1, 3, 0 },
+        { 0, 1, 0, 1 } };
+    for (int i = 0; i < 5; i++) {
+        char want[200];
+        snprintf(want, sizeof want,
+            "rank 0: dt_schedule_add(x): phase %d of micro-batch %d of 3 in chunk %d of 1 of "
+            "rank %d of 2",
+            bad[i][1], bad[i][2], bad[i][3], bad[i][0]);
+        expect_refused(
+            (dt_schedule_desc){
+                .ranks = 2, .micros = 3, .generate = generate_bad, .user = bad[i], .name = "x" },
+            want);
+    }
+    expect_refused(
+        (dt_schedule_desc){ .ranks = 1, .micros = 2, .generate = generate_endless, .name = "x" },
+        "rank 0: dt_schedule_add(x): rank 0 has 8 actions already");
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 1, .micros = 2 });
+    CHECK(dt_schedule_add(s, 0, DT_FORWARD, 0, 0) == DT_ERR_ARG && dt_error(ctx) == DT_ERR_ARG);
+    CHECK(dt_schedule_add(NULL, 0, DT_FORWARD, 0, 0) == DT_ERR_ARG);
+    dt_schedule_free(NULL);
+    dt_ctx_free(ctx);
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+/* Every allocation refused in turn: an error that says so, and nothing is left. */
+static void test_memory(void) {
+    int refused = 0;
+    for (long at = 1; at < 200; at++) {
+        calls = 0;
+        refuse_at = 0;
+        dt_ctx *ctx = new_ctx();
+        refuse_at = calls + at;
+        dt_schedule *s = dt_schedule_make(
+            ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 3, .micros = 9 });
+        int reached = calls >= refuse_at;
+        refuse_at = 0;
+        CHECK_MSG((s == NULL) == reached && dt_error(ctx) == (reached ? DT_ERR_MEM : DT_OK),
+            "allocation %ld: %s", at, dt_error_text(ctx));
+        refused += reached;
+        if (at % 2) dt_schedule_free(s);
+        dt_ctx_free(ctx);
+        CHECK_MSG(blocks == 0, "allocation %ld: %ld blocks are left", at, blocks);
+    }
+    CHECK_MSG(refused >= 10, "%d refused", refused);
+}
+
+// ==== 6. The simulator ==========================================================================
+
+static void expect_spans(const dt_schedule *s, int rank, int n, const double *want) {
+    for (int i = 0; i < n; i++) {
+        dt_span got = spans[dt_schedule_first(s, rank) + i];
+        CHECK_MSG(got.begin == want[2 * i] && got.end == want[2 * i + 1],
+            "rank %d action %d: %g to %g, not %g to %g", rank, i, got.begin, got.end, want[2 * i],
+            want[2 * i + 1]);
+    }
+}
+
+static void test_simulate(void) {
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 2 });
+    double stages[6] = { 2, 1, 3, 5, 2, 2 };
+    dt_schedule_costs costs = { 0, 0, 0, stages, 0.5 };
+    double first[8] = { 0, 2, 2, 4, 12, 16, 21.5, 25.5 },
+           last[8] = { 2.5, 7.5, 7.5, 11.5, 12, 17, 17, 21 };
+    CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK);
+    expect_spans(s, 0, 4, first); /* F0 F1 B0 B1 */
+    /* F0 B0 F1 B1: F1 waits for its one slot until rank 0 has begun B0 */
+    expect_spans(s, 1, 4, last);
+    dt_schedule_bubble b = dt_schedule_idle(s, spans, -1), own = dt_schedule_idle(s, spans, 0);
+    CHECK(b.makespan == 25.5 && b.work == 18 && b.of_work == 7.5 / 18 && b.of_total == 7.5 / 25.5);
+    CHECK(own.makespan == 25.5 && own.work == 12 && own.of_work == 13.5 / 12 &&
+          own.of_total == 13.5 / 25.5);
+    double freed[8] = { 0, 2, 2, 4, 12, 16, 21, 25 },
+           sooner[8] = { 2.5, 7.5, 7.5, 11.5, 11.5, 16.5, 16.5, 20.5 };
+    dt_schedule *spare = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 2, .spare = 1 });
+    CHECK(dt_schedule_simulate(spare, costs, spans) == DT_OK);
+    expect_spans(spare, 0, 4, freed);
+    expect_spans(spare, 1, 4, sooner);
+    CHECK(dt_schedule_simulate(s, costs, spans) == DT_OK);
+    for (int i = 0; i < 8; i++) { /* as measured: from another moment on */
+        spans[i].begin += 100;
+        spans[i].end += 100;
+    }
+    b = dt_schedule_idle(s, spans, 1);
+    CHECK(b.makespan == 25.5 && b.work == 18);
+    b = dt_schedule_idle(s, spans, 2);
+    CHECK(b.makespan == 0 && b.work == 0 && b.of_work == 0);
+    b = dt_schedule_idle(NULL, spans, 0);
+    CHECK(b.makespan == 0);
+    dt_schedule_costs none = { 0, 0, 0, NULL, 0 };
+    CHECK(dt_schedule_simulate(s, none, spans) == DT_OK);
+    b = dt_schedule_idle(s, spans, -1);
+    CHECK(b.makespan == 0 && b.of_work == 0 && b.of_total == 0);
+    CHECK(dt_schedule_simulate(NULL, even, spans) == DT_ERR_ARG && dt_error(ctx) == DT_OK);
+    for (int i = 0; i < 5; i++) {
+        double bad[6] = { 1, 1, 1, 1, 1, i == 4 ? -1 : 1 };
+        dt_schedule_costs wrong = { i == 0 ? -1 : 1, i == 1 ? NAN : 1, i == 2 ? INFINITY : 1,
+            i == 4 ? bad : NULL, i == 3 ? -1 : 0 };
+        dt_ctx *own_ctx = new_ctx();
+        dt_schedule *t = dt_schedule_make(own_ctx, (dt_schedule_desc){ .ranks = 2, .micros = 1 });
+        CHECK(
+            dt_schedule_simulate(t, wrong, spans) == DT_ERR_ARG && dt_error(own_ctx) == DT_ERR_ARG);
+        dt_ctx_free(own_ctx);
+    }
+    const char *stops[] = { "F0 F1 B1 B0", "F0 F1 B0 B1" };
+    dt_schedule *wrong = dt_schedule_make(ctx,
+        (dt_schedule_desc){
+            .ranks = 2, .micros = 2, .generate = generate_lists, .user = stops, .unchecked = 1 });
+    CHECK(dt_schedule_simulate(wrong, even, spans) == DT_OK); /* only disordered */
+    const char *late[] = { "F0 B0 F1 B1", "F0 F1 B0 B1" };
+    wrong = dt_schedule_make(ctx,
+        (dt_schedule_desc){
+            .ranks = 2, .micros = 2, .generate = generate_lists, .user = late, .unchecked = 1 });
+    CHECK(dt_schedule_simulate(wrong, even, spans) == DT_ERR_ARG && dt_error(ctx) == DT_OK);
+    CHECK(spans[0].end == 1 && spans[1].begin > spans[1].end && spans[4].end == 2 &&
+          spans[5].begin > spans[5].end);
+    b = dt_schedule_idle(wrong, spans, -1);
+    CHECK(b.makespan == 2 && b.work == 1);
+    dt_ctx_free(ctx);
+}
+
+// ==== 7. Cuts of a model ========================================================================
+
+/* The least maximum by trying every cut. */
+static double best_cut(const double *costs, int n, int stages) {
+    double best = INFINITY, sum = 0;
+    if (stages == 1) {
+        for (int i = 0; i < n; i++) sum += costs[i];
+        return sum;
+    }
+    for (int i = 1; i <= n - stages + 1; i++) {
+        sum += costs[i - 1];
+        double rest = best_cut(costs + i, n - i, stages - 1), worst = rest > sum ? rest : sum;
+        if (worst < best) best = worst;
+    }
+    return best;
+}
+
+static double worst_part(const double *costs, int n, int stages, const int *first) {
+    double worst = 0;
+    int ok = first[0] == 0 && first[stages] == n;
+    for (int part = 0; part < stages; part++) {
+        double sum = 0;
+        ok &= first[part] < first[part + 1];
+        for (int i = first[part]; ok && i < first[part + 1]; i++) sum += costs[i];
+        if (sum > worst) worst = sum;
+    }
+    return ok ? worst : -1;
+}
+
+static void test_cut(void) {
+    double costs[64], even_costs[64];
+    int first[65];
+    char text[200];
+    for (int i = 0; i < 64; i++) even_costs[i] = 1;
+    for (int round = 0; round < 4000; round++) {
+        int n = 1 + below(9), stages = 1 + below(n);
+        for (int i = 0; i < n; i++) costs[i] = below(3) ? below(9) : below(2) * 40;
+        CHECK(dt_stage_cut(costs, n, stages, first, text, sizeof text) == DT_OK && text[0] == 0);
+        double worst = worst_part(costs, n, stages, first), best = best_cut(costs, n, stages);
+        CHECK_MSG(worst == best, "%d items, %d stages: %g, not %g", n, stages, worst, best);
+        for (int i = 0; i < n; i++) costs[i] = 0.1 * (1 + below(7)); /* sums that round */
+        CHECK(dt_stage_cut(costs, n, stages, first, text, sizeof text) == DT_OK);
+        worst = worst_part(costs, n, stages, first);
+        CHECK_MSG(worst >= 0 && worst <= best_cut(costs, n, stages) * (1 + 1e-14),
+            "%d items, %d stages: %.17g", n, stages, worst);
+    }
+    for (int n = 1; n <= 48; n++) /* equal items: parts that differ by 1, the smaller first */
+        for (int stages = 1; stages <= n; stages++) {
+            CHECK(dt_stage_cut(even_costs, n, stages, first, text, sizeof text) == DT_OK);
+            for (int part = 0; part < stages; part++)
+                CHECK_MSG(
+                    first[part + 1] - first[part] == n / stages + (part >= stages - n % stages),
+                    "%d items, %d "
+                    "stages: part %d has %d",
+                    n, stages, part, first[part + 1] - first[part]);
+        }
+    double model[6] = { 3, 4, 4, 4, 4, 9 }; /* embedding, layers, head */
+    CHECK(dt_stage_cut(model, 6, 3, first, text, sizeof text) == DT_OK && first[1] == 3 &&
+          first[2] == 5);
+    CHECK(dt_stage_cut(even_costs, 3, 4, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK_MSG(strcmp(text,
+                  "3 items for 4 stages: each stage needs at least 1; use 3 stages or fewer") == 0,
+        "%s", text);
+    CHECK(dt_stage_cut(even_costs, 0, 1, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_stage_cut(even_costs, 3, 0, first, text, sizeof text) == DT_ERR_ARG);
+    even_costs[1] = -2;
+    CHECK(dt_stage_cut(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
+    CHECK_MSG(strcmp(text, "item 1 costs -2; costs are 0 or more, and their sum is finite") == 0,
+        "%s", text);
+    even_costs[1] = NAN;
+    CHECK(dt_stage_cut(even_costs, 3, 2, first, NULL, 0) == DT_ERR_ARG);
+    even_costs[1] = even_costs[0] = 1.7e308;
+    CHECK(dt_stage_cut(even_costs, 3, 2, first, text, sizeof text) == DT_ERR_ARG);
+}
+
+// ==== 8. Drawings ===============================================================================
+
+static void test_text(void) {
+    dt_ctx *ctx = new_ctx();
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 2, .micros = 3 });
+    char text[400];
+    dt_schedule_simulate(s, even, spans);
+    CHECK(dt_schedule_text(s, spans, 12, text, sizeof text) == DT_OK);
+    CHECK_MSG(strcmp(text, "rank  0 |01..aa2bb.cc|\nrank  1 |.0aa1bb2cc..|\n") == 0, "%s", text);
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 2, .micros = 3 });
+    dt_schedule_simulate(s, even, spans);
+    CHECK(dt_schedule_text(s, spans, 10, text, sizeof text) == DT_OK);
+    CHECK_MSG(strcmp(text, "rank  0 |01.aA2bBcC|\nrank  1 |.0a1bA2cBC|\n") == 0, "%s", text);
+    CHECK(dt_schedule_text(s, spans, 0, text, 2 * (72 + 12) + 1) == DT_OK &&
+          strlen(text) == 2 * (72 + 11));
+    CHECK(dt_schedule_text(s, spans, 10, text, 2 * (10 + 11)) == DT_ERR_ARG);
+    CHECK(dt_schedule_text(s, spans, -1, text, sizeof text) == DT_ERR_ARG);
+    CHECK(dt_schedule_text(NULL, spans, 10, text, sizeof text) == DT_ERR_ARG);
+    s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_AFAB, .ranks = 1, .micros = 12 });
+    dt_schedule_simulate(s, even, spans);
+    CHECK(dt_schedule_text(s, spans, 36, text, sizeof text) == DT_OK);
+    CHECK_MSG(strcmp(text, "rank  0 |012345678901aabbccddeeffgghhiijjaabb|\n") == 0, "%s", text);
+    dt_ctx_free(ctx);
+}
+
+/* Whether a text is well-formed XML of the plain kind that drawings are. */
+static int well_formed(const char *s, int *rects, int *texts) {
+    char stack[16][16];
+    int depth = 0, roots = 0;
+    *rects = *texts = 0;
+    while (*s) {
+        if (*s == '&' && strncmp(s, "&lt;", 4) && strncmp(s, "&gt;", 4) && strncmp(s, "&amp;", 5))
+            return 0;
+        if ((unsigned char)*s < 0x20 && *s != '\n') return 0;
+        if (*s == '>') return 0;
+        if (*s++ != '<') {
+            if (depth == 0 && s[-1] != '\n') return 0;
+            continue;
+        }
+        int closes = *s == '/';
+        size_t n = strspn(s += closes, "abcdefghijklmnopqrstuvwxyz");
+        char name[16];
+        if (n == 0 || n >= sizeof name) return 0;
+        memcpy(name, s, n);
+        name[n] = 0;
+        s += n;
+        if (closes) {
+            if (*s++ != '>' || depth == 0 || strcmp(stack[--depth], name)) return 0;
+            continue;
+        }
+        *rects += strcmp(name, "rect") == 0;
+        *texts += strcmp(name, "text") == 0;
+        roots += depth == 0;
+        while (*s == ' ') { /* name="value" */
+            s += 1 + strspn(s + 1, "abcdefghijklmnopqrstuvwxyz-0123456789");
+            if (*s++ != '=' || *s++ != '"') return 0;
+            s += strcspn(s, "\"<&");
+            if (*s++ != '"') return 0;
+        }
+        int single = *s == '/';
+        s += single;
+        if (*s++ != '>' || depth == 16) return 0;
+        if (!single) memcpy(stack[depth++], name, sizeof name);
+    }
+    return depth == 0 && roots == 1;
+}
+
+static const char *drawn(memory_fs *fs, const char *name) {
+    static char text[1 << 22];
+    int i = memory_at(fs, name);
+    if (i < 0 || fs->file[i].size >= sizeof text) return "";
+    memcpy(text, fs->file[i].data, fs->file[i].size);
+    text[fs->file[i].size] = 0;
+    return text;
+}
+
+static void test_svg(void) {
+    memory_fs fs;
+    dt_io io = memory_io(&fs);
+    int rects = 0, texts = 0;
+    memset(&fs, 0, sizeof fs);
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet, .io = &io });
+    dt_schedule *s = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_INTERLEAVED, .ranks = 4, .micros = 8 });
+    dt_schedule *z = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_ZB, .ranks = 4, .micros = 8 });
+    dt_span *other = spans + MOST / 2;
+    if (!CHECK_MSG(s && z, "%s", dt_error_text(ctx))) return;
+    dt_schedule_simulate(s, (dt_schedule_costs){ 0.5, 0.5, 0.5, NULL, 0 }, spans);
+    dt_schedule_simulate(z, even, other);
+    dt_timeline lines[2] = { { "a <b> & \"c\"\x01 \xc3\xa9", s, spans }, { NULL, z, other } };
+    CHECK(dt_schedule_svg(ctx, "two.svg", lines, 2) == DT_OK);
+    const char *text = drawn(&fs, "two.svg");
+    CHECK(well_formed(text, &rects, &texts));
+    /* boxes, rows, paper, and the legend: 4 phases of 2 shades */
+    CHECK_MSG(rects == 4 * 32 + 4 * 24 + 8 + 1 + 8, "%d boxes", rects);
+    CHECK_MSG(texts == 4 * 32 + 4 * 24 + 8 + 2 + 5, "%d texts", texts);
+    CHECK(strstr(text, ">a &lt;b&gt; &amp; \"c\"  \xc3\xa9: 28.5 s, bubble 18.8 % of the work, "
+                       "15.8 % of the time<"));
+    CHECK(strstr(text, ">zero-bubble: 27.0 s, bubble 12.5 % of the work, 11.1 % of the time<"));
+    CHECK(strstr(text, "<title>rank 3: B(micro 7, chunk 0), stage 3: 1.00 s from "));
+    CHECK(strstr(
+        text, "<title>rank 0: F(micro 0, chunk 0), stage 0: 500 ms from 0.00 us on</title>"));
+    CHECK(memory_at(&fs, "two.svg.tmp") < 0 && fs.open == 0);
+    for (int i = 0; i < 4 * 32; i++) { /* measured: the same picture from another moment on */
+        spans[i].begin += 1000;
+        spans[i].end += 1000;
+    }
+    char *before = (char *)malloc(strlen(text) + 1);
+    memcpy(before, text, strlen(text) + 1);
+    CHECK(dt_schedule_svg(ctx, "two.svg", lines, 2) == DT_OK &&
+          strcmp(drawn(&fs, "two.svg"), before) == 0);
+    free(before);
+    dt_schedule *big = dt_schedule_make(
+        ctx, (dt_schedule_desc){ .kind = DT_SCHEDULE_1F1B, .ranks = 16, .micros = 64 });
+    dt_schedule_simulate(big, even, spans);
+    dt_timeline line = { NULL, big, spans };
+    CHECK(dt_schedule_svg(ctx, "big.svg", &line, 1) == DT_OK &&
+          well_formed(drawn(&fs, "big.svg"), &rects, &texts));
+    CHECK_MSG(rects == 2 * 16 * 64 + 16 + 1 + 2 && texts == 2 * 16 * 64 + 16 + 1 + 2,
+        "%d boxes, %d texts: all have "
+        "their numbers",
+        rects, texts);
+    const char *late[] = { "F0 B0 F1 B1", "F0 F1 B0 B1" }; /* stops after two actions */
+    dt_schedule *wrong = dt_schedule_make(ctx,
+        (dt_schedule_desc){
+            .ranks = 2, .micros = 2, .generate = generate_lists, .user = late, .unchecked = 1 });
+    dt_schedule_simulate(wrong, even, spans);
+    line.schedule = wrong;
+    CHECK(dt_schedule_svg(ctx, "stops.svg", &line, 1) == DT_OK &&
+          well_formed(drawn(&fs, "stops.svg"), &rects, &texts));
+    CHECK_MSG(rects == 2 + 2 + 1 + 2, "%d boxes", rects);
+    dt_schedule_simulate(big, (dt_schedule_costs){ 0, 0, 0, NULL, 0 }, spans);
+    line.schedule = big;
+    CHECK(dt_schedule_svg(ctx, "none.svg", &line, 1) == DT_OK &&
+          well_formed(drawn(&fs, "none.svg"), &rects, &texts));
+    dt_ctx_free(ctx);
+    memory_clear(&fs);
+}
+
+/* Complete or absent, whichever call of the io table fails; and what cannot be drawn. */
+static void test_svg_fails(void) {
+    int failed = 0;
+    for (int call = 1; call < 20; call++) {
+        memory_fs fs;
+        dt_io io = memory_io(&fs);
+        int rects, texts;
+        memset(&fs, 0, sizeof fs);
+        memory_put(&fs, "a.svg", "old", 3);
+        fs.fail_at = call;
+        fs.reason = ENOSPC;
+        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .host = &quiet, .io = &io });
+        dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 2, .micros = 2 });
+        dt_timeline line = { NULL, s, spans };
+        dt_schedule_simulate(s, even, spans);
+        dt_status status = dt_schedule_svg(ctx, "a.svg", &line, 1);
+        int old = strcmp(drawn(&fs, "a.svg"), "old") == 0;
+        CHECK_MSG(old || well_formed(drawn(&fs, "a.svg"), &rects, &texts),
+            "call %d leaves half a file", call);
+        CHECK(status == DT_OK || status == DT_ERR_IO);
+        CHECK(status != DT_OK || !old);
+        failed += old;
+        dt_ctx_free(ctx);
+        memory_clear(&fs);
+    }
+    CHECK_MSG(failed >= 3, "%d failures", failed);
+    for (int i = 0; i < 5; i++) {
+        dt_ctx *ctx = new_ctx();
+        dt_schedule *s = dt_schedule_make(ctx, (dt_schedule_desc){ .ranks = 2, .micros = 2 });
+        dt_timeline line = { i == 0 ? "\xff" : NULL, i == 1 ? NULL : s, i == 2 ? NULL : spans };
+        CHECK(dt_schedule_svg(ctx, i == 3 ? NULL : "a.svg", &line, i == 4 ? 0 : 1) == DT_ERR_ARG);
+        CHECK(dt_error(ctx) == DT_ERR_ARG);
+        dt_ctx_free(ctx);
+    }
+    CHECK_MSG(blocks == 0, "%ld blocks are left", blocks);
+}
+
+int main(void) {
+    quiet = *dt_host_default();
+    quiet.log = silent;
+    quiet.alloc = counting_alloc;
+    quiet.free = counting_free;
+    test_orders();
+    test_lowering();
+    test_figures();
+    test_spare();
+    test_planted();
+    test_slots_wait();
+    test_any();
+    test_swapped();
+    test_vee();
+    test_refused();
+    test_memory();
+    test_simulate();
+    test_cut();
+    test_text();
+    test_svg();
+    test_svg_fails();
+    return check_done("test_schedule");
+}

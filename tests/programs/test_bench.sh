@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# test_bench.sh - the benchmarks run and print what the scripts that read them expect: # lines, a header, rows of as
+# many columns, and summary lines last. How fast anything is, is not tested.
+cd "$(dirname "$0")/../.." || exit 1
+B=${B:-build} MAKE=${MAKE:-make}
+passed=0 failed=0
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+
+report() { # report OK? TEXT
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
+    failed=$((failed + 1))
+    echo "FAIL $2"
+    head -n 8 "$dir/out" | sed 's/^/    /'
+}
+
+bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and these names in the summary
+    local program=$1 header=$2 rows=$3 summary=$4 columns names
+    shift 4
+    names=$(wc -w <<<"$summary")
+    columns=$(tr -cd , <<<"$header" | wc -c)
+    $MAKE -s "$B/$program" >"$dir/out" 2>&1
+    report $? "$program builds"
+    timeout 120 "$B/$program" "$@" >"$dir/out" 2>"$dir/err" </dev/null
+    report $? "$program $*: status 0"
+    grep -v '^#' "$dir/out" >"$dir/csv"
+    [ "$(head -n 1 "$dir/csv")" = "$header" ]
+    report $? "$program: the header is $header"
+    sed 1d "$dir/csv" | grep -v '^summary,' >"$dir/rows"
+    [ "$(wc -l <"$dir/rows")" -ge "$rows" ] && ! awk -F, -v n="$columns" 'NF != n + 1' "$dir/rows" | grep -q .
+    report $? "$program: at least $rows rows, each of $((columns + 1)) columns"
+    [ "$(grep '^summary,' "$dir/csv" | cut -d, -f2 | xargs)" = "$summary" ] &&
+        [ "$(tail -n "$names" "$dir/out" | grep -c '^summary,[a-z0-9_]*,[0-9a-z.e+-]*$')" = "$names" ]
+    report $? "$program: the last lines are the summary of $summary"
+    head -n 1 "$dir/out" | grep -q '^# machine: '
+    report $? "$program: the first line names the machine"
+}
+
+gemm="m,n,k,trans,dtype,threads,dt_gflops,peer,peer_gflops,ratio"
+train="config,ranks,dtype,tokens_per_s,gflops,peer,peer_tokens_per_s,ratio,peak_rss_mib,peer_peak_rss_mib"
+bench bench_gemm "$gemm" 6 "geomean_f32 min_f32 bf16_over_f32" --quick
+awk -F, '$7 <= 0 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_gemm: every rate of dt is positive"
+bench bench_gemm "$gemm" 3 "geomean_f32 min_f32 bf16_over_f32" \
+    --quick --dtype=f32 --threads 2 --openblas no/such/library
+grep -q '^# peer: OpenBLAS is not installed at no/such/library' "$dir/out" &&
+    ! grep -v ',none,nan,nan$' "$dir/rows" | grep -q .
+report $? "bench_gemm without OpenBLAS says so and measures dt"
+bench bench_train "$train" 1 \
+    "ratio_pytorch_f32 ratio_llmc_f32 product_rate_dt_gflops product_rate_openblas_gflops product_rate_share_f32 \
+rss_ratio_f32 bf16_over_f32 ratio_pytorch_bf16 loss_difference_f32" --quick
+awk -F, '$4 <= 0 || $9 < 1 || $9 > 1000 { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_train: tokens a second, and a memory of some megabytes"
+timeout 60 "$B/bench_train" --quick --profile >"$dir/out" 2>&1
+awk -F, '/^matmul/ { n++; sum += $4 } /^(other|idle),/ { n++ } END { exit !(n == 5 && sum > 0 && sum <= 1) }' "$dir/out"
+report $? "bench_train --profile: products of three kinds, and what is left"
+comm="op,backend,ranks,bytes,us,busbw_gbs,peer,peer_us,ratio,buffers,bound_us,bound_share"
+figures=$(for suffix in "" _malloc _threads; do
+    for op in all_reduce all_gather reduce_scatter all_to_all send_recv; do
+        for f in geomean geomean_2_ranks min min_64 bound_share_min; do
+            [[ $f = bound_share_min && ($op = reduce_scatter || $suffix = _malloc) ]] || echo "${op}_$f$suffix"
+        done
+    done
+done | xargs)
+bench bench_comm "$comm" 45 "$figures" --quick
+awk -F, '$5 <= 0 || $6 <= 0 || $5 == "nan" { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+report $? "bench_comm: every time and rate of dt is positive"
+awk -F, '$4 > 1048576 && $10 == "range" && $1 != "reduce-scatter" && $12 !~ /^[0-9.]+$/ { bad = 1 }
+    END { exit bad }' "$dir/rows"
+report $? "bench_comm: above 1 MiB the machine's bound is measured"
+bench bench_comm "$comm" 2 \
+    "all_reduce_geomean all_reduce_geomean_2_ranks all_reduce_min all_reduce_min_64 all_reduce_bound_share_min" \
+    --quick --ops=all-reduce --ranks 4 --backends procs --buffers range --sizes 64,4096 --mpi no/such/folder
+grep -q '^# peer: Open MPI (mpicc and mpirun) is not installed at no/such/folder' "$dir/out" &&
+    [ "$(cut -d, -f1-4,7-9 "$dir/rows" | xargs)" = \
+      "all-reduce,procs,4,64,none,nan,nan all-reduce,procs,4,4096,none,nan,nan" ]
+report $? "bench_comm without Open MPI says so and measures dt"
+layouts="layout,ranks,dp,tp,cp,kind,sp,zero,tokens_per_s,ratio_to_1,mem_params,mem_grads,mem_optim,mem_acts,mem_comm,\
+mem_peak,bytes_dp,bytes_tp,bytes_cp,pp,schedule,bytes_pp"
+figures=$(for n in 1 2 4 8; do echo "best_tokens_per_s_$n best_ratio_$n least_peak_share_$n"; done | xargs)
+for backend in threads procs; do
+    bench bench_layouts "$layouts" 35 "$figures loss_difference" --quick --backend "$backend"
+    awk -F, '$9 <= 0 || $2 != $3 * $4 * $5 * $20 || ($20 > 1) != ($22 > 0) || ($4 > 1) != ($18 > 0) || ($5 > 1) != ($19 > 0) ||
+        ($3 * $5 > 1 && $17 <= 0) { bad = 1 } END { exit bad || NR == 0 }' "$dir/rows"
+    report $? "bench_layouts over $backend: rates are positive, and bytes go along the axes there are"
+    awk -F, '/^summary,loss_difference/ && $3 < 1e-5 { good = 1 } END { exit !good }' "$dir/csv"
+    report $? "bench_layouts over $backend: every layout has the loss of one rank"
+done
+for p in bench_gemm bench_train bench_comm bench_layouts; do
+    "$B/$p" --quik >"$dir/out" 2>&1
+    [ $? = 2 ] && grep -q '^error: --quik' "$dir/out"
+    report $? "$p refuses an option it does not know"
+done
+
+echo "test_bench: $passed passed, $failed failed, 0 skipped"
+[ "$failed" = 0 ]

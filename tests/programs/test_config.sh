@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# test_config.sh - train_gpt --config: its own keys and DeepSpeed's, what goes before what, and what is refused
+#
+# A file means the same as options: --print-config prints the same for both. The three DeepSpeed files are those that
+# tutorials print, of which one is whole and two are completed here ("..." and commas before a bracket are no JSON).
+cd "$(dirname "$0")/../.." || exit 1
+B=${B:-build} MAKE=${MAKE:-make}
+passed=0 failed=0 skipped=0
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_config: 0 passed, 1 failed, 0 skipped"; exit 1; }
+head -c 5000 README.md >"$dir/text"
+tiny="--layers 1 --width 16 --heads 2 --seq 16 --data $dir/text"
+
+report() { # report OK? TEXT
+    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; head -n 4 "$dir/err" | sed 's/^/    /'; fi
+}
+
+same() { # same JSON "ARGS" ARGS...: the file beside the first means what the others mean
+    local beside=$2
+    printf '%s\n' "$1" >"$dir/config.json"
+    shift 2
+    timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" $beside --print-config >"$dir/got" 2>"$dir/err" &&
+        timeout 60 "$B/train_gpt" $tiny "$@" --print-config >"$dir/want" 2>>"$dir/err" && cmp "$dir/got" "$dir/want" >>"$dir/err" 2>&1
+    report $? "$(tr -s ' \n' ' ' <"$dir/config.json") $beside: as $*"
+}
+
+refused() { # refused LINE:COLUMN PATTERN JSON
+    printf '%s\n' "$3" >"$dir/config.json"
+    timeout 60 "$B/train_gpt" $tiny --config "$dir/config.json" --print-config >"$dir/out" 2>"$dir/err"
+    [ $? = 2 ] && [ "$(grep -c 'error: ' "$dir/err")" = 1 ] && grep -Eq -- "^error: (--config: )?$dir/config.json:$1: $2" "$dir/err"
+    report $? "refused at $1 with '$2': $3"
+}
+
+# ---- DeepSpeed's keys ---------------------------------------------------------------------------------------------
+
+stage3='{
+  "train_batch_size": 16,
+  "fp16": { "enabled": true },
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": { "device": "cpu" },
+    "offload_param": { "device": "cpu" }
+  },
+  "gradient_accumulation_steps": 4,
+  "gradient_checkpointing": true
+}'
+onebit='{
+    "optimizer": {
+        "type": "OneBitAdam",
+        "params": {
+            "lr": 0.001, "betas": [ 0.8, 0.999 ], "eps": 1e-8, "weight_decay": 3e-7,
+            "freeze_step": 400, "cuda_aware": false, "comm_backend_name": "nccl"
+        }
+    }
+}'
+adamw='{
+    "zero_optimization": { "stage": 3 },
+    "fp16": { "enabled": true },
+    "optimizer": {
+        "type": "AdamW",
+        "params": { "lr": 0.001, "betas": [ 0.8, 0.999 ], "eps": 1e-8, "weight_decay": 3e-7 }
+    }
+}'
+adam_args="--lr 0.001 --beta1 0.8 --beta2 0.999 --eps 1e-8 --weight-decay 3e-7"
+stage3_args="--batch 16 --accum 4 --dtype f16 --zero 3 --offload-optim cpu --offload-params cpu --recompute full"
+same "$stage3" "--ranks 2" --ranks 2 $stage3_args
+same "$onebit" "--steps 500" --steps 500 --optimizer onebit-adam $adam_args --freeze-steps 400
+same "$adamw" "--ranks 2" --ranks 2 --zero 3 --dtype f16 --optimizer adamw $adam_args
+
+losses() { # losses NAME ARGS...: of 3 steps
+    local name=$1
+    shift
+    timeout 60 "$B/train_gpt" $tiny --ranks 2 "$@" --log-csv "$dir/$name.csv" >"$dir/$name.out" 2>"$dir/err" &&
+        [ "$(wc -l <"$dir/$name.csv")" = 4 ] && cut -d, -f1-4 "$dir/$name.csv" >"$dir/$name.losses"
+}
+for name in stage3 onebit adamw; do
+    printf '%s\n' "${!name}" >"$dir/$name.json"
+    case $name in
+    stage3) args="$stage3_args --steps 3" ;;
+    onebit) args="--optimizer onebit-adam $adam_args --freeze-steps 400 --steps 500 --stop-at 3" ;;
+    adamw) args="--zero 3 --dtype f16 $adam_args --steps 3" ;;
+    esac
+    losses file --config "$dir/$name.json" $(grep -o -- '--steps.*' <<<"$args") && losses options $args &&
+        cmp -s "$dir/file.losses" "$dir/options.losses"
+    report $? "$name: the losses, norms and rates of its options"
+done
+printf '%s\n' "$onebit" >"$dir/onebit.json"
+losses file --config "$dir/onebit.json" --steps 500 --stop-at 3
+grep -q "^config  $dir/onebit.json   no meaning here: optimizer.params.comm_backend_name optimizer.params.cuda_aware$" "$dir/file.out"
+report $? "keys that mean nothing here are named"
+
+same '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}' "--ranks 2" \
+    --ranks 2 --micro-batch 2 --accum 3 --clip 0.5
+same '{"bf16": {"enabled": true}, "fp16": {"enabled": false}, "zero_optimization": {"stage": 1, "overlap_comm": false,
+       "reduce_bucket_size": 5e8}}' "" --dtype bf16 --zero 1 --overlap off
+same '{"fp16": {"enabled": true, "loss_scale": 0, "hysteresis": 2}}' "" --dtype f16 --loss-scale dynamic
+same '{"fp16": {"enabled": true, "loss_scale": 128}}' "" --dtype f16 --loss-scale 128
+same '{"fp16": {"enabled": false, "loss_scale": 128}}' ""
+same "{\"zero_optimization\": {\"stage\": 3, \"offload_optimizer\": {\"device\": \"nvme\", \"nvme_path\": \"$dir\"},
+       \"offload_param\": {\"device\": \"none\"}}}" "" --zero 3 --offload-optim "$dir"
+same '{"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}' "" --lr 0.01 --optimizer adamw
+same '{"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}' "" --optimizer adam
+same '{"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}' "" --optimizer sgd --lr 0.1 --momentum 0.9
+same '{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 7, "warmup_type": "linear"}}}' \
+    "" --lr-schedule constant --lr 0.01 --warmup 7
+same '{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90, "warmup_num_steps": 7}}}' "" \
+    --lr-schedule linear --lr-steps 90 --warmup 7 --min-lr-ratio 0
+same '{"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 90, "cos_min_ratio": 0.01}}}' "" \
+    --lr-schedule cosine --lr-steps 90 --min-lr-ratio 0.01
+same '{"gradient_checkpointing": false, "steps_per_print": 10}' ""
+
+# ---- its own keys -------------------------------------------------------------------------------------------------
+
+same '{"batch": 32, "lr": 1e-2, "tie": false, "mem-limit": "64M", "capacity": 1.25, "experts": 4, "quiet": true, "rank": null}' \
+    "" --batch 32 --lr 0.01 --no-tie --mem-limit 64M --capacity 1.25 --experts 4 --quiet
+same '{"zero": 2, "dtype": "bf16", "optimizer": "sgd", "train_batch_size": 8}' "--lr 0.5" --zero 2 --dtype bf16 \
+    --optimizer sgd --batch 8 --lr 0.5
+same '{"lr": 0.1, "batch": 8}' "--lr 0.2" --lr 0.2 --batch 8
+same '{}' ""
+printf '{"data": "%s"}' "$dir/none" >"$dir/config.json"
+"$B/train_gpt" $tiny --config "$dir/config.json" --print-config 2>"$dir/err" | grep -q "\"data\": \"$dir/text\""
+report $? "the command line goes before the file"
+"$B/train_gpt" --print-config $tiny --ranks 4 --tp 2 --batch 24 --lr 3e-4 --warmup 5 --dtype bf16 --zero 1 >"$dir/printed" 2>"$dir/err"
+"$B/train_gpt" --config="$dir/printed" --print-config 2>>"$dir/err" | cmp -s - "$dir/printed"
+report $? "what --print-config prints is such a file"
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+refused 1:21 'train_batchsize: unknown key; the nearest is train_batch_size$' '{"train_batchsize": 16}'
+refused 1:32 'zero_optimization.stge: unknown key; the nearest is zero_optimization.stage$' '{"zero_optimization": {"stge": 3}}'
+refused 2:25 'completely_different: unknown key$' '{
+"completely_different": 1}'
+refused 1:33 'zero_optimization.stage: --zero 4: the legal values' '{"zero_optimization": {"stage": 4}}'
+refused 1:23 'zero_optimization: an object is needed' '{"zero_optimization": 3}'
+refused 1:52 'zero_optimization.offload_param.device: "nvme" needs nvme_path' '{"zero_optimization": {"offload_param": {"device": "nvme"}}}'
+refused 1:52 'zero_optimization.offload_param.device: "disk": the legal values are none\|cpu\|nvme' '{"zero_optimization": {"offload_param": {"device": "disk"}}}'
+refused 1:24 'optimizer.type: "Lamb": the legal values are Adam\|AdamW\|SGD\|OneBitAdam' '{"optimizer": {"type": "Lamb"}}'
+refused 1:36 'optimizer.params.betas: two numbers' '{"optimizer": {"params": {"betas": [0.9]}}}'
+refused 1:37 'optimizer.params.betas: a number is needed' '{"optimizer": {"params": {"betas": ["a", 0.9]}}}'
+refused 1:44 'optimizer.params.lr: --lr is given twice' '{"lr": 0.1, "optimizer": {"params": {"lr": 0.2}}}'
+refused 1:48 'fp16.enabled: --dtype is given twice' '{"bf16": {"enabled": true}, "fp16": {"enabled":true}}'
+refused 1:28 'gradient_checkpointing: true or false' '{"gradient_checkpointing": "yes"}'
+refused 1:8 'lr: a number is needed' '{"lr": "x"}'
+refused 1:8 'lr: --lr -1: not a number from 0' '{"lr": -1}'
+refused 1:11 'steps: --steps 1.5: not a whole number' '{"steps": 1.5}'
+refused 1:11 'batch: --batch 1e\+30: not' '{"batch": 1e30}'
+refused 1:11 'quiet: true or false' '{"quiet": 1}'
+refused 1:11 'dtype: a text is needed' '{"dtype": true}'
+refused 1:10 'data: a text is needed' '{"data": ["a", "b"]}'
+refused 1:12 'config: a file cannot name another' '{"config": "x"}'
+refused 1:12 'report: --report is not available' '{"report": "x"}'
+refused 1:1 'the file: an object is needed' '[1]'
+refused 1:13 'a key in quotes is needed' '{"steps": 5,}'
+refused 1:15 "'a' is there twice" '{"a": 1, "a": 2}'
+refused 1:1 '' '...'
+refused 2:1 'a value is needed' ''
+refused 1:15 'aio: a NUL in a key$' '{"aio\u0000": 1}'
+refused 1:15 'lr: a NUL in a key$' '{"lr\u0000x": 0.5}'
+refused 1:30 'optimizer.type: a NUL in a key$' '{"optimizer": {"type\u0000": "SGD"}}'
+refused 1:24 'optimizer.type: a NUL in a text$' '{"optimizer": {"type": "SGD\u0000x"}}'
+a50=$(printf '%050d' 0 | tr 0 a)
+refused 1:56 "$a50: unknown key$" "{\"$a50\": 1}"
+refused 1:57 "$a50\\.\\.: unknown key: it has 51 bytes, the longest 50$" "{\"${a50}b\": 1}"
+refused 1:56 "${a50%a}\\.\\.: unknown key: it has 51 bytes" "{\"${a50%a}é\": 1}"
+refused 1:115 "fp16.$a50\\.\\.: unknown key: it has 100 bytes" "{\"fp16\": {\"$a50$a50\": 1}}"
+refused 1:29 'zero_optimization.stage: unknown key: a dot is no' '{"zero_optimization.stage": 3}'
+refused 1:18 'long\\x1ber: unknown key$' '{"long\u001ber": 1}'
+refused 1:11 'dtype: --dtype f\\x0a3\\x7f2: the legal' '{"dtype": "f\n3\u007f2"}'
+refused 1:10 'data: a text of 4097 bytes; the longest has 4096$' "{\"data\": \"$(printf '%04097d' 0)\"}"
+refused 1:8 'lr: a number is needed$' '{"lr": {"peak": 1}}'
+"$B/train_gpt" $tiny --config "$dir/nowhere" >"$dir/out" 2>"$dir/err"
+[ $? = 2 ] && grep -q "^error: --config: $dir/nowhere: No such file" "$dir/err"
+report $? "a file that is not there"
+head -c 2000000 /dev/zero | tr '\0' ' ' >"$dir/config.json"
+"$B/train_gpt" $tiny --config "$dir/config.json" >"$dir/out" 2>"$dir/err"
+[ $? = 2 ] && grep -q "^error: --config: $dir/config.json" "$dir/err"
+report $? "a file that is too large"
+
+echo "test_config: $passed passed, $failed failed, $skipped skipped"
+[ $failed = 0 ]

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# test_examples.sh - builds the ladder and the demonstration and runs them: each checks itself and ends with status 0
+cd "$(dirname "$0")/../.." || exit 1
+B=${B:-build} MAKE=${MAKE:-make}
+passed=0 failed=0
+log=$(mktemp)
+
+D=$(mktemp -d)
+trap 'rm -rf "$D" "$log"' EXIT
+
+# Each of the ladder is one file and needs no Makefile: unoptimised, which compiles in a tenth of the time, and as many
+# at a time as there are processors. The demonstration as make does it.
+ladder() {
+    local f
+    for f in examples/[0-9]*.c; do
+        while [ "$(jobs -rp | wc -l)" -ge "$(nproc 2>/dev/null || echo 2)" ]; do wait -n; done
+        f=$(basename "$f" .c)
+        ${CC:-cc} -O0 -Wall -Wextra -I. "examples/$f.c" -o "$D/$f" -lm -lpthread >"$D/$f.log" 2>&1 &
+    done
+    wait
+}
+
+built() { # built NAME: the program, or why there is none
+    [ "$1" != demo ] || { $MAKE -s "$B/demo" && cp "$B/demo" "$D"; return; }
+    [ -e "$D/$1" ] || { cat "$D/$1.log"; false; }
+}
+
+run() { # run NAME LIMIT_S ARGS...
+    local name=$1 limit=$2 begin=$SECONDS
+    shift 2
+    if ! built "$name" >"$log" 2>&1; then
+        echo "FAIL $name does not build"
+    elif ! timeout -k 5 "$limit" "$D/$name" "$@" >"$log" 2>&1 </dev/null; then
+        echo "FAIL $name $*"
+    elif [ "$name" != demo ] && ! grep -q '^ok' "$log"; then
+        echo "FAIL $name $* does not say ok"
+    else
+        echo "PASS $name $*  ($((SECONDS - begin)) s)"
+        passed=$((passed + 1))
+        return
+    fi
+    tail -n 8 "$log" | sed 's/^/    /'
+    failed=$((failed + 1))
+}
+
+ladder
+for f in examples/[0-9]*.c; do
+    name=$(basename "$f" .c)
+    case $name in 04_memory) run "$name" 60 --width 300 ;; *) run "$name" 60 ;; esac
+    [ "$name" = 06_ring_all_reduce ] && run "$name" 60 procs
+    [ "$(wc -l <"$f")" -le 150 ] || { echo "FAIL $f: over 150 lines"; failed=$((failed + 1)); }
+done
+run demo 180
+echo "test_examples: $passed passed, $failed failed, 0 skipped"
+[ "$failed" = 0 ]

@@ -1,0 +1,945 @@
+/* test_gpt.c - gpt.h and gpt_files.h: GPT-2 and Llama against Hugging Face's, their files,
+   generation Public domain or MIT, at your choice; see LICENSE.
+
+   Run:  test_gpt [folder of the golden files, default tests/golden]
+         test_gpt --save DIR        writes models into folders of DIR, each with the logits that
+                                    they should give in another program: test_hf.sh reads them with
+                                    transformers
+
+   Expected logits and gradients are those of transformers in float64 (golden/make_hf.py); for
+   generation, the whole window computed again. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_zero.h"
+#include "examples/gpt.h"
+#include "examples/gpt_files.h"
+#include "tests/support/check.h"
+#include "tests/golden/golden.h"
+
+static const char *golden_folder = "tests/golden";
+static char scratch[64]; /* a folder of our own */
+
+// ==== 1. Helpers ================================================================================
+
+static void silent(void *user, int level, int rank, const char *text) {
+    (void)user, (void)level, (void)rank, (void)text;
+}
+
+static dt_ctx *make_ctx(void) {
+    dt_host host = *dt_host_default();
+    host.log = silent;
+    return dt_ctx_make((dt_ctx_desc){ .seed = 1, .host = &host });
+}
+
+static void free_ctx(dt_ctx *ctx, const char *what) {
+    CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", what, dt_error_text(ctx));
+    dt_ctx_free(ctx);
+}
+
+static const char *path_of(const char *folder, const char *name) {
+    static char path[4][512];
+    static int next;
+    char *p = path[next++ % 4];
+    snprintf(p, sizeof path[0], "%s/%s", folder, name);
+    return p;
+}
+
+/* Any tensor as doubles. */
+static double *doubles(const dt_tensor *t, const void *data, dt_dtype dtype) {
+    size_t n = (size_t)dt_count(t->shape);
+    double *out = (double *)calloc(n + 1, sizeof *out);
+    dt__convert(DT_F64, out, dtype, data, (int64_t)n);
+    return out;
+}
+
+/* The largest |a - b|, as a part of the largest |b|. */
+static double apart(const double *a, const double *b, int64_t n) {
+    double difference = 0, size = 1e-300;
+    for (int64_t i = 0; i < n; i++) {
+        difference = fmax(difference, isfinite(a[i]) ? fabs(a[i] - b[i]) : INFINITY);
+        size = fmax(size, fabs(b[i]));
+    }
+    return difference / size;
+}
+
+static double tensor_apart(
+    const dt_tensor *t, const void *data, dt_dtype dtype, const double *want) {
+    double *got = doubles(t, data, dtype), d = apart(got, want, dt_count(t->shape));
+    free(got);
+    return d;
+}
+
+static dt_tensor *input_of(dt_ctx *ctx, golden *g, const char *name) {
+    int64_t n = 0, B = 2;
+    const double *from = golden_get(g, name, &n);
+    int32_t to[64] = { 0 };
+    for (int64_t i = 0; from && i < n; i++) to[i] = (int32_t)from[i];
+    return dt_input(ctx, DT_I32, DT_SHAPE(B, n / B), to);
+}
+
+static uint64_t mix(uint64_t i) {
+    uint64_t z = (i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+// ==== 2. Against transformers ===================================================================
+
+/* Logits, loss and, where stored, gradients of a file's model. */
+static void like_transformers(
+    const char *file, const char *stored, dt_dtype dtype, double tolerance) {
+    dt_ctx *ctx = make_ctx();
+    golden *g = golden_open(path_of(golden_folder, stored));
+    gpt_config c = gpt_config_from(ctx, path_of(golden_folder, file));
+    if (!CHECK_MSG(g && c.layers == 2, "%s: %s", file, dt_error_text(ctx))) return;
+    int64_t n = 0;
+    const double *logits = golden_get(g, "logits", &n), *loss = golden_get(g, "loss", NULL);
+    c.dtype = dtype;
+    gpt m = gpt_register(ctx, c);
+    CHECK_MSG(
+        gpt_load(&m, path_of(golden_folder, file)) == DT_OK, "%s: %s", file, dt_error_text(ctx));
+    dt_tensor *ids = input_of(ctx, g, "ids"), *labels = input_of(ctx, g, "labels"),
+              *out = gpt_logits(&m, ids);
+    if (!CHECK_MSG(out && dt_count(out->shape) == n, "%s: %s", file, dt_error_text(ctx))) return;
+    double d = tensor_apart(out, out->data, dtype, logits);
+    CHECK_MSG(d <= tolerance, "%s in %s: logits are %.1e apart", file, dt_dtype_name(dtype), d);
+    dt_reset(ctx);
+    ids = input_of(ctx, g, "ids"), labels = input_of(ctx, g, "labels"); /* of 22, two are ignored */
+    dt_tensor *l = gpt_loss(&m, ids, labels, 20);
+    CHECK_MSG(fabs(dt_item(l) - *loss) <= tolerance * *loss, "%s in %s: loss %.15g, not %.15g",
+        file, dt_dtype_name(dtype), dt_item(l), *loss);
+    dt_backward(l);
+    int compared = 0;
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        const dt_tensor *p = dt_param_get(ctx, i);
+        char name[96];
+        snprintf(name, sizeof name, "grad.%s", p->name);
+        const double *want = golden_get(g, name, &n);
+        if (!want) continue;
+        compared++;
+        /* the key bias has a gradient of 0 but for rounding: measured by the query bias */
+        double scale = 1, d = 0;
+        if (strstr(name, "k.bias")) {
+            int64_t n_q;
+            memcpy(strstr(name, "k.bias"), "q.bias", 6);
+            const double *q = golden_get(g, name, &n_q);
+            for (int64_t k = 0; k < n_q; k++) d = fmax(d, fabs(q[k]));
+            scale = 0;
+            for (int64_t k = 0; k < n; k++) scale = fmax(scale, fabs(want[k]));
+            scale /= d;
+        }
+        d = n == dt_count(p->shape) ? scale * tensor_apart(p, p->grad, dt_grad_dtype(p), want)
+                                    : INFINITY;
+        CHECK_MSG(d <= tolerance, "%s in %s: gradient of %s is %.1e apart", file,
+            dt_dtype_name(dtype), p->name, d);
+    }
+    CHECK_MSG(compared == dt_param_count(ctx) || strncmp(file, "llmc", 4) == 0,
+        "%s: gradients of %d of %d", file, compared, dt_param_count(ctx));
+    golden_free(g);
+    free_ctx(ctx, file);
+}
+
+static void all_like_transformers(void) {
+    static const char *const files[][2] = { { "hf_gpt2", "hf_gpt2/vectors.bin" },
+        { "hf_llama", "hf_llama/vectors.bin" },
+        { "hf_llama_bf16/model.safetensors", "hf_llama_bf16/vectors.bin" },
+        { "llmc_v3.bin", "llmc_v3.vectors.bin" }, { "llmc_v5.bin", "llmc_v5.vectors.bin" } };
+    for (int i = 0; i < 5; i++) {
+        like_transformers(files[i][0], files[i][1], DT_F64, 1e-12);
+        like_transformers(files[i][0], files[i][1], DT_F32, 1e-5);
+        like_transformers(files[i][0], files[i][1], DT_BF16, 0.15);
+        like_transformers(files[i][0], files[i][1], DT_F16, 0.01);
+    }
+}
+
+// ==== 3. Files written and read again ===========================================================
+
+/* A model of random values; arch, kv_heads, tied vary with `which`. */
+static gpt_config random_config(int which) {
+    gpt_config c = { .layers = 3,
+        .width = 24,
+        .heads = 4,
+        .kv_heads = 4,
+        .ffn = 96,
+        .seq = 16,
+        .vocab = 37,
+        .tied = which % 2,
+        .dtype = DT_F64,
+        .arch = which / 2 ? GPT_LLAMA : GPT_GPT2,
+        .norm_eps = 2e-5 };
+    if (c.arch == GPT_LLAMA) c.kv_heads = 2, c.ffn = 40, c.theta = 777;
+    return c;
+}
+
+/* Every value of every parameter, so that gains and biases count too. */
+static void fill(dt_ctx *ctx) {
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        dt_tensor *p = dt_param_get(ctx, i);
+        int64_t n = dt_count(p->shape);
+        double *value = (double *)malloc((size_t)n * 8);
+        char *own = (char *)malloc((size_t)n * 8);
+        for (int64_t k = 0; k < n; k++)
+            value[k] = (double)(mix((uint64_t)i * 100000 + (uint64_t)k) >> 40) / (1 << 24) - 0.5 +
+                       (p->shape.nd == 1 && strstr(p->name, "weight") ? 1 : 0);
+        dt__convert(p->dtype, own, DT_F64, value, n);
+        dt_write(p, own);
+        free(value);
+        free(own);
+    }
+}
+
+static void fill_ids(int32_t *ids, int n, int vocab, int seed) {
+    for (int i = 0; i < n; i++)
+        ids[i] = (int32_t)(mix((uint64_t)(seed * 1000 + i)) % (uint64_t)vocab);
+}
+
+static int same_params(dt_ctx *a, dt_ctx *b) {
+    int same = dt_param_count(a) == dt_param_count(b);
+    for (int i = 0; same && i < dt_param_count(a); i++) {
+        const dt_tensor *x = dt_param_get(a, i), *y = dt_param_get(b, i);
+        same = strcmp(x->name, y->name) == 0 && dt_count(x->shape) == dt_count(y->shape) &&
+               memcmp(x->data, y->data, (size_t)dt_count(x->shape) * dt_dtype_size(x->dtype)) == 0;
+    }
+    return same;
+}
+
+static int same_config(gpt_config a, gpt_config b) {
+    return a.arch == b.arch && a.layers == b.layers && a.width == b.width && a.heads == b.heads &&
+           a.ffn == b.ffn && a.kv_heads == b.kv_heads && a.seq == b.seq && a.vocab == b.vocab &&
+           a.tied == b.tied && a.norm_eps == b.norm_eps &&
+           (a.arch == GPT_GPT2 || a.theta == b.theta);
+}
+
+static int same_file(const char *a, const char *b) {
+    size_t n = 0, m = 0;
+    unsigned char *x = golden_read_file(a, &n), *y = golden_read_file(b, &m);
+    int same = x && y && n == m && memcmp(x, y, n) == 0;
+    free(x);
+    free(y);
+    return same;
+}
+
+static char *new_folder(const char *top, const char *name) {
+    static char folder[512];
+    snprintf(folder, sizeof folder, "%s/%s", top, name);
+    mkdir(folder, 0777);
+    return folder;
+}
+
+/* Saved, described, read and saved again: the same model and the same bytes. */
+static void round_trip(int which, dt_dtype dtype, int64_t shard) {
+    dt_ctx *a = make_ctx(), *b = make_ctx();
+    gpt_config c = random_config(which);
+    char one[512], two[512];
+    snprintf(one, sizeof one, "%s", new_folder(scratch, "one"));
+    snprintf(two, sizeof two, "%s", new_folder(scratch, "two"));
+    c.dtype = dtype;
+    gpt m = gpt_register(a, c);
+    fill(a);
+    CHECK_MSG(gpt_save(&m, one, shard) == DT_OK, "%s", dt_error_text(a));
+    gpt_config d = gpt_config_from(b, one);
+    CHECK_MSG(same_config(c, d), "model %d: another config: %s", which, dt_error_text(b));
+    d.dtype = dtype;
+    gpt n = gpt_register(b, d);
+    CHECK_MSG(gpt_load(&n, one) == DT_OK, "%s", dt_error_text(b));
+    CHECK_MSG(same_params(a, b), "model %d in %s: other values", which, dt_dtype_name(dtype));
+    CHECK_MSG(gpt_save(&n, two, shard) == DT_OK, "%s", dt_error_text(b));
+    free_ctx(a, "saved");
+    free_ctx(b, "read");
+    static const char *const files[] = { "config.json", "model.safetensors",
+        "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors" };
+    for (int i = 0; i < 5; i++) {
+        int there = access(path_of(one, files[i]), R_OK) == 0;
+        CHECK_MSG(there == (i == 0 || (shard ? i > 1 : i == 1)), "model %d: %s", which, files[i]);
+        CHECK_MSG(!there || same_file(path_of(one, files[i]), path_of(two, files[i])),
+            "model %d: other bytes in %s", which, files[i]);
+        remove(path_of(one, files[i]));
+        remove(path_of(two, files[i]));
+    }
+}
+
+/* What other programs are given: a folder for each model, with its logits. */
+static int save_for_others(const char *top) {
+    for (int which = 0; which < 4; which++) {
+        char name[64], line[256];
+        int32_t ids[2 * 16];
+        dt_ctx *ctx = make_ctx();
+        gpt_config c = random_config(which);
+        snprintf(name, sizeof name, "%s_%s", c.arch ? "llama" : "gpt2", c.tied ? "tied" : "untied");
+        const char *folder = new_folder(top, name);
+        gpt m = gpt_register(ctx, c);
+        fill(ctx);
+        fill_ids(ids, 32, c.vocab, which);
+        dt_tensor *out = gpt_logits(&m, dt_input(ctx, DT_I32, DT_SHAPE(2, 16), ids));
+        FILE *f = fopen(path_of(folder, "logits.bin"), "wb");
+        if (!f || !out) return 1;
+        fprintf(f, "golden 1\nids 2 16\n");
+        for (int i = 0; i < 32; i++) {
+            double x = ids[i];
+            fwrite(&x, 8, 1, f);
+        }
+        snprintf(line, sizeof line, "logits 2 16 %d\n", c.vocab);
+        fwrite(line, 1, strlen(line), f);
+        fwrite(out->data, 8, (size_t)dt_count(out->shape), f);
+        fclose(f);
+        gpt_save(&m, folder, which == 2 ? 100000 : 0);
+        if (dt_error(ctx) != DT_OK) puts(dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+    return 0;
+}
+
+// ==== 4. Files that do not fit ==================================================================
+
+enum { AS_IS, PUBLISHED, MISSING, SHAPE, LONGER, STRANGE, UNTIED, CHANGES };
+
+/* hf_gpt2's tensors into another file, changed. */
+static void rewrite(const char *path, int change) {
+    dt_ctx *ctx = make_ctx();
+    dt_weights *from = dt_weights_open(ctx, path_of(golden_folder, "hf_gpt2"));
+    dt_weights *to = dt_weights_create(ctx, path, (dt_weights_desc){ 0 });
+    static float data[1 << 14];
+    for (int pass = 0; pass < 2; pass++) {
+        int at = 0;
+        for (int i = 0; i < dt_weights_count(from); i++) {
+            const dt_weight *t = dt_weights_get(from, i);
+            const char *name = t->name;
+            dt_shape shape = t->shape;
+            if (change == PUBLISHED) name += strlen("transformer.");
+            if (change == MISSING && strcmp(name, "transformer.h.1.ln_2.bias") == 0) continue;
+            if (change == SHAPE && strcmp(name, "transformer.h.0.mlp.c_fc.weight") == 0)
+                shape = DT_SHAPE(64, 16);
+            if (pass == 0) dt_weights_declare(to, name, DT_F32, shape);
+            if (pass == 0) continue;
+            dt_weights_read(from, i, 0, t->count, DT_F32, data);
+            dt_weights_write(to, at++, 0, t->count, DT_F32, data);
+        }
+        const char *more = change == PUBLISHED ? "h.0.attn.bias"
+                           : change == LONGER  ? "transformer.h.2.ln_1.bias"
+                           : change == STRANGE ? "value_head.weight"
+                           : change == UNTIED  ? "lm_head.weight"
+                                               : NULL;
+        if (more && pass == 0) dt_weights_declare(to, more, DT_F32, DT_SHAPE(16));
+        if (more && pass == 1) dt_weights_write(to, at, 0, 16, DT_F32, data);
+    }
+    dt_weights_close(to);
+    dt_weights_close(from);
+    free_ctx(ctx, "rewrite");
+}
+
+/* Each is one error, which names the tensor. */
+static void files_that_do_not_fit(void) {
+    static const char *const says[CHANGES] = { NULL, NULL, "h.1.ln_2.bias", "h.0.mlp.c_fc.weight",
+        "h.2.ln_1.bias", "value_head.weight", NULL };
+    for (int change = 0; change < CHANGES; change++) {
+        dt_ctx *ctx = make_ctx();
+        gpt_config c = gpt_config_from(ctx, path_of(golden_folder, "hf_gpt2"));
+        gpt m = gpt_register(ctx, c);
+        const char *path = path_of(scratch, "changed.safetensors");
+        rewrite(path, change);
+        dt_status status = gpt_load(&m, path);
+        const char *text = dt_error_text(ctx);
+        if (says[change])
+            CHECK_MSG(status != DT_OK && strstr(text, says[change]) &&
+                          strstr(text, "changed.safetensors"),
+                "change %d: %s", change, text);
+        else
+            CHECK_MSG(status == DT_OK, "change %d: %s", change, text);
+        dt_ctx_free(ctx);
+    }
+    remove(path_of(scratch, "changed.safetensors"));
+    static const struct {
+        const char *file;
+        gpt_config c;
+        const char *says;
+    } others[] = {
+        { "hf_gpt2",
+            { .layers = 3,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61,
+                .tied = 1 },
+            "h.2.ln_1.weight" },
+        { "hf_gpt2",
+            { .layers = 1,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61,
+                .tied = 1 },
+            "h.1." },
+        { "hf_gpt2",
+            { .layers = 2,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 60,
+                .tied = 1 },
+            "wte.weight" },
+        { "hf_gpt2",
+            { .layers = 2,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 2,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61,
+                .tied = 1 },
+            "key for each query" },
+        { "hf_gpt2",
+            { .layers = 2,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61 },
+            "lm_head.weight" },
+        { "hf_llama",
+            { .layers = 2,
+                .width = 24,
+                .heads = 6,
+                .kv_heads = 3,
+                .ffn = 40,
+                .seq = 24,
+                .vocab = 67,
+                .arch = GPT_LLAMA },
+            "k_proj" },
+        { "hf_llama",
+            { .layers = 2,
+                .width = 24,
+                .heads = 6,
+                .kv_heads = 2,
+                .ffn = 80,
+                .seq = 24,
+                .vocab = 67,
+                .arch = GPT_LLAMA },
+            "gate_proj" },
+        { "llmc_v3.bin",
+            { .layers = 2,
+                .width = 16,
+                .heads = 2,
+                .kv_heads = 2,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61,
+                .tied = 1 },
+            "4 heads" },
+        { "llmc_v3.bin",
+            { .layers = 2,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 64,
+                .tied = 1 },
+            "vocab 61" },
+        { "llmc_v5.bin",
+            { .layers = 2,
+                .width = 16,
+                .heads = 4,
+                .kv_heads = 4,
+                .ffn = 64,
+                .seq = 24,
+                .vocab = 61 },
+            "tied GPT-2" },
+        { "no_such_file",
+            { .layers = 1, .width = 4, .heads = 1, .kv_heads = 1, .ffn = 4, .seq = 4, .vocab = 4 },
+            "no_such_file" },
+    };
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        dt_ctx *ctx = make_ctx();
+        gpt m = gpt_register(ctx, others[i].c);
+        CHECK_MSG(gpt_load(&m, path_of(golden_folder, others[i].file)) != DT_OK &&
+                      strstr(dt_error_text(ctx), others[i].says),
+            "model %d of %s: %s", (int)i, others[i].file, dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+}
+
+/* config.json: what it must have, and what the models have not. "" as expected text: accepted. */
+static void configs(void) {
+    static const char *const gpt2 =
+        "{\"model_type\":\"gpt2\",\"vocab_size\":61,\"n_positions\":24,\"n_embd\":16,"
+        "\"n_layer\":2,\n\"n_head\":4%s}";
+    static const char *const llama =
+        "{\"model_type\":\"llama\",\"vocab_size\":67,\"max_position_embeddings\":24,"
+        "\"hidden_size\":24,\"intermediate_size\":40,\"num_hidden_layers\":2,\n\"num_attention_"
+        "heads\":6%s}";
+    static const struct {
+        int llama;
+        const char *more, *says;
+    } cases[] = {
+        { 0, "", "" },
+        { 1, "", "" },
+        { 0, ",\"unknown\":[1,{}],\"n_inner\":null", "" },
+        { 1, ",\"rope_scaling\":null,\"rope_theta\":5e5,\"head_dim\":4", "" },
+        { 0, ",\"activation_function\":\"gelu_pytorch_tanh\"", "" },
+        { 0, ",\"activation_function\":\"relu\"",
+            "config.json:2:34: activation_function relu is not supported" },
+        { 0, ",\"activation_function\":\"gelu\"", "activation_function gelu is not" },
+        { 0, ",\"scale_attn_by_inverse_layer_idx\":true", "scale_attn_by_inverse_layer_idx true" },
+        { 0, ",\"scale_attn_weights\":false", "scale_attn_weights false" },
+        { 0, ",\"tie_word_embeddings\":3", "config.json:2:34: tie_word_embeddings: true or false" },
+        { 0, ",\"n_inner\":-4", "n_inner: a whole number" },
+        { 0, ",\"n_inner\":6.5", "n_inner: a whole number" },
+        { 0, ",\"layer_norm_epsilon\":\"x\"", "layer_norm_epsilon: a number" },
+        { 0, ",\"quantization_config\":{}", "quantization_config is not" },
+        { 0, ",", "config.json:2:" },
+        { 1, ",\"rope_scaling\":{\"factor\":2}",
+            "config.json:2:40: rope_scaling is not supported" },
+        { 1, ",\"rope_parameters\":{\"rope_type\":\"llama3\"}", "rope_type llama3 is not" },
+        { 1, ",\"attention_bias\":true", "attention_bias true is not" },
+        { 1, ",\"mlp_bias\":true", "mlp_bias true" },
+        { 1, ",\"hidden_act\":\"gelu\"", "hidden_act gelu is not" },
+        { 1, ",\"head_dim\":8", "head_dim is not" },
+        { 1, ",\"num_key_value_heads\":4", "6 heads and 4" },
+    };
+    char path[512], text[1024];
+    snprintf(path, sizeof path, "%s", new_folder(scratch, "config"));
+    rewrite(path_of(path, "model.safetensors"), AS_IS);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases + 3; i++) {
+        size_t n = sizeof cases / sizeof *cases;
+        const char *says = i < n ? cases[i].says : "is missing";
+        int is_llama = i < n && cases[i].llama;
+        if (i < n)
+            snprintf(text, sizeof text, is_llama ? llama : gpt2, cases[i].more);
+        else { /* without one of the keys */
+            static const char *const keys[] = { "model_type", "n_embd", "n_head" };
+            snprintf(text, sizeof text, gpt2, "");
+            strstr(text, keys[i - n])[0] = 'x';
+        }
+        FILE *f = fopen(path_of(path, "config.json"), "w");
+        fputs(text, f);
+        fclose(f);
+        dt_ctx *ctx = make_ctx();
+        gpt_config c = gpt_config_from(ctx, path);
+        CHECK_MSG(*says ? c.layers == 0 && strstr(dt_error_text(ctx), says) != NULL
+                        : c.layers == 2 && c.arch == is_llama && c.tied == 1 &&
+                              c.ffn == (is_llama ? 40 : 64),
+            "%s: %s", text, dt_error_text(ctx));
+        if (i == 3) CHECK(c.theta == 5e5 && c.norm_eps == 1e-6 && c.kv_heads == 6);
+        dt_ctx_free(ctx);
+    }
+    remove(path_of(path, "config.json"));
+    remove(path_of(path, "model.safetensors"));
+    rmdir(path);
+}
+
+// ==== 5. Cut parameters =========================================================================
+
+/* Registered and loaded as rank `part` of two; each number is that of the whole model at the same
+   global index. */
+static void cut_load(const char *file, int part) {
+    dt_ctx *a = make_ctx(), *b = make_ctx();
+    dt_group two = { part, 2 };
+    gpt_config c = gpt_config_from(a, path_of(golden_folder, file));
+    gpt whole = gpt_register(a, c);
+    int cuts = 0, wrong = 0;
+    c.tp = (dt_comm *)&two;
+    gpt cut = gpt_register(b, c);
+    gpt_load(&whole, path_of(golden_folder, file));
+    gpt_load(&cut, path_of(golden_folder, file));
+    for (int p = 0; p < dt_param_count(b); p++) {
+        const dt_tensor *x = dt_param_get(a, p), *y = dt_param_find(b, x->name);
+        const dt_local_slice *box = &y->param->box;
+        cuts += dt_count(y->shape) < dt_count(x->shape);
+        for (int64_t k = 0; k < dt_count(y->shape); k++) {
+            int64_t left = k, at = 0, stride = 1, inside = 1;
+            for (int j = y->shape.nd - 1; j >= 0; j--) {
+                int64_t index = left % box->n[j];
+                left /= box->n[j];
+                inside &= index < box->inside[j];
+                at += (box->lo[j] + index) * stride;
+                stride *= x->shape.d[j];
+            }
+            wrong += ((float *)y->data)[k] != (inside ? ((float *)x->data)[at] : 0);
+        }
+    }
+    CHECK_MSG(wrong == 0 && cuts >= (c.arch ? 13 : 21),
+        "%s, part %d: %d wrong numbers, %d parameters cut", file, part, wrong, cuts);
+    free_ctx(a, "whole");
+    free_ctx(b, "cut");
+}
+
+// ==== 6. Generation =============================================================================
+
+/* One token at a time behind a prompt, against the whole window computed again, over the end of the
+   context. */
+static void cache_like_window(int which, dt_dtype dtype, int prompt, double tolerance) {
+    enum { N = 40 };
+    int32_t ids[N];
+    dt_ctx *a = make_ctx(), *b = make_ctx();
+    gpt_config c = random_config(which);
+    c.dtype = dtype;
+    gpt m = gpt_register(a, c), w = gpt_register(b, c);
+    gpt_cache cache;
+    double most = 0;
+    size_t before = 0, calls = 0;
+    fill(a);
+    fill(b);
+    fill_ids(ids, N, c.vocab, which);
+    dt_no_grad(b, 1);
+    gpt_cache_open(&cache, &m);
+    for (int at = prompt, fresh = prompt; at < N; at++, fresh = 1) {
+        if (cache.have + fresh > c.seq) fresh = gpt_restart(&cache);
+        dt_tensor *x = gpt_cache_next(&cache, ids + at - fresh, fresh);
+        int T = cache.have;
+        dt_tensor *y = gpt_logits(&w, dt_input(b, DT_I32, DT_SHAPE(1, T), ids + at - T));
+        if (!CHECK_MSG(x && y, "%s%s", dt_error_text(a), dt_error_text(b))) break;
+        y = dt_slice(dt_reshape(y, DT_SHAPE(T, c.vocab)), 0, T - 1, 1);
+        double *want = doubles(y, y->data, dtype);
+        most = fmax(most, tensor_apart(x, x->data, dtype, want));
+        free(want);
+        dt_reset(a);
+        dt_reset(b);
+        if (at > prompt + 1) calls += dt_memory_used(a).allocations - before;
+        before = dt_memory_used(a).allocations;
+    }
+    CHECK_MSG(most <= tolerance, "model %d in %s behind %d tokens: logits are %.1e apart", which,
+        dt_dtype_name(dtype), prompt, most);
+    CHECK_MSG(calls == 0 || prompt < c.seq / 2 || DT__ASAN, "%d allocations after the first tokens",
+        (int)calls);
+    gpt_cache_close(&cache);
+    free_ctx(a, "cache");
+    free_ctx(b, "window");
+}
+
+static void sampling(void) {
+    static const float logits[5] = { 0.5f, 2, 1.5f, -1, 2.5f };
+    float room[5];
+    int seen[5] = { 0 };
+    double sum = 0, p[5];
+    for (int i = 0; i < 5; i++) sum += p[i] = exp((double)logits[i] / 0.7);
+    CHECK(gpt_sample(logits, 5, (gpt_sampling){ 0 }, 0.99, room) == 4);
+    CHECK(gpt_sample(logits, 4, (gpt_sampling){ 0 }, 0.99, room) == 1);
+    for (int i = 0; i < 10000; i++)
+        seen[gpt_sample(
+            logits, 5, (gpt_sampling){ .temperature = 0.7 }, (i + 0.5) / 10000, room)]++;
+    for (int i = 0; i < 5; i++)
+        CHECK_MSG(fabs(seen[i] - 10000 * p[i] / sum) <= 1, "id %d: %d times", i, seen[i]);
+    memset(seen, 0, sizeof seen);
+    for (int i = 0; i < 10000; i++)
+        seen[gpt_sample(logits, 5, (gpt_sampling){ .temperature = 0.7, .top_k = 2 },
+            (i + 0.5) / 10000, room)]++;
+    CHECK(seen[0] + seen[2] + seen[3] == 0 &&
+          abs(seen[1] - (int)(10000 * p[1] / (p[1] + p[4]))) <= 1);
+    /* greedy, through the end of the context, twice the same */
+    for (int which = 0; which < 4; which += 3) {
+        int32_t one[64] = { 3, 1, 4 }, two[64] = { 3, 1, 4 };
+        dt_ctx *ctx = make_ctx();
+        gpt m = gpt_register(ctx, random_config(which));
+        fill(ctx);
+        gpt_generate(&m, one, 3, 64, (gpt_sampling){ .temperature = 0.9, .limit = 20, .seed = 5 });
+        gpt_generate(&m, two, 3, 64, (gpt_sampling){ .temperature = 0.9, .limit = 20, .seed = 5 });
+        int same = 1, least = 99, most = 0;
+        for (int i = 3; i < 64; i++) {
+            same &= one[i] == two[i];
+            least = one[i] < least ? one[i] : least;
+            most = one[i] > most ? one[i] : most;
+        }
+        CHECK_MSG(same && least >= 0 && most < 20 && most > least, "generated ids from %d to %d",
+            least, most);
+        gpt_generate(&m, two, 3, 4, (gpt_sampling){ .temperature = 0 });
+        dt_tensor *y = gpt_logits(&m, dt_input(ctx, DT_I32, DT_SHAPE(1, 3), two));
+        const double *last = y ? (double *)y->data + 2 * 37 : NULL;
+        for (int i = 0; last && i < 37; i++) CHECK(last[i] <= last[two[3]]);
+        CHECK(gpt_generate(&m, two, 0, 4, (gpt_sampling){ 0 }) == DT_ERR_ARG);
+        dt_ctx_free(ctx);
+    }
+}
+
+// ==== 7. Tokens: positions, documents, dropout ==================================================
+
+enum { TOKENS = 12 };
+
+static dt_tensor *line(dt_ctx *ctx, const int32_t *x) {
+    return dt_input(ctx, DT_I32, DT_SHAPE(1, TOKENS), x);
+}
+
+/* Tokens in another order, with their positions: the same logits in that order. Two documents in
+   one sequence: those of each by itself. */
+static void order_and_documents(int which) {
+    static const int order[TOKENS] = { 7, 0, 3, 11, 1, 2, 10, 4, 6, 5, 9, 8 };
+    int32_t ids[TOKENS], turned[TOKENS], place[TOKENS], document[TOKENS], within[TOKENS];
+    dt_ctx *ctx = make_ctx();
+    gpt_config c = random_config(which);
+    c.dropout = 0.3;
+    gpt m = gpt_register(ctx, c);
+    fill(ctx);
+    fill_ids(ids, TOKENS, c.vocab, 9);
+    for (int i = 0; i < TOKENS; i++) {
+        turned[i] = ids[order[i]];
+        place[i] = order[i];
+        document[i] = i >= 5;
+        within[i] = i < 5 ? i : i - 5;
+    }
+    for (uint64_t step = 0; step < 2; step++) { /* with dropout too, which goes by the index */
+        gpt_tokens plain = { .ids = line(ctx, ids), .step = step },
+                   t = { .ids = line(ctx, turned), .step = step };
+        t.positions = t.index = line(ctx, place);
+        dt_tensor *x = gpt_logits_at(&m, plain), *y = gpt_logits_at(&m, t);
+        double most = 0;
+        for (int i = 0; x && y && i < TOKENS; i++)
+            most = fmax(most, apart((double *)y->data + i * c.vocab,
+                                  (double *)x->data + order[i] * c.vocab, c.vocab));
+        CHECK_MSG(x && y && most < 1e-12, "model %d, step %d, in another order: %.1e apart", which,
+            (int)step, most);
+        dt_reset(ctx);
+    }
+    gpt_tokens t = {
+        .ids = line(ctx, ids), .positions = line(ctx, within), .documents = line(ctx, document)
+    };
+    dt_tensor *both = gpt_logits_at(&m, t),
+              *first = gpt_logits(&m, dt_input(ctx, DT_I32, DT_SHAPE(1, 5), ids));
+    dt_tensor *second = gpt_logits(&m, dt_input(ctx, DT_I32, DT_SHAPE(1, 7), ids + 5));
+    CHECK_MSG(
+        both && first && second &&
+            apart((double *)both->data, (double *)first->data, 5 * c.vocab) < 1e-12 &&
+            apart((double *)both->data + 5 * c.vocab, (double *)second->data, 7 * c.vocab) < 1e-12,
+        "model %d: documents see each other", which);
+    free_ctx(ctx, "order");
+}
+
+static uint64_t dropout_key[32];
+static int dropouts;
+
+static dt_status note_dropout(const dt_dropout_args *a, void *stream) {
+    if (dropouts < 32) dropout_key[dropouts++] = a->key;
+    return dt_kernels_cpu()->dropout(a, stream);
+}
+
+/* Each place of each step drops others: all keys differ, and the next context with the same seed
+   has the same. */
+static void dropout_places(int which) {
+    uint64_t first[14] = { 0 };
+    int32_t ids[TOKENS] = { 0 };
+    gpt_config c = random_config(which);
+    c.dropout = 0.1;
+    for (int run = 0; run < 3; run++) {
+        dt_kernels table = *dt_kernels_cpu();
+        table.dropout = note_dropout;
+        dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = run < 2 ? 1u : 2u, .kernels = &table });
+        gpt m = gpt_register(ctx, c);
+        dropouts = 0;
+        for (uint64_t step = 1; step <= 2; step++)
+            gpt_logits_at(&m, (gpt_tokens){ .ids = line(ctx, ids), .step = step });
+        CHECK_MSG(dropouts == 14, "%d dropouts of 3 layers in 2 steps, not 14", dropouts);
+        int other = 0;
+        for (int i = 0; i < 14; i++) {
+            for (int j = 0; j < i; j++)
+                CHECK_MSG(dropout_key[i] != dropout_key[j], "dropout %d is dropout %d", i, j);
+            other += run > 0 && dropout_key[i] != first[i];
+            if (run == 0) first[i] = dropout_key[i];
+        }
+        CHECK(other == (run < 2 ? 0 : 14));
+        free_ctx(ctx, "dropout");
+    }
+}
+
+/* Gradients of one step under a choice of recomputation, as bytes; the loss. */
+static double step_grads(gpt_config c, uint64_t step, double *grads, int64_t *n) {
+    int32_t ids[TOKENS];
+    dt_ctx *ctx = make_ctx();
+    gpt m = gpt_register(ctx, c);
+    fill(ctx);
+    fill_ids(ids, TOKENS, c.vocab, 3);
+    dt_tensor *l = gpt_loss_at(
+        &m, (gpt_tokens){ .ids = line(ctx, ids), .step = step }, line(ctx, ids), TOKENS);
+    double loss = dt_item(l);
+    dt_backward(l);
+    *n = 0;
+    for (int i = 0; i < dt_param_count(ctx); i++) {
+        const dt_tensor *p = dt_param_get(ctx, i);
+        memcpy(grads + *n, p->grad, (size_t)dt_count(p->shape) * 8);
+        *n += dt_count(p->shape);
+    }
+    CHECK_MSG(*n == gpt_count(c), "%d numbers, gpt_count says %d", (int)*n, (int)gpt_count(c));
+    free_ctx(ctx, "a step");
+    return loss;
+}
+
+static void dropout_and_recompute(int which) {
+    gpt_config c = random_config(which);
+    double *a = (double *)malloc(1 << 20), *b = (double *)malloc(1 << 20);
+    int64_t n, n_b;
+    double plain = step_grads(c, 0, a, &n);
+    /* p 0: no step matters */
+    CHECK(step_grads(c, 3, b, &n_b) == plain && memcmp(a, b, (size_t)n * 8) == 0);
+    c.dropout = 0.25;
+    /* evaluation drops nothing */
+    CHECK(step_grads(c, 0, b, &n_b) == plain && memcmp(a, b, (size_t)n * 8) == 0);
+    c.smoothing = 0.1;
+    double dropped = step_grads(c, 3, a, &n);
+    CHECK(dropped != plain && step_grads(c, 4, b, &n_b) != dropped);
+    for (int recompute = 1; recompute <= 3; recompute++) {
+        c.recompute = recompute > 2 ? GPT_RECOMPUTE_FULL : recompute;
+        c.recompute_every = recompute > 2 ? 2 : 0;
+        CHECK_MSG(step_grads(c, 3, b, &n_b) == dropped && memcmp(a, b, (size_t)n * 8) == 0,
+            "model %d, recompute %d: other bits", which, recompute);
+    }
+    free(a);
+    free(b);
+}
+
+/* Bytes of activations at the end of a forward. */
+static size_t kept(gpt_config c, int64_t B) {
+    dt_ctx *ctx = make_ctx();
+    gpt m = gpt_register(ctx, c);
+    int32_t *ids = (int32_t *)calloc((size_t)(B * c.seq), 4);
+    for (int step = 1; step < 4; step++) {
+        dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(B, c.seq), ids);
+        dt_backward(gpt_loss_at(&m, (gpt_tokens){ .ids = id, .step = (uint64_t)step }, id, 10));
+        dt_reset(ctx);
+    }
+    size_t live = dt_memory_used(ctx).live[DT_MEM_ACTS];
+    free(ids);
+    free_ctx(ctx, "kept");
+    return live;
+}
+
+/* What gpt.h says is kept of a layer: two more cost that, to the byte. 128 tokens round nothing up.
+   Under the address sanitizer every tensor is an allocation of its own. */
+static void kept_formula(void) {
+    for (int which = 0; which < 4 && !DT__ASAN; which++)
+        for (int recompute = 0; recompute < 3; recompute++)
+            for (int drop = 0; drop < 2; drop++) {
+                gpt_config c = random_config(which);
+                int64_t B = 8, C = c.width, KD = C / c.heads * c.kv_heads, F = c.ffn, H = c.heads;
+                c.recompute = recompute;
+                c.dropout = drop ? 0.5 : 0;
+                int64_t none =
+                    c.arch ? 7 * C + 3 * KD + 3 * F + H + 2 : 6 * C + 2 * KD + 2 * F + H + 4;
+                int64_t selective = c.arch ? 4 * C + 3 * F + 1 : 4 * C + 2 * F + 2;
+                int64_t want = recompute == 0 ? none : recompute == 1 ? selective : C;
+                if (recompute < 2) want += drop * 4 * C;
+                size_t less = kept(c, B);
+                c.layers += 2;
+                size_t got = kept(c, B) - less;
+                CHECK_MSG(got == 2 * (size_t)(want * B * c.seq) * 8,
+                    "model %d, recompute %d, dropout %d: %d bytes for "
+                    "two more layers, formula %d",
+                    which, recompute, drop, (int)got, (int)(2 * want * B * c.seq * 8));
+            }
+}
+
+static void counts(void) {
+    gpt_config small = { .layers = 12,
+        .width = 768,
+        .heads = 12,
+        .kv_heads = 12,
+        .ffn = 3072,
+        .seq = 1024,
+        .vocab = 50257,
+        .tied = 1 };
+    gpt_config llama = { .layers = 32,
+        .width = 4096,
+        .heads = 32,
+        .kv_heads = 32,
+        .ffn = 11008,
+        .seq = 4096,
+        .vocab = 32000,
+        .arch = GPT_LLAMA };
+    CHECK(gpt_count(small) == 124439808);  /* GPT-2 small */
+    CHECK(gpt_count(llama) == 6738415616); /* Llama 2 7B */
+    llama.kv_heads = 8, llama.ffn = 14336, llama.vocab = 128256;
+    CHECK(gpt_count(llama) == 8030261248); /* Llama 3 8B */
+    CHECK(gpt_flops_per_token(small) == 6.0 * (124439808 - 1024 * 768) + 12.0 * 12 * 768 * 1024);
+    CHECK(gpt_flops_per_token(llama) ==
+          6.0 * (8030261248 - 128256.0 * 4096) + 12.0 * 32 * 4096 * 4096);
+    /* the last has no sizes */
+    gpt_config bad[] = { small, small, small, llama, llama, { .arch = GPT_GPT2 } };
+    bad[0].dropout = 1;
+    bad[1].smoothing = -0.1;
+    bad[2].arch = 2;
+    bad[3].heads = bad[3].kv_heads = 4096; /* heads of one number have no pairs to turn */
+    bad[4].norm_eps = (double)NAN;
+    for (int i = 0; i < 6; i++) {
+        dt_ctx *ctx = make_ctx();
+        gpt m = gpt_register(ctx, bad[i]);
+        CHECK_MSG(dt_error(ctx) == DT_ERR_ARG, "config %d is accepted", i);
+        CHECK(gpt_save(&m, scratch, 0) == DT_ERR_ARG &&
+              access(path_of(scratch, "config.json"), R_OK) != 0);
+        dt_ctx_free(ctx);
+    }
+}
+
+/* Stages and experts that cannot be, told before anything is registered. */
+static void registrations_refused(void) {
+    static const int once[] = { 0, 6 }, halves[] = { 0, 3, 6 }, back[] = { 0, 4, 3, 6 },
+                     late[] = { 1, 6 };
+    const gpt_config good = {
+        .layers = 2, .width = 8, .heads = 2, .kv_heads = 2, .ffn = 8, .seq = 4, .vocab = 9
+    };
+    struct {
+        const char *says;
+        gpt_config c;
+    } cases[] = { { NULL, good }, { NULL, good }, { NULL, good },
+        { "cannot both have a tied embedding", good }, { "cuts go up from 0 to 6", good },
+        { "cuts go up from 0 to 6", good }, { "3 of a token", good }, { "capacity -1", good } };
+    cases[1].c.stages = 1, cases[1].c.cut = once;
+    cases[2].c.stages = cases[3].c.stages = 2, cases[2].c.cut = cases[3].c.cut = halves;
+    cases[3].c.tied = 1;
+    cases[4].c.stages = 3, cases[4].c.cut = back;
+    cases[5].c.stages = 1, cases[5].c.cut = late;
+    cases[6].c.experts = 2, cases[6].c.top_k = 3;
+    cases[7].c.experts = 2, cases[7].c.capacity = -1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        dt_ctx *ctx = make_ctx();
+        gpt_register(ctx, cases[i].c);
+        const char *says = cases[i].says;
+        int refused = dt_error(ctx) == DT_ERR_ARG && dt_param_count(ctx) == 0;
+        CHECK_MSG(says ? refused && strstr(dt_error_text(ctx), says) : dt_error(ctx) == DT_OK,
+            "case %d: %s", (int)i, dt_error_text(ctx));
+        dt_ctx_free(ctx);
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc > 2 && strcmp(argv[1], "--save") == 0) return save_for_others(argv[2]);
+    if (argc > 1) golden_folder = argv[1];
+    snprintf(scratch, sizeof scratch, "/tmp/test_gpt.XXXXXX");
+    if (!mkdtemp(scratch)) return 1;
+    all_like_transformers();
+    for (int which = 0; which < 4; which++) {
+        round_trip(which, DT_F64, 0);
+        round_trip(which, DT_F32, which < 2 ? 60000 : 40000);
+        round_trip(which, DT_BF16, 0);
+        for (int prompt = 1; prompt < 16; prompt += 7) {
+            cache_like_window(which, DT_F64, prompt, 1e-12);
+            cache_like_window(which, DT_F32, prompt, 1e-5);
+        }
+        cache_like_window(which, DT_BF16, 8, 0.05);
+        cache_like_window(which, DT_F16, 8, 0.01);
+        order_and_documents(which);
+        dropout_and_recompute(which);
+        dropout_places(which);
+    }
+    files_that_do_not_fit();
+    configs();
+    registrations_refused();
+    for (int part = 0; part < 2; part++) {
+        cut_load("hf_gpt2", part);
+        cut_load("hf_llama", part);
+        cut_load("llmc_v3.bin", part);
+    }
+    sampling();
+    kept_formula();
+    counts();
+    rmdir(path_of(scratch, "one"));
+    rmdir(path_of(scratch, "two"));
+    CHECK_MSG(rmdir(scratch) == 0, "files are left in %s", scratch);
+    return check_done("test_gpt");
+}

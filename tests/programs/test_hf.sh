@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# test_hf.sh - what gpt_save and checkpoints hold, loaded by Hugging Face's transformers: the logits are those of gpt.h,
+# and the loss is that of train_gpt's next step
+#
+# PYTHON is the program to use [python3]; without transformers and torch there the test is skipped.
+cd "$(dirname "$0")/../.." || exit 1
+B=${B:-build} MAKE=${MAKE:-make} PYTHON=${PYTHON:-python3}
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+if ! "$PYTHON" -c 'import torch, transformers, numpy' >/dev/null 2>&1; then
+    echo "SKIP test_hf: $PYTHON has no transformers and torch (PYTHON=... names another)"
+    echo "test_hf: 0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+$MAKE -s "$B/test_gpt" && "$B/test_gpt" --save "$dir" && \
+    PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/make_hf.py --check "$dir" >"$dir/said" 2>"$dir/err"
+grep -E '^(ok|WRONG)' "$dir/said" 2>/dev/null | sed 's/^WRONG/FAIL/'
+: >>"$dir/said"
+passed=$(grep -c '^ok' "$dir/said") failed=$(grep -c '^WRONG' "$dir/said")
+if [ $((passed + failed)) != 4 ]; then
+    echo "FAIL test_hf: $passed of 4 models were loaded"
+    tail -n 3 "$dir/err"
+    failed=$((failed + 1))
+fi
+
+# A checkpoint of three steps, as it is, against the loss that train_gpt itself has next.
+$MAKE -s "$B/train_gpt"
+head -c 5000 README.md >"$dir/text"
+for layout in "--arch gpt2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" "--arch gpt2 --ranks 4 --dp 4 --zero 3" \
+    "--arch llama --kv-heads 2 --ranks 4 --tp 2 --pp 2 --zero 0 --micro-batch 2" \
+    "--arch llama --kv-heads 2 --tie off --ranks 4 --dp 4 --zero 3"; do
+    train="--layers 2 --width 32 --heads 4 --seq 32 --batch 8 --steps 4 --lr 1e-2 --quiet --data $dir/text $layout"
+    rm -rf "$dir/saved"
+    timeout 60 "$B/train_gpt" $train --save "$dir/saved" --stop-at 3 >"$dir/said" 2>"$dir/err" &&
+        timeout 60 "$B/train_gpt" $train --resume "$dir/saved" --log-csv "$dir/next.csv" >"$dir/said" 2>"$dir/err" &&
+        PYTHONDONTWRITEBYTECODE=1 "$PYTHON" tests/golden/next_loss.py "$dir/saved/step-3" "$dir/text" 32 24 8 \
+            >"$dir/loss" 2>"$dir/err"
+    hf=$(cat "$dir/loss" 2>/dev/null) next=$(tail -n 1 "$dir/next.csv" | cut -d, -f1,2)
+    if awk -v hf="$hf" -v ours="${next#*,}" -v step="${next%,*}" 'BEGIN { e = ours - hf;
+        exit !(step == 4 && hf > 0 && (e < 0 ? -e : e) < 1e-5 * hf) }'; then
+        passed=$((passed + 1))
+    else
+        echo "FAIL test_hf: $layout: the loss of step $next, transformers have '$hf'"
+        tail -n 3 "$dir/err" | sed 's/^/    /'
+        failed=$((failed + 1))
+    fi
+    rm -f "$dir/loss" "$dir/next.csv"
+done
+echo "test_hf: $passed passed, $failed failed, 0 skipped"
+[ "$failed" = 0 ]

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# test_parts.sh - the optional parts: the same programs with OpenMP's threads inside a rank, and with products by CBLAS
+#
+# OpenMP gives the same bits, so test_kernels compares it as any other build. Two active levels, because a team inside a
+# team must stay in the scratch that one caller lent. None measures time, so there are as many parts at a time as there
+# are processors.
+cd "$(dirname "$0")/../.." || exit 1
+CC=${CC:-cc}
+CPUS=$(nproc 2>/dev/null || echo 2)
+D=$(mktemp -d)
+trap 'rm -rf "$D"' EXIT
+
+part() { # part NAME PROGRAM WORDS...: builds and runs tests/PROGRAM.c with these words; prints one line
+    local name=$1 program=$2 exe=$D/$1.$2
+    shift 2
+    if ! $CC -O1 -w -I. "tests/$program.c" -o "$exe" "$@" -lm -lpthread >"$exe.log" 2>&1; then
+        echo "SKIP $name: $(grep -m 1 -E 'error|cannot find' "$exe.log")"
+    elif "$exe" >"$exe.log" 2>&1; then
+        echo "PASS $name: $program"
+    else
+        echo "FAIL $name: $program"
+        grep -m 5 FAIL "$exe.log" | sed 's/^/    /'
+    fi
+}
+
+begin() { # begin NAME PROGRAM WORDS...: a part in the background
+    while [ "$(jobs -rp | wc -l)" -ge "$CPUS" ]; do wait -n; done
+    part "$@" >"$D/$1.$2.said" &
+}
+
+export OMP_NUM_THREADS=3,2 OMP_MAX_ACTIVE_LEVELS=2 OPENBLAS_NUM_THREADS=1
+blas=-lopenblas # or, without the development package's link, the library itself
+echo 'int main(void) { return 0; }' | $CC -x c - -o "$D/program" $blas 2>/dev/null || blas=-l:libopenblas.so.0
+begin "OpenMP" test_kernels -DDT_USE_OMP -fopenmp
+begin "OpenMP" test_ops -DDT_USE_OMP -fopenmp
+begin "CBLAS" test_ops -DDT_USE_CBLAS $blas # its bits are not promised, so test_kernels would refuse it
+wait
+cat "$D"/*.said | tee "$D/said"
+count() { grep -c "^$1 " "$D/said"; }
+echo "test_parts: $(count PASS) passed, $(count FAIL) failed, $(count SKIP) skipped"
+[ "$(count FAIL)" = 0 ] && [ "$(grep -c "^[A-Z]" "$D/said")" = 3 ]

@@ -1,0 +1,178 @@
+/* test_account.c - the bytes dt counts, rebuilt from what the kernel says of each process
+
+   Forked ranks train a model of some tens of MiB. Each reads /proc/self/smaps: the pages of its own
+   heap in the shared range, and the anonymous pages outside of it. Its heap begins life as a part
+   of one mapping that all ranks share, so the rank asks for something harmless of that part alone
+   (MADV_DONTFORK), and the kernel lists it apart. What is counted by class must be there within 2
+   MiB: class by class where one alone grows, in sums elsewhere. Pages that were never touched are
+   not resident: of what is made here only the ends of arenas are not written. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_zero.h"
+#include "tests/support/check.h"
+
+#include <sys/mman.h>
+
+enum { LAYERS = 8, WIDTH = 920, ROWS = 4, MAX_RANKS = 4 };
+static const double near_bytes = 2 << 20;
+
+/* Resident bytes of a process. */
+/* of its heap in the range; anonymous and private */
+typedef struct pages {
+    double heap, aside;
+} pages;
+
+static pages resident(const char *begin, const char *end) {
+    FILE *f = fopen("/proc/self/smaps", "r");
+    char line[512], rights[8];
+    unsigned long from = 0, to, kib;
+    int in_heap = 0;
+    pages p = { 0, 0 };
+    while (f && fgets(line, sizeof line, f)) {
+        if (sscanf(line, "%lx-%lx %7s", &from, &to, rights) == 3)
+            in_heap =
+                from >= (unsigned long)(uintptr_t)begin && to <= (unsigned long)(uintptr_t)end;
+        else if (in_heap && sscanf(line, "Rss: %lu kB", &kib) == 1)
+            p.heap += 1024.0 * (double)kib;
+        else if (!in_heap && sscanf(line, "Anonymous: %lu kB", &kib) == 1)
+            p.aside += 1024.0 * (double)kib;
+    }
+    CHECK(f && from);
+    if (f) fclose(f);
+    return p;
+}
+
+/* Bytes counted of the classes that lie in the heap, and of the others. */
+static pages counted(dt_ctx *ctx) {
+    dt_memory m = dt_memory_used(ctx);
+    pages p = { 0, 0 };
+    for (int i = 0; i < DT_MEM_CLASSES; i++)
+        *(dt__in_heap((dt_mem)i) ? &p.heap : &p.aside) += (double)m.live[i];
+    return p;
+}
+
+/* What the ranks leave, for forked ranks' checks would be lost with them. */
+enum { PARAMS = 0, OPTIM, GRADS, HEAP, ASIDE, FIGURES };
+static const char *const figures[FIGURES] = { "params", "optim", "grads", "all in the heap",
+    "all outside of it" };
+typedef struct account {
+    int stage, keep, ranks;
+    double seen[MAX_RANKS][FIGURES], counted[MAX_RANKS][FIGURES];
+    size_t padded, largest; /* elements of all units, and of the largest */
+    /* bytes: the peak of what was gathered and reduced, and the second step's, on rank 0 */
+    double comm, sent;
+} account;
+
+static void leave(account *a, dt_ctx *ctx, int what, double seen, double by_dt) {
+    a->seen[dt_ctx_rank(ctx)][what] = seen;
+    a->counted[dt_ctx_rank(ctx)][what] = by_dt;
+}
+
+static dt_tensor *layer(dt_tensor *x, void *user) {
+    return dt_linear(x, *(dt_tensor **)user, NULL);
+}
+
+/* Blocks between two uses of one parameter outside of them, as the table of a tied GPT is used. */
+static void train_once(dt_ctx *ctx, dt_zero *zero, dt_tensor **w) {
+    static const float zeros[ROWS * WIDTH];
+    float input[ROWS * WIDTH];
+    for (int i = 0; i < ROWS * WIDTH; i++) input[i] = (float)((i + dt_ctx_rank(ctx)) % 13) / 13;
+    dt_tensor *x = dt_input(ctx, DT_F32, DT_SHAPE(ROWS, WIDTH), input);
+    x = dt_linear(x, w[0], NULL);
+    for (int i = 1; i < LAYERS; i++) x = dt_block(ctx, layer, x, &w[i]);
+    x = dt_linear(x, w[0], NULL);
+    dt_backward(dt_mse(x, dt_input(ctx, DT_F32, DT_SHAPE(ROWS, WIDTH), zeros), ROWS * WIDTH));
+    dt_reset(ctx);
+    dt_zero_step(zero, 1e-4);
+}
+
+static dt_status account_main(dt_ctx *ctx, void *user) {
+    account *a = (account *)user;
+    const dt__heap *heap = (const dt__heap *)dt_ctx_host(ctx)->user;
+    int me = dt_ctx_rank(ctx);
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE),
+              begin = ((uintptr_t)heap->start + page - 1) / page * page;
+    size_t room = (heap->bytes - page) / page * page;
+    const char *from = (const char *)begin, *to = from + room;
+    dt_tensor *w[LAYERS];
+    if (madvise((void *)begin, room, MADV_DONTFORK) != 0)
+        return dt_fail(ctx, DT_ERR_MEM, "madvise");
+    for (int i = 0; i < LAYERS; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        w[i] = dt_param(ctx, name, DT_SHAPE(WIDTH, WIDTH), DT_NORMAL(0.02));
+    }
+    pages before = resident(from, to), start = counted(ctx);
+    dt_zero *zero = dt_zero_make(
+        ctx, (dt_zero_desc){
+                 .stage = a->stage, .keep_gathered = a->keep, .bucket_bytes = 4 * WIDTH * WIDTH });
+    pages made = resident(from, to);
+    dt_memory m = dt_memory_used(ctx);
+    leave(a, ctx, PARAMS, made.heap - before.heap, (double)m.live[DT_MEM_PARAMS]);
+    leave(a, ctx, OPTIM, made.aside - before.aside, (double)m.live[DT_MEM_OPTIM]);
+    train_once(ctx, zero, w);
+    size_t first = dt_comm_bytes(ctx, DT_AXIS_DP);
+    train_once(ctx, zero, w);
+    pages after = resident(from, to), now = counted(ctx);
+    m = dt_memory_used(ctx);
+    leave(a, ctx, GRADS,
+        after.heap - made.heap - (double)(m.live[DT_MEM_COMM] + m.live[DT_MEM_ACTS]),
+        (double)m.live[DT_MEM_GRADS]);
+    leave(a, ctx, HEAP, after.heap - before.heap, now.heap - start.heap);
+    leave(a, ctx, ASIDE, after.aside - before.aside, now.aside - start.aside);
+    for (int u = 0; u < dt_bucket_count(ctx) && me == 0; u++) {
+        size_t padded = dt_bucket_get(ctx, u)->padded;
+        a->padded += padded;
+        if (padded > a->largest) a->largest = padded;
+    }
+    if (me == 0)
+        a->comm = (double)m.peak[DT_MEM_COMM],
+        a->sent = (double)(dt_comm_bytes(ctx, DT_AXIS_DP) - first);
+    return dt_error(ctx);
+}
+
+int main(void) {
+    for (int code = 0; code < 8; code++) {
+        account a = { .stage = code / 2 % 4, .ranks = 2 + 2 * (code % 2) };
+        a.keep = a.stage == 3 && a.ranks == 4;
+        if (!CHECK(dt_run((dt_run_desc){ .ranks = a.ranks,
+                              .backend = DT_BACKEND_PROCS,
+                              .timeout_s = 60,
+                              .user_bytes = sizeof a },
+                       account_main, &a) == DT_OK))
+            continue;
+        dt_zero_bytes right = dt_zero_formula((dt_zero_formula_desc){
+            .elements = (double)a.padded, .stage = a.stage, .ranks = a.ranks, .kept = a.keep });
+        const double formula[3] = { right.params, right.optim, right.grads };
+        for (int r = 0; r < a.ranks; r++)
+            for (int i = 0; i < FIGURES; i++) {
+                CHECK_MSG(fabs(a.seen[r][i] - a.counted[r][i]) <= near_bytes,
+                    "stage %d, %d ranks, rank %d, %s: %.0f "
+                    "bytes resident, %.0f counted",
+                    a.stage, a.ranks, r, figures[i], a.seen[r][i], a.counted[r][i]);
+                CHECK_MSG(
+                    i > GRADS || (a.counted[r][i] == formula[i] && formula[i] > 2 * near_bytes),
+                    "stage %d, %d "
+                    "ranks, rank %d, %s: %.0f bytes counted, formula %.0f",
+                    a.stage, a.ranks, r, figures[i], a.counted[r][i], i > GRADS ? 0 : formula[i]);
+            }
+        CHECK_MSG(a.sent == right.sent,
+            "stage %d, %d ranks: %.0f bytes sent in a step, formula %.0f", a.stage, a.ranks, a.sent,
+            right.sent);
+        /* values outside, of a block and of the next; gradients of the outer unit, of another and
+           of two under way */
+        double most = a.stage < 2 ? 0 : a.stage == 2 ? 4 : a.keep ? LAYERS + 4 : 7;
+        CHECK_MSG(a.comm <= most * 4 * (double)a.largest + (1 << 20),
+            "stage %d: %.0f bytes pass, %.2f units", a.stage, a.comm,
+            a.comm / 4 / (double)a.largest);
+        printf("account, stage %d, %d ranks: params %.2f MiB resident, grads %.2f, optim %.2f, all "
+               "%.2f; counted "
+               "%.2f\n",
+            a.stage, a.ranks, a.seen[0][PARAMS] / 1048576, a.seen[0][GRADS] / 1048576,
+            a.seen[0][OPTIM] / 1048576, (a.seen[0][HEAP] + a.seen[0][ASIDE]) / 1048576,
+            (a.counted[0][HEAP] + a.counted[0][ASIDE]) / 1048576);
+    }
+    return check_done("test_account");
+}

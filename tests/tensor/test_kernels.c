@@ -1,0 +1,1606 @@
+/* test_kernels.c - the CPU kernels of dt_tensor.h, by every instruction set and in every type,
+   against plain loops Public domain or MIT, at your choice; see LICENSE.
+
+   WHAT IS PROMISED. A result in bf16 or f16 is the f32 result rounded once. An element of a product
+   depends on its row, column and K only: the same bits in any part of the product. All instruction
+   sets give equal bits, except of products and attention, whose tiles use each set's own
+   multiply-add. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_tensor.h"
+#include "tests/support/check.h"
+#include "tests/support/meter.h"
+
+static const char *const isa_name[DT__ISAS + 1] = { "plain", "simd", "avx512", "avx512 pairs" };
+/* bf16 by dot products of pairs, as a set: matmul itself takes them where they are faster */
+enum { PAIRS = DT__ISAS };
+
+static dt_status multiply(dt_dtype type, int isa, const dt_matmul_args *a) {
+#if defined(__x86_64__)
+    if (isa == PAIRS) return dt__matmul_by_f32_avx512(a, 1);
+#endif
+    return dt__variant_of(type, isa)->matmul(a);
+}
+static const dt_dtype float_types[4] = { DT_F32, DT_F64, DT_BF16, DT_F16 };
+
+static double naive_act(int act, double x) {
+    switch (act) {
+    case DT_ACT_GELU: return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+    case DT_ACT_GELU_ERF: return x * 0.5 * erfc(-x / sqrt(2));
+    case DT_ACT_SILU: return x / (1 + exp(-x));
+    case DT_ACT_RELU: return x > 0 ? x : 0;
+    case DT_ACT_TANH: return tanh(x);
+    case DT_ACT_EXP: return exp(x);
+    case DT_ACT_LN: return log(x);
+    default: return x;
+    }
+}
+
+static double naive_slope(int act, double x) {
+    double s = 1 / (1 + exp(-x)), t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x));
+    switch (act) {
+    case DT_ACT_GELU:
+        return 0.5 * (1 + t) +
+               0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x);
+    case DT_ACT_GELU_ERF:
+        return 0.5 * erfc(-x / sqrt(2)) + x * 0.3989422804014327 * exp(-x * x / 2);
+    case DT_ACT_SILU: return s + x * s * (1 - s);
+    case DT_ACT_RELU: return x > 0;
+    case DT_ACT_TANH: return 1 - tanh(x) * tanh(x);
+    case DT_ACT_EXP: return exp(x);
+    case DT_ACT_LN: return 1 / x;
+    default: return 1;
+    }
+}
+
+static void *noise_array(dt_dtype dtype, size_t n, uint64_t seed) {
+    void *x = room(n * 8 + 64);
+    for (size_t i = 0; i < n; i++) put(x, dtype, (int64_t)i, noise(seed, i));
+    return x;
+}
+
+static int is_narrow(dt_dtype dtype) { return dtype == DT_BF16 || dtype == DT_F16; }
+
+/* Half a step of the type relative to a number, and what f32 and f64 sums of some length may
+   lose. */
+static double type_error(dt_dtype dtype) {
+    return dtype == DT_F64    ? 2e-14
+           : dtype == DT_F32  ? 4e-6
+           : dtype == DT_BF16 ? 1.0 / 256 + 4e-6
+                              : 1.0 / 2048 + 4e-6;
+}
+
+// ==== 1. Products ===============================================================================
+
+typedef struct product {
+    dt_matmul_args a;
+    dt_dtype to; /* of c */
+    /* (batch,m,n); bound: sum of magnitudes, for the rounding */
+    double *want, *before, *bound;
+} product;
+
+/* The product in f64 (long double where the kernel is f64). */
+static void product_naive(product *p, const void *c0) {
+    const dt_matmul_args *a = &p->a;
+    dt_dtype type = a->dtype;
+    size_t count_a = (size_t)(a->stride_a * a->batch), count_b = (size_t)(a->stride_b * a->batch);
+    double *da = (double *)room(count_a * 8), *db = (double *)room(count_b * 8);
+    for (size_t i = 0; i < count_a; i++) da[i] = get(a->a, type, (int64_t)i);
+    for (size_t i = 0; i < count_b; i++) db[i] = get(a->b, type, (int64_t)i);
+    for (int64_t b = 0; b < a->batch; b++)
+        for (int64_t i = 0; i < a->m; i++)
+            for (int64_t j = 0; j < a->n; j++) {
+                long double sum = 0, size = 0;
+                int64_t to = (b * a->m + i) * a->n + j, at = b * a->stride_c + i * a->ldc + j;
+                for (int64_t q = 0; q < a->k; q++) {
+                    int64_t ia = b * a->stride_a + (a->trans_a ? q * a->lda + i : i * a->lda + q);
+                    int64_t ib = b * a->stride_b + (a->trans_b ? j * a->ldb + q : q * a->ldb + j);
+                    long double term = (long double)da[ia] * db[ib];
+                    sum += term;
+                    size += fabsl(term);
+                }
+                if (a->bias) sum += get(a->bias, type, j);
+                if (a->derivative)
+                    sum *= naive_slope(a->activation, get(a->before, type, at));
+                else if (a->activation)
+                    p->before[to] = (double)sum, sum = naive_act(a->activation, (double)sum);
+                else
+                    p->before[to] = (double)sum;
+                if (a->residual) sum += get(a->residual, type, at);
+                if (a->accumulate) sum += get(c0, p->to, at);
+                p->want[to] = (double)sum;
+                p->bound[to] = (double)size + 4;
+            }
+    free(da);
+    free(db);
+}
+
+/* Compares c and before with the naive ones; what lies between the rows of c must be as it was. */
+static void product_compare(const product *p, const char *set, const void *c0, size_t room_c) {
+    const dt_matmul_args *a = &p->a;
+    double eps = a->dtype == DT_F64 ? 2.3e-16 : 1.2e-7, worst = 0, worst_before = 0;
+    double step = is_narrow(p->to) ? type_error(p->to) : 0,
+           step_before = is_narrow(a->dtype) ? type_error(a->dtype) : 0;
+    char *seen = (char *)room(room_c);
+    int touched = 0;
+    for (int64_t b = 0; b < a->batch; b++)
+        for (int64_t i = 0; i < a->m; i++)
+            for (int64_t j = 0; j < a->n; j++) {
+                int64_t to = (b * a->m + i) * a->n + j, at = b * a->stride_c + i * a->ldc + j;
+                double unit = eps * p->bound[to] * (4 + sqrt((double)a->k)), error = 0;
+                double unit_before = unit + step_before * fabs(p->before[to]);
+                if (a->before && !a->derivative)
+                    error = fabs(get(a->before, a->dtype, at) - p->before[to]) / unit_before;
+                worst_before = fmax(worst_before, error);
+                error =
+                    fabs(get(a->c, p->to, at) - p->want[to]) / (unit + step * fabs(p->want[to]));
+                if (!(error <= worst)) worst = error;
+                seen[at] = 1;
+            }
+    for (size_t i = 0; i < room_c; i++)
+        touched += !seen[i] && get(a->c, p->to, (int64_t)i) != get(c0, p->to, (int64_t)i);
+    free(seen);
+    CHECK_MSG(worst <= 1 && worst_before <= 1 && touched == 0,
+        "matmul %s %s (%lld,%lld,%lld) trans %d %d: error %.2g "
+        "of the bound, before %.2g, %d others touched",
+        set, dt_dtype_name(a->dtype), (long long)a->m, (long long)a->n, (long long)a->k, a->trans_a,
+        a->trans_b, worst, worst_before, touched);
+}
+
+/* One product by `isa`, packed (work 0: the naive kernel; else its bytes). kind bits: 1, 2
+   transposed; 4 with all that is fused; 8 batches and strides; 16 times the derivative instead; 32
+   a wide result. */
+static void product_case(
+    dt_dtype type, int isa, int64_t m, int64_t n, int64_t k, int kind, size_t work_bytes) {
+    int ta = kind & 1, tb = kind >> 1 & 1, fused = kind >> 2 & 1, pad = kind >> 3 & 1 ? 3 : 0;
+    product p = { .a = { .dtype = type,
+                      .m = m,
+                      .n = n,
+                      .k = k,
+                      .batch = pad ? 3 : 1,
+                      .trans_a = ta,
+                      .trans_b = tb } };
+    dt_matmul_args *a = &p.a;
+    a->lda = (ta ? m : k) + pad;
+    a->ldb = (tb ? k : n) + pad;
+    a->ldc = n + pad;
+    a->stride_a = a->lda * (ta ? k : m) + pad;
+    a->stride_b = a->ldb * (tb ? n : k) + 2 * pad;
+    a->stride_c = a->ldc * m + pad;
+    a->derivative = kind >> 4 & 1;
+    a->wide = kind >> 5 & 1;
+    p.to = a->wide && is_narrow(type) ? DT_F32 : type;
+    size_t room_c = (size_t)(a->stride_c * a->batch), count = (size_t)(m * n * a->batch);
+    void *mem[7] = { noise_array(type, (size_t)(a->stride_a * a->batch), 1),
+        noise_array(type, (size_t)(a->stride_b * a->batch), 2), noise_array(p.to, room_c, 3),
+        noise_array(p.to, room_c, 3), noise_array(type, (size_t)n, 4), noise_array(type, room_c, 5),
+        noise_array(type, room_c, 6) };
+    a->a = mem[0];
+    a->b = mem[1];
+    a->c = mem[2];
+    if (fused) {
+        a->bias = a->derivative ? NULL : mem[4];
+        a->residual = mem[5];
+        a->before = mem[6];
+        a->activation = 1 + (int)((m + 2 * n + k) % 5);
+    }
+    a->derivative &= fused;
+    a->accumulate = fused && ta == tb;
+    a->work = work_bytes ? room(work_bytes) : NULL;
+    a->work_bytes = work_bytes;
+    p.want = (double *)room(count * 8);
+    p.before = (double *)room(count * 8);
+    p.bound = (double *)room(count * 8);
+    product_naive(&p, mem[3]);
+    dt_matmul_args args = p.a;
+    if (!pad) { /* what 0 stands for */
+        args.batch = args.lda = args.ldb = args.ldc = 0;
+    }
+    CHECK(multiply(type, isa, &args) == DT_OK);
+    product_compare(&p, isa_name[isa], mem[3], room_c);
+    for (int i = 0; i < 7; i++) free(mem[i]);
+    free(a->work);
+    free(p.want);
+    free(p.before);
+    free(p.bound);
+}
+
+static void products(dt_dtype type, int isa) {
+    static const int64_t size[][3] = { { 1, 1, 1 }, { 3, 17, 127 }, { 17, 127, 3 }, { 127, 3, 17 },
+        { 15, 33, 65 }, { 1, 127, 17 }, { 29, 1, 5 }, { 14, 32, 64 }, { 5, 7, 0 }, { 17, 33, 1100 },
+        { 461, 3, 517 }, { 3, 530, 520 }, { 5, 35, 2051 } };
+    for (size_t s = 0; s < sizeof size / sizeof *size; s++)
+        /* the last four: K, M and N beyond one block */
+        for (int kind = 0; kind < 64; kind += s < 9 ? 1 : 11) {
+            if ((kind & 16 && !(kind & 4)) || (kind & 32 && !is_narrow(type))) continue;
+            if (s > 2 && s < 9 && kind % 5 != (int)s % 5) continue;
+            int64_t m = size[s][0], n = size[s][1], k = size[s][2];
+            product_case(type, isa, m, n, k, kind, dt_matmul_work(n, k, type));
+            if (s < 4 && kind < 16) product_case(type, isa, m, n, k, kind, 0);
+        }
+    char work[64];
+    float one[4] = { 0 };
+    dt_matmul_args small = { .dtype = type,
+        .a = one,
+        .b = one,
+        .c = one,
+        .m = 1,
+        .n = 1,
+        .k = 1,
+        .work = work,
+        .work_bytes = sizeof work };
+    CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
+    small.m = -1;
+    CHECK(multiply(type, isa, &small) == DT_ERR_ARG);
+}
+
+/* Bits of an element: the same in the whole product and in any corner of it. */
+static void product_bits(dt_dtype type, int isa, int64_t M, int64_t N, int64_t K) {
+    size_t size = dt_dtype_size(type), work_bytes = dt_matmul_work(N, K, type);
+    void *a = noise_array(type, (size_t)(M * K), 1), *b = noise_array(type, (size_t)(N * K), 2);
+    void *whole = room((size_t)(M * N) * size), *part = room((size_t)(M * N) * size),
+         *work = room(work_bytes);
+    void *bias = noise_array(type, (size_t)N, 3);
+    dt_matmul_args all = { .dtype = type,
+        .c = whole,
+        .a = a,
+        .b = b,
+        .m = M,
+        .n = N,
+        .k = K,
+        .trans_b = 1,
+        .bias = bias,
+        .activation = DT_ACT_SILU,
+        .work = work,
+        .work_bytes = work_bytes };
+    CHECK(multiply(type, isa, &all) == DT_OK);
+    int wrong = 0;
+    for (int t = 0; t < 12; t++) {
+        int i0 = below(5, (uint64_t)t, (int)M), j0 = below(6, (uint64_t)t, (int)N);
+        int m = 1 + below(7, (uint64_t)t, (int)M - i0), n = 1 + below(8, (uint64_t)t, (int)N - j0);
+        dt_matmul_args some = all;
+        some.c = part;
+        some.m = m;
+        some.n = n;
+        some.a = (char *)a + (size_t)(i0 * K) * size;
+        some.b = (char *)b + (size_t)(j0 * K) * size;
+        some.bias = (char *)bias + (size_t)j0 * size;
+        some.work_bytes = dt_matmul_work(n, K, type);
+        CHECK(multiply(type, isa, &some) == DT_OK);
+        for (int i = 0; i < m; i++)
+            wrong += memcmp((char *)part + (size_t)(i * n) * size,
+                         (char *)whole + (size_t)((i0 + i) * N + j0) * size, (size_t)n * size) != 0;
+    }
+    CHECK_MSG(wrong == 0,
+        "matmul %s %s (%lld,%lld,%lld): %d rows have other bits in a part of the product",
+        isa_name[isa], dt_dtype_name(type), (long long)M, (long long)N, (long long)K, wrong);
+    free(a);
+    free(b);
+    free(whole);
+    free(part);
+    free(work);
+    free(bias);
+}
+
+// ==== 2. Every other kernel against plain loops =================================================
+
+/* A run of all kernels by one set in one type: arrays to free, and a hash of every output's
+   bytes. */
+typedef struct bench {
+    const dt__variant *v;
+    dt_dtype t;
+    int isa, n_all;
+    void *all[2048];
+    uint64_t hash;
+    uint64_t seed;
+    double worst;
+} bench;
+
+enum { R = 19, C = 37, N = R * C };
+
+static void *keep(bench *b, void *p) {
+    if (b->n_all < 2048) b->all[b->n_all++] = p;
+    return p;
+}
+
+/* n numbers of the bench's type, or of another. */
+static void *array_of(bench *b, dt_dtype type, size_t n, double scale) {
+    void *x = keep(b, room(n * 8 + 64));
+    b->seed++;
+    for (size_t i = 0; i < n; i++) put(x, type, (int64_t)i, scale * noise(b->seed, i));
+    return x;
+}
+static void *array(bench *b, size_t n) { return array_of(b, b->t, n, 2); }
+static double *doubles(bench *b, size_t n) { return (double *)keep(b, room(n * 8 + 8)); }
+/* as it was before a kernel added to it */
+static double *before(bench *b, const void *x, dt_dtype type, size_t n) {
+    double *d = doubles(b, n);
+    for (size_t i = 0; i < n; i++) d[i] = get(x, type, (int64_t)i);
+    return d;
+}
+
+/* An output against the numbers it should be; scale: what a sum's terms are as large as. */
+static void same(bench *b, const char *what, const void *x, dt_dtype type, const double *want,
+    size_t n, double scale) {
+    double most = 0, error = type_error(type) + (is_narrow(b->t) && !is_narrow(type) ? 4e-6 : 0);
+    double least = type == DT_F16 ? 6e-8 : 0; /* f16 has no smaller numbers */
+    size_t at = 0, size = dt_dtype_size(type);
+    for (size_t i = 0; i < n; i++) {
+        double rounding = is_narrow(type)
+                              ? (error - 4e-6) * fabs(want[i]) + 4e-6 * fmax(fabs(want[i]), scale)
+                              : error * fmax(fabs(want[i]), scale);
+        double e = fabs(get(x, type, (int64_t)i) - want[i]) / (rounding + least);
+        if (get(x, type, (int64_t)i) == want[i]) e = 0;
+        if (!(e <= most)) most = e, at = i;
+    }
+    CHECK_MSG(most <= 1, "%s %s %s: number %zu is %.9g, not %.9g: %.2g of what is allowed", what,
+        isa_name[b->isa], dt_dtype_name(b->t), at, get(x, type, (int64_t)at), want[at], most);
+    b->worst = fmax(b->worst, most);
+    for (size_t i = 0; i < n * size; i++)
+        b->hash = (b->hash ^ ((const unsigned char *)x)[i]) * 0x100000001b3u;
+}
+#define OK(call) \
+    CHECK_MSG((call) == DT_OK, "%s %s: %s", isa_name[b->isa], dt_dtype_name(b->t), #call)
+
+static void bench_unary(bench *b) {
+    for (int act = 0; act < DT_ACTS; act++)
+        for (int add = 0; add < 2; add++) {
+            void *x = array_of(b, b->t, N, 8), *y = array(b, N), *d = array(b, N),
+                 *dx = array(b, N);
+            double *f = doubles(b, N), *g = before(b, dx, b->t, N);
+            for (int i = 0; i < N; i++) {
+                if (act == DT_ACT_LN) put(x, b->t, i, 0.1 + fabs(get(x, b->t, i)));
+                double in = get(x, b->t, i), up = get(d, b->t, i);
+                f[i] = act == DT_ACT_AFFINE ? 1.5 * in - 0.25 : naive_act(act, in);
+                g[i] = (add ? g[i] : 0) + up * (act == DT_ACT_AFFINE ? 1.5 : naive_slope(act, in));
+            }
+            dt_unary_args a = { b->t, act, y, x, N, 1.5, -0.25 };
+            dt_unary_back_args back = { b->t, act, dx, d, x, N, 1.5, add };
+            OK(b->v->unary(&a));
+            OK(b->v->unary_back(&back));
+            same(b, "unary", y, b->t, f, N, 1);
+            same(b, "unary_back", dx, b->t, g, N, 4);
+        }
+    dt_unary_args none = { b->t, DT_ACTS, NULL, NULL, 0, 0, 0 };
+    dt_unary_back_args back = { b->t, -1, NULL, NULL, NULL, 0, 0, 0 };
+    CHECK(b->v->unary(&none) == DT_ERR_ARG && b->v->unary_back(&back) == DT_ERR_ARG);
+}
+
+static void bench_binary(bench *b) {
+    static const int64_t stride[3][2][3] = { { { 185, 5, 1 }, { 185, 5, 1 } },
+        { { 0, 5, 1 }, { 37, 1, 0 } }, { { 5, 0, 1 }, { 1, 3, 0 } } };
+    for (int op = 0; op < 4; op++)
+        for (int s = 0; s < 6; s++) {
+            void *x = array(b, N), *y = array(b, N), *out = array(b, N);
+            double *want = before(b, out, b->t, 3 * 37 * 5);
+            dt_shape shape = DT_SHAPE(3, 37, 5);
+            for (int i = 0; i < N; i++) put(y, b->t, i, 1.5 + get(y, b->t, i) / 2);
+            dt_binary_args a = { .dtype = b->t,
+                .op = op,
+                .out = out,
+                .a = x,
+                .b = y,
+                .shape = shape,
+                .accumulate = s > 2 };
+            memcpy(a.stride_a, stride[s % 3][0], sizeof stride[0][0]);
+            memcpy(a.stride_b, stride[s % 3][1], sizeof stride[0][0]);
+            for (int i = 0; i < 3 * 37 * 5; i++) {
+                int64_t ia =
+                    i / 185 * a.stride_a[0] + i / 5 % 37 * a.stride_a[1] + i % 5 * a.stride_a[2];
+                int64_t ib =
+                    i / 185 * a.stride_b[0] + i / 5 % 37 * a.stride_b[1] + i % 5 * a.stride_b[2];
+                double p = get(x, b->t, ia), q = get(y, b->t, ib);
+                want[i] = (s > 2 ? want[i] : 0) + (op == 0      ? p + q
+                                                      : op == 1 ? p - q
+                                                      : op == 2 ? p * q
+                                                                : p / q);
+            }
+            OK(b->v->binary(&a));
+            same(b, "binary", out, b->t, want, 3 * 37 * 5, 1);
+            a.op = 4;
+            CHECK(b->v->binary(&a) == DT_ERR_ARG);
+        }
+}
+
+/* Strides of everything: a permutation with a repeated dimension, and one that adds. */
+static void bench_permute(bench *b) {
+    for (int add = 0; add < 2; add++) {
+        void *x = array(b, N), *out = array(b, 3 * N);
+        double *want = before(b, out, b->t, 3 * N);
+        dt_permute_args a = { .dtype = b->t,
+            .out = out,
+            .in = x,
+            .shape = DT_SHAPE(R, 3, C),
+            .out_stride = { 1, R * C, R },
+            .in_stride = { C, 0, 1 },
+            .accumulate = add };
+        for (int r = 0; r < R; r++)
+            for (int k = 0; k < 3; k++)
+                for (int c = 0; c < C; c++) {
+                    double *to = &want[r + k * N + c * R];
+                    *to = (add ? *to : 0) + get(x, b->t, r * C + c);
+                }
+        OK(b->v->permute(&a));
+        same(b, "permute", out, b->t, want, 3 * N, 1);
+    }
+    void *one = array(b, 1), *to = array(b, 1);
+    dt_permute_args a = { .dtype = b->t, .out = to, .in = one, .shape = DT_SCALAR };
+    OK(b->v->permute(&a));
+    CHECK(get(to, b->t, 0) == get(one, b->t, 0));
+}
+
+static void bench_glu(bench *b) {
+    for (int act = DT_ACT_GELU; act <= DT_ACT_TANH; act++)
+        for (int add = 0; add < 2; add++) {
+            void *x = array_of(b, b->t, 2 * N, 6), *y = array(b, N), *d = array(b, N),
+                 *dx = array(b, 2 * N);
+            double *f = doubles(b, N), *g = before(b, dx, b->t, 2 * N);
+            for (int i = 0; i < N; i++) {
+                int gate = i / C * 2 * C + i % C;
+                double p = get(x, b->t, gate), up = get(x, b->t, gate + C), dy = get(d, b->t, i);
+                f[i] = naive_act(act, p) * up;
+                g[gate] = (add ? g[gate] : 0) + dy * up * naive_slope(act, p);
+                g[gate + C] = (add ? g[gate + C] : 0) + dy * naive_act(act, p);
+            }
+            dt_glu_args a = { b->t, act, y, x, R, C };
+            dt_glu_back_args back = { b->t, act, dx, d, x, R, C, add };
+            OK(b->v->glu(&a));
+            OK(b->v->glu_back(&back));
+            same(b, "glu", y, b->t, f, N, 4);
+            same(b, "glu_back", dx, b->t, g, 2 * N, 8);
+        }
+}
+
+static void bench_sum(bench *b) {
+    static const size_t shape[4][3] = { { 3, 17, 5 }, { 1, R, C }, { R, C, 1 }, { 1, 701, 1 } };
+    for (int s = 0; s < 16; s++) {
+        size_t outer = shape[s % 4][0], n = shape[s % 4][1], inner = shape[s % 4][2];
+        int add = s / 4 % 2, wide = s / 8;
+        dt_dtype to = wide && is_narrow(b->t) ? DT_F32 : b->t;
+        void *x = array(b, N), *out = array_of(b, to, outer * inner, 1);
+        double *want = before(b, out, to, outer * inner);
+        for (size_t i = 0; i < outer * inner; i++) {
+            double sum = 0;
+            for (size_t j = 0; j < n; j++)
+                sum += get(x, b->t, (int64_t)((i / inner * n + j) * inner + i % inner));
+            want[i] = (add ? want[i] : 0) + 0.375 * sum;
+        }
+        dt_sum_args a = { b->t, out, x, outer, n, inner, 0.375, add, wide, NULL, 0 };
+        OK(b->v->sum(&a));
+        same(b, "sum", out, to, want, outer * inner, 4);
+    }
+}
+
+static void bench_pick(bench *b) {
+    void *x = array(b, N), *y = array(b, N), *dx = array(b, N);
+    int32_t *index = (int32_t *)keep(b, room(N * 4));
+    for (int i = 0; i < N; i++) put(x, b->t, i, floor(4 * get(x, b->t, i)) / 4); /* equal ones */
+    dt_max_args a = { b->t, y, index, x, 3, 17, 13 };
+    OK(b->v->max(&a));
+    double *want = doubles(b, N), *back = before(b, dx, b->t, N);
+    int wrong = 0;
+    for (int i = 0; i < 39; i++) {
+        int best = 0;
+        for (int j = 1; j < 17; j++)
+            if (get(x, b->t, (i / 13 * 17 + j) * 13 + i % 13) >
+                get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13))
+                best = j;
+        wrong += index[i] != best;
+        want[i] = get(x, b->t, (i / 13 * 17 + best) * 13 + i % 13);
+        back[(i / 13 * 17 + best) * 13 + i % 13] += want[i];
+    }
+    CHECK_MSG(wrong == 0, "max %s: %d places are wrong", isa_name[b->isa], wrong);
+    same(b, "max", y, b->t, want, 39, 1);
+    dt_spread_args spread = { b->t, dx, y, index, 3, 17, 1, 13, 1 };
+    OK(b->v->spread(&spread));
+    same(b, "spread", dx, b->t, back, 3 * 17 * 13, 2);
+    memset(back, 0, N * 8);
+    dt_topk_args top = { b->t, y, index, x, R, C, 5 };
+    OK(b->v->topk(&top));
+    for (int r = 0; r < R; r++) /* the largest of those not yet taken, the first of equal ones */
+        for (int j = 0; j < 5; j++) {
+            int best = -1;
+            for (int c = 0; c < C; c++)
+                if (back[r * C + c] == 0 &&
+                    (best < 0 || get(x, b->t, r * C + c) > get(x, b->t, r * C + best)))
+                    best = c;
+            back[r * C + best] = 1;
+            want[r * 5 + j] = get(x, b->t, r * C + best);
+            wrong += index[r * 5 + j] != best;
+        }
+    CHECK_MSG(wrong == 0, "topk %s %s: %d places are wrong", isa_name[b->isa], dt_dtype_name(b->t),
+        wrong);
+    same(b, "topk", y, b->t, want, R * 5, 1);
+    for (int i = 0; i < N; i++) back[i] = 0;
+    for (int i = 0; i < R * 5; i++) back[i / 5 * C + index[i]] = want[i];
+    dt_spread_args rows = { b->t, dx, y, index, R, C, 5, 1, 0 };
+    OK(b->v->spread(&rows));
+    same(b, "spread of topk", dx, b->t, back, N, 1);
+    index[3] = C;
+    top.k = C + 1;
+    a.n = 0;
+    CHECK(b->v->spread(&rows) == DT_ERR_ARG && b->v->topk(&top) == DT_ERR_ARG &&
+          b->v->max(&a) == DT_ERR_ARG);
+}
+
+static void bench_softmax(bench *b) {
+    for (int add = 0; add < 2; add++) {
+        void *x = array_of(b, b->t, N, 9), *y = array(b, N), *d = array(b, N), *dx = array(b, N);
+        size_t work_bytes = dt_row_work(C, b->t);
+        void *work = keep(b, room(work_bytes));
+        double *want = doubles(b, N), *back = before(b, dx, b->t, N);
+        dt_softmax_args a = { b->t, y, x, R, C, work, work_bytes };
+        OK(b->v->softmax(&a));
+        for (int r = 0; r < R; r++) {
+            double sum = 0, dot = 0;
+            for (int c = 0; c < C; c++) sum += exp(get(x, b->t, r * C + c));
+            for (int c = 0; c < C; c++) want[r * C + c] = exp(get(x, b->t, r * C + c)) / sum;
+            for (int c = 0; c < C; c++) dot += get(y, b->t, r * C + c) * get(d, b->t, r * C + c);
+            for (int c = 0; c < C; c++) {
+                double *to = &back[r * C + c];
+                *to = (add ? *to : 0) + get(y, b->t, r * C + c) * (get(d, b->t, r * C + c) - dot);
+            }
+        }
+        same(b, "softmax", y, b->t, want, N, 0.01);
+        dt_softmax_back_args g = { b->t, dx, d, y, R, C, add, work, work_bytes };
+        OK(b->v->softmax_back(&g));
+        same(b, "softmax_back", dx, b->t, back, N, 1);
+        a.work_bytes--;
+        g.work_bytes--;
+        CHECK(b->v->softmax(&a) == DT_ERR_ARG && b->v->softmax_back(&g) == DT_ERR_ARG);
+        a.work = NULL;
+        CHECK(b->v->softmax(&a) == DT_ERR_ARG);
+    }
+}
+
+/* kind bits: 1 rms, 2 gradients are added, 4 wide ones. */
+static void bench_norm(bench *b, int kind) {
+    int rms = kind & 1, add = kind >> 1 & 1, wide = kind >> 2;
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
+    size_t work_bytes = dt_row_work(C, b->t);
+    void *x = array(b, N), *gain = array(b, C), *bias = array(b, C), *y = array(b, N),
+         *d = array(b, N);
+    void *dx = array(b, N), *dg = array_of(b, to, C, 1), *db = array_of(b, to, C, 1),
+         *work = keep(b, room(work_bytes));
+    void *mean = array_of(b, stat, R, 1), *rstd = array_of(b, stat, R, 1);
+    double *f = doubles(b, N), *gx = before(b, dx, b->t, N), *gg = before(b, dg, to, C),
+           *gb = before(b, db, to, C);
+    double *m = doubles(b, R), *s = doubles(b, R);
+    for (int c = 0; c < C && !add; c++) gg[c] = gb[c] = 0;
+    for (int r = 0; r < R; r++) {
+        double mg = 0, mgy = 0;
+        for (int c = 0; c < C && !rms; c++) m[r] += get(x, b->t, r * C + c) / C;
+        for (int c = 0; c < C; c++) s[r] += pow(get(x, b->t, r * C + c) - m[r], 2) / C;
+        s[r] = 1 / sqrt(s[r] + 0.01);
+        for (int c = 0; c < C; c++) {
+            double u = (get(x, b->t, r * C + c) - m[r]) * s[r], dy = get(d, b->t, r * C + c),
+                   w = get(gain, b->t, c);
+            f[r * C + c] = u * w + (rms ? 0 : get(bias, b->t, c));
+            gg[c] += dy * u;
+            gb[c] += dy;
+            mg += rms ? 0 : dy * w / C;
+            mgy += dy * w * u / C;
+        }
+        for (int c = 0; c < C; c++) {
+            double u = (get(x, b->t, r * C + c) - m[r]) * s[r];
+            double g = get(d, b->t, r * C + c) * get(gain, b->t, c);
+            gx[r * C + c] = (add ? gx[r * C + c] : 0) + s[r] * (g - mg - u * mgy);
+        }
+    }
+    dt_norm_args a = { .dtype = b->t,
+        .out = y,
+        .mean = rms ? NULL : mean,
+        .rstd = rstd,
+        .in = x,
+        .gain = gain,
+        .bias = rms ? NULL : bias,
+        .rows = R,
+        .cols = C,
+        .eps = 0.01,
+        .rms = rms,
+        .work = work,
+        .work_bytes = work_bytes };
+    dt_norm_back_args g = { b->t, dx, dg, rms ? NULL : db, d, x, gain, a.mean, rstd, R, C, add, add,
+        add, rms, wide, wide, work, work_bytes };
+    OK(b->v->norm(&a));
+    OK(b->v->norm_back(&g));
+    same(b, "norm", y, b->t, f, N, 2);
+    if (!rms) same(b, "mean", mean, stat, m, R, 1), same(b, "dbias", db, to, gb, C, 4);
+    same(b, "rstd", rstd, stat, s, R, 1);
+    same(b, "norm_back", dx, b->t, gx, N, 4);
+    same(b, "dgain", dg, to, gg, C, 8);
+    a.work_bytes--;
+    g.work_bytes--;
+    CHECK(b->v->norm(&a) == DT_ERR_ARG && b->v->norm_back(&g) == DT_ERR_ARG);
+}
+
+/* kind bits: 1 neighbours, 2 the inverse, 4 added. */
+static void bench_rope(bench *b, int kind) {
+    enum { T = 5, H = 3, D = 38, TURN = 14 };
+    int apart = kind & 1 ? 1 : TURN / 2, add = kind >> 2;
+    void *x = array(b, T * H * D), *y = array(b, T * H * D);
+    double *want = before(b, y, b->t, T * H * D);
+    int32_t at[T] = { 0, 7, -2, 4099, 31000 };
+    for (int i = 0; i < T * H * D; i++) {
+        int c = i % D, pair = kind & 1 ? c / 2 : c % (TURN / 2),
+            second = kind & 1 ? c % 2 : c >= TURN / 2;
+        double angle = at[i / (H * D)] * pow(1e4, -2.0 * pair / TURN) * (kind & 2 ? -1 : 1),
+               v = get(x, b->t, i);
+        double other = c < TURN ? get(x, b->t, second ? i - apart : i + apart) : 0;
+        if (c < TURN) v = v * cos(angle) + (second ? other : -other) * sin(angle);
+        want[i] = (add ? want[i] : 0) + v;
+    }
+    dt_rope_args a = { b->t, y, x, at, T, H, D, TURN, 1e4, kind & 1, kind >> 1 & 1, add };
+    OK(b->v->rope(&a));
+    same(b, "rope", y, b->t, want, T * H * D, 2);
+    a.rotary = 15;
+    CHECK(b->v->rope(&a) == DT_ERR_ARG);
+    a.rotary = D + 2;
+    CHECK(b->v->rope(&a) == DT_ERR_ARG);
+    a.dim = 514;
+    CHECK(b->v->rope(&a) == DT_ERR_ARG);
+}
+
+static void bench_rows(bench *b) {
+    int32_t ids[R];
+    for (int i = 0; i < R; i++) ids[i] = i % 6 == 5 ? -1 : i * 7 % 17;
+    void *x = array(b, N), *y = array(b, N), *d = array(b, N);
+    double *want = doubles(b, N);
+    for (int i = 0; i < N; i++) {
+        int row = ids[i / C] - 3;
+        want[i] = row >= 0 && row < 11 ? get(x, b->t, row * C + i % C) : 0;
+    }
+    dt_embedding_args a = { b->t, y, x, ids, R, C, 3, 11, 17, 1 };
+    OK(b->v->embedding(&a));
+    same(b, "embedding", y, b->t, want, N, 1);
+    a.holes = 0;
+    CHECK(b->v->embedding(&a) == DT_ERR_ARG);
+    for (int kind = 0; kind < 4; kind++) {
+        dt_dtype to = kind & 2 && is_narrow(b->t) ? DT_F32 : b->t;
+        void *table = array_of(b, to, 11 * C, 1), *work = keep(b, room(11 * C * 4));
+        double *sum = before(b, table, to, 11 * C);
+        for (int i = 0; i < 11 * C && !(kind & 1); i++) sum[i] = 0;
+        for (int i = 0; i < N; i++)
+            if (ids[i / C] >= 3 && ids[i / C] < 14)
+                sum[(ids[i / C] - 3) * C + i % C] += get(d, b->t, i);
+        dt_embedding_back_args back = { b->t, table, d, ids, R, C, 3, 11, kind & 1, kind >> 1, NULL,
+            0, 0 };
+        if (is_narrow(to)) {
+            CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+            back.work = work;
+            back.work_bytes = 11 * C * 4 - 1;
+            CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+            back.work_bytes++;
+        }
+        OK(b->v->embedding_back(&back));
+        same(b, "embedding_back", table, to, sum, 11 * C, 4);
+        back.strict = 1; /* ids of other ranks are errors then, -1 is none */
+        back.first = 0;
+        CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+        back.rows = 1;
+        ids[0] = -1;
+        OK(b->v->embedding_back(&back));
+        for (int32_t bad = -2; bad < 12; bad += 13) {
+            ids[0] = bad;
+            CHECK(b->v->embedding_back(&back) == DT_ERR_ARG);
+        }
+        ids[0] = 0;
+    }
+}
+
+/* kind bits: 1 padded columns, 2 smoothing, 4 z, 8 added. */
+static void bench_cross_entropy(bench *b, int kind) {
+    int vocab = kind & 1 ? C - 4 : C, add = kind >> 3;
+    double s = kind & 2 ? 0.2 : 0, z = kind & 4 ? 0.05 : 0, loss[2] = { 3, 5 }, up = 0.7,
+           row_loss[R], want[2] = { 0, 0 };
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
+    void *x = array_of(b, b->t, N, 5), *lse = array_of(b, stat, R, 1), *dx = array(b, N);
+    size_t work_bytes = dt_row_work(C, b->t);
+    void *work = keep(b, room(work_bytes));
+    double *l = doubles(b, R), *g = before(b, dx, b->t, N);
+    int32_t labels[R];
+    for (int r = 0; r < R; r++) {
+        double sum = 0, mean = 0;
+        labels[r] = r % 5 == 3 ? -1 - r : r * 11 % vocab;
+        for (int c = 0; c < vocab; c++)
+            sum += exp(get(x, b->t, r * C + c)), mean += get(x, b->t, r * C + c) / vocab;
+        l[r] = labels[r] < 0 ? 0 : log(sum);
+        if (labels[r] >= 0) want[0] += l[r] - (1 - s) * get(x, b->t, r * C + labels[r]) - s * mean;
+        want[1] += l[r] * l[r];
+        for (int c = 0; c < C; c++) {
+            double target = (c == labels[r] ? 1 - s : 0) + s / vocab,
+                   p = exp(get(x, b->t, r * C + c) - l[r]);
+            double d =
+                labels[r] < 0 || c >= vocab ? 0 : 0.7 * 0.3 * (p * (1 + 2 * z * l[r]) - target);
+            g[r * C + c] = (add ? g[r * C + c] : 0) + d;
+        }
+    }
+    for (int i = 0; i < 2; i++) want[i] = want[i] / 3 + (add ? loss[i] : 0);
+    dt_cross_entropy_args a = { b->t, loss, row_loss, lse, x, labels, R, C,
+        kind & 1 ? (size_t)vocab : 0, 3, s, loss + 1, add, work, work_bytes };
+    dt_cross_entropy_back_args back = { b->t, dx, x, lse, labels, R, C,
+        kind & 1 ? (size_t)vocab : 0, &up, 0.3, s, z, add, work, work_bytes };
+    OK(b->v->cross_entropy(&a));
+    OK(b->v->cross_entropy_back(&back));
+    same(b, "lse", lse, stat, l, R, 1);
+    CHECK_MSG(fabs(loss[0] - want[0]) < 1e-5 && fabs(loss[1] - want[1]) < 1e-4,
+        "loss %s %s: %.9g and %.9g, not %.9g and %.9g", isa_name[b->isa], dt_dtype_name(b->t),
+        loss[0], loss[1], want[0], want[1]);
+    same(b, "cross_entropy_back", dx, b->t, g, N, 1);
+    labels[2] = vocab;
+    CHECK(b->v->cross_entropy(&a) == DT_ERR_ARG && b->v->cross_entropy_back(&back) == DT_ERR_ARG);
+    labels[2] = 0;
+    a.work_bytes = back.work_bytes = work_bytes - 1;
+    CHECK(b->v->cross_entropy(&a) == DT_ERR_ARG && b->v->cross_entropy_back(&back) == DT_ERR_ARG);
+    a.work_bytes = work_bytes;
+    a.vocab = C + 1;
+    CHECK(b->v->cross_entropy(&a) == DT_ERR_ARG);
+}
+
+static void bench_others(bench *b) {
+    enum { LONG = 2 * DT_PIECE + 77 };
+    void *x = array(b, LONG), *y = array(b, LONG), *dx = array(b, LONG);
+    double *g = before(b, dx, b->t, LONG), *want = doubles(b, LONG), sums[3], loss = 0, up = 0.5,
+           total = 0;
+    double squares[3] = { 0 };
+    for (int i = 0; i < LONG; i++) {
+        double p = get(x, b->t, i), q = get(y, b->t, i);
+        total += (p - q) * (p - q);
+        squares[i / DT_PIECE] += p * p;
+        g[i] += 0.5 * 0.3 * (p - q);
+        want[i] = 0.1;
+    }
+    dt_mse_args mse = { b->t, &loss, x, y, LONG, 3 };
+    dt_mse_back_args back = { b->t, dx, x, y, LONG, &up, 0.3, 1 };
+    dt_square_sums_args square = { b->t, sums, x, LONG };
+    OK(b->v->mse(&mse));
+    OK(b->v->mse_back(&back));
+    OK(b->v->square_sums(&square));
+    CHECK(fabs(loss - total / 3) < 1e-9 * total);
+    for (int i = 0; i < 3; i++) CHECK(fabs(sums[i] - squares[i]) < 1e-12 * squares[i]);
+    same(b, "mse_back", dx, b->t, g, LONG, 1);
+    dt_fill_args fill = { b->t, x, LONG, 0.1 };
+    OK(b->v->fill(&fill));
+    same(b, "fill", x, b->t, want, LONG, 0);
+    for (int normal = 0; normal < 2; normal++) { /* a run, and the same numbers from its middle */
+        dt_init_args a = { b->t, x, LONG, normal, 0.5, 12345, 77 },
+                     part = { b->t, y, 100, normal, 0.5, 12345, 77 + 601 };
+        OK(b->v->init(&a));
+        OK(b->v->init(&part));
+        CHECK(memcmp((char *)x + 601 * dt_dtype_size(b->t), y, 100 * dt_dtype_size(b->t)) == 0);
+        same(b, "init", x, b->t, before(b, x, b->t, LONG), LONG, 1);
+    }
+}
+
+/* The optimizers; a 16-bit copy of the parameter is written beside an f32 or f64 one. */
+static void bench_updates(bench *b) {
+    if (is_narrow(b->t)) return;
+    for (int kind = 0; kind < 4; kind++) {
+        dt_dtype narrow = kind & 1 ? DT_BF16 : DT_F16;
+        void *p = array(b, N), *g = array(b, N), *m = array(b, N), *v = array(b, N),
+             *copy = array_of(b, narrow, N, 1);
+        double *want = before(b, p, b->t, N), *wm = before(b, m, b->t, N), *wv = doubles(b, N);
+        for (int i = 0; i < N; i++) {
+            put(v, b->t, i, fabs(get(v, b->t, i)));
+            double x = want[i], d = 0.5 * get(g, b->t, i);
+            if (kind < 2) {
+                wm[i] = 0.9 * wm[i] + d + 0.01 * x;
+                want[i] = x - 0.1 * wm[i];
+            } else {
+                if (kind == 3) d += 0.1 * x;
+                wm[i] = 0.9 * wm[i] + 0.1 * d;
+                wv[i] = 0.99 * get(v, b->t, i) + 0.01 * d * d;
+                double step =
+                    0.01 * wm[i] / (1 - pow(0.9, 3)) / (sqrt(wv[i] / (1 - pow(0.99, 3))) + 1e-8);
+                want[i] = x * (kind == 3 ? 1 : 1 - 0.01 * 0.1) - step;
+            }
+        }
+        dt_sgd_args sgd = { b->t, p, g, m, N, 0.1, 0.9, 0.01, 0.5, 2, narrow, copy };
+        dt_adamw_args adamw = { b->t, p, g, m, v, N, 0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, 3, kind == 3,
+            narrow, copy, NULL };
+        if (kind < 2)
+            OK(b->v->sgd(&sgd));
+        else
+            OK(b->v->adamw(&adamw));
+        same(b, "updated", p, b->t, want, N, 1);
+        same(b, "first moment", m, b->t, wm, N, 1);
+        if (kind > 1) same(b, "second moment", v, b->t, wv, N, 1);
+        int wrong = 0;
+        for (int i = 0; i < N; i++) wrong += ((uint16_t *)copy)[i] != to16(narrow, get(p, b->t, i));
+        CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+    }
+}
+
+/* A list is the calls of its runs one by one, in every bit of all their memory. Each second run
+   lies in odd places. */
+static void bench_update_lists(bench *b) {
+    enum { RUNS = 6, EACH = 2100, ARRAYS = 5 };
+    static const size_t counts[RUNS] = { 5, 0, 1, 700, 2050, 33 };
+    size_t size = dt_dtype_size(b->t), bytes = ARRAYS * EACH * size;
+    for (int kind = 0; kind < 4 && !is_narrow(b->t); kind++) {
+        dt_adamw_args list[RUNS], alone[RUNS];
+        char *data[2][RUNS], *start = (char *)keep(b, room(bytes));
+        for (int i = 0; i < RUNS; i++) {
+            data[0][i] = (char *)array(b, ARRAYS * EACH);
+            data[1][i] = (char *)keep(b, room(bytes));
+            for (int k = 3 * EACH; k < 4 * EACH; k++)
+                put(data[0][i], b->t, k, fabs(get(data[0][i], b->t, k)));
+            memcpy(data[1][i], data[0][i], bytes);
+            for (int copy = 0; copy < 2; copy++) {
+                char *p = data[copy][i] + (size_t)(i % 2) * size,
+                     *narrow = data[copy][i] + 4 * EACH * size + i % 2 * 2;
+                dt_adamw_args a = { b->t, p, p + EACH * size, p + 2 * EACH * size,
+                    p + 3 * EACH * size, counts[i], 0.01 * (i + 1), 0.9, 0.99, 1e-8, i % 3 * 0.1,
+                    0.5, 3, kind % 2, DT_F16, kind > 1 ? narrow : NULL,
+                    copy || i == RUNS - 1 ? NULL : &list[i + 1] };
+                *(copy ? &alone[i] : &list[i]) = a;
+            }
+        }
+        memcpy(start, data[0][4], bytes);
+        for (int wrong = 0; wrong < 3; wrong++) { /* a run that cannot be: none is touched */
+            dt_adamw_args right = list[RUNS - 1];
+            if (wrong == 0) list[RUNS - 1].step = 0;
+            if (wrong == 1) list[RUNS - 1].dtype = b->t == DT_F32 ? DT_F64 : DT_F32;
+            if (wrong == 2) list[RUNS - 1].narrow_dtype = DT_BF16;
+            CHECK(b->v->adamw(list) == DT_ERR_ARG && memcmp(start, data[0][4], bytes) == 0);
+            list[RUNS - 1] = right;
+        }
+        OK(b->v->adamw(list));
+        for (int i = 0; i < RUNS; i++) {
+            OK(b->v->adamw(&alone[i]));
+            CHECK_MSG(
+                memcmp(data[0][i], data[1][i], bytes) == 0, "run %d of a list, kind %d", i, kind);
+        }
+        CHECK(memcmp(start, data[0][4], bytes) != 0);
+    }
+}
+
+/* The kernels of 1-bit Adam: `many` numbers in 3 messages, some of which have no second moment,
+   then 2 of them read. */
+static void bench_signs(bench *b) {
+    enum { PART = 1096, MANY = 3 * PART, BYTES = PART / 8 + 8 };
+    if (is_narrow(b->t)) return;
+    void *x = array(b, MANY), *error = array(b, MANY), *v = array(b, MANY),
+         *copy = array_of(b, DT_BF16, MANY, 1);
+    void *mean = array(b, PART), *m = array(b, MANY), *p = array(b, MANY);
+    double *left = before(b, error, b->t, MANY), *read = doubles(b, PART), squares = 0, numbers = 0,
+           scale, sent;
+    double *wm = before(b, m, b->t, MANY), *wp = before(b, p, b->t, MANY);
+    unsigned char *out = (unsigned char *)keep(b, room(3 * BYTES));
+    for (int i = 0; i < MANY; i++) {
+        put(v, b->t, i, i % 7 == 3 ? 0 : fabs(get(v, b->t, i)) + 0.01);
+        if (i == 5) put(x, b->t, i, -left[i]); /* 0 has the sign of 1 */
+        left[i] = i % 7 == 3 ? 0 : get(x, b->t, i) + left[i];
+        squares += left[i] * left[i];
+        numbers += i % 7 != 3;
+        wm[i] = 0.9 * wm[i] + 0.1 * 4 * get(x, b->t, i);
+        wp[i] = wp[i] - 0.3 * (wm[i] / (sqrt(get(v, b->t, i)) + 0.25) + 0.1 * wp[i]);
+    }
+    scale = sqrt(squares / numbers);
+    dt_sign_pack_args pack = { b->t, out, x, error, v, MANY, 3, NULL, 0 };
+    dt_sign_unpack_args unpack = { b->t, mean, out + BYTES, v, PART, 2 };
+    OK(b->v->sign_pack(&pack));
+    OK(b->v->sign_unpack(&unpack));
+    int wrong = 0;
+    for (int i = 0; i < MANY; i++) {
+        const unsigned char *message = out + i / PART * BYTES;
+        double sign = left[i] >= 0 ? 1 : -1;
+        wrong += (message[i % PART / 8] >> i % 8 & 1) != (sign > 0);
+        /* v is that of the first part */
+        if (i >= PART && i % PART % 7 != 3) read[i % PART] += sign * scale / 2;
+        if (i % 7 != 3) left[i] -= sign * scale;
+    }
+    for (int k = 0; k < 3; k++) {
+        memcpy(&sent, out + k * BYTES + PART / 8, 8);
+        CHECK_MSG(fabs(sent - scale) <= 1e-6 * scale, "scale %g, not %g", sent, scale);
+    }
+    CHECK_MSG(wrong == 0, "%d of %d signs", wrong, MANY);
+    same(b, "what signs leave", error, b->t, left, MANY, 1);
+    same(b, "mean of signs", mean, b->t, read, PART, 1);
+    dt_momentum_args momentum = { b->t, m, x, MANY, 0.9, 4 };
+    dt_frozen_adam_args update = { b->t, p, m, v, MANY, 0.3, 0.25, 0.1, DT_BF16, copy };
+    OK(b->v->momentum(&momentum));
+    OK(b->v->frozen_adam(&update));
+    same(b, "momentum", m, b->t, wm, MANY, 1);
+    same(b, "frozen update", p, b->t, wp, MANY, 1);
+    for (int i = 0; i < MANY; i++) wrong += ((uint16_t *)copy)[i] != to16(DT_BF16, get(p, b->t, i));
+    CHECK_MSG(wrong == 0, "%d numbers of the 16-bit copy are not the parameter's", wrong);
+    pack.parts = 5;
+    unpack.n = 0;
+    CHECK(b->v->sign_pack(&pack) == DT_ERR_ARG && b->v->sign_unpack(&unpack) == DT_ERR_ARG);
+}
+
+/* What is kept, in which proportion, whoever holds which part. */
+static void bench_dropout(bench *b) {
+    enum { ROWS = 101, COLS = 203 };
+    void *x = array(b, ROWS * COLS), *y = array(b, ROWS * COLS), *z = array(b, ROWS * COLS);
+    double *want = doubles(b, ROWS * COLS), kept = 0;
+    int32_t tokens[ROWS], turned[ROWS];
+    size_t size = dt_dtype_size(b->t);
+    int wrong = 0;
+    for (int r = 0; r < ROWS; r++) tokens[r] = r, turned[r] = 5 * r % ROWS;
+    for (int i = 0; i < ROWS * COLS; i++) put(x, b->t, i, 1 + fabs(get(x, b->t, i)));
+    dt_dropout_args a = { b->t, y, x, tokens, ROWS, COLS, 0, 0.3, 99, 0 };
+    OK(b->v->dropout(&a));
+    for (int i = 0; i < ROWS * COLS; i++) {
+        int zero = get(y, b->t, i) == 0;
+        kept += !zero;
+        want[i] = zero ? 0 : get(x, b->t, i) / 0.7;
+    }
+    same(b, "dropout", y, b->t, want, ROWS * COLS, 0);
+    CHECK_MSG(fabs(kept / (ROWS * COLS) - 0.7) < 0.012, "dropout of 0.3 keeps %.4f",
+        kept / (ROWS * COLS));
+    a.out = z;
+    a.tokens = NULL;
+    OK(b->v->dropout(&a)); /* no tokens: rows are counted; and once more: the same */
+    CHECK(memcmp(y, z, ROWS * COLS * size) == 0);
+    a.tokens = turned; /* other rows of the same tokens, on the same numbers */
+    for (int i = 0; i < ROWS * COLS; i++)
+        put(z, b->t, i, get(x, b->t, turned[i / COLS] * COLS + i % COLS));
+    void *in = keep(b, room(ROWS * COLS * 8));
+    memcpy(in, z, ROWS * COLS * size);
+    a.in = in;
+    OK(b->v->dropout(&a));
+    for (int i = 0; i < ROWS * COLS; i++)
+        wrong += get(z, b->t, i) != get(y, b->t, turned[i / COLS] * COLS + i % COLS);
+    CHECK_MSG(wrong == 0, "dropout: %d numbers depend on the order of tokens", wrong);
+    /* columns first.. of each row, held by another rank */
+    for (int first = 1; first < COLS; first += 67) {
+        int n = COLS - first;
+        for (int i = 0; i < ROWS * n; i++)
+            put(in, b->t, i, get(x, b->t, i / n * COLS + first + i % n));
+        dt_dropout_args part = { b->t, z, in, tokens, ROWS, (size_t)n, first, 0.3, 99, 0 };
+        OK(b->v->dropout(&part));
+        for (int i = 0; i < ROWS * n; i++)
+            wrong += get(z, b->t, i) != get(y, b->t, i / n * COLS + first + i % n);
+        CHECK_MSG(wrong == 0, "dropout: %d numbers depend on the first column %d", wrong, first);
+    }
+    a.key = 100;
+    OK(b->v->dropout(&a));
+    double both = 0;
+    for (int i = 0; i < ROWS * COLS; i++)
+        both += get(z, b->t, i) != 0 && get(y, b->t, turned[i / COLS] * COLS + i % COLS) != 0;
+    CHECK_MSG(fabs(both / (ROWS * COLS) - 0.49) < 0.015, "dropout: two keys keep %.3f together",
+        both / (ROWS * COLS));
+}
+/* Every op of reduce on every type; the output is one of the inputs. Then the same to three places,
+   of which one is an input; and past the caches, to places at odd addresses. Nothing beside them
+   changes. */
+static void reductions(void) {
+    static const dt_dtype type[5] = { DT_F32, DT_F64, DT_I32, DT_BF16, DT_F16 };
+    for (int t = 0; t < 5; t++)
+        for (int op = DT_SUM; op <= DT_PROD; op++) {
+            enum { N = 1100, INPUTS = 3 };
+            double want[N];
+            char data[INPUTS][N * 8];
+            void *in[INPUTS];
+            for (int r = 0; r < INPUTS; r++) {
+                in[r] = data[r];
+                for (int i = 0; i < N; i++) {
+                    double x = 1 + below(40 + (uint64_t)r, (uint64_t)i, 9);
+                    put(data[r], type[t], i, x);
+                    if (r == 0)
+                        want[i] = x;
+                    else if (op == DT_MAX)
+                        want[i] = fmax(want[i], x);
+                    else if (op == DT_MIN)
+                        want[i] = fmin(want[i], x);
+                    else
+                        want[i] = op == DT_PROD ? want[i] * x : want[i] + x;
+                    if (op != DT_AVG || r < INPUTS - 1) continue;
+                    want[i] = type[t] == DT_I32 ? floor(want[i] / 3) : want[i] / 3;
+                    if (type[t] == DT_F32) want[i] = (double)(float)want[i];
+                }
+                for (int i = 0; i < N && r == INPUTS - 1 && is_narrow(type[t]); i++)
+                    want[i] = from16(type[t], to16(type[t], (double)(float)want[i]));
+            }
+            enum { PAD = 40 };
+            static char copy[INPUTS][N * 8], place[INPUTS][PAD + N * 8 + 64];
+            size_t size = dt_dtype_size(type[t]);
+            for (int way = 0; way < 3; way++) { /* in place; also to others; far */
+                memcpy(copy, data, sizeof data);
+                memset(place, 77, sizeof place);
+                for (int r = 0; r < INPUTS; r++) in[r] = copy[r];
+                void *out[INPUTS] = { copy[1], copy[2], place[0] + PAD };
+                for (int r = 0; r < INPUTS && way == 2; r++)
+                    out[r] = place[r] + PAD + size * (size_t)r * 3;
+                dt_reduce_args a = { type[t], out[0], (const void *const *)in, INPUTS, N, (dt_op)op,
+                    out + 1, way ? 2 : 0, way == 2 };
+                CHECK(dt_kernels_cpu()->reduce(&a, NULL) == DT_OK);
+                int wrong = 0;
+                for (int r = 0; r < (way ? 3 : 1); r++) {
+                    for (int i = 0; i < N; i++) wrong += get(out[r], type[t], i) != want[i];
+                    if (way == 2)
+                        wrong += ((char *)out[r])[-1] != 77 || ((char *)out[r])[N * size] != 77;
+                }
+                wrong += memcmp(copy[0], data[0], sizeof data[0]) != 0;
+                wrong += way == 0 && memcmp(copy[2], data[2], sizeof data[2]) != 0;
+                CHECK_MSG(wrong == 0, "reduce %d of %s, way %d: %d wrong", op,
+                    dt_dtype_name(type[t]), way, wrong);
+            }
+        }
+    int32_t big = INT32_MAX, one = 1, sum = 0;
+    const void *two[2] = { &big, &one };
+    dt_reduce_args wrap = { DT_I32, &sum, two, 2, 1, DT_SUM, NULL, 0, 0 };
+    CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_OK && sum == INT32_MIN);
+    wrap.n = 0;
+    CHECK(dt_kernels_cpu()->reduce(&wrap, NULL) == DT_ERR_ARG);
+    char from[24] = "abcdefghijklmnopqrstuvw", to[24] = "-----------------------";
+    dt_copy_args copy = { to, from, 3, 2, 5, 7 };
+    CHECK(dt_kernels_cpu()->copy(&copy, NULL) == DT_OK && !strcmp(to, "ab---hi---op-----------"));
+}
+
+// ==== 3. Attention ==============================================================================
+
+typedef struct heads {
+    int64_t B, TQ, TK, H, K, D;
+    dt_attention_mask sight;
+} heads;
+
+static int sees(const heads *h, int64_t s, int64_t i, int64_t j) {
+    const dt_attention_mask *g = &h->sight;
+    int32_t p = g->q_position ? g->q_position[s * h->TQ + i] : (int32_t)(i + h->TK - h->TQ);
+    int32_t q = g->k_position ? g->k_position[s * h->TK + j] : (int32_t)j;
+    if (g->causal && q > p) return 0;
+    return !g->q_document || g->q_document[s * h->TQ + i] == g->k_document[s * h->TK + j];
+}
+
+/* Element of q, out (keys 0) or k, v (keys 1). */
+static int64_t place(const heads *h, int keys, int64_t s, int64_t t, int64_t head, int64_t d) {
+    return keys ? ((s * h->TK + t) * h->K + head * h->K / h->H) * h->D + d
+                : ((s * h->TQ + t) * h->H + head) * h->D + d;
+}
+
+/* out and lse as they are defined. */
+static void naive_attention(const heads *h, dt_dtype t, const void *q, const void *k, const void *v,
+    double *out, double *lse) {
+    double *p = (double *)room((size_t)h->TK * 8);
+    for (int64_t s = 0; s < h->B; s++)
+        for (int64_t head = 0; head < h->H; head++)
+            for (int64_t i = 0; i < h->TQ; i++) {
+                double sum = 0;
+                for (int64_t j = 0; j < h->TK; j++) {
+                    double dot = 0;
+                    for (int64_t d = 0; d < h->D; d++)
+                        dot += get(q, t, place(h, 0, s, i, head, d)) *
+                               get(k, t, place(h, 1, s, j, head, d));
+                    p[j] = sees(h, s, i, j) ? exp(0.6 * dot) : 0;
+                    sum += p[j];
+                }
+                lse[(s * h->H + head) * h->TQ + i] = sum > 0 ? log(sum) : -INFINITY;
+                for (int64_t d = 0; d < h->D; d++) {
+                    double mix = 0;
+                    for (int64_t j = 0; j < h->TK && sum > 0; j++)
+                        mix += p[j] / sum * get(v, t, place(h, 1, s, j, head, d));
+                    out[place(h, 0, s, i, head, d)] = mix;
+                }
+            }
+    free(p);
+}
+
+/* The gradients from out and lse as they are given. */
+static void naive_attention_back(const heads *h, const dt_attention_back_args *a, dt_dtype to,
+    dt_dtype stat, double *dq, double *dk, double *dv) {
+    dt_dtype t = a->dtype;
+    for (int64_t s = 0; s < h->B; s++)
+        for (int64_t head = 0; head < h->H; head++)
+            for (int64_t i = 0; i < h->TQ; i++) {
+                double lse = get(a->lse, stat, (s * h->H + head) * h->TQ + i), mean = 0;
+                for (int64_t d = 0; d < h->D; d++)
+                    mean += get(a->dout, t, place(h, 0, s, i, head, d)) *
+                            get(a->out, to, place(h, 0, s, i, head, d));
+                for (int64_t j = 0; j < h->TK && lse > -INFINITY; j++) {
+                    double dot = 0, dp = 0;
+                    for (int64_t d = 0; d < h->D; d++) {
+                        dot += get(a->q, t, place(h, 0, s, i, head, d)) *
+                               get(a->k, t, place(h, 1, s, j, head, d));
+                        dp += get(a->dout, t, place(h, 0, s, i, head, d)) *
+                              get(a->v, t, place(h, 1, s, j, head, d));
+                    }
+                    double p = sees(h, s, i, j) ? exp(0.6 * dot - lse) : 0,
+                           ds = p * (dp - mean) * 0.6;
+                    for (int64_t d = 0; d < h->D; d++) {
+                        dq[place(h, 0, s, i, head, d)] +=
+                            ds * get(a->k, t, place(h, 1, s, j, head, d));
+                        dk[place(h, 1, s, j, head, d)] +=
+                            ds * get(a->q, t, place(h, 0, s, i, head, d));
+                        dv[place(h, 1, s, j, head, d)] +=
+                            p * get(a->dout, t, place(h, 0, s, i, head, d));
+                    }
+                }
+            }
+}
+
+/* kind bits: 1 not causal, 2 positions, 4 documents, 8 wide, 16 gradients are added. */
+static void bench_attention(bench *b, heads h, int kind) {
+    int wide = kind >> 3 & 1, add = kind >> 4;
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t, to = wide ? stat : b->t;
+    size_t nq = (size_t)(h.B * h.TQ * h.H * h.D), nk = (size_t)(h.B * h.TK * h.K * h.D),
+           rows = (size_t)(h.B * h.H * h.TQ);
+    int32_t p[400], kp[400], d[400], kd[400];
+    for (int i = 0; i < 400; i++) {
+        p[i] = (int32_t)(i * 5 % h.TQ) - (i % 11 == 7 ? 1000 : 0);
+        kp[i] = (int32_t)(i * 7 % h.TK);
+        d[i] = i % 13 == 4 ? 77 : i % 3;
+        kd[i] = i / 2 % 3;
+    }
+    h.sight = (dt_attention_mask){ !(kind & 1), kind & 2 ? p : NULL, kind & 2 ? kp : NULL,
+        kind & 4 ? d : NULL, kind & 4 ? kd : NULL };
+    void *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *out = array_of(b, to, nq, 1),
+         *dout = array(b, nq);
+    void *lse = array_of(b, stat, rows, 1), *dq = array_of(b, to, nq, 1),
+         *dk = array_of(b, to, nk, 1);
+    void *dv = array_of(b, to, nk, 1);
+    size_t work_bytes = dt_attention_work(h.TK, h.D, b->t);
+    void *work = keep(b, room(work_bytes));
+    double *f = doubles(b, nq), *l = doubles(b, rows),
+           *g[3] = { before(b, dq, to, nq), before(b, dk, to, nk), before(b, dv, to, nk) };
+    for (int i = 0; i < 3 && !add; i++) memset(g[i], 0, 8 * (i ? nk : nq));
+    dt_attention_args a = { b->t, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H, h.K, h.D, 0.6, h.sight,
+        0, wide, work, work_bytes };
+    naive_attention(&h, b->t, q, k, v, f, l);
+    OK(b->v->attention(&a));
+    same(b, "attention", out, to, f, nq, 2);
+    same(b, "lse of attention", lse, stat, l, rows, 4);
+    dt_attention_back_args back = { b->t, dq, dk, dv, dout, out, lse, q, k, v, h.B, h.TQ, h.TK, h.H,
+        h.K, h.D, 0.6, h.sight, add, add, add, wide, work, work_bytes };
+    naive_attention_back(&h, &back, to, stat, g[0], g[1], g[2]);
+    OK(b->v->attention_back(&back));
+    same(b, "dq", dq, to, g[0], nq, 16);
+    same(b, "dk", dk, to, g[1], nk, 16);
+    same(b, "dv", dv, to, g[2], nk, 16);
+    a.work_bytes--;
+    back.work_bytes--;
+    CHECK(b->v->attention(&a) == DT_ERR_ARG && b->v->attention_back(&back) == DT_ERR_ARG);
+    a.work_bytes = back.work_bytes = work_bytes;
+    a.kv_heads = back.kv_heads = h.H + 1;
+    CHECK(b->v->attention(&a) == DT_ERR_ARG && b->v->attention_back(&back) == DT_ERR_ARG);
+}
+
+/* n keys of every sequence from `first`, together. */
+static void *some_keys(bench *b, const heads *h, const void *k, int64_t first, int64_t n) {
+    size_t row = (size_t)(h->K * h->D) * dt_dtype_size(b->t);
+    char *part = (char *)keep(b, room((size_t)(h->B * n) * row + 8));
+    for (int64_t s = 0; s < h->B; s++)
+        memcpy(part + (size_t)(s * n) * row, (const char *)k + (size_t)(s * h->TK + first) * row,
+            (size_t)n * row);
+    return part;
+}
+
+/* Keys in blocks of `step`, in any order: out and lse, and then all gradients, are those of all
+   keys at once. */
+static void bench_merge(bench *b, int64_t step, int backwards) {
+    heads h = { 2, 21, 45, 4, 2, 5, { 0, NULL, NULL, NULL, NULL } };
+    dt_dtype stat = is_narrow(b->t) ? DT_F32 : b->t;
+    size_t nq = 2 * 21 * 4 * 5, nk = 2 * 45 * 2 * 5, rows = 2 * 4 * 21,
+           work_bytes = dt_attention_work(45, 5, b->t);
+    void *q = array(b, nq), *k = array(b, nk), *v = array(b, nk), *dout = array(b, nq),
+         *out = array_of(b, stat, nq, 1);
+    void *lse = array_of(b, stat, rows, 1), *dq = array_of(b, stat, nq, 1),
+         *work = keep(b, room(work_bytes));
+    double *f = doubles(b, nq), *l = doubles(b, rows),
+           *g[3] = { doubles(b, nq), doubles(b, nk), doubles(b, nk) };
+    int32_t p[42], kp[90];
+    for (int i = 0; i < 42; i++) p[i] = i % 21 * 2 - (i % 21 == 6 ? 100 : 0);
+    for (int i = 0; i < 90; i++) kp[i] = i % 45 * 2 % 45;
+    h.sight = (dt_attention_mask){ 1, p, kp, NULL, NULL };
+    naive_attention(&h, b->t, q, k, v, f, l);
+    dt_attention_back_args back = { b->t, dq, NULL, NULL, dout, out, lse, q, k, v, 2, 21, 45, 4, 2,
+        5, 0.6, h.sight, 0, 0, 0, 1, work, work_bytes };
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t count = (h.TK + step - 1) / step;
+        for (int64_t turn = 0; turn < count; turn++) {
+            int64_t first = (backwards ? count - 1 - turn : turn) * step,
+                    n = h.TK - first < step ? h.TK - first : step;
+            void *some_k = some_keys(b, &h, k, first, n), *some_v = some_keys(b, &h, v, first, n);
+            int32_t part_p[90];
+            for (int64_t i = 0; i < 2 * n; i++) part_p[i] = kp[i / n * 45 + first + i % n];
+            dt_attention_mask sight = { 1, p, part_p, NULL, NULL };
+            if (pass == 0) {
+                dt_attention_args a = { b->t, out, lse, q, some_k, some_v, 2, 21, n, 4, 2, 5, 0.6,
+                    sight, turn > 0, 1, work, work_bytes };
+                OK(b->v->attention(&a));
+                continue;
+            }
+            size_t part = (size_t)(2 * n * 2 * 5);
+            heads some = { 2, 21, n, 4, 2, 5, sight };
+            void *dk = array_of(b, stat, part, 1), *dv = array_of(b, stat, part, 1);
+            double *w[3] = { doubles(b, nq), doubles(b, part), doubles(b, part) };
+            dt_attention_back_args one = back;
+            one.dk = dk, one.dv = dv, one.k = some_k, one.v = some_v, one.tk = n, one.sight = sight,
+            one.accumulate_q = turn > 0;
+            OK(b->v->attention_back(&one));
+            naive_attention_back(&some, &one, stat, stat, w[0], w[1], w[2]);
+            same(b, "dk of a block of keys", dk, stat, w[1], part, 16);
+            same(b, "dv of a block of keys", dv, stat, w[2], part, 16);
+        }
+        if (pass) break;
+        same(b, "attention by blocks of keys", out, stat, f, nq, 2);
+        same(b, "lse by blocks of keys", lse, stat, l, rows, 4);
+        naive_attention_back(&h, &back, stat, stat, g[0], g[1], g[2]);
+    }
+    same(b, "dq by blocks of keys", dq, stat, g[0], nq, 16);
+}
+
+static void all_attention(bench *b) {
+    static const heads size[5] = { { 1, 1, 1, 1, 1, 1, { 0, NULL, NULL, NULL, NULL } },
+        { 2, 19, 23, 4, 2, 3, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 37, 37, 3, 1, 17, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 9, 70, 2, 2, 33, { 0, NULL, NULL, NULL, NULL } },
+        { 1, 40, 5, 2, 1, 5, { 0, NULL, NULL, NULL, NULL } } };
+    for (int s = 0; s < 5; s++)
+        for (int kind = 0; kind < 32; kind += s == 1 ? 1 : 3) {
+            int first = b->n_all;
+            bench_attention(b, size[s], kind);
+            while (b->n_all > first) free(b->all[--b->n_all]);
+        }
+    for (int64_t step = 1; step <= 45; step = step * 2 + step / 3)
+        for (int backwards = 0; backwards < 2; backwards++) {
+            int first = b->n_all;
+            bench_merge(b, step, backwards);
+            while (b->n_all > first) free(b->all[--b->n_all]);
+        }
+}
+
+// ==== 4. All sets, all types ====================================================================
+
+/* All kernels whose bits are promised to be every set's; the hash of what they wrote. */
+static uint64_t bench_all(bench *b) {
+    static void (*const group[])(bench *) = { bench_unary, bench_binary, bench_permute, bench_glu,
+        bench_sum, bench_pick, bench_softmax, bench_rows, bench_others, bench_updates,
+        bench_update_lists, bench_signs, bench_dropout };
+    for (size_t i = 0; i < sizeof group / sizeof *group; i++) {
+        group[i](b);
+        while (b->n_all > 0) free(b->all[--b->n_all]);
+    }
+    for (int kind = 0; kind < 16; kind++) {
+        if (kind < 8) bench_norm(b, kind);
+        if (kind < 8) bench_rope(b, kind);
+        bench_cross_entropy(b, kind);
+        while (b->n_all > 0) free(b->all[--b->n_all]);
+    }
+    return b->hash;
+}
+
+static void test_all_kernels(void) {
+    for (int t = 0; t < 4; t++) {
+        uint64_t plain = 0;
+        double worst = 0, worst_attention = 0;
+        for (int isa = 0; isa <= dt__isa_best(); isa++) {
+            bench b = {
+                .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa, .hash = 1
+            };
+            uint64_t hash = bench_all(&b);
+            if (isa == 0) plain = hash;
+            CHECK_MSG(hash == plain, "%s: %s gives other bits than plain", dt_dtype_name(b.t),
+                isa_name[isa]);
+            worst = fmax(worst, b.worst);
+            b.worst = 0;
+            all_attention(&b);
+            worst_attention = fmax(worst_attention, b.worst);
+        }
+        printf("%s: worst of kernels %.2f, of attention %.2f of what is allowed\n",
+            dt_dtype_name(float_types[t]), worst, worst_attention);
+    }
+}
+
+// ==== 5. Numbers: conversions, exp, log, tanh, NaN ==============================================
+
+static float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static int same16(dt_dtype type, uint16_t a, uint16_t b) {
+    return isnan(from16(type, a)) ? isnan(from16(type, b)) && (a & 0x8000) == (b & 0x8000) : a == b;
+}
+
+/* All 65,536 numbers of both types there and back; what lies halfway between neighbours, and just
+   beside it. */
+static void conversions(void) {
+    for (int t = 0; t < 2; t++) {
+        dt_dtype type = t ? DT_F16 : DT_BF16;
+        int wrong = 0, back = 0, middle = 0, sampled = 0;
+        for (uint32_t h = 0; h < 65536; h++) {
+            float x = t ? dt__f16_to_f32((uint16_t)h) : dt__bf16_to_f32((uint16_t)h);
+            double want = from16(type, (uint16_t)h), next = from16(type, (uint16_t)(h + 1));
+            wrong += isnan(want) ? !isnan(x) : (double)x != want || !signbit(x) != !signbit(want);
+            back += !same16(type, (uint16_t)h, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x));
+            if (isnan(want) || isnan(next) || isinf(want) || signbit(want) != signbit(next))
+                continue;
+            /* where the next would lie */
+            if (isinf(next)) next = 2 * want - from16(type, (uint16_t)(h - 1));
+            float half = (float)((want + next) / 2),
+                  near[3] = { half, nextafterf(half, 0), nextafterf(half, INFINITY) };
+            for (int i = 0; i < 3; i++) {
+                uint16_t ours = t ? dt__f32_to_f16(near[i]) : dt__f32_to_bf16(near[i]);
+                middle += ours != to16(type, (double)near[i]);
+            }
+        }
+        for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 4099) {
+            float x = float_of((uint32_t)bits);
+            sampled +=
+                !same16(type, t ? dt__f32_to_f16(x) : dt__f32_to_bf16(x), to16(type, (double)x));
+        }
+        CHECK_MSG(wrong + back + middle + sampled == 0,
+            "%s: %d wrong in f32, %d do not come back, %d wrong halfway, %d of a sample",
+            dt_dtype_name(type), wrong, back, middle, sampled);
+    }
+}
+
+/* From every type to every type, and added. */
+static void casts(void) {
+    static const double values[] = { 0, -0.0, 1, -1.5, 2.5, 0.49999999, 1e-8, 6e-8, 3e-5, 257,
+        2049.5, 65504, 65519.9, 65520, -7e4, 1e30, -1e300, 2147483646.5, 2147483647, 2147483648.0,
+        -2147483648.0, -2147483649.0, INFINITY, -INFINITY, NAN, 16777217, 1.00390625, 1.01171875,
+        1.0009765625, 1.00048828125, 3.4e38, 3.4028236e38 };
+    enum { COUNT = sizeof values / sizeof *values, REPEAT = 40 };
+    static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
+    for (int f = 0; f < 5; f++)
+        for (int t = 0; t < 5; t++)
+            for (int add = 0; add < 2; add++) {
+                size_t n = COUNT * REPEAT;
+                void *in = room(n * 8), *out = noise_array(types[t], n, 5),
+                     *old = noise_array(types[t], n, 5);
+                int wrong = 0;
+                for (size_t i = 0; i < n; i++) {
+                    double x = values[i % COUNT];
+                    if (types[f] == DT_I32)
+                        x = isnan(x) ? 7 : fmax(fmin(x, 2147483647.0), -2147483648.0);
+                    put(in, types[f], (int64_t)i, x);
+                }
+                dt_cast_args a = { types[t], types[f], out, in, n, add };
+                dt_status status = dt_kernels_cpu()->cast(&a, NULL);
+                CHECK(status == (add && types[t] == DT_I32 ? DT_ERR_UNSUPPORTED : DT_OK));
+                for (size_t i = 0; i < n && status == DT_OK; i++) {
+                    double x = get(in, types[f], (int64_t)i), one = 0;
+                    if (add) x += get(old, types[t], (int64_t)i);
+                    if (types[t] == DT_I32)
+                        x = isnan(x) ? 0 : fmax(fmin(trunc(x), 2147483647.0), -2147483648.0);
+                    else if (types[t] == DT_F32)
+                        x = (double)(float)x;
+                    put(&one, types[t], 0, x);
+                    double want = get(&one, types[t], 0), ours = get(out, types[t], (int64_t)i);
+                    wrong += isnan(want)
+                                 ? !isnan(ours)
+                                 : ours != want || (!add && !signbit(ours) != !signbit(want));
+                }
+                CHECK_MSG(wrong == 0, "cast %s to %s%s: %d wrong", dt_dtype_name(types[f]),
+                    dt_dtype_name(types[t]), add ? ", added" : "", wrong);
+                free(in);
+                free(out);
+                free(old);
+            }
+}
+
+/* The distance to the exact number in units of the float's last place (of the smallest normal one
+   below that). */
+static double ulp_error(float ours, double exact) {
+    int e = 0;
+    if (!(fabs(exact) <= 3.4028235e38)) return fabs(ours) > 3.3e38 ? 0 : 1e9;
+    frexp(exact, &e);
+    return fabs((double)ours - exact) / ldexp(1, (e < -125 ? -125 : e) - 24);
+}
+
+/* Over the whole range of floats, every 2,039th one. */
+static void accuracy(void) {
+    double worst[4] = { 0 }, tail = 0, below_normal = 0;
+    float at[4] = { 0 };
+    int nan_wrong = 0;
+    for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2039) {
+        float x = float_of((uint32_t)bits),
+              ours[4] = { dt__expf(x), dt__logf(x), dt__tanhf(x), dt__phif(x) };
+        double exact[4] = { exp(x), log(x), tanh(x), 0.5 * erfc(-0.70710678118654752440 * x) };
+        for (int f = 0; f < 4; f++) {
+            if (isnan(exact[f])) {
+                nan_wrong += !isnan(ours[f]);
+                continue;
+            }
+            double e = ulp_error(ours[f], exact[f]);
+            if (isinf(exact[f])) e = ours[f] == exact[f] ? 0 : 1e9;
+            if (f == 0 && exact[f] < 1.2e-38) { /* two roundings where numbers are denormal */
+                below_normal = fmax(below_normal, e);
+                continue;
+            }
+            if (f == 3 && x < -1) { /* e^(-x^2/2) of a large argument: relative to its exponent */
+                tail = fmax(tail, exact[f] < 1e-37 ? 0 : e / (1 + x * x));
+                continue;
+            }
+            if (e > worst[f]) worst[f] = e, at[f] = x;
+        }
+    }
+    printf("exp %.2f ulp (at %g), denormal results %.2f; log %.2f (at %g); tanh %.2f (at %g); phi "
+           "%.2f (at %g), "
+           "its tail %.2f (1 + x^2)\n",
+        worst[0], at[0], below_normal, worst[1], at[1], worst[2], at[2], worst[3], at[3], tail);
+    CHECK_MSG(worst[0] <= 1.1 && below_normal <= 1.1, "exp: %.2f ulp at %.9g", worst[0], at[0]);
+    CHECK_MSG(worst[1] <= 1.0, "log: %.2f ulp at %.9g", worst[1], at[1]);
+    CHECK_MSG(worst[2] <= 4, "tanh: %.2f ulp at %.9g", worst[2], at[2]);
+    CHECK_MSG(worst[3] <= 6 && tail < 3, "phi: %.2f ulp at %.9g, tail %.2f", worst[3], at[3], tail);
+    CHECK_MSG(nan_wrong == 0, "%d results should be NaN", nan_wrong);
+    CHECK(dt__expf(0) == 1 && dt__logf(1) == 0 && dt__tanhf(0) == 0 && dt__phif(0) == 0.5f);
+}
+
+/* gelu at the ends of its range. */
+static void far_values(void) {
+    static const double x[6] = { 1e4, -1e4, 1e30, -1e30, 0, NAN },
+                        y[6] = { 1e4, 0, 1e30, 0, 0, NAN };
+    for (int t = 0; t < 2; t++)
+        for (int act = DT_ACT_GELU; act <= DT_ACT_SILU; act++)
+            for (int i = 0; i < 6; i++) {
+                dt_dtype type = t ? DT_F64 : DT_F32;
+                double in = 0, out = 7, dx = 7, dy = 0;
+                put(&in, type, 0, x[i]);
+                put(&dy, type, 0, 1);
+                dt_unary_args f = { type, act, &out, &in, 1, 0, 0 };
+                dt_unary_back_args back = { type, act, &dx, &dy, &in, 1, 0, 0 };
+                CHECK(dt_kernels_cpu()->unary(&f, NULL) == DT_OK &&
+                      dt_kernels_cpu()->unary_back(&back, NULL) == DT_OK);
+                CHECK(isnan(x[i]) ? isnan(get(&out, type, 0))
+                                  : get(&out, type, 0) == (t ? y[i] : (double)(float)y[i]));
+                double slope = get(&dx, type, 0), want = x[i] > 0 ? 1 : x[i] < 0 ? 0 : 0.5;
+                CHECK(isnan(x[i]) ? isnan(slope) : fabs(slope - want) < 1e-30);
+            }
+}
+
+static int nans(const void *x, dt_dtype t, int from, int to) {
+    int n = 0;
+    for (int i = from; i < to; i++) n += isnan(get(x, t, i));
+    return n;
+}
+
+/* One NaN among the inputs comes out wherever its number counts, and nowhere else. max, topk and
+   the maximum of reduce pass over it unless it comes first; relu's derivative of it is 0. */
+static void nan_elementwise(bench *b) {
+    void *x = array(b, N), *y = array(b, N), *z = array(b, 2 * N), *two = array(b, 2 * N);
+    put(x, b->t, 40, NAN);
+    put(two, b->t, 2 * C + 3, NAN); /* a gate of row 1 */
+    for (int act = 0; act < DT_ACTS; act++) {
+        dt_unary_args a = { b->t, act, z, x, N, 1.5, 1 };
+        OK(b->v->unary(&a));
+        CHECK_MSG(isnan(get(z, b->t, 40)), "unary %d loses a NaN", act);
+        CHECK(act == DT_ACT_LN || nans(z, b->t, 0, N) == 1);
+        dt_unary_back_args back = { b->t, act, z, x, y, N, 1.5, 0 };
+        put(y, b->t, 40, 2);
+        OK(b->v->unary_back(&back));
+        CHECK_MSG(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)), "unary_back %d: %d NaN", act,
+            nans(z, b->t, 0, N));
+        back.dout = y, back.in = x;
+        OK(b->v->unary_back(&back));
+        int expected = act != DT_ACT_NONE && act != DT_ACT_RELU && act != DT_ACT_AFFINE;
+        CHECK_MSG(isnan(get(z, b->t, 40)) == expected, "unary_back %d of NaN", act);
+    }
+    dt_binary_args a = { .dtype = b->t,
+        .op = DT_ADD,
+        .out = z,
+        .a = x,
+        .b = y,
+        .shape = DT_SHAPE(N),
+        .stride_a = { 1 },
+        .stride_b = { 1 } };
+    for (a.op = 0; a.op < 4; a.op++) {
+        OK(b->v->binary(&a));
+        CHECK(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, 40)));
+    }
+    dt_glu_args glu = { b->t, DT_ACT_SILU, z, two, R, C };
+    dt_glu_back_args glu_back = { b->t, DT_ACT_SILU, z, y, two, R, C, 0 };
+    OK(b->v->glu(&glu));
+    CHECK(nans(z, b->t, 0, N) == 1 && isnan(get(z, b->t, C + 3)));
+    OK(b->v->glu_back(&glu_back));
+    CHECK(nans(z, b->t, 0, 2 * N) == 2 && isnan(get(z, b->t, 2 * C + 3)) &&
+          isnan(get(z, b->t, 3 * C + 3)));
+    dt_sum_args sum = { b->t, z, x, R, C, 1, 1, 0, 0, NULL, 0 };
+    OK(b->v->sum(&sum));
+    CHECK(nans(z, b->t, 0, R) == 1 && isnan(get(z, b->t, 1)));
+    const void *both[2] = { y, x };
+    dt_reduce_args reduce = { b->t, z, both, 2, N, DT_AVG, NULL, 0, 0 };
+    OK(b->v->reduce(&reduce));
+    CHECK(nans(z, b->t, 0, N) == 1);
+    dt_dropout_args drop = { b->t, z, x, NULL, R, C, 0, 1e-9, 5, 0 };
+    OK(b->v->dropout(&drop));
+    CHECK(nans(z, b->t, 0, N) == 1);
+    int32_t at[R] = { 0 };
+    dt_rope_args rope = { b->t, z, x, at, R, 1, C, 36, 1e4, 0, 0, 0 };
+    OK(b->v->rope(&rope));
+    CHECK(nans(z, b->t, 0, N) == 2);
+    double squares = 0, loss = 0;
+    dt_square_sums_args square = { b->t, &squares, x, N };
+    dt_mse_args mse = { b->t, &loss, x, y, N, 1 };
+    CHECK(b->v->square_sums(&square) == DT_OK && isnan(squares) && b->v->mse(&mse) == DT_OK &&
+          isnan(loss));
+}
+
+static void nan_rows(bench *b) {
+    size_t work_bytes =
+        dt_row_work(C, b->t) + dt_matmul_work(C, C, b->t) + dt_attention_work(R, 3, b->t);
+    void *x = array(b, N), *y = array(b, N), *z = array(b, N), *work = keep(b, room(work_bytes));
+    void *stat = keep(b, room(N * 8)), *more = keep(b, room(N * 8));
+    int32_t labels[R] = { 0 };
+    double loss = 0, row_loss[R], up = 1;
+    put(x, b->t, 40, NAN); /* row 1, column 3 */
+    dt_softmax_args s = { b->t, z, x, R, C, work, work_bytes };
+    OK(b->v->softmax(&s));
+    CHECK(nans(z, b->t, 0, N) == C && nans(z, b->t, C, 2 * C) == C);
+    for (int rms = 0; rms < 2; rms++) {
+        dt_norm_args a = { b->t, z, more, stat, x, y, y, R, C, 1e-5, rms, work, work_bytes };
+        OK(b->v->norm(&a));
+        CHECK(nans(z, b->t, 0, N) == C && nans(z, b->t, C, 2 * C) == C);
+    }
+    dt_cross_entropy_args ce = { b->t, &loss, row_loss, stat, x, labels, R, C, 0, 1, 0, NULL, 0,
+        work, work_bytes };
+    dt_cross_entropy_back_args back = { b->t, z, x, stat, labels, R, C, 0, &up, 1, 0, 0, 0, work,
+        work_bytes };
+    OK(b->v->cross_entropy(&ce));
+    OK(b->v->cross_entropy_back(&back));
+    CHECK(isnan(loss) && !isnan(row_loss[0]) && isnan(row_loss[1]) && nans(z, b->t, 0, N) == C);
+    dt_matmul_args product = { .dtype = b->t,
+        .c = z,
+        .a = x,
+        .b = y,
+        .m = R,
+        .n = 17,
+        .k = C,
+        .work = work,
+        .work_bytes = work_bytes };
+    OK(b->v->matmul(&product)); /* the NaN is in row 1 of A */
+    CHECK(nans(z, b->t, 0, R * 17) == 17 && nans(z, b->t, 17, 34) == 17);
+    dt_attention_mask sight = { 1, NULL, NULL, NULL, NULL };
+    put(x, b->t, 40, 1);
+    put(x, b->t, 3 * (R - 2) + 1, NAN); /* the key of the last token but one */
+    dt_attention_args a = { b->t, z, stat, y, x, y, 1, R, R, 1, 1, 3, 0.5, sight, 0, 0, work,
+        work_bytes };
+    OK(b->v->attention(&a));
+    CHECK(nans(z, b->t, 0, 3 * (R - 2)) == 0 && nans(z, b->t, 3 * (R - 2), 3 * R) == 6);
+}
+
+static void test_numbers(void) {
+    conversions();
+    casts();
+    accuracy();
+    far_values();
+    for (int t = 0; t < 4; t++)
+        for (int isa = 0; isa <= dt__isa_best(); isa++) {
+            bench b = { .v = dt__variant_of(float_types[t], isa), .t = float_types[t], .isa = isa };
+            nan_elementwise(&b);
+            nan_rows(&b);
+            while (b.n_all > 0) free(b.all[--b.n_all]);
+        }
+}
+
+/* One type and set. */
+static void products_by(dt_dtype type, int isa) {
+    products(type, isa);
+    product_bits(type, isa, 45, 71, 129);
+    product_bits(type, isa, 461, 37, 600);
+    product_bits(type, isa, 15, 541, 520);
+    product_bits(type, isa, 29, 35, 1101);
+}
+
+static void test_products(void) {
+    for (int isa = 0; isa < DT__ISAS; isa++) {
+        if (isa > dt__isa_best() || !dt__variant_of(DT_F32, isa)) {
+            char text[64];
+            snprintf(text, sizeof text, "kernels with %s: not on this machine", isa_name[isa]);
+            check_skip(text);
+            continue;
+        }
+        for (int t = 0; t < 4; t++) products_by(float_types[t], isa);
+    }
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bf16"))
+        products_by(DT_BF16, PAIRS);
+    else
+#endif
+        check_skip("bf16 products by pairs: not on this machine");
+}
+
+int main(void) {
+    test_products();
+    test_all_kernels();
+    reductions();
+    test_numbers();
+    return check_done("test_kernels");
+}

@@ -1,0 +1,2124 @@
+/* test_ops.c - every op of dt_tensor.h: finite differences, PyTorch's numbers, 16-bit types,
+   refusals Public domain or MIT, at your choice; see LICENSE.
+
+   Run:  test_ops [folder of the golden files, default tests/golden]
+
+   HOW NUMBERS ARE COMPARED. |a - b| <= tolerance * max(|b|, s), element by element, where s is the
+   root mean square of all numbers that the case compares as one (all gradients of a case; an output
+   alone), so that a true zero does not divide by nothing. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_tensor.h"
+#include "tests/support/check.h"
+#include "tests/golden/golden.h"
+#include "tests/support/meter.h"
+
+// ==== 1. Finite differences =====================================================================
+
+/* A function of up to four tensors; what it is weighed with makes it a scalar. build may set side:
+   then the function is that scalar + weight * side. kind, dim, p, ids mean what the build function
+   makes of them. */
+enum { FD_INPUTS = 4, FD_SAMPLES = 6 };
+typedef struct fd_case {
+    const char *name;
+    dt_tensor *(*build)(dt_tensor **in, struct fd_case *c);
+    int n;
+    dt_shape shape[FD_INPUTS];
+    int full;           /* attention */
+    const int32_t *ids; /* embedding: ids; cross entropy: labels */
+    dt_shape ids_shape;
+    double weight, p;
+    int kind, dim;
+    dt_tensor *side;
+} fd_case;
+
+static double fd_value(dt_ctx *ctx, fd_case *c, double **x) {
+    dt_tensor *in[FD_INPUTS] = { NULL };
+    for (int i = 0; i < c->n; i++) in[i] = dt_input(ctx, DT_F64, c->shape[i], x[i]);
+    c->side = NULL;
+    dt_tensor *loss = weigh(c->build(in, c), NULL);
+    double value = dt_item(loss) + (c->side ? c->weight * dt_item(c->side) : 0);
+    dt_reset(ctx);
+    return value;
+}
+
+/* Fourth-order central difference along direction v; the error is of order h^4 and rounding / h. */
+static double fd_slope(dt_ctx *ctx, fd_case *c, double **x, int input, const double *v, double h) {
+    static const double at[4] = { -2, -1, 1, 2 }, factor[4] = { 1, -8, 8, -1 };
+    int64_t n = dt_count(c->shape[input]);
+    double *saved = x[input], sum = 0;
+    x[input] = (double *)room((size_t)n * sizeof(double));
+    for (int p = 0; p < 4; p++) {
+        for (int64_t i = 0; i < n; i++) x[input][i] = saved[i] + at[p] * h * v[i];
+        sum += factor[p] * fd_value(ctx, c, x);
+    }
+    free(x[input]);
+    x[input] = saved;
+    return sum / (12 * h);
+}
+
+/* Ways to the same gradient. The first eight must agree in every bit: of inputs, of parameters, of
+   parameters by the two halves, by the halves of every other input as a parameter, with an output
+   whose gradient the user keeps, in a block, and in a block by halves. The last two add another
+   gradient: to the inputs, from side losses whose slopes are noise(99, element); and to the output,
+   used again through a view, with half the weight. */
+enum {
+    AS_INPUTS,
+    AS_PARAMS,
+    AS_HALVES,
+    AS_EVEN,
+    AS_ODD,
+    AS_KEPT,
+    AS_BLOCK,
+    AS_BLOCK_HALVES,
+    AS_SHARED,
+    AS_TWICE,
+    AS_WAYS
+};
+static const char *const way_name[AS_WAYS] = { "inputs", "parameters", "two halves",
+    "even ones parameters", "odd ones parameters", "output kept", "block", "block by halves",
+    "shared", "used twice" };
+
+static int way_param(int way, int i) {
+    return way == AS_PARAMS || way == AS_HALVES || way == AS_BLOCK_HALVES ||
+           (way == AS_EVEN && i % 2 == 0) || (way == AS_ODD && i % 2);
+}
+static int way_halves(int way) {
+    return way == AS_HALVES || way == AS_EVEN || way == AS_ODD || way == AS_BLOCK_HALVES;
+}
+
+typedef struct fd_inside {
+    dt_tensor **in;
+    fd_case *c;
+} fd_inside;
+static dt_tensor *fd_block(dt_tensor *x, void *user) {
+    fd_inside *u = (fd_inside *)user;
+    (void)x;
+    return u->c->build(u->in, u->c);
+}
+
+/* The function's output by one of the ways, and the scalar. */
+static dt_tensor *fd_loss(dt_ctx *ctx, dt_tensor **in, fd_case *c, int way, dt_tensor **out) {
+    fd_inside u = { in, c };
+    *out = way == AS_BLOCK || way == AS_BLOCK_HALVES ? dt_block(ctx, fd_block, in[0], &u)
+                                                     : c->build(in, c);
+    if (way == AS_KEPT) dt_require_grad(*out);
+    dt_tensor *loss = weigh(*out, NULL);
+    if (way == AS_SHARED)
+        for (int i = 0; i < c->n; i++) loss = dt_loss(loss, weigh(in[i], NULL), 1);
+    if (way == AS_TWICE && *out)
+        loss = dt_loss(loss, weigh(dt_reshape(*out, DT_SHAPE(dt_count((*out)->shape))), NULL), 0.5);
+    return loss;
+}
+
+static void fd_gradient(fd_case *c, double **x, double **g, int way) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *in[FD_INPUTS] = { NULL }, *out = NULL;
+    for (int i = 0; i < c->n; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "p%d", i);
+        if (way_param(way, i))
+            in[i] =
+                dt_param_at(ctx, name, c->shape[i], DT_ZEROS, (dt_param_desc){ .dtype = DT_F64 });
+    }
+    for (int i = 0; i < c->n; i++) {
+        if (!in[i])
+            in[i] = dt_require_grad(dt_input(ctx, DT_F64, c->shape[i], x[i]));
+        else
+            dt_write(in[i], x[i]);
+    }
+    dt_tensor *loss = fd_loss(ctx, in, c, way, &out);
+    if (way_halves(way))
+        dt_backward_input(loss), dt_backward_weight(loss);
+    else
+        dt_backward(loss);
+    CHECK_MSG(dt_error(ctx) == DT_OK, "%s: %s", c->name, dt_error_text(ctx));
+    int wrong = 0;
+    for (int64_t i = 0; way == AS_KEPT && out && !out->base && i < dt_count(out->shape); i++)
+        wrong += !out->grad || get(out->grad, out->dtype, i) != noise(99, (uint64_t)i);
+    CHECK_MSG(wrong == 0, "%s: %d numbers of the output's gradient, which is kept, are wrong",
+        c->name, wrong);
+    for (int i = 0; i < c->n; i++) {
+        int64_t n = dt_count(c->shape[i]);
+        if (!CHECK_MSG(in[i] && in[i]->grad, "%s: no gradient of input %d", c->name, i))
+            memset(g[i], 0, 8 * (size_t)n);
+        else
+            memcpy(g[i], in[i]->grad, 8 * (size_t)n);
+    }
+    close_good(ctx, &m, c->name);
+}
+
+static double fd_worst; /* of all elements compared */
+
+static void fd_compare(fd_case *c, double **x, double **g) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    double squares = 0, count = 0;
+    dt_no_grad(ctx, 1);
+    for (int i = 0; i < c->n; i++)
+        for (int64_t j = 0; j < dt_count(c->shape[i]); j++, count++) squares += g[i][j] * g[i][j];
+    double rms = sqrt(squares / count);
+    for (int i = 0; i < c->n; i++) {
+        int64_t n = dt_count(c->shape[i]);
+        double *v = (double *)room((size_t)n * 8), dot = 0, size = 0;
+        for (int s = 0; s < FD_SAMPLES && s < n; s++) { /* single elements */
+            int64_t e = n <= FD_SAMPLES ? s : below(55 + (uint64_t)i, (uint64_t)(n + s), (int)n);
+            v[e] = 1;
+            double slope = fd_slope(ctx, c, x, i, v, 1e-3),
+                   floor = fabs(slope) > rms ? fabs(slope) : rms;
+            fd_worst = fmax(fd_worst, (fabs(g[i][e] - slope) - 1e-11) / (floor + 1e-30));
+            CHECK_MSG(fabs(g[i][e] - slope) <= 1e-6 * floor + 1e-11,
+                "%s: input %d, element %lld: %.12g, not %.12g", c->name, i, (long long)e, g[i][e],
+                slope);
+            v[e] = 0;
+        }
+        for (int64_t j = 0; j < n; j++) { /* and all of them at once */
+            v[j] = noise(66, (uint64_t)j) < 0 ? -1 : 1;
+            dot += v[j] * g[i][j];
+            size += g[i][j] * g[i][j];
+        }
+        double slope = fd_slope(ctx, c, x, i, v, 1e-3 / sqrt((double)n)),
+               floor = fmax(sqrt(size), rms);
+        CHECK_MSG(fabs(dot - slope) <= 1e-6 * fmax(fabs(slope), floor) + 1e-11,
+            "%s: input %d, all: %.12g, not %.12g", c->name, i, dot, slope);
+        free(v);
+    }
+    close_good(ctx, &m, c->name);
+}
+
+/* Of one input: the ways against each other. */
+static void fd_ways(const fd_case *c, double *g[AS_WAYS][FD_INPUTS], int i) {
+    size_t n = (size_t)dt_count(c->shape[i]);
+    double shared = 0, twice = 0, rms = 1e-30;
+    for (int w = AS_PARAMS; w < AS_SHARED; w++)
+        CHECK_MSG(memcmp(g[AS_INPUTS][i], g[w][i], n * 8) == 0, "%s: input %d: other bits: %s",
+            c->name, i, way_name[w]);
+    for (size_t j = 0; j < n; j++) rms += g[AS_INPUTS][i][j] * g[AS_INPUTS][i][j] / (double)n;
+    rms = sqrt(rms);
+    for (size_t j = 0; j < n; j++) {
+        double x = g[AS_INPUTS][i][j];
+        shared = fmax(shared, fabs(g[AS_SHARED][i][j] - (x + noise(99, j))) / fmax(1, fabs(x)));
+        twice = fmax(twice, fabs(g[AS_TWICE][i][j] - 1.5 * x) / fmax(rms, fabs(x)));
+    }
+    CHECK_MSG(
+        shared < 1e-13, "%s: input %d: added to another gradient: error %.2g", c->name, i, shared);
+    CHECK_MSG(
+        c->side || twice < 1e-11, "%s: input %d: output used twice: error %.2g", c->name, i, twice);
+}
+
+static void fd_check(fd_case c) {
+    double *x[FD_INPUTS] = { NULL }, *g[AS_WAYS][FD_INPUTS] = { { NULL } };
+    for (int i = 0; i < c.n; i++) {
+        size_t n = (size_t)dt_count(c.shape[i]);
+        x[i] = (double *)room(n * 8);
+        for (size_t j = 0; j < n; j++) x[i][j] = 1.5 * noise(10 + (uint64_t)i, j);
+        for (int w = 0; w < AS_WAYS; w++) g[w][i] = (double *)room(n * 8);
+    }
+    for (int w = 0; w < AS_WAYS; w++) fd_gradient(&c, x, g[w], w);
+    for (int i = 0; i < c.n; i++) fd_ways(&c, g, i);
+    fd_compare(&c, x, g[AS_INPUTS]);
+    for (int i = 0; i < c.n; i++) {
+        free(x[i]);
+        for (int w = 0; w < AS_WAYS; w++) free(g[w][i]);
+    }
+}
+
+static const int64_t odd[4] = { 1, 3, 17, 127 };
+
+static dt_tensor *build_linear(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_linear(in[0], in[1], in[2]), NULL);
+}
+
+static void fd_linear(void) {
+    for (int m = 0; m < 4; m++)
+        for (int i = 0; i < 4; i++)
+            for (int o = 0; o < 4; o++) {
+                int bias = (m + i + o) % 2;
+                fd_check((fd_case){ .name = bias ? "linear with bias" : "linear",
+                    .build = build_linear,
+                    .n = 2 + bias,
+                    .shape = {
+                        DT_SHAPE(odd[m], odd[i]), DT_SHAPE(odd[o], odd[i]), DT_SHAPE(odd[o]) } });
+            }
+    fd_check((fd_case){ .name = "linear (2,3,5) (3,17,5)",
+        .build = build_linear,
+        .n = 3,
+        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17) } });
+    fd_check((fd_case){ .name = "linear (5) (2,1,3,5)",
+        .build = build_linear,
+        .n = 2,
+        .shape = { DT_SHAPE(5), DT_SHAPE(2, 1, 3, 5) } });
+}
+
+static dt_tensor *build_embedding(dt_tensor **in, fd_case *c) {
+    return weigh(dt_embedding(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids)), NULL);
+}
+
+static void fd_embedding(void) {
+    int32_t ids[127];
+    for (int v = 0; v < 3; v++)
+        for (int w = 0; w < 4; w++) {
+            /* rows many times, or never */
+            for (int i = 0; i < 127; i++) ids[i] = below(77, (uint64_t)i, (int)odd[v]);
+            fd_check((fd_case){ .name = "embedding",
+                .build = build_embedding,
+                .n = 1,
+                .shape = { DT_SHAPE(odd[v], odd[w]) },
+                .ids = ids,
+                .ids_shape = w == 3   ? DT_SHAPE(127)
+                             : w == 2 ? DT_SHAPE(3, 1, 7)
+                                      : DT_SHAPE(2, 3) });
+        }
+}
+
+static dt_tensor *build_layernorm(dt_tensor **in, fd_case *c) {
+    return weigh(dt_layernorm(in[0], in[1], in[2], c->weight), NULL);
+}
+
+static void fd_layernorm(void) {
+    for (int r = 0; r < 4; r++)
+        for (int w = 0; w < 4; w++)
+            fd_check((fd_case){ .name = "layernorm",
+                .build = build_layernorm,
+                .n = 3,
+                /* eps; 0 is the default. Three close numbers curve too much. */
+                .weight = w == 1 ? 0.1 : 0.001 * r,
+                .shape = { DT_SHAPE(odd[r], odd[w]), DT_SHAPE(odd[w]), DT_SHAPE(odd[w]) } });
+    fd_check((fd_case){ .name = "layernorm (2,3,5)",
+        .build = build_layernorm,
+        .n = 3,
+        .weight = 0.01,
+        .shape = { DT_SHAPE(2, 3, 5), DT_SHAPE(5), DT_SHAPE(5) } });
+}
+
+static dt_tensor *build_gelu(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_gelu(in[0]), NULL);
+}
+
+static dt_tensor *build_attention(dt_tensor **in, fd_case *c) {
+    return weigh(dt_attention(in[0], in[1], in[2], (dt_attn_desc){ .full = c->full }), NULL);
+}
+
+static dt_tensor *build_self_attention(dt_tensor **in, fd_case *c) {
+    return weigh(
+        dt_attention(in[0], in[0], in[0], (dt_attn_desc){ .full = c->full, .kv_heads = 3 }), NULL);
+}
+
+static void fd_attention(void) {
+    static const int64_t size[][6] = { /* B TQ TK H K D */
+        { 1, 1, 1, 1, 1, 1 }, { 2, 3, 3, 3, 3, 3 }, { 1, 17, 17, 3, 1, 3 }, { 1, 17, 17, 6, 2, 5 },
+        { 2, 3, 17, 2, 2, 1 }, { 1, 17, 3, 2, 1, 3 }, { 3, 1, 17, 1, 1, 17 },
+        { 1, 37, 37, 2, 1, 3 }, { 1, 19, 140, 2, 1, 3 }, { 1, 127, 127, 1, 1, 17 }
+    };
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
+        for (int full = 0; full < 2; full++) {
+            const int64_t *s = size[i];
+            fd_check((fd_case){ .name = full ? "attention full" : "attention causal",
+                .build = build_attention,
+                .n = 3,
+                .full = full,
+                .shape = { DT_SHAPE(s[0], s[1], s[3], s[5]), DT_SHAPE(s[0], s[2], s[4], s[5]),
+                    DT_SHAPE(s[0], s[2], s[4], s[5]) } });
+        }
+    fd_check((fd_case){ .name = "attention of one tensor",
+        .build = build_self_attention,
+        .n = 1,
+        .shape = { DT_SHAPE(2, 5, 3, 3) } });
+}
+
+static dt_tensor *build_add(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_add(in[0], in[1]), NULL);
+}
+
+static dt_tensor *build_add_self(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(dt_gelu(dt_add(in[0], in[0])), NULL);
+}
+
+static void fd_add(void) {
+    static const dt_shape a[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } },
+        { 3, { 17, 3, 127 } }, { 3, { 3, 17, 1 } }, { 2, { 5, 3 } } };
+    static const dt_shape b[6] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 127 } },
+        { 1, { 1 } }, { 0, { 0 } } };
+    for (int i = 0; i < 6; i++)
+        fd_check((fd_case){ .name = "add", .build = build_add, .n = 2, .shape = { a[i], b[i] } });
+    fd_check((fd_case){
+        .name = "add to itself", .build = build_add_self, .n = 1, .shape = { DT_SHAPE(3, 17) } });
+    for (int i = 0; i < 4; i++)
+        fd_check((fd_case){
+            .name = "gelu", .build = build_gelu, .n = 1, .shape = { DT_SHAPE(odd[i], 3) } });
+}
+
+/* x itself, a view of it and a view of the view: one gradient. */
+static dt_tensor *build_views(dt_tensor **in, fd_case *c) {
+    dt_tensor *flat = dt_reshape(in[0], DT_SHAPE(51)), *tall = dt_reshape(flat, DT_SHAPE(17, 3));
+    (void)c;
+    return weigh(
+        dt_add(dt_gelu(tall),
+            dt_reshape(dt_add(dt_gelu(in[0]), dt_reshape(flat, DT_SHAPE(3, 17))), DT_SHAPE(17, 3))),
+        NULL);
+}
+
+static dt_tensor *build_cross_entropy(dt_tensor **in, fd_case *c) {
+    return dt_cross_entropy(in[0], dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids), 7);
+}
+
+static void fd_cross_entropy(void) {
+    int32_t labels[127];
+    for (int r = 0; r < 4; r++)
+        for (int v = 0; v < 4; v++)
+            for (int ignored = 0; ignored < 3; ignored++) { /* none, some, all */
+                for (int i = 0; i < 127; i++) {
+                    labels[i] = below(78, (uint64_t)i, (int)odd[v]);
+                    if (ignored == 2 || (ignored == 1 && i % 3 == 1)) labels[i] = -1 - i;
+                }
+                fd_check((fd_case){ .name = "cross entropy",
+                    .build = build_cross_entropy,
+                    .n = 1,
+                    .ids = labels,
+                    .shape = { DT_SHAPE(odd[r], odd[v]) },
+                    .ids_shape = DT_SHAPE(odd[r]) });
+            }
+    for (int i = 0; i < 6; i++) labels[i] = i == 4 ? -100 : i;
+    fd_check((fd_case){ .name = "cross entropy (2,3,17)",
+        .build = build_cross_entropy,
+        .n = 1,
+        .ids = labels,
+        .shape = { DT_SHAPE(2, 3, 17) },
+        .ids_shape = DT_SHAPE(2, 3) });
+}
+
+static dt_tensor *build_mse(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return dt_mse(in[0], in[1], 5);
+}
+
+/* a side loss on the way to the true one */
+static dt_tensor *build_loss(dt_tensor **in, fd_case *c) {
+    dt_tensor *h = dt_gelu(in[0]);
+    c->side = dt_mse(h, in[1], 3);
+    return weigh(dt_gelu(dt_loss(h, c->side, c->weight)), NULL);
+}
+
+/* The scalar is a leaf, and the true loss sees it too. */
+static dt_tensor *build_loss_param(dt_tensor **in, fd_case *c) {
+    c->side = in[1];
+    return weigh(dt_add(dt_loss(dt_gelu(in[0]), in[1], c->weight), in[1]), NULL);
+}
+
+/* two own ops, one tensor on both sides of one of them */
+static dt_tensor *build_times(dt_tensor **in, fd_case *c) {
+    (void)c;
+    return weigh(times(times(in[0], in[1]), times(in[1], in[1])), NULL);
+}
+
+typedef struct inner {
+    dt_tensor *w, *outside;
+} inner;
+static dt_tensor *block_inner(dt_tensor *x, void *user) {
+    inner *u = (inner *)user;
+    return dt_gelu(dt_linear(dt_add(x, u->outside), u->w, NULL));
+}
+
+static dt_tensor *block_outer(dt_tensor *x, void *user) {
+    dt_tensor **in = (dt_tensor **)user;
+    inner u = { in[1], x };
+    dt_tensor *y = dt_block(x->ctx, block_inner, dt_gelu(x), &u);
+    u.w = in[2];
+    return dt_add(dt_block(x->ctx, block_inner, y, &u), x);
+}
+
+/* blocks in blocks, with tensors of outer ones */
+static dt_tensor *build_blocks(dt_tensor **in, fd_case *c) {
+    (void)c;
+    dt_ctx *ctx = in[0]->ctx;
+    dt_tensor *y = dt_block(ctx, block_outer, in[0], in);
+    return weigh(dt_add(dt_block(ctx, block_outer, y, in), dt_gelu(y)), NULL);
+}
+
+static dt_tensor *build_tied(dt_tensor **in, fd_case *c) { /* one table as embedding and as head */
+    dt_tensor *ids = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
+    dt_tensor *logits = dt_linear(dt_gelu(dt_add(dt_embedding(in[0], ids), in[1])), in[0], NULL);
+    return dt_cross_entropy(logits, ids, 4);
+}
+
+static void fd_others(void) {
+    static const int32_t ids[5] = { 3, 0, 3, 16, 3 };
+    dt_shape s = DT_SHAPE(3, 17);
+    fd_check((fd_case){ .name = "views", .build = build_views, .n = 1, .shape = { s } });
+    for (int i = 0; i < 4; i++) {
+        /* 17 x 127 is more than one run of 1,024 */
+        dt_shape m = DT_SHAPE(3, odd[i]), big = DT_SHAPE(17, odd[i]);
+        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { m, m } });
+        fd_check((fd_case){ .name = "mse", .build = build_mse, .n = 2, .shape = { big, big } });
+    }
+    fd_check((fd_case){
+        .name = "side loss", .build = build_loss, .n = 2, .shape = { s, s }, .weight = 0.3 });
+    fd_check((fd_case){ .name = "side loss of a leaf",
+        .build = build_loss_param,
+        .n = 2,
+        .shape = { s, DT_SCALAR },
+        .weight = -0.7 });
+    fd_check((fd_case){ .name = "own ops", .build = build_times, .n = 2, .shape = { s, s } });
+    fd_check((fd_case){ .name = "blocks",
+        .build = build_blocks,
+        .n = 3,
+        .shape = { DT_SHAPE(5, 3), DT_SHAPE(3, 3), DT_SHAPE(3, 3) } });
+    fd_check((fd_case){ .name = "tied",
+        .build = build_tied,
+        .n = 2,
+        .shape = { DT_SHAPE(17, 3), DT_SHAPE(3) },
+        .ids = ids,
+        .ids_shape = DT_SHAPE(5) });
+}
+
+// ==== 2. Finite differences of every op and option ==============================================
+
+/* kind: the activation; dim: what there is beside x and w. */
+enum { L_BIAS = 1, L_RESIDUAL = 2, L_SELF = 4, L_VIEW = 8, L_CONSTANT = 16, L_WEIGHT = 32 };
+static dt_tensor *build_linear_at(dt_tensor **in, fd_case *c) {
+    int at = 1, square = c->dim & (L_SELF | L_VIEW | L_WEIGHT);
+    dt_tensor *x = in[0], *w, *b, *residual;
+    if (c->dim & L_CONSTANT)
+        w = noise_input(x->ctx, DT_F64, square ? DT_SHAPE(5, 5) : DT_SHAPE(7, 5), 3, 1);
+    else
+        w = in[at++];
+    b = c->dim & L_BIAS ? in[at++] : NULL;
+    residual = c->dim & L_RESIDUAL ? in[at] : c->dim & L_SELF ? x : c->dim & L_WEIGHT ? w : NULL;
+    if (c->dim & L_VIEW)
+        residual = dt_reshape(dt_reshape(x, DT_SHAPE(dt_count(x->shape))), x->shape);
+    return dt_linear_at(x, w, b, (dt_linear_desc){ c->kind, residual });
+}
+
+/* x w^T with a constant w and a residual, then whatever uses the result: where a gradient's buffer
+   changes hands. */
+static dt_tensor *build_passed_on(dt_tensor **in, fd_case *c) {
+    dt_tensor *w = noise_input(in[0]->ctx, DT_F64, DT_SHAPE(5, 5), 3, 1), *h = dt_tanh(in[0]);
+    dt_tensor *y = dt_linear_at(in[1], w, NULL, (dt_linear_desc){ 0, h });
+    if (c->kind == 0) return y;
+    if (c->kind == 4) dt_require_grad(y);
+    /* h again, before y takes it */
+    dt_tensor *z = dt_linear_at(h, w, NULL, (dt_linear_desc){ DT_ACT_GELU, y });
+    if (c->kind == 1) return z;
+    if (c->kind == 2)
+        return dt_linear_at(
+            z, w, NULL, (dt_linear_desc){ DT_ACT_SILU, dt_reshape(y, DT_SHAPE(5, 5)) });
+    c->side = weigh(y, NULL);
+    z = dt_loss(z, c->side, c->weight);
+    if (c->kind == 3) return dt_linear_at(y, w, NULL, (dt_linear_desc){ 0, z });
+    return dt_add(dt_linear_at(y, in[1], NULL, (dt_linear_desc){ DT_ACT_TANH, NULL }),
+        dt_reshape(z, DT_SHAPE(1, 5, 5)));
+}
+
+static dt_tensor *stream_layer(dt_tensor *x, void *user) {
+    dt_tensor **in = (dt_tensor **)user;
+    dt_tensor *h = dt_linear_at(
+        dt_rmsnorm(x, in[2], 0.1), in[1], in[2], (dt_linear_desc){ DT_ACT_GELU_ERF, NULL });
+    return dt_linear_at(h, in[3], NULL, (dt_linear_desc){ 0, x });
+}
+
+/* A residual stream of three layers; kind 0: one block, 1: a block for each, 2: blocks in a block;
+   with a side loss and a view on the way. */
+static dt_tensor *stream_inside(dt_tensor *x, void *user) {
+    return stream_layer(dt_block(x->ctx, stream_layer, x, user), user);
+}
+
+static dt_tensor *build_stream(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = in[0];
+    dt_ctx *ctx = x->ctx;
+    x = c->kind ? dt_block(ctx, stream_layer, x, in) : stream_layer(x, in);
+    c->side = weigh(x, NULL);
+    dt_tensor *y = dt_loss(dt_reshape(x, DT_SHAPE(1, 3, 5)), c->side, c->weight);
+    if (c->kind == 2)
+        y = dt_block(ctx, stream_inside, y, in);
+    else
+        for (int i = 0; i < 2; i++)
+            y = c->kind ? dt_block(ctx, stream_layer, y, in) : stream_layer(y, in);
+    return dt_add(y, x); /* the first layer's output is a residual, a norm's input and this one's */
+}
+
+static void fd_linear_at(void) {
+    static const int which[8] = { 0, L_RESIDUAL, L_SELF, L_VIEW, L_CONSTANT,
+        L_CONSTANT | L_RESIDUAL, L_CONSTANT | L_SELF, L_WEIGHT };
+    for (int act = 0; act <= DT_ACT_EXP; act++)
+        for (int beside = 0; beside < 16; beside++) {
+            int dim = which[beside / 2] | (beside % 2 ? L_BIAS : 0),
+                square = dim & (L_SELF | L_VIEW | L_WEIGHT);
+            char name[64];
+            snprintf(name, sizeof name, "linear_at activation %d, beside %d", act, dim);
+            dt_shape w = square ? DT_SHAPE(5, 5) : DT_SHAPE(7, 5);
+            fd_case c = { .name = name,
+                .build = build_linear_at,
+                .n = 1,
+                .kind = act,
+                .dim = dim,
+                .shape = { square ? w : DT_SHAPE(2, 3, 5) } };
+            if (!(dim & L_CONSTANT)) c.shape[c.n++] = w;
+            if (dim & L_BIAS) c.shape[c.n++] = DT_SHAPE(w.d[0]);
+            if (dim & L_RESIDUAL) c.shape[c.n++] = DT_SHAPE(2, 3, 7);
+            fd_check(c);
+        }
+    fd_check((fd_case){ .name = "linear_at (2,3,5) (3,17,5)",
+        .build = build_linear_at,
+        .n = 4,
+        .kind = DT_ACT_SILU,
+        .dim = L_BIAS | L_RESIDUAL,
+        .shape = {
+            DT_SHAPE(2, 3, 5), DT_SHAPE(3, 17, 5), DT_SHAPE(3, 17), DT_SHAPE(2, 3, 3, 17) } });
+    for (int kind = 0; kind < 5; kind++)
+        fd_check((fd_case){ .name = "a gradient passed on",
+            .build = build_passed_on,
+            .n = 2,
+            .kind = kind,
+            .weight = 0.3,
+            .shape = { DT_SHAPE(5, 5), DT_SHAPE(5, 5) } });
+    for (int kind = 0; kind < 3; kind++)
+        fd_check((fd_case){ .name = "a residual stream",
+            .build = build_stream,
+            .n = 4,
+            .kind = kind,
+            .weight = 0.3,
+            .shape = { DT_SHAPE(3, 5), DT_SHAPE(5, 5), DT_SHAPE(5), DT_SHAPE(5, 5) } });
+}
+
+static dt_tensor *above_zero(dt_tensor *x) { return dt_affine(x, 0.2, 1); }
+
+static dt_tensor *build_unary(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[])(
+        dt_tensor *) = { dt_gelu, dt_gelu_erf, dt_silu, dt_relu, dt_tanh, dt_exp };
+    if (c->kind == 6) return dt_ln(above_zero(in[0]));
+    if (c->kind == 7) return dt_affine(in[0], -1.75, 0.5);
+    if (c->kind == 8) return dt_softmax(in[0]);
+    if (c->kind == 9) return dt_swiglu(in[0]);
+    if (c->kind == 10) return dt_rmsnorm(in[0], in[1], c->weight);
+    if (c->kind == 11) return dt_layernorm(in[0], in[1], in[1], c->weight);
+    if (c->kind == 12) return dt_swiglu(dt_swiglu(in[0]));
+    if (c->kind == 13) return dt_softmax(dt_affine(in[0], 30, 0)); /* nearly one-hot */
+    return f[c->kind](in[0]);
+}
+
+static void fd_unary(void) {
+    for (int kind = 0; kind < 9; kind++)
+        for (int i = 0; i < 4; i++)
+            fd_check((fd_case){ .name = "a function of each number",
+                .build = build_unary,
+                .n = 1,
+                .kind = kind,
+                .shape = { i == 0 ? DT_SHAPE(1) : DT_SHAPE(3, odd[i]) } });
+    fd_check((fd_case){ .name = "softmax of large numbers",
+        .build = build_unary,
+        .n = 1,
+        .kind = 13,
+        .shape = { DT_SHAPE(3, 17) } });
+    fd_check((fd_case){ .name = "exp, more than a tile",
+        .build = build_unary,
+        .n = 1,
+        .kind = 5,
+        .shape = { DT_SHAPE(3, 521) } });
+    for (int i = 0; i < 4; i++) {
+        fd_check((fd_case){ .name = "swiglu",
+            .build = build_unary,
+            .n = 1,
+            .kind = 9,
+            .shape = { DT_SHAPE(3, 2, odd[i]) } });
+        fd_check((fd_case){ .name = "rmsnorm",
+            .build = build_unary,
+            .n = 2,
+            .kind = 10,
+            .weight = i == 0 ? 0.1 : 0,
+            .shape = { DT_SHAPE(2, 3, odd[i]), DT_SHAPE(odd[i]) } });
+        fd_check((fd_case){ .name = "layernorm, gain its bias",
+            .build = build_unary,
+            .n = 2,
+            .kind = 11,
+            .weight = 0.1,
+            .shape = { DT_SHAPE(5, odd[i]), DT_SHAPE(odd[i]) } });
+    }
+    fd_check((fd_case){ .name = "swiglu twice",
+        .build = build_unary,
+        .n = 1,
+        .kind = 12,
+        .shape = { DT_SHAPE(2, 2, 2, 3) } });
+    fd_check((fd_case){ .name = "swiglu, more than a tile",
+        .build = build_unary,
+        .n = 1,
+        .kind = 9,
+        .shape = { DT_SHAPE(2, 2, 521) } });
+    fd_check((fd_case){ .name = "rmsnorm, more than a tile",
+        .build = build_unary,
+        .n = 2,
+        .kind = 10,
+        .shape = { DT_SHAPE(3, 521), DT_SHAPE(521) } });
+}
+
+static dt_tensor *build_binary(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[4])(dt_tensor *, dt_tensor *) = { dt_add, dt_sub, dt_mul, dt_div };
+    dt_tensor *b = c->kind == DT_DIV ? above_zero(in[1]) : in[1];
+    return f[c->kind](in[0], b);
+}
+
+static dt_tensor *build_binary_self(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = above_zero(in[0]), *pair[2] = { x, x };
+    if (c->dim == 0) return dt_mul(build_binary(pair, c), in[0]);
+    pair[1] = dt_slice(x, 1, 2, 1); /* (3,1): the same numbers on both sides, repeated on one */
+    return build_binary(pair, c);
+}
+
+static void fd_binary(void) {
+    static const dt_shape a[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 2, { 3, 17 } }, { 1, { 17 } },
+        { 3, { 3, 1, 5 } }, { 3, { 2, 3, 5 } }, { 3, { 2, 1, 5 } }, { 0, { 0 } },
+        { 6, { 2, 1, 3, 1, 2, 1 } }, { 4, { 2, 3, 4, 5 } }, { 2, { 3, 521 } }, { 3, { 1, 1, 5 } } };
+    static const dt_shape b[] = { { 1, { 1 } }, { 2, { 3, 17 } }, { 1, { 17 } }, { 2, { 3, 17 } },
+        { 2, { 4, 1 } }, { 3, { 2, 1, 5 } }, { 3, { 2, 3, 5 } }, { 2, { 3, 5 } },
+        { 4, { 1, 2, 2, 3 } }, { 4, { 2, 1, 4, 1 } }, { 2, { 3, 1 } }, { 1, { 5 } } };
+    for (int op = 0; op < 4; op++) {
+        for (size_t i = 0; i < sizeof a / sizeof *a; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "binary %d of shapes %zu", op, i);
+            fd_check((fd_case){
+                .name = name, .build = build_binary, .n = 2, .kind = op, .shape = { a[i], b[i] } });
+        }
+        for (int dim = 0; dim < 2; dim++)
+            fd_check((fd_case){ .name = "binary of one tensor",
+                .build = build_binary_self,
+                .n = 1,
+                .kind = op,
+                .dim = dim,
+                .shape = { DT_SHAPE(3, 17) } });
+    }
+}
+
+static dt_tensor *build_over(dt_tensor **in, fd_case *c) {
+    static dt_tensor *(*const f[3])(dt_tensor *, int) = { dt_sum_over, dt_mean_over, dt_max_over };
+    if (c->kind < 3) return f[c->kind](in[0], c->dim);
+    return dt_topk(in[0], c->dim, NULL);
+}
+
+static void fd_over(void) {
+    static const dt_shape shape[] = { { 1, { 7 } }, { 2, { 3, 17 } }, { 3, { 2, 3, 5 } },
+        { 2, { 3, 521 } }, { 2, { 521, 3 } }, { 0, { 0 } } };
+    for (int kind = 0; kind < 3; kind++)
+        for (size_t s = 0; s < sizeof shape / sizeof *shape; s++)
+            for (int d = -1; d < shape[s].nd; d++) {
+                int dim = d < 0 ? (int)DT_ALL : d;
+                char name[64];
+                snprintf(name, sizeof name, "%s over %d of shape %zu",
+                    kind == 2 ? "max"
+                    : kind    ? "mean"
+                              : "sum",
+                    dim, s);
+                fd_check((fd_case){ .name = name,
+                    .build = build_over,
+                    .n = 1,
+                    .kind = kind,
+                    .dim = dim,
+                    .shape = { shape[s] } });
+            }
+    for (int k = 1; k <= 5; k += 2)
+        fd_check((fd_case){ .name = "topk",
+            .build = build_over,
+            .n = 1,
+            .kind = 3,
+            .dim = k,
+            .shape = { DT_SHAPE(2, 3, 5) } });
+}
+
+static dt_tensor *build_move(dt_tensor **in, fd_case *c) {
+    dt_tensor *x = in[0], *all[4] = { in[0], in[1], in[0], in[0] };
+    switch (c->kind) {
+    case 0: return dt_slice(x, c->dim, 1, x->shape.d[c->dim] - 2);
+    case 1: return dt_slice(x, c->dim, 0, x->shape.d[c->dim]);
+    case 2: return dt_concat(all, 4, c->dim); /* one of them three times */
+    case 3: return dt_concat(all, 1, c->dim);
+    case 4: return dt_transpose(x, c->dim, (c->dim + 1) % x->shape.nd);
+    case 5: return dt_transpose(x, 0, 0);
+    case 6: return dt_add(dt_slice(x, c->dim, 0, 2), dt_slice(x, c->dim, 1, 2)); /* they overlap */
+    case 7: return dt_gather_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids));
+    case 8: return dt_scatter_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids), 7);
+    case 9:
+        return dt_mul(
+            dt_gather_rows(dt_scatter_rows(x, dt_input(x->ctx, DT_I32, c->ids_shape, c->ids), 7),
+                dt_input(x->ctx, DT_I32, c->ids_shape, c->ids)),
+            x);
+    case 10: return dt_cast(dt_cast(x, DT_F64), DT_F64);
+    case 11: return dt_slice(x, c->dim, 1, 0);
+    default:
+        return dt_dropout(
+            x, c->p, 77, c->ids ? dt_input(x->ctx, DT_I32, c->ids_shape, c->ids) : NULL);
+    }
+}
+
+static void fd_move(void) {
+    static const int32_t rows[6] = { 3, -1, 0, 3, 1, 3 };
+    for (int kind = 0; kind < 7; kind++)
+        for (int dim = 0; dim < 3; dim++)
+            fd_check((fd_case){ .name = kind < 2   ? "slice"
+                                        : kind < 4 ? "concat"
+                                        : kind < 6 ? "transpose"
+                                                   : "slices",
+                .build = build_move,
+                .n = 1 + (kind == 2),
+                .kind = kind,
+                .dim = dim,
+                .shape = { DT_SHAPE(3, 4, 5),
+                    DT_SHAPE(dim == 0 ? 1 : 3, dim == 1 ? 7 : 4, dim == 2 ? 2 : 5) } });
+    fd_check((fd_case){ .name = "gather rows",
+        .build = build_move,
+        .n = 1,
+        .kind = 7,
+        .ids = rows,
+        .ids_shape = DT_SHAPE(2, 3),
+        .shape = { DT_SHAPE(5, 3) } });
+    fd_check((fd_case){ .name = "scatter rows",
+        .build = build_move,
+        .n = 1,
+        .kind = 8,
+        .ids = rows,
+        .ids_shape = DT_SHAPE(6),
+        .shape = { DT_SHAPE(2, 3, 521) } });
+    fd_check((fd_case){ .name = "scatter, then gather rows",
+        .build = build_move,
+        .n = 1,
+        .kind = 9,
+        .ids = rows,
+        .ids_shape = DT_SHAPE(6),
+        .shape = { DT_SHAPE(6, 3) } });
+    fd_check((fd_case){ .name = "cast to itself",
+        .build = build_move,
+        .n = 1,
+        .kind = 10,
+        .shape = { DT_SHAPE(3, 5) } });
+    fd_check((fd_case){ .name = "an empty slice",
+        .build = build_move,
+        .n = 1,
+        .kind = 11,
+        .shape = { DT_SHAPE(3, 5) } });
+    for (int i = 0; i < 3; i++) {
+        static const double p[3] = { 0.1, 0.5, 0.9 };
+        fd_check((fd_case){ .name = "dropout",
+            .build = build_move,
+            .n = 1,
+            .kind = 12,
+            .p = p[i],
+            .shape = { DT_SHAPE(2, 3, 17) } });
+        fd_check((fd_case){ .name = "dropout by token",
+            .build = build_move,
+            .n = 1,
+            .kind = 12,
+            .p = p[i],
+            .ids = rows,
+            .ids_shape = DT_SHAPE(2, 3),
+            .shape = { DT_SHAPE(2, 3, 521) } });
+    }
+}
+
+static dt_tensor *build_rope(dt_tensor **in, fd_case *c) {
+    dt_tensor *at = dt_input(in[0]->ctx, DT_I32, c->ids_shape, c->ids);
+    return dt_rope(
+        in[0], at, (dt_rope_desc){ .theta = c->weight, .rotary = c->dim, .interleaved = c->kind });
+}
+
+static void fd_rope(void) {
+    static const int32_t at[6] = { 0, 5, -3, 100000, 2, 1 };
+    for (int interleaved = 0; interleaved < 2; interleaved++)
+        for (int rotary = 0; rotary <= 6; rotary += 2)
+            fd_check((fd_case){ .name = "rope",
+                .build = build_rope,
+                .n = 1,
+                .kind = interleaved,
+                .dim = rotary,
+                .ids = at,
+                .weight = rotary == 4 ? 500000 : 0,
+                .ids_shape = DT_SHAPE(2, 3),
+                .shape = { DT_SHAPE(2, 3, 3, 6) } });
+    fd_check((fd_case){ .name = "rope of 512",
+        .build = build_rope,
+        .n = 1,
+        .ids = at,
+        .ids_shape = DT_SHAPE(1, 2),
+        .shape = { DT_SHAPE(1, 2, 1, 512) } });
+}
+
+/* kind bits: 1 positions, 2 documents, 4 some rows see nothing, 8 keys of their own, 16 one tensor
+   is q, k and v. */
+static dt_tensor *build_sight(dt_tensor **in, fd_case *c) {
+    dt_ctx *ctx = in[0]->ctx;
+    int64_t B = in[0]->shape.d[0], TQ = in[0]->shape.d[1];
+    int64_t TK = c->kind & 16 ? TQ : in[1]->shape.d[1];
+    int32_t p[512], d[512], kp[512], kd[512];
+    for (int64_t i = 0; i < B * TQ; i++) {
+        int64_t t = i % TQ;
+        p[i] = (int32_t)(t % 2 ? TQ - 1 - t / 2 : t / 2); /* zig-zag: 0, T-1, 1, T-2, ... */
+        d[i] = (int32_t)(t * 3 / TQ) + (int32_t)(i / TQ);
+        /* nobody's document: of its own it sees itself only */
+        if (c->kind & 4 && t % 5 == 2) d[i] = 99;
+        if (c->kind & 4 && t % 5 == 3) p[i] = -7; /* before every key */
+    }
+    for (int64_t i = 0; i < B * TK; i++) {
+        kp[i] = (int32_t)((i % TK * 7 + 3) % TK);
+        kd[i] = (int32_t)(i % TK * 3 / TK) + (int32_t)(i / TK);
+    }
+    dt_shape q = DT_SHAPE(B, TQ), k = DT_SHAPE(B, TK);
+    dt_attn_desc a = { .full = c->full };
+    if (c->kind & 1) a.positions = dt_input(ctx, DT_I32, q, p);
+    if (c->kind & 2) a.documents = dt_input(ctx, DT_I32, q, d);
+    if (c->kind & 1 && c->kind & 8) a.key_positions = dt_input(ctx, DT_I32, k, kp);
+    if (c->kind & 2 && c->kind & 8) a.key_documents = dt_input(ctx, DT_I32, k, kd);
+    return c->kind & 16 ? dt_attention(in[0], in[0], in[0], a)
+                        : dt_attention(in[0], in[1], in[2], a);
+}
+
+static void fd_sight(void) {
+    static const int64_t size[][6] = { { 2, 7, 7, 4, 2, 3 }, { 1, 37, 37, 2, 1, 5 },
+        { 2, 5, 41, 3, 3, 2 }, { 1, 35, 9, 2, 1, 3 } };
+    for (int s = 0; s < 4; s++)
+        for (int kind = 0; kind < 16; kind++)
+            for (int full = 0; full < 2; full++) {
+                const int64_t *z = size[s];
+                if ((z[1] != z[2] && !(kind & 8)) || (kind & 12 && !(kind & 3))) continue;
+                char name[80];
+                snprintf(
+                    name, sizeof name, "attention of sight %d, full %d, size %d", kind, full, s);
+                fd_check((fd_case){ .name = name,
+                    .build = build_sight,
+                    .n = 3,
+                    .full = full,
+                    .kind = kind,
+                    .shape = { DT_SHAPE(z[0], z[1], z[3], z[5]), DT_SHAPE(z[0], z[2], z[4], z[5]),
+                        DT_SHAPE(z[0], z[2], z[4], z[5]) } });
+            }
+    fd_check((fd_case){ .name = "attention of one tensor, zig-zag",
+        .build = build_sight,
+        .n = 1,
+        .kind = 19,
+        .shape = { DT_SHAPE(2, 19, 3, 3) } });
+}
+
+/* kind bits: 1 padded vocabulary, 2 smoothing, 4 z loss, 8 by chunks from x and w, 16 x is w.
+   weight: z's. */
+static dt_tensor *build_loss_at(dt_tensor **in, fd_case *c) {
+    dt_ctx *ctx = in[0]->ctx;
+    dt_tensor *labels = dt_input(ctx, DT_I32, c->ids_shape, c->ids),
+              *w = c->kind & 16 ? in[0] : in[1];
+    int64_t columns = c->kind & 8 ? w->shape.d[0] : in[0]->shape.d[in[0]->shape.nd - 1];
+    dt_loss_desc d = { .vocab = c->kind & 1 ? columns - 2 : 0, .smoothing = c->kind & 2 ? 0.1 : 0 };
+    if (c->kind & 4) {
+        d.z_weight = 0.01;
+        d.z_loss = &c->side;
+        c->weight = 0.01 * noise(99, 0); /* the z loss is scaled as the loss is */
+    }
+    return c->kind & 8 ? dt_linear_cross_entropy(in[0], w, labels, 5, d)
+                       : dt_cross_entropy_at(in[0], labels, 5, d);
+}
+
+static int64_t chunk_of(int64_t vocab) {
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .kernels = dt_kernels_cpu() });
+    int64_t rows = dt__loss_rows(ctx, vocab);
+    dt_ctx_free(ctx);
+    return rows;
+}
+
+static void fd_losses(void) {
+    enum { MANY = 9001 };
+    int32_t *labels = (int32_t *)room(MANY * sizeof *labels);
+    for (int kind = 0; kind < 16; kind++)
+        for (int r = 0; r < 4; r++) {
+            for (int i = 0; i < 127; i++)
+                labels[i] = i % 4 == 1 ? -1 - i : below(78, (uint64_t)i, 15);
+            int64_t rows = odd[r];
+            fd_check((fd_case){ .name = kind & 8 ? "linear cross entropy" : "cross entropy at",
+                .build = build_loss_at,
+                .n = kind & 8 ? 2 : 1,
+                .kind = kind,
+                .ids = labels,
+                .ids_shape = DT_SHAPE(rows),
+                .shape = { DT_SHAPE(rows, kind & 8 ? 5 : 17), DT_SHAPE(17, 5) } });
+        }
+    fd_check((fd_case){ .name = "cross entropy of more columns than a tile",
+        .build = build_loss_at,
+        .n = 1,
+        .kind = 7,
+        .ids = labels,
+        .ids_shape = DT_SHAPE(3),
+        .shape = { DT_SHAPE(3, 1031) } });
+    fd_check((fd_case){ .name = "linear cross entropy of itself",
+        .build = build_loss_at,
+        .n = 1,
+        .kind = 31,
+        .ids = labels,
+        .ids_shape = DT_SHAPE(17),
+        .shape = { DT_SHAPE(17, 3) } });
+    for (int i = 0; i < MANY; i++) labels[i] = i % 7 == 3 ? -1 : below(79, (uint64_t)i, 3);
+    CHECK(2 * chunk_of(5) < MANY); /* three chunks of rows */
+    fd_check((fd_case){ .name = "linear cross entropy by chunks",
+        .build = build_loss_at,
+        .n = 2,
+        .kind = 15,
+        .ids = labels,
+        .ids_shape = DT_SHAPE(MANY),
+        .shape = { DT_SHAPE(MANY, 2), DT_SHAPE(5, 2) } });
+    free(labels);
+}
+
+static void test_finite_differences(void) {
+    fd_linear();
+    fd_embedding();
+    fd_layernorm();
+    fd_attention();
+    fd_add();
+    fd_cross_entropy();
+    fd_others();
+    printf("the older cases: worst error of a slope %.2g\n", fd_worst);
+#define CLASS(f) fd_worst = 0, f(), printf("%s: worst error of a slope %.2g\n", #f, fd_worst)
+    CLASS(fd_linear_at);
+    CLASS(fd_unary);
+    CLASS(fd_binary);
+    CLASS(fd_over);
+    CLASS(fd_move);
+    CLASS(fd_rope);
+    CLASS(fd_sight);
+    CLASS(fd_losses);
+#undef CLASS
+}
+
+// ==== 3. PyTorch's numbers for single ops =======================================================
+
+/* One case of an op: its place in the file, its context, its tensors, and what it makes beside its
+   output. */
+enum { GOLDEN_INPUTS = 7 };
+typedef struct golden_run {
+    const golden *g;
+    const char *op;
+    int n;
+    dt_ctx *ctx;
+    dt_tensor *in[GOLDEN_INPUTS], *extra;
+} golden_run;
+
+typedef struct golden_op {
+    /* gradients, "d" + name, are compared of what is not whole numbers */
+    const char *op, *in[GOLDEN_INPUTS], *extra;
+    dt_tensor *(*run)(golden_run *r);
+} golden_op;
+
+static const golden_array *golden_of(const golden *g, const char *op, int n, const char *array) {
+    char name[96];
+    snprintf(name, sizeof name, "%s.%d.%s", op, n, array);
+    return golden_find(g, name);
+}
+
+/* What an op takes beside tensors; what a case lacks is 0. */
+static double scalar(const golden_run *r, const char *array) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, array);
+    return a ? a->data[0] : 0;
+}
+
+static int is_whole(const char *name) {
+    static const char *const whole[] = { "ids", "labels", "rows", "positions", "key_positions",
+        "documents", "key_documents", "index" };
+    for (size_t i = 0; i < sizeof whole / sizeof *whole; i++)
+        if (!strcmp(name, whole[i])) return 1;
+    return 0;
+}
+
+#define GOLDEN(name, call) \
+    static dt_tensor *golden_##name(golden_run *r) { \
+        dt_tensor **in = r->in; \
+        return call; \
+    }
+GOLDEN(linear, dt_linear(in[0], in[1], in[2]))
+GOLDEN(linear_at,
+    dt_linear_at(in[0], in[1], in[2], (dt_linear_desc){ (int)scalar(r, "activation"), in[3] }))
+GOLDEN(layernorm, dt_layernorm(in[0], in[1], in[2], scalar(r, "eps")))
+GOLDEN(rmsnorm, dt_rmsnorm(in[0], in[1], scalar(r, "eps")))
+GOLDEN(gelu, dt_gelu(in[0]))
+GOLDEN(gelu_erf, dt_gelu_erf(in[0]))
+GOLDEN(silu, dt_silu(in[0]))
+GOLDEN(relu, dt_relu(in[0]))
+GOLDEN(tanh, dt_tanh(in[0]))
+GOLDEN(exp, dt_exp(in[0]))
+GOLDEN(ln, dt_ln(in[0]))
+GOLDEN(softmax, dt_softmax(in[0]))
+GOLDEN(affine, dt_affine(in[0], scalar(r, "scale"), scalar(r, "shift")))
+GOLDEN(swiglu, dt_swiglu(in[0]))
+GOLDEN(embedding, dt_embedding(in[0], in[1]))
+GOLDEN(add, dt_add(in[0], in[1]))
+GOLDEN(sub, dt_sub(in[0], in[1]))
+GOLDEN(mul, dt_mul(in[0], in[1]))
+GOLDEN(div, dt_div(in[0], in[1]))
+#define DIM (scalar(r, "dim") < 0 ? DT_ALL : (int)scalar(r, "dim"))
+GOLDEN(sum, dt_sum_over(in[0], DIM))
+GOLDEN(mean, dt_mean_over(in[0], DIM))
+GOLDEN(max, dt_max_over(in[0], DIM))
+#undef DIM
+GOLDEN(topk, dt_topk(in[0], (int)scalar(r, "k"), &r->extra))
+GOLDEN(slice, dt_slice(in[0], (int)scalar(r, "dim"), (int64_t)scalar(r, "first"),
+                  (int64_t)scalar(r, "count")))
+GOLDEN(concat, dt_concat(in, 2, (int)scalar(r, "dim")))
+GOLDEN(transpose, dt_transpose(in[0], (int)scalar(r, "dim_a"), (int)scalar(r, "dim_b")))
+GOLDEN(gather_rows, dt_gather_rows(in[0], in[1]))
+GOLDEN(scatter_rows, dt_scatter_rows(in[0], in[1], (int64_t)scalar(r, "count")))
+GOLDEN(rope, dt_rope(in[0], in[1],
+                 (dt_rope_desc){
+                     scalar(r, "theta"), (int)scalar(r, "rotary"), (int)scalar(r, "interleaved") }))
+GOLDEN(attention, dt_attention(in[0], in[1], in[2],
+                      (dt_attn_desc){ .full = scalar(r, "full") != 0,
+                          .positions = in[3],
+                          .key_positions = in[4],
+                          .documents = in[5],
+                          .key_documents = in[6],
+                          .lse = &r->extra }))
+GOLDEN(cross_entropy, dt_cross_entropy(in[0], in[1], scalar(r, "denom")))
+GOLDEN(mse, dt_mse(in[0], in[1], scalar(r, "denom")))
+#define GOLDEN_LOSS \
+    { (int64_t) scalar(r, "vocab"), scalar(r, "smoothing"), scalar(r, "z_weight"), &r->extra }
+GOLDEN(smoothed, dt_cross_entropy_at(in[0], in[1], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
+GOLDEN(linear_loss,
+    dt_linear_cross_entropy(in[0], in[1], in[2], scalar(r, "denom"), (dt_loss_desc)GOLDEN_LOSS))
+#undef GOLDEN
+#undef GOLDEN_LOSS
+
+#define ONE(op) \
+    { #op, { "x" }, NULL, golden_##op }
+static const golden_op golden_ops[] = {
+    { "linear", { "x", "w", "b" }, NULL, golden_linear },
+    { "linear_at", { "x", "w", "b", "residual" }, NULL, golden_linear_at },
+    { "layernorm", { "x", "gain", "bias" }, NULL, golden_layernorm },
+    { "rmsnorm", { "x", "gain" }, NULL, golden_rmsnorm },
+    ONE(gelu),
+    ONE(gelu_erf),
+    ONE(silu),
+    ONE(relu),
+    ONE(tanh),
+    ONE(exp),
+    ONE(ln),
+    ONE(softmax),
+    ONE(affine),
+    ONE(swiglu),
+    { "embedding", { "table", "ids" }, NULL, golden_embedding },
+    { "add", { "a", "b" }, NULL, golden_add },
+    { "sub", { "a", "b" }, NULL, golden_sub },
+    { "mul", { "a", "b" }, NULL, golden_mul },
+    { "div", { "a", "b" }, NULL, golden_div },
+    ONE(sum),
+    ONE(mean),
+    ONE(max),
+    { "topk", { "x" }, "index", golden_topk },
+    ONE(slice),
+    ONE(transpose),
+    { "concat", { "a", "b" }, NULL, golden_concat },
+    { "gather_rows", { "x", "rows" }, NULL, golden_gather_rows },
+    { "scatter_rows", { "x", "rows" }, NULL, golden_scatter_rows },
+    { "rope", { "x", "positions" }, NULL, golden_rope },
+    { "attention", { "q", "k", "v" }, "lse", golden_attention },
+    { "sight", { "q", "k", "v", "positions", "key_positions", "documents", "key_documents" }, "lse",
+        golden_attention },
+    { "cross_entropy", { "logits", "labels" }, NULL, golden_cross_entropy },
+    { "smoothed", { "logits", "labels" }, "z", golden_smoothed },
+    { "linear_loss", { "x", "w", "labels" }, "z", golden_linear_loss },
+    { "mse", { "a", "b" }, NULL, golden_mse },
+};
+#undef ONE
+
+/* What a case makes: the output, the extra, the gradient of each input; x NULL: nothing. */
+enum { V_OUT, V_EXTRA, V_GRADS, V_COUNT = V_GRADS + GOLDEN_INPUTS };
+typedef struct values {
+    int64_t n;
+    double *x;
+} values;
+
+static values values_of(const void *array, dt_dtype dtype, int64_t n) {
+    values v = { n, array ? (double *)room((size_t)n * 8) : NULL };
+    for (int64_t i = 0; v.x && i < n; i++) v.x[i] = get(array, dtype, i);
+    return v;
+}
+
+static values golden_values(const golden_run *r, const char *array) {
+    const golden_array *a = golden_of(r->g, r->op, r->n, array);
+    return values_of(a ? a->data : NULL, DT_F64, a ? a->count : 0);
+}
+
+/* The numbers of an array of the file rounded to a type, as an array of another. */
+static void *rounded(const golden_array *a, dt_dtype round, dt_dtype dtype) {
+    void *x = room((size_t)a->count * 8), *one = room(8);
+    for (int64_t i = 0; i < a->count; i++) {
+        put(one, round, 0, a->data[i]);
+        put(x, dtype, i, get(one, round, 0));
+    }
+    free(one);
+    return x;
+}
+
+/* The case's inputs, rounded to `round`, as tensors of `dtype` or as parameters. */
+static void golden_make(
+    golden_run *r, const golden_op *op, dt_dtype dtype, dt_dtype round, int as_params) {
+    const golden_array *a[GOLDEN_INPUTS] = { NULL };
+    dt_shape shape[GOLDEN_INPUTS];
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        r->in[i] = NULL;
+        a[i] = op->in[i] ? golden_of(r->g, r->op, r->n, op->in[i]) : NULL;
+        if (!a[i]) continue;
+        shape[i] = (dt_shape){ a[i]->nd, { 0 } };
+        for (int d = 0; d < a[i]->nd; d++) shape[i].d[d] = a[i]->shape[d];
+        if (as_params && !is_whole(op->in[i]))
+            r->in[i] = dt_param_at(
+                r->ctx, op->in[i], shape[i], DT_ZEROS, (dt_param_desc){ .dtype = dtype });
+    }
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        if (!a[i]) continue;
+        int whole = is_whole(op->in[i]);
+        void *x = rounded(a[i], whole ? DT_I32 : round, whole ? DT_I32 : dtype);
+        if (r->in[i])
+            dt_write(r->in[i], x);
+        else
+            r->in[i] = dt_input(r->ctx, whole ? DT_I32 : dtype, shape[i], x);
+        if (!whole) dt_require_grad(r->in[i]);
+        free(x);
+    }
+}
+
+/* Forward and backward; the gradient that arrives is the file's, rounded to `round` too. */
+static void golden_execute(const golden *g, const golden_op *op, int n, dt_dtype dtype,
+    dt_dtype round, int as_params, values v[V_COUNT]) {
+    meter m = METER;
+    golden_run r = { .g = g, .op = op->op, .n = n, .ctx = open_ctx(&m) };
+    const golden_array *dy = golden_of(g, op->op, n, "dy");
+    char what[80];
+    void *up = dy ? rounded(dy, round, DT_F64) : NULL;
+    memset(v, 0, V_COUNT * sizeof *v);
+    snprintf(what, sizeof what, "golden %s %d %s", op->op, n, dt_dtype_name(dtype));
+    golden_make(&r, op, dtype, round, as_params);
+    dt_tensor *out = op->run(&r);
+    if (CHECK_MSG(out, "%s: %s", what, dt_error_text(r.ctx))) {
+        v[V_OUT] = values_of(out->data, out->dtype, dt_count(out->shape));
+        if (r.extra)
+            v[V_EXTRA] = values_of(r.extra->data, r.extra->dtype, dt_count(r.extra->shape));
+        dt_backward(dy ? weigh(out, (double *)up) : out);
+        for (int i = 0; i < GOLDEN_INPUTS; i++)
+            if (r.in[i] && r.in[i]->grad)
+                v[V_GRADS + i] =
+                    values_of(r.in[i]->grad, dt_grad_dtype(r.in[i]), dt_count(r.in[i]->shape));
+    }
+    free(up);
+    close_good(r.ctx, &m, what);
+}
+
+static double golden_worst[2][5]; /* by outputs and gradients, and by type */
+
+static void values_compare(const char *what, values ours, values theirs, dt_dtype dtype,
+    double tolerance, double rms, double *worst) {
+    int64_t at = 0;
+    double most = -1;
+    if (!CHECK_MSG(ours.x && theirs.x && ours.n == theirs.n, "%s: nothing to compare", what))
+        return;
+    for (int64_t i = 0; i < ours.n; i++) {
+        double x = ours.x[i], y = theirs.x[i] <= -1e300 ? -INFINITY : theirs.x[i];
+        /* infinities are equal too */
+        double error = x == y ? 0 : fabs(x - y) / (fmax(fabs(y), rms) + 1e-30);
+        if (!(error <= most)) most = error, at = i;
+    }
+    CHECK_MSG(most <= tolerance, "%s %s: element %lld is %.17g, not %.17g (error %.2g)", what,
+        dt_dtype_name(dtype), (long long)at, ours.n ? ours.x[at] : 0, theirs.n ? theirs.x[at] : 0,
+        most);
+    *worst = fmax(*worst, most);
+}
+
+/* Root mean square of the finite elements of n arrays. */
+static double values_rms(const values *v, int n) {
+    double sum = 0, count = 0;
+    for (int k = 0; k < n; k++)
+        for (int64_t i = 0; v[k].x && i < v[k].n; i++)
+            if (isfinite(v[k].x[i]) && v[k].x[i] > -1e300) sum += v[k].x[i] * v[k].x[i], count++;
+    return count ? sqrt(sum / count) : 0;
+}
+
+static void values_free(values v[V_COUNT]) {
+    for (int i = 0; i < V_COUNT; i++) free(v[i].x);
+}
+
+/* Relative to unit roundoff: a few roundings of the 16-bit types, f32 and f64 as everywhere. */
+static double golden_tolerance(dt_dtype dtype) {
+    return dtype == DT_F64    ? 1e-12
+           : dtype == DT_F32  ? 1e-5
+           : dtype == DT_BF16 ? 1.0 / 128
+                              : 1.5 / 1024;
+}
+
+/* f64 and f32 against the file; 16-bit types against f64 of the same rounded inputs. */
+static void golden_case(
+    const golden *g, const golden_op *op, int n, dt_dtype dtype, int as_params) {
+    values ours[V_COUNT], theirs[V_COUNT] = { { 0, NULL } };
+    golden_run r = { .g = g, .op = op->op, .n = n };
+    char what[64], name[64];
+    int narrow = dtype == DT_BF16 || dtype == DT_F16;
+    double tolerance = golden_tolerance(dtype), largest = 0;
+    snprintf(what, sizeof what, "golden %s %d%s", op->op, n, as_params ? " of parameters" : "");
+    golden_execute(g, op, n, dtype, narrow ? dtype : DT_F64, as_params, ours);
+    if (narrow) golden_execute(g, op, n, DT_F64, dtype, 0, theirs);
+    for (int i = 0; i < GOLDEN_INPUTS; i++) {
+        const golden_array *a =
+            op->in[i] && !is_whole(op->in[i]) ? golden_of(g, op->op, n, op->in[i]) : NULL;
+        for (int64_t j = 0; a && j < a->count; j++) largest = fmax(largest, fabs(a->data[j]));
+        snprintf(name, sizeof name, "d%s", op->in[i] ? op->in[i] : "");
+        if (!narrow && a) theirs[V_GRADS + i] = golden_values(&r, name);
+    }
+    if (!narrow) {
+        theirs[V_OUT] = golden_values(&r, golden_of(g, op->op, n, "y") ? "y" : "loss");
+        if (op->extra) theirs[V_EXTRA] = golden_values(&r, op->extra);
+    }
+    /* differences of large numbers (a mean of 1000, scores near 1000) lose digits in f32: inputs
+       beyond 4 get more */
+    if (dtype != DT_F64 && largest > 4 && strcmp(op->op, "gelu") != 0) tolerance *= largest / 4;
+    /* the backward of attention takes the output as it is stored, rounded */
+    if (narrow && (!strcmp(op->op, "attention") || !strcmp(op->op, "sight"))) tolerance *= 2;
+    values_compare(what, ours[V_OUT], theirs[V_OUT], dtype, tolerance,
+        values_rms(&theirs[V_OUT], 1), &golden_worst[0][dtype]);
+    if (op->extra)
+        values_compare(what, ours[V_EXTRA], theirs[V_EXTRA], dtype, tolerance,
+            values_rms(&theirs[V_EXTRA], 1), &golden_worst[0][dtype]);
+    double rms = values_rms(theirs + V_GRADS, GOLDEN_INPUTS);
+    /* the gradient of a saturated softmax is a difference of numbers as large as the output's */
+    if (!strcmp(op->op, "softmax")) rms = fmax(rms, values_rms(&theirs[V_OUT], 1) / 2);
+    for (int i = 0; i < GOLDEN_INPUTS; i++)
+        if (theirs[V_GRADS + i].x || ours[V_GRADS + i].x)
+            values_compare(what, ours[V_GRADS + i], theirs[V_GRADS + i], dtype, tolerance, rms,
+                &golden_worst[1][dtype]);
+    values_free(ours);
+    values_free(theirs);
+}
+
+static void test_golden_ops(void) {
+    static const dt_dtype types[4] = { DT_F64, DT_F32, DT_BF16, DT_F16 };
+    char path[512];
+    snprintf(path, sizeof path, "%s/ops.bin", golden_folder);
+    golden *g = golden_open(path);
+    if (!CHECK_MSG(g, "%s: %s", path, strerror(errno))) return;
+    for (size_t i = 0; i < sizeof golden_ops / sizeof *golden_ops; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "%s.cases", golden_ops[i].op);
+        const double *cases = golden_get(g, name, NULL);
+        if (!CHECK_MSG(cases && *cases >= 3, "no golden cases of %s", golden_ops[i].op)) continue;
+        for (int n = 0; n < (int)*cases; n++)
+            for (int t = 0; t < 4; t++)
+                for (int as_params = 0; as_params < 2; as_params++)
+                    golden_case(g, &golden_ops[i], n, types[t], as_params);
+    }
+    for (int t = 0; t < 4; t++)
+        printf("PyTorch's numbers, %s: worst error of an output %.2g, of a gradient %.2g\n",
+            dt_dtype_name(types[t]), golden_worst[0][types[t]], golden_worst[1][types[t]]);
+    golden_free(g);
+}
+
+// ==== 4. 16-bit types in the tape ===============================================================
+
+/* A small model in one type: gradients of parameters are f32 for bf16 and f16. */
+typedef struct narrow_model {
+    dt_tensor *w, *table, *gain, *own, *plain;
+} narrow_model;
+
+static narrow_model narrow_make(dt_ctx *ctx, dt_dtype dtype) {
+    narrow_model m;
+    dt_param_desc d = { .dtype = dtype };
+    m.w = dt_param_at(ctx, "w", DT_SHAPE(7, 5), DT_NORMAL(1), d);
+    m.table = dt_param_at(ctx, "table", DT_SHAPE(11, 5), DT_NORMAL(1), d);
+    m.gain = dt_param_at(ctx, "gain", DT_SHAPE(5), DT_ONES, d);
+    m.own = dt_param_at(ctx, "own", DT_SHAPE(3, 7), DT_NORMAL(1), d);
+    m.plain =
+        dt_param_at(ctx, "plain", DT_SHAPE(3), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F32 });
+    return m;
+}
+
+/* x + p through an op of ours, which writes its gradient in the type of its input. */
+static dt_status plus_back(dt_node *n) {
+    dt_tensor *out = n->out;
+    for (int i = 0; i < 2; i++) {
+        if (!dt_wants(n, i)) continue;
+        void *d = dt_grad(n, i);
+        if (!d) return dt_error(out->ctx);
+        for (int64_t k = 0; k < dt_count(out->shape); k++)
+            put(d, out->dtype, k, get(d, out->dtype, k) + get(out->grad, out->dtype, k));
+    }
+    return DT_OK;
+}
+
+static dt_tensor *plus(dt_tensor *x, dt_tensor *p) {
+    dt_tensor *out = x && p ? dt_new(x->ctx, x->dtype, x->shape) : NULL;
+    for (int64_t k = 0; out && k < dt_count(x->shape); k++)
+        put(out->data, x->dtype, k, get(x->data, x->dtype, k) + get(p->data, p->dtype, k));
+    return dt_record(
+        out, (dt_record_desc){ .name = "plus", .in = { x, p }, .backward = plus_back });
+}
+
+static dt_tensor *narrow_loss(dt_ctx *ctx, narrow_model *m, int micro) {
+    int32_t ids[3] = { micro, 4, micro + 2 }, labels[3] = { 2, -1, micro };
+    dt_tensor *id = dt_input(ctx, DT_I32, DT_SHAPE(3), ids),
+              *label = dt_input(ctx, DT_I32, DT_SHAPE(3), labels);
+    dt_tensor *x = dt_rmsnorm(dt_embedding(m->table, id), m->gain, 0);
+    dt_tensor *y = dt_linear_at(x, m->w, NULL, (dt_linear_desc){ DT_ACT_SILU, m->own });
+    y = plus(plus(y, m->own), m->own);
+    dt_tensor *side = weigh(dt_cast(dt_slice(m->own, 1, 2, 3), DT_F32), NULL);
+    return dt_cross_entropy(dt_loss(y, dt_loss(side, weigh(m->plain, NULL), 1), 0.5), label, 2);
+}
+
+/* The gradients of parameter p after micro-batches first .. end: each alone, or accumulated. */
+static void narrow_grads(
+    dt_dtype dtype, const double *const values[5], int first, int end, int halves, double *out) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    narrow_model model = narrow_make(ctx, dtype);
+    for (int i = 0; values && i < 5; i++) { /* the same numbers in another type */
+        dt_tensor *t = dt_param_get(ctx, i);
+        void *x = room((size_t)dt_count(t->shape) * 8);
+        for (int64_t k = 0; k < dt_count(t->shape); k++) put(x, t->dtype, k, values[i][k]);
+        dt_write(t, x);
+        free(x);
+    }
+    for (int micro = first; micro < end; micro++) {
+        dt_tensor *loss = narrow_loss(ctx, &model, micro);
+        if (halves)
+            dt_backward_input(loss), dt_backward_weight(loss);
+        else
+            dt_backward(loss);
+        CHECK(isfinite(dt_item(loss)));
+        dt_reset(ctx);
+    }
+    for (int i = 0; i < 5; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        dt_dtype type = dt_grad_dtype(t);
+        CHECK(type == (dtype == DT_F64 && i < 4 ? DT_F64 : DT_F32) &&
+              t->param->unit->grad_dtype == type);
+        for (int64_t k = 0; k < dt_count(t->shape) && t->grad; k++) *out++ = get(t->grad, type, k);
+    }
+    close_good(ctx, &m, "16-bit parameters");
+}
+
+/* Sums over micro-batches are f32 sums of the single ones, to the bit; the numbers are those of
+   f64. */
+static void narrow_accumulation(dt_dtype dtype) {
+    enum { MICROS = 3, N = 35 + 55 + 5 + 21 + 3 };
+    double alone[MICROS][N], together[N], halves[N], exact[N];
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    narrow_make(ctx, dtype);
+    double *values[5];
+    for (int i = 0; i < 5; i++) {
+        dt_tensor *t = dt_param_get(ctx, i);
+        void *raw = room((size_t)dt_count(t->shape) * 8);
+        dt_read(t, raw);
+        values[i] = values_of(raw, t->dtype, dt_count(t->shape)).x;
+        free(raw);
+    }
+    CHECK(dt_memory_used(ctx).live[DT_MEM_PARAMS] == (35 + 55 + 5 + 21) * 2 + 3 * 4 &&
+          dt_bucket_count(ctx) == 2);
+    close_good(ctx, &m, "16-bit values");
+    for (int i = 0; i < MICROS; i++) narrow_grads(dtype, NULL, i, i + 1, 0, alone[i]);
+    narrow_grads(dtype, NULL, 0, MICROS, 0, together);
+    narrow_grads(dtype, NULL, 0, MICROS, 1, halves);
+    narrow_grads(DT_F64, (const double *const *)values, 0, MICROS, 0, exact);
+    int wrong = 0, fine = 0;
+    double difference = 0, size = 0;
+    for (int i = 0; i < N; i++) {
+        float sum = (float)alone[0][i];
+        for (int k = 1; k < MICROS; k++) sum += (float)alone[k][i];
+        wrong += (double)sum != together[i] || together[i] != halves[i];
+        void *one = &sum;
+        /* more digits than the type has */
+        fine += get(one, DT_F32, 0) != from16(dtype, to16(dtype, (double)sum));
+        difference += (together[i] - exact[i]) * (together[i] - exact[i]);
+        size += exact[i] * exact[i];
+    }
+    CHECK_MSG(wrong == 0, "%s: %d sums over micro-batches are not those by hand",
+        dt_dtype_name(dtype), wrong);
+    CHECK_MSG(fine > N / 2, "%s: only %d of %d gradients have more digits than the type",
+        dt_dtype_name(dtype), fine, N);
+    double error = sqrt(difference / size);
+    printf("a model of %s parameters: error of all gradients %.2g\n", dt_dtype_name(dtype), error);
+    CHECK_MSG(error < golden_tolerance(dtype), "%s: error of the gradients %.2g",
+        dt_dtype_name(dtype), error);
+    for (int i = 0; i < 5; i++) free(values[i]);
+}
+
+/* An own op gets room in the parameter's type, zeroed and apart from what other ops have added. */
+static void *seen_grad[2];
+static dt_status look_back(dt_node *n) {
+    seen_grad[0] = dt_grad(n, 0);
+    seen_grad[1] = n->in[0]->grad;
+    for (int i = 0; i < 3; i++) {
+        CHECK(get(seen_grad[0], DT_BF16, i) == 0);
+        put(seen_grad[0], DT_BF16, i, 1.0 / 128);
+    }
+    int accumulate = 0;
+    CHECK(dt_grad_raw(n, 0, &accumulate) == seen_grad[0] && accumulate == 1);
+    return DT_OK;
+}
+
+static void own_op_narrow(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *p = dt_param_at(ctx, "p", DT_SHAPE(3), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *out = dt_record(dt_new(ctx, DT_F64, DT_SCALAR),
+        (dt_record_desc){ .name = "look", .in = { p }, .backward = look_back });
+    double c[3] = { 1, 2, 4 };
+    /* of the three only the sum in f32 keeps 1/128 beside 4 */
+    CHECK(dt_backward(dt_loss(out, weigh(dt_cast(p, DT_F64), c), 1)) == DT_OK &&
+          dt_grad_dtype(p) == DT_F32);
+    for (int i = 0; i < 3 && p->grad; i++)
+        CHECK(((float *)p->grad)[i] == (float)(c[i] + 1.0 / 128));
+    CHECK(seen_grad[0] && seen_grad[0] != seen_grad[1]);
+    close_good(ctx, &m, "an own op of a bf16 parameter");
+}
+
+/* Every type in and out again; a class is counted by its bytes. */
+static void types_in_and_out(void) {
+    static const dt_dtype types[5] = { DT_F32, DT_BF16, DT_F16, DT_F64, DT_I32 };
+    for (int t = 0; t < 5; t++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        int64_t n = 100003;
+        void *x = room((size_t)n * 8), *y = room((size_t)n * 8);
+        for (int64_t i = 0; i < n; i++) put(x, types[t], i, (double)(i % 251) - 100);
+        dt_tensor *in = dt_input(ctx, types[t], DT_SHAPE(n), x);
+        CHECK(dt_read(in, y) == DT_OK && memcmp(x, y, (size_t)n * dt_dtype_size(types[t])) == 0);
+        size_t bytes = (size_t)n * dt_dtype_size(types[t]),
+               acts = dt_memory_used(ctx).live[DT_MEM_ACTS];
+        CHECK_MSG(acts >= bytes && acts < bytes + 128, "%s: %zu bytes of activations",
+            dt_dtype_name(types[t]), acts);
+        CHECK(dt_item(dt_input(
+                  ctx, types[t], DT_SCALAR, (char *)x + 7 * dt_dtype_size(types[t]))) == -93);
+        if (types[t] != DT_I32) {
+            double three = 0;
+            dt_tensor *a;
+            put(&three, types[t], 0, 3);
+            a = dt_require_grad(dt_input(ctx, types[t], DT_SHAPE(1, 1), &three));
+            /* a loss of its own type */
+            dt_backward(dt_reshape(dt_mul(a, dt_affine(a, 2, 1)), DT_SCALAR));
+            CHECK(a && a->grad && get(a->grad, types[t], 0) == 13 && dt_grad_dtype(a) == types[t]);
+        }
+        free(x);
+        free(y);
+        close_good(ctx, &m, dt_dtype_name(types[t]));
+    }
+}
+
+/* What the result of a bf16 op is: the f32 op of the same numbers, rounded once. */
+static void rounded_once(void) {
+    for (int t = 0; t < 2; t++) {
+        dt_dtype type = t ? DT_F16 : DT_BF16;
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        dt_tensor *x = noise_input(ctx, type, DT_SHAPE(19, 37), 1, 2),
+                  *y = noise_input(ctx, type, DT_SHAPE(19, 37), 2, 2);
+        dt_tensor *x32 = dt_cast(x, DT_F32), *y32 = dt_cast(y, DT_F32);
+        dt_tensor *pair[][2] = { { dt_gelu(x), dt_gelu(x32) }, { dt_mul(x, y), dt_mul(x32, y32) },
+            { dt_softmax(x), dt_softmax(x32) }, { dt_sum_over(x, 0), dt_sum_over(x32, 0) },
+            { dt_mean_over(x, 1), dt_mean_over(x32, 1) }, { dt_tanh(x), dt_tanh(x32) },
+            { dt_dropout(x, 0.3, 5, NULL), dt_dropout(x32, 0.3, 5, NULL) },
+            { dt_div(x, y), dt_div(x32, y32) } };
+        for (size_t i = 0; i < sizeof pair / sizeof *pair; i++) {
+            int wrong = 0;
+            for (int64_t k = 0; pair[i][0] && k < dt_count(pair[i][0]->shape); k++)
+                wrong +=
+                    ((uint16_t *)pair[i][0]->data)[k] != to16(type, ((float *)pair[i][1]->data)[k]);
+            CHECK_MSG(pair[i][0] && wrong == 0, "%s op %zu: %d results are not f32's, rounded",
+                dt_dtype_name(type), i, wrong);
+        }
+        close_good(ctx, &m, "rounded once");
+    }
+}
+
+/* The gradients of the loss of x w^T over three chunks of rows, x and w bf16 parameters or f64. */
+static void narrow_chunk_grads(dt_dtype dtype, int64_t rows, double *out) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *x =
+        dt_param_at(ctx, "x", DT_SHAPE(rows, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype });
+    dt_tensor *w = dt_param_at(
+                  ctx, "w", DT_SHAPE(5, 2), DT_ZEROS, (dt_param_desc){ .dtype = dtype }),
+              *all[2] = { x, w };
+    int32_t *labels = (int32_t *)room((size_t)rows * sizeof *labels);
+    for (int64_t i = 0; i < rows; i++) labels[i] = below(5, (uint64_t)i, 5);
+    for (int k = 0; k < 2; k++) {
+        int64_t n = dt_count(all[k]->shape);
+        void *values = room((size_t)n * 8);
+        for (int64_t i = 0; i < n; i++)
+            put(values, dtype, i, from16(DT_BF16, to16(DT_BF16, noise(1, (uint64_t)i))));
+        dt_write(all[k], values);
+        free(values);
+    }
+    dt_backward(dt_linear_cross_entropy(
+        x, w, dt_input(ctx, DT_I32, DT_SHAPE(rows), labels), 9, (dt_loss_desc){ 0 }));
+    for (int k = 0; k < 2; k++)
+        for (int64_t i = 0; i < dt_count(all[k]->shape); i++)
+            *out++ = get(all[k]->grad, dt_grad_dtype(all[k]), i);
+    free(labels);
+    close_good(ctx, &m, "chunks of rows");
+}
+
+static void narrow_chunks(void) {
+    int64_t rows = 2 * chunk_of(5) + 9, n = 2 * rows + 10;
+    double *ours = (double *)room((size_t)n * 8), *exact = (double *)room((size_t)n * 8), worst = 0,
+           last = 0;
+    narrow_chunk_grads(DT_BF16, rows, ours);
+    narrow_chunk_grads(DT_F64, rows, exact);
+    for (int64_t i = 0; i < n; i++) {
+        double error = fabs(ours[i] - exact[i]) / fmax(fabs(exact[i]), i < 2 * rows ? 0.1 : 10);
+        if (i < 2 * rows)
+            worst = fmax(worst, error);
+        else
+            last = fmax(last, error);
+    }
+    CHECK_MSG(
+        worst < 0.02 && last < 0.02, "chunks in bf16: errors %.2g of dx, %.2g of dw", worst, last);
+    free(ours);
+    free(exact);
+}
+
+/* The gradients of a loss of `rows` by a table that keeps `kept` logits: at once, or in two
+   halves. */
+static void kept_grads(size_t kept, int64_t rows, int halves, double *out) {
+    meter m = METER;
+    dt_kernels table = *dt_kernels_cpu();
+    table.loss_numbers = kept;
+    dt_ctx *ctx = open_with(&m, &table, 7);
+    dt_tensor *x = dt_param(ctx, "x", DT_SHAPE(rows, 16), DT_NORMAL(1)), *all[2];
+    all[0] = x, all[1] = dt_param(ctx, "w", DT_SHAPE(30, 16), DT_NORMAL(1));
+    int32_t *labels = (int32_t *)room((size_t)rows * sizeof *labels);
+    for (int64_t i = 0; i < rows; i++) labels[i] = below(30, (uint64_t)i, 5);
+    dt_tensor *loss = dt_linear_cross_entropy(x, all[1],
+        dt_input(ctx, DT_I32, DT_SHAPE(rows), labels), 9, (dt_loss_desc){ .smoothing = 0.1 });
+    size_t acts = dt_memory_used(ctx).live[DT_MEM_ACTS], all_logits = (size_t)rows * 30;
+    CHECK(rows < 1000 || (acts > all_logits * sizeof(float)) == (kept >= all_logits));
+    if (halves)
+        dt_backward_input(loss), dt_backward_weight(loss);
+    else
+        dt_backward(loss);
+    dt_read(loss, out++);
+    for (int k = 0; k < 2; k++)
+        for (int64_t i = 0; i < dt_count(all[k]->shape); i++) *out++ = get(all[k]->grad, DT_F32, i);
+    free(labels);
+    close_good(ctx, &m, "kept logits");
+}
+
+/* Bits of whole and halves; of kept and not, where one chunk holds all rows, else nearly. */
+static void kept_logits(void) {
+    const int64_t few = 300, many = 9001, n = 1 + (many + 30) * 16;
+    double *a = (double *)room((size_t)n * 8), *b = (double *)room((size_t)n * 8);
+    for (int i = 0; i < 2; i++) {
+        int64_t rows = i ? many : few, count = 1 + (rows + 30) * 16, wrong = 0;
+        kept_grads(1 << 20, rows, 0, a);
+        kept_grads(1 << 20, rows, 1, b);
+        CHECK(memcmp(a, b, (size_t)count * 8) == 0);
+        kept_grads(0, rows, 0, b);
+        for (int64_t k = 0; k < count; k++)
+            wrong += fabs(a[k] - b[k]) > (i ? 1e-5 : 0) * (1 + fabs(b[k]));
+        CHECK_MSG(
+            wrong == 0, "%lld numbers of %lld rows differ", (long long)wrong, (long long)rows);
+    }
+    free(a);
+    free(b);
+}
+
+static void test_narrow(void) {
+    narrow_chunks();
+    kept_logits();
+    narrow_accumulation(DT_BF16);
+    narrow_accumulation(DT_F16);
+    own_op_narrow();
+    types_in_and_out();
+    rounded_once();
+}
+
+// ==== 5. Refusals, and what nothing makes =======================================================
+
+/* What a row may need, made before it runs. */
+typedef struct place {
+    dt_ctx *ctx;
+    /* (3,4) (3,5) (2,3,4) i32 (3) param (5,4) */
+    dt_tensor *x, *wide, *cube, *ints, *w, *stranger, *stranger_ids;
+} place;
+
+static dt_tensor *whole(dt_ctx *ctx, dt_shape shape) {
+    int32_t zero[64] = { 0 };
+    return dt_input(ctx, DT_I32, shape, zero);
+}
+static dt_tensor *heads_of(place *p, int64_t b, int64_t t, int64_t h, int64_t d) {
+    return noise_input(p->ctx, DT_F32, DT_SHAPE(b, t, h, d), 1, 1);
+}
+
+#define ROW(name, ...) \
+    static void r_##name(place *p) { __VA_ARGS__; }
+ROW(activation, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ DT_ACT_AFFINE, NULL }))
+ROW(activation_below, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ -1, NULL }))
+ROW(residual, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->x }))
+ROW(residual_type, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, dt_cast(p->wide, DT_BF16) }))
+ROW(residual_stranger, dt_linear_at(p->x, p->w, NULL, (dt_linear_desc){ 0, p->stranger }))
+ROW(linear_null, dt_linear(p->x, NULL, NULL))
+ROW(rmsnorm, dt_rmsnorm(p->x, p->w, 0))
+ROW(rmsnorm_null, dt_rmsnorm(p->x, NULL, 0))
+ROW(layernorm_null, dt_layernorm(p->x, p->w, NULL, 0))
+ROW(softmax, dt_softmax(p->ints))
+ROW(affine, dt_affine(p->ints, 1, 1))
+ROW(swiglu, dt_swiglu(p->x))
+ROW(swiglu_ints, dt_swiglu(whole(p->ctx, DT_SHAPE(2, 3))))
+ROW(swiglu_flat, dt_swiglu(dt_reshape(p->x, DT_SHAPE(12))))
+ROW(mul, dt_mul(p->x, p->wide))
+ROW(mul_types, dt_mul(p->x, dt_cast(p->x, DT_F16)))
+ROW(div_ints, dt_div(p->ints, p->ints))
+ROW(sub_stranger, dt_sub(p->x, p->stranger))
+ROW(sub_null, dt_sub(NULL, p->x))
+ROW(sum, dt_sum_over(p->x, 2))
+ROW(sum_below, dt_sum_over(p->x, -1))
+ROW(mean_ints, dt_mean_over(p->ints, 0))
+ROW(max_ints, dt_max_over(p->ints, DT_ALL))
+ROW(max_empty, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), 1))
+ROW(max_empty_all, dt_max_over(dt_input(p->ctx, DT_F32, DT_SHAPE(3, 0), NULL), DT_ALL))
+ROW(slice, dt_slice(p->x, 1, 2, 3))
+ROW(slice_dim, dt_slice(p->x, 2, 0, 1))
+ROW(slice_below, dt_slice(p->x, 0, -1, 1))
+ROW(slice_count, dt_slice(p->x, 0, 1, -1))
+ROW(slice_wraps, dt_slice(p->x, 0, INT64_MAX, INT64_MAX))
+ROW(concat, dt_tensor *two[2] = { p->x, p->wide }; dt_concat(two, 2, 0))
+ROW(concat_types, dt_tensor *two[2] = { p->x, dt_cast(p->x, DT_F64) }; dt_concat(two, 2, 0))
+ROW(concat_dim, dt_concat(&p->x, 1, 2))
+ROW(concat_many, dt_tensor *nine[9] = { p->x }; dt_concat(nine, 9, 0))
+ROW(concat_null, dt_tensor *two[2] = { p->x, NULL }; dt_concat(two, 2, 0))
+ROW(concat_first, dt_tensor *two[2] = { NULL, p->x }; dt_concat(two, 2, 0))
+ROW(concat_stranger, dt_tensor *two[2] = { p->x, p->stranger }; dt_concat(two, 2, 0))
+ROW(transpose, dt_transpose(p->x, 0, 2))
+ROW(transpose_below, dt_transpose(p->x, -1, 0))
+ROW(cast, dt_cast(p->x, (dt_dtype)17))
+ROW(gather, dt_gather_rows(p->cube, p->ints))
+ROW(gather_ids, dt_gather_rows(p->x, p->wide))
+ROW(gather_high, int32_t at[1] = { 3 };
+    dt_gather_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(1), at)))
+ROW(gather_low, int32_t at[1] = { -2 };
+    dt_gather_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(1), at)))
+ROW(gather_null, dt_gather_rows(p->x, NULL))
+ROW(scatter, dt_scatter_rows(p->cube, p->ints, 4))
+ROW(scatter_count, dt_scatter_rows(p->x, p->ints, -1))
+ROW(scatter_ints, dt_scatter_rows(dt_cast(p->x, DT_I32), p->ints, 4))
+ROW(scatter_high, int32_t at[3] = { 3, -1, 4 };
+    dt_scatter_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 4))
+ROW(scatter_low, int32_t at[3] = { 0, -2, 9 };
+    dt_scatter_rows(dt_cast(p->x, DT_BF16), dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 4))
+ROW(scatter_none, int32_t at[3] = { -1, -1, 0 };
+    dt_scatter_rows(p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 0))
+ROW(scatter_type, dt_scatter_rows(p->x, p->x, 4))
+ROW(topk, dt_topk(p->x, 5, NULL))
+ROW(topk_none, dt_topk(p->x, 0, NULL))
+ROW(topk_ints, dt_topk(p->ints, 1, NULL))
+ROW(rope, dt_rope(p->cube, p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_count, dt_rope(heads_of(p, 1, 2, 1, 4), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_odd, dt_rope(heads_of(p, 1, 3, 1, 5), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_rotary, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = 6 }))
+ROW(rope_below, dt_rope(heads_of(p, 1, 3, 1, 4), p->ints, (dt_rope_desc){ .rotary = -2 }))
+ROW(rope_wide, dt_rope(heads_of(p, 1, 3, 1, 514), p->ints, (dt_rope_desc){ 0 }))
+ROW(rope_null, dt_rope(heads_of(p, 1, 3, 1, 4), NULL, (dt_rope_desc){ 0 }))
+ROW(dropout, dt_dropout(p->x, 1, 1, NULL))
+ROW(dropout_below, dt_dropout(p->x, -0.1, 1, NULL))
+ROW(dropout_nan, dt_dropout(p->x, NAN, 1, NULL))
+ROW(dropout_tokens, dt_dropout(p->cube, 0.5, 1, p->ints))
+ROW(dropout_ints, dt_dropout(p->ints, 0.5, 1, NULL))
+ROW(dropout_stranger, dt_dropout(p->x, 0.5, 1, p->stranger_ids))
+#define QKV heads_of(p, 1, 3, 2, 4), heads_of(p, 1, 4, 2, 4), heads_of(p, 1, 4, 2, 4)
+ROW(attention_one, dt_attention(QKV, (dt_attn_desc){ .documents = p->ints }))
+ROW(attention_keys,
+    dt_attention(QKV, (dt_attn_desc){ .key_documents = whole(p->ctx, DT_SHAPE(4)) }))
+ROW(attention_type, dt_attention(QKV, (dt_attn_desc){ .positions = p->x }))
+ROW(attention_stranger, dt_attention(QKV, (dt_attn_desc){ .positions = p->stranger_ids }))
+ROW(attention_null, dt_attention(p->cube, NULL, p->cube, (dt_attn_desc){ 0 }))
+ROW(loss_vocab, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .vocab = 5 }))
+ROW(loss_label, int32_t at[3] = { 0, 3, 1 }; dt_cross_entropy_at(
+    p->x, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ .vocab = 3 }))
+ROW(linear_loss_label, int32_t at[3] = { 0, -3, 5 }; dt_linear_cross_entropy(
+    p->x, p->w, dt_input(p->ctx, DT_I32, DT_SHAPE(3), at), 1, (dt_loss_desc){ 0 }))
+ROW(loss_smoothing, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .smoothing = 1 }))
+ROW(loss_z, dt_cross_entropy_at(p->x, p->ints, 1, (dt_loss_desc){ .z_weight = -1 }))
+ROW(linear_loss, dt_linear_cross_entropy(p->wide, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
+ROW(linear_loss_labels, dt_linear_cross_entropy(p->cube, p->w, p->ints, 1, (dt_loss_desc){ 0 }))
+ROW(linear_loss_vocab,
+    dt_linear_cross_entropy(p->x, p->w, p->ints, 1, (dt_loss_desc){ .vocab = 6 }))
+ROW(linear_loss_null, dt_linear_cross_entropy(p->x, p->w, NULL, 1, (dt_loss_desc){ 0 }))
+#undef QKV
+#undef ROW
+
+static const struct row {
+    void (*run)(place *p);
+    dt_status status;
+    const char *text[2];
+} rows[] = {
+    { r_activation, DT_ERR_ARG, { "dt_linear(the_w)", "activation 8" } },
+    { r_activation_below, DT_ERR_ARG, { "dt_linear(the_w)", "activation -1" } },
+    { r_residual, DT_ERR_SHAPE, { "residual", "(3,4)" } },
+    { r_residual_type, DT_ERR_SHAPE, { "residual", "bf16" } },
+    { r_residual_stranger, DT_ERR_ARG, { "dt_linear", "another context" } },
+    { r_linear_null, DT_ERR_ARG, { "dt_linear", "NULL" } },
+    { r_rmsnorm, DT_ERR_SHAPE, { "dt_rmsnorm", "the_w" } },
+    { r_rmsnorm_null, DT_ERR_ARG, { "dt_rmsnorm", "NULL" } },
+    { r_layernorm_null, DT_ERR_ARG, { "dt_layernorm", "NULL" } },
+    { r_softmax, DT_ERR_SHAPE, { "dt_softmax", "not for integers" } },
+    { r_affine, DT_ERR_SHAPE, { "dt_affine", "not for integers" } },
+    { r_swiglu, DT_ERR_SHAPE, { "dt_swiglu", "(3,4)" } },
+    { r_swiglu_ints, DT_ERR_SHAPE, { "dt_swiglu(dt_input)", "not for integers" } },
+    { r_swiglu_flat, DT_ERR_SHAPE, { "dt_swiglu", "(12)" } },
+    { r_mul, DT_ERR_SHAPE, { "(3,4)", "(3,5)" } },
+    { r_mul_types, DT_ERR_SHAPE, { "dt_mul", "f16" } },
+    { r_div_ints, DT_ERR_SHAPE, { "dt_div", "i32" } },
+    { r_sub_stranger, DT_ERR_ARG, { "dt_sub", "another context" } },
+    { r_sub_null, DT_ERR_ARG, { "dt_sub", "NULL" } },
+    { r_sum, DT_ERR_ARG, { "dt_sum_over", "dimension 2" } },
+    { r_sum_below, DT_ERR_ARG,
+        { "dt_sum_over", "dimension -1 of f32 (3,4); use 0 to 1, or DT_ALL" } },
+    { r_mean_ints, DT_ERR_SHAPE, { "dt_mean_over", "i32 (3): not for integers" } },
+    { r_max_ints, DT_ERR_SHAPE, { "dt_max_over", "i32 (3): not for integers" } },
+    { r_max_empty, DT_ERR_SHAPE, { "dt_max_over", "(3,0)" } },
+    { r_max_empty_all, DT_ERR_SHAPE, { "dt_max_over", "nothing has no maximum" } },
+    { r_slice, DT_ERR_SHAPE, { "dt_slice", "3 from 2 of dimension 1 of (3,4)" } },
+    { r_slice_dim, DT_ERR_SHAPE, { "dt_slice", "dimension 2" } },
+    { r_slice_below, DT_ERR_SHAPE, { "dt_slice", "1 from -1" } },
+    { r_slice_count, DT_ERR_SHAPE, { "dt_slice", "-1 from 1" } },
+    { r_slice_wraps, DT_ERR_SHAPE, { "dt_slice", "dimension 0" } },
+    { r_concat, DT_ERR_SHAPE, { "dt_concat", "(3,5)" } },
+    { r_concat_types, DT_ERR_SHAPE, { "dt_concat", "f64" } },
+    { r_concat_dim, DT_ERR_ARG, { "dt_concat", "dimension 2" } },
+    { r_concat_many, DT_ERR_ARG, { "dt_concat", "9 tensors, at most 8" } },
+    { r_concat_null, DT_ERR_ARG, { "dt_concat", "NULL" } },
+    { r_concat_first, DT_ERR_ARG, { "dt_concat(dt_input)", "NULL" } },
+    { r_concat_stranger, DT_ERR_ARG, { "dt_concat", "another context" } },
+    { r_transpose, DT_ERR_SHAPE, { "dt_transpose", "0 and 2" } },
+    { r_transpose_below, DT_ERR_SHAPE, { "dt_transpose", "-1 and 0" } },
+    { r_cast, DT_ERR_ARG, { "dt_cast", "element type 17" } },
+    { r_gather, DT_ERR_SHAPE, { "dt_gather_rows", "(2,3,4)" } },
+    { r_gather_ids, DT_ERR_SHAPE, { "dt_gather_rows", "i32 ids" } },
+    { r_gather_high, DT_ERR_ARG, { "dt_gather_rows", "row 3 at place 0; the table has 3 rows" } },
+    { r_gather_low, DT_ERR_ARG, { "dt_gather_rows", "row -2 at place 0" } },
+    { r_gather_null, DT_ERR_ARG, { "dt_gather_rows", "NULL" } },
+    { r_scatter, DT_ERR_SHAPE, { "dt_scatter_rows", "(2,3,4)" } },
+    { r_scatter_count, DT_ERR_SHAPE, { "dt_scatter_rows", NULL } },
+    { r_scatter_ints, DT_ERR_SHAPE, { "dt_scatter_rows", "not for integers" } },
+    { r_scatter_high, DT_ERR_ARG,
+        { "dt_scatter_rows(dt_input)", "row 4 at place 2; the result has 4 rows" } },
+    { r_scatter_low, DT_ERR_ARG, { "dt_scatter_rows(dt_cast)", "row -2 at place 1" } },
+    { r_scatter_none, DT_ERR_ARG,
+        { "dt_scatter_rows", "row 0 at place 2; the result has 0 rows" } },
+    { r_scatter_type, DT_ERR_SHAPE, { "dt_scatter_rows", "i32 row" } },
+    { r_topk, DT_ERR_SHAPE, { "dt_topk", "(3,4)" } },
+    { r_topk_none, DT_ERR_SHAPE, { "dt_topk", "k must be" } },
+    { r_topk_ints, DT_ERR_SHAPE, { "dt_topk", "i32 (3): not for integers" } },
+    { r_rope, DT_ERR_SHAPE, { "dt_rope", "(2,3,4)" } },
+    { r_rope_count, DT_ERR_SHAPE, { "dt_rope", "positions" } },
+    { r_rope_odd, DT_ERR_SHAPE, { "dt_rope", "5 of 5 dimensions are to turn: an even number" } },
+    { r_rope_rotary, DT_ERR_SHAPE, { "dt_rope", "6 of 4" } },
+    { r_rope_below, DT_ERR_SHAPE, { "dt_rope", "-2 of 4" } },
+    { r_rope_wide, DT_ERR_SHAPE, { "dt_rope", "at most 512" } },
+    { r_rope_null, DT_ERR_ARG, { "dt_rope", "NULL" } },
+    { r_dropout, DT_ERR_ARG, { "dt_dropout", "probability 1" } },
+    { r_dropout_below, DT_ERR_ARG, { "dt_dropout", "probability -0.1" } },
+    { r_dropout_nan, DT_ERR_ARG, { "dt_dropout", "nan" } },
+    { r_dropout_tokens, DT_ERR_SHAPE, { "dt_dropout", "i32 (3): one i32 token for each row" } },
+    { r_dropout_ints, DT_ERR_SHAPE, { "dt_dropout", "i32 (3): not for integers" } },
+    { r_dropout_stranger, DT_ERR_ARG, { "dt_dropout", "another context" } },
+    { r_attention_one, DT_ERR_ARG, { "dt_attention", "both or none" } },
+    { r_attention_keys, DT_ERR_ARG, { "dt_attention", "both or none" } },
+    { r_attention_type, DT_ERR_SHAPE, { "dt_attention", "i32" } },
+    { r_attention_stranger, DT_ERR_ARG, { "dt_attention", "another context" } },
+    { r_attention_null, DT_ERR_ARG, { "dt_attention", "NULL" } },
+    { r_loss_vocab, DT_ERR_ARG, { "dt_cross_entropy", "vocab 5 of 4" } },
+    { r_loss_label, DT_ERR_ARG,
+        { "dt_cross_entropy", "label 3 at place 1; the vocabulary has 3 entries" } },
+    { r_linear_loss_label, DT_ERR_ARG,
+        { "dt_linear_cross_entropy", "label 5 at place 2; the vocabulary has 5" } },
+    { r_loss_smoothing, DT_ERR_ARG, { "dt_cross_entropy", "smoothing 1" } },
+    { r_loss_z, DT_ERR_ARG, { "dt_cross_entropy", "z_weight -1" } },
+    { r_linear_loss, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "(3,5)" } },
+    { r_linear_loss_labels, DT_ERR_SHAPE, { "dt_linear_cross_entropy", "label" } },
+    { r_linear_loss_vocab, DT_ERR_ARG, { "dt_linear_cross_entropy", "vocab 6 of 5" } },
+    { r_linear_loss_null, DT_ERR_ARG, { "dt_linear_cross_entropy", "NULL" } },
+};
+
+static void test_refusals(void) {
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        meter m = METER, m_other = METER;
+        dt_ctx *ctx = open_ctx(&m), *other = open_ctx(&m_other);
+        place p = { .ctx = ctx, .x = noise_input(ctx, DT_F32, DT_SHAPE(3, 4), 1, 1) };
+        p.wide = noise_input(ctx, DT_F32, DT_SHAPE(3, 5), 1, 1);
+        p.cube = noise_input(ctx, DT_F32, DT_SHAPE(2, 3, 4), 1, 1);
+        p.ints = whole(ctx, DT_SHAPE(3));
+        p.w = dt_param(ctx, "the_w", DT_SHAPE(5, 4), DT_NORMAL(1));
+        p.stranger = noise_input(other, DT_F32, DT_SHAPE(3, 4), 1, 1);
+        p.stranger_ids = whole(other, DT_SHAPE(3));
+        dt_require_grad(p.x);
+        rows[i].run(&p);
+        CHECK_MSG(dt_error(ctx) == rows[i].status, "refusal %zu: %s, not %s: %s", i,
+            dt_status_name(dt_error(ctx)), dt_status_name(rows[i].status), dt_error_text(ctx));
+        for (int t = 0; t < 2; t++)
+            CHECK_MSG(!rows[i].text[t] || strstr(dt_error_text(ctx), rows[i].text[t]),
+                "refusal %zu: no \"%s\" in: %s", i, rows[i].text[t], dt_error_text(ctx));
+        CHECK_MSG(m.errors == 1 && !strncmp(dt_error_text(ctx), "rank 3: ", 8),
+            "refusal %zu: %d lines", i, m.errors);
+        CHECK(!dt_softmax(p.x) && !dt_slice(p.x, 0, 0, 1) && !dt_mul(p.x, p.x) &&
+              !dt_sum_over(p.x, 0) && !dt_silu(p.x));
+        close_ctx(ctx, &m, "a refusal");
+        close_good(other, &m_other, "the other context");
+    }
+    CHECK(!dt_gelu_erf(NULL) && !dt_swiglu(NULL) && !dt_mul(NULL, NULL) && !dt_max_over(NULL, 0) &&
+          !dt_slice(NULL, 0, 0, 0));
+    CHECK(!dt_concat(NULL, 1, 0) && !dt_transpose(NULL, 0, 0) && !dt_cast(NULL, DT_F32) &&
+          !dt_topk(NULL, 1, NULL));
+    CHECK(!dt_rope(NULL, NULL, (dt_rope_desc){ 0 }) && !dt_dropout(NULL, 0.5, 1, NULL) &&
+          !dt_softmax(NULL));
+    CHECK(!dt_attention(NULL, NULL, NULL, (dt_attn_desc){ 0 }) && !dt_scatter_rows(NULL, NULL, 1));
+    CHECK(!dt_linear_cross_entropy(NULL, NULL, NULL, 1, (dt_loss_desc){ 0 }));
+}
+
+/* No rows: results of no elements, losses of zero, and gradients of parameters that are zero and
+   not what lay there. */
+static void no_rows(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_param_desc d = { .dtype = DT_F64 };
+    dt_tensor *w = dt_param_at(ctx, "w", DT_SHAPE(3, 4), DT_ONES, d),
+              *gain = dt_param_at(ctx, "g", DT_SHAPE(4), DT_ONES, d);
+    dt_tensor *none = NULL, *z = NULL;
+    double seen[12] = { 0 };
+    /* some, then none: nothing is added to what there is */
+    for (int64_t rows = 2; rows >= 0; rows -= 2) {
+        none = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(rows, 4), 1, 1));
+        dt_tensor *x = dt_rmsnorm(none, gain, 0);
+        dt_tensor *loss = dt_linear_cross_entropy(
+            x, w, whole(ctx, DT_SHAPE(rows)), 1, (dt_loss_desc){ .z_loss = &z });
+        CHECK(dt_backward(loss) == DT_OK && w->grad && gain->grad);
+        CHECK(rows > 0 || (dt_item(loss) == 0 && dt_item(z) == 0));
+        for (int i = 0; rows == 0 && i < 12; i++)
+            CHECK_MSG(((double *)w->grad)[i] == seen[i], "no rows add %g to a gradient",
+                ((double *)w->grad)[i] - seen[i]);
+        for (int i = 0; i < 4; i++) CHECK(isfinite(((double *)gain->grad)[i]));
+        memcpy(seen, w->grad, sizeof seen);
+        dt_reset(ctx);
+    }
+    none = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(0, 4), NULL));
+    CHECK(dt_item(dt_sum_over(none, DT_ALL)) == 0 && dt_softmax(none) &&
+          dt_swiglu(dt_reshape(none, DT_SHAPE(0, 2, 2))));
+    CHECK(dt_max_over(none, 1) && dt_topk(none, 2, NULL) && dt_transpose(none, 0, 1) &&
+          dt_dropout(none, 0.5, 1, NULL));
+    dt_tensor *two[2] = { none, none }, *empty = dt_input(ctx, DT_F64, DT_SHAPE(1, 0, 2, 2), NULL);
+    CHECK(dt_concat(two, 2, 0) && dt_mul(none, gain) &&
+          dt_rope(empty, dt_input(ctx, DT_I32, DT_SHAPE(1, 0), NULL), (dt_rope_desc){ 0 }) &&
+          dt_attention(empty, empty, empty, (dt_attn_desc){ 0 }));
+    dt_tensor *sum = dt_sum_over(none, 0),
+              *alone = noise_input(ctx, DT_F64, DT_SHAPE(1, 3, 2, 2), 1, 1);
+    for (int i = 0; i < 4; i++) CHECK(sum && ((double *)sum->data)[i] == 0);
+    dt_tensor *blind = dt_attention(alone, empty, empty, (dt_attn_desc){ 0 }); /* no keys at all */
+    for (int i = 0; i < 12; i++) CHECK(blind && ((double *)blind->data)[i] == 0);
+    close_good(ctx, &m, "no rows");
+}
+
+/* The scratch of a loss is for the rows there are: chunks of 4,096 rows of 256 logits would be 8
+   MB. (OpenMP's threads have a product's scratch each.) */
+static void few_rows(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *w =
+        dt_param_at(ctx, "w", DT_SHAPE(256, 4), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *x = noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1);
+    dt_backward(dt_linear_cross_entropy(x, w, whole(ctx, DT_SHAPE(3)), 1, (dt_loss_desc){ 0 }));
+    CHECK_MSG(
+        m.peak[DT_MEM_TEMP] < 2 << 20, "%zu bytes of scratch for 3 rows", m.peak[DT_MEM_TEMP]);
+    close_good(ctx, &m, "few rows");
+}
+
+/* The first of equal numbers is the largest, and gets the gradient. */
+static void ties(void) {
+    static const double x[8] = { 1, 3, 3, 2, 0, 0, 0, 0 };
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *in = dt_require_grad(dt_input(ctx, DT_F64, DT_SHAPE(2, 4), x)), *index = NULL;
+    dt_tensor *top = dt_topk(in, 3, &index), *max = dt_max_over(in, 1);
+    static const int32_t places[6] = { 1, 2, 3, 0, 1, 2 };
+    for (int i = 0; index && i < 6; i++) CHECK(((int32_t *)index->data)[i] == places[i]);
+    CHECK(top && max && ((double *)max->data)[0] == 3 && ((double *)max->data)[1] == 0);
+    dt_backward(dt_sum_over(dt_add(max, dt_sum_over(dt_slice(top, 1, 0, 1), 1)), DT_ALL));
+    static const double want[8] = { 0, 2, 0, 0, 2, 0, 0, 0 };
+    for (int i = 0; i < 8; i++) CHECK(in->grad && ((double *)in->grad)[i] == want[i]);
+    close_good(ctx, &m, "ties");
+}
+
+/* A loss inside a block whose gradient the user keeps: it is there after the backward. */
+static dt_tensor *kept_loss(dt_tensor *x, void *user) {
+    (void)user;
+    return dt_require_grad(dt_sum_over(dt_gelu(x), DT_ALL));
+}
+
+static void kept_in_block(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *x = dt_require_grad(noise_input(ctx, DT_F64, DT_SHAPE(3, 4), 1, 1));
+    dt_tensor *loss = dt_block(ctx, kept_loss, x, NULL);
+    dt_backward(loss);
+    dt_tensor *later = dt_sum_over(noise_input(ctx, DT_F64, DT_SHAPE(300), 2, 1), DT_ALL);
+    CHECK(later && loss && loss->grad && *(double *)loss->grad == 1);
+    const void *at = loss ? loss->grad : NULL;
+    for (const dt__arena *a = ctx->grad_pool; a; a = a->next)
+        for (const dt__chunk *c = a->chunks; c; c = c->next)
+            CHECK_MSG((const char *)at < c->data || (const char *)at >= c->data + c->size,
+                "a kept gradient was given back");
+    close_good(ctx, &m, "a kept loss in a block");
+}
+
+/* No input features: nothing but the bias. No rows: nothing at all, and gradients of zero. */
+static void empty_shapes(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *w =
+        dt_param_at(ctx, "w", DT_SHAPE(3, 2), DT_ONES, (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *b =
+        dt_param_at(ctx, "b", DT_SHAPE(3), DT_NORMAL(1), (dt_param_desc){ .dtype = DT_F64 });
+    dt_tensor *none = dt_input(ctx, DT_F64, DT_SHAPE(2, 0), NULL),
+              *flat = dt_input(ctx, DT_F64, DT_SHAPE(3, 0), NULL);
+    dt_tensor *y = dt_linear(none, flat, b);
+    for (int i = 0; y && i < 6; i++) CHECK(((double *)y->data)[i] == ((double *)b->data)[i % 3]);
+    dt_tensor *rows = dt_gelu(dt_linear(dt_input(ctx, DT_F64, DT_SHAPE(0, 2), NULL), w, b));
+    CHECK(y && rows && dt_count(rows->shape) == 0);
+    dt_tensor *loss = weigh(dt_loss(rows, weigh(y, NULL), 1), NULL);
+    CHECK(dt_item(loss) == 0 && dt_backward(loss) == DT_OK);
+    for (int i = 0; i < 6; i++) CHECK(w && w->grad && ((double *)w->grad)[i] == 0);
+    for (int i = 0; i < 3; i++) {
+        double want = noise(99, (uint64_t)i) + noise(99, (uint64_t)i + 3);
+        CHECK(b && b->grad && fabs(((double *)b->grad)[i] - want) < 1e-15);
+    }
+    close_good(ctx, &m, "empty shapes");
+}
+
+/* Scratch for the largest chunk serves every smaller one, and a last chunk of any length. */
+static void chunk_scratch(void) {
+    static const int64_t size[][3] = { { 300, 64, 1024 }, { 300, 64, 595 }, { 260, 40, 1107 },
+        { 768, 256, 1024 }, { 1760, 32, 512 }, { 1760, 32, 1107 } };
+    for (int64_t k = 1; k < 2100; k += 7)
+        for (int64_t n = 1; n < 2100; n += 131)
+            CHECK(dt_matmul_work(n, k, DT_F32) <= dt_matmul_work(n, k + 7, DT_F32) &&
+                  dt_matmul_work(n, k, DT_F32) <= dt_matmul_work(n + 131, k, DT_F32));
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
+        meter m = METER;
+        dt_ctx *ctx = open_ctx(&m);
+        int64_t V = size[i][0], C = size[i][1], rows = size[i][2];
+        int32_t *label = (int32_t *)room((size_t)rows * sizeof *label);
+        dt_tensor *w = dt_param(ctx, "w", DT_SHAPE(V, C), DT_NORMAL(0.1)), *x;
+        for (int64_t r = 0; r < rows; r++) label[r] = (int32_t)(r % V);
+        x = dt_require_grad(noise_input(ctx, DT_F32, DT_SHAPE(rows, C), 3, 1));
+        dt_tensor *labels = dt_input(ctx, DT_I32, DT_SHAPE(rows), label);
+        dt_tensor *loss =
+            dt_linear_cross_entropy(x, w, labels, (double)rows, (dt_loss_desc){ 0, 0, 0, NULL });
+        dt_tensor *same = dt_cross_entropy(dt_linear(x, w, NULL), labels, (double)rows);
+        CHECK(fabs(dt_item(loss) - dt_item(same)) < 1e-6 && dt_backward(loss) == DT_OK);
+        free(label);
+        close_good(ctx, &m, "a chunk's scratch");
+    }
+}
+
+typedef struct two_runs {
+    dt_tensor *p, *w;
+    int nested;
+} two_runs;
+
+static dt_tensor *activated(dt_tensor *x, void *user) {
+    two_runs *r = (two_runs *)user;
+    return dt_linear_at(x, r->w, NULL, (dt_linear_desc){ DT_ACT_GELU, NULL });
+}
+
+static dt_tensor *around_activated(dt_tensor *x, void *user) {
+    two_runs *r = (two_runs *)user;
+    dt_tensor *h = activated(x, user);
+    dt_tensor *y =
+        dt_block_at(x->ctx, activated, h, user, (dt_block_desc){ .recompute = r->nested > 1 });
+    return dt_linear(y, r->w, NULL);
+}
+
+/* Gradients of a small model, with blocks that run again or not, whole or by halves; kept: the
+   block's output is. */
+static void two_runs_grads(dt_dtype type, int nested, int halves, int kept, float *grads) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    two_runs r = { NULL, NULL, nested };
+    dt_param_desc frozen = { .frozen = 1, .dtype = type };
+    r.p = dt_param_at(ctx, "p", DT_SHAPE(8, 8), DT_NORMAL(1), (dt_param_desc){ .dtype = type });
+    r.w = dt_param_at(ctx, "w", DT_SHAPE(8, 8), DT_NORMAL(0.7), (dt_param_desc){ .dtype = type });
+    dt_tensor *f = dt_param_at(ctx, "f", DT_SHAPE(8, 8), DT_NORMAL(1), frozen);
+    dt_tensor *x = dt_block_at(ctx, around_activated, noise_input(ctx, type, DT_SHAPE(8, 8), 5, 1),
+        &r, (dt_block_desc){ .recompute = nested > 0 });
+    dt_tensor *t = dt_block_at(ctx, activated, x, &r, (dt_block_desc){ .recompute = nested > 0 });
+    if (kept) dt_require_grad(t);
+    /* reads v first, so its gradient comes last */
+    dt_tensor *v = dt_gelu(t), *square = dt_mul(v, v);
+    dt_tensor *u = dt_linear_at(r.p, f, NULL, (dt_linear_desc){ 0, v }); /* a parameter as x */
+    dt_tensor *loss = dt_mse(dt_add(u, square), noise_input(ctx, type, DT_SHAPE(8, 8), 6, 1), 64);
+    if (halves)
+        CHECK(dt_backward_input(loss) == DT_OK && dt_backward_weight(loss) == DT_OK);
+    else
+        CHECK(dt_backward(loss) == DT_OK);
+    memset(grads, 0, 192 * sizeof *grads);
+    if (r.p->grad) memcpy(grads, r.p->grad, 64 * sizeof *grads);
+    if (r.w->grad) memcpy(grads + 64, r.w->grad, 64 * sizeof *grads);
+    for (int i = 0; kept && t->grad && i < 64; i++) grads[128 + i] = (float)get(t->grad, type, i);
+    close_good(ctx, &m, "two runs");
+}
+
+/* In f32 and in bf16, where a gradient that is rounded once more shows. */
+static void same_in_two_runs(void) {
+    float want[192], got[192];
+    for (int type = 0; type < 2; type++)
+        for (int kept = 0; kept < 2; kept++) {
+            two_runs_grads(type ? DT_BF16 : DT_F32, 0, 0, kept, want);
+            for (int way = 1; way < 6; way++) {
+                two_runs_grads(type ? DT_BF16 : DT_F32, way / 2, way % 2, kept, got);
+                CHECK_MSG(memcmp(want, got, sizeof got) == 0,
+                    "type %d, kept %d, recompute %d, halves %d: other bits", type, kept, way / 2,
+                    way % 2);
+            }
+        }
+}
+
+/* The gradient of a bf16 parameter that repeats in two dimensions is f32 all the way. */
+static void repeated_narrow(void) {
+    meter m = METER;
+    dt_ctx *ctx = open_ctx(&m);
+    dt_tensor *b = dt_param_at(ctx, "b", DT_SHAPE(2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *c =
+        dt_param_at(ctx, "c", DT_SHAPE(3, 1, 2), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *d =
+        dt_param_at(ctx, "d", DT_SHAPE(1, 515, 1), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *e =
+        dt_param_at(ctx, "e", DT_SHAPE(1, 3, 1), DT_ONES, (dt_param_desc){ .dtype = DT_BF16 });
+    dt_tensor *x = noise_input(ctx, DT_BF16, DT_SHAPE(3, 515, 2), 9, 1),
+              *y = dt_reshape(x, DT_SHAPE(2, 3, 515));
+    dt_tensor *sum = dt_add(dt_sum_over(dt_add(x, b), DT_ALL), dt_sum_over(dt_add(x, c), DT_ALL));
+    sum = dt_add(sum, dt_add(dt_sum_over(dt_add(x, d), DT_ALL), dt_sum_over(dt_add(y, e), DT_ALL)));
+    CHECK(dt_backward(sum) == DT_OK);
+    for (int i = 0; i < 2; i++) CHECK(b->grad && ((float *)b->grad)[i] == 1545);
+    for (int i = 0; i < 6; i++) CHECK(c->grad && ((float *)c->grad)[i] == 515);
+    for (int i = 0; i < 515; i++) CHECK(d->grad && ((float *)d->grad)[i] == 6);
+    /* in bf16 515 would be 516 */
+    for (int i = 0; i < 3; i++) CHECK(e->grad && ((float *)e->grad)[i] == 1030);
+    close_good(ctx, &m, "a 16-bit parameter that repeats");
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) golden_folder = argv[1];
+    test_finite_differences();
+    test_golden_ops();
+    test_narrow();
+    test_refusals();
+    no_rows();
+    few_rows();
+    empty_shapes();
+    ties();
+    kept_in_block();
+    chunk_scratch();
+    same_in_two_runs();
+    repeated_narrow();
+    return check_done("test_ops");
+}

@@ -1,0 +1,690 @@
+/* test_checkpoint.c - a checkpoint of any layout in any other, and a training that never noticed
+   Public domain or MIT, at your choice; see LICENSE.
+
+   Run:  test_checkpoint                   a sample of the pairs and of the trainings
+         test_checkpoint full              all of them: some 3 minutes
+         test_checkpoint golden FOLDER     writes what tests/golden/checkpoint is, and prints
+                                           checkpoint.h beside it; there is one for each format
+                                           number, and it stays
+
+   pairs    Every layout of a list saves after two steps. Each is loaded in every other and saved
+            again: the two files must be the same to the byte, which holds weights and moments, and
+            the next step must be the saver's. One model is a tied mixture, cut along every kind of
+            axis; two are dense, in the names of transformers.
+   same     Two steps, saved, and two more in the same layout: all bits of four steps that nobody
+            interrupted; with dropout, shuffled data, a growing batch, clipping, f32, bf16 and f16
+            with its loss scale, 1-bit Adam.
+   elastic  8 ranks, then 6, 4 and 8, under the tree: the bits of 8 ranks without a stop.
+   forms    What lies in a checkpoint: the tensors of transformers, numbers, and what is refused by
+            name.
+   golden   The first checkpoint of this format, which every later version must load. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define DT_IMPLEMENTATION
+#include "dt_zero.h"
+#include "examples/gpt.h"
+#include "examples/train.h"
+#include "tests/support/check.h"
+#include "tests/golden/checkpoint.h"
+
+static char scratch[] = "/tmp/test_checkpoint.XXXXXX";
+
+static const char *in_scratch(char *out, const char *name) {
+    snprintf(out, 300, "%s/%s", scratch, name);
+    return out;
+}
+
+static void clear(const char *folder) {
+    char command[400];
+    snprintf(command, sizeof command, "rm -rf '%s'", folder);
+    if (system(command) != 0) abort();
+}
+
+// ==== Layouts ===================================================================================
+
+typedef struct layout {
+    int dp, tp, cp, pp, ep, stage, shard, sched, chunks, sp, kind;
+    const char *offload_optim, *offload_params;
+    int background, procs;
+} layout;
+#define L(d, t, c, p, e, z, ...) \
+    { .dp = d, .tp = t, .cp = c, .pp = p, .ep = e, .stage = z, .shard = __VA_ARGS__ }
+
+static const layout layouts[] = {
+    L(1, 1, 1, 1, 1, 0, 0),
+    L(2, 1, 1, 1, 1, 0, 0),
+    L(2, 1, 1, 1, 1, 1, 0),
+    L(2, 1, 1, 1, 1, 2, 0),
+    L(2, 1, 1, 1, 1, 3, 0),
+    L(4, 1, 1, 1, 1, 1, 2),
+    L(4, 1, 1, 1, 1, 3, 2),
+    L(8, 1, 1, 1, 1, 2, 0),
+    L(3, 1, 1, 1, 1, 3, 0),
+    L(6, 1, 1, 1, 1, 1, 3),
+    L(4, 1, 1, 1, 1, 3, 1),
+    L(1, 2, 1, 1, 1, 0, 0),
+    L(1, 4, 1, 1, 1, 0, 0, .sp = 1),
+    L(2, 2, 1, 1, 1, 1, 0, .sp = 1),
+    L(2, 2, 1, 1, 1, 3, 0),
+    L(3, 2, 1, 1, 1, 2, 0, .background = 1),
+    L(1, 1, 2, 1, 1, 0, 0),
+    L(1, 1, 2, 1, 1, 3, 0, .kind = DT_CP_ZIGZAG),
+    L(1, 1, 4, 1, 1, 1, 0, .kind = DT_CP_ALLGATHER),
+    L(2, 1, 2, 1, 1, 2, 0, .kind = DT_CP_ULYSSES),
+    L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 1, 4, 1, 1, 0, .sched = DT_SCHEDULE_AFAB),
+    L(1, 1, 1, 2, 1, 0, 0, .sched = DT_SCHEDULE_INTERLEAVED, .chunks = 2),
+    L(2, 1, 1, 2, 1, 3, 0, .sched = DT_SCHEDULE_1F1B, .background = 1),
+    L(2, 1, 1, 2, 1, 2, 0, .sched = DT_SCHEDULE_ZB),
+    L(1, 2, 2, 2, 1, 1, 0, .sched = DT_SCHEDULE_1F1B),
+    L(2, 1, 1, 1, 1, 3, 0, .offload_optim = scratch, .offload_params = scratch),
+    L(2, 1, 1, 1, 1, 1, 0, .offload_optim = "cpu"),
+    L(2, 1, 1, 1, 1, 3, 0, .offload_optim = "cpu", .offload_params = "cpu"),
+    L(2, 2, 1, 1, 1, 1, 0, .procs = 1),
+    /* only where there are experts */
+    L(1, 1, 1, 1, 2, 0, 0),
+    L(1, 1, 1, 1, 2, 3, 0),
+    L(1, 1, 1, 1, 4, 1, 0),
+    L(2, 1, 1, 1, 2, 3, 2),
+    L(1, 1, 1, 2, 2, 3, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 2, 1, 1, 2, 3, 0),
+    L(2, 1, 1, 2, 2, 1, 0, .sched = DT_SCHEDULE_1F1B),
+    L(1, 1, 2, 1, 2, 3, 0, .background = 1),
+};
+enum { LAYOUTS = sizeof layouts / sizeof *layouts, BATCH = 24 };
+
+static void name_of(layout l, char *text, size_t bytes) {
+    snprintf(text, bytes, "dp%d tp%d cp%d pp%d ep%d zero%d/%d%s%s%s", l.dp, l.tp, l.cp, l.pp, l.ep,
+        l.stage, l.shard, l.sp ? " sp" : "", l.offload_optim ? " offload" : "",
+        l.background ? " background" : "");
+}
+
+// ==== One run ===================================================================================
+
+typedef struct run {
+    layout l;
+    gpt_config model;
+    train_config config; /* what a test changes of the usual one */
+    const char *save, *resume;
+    int64_t stop_at;
+} run;
+
+/* Forked ranks tell it through shared memory. */
+typedef struct result {
+    dt_status status;
+    char text[512];
+    int64_t first, last; /* steps made */
+    double loss[16], norm[16];
+} result;
+
+static result *told;
+
+static void on_step(dt_ctx *ctx, const train_row *row, void *user) {
+    (void)ctx, (void)user;
+    if (!told->first) told->first = row->step;
+    told->last = row->step;
+    if (row->step < 16) told->loss[row->step] = row->loss, told->norm[row->step] = row->grad_norm;
+}
+
+static char text_path[300];
+static train_files text_files;
+
+static gpt_config mixture(dt_dtype dtype) {
+    return (gpt_config){ .layers = 2,
+        .width = 16,
+        .heads = 4,
+        .kv_heads = 4,
+        .ffn = 24,
+        .seq = 16,
+        .vocab = 256,
+        .tied = 1,
+        .experts = 4,
+        .top_k = 2,
+        .moe_every = 2,
+        .shared = 1,
+        .balance = 0.01,
+        .router_bias = 0.001,
+        .dtype = dtype };
+}
+
+static gpt_config dense(dt_dtype dtype, int arch) {
+    return (gpt_config){ .arch = arch,
+        .layers = 2,
+        .width = 16,
+        .heads = 4,
+        .kv_heads = arch == GPT_LLAMA ? 2 : 4,
+        .ffn = 24,
+        .seq = 16,
+        .vocab = 256,
+        .tied = arch == GPT_GPT2,
+        .dtype = dtype };
+}
+
+static result go(run r) {
+    layout l = r.l;
+    train_config c = r.config;
+    dt_report report = { DT_OK, 0, "", 0 };
+    int replicas = l.dp * l.ep, stages = l.pp * (l.chunks ? l.chunks : 1),
+        items = 2 * r.model.layers + 2;
+    double same[64];
+    for (int i = 0; i < items; i++) same[i] = 1;
+    c.model = r.model;
+    c.model.sp = l.sp;
+    c.model.cp_kind = l.kind;
+    c.mesh = (dt_mesh_desc){ l.dp, l.tp, l.cp, l.pp, l.ep };
+    c.schedule = l.sched;
+    c.chunks = l.chunks ? l.chunks : 1;
+    if (dt_stage_cut(same, items, stages, c.cut, report.text, sizeof report.text) != DT_OK) abort();
+    if (!c.accum) c.accum = l.pp > 1 ? BATCH / replicas : 1;
+    if (!c.micro_batch) c.micro_batch = BATCH / replicas / c.accum;
+    c.zero.stage = l.stage;
+    c.zero.shard_group = l.shard;
+    c.zero.offload_optim = l.offload_optim;
+    c.zero.offload_params = l.offload_params;
+    if (c.zero.clip == 0) c.zero.clip = 1;
+    if (c.lr.peak == 0) c.lr = (dt_lr_desc){ .peak = 0.01, .steps = 8 };
+    c.data = text_files;
+    c.seq = 16;
+    c.stop_at = r.stop_at;
+    c.save = r.save;
+    c.resume = r.resume;
+    c.background = l.background;
+    c.settings = "{\"settings\": 1}";
+    c.on_step = on_step;
+    memset(told, 0, sizeof *told);
+    told->status = dt_run((dt_run_desc){ .ranks = l.dp * l.tp * l.cp * l.pp * l.ep,
+                              .timeout_s = 60,
+                              .report = &report,
+                              .backend = l.procs ? DT_BACKEND_PROCS : DT_BACKEND_THREADS },
+        train, &c);
+    memcpy(told->text, report.text, sizeof told->text);
+    return *told;
+}
+
+static char *read_all(const char *path, size_t *bytes) {
+    FILE *f = fopen(path, "rb");
+    char *data = NULL;
+    *bytes = 0;
+    if (!f) return NULL;
+    fseek(f, 0, SEEK_END);
+    *bytes = (size_t)ftell(f);
+    rewind(f);
+    data = (char *)malloc(*bytes + 1);
+    if (!data || fread(data, 1, *bytes, f) != *bytes) abort();
+    fclose(f);
+    return data;
+}
+
+static int same_file(const char *a, const char *b, const char *name) {
+    char path[700];
+    size_t n, m;
+    snprintf(path, sizeof path, "%s/%s", a, name);
+    char *x = read_all(path, &n);
+    snprintf(path, sizeof path, "%s/%s", b, name);
+    char *y = read_all(path, &m);
+    int same = x && y && n == m && memcmp(x, y, n) == 0;
+    free(x);
+    free(y);
+    return same;
+}
+
+static int same_checkpoint(const char *a, const char *b) {
+    return same_file(a, b, "model.safetensors") && same_file(a, b, "optim.safetensors");
+}
+
+static int close_to(double a, double b, double tolerance) {
+    return fabs(a - b) <= tolerance * fmax(fabs(b), 1e-3);
+}
+
+// ==== pairs =====================================================================================
+
+/* f64: what a layout changes in the next step is its order of sums, and no more. */
+static void pairs(const char *what, gpt_config model, int count, int every) {
+    static result from[LAYOUTS];
+    int pairs = 0;
+    char dir[300], at[320], other[300], copy[320], a[100], b[100];
+    for (int i = 0; i < count; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "from-%d", i);
+        in_scratch(dir, name);
+        clear(dir);
+        name_of(layouts[i], a, sizeof a);
+        result r = go((run){ .l = layouts[i], .model = model, .save = dir, .stop_at = 2 });
+        CHECK_MSG(r.status == DT_OK && r.last == 2, "%s, %s: %s", what, a, r.text);
+        snprintf(at, sizeof at, "%s/step-2", dir);
+        from[i] = go((run){ .l = layouts[i], .model = model, .resume = at, .stop_at = 3 });
+        CHECK_MSG(
+            from[i].status == DT_OK && from[i].first == 3, "%s, %s: %s", what, a, from[i].text);
+    }
+    in_scratch(other, "to");
+    snprintf(copy, sizeof copy, "%s/step-2", other);
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < count; k++) {
+            if ((i * 5 + k * 3) % every != 0) continue;
+            pairs++;
+            snprintf(at, sizeof at, "%s/from-%d/step-2", scratch, i);
+            clear(other);
+            name_of(layouts[i], a, sizeof a);
+            name_of(layouts[k], b, sizeof b);
+            result r = go((run){
+                .l = layouts[k], .model = model, .resume = at, .save = other, .stop_at = 2 });
+            CHECK_MSG(r.status == DT_OK && r.first == 0, "%s: %s -> %s: %s", what, a, b, r.text);
+            CHECK_MSG(same_checkpoint(at, copy), "%s: %s -> %s: other bits", what, a, b);
+            r = go((run){ .l = layouts[k], .model = model, .resume = at, .stop_at = 3 });
+            CHECK_MSG(r.status == DT_OK && r.first == 3 &&
+                          close_to(r.loss[3], from[i].loss[3], 1e-11) &&
+                          close_to(r.norm[3], from[i].norm[3], 1e-9),
+                "%s: %s -> %s: next step: loss %.17g and %.17g, norm %.17g "
+                "and %.17g: %s",
+                what, a, b, r.loss[3], from[i].loss[3], r.norm[3], from[i].norm[3], r.text);
+        }
+    printf("%s: %d of %d ordered pairs of %d layouts\n", what, pairs, count * count, count);
+}
+
+// ==== same ======================================================================================
+
+typedef struct kind {
+    const char *name;
+    dt_dtype dtype;
+    int ramp, shuffle, tree, sgd, own_scale, onebit;
+    double dropout;
+} kind;
+
+static void same(const kind *k, int i) {
+    run r = { .l = layouts[i], .model = mixture(k->dtype) };
+    char whole[300], half[300], at[320], end[320], name[100];
+    int replicas = r.l.dp * r.l.ep;
+    r.model.dropout = k->dropout;
+    r.config.shuffle = k->shuffle;
+    r.config.zero.tree = k->tree;
+    if (k->onebit)
+        r.config.zero.optimizer = DT_ONEBIT_ADAM, r.config.zero.freeze_steps = 1,
+        r.model.experts = 0;
+    if (k->sgd) r.config.zero.optimizer = DT_SGD, r.config.zero.momentum = 0.9;
+    if (k->own_scale)
+        r.config.zero.scale = (dt_scale_desc){ .init = 1 << 22, .interval = 3, .hysteresis = 1 };
+    if (k->ramp) {
+        r.config.micro_batch = 1;
+        r.config.accum = BATCH / replicas;
+        r.config.ramp =
+            (dt_batch_ramp){ .start = BATCH / 2, .incr = BATCH / 2, .samples = 2 * BATCH };
+    }
+    name_of(r.l, name, sizeof name);
+    in_scratch(whole, "whole");
+    in_scratch(half, "half");
+    clear(whole);
+    clear(half);
+    r.save = whole;
+    r.stop_at = 5;
+    result once = go(r);
+    r.save = half;
+    r.stop_at = 2;
+    result first = go(r);
+    r.resume = half;
+    r.stop_at = 5;
+    result second = go(r);
+    CHECK_MSG(once.status == DT_OK && first.status == DT_OK && second.status == DT_OK,
+        "%s, %s: %s%s%s", k->name, name, once.text, first.text, second.text);
+    CHECK_MSG(second.first == 3 && second.last == 5, "%s, %s: steps %lld to %lld", k->name, name,
+        (long long)second.first, (long long)second.last);
+    for (int s = 3; s <= 5; s++)
+        CHECK_MSG(second.loss[s] == once.loss[s] && second.norm[s] == once.norm[s],
+            "%s, %s: step %d: %.17g and %.17g", k->name, name, s, second.loss[s], once.loss[s]);
+    snprintf(at, sizeof at, "%s/step-5", whole);
+    snprintf(end, sizeof end, "%s/step-5", half);
+    CHECK_MSG(same_checkpoint(at, end), "%s, %s: after the last step: other bits", k->name, name);
+}
+
+static void all_same(int full) {
+    static const kind kinds[] = { { .name = "f32", .dtype = DT_F32 },
+        { .name = "bf16", .dtype = DT_BF16 },
+        { .name = "f32, dropout, shuffled", .dtype = DT_F32, .dropout = 0.2, .shuffle = 1 },
+        { .name = "f16, its scale moves", .dtype = DT_F16, .own_scale = 1 },
+        { .name = "f32, growing batch", .dtype = DT_F32, .ramp = 1, .shuffle = 1 },
+        { .name = "bf16, SGD, tree", .dtype = DT_BF16, .sgd = 1, .tree = 1 } };
+    int runs = 0;
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int i = 0; i < LAYOUTS; i++) {
+            int offload = layouts[i].offload_optim != NULL,
+                ramps = BATCH / 2 % (layouts[i].dp * layouts[i].ep) == 0;
+            if (kinds[k].ramp && (!ramps || layouts[i].pp > 2)) continue;
+            if ((k >= 2 && i % 3 != (int)k % 3 && !offload) || (!full && (i + (int)k) % 3 != 0))
+                continue;
+            same(&kinds[k], i);
+            runs++;
+        }
+    static const kind onebit = { .name = "1-bit Adam", .dtype = DT_F32, .onebit = 1 };
+    for (int i = 0; i < LAYOUTS; i++)
+        if (layouts[i].stage == 0 && layouts[i].ep == 1) same(&onebit, i), runs++;
+    printf("same: %d trainings, interrupted\n", runs);
+}
+
+// ==== elastic ===================================================================================
+
+static void elastic(void) {
+    static const int ranks[] = { 8, 6, 4, 8 };
+    char one[300], many[300], a[320], b[320];
+    for (int stage = 0; stage <= 3; stage++)
+        for (int type = 0; type < 2; type++) {
+            run r = { .model = dense(type ? DT_BF16 : DT_F32, stage % 2 ? GPT_LLAMA : GPT_GPT2),
+                .config = { .micro_batch = 1, .zero = { .tree = 1 } } };
+            clear(in_scratch(one, "one"));
+            clear(in_scratch(many, "many"));
+            r.l = (layout)L(8, 1, 1, 1, 1, stage, 0);
+            r.config.accum = BATCH / 8;
+            r.save = one;
+            r.stop_at = 8;
+            result once = go(r);
+            CHECK_MSG(once.status == DT_OK, "%s", once.text);
+            for (int i = 0; i < 4; i++) {
+                r.l.dp = ranks[i];
+                r.config.accum = BATCH / ranks[i];
+                r.save = many;
+                r.resume = i ? many : NULL;
+                r.stop_at = 2 * (i + 1);
+                result part = go(r);
+                CHECK_MSG(part.status == DT_OK && part.first == 2 * i + 1, "elastic, %d ranks: %s",
+                    ranks[i], part.text);
+                for (int64_t s = part.first; s <= part.last; s++)
+                    CHECK_MSG(part.loss[s] == once.loss[s],
+                        "elastic, zero%d, %d ranks, step %lld: %.17g and %.17g", stage, ranks[i],
+                        (long long)s, part.loss[s], once.loss[s]);
+            }
+            snprintf(a, sizeof a, "%s/step-8", one);
+            snprintf(b, sizeof b, "%s/step-8", many);
+            CHECK_MSG(same_checkpoint(a, b), "elastic, zero%d: other bits at the end", stage);
+        }
+}
+
+// ==== forms =====================================================================================
+
+/* One rank reads `from` and writes it again. */
+typedef struct again {
+    gpt_config model;
+    const char *from, *to;
+} again;
+static dt_status save_again(dt_ctx *ctx, void *user) {
+    const again *a = (const again *)user;
+    gpt m = gpt_register(ctx, a->model);
+    dt_zero_make(ctx, (dt_zero_desc){ .stage = 0 });
+    gpt_load(&m, a->from);
+    clear(a->to);
+    if (mkdir(a->to, 0777) != 0) abort();
+    gpt_save(&m, a->to, 0);
+    return dt_error(ctx);
+}
+
+/* Of a model in the names of transformers, the file of a checkpoint is that which gpt_save writes,
+   and gpt_export from any layout; an llm.c model holds the same. */
+static void names(void) {
+    char dir[300], at[320], out[300], exported[300], bin[300];
+    in_scratch(out, "again");
+    in_scratch(exported, "exported");
+    in_scratch(bin, "exported.bin");
+    for (int kind = 0; kind < 4; kind++)
+        for (int i = kind % 2; i < LAYOUTS; i += 2) {
+            gpt_config model =
+                dense(kind == 3 ? DT_BF16 : DT_F32, kind == 1 ? GPT_LLAMA : GPT_GPT2);
+            if (layouts[i].ep > 1) continue;
+            /* as llm.c's are: of 384 rows */
+            if (kind >= 2) model.ffn = 4 * model.width, model.vocab = 300;
+            clear(in_scratch(dir, "forms"));
+            clear(exported);
+            if (mkdir(exported, 0777) != 0) abort();
+            snprintf(at, sizeof at, "%s/step-2", dir);
+            result r = go((run){ .l = layouts[i],
+                .model = model,
+                .save = dir,
+                .stop_at = 2,
+                .config = { .export_to = kind >= 2 ? bin : exported } });
+            CHECK_MSG(r.status == DT_OK, "%s", r.text);
+            again a = { model, at, out };
+            CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
+            CHECK_MSG(same_file(at, out, "model.safetensors"), "kind %d, layout %d: other files",
+                kind, i);
+            CHECK(same_file(at, out, "config.json"));
+            if (kind >= 2) {
+                a = (again){ model, bin, exported };
+                CHECK(dt_run((dt_run_desc){ .ranks = 1 }, save_again, &a) == DT_OK);
+            }
+            CHECK_MSG(same_file(at, exported, "model.safetensors"),
+                "kind %d, layout %d: another export", kind, i);
+            CHECK(same_file(at, exported, "config.json"));
+        }
+}
+
+static void refused(const char *what, run r, const char *text) {
+    result got = go(r);
+    CHECK_MSG(got.status != DT_OK && strstr(got.text, text), "%s: status %d, '%s' should say '%s'",
+        what, (int)got.status, got.text, text);
+}
+
+/* The last bytes of a manifest after its text was changed. */
+static void seal(const char *path) {
+    size_t n;
+    char *text = read_all(path, &n), end[DT__MANIFEST_END + 1];
+    dt__manifest_end(end, text, n - DT__MANIFEST_END);
+    memcpy(text + n - DT__MANIFEST_END, end, DT__MANIFEST_END);
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(text, 1, n, f) != n || fclose(f) != 0) abort();
+    free(text);
+}
+
+static void change(const char *path, const char *from, const char *to) {
+    size_t n;
+    char *text = read_all(path, &n), *at;
+    text[n] = 0;
+    at = strstr(text, from);
+    if (!at || strlen(from) != strlen(to)) abort();
+    memcpy(at, to, strlen(to));
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(text, 1, n, f) != n || fclose(f) != 0) abort();
+    free(text);
+}
+
+/* What every part below begins with: a checkpoint of step 2 in `dir`, and the run that goes on from
+   it, `at`. */
+static run saved_run(char *dir, char *at) {
+    run r = {
+        .l = L(2, 1, 1, 1, 1, 1, 0), .model = dense(DT_F32, GPT_GPT2), .save = dir, .stop_at = 2
+    };
+    clear(in_scratch(dir, "forms"));
+    CHECK(go(r).status == DT_OK);
+    snprintf(at, 320, "%s/step-2", dir);
+    r.save = NULL;
+    r.stop_at = 3;
+    r.resume = at;
+    CHECK(go(r).status == DT_OK);
+    return r;
+}
+
+static void other_programs(void) {
+    char dir[300], other[300], at[320];
+    run r = saved_run(dir, at), bad = r;
+    bad.model.width = 32;
+    refused("another width", bad, "in this program");
+    bad = r;
+    bad.model.layers = 3;
+    refused("another depth", bad, "which this program has");
+    bad.model.layers = 1;
+    refused("another depth", bad, "which this program has not");
+    bad = r;
+    bad.model.dtype = DT_BF16;
+    refused("another type", bad, "F32");
+    bad = r;
+    bad.config.zero.optimizer = DT_ADAM;
+    refused("another optimizer", bad, "its optimizer is adamw, and this program's is adam");
+    run signs = { .l = L(2, 1, 1, 1, 1, 0, 0),
+        .model = dense(DT_F32, GPT_GPT2),
+        .save = in_scratch(other, "signs"),
+        .stop_at = 3,
+        .config = { .zero = { .optimizer = DT_ONEBIT_ADAM, .freeze_steps = 1 } } };
+    clear(other);
+    CHECK(go(signs).status == DT_OK);
+    signs.l.dp = 4; /* its errors begin again */
+    signs.resume = other;
+    signs.stop_at = 4;
+    CHECK(go(signs).status == DT_OK);
+}
+
+static void folders(void) {
+    char dir[300], other[300], at[320], name[64], copy[1600];
+    run r = saved_run(dir, at), bad = r;
+    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 2 &&
+          strcmp(name, "step-2") == 0);
+    bad.resume = in_scratch(other, "nothing");
+    refused("no folder", bad, "there is no checkpoint");
+    CHECK(dt_checkpoint_newest(dt_io_default(), other, name, sizeof name) == -1 && !name[0]);
+    if (mkdir(other, 0777) != 0) abort();
+    refused("no checkpoint", bad, "there is no checkpoint");
+    bad.save = dir;
+    bad.resume = NULL;
+    refused("a folder of another training", bad, "which this job has not loaded");
+    bad.save = "/proc/nothing/here";
+    refused("a folder that cannot be made", bad, "/proc/nothing/here");
+    r.resume = r.save = dir;
+    CHECK(go(r).status == DT_OK);
+    snprintf(copy, sizeof copy, "cp -r '%s' '%s/step-9'; mkdir '%s/step-0010' '%s/step-8.x'", at,
+        dir, dir, dir);
+    if (system(copy) != 0) abort(); /* of step 2, whatever its name says; and names that are none */
+    CHECK(dt_checkpoint_newest(dt_io_default(), dir, name, sizeof name) == 9);
+    r.save = NULL;
+    r.stop_at = 4;
+    result newest = go(r);
+    CHECK_MSG(newest.status == DT_OK && newest.first == 4,
+        "step 3 is the newest, goes on with %lld: %s", (long long)newest.first, newest.text);
+    /* in another spelling it is no other folder */
+    snprintf(other, sizeof other, "%s/./forms", scratch);
+    r.resume = other;
+    r.save = dir;
+    newest = go(r);
+    CHECK_MSG(newest.status == DT_OK, "%s", newest.text);
+}
+
+/* Formats of the future, by name; and manifests that only look like one. */
+static void manifests(void) {
+    char dir[300], at[320], path[360];
+    run r = saved_run(dir, at);
+    snprintf(path, sizeof path, "%s/manifest.json", at);
+    change(path, "\"version\":1", "\"version\":2");
+    refused(
+        "a newer format, damaged", r, "checkpoint of format 2; this program knows formats up to 1");
+    seal(path);
+    refused("a newer format", r, "checkpoint of format 2; this program knows formats up to 1");
+    r.resume = dir;
+    refused("a newer format in a folder", r, "checkpoint of format 2");
+    change(path, "\"version\":2", "\"version\":0");
+    seal(path);
+    refused("format 0", r, "no manifest of a dt checkpoint");
+    change(path, "\"version\":0", "\"version\":1");
+    seal(path);
+    CHECK(go(r).status == DT_OK);
+    change(path, "\"seed\":\"1\"", "\"seed\":\"2\"");
+    seal(path);
+    refused("another seed", r, "its seed is 2");
+    change(path, "\"seed\":\"2\"", "\"seed\":\"1\"");
+    change(path, "\"samples\"", "\"sampled\"");
+    seal(path);
+    refused("a number is missing", r, "it has 0 numbers 'samples', and this program has 1");
+}
+
+static void forms(void) {
+    names();
+    other_programs();
+    folders();
+    manifests();
+}
+
+// ==== golden ====================================================================================
+
+/* Small, but of every kind: a mixture that is tied, bf16 with masters. */
+static run golden_run(void) {
+    run r = { .l = L(2, 1, 1, 1, 1, 1, 0), .model = mixture(DT_BF16), .stop_at = 2 };
+    r.model.width = 4;
+    r.model.ffn = 4;
+    r.model.heads = r.model.kv_heads = 2;
+    r.model.layers = 2;
+    r.model.experts = 2;
+    return r;
+}
+
+/* What it held when it was written, as sums over all numbers of a file. */
+static double sum_of(const char *folder, const char *name) {
+    char path[400];
+    dt_ctx *ctx = dt_ctx_make((dt_ctx_desc){ .seed = 1 });
+    double sum = 0;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    dt_weights *w = dt_weights_open(ctx, path);
+    for (int i = 0; i < dt_weights_count(w); i++) {
+        const dt_weight *t = dt_weights_get(w, i);
+        double *x = (double *)malloc((size_t)t->count * sizeof *x);
+        dt_weights_read(w, i, 0, t->count, DT_F64, x);
+        for (int64_t k = 0; k < t->count; k++) sum += x[k] * (double)(1 + k % 17 + i);
+        free(x);
+    }
+    dt_ctx_free(ctx);
+    return sum;
+}
+
+static void golden(void) {
+    char dir[300], copy[320];
+    run r = golden_run();
+    r.resume = "tests/golden/checkpoint/step-2";
+    r.save = in_scratch(dir, "golden");
+    result got = go(r);
+    CHECK_MSG(got.status == DT_OK, "the golden checkpoint: %s", got.text);
+    snprintf(copy, sizeof copy, "%s/step-2", dir);
+    CHECK_MSG(same_checkpoint(copy, r.resume), "the golden checkpoint is saved with other bits");
+    double model = sum_of(copy, "model.safetensors"), optim = sum_of(copy, "optim.safetensors");
+    CHECK_MSG(close_to(model, GOLDEN_MODEL, 1e-12) && close_to(optim, GOLDEN_OPTIM, 1e-12),
+        "sums %.17g and %.17g", model, optim);
+    r.save = NULL;
+    r.stop_at = 3;
+    got = go(r);
+    CHECK_MSG(got.status == DT_OK && close_to(got.loss[3], GOLDEN_LOSS, 1e-6),
+        "its next loss is %.17g", got.loss[3]);
+}
+
+int main(int argc, char **argv) {
+    const char *what = argc > 1 ? argv[1] : "";
+    if (!mkdtemp(scratch)) return 1;
+    told = (result *)mmap(
+        NULL, sizeof *told, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    FILE *f = fopen(in_scratch(text_path, "text"), "w");
+    for (int i = 0; i < 4000; i++)
+        fputc("the quick brown fox jumps over a lazy dog; "[(i * 7 + i / 43 * 3) % 43], f);
+    fclose(f);
+    train_files_add(&text_files, text_path, 4000);
+    text_files.tokens = 4000;
+    if (strcmp(what, "golden") == 0 && argc > 2) {
+        run r = golden_run();
+        r.save = argv[2];
+        result got = go(r);
+        r.resume = argv[2];
+        r.save = NULL;
+        r.stop_at = 3;
+        if (got.status == DT_OK) got = go(r);
+        char at[400];
+        snprintf(at, sizeof at, "%s/step-2", argv[2]);
+        printf(
+            "#define GOLDEN_MODEL %.17g\n#define GOLDEN_OPTIM %.17g\n#define GOLDEN_LOSS %.17g\n",
+            sum_of(at, "model.safetensors"), sum_of(at, "optim.safetensors"), got.loss[3]);
+        clear(scratch);
+        return got.status != DT_OK;
+    }
+    int experts = 0;
+    while (experts < LAYOUTS && layouts[experts].ep == 1) experts++;
+    int full = strcmp(what, "full") == 0;
+    pairs("tied mixture", mixture(DT_F64), LAYOUTS, full ? 1 : 7);
+    pairs("GPT-2", dense(DT_F64, GPT_GPT2), experts, full ? 1 : 11);
+    pairs("Llama", dense(DT_F64, GPT_LLAMA), experts, full ? 1 : 11);
+    all_same(full);
+    elastic();
+    forms();
+    golden();
+    clear(scratch);
+    train_files_free(&text_files);
+    return check_done("test_checkpoint");
+}
