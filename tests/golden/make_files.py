@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/files_*.safetensors with the reference library, for tests/test_files.c.
+"""Makes tests/golden/files_*.safetensors with the reference library, for tests/tensor/test_files.c.
 
     python3 -m venv venv && venv/bin/pip install safetensors torch && venv/bin/python tests/golden/make_files.py
 """

@@ -51,5 +51,11 @@ for f in examples/[0-9]*.c; do
     [ "$(wc -l <"$f")" -le 150 ] || { echo "FAIL $f: over 150 lines"; failed=$((failed + 1)); }
 done
 run demo 180
+# the picture of README.md is what the demonstration draws
+if cmp -s "$D/schedules.svg" examples/schedules.svg; then
+    echo "PASS examples/schedules.svg"; passed=$((passed + 1))
+else
+    echo "FAIL examples/schedules.svg is not what demo draws"; failed=$((failed + 1))
+fi
 echo "test_examples: $passed passed, $failed failed, 0 skipped"
 [ "$failed" = 0 ]

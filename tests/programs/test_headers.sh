@@ -442,6 +442,12 @@ group_text() {
     [ "$(grep -c function "$T/lengths")" -ge 20 ] || echo "found only $(grep -c function "$T/lengths") functions" >>"$log"
     check "text: none of $(grep -c function "$T/lengths") functions is over 80 lines" "$log" 30
     group_format
+    if [ -e README.md ]; then
+        n=$(wc -l <README.md)
+        : >"$log"
+        [ "$n" -le 200 ] || echo "$n lines" >"$log"
+        check "text README.md: $n lines, at most 200" "$log"
+    fi
     if [ -d examples ]; then
         grep -rn 'dt__' examples >"$log"
         check "text: examples use nothing private (dt__)" "$log"
@@ -523,15 +529,22 @@ group_examples() {
     done
     have nvcc && [ -e dt_kernels.cu ] || skip "examples: build lines of nvcc" "nvcc or dt_kernels.cu is not there"
     if [ -e README.md ]; then
-        awk -v dir="$T" '/^```c[ \t]*$/ { n++; f = dir "/readme." n ".c"; on = 1; next } /^```/ { on = 0 } on { print >f }' README.md
+        # its programs; a diff changes the program before it into another one
+        awk -v dir="$T" '/^```c[ \t]*$/ { n++; f = dir "/readme." n ".c"; on = 1; next }
+            /^```diff[ \t]*$/ { f = dir "/readme." n ".diff"; on = 1; next }
+            /^```/ { on = 0 } on { print >f }' README.md
         i=0
-        for f in "$T"/readme.*.c; do
-            [ -e "$f" ] && grep -q 'int main' "$f" || continue
+        for f in "$T"/readme.*.c "$T"/readme.*.diff; do
+            [ -e "$f" ] && grep -q 'int main' "${f%.*}.c" || continue
             i=$((i + 1))
             d=$T/readme.d$i
             mkdir -p "$d"
-            cp "$f" "$d/train.c"
+            cp "${f%.*}.c" "$d/train.c"
             cp dt_*.h "$d"
+            if [[ $f == *.diff ]] && ! patch -s --fuzz=0 "$d/train.c" "$f" >"$T/patch.log" 2>&1; then
+                check "examples README.md: the diff applies" "$T/patch.log"
+                continue
+            fi
             job "examples README.md: program $i" run_example "$d" "cc -O0 train.c -lm -lpthread"
         done
         [ $i -gt 0 ] || job "examples README.md: has a program" false
