@@ -1,19 +1,19 @@
-# dt - builds the programs, runs the tests. Needs cc and make; nothing is detected.
+# dt - builds the programs and runs the tests. Needs cc and make; detects nothing.
 #
-#   make          train_gpt, demo and the ladder of examples, into build/
+#   make          builds train_gpt, demo and the ladder of examples into build/
 #   make demo     builds and runs the demonstration: every layout against one rank
-#   make test     everything, but a sample of 3 of the planted mistakes; last line "N passed, N failed, N skipped"
-#                 (DEPS=no: install nothing)
-#   make mutants  all planted mistakes: each must make its test fail
-#   make bench    every benchmark against its peers: OpenBLAS, PyTorch, Open MPI, where they are installed
-#   make asan     the test programs and train_gpt under address, leak and undefined-behaviour checks; ubsan, tsan
-#                 likewise; T=sanitized: only train_gpt, demo and the ladder
-#   make faults   the full campaigns of faults: killed, stopped, tangled and odd ranks, networks, disks; some 20
-#                 minutes
-#   make fuzz SECONDS=60   every fuzz target for that long; needs clang with libFuzzer
-#   make CUDA=1   with nvcc and dt_kernels.cu; NCCL=1 with it: ranks with a GPU each; ARCH=90a: for that GPU alone
-#   make MPI=1    ranks that mpirun starts, compiled with mpicc (MPICC=mpicc.mpich: with another)
-#   make BLAS=1   products by OpenBLAS; make OMP=1   threads inside a rank
+#   make test     runs all tests and a sample of 3 planted mistakes; last line "N passed, N failed, N skipped"
+#                 (DEPS=no installs nothing)
+#   make mutants  plants every mistake of tests/mutants: each must make its test fail
+#   make bench    runs every benchmark beside its peers (OpenBLAS, PyTorch, Open MPI), where they are installed
+#   make asan     runs the test programs and train_gpt under the address, leak and undefined-behaviour sanitizers;
+#                 ubsan and tsan likewise; T=sanitized: only train_gpt, demo and the ladder
+#   make faults   runs the full fault campaigns: killed, stopped, deadlocked and late ranks, networks, disks, power
+#                 (about 20 minutes)
+#   make fuzz SECONDS=60   runs every fuzz target for that long; needs clang with libFuzzer
+#   make CUDA=1   builds with nvcc and dt_kernels.cu; NCCL=1: one GPU for each rank; ARCH=90a: for that GPU only
+#   make MPI=1    builds with mpicc for ranks that mpirun starts (MPICC=mpicc.mpich: another compiler)
+#   make BLAS=1   uses OpenBLAS for matrix products; make OMP=1 uses threads inside a rank
 #
 # Your own program needs no Makefile: cc -O3 train.c -lm -lpthread
 
@@ -45,7 +45,7 @@ CC      = $(MPICC)
 endif
 
 ifeq ($(CUDA),1)
-# Machine code for each, and for the newest what later devices compile at start.
+# Machine code for each architecture, and PTX of the newest one, which later GPUs compile at start.
 ARCH      ?= 80 90a 100
 NVCCFLAGS += $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH))
@@ -61,7 +61,7 @@ TESTING = $(CC) $(TFLAGS)
 UNUSED  = -Wno-unused-function
 endif
 
-WORDS    = $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
+FLAGS    = $(COMPILE) $(KFLAGS) $(TESTING) $(CXX) $(CXXFLAGS) $(RACES) $(LDLIBS)
 HEADERS  = $(wildcard dt_*.h examples/*.h tests/*/*.h)
 EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c)) \
            $(if $(KERNELS),$(patsubst examples/%.cu,$(B)/%,$(wildcard examples/*.cu)))
@@ -72,9 +72,10 @@ vpath %.cc tests/cuda
 RACES    = -fsanitize=thread --param tsan-distinguish-volatile=1 -fno-inline -fno-thread-jumps -fno-builtin-memcpy \
            -fno-builtin-memset
 
-# The headers are one file each for those who use them, and here compiled once: examples and benchmarks see declarations
-# and are linked with the rest. Tests look inside: they compile all but the kernels, which most of the time is for, and
-# what there only kernels use stays unused. WHOLE looks into the kernels too; SHARE=no: all tests are one file.
+# Compile the implementation once. Examples and benchmarks include declarations and link with implementation.o and
+# kernels.o. Tests use private functions, so they compile the implementation themselves, except the CPU kernels, which take
+# most of the compile time; helpers that only the kernels use are then unused. The tests in WHOLE use private functions
+# of the kernels too. SHARE=no compiles everything in each test.
 IMPLEMENTED = -DDT_TENSOR_IMPL -DDT__TENSOR_TABLE -DDT_COMM_IMPL -DDT_PARALLEL_IMPL -DDT_ZERO_IMPL
 OBJECTS     = $(B)/implementation.o $(B)/kernels.o $(KERNELS)
 WHOLE       = $(B)/test_kernels $(B)/test_cuda_shim $(B)/test_fake_cuda $(B)/test_fake_kernels
@@ -85,15 +86,15 @@ $(B)/test_fake_kernels: OWN = -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 $(B)/test_fake_kernels: $(B)/fake_cuda.o
 $(B)/test_fuzz: $(wildcard tests/fuzz/*.[ch]) examples/train_gpt.c
 $(SHARING) $(B)/net_rank $(B)/packets $(B)/power: OWN = -DDT__TENSOR_TABLE $(UNUSED) $(B)/tests_kernels.o
-# KFLAGS: demo and the ladder link kernels.o, which is not sanitized; the tests, and the train_gpt of
-# test_sanitized.sh, link tests_kernels.o.
+# KFLAGS: kernels.o, which demo and the ladder link, is not sanitized. The tests, and the train_gpt of test_sanitized.sh,
+# link tests_kernels.o, which is.
 SANITIZE = $(MAKE) --no-print-directory B=build-$@ TFLAGS="-O1 -g -Wall -Wextra $(1)" \
            CFLAGS="-O1 -g1 -Wall -Wextra $(1)" KFLAGS="-O2 -fno-sanitize=all" CXXFLAGS="-std=c++17 -O1 -g $(1)" sanitized
 
 .PHONY: all demo test mutants tests asan tsan ubsan sanitized faults fuzz bench clean FORCE
 all: $(EXAMPLES)
 tests: $(TESTS)
-demo: # both halves of the implementation at a time: it is most of the wait
+demo: # compile both halves of the implementation at the same time
 	$(MAKE) --no-print-directory $(if $(findstring j,$(firstword -$(MAKEFLAGS))),,-j2) $(B)/demo
 	$(B)/demo
 
@@ -113,7 +114,7 @@ sanitized:
 bench: $(BENCHES)
 	@for p in $^; do echo "== $$p"; $$p || exit 1; done
 
-# Fuzzing: clang with libFuzzer; each target from its corpus, for SECONDS. What it finds stays in build/fuzz.
+# Fuzzing: each target starts from its corpus and runs for SECONDS. New inputs and crashes stay in build/fuzz.
 SECONDS ?= 60
 FUZZERS  = $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 fuzz: $(FUZZERS)
@@ -125,27 +126,27 @@ fuzz: $(FUZZERS)
 	        { tail -n 30 $(B)/fuzz/$$n.log; exit 1; }; \
 	    grep -E 'number_of_executed_units|DONE' $(B)/fuzz/$$n.log; done
 
-# The full campaigns. B=build-asan and the like: the programs of that folder.
+# The full campaigns. B=build-asan runs the programs of that folder.
 faults: $(B)/test_faults $(B)/test_mismatch $(B)/test_checkpoint_faults $(B)/test_checkpoint_kills $(B)/train_gpt
 	@B=$(B) tests/faults/run.sh
 
 clean:
 	rm -rf build build-asan build-ubsan build-tsan
 
-# What is compiled with other words than last time is compiled again.
-$(B)/words: FORCE
-	@mkdir -p $(B); echo '$(WORDS)' | cmp -s - $@ || echo '$(WORDS)' >$@
+# Rebuild when the compiler or its flags change.
+$(B)/flags: FORCE
+	@mkdir -p $(B); echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
 
-$(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/words
+$(B)/dt_kernels.o: dt_kernels.cu $(HEADERS) $(B)/flags
 	$(NVCC) $(NVCCFLAGS) -c $< -o $@
 $(B)/fuzz/fuzz_config: examples/train_gpt.c
 $(B)/fuzz/%: tests/fuzz/%.c tests/fuzz/fuzz.h $(HEADERS)
 	@mkdir -p $(B)/fuzz
 	clang -O1 -g -DFUZZ_ENGINE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -I. $< -o $@ $(LDLIBS)
-# The GPU backend's stand-in: needs the toolkit's headers, without them it is empty.
-$(B)/fake_cuda.o: tests/cuda/fake_cuda.c $(wildcard tests/cuda/fake_*.h) $(B)/words
+# The emulated CUDA runtime. Without the CUDA toolkit's headers it is empty.
+$(B)/fake_cuda.o: tests/cuda/fake_cuda.c $(wildcard tests/cuda/fake_*.h) $(B)/flags
 	$(CC) $(TFLAGS) -O2 -isystem $(CUDA_HOME)/include -c $< -o $@
-# dt_kernels.cu on the CPU, its launches in that stand-in's queues.
+# dt_kernels.cu compiled for the CPU; the emulated runtime runs its kernel launches in streams.
 ifneq ($(wildcard $(CUDA_HOME)/include/cublasLt.h),)
 EMULATED = $(B)/gpu_kernels.o $(B)/fake_cuda.o
 GPU_TESTS = $(B)/test_matrix_gpu $(B)/test_nccl
@@ -155,36 +156,36 @@ $(B)/test_matrix_gpu: tests/programs/test_matrix.c
 $(B)/test_cuda_blas: tests/cuda/test_cuda_attention.cc $(B)/fake_cuda.o
 $(B)/test_cuda_blas: OWN += -isystem $(CUDA_HOME)/include $(B)/fake_cuda.o
 endif
-$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/words
+$(B)/gpu_kernels.o: dt_kernels.cu tests/cuda/cuda_on_cpu.h $(HEADERS) $(B)/flags
 	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Wno-unknown-pragmas -x c++ -DDTC_QUEUED -DDT_USE_CUDA -DDT_CUBLASLT \
 	    -isystem $(CUDA_HOME)/include -include tests/cuda/cuda_on_cpu.h -c $< -o $@
-$(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/words
+$(B)/kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(KFLAGS) -DKERNELS -I. -c $< -o $@
-$(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/words
+$(B)/tests_kernels.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(TESTING) -DKERNELS -I. -c $< -o $@
-$(B)/implementation.o: tests/support/implementation.c $(HEADERS) $(B)/words
+$(B)/implementation.o: tests/support/implementation.c $(HEADERS) $(B)/flags
 	$(COMPILE) $(UNUSED) -I. -c $< -o $@
-$(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/words
+$(B)/%: examples/%.c $(HEADERS) $(OBJECTS) $(B)/flags
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
-$(B)/%: examples/%.cu $(HEADERS) $(OBJECTS) $(B)/words
+$(B)/%: examples/%.cu $(HEADERS) $(OBJECTS) $(B)/flags
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
-$(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/words
+$(B)/%: tests/bench/%.c $(HEADERS) $(OBJECTS) $(B)/flags
 	$(COMPILE) $(IMPLEMENTED) -I. $< $(OBJECTS) -o $@ $(LDLIBS)
 $(B)/test_fake_cuda: tests/cuda/fake_cuda.c
-$(B)/%: %.c $(HEADERS) $(KERNELS) $(B)/words
+$(B)/%: %.c $(HEADERS) $(KERNELS) $(B)/flags
 	$(TESTING) $(OWN) -I. $< $(KERNELS) -o $@ $(LDLIBS)
-$(B)/%: %.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/words
+$(B)/%: %.cc $(HEADERS) $(wildcard dt_*.cu) $(B)/flags
 	$(CXX) $(CXXFLAGS) $(OWN) -I. $< -o $@ $(LDLIBS)
-# The same cases for a GPU, by the host's compiler; without CUDA=1 with the stand-in, to see that the host waits.
-$(B)/%_on_gpu: %.cc tests/cuda/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/words
+# The same cases on a GPU. Without CUDA=1 they run on the emulated runtime, which shows that the host waits for the device.
+$(B)/%_on_gpu: %.cc tests/cuda/test_cuda_attention.cc $(HEADERS) $(or $(KERNELS),$(EMULATED)) $(B)/flags
 	$(CXX) $(CXXFLAGS) -DCUDA_ON_GPU -isystem $(CUDA_HOME)/include -I. -c $< -o $@.o
 	$(if $(KERNELS),$(NVCC),$(CXX) $(CXXFLAGS)) $@.o $(or $(KERNELS),$(EMULATED)) -o $@ \
 	    $(filter-out -lnccl,$(LDLIBS))
-# Their kernels tell of every access (tests/cuda/cuda_races.cc), which is neither address nor thread sanitizer.
+# The compiler reports every memory access of these kernels to tests/cuda/cuda_races.cc, a race detector of our own.
 $(B)/test_cuda_races $(B)/test_cuda_attention_races: $(B)/%: tests/cuda/%.cc $(wildcard tests/cuda/*.cc) \
-    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/words
+    $(HEADERS) $(wildcard dt_*.cu) $(B)/cuda_races.o $(B)/tests_kernels.o $(B)/flags
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -DDT__TENSOR_TABLE $(UNUSED) $(RACES) -I. -c $< -o $@.o
 	$(CXX) $(filter-out -fsanitize=thread,$(CXXFLAGS)) $@.o $(B)/cuda_races.o $(B)/tests_kernels.o \
 	    -Wl,--wrap=memcpy,--wrap=memset -o $@ $(LDLIBS)
-$(B)/cuda_races.o: tests/cuda/cuda_races.cc tests/cuda/cuda_on_cpu.h $(B)/words
+$(B)/cuda_races.o: tests/cuda/cuda_races.cc tests/cuda/cuda_on_cpu.h $(B)/flags
 	$(CXX) $(filter-out -fsanitize%,$(CXXFLAGS)) -O2 -c $< -o $@
