@@ -5,28 +5,14 @@
 # DT_TORCHRUN: the torchrun to take; without it the one on PATH, or python3's torch. SLURM's daemons are started here as
 # this user, with a configuration of their own in a temporary folder, and ended by their numbers.
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make}
-passed=0 failed=0 skipped=0
-dir=$(mktemp -d)
-daemons=()
-clean_up() {
-    [ ${#daemons[@]} = 0 ] || { kill "${daemons[@]}"; wait "${daemons[@]}"; } 2>/dev/null
-    rm -rf "$dir"
-}
-trap clean_up EXIT
-trap 'exit 1' INT TERM
-$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_launch: 0 passed, 1 failed, 0 skipped"; exit 1; }
+. tests/support/report.sh
+needs_train_gpt
 for v in $(env | sed -n 's/^\(SLURM_[A-Z_]*\|PMI[A-Z_]*\|OMPI_COMM[A-Z_]*\|DT_[A-Z_]*\|RANK\|WORLD_SIZE\|MASTER_[A-Z]*\)=.*/\1/p'); do
     [ "$v" = DT_TORCHRUN ] || unset "$v"
 done
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-head -c 5000 README.md >"$dir/text"
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --batch 8 --steps 4 --data $dir/text"
 
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; cat "$dir"/err* | head -n 6 | sed 's/^/    /'; fi
-}
-skip() { echo "SKIP $1"; skipped=$((skipped + 1)); }
 
 taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 free_port() { # sets port, each time another one
@@ -276,9 +262,9 @@ END
 slurm_start() { # status: whether both nodes are idle; else $dir/why says why not
     local i
     slurm_conf
-    slurmctld -D >"$dir/slurmctld.out" 2>&1 </dev/null & daemons+=($!)
+    slurmctld -D >"$dir/slurmctld.out" 2>&1 </dev/null & children+=($!)
     for i in 1 2; do
-        slurmd -D -N dt$i >"$dir/slurmd$i.out" 2>&1 </dev/null & daemons+=($!)
+        slurmd -D -N dt$i >"$dir/slurmd$i.out" 2>&1 </dev/null & children+=($!)
     done
     for ((i = 0; i < 60; i++)); do
         [ "$(timeout 5 sinfo -h -o %D -t idle 2>/dev/null)" = 2 ] && return
@@ -367,5 +353,4 @@ for ((i = 0; i < 100; i++)); do kill -0 $(cat "$dir/pids") 2>/dev/null || break;
 report $? "hostfile.sh: none of its ranks outlives it"
 unset SSH DT_PORT DT_TOKEN
 
-echo "test_launch: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ]
+finish

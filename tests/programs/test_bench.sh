@@ -2,17 +2,7 @@
 # test_bench.sh - the benchmarks run and print what the scripts that read them expect: # lines, a header, rows of as
 # many columns, and summary lines last. How fast anything is, is not tested.
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make}
-passed=0 failed=0
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
-    failed=$((failed + 1))
-    echo "FAIL $2"
-    head -n 8 "$dir/out" | sed 's/^/    /'
-}
+. tests/support/report.sh
 
 bench() { # bench PROGRAM HEADER ROWS SUMMARY ARGS...: at least ROWS rows, and these names in the summary
     local program=$1 header=$2 rows=$3 summary=$4 columns names
@@ -92,5 +82,4 @@ for p in bench_gemm bench_train bench_comm bench_layouts; do
     report $? "$p refuses an option it does not know"
 done
 
-echo "test_bench: $passed passed, $failed failed, 0 skipped"
-[ "$failed" = 0 ]
+finish

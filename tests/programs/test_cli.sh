@@ -4,31 +4,13 @@
 # A refusal is exit status 2 and one line "error: ..." before any rank starts; a run that fails is exit status 1 and one
 # line that names the rank; both within seconds. No message may be missing and none may come twice.
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make}
-passed=0 failed=0 skipped=0
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_cli: 0 passed, 1 failed, 0 skipped"; exit 1; }
+. tests/support/report.sh
+needs_train_gpt
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --steps 3"
-
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; sed 's/^/    /' "$dir/err" | head -n 4; fi
-}
-
-try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error, which matches
-    local want=$1 pattern=$2 status lines
-    shift 2
-    timeout 60 "$B/train_gpt" "$@" >"$dir/out" 2>"$dir/err" </dev/null
-    status=$?
-    lines=$(grep -c 'error: ' "$dir/err")
-    [ "$status" = "$want" ] && { [ "$want" = 0 ] || { [ "$lines" = 1 ] && grep -Eq -- "$pattern" "$dir/err"; }; }
-    report $? "status $status, wanted $want and '$pattern': train_gpt $*"
-}
 
 $MAKE -Bn 2>"$dir/err" | grep -q 'examples/train_gpt.c'
 report $? "make without a target builds the programs"
 
-head -c 5000 README.md >"$dir/text"
 : >"$dir/empty"
 printf 'short' >"$dir/short"
 
@@ -599,5 +581,4 @@ try 2 'one process' --dry-run --backend tcp --rank 0 --ranks 2
 try 0 '' --list-refused
 report $? "--list-refused"
 
-echo "test_cli: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ]
+finish

@@ -5,42 +5,11 @@
 # A run ends with status 1, and what cannot be with status 2, after one line that says what and where; no run waits for
 # ever, and no byte of a name, a file or a peer moves a terminal's cursor.
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make}
+. tests/support/report.sh
 limit=${LIMIT_S:-120} # seconds of one run; most take less than 1 s, those that wait for a reader take longer
-passed=0 failed=0 skipped=0
-dir=$(mktemp -d)
-jobs=()
-clean_up() {
-    [ ${#jobs[@]} = 0 ] || { kill -9 "${jobs[@]}"; wait "${jobs[@]}"; } 2>/dev/null
-    rm -rf "$dir"
-}
-trap clean_up EXIT
-trap 'exit 1' INT TERM
-$MAKE -s "$B/train_gpt" ||
-    { echo "FAIL train_gpt does not build"; echo "test_cli_io: 0 passed, 1 failed, 0 skipped"; exit 1; }
-head -c 5000 README.md >"$dir/text"
+needs_train_gpt
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --batch 4 --data $dir/text"
 obeyed='[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]' # control bytes that terminals obey, for grep -P
-
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
-    failed=$((failed + 1))
-    echo "FAIL $2"
-    head -n 4 "$dir/err" | cat -v | sed 's/^/    /'
-}
-
-only_error() { # only_error FILE PATTERN: one line of error, which matches
-    [ "$(grep -ac '^error: ' "$1")" = 1 ] && grep -aEq -- "$2" "$1"
-}
-
-try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error, which matches
-    local want=$1 pattern=$2 status
-    shift 2
-    timeout -k 5 $limit "$B/train_gpt" "$@" >"$dir/out" 2>"$dir/err" </dev/null
-    status=$?
-    [ $status = "$want" ] && { [ "$want" = 0 ] || only_error "$dir/err" "$pattern"; }
-    report $? "status $status, wanted $want and '$pattern': train_gpt $(printf '%q ' "$@")"
-}
 
 newest() { # newest DIR: the step of the newest checkpoint, 0: none
     ls "$1" 2>/dev/null | sed -n 's/^step-\([0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
@@ -59,7 +28,7 @@ stall() { # stall NAME ARGS...
     { timeout -k 5 $limit "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 "$@" >"$dir/$name.fifo" \
           2>"$dir/$name.err"
       echo $? >"$dir/$name.status"; } </dev/null &
-    jobs+=($!)
+    children+=($!)
 }
 stalled() { # stalled NAME TEXT
     local status
@@ -81,15 +50,15 @@ truncate -s 100 "$dir/muted/step-6/model.safetensors"
 head -c 65536 /dev/zero >&9
 { timeout -k 5 $limit "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 8 --resume "$dir/muted" \
     --save "$dir/muted" >"$dir/mute.out" 2>"$dir/err.fifo"; echo $? >"$dir/mute.status"; } </dev/null &
-jobs+=($!)
+children+=($!)
 { timeout -k 5 $limit "$B/train_gpt" $tiny --quiet --ranks 2 --timeout 10 --steps 100 --optimizer sgd --lr 1000 --clip 0 >"$dir/silent.out" \
     2>"$dir/err.fifo"; echo $? >"$dir/silent.status"; } </dev/null &
-jobs+=($!)
+children+=($!)
 mkfifo "$dir/log.fifo"
 exec 8<>"$dir/log.fifo"
 { timeout -k 5 $limit "$B/train_gpt" $tiny --ranks 2 --timeout 10 --steps 100000 --quiet --log-csv "$dir/log.fifo" \
     >"$dir/log.out" 2>"$dir/log.err"; echo $? >"$dir/log.status"; } </dev/null &
-jobs+=($!)
+children+=($!)
 
 # ---- closed descriptors ---------------------------------------------------------------------------------------------
 
@@ -373,8 +342,8 @@ report $? "--resume leaves a file that is no log as it is"
 
 # ---- the readers that take nothing ----------------------------------------------------------------------------------
 
-for pid in "${jobs[@]}"; do wait "$pid" 2>/dev/null; done
-jobs=()
+for pid in "${children[@]}"; do wait "$pid" 2>/dev/null; done
+children=()
 [ "$(cat "$dir/mute.status")" = 0 ] && [ "$(newest "$dir/muted")" = 8 ]
 report $? "a reader of standard error that takes nothing does not stop a run that has a notice to tell"
 [ "$(cat "$dir/silent.status")" = 1 ]
@@ -388,5 +357,4 @@ report $? "a run whose reader takes nothing saves its last step"
 try 0 '' $tiny --ranks 2 --steps 100000 --resume "$dir/stalled" --stop-at "$((at + 1))"
 stalled log "--log-csv $dir/log.fifo: its reader has taken nothing for half of --timeout$"
 
-echo "test_cli_io: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ]
+finish

@@ -4,17 +4,9 @@
 # A file means the same as options: --print-config prints the same for both. The three DeepSpeed files are those that
 # tutorials print, of which one is whole and two are completed here ("..." and commas before a bracket are no JSON).
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make}
-passed=0 failed=0 skipped=0
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-$MAKE -s "$B/train_gpt" || { echo "FAIL train_gpt does not build"; echo "test_config: 0 passed, 1 failed, 0 skipped"; exit 1; }
-head -c 5000 README.md >"$dir/text"
+. tests/support/report.sh
+needs_train_gpt
 tiny="--layers 1 --width 16 --heads 2 --seq 16 --data $dir/text"
-
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $2"; head -n 4 "$dir/err" | sed 's/^/    /'; fi
-}
 
 same() { # same JSON "ARGS" ARGS...: the file beside the first means what the others mean
     local beside=$2
@@ -177,5 +169,4 @@ head -c 2000000 /dev/zero | tr '\0' ' ' >"$dir/config.json"
 [ $? = 2 ] && grep -q "^error: --config: $dir/config.json" "$dir/err"
 report $? "a file that is too large"
 
-echo "test_config: $passed passed, $failed failed, $skipped skipped"
-[ $failed = 0 ]
+finish

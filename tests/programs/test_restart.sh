@@ -8,43 +8,16 @@
 # that nobody disturbed, and what was saved once stays. Steps are slow here because --link-latency waits, so that there
 # is time to disturb them.
 cd "$(dirname "$0")/../.." || exit 1
-B=${B:-build} MAKE=${MAKE:-make} full=${1:-}
-passed=0 failed=0 skipped=0
-dir=$(mktemp -d)
-pids=()
-clean_up() {
-    [ ${#pids[@]} = 0 ] || { kill -9 "${pids[@]}"; wait "${pids[@]}"; } 2>/dev/null
-    rm -rf "$dir"
-}
-trap clean_up EXIT
-trap 'exit 1' INT TERM
-$MAKE -s "$B/train_gpt" ||
-    { echo "FAIL train_gpt does not build"; echo "test_restart: 0 passed, 1 failed, 0 skipped"; exit 1; }
-head -c 5000 README.md >"$dir/text"
-tiny="--layers 2 --width 16 --heads 2 --seq 16 --data $dir/text"
-
-report() { # report OK? TEXT
-    if [ "$1" = 0 ]; then passed=$((passed + 1)); return; fi
-    failed=$((failed + 1))
-    echo "FAIL $2"
-    head -n 6 "$dir/err" | sed 's/^/    /'
-}
-
-try() { # try STATUS PATTERN ARGS...: the status, and exactly one line of error, which matches
-    local want=$1 pattern=$2 status
-    shift 2
-    timeout 60 "$B/train_gpt" $tiny "$@" >"$dir/out" 2>"$dir/err" </dev/null
-    status=$?
-    [ $status = "$want" ] && { [ "$want" = 0 ] ||
-        { [ "$(grep -c '^error: ' "$dir/err")" = 1 ] && grep -Eq -- "$pattern" "$dir/err"; }; }
-    report $? "status $status, wanted $want and '$pattern': train_gpt $*"
-}
+. tests/support/report.sh
+needs_train_gpt
+full=${1:-}
+tiny="--layers 2 --width 16 --heads 2 --seq 16 --data $dir/text" common=$tiny
 
 begin() { # begin ARGS...: in the background; sets pid
     : >"$dir/out" >"$dir/err"
     "$B/train_gpt" $tiny "$@" >"$dir/out" 2>"$dir/err" </dev/null &
     pid=$!
-    pids=($pid)
+    children=($pid)
 }
 
 now() { printf -v "$1" '%d' "${EPOCHREALTIME/./}"; } # microseconds
@@ -184,16 +157,16 @@ term() { # term BACKEND WHO: WHO: the process that is told, all: each of them
         begin $args --backend tcp --rank 0 --rendezvous 127.0.0.1:$port
         "$B/train_gpt" $tiny $args --backend tcp --rank 1 --rendezvous 127.0.0.1:$port >"$dir/out1" 2>"$dir/err1" \
             </dev/null &
-        pids=($pid $!)
+        children=($pid $!)
     else
         begin $args --backend $1
     fi
     until_in 20 stepped $((1 + RANDOM % 12))
-    at=${pids[RANDOM % ${#pids[@]}]}
+    at=${children[RANDOM % ${#children[@]}]}
     [ $2 != all ] || at="$pid $(cat /proc/$pid/task/$pid/children)"
     now t0
     kill -TERM $at
-    for p in "${pids[@]}"; do ended_in 10 $p && [ $status = 143 ] || bad="$bad $status"; done
+    for p in "${children[@]}"; do ended_in 10 $p && [ $status = 143 ] || bad="$bad $status"; done
     now t1
     [ -z "$bad" ] && [ $((t1 - t0)) -lt 5000000 ]
     report $? "$what: status${bad:- 143} after $(((t1 - t0) / 1000)) ms, not 143 within 5 s"
@@ -376,5 +349,4 @@ same_end "$dir/b" "$dir/c" 6 && grep -q "$how" "$dir/err"
 report $? "the newest is damaged: the run goes on from the one before it, and says so"
 try 1 'step-6/model.safetensors: tensor .* is damaged' $small --resume "$dir/a/step-6"
 
-echo "test_restart: $passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ]
+finish
