@@ -24,6 +24,7 @@ static pid_t staged_fork(void);
 #include "tests/comm/mismatch_cases.h"
 #include "tests/comm/soak.h"
 #include "tests/faults/stage.h"
+#include "tests/support/jitter.h"
 
 static pid_t staged_fork(void) {
     int rank = staged_forks++;

@@ -17,6 +17,7 @@
 #include "dt_zero.h"
 #include "examples/gpt.h"
 #include "tests/support/check.h"
+#include "tests/support/jitter.h"
 
 // ==== Overlap ===================================================================================
 
@@ -108,13 +109,13 @@ static timing fastest(timing a, timing b) {
    gathers them in the backward too, and with overlap only those of the last layer, its first, are
    waited for. */
 static double values_s(const timing *t) { return t->stage > 0 ? LAYERS * link_s : 0; }
-static int is_hidden(timing none, timing on) {
-    return on.step_s <= 1.05 * (none.step_s + values_s(&on));
+static int is_hidden(timing none, timing on, double slack_s) {
+    return on.step_s <= 1.05 * (none.step_s + values_s(&on)) + slack_s;
 }
-static int is_added(timing none, timing off) {
+static int is_added(timing none, timing off, double slack_s) {
     double traffic = LAYERS * link_s,
            all = traffic + values_s(&off) + (off.stage == 3 ? traffic : 0);
-    return fabs(off.step_s - none.step_s - all) <= 0.2 * traffic;
+    return fabs(off.step_s - none.step_s - all) <= 0.2 * traffic + slack_s;
 }
 
 /* A machine that others use can make any run slower, none faster: the fastest of some rounds
@@ -132,15 +133,18 @@ static void test_overlap(void) {
             timing c = overlap_run(backend, stage, 1, link_s);
             none = round ? fastest(none, a) : a, on = round ? fastest(on, b) : b,
             off = round ? fastest(off, c) : c;
-        } while (++round < ROUNDS && !(is_hidden(none, on) && is_added(none, off)));
+        } while (++round < ROUNDS && !(is_hidden(none, on, 0) && is_added(none, off, 0)));
         printf("overlap, stage %d, %s: step %.1f ms without a link, %.1f with, %.1f one after the "
                "other, %d rounds\n",
             stage, cases[k][1] ? "procs" : "threads", 1e3 * none.step_s, 1e3 * on.step_s,
             1e3 * off.step_s, round);
+        /* under load a step is longer by some such gaps */
+        double slack_s = round < ROUNDS ? 0 : 8 * jitter_s();
         CHECK_MSG(none.backward_s > LAYERS * nap_s, "%g s", none.backward_s);
-        CHECK_MSG(is_hidden(none, on), "%g s, %g s without a link", on.step_s, none.step_s);
-        CHECK_MSG(is_added(none, off), "%g s, %g s without a link, %d times %g s", off.step_s,
-            none.step_s, (int)LAYERS, link_s);
+        CHECK_MSG(
+            is_hidden(none, on, slack_s), "%g s, %g s without a link", on.step_s, none.step_s);
+        CHECK_MSG(is_added(none, off, slack_s), "%g s, %g s without a link, %d times %g s",
+            off.step_s, none.step_s, (int)LAYERS, link_s);
         CHECK(none.weight == on.weight && none.weight == off.weight && isfinite(on.weight));
     }
 }
